@@ -32,9 +32,9 @@ from kubernetes.client.exceptions import ApiException
 
 from on_cluster import about, running  # finds the modules of tests/cluster
 
-from conftest import _has_account, _install  # isort: skip
-from jobs import job  # isort: skip
-from target import GROUP, OPERATOR_NAMESPACE, PLURAL, VERSION, Namespace, Target, shared_claim, wait_for  # isort: skip
+from conftest import _has_account, _install_operator  # isort: skip
+from jobs import build_job  # isort: skip
+from target import GROUP, OPERATOR_NAMESPACE, PLURAL, VERSION, Namespace, Target, create_shared_claim, wait_for  # isort: skip
 
 from topkube.launch.rank import commands_among
 
@@ -159,7 +159,7 @@ class Chaos:
             self.history.append({"at": time.time(), "what": name})
 
     def _running(self, role: str) -> Any:
-        pods = [pod for pod in self.namespace.pods(role) if pod.status.phase == "Running"]
+        pods = [pod for pod in self.namespace.list_pods(role) if pod.status.phase == "Running"]
         return self.random.choice(pods) if pods else None
 
     def _kill_container(self, role: str) -> bool:
@@ -171,7 +171,7 @@ class Chaos:
 
     def _kill_rank(self) -> bool:
         pod = self._running("worker")
-        ranks = commands_among(self.target.container(pod, "worker").processes()) if pod is not None else []
+        ranks = commands_among(self.target.find_container(pod, "worker").list_processes()) if pod is not None else []
         if not ranks:
             return False
         os.kill(self.random.choice(ranks), signal.SIGKILL)
@@ -185,7 +185,7 @@ class Chaos:
         return True
 
     def _operator(self) -> Any:
-        return self.random.choice([pod for pod in self.target.operator_pods() if pod.status.phase == "Running"])
+        return self.random.choice([pod for pod in self.target.list_operator_pods() if pod.status.phase == "Running"])
 
     def _kill_operator(self) -> bool:
         self.target.kill_container(self._operator(), "operator")
@@ -193,7 +193,7 @@ class Chaos:
 
     def _freeze_operator(self) -> bool:
         """Stop an operator for longer than its Lease lasts: another one takes over, and this one wakes up late."""
-        group = self.target.container(self._operator(), "operator")
+        group = self.target.find_container(self._operator(), "operator")
         group.freeze()
         thaw = threading.Timer(self.random.uniform(5, 25), lambda: suppress_errors(group.thaw))
         thaw.daemon = True
@@ -228,7 +228,7 @@ def persist(act: Callable[[], Any], seconds: float = 60) -> Any:
 
 def make_job(name: str, fails: bool) -> dict[str, Any]:
     words = ["python", "-c", SCRIPT, name, "fails" if fails else "ends", str(STEPS), str(EVERY_STEPS), str(PAUSE)]
-    made = job(name, words, workers=2, slots=1, runPolicy={"backoffLimit": 0 if fails else 100})
+    made = build_job(name, words, workers=2, slots=1, runPolicy={"backoffLimit": 0 if fails else 100})
     pod = made["spec"]["template"]["spec"]
     pod["volumes"] = [{"name": "out", "persistentVolumeClaim": {"claimName": "out"}}]
     pod["containers"][0]["volumeMounts"] = [{"name": "out", "mountPath": "/out"}]
@@ -259,12 +259,12 @@ def check_log(name: str, text: str, ended: tuple[str, float] | None, findings: F
 
 def run(minutes: float, seed: int, every: float) -> dict[str, Any]:
     target, cluster = running()
-    _install(target)
+    _install_operator(target)
     namespace = Namespace(target, f"chaos-{uuid.uuid4().hex[:6]}")
     metadata = kubernetes.client.V1ObjectMeta(name=namespace.name)
     target.core.create_namespace(kubernetes.client.V1Namespace(metadata=metadata))
     folder = cluster.layout.state / "volumes" / namespace.name
-    shared_claim(namespace, folder, "out")
+    create_shared_claim(namespace, folder, "out")
     wait_for(lambda: _has_account(target, namespace.name), "the service account", 30)
     findings = Findings()
     watcher, chaos = Watcher(namespace, findings), Chaos(target, cluster, namespace, seed)
@@ -293,9 +293,9 @@ def run(minutes: float, seed: int, every: float) -> dict[str, Any]:
         with suppress(ApiException):
             persist(lambda name=name: namespace.delete(name))
     try:
-        wait_for(lambda: not persist(namespace.children), "everything to be gone", 180, interval=1)
+        wait_for(lambda: not persist(namespace.list_children), "everything to be gone", 180, interval=1)
     except AssertionError:
-        findings.orphans = sorted(namespace.children())
+        findings.orphans = sorted(namespace.list_children())
     if findings.count() == 0:
         persist(lambda: target.core.delete_namespace(namespace.name))
         persist(lambda: target.core.delete_persistent_volume(namespace.name))
@@ -321,7 +321,7 @@ def judge(
     """Compare the end of every job with what it had to be."""
     rows = []
     for name in names:
-        status, ended = persist(lambda name=name: namespace.status(name)), watcher.ended.get(name)
+        status, ended = persist(lambda name=name: namespace.read_status(name)), watcher.ended.get(name)
         phase = ended[0] if ended else ""
         if not ended:
             findings.not_ended.append(f"{name}: {status.get('phase')}, attempt {status.get('attempt')}")

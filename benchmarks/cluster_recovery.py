@@ -26,8 +26,8 @@ import kubernetes
 
 from on_cluster import about, running  # finds the modules of tests/cluster
 
-from jobs import job  # isort: skip
-from target import Namespace, Target, shared_claim, wait_for  # isort: skip
+from jobs import build_job  # isort: skip
+from target import Namespace, Target, create_shared_claim, wait_for  # isort: skip
 
 from topkube.launch.rank import commands_among
 
@@ -62,11 +62,11 @@ class RecoveryRun:
         metadata = kubernetes.client.V1ObjectMeta(name=self.namespace.name)
         target.core.create_namespace(kubernetes.client.V1Namespace(metadata=metadata))
         self.folder = folder / self.namespace.name
-        shared_claim(self.namespace, self.folder, "checkpoints")
+        create_shared_claim(self.namespace, self.folder, "checkpoints")
         checkpoint = {"claimName": "checkpoints", "everySteps": EVERY_STEPS, "keep": 2}
         command = ["python", "-c", ENDS, *MODEL]
         wait_for(self._has_account, "the service account", 30)
-        self.name = self.namespace.create(job("again", command, workers=2, slots=2, checkpoint=checkpoint))
+        self.name = self.namespace.create(build_job("again", command, workers=2, slots=2, checkpoint=checkpoint))
         wait_for(lambda: len(self.steps(1)) > EVERY_STEPS + 5, "steps and a checkpoint", 180)
 
     def _has_account(self) -> bool:
@@ -78,8 +78,8 @@ class RecoveryRun:
         self.target.core.delete_persistent_volume(self.namespace.name)
 
     def logs(self) -> str:
-        pods = self.namespace.pods("worker")
-        return "\n".join(self.namespace.logs(pod.metadata.name) for pod in pods)
+        pods = self.namespace.list_pods("worker")
+        return "\n".join(self.namespace.read_log(pod.metadata.name) for pod in pods)
 
     def steps(self, attempt: int) -> list[float]:
         """Return when the steps of the attempt ended, in Unix time."""
@@ -88,7 +88,7 @@ class RecoveryRun:
     def kill(self, victim: str) -> float:
         """Send SIGKILL and return the time. Worker 1 or its ranks are killed, because the log of worker 0 is needed."""
         role = "launcher" if victim == "launcher" else "worker"
-        pod = self.namespace.pods(role)[-1]
+        pod = self.namespace.list_pods(role)[-1]
         at = time.time()
         if victim == "rank":
             os.kill(self._a_rank(pod), signal.SIGKILL)
@@ -98,7 +98,7 @@ class RecoveryRun:
 
     def _a_rank(self, pod: Any) -> int:
         """Return the process id of a rank on this machine."""
-        return commands_among(self.target.container(pod, "worker").processes())[0]
+        return commands_among(self.target.find_container(pod, "worker").list_processes())[0]
 
 
 def recovery(target: Target, folder: Path, victim: str) -> dict[str, float]:
@@ -108,7 +108,7 @@ def recovery(target: Target, folder: Path, victim: str) -> dict[str, float]:
         at = run.kill(victim)
         wait_for(lambda: run.steps(2), "a step of the second attempt", 120)
         resumed = re.search(r"resumed at step (\d+)", run.logs())
-        status = run.namespace.status(run.name)
+        status = run.namespace.read_status(run.name)
         assert resumed is not None, run.logs()[-2000:]
         assert status["restarts"] + status["disruptions"] == 1, status
         return {"seconds": run.steps(2)[0] - at, "steps_lost": len(run.steps(1)) - int(resumed[1])}
@@ -122,7 +122,7 @@ def deletion(target: Target, folder: Path) -> float:
     try:
         before = time.monotonic()
         run.namespace.delete(run.name)
-        wait_for(lambda: not run.namespace.children(), "everything to be gone", 120)
+        wait_for(lambda: not run.namespace.list_children(), "everything to be gone", 120)
         return time.monotonic() - before
     finally:
         run.close()

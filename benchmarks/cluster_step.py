@@ -22,7 +22,7 @@ import kubernetes
 
 from on_cluster import about, running  # finds the modules of tests/cluster
 
-from jobs import job  # isort: skip
+from jobs import build_job  # isort: skip
 from target import Namespace, wait_for  # isort: skip
 
 RESULTS = Path(__file__).with_name("results") / "cluster-step.json"
@@ -54,14 +54,14 @@ def step_seconds(namespace: Namespace, algorithm: str, steps: int, skip: int) ->
     name = f"step-{algorithm}-{uuid.uuid4().hex[:4]}"
     command = ["python", "-c", ENDS, "--steps", str(steps), *MODEL]
     aggregation = {"algorithm": algorithm, "density": 0.01, "wire": "bf16"}
-    namespace.create(job(name, command, workers=WORKERS, slots=SLOTS, aggregation=aggregation))
+    namespace.create(build_job(name, command, workers=WORKERS, slots=SLOTS, aggregation=aggregation))
     status = namespace.wait_phase(name, "Succeeded", seconds=300)
     assert status["restarts"] == 0, status
-    logs = "".join(namespace.logs(pod.metadata.name) for pod in namespace.pods("worker", name))
+    logs = "".join(namespace.read_log(pod.metadata.name) for pod in namespace.list_pods("worker", name))
     ends = json.loads(re.search(r"step-ends (\[.*\])", logs)[1])
     last = re.search(r"([\d,]+) parameters after .*", logs)
     namespace.delete(name)
-    wait_for(lambda: not namespace.pods(job=name), "the job's pods to be gone", 60)
+    wait_for(lambda: not namespace.list_pods(job=name), "the job's pods to be gone", 60)
     seconds = [after - before for before, after in itertools.pairwise(ends)]
     return seconds[skip:], int(last[1].replace(",", "")), last[0]
 

@@ -27,10 +27,10 @@ from kubernetes.client.exceptions import ApiException
 
 from on_cluster import running  # finds the modules of tests/cluster
 
-from jobs import job  # isort: skip
+from jobs import build_job  # isort: skip
 from localkube import images  # isort: skip
 from localkube.cluster import Cluster  # isort: skip
-from monitored import Found  # isort: skip
+from monitored import ScrapeTargets  # isort: skip
 from target import Namespace, Target, wait_for  # isort: skip
 
 from monitoring.dashboards import DASHBOARDS
@@ -124,14 +124,14 @@ def checkpoints(target: Target, cluster: Cluster) -> Iterator[None]:
 
 def submit(place: dict[str, Namespace]) -> None:
     sparse = {"algorithm": "hitopk", "density": 0.01, "warmupSteps": 40}
-    gpt = job("gpt-stdlib", GPT, slots=2, aggregation={**sparse, "wire": "bf16"})
+    gpt = build_job("gpt-stdlib", GPT, slots=2, aggregation={**sparse, "wire": "bf16"})
     gpt["spec"]["checkpoint"] = {"claimName": "checkpoints", "everySteps": 20}
     place[LANGUAGE].create(gpt)
-    place[VISION].create(job("autoencoder", ["python", "-c", IMAGES], aggregation=sparse))
+    place[VISION].create(build_job("autoencoder", ["python", "-c", IMAGES], aggregation=sparse))
     sample: dict[str, Any] = yaml.safe_load((ROOT / "manifests/samples/digits-cnn.yaml").read_text())
     sample["spec"]["template"]["spec"]["containers"][0]["image"] = images.RUNTIME.name
     place[VISION].create(sample)
-    waits = job("waits-for-a-node", ["true"])
+    waits = build_job("waits-for-a-node", ["true"])
     waits["spec"]["template"]["spec"]["nodeSelector"] = {"accelerator": "h200"}
     place[VISION].create(waits)
 
@@ -149,14 +149,14 @@ def main() -> None:
         namespaces(target) as place,
         checkpoints(target, cluster),
     ):
-        targets = Found(target, Path(folder), list(place))
+        targets = ScrapeTargets(target, Path(folder), list(place))
         with prometheus(Path(folder), targets.jobs) as server:
             submit(place)
             began, killed = time.monotonic(), False
             while (passed := time.monotonic() - began) < args.seconds:
-                targets.look()
+                targets.refresh()
                 if not killed and passed > args.seconds / 2:
-                    victim = place[LANGUAGE].pods("worker", "gpt-stdlib")[1]
+                    victim = place[LANGUAGE].list_pods("worker", "gpt-stdlib")[1]
                     target.kill_container(victim, "worker")
                     killed = True
                 time.sleep(1)

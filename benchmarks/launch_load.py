@@ -71,13 +71,13 @@ async def measure_sessions(count: int, directory: Path) -> dict[str, object]:
     """Measure the cost of `count` sessions for the launcher."""
     with PlayedJob(directory, ["true"], count + 1, 1, rendezvous_seconds=3600, check_address=False) as job:
         launcher = job.start_launcher().process.pid
-        while await asyncio.to_thread(job.status) is None:
+        while await asyncio.to_thread(job.ask_status) is None:
             await asyncio.sleep(0.1)
         began, used = time.monotonic(), read_processor_seconds(launcher)
         connector = aiohttp.TCPConnector(ssl=job.tls, limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as client:
             calls = [asyncio.create_task(run_session(client, index, job.port)) for index in range(count)]
-            while (status := await asyncio.to_thread(job.status)) is None or status.joined < count:
+            while (status := await asyncio.to_thread(job.ask_status)) is None or status.joined < count:
                 await asyncio.sleep(0.2)
             joined, join_used = time.monotonic() - began, read_processor_seconds(launcher) - used
             began, used = time.monotonic(), read_processor_seconds(launcher)

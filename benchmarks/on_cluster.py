@@ -18,7 +18,7 @@ from target import Target
 
 def running() -> tuple[Target, Cluster]:
     """Return the running cluster. End the program if no cluster is running."""
-    cluster = Cluster.running(Layout.from_environment())
+    cluster = Cluster.find_running(Layout.from_environment())
     if cluster is None:
         sys.exit("no cluster is up. Next: sudo make cluster NODES=3, kubectl apply -f manifests/")
     return Target(cluster.layout.kubeconfig, cluster), cluster

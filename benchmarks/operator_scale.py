@@ -41,10 +41,10 @@ sys.path.insert(0, str(ROOT / "tests" / "cluster"))
 
 import yaml  # noqa: E402
 from localkube.cgroups import Group  # noqa: E402
-from localkube.cluster import down  # noqa: E402
+from localkube.cluster import stop_cluster  # noqa: E402
 from localkube.control_plane import ControlPlane  # noqa: E402
 from localkube.layout import Layout  # noqa: E402
-from localkube.packages import TO_RUN, install, kubernetes  # noqa: E402
+from localkube.packages import TO_RUN, compile_kubernetes, install_packages  # noqa: E402
 
 from played_nodes import NAMESPACE, create_finished_job, job  # noqa: E402
 from topkube.job import KIND  # noqa: E402
@@ -63,9 +63,9 @@ TARGETS = {"start_2": 0.3, "start_64": 1.0, "many_created": 12.0, "idle_cpu_perc
 def api_server() -> Iterator[str]:
     """Run only etcd and kube-apiserver; yield a kubeconfig."""
     layout = Layout(8)
-    install(*TO_RUN)
-    programs = kubernetes(layout.cache)
-    down(layout)
+    install_packages(*TO_RUN)
+    programs = compile_kubernetes(layout.cache)
+    stop_cluster(layout)
     layout.state.mkdir(parents=True, mode=0o700)
     Group(layout.name).make()
     plane = ControlPlane(layout, programs)
@@ -75,7 +75,7 @@ def api_server() -> Iterator[str]:
         plane.start()
         yield str(layout.kubeconfig)
     finally:
-        down(layout)
+        stop_cluster(layout)
 
 
 class Nothing:

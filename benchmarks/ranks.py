@@ -34,8 +34,8 @@ SECONDS = 1500
 def measure(mpi: str, ranks: int, layout: str, directory: Path) -> dict[str, Any]:
     """Return the row of one world."""
     result, checkpoints = directory / "row.json", str(directory / "checkpoints")
-    with worlds.forking(mpi, directory) as forks:
-        outcomes = worlds.run_cases(mpi, (1, 1), "scale", directory, "leave", checkpoints, forks=forks)
+    with worlds.start_forks(mpi, directory) as forks:
+        outcomes = worlds.run_cases(mpi, (1, 1), "scale", directory, "leave_checkpoint", checkpoints, forks=forks)
         start = time.monotonic()
         arguments = ["measure", str(result), layout, checkpoints]
         outcomes |= worlds.run_cases(mpi, (1,) * ranks, "scale", directory, *arguments, forks=forks, seconds=SECONDS)

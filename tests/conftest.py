@@ -1,4 +1,4 @@
-"""For all tests."""
+"""The options and fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WORLD = re.compile(r"(tests/mpi/[^\[]+\[(?:mpich|openmpi)-[0-9+]+)-")
 """The tests that the ranks of one world run (tests/mpi/worlds.py)."""
 
 
-def _scope_of(nodeid: str) -> str:
+def _find_scope(nodeid: str) -> str:
     world = _WORLD.match(nodeid)
     return world[1] if world else nodeid.partition("::")[0]
 
@@ -50,7 +50,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | Non
 
     class ByFileOrWorld(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return _scope_of(nodeid)
+            return _find_scope(nodeid)
 
     return ByFileOrWorld(config, log)
 
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     quarters of the run: most other tests wait for processes and for clocks."""
     if config.getoption("dist", "no") != "loadscope":
         return
-    scopes = [(item.nodeid.startswith("tests/mpi/"), _scope_of(item.nodeid)) for item in items]
+    scopes = [(item.nodeid.startswith("tests/mpi/"), _find_scope(item.nodeid)) for item in items]
     order = list(dict.fromkeys(scopes))
     counts, seen, place = Counter(is_mpi for is_mpi, _ in order), Counter[bool](), {}
     for scope in order:

@@ -6,14 +6,14 @@ import json
 from typing import Any
 
 import yaml
-from test_chart import find_only, render, select_kind
+from rendered import find_only, render, select_kind
 
 from monitoring.generated import ROOT
 from topkube_operator.__main__ import build_parser
 from topkube_operator.node_cache.__main__ import build_parser as build_agent_parser
 
 
-def manifests(name: str) -> list[dict[str, Any]]:
+def read_manifests(name: str) -> list[dict[str, Any]]:
     return [item for item in yaml.safe_load_all((ROOT / f"manifests/{name}.yaml").read_text()) if item]
 
 
@@ -21,8 +21,8 @@ def list_rules(role: dict[str, Any]) -> set[str]:
     return {json.dumps({name: sorted(value) for name, value in rule.items()}) for rule in role["rules"]}
 
 
-def test_roles_give_the_same_rights() -> None:
-    chart, plain = render(), manifests("rbac")
+def test_roles_grant_the_same_rights() -> None:
+    chart, plain = render(), read_manifests("rbac")
     for kind in ("ClusterRole", "Role"):
         charts = {role["metadata"]["name"]: list_rules(role) for role in select_kind(kind, chart)}
         charts.pop("topkube-test", None)  # exists during helm test only
@@ -36,32 +36,32 @@ def test_roles_give_the_same_rights() -> None:
         } == charts
 
 
-def test_the_operators_pods_are_the_same_but_for_labels_and_arguments_that_are_defaults() -> None:
+def test_both_have_the_same_operator_pods_except_for_labels_and_default_arguments() -> None:
     pods = []
-    for objects in (manifests("operator"), render()):
+    for objects in (read_manifests("operator"), render()):
         pod = find_only("Deployment", objects)["spec"]["template"]["spec"]
         pod.pop("affinity")
         (container,) = pod["containers"]
         pods.append((pod, vars(build_parser().parse_args(container.pop("args")))))
     assert pods[0] == pods[1]
     assert (
-        find_only("Deployment", manifests("operator"))["spec"]["replicas"]
+        find_only("Deployment", read_manifests("operator"))["spec"]["replicas"]
         == find_only("Deployment", render())["spec"]["replicas"]
     )
 
 
-def test_service_and_webhook_are_the_same() -> None:
-    plain, chart = find_only("Service", manifests("operator")), find_only("Service", render())
+def test_both_have_the_same_service_and_webhook() -> None:
+    plain, chart = find_only("Service", read_manifests("operator")), find_only("Service", render())
     assert plain["spec"]["ports"] == chart["spec"]["ports"]
-    plain, chart = (find_only("ValidatingWebhookConfiguration", item) for item in (manifests("webhook"), render()))
+    plain, chart = (find_only("ValidatingWebhookConfiguration", item) for item in (read_manifests("webhook"), render()))
     assert plain["metadata"]["name"] == chart["metadata"]["name"]
     assert plain["webhooks"] == chart["webhooks"]
 
 
 def test_both_have_the_same_network_policy_for_the_operators_pods() -> None:
-    plain, chart = (find_only("NetworkPolicy", item)["spec"] for item in (manifests("operator"), render()))
+    plain, chart = (find_only("NetworkPolicy", item)["spec"] for item in (read_manifests("operator"), render()))
     assert plain["policyTypes"] == chart["policyTypes"] == ["Ingress"]
-    pod = find_only("Deployment", manifests("operator"))["spec"]["template"]
+    pod = find_only("Deployment", read_manifests("operator"))["spec"]["template"]
     assert plain["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     test = {"app.kubernetes.io/instance": "topkube", "app.kubernetes.io/component": "test"}  # helm test's own pod
     (metrics,) = (rule for rule in chart["ingress"] if rule["ports"][0]["port"] == "metrics")
@@ -71,7 +71,7 @@ def test_both_have_the_same_network_policy_for_the_operators_pods() -> None:
     assert metrics["from"] == [{"namespaceSelector": {}, "podSelector": prometheus}]
 
 
-def test_the_webhooks_callers_can_be_named() -> None:
+def test_a_value_limits_the_callers_of_the_webhook() -> None:
     peers = [{"ipBlock": {"cidr": "172.18.0.2/32"}}]
     for given, wanted in (({}, None), ({"webhookFrom": peers}, peers)):
         rules = find_only("NetworkPolicy", render({"networkPolicy": given}))["spec"]["ingress"]
@@ -79,18 +79,18 @@ def test_the_webhooks_callers_can_be_named() -> None:
     assert select_kind("NetworkPolicy", render({"networkPolicy": {"enabled": False}})) == []
 
 
-def _without_labels(item: dict[str, Any]) -> dict[str, Any]:
-    """Return the object without its labels and annotations: Helm adds labels."""
+def _remove_labels(item: dict[str, Any]) -> dict[str, Any]:
+    """Return the object without its labels and annotations, because Helm adds labels."""
     rest = json.loads(json.dumps(item))
     rest["metadata"] = {key: rest["metadata"].get(key) for key in ("name", "namespace")}
     return rest
 
 
-def test_the_node_cache_is_off_until_it_is_turned_on_and_then_the_same() -> None:
+def test_the_node_cache_is_off_by_default_and_the_same_in_both_when_it_is_on() -> None:
     assert select_kind("DaemonSet", render()) == select_kind("PersistentVolume", render()) == []
     own = {"enabled": True, "namespaces": ["team-a"], "namespace": "topkube-node-cache"}
     chart = render({"cache": {"node": own}})
-    plain = manifests("node-cache/agent") + manifests("node-cache/namespace")
+    plain = read_manifests("node-cache/agent") + read_manifests("node-cache/namespace")
     pods = []
     for objects in (plain, chart):
         pod = find_only("DaemonSet", objects)["spec"]["template"]["spec"]
@@ -101,9 +101,9 @@ def test_the_node_cache_is_off_until_it_is_turned_on_and_then_the_same() -> None
     )
     for kind in ("ClusterRole", "ClusterRoleBinding"):
         role = next(item for item in select_kind(kind, chart) if item["metadata"]["name"] == "topkube-node-cache")
-        assert _without_labels(role) == _without_labels(find_only(kind, plain))
+        assert _remove_labels(role) == _remove_labels(find_only(kind, plain))
     for kind in ("PersistentVolume", "PersistentVolumeClaim"):
-        assert _without_labels(find_only(kind, chart)) == _without_labels(find_only(kind, plain))
+        assert _remove_labels(find_only(kind, chart)) == _remove_labels(find_only(kind, plain))
         label = find_only(kind, chart)["metadata"]["labels"]["topkube.dev/node-cache"]
         assert label == find_only(kind, plain)["metadata"]["labels"]["topkube.dev/node-cache"] == "team-a"
     # The jobs' NetworkPolicies let operator pods in, and the operator's policies and budgets select them.
@@ -117,7 +117,7 @@ def test_the_node_cache_is_off_until_it_is_turned_on_and_then_the_same() -> None
     assert not operator["selector"]["matchLabels"].items() <= labels.items()
 
 
-def test_the_chart_knows_every_option_that_it_sets() -> None:
+def test_the_operator_accepts_every_option_that_the_chart_sets() -> None:
     given = {
         "namespaces": ["a"],
         "operator": {"stallSeconds": 5, "gangScheduler": "g", "checkAddress": False},

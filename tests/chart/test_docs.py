@@ -1,4 +1,4 @@
-"""The docs build, their links work, and their content is true: commands exist, files are valid."""
+"""The docs build, their links work, and what they show exists and is valid: commands, options, jobs, values."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read_commands(page: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site; a broken link or a name without a docstring is an error."""
+    """The built site. A broken link or a name without a docstring is an error."""
     folder = tmp_path_factory.mktemp("site")
     build = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
@@ -66,7 +66,7 @@ def test_the_site_builds_and_every_link_works(site: Path) -> None:
 
 @pytest.mark.parametrize("module", [topkube, topkube.kernels, topkube.data], ids=lambda module: module.__name__)
 def test_the_reference_shows_every_public_name(site: Path, module: Any) -> None:
-    """Also the names that a module loads on first use."""
+    """It also shows the names that a module loads on first use."""
     name = module.__name__
     page = (site / "api" / name.removeprefix("topkube.") / "index.html").read_text()
     for public in module.__all__:
@@ -144,7 +144,7 @@ def test_the_reference_of_commands_is_fresh() -> None:
 
 
 def test_the_guide_describes_every_command() -> None:
-    """The reference is not enough."""
+    """Each command has a section of its own in docs/cli.md, beside the generated reference."""
     guide = (DOCS / "cli.md").read_text()
     for name in re.findall(r"^## topkube (\w+)", reference.markdown(), re.M):
         assert re.search(rf"^## topkube {name}\b", guide, re.M), name
@@ -188,8 +188,8 @@ def test_the_alerts_page_lists_every_alert_with_its_severity() -> None:
     assert rows == {alert.name: alert.severity for alert in ALERTS}
 
 
-def test_the_quickstart_runs() -> None:
-    """Run the commands that take seconds. `make demo` and tests/unit/cli/test_run.py run the training itself."""
+def test_the_first_command_of_the_quickstart_runs() -> None:
+    """Run `topkube doctor`, which takes seconds. `make demo` and tests/unit/cli/test_run.py run the training itself."""
     quick = [
         shlex.split(line, comments=True) for line in read_commands(DOCS / "quickstart.md") if line == "topkube doctor"
     ]

@@ -21,6 +21,7 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 
 @pytest.fixture(scope="module")
 def release() -> ModuleType:
+    """The module scripts/release.py."""
     spec = importlib.util.spec_from_file_location("release", ROOT / "scripts" / "release.py")
     assert spec is not None
     assert spec.loader is not None

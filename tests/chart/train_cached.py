@@ -21,8 +21,8 @@ def decode(raw: bytes) -> np.ndarray:
     return np.frombuffer(raw, np.float32).copy()
 
 
-def make(folder: Path) -> None:
-    """256 small files, the same (times too) in every folder, whoever makes them."""
+def make_files(folder: Path) -> None:
+    """Write 256 small files. Their content and their times are the same in every folder."""
     part = folder.with_name(f"{folder.name}.{os.getpid()}")
     part.mkdir()
     for number, sample in enumerate(np.random.default_rng(0).standard_normal((256, 64), np.float32)):
@@ -32,7 +32,7 @@ def make(folder: Path) -> None:
         part.rename(folder)
 
 
-make(Path(sys.argv[1]))
+make_files(Path(sys.argv[1]))
 topkube.init()
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 64))

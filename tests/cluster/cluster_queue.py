@@ -16,7 +16,7 @@ from typing import Any
 import kueue_crds
 import kueue_protocol
 import pytest
-from operating import until
+from target import wait_for
 
 from topkube_operator.watch.api_client import ApiError, Cluster
 
@@ -29,9 +29,9 @@ _MERGE = "application/merge-patch+json"
 
 
 @contextmanager
-def kueue_kinds(cluster: Cluster, version: str) -> Iterator[None]:
+def serve_kueue_kinds(cluster: Cluster, version: str) -> Iterator[None]:
     """Serve Kueue's kinds in one version. Skip the test on a cluster on which Kueue is installed."""
-    definitions = kueue_crds.definitions(version)
+    definitions = kueue_crds.build_definitions(version)
     for definition in definitions:
         _remove_leftover(cluster, definition)
     try:
@@ -40,7 +40,7 @@ def kueue_kinds(cluster: Cluster, version: str) -> Iterator[None]:
         for definition in definitions:
             names = definition["spec"]["names"]
             cluster.register_kind(names["kind"], f"{kueue_crds.GROUP}/{version}", names["plural"])
-            until(lambda plural=names["plural"]: _serves(cluster, version, plural), f"the kind {names['kind']}")
+            wait_for(lambda plural=names["plural"]: _is_served(cluster, version, plural), f"the kind {names['kind']}")
         yield
     finally:
         for definition in definitions:
@@ -48,7 +48,7 @@ def kueue_kinds(cluster: Cluster, version: str) -> Iterator[None]:
 
 
 def _remove_leftover(cluster: Cluster, definition: Mapping[str, Any]) -> None:
-    """Remove a definition of these tests, also of a run that was killed."""
+    """Remove a definition that these tests created, in this run or in a run that was killed."""
     path = f"{_CRDS}/{definition['metadata']['name']}"
     stored = _read(cluster, path)
     if not stored:
@@ -57,10 +57,10 @@ def _remove_leftover(cluster: Cluster, definition: Mapping[str, Any]) -> None:
         pytest.skip("Kueue is installed on this cluster, and these tests play it. Next: use another cluster")
     with suppress(ApiError):
         cluster.call("DELETE", path)
-    until(lambda: not _read(cluster, path), f"{path} to be gone", 120)
+    wait_for(lambda: not _read(cluster, path), f"{path} to be gone", 120)
 
 
-def _serves(cluster: Cluster, version: str, plural: str) -> bool:
+def _is_served(cluster: Cluster, version: str, plural: str) -> bool:
     try:
         return cluster.serves(kueue_crds.GROUP, version, plural)
     except ApiError:
@@ -86,30 +86,30 @@ class ClusterQueue:
         self._path = f"/apis/{kueue_crds.GROUP}/{version}/namespaces/{namespace}/workloads"
         self.evictions: list[str] = []
 
-    def workload(self, job: str) -> dict[str, Any]:
+    def find_workload(self, job: str) -> dict[str, Any]:
         """Return the Workload of a job; empty if there is none."""
         return next((entry for entry in self._list() if entry["metadata"]["ownerReferences"][0]["name"] == job), {})
 
-    def condition(self, job: str, kind: str) -> tuple[str, str]:
+    def read_condition(self, job: str, kind: str) -> tuple[str, str]:
         """Return the status and the reason of a condition of a job's Workload."""
-        condition = kueue_protocol.condition(self.workload(job), kind)
+        condition = kueue_protocol.find_condition(self.find_workload(job), kind)
         return condition.get("status", ""), condition.get("reason", "")
 
     def holds_quota(self, job: str) -> bool:
-        workload = self.workload(job)
+        workload = self.find_workload(job)
         return bool(workload) and kueue_protocol.holds_quota(workload)
 
-    def until(self, true: Callable[[], Any], what: str, seconds: float = 90.0) -> Any:
-        """Act as Kueue until `true` returns a true result. Return the result."""
+    def act_until(self, look: Callable[[], Any], what: str, seconds: float = 90.0) -> Any:
+        """Act as Kueue until `look` returns a true result. Return the result."""
 
         def act_and_look() -> Any:
             self.reconcile()
-            return true()
+            return look()
 
-        return until(act_and_look, what, seconds)
+        return wait_for(act_and_look, what, seconds)
 
     def evict(self, job: str, reason: str) -> None:
-        """Ask for the quota of a job."""
+        """Ask a job to return its quota."""
         self._change(job, lambda workload: kueue_protocol.evict(workload, reason, datetime.now(UTC)))
 
     def end_pause(self, job: str) -> None:
@@ -118,11 +118,14 @@ class ClusterQueue:
 
     def _change(self, job: str, change: Callable[[dict[str, Any]], Any]) -> None:
         """Write a new status. If the operator writes at the same moment, read the Workload again and repeat."""
-        until(lambda: self._write(workload := self.workload(job), change(workload)), f"the Workload of {job} to change")
+        wait_for(
+            lambda: self._write(workload := self.find_workload(job), change(workload)),
+            f"the Workload of {job} to change",
+        )
 
-    def activate(self, job: str, active: bool) -> None:
+    def set_active(self, job: str, active: bool) -> None:
         """Set `spec.active`, as an administrator does."""
-        path = f"{self._path}/{self.workload(job)['metadata']['name']}"
+        path = f"{self._path}/{self.find_workload(job)['metadata']['name']}"
         self.cluster.call("PATCH", path, {"spec": {"active": active}}, content=_MERGE)
 
     def reconcile(self) -> None:
@@ -134,7 +137,7 @@ class ClusterQueue:
         for entry in workloads:
             self._follow_activity(entry, now)
         waiting = [entry for entry in workloads if kueue_protocol.may_be_admitted(entry)]
-        for entry in sorted(waiting, key=_turn_key):
+        for entry in sorted(waiting, key=_compute_turn):
             needed = kueue_protocol.count_pods(entry)
             if used + needed > self.room:
                 self._make_room(entry, workloads, now)
@@ -143,16 +146,16 @@ class ClusterQueue:
             self._write(entry, kueue_protocol.admit(entry, {"pods": self.flavor}, now))
 
     def _make_room(self, entry: Mapping[str, Any], workloads: list[dict[str, Any]], now: datetime) -> None:
-        """Evict a Workload of lower priority, or return why `entry` waits."""
+        """Evict a Workload of lower priority, and write to `entry` why it waits."""
         holders = [other for other in workloads if kueue_protocol.holds_quota(other)]
         is_clearing = any(kueue_protocol.has_true_condition(other, "Evicted") for other in holders)
-        lower = [other for other in holders if _priority(other) < _priority(entry)]
+        lower = [other for other in holders if _read_priority(other) < _read_priority(entry)]
         if lower and not is_clearing:
-            victim = max(lower, key=_turn_key)
+            victim = max(lower, key=_compute_turn)
             self.evictions.append(victim["metadata"]["name"])
             self._write(victim, kueue_protocol.evict(victim, "Preempted", now))
         message = "couldn't assign flavors to pod set launcher: insufficient unused quota for pods"
-        if kueue_protocol.condition(entry, "QuotaReserved").get("message") != message:
+        if kueue_protocol.find_condition(entry, "QuotaReserved").get("message") != message:
             self._write(entry, kueue_protocol.refuse(entry, message, now))
 
     def _follow_activity(self, entry: dict[str, Any], now: datetime) -> None:
@@ -160,7 +163,7 @@ class ClusterQueue:
         if entry["spec"].get("active") is False:
             if kueue_protocol.holds_quota(entry) and not is_evicted:
                 self._write(entry, kueue_protocol.evict(entry, "Deactivated", now))
-        elif kueue_protocol.condition(entry, "Requeued").get("reason") == "Deactivated":
+        elif kueue_protocol.find_condition(entry, "Requeued").get("reason") == "Deactivated":
             self._write(entry, kueue_protocol.with_conditions(entry["status"], now, Requeued=(True, "Reactivated")))
 
     def _check_pods(self, workloads: list[dict[str, Any]]) -> None:
@@ -173,7 +176,7 @@ class ClusterQueue:
             if kueue_protocol.holds_quota(entry):
                 continue
             job = entry["metadata"]["ownerReferences"][0]["uid"]
-            active = [pod["metadata"]["name"] for pod in pods if _owner(pod) == job and _is_active(pod)]
+            active = [pod["metadata"]["name"] for pod in pods if _read_owner_uid(pod) == job and _is_active(pod)]
             assert not active, f"{active} run, and {entry['metadata']['name']} has no quota: {entry.get('status')}"
 
     def _list(self) -> list[dict[str, Any]]:
@@ -205,22 +208,22 @@ class PodGroup:
         self.roles: Counter[str] = Counter()
         self.holds_quota = False
 
-    def until(self, true: Callable[[], Any], what: str, seconds: float = 90.0) -> Any:
-        """Act as Kueue until `true` returns a true result. Return the result."""
+    def act_until(self, look: Callable[[], Any], what: str, seconds: float = 90.0) -> Any:
+        """Act as Kueue until `look` returns a true result. Return the result."""
 
         def act_and_look() -> Any:
             self.reconcile()
-            return true()
+            return look()
 
-        return until(act_and_look, what, seconds)
+        return wait_for(act_and_look, what, seconds)
 
     def reconcile(self) -> None:
         """Check all rules, and take the next step with the group."""
         pods, _ = self.cluster.list("Pod", self.namespace, f"{_GROUP_LABEL}={self.name}")
         for pod in pods:
             assert pod["metadata"]["labels"][QUEUE_LABEL], "Kueue manages pods with a queue"
-            if not pod["metadata"].get("deletionTimestamp") and _MANAGED not in _finalizers(pod):
-                self._set_finalizers(pod, [*_finalizers(pod), _MANAGED])
+            if not pod["metadata"].get("deletionTimestamp") and _MANAGED not in _read_finalizers(pod):
+                self._set_finalizers(pod, [*_read_finalizers(pod), _MANAGED])
         if not pods:
             return
         totals = {pod["metadata"]["annotations"][_TOTAL] for pod in pods}
@@ -239,8 +242,8 @@ class PodGroup:
         elif len(runnable) + len(replaced) <= total:
             replaced = []
         for pod in replaced:
-            if _MANAGED in _finalizers(pod):
-                self._set_finalizers(pod, [name for name in _finalizers(pod) if name != _MANAGED])
+            if _MANAGED in _read_finalizers(pod):
+                self._set_finalizers(pod, [name for name in _read_finalizers(pod) if name != _MANAGED])
 
     def _has_finished(self, pods: list[dict[str, Any]], total: int) -> bool:
         succeeded = sum(pod["status"].get("phase") == "Succeeded" for pod in pods)
@@ -258,16 +261,16 @@ class PodGroup:
                 raise
 
 
-def _priority(workload: Mapping[str, Any]) -> int:
+def _read_priority(workload: Mapping[str, Any]) -> int:
     return int(workload["spec"].get("priority") or 0)
 
 
-def _turn_key(workload: Mapping[str, Any]) -> tuple[int, str, str]:
+def _compute_turn(workload: Mapping[str, Any]) -> tuple[int, str, str]:
     metadata = workload["metadata"]
-    return -_priority(workload), metadata["creationTimestamp"], metadata["name"]
+    return -_read_priority(workload), metadata["creationTimestamp"], metadata["name"]
 
 
-def _owner(pod: Mapping[str, Any]) -> str:
+def _read_owner_uid(pod: Mapping[str, Any]) -> str:
     return next((str(owner["uid"]) for owner in pod["metadata"].get("ownerReferences") or ()), "")
 
 
@@ -275,5 +278,5 @@ def _is_active(pod: Mapping[str, Any]) -> bool:
     return pod["status"].get("phase") not in ("Succeeded", "Failed")
 
 
-def _finalizers(pod: Mapping[str, Any]) -> list[str]:
+def _read_finalizers(pod: Mapping[str, Any]) -> list[str]:
     return list(pod["metadata"].get("finalizers") or ())

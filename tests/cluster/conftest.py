@@ -1,8 +1,8 @@
 """One cluster for all tests, with the operator installed as a user would install it, and a separate namespace for each
 test.
 
-`make test-cluster` uses the cluster that `make cluster` started; where there is none it starts one and stops it at the
-end. TOPKUBE_TEST_KUBECONFIG names another cluster instead, which must have the images; tests that break nodes are
+`make test-cluster` uses the cluster that `make cluster` started. If there is none, it starts a cluster and stops it at
+the end. TOPKUBE_TEST_KUBECONFIG names another cluster instead, which must have the images; tests that break nodes are
 skipped there.
 """
 
@@ -26,7 +26,7 @@ from kubernetes.client.exceptions import ApiException
 from localkube import images
 from localkube.cluster import Cluster
 from localkube.layout import Layout
-from operating import Jobs, gone, until
+from operating import Jobs, is_gone
 from play import apply
 from target import KUBELET_SECONDS, OPERATOR_NAMESPACE, PATIENCE, Namespace, Target, wait_for
 
@@ -38,28 +38,29 @@ from topkube_operator.watch.api_client import Cluster as Client
 REPOSITORY = Path(__file__).resolve().parents[2]
 MANIFESTS = REPOSITORY / "manifests"
 NODES = 3  # two for a job, one to replace a node that vanished
-Once = Callable[[str], AbstractContextManager[bool]]
+SharedStep = Callable[[str], AbstractContextManager[bool]]
 
 
 @pytest.fixture(scope="session")
-def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
-    """Yield True in the first of the processes that share this run. The other processes wait for it."""
+def shared_step(tmp_path_factory: pytest.TempPathFactory) -> SharedStep:
+    """A step that the processes of this run share. `with shared_step(NAME)` yields True in the first process only; the
+    other processes wait until the first has left the block."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
 
     @contextmanager
-    def block(name: str) -> Iterator[bool]:
+    def enter(name: str) -> Iterator[bool]:
         done = folder / f"{name}.done"
         with FileLock(folder / f"{name}.lock"):
             yield not done.exists()
             done.touch()
 
-    return block
+    return enter
 
 
 @pytest.fixture(scope="session")
-def target(once: Once) -> Iterator[Target]:
+def target(shared_step: SharedStep) -> Iterator[Target]:
     """The cluster, with TopKube's images on every node."""
     other = os.environ.get("TOPKUBE_TEST_KUBECONFIG")
     if other:
@@ -68,20 +69,20 @@ def target(once: Once) -> Iterator[Target]:
     if os.geteuid() != 0:
         pytest.skip("needs root to start a cluster here, or TOPKUBE_TEST_KUBECONFIG for another cluster")
     layout, wanted = Layout.from_environment(), [images.RUNTIME, images.RUNTIME_OPENMPI, images.OPERATOR]
-    running = Cluster.running(layout)
+    running = Cluster.find_running(layout)
     if running is not None:
-        with once("images") as first:
+        with shared_step("images") as first:
             if first:
                 running.load_images(wanted)
         yield Target(layout.kubeconfig, running)
         return
     if "PYTEST_XDIST_WORKER" in os.environ:
         pytest.fail("several processes share a cluster that is up. Next: make cluster NODES=3, or make test-cluster")
-    cluster = Cluster.up(layout, NODES, wanted)
+    cluster = Cluster.start(layout, NODES, wanted)
     try:
         yield Target(layout.kubeconfig, cluster)
     finally:
-        cluster.down()
+        cluster.stop()
 
 
 @pytest.fixture(scope="session")
@@ -98,41 +99,41 @@ def kubectl(target: Target) -> Path:
 
 
 @pytest.fixture(scope="session")
-def installed(target: Target, once: Once) -> Target:
+def installation(target: Target, shared_step: SharedStep) -> Target:
     """The cluster, with the operator of manifests/ running."""
     for wanted in (images.OPERATOR, images.RUNTIME):
-        needs.image(target, wanted.name)
-    with once("operator") as first:
+        needs.require_image(target, wanted.name)
+    with shared_step("operator") as first:
         if first:
-            _install(target)
+            _install_operator(target)
     return target
 
 
 def apply_manifests(target: Target) -> None:
     """Install the operator as a user would."""
     for file in ("namespace", "crd", "crd-cached-datasets", "rbac", "operator", "webhook"):
-        target.apply(manifest(file))
+        target.apply(read_manifest(file))
 
 
-def _install(target: Target) -> None:
+def _install_operator(target: Target) -> None:
     apply_manifests(target)
     replaced: set[str] = set()
     if target.local is not None:  # the image may be newer than the pods that run
-        replaced = {pod.metadata.uid for pod in target.operator_pods()}
+        replaced = {pod.metadata.uid for pod in target.list_operator_pods()}
         target.core.delete_collection_namespaced_pod(OPERATOR_NAMESPACE, grace_period_seconds=1)
     try:
         wait_for(lambda: target.is_rolled_out(replaced), "both replicas of the operator to be ready", KUBELET_SECONDS)
-        # More than one answer: the nodes' rules may still lead to a pod that is gone.
+        # The webhook must answer several times, because the rules of a node may still lead to a pod that is gone.
         wait_for(lambda: all(target.has_webhook() for _ in range(4)), "the webhook to answer", 60)
     except AssertionError as error:
-        for pod in target.operator_pods():
+        for pod in target.list_operator_pods():
             print(pod.metadata.name, pod.status.phase, pod.status.container_statuses)
             print(target.core.read_namespaced_pod_log(pod.metadata.name, OPERATOR_NAMESPACE, tail_lines=40))
         raise AssertionError(str(error)) from None
 
 
-def manifest(name: str) -> str:
-    """A file of manifests/, with the images of this run. The machine's disk may be nearly full."""
+def read_manifest(name: str) -> str:
+    """Return a file of manifests/ with the images of this run. The caches may fill the machine's disk to 99%."""
     text = (MANIFESTS / f"{name}.yaml").read_text().replace(f":{images.VERSION}", f":{images.TAG}")
     return text.replace("args: [--webhook", "args: [--cache-free-percent=1, --webhook").replace(
         "args: [--node", "args: [--free-percent=1, --node"
@@ -140,17 +141,17 @@ def manifest(name: str) -> str:
 
 
 @pytest.fixture
-def namespace(installed: Target, request: pytest.FixtureRequest) -> Iterator[Namespace]:
-    """A new namespace. If the test fails, everything known about the namespace is printed."""
-    yield from _namespace(installed, request)
+def namespace(installation: Target, request: pytest.FixtureRequest) -> Iterator[Namespace]:
+    """A new namespace. If the test fails, the state of the namespace is printed."""
+    yield from _provide_namespace(installation, request)
 
 
 @pytest.fixture
-def second_namespace(installed: Target, request: pytest.FixtureRequest) -> Iterator[Namespace]:
-    yield from _namespace(installed, request)
+def second_namespace(installation: Target, request: pytest.FixtureRequest) -> Iterator[Namespace]:
+    yield from _provide_namespace(installation, request)
 
 
-def _namespace(target: Target, request: pytest.FixtureRequest) -> Iterator[Namespace]:
+def _provide_namespace(target: Target, request: pytest.FixtureRequest) -> Iterator[Namespace]:
     name = f"test-{uuid.uuid4().hex[:8]}"
     target.core.create_namespace(kubernetes.client.V1Namespace(metadata=kubernetes.client.V1ObjectMeta(name=name)))
     namespace = Namespace(target, name)
@@ -173,28 +174,28 @@ def _has_account(target: Target, name: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def resting(installed: Target) -> Iterator[Target]:
-    """Let the installed operator stand by while these tests run."""
-    installed.scale_operator(0)
-    yield installed
-    installed.scale_operator(2)
+def resting_cluster(installation: Target) -> Iterator[Target]:
+    """The cluster while its installed operator is scaled to zero."""
+    installation.scale_operator(0)
+    yield installation
+    installation.scale_operator(2)
 
 
 @pytest.fixture
-def jobs(resting: Target, request: pytest.FixtureRequest) -> Iterator[Jobs]:
+def jobs(resting_cluster: Target, request: pytest.FixtureRequest) -> Iterator[Jobs]:
     """A new namespace without an operator."""
-    cluster, name = Client(str(resting.kubeconfig)), f"process-{secrets.token_hex(3)}"
+    cluster, name = Client(str(resting_cluster.kubeconfig)), f"process-{secrets.token_hex(3)}"
     cluster.register_kind("ServiceAccount", "v1", "serviceaccounts")
     cluster.call("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
-    until(lambda: not gone(cluster, "ServiceAccount", name, "default"), "the service account")
+    wait_for(lambda: not is_gone(cluster, "ServiceAccount", name, "default"), "the service account")
     yield Jobs(cluster, name)
     if getattr(request.node, "failed", False):
-        print(*Namespace(resting, name).describe(), sep="\n")
+        print(*Namespace(resting_cluster, name).describe(), sep="\n")
     cluster.call("DELETE", f"/api/v1/namespaces/{name}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The chart's tests come first: they install and uninstall the operator, before there is the session's own."""
+    """Run the chart's tests first. They install and uninstall the operator, before the session installs its own."""
     items.sort(key=lambda item: not item.path.name.startswith("test_chart_"))
 
 
@@ -207,16 +208,16 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 @pytest.fixture
-def breakable(installed: Target) -> Cluster:
+def breakable_cluster(installation: Target) -> Cluster:
     """The machine's own cluster, for tests that break nodes, links or the control plane."""
-    if installed.local is None:
+    if installation.local is None:
         pytest.skip("breaks nodes: needs a cluster of this machine's own, not TOPKUBE_TEST_KUBECONFIG")
-    return installed.local
+    return installation.local
 
 
 @pytest.fixture(scope="session")
 def admin(kubeconfig: Path) -> Api:
-    """The whole cluster; it knows the newest CRDs."""
+    """The API of the whole cluster, with the newest CRDs."""
     api = connect(Where(kubeconfig=kubeconfig))
     for definition in (custom_resource_definition(rules=False), cached_dataset_definition()):
         apply(api, "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition)

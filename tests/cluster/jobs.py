@@ -1,4 +1,4 @@
-"""TrainingJobs for tests. Their ranks use NumPy only: they start in a second."""
+"""TrainingJobs for tests. Their ranks use only NumPy, so they start in a second."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from localkube.images import RUNTIME
 
-# Ranks that meet in an all-reduce, step after step, until told: argv is the number of steps and seconds per step.
+# Ranks that call an all-reduce in each step. argv has the number of steps and the seconds of a step.
 STEPS = """
 import os, sys, time, numpy as np, topkube
 topkube.init()
@@ -18,7 +18,7 @@ for step in range(count):
     time.sleep(pause)
 print(f"rank {topkube.rank()} is done", flush=True)
 """
-# Rank 1 of the first attempt says something and ends with 7; the others wait for it in an all-reduce.
+# Rank 1 prints a line and ends with 7; the other ranks wait for it in an all-reduce.
 FAILS = """
 import sys, numpy as np, topkube
 topkube.init()
@@ -28,7 +28,7 @@ if topkube.rank() == 1:
     sys.exit(7)
 topkube.allreduce_(np.ones(64, np.float32), algorithm="flat")
 """
-# The same, in the first attempt alone.
+# The same, but only in the first attempt.
 FAILS_ONCE = """
 import os, sys, numpy as np, topkube
 topkube.init()
@@ -39,7 +39,7 @@ topkube.allreduce_(np.ones(64, np.float32), algorithm="flat")
 """
 
 
-def job(name: str, command: list[str], *, workers: int = 2, slots: int = 1, **spec: Any) -> dict[str, Any]:
+def build_job(name: str, command: list[str], *, workers: int = 2, slots: int = 1, **spec: Any) -> dict[str, Any]:
     """Return a TrainingJob that runs `command`. `spec` holds more fields of its spec."""
     container = {"name": "worker", "image": RUNTIME.name, "command": command, "imagePullPolicy": "IfNotPresent"}
     return {
@@ -55,23 +55,24 @@ def job(name: str, command: list[str], *, workers: int = 2, slots: int = 1, **sp
     }
 
 
-def steps(count: int = 5, pause: float = 0.01) -> list[str]:
+def build_steps(count: int = 5, pause: float = 0.01) -> list[str]:
+    """Return a command that makes `count` steps of `pause` seconds."""
     return ["python", "-c", STEPS, str(count), str(pause)]
 
 
-def endless() -> list[str]:
-    return steps(100_000, 0.05)
+def build_endless_steps() -> list[str]:
+    return build_steps(100_000, 0.05)
 
 
-def ends_in_attempt(attempt: int, count: int, pause: float) -> list[str]:
-    """Train without end before `attempt`, and then for a number of steps."""
+def build_steps_that_end_in_attempt(attempt: int, count: int, pause: float) -> list[str]:
+    """Return a command that trains without end before `attempt`, and then for `count` steps."""
     script = f'[ "$TOPKUBE_ATTEMPT" -lt {attempt} ] && set -- 100000; exec python -c "$0" "$1" {pause}'
     return ["sh", "-c", script, STEPS, str(count)]
 
 
-def fails() -> list[str]:
+def build_failing_ranks() -> list[str]:
     return ["python", "-c", FAILS]
 
 
-def fails_once() -> list[str]:
+def build_ranks_that_fail_once() -> list[str]:
     return ["python", "-c", FAILS_ONCE]

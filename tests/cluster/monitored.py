@@ -1,4 +1,4 @@
-"""What Prometheus would scrape on a cluster, by the chart's own monitors. Debian's Prometheus knows no Kubernetes: it
+"""The scrape targets that the chart's monitors select on a cluster. Debian's Prometheus cannot ask Kubernetes, so it
 reads its targets from a file."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from monitoring.server import files
 
 
 @functools.cache
-def _monitor(kind: str) -> dict[str, Any]:
+def _read_monitor(kind: str) -> dict[str, Any]:
     """Return the spec of the chart's monitor of a kind."""
     wanted = {"metrics": {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}}}
     with helm.Chart.load(REPOSITORY / "charts/topkube") as chart:
@@ -28,7 +28,7 @@ def _monitor(kind: str) -> dict[str, Any]:
     return spec
 
 
-def _targets(on: Target, labels: dict[str, str], port: str, namespaces: Collection[str]) -> list[dict[str, Any]]:
+def _find_targets(on: Target, labels: dict[str, str], port: str, namespaces: Collection[str]) -> list[dict[str, Any]]:
     selector = ",".join(f"{name}={value}" for name, value in labels.items())
     targets = []
     for pod in on.core.list_pod_for_all_namespaces(label_selector=selector).items:
@@ -44,34 +44,37 @@ def _targets(on: Target, labels: dict[str, str], port: str, namespaces: Collecti
     return targets
 
 
-def workers(on: Target, namespaces: Collection[str] = ()) -> list[dict[str, Any]]:
+def find_worker_targets(on: Target, namespaces: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the scrape targets of all jobs in these namespaces, or in all namespaces."""
-    spec = _monitor("PodMonitor")
+    spec = _read_monitor("PodMonitor")
     (endpoint,) = spec["podMetricsEndpoints"]
-    return _targets(on, spec["selector"]["matchLabels"], endpoint["port"], namespaces)
+    return _find_targets(on, spec["selector"]["matchLabels"], endpoint["port"], namespaces)
 
 
-def operators(on: Target) -> list[dict[str, Any]]:
+def find_operator_targets(on: Target) -> list[dict[str, Any]]:
     """Return the scrape targets of all releases, and of manifests/."""
     labels = {
         name: value
-        for name, value in _monitor("ServiceMonitor")["selector"]["matchLabels"].items()
+        for name, value in _read_monitor("ServiceMonitor")["selector"]["matchLabels"].items()
         if name != "app.kubernetes.io/instance"
     }
-    return _targets(on, labels, "metrics", ())
+    return _find_targets(on, labels, "metrics", ())
 
 
-class Found:
-    """Two scrape jobs for `prometheus`, whose targets are brought up to date by `look`."""
+class ScrapeTargets:
+    """Two scrape jobs for `prometheus`. `refresh` brings their targets up to date."""
 
     def __init__(self, on: Target, folder: Path, namespaces: Collection[str]) -> None:
         self._on, self._namespaces = on, namespaces
         self._files = {"workers": folder / "workers.json", "operator": folder / "operator.json"}
         self.jobs = [{**files(name, path), "honor_labels": name == "operator"} for name, path in self._files.items()]
-        self.look()
+        self.refresh()
 
-    def look(self) -> None:
-        targets = {"workers": workers(self._on, self._namespaces), "operator": operators(self._on)}
+    def refresh(self) -> None:
+        targets = {
+            "workers": find_worker_targets(self._on, self._namespaces),
+            "operator": find_operator_targets(self._on),
+        }
         for name, path in self._files.items():
             path.with_suffix(".part").write_text(json.dumps(targets[name]))
             path.with_suffix(".part").rename(path)

@@ -1,5 +1,5 @@
-"""What a test needs of a cluster that is not our own: nodes, GPUs, images, a folder on each node. If something is not
-there, the test skips, with the reason and the next step."""
+"""What a test needs of a cluster: nodes, GPUs, images, a folder on each node. If something is missing, the test skips,
+with the reason and the next step."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _LISTED_IMAGES = 50
 NODE_CACHE_VARIABLE = "TOPKUBE_TEST_NODE_CACHE"
 
 
-def nodes(target: Target, count: int, purpose: str) -> None:
+def require_nodes(target: Target, count: int, purpose: str) -> None:
     """Skip unless `count` nodes are Ready."""
-    ready = len(target.nodes())
+    ready = len(target.list_nodes())
     if ready < count:
         pytest.skip(
             f"needs {count} nodes that are Ready, {purpose}; there are {ready}. Next: make cluster NODES={count}"
         )
 
 
-def gpus(target: Target, count: int) -> None:
-    """Skip unless each of `count` nodes has a GPU to give."""
-    able = [node.metadata.name for node in target.core.list_node().items if _gpus_of(node) > 0]
+def require_gpus(target: Target, count: int) -> None:
+    """Skip unless `count` nodes have a GPU."""
+    able = [node.metadata.name for node in target.core.list_node().items if _count_gpus(node) > 0]
     if len(able) < count:
         pytest.skip(f"needs a GPU ({GPU}) on each of {count} nodes; {len(able)} nodes have one")
 
 
-def image(target: Target, name: str) -> None:
+def require_image(target: Target, name: str) -> None:
     """Skip if a node that could run pods does not have the image, as far as its kubelet lists images."""
     if target.local is not None:
         return  # the fixture `target` has loaded all images
@@ -42,7 +42,7 @@ def image(target: Target, name: str) -> None:
         )
 
 
-def folder_on_each_node(target: Target) -> None:
+def require_cache_folder(target: Target) -> None:
     """Skip on a cluster whose nodes are not known to have the folder of the node cache."""
     if target.local is None and not os.environ.get(NODE_CACHE_VARIABLE):
         pytest.skip(
@@ -51,7 +51,7 @@ def folder_on_each_node(target: Target) -> None:
         )
 
 
-def _gpus_of(node: Any) -> int:
+def _count_gpus(node: Any) -> int:
     amount = (node.status.allocatable or {}).get(GPU, "0")
     return int(amount) if str(amount).isdigit() else 0
 

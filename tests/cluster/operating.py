@@ -10,15 +10,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import yaml
 from aiohttp import web
-from target import PATIENCE
+from target import wait_for
 
 from topkube.job import KIND
 from topkube_operator.watch.api_client import ApiError, Cluster
@@ -27,19 +26,8 @@ IMAGE = os.environ.get("TOPKUBE_TEST_RUNTIME") or "topkube/runtime:0.1.0"
 TERMINAL = ("Succeeded", "Failed")
 
 
-def until(true: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
-    """Return the first true result of `true`."""
-    seconds *= PATIENCE
-    end = time.monotonic() + seconds
-    while not (result := true()):
-        if time.monotonic() > end:
-            raise AssertionError(f"waited {seconds:g} s in vain for {what}")
-        time.sleep(0.1)
-    return result
-
-
-def job(name: str, script: str = "echo hello", *, slots: int = 1, **spec: Any) -> dict[str, Any]:
-    """A TrainingJob whose ranks run a shell script. Its pods end soon after SIGTERM."""
+def build_shell_job(name: str, script: str = "echo hello", *, slots: int = 1, **spec: Any) -> dict[str, Any]:
+    """Return a TrainingJob whose ranks run a shell script. Its pods end soon after SIGTERM."""
     container = {"name": "worker", "image": IMAGE, "command": ["sh", "-c"], "args": [script]}
     template = {"spec": {"terminationGracePeriodSeconds": 6, "containers": [container]}}
     policy = {"backoffLimit": 0, **spec.pop("runPolicy", {})}
@@ -64,51 +52,51 @@ class Jobs:
     def get(self, name: str) -> dict[str, Any]:
         return self.cluster.get(KIND, self.namespace, name)
 
-    def status(self, name: str) -> dict[str, Any]:
+    def read_status(self, name: str) -> dict[str, Any]:
         return self.get(name).get("status") or {}
 
-    def children(self, kind: str) -> dict[str, dict[str, Any]]:
+    def list_children(self, kind: str) -> dict[str, dict[str, Any]]:
         children, _ = self.cluster.list(kind, self.namespace, "topkube.dev/job-name")
         return {child["metadata"]["name"]: child for child in children}
 
-    def pod_name(self, job: str, part: str) -> str:
+    def build_pod_name(self, job: str, part: str) -> str:
         """Return the name of a pod, such as worker-1-2 or launcher-2, of the job that exists now."""
         return f"{job}-{part}-{self.get(job)['metadata']['uid'][:5]}"
 
-    def pods(self) -> dict[str, dict[str, Any]]:
-        return self.children("Pod")
+    def list_pods(self) -> dict[str, dict[str, Any]]:
+        return self.list_children("Pod")
 
     def wait_phase(self, name: str, *phases: str, seconds: float = 60.0) -> dict[str, Any]:
         """Return the status when the job is in one of the phases. If the job ends in another phase, the test fails at
         once."""
 
         def read_reached_status() -> dict[str, Any] | None:
-            status = self.status(name)
+            status = self.read_status(name)
             if status.get("phase") in phases:
                 return status
             assert status.get("phase") not in TERMINAL, status
             return None
 
         try:
-            job: dict[str, Any] = until(read_reached_status, f"{name} to be {' or '.join(phases)}", seconds)
+            job: dict[str, Any] = wait_for(read_reached_status, f"{name} to be {' or '.join(phases)}", seconds)
         except AssertionError as error:
-            raise AssertionError(f"{error}: {self.status(name)}") from None
+            raise AssertionError(f"{error}: {self.read_status(name)}") from None
         return job
 
     def wait_failure(self, name: str, seconds: float = 120.0) -> dict[str, Any]:
         """Return why the job failed."""
 
         def read_failure() -> dict[str, Any] | None:
-            status = self.status(name)
+            status = self.read_status(name)
             assert status.get("phase") != "Succeeded", status
             return status.get("firstFailure") if status.get("phase") == "Failed" else None
 
-        failure: dict[str, Any] = until(read_failure, f"{name} to fail", seconds)
+        failure: dict[str, Any] = wait_for(read_failure, f"{name} to fail", seconds)
         return failure
 
 
 class Operator:
-    """`python -m topkube_operator` for one namespace; its Lease and its secret are there too."""
+    """`python -m topkube_operator` for one namespace, which also has its Lease and its secret."""
 
     def __init__(self, kubeconfig: str, namespace: str, *options: str) -> None:
         self._command = [sys.executable, "-m", "topkube_operator", "--kubeconfig", kubeconfig]
@@ -127,22 +115,22 @@ class Operator:
         """Send SIGKILL."""
         if self.process is not None and self.is_alive():
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[Operator]:
+    def keep_running(self) -> Iterator[Operator]:
         self.start()
         try:
             yield self
         finally:
             self.kill()
-            words = self.log.read_text(errors="replace")
+            output = self.log.read_text(errors="replace")
             self.log.unlink()
-            print(words)
-            assert "Traceback" not in words
+            print(output)
+            assert "Traceback" not in output
 
 
-class Guillotine:
+class KillingProxy:
     """A proxy between an operator and the API server that kills the operator twice at each of its writes. At the first
     try, the write does not reach the API server. At the second, the API server has done the write, and the operator
     gets no answer. The third try passes."""
@@ -156,9 +144,9 @@ class Guillotine:
         self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
 
-    def __enter__(self) -> Guillotine:
+    def __enter__(self) -> KillingProxy:
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(60)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -174,7 +162,7 @@ class Guillotine:
         connector = aiohttp.TCPConnector(ssl=context, limit=0)
         async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as self._session:
             application = web.Application()
-            application.router.add_route("*", "/{path:.*}", self._pass)
+            application.router.add_route("*", "/{path:.*}", self._forward)
             runner = web.AppRunner(application, access_log=None)
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -193,7 +181,7 @@ class Guillotine:
             await self._stopped.wait()
             await runner.cleanup()
 
-    async def _pass(self, request: web.Request) -> web.StreamResponse:
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         turn = self._count_try(request, body)
         if turn == 1:
@@ -243,7 +231,7 @@ class Guillotine:
         self.victim.kill()
 
 
-def gone(cluster: Cluster, kind: str, namespace: str, name: str) -> bool:
+def is_gone(cluster: Cluster, kind: str, namespace: str, name: str) -> bool:
     try:
         cluster.get(kind, namespace, name)
     except ApiError as error:

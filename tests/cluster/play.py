@@ -1,5 +1,5 @@
-"""A test in the operator's role: it creates pods that print given lines, and writes the job's status, so that the
-commands that show them can be tested with exact times."""
+"""Functions by which a test plays the operator: they create pods that print given lines, and write the job's status.
+So commands that show pods and statuses can be tested with exact values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from topkube.cli.cluster.jobs import job_path
 IMAGE = "topkube/runtime:0.1.0"
 
 
-def minimal(name: str, **spec: Any) -> dict[str, Any]:
+def build_minimal_job(name: str, **spec: Any) -> dict[str, Any]:
     """Return a job that the operator does not manage, unless `spec` sets another manager."""
     container = {"name": "worker", "image": IMAGE, "command": ["python", "train.py"]}
     return {
@@ -27,7 +27,7 @@ def minimal(name: str, **spec: Any) -> dict[str, Any]:
     }
 
 
-def create(api: Api, job: dict[str, Any]) -> dict[str, Any]:
+def create_job(api: Api, job: dict[str, Any]) -> dict[str, Any]:
     return api.request("POST", job_path(api), body=job).data
 
 
@@ -37,7 +37,8 @@ def set_status(api: Api, name: str, **status: Any) -> None:
 
 
 def run_pod(api: Api, job: dict[str, Any], index: int, attempt: int, script: str) -> str:
-    """A worker's pod whose main container runs a shell script; a sidecar outlives it. Returns the pod's name."""
+    """Create a worker's pod whose main container runs a shell script, beside a sidecar that runs longer. Return the
+    pod's name."""
     metadata = job["metadata"]
     name = f"{metadata['name']}-worker-{index}-{attempt}"
     owner = {
@@ -76,7 +77,7 @@ def run_pod(api: Api, job: dict[str, Any], index: int, attempt: int, script: str
 
 
 def apply(api: Api, path: str, manifest: dict[str, Any]) -> None:
-    """Server-side apply of an object of the collection at `path`."""
+    """Apply an object of the collection at `path`, on the server."""
     metadata = manifest["metadata"]
     query = {"fieldManager": "test", "force": True}
     api.request("PATCH", f"{path}/{metadata['name']}", query, manifest, "application/apply-patch+yaml")

@@ -1,4 +1,4 @@
-"""The commands of the docs, run as they are written: `helm …` by Helm's own SDK, kubectl and topkube as programs."""
+"""Run the commands of the docs as they are written: `helm …` by Helm's own SDK, kubectl and topkube as programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def read_commands(page: str, begin: str, end: str = "\n## ") -> list[str]:
-    """The commands in the `sh` blocks of docs/PAGE between the text `begin` and the next `end`."""
+    """Return the commands in the `sh` blocks of docs/PAGE between the text `begin` and the next `end`."""
     text = (REPOSITORY / "docs" / page).read_text()
     start = text.index(begin)
     stop = text.find(end, start + len(begin))
@@ -31,17 +31,19 @@ def read_commands(page: str, begin: str, end: str = "\n## ") -> list[str]:
 
 
 class Commands:
-    """A shell that knows three commands. `values`: given to every install and upgrade beside what the command sets."""
+    """A shell for the commands helm, kubectl and topkube. Every install and upgrade gets `values`, in addition to the
+    values that the command sets."""
 
     def __init__(self, kubeconfig: Path, kubectl: Path, values: dict[str, Any]) -> None:
         self.kubeconfig, self.kubectl, self.values = kubeconfig, kubectl, values
 
     def run(self, line: str, chart: Path | None = None, **values: Any) -> dict[str, Any]:
-        """Runs a line; gives what Helm's SDK gives. `chart` stands for the chart that the line names, `values` are
-        further ones. Raises HelmError, or AssertionError where kubectl or topkube fails."""
+        """Run a line. Return the result of Helm's SDK, or the output of a program as "output". `chart` replaces the
+        chart that the line names, and `values` are further values. Raises HelmError, or AssertionError if kubectl or
+        topkube fails."""
         program, *words = shlex.split(line, comments=True)
         if program in ("kubectl", "topkube"):
-            return {"said": self._call(program, words)}
+            return {"output": self._call(program, words)}
         assert program == "helm", line
         parser = argparse.ArgumentParser(prog="helm", exit_on_error=False)
         parser.add_argument("action", choices=["install", "upgrade", "rollback", "test", "uninstall"])
@@ -51,30 +53,30 @@ class Commands:
         parser.add_argument("--create-namespace", action="store_true")
         parser.add_argument("--set", action="append", default=[])
         arguments = parser.parse_args(words)
-        where = str(chart or REPOSITORY / str(arguments.chart))
-        given = merge_values(self.values, values, *(helm.parse_set_string(text) for text in arguments.set))
-        with self.helm(arguments.namespace) as config:
+        source = str(chart or REPOSITORY / str(arguments.chart))
+        merged = merge_values(self.values, values, *(helm.parse_set_string(text) for text in arguments.set))
+        with self.open_helm(arguments.namespace) as config:
             match arguments.action:
                 case "install":
                     return config.install(
-                        where, arguments.name, given, namespace=arguments.namespace,
+                        source, arguments.name, merged, namespace=arguments.namespace,
                         create_namespace=arguments.create_namespace,
-                        wait="watcher", timeout=120,
+                        wait="watcher", timeout=400,
                     )  # fmt: skip
                 case "upgrade":
                     return config.upgrade(
-                        where, arguments.name, given, namespace=arguments.namespace, wait="watcher", timeout=120
+                        source, arguments.name, merged, namespace=arguments.namespace, wait="watcher", timeout=400
                     )
                 case "rollback":
-                    config.rollback(arguments.name, wait="watcher", timeout=120)
+                    config.rollback(arguments.name, wait="watcher", timeout=400)
                     return config.status(arguments.name)
                 case "test":
-                    return config.test(arguments.name, timeout=120, logs=True)
-        with self.helm(arguments.namespace) as config:
-            return config.uninstall(arguments.name, wait="watcher", timeout=60)
+                    return config.test(arguments.name, timeout=400, logs=True)
+        with self.open_helm(arguments.namespace) as config:
+            return config.uninstall(arguments.name, wait="watcher", timeout=400)
 
     @contextmanager
-    def helm(self, namespace: str) -> Iterator[helm.Config]:
+    def open_helm(self, namespace: str) -> Iterator[helm.Config]:
         config = helm.Config(kubeconfig_path=self.kubeconfig, namespace=namespace)
         try:
             yield config
@@ -89,7 +91,7 @@ class Commands:
             env={**os.environ, "KUBECONFIG": str(self.kubeconfig)},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
         )
         assert ended.returncode == 0, f"{program} {' '.join(words)}: {ended.stdout}{ended.stderr}"
         return ended.stdout

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from play import create, minimal, set_status
+from play import build_minimal_job, create_job, set_status
 from target import wait_for
 
 from topkube.cli.cluster.api import Api, path_of
@@ -26,16 +26,16 @@ HOOKS = path_of(None, "validatingwebhookconfigurations", group="admissionregistr
 
 
 def test_a_minimal_job_gets_the_defaults_of_the_types(api: Api) -> None:
-    job = minimal("tiny")
+    job = build_minimal_job("tiny")
     job["spec"] = {"template": job["spec"]["template"], "aggregation": None, "dataset": {"uri": "s3://b"}}
-    stored = create(api, job)
+    stored = create_job(api, job)
     expected = TrainingJob.parse(job).spec.model_dump(by_alias=True, exclude_none=True)
     assert stored["spec"] == expected
     assert TrainingJob.from_cluster(stored).spec.model_dump() == TrainingJob.parse(job).spec.model_dump()
 
 
 def test_a_pod_template_is_kept_as_it_is_written(api: Api) -> None:
-    job = minimal("kept")
+    job = build_minimal_job("kept")
     container = job["spec"]["template"]["spec"]["containers"][0]
     container |= {
         "command": ["sh", "-c", ""],
@@ -44,7 +44,7 @@ def test_a_pod_template_is_kept_as_it_is_written(api: Api) -> None:
         "new": [1.5],
     }
     job["spec"]["template"]["metadata"] = {"labels": {"a": "b"}}
-    assert create(api, job)["spec"]["template"] == job["spec"]["template"]
+    assert create_job(api, job)["spec"]["template"] == job["spec"]["template"]
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,14 @@ def test_a_pod_template_is_kept_as_it_is_written(api: Api) -> None:
 )
 def test_the_schema_alone_refuses_with_path_and_reason(api: Api, change: dict[str, Any], path: str) -> None:
     with pytest.raises(JobError) as refused:
-        create(api, minimal("bad", **change))
+        create_job(api, build_minimal_job("bad", **change))
     assert refused.value.problems[0].split(":")[0] == path
 
 
-def test_names_up_to_63_characters(api: Api) -> None:
-    create(api, minimal("a" * 63))
+def test_names_have_at_most_63_characters(api: Api) -> None:
+    create_job(api, build_minimal_job("a" * 63))
     with pytest.raises(JobError, match=r"metadata\.name"):
-        create(api, minimal("a" * 64))
+        create_job(api, build_minimal_job("a" * 64))
 
 
 def run_lines(command: list[str]) -> list[str]:
@@ -82,7 +82,7 @@ def run_lines(command: list[str]) -> list[str]:
 
 
 def test_kubectl_get_shows_the_columns(api: Api, kubectl: Path, kubeconfig: Path) -> None:
-    create(api, minimal("shown"))
+    create_job(api, build_minimal_job("shown"))
     progress = {"step": 5, "totalSteps": 10, "percent": 50, "samplesPerSecond": 12.5}
     set_status(api, "shown", phase="Running", workersReady="2/2", restarts=1, progress=progress)
     for kinds in (["tj"], ["trainingjobs.topkube.dev"], ["all"]):
@@ -94,11 +94,9 @@ def test_kubectl_get_shows_the_columns(api: Api, kubectl: Path, kubeconfig: Path
         assert row.split()[1:7] == ["Running", "2/2", "5", "50", "12.5", "1"]
 
 
-# The webhook, served by this process and called by the real API server for the test's namespace alone.
-
-
 @pytest.fixture
-def hooked(api: Api) -> Iterator[Api]:
+def hooked_api(api: Api) -> Iterator[Api]:
+    """The API server with a webhook that this process serves. It is called only for the test's namespace."""
     ready, stop, problems = threading.Event(), threading.Event(), list[BaseException]()
     hook: dict[str, Any] = {
         "name": "trainingjobs.topkube.dev",
@@ -132,16 +130,16 @@ def hooked(api: Api) -> Iterator[Api]:
             ready.set()
             await asyncio.to_thread(stop.wait)
 
-    def thread() -> None:
+    def run_in_thread() -> None:
         try:
             asyncio.run(run())
         except BaseException as error:
             problems.append(error)
             ready.set()
 
-    server = threading.Thread(target=thread, daemon=True)
+    server = threading.Thread(target=run_in_thread, daemon=True)
     server.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     assert not problems, problems
     configuration = {
         "apiVersion": "admissionregistration.k8s.io/v1",
@@ -160,23 +158,26 @@ def hooked(api: Api) -> Iterator[Api]:
 
 
 def _wait_until_called(api: Api) -> None:
-    """The API server uses a new configuration after a short time."""
-    invalid = minimal("probe", launcher={"colocate": True, "template": {}})
-    for _ in range(100):
+    """Wait until the API server uses the new configuration."""
+    invalid = build_minimal_job("probe", launcher={"colocate": True, "template": {}})
+
+    def is_refused() -> bool:
         try:
             api.request("POST", job_path(api), {"dryRun": "All"}, invalid)
         except (ClusterError, JobError) as error:
-            if "admission webhook" in str(error):
-                return
-        threading.Event().wait(0.1)
-    raise AssertionError("the API server never called the webhook")
+            return "admission webhook" in str(error)
+        return False
+
+    wait_for(is_refused, "the API server to call the webhook", 30)
 
 
-def test_the_webhook_names_all_mistakes(hooked: Api) -> None:
-    invalid = minimal("bad", launcher={"colocate": True, "template": {}}, checkpoint={"claimName": "c", "path": "../x"})
+def test_the_webhook_names_all_mistakes(hooked_api: Api) -> None:
+    invalid = build_minimal_job(
+        "bad", launcher={"colocate": True, "template": {}}, checkpoint={"claimName": "c", "path": "../x"}
+    )
     invalid["spec"]["template"]["spec"]["containers"][0] |= {"image": None, "command": "python train.py"}
     with pytest.raises(JobError) as refused:
-        create(hooked, invalid)
+        create_job(hooked_api, invalid)
     for words in (
         "the job has 4 mistakes",
         "spec.launcher.template: has no effect when colocate is true",
@@ -187,28 +188,32 @@ def test_the_webhook_names_all_mistakes(hooked: Api) -> None:
         assert words in str(refused.value)
 
 
-def test_the_webhook_refuses_changes_of_fixed_fields(hooked: Api) -> None:
-    job = create(hooked, minimal("fixed"))
-    path = job_path(hooked, "fixed")
+def test_the_webhook_refuses_changes_of_fixed_fields(hooked_api: Api) -> None:
+    job = create_job(hooked_api, build_minimal_job("fixed"))
+    path = job_path(hooked_api, "fixed")
     kind = "application/merge-patch+json"
     with pytest.raises(JobError, match=r"spec\.workers: cannot be changed from 2 to 3"):
-        hooked.request("PATCH", path, body={"spec": {"workers": 3}}, content=kind)
+        hooked_api.request("PATCH", path, body={"spec": {"workers": 3}}, content=kind)
     template = copy.deepcopy(job["spec"]["template"])
     template["spec"]["nodeSelector"] = {"zone": "b"}
     with pytest.raises(JobError, match="only while the job is suspended"):
-        hooked.request("PATCH", path, body={"spec": {"template": template}}, content=kind)
-    hooked.request("PATCH", path, body={"spec": {"runPolicy": {"suspend": True}}}, content=kind)
-    hooked.request("PATCH", path, body={"spec": {"template": template, "runPolicy": {"suspend": False}}}, content=kind)
-    set_status(hooked, "fixed", phase="Running")  # not the webhook's business
-    hooked.request("PATCH", path, body={"metadata": {"labels": {"a": "b"}}}, content=kind)
+        hooked_api.request("PATCH", path, body={"spec": {"template": template}}, content=kind)
+    hooked_api.request("PATCH", path, body={"spec": {"runPolicy": {"suspend": True}}}, content=kind)
+    hooked_api.request(
+        "PATCH", path, body={"spec": {"template": template, "runPolicy": {"suspend": False}}}, content=kind
+    )
+    set_status(hooked_api, "fixed", phase="Running")  # not the webhook's business
+    hooked_api.request("PATCH", path, body={"metadata": {"labels": {"a": "b"}}}, content=kind)
 
 
-def test_the_webhooks_warnings_reach_people(hooked: Api) -> None:
-    job = minimal("warned")
+def test_the_webhooks_warnings_reach_people(hooked_api: Api) -> None:
+    job = build_minimal_job("warned")
     job["spec"]["template"]["spec"]["containers"][0]["image"] = "trainer:latest"
-    answer = hooked.request("POST", job_path(hooked), body=job)
+    answer = hooked_api.request("POST", job_path(hooked_api), body=job)
     expected = (
         "spec.template.spec.containers[0].image: trainer:latest may name another image after a restart: "
         "use a fixed version"
     )
-    assert set(answer.warnings) == {expected}, "an installed webhook may say it too"
+    assert set(answer.warnings) == {expected}, (
+        "each warning is the expected one, though an installed webhook may repeat it"
+    )

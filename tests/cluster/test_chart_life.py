@@ -20,10 +20,10 @@ import helm_python as helm
 import kubernetes
 import pytest
 import yaml
-from jobs import fails, job
+from jobs import build_failing_ranks, build_job
 from kubernetes.client.exceptions import ApiException
 from localkube import images
-from monitored import Found
+from monitored import ScrapeTargets
 from releases import REPOSITORY, Commands, merge_values, read_commands
 from target import (
     GROUP,
@@ -34,7 +34,7 @@ from target import (
     VERSION,
     Namespace,
     Target,
-    shared_claim,
+    create_shared_claim,
     wait_for,
 )
 
@@ -48,7 +48,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 CHART = REPOSITORY / "charts/topkube"
 CRD = f"{PLURAL}.{GROUP}"
 NEW_COLUMN = "Samples/s"
-"""A column of `kubectl get tj` that the release before does not have yet."""
+"""A column of `kubectl get tj` that the earlier release does not have."""
 TRAIN = (REPOSITORY / "tests/chart/train_cached.py").read_text()
 MONITORS = {"ServiceMonitor": "servicemonitors", "PodMonitor": "podmonitors", "PrometheusRule": "prometheusrules"}
 MONITORING = "monitoring.coreos.com"
@@ -63,11 +63,11 @@ class Life:
         self.target, self.directory = on, directory
         self.commands = Commands(on.kubeconfig, kubectl, {"image": {"tag": images.TAG}})
         self.namespaces: list[str] = []
-        self.jobs = self.namespace()
+        self.jobs = self.create_namespace()
         self.installed: dict[str, Any] = {}
         self.seconds = 0.0
 
-    def namespace(self) -> Namespace:
+    def create_namespace(self) -> Namespace:
         """Create a new namespace for jobs."""
         name = f"chart-{uuid.uuid4().hex[:6]}"
         self.target.core.create_namespace({"metadata": {"name": name}})
@@ -85,25 +85,25 @@ class Life:
         self.installed = self.commands.run(last, chart)
         self.seconds = time.monotonic() - began
 
-    def operators(self, namespace: str = OPERATOR_NAMESPACE, release: str = "topkube") -> list[Any]:
+    def list_operators(self, namespace: str = OPERATOR_NAMESPACE, release: str = "topkube") -> list[Any]:
         labels = f"app.kubernetes.io/component=operator,app.kubernetes.io/instance={release}"
         pods = self.target.core.list_namespaced_pod(namespace, label_selector=labels).items
         return [pod for pod in pods if not pod.metadata.deletion_timestamp]
 
-    def revision(self) -> int:
-        with self.commands.helm(OPERATOR_NAMESPACE) as config:
+    def read_revision(self) -> int:
+        with self.commands.open_helm(OPERATOR_NAMESPACE) as config:
             return int(config.status("topkube")["revision"])
 
-    def columns(self) -> list[str]:
+    def read_columns(self) -> list[str]:
         """Return the columns of `kubectl get tj` in the stored definition."""
-        crd = self.crds().get(name=CRD).to_dict()
+        crd = self.find_definitions().get(name=CRD).to_dict()
         return [column["name"] for column in crd["spec"]["versions"][0]["additionalPrinterColumns"]]
 
-    def crds(self) -> Any:
+    def find_definitions(self) -> Any:
         return self.target.dynamic.resources.get(api_version="apiextensions.k8s.io/v1", kind="CustomResourceDefinition")
 
 
-def release_before(directory: Path) -> Path:
+def write_earlier_release(directory: Path) -> Path:
     """Return a copy of the chart as an earlier release: another version, and a definition that lacks a column."""
     older = directory / "before/topkube"
     shutil.copytree(CHART, older)
@@ -124,19 +124,19 @@ def life(target: Target, kubectl: Path, tmp_path_factory: pytest.TempPathFactory
     """Install an earlier release in place of the operator of manifests/."""
     directory = tmp_path_factory.mktemp("chart")
     life = Life(target, kubectl, directory)
-    with life.commands.helm(OPERATOR_NAMESPACE) as config:  # from an interrupted test run
+    with life.commands.open_helm(OPERATOR_NAMESPACE) as config:  # from an interrupted test run
         config.uninstall("topkube", ignore_not_found=True)
     was_installed = _is_deployed(target)
     apply_manifests(target)
     try:
-        life.move(release_before(directory))
+        life.move(write_earlier_release(directory))
         yield life
     except BaseException:
-        for pod in life.operators():
+        for pod in life.list_operators():
             print(pod.metadata.name, pod.status.phase, pod.status.container_statuses)
         raise
     finally:
-        with life.commands.helm(OPERATOR_NAMESPACE) as config:
+        with life.commands.open_helm(OPERATOR_NAMESPACE) as config:
             config.uninstall("topkube", ignore_not_found=True)
         for name in life.namespaces:
             target.core.delete_namespace(name)
@@ -156,7 +156,7 @@ def _is_deployed(target: Target) -> bool:
 
 def avoid_a_node(jobs: Namespace) -> None:
     """Create a job of another controller, which the test plays: its status contains a node that new pods avoid."""
-    name = jobs.create(job("avoids", ["true"], runPolicy={"managedBy": "example.com/test"}))
+    name = jobs.create(build_job("avoids", ["true"], runPolicy={"managedBy": "example.com/test"}))
     avoided = {"name": "node1", "reason": "HardwareFault", "message": "an attempt of this job ended there"}
     status = {"phase": "Running", "avoidedNodes": [avoided]}
     patch = jobs.target.custom.patch_namespaced_custom_object_status
@@ -165,18 +165,18 @@ def avoid_a_node(jobs: Namespace) -> None:
 
 @pytest.fixture(scope="module")
 def training(life: Life) -> Iterator[str]:
-    """A job that trains until it is deleted (on this machine's cluster with a claim for checkpoints), the sample, a
-    failed job, a job without a node, and a job that avoids a node."""
+    """The name of a job that trains until it is deleted, on this machine's cluster with a claim for checkpoints. Beside
+    it: the sample, a failed job, a job without a node, and a job that avoids a node."""
     options: dict[str, Any] = {"aggregation": {"algorithm": "hitopk", "density": 0.01}}
     if life.target.local is not None:
-        shared_claim(life.jobs, life.target.local.layout.state / "volumes" / life.jobs.name, "checkpoints")
+        create_shared_claim(life.jobs, life.target.local.layout.state / "volumes" / life.jobs.name, "checkpoints")
         options["checkpoint"] = {"claimName": "checkpoints", "everySteps": 100_000}
     command = ["python", "-c", TRAIN, "/tmp/data", "/tmp/cache"]
-    name = life.jobs.create(job("trains", command, **options))
+    name = life.jobs.create(build_job("trains", command, **options))
     sample = (MANIFESTS / "samples/digits-cnn.yaml").read_text().replace("topkube/runtime:0.1.0", images.RUNTIME.name)
     life.jobs.create(yaml.safe_load(sample))
-    life.jobs.create(job("fails", fails(), runPolicy={"backoffLimit": 0}))
-    stuck = job("stuck", ["true"])
+    life.jobs.create(build_job("fails", build_failing_ranks(), runPolicy={"backoffLimit": 0}))
+    stuck = build_job("stuck", ["true"])
     stuck["spec"]["template"]["spec"]["nodeSelector"] = {"no": "where"}
     life.jobs.create(stuck)
     avoid_a_node(life.jobs)
@@ -187,8 +187,8 @@ def training(life: Life) -> Iterator[str]:
 
 def test_the_chart_is_ready_in_20_seconds_without_a_prometheus_operator(life: Life, training: str) -> None:
     assert life.seconds < 20 * PATIENCE
-    assert len(life.operators()) == 2
-    assert all(status.ready for pod in life.operators() for status in pod.status.container_statuses)
+    assert len(life.list_operators()) == 2
+    assert all(status.ready for pod in life.list_operators() for status in pod.status.container_statuses)
     kinds = {document["kind"] for document in yaml.safe_load_all(life.installed["manifest"]) if document}
     assert "PodDisruptionBudget" in kinds
     assert not kinds & set(MONITORS)
@@ -203,8 +203,8 @@ def test_helm_test_passes_and_leaves_nothing(life: Life) -> None:
     assert [pod.metadata.name for pod in pods if "operator" not in pod.metadata.name] == []
 
 
-def test_its_webhook_refuses_a_bad_job_with_path_and_reason(life: Life) -> None:
-    invalid = job("bad", ["true"])
+def test_the_webhook_of_the_chart_refuses_a_bad_job_with_path_and_reason(life: Life) -> None:
+    invalid = build_job("bad", ["true"])
     del invalid["spec"]["template"]["spec"]["containers"][0]["command"]
 
     def read_refusal() -> str:
@@ -217,17 +217,17 @@ def test_its_webhook_refuses_a_bad_job_with_path_and_reason(life: Life) -> None:
         return ""
 
     reason = wait_for(read_refusal, "the webhook to be called", 60)
-    assert "trainingjobs.topkube.dev" in reason  # it is ours that speaks
+    assert "trainingjobs.topkube.dev" in reason  # the name of our webhook
     assert "spec.template.spec.containers[0].command: is required" in reason
     (hook,) = life.target.admission.read_validating_webhook_configuration("topkube").webhooks
     assert hook.client_config.ca_bundle
 
 
 def test_a_wrong_value_is_refused_with_its_path_and_changes_nothing(life: Life) -> None:
-    revision = life.revision()
+    revision = life.read_revision()
     with pytest.raises(helm.HelmError, match=r"/operator/logLevel"):
         life.commands.run("helm upgrade topkube charts/topkube -n topkube-system --set operator.logLevel=loud")
-    assert life.revision() == revision
+    assert life.read_revision() == revision
 
 
 @pytest.mark.parametrize("namespaces", ["", "--set namespaces={team-a,team-b}"])
@@ -237,7 +237,7 @@ def test_a_second_operator_for_the_same_jobs_is_refused_by_name(life: Life, name
     ) as caught:
         life.commands.run(f"helm install second charts/topkube -n {life.jobs.name} {namespaces}")
     assert "Next:" in str(caught.value)
-    with life.commands.helm(life.jobs.name) as config:
+    with life.commands.open_helm(life.jobs.name) as config:
         assert config.list(all_states=True) == []
 
 
@@ -248,37 +248,37 @@ def server(life: Life, training: str) -> Iterator[Prometheus]:
         pytest.skip("needs prometheus: apt-get install prometheus")
     if life.target.local is None:
         pytest.skip("needs a cluster of this machine's own: pods must be reached from here")
-    targets = Found(life.target, life.directory, [life.jobs.name])
+    targets = ScrapeTargets(life.target, life.directory, [life.jobs.name])
     command = ["python", "-c", TRAIN, "/tmp/data", "/tmp/cache"]
-    weights = life.jobs.create(job(WEIGHTS_JOB, command, aggregation={"algorithm": "onebit"}))
+    weights = life.jobs.create(build_job(WEIGHTS_JOB, command, aggregation={"algorithm": "onebit"}))
     with prometheus(life.directory, targets.jobs) as server:
         life.jobs.wait_phase(training, "Running", seconds=120)
         life.jobs.wait_phase(weights, "Running", seconds=120)
-        targets.look()
+        targets.refresh()
         yield server
 
 
 def test_every_panel_is_answered_from_the_running_job(life: Life, server: Prometheus) -> None:
-    """All panels together: the last to come is what the operator says about progress, at most 15 seconds late. One job
-    begins now, for what is counted when jobs begin."""
-    life.jobs.wait_phase(life.jobs.create(job("begins", ["sleep", "30"])), "Running")
-    where, silent = {"namespace": life.jobs.name}, [query for panel in PANELS for query in panel.queries]
+    """The panels are waited for together. The operator's progress comes last, up to 15 seconds late. One more job
+    begins, because some metrics count the starts of jobs."""
+    life.jobs.wait_phase(life.jobs.create(build_job("begins", ["sleep", "30"])), "Running")
+    variables, silent = {"namespace": life.jobs.name}, [query for panel in PANELS for query in panel.queries]
     silent = [query for query in silent if "topkube_node_cache_" not in query.expression]  # this release has none
 
     def has_values(expression: str) -> bool:
         values = [
             point[1]
-            for series in server.query(fill_variables(expression, INTERVAL, **where))
+            for series in server.query(fill_variables(expression, INTERVAL, **variables))
             for point in series.points
         ]
         return any(not math.isnan(value) for value in values)
 
-    def all_report() -> bool:
+    def do_all_report() -> bool:
         silent[:] = [query for query in silent if not has_values(query.expression)]
         return not silent
 
     try:
-        wait_for(all_report, "answers", 150, interval=1)
+        wait_for(do_all_report, "answers", 150, interval=1)
     except AssertionError:
         raise AssertionError(f"no data for {[query.expression for query in silent]}") from None
     finally:
@@ -306,7 +306,7 @@ def test_every_alert_is_evaluated_and_every_metric_and_label_named_is_scraped(se
 
 
 def test_a_scrape_is_small(life: Life, server: Prometheus, training: str) -> None:
-    for pod in life.jobs.pods("worker", training):
+    for pod in life.jobs.list_pods("worker", training):
         (series,) = server.query(f'scrape_samples_scraped{{pod="{pod.metadata.name}"}}')
         assert 0 < series.points[-1][1] < 500
 
@@ -317,14 +317,14 @@ def test_the_sample_runs_to_its_end(life: Life, training: str) -> None:
     assert status["progress"]["step"] == status["progress"]["totalSteps"] == 300
     assert life.jobs.wait_phase("fails", "Failed", seconds=60)["firstFailure"]["exitCode"] == 7
     for line in read_commands("quickstart.md", "To see more of the job:"):
-        output = life.commands.run(f"{line.replace('char-gpt', 'digits-cnn')} -n {life.jobs.name}")["said"]
+        output = life.commands.run(f"{line.replace('char-gpt', 'digits-cnn')} -n {life.jobs.name}")["output"]
         assert output.strip(), line
 
 
 @pytest.fixture(scope="module")
 def prometheus_operator(life: Life) -> Iterator[None]:
-    """Its definitions, without its operator: objects can be stored."""
-    crds = life.crds()
+    """The definitions of the Prometheus operator, without the operator, so that its objects can be stored."""
+    crds = life.find_definitions()
     for kind, plural in MONITORS.items():
         schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
         spec = {
@@ -336,14 +336,14 @@ def prometheus_operator(life: Life) -> Iterator[None]:
         metadata = {"name": f"{plural}.{MONITORING}"}
         crds.create({"apiVersion": "apiextensions.k8s.io/v1", "kind": crds.kind, "metadata": metadata, "spec": spec})
     for plural in MONITORS.values():
-        wait_for(lambda plural=plural: monitors(life, plural) is not None, f"{plural} to be served", 30)
+        wait_for(lambda plural=plural: list_monitors(life, plural) is not None, f"{plural} to be served", 30)
     yield
     for plural in MONITORS.values():
         crds.delete(name=f"{plural}.{MONITORING}")
 
 
-def monitors(life: Life, plural: str) -> list[str] | None:
-    """Names of the release's; None while the kind is not served."""
+def list_monitors(life: Life, plural: str) -> list[str] | None:
+    """Return the names of the release's objects of a kind; None while the kind is not served."""
     try:
         answer = life.target.custom.list_namespaced_custom_object(MONITORING, "v1", OPERATOR_NAMESPACE, plural)
     except ApiException:
@@ -351,8 +351,8 @@ def monitors(life: Life, plural: str) -> list[str] | None:
     return [item["metadata"]["name"] for item in answer["items"]]
 
 
-def step(life: Life, name: str) -> int:
-    return int((life.jobs.status(name).get("progress") or {}).get("step") or 0)
+def read_step(life: Life, name: str) -> int:
+    return int((life.jobs.read_status(name).get("progress") or {}).get("step") or 0)
 
 
 def find_line(action: str) -> str:
@@ -364,42 +364,44 @@ def find_line(action: str) -> str:
 def test_an_upgrade_keeps_jobs_running_and_upgrades_the_definition(
     life: Life, training: str, prometheus_operator: None
 ) -> None:
-    pods, operators = life.jobs.uids("worker"), {pod.metadata.uid for pod in life.operators()}
+    pods, operators = life.jobs.read_uids("worker"), {pod.metadata.uid for pod in life.list_operators()}
     assert len([name for name in pods if name.startswith(training)]) == 2
-    assert NEW_COLUMN not in life.columns()
+    assert NEW_COLUMN not in life.read_columns()
     life.commands.run(find_line("upgrade"), operator={"logLevel": "debug"})
-    assert NEW_COLUMN in life.columns()
-    assert not operators & {pod.metadata.uid for pod in life.operators()}
-    assert {kind: len(monitors(life, plural) or ()) for kind, plural in MONITORS.items()} == dict.fromkeys(MONITORS, 1)
-    before = step(life, training)
-    wait_for(lambda: step(life, training) > before, "the new operator to report steps", 60)
-    status = life.jobs.status(training)
+    assert NEW_COLUMN in life.read_columns()
+    assert not operators & {pod.metadata.uid for pod in life.list_operators()}
+    assert {kind: len(list_monitors(life, plural) or ()) for kind, plural in MONITORS.items()} == dict.fromkeys(
+        MONITORS, 1
+    )
+    before = read_step(life, training)
+    wait_for(lambda: read_step(life, training) > before, "the new operator to report steps", 60)
+    status = life.jobs.read_status(training)
     assert (status["attempt"], status["restarts"], status["disruptions"]) == (1, 0, 0)
-    assert pods.items() >= life.jobs.uids("worker").items()
+    assert pods.items() >= life.jobs.read_uids("worker").items()
     (hook,) = life.target.admission.read_validating_webhook_configuration("topkube").webhooks
     assert hook.client_config.ca_bundle
 
 
 def test_a_rollback_goes_back_and_keeps_jobs_running(life: Life, training: str) -> None:
-    pods = {name: uid for name, uid in life.jobs.uids("worker").items() if name.startswith(training)}
+    pods = {name: uid for name, uid in life.jobs.read_uids("worker").items() if name.startswith(training)}
     life.commands.run(find_line("rollback"))
     deployment = life.target.apps.read_namespaced_deployment(OPERATOR, OPERATOR_NAMESPACE)
     assert "--log-level=info" in deployment.spec.template.spec.containers[0].args
-    assert NEW_COLUMN not in life.columns()
-    assert pods.items() <= life.jobs.uids("worker").items()
-    assert life.jobs.status(training)["attempt"] == 1
-    assert [monitors(life, plural) for plural in MONITORS.values()] == [[], [], []]
+    assert NEW_COLUMN not in life.read_columns()
+    assert pods.items() <= life.jobs.read_uids("worker").items()
+    assert life.jobs.read_status(training)["attempt"] == 1
+    assert [list_monitors(life, plural) for plural in MONITORS.values()] == [[], [], []]
 
 
 def test_uninstalling_keeps_the_definition_the_jobs_and_their_pods(life: Life, training: str) -> None:
-    pods = {name: uid for name, uid in life.jobs.uids("worker").items() if name.startswith(training)}
+    pods = {name: uid for name, uid in life.jobs.read_uids("worker").items() if name.startswith(training)}
     jobs = {"trains", "digits-cnn", "fails", "stuck", "avoids", "begins"}
     life.commands.run(find_line("uninstall"))
-    assert life.operators() == []
-    assert "Phase" in life.columns()
+    assert life.list_operators() == []
+    assert "Phase" in life.read_columns()
     stored = life.target.custom.list_namespaced_custom_object(GROUP, VERSION, life.jobs.name, PLURAL)["items"]
     assert {item["metadata"]["name"] for item in stored} == jobs
-    assert pods.items() <= life.jobs.uids("worker").items()
+    assert pods.items() <= life.jobs.read_uids("worker").items()
     labels = "app.kubernetes.io/instance=topkube,app.kubernetes.io/managed-by=Helm"
     roles = kubernetes.client.RbacAuthorizationV1Api(life.target.client)
     assert roles.list_cluster_role(label_selector=labels).items == []
@@ -408,11 +410,11 @@ def test_uninstalling_keeps_the_definition_the_jobs_and_their_pods(life: Life, t
     assert life.target.core.list_namespaced_config_map(OPERATOR_NAMESPACE, label_selector=labels).items == []
 
 
-def test_two_releases_for_different_namespaces_live_side_by_side(life: Life, training: str) -> None:
-    """With rights there and nowhere else. The one that lives where an operator has lived before has its key: it goes on
-    with the job that was left without one."""
-    other = life.namespace()
-    pods = {name: uid for name, uid in life.jobs.uids("worker").items() if name.startswith(training)}
+def test_two_releases_for_different_namespaces_run_side_by_side(life: Life, training: str) -> None:
+    """Each release has rights only in its namespace. The release in the namespace of the former operator has the key of
+    that operator, so it continues the job that had no operator."""
+    other = life.create_namespace()
+    pods = {name: uid for name, uid in life.jobs.read_uids("worker").items() if name.startswith(training)}
     releases = {"first": (OPERATOR_NAMESPACE, life.jobs), "second": (other.name, other)}
     small = {"replicas": 1, "crds": {"install": False}, "rbac": {"userRoles": False}}
     try:
@@ -434,15 +436,15 @@ def test_two_releases_for_different_namespaces_live_side_by_side(life: Life, tra
             helm.HelmError, match=rf"belongs to release second in namespace {other.name}. Next: set webh"
         ):
             life.commands.run(line, webhook={"name": other.name}, **small)
-        other.create(job("theirs", ["true"]))
+        other.create(build_job("theirs", ["true"]))
         other.wait_phase("theirs", "Succeeded", seconds=90)
-        before = step(life, training)
-        wait_for(lambda: step(life, training) > before, "the first release to find the job", 60)
-        assert pods.items() <= life.jobs.uids("worker").items()
-        assert life.jobs.status(training)["attempt"] == 1
+        before = read_step(life, training)
+        wait_for(lambda: read_step(life, training) > before, "the first release to find the job", 60)
+        assert pods.items() <= life.jobs.read_uids("worker").items()
+        assert life.jobs.read_status(training)["attempt"] == 1
         life.jobs.delete(training)
-        wait_for(lambda: not life.jobs.pods(job=training), "the job's pods to be gone", 60)
+        wait_for(lambda: not life.jobs.list_pods(job=training), "the job's pods to be gone", 60)
     finally:
         for name, (home, _) in releases.items():
-            with life.commands.helm(home) as config:
+            with life.commands.open_helm(home) as config:
                 config.uninstall(name, ignore_not_found=True)

@@ -1,4 +1,4 @@
-"""Two releases of the chart in one cluster, each for a namespace of its own, with metrics over TLS that need a token.
+"""Two releases of the chart in one cluster, each for another namespace, with metrics over TLS that need a token.
 
 As in test_chart_life.py, no other operator may be installed: these tests run before conftest.py installs one.
 """
@@ -16,13 +16,13 @@ from typing import Any
 import helm_python as helm
 import pytest
 import yaml
-from jobs import endless, fails, job
+from jobs import build_endless_steps, build_failing_ranks, build_job
 from localkube import images
-from monitored import Found
+from monitored import ScrapeTargets
 from releases import REPOSITORY, Commands, merge_values
 from target import KUBELET_SECONDS, OPERATOR_NAMESPACE, Namespace, Target, wait_for
 
-from conftest import apply_manifests, manifest
+from conftest import apply_manifests, read_manifest
 from monitoring.dashboards.cluster import CLUSTER
 from monitoring.prometheus import Prometheus, fill_variables
 from monitoring.server import BINARY, INTERVAL, prometheus
@@ -41,38 +41,39 @@ class Release:
     jobs: Namespace
     values: dict[str, Any]
 
-    def operator(self) -> Any:
+    def find_operator(self) -> Any:
         """Return the operator's pod, which is ready."""
         core = self.jobs.target.core
         labels = f"app.kubernetes.io/component=operator,app.kubernetes.io/instance={self.name}"
         (pod,) = core.list_namespaced_pod(self.home, label_selector=labels).items
         return pod
 
-    def rules(self) -> list[dict[str, Any]]:
+    def render_rules(self) -> list[dict[str, Any]]:
         """Return the alerting rules of the release's PrometheusRule."""
         values = merge_values(self.values, {"metrics": {"alerts": {"enabled": True}}})
         with helm.Chart.load(REPOSITORY / "charts/topkube") as chart:
             text = chart.render(values, name=self.name, namespace=self.home)["topkube/templates/monitoring.yaml"]
-        (rule,) = (each for each in yaml.safe_load_all(text) if each and each["kind"] == "PrometheusRule")
+        documents = yaml.safe_load_all(text)
+        (rule,) = (document for document in documents if document and document["kind"] == "PrometheusRule")
         return [entry for group in rule["spec"]["groups"] for entry in group["rules"]]
 
 
 @pytest.fixture(scope="module")
 def releases(target: Target, kubectl: Path) -> Iterator[list[Release]]:
-    """Two releases. Both may be scraped by one account, in the first namespace of jobs."""
+    """Two releases. An account in the first namespace of jobs may scrape both."""
     if target.local is None:
         pytest.skip("needs a cluster of this machine's own: pods must be reached from here")
     core, commands = target.core, Commands(target.kubeconfig, kubectl, {"image": {"tag": images.TAG}})
-    was_installed = bool(target.operator_pods())
+    was_installed = bool(target.list_operator_pods())
     commands.run(
         "kubectl delete --ignore-not-found -f manifests/webhook.yaml -f manifests/operator.yaml -f manifests/rbac.yaml"
     )
     for file in ("namespace", "crd", "crd-cached-datasets"):
-        target.apply(manifest(file))
-    wait_for(lambda: not target.operator_pods(), "other operators to be gone", KUBELET_SECONDS)
+        target.apply(read_manifest(file))
+    wait_for(lambda: not target.list_operator_pods(), "other operators to be gone", KUBELET_SECONDS)
     for place in PLACES:
         core.create_namespace({"metadata": {"name": place}})
-        wait_for(lambda place=place: _has(core, place, "default"), f"the account of {place}", 30)
+        wait_for(lambda place=place: _has_account(core, place, "default"), f"the account of {place}", 30)
     core.create_namespaced_service_account(PLACES[0], {"metadata": {"name": SCRAPER}})
     reader = {"name": SCRAPER, "namespace": PLACES[0]}
     installed = []
@@ -91,7 +92,7 @@ def releases(target: Target, kubectl: Path) -> Iterator[list[Release]]:
         yield installed
     finally:
         for release in installed:
-            with commands.helm(release.home) as config:
+            with commands.open_helm(release.home) as config:
                 config.uninstall(release.name, ignore_not_found=True)
         for place in PLACES:
             core.delete_namespace(place)
@@ -102,16 +103,16 @@ def releases(target: Target, kubectl: Path) -> Iterator[list[Release]]:
 def create_token(release: Release, account: str) -> str:
     """Return a token of a service account in the release's namespace of jobs."""
     core, place = release.jobs.target.core, release.jobs.name
-    wait_for(lambda: _has(core, place, account), f"the account {account}", 30)
+    wait_for(lambda: _has_account(core, place, account), f"the account {account}", 30)
     body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
     return str(core.create_namespaced_service_account_token(account, place, body).status.token)
 
 
-def _has(core: Any, namespace: str, account: str) -> bool:
+def _has_account(core: Any, namespace: str, account: str) -> bool:
     return account in {item.metadata.name for item in core.list_namespaced_service_account(namespace).items}
 
 
-def get(url: str, token: str = "") -> tuple[int, str]:
+def fetch(url: str, token: str = "") -> tuple[int, str]:
     """Return the status and the text of the answer. The operator's certificate is of its own authority."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
@@ -125,14 +126,14 @@ def get(url: str, token: str = "") -> tuple[int, str]:
 def test_metrics_need_tls_and_the_token_of_an_account_that_may_read_them(releases: list[Release]) -> None:
     scraper, stranger = create_token(releases[0], SCRAPER), create_token(releases[0], "default")
     for release in releases:
-        address = f"{release.operator().status.pod_ip}:8080"
-        status, text = get(f"https://{address}/metrics", scraper)
+        address = f"{release.find_operator().status.pod_ip}:8080"
+        status, text = fetch(f"https://{address}/metrics", scraper)
         assert status == 200, text
         assert f'release="{release.name}"' in text
-        answers = {token: get(f"https://{address}/metrics", token) for token in ("", "invalid", stranger)}
+        answers = {token: fetch(f"https://{address}/metrics", token) for token in ("", "invalid", stranger)}
         assert [status for status, _ in answers.values()] == [401, 403, 403], answers
         assert not any("topkube_" in text for _, text in answers.values())
-        assert get(f"https://{address}/readyz")[0] == 200, "the kubelet's probes have no token"
+        assert fetch(f"https://{address}/readyz")[0] == 200, "the kubelet's probes have no token"
         with pytest.raises((urllib.error.URLError, ConnectionError)):
             urllib.request.urlopen(f"http://{address}/metrics", timeout=30).read()
 
@@ -145,12 +146,12 @@ def server(releases: list[Release], tmp_path: Path) -> Iterator[Prometheus]:
         pytest.skip("needs prometheus: apt-get install prometheus")
     first, second = releases
     for release in releases:
-        release.jobs.create(job("same", endless(), workers=1))
-    second.jobs.create(job("fails", fails(), runPolicy={"backoffLimit": 0}))
+        release.jobs.create(build_job("same", build_endless_steps(), workers=1))
+    second.jobs.create(build_job("fails", build_failing_ranks(), runPolicy={"backoffLimit": 0}))
     for release in releases:
         release.jobs.wait_phase("same", "Running", seconds=120)
     second.jobs.wait_phase("fails", "Failed", seconds=120)
-    targets = Found(first.jobs.target, tmp_path, [release.jobs.name for release in releases])
+    targets = ScrapeTargets(first.jobs.target, tmp_path, [release.jobs.name for release in releases])
     for scrape in targets.jobs:
         if scrape["job_name"] == "operator":
             token = create_token(first, SCRAPER)
@@ -161,10 +162,11 @@ def server(releases: list[Release], tmp_path: Path) -> Iterator[Prometheus]:
 
 
 def test_two_releases_count_each_job_once(releases: list[Release], server: Prometheus) -> None:
-    """In the metrics, the dashboard of all jobs, the alerts for all releases, and the rules of each release."""
+    """This holds for the metrics, the dashboard of all jobs, the alerts for all releases, and the rules of each
+    release."""
     first, second = releases
 
-    def count(expression: str, *labels: str) -> dict[tuple[str, ...], float]:
+    def count_values(expression: str, *labels: str) -> dict[tuple[str, ...], float]:
         """Return the values that are not zero, by the values of `labels`."""
         result: dict[tuple[str, ...], float] = {}
         for series in server.query(fill_variables(expression, INTERVAL)):
@@ -176,21 +178,21 @@ def test_two_releases_count_each_job_once(releases: list[Release], server: Prome
     panel = next(panel for panel in CLUSTER.panels if panel.title == "Jobs by phase now")
     by_phase = {("Running",): 2.0, ("Failed",): 1.0}
     (expression,) = (query.expression for query in panel.queries)
-    wait_for(lambda: count(expression, "phase") == by_phase, f"{panel.title} to be {by_phase}", 60, interval=1)
+    wait_for(lambda: count_values(expression, "phase") == by_phase, f"{panel.title} to be {by_phase}", 60, interval=1)
     operators = {("first", first.home): 1.0, ("second", second.home): 1.0}
-    assert count("topkube_operator_build_info", "release", "namespace") == operators
+    assert count_values("topkube_operator_build_info", "release", "namespace") == operators
     failed, running = (second.jobs.name, "fails"), {(release.jobs.name, "same") for release in releases}
     job_labels = ("namespace", "training_job")
-    assert set(count("topkube_job_failed_timestamp_seconds", *job_labels)) == {failed}
-    assert set(count('topkube_job_phase{phase="Running"}', *job_labels)) == running
+    assert set(count_values("topkube_job_failed_timestamp_seconds", *job_labels)) == {failed}
+    assert set(count_values('topkube_job_phase{phase="Running"}', *job_labels)) == running
 
-    def firing() -> list[tuple[str, str]]:
+    def list_firing() -> list[tuple[str, str]]:
         alerts = [
             alert for alert in server.ask("alerts")["alerts"] if alert["labels"]["alertname"] == "TopKubeJobFailed"
         ]
         return [(alert["labels"]["namespace"], alert["labels"]["training_job"]) for alert in alerts]
 
-    wait_for(lambda: firing() == [failed], "one alert for one failed job", 60, interval=1)
+    wait_for(lambda: list_firing() == [failed], "one alert for one failed job", 60, interval=1)
     for release, expected in ((first, set()), (second, {failed})):
-        (rule,) = (rule for rule in release.rules() if rule["alert"] == "TopKubeJobFailed")
-        assert set(count(rule["expr"], *job_labels)) == expected, rule["expr"]
+        (rule,) = (rule for rule in release.render_rules() if rule["alert"] == "TopKubeJobFailed")
+        assert set(count_values(rule["expr"], *job_labels)) == expected, rule["expr"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from play import create, minimal, run_pod, set_status
+from play import build_minimal_job, create_job, run_pod, set_status
 from target import PATIENCE
 
 from topkube.cli.app import run_app
@@ -39,7 +39,8 @@ Topkube = Callable[..., Ended]
 
 @pytest.fixture
 def topkube(api: Api, kubeconfig: Path) -> Topkube:
-    """The command line in the test's namespace, in this process: to start one takes most of a second."""
+    """The command line in the test's namespace. It runs in this process, because the start of a process takes most of a
+    second."""
 
     def run(*arguments: str, config: Path = kubeconfig) -> Ended:
         where = ["--namespace", api.namespace, "--kubeconfig", str(config)]
@@ -56,23 +57,23 @@ def write_job_file(path: Path, job: dict[str, Any]) -> str:
     return str(path)
 
 
-def jobs(api: Api) -> list[str]:
+def list_jobs(api: Api) -> list[str]:
     return [job["metadata"]["name"] for job in api.get(job_path(api)).get("items", [])]
 
 
 def test_submit_prints_its_result_and_refusals(api: Api, topkube: Topkube, tmp_path: Path) -> None:
-    job = minimal("first")
+    job = build_minimal_job("first")
     file = write_job_file(tmp_path / "job.yaml", job)
     dry = topkube("submit", file, "--dry-run")
     assert (dry.returncode, dry.stdout) == (0, "trainingjob.topkube.dev/first created (dry run on the server)\n")
-    assert jobs(api) == []
+    assert list_jobs(api) == []
     assert topkube("submit", file).stdout == "trainingjob.topkube.dev/first created\n"
     assert topkube("submit", file).stdout == "trainingjob.topkube.dev/first unchanged\n"
     job["spec"]["runPolicy"]["backoffLimit"] = 7
     applied = topkube("submit", write_job_file(tmp_path / "job.yaml", job), "-o", "json")
     assert json.loads(applied.stdout)["spec"]["runPolicy"]["backoffLimit"] == 7
 
-    # Another tool takes a field over: it is not taken back without a word.
+    # Another tool changes a field. `submit` does not overwrite it, unless it is asked to.
     patch = {"spec": {"runPolicy": {"backoffLimit": 1}}}
     api.request(
         "PATCH", job_path(api, "first"), {"fieldManager": "kubectl-edit"}, patch, "application/merge-patch+json"
@@ -84,35 +85,35 @@ def test_submit_prints_its_result_and_refusals(api: Api, topkube: Topkube, tmp_p
     assert topkube("submit", file, "--force-conflicts").stdout == "trainingjob.topkube.dev/first configured\n"
 
 
-def test_a_bad_file_is_refused_in_the_words_of_run(api: Api, topkube: Topkube, tmp_path: Path) -> None:
-    file = write_job_file(tmp_path / "job.yaml", minimal("bad", workers=0, aggregation={"wire": "bf8"}))
+def test_submit_reports_mistakes_in_a_file_as_run_does(api: Api, topkube: Topkube, tmp_path: Path) -> None:
+    file = write_job_file(tmp_path / "job.yaml", build_minimal_job("bad", workers=0, aggregation={"wire": "bf8"}))
     ended = topkube("submit", file)
     assert ended.returncode == 2
     assert "has 2 mistakes" in ended.stderr
     line = Path(file).read_text().splitlines().index("  workers: 0") + 1
     assert f"spec.workers (line {line}): 0 is not a whole number of at least 1" in ended.stderr
     assert "did you mean bf16?" in ended.stderr
-    assert jobs(api) == []
+    assert list_jobs(api) == []
 
 
-def test_names_that_do_not_exist(api: Api, topkube: Topkube, tmp_path: Path) -> None:
-    create(api, minimal("char-gpt"))
+def test_names_that_do_not_exist_are_reported(api: Api, topkube: Topkube, tmp_path: Path) -> None:
+    create_job(api, build_minimal_job("char-gpt"))
     for command in ("status", "logs", "delete"):
         ended = topkube(command, "chargpt")
         assert ended.returncode == 1
         assert f"there is no TrainingJob chargpt in namespace {api.namespace}; jobs are char-gpt" in ended.stderr
     ended = topkube("delete", "char-gpt", "char-gtp")
     assert ended.returncode == 1
-    assert jobs(api) == ["char-gpt"], "a typing mistake in one name deletes none"
-    other = minimal("a")
+    assert list_jobs(api) == ["char-gpt"], "a typing mistake in one name deletes none"
+    other = build_minimal_job("a")
     other["metadata"]["namespace"] = "elsewhere"
     ended = topkube("submit", write_job_file(tmp_path / "job.yaml", other))
     assert ended.returncode == 2
     assert f"is for namespace elsewhere, but --namespace is {api.namespace}" in ended.stderr
 
 
-def test_status_shows_all_there_is(api: Api, topkube: Topkube) -> None:
-    job = create(api, minimal("seen"))
+def test_status_shows_progress_pods_conditions_and_the_first_failure(api: Api, topkube: Topkube) -> None:
+    job = create_job(api, build_minimal_job("seen"))
     assert "Pending" in topkube("status").stdout
     progress = {
         "step": 30,
@@ -166,7 +167,7 @@ def test_status_shows_all_there_is(api: Api, topkube: Topkube) -> None:
 
 
 def test_logs_follow_all_workers_across_a_restart_to_the_end(api: Api, kubectl: Path, kubeconfig: Path) -> None:
-    job = create(api, minimal("talk"))
+    job = create_job(api, build_minimal_job("talk"))
     set_status(api, "talk", phase="Starting", attempt=1)
     following = subprocess.Popen(
         [sys.executable, "-m", "topkube.cli", "logs", "talk", "-n", api.namespace, "--kubeconfig", str(kubeconfig)],
@@ -176,7 +177,7 @@ def test_logs_follow_all_workers_across_a_restart_to_the_end(api: Api, kubectl: 
     )
     try:
         assert following.stdout is not None
-        # Worker 0 lives through the restart; worker 1 dies and is made again.
+        # Worker 0 survives the restart; worker 1 dies and is created again.
         stay = "echo '[rank 0] step 1'; while [ ! -e /tmp/go ]; do sleep 0.2; done; echo '[rank 0] step 2'"
         zero = run_pod(api, job, 0, 1, stay)
         run_pod(api, job, 1, 1, "echo '[rank 1] step 1'; exit 3")
@@ -202,7 +203,7 @@ def test_logs_follow_all_workers_across_a_restart_to_the_end(api: Api, kubectl: 
 
 
 def test_logs_can_be_read_without_following_and_of_one_worker(api: Api, topkube: Topkube) -> None:
-    job = create(api, minimal("ended"))
+    job = create_job(api, build_minimal_job("ended"))
     for index in (0, 1):
         run_pod(api, job, index, 1, f'for n in 1 2 3; do echo "[rank {index}] step $n"; done')
     set_status(api, "ended", phase="Succeeded")
@@ -219,7 +220,7 @@ def test_logs_can_be_read_without_following_and_of_one_worker(api: Api, topkube:
 
 
 def test_logs_of_a_job_without_pods_come_from_its_status(api: Api, topkube: Topkube) -> None:
-    create(api, minimal("gone"))
+    create_job(api, build_minimal_job("gone"))
     kept = {"pod": "gone-worker-0-1", "exitCode": 1, "logTail": "Traceback\nValueError: boom"}
     set_status(api, "gone", phase="Failed", firstFailure=kept)
     ended = topkube("logs", "gone")
@@ -228,7 +229,7 @@ def test_logs_of_a_job_without_pods_come_from_its_status(api: Api, topkube: Topk
 
 
 def test_submit_waits_for_the_end(api: Api, topkube: Topkube, tmp_path: Path) -> None:
-    file = write_job_file(tmp_path / "job.yaml", minimal("waited"))
+    file = write_job_file(tmp_path / "job.yaml", build_minimal_job("waited"))
     late = topkube("submit", file, "--wait", "--timeout", "2")
     assert late.returncode == 124
     assert "waited is still Pending after 2 s and continues" in late.stderr
@@ -239,7 +240,7 @@ def test_submit_waits_for_the_end(api: Api, topkube: Topkube, tmp_path: Path) ->
 
 
 def test_status_watches_to_the_end(api: Api, topkube: Topkube, kubeconfig: Path) -> None:
-    create(api, minimal("watched"))
+    create_job(api, build_minimal_job("watched"))
     command = [sys.executable, "-m", "topkube.cli", "status", "watched", "--watch", "-n", api.namespace]
     watching = subprocess.Popen([*command, "--kubeconfig", str(kubeconfig)], stdout=subprocess.PIPE, text=True)
     try:
@@ -256,16 +257,17 @@ def test_status_watches_to_the_end(api: Api, topkube: Topkube, kubeconfig: Path)
 
 
 def test_delete_waits_until_the_pods_are_gone(api: Api, topkube: Topkube) -> None:
-    job = create(api, minimal("doomed"))
+    job = create_job(api, build_minimal_job("doomed"))
     run_pod(api, job, 0, 1, "sleep 600")
     ended = topkube("delete", "doomed")
     assert (ended.returncode, ended.stdout) == (0, "trainingjob.topkube.dev/doomed deleted\n")
-    assert jobs(api) == []
+    assert list_jobs(api) == []
     assert pods_of(api, "doomed") == []
 
 
-def account(api: Api, kubeconfig: Path, target: Path, role: str | None) -> Path:
-    """A kubeconfig of a service account that has a ClusterRole in the test's namespace, or none."""
+def write_account_config(api: Api, kubeconfig: Path, target: Path, role: str | None) -> Path:
+    """Write the kubeconfig of a service account to `target`. The account has the ClusterRole `role` in the test's
+    namespace; None: no role."""
     name = target.stem
     api.request("POST", path_of(api.namespace, "serviceaccounts"), body={"metadata": {"name": name}})
     if role:
@@ -289,11 +291,11 @@ def account(api: Api, kubeconfig: Path, target: Path, role: str | None) -> Path:
     return target
 
 
-def test_a_user_without_the_right_sees_which_right_to_ask_for(
+def test_an_error_names_the_right_that_the_user_lacks(
     api: Api, topkube: Topkube, kubeconfig: Path, tmp_path: Path
 ) -> None:
-    create(api, minimal("mine"))
-    nobody = account(api, kubeconfig, tmp_path / "nobody.yaml", None)
+    create_job(api, build_minimal_job("mine"))
+    nobody = write_account_config(api, kubeconfig, tmp_path / "nobody.yaml", None)
     ended = topkube("status", "mine", config=nobody)
     assert ended.returncode == 1
     assert "cannot get resource" in ended.stderr
@@ -306,12 +308,12 @@ def test_a_user_without_the_right_sees_which_right_to_ask_for(
     assert "the cluster does not know who you are" in ended.stderr
 
 
-def test_the_roles_for_people_are_enough_and_no_more(
+def test_the_roles_for_users_allow_what_they_need_and_no_more(
     api: Api, topkube: Topkube, kubeconfig: Path, tmp_path: Path, roles: None
 ) -> None:
-    file = write_job_file(tmp_path / "job.yaml", minimal("shared"))
-    editor = account(api, kubeconfig, tmp_path / "editor.yaml", "topkube-edit")
-    viewer = account(api, kubeconfig, tmp_path / "viewer.yaml", "topkube-view")
+    file = write_job_file(tmp_path / "job.yaml", build_minimal_job("shared"))
+    editor = write_account_config(api, kubeconfig, tmp_path / "editor.yaml", "topkube-edit")
+    viewer = write_account_config(api, kubeconfig, tmp_path / "viewer.yaml", "topkube-view")
     assert topkube("submit", file, config=editor).returncode == 0
     assert topkube("status", "shared", config=viewer).returncode == 0
     assert topkube("logs", "shared", "--no-follow", config=viewer).returncode == 0
@@ -320,7 +322,7 @@ def test_the_roles_for_people_are_enough_and_no_more(
 
 
 def test_kubectl_finds_the_plugin(api: Api, kubectl: Path, kubeconfig: Path) -> None:
-    create(api, minimal("plugged"))
+    create_job(api, build_minimal_job("plugged"))
     here = Path(sys.executable).parent
     shown = subprocess.run(
         [str(kubectl), "topkube", "status", "-n", api.namespace],
@@ -332,13 +334,13 @@ def test_kubectl_finds_the_plugin(api: Api, kubectl: Path, kubeconfig: Path) -> 
     assert "plugged  Pending" in shown.stdout, shown.stderr
 
 
-def test_a_job_of_the_same_name_made_again_is_another_job(api: Api) -> None:
+def test_a_deletion_by_uid_spares_a_newer_job_of_the_same_name(api: Api) -> None:
     """The UID protects an object that was created in the meantime from the deletion."""
-    before = create(api, minimal("twice"))
+    before = create_job(api, build_minimal_job("twice"))
     api.request("DELETE", job_path(api, "twice"))
-    create(api, minimal("twice"))
+    create_job(api, build_minimal_job("twice"))
     body = {"preconditions": {"uid": before["metadata"]["uid"]}}
     with pytest.raises(ClusterError) as refused:
         api.request("DELETE", job_path(api, "twice"), body=body)
     assert refused.value.status == 409
-    assert jobs(api) == ["twice"]
+    assert list_jobs(api) == ["twice"]

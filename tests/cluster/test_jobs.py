@@ -1,4 +1,4 @@
-"""A TrainingJob from apply to its end: it succeeds, fails, waits, or is refused, and reports it."""
+"""A TrainingJob from its creation to its end: it succeeds, fails, waits or is refused, and its status shows this."""
 
 from __future__ import annotations
 
@@ -6,89 +6,89 @@ import json
 
 import needs
 import pytest
-from jobs import endless, fails, job, steps
+from jobs import build_endless_steps, build_failing_ranks, build_job, build_steps
 from target import Namespace, wait_for
 
 
-def test_success(namespace: Namespace) -> None:
-    name = namespace.create(job("success", steps(3, 1.0), workers=2, slots=2))
+def test_a_job_succeeds_and_reports_its_end(namespace: Namespace) -> None:
+    name = namespace.create(build_job("success", build_steps(3, 1.0), workers=2, slots=2))
     status = namespace.wait_phase(name, "Succeeded")
     # cleanPodPolicy Running leaves what has ended, so that logs can be read
-    logs = "".join(namespace.logs(pod.metadata.name) for pod in namespace.pods("worker"))
+    logs = "".join(namespace.read_log(pod.metadata.name) for pod in namespace.list_pods("worker"))
     assert all(f"rank {rank} of 4 runs" in logs for rank in range(4)), logs
     assert status["restarts"] == status["disruptions"] == 0
     assert status["attempt"] == 1
     assert status["observedGeneration"] == 1
     assert status["completionTime"] >= status["startTime"]
     assert "firstFailure" not in status
-    assert namespace.condition(name, "Succeeded")["status"] == "True"
-    assert namespace.condition(name, "Running")["status"] == "False"
+    assert namespace.read_condition(name, "Succeeded")["status"] == "True"
+    assert namespace.read_condition(name, "Running")["status"] == "False"
     wait_for(
-        lambda: namespace.status(name)["replicaStatuses"]["workers"]["succeeded"] == 2,
+        lambda: namespace.read_status(name)["replicaStatuses"]["workers"]["succeeded"] == 2,
         "the workers to be counted as succeeded",
         30,
     )
-    assert namespace.status(name)["replicaStatuses"]["launcher"]["succeeded"] == 1
-    for reason in ("PodsCreated", "Running", "Succeeded"):  # written off the path of decisions
+    assert namespace.read_status(name)["replicaStatuses"]["launcher"]["succeeded"] == 1
+    for reason in ("PodsCreated", "Running", "Succeeded"):  # Events are written in the background
         wait_for(
-            lambda reason=reason: any(event.startswith(f"{reason}:") for event in namespace.events()),
+            lambda reason=reason: any(event.startswith(f"{reason}:") for event in namespace.list_events()),
             f"the Event {reason}",
             30,
         )
 
 
 def test_the_status_has_the_first_failure_with_its_log(namespace: Namespace) -> None:
-    name = namespace.create(job("failure", fails(), workers=2, runPolicy={"backoffLimit": 0}))
+    name = namespace.create(build_job("failure", build_failing_ranks(), workers=2, runPolicy={"backoffLimit": 0}))
     status = namespace.wait_phase(name, "Failed")
     failure = status["firstFailure"]
     assert failure["rank"] == 1
     assert failure["exitCode"] == 7
-    assert failure["pod"] == namespace.pod_name("failure", "worker-1-1")
+    assert failure["pod"] == namespace.build_pod_name("failure", "worker-1-1")
     assert "this is why" in failure["logTail"]
     assert len(failure["logTail"].encode()) <= 4096
     assert status["restarts"] == 0
-    assert "exit" in namespace.condition(name, "Failed")["message"]
+    assert "exit" in namespace.read_condition(name, "Failed")["message"]
 
 
 def test_backoff_limit_counts_restarts(namespace: Namespace) -> None:
-    name = namespace.create(job("again", fails(), workers=2, runPolicy={"backoffLimit": 1}))
+    name = namespace.create(build_job("again", build_failing_ranks(), workers=2, runPolicy={"backoffLimit": 1}))
     status = namespace.wait_phase(name, "Failed", seconds=120)
     assert status["restarts"] == 1
     assert status["attempt"] == 2
-    assert namespace.condition(name, "Failed")["reason"] == "BackoffLimitExceeded"
+    assert namespace.read_condition(name, "Failed")["reason"] == "BackoffLimitExceeded"
 
 
-def test_a_command_that_does_not_exist(namespace: Namespace) -> None:
-    name = namespace.create(job("typo", ["pyhton", "train.py"], runPolicy={"backoffLimit": 0}))
+def test_a_command_that_does_not_exist_is_reported(namespace: Namespace) -> None:
+    name = namespace.create(build_job("typo", ["pyhton", "train.py"], runPolicy={"backoffLimit": 0}))
     failure = namespace.wait_phase(name, "Failed")["firstFailure"]
     assert failure["exitCode"] == 127
     assert "pyhton" in failure["message"] + failure.get("logTail", "")
 
 
-def test_an_image_that_cannot_be_pulled(namespace: Namespace) -> None:
-    invalid = job("pull", steps(), workers=1)
+def test_an_image_that_cannot_be_pulled_is_reported(namespace: Namespace) -> None:
+    invalid = build_job("pull", build_steps(), workers=1)
     invalid["spec"]["template"]["spec"]["containers"][0]["image"] = "localhost:1/none/such:1"
     name = namespace.create(invalid)
 
     def has_event() -> bool:
-        running = namespace.condition(name, "Running")
+        running = namespace.read_condition(name, "Running")
         return running.get("reason") in ("ErrImagePull", "ImagePullBackOff") and "none/such" in running["message"]
 
     wait_for(has_event, "the image's trouble in the job's status", 60)
-    assert namespace.phase(name) == "Pending"
+    assert namespace.read_phase(name) == "Pending"
     namespace.patch(name, {"spec": {"runPolicy": {"activeDeadlineSeconds": 1}}})
     status = namespace.wait_phase(name, "Failed")
     assert "none/such" in json.dumps(status["firstFailure"])
-    assert namespace.condition(name, "Failed")["reason"] == "DeadlineExceeded"
+    assert namespace.read_condition(name, "Failed")["reason"] == "DeadlineExceeded"
 
 
-def test_nothing_fits(namespace: Namespace) -> None:
-    greedy = job("greedy", steps(), workers=1)
+def test_a_job_that_fits_on_no_node_waits_and_reports_why(namespace: Namespace) -> None:
+    greedy = build_job("greedy", build_steps(), workers=1)
     greedy["spec"]["template"]["spec"]["containers"][0]["resources"] = {"requests": {"memory": "1000Ti"}}
     name = namespace.create(greedy)
     scheduled = wait_for(
         lambda: (
-            (condition := namespace.condition(name, "Scheduled"))
+            (condition := namespace.read_condition(name, "Scheduled"))
             and condition["reason"] == "Unschedulable"
             and condition
         ),
@@ -97,54 +97,56 @@ def test_nothing_fits(namespace: Namespace) -> None:
     )
     assert scheduled["status"] == "False"
     assert "memory" in scheduled["message"]
-    assert namespace.phase(name) == "Pending"
+    assert namespace.read_phase(name) == "Pending"
 
 
-def test_one_worker_a_node(namespace: Namespace) -> None:
-    """spread: Node, the default: two workers never share a node, and GPUs are counted."""
-    needs.gpus(namespace.target, 2)
-    spread = job("spread", steps(3), workers=2)
+def test_two_workers_do_not_share_a_node(namespace: Namespace) -> None:
+    """This is the default, spread: Node. The workers also request GPUs."""
+    needs.require_gpus(namespace.target, 2)
+    spread = build_job("spread", build_steps(3), workers=2)
     spread["spec"]["template"]["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": 1}}
     name = namespace.create(spread)
     namespace.wait_phase(name, "Succeeded")
-    nodes = [pod.spec.node_name for pod in namespace.pods("worker")]
+    nodes = [pod.spec.node_name for pod in namespace.list_pods("worker")]
     assert len(set(nodes)) == 2, nodes
 
 
-def test_a_name_of_63_characters(namespace: Namespace) -> None:
+def test_a_job_with_a_name_of_63_characters_runs(namespace: Namespace) -> None:
     long = "long-" + "x" * 58
     assert len(long) == 63
-    namespace.create(job(long, steps(2)))
+    namespace.create(build_job(long, build_steps(2)))
     namespace.wait_phase(long, "Succeeded")
-    for pod in namespace.pods():
+    for pod in namespace.list_pods():
         assert len(pod.metadata.name) <= 63
 
 
-def test_two_jobs_of_one_name_in_two_namespaces(namespace: Namespace, second_namespace: Namespace) -> None:
+def test_jobs_of_the_same_name_run_in_two_namespaces(namespace: Namespace, second_namespace: Namespace) -> None:
     for place in (namespace, second_namespace):
-        place.create(job("twin", steps(3), workers=1, slots=2))
+        place.create(build_job("twin", build_steps(3), workers=1, slots=2))
     for place in (namespace, second_namespace):
         status = place.wait_phase("twin", "Succeeded")
         assert status["restarts"] == 0
 
 
-def test_managed_by_somebody_else(namespace: Namespace) -> None:
-    namespace.create(job("theirs", steps(1), runPolicy={"managedBy": "kueue.x-k8s.io/multikueue"}))
-    namespace.create(job("ours", steps(1), workers=1))
+def test_a_job_of_another_manager_is_left_alone(namespace: Namespace) -> None:
+    namespace.create(build_job("theirs", build_steps(1), runPolicy={"managedBy": "kueue.x-k8s.io/multikueue"}))
+    namespace.create(build_job("ours", build_steps(1), workers=1))
     namespace.wait_phase("ours", "Succeeded")  # the operator was there all the time
-    assert namespace.job("theirs").get("status") in (None, {})
-    assert namespace.pods(job="theirs") == []
+    assert namespace.read_job("theirs").get("status") in (None, {})
+    assert namespace.list_pods(job="theirs") == []
 
 
-def test_an_object_of_somebody_else_with_our_name(namespace: Namespace) -> None:
+def test_a_foreign_object_with_a_name_of_ours_is_left_alone_and_reported(namespace: Namespace) -> None:
     """The foreign object does not change, and the job reports the conflict."""
     core = namespace.target.core
     foreign = {"metadata": {"name": "taken", "labels": {"mine": "yes"}}, "spec": {"ports": [{"port": 80}]}}
     before = core.create_namespaced_service(namespace.name, foreign)
-    name = namespace.create(job("taken", steps(1), workers=1))
+    name = namespace.create(build_job("taken", build_steps(1), workers=1))
     created = wait_for(
         lambda: (
-            (condition := namespace.condition(name, "Created")) and condition["reason"] == "ForeignObject" and condition
+            (condition := namespace.read_condition(name, "Created"))
+            and condition["reason"] == "ForeignObject"
+            and condition
         ),
         "the job to name what is in its way",
         30,
@@ -164,13 +166,13 @@ def test_bad_values_are_refused_with_path_and_reason(namespace: Namespace) -> No
         ({"aggregation": {"density": 2}}, "spec.aggregation.density"),
     ):
         with pytest.raises(Exception, match=words.replace(".", r"\.")):
-            namespace.create(job("bad", steps(), **change))
-    assert namespace.children() == set()
+            namespace.create(build_job("bad", build_steps(), **change))
+    assert namespace.list_children() == set()
 
 
-def test_pods_pass_the_restricted_level_and_any_user(namespace: Namespace) -> None:
+def test_pods_pass_the_restricted_level_and_run_as_any_user(namespace: Namespace) -> None:
     """The ranks train with an arbitrary UID, a read-only root file system, no capability and no privilege."""
-    strict = job("strict", steps(2), workers=2)
+    strict = build_job("strict", build_steps(2), workers=2)
     strict["spec"]["template"]["spec"]["containers"][0]["securityContext"] = {
         "runAsUser": 1234567,
         "runAsNonRoot": True,
@@ -178,7 +180,7 @@ def test_pods_pass_the_restricted_level_and_any_user(namespace: Namespace) -> No
     }
     name = namespace.create(strict)
     namespace.wait_phase(name, "Succeeded")
-    for pod in namespace.pods():
+    for pod in namespace.list_pods():
         assert not pod.spec.host_network
         assert not pod.spec.host_pid
         for container in pod.spec.containers:
@@ -198,16 +200,16 @@ def test_pods_pass_the_restricted_level_and_any_user(namespace: Namespace) -> No
             assert any(kinds), volume
 
 
-def test_time_to_live(namespace: Namespace) -> None:
-    name = namespace.create(job("brief", steps(1), workers=1))
+def test_a_job_is_removed_after_its_time_to_live(namespace: Namespace) -> None:
+    name = namespace.create(build_job("brief", build_steps(1), workers=1))
     namespace.wait_phase(name, "Succeeded")
     namespace.patch(name, {"spec": {"runPolicy": {"ttlSecondsAfterFinished": 1}}})
-    wait_for(lambda: namespace.children() == set(), "the job and all of its children to be gone", 30)
+    wait_for(lambda: namespace.list_children() == set(), "the job and all of its children to be gone", 30)
 
 
-def test_deadline(namespace: Namespace) -> None:
-    name = namespace.create(job("late", endless(), workers=1, runPolicy={"activeDeadlineSeconds": 8}))
+def test_a_job_fails_at_its_deadline(namespace: Namespace) -> None:
+    name = namespace.create(build_job("late", build_endless_steps(), workers=1, runPolicy={"activeDeadlineSeconds": 8}))
     status = namespace.wait_phase(name, "Failed", seconds=60)
-    assert namespace.condition(name, "Failed")["reason"] == "DeadlineExceeded"
+    assert namespace.read_condition(name, "Failed")["reason"] == "DeadlineExceeded"
     assert status["restarts"] == 0
-    wait_for(lambda: all(pod.status.phase != "Running" for pod in namespace.pods()), "its pods to end", 20)
+    wait_for(lambda: all(pod.status.phase != "Running" for pod in namespace.list_pods()), "its pods to end", 20)

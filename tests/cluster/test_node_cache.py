@@ -13,17 +13,17 @@ from urllib.request import urlopen
 
 import needs
 import pytest
-from jobs import job
+from jobs import build_job
 from kubernetes.client.exceptions import ApiException
 from localkube.images import RUNTIME
 from target import GROUP, VERSION, Namespace, Target, execute, wait_for
 
-from conftest import Once, manifest
+from conftest import SharedStep, read_manifest
 from topkube.job.cached_dataset import object_name
 
 SHARDS, SHARD = 8, 1 << 20
 AGENTS = "topkube-node-cache"
-# The remote: a folder of tar shards with ranges; it counts the bytes of shards that it has sent.
+# The remote serves a folder of tar shards, with ranges, and counts the bytes of shards that it has sent.
 REMOTE = f"""
 import http.server, io, os, tarfile, threading
 os.makedirs("/tmp/data"); os.chdir("/tmp/data"); sent = 0
@@ -57,7 +57,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data))); self.end_headers(); self.wfile.write(data)
 http.server.ThreadingHTTPServer(("", 8000), Handler).serve_forever()
 """
-# Plain files, under mountPath, read-only; and then samples of the same dataset.
+# A script that reads plain files under mountPath and tries to write there, and a script that reads samples.
 PLAIN = """
 import errno, json, pathlib, time
 data = pathlib.Path("/data")
@@ -96,12 +96,13 @@ class Remote:
 
     @property
     def sent(self) -> int:
-        with urlopen(f"{self.uri}/sent", timeout=5) as answer:
+        """The bytes of shards that the remote has sent."""
+        with urlopen(f"{self.uri}/sent", timeout=30) as answer:
             return int(answer.read())
 
     @property
     def id(self) -> str:
-        """The name of its CachedDataset."""
+        """The name of the CachedDataset of this remote."""
         return object_name(self.uri)
 
 
@@ -127,18 +128,18 @@ def remote(namespace: Namespace) -> Remote:
     return wait_for(connect_when_served, "the remote", 60)
 
 
-def dataset(remote: Remote, medium: str, **more: Any) -> dict[str, Any]:
+def build_dataset(remote: Remote, medium: str, **more: Any) -> dict[str, Any]:
     return {"uri": remote.uri, "mountPath": "/data", "cache": {"medium": medium, **more}}
 
 
 def read_printed_lines(namespace: Namespace, name: str) -> list[dict[str, Any]]:
-    """The JSON lines of a job's ranks."""
-    logs = "\n".join(namespace.logs(pod.metadata.name) for pod in namespace.pods("worker", name))
+    """Return the JSON lines that a job's ranks printed."""
+    logs = "\n".join(namespace.read_log(pod.metadata.name) for pod in namespace.list_pods("worker", name))
     return [json.loads(line) for line in re.findall(r"^\[rank \d+\] (\{.*\})$", logs, re.MULTILINE)]
 
 
 def list_worker_nodes(namespace: Namespace, name: str) -> set[str]:
-    return {pod.spec.node_name for pod in namespace.pods("worker", name)}
+    return {pod.spec.node_name for pod in namespace.list_pods("worker", name)}
 
 
 def test_a_volume_of_the_pods_own_shows_the_files_to_a_plain_script(namespace: Namespace, remote: Remote) -> None:
@@ -147,67 +148,67 @@ def test_a_volume_of_the_pods_own_shows_the_files_to_a_plain_script(namespace: N
         namespace.name, {"metadata": {"name": "keys"}, "stringData": {"AWS_SECRET_ACCESS_KEY": "hunter2"}}
     )
     script = PLAIN + "import os; print(json.dumps({'key': len(os.environ['AWS_SECRET_ACCESS_KEY'])}))\n"
-    given = {**dataset(remote, "Ephemeral", sizeLimit="100Mi"), "secretName": "keys"}
-    name = namespace.create(job("plain", ["python", "-c", script], workers=1, dataset=given))
+    dataset = {**build_dataset(remote, "Ephemeral", sizeLimit="100Mi"), "secretName": "keys"}
+    name = namespace.create(build_job("plain", ["python", "-c", script], workers=1, dataset=dataset))
     status = namespace.wait_phase(name, "Succeeded")
     names = [f"{shard:03}.tar" for shard in range(SHARDS)]
     assert read_printed_lines(namespace, name) == [{"files": names, "refused": "EROFS"}, {"key": len("hunter2")}]
     (node,) = status["cache"]["nodes"]
     assert node == {"name": list_worker_nodes(namespace, name).pop(), "cachedBytes": remote.sent}
     launcher = namespace.target.core.list_namespaced_pod(namespace.name, label_selector="topkube.dev/role=launcher")
-    assert "hunter2" not in str(launcher.items) + str(namespace.job(name))
+    assert "hunter2" not in str(launcher.items) + str(namespace.read_job(name))
     assert "keys" not in str([container.env_from for pod in launcher.items for container in pod.spec.containers])
 
 
-def test_a_namespace_without_a_node_cache_is_refused_with_words(namespace: Namespace) -> None:
-    given = {"uri": "http://10.0.0.1/x", "cache": {"medium": "Node"}}
-    name = namespace.create(job("refused", ["true"], workers=1, dataset=given))
-    condition = wait_for(lambda: namespace.condition(name, "Created"), "a condition")
+def test_a_job_in_a_namespace_without_a_node_cache_is_refused_with_the_reason(namespace: Namespace) -> None:
+    dataset = {"uri": "http://10.0.0.1/x", "cache": {"medium": "Node"}}
+    name = namespace.create(build_job("refused", ["true"], workers=1, dataset=dataset))
+    condition = wait_for(lambda: namespace.read_condition(name, "Created"), "a condition")
     assert (condition["status"], condition["reason"]) == ("False", "NodeCacheNotAllowed")
     assert f"namespace {namespace.name} has no node cache" in condition["message"]
-    assert namespace.pods(job=name) == []
-    wait_for(lambda: any("no node cache" in event for event in namespace.events()), "an Event that says so")
+    assert namespace.list_pods(job=name) == []
+    wait_for(lambda: any("no node cache" in event for event in namespace.list_events()), "an Event with the reason")
 
 
 @pytest.fixture(scope="session")
-def agents(installed: Target, once: Once) -> Target:
+def agents(installation: Target, shared_step: SharedStep) -> Target:
     """The node agent of manifests/node-cache on every node."""
-    needs.folder_on_each_node(installed)
-    with once("node-cache") as first:
+    needs.require_cache_folder(installation)
+    with shared_step("node-cache") as first:
         if first:
-            installed.apply(manifest("node-cache/agent"))
-            installed.core.delete_collection_namespaced_pod(
+            installation.apply(read_manifest("node-cache/agent"))
+            installation.core.delete_collection_namespaced_pod(
                 AGENTS, label_selector="app.kubernetes.io/component=node-cache", grace_period_seconds=1
             )
 
-        def ready() -> bool:
-            status = installed.apps.read_namespaced_daemon_set("topkube-node-cache", AGENTS).status
-            return status.number_ready == status.desired_number_scheduled == len(installed.nodes())
+        def are_agents_ready() -> bool:
+            status = installation.apps.read_namespaced_daemon_set("topkube-node-cache", AGENTS).status
+            return status.number_ready == status.desired_number_scheduled == len(installation.list_nodes())
 
-        wait_for(ready, "an agent on every node", 60)
-    return installed
+        wait_for(are_agents_ready, "an agent on every node", 60)
+    return installation
 
 
 @pytest.fixture
-def allowed(agents: Target, namespace: Namespace) -> Iterator[Namespace]:
-    """A namespace with a node cache, as the admin's file makes it."""
-    text = manifest("node-cache/namespace").replace("team-a", namespace.name)
+def cached_namespace(agents: Target, namespace: Namespace) -> Iterator[Namespace]:
+    """A namespace with a node cache, created from the administrator's manifest."""
+    text = read_manifest("node-cache/namespace").replace("team-a", namespace.name)
     agents.apply(text)
     yield namespace
     custom = agents.custom
-    for dataset in cached(namespace):
+    for dataset in list_cached_objects(namespace):
         custom.delete_namespaced_custom_object(GROUP, VERSION, namespace.name, "cacheddatasets", dataset)
     agents.core.delete_persistent_volume(f"topkube-node-cache-{namespace.name}")
 
 
-def cached(namespace: Namespace) -> dict[str, dict[str, Any]]:
-    """The namespace's CachedDatasets by name."""
+def list_cached_objects(namespace: Namespace) -> dict[str, dict[str, Any]]:
+    """Return the namespace's CachedDatasets by name."""
     listed = namespace.target.custom.list_namespaced_custom_object(GROUP, VERSION, namespace.name, "cacheddatasets")
     return {item["metadata"]["name"]: item for item in listed["items"]}
 
 
-def kubectl_says(kubectl: Path, namespace: Namespace) -> list[dict[str, str]]:
-    """`kubectl get cacheddatasets`, by column."""
+def read_kubectl_table(kubectl: Path, namespace: Namespace) -> list[dict[str, str]]:
+    """Return the rows of `kubectl get cacheddatasets`, by column."""
     command = [kubectl, f"--kubeconfig={namespace.target.kubeconfig}", "-n", namespace.name, "get", "cacheddatasets"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     if not lines:
@@ -221,41 +222,44 @@ def kubectl_says(kubectl: Path, namespace: Namespace) -> list[dict[str, str]]:
 
 
 def test_a_second_job_lands_on_the_warm_node_and_reads_nothing_from_the_remote(
-    allowed: Namespace, remote: Remote, kubectl: Path
+    cached_namespace: Namespace, remote: Remote, kubectl: Path
 ) -> None:
-    command, given = ["python", "-c", SAMPLES], dataset(remote, "Node")
-    first = allowed.create(job("first", command, workers=1, dataset=given))
-    allowed.wait_phase(first, "Succeeded")
-    (warm,) = list_worker_nodes(allowed, first)
+    command, dataset = ["python", "-c", SAMPLES], build_dataset(remote, "Node")
+    first = cached_namespace.create(build_job("first", command, workers=1, dataset=dataset))
+    cached_namespace.wait_phase(first, "Succeeded")
+    (warm,) = list_worker_nodes(cached_namespace, first)
     total, sent = SHARDS * SHARD, remote.sent
-    assert [report["bytes"] for report in read_printed_lines(allowed, first)] == [total]
+    assert [report["bytes"] for report in read_printed_lines(cached_namespace, first)] == [total]
 
-    def cache_entry() -> dict[str, str] | None:
-        rows = [row for row in kubectl_says(kubectl, allowed) if row["CACHED%"] == "100"]
+    def find_complete_row() -> dict[str, str] | None:
+        rows = [row for row in read_kubectl_table(kubectl, cached_namespace) if row["CACHED%"] == "100"]
         return rows[0] if rows else None
 
-    row = wait_for(cache_entry, "kubectl get cacheddatasets to say so", 30)
+    row = wait_for(find_complete_row, "kubectl get cacheddatasets to show a complete dataset", 30)
     assert (row["NAME"], row["DATASET"], row["NODES"], row["PINNED"]) == (remote.id, remote.uri, warm, "false")
-    second = allowed.create(job("second", command, workers=1, dataset=given))
-    status = allowed.wait_phase(second, "Succeeded")
-    assert list_worker_nodes(allowed, second) == {warm}, "it lands where the data is"
-    (pod,) = allowed.pods("worker", second)
+    second = cached_namespace.create(build_job("second", command, workers=1, dataset=dataset))
+    status = cached_namespace.wait_phase(second, "Succeeded")
+    assert list_worker_nodes(cached_namespace, second) == {warm}, "the job runs where the data is"
+    (pod,) = cached_namespace.list_pods("worker", second)
     (rule,) = pod.spec.affinity.node_affinity.preferred_during_scheduling_ignored_during_execution
-    assert (rule.weight, rule.preference.match_expressions[0].values) == (100, [warm]), "because it is asked to"
-    assert read_printed_lines(allowed, second) == [{"bytes": total, "remote": 0.0, "misses": 0.0}]
-    assert remote.sent == sent, "the remote itself says so"
+    assert (rule.weight, rule.preference.match_expressions[0].values) == (100, [warm]), "the pod prefers the warm node"
+    assert read_printed_lines(cached_namespace, second) == [{"bytes": total, "remote": 0.0, "misses": 0.0}]
+    assert remote.sent == sent, "the remote sent bytes again"
     assert (status["cache"]["hitRatio"], status["cache"]["remoteBytes"]) == ("1.0000", 0)
     assert [node["name"] for node in status["cache"]["nodes"]] == [warm]
 
 
-def test_datasets_outlive_their_agent_and_go_when_they_are_deleted(allowed: Namespace, remote: Remote) -> None:
-    """SIGKILL to the agent while a job publishes; a job of another user; then `kubectl delete cacheddataset`."""
-    target = allowed.target
-    given = dataset(remote, "Node")
-    name = allowed.create(job("busy", ["python", "-c", SAMPLES, "/tmp/go"], workers=1, dataset=given))
-    wait_for(lambda: list_worker_nodes(allowed, name) - {None}, "a node")
+def test_datasets_survive_their_agent_and_are_evicted_when_they_are_deleted(
+    cached_namespace: Namespace, remote: Remote
+) -> None:
+    """The agent is killed while a job publishes. Then the dataset is deleted while the job reads it, and the job of
+    another user fetches it again."""
+    target = cached_namespace.target
+    dataset = build_dataset(remote, "Node")
+    name = cached_namespace.create(build_job("busy", ["python", "-c", SAMPLES, "/tmp/go"], workers=1, dataset=dataset))
+    wait_for(lambda: list_worker_nodes(cached_namespace, name) - {None}, "a node")
     if target.local is not None:
-        (node,) = list_worker_nodes(allowed, name)
+        (node,) = list_worker_nodes(cached_namespace, name)
         wait_for(lambda: remote.sent > 0, "the first byte", interval=0.01)
         (agent,) = target.core.list_namespaced_pod(
             AGENTS,
@@ -264,39 +268,43 @@ def test_datasets_outlive_their_agent_and_go_when_they_are_deleted(allowed: Name
         ).items
         target.kill_container(agent, "agent")
     entry = wait_for(
-        lambda: next((item for item in cached(allowed).values() if _percent(item) == 100), None),
-        "the agent to tell of the dataset",
+        lambda: next(
+            (item for item in list_cached_objects(cached_namespace).values() if _read_percent(item) == 100), None
+        ),
+        "the agent to report the dataset",
         60,
     )
     assert entry["status"]["nodes"][0]["inUse"] is True
     delete: Any = target.custom.delete_namespaced_custom_object
-    delete(GROUP, VERSION, allowed.name, "cacheddatasets", remote.id)
-    allowed.execute(allowed.pods("worker", name)[0].metadata.name, "touch", "/tmp/go")
-    allowed.wait_phase(name, "Succeeded")
-    assert [item["bytes"] for item in read_printed_lines(allowed, name)] == [SHARDS * SHARD], "what is read stays"
+    delete(GROUP, VERSION, cached_namespace.name, "cacheddatasets", remote.id)
+    cached_namespace.execute(cached_namespace.list_pods("worker", name)[0].metadata.name, "touch", "/tmp/go")
+    cached_namespace.wait_phase(name, "Succeeded")
+    assert [item["bytes"] for item in read_printed_lines(cached_namespace, name)] == [SHARDS * SHARD], (
+        "a dataset that is read stays"
+    )
 
-    # Nobody reads it any more: it goes. The next job, of another user, fetches it anew into the same folder.
+    # No job reads the dataset any more, so it is evicted. The job of another user fetches it into the same folder.
     sent = remote.sent
-    other = job("other", ["python", "-c", SAMPLES], workers=1, dataset=given)
+    other = build_job("other", ["python", "-c", SAMPLES], workers=1, dataset=dataset)
     other["spec"]["template"]["spec"] |= {
         "nodeSelector": {"kubernetes.io/hostname": entry["status"]["where"]},
         "securityContext": {"runAsUser": 4321, "runAsNonRoot": True},
     }
-    wait_for(lambda: not list_cached_datasets(target, entry["status"]["where"], allowed.name), "the eviction")
-    allowed.create(other)
-    allowed.wait_phase("other", "Succeeded")
+    wait_for(lambda: not list_cached_datasets(target, entry["status"]["where"], cached_namespace.name), "the eviction")
+    cached_namespace.create(other)
+    cached_namespace.wait_phase("other", "Succeeded")
     assert remote.sent == 2 * sent
-    wait_for(lambda: remote.id in cached(allowed), "it to be told of again", 30)
+    wait_for(lambda: remote.id in list_cached_objects(cached_namespace), "the dataset to be reported again", 30)
 
 
-def _percent(dataset: dict[str, Any]) -> int | None:
-    """Return the agent's report; None until there is one."""
+def _read_percent(dataset: dict[str, Any]) -> int | None:
+    """Return the percentage that the agent reports; None until there is a report."""
     percent: int | None = (dataset.get("status") or {}).get("cachedPercent")
     return percent
 
 
 def list_cached_datasets(target: Target, node: str, namespace: str) -> list[str]:
-    """Datasets in the node's cache, as seen from its agent."""
+    """Return the datasets in the node's cache. The node's agent reads them."""
     (agent,) = target.core.list_namespaced_pod(
         AGENTS,
         label_selector="app.kubernetes.io/component=node-cache",

@@ -1,5 +1,5 @@
-"""Operators in processes of the test's own: killed at every one of their writes, with short deadlines, and beside a
-gang scheduler."""
+"""Operators that a test runs in processes: killed at each of their writes, with short deadlines, and beside a gang
+scheduler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from localkube.cluster import Cluster as LocalCluster
-from operating import Guillotine, Jobs, Operator, job, until
+from operating import Jobs, KillingProxy, Operator, build_shell_job
+from target import wait_for
 
 from topkube_operator.watch.api_client import ApiError, Cluster
 
@@ -17,59 +18,59 @@ pytestmark = pytest.mark.alone
 def test_killed_at_each_of_its_writes_the_operator_brings_the_job_to_its_end(
     jobs: Jobs, kubeconfig: Path, tmp_path: Path
 ) -> None:
-    """SIGKILL before and after each write of a whole life: a first attempt that fails, a second that succeeds. One
-    restart is counted, each pod is made once."""
-    with Guillotine(jobs.cluster, tmp_path) as guillotine:
+    """The operator gets SIGKILL before and after each write. The first attempt fails and the second succeeds. One
+    restart is counted, and each pod is created once."""
+    with KillingProxy(jobs.cluster, tmp_path) as guillotine:
         operator = Operator(str(guillotine.kubeconfig), jobs.namespace, "--no-leader-election")
         guillotine.victim = operator
-        created = job("hydra", '[ "$TOPKUBE_ATTEMPT" = 2 ]', workers=1, runPolicy={"backoffLimit": 1})
+        created = build_shell_job("hydra", '[ "$TOPKUBE_ATTEMPT" = 2 ]', workers=1, runPolicy={"backoffLimit": 1})
         jobs.create(created)
         seen: set[tuple[str, str]] = set()
-        with operator.running():
+        with operator.keep_running():
 
             def is_over() -> bool:
                 if not operator.is_alive():
                     operator.start()
-                seen.update((name, pod["metadata"]["uid"]) for name, pod in jobs.pods().items())
-                phase = jobs.status("hydra").get("phase")
-                assert phase != "Failed", (jobs.status("hydra"), guillotine.kills)
-                return phase == "Succeeded" and not jobs.children("Secret")
+                seen.update((name, pod["metadata"]["uid"]) for name, pod in jobs.list_pods().items())
+                phase = jobs.read_status("hydra").get("phase")
+                assert phase != "Failed", (jobs.read_status("hydra"), guillotine.kills)
+                return phase == "Succeeded" and not jobs.list_children("Secret")
 
-            until(is_over, "the job to end", 280)
+            wait_for(is_over, "the job to end", 280)
         assert len(guillotine.kills) > 26, guillotine.kills
-    status = jobs.status("hydra")
+    status = jobs.read_status("hydra")
     assert (status["attempt"], status["restarts"], status["disruptions"]) == (2, 1, 0), guillotine.kills
-    made = [jobs.pod_name("hydra", part) for part in ("launcher-1", "launcher-2", "worker-0-1")]
+    made = [jobs.build_pod_name("hydra", part) for part in ("launcher-1", "launcher-2", "worker-0-1")]
     assert sorted(name for name, _ in seen) == made
-    assert made[1] in jobs.pods()
+    assert made[1] in jobs.list_pods()
 
 
 def test_ranks_that_make_no_step_end_the_attempt(jobs: Jobs, kubeconfig: Path) -> None:
-    with Operator(str(kubeconfig), jobs.namespace, "--startup-seconds", "4").running():
-        jobs.create(job("stalled", "sleep 100000", workers=1))
+    with Operator(str(kubeconfig), jobs.namespace, "--startup-seconds", "4").keep_running():
+        jobs.create(build_shell_job("stalled", "sleep 100000", workers=1))
         failure = jobs.wait_failure("stalled")
     assert failure["reason"] == "Stalled"
     assert "4 s" in failure["message"]
 
 
 def test_a_rendezvous_that_takes_too_long_names_who_is_missing(
-    jobs: Jobs, kubeconfig: Path, breakable: LocalCluster
+    jobs: Jobs, kubeconfig: Path, breakable_cluster: LocalCluster
 ) -> None:
     """Worker and launcher run on two nodes with no link between them."""
-    first, second = list(breakable.nodes)[:2]
-    breakable.cut(first, second)
+    first, second = list(breakable_cluster.nodes)[:2]
+    breakable_cluster.cut(first, second)
     try:
-        with Operator(str(kubeconfig), jobs.namespace, "--rendezvous-seconds", "3").running():
-            apart = job("apart", "true", workers=1)
+        with Operator(str(kubeconfig), jobs.namespace, "--rendezvous-seconds", "3").keep_running():
+            apart = build_shell_job("apart", "true", workers=1)
             apart["spec"]["template"]["spec"]["nodeSelector"] = {"kubernetes.io/hostname": second}
             where = {"nodeSelector": {"kubernetes.io/hostname": first}}
             apart["spec"]["launcher"] = {"template": {"spec": where}}
             jobs.create(apart)
             failure = jobs.wait_failure("apart")
     finally:
-        breakable.mend(first, second)
+        breakable_cluster.mend(first, second)
     assert failure["reason"] == "RendezvousTimeout"
-    assert failure["pod"] == jobs.pod_name("apart", "worker-0-1")
+    assert failure["pod"] == jobs.build_pod_name("apart", "worker-0-1")
     assert failure["pod"] in failure["message"]
 
 
@@ -90,15 +91,17 @@ def test_a_gang_waits_for_its_scheduler(jobs: Jobs, kubeconfig: Path) -> None:
     crd = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition", "metadata": metadata}
     cluster.call("POST", path, {**crd, "spec": group})
     try:
-        until(lambda: _is_served(cluster), "PodGroups")
+        wait_for(lambda: _is_served(cluster), "PodGroups")
         cluster.register_kind("PodGroup", "scheduling.x-k8s.io/v1alpha1", "podgroups")
-        with Operator(str(kubeconfig), jobs.namespace, "--gang-scheduler", "nobody").running():
-            uid = jobs.create(job("gang", runPolicy={"schedulingPolicy": {"minAvailable": 3}}))["metadata"]["uid"]
+        with Operator(str(kubeconfig), jobs.namespace, "--gang-scheduler", "nobody").keep_running():
+            uid = jobs.create(build_shell_job("gang", runPolicy={"schedulingPolicy": {"minAvailable": 3}}))["metadata"][
+                "uid"
+            ]
             group_name = f"gang-{uid[:5]}"
             jobs.wait_phase("gang", "Pending")
-            until(lambda: len(jobs.pods()) == 3, "the pods")
-            assert jobs.children("PodGroup")[group_name]["spec"]["minMember"] == 3
-            for name, pod in jobs.pods().items():
+            wait_for(lambda: len(jobs.list_pods()) == 3, "the pods")
+            assert jobs.list_children("PodGroup")[group_name]["spec"]["minMember"] == 3
+            for name, pod in jobs.list_pods().items():
                 assert pod["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] == group_name
                 assert pod["spec"]["schedulerName"] == "nobody"
                 _bind(cluster, jobs.namespace, name, len(name) % 2 + 1)

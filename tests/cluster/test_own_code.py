@@ -1,4 +1,5 @@
-"""Code and packages that are not in the image, on a real Kubernetes: sent from a folder, checked, installed offline."""
+"""Code and packages that are not in the image, on a real Kubernetes. They are sent from a folder, checked, and
+installed without a network."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 
 import kubernetes
 import pytest
-from jobs import job
+from jobs import build_job
 from localkube.images import RUNTIME
 from target import Namespace, wait_for
 
@@ -35,11 +36,11 @@ print(f"rank {topkube.rank()} has {topkubetest.version} as user {os.getuid()}", 
 """
 
 
-def _logs(namespace: Namespace) -> str:
-    return "".join(namespace.logs(pod.metadata.name) for pod in namespace.pods("worker"))
+def _read_logs(namespace: Namespace) -> str:
+    return "".join(namespace.read_log(pod.metadata.name) for pod in namespace.list_pods("worker"))
 
 
-def _wheel() -> bytes:
+def _build_wheel() -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as wheel:
         wheel.writestr("topkubetest.py", "version = '1.2'\n")
@@ -106,7 +107,7 @@ def test_a_function_is_suspended_and_resumed(namespace: Namespace) -> None:
     name = client.train(wait_forever, image=RUNTIME.name, spec={"launcher": {"colocate": True}})
     namespace.wait_phase(name, "Running", seconds=180)
     client.suspend(name)
-    assert not namespace.pods(job=name)
+    assert not namespace.list_pods(job=name)
     client.resume(name)
     namespace.wait_phase(name, "Running", seconds=180)
     with pytest.raises(TimeoutError, match=f"{name} is still Running after 0.1 s"):
@@ -143,12 +144,12 @@ def test_a_folder_is_sent_trained_with_and_removed_with_its_job(
 
 
 def test_packages_are_installed_without_a_network_for_any_user(namespace: Namespace) -> None:
-    _create_config_map(namespace, "code", {"train.py": USES_PACKAGE.encode(), "wheel": _wheel()})
+    _create_config_map(namespace, "code", {"train.py": USES_PACKAGE.encode(), "wheel": _build_wheel()})
     items = [
         {"key": "train.py", "path": "train.py"},
         {"key": "wheel", "path": "wheels/topkubetest-1.2-py3-none-any.whl"},
     ]
-    description = job(
+    description = build_job(
         "packages",
         ["python", "train.py"],
         workers=2,
@@ -160,13 +161,13 @@ def test_packages_are_installed_without_a_network_for_any_user(namespace: Namesp
     namespace.create(description)
     namespace.wait_phase("packages", "Succeeded", seconds=180)
     for rank in range(2):
-        assert f"rank {rank} has 1.2 as user 123456" in _logs(namespace)
+        assert f"rank {rank} has 1.2 as user 123456" in _read_logs(namespace)
 
 
-def test_another_archive_ends_the_job_and_is_named_in_its_status(namespace: Namespace) -> None:
+def test_an_archive_with_another_checksum_fails_the_job_and_is_named_in_its_status(namespace: Namespace) -> None:
     _create_config_map(namespace, "code", {"source.tar.gz": b"something else"})
     source = {"configMap": {"name": "code", "archive": "source.tar.gz", "sha256": "0" * 64}}
-    namespace.create(job("other", ["python", "train.py"], workers=2, source=source))
+    namespace.create(build_job("other", ["python", "train.py"], workers=2, source=source))
     status = namespace.wait_phase("other", "Failed", seconds=180)
     assert status["firstFailure"]["reason"] == "SourceInvalid"
     assert "spec.source.configMap.sha256 is 000" in status["firstFailure"]["message"]
@@ -174,8 +175,10 @@ def test_another_archive_ends_the_job_and_is_named_in_its_status(namespace: Name
 
 
 def test_a_config_map_that_comes_late_is_waited_for(namespace: Namespace) -> None:
-    name = namespace.create(job("late", ["python", "train.py"], workers=1, source={"configMap": {"name": "code"}}))
-    wait_for(lambda: namespace.pods("worker", name), "the worker's pod")
+    name = namespace.create(
+        build_job("late", ["python", "train.py"], workers=1, source={"configMap": {"name": "code"}})
+    )
+    wait_for(lambda: namespace.list_pods("worker", name), "the worker's pod")
     _create_config_map(namespace, "code", {"train.py": b"print('it came')\n"})
     namespace.wait_phase(name, "Succeeded", seconds=240)
-    assert "it came" in _logs(namespace)
+    assert "it came" in _read_logs(namespace)

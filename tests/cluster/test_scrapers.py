@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from jobs import endless, job
+from jobs import build_endless_steps, build_job
 from target import Namespace, Target, wait_for
 
 from monitoring.prometheus import Prometheus
@@ -47,7 +47,7 @@ def _choose_address() -> str:
 
 
 @contextmanager
-def _start(folder: Path, program: str, *options: str) -> Iterator[str]:
+def _start_program(folder: Path, program: str, *options: str) -> Iterator[str]:
     """Run a program of VictoriaMetrics until the block ends. Yield its address."""
     address = _choose_address()
     with (folder / f"{program}.log").open("wb") as log:
@@ -70,13 +70,13 @@ def test_vmagent_scrapes_operator_and_workers_with_the_configuration_of_the_docs
         pytest.skip("needs a cluster of this machine's own: pods must be reached from here")
     config = {"global": {"scrape_interval": "2s"}, "scrape_configs": _read_scrape_configs(namespace.target)}
     (tmp_path / "scrape.yaml").write_text(yaml.safe_dump(config))
-    name = namespace.create(job("scraped", endless()))
+    name = namespace.create(build_job("scraped", build_endless_steps()))
     namespace.wait_phase(name, "Running")
     keep = (f"-storageDataPath={tmp_path / 'data'}", "-search.latencyOffset=0s")
     scrape = (f"-promscrape.config={tmp_path / 'scrape.yaml'}", f"-remoteWrite.tmpDataPath={tmp_path / 'queue'}")
     with (
-        _start(tmp_path, "victoria-metrics", *keep) as store,
-        _start(tmp_path, "vmagent", *scrape, f"-remoteWrite.url=http://{store}/api/v1/write"),
+        _start_program(tmp_path, "victoria-metrics", *keep) as store,
+        _start_program(tmp_path, "vmagent", *scrape, f"-remoteWrite.url=http://{store}/api/v1/write"),
     ):
         server = Prometheus(f"http://{store}")
 
@@ -84,7 +84,7 @@ def test_vmagent_scrapes_operator_and_workers_with_the_configuration_of_the_docs
             series = server.query(f'{metric}{{namespace="{namespace.name}"}}')
             return {entry.labels["pod"] for entry in series if entry.points[-1][1] >= 0}
 
-        workers = {pod.metadata.name for pod in namespace.pods("worker")}
+        workers = {pod.metadata.name for pod in namespace.list_pods("worker")}
         wait_for(lambda: read_pods("topkube_runtime_build_info") == workers, f"metrics of {workers}", 60)
-        operators = {pod.metadata.name for pod in namespace.target.operator_pods()}
+        operators = {pod.metadata.name for pod in namespace.target.list_operator_pods()}
         wait_for(lambda: read_pods("topkube_jobs") & operators, f"the job, as one of {operators} counts it", 60)

@@ -19,19 +19,19 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
     with ExitStack() as servers:
 
         @functools.cache
-        def of(mpi: str) -> Path:
+        def start(mpi: str) -> Path:
             if reason := worlds.explain_missing(mpi):
                 pytest.fail(reason)
-            return servers.enter_context(worlds.forking(mpi, tmp_path_factory.mktemp("forks")))
+            return servers.enter_context(worlds.start_forks(mpi, tmp_path_factory.mktemp("forks")))
 
-        yield of
+        yield start
 
 
 @pytest.fixture(scope="session")
 def outcome(tmp_path_factory: pytest.TempPathFactory, forks: Callable[[str], Path]):
-    """Return the error of a case, "" if it passed. The world runs when its first case is requested."""
+    """A function that returns the error of a case, "" if the case passed. A world runs when its first case is read."""
 
-    def of(modules: str, mpi: str, layout: tuple[int, ...], case: str) -> str:
+    def read_outcome(modules: str, mpi: str, layout: tuple[int, ...], case: str) -> str:
         key = (mpi, layout, modules)
         if key not in _outcomes:
             directory = tmp_path_factory.mktemp("world")
@@ -39,4 +39,4 @@ def outcome(tmp_path_factory: pytest.TempPathFactory, forks: Callable[[str], Pat
         outcomes = _outcomes[key]
         return outcomes.get(case, outcomes.get("the world ends well", "the case did not run"))
 
-    return of
+    return read_outcome

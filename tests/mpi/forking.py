@@ -19,7 +19,7 @@ _MESSAGE = 1 << 20
 
 
 def serve(path: str, modules: list[str]) -> None:
-    """Forks a rank for every caller, until the socket is removed or our parent ends. Returns in the forks only."""
+    """Fork a rank for every caller, until this process is killed. Return in the forks only."""
     import faulthandler
     import gc
     import importlib
@@ -30,7 +30,7 @@ def serve(path: str, modules: list[str]) -> None:
     for module in modules:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # a rank's collections would go through all that is shared, and copy it
+    gc.freeze()  # otherwise the garbage collection of each rank would write to the shared memory, and so copy it
     _hide_frozen_objects()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path + ".making")
@@ -74,7 +74,7 @@ def _hide_frozen_objects() -> None:
 
 
 def _become(caller: socket.socket) -> None:
-    """This fork takes over the caller's environment, directory and files, and dies with it."""
+    """Take over the caller's environment, directory and files in this fork. It dies with the caller."""
     import fcntl
 
     length = int.from_bytes(caller.recv(8, socket.MSG_WAITALL), "little")
@@ -101,8 +101,8 @@ def _become(caller: socket.socket) -> None:
 
 
 def run() -> None:
-    """Runs the script and ends this fork. The interpreter is not taken down, because that would copy all that ranks
-    share, unless the rank's environment has `FORKS_END_AS_PYTHON_DOES`: then a fork ends as the process of a script."""
+    """Run the script and end this fork. The interpreter is not finalized, because that would copy all that ranks
+    share. If the rank's environment has `FORKS_END_AS_PYTHON_DOES`, the fork ends as any Python process does."""
     import atexit
     import ctypes
     import runpy
@@ -124,8 +124,8 @@ def run() -> None:
     ctypes.CDLL(None).exit(code)  # libc's: it ends MPI
 
 
-def rank(path: str, arguments: list[str]) -> int:
-    """Becomes the front of a forked rank; returns its exit code."""
+def stand_for_rank(path: str, arguments: list[str]) -> int:
+    """Ask the server for a fork, and wait until the fork ends. Return its exit code."""
     call = socket.socket(socket.AF_UNIX)
     call.connect(path)
     files = [0, 1, 2] + ([int(os.environ["PMI_FD"])] if "PMI_FD" in os.environ else [])
@@ -134,7 +134,7 @@ def rank(path: str, arguments: list[str]) -> int:
     call.sendall(len(text).to_bytes(8, "little"))
     socket.send_fds(call, [text[:_MESSAGE]], files)
     for file in files:
-        os.close(file)  # the rank's alone: who listens must see its end
+        os.close(file)  # only the rank has these files: a reader of its output then sees where the output ends
     status = int(call.recv(16) or b"1")
     if status < 0:
         os.kill(os.getpid(), -status)
@@ -143,6 +143,6 @@ def rank(path: str, arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] == "rank":
-        os._exit(rank(sys.argv[2], sys.argv[3:]))
+        os._exit(stand_for_rank(sys.argv[2], sys.argv[3:]))
     serve(sys.argv[2], sys.argv[3:])
     run()

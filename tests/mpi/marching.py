@@ -1,5 +1,6 @@
-"""A program that behaves like a training for its launcher: all ranks make steps together, report progress, and save a
-state every five steps and on SIGTERM. `marching.py STEPS SECONDS [RANK:STEP:DEED …]`: RANK does DEED at STEP."""
+"""A program that looks like a training to its launcher: all ranks make steps together, report progress, and save a
+state every five steps and on SIGTERM. `marching.py STEPS SECONDS [RANK:STEP:DEED …]`: RANK does DEED at STEP. A step
+takes SECONDS."""
 
 from __future__ import annotations
 

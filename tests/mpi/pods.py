@@ -42,7 +42,7 @@ _DROPPED = ("TOPKUBE_", "PMI_", "PMIX_", "OMPI_", "HYDRA", "MPI_LOCAL", "PRTE")
 _networks = itertools.count(1)
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 90.0, what: str = "") -> Any:
+def wait_until(condition: Callable[[], Any], seconds: float = 200.0, what: str = "") -> Any:
     """Return the first true value of `condition`. Raises AssertionError after `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -96,7 +96,7 @@ class Pod:
         inherited |= {"TOPKUBE_TERMINATION_LOG": str(self.last_words), **environment}
         command = [str(PYTHONS[mpi]), "-m", "topkube.cli", *arguments]
         if mpi == "OpenMPI" and arguments[0] == "worker":
-            # Open MPI tells nodes apart by their host names, as pods have.
+            # Open MPI distinguishes nodes by their host names, as pods have them.
             unshare = ["unshare", "--uts"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--uts"]
             command = [*unshare, "sh", "-c", f'hostname {name}; exec "$@"', "sh", *command]
         with self.output_file.open("wb") as output:
@@ -114,7 +114,7 @@ class Pod:
     def output(self) -> str:
         return self.output_file.read_text(errors="replace")
 
-    def wait(self, seconds: float = 90.0) -> int:
+    def wait(self, seconds: float = 200.0) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -124,7 +124,7 @@ class Pod:
     def ending(self) -> Ending:
         return Ending.read(self.last_words.read_text())
 
-    def tree(self) -> list[int]:
+    def list_processes(self) -> list[int]:
         """Return the pid of its process, and of all processes below it."""
         processes = [self.process.pid]
         for pid in processes:
@@ -135,10 +135,10 @@ class Pod:
 
     def kill(self) -> None:
         """Kill everything in the pod at once, as if the pod vanished."""
-        for pid in self.tree():
+        for pid in self.list_processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)  # so that no process reacts to the end of another
-        for pid in reversed(self.tree()):
+        for pid in reversed(self.list_processes()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(10)
@@ -174,17 +174,18 @@ class PlayedJob:
         for pod in self._pods:
             if pod.process.poll() is None:
                 pod.kill()
-        # A real pod ends as a whole. Here ranks outlive a worker that was killed: their environment tells them.
+        # A pod ends as a whole. Here ranks outlive a worker that was killed; their environment names the directory.
         own_prefix = f"{self.directory}/".encode()
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if entry.name.isdigit() and own_prefix in (entry / "environ").read_bytes():
                     os.kill(int(entry.name), signal.SIGKILL)
 
-    def address(self, index: int) -> str:
+    def choose_address(self, index: int) -> str:
+        """Return the loopback address of worker `index`. Each job has a network of its own."""
         return f"127.{os.getpid() % 200 + 1}.{self._network % 250}.{index + 2}"
 
-    def plan(self, **more: Any) -> LaunchPlan:
+    def build_plan(self, **more: Any) -> LaunchPlan:
         workers = tuple(
             ExpectedWorker(index=index, attempt=made_attempt, pod=f"j-worker-{index}-{made_attempt}")
             for index, made_attempt in enumerate(self.attempts_made)
@@ -200,7 +201,7 @@ class PlayedJob:
         self.attempt += 1
         for index in replaced:
             self.attempts_made[index] = self.attempt
-        environment = {"TOPKUBE_LAUNCH": self.plan(**more).text(), "TOPKUBE_CREDENTIALS": str(self.secret)}
+        environment = {"TOPKUBE_LAUNCH": self.build_plan(**more).text(), "TOPKUBE_CREDENTIALS": str(self.secret)}
         self.launcher = Pod(f"launcher-{self.attempt}", ["launch"], environment, self.directory, self.mpi)
         self._pods.append(self.launcher)
         return self.launcher
@@ -224,7 +225,7 @@ class PlayedJob:
             **self.environment,
             "TOPKUBE_WORKER": plan.text(),
             "TOPKUBE_CREDENTIALS": str(secret),
-            "TOPKUBE_POD_IP": self.address(index),
+            "TOPKUBE_POD_IP": self.choose_address(index),
             "TMPDIR": str(temporary),
             **changes,
         }
@@ -234,16 +235,17 @@ class PlayedJob:
         return pod
 
     def start(self, **more: Any) -> Pod:
+        """Start the launcher and all workers. Return the launcher."""
         launcher = self.start_launcher(**more)
         for index in range(len(self.attempts_made)):
             self.start_worker(index)
         return launcher
 
-    def status(self, token: str = "the operator's token", **headers: str) -> LauncherStatus | None:
+    def ask_status(self, token: str = "the operator's token", **headers: str) -> LauncherStatus | None:
         """Return the launcher's answer to the operator; None while it does not answer."""
         headers = {"Authorization": f"Bearer {token}", **headers}
         request = urllib.request.Request(f"https://127.0.0.1:{self.port}{STATUS_PATH}", headers=headers)
-        with contextlib.suppress(OSError), urllib.request.urlopen(request, context=self.tls, timeout=5) as answer:
+        with contextlib.suppress(OSError), urllib.request.urlopen(request, context=self.tls, timeout=30) as answer:
             return LauncherStatus.read(answer.read())
         return None
 
@@ -251,10 +253,10 @@ class PlayedJob:
     def tls(self) -> ssl.SSLContext:
         return build_pinned_context(self.secret / "tls.crt")
 
-    def ranks_of(self, index: int) -> list[int]:
+    def list_ranks(self, index: int) -> list[int]:
         """Return the pids of the ranks of worker `index`: the processes below the shims."""
         ranks = []
-        for pid in self.workers[index].tree():
+        for pid in self.workers[index].list_processes():
             with contextlib.suppress(OSError):
                 text = Path(f"/proc/{pid}/cmdline").read_bytes()
                 parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
@@ -263,12 +265,12 @@ class PlayedJob:
                     ranks.append(pid)
         return ranks
 
-    def everything(self) -> str:
-        """Return the last output of all pods, for messages of failed tests."""
+    def read_all_output(self) -> str:
+        """Return the end of the output of each pod, for messages of failed tests."""
         return "\n".join(f"---- {pod.name}\n{pod.output[-3000:]}" for pod in self._pods)
 
 
-def records(text: str) -> Iterator[dict[str, Any]]:
+def read_records(text: str) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects in lines with a rank's prefix."""
     for line in text.splitlines():
         _, separator, rest = line.partition("] {")

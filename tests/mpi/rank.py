@@ -19,12 +19,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 import topkube
 from topkube import world as worlds
 
-HANGS_SECONDS = 180
+HANGS_SECONDS = 220
 """A rank that runs longer than this prints its stacks, before the world is killed."""
 
 
-def functions(modules: str, chosen: list[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield the name and the function of each case, or of the one function in `chosen`, with its arguments."""
+def select_functions(modules: str, chosen: list[str]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the name and the function of each case. If `chosen` is set, yield only the function that it names, with
+    the other texts of `chosen` as arguments."""
     for module in (importlib.import_module(f"ranks.{name}") for name in modules.split(",")):
         if chosen:
             name, *arguments = chosen
@@ -38,7 +39,7 @@ def main(modules: str, results: Path, chosen: list[str]) -> None:
     topkube.init()
     world = worlds.current()
     with results.open("w") if world.rank == 0 else open("/dev/null", "w") as out:
-        for name, function in functions(modules, chosen):
+        for name, function in select_functions(modules, chosen):
             problem = ""
             try:
                 function(world)

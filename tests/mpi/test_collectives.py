@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from worlds import parameters
+from worlds import list_parameters
+
+ALLREDUCE = "allreduce,allreduce_definitions"
 
 
-@pytest.mark.parametrize(("mpi", "layout", "case"), parameters("allreduce"))
+@pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters(ALLREDUCE))
 def test_allreduce(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
-    assert not (problem := outcome("allreduce", mpi, layout, case)), problem
+    assert not (problem := outcome(ALLREDUCE, mpi, layout, case)), problem

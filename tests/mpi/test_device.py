@@ -4,11 +4,11 @@ ranks/device.py."""
 from __future__ import annotations
 
 import pytest
-from worlds import parameters
+from worlds import list_parameters
 
 LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(1,), (2, 2), (2, 1)]}
 
 
-@pytest.mark.parametrize(("mpi", "layout", "case"), parameters("device", LAYOUTS))
+@pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters("device", LAYOUTS))
 def test_device(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
     assert not (problem := outcome("device", mpi, layout, case)), problem

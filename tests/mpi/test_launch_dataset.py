@@ -8,7 +8,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from pods import PlayedJob, records
+from pods import PlayedJob, read_records
 
 PLAIN = """
 import json, os, pathlib, time
@@ -42,7 +42,7 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def run(folder: Path, source: Path, script: str, workers: int) -> tuple[PlayedJob, str]:
+def run_job(folder: Path, source: Path, script: str, workers: int) -> tuple[PlayedJob, str]:
     """Run a job of one rank per worker to its end. Each worker is a separate node, whose cache outlives the job."""
     (folder / "run").mkdir(exist_ok=True)
     directory = folder / "run" / str(len(list((folder / "run").iterdir())))
@@ -59,7 +59,7 @@ def run(folder: Path, source: Path, script: str, workers: int) -> tuple[PlayedJo
                 "TOPKUBE_NODE_NAME": f"node{index}",
             }
             job.start_worker(index, **dataset, **own)
-        assert launcher.wait() == 0, job.everything()
+        assert launcher.wait() == 0, job.read_all_output()
         output = "".join(worker.output for worker in job.workers.values() if worker.wait() == 0)
     return job, output
 
@@ -69,8 +69,8 @@ def count_bytes(source: Path) -> int:
 
 
 def test_a_plain_script_reads_files(tmp_path: Path, source: Path) -> None:
-    job, output = run(tmp_path, source, PLAIN, workers=1)
-    assert list(records(output)) == [{"files": SHARDS, "bytes": count_bytes(source)}]
+    job, output = run_job(tmp_path, source, PLAIN, workers=1)
+    assert list(read_records(output)) == [{"files": SHARDS, "bytes": count_bytes(source)}]
     assert job.launcher is not None
     cache = job.launcher.ending.cache
     assert cache is not None
@@ -80,11 +80,11 @@ def test_a_plain_script_reads_files(tmp_path: Path, source: Path) -> None:
 
 
 def test_the_second_job_on_the_same_nodes_reads_nothing_from_the_remote(tmp_path: Path, source: Path) -> None:
-    first, output = run(tmp_path, source, SAMPLES, workers=2)
+    first, output = run_job(tmp_path, source, SAMPLES, workers=2)
     expected = [{"samples": SHARDS * SAMPLES_EACH * SAMPLE}] * 2
-    assert list(records(output)) == expected
-    second, output = run(tmp_path, source, SAMPLES, workers=2)
-    assert list(records(output)) == expected
+    assert list(read_records(output)) == expected
+    second, output = run_job(tmp_path, source, SAMPLES, workers=2)
+    assert list(read_records(output)) == expected
     for job in (first, second):
         assert job.launcher is not None
         cache = job.launcher.ending.cache

@@ -18,16 +18,16 @@ from topkube.job import FirstFailure
 MARCHING = str(Path(__file__).parent / "marching.py")
 
 
-def marching_command(mpi: str, steps: int, seconds: float, *deeds: str) -> list[str]:
+def build_marching_command(mpi: str, steps: int, seconds: float, *deeds: str) -> list[str]:
     return [str(PYTHONS[mpi]), MARCHING, str(steps), str(seconds), *deeds]
 
 
 def wait_for_failure(job: PlayedJob, seconds: float = 90) -> FirstFailure:
     """Wait until the launcher ends the attempt. Return its first failure."""
     assert job.launcher is not None
-    assert job.launcher.wait(seconds) != 0, job.everything()
+    assert job.launcher.wait(seconds) != 0, job.read_all_output()
     failure = job.launcher.ending.first_failure
-    assert failure is not None, job.everything()
+    assert failure is not None, job.read_all_output()
     assert job.launcher.ending.exit_code == job.launcher.process.returncode
     return failure
 
@@ -35,15 +35,15 @@ def wait_for_failure(job: PlayedJob, seconds: float = 90) -> FirstFailure:
 def wait_for_step(job: PlayedJob, least: int) -> int:
     """Wait until the job has reached step `least`. Return the current step."""
 
-    def step() -> int:
-        status = job.status()
+    def read_step() -> int:
+        status = job.ask_status()
         now = status.progress.step if status and status.progress and status.progress.step else 0
         return now if now >= least else 0
 
     try:
-        return wait_until(step, what=f"step {least}")
+        return wait_until(read_step, what=f"step {least}")
     except AssertionError as error:
-        raise AssertionError(f"{error}\n{job.everything()}") from None
+        raise AssertionError(f"{error}\n{job.read_all_output()}") from None
 
 
 @pytest.mark.parametrize(
@@ -57,16 +57,16 @@ def wait_for_step(job: PlayedJob, least: int) -> int:
 def test_the_first_failing_rank_is_named(
     tmp_path: Path, mpi: str, deed: str, reason: str, code: int, message: str
 ) -> None:
-    with PlayedJob(tmp_path, marching_command(mpi, 1000, 0.01, deed), mpi=mpi) as job:
+    with PlayedJob(tmp_path, build_marching_command(mpi, 1000, 0.01, deed), mpi=mpi) as job:
         job.start()
         failure = wait_for_failure(job)
         rank = int(deed[0])
         assert (failure.rank, failure.pod, failure.reason) == (rank, f"j-worker-{rank // 2}-1", reason), (
-            job.everything()
+            job.read_all_output()
         )
         assert failure.exit_code == code
         assert message in (failure.log_tail or "")
-        # Asked to end, a worker ends with the worst exit code of its own ranks.
+        # A worker that is asked to end ends with the worst exit code of its own ranks.
         worker = job.workers[rank // 2]
         wait_until(lambda: "cannot be reached" in worker.output, what="the worker calls again")
         worker.process.terminate()
@@ -87,7 +87,7 @@ def test_missing_workers_are_named(tmp_path: Path) -> None:
     with PlayedJob(tmp_path, ["true"], workers=3, rendezvous_seconds=8) as job:
         job.start_launcher()
         job.start_worker(1)
-        status = wait_until(lambda: (answer := job.status()) and answer.joined == 1 and answer)
+        status = wait_until(lambda: (answer := job.ask_status()) and answer.joined == 1 and answer)
         assert (status.state, status.missing) == ("Waiting", (0, 2))
         failure = wait_for_failure(job)
         assert failure.reason == "RendezvousTimeout"
@@ -96,12 +96,12 @@ def test_missing_workers_are_named(tmp_path: Path) -> None:
 
 
 def test_a_stalled_step_ends_the_attempt(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, marching_command("MPICH", 100, 0.01, "2:7:hang"), stall_seconds=5.0) as job:
+    with PlayedJob(tmp_path, build_marching_command("MPICH", 100, 0.01, "2:7:hang"), stall_seconds=5.0) as job:
         job.start()
         failure = wait_for_failure(job)
         assert failure.reason == "Stalled"
         assert "the last was step 7" in (failure.message or "")
-        wait_until(lambda: not job.ranks_of(1), what="the stopped rank is killed")
+        wait_until(lambda: not job.list_ranks(1), what="the stopped rank is killed")
 
 
 def test_a_hung_collective_names_its_ranks(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_hang_in_a_script_that_reports_no_steps_ends_the_attempt_and_names_the
         "    if step == 40 and topkube.rank() == 2: os.kill(os.getpid(), signal.SIGSTOP)\n"
         "    topkube.allreduce_(x)"
     )
-    with PlayedJob(tmp_path, [str(PYTHONS["MPICH"]), "-c", script], startup_seconds=12.0) as job:
+    with PlayedJob(tmp_path, [str(PYTHONS["MPICH"]), "-c", script], startup_seconds=30.0) as job:
         job.start()
         failure = wait_for_failure(job)
         assert (failure.reason, failure.rank, failure.pod) == ("Stalled", 2, "j-worker-1-1")
@@ -134,12 +134,12 @@ def test_a_hang_in_a_script_that_reports_no_steps_ends_the_attempt_and_names_the
 
 
 def test_a_worker_asked_to_end_saves_first_and_is_named(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, marching_command("MPICH", 10000, 0.02), slots=1) as job:
+    with PlayedJob(tmp_path, build_marching_command("MPICH", 10000, 0.02), slots=1) as job:
         job.more["environment"] = {"TOPKUBE_CHECKPOINT_DIRECTORY": str(tmp_path)}
         job.start()
         wait_for_step(job, 3)
         job.workers[1].process.terminate()
-        assert job.workers[1].wait(30) == 143, job.everything()  # the grace period is longer
+        assert job.workers[1].wait() == 143, job.read_all_output()
         failure = wait_for_failure(job)
         assert (failure.reason, failure.pod) == ("Terminated", "j-worker-1-1")
         saved = int((tmp_path / "step").read_text())
@@ -148,31 +148,31 @@ def test_a_worker_asked_to_end_saves_first_and_is_named(tmp_path: Path) -> None:
 
 
 def test_a_launcher_asked_to_end_lets_the_ranks_save(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, marching_command("MPICH", 10000, 0.02), slots=1) as job:
+    with PlayedJob(tmp_path, build_marching_command("MPICH", 10000, 0.02), slots=1) as job:
         job.more["environment"] = {"TOPKUBE_CHECKPOINT_DIRECTORY": str(tmp_path)}
         launcher = job.start()
         wait_for_step(job, 3)
         launcher.process.terminate()
-        assert launcher.wait(30) == 143
+        assert launcher.wait() == 143
         assert launcher.ending.first_failure.reason == "Terminated"
         assert int((tmp_path / "step").read_text()) == launcher.ending.progress.step
 
 
 def test_a_job_that_is_deleted_ends_at_once_with_its_state_saved(tmp_path: Path) -> None:
     """All its pods are asked to end at the same time."""
-    with PlayedJob(tmp_path, marching_command("MPICH", 10000, 0.02), slots=1) as job:
+    with PlayedJob(tmp_path, build_marching_command("MPICH", 10000, 0.02), slots=1) as job:
         job.more["environment"] = {"TOPKUBE_CHECKPOINT_DIRECTORY": str(tmp_path)}
         launcher = job.start()
         wait_for_step(job, 3)
         pods = [launcher, *job.workers.values()]
         for pod in pods:
             pod.process.terminate()
-        assert [pod.wait(30) for pod in pods] == [143, 143, 143], job.everything()
+        assert [pod.wait() for pod in pods] == [143, 143, 143], job.read_all_output()
         assert int((tmp_path / "step").read_text()) == launcher.ending.progress.step
 
 
 class Network:
-    """A TCP proxy before the launcher that can be cut, loudly (connections reset) or silently (nothing passes)."""
+    """A TCP proxy in front of the launcher. It can reset its connections, or pass nothing on without an error."""
 
     def __init__(self, target: int) -> None:
         self.server = socket.create_server(("127.0.0.1", 0))
@@ -193,7 +193,7 @@ class Network:
                     continue
                 try:
                     far = socket.create_connection(("127.0.0.1", self._target))
-                except OSError:  # nobody listens there yet: refused here too, and the next call is taken
+                except OSError:  # the launcher does not listen yet: the worker calls again
                     near.close()
                     continue
                 self.connections += 1
@@ -221,8 +221,10 @@ class Network:
         self.reset()
 
 
-def test_a_short_cut_of_the_network_is_survived(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, marching_command("MPICH", 400, 0.02), slots=1, lost_seconds=8, check_address=False) as job:
+def test_a_job_survives_short_interruptions_of_the_network(tmp_path: Path) -> None:
+    with PlayedJob(
+        tmp_path, build_marching_command("MPICH", 400, 0.02), slots=1, lost_seconds=30, check_address=False
+    ) as job:
         network = Network(job.port)
         launcher = job.start_launcher()
         job.start_worker(0)
@@ -230,12 +232,12 @@ def test_a_short_cut_of_the_network_is_survived(tmp_path: Path) -> None:
         job.start_worker(1)
         job.port = own
         before = wait_for_step(job, 5)
-        network.reset()  # connections break: the worker comes back within the second
+        network.reset()  # the worker connects again
         wait_for_step(job, before + 20)
-        network.silent.set()  # and nothing passes for a while
-        time.sleep(5)
+        network.silent.set()
+        time.sleep(5)  # nothing passes, but for less than `lost_seconds`
         network.silent.clear()
-        assert launcher.wait() == 0, job.everything()
+        assert launcher.wait() == 0, job.read_all_output()
         assert network.connections == 2
         assert [worker.wait() for worker in job.workers.values()] == [0, 0]
         network.close()
@@ -243,7 +245,7 @@ def test_a_short_cut_of_the_network_is_survived(tmp_path: Path) -> None:
 
 def test_a_worker_cut_off_for_good_is_named(tmp_path: Path) -> None:
     with PlayedJob(
-        tmp_path, marching_command("MPICH", 100000, 0.02), slots=1, lost_seconds=3, check_address=False
+        tmp_path, build_marching_command("MPICH", 100000, 0.02), slots=1, lost_seconds=8, check_address=False
     ) as job:
         network = Network(job.port)
         job.start_launcher()
@@ -257,7 +259,7 @@ def test_a_worker_cut_off_for_good_is_named(tmp_path: Path) -> None:
         failure = wait_for_failure(job)
         assert (failure.reason, failure.pod) == ("WorkerLost", "j-worker-1-1")
         assert "it has been silent for" in (failure.message or "")
-        wait_until(lambda: not job.ranks_of(1), what="the worker that is cut off ends its ranks by itself")
+        wait_until(lambda: not job.list_ranks(1), what="the worker that is cut off ends its ranks by itself")
         network.close()
 
 
@@ -294,7 +296,7 @@ def test_shared_memory_of_a_killed_attempt_is_removed(tmp_path: Path) -> None:
         assert wait_for_failure(job).reason == "SIGKILL"
         launcher = job.start_launcher()
         try:
-            assert launcher.wait() == 0, job.everything()
+            assert launcher.wait() == 0, job.read_all_output()
             # Another worker of this user on this machine may remove the segment first.
             assert f"['{name}-2']" in job.workers[0].output
         finally:
@@ -302,11 +304,11 @@ def test_shared_memory_of_a_killed_attempt_is_removed(tmp_path: Path) -> None:
                 left.unlink()
 
 
-def test_killed_ranks_are_distinguished_from_ranks_that_were_ended(tmp_path: Path) -> None:
-    """A worker's process dies, and takes its shims along: what the others report is an echo."""
-    with PlayedJob(tmp_path, marching_command("MPICH", 100000, 0.005)) as job:
+def test_a_killed_worker_is_named_and_not_the_ranks_that_fail_because_of_it(tmp_path: Path) -> None:
+    """A worker's process is killed, and its shims end with it. The other worker's ranks fail as a consequence."""
+    with PlayedJob(tmp_path, build_marching_command("MPICH", 100000, 0.005)) as job:
         job.start()
         wait_for_step(job, 3)
         os.kill(job.workers[1].process.pid, signal.SIGKILL)
         failure = wait_for_failure(job)
-        assert (failure.reason, failure.pod) == ("WorkerLost", "j-worker-1-1"), job.everything()
+        assert (failure.reason, failure.pod) == ("WorkerLost", "j-worker-1-1"), job.read_all_output()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import urllib.request
 from pathlib import Path
 
-import pytest
 from pods import PlayedJob, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -29,10 +28,10 @@ while not Path(sys.argv[1]).exists():
 """
 
 
-def series(address: str) -> dict[tuple[str, str], float]:
-    """Return (name, rank) of the series that a worker serves; nothing if it serves none."""
+def read_series(address: str) -> dict[tuple[str, str], float]:
+    """Return the values that a worker serves by (name, rank). The dictionary is empty if the worker does not answer."""
     try:
-        with urllib.request.urlopen(f"http://{address}:{METRICS_PORT}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{address}:{METRICS_PORT}/metrics", timeout=30) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
     except OSError:
         return {}
@@ -42,33 +41,32 @@ def series(address: str) -> dict[tuple[str, str], float]:
 
 
 def serves_attempt(address: str, attempt: int) -> bool:
-    return series(address).get(("topkube_job_attempt", "")) == attempt
+    return read_series(address).get(("topkube_job_attempt", "")) == attempt
 
 
-@pytest.mark.timeout(120)
 def test_each_worker_serves_its_ranks_of_the_attempt_that_runs(tmp_path: Path) -> None:
     end = tmp_path / "end"
-    with PlayedJob(tmp_path, ["python", "-c", TRAIN, str(end)], workers=2, slots=2, lost_seconds=3.0) as job:
+    with PlayedJob(tmp_path, ["python", "-c", TRAIN, str(end)], workers=2, slots=2, lost_seconds=10.0) as job:
         job.start()
-        first, second = job.address(0), job.address(1)
-        wait_until(lambda: serves_attempt(first, 1), what=job.everything())
-        for address, ranks in ((first, {"0", "1"}), (second, {"2", "3"})):  # each rank begins when it begins
+        first, second = job.choose_address(0), job.choose_address(1)
+        wait_until(lambda: serves_attempt(first, 1), what=job.read_all_output())
+        for address, ranks in ((first, {"0", "1"}), (second, {"2", "3"})):  # ranks do not begin at the same time
             wait_until(
-                lambda address=address, ranks=ranks: {rank for _, rank in series(address) if rank} == ranks,
+                lambda address=address, ranks=ranks: {rank for _, rank in read_series(address) if rank} == ranks,
                 what=f"ranks {ranks}",
             )
-        assert ("topkube_job_step", "") not in series(second)
-        count = len(series(first))
+        assert ("topkube_job_step", "") not in read_series(second)
+        count = len(read_series(first))
         job.workers[1].kill()
         assert job.launcher is not None
         assert job.launcher.wait() != 0
-        job.attempts_made[1] = 2  # what the launcher is told to expect
+        job.attempts_made[1] = 2  # the launcher expects the new pod
         job.start_launcher()
         job.start_worker(1)
         wait_until(lambda: serves_attempt(first, 2), what="worker 0 in attempt 2")
-        wait_until(lambda: len(series(first)) == count, what="as many series as before")
+        wait_until(lambda: len(read_series(first)) == count, what="as many series as before")
         end.touch()
-        assert job.launcher.wait() == 0, job.everything()
+        assert job.launcher.wait() == 0, job.read_all_output()
         for worker in job.workers.values():
             assert worker.wait() == 0
-        assert series(first) == {}
+        assert read_series(first) == {}

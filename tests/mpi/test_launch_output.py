@@ -1,4 +1,4 @@
-"""The output of ranks through real workers: it is complete, whatever its size and however the ranks end."""
+"""The output of ranks through real workers is complete, whatever its size and however the ranks end."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if os.environ["PMI_RANK"] == "0":
     subprocess.run("echo again > /dev/stdout; echo twice | tee /dev/stderr", shell=True)
     print("the last line of", len(sys.argv), "words")
 else:
-    sys.stdout.buffer.write(bytes([255, 254]) + b" no text, and no end")
+    sys.stdout.buffer.write(bytes([255, 254]) + b" not text, without an end of line")
 """
 
 
 def test_all_that_ranks_print_is_in_the_pods_log(tmp_path: Path) -> None:
-    """20 MB before the end, output that is opened again, bytes that are no text, and a command of 1.3 MB."""
+    """Ranks print 20 MB, open their output again, and print bytes that are not text. Their command has 1.3 MB."""
     command = [PYTHON, "-c", PRINTS, *["y" * 120_000] * 11]
     with PlayedJob(tmp_path, command, workers=1) as job:
         launcher = job.start()
-        assert launcher.wait() == 0, job.everything()
+        assert launcher.wait() == 0, job.read_all_output()
         worker = job.workers[0]
         assert worker.wait() == 0
         printed = worker.output_file.read_bytes().splitlines()
@@ -38,7 +38,7 @@ def test_all_that_ranks_print_is_in_the_pods_log(tmp_path: Path) -> None:
         assert printed.count(b"[rank 0] again") == 1
         assert printed.count(b"[rank 0] twice") == 2
         assert printed.count(b"[rank 0] the last line of 12 words") == 1
-        assert printed.count(b"[rank 1] \xff\xfe no text, and no end") == 1
+        assert printed.count(b"[rank 1] \xff\xfe not text, without an end of line") == 1
         assert worker.ending.lost_output_bytes == launcher.ending.lost_output_bytes == 0
 
 
@@ -54,15 +54,15 @@ def test_a_worker_whose_output_nobody_reads_is_not_lost(tmp_path: Path) -> None:
         job.start_worker(1, descriptor=far)
         os.close(far)
         wait_until(
-            lambda: (answer := job.status()) and answer.progress and answer.progress.step == 400, what="all steps"
+            lambda: (answer := job.ask_status()) and answer.progress and answer.progress.step == 400, what="all steps"
         )
         assert job.workers[1].process.poll() is None, "it waits for its reader"
         reading = threading.Thread(target=lambda: drain(near, received), daemon=True)
         reading.start()
-        assert launcher.wait() == 0, job.everything()
+        assert launcher.wait() == 0, job.read_all_output()
         assert launcher.ending.lost_output_bytes == 0
         assert job.workers[1].wait() == 0
-        reading.join(10)
+        reading.join(200)
     os.close(near)
     assert received.count(b"z" * 99) == 20_000
     assert b"done at step 400" in received
@@ -87,7 +87,7 @@ def test_a_rank_that_is_ended_with_the_attempt_keeps_its_last_words(tmp_path: Pa
     )
     with PlayedJob(tmp_path, [PYTHON, "-c", script], workers=2, slots=1) as job:
         launcher = job.start()
-        assert launcher.wait() == 9, job.everything()
+        assert launcher.wait() == 9, job.read_all_output()
         failure = launcher.ending.first_failure
         assert failure is not None
         assert (failure.rank, failure.exit_code) == (1, 9)
@@ -96,7 +96,7 @@ def test_a_rank_that_is_ended_with_the_attempt_keeps_its_last_words(tmp_path: Pa
 
 
 def test_a_preempted_worker_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
-    """Its ranks save for as long as the grace period lasts; when the pod is killed, nothing more will come."""
+    """The ranks of a preempted worker may save during its grace period, but not after its pod is killed."""
     script = (
         "import signal, time; from mpi4py import MPI\n"
         "signal.signal(signal.SIGTERM, lambda *_: print('saving', flush=True))\n"
@@ -109,7 +109,7 @@ def test_a_preempted_worker_that_is_gone_is_not_waited_for(tmp_path: Path) -> No
         lost_worker.process.send_signal(signal.SIGTERM)
         wait_until(lambda: "[rank 1] saving" in lost_worker.output)
         lost_worker.kill()
-        assert launcher.wait(60) == 143, job.everything()
+        assert launcher.wait(200) == 143, job.read_all_output()  # the grace period is longer
         failure = launcher.ending.first_failure
         assert failure is not None
         assert (failure.reason, failure.pod) == ("Terminated", "j-worker-1-1")

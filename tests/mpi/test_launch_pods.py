@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from pods import PYTHONS, PlayedJob, records, wait_until
+from pods import PYTHONS, PlayedJob, read_records, wait_until
 
 from topkube.launch.contract import DOMAINS_HEADER
 
@@ -30,12 +30,12 @@ def test_ranks_of_all_workers_form_one_world(tmp_path: Path, mpi: str) -> None:
     with PlayedJob(tmp_path, [str(PYTHONS[mpi]), "-c", SHOW], workers=3, slots=2, mpi=mpi) as job:
         job.environment = {"FROM_THE_POD": "yes", "HOME": "/nowhere"}
         launcher = job.start()
-        assert launcher.wait() == 0, job.everything()
+        assert launcher.wait() == 0, job.read_all_output()
         assert launcher.ending.state == "Succeeded"
         for index, worker in job.workers.items():
             assert worker.wait() == 0, worker.output
             assert worker.ending.state == "Succeeded"
-            shown = list(records(worker.output))
+            shown = list(read_records(worker.output))
             assert sorted(record["rank"] for record in shown) == [2 * index, 2 * index + 1]
             for record in shown:
                 assert (record["size"], record["node"], record["total"]) == (6, 2, 15)
@@ -45,7 +45,7 @@ def test_ranks_of_all_workers_form_one_world(tmp_path: Path, mpi: str) -> None:
                 assert record["TOPKUBE_EXPECTED_RANKS"] == "6"
                 torch = [record[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")]
                 assert torch == [str(record["rank"]), str(record["rank"] % 2), "6", "29500"]
-                assert record["MASTER_ADDR"] == job.address(0), "where rank 0 is"
+                assert record["MASTER_ADDR"] == job.choose_address(0), "the address of rank 0"
                 assert record["FROM_THE_POD"] == "yes"
                 assert record["MPIR_CVAR_CH4_CMA_ENABLE"] == "0", "a container's seccomp profile ends MPI_Init"
                 assert Path(record["HOME"]).is_relative_to(tmp_path)
@@ -57,24 +57,25 @@ def test_ranks_follow_the_racks_of_the_workers(tmp_path: Path, mpi: str) -> None
     command = [str(PYTHONS[mpi]), "-c", SHOW]
     with PlayedJob(tmp_path, command, workers=3, slots=1, mpi=mpi, domains_seconds=3600) as job:
         launcher = job.start()
-        wait_until(lambda: (status := job.status()) is not None and status.joined == 3)
-        status = job.status(**{DOMAINS_HEADER: "1,0,1"})
+        wait_until(lambda: (status := job.ask_status()) is not None and status.joined == 3)
+        status = job.ask_status(**{DOMAINS_HEADER: "1,0,1"})
         assert status is not None
-        assert launcher.wait() == 0, job.everything()
-        ranks = [[record["rank"] for record in records(worker.output)] for _, worker in sorted(job.workers.items())]
+        assert launcher.wait() == 0, job.read_all_output()
+        ranks = [
+            [record["rank"] for record in read_records(worker.output)] for _, worker in sorted(job.workers.items())
+        ]
         assert ranks == [[1], [0], [2]]
 
 
-def train(mpi: str) -> list[str]:
-    """A training under MPICH; under Open MPI steps alone (marching.py): what differs there is how ranks start and end,
-    and eight more imports of torch would show nothing new. Neither reaches its end: a test that waits for the end would
-    pay for all the steps that a slow machine needs while pods vanish."""
+def build_training_command(mpi: str) -> list[str]:
+    """Return the command of a training that does not reach its end during the test. Under Open MPI it makes steps
+    without torch (marching.py), because only the start and the end of ranks differ there."""
     if mpi == "MPICH":
         return [str(PYTHONS[mpi]), "-m", "topkube.examples.digits_cnn", "--steps", "100000", "--batch-size", "4"]
     return [str(PYTHONS[mpi]), str(Path(__file__).with_name("marching.py")), "1000000", "0.01"]
 
 
-def checkpoints(directory: Path) -> dict[str, str]:
+def build_checkpoint_settings(directory: Path) -> dict[str, str]:
     """Return the settings by which the operator configures checkpoints of ranks."""
     return {
         "TOPKUBE_CHECKPOINT_DIRECTORY": str(directory / "checkpoints"),
@@ -92,22 +93,22 @@ def read_saved_step(mpi: str, directory: Path) -> int:
 
 def read_step_from(job: PlayedJob, step: int) -> int:
     """Return the step that the launcher reports to the operator, once it is `step` or later; 0 before."""
-    status = job.status()
+    status = job.ask_status()
     now = status.progress.step if status and status.progress and status.progress.step else 0
     return now if now >= step else 0
 
 
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
 def test_each_death_costs_one_attempt_and_living_workers_continue_in_place(tmp_path: Path, mpi: str) -> None:
-    with PlayedJob(tmp_path, train(mpi), workers=2, slots=1, mpi=mpi, lost_seconds=10) as job:
-        job.more["environment"] = checkpoints(tmp_path)
+    with PlayedJob(tmp_path, build_training_command(mpi), workers=2, slots=1, mpi=mpi, lost_seconds=10) as job:
+        job.more["environment"] = build_checkpoint_settings(tmp_path)
         (tmp_path / "checkpoints").mkdir()
         launcher = job.start()
         wait_until(lambda: read_step_from(job, 15), what="15 steps")
 
-        # A rank is killed: both workers live on.
-        os.kill(job.ranks_of(1)[0], signal.SIGKILL)
-        assert launcher.wait() == 137, job.everything()
+        # A rank is killed: both workers continue.
+        os.kill(job.list_ranks(1)[0], signal.SIGKILL)
+        assert launcher.wait() == 137, job.read_all_output()
         failure = launcher.ending.first_failure
         assert failure is not None
         assert (failure.pod, failure.rank, failure.reason, failure.exit_code) == ("j-worker-1-1", 1, "SIGKILL", 137)
@@ -116,12 +117,12 @@ def test_each_death_costs_one_attempt_and_living_workers_continue_in_place(tmp_p
         launcher = job.start_launcher()
         resumed = wait_until(lambda: read_step_from(job, 1), what="a step of attempt 2")
         assert resumed > (reached // 10 - 1) * 10, "training began anew"
-        assert job.status().attempt == 2
+        assert job.ask_status().attempt == 2
 
         # A worker's pod vanishes.
         wait_until(lambda: read_step_from(job, resumed + 5), what="5 more steps")
         first.kill()
-        assert launcher.wait() == 1, job.everything()
+        assert launcher.wait() == 1, job.read_all_output()
         failure = launcher.ending.first_failure
         assert (failure.pod, failure.reason, failure.exit_code) == ("j-worker-1-1", "WorkerLost", None), failure
         launcher = job.start_launcher(replaced=(1,))
@@ -130,12 +131,12 @@ def test_each_death_costs_one_attempt_and_living_workers_continue_in_place(tmp_p
 
         # The launcher vanishes: the ranks save their state and end, and both workers join the next one.
         wait_until(lambda: read_step_from(job, resumed + 5), what="5 more steps")
-        stopped_at = job.status().progress.step
+        stopped_at = job.ask_status().progress.step
         launcher.kill()
         launcher = job.start_launcher()
         resumed = wait_until(lambda: read_step_from(job, 1), what="a step of attempt 4")
         assert resumed > stopped_at, "the ranks did not save their state when the launcher vanished"
         assert job.workers[0].output.count("joined attempt") == 4
         launcher.process.terminate()
-        assert launcher.wait() == 143, job.everything()
+        assert launcher.wait() == 143, job.read_all_output()
         assert read_saved_step(mpi, tmp_path / "checkpoints") >= resumed

@@ -14,9 +14,7 @@ from topkube.launch.mpi.mpiexec import Mpiexec
 
 
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
-@pytest.mark.parametrize(
-    "workers", [65, 129, 256]
-)  # Open MPI starts its daemons differently above 64 and above 128 nodes
+@pytest.mark.parametrize("workers", [65, 129, 256])  # Open MPI starts daemons differently above 64 and above 128 nodes
 def test_mpiexec_asks_for_every_proxy_at_once(mpi: str, workers: int, tmp_path: Path) -> None:
     async def collect_proxies() -> dict[int, ProxyParameters]:
         hosts = [f"127.60.{index // 250}.{index % 250 + 2}" for index in range(workers)]

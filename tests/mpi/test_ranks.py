@@ -14,9 +14,9 @@ import worlds
 def test_many_ranks_train_as_2_8_and_16_nodes_and_resume_from_2_ranks(
     mpi: str, ranks: int, forks: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    own, left, socket = str(tmp_path / "own"), str(tmp_path / "left"), forks(mpi)
-    outcomes = worlds.run_cases(mpi, (1, 1), "scale", tmp_path, "leave", left, forks=socket)
+    own, former, socket = str(tmp_path / "own"), str(tmp_path / "former"), forks(mpi)
+    outcomes = worlds.run_cases(mpi, (1, 1), "scale", tmp_path, "leave_checkpoint", former, forks=socket)
     layout = (1,) * ranks
     name = "run_all_layouts"
-    outcomes |= worlds.run_cases(mpi, layout, "scale", tmp_path, name, own, left, forks=socket, seconds=250)
-    assert outcomes == {"leave": "", name: ""}, "\n".join(outcomes.values())
+    outcomes |= worlds.run_cases(mpi, layout, "scale", tmp_path, name, own, former, forks=socket, seconds=250)
+    assert outcomes == {"leave_checkpoint": "", name: ""}, "\n".join(outcomes.values())

@@ -48,7 +48,7 @@ def run_traced(
 
 
 @pytest.fixture(scope="module", params=["dense", "hitopk"])
-def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
+def traced_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     directory = tmp_path_factory.mktemp(request.param)
     done = run_traced(directory, trace.WARM_STEPS + STEPS + 2, "--algorithm", request.param)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -57,13 +57,13 @@ def traced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def split_into_steps(events: list[Event], rank: int) -> list[list[Event]]:
-    """The events of each step of a rank, in order of time."""
+    """Return the events of each step of a rank, in order of time."""
     own = sorted((e for e in events if e["pid"] == rank and "ts" in e), key=lambda e: e["ts"])
     steps = [e for e in own if e["cat"] == trace.STEP]
     return [[e for e in own if step["ts"] <= e["ts"] < step["ts"] + step["dur"]] for step in steps]
 
 
-def end(event: Event) -> float:
+def compute_end(event: Event) -> float:
     return float(event["ts"] + event["dur"])
 
 
@@ -72,8 +72,8 @@ def find_event(events: list[Event], category: str, name: str) -> Event:
     return event
 
 
-def test_every_event_has_the_fields_of_the_format(traced: tuple[str, dict[str, Any]]) -> None:
-    events = traced[1]["traceEvents"]
+def test_every_event_has_the_fields_of_the_format(traced_run: tuple[str, dict[str, Any]]) -> None:
+    events = traced_run[1]["traceEvents"]
     for event in events:
         assert event["ph"] in "XibeM"
         assert isinstance(event["name"], str)
@@ -90,8 +90,8 @@ def test_every_event_has_the_fields_of_the_format(traced: tuple[str, dict[str, A
     assert min(e["ts"] for e in events if "ts" in e) == 0
 
 
-def test_every_step_of_every_rank_has_every_event_in_order(traced: tuple[str, dict[str, Any]]) -> None:
-    algorithm, content = traced
+def test_every_step_of_every_rank_has_every_event_in_order(traced_run: tuple[str, dict[str, Any]]) -> None:
+    algorithm, content = traced_run
     for rank in range(RANKS):
         steps = split_into_steps(content["traceEvents"], rank)
         assert len(steps) == STEPS
@@ -105,13 +105,13 @@ def test_every_step_of_every_rank_has_every_event_in_order(traced: tuple[str, di
                 find_event(events, trace.OPTIMIZER, "optimizer"),
             )
             wait = find_event(events, trace.BACKWARD, "wait for exchanges")
-            assert end(data) <= forward["ts"]
-            assert end(forward) <= backward["ts"] + 0.01
-            assert end(backward) <= optimizer["ts"]
+            assert compute_end(data) <= forward["ts"]
+            assert compute_end(forward) <= backward["ts"] + 0.01
+            assert compute_end(backward) <= optimizer["ts"]
             for category in (trace.FORWARD, trace.BACKWARD):
                 layers = [e for e in events if e["cat"] == category and e["name"] in LAYERS]
                 assert [e["name"] for e in layers] == (["0", "2"] if category == trace.FORWARD else ["2", "0"])
-                assert end(layers[0]) <= layers[1]["ts"] + 0.01
+                assert compute_end(layers[0]) <= layers[1]["ts"] + 0.01
             ready = {e["args"]["parameter"]: e["ts"] for e in events if e["cat"] == trace.GRADIENT}
             assert ready.keys() == PARAMETERS
             assert max(ready["2.weight"], ready["2.bias"]) <= min(ready["0.weight"], ready["0.bias"])
@@ -127,33 +127,33 @@ def test_every_step_of_every_rank_has_every_event_in_order(traced: tuple[str, di
                 sent = [e for e in events if e["cat"] == trace.EXCHANGE and e["args"]["bucket"] == number]
                 assert Counter(e["ph"] for e in sent)["b"] == Counter(e["ph"] for e in sent)["e"] >= 1
                 assert bucket["ts"] <= min(e["ts"] for e in sent)
-                assert max(e["ts"] for e in sent) <= end(backward)
+                assert max(e["ts"] for e in sent) <= compute_end(backward)
             expected = {"dense": "hierarchical"}.get(algorithm, algorithm)
             assert expected in {bucket["args"]["algorithm"] for bucket in buckets.values()}
             elements = sum(bucket["args"]["elements"] for bucket in buckets.values())
             assert elements == sum(e["args"]["elements"] for e in events if e["cat"] == trace.GRADIENT)
 
 
-def test_events_of_a_track_nest(traced: tuple[str, dict[str, Any]]) -> None:
+def test_events_of_a_track_nest(traced_run: tuple[str, dict[str, Any]]) -> None:
     """Viewers refuse two events of a track that overlap in part."""
     tracks: dict[tuple[int, int], list[Event]] = defaultdict(list)
-    for event in traced[1]["traceEvents"]:
+    for event in traced_run[1]["traceEvents"]:
         if event["ph"] == "X":
             tracks[event["pid"], event["tid"]].append(event)
     assert len(tracks) == 2 * RANKS
     for events in tracks.values():
         enclosing: list[Event] = []
         for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
-            while enclosing and end(enclosing[-1]) <= event["ts"] + 0.01:
+            while enclosing and compute_end(enclosing[-1]) <= event["ts"] + 0.01:
                 enclosing.pop()
             if enclosing:
-                assert end(event) <= end(enclosing[-1]) + 0.01, (event, enclosing[-1])
+                assert compute_end(event) <= compute_end(enclosing[-1]) + 0.01, (event, enclosing[-1])
             enclosing.append(event)
 
 
-def test_asynchronous_events_are_pairs(traced: tuple[str, dict[str, Any]]) -> None:
+def test_asynchronous_events_are_pairs(traced_run: tuple[str, dict[str, Any]]) -> None:
     pairs: dict[str, list[Event]] = defaultdict(list)
-    for event in traced[1]["traceEvents"]:
+    for event in traced_run[1]["traceEvents"]:
         if event["ph"] in "be":
             pairs[event["id"]].append(event)
     assert pairs
@@ -176,8 +176,8 @@ def test_a_run_that_is_too_short_prints_a_message(tmp_path: Path) -> None:
     assert not (tmp_path / "trace.json").exists()
 
 
-def test_the_planner_reads_the_trace_and_plans_the_same_buckets(traced: tuple[str, dict[str, Any]]) -> None:
-    algorithm, content = traced
+def test_the_planner_reads_the_trace_and_plans_the_same_buckets(traced_run: tuple[str, dict[str, Any]]) -> None:
+    algorithm, content = traced_run
     profile = from_trace(content)
     assert {gradient.name for gradient in profile.gradients} == PARAMETERS
     assert profile.elements == 64 * 1024 * 2 + 1024 + 64

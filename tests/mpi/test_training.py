@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import worlds
-from worlds import parameters
+from worlds import list_parameters
 
 CASES = (
     "training.gradients,training.parameters,training.batches,training.normalization,training.mixed_precision,"
@@ -19,28 +19,26 @@ SCRIPT_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (2, 2)]}
 LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (2, 2), (2, 1)]}
 
 
-@pytest.mark.parametrize(("mpi", "layout", "case"), parameters(CASES, LAYOUTS))
+@pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters(CASES, LAYOUTS))
 def test_training(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
     assert not (problem := outcome(CASES, mpi, layout, case)), problem
 
 
-@pytest.mark.parametrize(("mpi", "layout", "case"), parameters(SCRIPTS, SCRIPT_LAYOUTS))
+@pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters(SCRIPTS, SCRIPT_LAYOUTS))
 def test_scripts(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
     assert not (problem := outcome(SCRIPTS, mpi, layout, case)), problem
 
 
-@pytest.mark.parametrize(("mpi", "layout", "case"), parameters("training.sharded", {"mpich": [(2, 2)]}))
+@pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters("training.sharded", {"mpich": [(2, 2)]}))
 def test_sharded_models(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
     assert not (problem := outcome("training.sharded", mpi, layout, case)), problem
 
 
+DENSE = "training.tuning,training.dear"
 DENSE_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (3, 1)], "openmpi": [(2, 2)]}
 
 
-DENSE = "training.tuning,training.dear"
-
-
-@pytest.mark.parametrize(("mpi", "layout", "case"), parameters(DENSE, DENSE_LAYOUTS))
+@pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters(DENSE, DENSE_LAYOUTS))
 def test_dense(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
     assert not (problem := outcome(DENSE, mpi, layout, case)), problem
 
@@ -50,22 +48,23 @@ EIGHT_NODES = (1,) * 8
 SIMULATED: dict[str, list[tuple[int, ...]]] = {"mpich": [(1, 1), (1, 1, 1), EIGHT_NODES]}
 
 
-@pytest.mark.parametrize(("mpi", "layout", "case"), parameters("training.simulated", SIMULATED))
+@pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters("training.simulated", SIMULATED))
 def test_simulated_nodes(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
     assert not (problem := outcome("training.simulated", mpi, layout, case)), problem
 
 
-ONEBIT = "training.onebit,training.onebit_checkpoints"
-# A node, uneven nodes, and three nodes, from which on averages take two stages; under Open MPI nodes of two shards.
+ONEBIT = "training.onebit,training.onebit_definition,training.onebit_checkpoints"
+# One node, uneven nodes, and three nodes: from three nodes on, averages have two stages. With Open MPI, nodes of two
+# ranks.
 ONEBIT_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (2, 1), (1, 1, 1)], "openmpi": [(2, 2)]}
 
 
-@pytest.mark.parametrize(("mpi", "layout", "case"), parameters(ONEBIT, ONEBIT_LAYOUTS))
+@pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters(ONEBIT, ONEBIT_LAYOUTS))
 def test_onebit(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
     assert not (problem := outcome(ONEBIT, mpi, layout, case)), problem
 
 
-@pytest.mark.parametrize(("mpi", "layout", "case"), parameters("training.two_stage", {"mpich": [EIGHT_NODES]}))
+@pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters("training.two_stage", {"mpich": [EIGHT_NODES]}))
 def test_onebit_in_two_stages(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
     assert not (problem := outcome("training.two_stage", mpi, layout, case)), problem
 
@@ -73,14 +72,14 @@ def test_onebit_in_two_stages(outcome, mpi: str, layout: tuple[int, ...], case: 
 PRESETS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2, 1), (2, 2)], "openmpi": [(1, 1, 1)]}
 
 
-@pytest.mark.parametrize(("mpi", "layout", "case"), parameters("training.presets", PRESETS))
+@pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters("training.presets", PRESETS))
 def test_presets(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
     assert not (problem := outcome("training.presets", mpi, layout, case)), problem
 
 
 @pytest.fixture
 def run(forks: Callable[[str], Path], tmp_path: Path) -> Callable[..., dict[str, str]]:
-    """Runs one function of ranks/training/runs.py with its arguments on all ranks; returns what went wrong."""
+    """A function that runs a function of ranks/training/runs.py on all ranks, and returns its error."""
 
     def run_layout(layout: tuple[int, ...], name: str, *arguments: object) -> dict[str, str]:
         texts = map(str, arguments)
@@ -93,7 +92,7 @@ Run = Callable[..., dict[str, str]]
 
 
 def test_a_run_that_was_asked_to_stop_continues_bit_for_bit(run: Run, tmp_path: Path) -> None:
-    name = "stopped_runs_resume_bit_for_bit"
+    name = "stop_and_resume_runs"
     assert run((2, 1), name, tmp_path) == {name: ""}
 
 
@@ -101,7 +100,7 @@ def test_a_run_that_was_killed_while_saving_continues_bit_for_bit(run: Run, tmp_
     for moment in ("a rank's file", "the manifest", "the rename"):
         outcomes = run((1, 1), "end_by_sigkill", tmp_path, moment)
         assert "mpiexec ended with" in outcomes.get("the world ends well", ""), outcomes
-    name = "killed_runs_resume_bit_for_bit"
+    name = "resume_killed_runs"
     assert run((1, 1), name, tmp_path) == {name: ""}
 
 
@@ -123,7 +122,7 @@ def test_another_world_takes_up_the_weights_of_all_nodes(tmp_path: Path, forks: 
     }
     for before, worlds_after in changes.items():
         left = tmp_path / f"left-{len(before)}-{before[-1]}"
-        assert run(before, "leave", left) == {"leave": ""}
+        assert run(before, "leave_checkpoint", left) == {"leave_checkpoint": ""}
         for after in worlds_after:
             directory = shutil.copytree(left, left.with_name(f"{left.name}-{len(after)}"))
             assert run(after, "take_up", directory) == {"take_up": ""}

@@ -49,7 +49,7 @@ PRELOADED = ("torch", "torch._dynamo", "pytest", "topkube.training", "topkube.co
 
 
 @contextmanager
-def forking(mpi: str, directory: Path, modules: Sequence[str] = PRELOADED) -> Iterator[Path]:
+def start_forks(mpi: str, directory: Path, modules: Sequence[str] = PRELOADED) -> Iterator[Path]:
     """Start a process that has imported `modules` and forks ranks (forking.py). Yield the path of its socket, which is
     in `directory`."""
     path = directory / f"forks-{mpi}"
@@ -65,7 +65,7 @@ def forking(mpi: str, directory: Path, modules: Sequence[str] = PRELOADED) -> It
             path.unlink(missing_ok=True)
 
 
-def forked(socket: Path, script: Path) -> list[str]:
+def build_fork_arguments(socket: Path, script: Path) -> list[str]:
     """Return the arguments of Python by which the process behind the socket forks a rank that runs `script`."""
     return ["-S", "-E", str(HERE / "forking.py"), "rank", str(socket), str(script)]
 
@@ -82,12 +82,12 @@ def run(
     ranks are forks of this process. A world that takes longer than `seconds` is killed as a whole."""
     binary = ENVIRONMENTS[mpi] / "bin"
     if forks is not None:
-        arguments = [*forked(forks, Path(arguments[0])), *arguments[1:]]
+        arguments = [*build_fork_arguments(forks, Path(arguments[0])), *arguments[1:]]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_DROPPED)}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **settings}
     options: list[str] = []
     if mpi == "openmpi":
-        # In a container tests run as root; ranks outnumber processors, so those that wait must give way.
+        # In a container tests run as root; ranks outnumber processors, so ranks that wait must yield the processor.
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         options = ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
     command = [str(binary / "mpiexec"), *options, "-n", str(ranks), str(binary / "python"), *arguments]
@@ -117,7 +117,7 @@ def run_cases(
     directory: Path,
     *chosen: str,
     forks: Path | None = None,
-    seconds: float = 200,
+    seconds: float = 250,
     environment: dict[str, str] | None = None,
 ) -> dict[str, str]:
     """Run all cases of `ranks/MODULE.py` on sum(layout) ranks, layout[i] of them on node i. `modules` may name several
@@ -146,7 +146,7 @@ def list_cases(modules: str) -> list[str]:
     return names
 
 
-def parameters(modules: str, layouts: dict[str, list[tuple[int, ...]]] = LAYOUTS) -> list[object]:
+def list_parameters(modules: str, layouts: dict[str, list[tuple[int, ...]]] = LAYOUTS) -> list[object]:
     """Return (mpi, layout, case) for every case of some modules (separated by commas) in every world."""
     return [
         pytest.param(mpi, layout, case, id=f"{mpi}-{'+'.join(map(str, layout))}-{case.removeprefix('case_')}")

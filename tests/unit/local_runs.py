@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).with_name("rank_script.py")
 
 
 def write_job(directory: Path, command: list[str], workers: int = 2, **spec: Any) -> Path:
-    """A job of `workers` x 2 ranks."""
+    """Write a job of `workers` x 2 ranks; return its path."""
     container = {"name": "worker", "image": "none", "command": command[:1], "args": command[1:]}
     job = {
         "apiVersion": "topkube.dev/v1alpha1",
@@ -33,22 +33,22 @@ def write_job(directory: Path, command: list[str], workers: int = 2, **spec: Any
     return path
 
 
-def command_line(job: Path, directory: Path, *options: str) -> list[str]:
-    """`topkube run` with its run directory inside `directory`."""
+def build_command(job: Path, directory: Path, *options: str) -> list[str]:
+    """Return the command of `topkube run` with its run directory inside `directory`."""
     where = ["--run-directory", str(directory / "run")]
     return [sys.executable, "-m", "topkube.cli", "run", str(job), *where, *options]
 
 
-def start(
+def start_run(
     job: Path, directory: Path, *options: str, environment: dict[str, str] | None = None
 ) -> subprocess.Popen[str]:
-    command = command_line(job, directory, *options)
+    command = build_command(job, directory, *options)
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=directory, env=environment
     )
 
 
-def finish(running: subprocess.Popen[str], seconds: float = 280) -> subprocess.CompletedProcess[str]:
+def finish_run(running: subprocess.Popen[str], seconds: float = 280) -> subprocess.CompletedProcess[str]:
     try:
         stdout, stderr = running.communicate(timeout=seconds)
     finally:
@@ -56,10 +56,10 @@ def finish(running: subprocess.Popen[str], seconds: float = 280) -> subprocess.C
     return subprocess.CompletedProcess(running.args, running.returncode, stdout, stderr)
 
 
-def run(
+def run_job(
     job: Path, directory: Path, *options: str, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return finish(start(job, directory, *options, environment=environment))
+    return finish_run(start_run(job, directory, *options, environment=environment))
 
 
 def list_commands(directory: Path) -> list[str]:

@@ -1,4 +1,5 @@
-"""What each rank of the tests runs: STEPS MODE RANK. Reports progress as training does; RANK fails as MODE says."""
+"""The script of each rank in the tests: STEPS MODE RANK. It reports progress as training does; RANK fails in the way
+MODE."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def test_by_chance(case):
 """
 
 
-def run(folder: Path, source: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_tests(folder: Path, source: str, **environment: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_it.py").write_text(source)
     command = [SCRIPT, sys.executable, "-n", "1", "test_it.py"]
     others = {name: value for name, value in os.environ.items() if name != "CI" and not name.startswith("PYTEST_")}
@@ -31,21 +31,21 @@ def run(folder: Path, source: str, **environment: str) -> subprocess.CompletedPr
 
 
 def test_a_test_that_fails_once_passes_in_ci_and_is_named(tmp_path: Path) -> None:
-    ended = run(tmp_path, FAILS_ONCE, CI="true")
+    ended = run_tests(tmp_path, FAILS_ONCE, CI="true")
     assert ended.returncode == 0, ended.stdout
     assert "passed only at the second try" in ended.stdout.splitlines()[-1]
     assert "test_it.py::test_by_chance[a case]" in ended.stdout.splitlines()[-1]
 
 
 def test_outside_ci_there_is_one_try(tmp_path: Path) -> None:
-    assert run(tmp_path, FAILS_ONCE, CI="").returncode == 1
+    assert run_tests(tmp_path, FAILS_ONCE, CI="").returncode == 1
 
 
 def test_a_test_that_fails_twice_fails_in_ci(tmp_path: Path) -> None:
-    assert run(tmp_path, "def test_wrong():\n    assert 1 == 2\n", CI="true").returncode == 1
+    assert run_tests(tmp_path, "def test_wrong():\n    assert 1 == 2\n", CI="true").returncode == 1
 
 
 def test_many_failures_get_no_second_try(tmp_path: Path) -> None:
-    ended = run(tmp_path, FAILS_ONCE.replace('["a case", "another"]', "list('abcdefg')"), CI="true")
+    ended = run_tests(tmp_path, FAILS_ONCE.replace('["a case", "another"]', "list('abcdefg')"), CI="true")
     assert ended.returncode == 1
     assert "7 tests failed: too many for a second try" in ended.stdout

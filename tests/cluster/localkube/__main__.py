@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 from localkube import images
-from localkube.cluster import Cluster, down
+from localkube.cluster import Cluster, stop_cluster
 from localkube.layout import Layout
 
 
-def usage(cluster: Cluster) -> str:
+def explain_usage(cluster: Cluster) -> str:
     return f"""\
 export KUBECONFIG={cluster.layout.kubeconfig}
 export PATH={cluster.kubectl_program.parent}:$PATH"""
@@ -34,8 +34,8 @@ def main() -> int:
     shape.add_argument("rate")
     for name, words in (("cut", "drop every packet between two nodes' pods"), ("mend", "undo cut")):
         link = commands.add_parser(name, help=words)
-        link.add_argument("one")
-        link.add_argument("other")
+        link.add_argument("first")
+        link.add_argument("second")
     for name, words in (("vanish", "a node's power fails"), ("return", "a vanished node boots")):
         commands.add_parser(name, help=words).add_argument("node")
     arguments = parser.parse_args()
@@ -46,23 +46,22 @@ def main() -> int:
     if getattr(arguments, "openmpi", False):
         wanted.append(images.RUNTIME_OPENMPI)
     if arguments.command == "up":
-        cluster = Cluster.up(layout, arguments.nodes, wanted)
-        print(
-            f"up after {time.monotonic() - began:.0f} s: {len(cluster.nodes)} nodes. To use it:\n\n{usage(cluster)}\n"
-        )
+        cluster = Cluster.start(layout, arguments.nodes, wanted)
+        seconds = time.monotonic() - began
+        print(f"up after {seconds:.0f} s: {len(cluster.nodes)} nodes. To use it:\n\n{explain_usage(cluster)}\n")
         print("kubectl get nodes        # make cluster-down stops it")
         return 0
     if arguments.command == "down":
-        down(layout)
+        stop_cluster(layout)
         print(f"{layout.name} is gone")
         return 0
-    running = Cluster.running(layout)
+    running = Cluster.find_running(layout)
     if running is None:
         print(f"{layout.name} is not up. Next: make cluster", file=sys.stderr)
         return 1
     match arguments.command:
         case "env":
-            print(usage(running))
+            print(explain_usage(running))
         case "images":
             if arguments.tag:
                 wanted = [image.with_tag(arguments.tag) for image in wanted]
@@ -72,9 +71,9 @@ def main() -> int:
         case "shape":
             running.shape(arguments.rate)
         case "cut":
-            running.cut(arguments.one, arguments.other)
+            running.cut(arguments.first, arguments.second)
         case "mend":
-            running.mend(arguments.one, arguments.other)
+            running.mend(arguments.first, arguments.second)
         case "vanish":
             running.vanish(arguments.node)
         case "return":

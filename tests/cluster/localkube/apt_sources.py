@@ -10,7 +10,7 @@ APT = Path("/etc/apt")
 RELEASE = Path("/etc/os-release")
 
 
-def codename(release: Path = RELEASE) -> str:
+def read_codename(release: Path = RELEASE) -> str:
     """Return the name of this machine's release, for example bookworm."""
     match = re.search(r"(?m)^VERSION_CODENAME=(\w+)$", release.read_text())
     if match is None:
@@ -18,19 +18,19 @@ def codename(release: Path = RELEASE) -> str:
     return match[1]
 
 
-def debian_sources(kind: str = "deb", apt: Path = APT, suite: str = "") -> str:
-    """The machine's sources of Debian's own packages as deb822 stanzas of `kind` (deb, deb-src).
+def read_debian_sources(kind: str = "deb", apt: Path = APT, suite: str = "") -> str:
+    """Return the machine's sources of Debian's own packages as deb822 stanzas of `kind` (deb, deb-src).
 
-    Raises RuntimeError where there are none.
+    Raises RuntimeError if there are none.
     """
-    suite = suite or codename()
+    suite = suite or read_codename()
     folder = apt / "sources.list.d"
     stanzas: list[str] = []
     for path in sorted(folder.glob("*.sources")):
-        stanzas += _stanzas(path.read_text())
+        stanzas += _read_stanzas(path.read_text())
     for path in [apt / "sources.list", *sorted(folder.glob("*.list"))]:
         if path.exists():
-            stanzas += _lines(path.read_text())
+            stanzas += _read_lines(path.read_text())
     debian_stanzas = [
         re.sub(r"(?m)^Types:.*$", f"Types: {kind}", stanza) for stanza in stanzas if _is_debian(stanza, suite)
     ]
@@ -39,16 +39,16 @@ def debian_sources(kind: str = "deb", apt: Path = APT, suite: str = "") -> str:
     return "\n\n".join(dict.fromkeys(debian_stanzas)) + "\n"
 
 
-def _stanzas(text: str) -> Iterator[str]:
-    """The stanzas of a deb822 file for binary packages, without comments."""
+def _read_stanzas(text: str) -> Iterator[str]:
+    """Yield the stanzas of a deb822 file for binary packages, without comments."""
     without = re.sub(r"(?m)^#.*\n?", "", text)
     for stanza in re.split(r"\n\s*\n", without):
         if re.search(r"(?m)^Types:.*\bdeb\b", stanza) and not re.search(r"(?mi)^Enabled:\s*no", stanza):
             yield stanza.strip()
 
 
-def _lines(text: str) -> Iterator[str]:
-    """The lines of a sources.list for binary packages, as stanzas."""
+def _read_lines(text: str) -> Iterator[str]:
+    """Yield the lines of a sources.list for binary packages, as stanzas."""
     for line in text.splitlines():
         match = re.match(r"^\s*deb\s+(?:\[([^]]*)\]\s+)?(\S+)\s+(\S+)\s+([^#]+)", line)
         if match is None:

@@ -1,4 +1,4 @@
-"""The cluster's certificate authority, the certificates it signs, and kubeconfigs. Elliptic keys are quick to make."""
+"""The cluster's certificate authority, the certificates that it signs, and kubeconfigs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 LIFETIME = datetime.timedelta(days=365)
 
 
-def _new_key(path: Path) -> ec.EllipticCurvePrivateKey:
+def _write_key(path: Path) -> ec.EllipticCurvePrivateKey:
     key = ec.generate_private_key(ec.SECP256R1())
     encoding, none = serialization.Encoding.PEM, serialization.NoEncryption()
     path.touch(mode=0o600)
@@ -23,14 +23,16 @@ def _new_key(path: Path) -> ec.EllipticCurvePrivateKey:
     return key
 
 
-def _name(common: str, organization: str = "") -> x509.Name:
+def _build_name(common: str, organization: str = "") -> x509.Name:
     parts = [x509.NameAttribute(NameOID.COMMON_NAME, common)]
     if organization:
         parts.insert(0, x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization))
     return x509.Name(parts)
 
 
-def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+def _begin_certificate(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey
+) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
     builder = builder.serial_number(x509.random_serial_number())
@@ -39,7 +41,7 @@ def _certificate(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePub
 
 @dataclass(frozen=True)
 class Authority:
-    """The authority whose key and certificate lie in `folder`, as ca.key and ca.crt."""
+    """The authority whose key and certificate are in `folder`, as ca.key and ca.crt."""
 
     folder: Path
 
@@ -47,11 +49,11 @@ class Authority:
     def create(cls, folder: Path) -> Authority:
         """Make an authority, and the key pair that signs service accounts' tokens (sa.key, sa.pub)."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        key, name = _new_key(folder / "ca.key"), _name("topkube-local-ca")
-        builder = _certificate(name, name, key.public_key())
+        key, name = _write_key(folder / "ca.key"), _build_name("topkube-local-ca")
+        builder = _begin_certificate(name, name, key.public_key())
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         (folder / "ca.crt").write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
-        public = _new_key(folder / "sa.key").public_key()
+        public = _write_key(folder / "sa.key").public_key()
         pem, info = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
         (folder / "sa.pub").write_bytes(public.public_bytes(pem, info))
         return cls(folder)
@@ -61,8 +63,8 @@ class Authority:
         signer = serialization.load_pem_private_key((self.folder / "ca.key").read_bytes(), password=None)
         assert isinstance(signer, ec.EllipticCurvePrivateKey)
         issuer = x509.load_pem_x509_certificate((self.folder / "ca.crt").read_bytes()).subject
-        key = _new_key(self.folder / f"{file}.key")
-        builder = _certificate(_name(common, organization), issuer, key.public_key())
+        key = _write_key(self.folder / f"{file}.key")
+        builder = _begin_certificate(_build_name(common, organization), issuer, key.public_key())
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         if names:
@@ -72,7 +74,7 @@ class Authority:
         certificate = builder.sign(signer, hashes.SHA256())
         (self.folder / f"{file}.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
-    def kubeconfig(self, path: Path, server: str, file: str) -> None:
+    def write_kubeconfig(self, path: Path, server: str, file: str) -> None:
         """Write a kubeconfig for `server` that identifies itself by certificate `file`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)

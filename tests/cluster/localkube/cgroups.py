@@ -1,7 +1,7 @@
-"""A group of processes in a cgroup: started in it, found by it, killed by it.
+"""A group of processes in a cgroup, which starts, lists and kills them.
 
-Process ids are reused; membership of a cgroup is not. Whatever a daemon or a pod started stays in the cgroup, so that
-after an interrupted run one look at the cgroup finds every process of the cluster and nothing else.
+The kernel uses process ids again, but a process stays in its cgroup. All that a daemon or a pod starts is in the same
+cgroup, so after an interrupted run the cgroup lists every process of the cluster and no other process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path("/sys/fs/cgroup")
 
 @cache
 def list_hierarchies() -> tuple[Path, ...]:
-    """The mounted cgroup hierarchies, that of the freezer first (v1), or the one unified hierarchy (v2)."""
+    """Return the mounted cgroup hierarchies, the freezer's first (v1), or the unified hierarchy (v2)."""
     if (ROOT / "cgroup.controllers").exists():
         return (ROOT,)
     mounts = (line.split() for line in Path("/proc/mounts").read_text().splitlines())
@@ -46,7 +46,7 @@ class Group:
         return list_hierarchies()[0] / self.path
 
     def make(self) -> None:
-        """Make the group and those above it. Under v2 all but the group itself pass every controller on."""
+        """Create the group and the groups above it. Under v2, the groups above delegate every controller."""
         for hierarchy in list_hierarchies():
             parent = hierarchy
             for part in Path(self.path).parts:
@@ -62,15 +62,15 @@ class Group:
                             (child / file).write_text((parent / file).read_text())
                 parent = child
 
-    def subgroups(self) -> Iterator[Group]:
-        """This group and all below it, deepest first."""
+    def list_subgroups(self) -> Iterator[Group]:
+        """Yield this group and all groups below it, deepest first."""
         for where, _, _ in os.walk(self.directory, topdown=False):
             yield Group(str(Path(where).relative_to(list_hierarchies()[0])))
 
-    def processes(self) -> set[int]:
-        """Process ids of the group and of all groups below."""
+    def list_processes(self) -> set[int]:
+        """Return the process ids of the group and of all groups below it."""
         numbers: set[int] = set()
-        for group in self.subgroups():
+        for group in self.list_subgroups():
             try:
                 numbers |= {int(line) for line in (group.directory / "cgroup.procs").read_text().split()}
             except OSError:  # removed meanwhile
@@ -88,26 +88,26 @@ class Group:
             if (self.directory / file).exists():
                 (self.directory / file).write_text(word)
 
-    def kill(self, seconds: float = 10.0) -> None:
+    def kill(self, seconds: float = 60.0) -> None:
         """Send SIGKILL to every process of the group. They are frozen first, so that no process sees the end of
         another."""
         deadline = time.monotonic() + seconds
-        while self.processes():
+        while self.list_processes():
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"processes {sorted(self.processes())} of cgroup {self.path} outlive SIGKILL for {seconds} s"
+                    f"processes {sorted(self.list_processes())} of cgroup {self.path} outlive SIGKILL for {seconds} s"
                 )
             self.freeze()
-            for process in self.processes():
+            for process in self.list_processes():
                 try:
                     os.kill(process, signal.SIGKILL)
                 except ProcessLookupError:
                     continue
             self.thaw()
-            reap()
+            reap_started()
             time.sleep(0.02)
 
-    def remove(self, seconds: float = 10.0) -> None:
+    def remove(self, seconds: float = 60.0) -> None:
         """Kill the processes of the group, and remove the group and its subgroups from every hierarchy."""
         self.kill(seconds)
         deadline = time.monotonic() + seconds
@@ -118,17 +118,17 @@ class Group:
                         Path(where).rmdir()
                     except FileNotFoundError:
                         pass
-                    except OSError:  # the last process is on its way out
+                    except OSError:  # the last process has not ended yet
                         if time.monotonic() > deadline:
                             raise
-                        reap()
+                        reap_started()
                         time.sleep(0.02)
                         continue
                     break
 
 
-def reap() -> None:
-    """Collect killed processes that this process started: their cgroup cannot be removed before."""
+def reap_started() -> None:
+    """Wait for killed processes that this process started. Until then, their cgroup cannot be removed."""
     from localkube.daemons import started
 
     for process in started:

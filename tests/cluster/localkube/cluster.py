@@ -16,15 +16,15 @@ from localkube.control_plane import ControlPlane
 from localkube.daemons import run, wait_until
 from localkube.images import Image, Store
 from localkube.layout import MOST_NODES, Layout
-from localkube.node import Node, lone_containerd
-from localkube.packages import TO_RUN, install, kubernetes
+from localkube.node import Node, run_lone_containerd
+from localkube.packages import TO_RUN, compile_kubernetes, install_packages
 
 GPUS_PER_NODE = 4
 VOLUMES = 8
 
 
 class Cluster:
-    """The cluster of `layout`; make one with `up`, find the one that runs with `running`."""
+    """The cluster of `layout`. `start` starts it, and `find_running` returns it if it runs."""
 
     def __init__(self, layout: Layout, programs: Path, nodes: int) -> None:
         self.layout = layout
@@ -33,16 +33,16 @@ class Cluster:
         self.nodes = {node.name: node for node in (Node(layout, programs, index + 1) for index in range(nodes))}
         self.store = Store(layout.cache)
 
-    # -- up and down
+    # -- start and stop
 
     @classmethod
-    def up(cls, layout: Layout, nodes: int = 2, images: Sequence[Image] = ()) -> Cluster:
-        """Remove what is left of an earlier one; start a control plane and `nodes` nodes that have `images`; return
-        when Ready.
+    def start(cls, layout: Layout, nodes: int = 2, images: Sequence[Image] = ()) -> Cluster:
+        """Remove what is left of an earlier cluster, and start a control plane and `nodes` nodes that have `images`.
+        Return when the nodes are Ready.
 
-        The first time on a machine it installs Debian packages, compiles Kubernetes and builds the images: about ten
-        minutes on two cores. Later: seconds. Raises RuntimeError or TimeoutError with the words of the program that
-        failed.
+        The first start on a machine installs Debian packages, compiles Kubernetes and builds the images: about ten
+        minutes on two cores. Later starts take seconds. Raises RuntimeError or TimeoutError with the output of the
+        program that failed.
         """
         if os.geteuid() != 0:
             raise RuntimeError(
@@ -50,16 +50,16 @@ class Cluster:
             )
         if not 1 <= nodes <= MOST_NODES:
             raise ValueError(f"a local cluster has 1 to {MOST_NODES} nodes, not {nodes}")
-        install(*TO_RUN)
-        programs = kubernetes(layout.cache)
-        down(layout)
+        install_packages(*TO_RUN)
+        programs = compile_kubernetes(layout.cache)
+        stop_cluster(layout)
         cluster = cls(layout, programs, nodes)
         layout.state.mkdir(parents=True, mode=0o700)
         (layout.state / "cluster.json").write_text(json.dumps({"nodes": nodes, "programs": str(programs)}))
         Group(layout.name).make()
-        cluster.store.pause()
+        cluster.store.build_pause()
         cluster.store.build(images)
-        cluster.store.grow_seed(images, lambda root: lone_containerd(layout, root))
+        cluster.store.grow_seed(images, lambda root: run_lone_containerd(layout, root))
         network.make_bridge(layout)
         authority = cluster.control_plane.start()
         with ThreadPoolExecutor() as pool:
@@ -70,8 +70,8 @@ class Cluster:
         return cluster
 
     @classmethod
-    def running(cls, layout: Layout) -> Cluster | None:
-        """The cluster of `layout` if it is up and its API server answers, else None."""
+    def find_running(cls, layout: Layout) -> Cluster | None:
+        """Return the cluster of `layout` if its API server answers, else None."""
         record = layout.state / "cluster.json"
         if not record.exists():
             return None
@@ -79,8 +79,8 @@ class Cluster:
         cluster = cls(layout, Path(known["programs"]), known["nodes"])
         return cluster if cluster.control_plane.api_server.is_alive() and cluster.control_plane.is_ready() else None
 
-    def down(self) -> None:
-        down(self.layout)
+    def stop(self) -> None:
+        stop_cluster(self.layout)
 
     def load_images(self, images: Sequence[Image], store: Store | None = None) -> list[Image]:
         """Build what changed, and send it to every running node. Return what was built."""
@@ -91,32 +91,36 @@ class Cluster:
             list(pool.map(lambda node: store.load(node.socket, images), up))
         return built
 
-    # -- looking at it
+    # -- state
 
     def kubectl(self, *arguments: str | Path, stdin: str | None = None, check: bool = True) -> str:
         return run(self.kubectl_program, f"--kubeconfig={self.layout.kubeconfig}", *arguments, stdin=stdin, check=check)
 
-    def ready_nodes(self) -> set[str]:
+    def list_ready_nodes(self) -> set[str]:
         path = "{range .items[*]}{.metadata.name} {.status.conditions[?(@.type=='Ready')].status}{'\\n'}{end}"
         lines = self.kubectl("get", "nodes", "-o", f"jsonpath={path}").splitlines()
         return {line.split()[0] for line in lines if line.endswith(" True")}
 
-    def wait_ready(self, names: Iterable[str] | None = None, seconds: float = 90.0) -> None:
-        """Wait until the nodes (default: all) are Ready, and give them their GPUs."""
+    def wait_ready(self, names: Iterable[str] | None = None, seconds: float = 300.0) -> None:
+        """Wait until the nodes (default: all) are Ready, and set the number of their GPUs."""
         wanted = set(names or self.nodes)
         try:
             wait_until(
-                lambda: wanted <= self.ready_nodes(), f"{', '.join(sorted(wanted))} to be Ready", seconds, interval=0.3
+                lambda: wanted <= self.list_ready_nodes(),
+                f"{', '.join(sorted(wanted))} to be Ready",
+                seconds,
+                interval=0.3,
             )
         except TimeoutError as error:
-            words = "\n".join(self.nodes[name].last_words() for name in sorted(wanted - self.ready_nodes()))
+            words = "\n".join(self.nodes[name].read_last_words() for name in sorted(wanted - self.list_ready_nodes()))
             raise TimeoutError(f"{error}\n{words}") from None
         for name in wanted:
-            self._give_gpus(name)
+            self._set_gpus(name)
 
-    def _give_gpus(self, name: str) -> None:
-        """Capacity for nvidia.com/gpu, so that placement is real. kubelet keeps it until it boots anew."""
-        # kubectl 1.20 patches no subresource; a whole status is replaced, again when kubelet was quicker
+    def _set_gpus(self, name: str) -> None:
+        """Set the node's capacity of nvidia.com/gpu, so that pods are placed as with GPUs. It lasts until kubelet
+        starts again."""
+        # kubectl 1.20 cannot patch a subresource. It replaces the whole status, and repeats this after a conflict.
         path = f"/api/v1/nodes/{name}"
 
         def has_gpus() -> bool:
@@ -129,7 +133,7 @@ class Cluster:
         wait_until(has_gpus, f"{name} to take its GPUs")
 
     def offer_volumes(self) -> None:
-        """Volumes for claims, ReadWriteMany: folders of the machine, whose disk all nodes share."""
+        """Create ReadWriteMany volumes for claims. They are folders of the machine, whose disk all nodes share."""
         volumes = []
         for number in range(1, VOLUMES + 1):
             folder = self.layout.state / "volumes" / f"shared-{number}"
@@ -146,7 +150,7 @@ class Cluster:
         listed = {"apiVersion": "v1", "kind": "List", "items": volumes}
         self.kubectl("create", "-f", "-", stdin=json.dumps(listed))
 
-    # -- doing things to it
+    # -- faults
 
     def shape(self, rate: str) -> None:
         """Limit every node's link to `rate` ('200mbit'), in both directions; 'off' lifts it."""
@@ -168,7 +172,6 @@ class Cluster:
         self.nodes[name].come_back(len(self.nodes))
         if name == "node1":
             network.reach_services(self.layout, self.nodes[name])
-        # its Ready condition may be older than its failure: wait for a heartbeat of the new kubelet
         self.wait_ready([name])
 
     def restart_api_server(self) -> None:
@@ -176,11 +179,11 @@ class Cluster:
         self.control_plane.restart_api_server()
 
 
-def down(layout: Layout) -> None:
+def stop_cluster(layout: Layout) -> None:
     """Stop the cluster and remove everything, including the remains of an interrupted run. Do nothing if there is
     none."""
-    Group(layout.name).remove(30)
+    Group(layout.name).remove()
     network.remove_bridge(layout)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while layout.state.exists():
         shutil.rmtree(layout.state, ignore_errors=time.monotonic() < deadline)

@@ -9,7 +9,7 @@ from localkube.cgroups import Group
 from localkube.daemons import Daemon, run, wait_until
 from localkube.layout import Layout
 
-# How fast the cluster notices a lost node: heartbeats every 4 s (node.py), unknown after 16 s.
+# A node without a heartbeat for this time is lost. Heartbeats come every 4 s (node.py).
 NODE_GRACE = "16s"
 
 
@@ -21,13 +21,13 @@ class ControlPlane:
         self.programs = programs
         state, keys = layout.state, layout.state / "pki"
         clients, peers = (f"http://127.0.0.1:{port}" for port in layout.etcd_ports)
-        self.etcd = self._daemon(
+        self.etcd = self._build_daemon(
             "etcd", "/usr/bin/etcd", f"--data-dir={state / 'etcd'}", "--unsafe-no-fsync", "--log-level=warn",
             f"--listen-client-urls={clients}", f"--advertise-client-urls={clients}",
             f"--listen-peer-urls={peers}", f"--initial-advertise-peer-urls={peers}",
             f"--initial-cluster=default={peers}",
         )  # fmt: skip
-        self.api_server = self._daemon(
+        self.api_server = self._build_daemon(
             "apiserver", programs / "kube-apiserver",
             f"--etcd-servers={clients}", f"--secure-port={layout.api_port}", "--bind-address=0.0.0.0",
             f"--advertise-address={layout.gateway}", f"--service-cluster-ip-range={layout.service_range}",
@@ -42,34 +42,34 @@ class ControlPlane:
             "--profiling=false",
         )  # fmt: skip
         kubeconfig = f"--kubeconfig={layout.kubeconfig}"
-        self.controller_manager = self._daemon(
+        self.controller_manager = self._build_daemon(
             "controller-manager", programs / "kube-controller-manager", kubeconfig, "--leader-elect=false",
             f"--root-ca-file={keys / 'ca.crt'}", f"--service-account-private-key-file={keys / 'sa.key'}",
             f"--node-monitor-grace-period={NODE_GRACE}", "--node-monitor-period=2s", "--pod-eviction-timeout=10s",
             "--kube-api-qps=200", "--kube-api-burst=400", "--concurrent-gc-syncs=10", "--port=0",
             f"--secure-port={layout.controller_manager_port}", "--bind-address=127.0.0.1", "--profiling=false",
         )  # fmt: skip
-        self.scheduler = self._daemon(
+        self.scheduler = self._build_daemon(
             "scheduler", programs / "kube-scheduler", kubeconfig, "--leader-elect=false",
             "--kube-api-qps=200", "--kube-api-burst=400", "--port=0",
             f"--secure-port={layout.scheduler_port}", "--bind-address=127.0.0.1", "--profiling=false",
         )  # fmt: skip
         self.daemons = (self.etcd, self.api_server, self.controller_manager, self.scheduler)
 
-    def _daemon(self, name: str, *command: str | Path) -> Daemon:
+    def _build_daemon(self, name: str, *command: str | Path) -> Daemon:
         log = self.layout.state / "logs" / f"{name}.log"
         return Daemon(name, Group(self.layout.name) / "control" / name, log, command)
 
     def start(self) -> Authority:
-        """Make keys, start all and return when the API server is ready."""
+        """Create keys and start all programs. Return when the API server is ready."""
         layout = self.layout
         authority = Authority.create(layout.state / "pki")
         service = ("kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local")
         names = ("localhost", *service, "127.0.0.1", layout.kubernetes_service, layout.gateway)
         authority.issue("apiserver", "kube-apiserver", names=names)
         authority.issue("admin", "admin", organization="system:masters")
-        authority.kubeconfig(layout.kubeconfig, f"https://127.0.0.1:{layout.api_port}", "admin")
-        authority.kubeconfig(layout.state / "proxy.conf", f"https://{layout.gateway}:{layout.api_port}", "admin")
+        authority.write_kubeconfig(layout.kubeconfig, f"https://127.0.0.1:{layout.api_port}", "admin")
+        authority.write_kubeconfig(layout.state / "proxy.conf", f"https://{layout.gateway}:{layout.api_port}", "admin")
         self.etcd.start()
         self.api_server.start()
         self.wait_ready()
@@ -81,14 +81,14 @@ class ControlPlane:
         command = [self.programs / "kubectl", f"--kubeconfig={self.layout.kubeconfig}", "get", "--raw", "/readyz"]
         return run(*command, check=False) == "ok"
 
-    def wait_ready(self, seconds: float = 60.0) -> None:
+    def wait_ready(self, seconds: float = 300.0) -> None:
         try:
             wait_until(self.is_ready, "the API server to be ready", seconds, interval=0.2)
         except TimeoutError as error:
             daemon = self.api_server if self.etcd.is_alive() else self.etcd
-            raise TimeoutError(f"{error}. The last words of {daemon.name}:\n{daemon.last_words()}") from None
+            raise TimeoutError(f"{error}. The last words of {daemon.name}:\n{daemon.read_last_words()}") from None
 
     def restart_api_server(self) -> None:
-        """Kill the API server with SIGKILL and start it again; returns when it is ready."""
+        """Kill the API server with SIGKILL and start it again. Return when it is ready."""
         self.api_server.restart()
         self.wait_ready()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from localkube.cgroups import Group
 
-started: list[subprocess.Popen[bytes]] = []  # by this process; kept so that they can be reaped
+started: list[subprocess.Popen[bytes]] = []  # by this process, which must wait for them when they end
 
 
 def run(
@@ -28,10 +28,10 @@ def run(
     return done.stdout.decode(errors="replace")
 
 
-def wait_until(true: Callable[[], object], what: str, seconds: float = 60.0, interval: float = 0.1) -> None:
-    """Return as soon as `true()` is. Raises TimeoutError naming `what`."""
+def wait_until(look: Callable[[], object], what: str, seconds: float = 300.0, interval: float = 0.1) -> None:
+    """Return as soon as `look` returns a true result. Raises TimeoutError that names `what`."""
     deadline = time.monotonic() + seconds
-    while not true():
+    while not look():
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {seconds:.0f} s in vain for {what}")
         time.sleep(interval)
@@ -39,9 +39,9 @@ def wait_until(true: Callable[[], object], what: str, seconds: float = 60.0, int
 
 @dataclass(frozen=True)
 class Daemon:
-    """`command`, run in cgroup `group`, its output appended to `log`.
+    """A program that runs `command` in the cgroup `group` and appends its output to `log`.
 
-    `inside` gives, when it starts, the command's prefix: the one that enters the namespaces it runs in.
+    `inside` returns a prefix of the command that enters the program's namespaces. It is called at each start.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Daemon:
             )
 
     def is_alive(self) -> bool:
-        return bool(self.group.processes())
+        return bool(self.group.list_processes())
 
     def kill(self) -> None:
         self.group.kill()
@@ -74,7 +74,7 @@ class Daemon:
 
     def terminate(self, seconds: float = 10.0) -> None:
         """Send SIGTERM, and SIGKILL to the processes that still run after `seconds`."""
-        for process in self.group.processes():
+        for process in self.group.list_processes():
             try:
                 os.kill(process, signal.SIGTERM)
             except ProcessLookupError:
@@ -84,7 +84,7 @@ class Daemon:
         except TimeoutError:
             self.kill()
 
-    def last_words(self, lines: int = 15) -> str:
+    def read_last_words(self, lines: int = 15) -> str:
         if not self.log.exists():
             return f"{self.name} left no log"
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

@@ -26,9 +26,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from localkube.apt_sources import debian_sources
+from localkube.apt_sources import read_debian_sources
 from localkube.daemons import run
-from localkube.packages import lock
+from localkube.packages import hold_lock
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 BASE = "docker.io/library/debian:bookworm-slim"
@@ -70,20 +70,20 @@ class Image:
 
 VERSION = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
 TAG = os.environ.get("TOPKUBE_TEST_TAG") or VERSION
-"""Two checkouts that test at the same time give their images different tags."""
+"""Two checkouts that test at the same time have different tags for their images."""
 RUNTIME = Image(f"topkube/runtime:{TAG}", "images/runtime/Dockerfile")
 RUNTIME_OPENMPI = Image(f"topkube/runtime:{TAG}-openmpi", "images/runtime/Dockerfile", ("MPI=openmpi",))
 OPERATOR = Image(f"topkube/operator:{TAG}", "images/operator/Dockerfile")
 
 
-def _digest(*parts: bytes | str) -> str:
+def _compute_digest(*parts: bytes | str) -> str:
     total = hashlib.sha256()
     for part in parts:
         total.update(hashlib.sha256(part.encode() if isinstance(part, str) else part).digest())
     return total.hexdigest()
 
 
-def _dependencies(pyproject: Path) -> str:
+def _read_dependencies(pyproject: Path) -> str:
     """Return the part of pyproject.toml that an image installs. The layer is rebuilt only if this part changes."""
     project = tomllib.loads(pyproject.read_text())["project"]
     extras = {name: lines for name, lines in project["optional-dependencies"].items() if name != "dev"}
@@ -91,7 +91,7 @@ def _dependencies(pyproject: Path) -> str:
     return "\n".join([*lines, *(f"{name} = {json.dumps(needed)}" for name, needed in extras.items())]) + "\n"
 
 
-def _torch(sources: Path) -> str:
+def _read_torch_requirement(sources: Path) -> str:
     """Return the requirement that pins torch, from constraints.txt."""
     lines = (sources / "constraints.txt").read_text().splitlines()
     return next(line.strip() for line in lines if line.startswith("torch"))
@@ -111,29 +111,29 @@ class Store:
 
     def build(self, images: Iterable[Image]) -> list[Image]:
         """Build the images that are not up to date with the sources of this repository. Return these images."""
-        with lock(self.folder / "lock"):
+        with hold_lock(self.folder / "lock"):
             return [image for image in images if self._build(image)]
 
-    def pause(self) -> None:
+    def build_pause(self) -> None:
         """Build the pause image: a static program that waits and keeps a pod's namespaces."""
-        with lock(self.folder / "lock"):
+        with hold_lock(self.folder / "lock"):
             scratch = self.layouts / "pause"
-            if self._recipe(scratch) == _digest(PAUSE_SOURCE):
+            if self._read_recipe(scratch) == _compute_digest(PAUSE_SOURCE):
                 return
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
             run("gcc", "-Os", "-static", "-x", "c", "-o", scratch / "pause", "-", stdin=PAUSE_SOURCE)
             (scratch / "Dockerfile").write_text('FROM scratch\nCOPY pause /pause\nENTRYPOINT ["/pause"]\n')
-            self._buildah("bud", "-q", "--isolation", "chroot", "-t", PAUSE, scratch)
-            self._export(PAUSE, scratch, _digest(PAUSE_SOURCE))
+            self._run_buildah("bud", "-q", "--isolation", "chroot", "-t", PAUSE, scratch)
+            self._export(PAUSE, scratch, _compute_digest(PAUSE_SOURCE))
 
     def _build(self, image: Image) -> bool:
-        wheel = self._wheel()
+        wheel = self._build_wheel()
         context = self.folder / "context"
         shutil.rmtree(context, ignore_errors=True)
         (context / "dist").mkdir(parents=True)
         (context / "images").mkdir()
-        (context / "pyproject.toml").write_text(_dependencies(self.sources / "pyproject.toml"))
+        (context / "pyproject.toml").write_text(_read_dependencies(self.sources / "pyproject.toml"))
         shutil.copy2(self.sources / "images/requirements.py", context / "images")
         shutil.copy2(wheel, context / "dist")
         for path in (context / "pyproject.toml", context / "images/requirements.py"):
@@ -141,31 +141,31 @@ class Store:
         dockerfile = self.sources / image.dockerfile
         arguments = list(image.arguments)
         if "ARG TORCH" in dockerfile.read_text():
-            arguments.append(f"TORCH={_torch(self.sources)}")
-        recipe = _digest(
+            arguments.append(f"TORCH={_read_torch_requirement(self.sources)}")
+        recipe = _compute_digest(
             dockerfile.read_bytes(), (context / "pyproject.toml").read_bytes(), wheel.name, wheel.parent.name,
             (context / "images/requirements.py").read_bytes(), *arguments,
         )  # fmt: skip
         layout = self.layouts / image.archive
-        if self._recipe(layout) == recipe:
+        if self._read_recipe(layout) == recipe:
             return False
-        self._base()
+        self._build_base()
         print(f"building {image.name}", flush=True)
         options: list[str | Path] = []
-        for name, inside, value in _pip_configuration():
+        for name, inside, value in _read_pip_configuration():
             options += ["--build-arg", f"{name}={inside}"]
             options += ["-v", f"{value}:{inside}:ro"] if value is not None else []
         for argument in arguments:
             options += ["--build-arg", argument]
-        self._buildah(
+        self._run_buildah(
             "bud", "-q", "--isolation", "chroot", "--pull-never", "--layers", "-f", dockerfile, "-t", image.full_name,
             *options, context,
         )  # fmt: skip
         self._export(image.full_name, layout, recipe)
         return True
 
-    def _wheel(self) -> Path:
-        """TopKube's wheel of these sources, without CUDA."""
+    def _build_wheel(self) -> Path:
+        """Build TopKube's wheel from these sources, without CUDA, unless it exists. Return its path."""
         names = run(
             "git",
             "-c",
@@ -183,33 +183,33 @@ class Store:
             "LICENSE",
         )
         files = [self.sources / name for name in sorted(set(names.splitlines()))]
-        source = _digest(*(f"{file}\n".encode() + file.read_bytes() for file in files if file.is_file()))
+        source = _compute_digest(*(f"{file}\n".encode() + file.read_bytes() for file in files if file.is_file()))
         folder = self.wheels / source[:16]
         wheels = list(folder.glob("*.whl"))
         if not wheels:
             for old in sorted(self.wheels.glob("*"), key=lambda path: path.stat().st_mtime)[:-4]:
                 shutil.rmtree(old)
             print("building TopKube's wheel", flush=True)
-            objects = self.sources / "build" / "images"  # kept: a change of Python alone compiles nothing
+            objects = self.sources / "build" / "images"  # kept, so that a change of Python code compiles nothing
             settings = (f"--config-settings=build-dir={objects}", "--config-settings=cmake.define.TOPKUBE_CUDA=off")
             run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *settings, "-w", folder, self.sources)
             wheels = list(folder.glob("*.whl"))
         return wheels[0]
 
-    def _base(self) -> None:
-        """The image debian:bookworm-slim, made from Debian's packages."""
-        if self._buildah("images", "-q", BASE, check=False).strip():
+    def _build_base(self) -> None:
+        """Build the image debian:bookworm-slim from Debian's packages, unless it exists."""
+        if self._run_buildah("images", "-q", BASE, check=False).strip():
             return
         print("making a local debian:bookworm-slim", flush=True)
         archive = self.folder / "base.tar"
         slim = [f"--dpkgopt=path-exclude=/usr/share/{part}/*" for part in ("doc", "man", "info", "locale", "lintian")]
-        run("mmdebstrap", "--quiet", "--variant=minbase", *slim, "bookworm", archive, "-", stdin=debian_sources())
-        container = self._buildah("from", "scratch").strip()
-        self._buildah("add", "-q", container, archive, "/")
-        self._buildah("commit", "-q", "--rm", container, BASE)
+        run("mmdebstrap", "--quiet", "--variant=minbase", *slim, "bookworm", archive, "-", stdin=read_debian_sources())
+        container = self._run_buildah("from", "scratch").strip()
+        self._run_buildah("add", "-q", container, archive, "/")
+        self._run_buildah("commit", "-q", "--rm", container, BASE)
         archive.unlink()
 
-    def _buildah(self, *arguments: str | Path, check: bool = True) -> str:
+    def _run_buildah(self, *arguments: str | Path, check: bool = True) -> str:
         return run(
             "buildah",
             "--root",
@@ -224,32 +224,36 @@ class Store:
         """Write the image's manifest and layers, not compressed, to `layout`."""
         shutil.rmtree(layout, ignore_errors=True)
         layout.parent.mkdir(parents=True, exist_ok=True)
-        self._buildah("push", "-q", "-D", "-f", "oci", name, f"dir:{layout}")
+        self._run_buildah("push", "-q", "-D", "-f", "oci", name, f"dir:{layout}")
         (layout / "name").write_text(name)
         (layout / "recipe").write_text(recipe)
 
     @staticmethod
-    def _recipe(layout: Path) -> str:
+    def _read_recipe(layout: Path) -> str:
         return (layout / "recipe").read_text() if (layout / "recipe").exists() else ""
 
-    # -- onto nodes
+    # -- on nodes
 
     def load(self, containerd: Path, images: Iterable[Image]) -> None:
-        """Import images, and that of pause, into the containerd with that socket; sends only the layers it lacks."""
-        for layout in self._layouts(images):
+        """Import images, and the pause image, into the containerd with this socket. Send only the layers that it
+        lacks."""
+        for layout in self._list_layouts(images):
             manifest = (layout / "manifest.json").read_bytes()
             if _has_image(containerd, layout, manifest):
                 continue
             try:
-                _import(containerd, layout, manifest, present=set(_ctr(containerd, "content", "ls", "-q").split()))
-            except RuntimeError:  # its garbage collection can remove what a former image of that name alone had used
+                _import(containerd, layout, manifest, present=set(_run_ctr(containerd, "content", "ls", "-q").split()))
+            except (
+                RuntimeError
+            ):  # its garbage collection may have removed layers that only a former image of this name used
                 _import(containerd, layout, manifest, present=set())
 
-    def _layouts(self, images: Iterable[Image]) -> list[Path]:
+    def _list_layouts(self, images: Iterable[Image]) -> list[Path]:
         return [self.layouts / "pause", *(self.layouts / image.archive for image in images)]
 
-    def plant(self, root: Path) -> None:
-        """Make `root` a containerd's root folder that has the images: the seed, hard-linked, if there is one."""
+    def plant_seed(self, root: Path) -> None:
+        """Make `root` the root folder of a containerd that has the images, by hard links to the seed if there is
+        one."""
         if not (self.seed / "fingerprint").exists():
             return
         if os.stat(self.seed).st_dev != os.stat(root.parent).st_dev:
@@ -262,10 +266,11 @@ class Store:
             shutil.copy2(database, copy)
 
     def grow_seed(self, images: Iterable[Image], containerd_at: Callable[[Path], AbstractContextManager[Path]]) -> None:
-        """Bring the seed up to date with `images`. `containerd_at(root)`: a containerd that runs there, its socket."""
-        wanted = _digest(*(self._recipe(layout) for layout in self._layouts(images)))
+        """Bring the seed up to date with `images`. `containerd_at(root)` runs a containerd on `root` and yields its
+        socket."""
+        wanted = _compute_digest(*(self._read_recipe(layout) for layout in self._list_layouts(images)))
         fingerprint_file = self.seed / "fingerprint"
-        with lock(self.folder / "lock"):
+        with hold_lock(self.folder / "lock"):
             if fingerprint_file.exists() and fingerprint_file.read_text() == wanted:
                 return
             fingerprint_file.unlink(missing_ok=True)
@@ -275,7 +280,7 @@ class Store:
             fingerprint_file.write_text(wanted)
 
 
-def _pip_configuration() -> Iterator[tuple[str, str, str | None]]:
+def _read_pip_configuration() -> Iterator[tuple[str, str, str | None]]:
     """Return the configuration of pip on this machine: (build argument, its value in the build, file or folder mounted
     there)."""
     listing = run(sys.executable, "-m", "pip", "config", "list")
@@ -289,14 +294,14 @@ def _pip_configuration() -> Iterator[tuple[str, str, str | None]]:
         yield "PIP_FIND_LINKS", "/run/pip/wheels", links
 
 
-def _ctr(socket: Path, *arguments: str | Path, check: bool = True) -> str:
-    return run("ctr", "-a", socket, "-n", "k8s.io", *arguments, check=check)
+def _run_ctr(socket: Path, *arguments: str | Path, stdin: bytes | None = None, check: bool = True) -> str:
+    return run("ctr", "-a", socket, "-n", "k8s.io", *arguments, stdin=stdin, check=check)
 
 
 def _has_image(socket: Path, layout: Path, manifest: bytes) -> bool:
     """Return True if the containerd has exactly this image under its name, complete and unpacked. An import that was
     interrupted leaves the name without its layers."""
-    table = _ctr(socket, "images", "check", f"name=={(layout / 'name').read_text()}", check=False)
+    table = _run_ctr(socket, "images", "check", f"name=={(layout / 'name').read_text()}", check=False)
     digest = f"sha256:{hashlib.sha256(manifest).hexdigest()}"
     return any(digest in line and " complete " in line and line.split()[-1] == "true" for line in table.splitlines())
 
@@ -333,8 +338,8 @@ def _import(socket: Path, layout: Path, manifest: bytes, present: set[str]) -> N
                 if blob not in present:
                     archive.add(layout / blob[7:], f"blobs/sha256/{blob[7:]}")
         importing.stdin.close()
-    except BrokenPipeError:  # its own words say why, below
+    except BrokenPipeError:  # containerd's output, below, names the cause
         pass
     words = importing.stdout.read().decode(errors="replace")
     if importing.wait():
-        raise RuntimeError(f"containerd took no image {(layout / 'name').read_text()}: {words.strip()}")
+        raise RuntimeError(f"containerd did not import the image {(layout / 'name').read_text()}: {words.strip()}")

@@ -1,4 +1,4 @@
-"""Names, addresses and folders of a cluster. All derive from its number, so clusters on one machine never conflict."""
+"""Names, addresses and folders of a cluster. They depend on its number, so clusters on one machine do not conflict."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 MOST_NODES = 9
 
 
-def _folder(variable: str, default: str) -> Path:
+def _find_folder(variable: str, default: str) -> Path:
     return Path(os.environ.get(variable) or Path.home() / default) / "topkube"
 
 
@@ -29,29 +29,29 @@ class Layout:
 
     @property
     def cache(self) -> Path:
-        """Kept from one cluster to the next, and shared by all: compiled Kubernetes, images."""
-        return _folder("XDG_CACHE_HOME", ".cache")
+        """The folder that all clusters share and that stays: compiled Kubernetes, images."""
+        return _find_folder("XDG_CACHE_HOME", ".cache")
 
     @property
     def state(self) -> Path:
-        """The folder of one run, removed by `down`: keys, etcd's data, folders of nodes, logs."""
-        return _folder("XDG_STATE_HOME", ".local/state") / f"cluster{self.number}"
+        """The folder of one run, which `stop_cluster` removes: keys, etcd's data, folders of nodes, logs."""
+        return _find_folder("XDG_STATE_HOME", ".local/state") / f"cluster{self.number}"
 
     @property
     def name(self) -> str:
-        """Also the name of the bridge between nodes and of the cgroup around every process of the cluster."""
+        """The name of the cluster, of the bridge between its nodes, and of the cgroup of all its processes."""
         return f"topkube{self.number}"
 
     # addresses: nodes 10.200.0.0/24, pods 10.210.N.0/24 for node N, services 10.220.0.0/16; cluster 1 has 10.201, ...
     @property
     def gateway(self) -> str:
-        """The machine's own address on the bridge: there nodes and pods reach the API server."""
+        """The machine's own address on the bridge, at which nodes and pods reach the API server."""
         return f"10.{200 + self.number}.0.1"
 
-    def node_address(self, index: int) -> str:
+    def compute_node_address(self, index: int) -> str:
         return f"10.{200 + self.number}.0.{10 + index}"
 
-    def pod_range(self, index: int) -> str:
+    def compute_pod_range(self, index: int) -> str:
         return f"10.{210 + self.number}.{index}.0/24"
 
     @property
@@ -72,7 +72,7 @@ class Layout:
 
     @property
     def etcd_ports(self) -> tuple[int, int]:
-        """For clients, for peers."""
+        """The ports of etcd: for clients, and for peers."""
         return 12379 + 10 * self.number, 12380 + 10 * self.number
 
     @property

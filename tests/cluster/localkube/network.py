@@ -1,4 +1,4 @@
-"""The network between nodes: a bridge on the machine; links that can be shaped, and cut between two nodes."""
+"""The network between nodes: a bridge on the machine, and links that can be shaped and cut."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ def shape(node: Node, rate: str) -> None:
     run("tc", "qdisc", "del", "dev", node.link, "root", check=False)
     node.run_inside("tc", "qdisc", "del", "dev", "eth0", "root", check=False)
     if rate != "off":
-        # 50 ms of queue: what a switch port holds. The burst is one kernel tick's worth at 1 Gbit/s and more than
-        # enough below
+        # A queue of 50 ms, as a switch port has. The burst is enough for 1 Gbit/s.
         bucket = ("root", "tbf", "rate", rate, "burst", "128k", "latency", "50ms")
         run("tc", "qdisc", "add", "dev", node.link, *bucket)
         node.run_inside("tc", "qdisc", "add", "dev", "eth0", *bucket)
@@ -44,12 +43,12 @@ def shape(node: Node, rate: str) -> None:
 def cut(first: Node, second: Node) -> None:
     """Drop all packets between the pods of two nodes, in both directions and without any notice."""
     for here, there in ((first, second), (second, first)):
-        here.run_inside("ip", "route", "replace", "blackhole", there.layout.pod_range(there.index))
+        here.run_inside("ip", "route", "replace", "blackhole", there.layout.compute_pod_range(there.index))
 
 
 def mend(first: Node, second: Node) -> None:
     """Undo `cut`."""
     for here, there in ((first, second), (second, first)):
-        pods = there.layout.pod_range(there.index)
+        pods = there.layout.compute_pod_range(there.index)
         here.run_inside("ip", "route", "del", "blackhole", pods, check=False)
         here.run_inside("ip", "route", "replace", pods, "via", there.address)

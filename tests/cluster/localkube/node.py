@@ -1,7 +1,7 @@
 """A node: a network namespace, a mount namespace and a cgroup, with containerd, kubelet and kube-proxy in them.
 
-A process that only waits holds the namespaces. Nothing of them has a name outside, so that when a node's processes are
-killed the kernel takes back its mounts, its links and its addresses by itself.
+A process that only waits holds the namespaces. They have no name outside the node. When the node's processes are
+killed, the kernel removes the node's mounts, links and addresses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ root = "{root}"
   sandbox_image = "{pause}"
   netns_mounts_under_state_dir = true
   disable_tcp_service = true
-  # a machine that withholds CAP_SYS_RESOURCE could start no pod without it
+  # without this, no pod starts on a machine without CAP_SYS_RESOURCE
   restrict_oom_score_adj = true
   [plugins."io.containerd.grpc.v1.cri".cni]
     bin_dir = "/usr/lib/cni"
@@ -42,25 +42,26 @@ class Node:
     def __init__(self, layout: Layout, programs: Path, index: int) -> None:
         self.layout, self.index = layout, index
         self.name = f"node{index}"
-        self.address = layout.node_address(index)
+        self.address = layout.compute_node_address(index)
         self.folder = layout.state / self.name
         self.group = Group(layout.name) / self.name
-        self.link = f"{layout.name}-{index}"  # its end of the cable on the bridge
+        self.link = f"{layout.name}-{index}"  # the bridge's end of the node's cable
         self.socket = self.folder / "containerd.sock"
         logs, system = layout.state / "logs", self.group / "system"
         self.holder = Daemon(
-            f"{self.name}/holder", system / "holder", logs / f"{self.name}-holder.log", ["sh", "-ec", self._mounts()],
+            f"{self.name}/holder", system / "holder", logs / f"{self.name}-holder.log",
+            ["sh", "-ec", self._build_mount_script()],
             lambda: ["unshare", "--net", "--mount", "--propagation", "slave", "--"],
         )  # fmt: skip
-        self.containerd = self._daemon("containerd", "containerd", "--config", self.folder / "containerd.toml")
-        self.kubelet = self._daemon(
+        self.containerd = self._build_daemon("containerd", "containerd", "--config", self.folder / "containerd.toml")
+        self.kubelet = self._build_daemon(
             "kubelet", programs / "kubelet", f"--config={self.folder / 'kubelet.yaml'}",
             f"--kubeconfig={self.folder / 'kubelet.conf'}", f"--hostname-override={self.name}",
             f"--node-ip={self.address}",
             "--container-runtime=remote", f"--container-runtime-endpoint=unix://{self.socket}",
             "--housekeeping-interval=20s",
         )  # fmt: skip
-        self.proxy = self._daemon(
+        self.proxy = self._build_daemon(
             "proxy", programs / "kube-proxy", f"--kubeconfig={layout.state / 'proxy.conf'}",
             f"--hostname-override={self.name}", f"--cluster-cidr={layout.pods_range}", "--proxy-mode=iptables",
             "--conntrack-max-per-core=0",
@@ -68,14 +69,14 @@ class Node:
         )  # fmt: skip
         self.daemons = (self.holder, self.containerd, self.kubelet, self.proxy)
 
-    def _daemon(self, name: str, *command: str | Path) -> Daemon:
+    def _build_daemon(self, name: str, *command: str | Path) -> Daemon:
         log = self.layout.state / "logs" / f"{self.name}-{name}.log"
-        return Daemon(f"{self.name}/{name}", self.group / "system" / name, log, command, self.enter)
+        return Daemon(f"{self.name}/{name}", self.group / "system" / name, log, command, self.build_enter_command)
 
-    def enter(self) -> list[str]:
+    def build_enter_command(self) -> list[str]:
         """Return the prefix of a command that runs in the node's namespaces. Raises RuntimeError if the node is
         down."""
-        processes = self.holder.group.processes()
+        processes = self.holder.group.list_processes()
         if not processes:
             raise RuntimeError(f"{self.name} is not up")
         where = f"/proc/{min(processes)}/ns"
@@ -83,15 +84,15 @@ class Node:
 
     def run_inside(self, *command: str | Path, check: bool = True) -> str:
         """Run a command in the node's namespaces."""
-        return run(*self.enter(), *command, check=check)
+        return run(*self.build_enter_command(), *command, check=check)
 
     # -- life
 
     def start(self, authority: Authority, nodes: int, store: Store, images: Sequence[Image]) -> None:
-        """Bring the node up for the first time, in a cluster of `nodes`, with `images` on it."""
+        """Start the node for the first time, with `images`, in a cluster of `nodes` nodes."""
         self.folder.mkdir(parents=True)
         self._write_configuration(authority)
-        store.plant(self.folder / "containerd")
+        store.plant_seed(self.folder / "containerd")
         self._boot(nodes)
         store.load(self.socket, images)
         self._start_kubernetes()
@@ -109,15 +110,15 @@ class Node:
     def _boot(self, nodes: int) -> None:
         self.group.make()
         self.holder.start()
-        wait_until(self._has_own_namespaces, f"{self.name}'s namespaces", 10, interval=0.01)
+        wait_until(self._has_own_namespaces, f"{self.name}'s namespaces", interval=0.01)
         self._plug_in(nodes)
         self.containerd.start()
         ready = ("ctr", "-a", str(self.socket), "version")
-        wait_until(lambda: "Server" in run(*ready, check=False), f"{self.name}'s containerd", 30)
+        wait_until(lambda: "Server" in run(*ready, check=False), f"{self.name}'s containerd")
 
     def _has_own_namespaces(self) -> bool:
         """Return True if the holder is in its own namespaces and waits there."""
-        processes = self.holder.group.processes()
+        processes = self.holder.group.list_processes()
         return bool(processes) and Path(f"/proc/{min(processes)}/comm").read_text().strip() == "sleep"
 
     def _start_kubernetes(self) -> None:
@@ -125,8 +126,8 @@ class Node:
         self.proxy.start()
 
     def _plug_in(self, nodes: int) -> None:
-        """A cable from the bridge to the node; routes to the pods of every other node lead straight to that node."""
-        layout, process = self.layout, str(min(self.holder.group.processes()))
+        """Connect the node to the bridge. Routes to the pods of another node lead directly to that node."""
+        layout, process = self.layout, str(min(self.holder.group.list_processes()))
         run("ip", "link", "del", self.link, check=False)
         run("ip", "link", "add", self.link, "type", "veth", "peer", "name", "eth0", "netns", process)
         run("ip", "link", "set", self.link, "master", layout.name, "up")
@@ -136,11 +137,13 @@ class Node:
         self.run_inside("ip", "route", "add", "default", "via", layout.gateway)
         for other in range(1, nodes + 1):
             if other != self.index:
-                self.run_inside("ip", "route", "add", layout.pod_range(other), "via", layout.node_address(other))
+                self.run_inside(
+                    "ip", "route", "add", layout.compute_pod_range(other), "via", layout.compute_node_address(other)
+                )
         self.run_inside("sysctl", "-qw", "net.ipv4.ip_forward=1")
-        run("ip", "route", "replace", layout.pod_range(self.index), "via", self.address)
+        run("ip", "route", "replace", layout.compute_pod_range(self.index), "via", self.address)
 
-    def _mounts(self) -> str:
+    def _build_mount_script(self) -> str:
         """Return a shell script that replaces the folders with fixed names of kubelet and containerd by folders of this
         node, and then waits."""
         lines = []
@@ -166,7 +169,7 @@ class Node:
                     "ipam": {
                         "type": "host-local",
                         "dataDir": str(folder / "ipam"),
-                        "ranges": [[{"subnet": layout.pod_range(self.index)}]],
+                        "ranges": [[{"subnet": layout.compute_pod_range(self.index)}]],
                         "routes": [{"dst": "0.0.0.0/0"}],
                     },
                 },
@@ -177,7 +180,7 @@ class Node:
         authority.issue(
             self.name, f"system:node:{self.name}", organization="system:nodes", names=(self.name, self.address)
         )
-        authority.kubeconfig(folder / "kubelet.conf", f"https://{layout.gateway}:{layout.api_port}", self.name)
+        authority.write_kubeconfig(folder / "kubelet.conf", f"https://{layout.gateway}:{layout.api_port}", self.name)
         keys = authority.folder
         kubelet = {
             "apiVersion": "kubelet.config.k8s.io/v1beta1",
@@ -199,8 +202,8 @@ class Node:
             "nodeStatusUpdateFrequency": "4s",
             "nodeLeaseDurationSeconds": 16,
             "imageGCHighThresholdPercent": 100,
-            "syncFrequency": "10s",  # how soon the end of a container is found out that kubelet 1.20 has missed
-            "volumeStatsAggPeriod": "10s",  # how soon an emptyDir over its limit is noticed
+            "syncFrequency": "10s",  # how often kubelet 1.20 looks for ends of containers that it has missed
+            "volumeStatsAggPeriod": "10s",  # how often kubelet compares an emptyDir with its limit
             "evictionHard": {
                 "memory.available": "0%",
                 "nodefs.available": "0%",
@@ -214,20 +217,20 @@ class Node:
         }
         (folder / "kubelet.yaml").write_text(json.dumps(kubelet, indent=1))
 
-    def container(self, identity: str) -> Group:
-        """The cgroup of a running container, by containerd's name for it."""
-        for group in (self.group / "kubepods").subgroups():
+    def find_container(self, identity: str) -> Group:
+        """Return the cgroup of a running container, by its ID in containerd."""
+        for group in (self.group / "kubepods").list_subgroups():
             if group.path.endswith(f"/{identity}"):
                 return group
         raise LookupError(f"no container {identity} runs on {self.name}")
 
-    def last_words(self) -> str:
-        return "\n".join(f"--- {daemon.name}\n{daemon.last_words()}" for daemon in self.daemons)
+    def read_last_words(self) -> str:
+        return "\n".join(f"--- {daemon.name}\n{daemon.read_last_words()}" for daemon in self.daemons)
 
 
 @contextmanager
-def lone_containerd(layout: Layout, root: Path) -> Iterator[Path]:
-    """A containerd on `root`, with nothing around it: to import images into it. Gives its socket."""
+def run_lone_containerd(layout: Layout, root: Path) -> Iterator[Path]:
+    """Run a containerd on `root` without kubelet, so that images can be imported. Yield its socket."""
     folder = layout.state / "seed"
     folder.mkdir(parents=True, exist_ok=True)
     socket = folder / "containerd.sock"
@@ -245,7 +248,7 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
     )  # fmt: skip
     daemon.start()
     try:
-        wait_until(lambda: "Server" in run("ctr", "-a", str(socket), "version", check=False), "containerd to start", 30)
+        wait_until(lambda: "Server" in run("ctr", "-a", str(socket), "version", check=False), "containerd to start")
         yield socket
     finally:
         daemon.terminate()

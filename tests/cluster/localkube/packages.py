@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from localkube.apt_sources import debian_sources
+from localkube.apt_sources import read_debian_sources
 from localkube.daemons import run
 
 PROGRAMS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube-proxy", "kubelet", "kubectl")
@@ -24,15 +24,15 @@ TO_BUILD = ("golang-go", "golang-github-modern-go-reflect2-dev", "rsync", "jq", 
 
 
 @contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """A lock that one process holds at a time. The lock is released when the process ends, in any way."""
+def hold_lock(path: Path) -> Iterator[None]:
+    """Hold a lock on `path` during the `with` block. If the process dies, the lock is released."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def install(*packages: str) -> None:
+def install_packages(*packages: str) -> None:
     """Install the Debian packages that are missing."""
     known = subprocess.run(
         ["dpkg-query", "-W", "-f", "${Package} ${db:Status-Status}\n", *packages], capture_output=True, text=True
@@ -46,28 +46,29 @@ def install(*packages: str) -> None:
         run("apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing, env=quiet)
 
 
-def kubernetes(cache: Path) -> Path:
-    """The folder with Kubernetes' programs; compiled once (4 to 8 minutes on 2 cores) and kept in `cache`."""
+def compile_kubernetes(cache: Path) -> Path:
+    """Return the folder with Kubernetes' programs. They are compiled once, in 4 to 8 minutes on 2 cores, and kept in
+    `cache`."""
     cache = cache / "kubernetes"
-    with lock(cache / "lock"):
+    with hold_lock(cache / "lock"):
         for folder in sorted(cache.glob("v*")):
             if all((folder / program).exists() for program in PROGRAMS):
                 return folder
-        install(*TO_BUILD)
+        install_packages(*TO_BUILD)
         with tempfile.TemporaryDirectory(dir=cache, prefix="build-") as scratch:
-            version, binaries = _compile(Path(scratch))
+            version, binaries = _compile_source(Path(scratch))
             folder = cache / f"v{version}"
             shutil.rmtree(folder, ignore_errors=True)
             binaries.rename(folder)
         return folder
 
 
-def _compile(scratch: Path) -> tuple[str, Path]:
-    """Fetch Debian's source of Kubernetes, compile it; return its version and the folder of the programs."""
-    # source packages are switched on in a copy of this machine's own list, its package lists are not touched
+def _compile_source(scratch: Path) -> tuple[str, Path]:
+    """Fetch Debian's source of Kubernetes and compile it. Return its version and the folder of the programs."""
+    # Source packages are added to a copy of this machine's list. The machine's own list does not change.
     lists = scratch / "lists"
     (lists / "partial").mkdir(parents=True)
-    (scratch / "source.sources").write_text(debian_sources("deb-src"))
+    (scratch / "source.sources").write_text(read_debian_sources("deb-src"))
     options = [
         f"-oDir::Etc::sourcelist={scratch / 'source.sources'}",
         "-oDir::Etc::sourceparts=/dev/null",
@@ -95,13 +96,12 @@ def _compile(scratch: Path) -> tuple[str, Path]:
     run("dpkg-source", "-x", description, source)
     print(f"compiling Kubernetes {version[1]} from Debian's source package (4 to 8 minutes)", flush=True)
 
-    # reflect2 1.0.1, as vendored, corrupts iterations over maps under Go 1.18 and newer: Debian packages the corrected
-    # one
+    # The vendored reflect2 1.0.1 corrupts iterations over maps with Go 1.18 and newer. Debian has a corrected package.
     fixed = Path("/usr/share/gocode/src/github.com/modern-go/reflect2")
     shutil.rmtree(source / "vendor/github.com/modern-go/reflect2")
     shutil.copytree(fixed, source / "vendor/github.com/modern-go/reflect2")
 
-    # Kubernetes 1.20 wants to lie inside a GOPATH
+    # Kubernetes 1.20 can be built only inside a GOPATH.
     path = source / ".go/src/k8s.io/kubernetes"
     path.parent.mkdir(parents=True)
     path.symlink_to(source)

@@ -4,9 +4,6 @@ all ranks."""
 from __future__ import annotations
 
 import functools
-import itertools
-import math
-from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +17,6 @@ from topkube.algorithms import OWN, Family, Workload, find_algorithm
 from topkube.collectives import Request, load, residual_length
 from topkube.collectives.error_feedback import Residual
 from topkube.collectives.overlapped import MOST_PIECE_BYTES, OverlappedAllReduce
-from topkube.collectives.request import Matrix
 from topkube.errors import ArgumentError
 from topkube.telemetry import phases
 from topkube.world import World
@@ -33,27 +29,27 @@ WIRES = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np.
 IN_HOST_MEMORY = [algorithm for algorithm in OWN if not algorithm.needs_gpu]
 ALGORITHMS = [algorithm.name for algorithm in IN_HOST_MEMORY]
 EXACT = [algorithm.name for algorithm in IN_HOST_MEMORY if algorithm.family in (Family.DENSE, Family.SPARSE)]
-"""Those that leave nothing out at density 1."""
+"""The algorithms that leave nothing out at density 1."""
 WITH_RESIDUAL = [algorithm.name for algorithm in IN_HOST_MEMORY if algorithm.residual is not None]
 DENSE = [algorithm.name for algorithm in IN_HOST_MEMORY if not algorithm.compresses]
 
 
-def inputs(world: World, length: int, dtype: npt.DTypeLike = np.float32, seed: int = 0) -> list[Array]:
-    """The array of every rank; heavy tails, so that selection has something to find."""
-    drawn = draw(length + 31 * (world.size - 1), seed)
+def draw_inputs(world: World, length: int, dtype: npt.DTypeLike = np.float32, seed: int = 0) -> list[Array]:
+    """Return the arrays of all ranks. A few values are far larger than the others, as in gradients."""
+    drawn = draw_values(length + 31 * (world.size - 1), seed)
     return [drawn[31 * rank : 31 * rank + length].astype(dtype) for rank in range(world.size)]
 
 
 @functools.cache
-def draw(length: int, seed: int) -> npt.NDArray[np.float32]:
-    """Independent values. Ranks take parts that begin at different values: to draw the values of all ranks on every
-    rank would take as long as the all-reduces."""
+def draw_values(length: int, seed: int) -> npt.NDArray[np.float32]:
+    """Return independent values, of which each rank takes a part that begins elsewhere. Values of its own for each
+    rank would take as long to draw as the all-reduces take."""
     x = np.random.default_rng([seed, length]).standard_normal(length, np.float32)
     return x * (1 + np.abs(x * x * x))
 
 
-def near(result: Array, wanted: Array, dtype: np.dtype, ranks: int, what: str) -> None:
-    """Within a few roundings of the sum of magnitudes."""
+def assert_near(result: Array, wanted: Array, dtype: np.dtype, ranks: int, what: str) -> None:
+    """Check that `result` is a few roundings from `wanted` at most."""
     bound = 2 * UNIT[dtype] * (ranks + 2) * max(1e-6, float(np.abs(wanted).max()))
     worst = float(np.abs(result.astype(np.float64) - wanted).max())
     assert worst <= bound, f"{what}: {worst} off, {bound} allowed"
@@ -62,7 +58,7 @@ def near(result: Array, wanted: Array, dtype: np.dtype, ranks: int, what: str) -
 def case_every_algorithm_matches_float64(world: World) -> None:
     for dtype in TYPES:
         for length in LENGTHS:
-            arrays = inputs(world, length, dtype)
+            arrays = draw_inputs(world, length, dtype)
             total = np.sum([array.astype(np.float64) for array in arrays], axis=0)
             for name in EXACT:
                 for op, wanted in [("sum", total), ("mean", total / world.size)]:
@@ -72,11 +68,12 @@ def case_every_algorithm_matches_float64(world: World) -> None:
                     # At density 1 nothing is left out, so the sparse algorithms must agree as well.
                     returned = topkube.allreduce_(x, op=op, algorithm=name, density=1.0)
                     assert returned is x
-                    near(x, wanted, dtype, world.size, f"{name} {op} {dtype} {length}")
+                    assert_near(x, wanted, dtype, world.size, f"{name} {op} {dtype} {length}")
 
 
 def case_pieces_and_chunks_meet(world: World) -> None:
-    """Longer than a piece, so that pieces and cells end inside a shard. Whole numbers, so that sums are exact."""
+    """The array is longer than a piece, so that pieces end inside a shard. Its sums are exact: the values are whole
+    numbers."""
     count = np.arange(MOST_PIECE_BYTES // 4 + 12_345, dtype=np.int32)
     arrays = [(count % (97 + rank)).astype(np.float32) for rank in range(world.size)]
     for name in DENSE:
@@ -92,7 +89,7 @@ def case_arrays_overlap_and_arrive_in_order(world: World) -> None:
     hierarchical = load(find_algorithm("hierarchical"))
     lengths = [1, 700_001, 3, 0, 1_200_000, 64, 300_000]
     together = [
-        inputs(world, length, TYPES[i % len(TYPES)], seed=i)[world.rank].copy() for i, length in enumerate(lengths)
+        draw_inputs(world, length, TYPES[i % len(TYPES)], seed=i)[world.rank].copy() for i, length in enumerate(lengths)
     ]
     alone = [x.copy() for x in together]
     for x in alone:
@@ -125,7 +122,7 @@ def case_an_array_that_overlaps_is_checked(world: World) -> None:
 
 def case_same_inputs_same_bits_on_all_ranks(world: World) -> None:
     for dtype in TYPES:
-        arrays = inputs(world, 70_001, dtype, seed=1)
+        arrays = draw_inputs(world, 70_001, dtype, seed=1)
         for name in ALGORITHMS:
             bits = []
             for _ in range(2):
@@ -133,14 +130,14 @@ def case_same_inputs_same_bits_on_all_ranks(world: World) -> None:
                 topkube.allreduce_(x, algorithm=name, density=0.05)
                 bits.append(x.tobytes())
             assert bits[0] == bits[1], f"{name} {dtype}: two runs differ"
-            assert len(set(world.comm.allgather(hash_of(bits[0])))) == 1, f"{name} {dtype}: ranks differ"
+            assert len(set(world.comm.allgather(hash_bits(bits[0])))) == 1, f"{name} {dtype}: ranks differ"
 
 
 def case_dense_values_of_16_bits_are_sums_in_float32(world: World) -> None:
-    """Two roundings of each element, half the bytes between nodes, the same bits on all ranks."""
+    """Each element is rounded twice, half the bytes travel between nodes, and all ranks receive the same bits."""
     for dense_wire, unit in (("bf16", 2**-8), ("fp16", 2**-11)):
         for length in (1, 70_001, 600_000):
-            arrays = [np.clip(array, -100, 100) for array in inputs(world, length, seed=7)]
+            arrays = [np.clip(array, -100, 100) for array in draw_inputs(world, length, seed=7)]
             x = arrays[world.rank].copy()
             phases.current.take()
             topkube.allreduce_(x, algorithm="hierarchical", dense_wire=dense_wire)
@@ -152,185 +149,21 @@ def case_dense_values_of_16_bits_are_sums_in_float32(world: World) -> None:
             smallest = 2.0**-24  # of fp16
             bound = (2 * unit * magnitudes / world.size + 2 * smallest) if world.nodes > 1 else 1e-5 * magnitudes + 1e-5
             assert (np.abs(x - total / world.size) <= bound).all(), f"{dense_wire} {length}"
-            assert len(set(world.comm.allgather(hash_of(x.tobytes())))) == 1, f"{dense_wire} {length}: ranks differ"
+            assert len(set(world.comm.allgather(hash_bits(x.tobytes())))) == 1, f"{dense_wire} {length}: ranks differ"
             assert abs(sent - (world.nodes - 1) * x.nbytes) <= 64 * world.size
 
 
 def case_a_dense_value_beyond_16_bits_shows_as_not_finite(world: World) -> None:
-    """fp16 ends at 65504: the caller must learn that the result is wrong."""
+    """The largest value of fp16 is 65504. The algorithm reports that the result is wrong."""
     x = np.full(5000, 1e6 if world.rank == 0 else 0.0, np.float32)
     finite = load(find_algorithm("hierarchical")).run(world, Request(x, "sum", dense_wire="fp16"))
     assert world.agree(finite) == (world.nodes == 1)
 
 
-def hash_of(data: bytes) -> int:
+def hash_bits(data: bytes) -> int:
     import xxhash
 
     return xxhash.xxh3_64_intdigest(data)
-
-
-def case_hitopk_is_hitopkcomm(world: World) -> None:
-    """Against a NumPy simulation, residuals and wire rounding included, over several steps: the same bits."""
-    for wire in WIRES:
-        for length, density in [(10_007, 0.01), (40_000, 0.3), (3, 0.01)]:
-            simulated = Simulation(world, length, density, WIRES[wire])
-            residual = collectives.new_residual("hitopk", length)
-            for step in range(4):
-                arrays = inputs(world, length, seed=10 + step)
-                x = arrays[world.rank].copy()
-                topkube.allreduce_(x, algorithm="hitopk", density=density, wire=wire, residual=residual)
-                wanted = simulated.step(arrays)
-                assert x.tobytes() == wanted.tobytes(), f"{wire} {length} step {step}: {np.abs(x - wanted).max()}"
-                if world.local_rank < world.shards:
-                    own_residual = simulated.residuals[world.node][world.local_rank]
-                    assert residual.current.tobytes() == own_residual.tobytes(), (
-                        f"{wire} {length} step {step}: residual"
-                    )
-
-
-def case_signsgd_is_a_majority_vote(world: World) -> None:
-    """Against float64: the sign of most ranks by block, a node voting for all its ranks, and the mean magnitude."""
-    length = 3_001
-    arrays = inputs(world, length, seed=7)
-    arrays[-1][:700] = -arrays[0][:700]  # votes that are even, where there are two nodes of equal size
-    x = arrays[world.rank].copy()
-    topkube.allreduce_(x, algorithm="signsgd")
-    bounds = [length * i // world.shards for i in range(world.shards + 1)]
-    wanted = np.zeros(length)
-    for start, stop in itertools.pairwise(bounds):
-        for first in range(start, stop, 256):
-            block = slice(first, min(first + 256, stop))
-            votes, scale = np.zeros(block.stop - block.start), 0.0
-            for ranks in world.node_ranks:
-                total = arrays[ranks[0]][block].copy()
-                for rank in ranks[1:]:
-                    total = total + arrays[rank][block]
-                total = total * np.float32(1 / world.size)
-                votes += np.where(np.signbit(total), -len(ranks), len(ranks))
-                scale += float(np.abs(total.astype(np.float64)).mean().astype(ml_dtypes.bfloat16))
-            wanted[block] = np.sign(votes) * scale
-    scales = np.abs(x[np.abs(x) > 0]) / np.abs(wanted[np.abs(x) > 0])
-    assert (np.sign(x) == np.sign(wanted)).all()
-    assert (np.abs(scales - 1) < 2.0**-7).all(), "a mean may round to the next bfloat16"
-    if world.node_ranks == [[0], [1]]:
-        assert (x[:512] == 0).all()
-
-
-def case_powersgd_follows_its_definition(world: World) -> None:
-    def approximate(whole: Array, rights: list[Array], number: int, step: int) -> Array:
-        left = np.linalg.qr(whole @ rights[number]).Q
-        rights[number] = whole.T @ left
-        return left @ rights[number].T
-
-    follow_definition(world, "powersgd", approximate)
-
-
-def case_acpsgd_follows_its_definition(world: World) -> None:
-    """`factors` has Q of the last step before even steps, and P before odd ones."""
-
-    def approximate(whole: Array, factors: list[Array], number: int, step: int) -> Array:
-        last = np.linalg.qr(factors[number]).Q
-        factors[number] = whole.T @ last if step % 2 else whole @ last
-        return last @ factors[number].T if step % 2 else factors[number] @ last.T
-
-    follow_definition(world, "acpsgd", approximate)
-
-
-def follow_definition(world: World, name: str, approximate: Callable[[Array, list[Array], int, int], Array]) -> None:
-    """Compare with float64, with error feedback and warm start, for matrices that shards cut in the middle of rows.
-    What all ranks receive has the same bits. `approximate` takes the sum of all nodes, the factors of the last step,
-    the number of the matrix and that of the step."""
-    matrices = (Matrix(0, 40 * 31, 31), Matrix(40 * 31, 9 * 200, 200), Matrix(3040, 157, 10), Matrix(3197, 3, 1))
-    length, rank = 3200, 3
-    residual = Residual(residual_length(find_algorithm(name), world, length))
-    errors = [np.zeros(length) for _ in world.node_ranks]
-    shapes = [(m.columns, min(rank, m.columns, m.rows)) for m in matrices]
-    rights = [np.random.default_rng(shape).random(shape) - 0.5 for shape in shapes]
-    for step in range(5):
-        arrays = inputs(world, length, seed=80 + step)
-        x = arrays[world.rank].copy()
-        x[3197:] = 0  # a matrix without a gradient
-        request = Request(x, "mean", residual=residual, matrix_rank=rank, matrices=matrices)
-        assert world.agree(load(find_algorithm(name)).run(world, request))
-        residual.accept()
-        residual.commit()
-        wanted = np.zeros(length)
-        shares = [np.sum([arrays[rank] for rank in ranks], axis=0, dtype=np.float64) for ranks in world.node_ranks]
-        for share, error in zip(shares, errors, strict=True):
-            share[3197:] = 0
-            error += share / world.size
-        for number, matrix in enumerate(matrices[:3]):
-            place = slice(matrix.start, matrix.start + matrix.length)
-            padded = np.zeros(matrix.rows * matrix.columns)
-            padded[: matrix.length] = np.sum(errors, axis=0)[place]
-            whole = padded.reshape(matrix.rows, matrix.columns)
-            wanted[place] = approximate(whole, rights, number, step).reshape(-1)[: matrix.length]
-        for error, ranks in zip(errors, world.node_ranks, strict=True):
-            error -= wanted * len(ranks) / world.size
-        scale = float(np.abs(wanted).max())
-        np.testing.assert_allclose(x, wanted, rtol=0, atol=1e-4 * scale)
-        assert len(set(world.comm.allgather(hash_of(x.tobytes())))) == 1
-        if world.local_rank < world.shards:
-            first, last = (length * (world.local_rank + i) // world.shards for i in range(2))
-            np.testing.assert_allclose(residual.current, errors[world.node][first:last], rtol=0, atol=2e-4 * scale)
-
-
-def case_powersgd_is_exact_for_low_ranks(world: World) -> None:
-    """A matrix of rank 2 is sent exactly by rank 2, whatever the first factors are, and nothing is owed."""
-    generator = np.random.default_rng(5)
-    common = generator.standard_normal((2, 50))
-    matrix = (np.random.default_rng([6, world.rank]).standard_normal((60, 2)) @ common).astype(np.float32)
-    total = np.sum(world.comm.allgather(matrix), axis=0, dtype=np.float64)
-    x = matrix.reshape(-1).copy()
-    residual = Residual(residual_length(find_algorithm("powersgd"), world, x.size))
-    load(find_algorithm("powersgd")).run(
-        world, Request(x, "sum", residual=residual, matrix_rank=2, matrices=(Matrix(0, 3000, 50),))
-    )
-    np.testing.assert_allclose(x.reshape(60, 50), total, rtol=0, atol=1e-4 * np.abs(total).max())
-    y = matrix.copy()
-    topkube.allreduce_(y, "sum", "powersgd", matrix_rank=2)
-    assert y.tobytes() == x.tobytes(), "the array's own shape is the matrix"
-    owed = world.comm.allreduce(float(residual.pending.astype(np.float64).sum()))
-    assert abs(owed) < 1e-3 * np.abs(total).sum()
-
-
-def case_powersgd_sends_two_factors_and_acpsgd_one(world: World) -> None:
-    for name, factors in (("powersgd", 2), ("acpsgd", 1)):
-        x = inputs(world, 512 * 512, seed=90)[world.rank]
-        phases.current.take()
-        load(find_algorithm(name)).run(world, Request(x, "mean", matrix_rank=4, matrices=(Matrix(0, 512 * 512, 512),)))
-        sent = float(world.sum_small(np.array([phases.current.take().inter_bytes], np.float64))[0]) / world.nodes
-        bound = 2 * (world.nodes - 1) / world.nodes * 4 * factors * 512 * 4
-        assert abs(sent - bound) <= 64 * world.size, name
-
-
-class Simulation:
-    """HiTopKComm as algorithms.md has it, in NumPy on one process."""
-
-    def __init__(self, world: World, length: int, density: float, wire: np.dtype) -> None:
-        self.world, self.wire = world, wire
-        s = world.shards
-        self.bounds = [length * i // s for i in range(s + 1)]
-        self.k = max(1, math.ceil(round(density * length / s, 6)))
-        self.residuals = [
-            [np.zeros(b - a, np.float32) for a, b in itertools.pairwise(self.bounds)] for _ in world.node_ranks
-        ]
-
-    def step(self, arrays: list[Array]) -> Array:
-        world, out = self.world, np.zeros(self.bounds[-1], np.float32)
-        for shard, (start, stop) in enumerate(itertools.pairwise(self.bounds)):
-            for node, ranks in enumerate(world.node_ranks):
-                total = arrays[ranks[0]][start:stop].copy()
-                for rank in ranks[1:]:
-                    total = total + arrays[rank][start:stop]
-                acc = total * np.float32(1 / world.size) + self.residuals[node][shard]
-                chosen = np.sort(np.argsort(-np.abs(acc), kind="stable")[: self.k])
-                sent = acc[chosen].astype(self.wire).astype(np.float32)
-                left = acc.copy()
-                left[chosen] = acc[chosen] - sent
-                self.residuals[node][shard] = left
-                out[start:stop][chosen] += sent
-        return out
 
 
 def case_nothing_is_lost(world: World) -> None:
@@ -339,10 +172,10 @@ def case_nothing_is_lost(world: World) -> None:
         for wire in WIRES:
             length = 9_999
             residual = collectives.new_residual(name, length)
-            received, given = np.zeros(length), np.zeros(length)
+            received, summed = np.zeros(length), np.zeros(length)
             for step in range(5):
-                arrays = inputs(world, length, seed=20 + step)
-                given += np.sum([array.astype(np.float64) for array in arrays], axis=0)
+                arrays = draw_inputs(world, length, seed=20 + step)
+                summed += np.sum([array.astype(np.float64) for array in arrays], axis=0)
                 x = arrays[world.rank].copy()
                 topkube.allreduce_(x, op="sum", algorithm=name, density=0.02, wire=wire, residual=residual)
                 received += x
@@ -353,8 +186,8 @@ def case_nothing_is_lost(world: World) -> None:
                     kept += current
                 elif local < world.shards:
                     kept[length * local // world.shards : length * (local + 1) // world.shards] += current
-            worst = float(np.abs(received + kept - given).max())
-            assert worst <= 1e-4 * np.abs(given).max(), f"{name} {wire}: {worst} lost"
+            worst = float(np.abs(received + kept - summed).max())
+            assert worst <= 1e-4 * np.abs(summed).max(), f"{name} {wire}: {worst} lost"
             is_exact = name in ("localsgd", "diloco") and wire == "fp32"
             assert bool(np.abs(kept).max()) != is_exact, f"{name}: no residual was kept, or something of exact values"
 
@@ -364,7 +197,7 @@ def case_a_plain_array_is_a_residual(world: World) -> None:
     plain = np.zeros(residual_length(find_algorithm("hitopk"), world, length), np.float32)
     proper = collectives.new_residual("hitopk", length)
     for step in range(3):
-        x = inputs(world, length, seed=30 + step)[world.rank]
+        x = draw_inputs(world, length, seed=30 + step)[world.rank]
         y = x.copy()
         topkube.allreduce_(x, density=0.01, residual=plain)
         topkube.allreduce_(y, density=0.01, residual=proper)
@@ -378,9 +211,9 @@ def case_a_nan_anywhere_leaves_residuals_as_they_were(world: World) -> None:
         for value in (np.nan, np.inf):
             for culprit in {0, world.size - 1}:
                 residual = collectives.new_residual(name, length)
-                topkube.allreduce_(inputs(world, length, seed=40)[world.rank], algorithm=name, residual=residual)
+                topkube.allreduce_(draw_inputs(world, length, seed=40)[world.rank], algorithm=name, residual=residual)
                 before = residual.current.tobytes()
-                x = inputs(world, length, seed=41)[world.rank]
+                x = draw_inputs(world, length, seed=41)[world.rank]
                 if world.rank == culprit:
                     x[length // 3] = value
                 topkube.allreduce_(x, algorithm=name, residual=residual)
@@ -391,7 +224,7 @@ def case_a_nan_anywhere_leaves_residuals_as_they_were(world: World) -> None:
 def case_every_algorithm_reports_values_that_are_not_finite(world: World) -> None:
     for name in ALGORITHMS:
         for position in (0, 1_500, 2_999):
-            x = inputs(world, 3_000, seed=50)[world.rank]
+            x = draw_inputs(world, 3_000, seed=50)[world.rank]
             if world.rank == world.size - 1:
                 x[position] = np.nan
             algorithm = find_algorithm(name)
@@ -400,19 +233,20 @@ def case_every_algorithm_reports_values_that_are_not_finite(world: World) -> Non
 
 
 def case_mstopk_and_naive_choose_k(world: World) -> None:
-    x = inputs(world, 20_000, seed=60)[world.rank]
+    x = draw_inputs(world, 20_000, seed=60)[world.rank]
     topkube.allreduce_(x, algorithm="hitopk", density=0.01, selection="mstopk")
     assert 0 < np.count_nonzero(x) <= 200 * world.nodes
-    y = inputs(world, 20_000, seed=61)[world.rank]
+    y = draw_inputs(world, 20_000, seed=61)[world.rank]
     topkube.allreduce_(y, algorithm="naive", density=0.01)
     assert 200 <= np.count_nonzero(y) <= 200 * world.size
 
 
 def case_bytes_are_counted(world: World) -> None:
-    """Between nodes a node sends 2(m-1)/m of the array for the hierarchical ones; a sparse one far less."""
+    """A node of m sends 2(m-1)/m of the array to other nodes with the hierarchical algorithms, and far less with a
+    sparse algorithm."""
     length = 1 << 18
     for name in ("hierarchical", "torus2d", "hitopk"):
-        x = inputs(world, length, seed=70)[world.rank]
+        x = draw_inputs(world, length, seed=70)[world.rank]
         phases.current.take()
         topkube.allreduce_(x, algorithm=name, density=0.01)
         taken = phases.current.take()
@@ -439,7 +273,7 @@ def case_the_declared_bytes_are_those_of_the_messages(world: World) -> None:
     side = 512
     load_ = Workload(world.nodes, world.local_size, side * side, density=0.05, wire="bf16")
     for algorithm in IN_HOST_MEMORY:
-        name, x = algorithm.name, inputs(world, side * side, seed=71)[world.rank].reshape(side, side)
+        name, x = algorithm.name, draw_inputs(world, side * side, seed=71)[world.rank].reshape(side, side)
         phases.current.take()
         with count_messages(world) as counted:
             topkube.allreduce_(x, algorithm=name, density=0.05, wire="bf16")
@@ -456,7 +290,7 @@ def case_the_declared_bytes_are_those_of_the_messages(world: World) -> None:
             assert abs(sent - declared) <= allowed, (name, sent, declared)
 
 
-def case_agreement(world: World) -> None:
+def case_ranks_agree_and_add_few_numbers(world: World) -> None:
     assert world.agree(True)
     assert not world.agree(world.rank != world.size - 1)
     values = np.array([world.rank + 0.5, 1.0])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import topkube
-from ranks.allreduce import EXACT, inputs, near
+from ranks.allreduce import EXACT, assert_near, draw_inputs
 from topkube import collectives
 from topkube.collectives.coordination import calls, ordered
 from topkube.errors import ArgumentError
@@ -52,7 +52,7 @@ def case_reduced_integers_are_exact(world: World) -> None:
 def case_reduced_numbers_have_the_same_bits_on_all_ranks(world: World) -> None:
     """Long arrays are sent from rank to rank, in pieces. They have the same bits too."""
     for length in (0, 1, 5, 70_001):
-        arrays = [array.astype(np.float64) for array in inputs(world, length)]
+        arrays = [array.astype(np.float64) for array in draw_inputs(world, length)]
         total = np.zeros(length)
         for array in arrays:
             total += array
@@ -93,17 +93,17 @@ def case_reduced_values_keep_their_kind(world: World) -> None:
 
 
 def case_arrays_of_different_lengths_are_joined(world: World) -> None:
-    def part(rank: int) -> np.ndarray:
+    def build_part(rank: int) -> np.ndarray:
         return np.full(((rank * 7) % 5, 3), rank, np.int32)
 
-    wanted = np.concatenate([part(rank) for rank in range(world.size)])
+    wanted = np.concatenate([build_part(rank) for rank in range(world.size)])
     for chunk in (1 << 26, 16 * world.size):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(calls, "CHUNK", chunk)
-            joined = topkube.allgather(part(world.rank))
+            joined = topkube.allgather(build_part(world.rank))
             assert joined.dtype == np.int32
             assert np.array_equal(joined, wanted)
-            tensor = topkube.allgather(torch.from_numpy(part(world.rank)).bfloat16())
+            tensor = topkube.allgather(torch.from_numpy(build_part(world.rank)).bfloat16())
             assert torch.equal(tensor, torch.from_numpy(wanted).bfloat16())
     assert topkube.allgather(world.rank).tolist() == list(range(world.size))
     assert topkube.allgather(torch.tensor(2.5)).tolist() == [2.5] * world.size
@@ -113,16 +113,16 @@ def case_arrays_of_different_lengths_are_joined(world: World) -> None:
 
 
 def case_large_objects_are_sent_in_pieces(world: World) -> None:
-    def payload(rank: int) -> dict[str, object]:
+    def build_payload(rank: int) -> dict[str, object]:
         return {"rank": rank, "text": "x" * 3000 * rank, "array": np.arange(rank)}
 
     for chunk in (1 << 26, 1000):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(calls, "CHUNK", chunk)
             for root in range(world.size):
-                received = topkube.broadcast_object(payload(root) if world.rank == root else None, root)
+                received = topkube.broadcast_object(build_payload(root) if world.rank == root else None, root)
                 assert (received["rank"], len(received["text"])) == (root, 3000 * root)
-                gathered = topkube.gather_object(payload(world.rank), root)
+                gathered = topkube.gather_object(build_payload(world.rank), root)
                 assert (gathered is None) == (world.rank != root)
                 if gathered is not None:
                     assert [(item["rank"], len(item["text"])) for item in gathered] == [
@@ -159,12 +159,12 @@ def check_all_calls(world: World | None) -> None:
         return
     for name in EXACT:
         for length in (3, 1000, 65537):
-            arrays = [inputs_of(world.members[rank], length) for rank in range(world.size)]
+            arrays = [draw_input(world.members[rank], length) for rank in range(world.size)]
             x = arrays[world.rank].copy()
             topkube.allreduce_(x, algorithm=name, density=1.0, world=world)
-            near(x, np.mean(arrays, axis=0, dtype=np.float64), x.dtype, world.size, f"{name} {length}")
+            assert_near(x, np.mean(arrays, axis=0, dtype=np.float64), x.dtype, world.size, f"{name} {length}")
     residual = collectives.new_residual("hitopk", 1000, world=world)
-    topkube.allreduce_(inputs_of(0, 1000).copy(), residual=residual, density=0.1, world=world)
+    topkube.allreduce_(draw_input(0, 1000).copy(), residual=residual, density=0.1, world=world)
     assert topkube.reduce(world.members[world.rank], world=world) == sum(world.members)
     assert topkube.allgather(world.rank, world=world).tolist() == list(range(world.size))
     assert topkube.broadcast_object(world.members[world.rank], world=world) == world.members[0]
@@ -172,12 +172,13 @@ def check_all_calls(world: World | None) -> None:
     assert agreement(world)([1.0, world.rank]).tolist() == [world.size, sum(range(world.size))]
 
 
-def inputs_of(rank: int, length: int) -> np.ndarray:
+def draw_input(rank: int, length: int) -> np.ndarray:
     return np.random.default_rng([9, rank, length]).standard_normal(length).astype(np.float32)
 
 
 def case_sub_worlds_work_like_worlds(world: World) -> None:
-    """Inside nodes, between nodes, of uneven nodes, in another order, of one rank; disjoint ones at the same time."""
+    """Sub-worlds inside nodes and between nodes, of uneven nodes, in another order and of one rank. Disjoint
+    sub-worlds work at the same time."""
     nodes = [topkube.new_world(ranks) for ranks in world.node_ranks]
     for number, sub in enumerate(nodes):
         assert (sub is not None) == (number == world.node)
@@ -219,7 +220,7 @@ def case_a_sub_world_of_unknown_ranks_is_refused(world: World) -> None:
 
 def case_an_agreement_of_many_numbers_adds_them_in_rank_order(world: World) -> None:
     """Every rank passes one number per rank: at 4,096 ranks all rows would be 400 MB."""
-    own = inputs(world, 40_000, np.float64)
+    own = draw_inputs(world, 40_000, np.float64)
     total = np.zeros(40_000)
     for row in own:
         total += row

@@ -32,8 +32,8 @@ SIZE = 3072
 
 
 @contextmanager
-def scene(world: World, shards: list[int] | None = None) -> Iterator[tuple[Path, npt.NDArray[np.uint8]]]:
-    """Yield a folder for all ranks with a dataset in `source`, and the samples."""
+def make_dataset(world: World, shards: list[int] | None = None) -> Iterator[tuple[Path, npt.NDArray[np.uint8]]]:
+    """Yield a folder for all ranks that has a dataset in `source`, and the samples of the dataset."""
     home = tempfile.mkdtemp(prefix="topkube-data-") if world.rank == 0 else ""
     folder = Path(world.comm.bcast(home))
     count = sum(shards) if shards else 120
@@ -59,7 +59,7 @@ def scene(world: World, shards: list[int] | None = None) -> Iterator[tuple[Path,
 
 def open_dataset(world: World, folder: Path, **more: Any) -> CachedDataset:
     """Open the dataset with a cache per node."""
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "cache_directory": folder / f"cache-{world.node}",
         "memory_directory": folder / f"memory-{world.node}",
         "free_bytes": 0,
@@ -67,7 +67,7 @@ def open_dataset(world: World, folder: Path, **more: Any) -> CachedDataset:
         "wait_seconds": 20.0,
         **more,
     }
-    return CachedDataset(folder / "source", **given)
+    return CachedDataset(folder / "source", **options)
 
 
 def sum_over_ranks(world: World, dataset: CachedDataset, name: str) -> float:
@@ -75,7 +75,7 @@ def sum_over_ranks(world: World, dataset: CachedDataset, name: str) -> float:
 
 
 def case_every_remote_byte_crosses_once_per_job(world: World) -> None:
-    with scene(world, [20, 3, 31, 8, 16, 12]) as (folder, data):
+    with make_dataset(world, [20, 3, 31, 8, 16, 12]) as (folder, data):
         dataset = open_dataset(world, folder)
         dataset.warm()
         world.comm.Barrier()
@@ -90,7 +90,7 @@ def case_every_remote_byte_crosses_once_per_job(world: World) -> None:
 
 def case_ranks_do_not_fetch_the_shard_of_a_late_rank(world: World) -> None:
     """The rank that fetches the only shard starts to fill long after the other ranks could start to read."""
-    with scene(world) as (folder, data):
+    with make_dataset(world) as (folder, data):
         start = DiskFiller.start
 
         def start_late(self: DiskFiller) -> None:
@@ -107,7 +107,7 @@ def case_ranks_do_not_fetch_the_shard_of_a_late_rank(world: World) -> None:
 
 
 def case_the_first_epoch_overlaps_with_filling_and_ranks_share_every_sample(world: World) -> None:
-    with scene(world) as (folder, data):
+    with make_dataset(world) as (folder, data):
         dataset = open_dataset(
             world, folder, decode=ArrayOf("uint8", (SIZE,)), group_bytes=30_000, memory_limit=1 << 22
         )
@@ -128,9 +128,9 @@ def case_the_first_epoch_overlaps_with_filling_and_ranks_share_every_sample(worl
         dataset.close()
 
 
-def case_a_warm_node_gives_to_a_cold_one(world: World) -> None:
-    """Node 0 has all shards, so nothing comes from the remote."""
-    with scene(world, [10, 10, 10]) as (folder, data):
+def case_a_warm_node_sends_its_shards_to_a_cold_node(world: World) -> None:
+    """Node 0 has all shards, so the other nodes do not read all of them from the remote."""
+    with make_dataset(world, [10, 10, 10]) as (folder, data):
         if world.rank == 0:
             from topkube.data.base.rank_place import RankPlace
             from topkube.data.fill.warm import warm
@@ -157,7 +157,7 @@ def case_a_warm_node_gives_to_a_cold_one(world: World) -> None:
 
 
 def case_a_rank_that_closes_early_does_not_hold_up_the_others(world: World) -> None:
-    with scene(world) as (folder, data):
+    with make_dataset(world) as (folder, data):
         dataset = open_dataset(world, folder, decode=ArrayOf("uint8", (SIZE,)), group_bytes=10_000)
         if world.rank == world.size - 1:
             dataset.close()
@@ -166,14 +166,14 @@ def case_a_rank_that_closes_early_does_not_hold_up_the_others(world: World) -> N
             dataset.close()
 
 
-def case_opening_and_passing_on_unpickle_nothing(world: World) -> None:
+def case_opening_a_dataset_and_sending_shards_unpickles_nothing(world: World) -> None:
     """Messages between ranks are typed and bounded: a hostile rank can break a run, but cannot run code."""
     from mpi4py import MPI
 
     def refuse(*_: object) -> Any:
         raise AssertionError("pickled")
 
-    with scene(world, [10, 10, 10]) as (folder, data):
+    with make_dataset(world, [10, 10, 10]) as (folder, data):
         MPI.pickle.__init__(refuse, refuse)  # type: ignore[misc]
         try:
             dataset = open_dataset(world, folder)
@@ -186,7 +186,7 @@ def case_opening_and_passing_on_unpickle_nothing(world: World) -> None:
 
 
 def case_a_dataset_that_cannot_be_opened_fails_on_all_ranks(world: World) -> None:
-    with scene(world) as (folder, _):
+    with make_dataset(world) as (folder, _):
         try:
             open_dataset(world, folder, format="tar")
         except DatasetError:

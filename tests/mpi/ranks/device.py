@@ -1,4 +1,5 @@
-"""The path of CUDA tensors (collectives/device/) on CPU tensors: gloo inside the node, the same code otherwise."""
+"""The path of CUDA tensors (collectives/device/) on CPU tensors. Inside the node, gloo replaces NCCL; the other code
+is the same."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ import torch
 
 import topkube
 from ranks.training import gradients
-from ranks.training.scene import distributed, loss_of, network, own_part, same_on_all_ranks, samples, sgd, weights
+from ranks.training.scene import (
+    are_equal_on_all_ranks,
+    build_network,
+    build_optimizer,
+    build_sgd,
+    compute_loss,
+    copy_weights,
+    draw_samples,
+    take_own_part,
+)
 from topkube.algorithms import find_algorithm
 from topkube.bench import allreduce as bench
 from topkube.bench.bench_arrays import DeviceArrays
@@ -33,7 +43,8 @@ CPU = torch.device("cpu")
 
 
 @contextmanager
-def through_torch() -> Iterator[None]:
+def exchange_through_torch() -> Iterator[None]:
+    """Let torch.distributed exchange data within nodes, as on GPUs, instead of shared memory."""
     variable = Settings.__dataclass_fields__["node_exchange"].metadata["variable"]
     os.environ[variable] = "torch"
     try:
@@ -43,45 +54,45 @@ def through_torch() -> Iterator[None]:
 
 
 def case_training_equals_one_process(world: World) -> None:
-    with through_torch():
+    with exchange_through_torch():
         gradients.case_dense_equals_one_process(world)
         gradients.case_hitopk_that_sends_all_equals_one_process(world)
 
 
 def case_steps_that_are_not_finite_are_skipped(world: World) -> None:
-    with through_torch():
+    with exchange_through_torch():
         gradients.case_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(world)
 
 
 def case_error_feedback_loses_nothing(world: World) -> None:
-    with through_torch():
+    with exchange_through_torch():
         gradients.case_error_feedback_loses_nothing(world)
 
 
 def case_gradients_accumulate(world: World) -> None:
-    with through_torch():
+    with exchange_through_torch():
         gradients.case_no_sync_accumulates(world)
 
 
 def case_training_takes_the_same_steps_as_through_shared_memory(world: World) -> None:
-    """Bit for bit where a node adds two numbers: their order does not matter then."""
+    """If a node has two ranks, the bits are equal, because the order of two numbers does not change their sum."""
     results = []
     for selection in ("topk", "mstopk"):
         for path in (False, True):
-            model = network()
-            with through_torch() if path else gradients.contextlib.nullcontext():
-                optimizer = distributed(
-                    model, sgd, aggregation="hitopk", density=0.03, wire="bf16", selection=selection,
+            model = build_network()
+            with exchange_through_torch() if path else gradients.contextlib.nullcontext():
+                optimizer = build_optimizer(
+                    model, build_sgd, aggregation="hitopk", density=0.03, wire="bf16", selection=selection,
                     bucket_bytes=4096,
                 )  # fmt: skip
             assert (optimizer._backward.exchange.on_device is not None) == path
             for step in range(8):
-                x, y = samples(8 * topkube.size(), step)
-                loss_of(model, own_part(x), own_part(y)).backward()
+                x, y = draw_samples(8 * topkube.size(), step)
+                compute_loss(model, take_own_part(x), take_own_part(y)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            assert same_on_all_ranks(weights(model))
-            results.append(weights(model))
+            assert are_equal_on_all_ranks(copy_weights(model))
+            results.append(copy_weights(model))
         pairs = zip(results[-2], results[-1], strict=True)
         if max(len(ranks) for ranks in world.node_ranks) <= 2:
             assert all(torch.equal(a, b) for a, b in pairs)
@@ -91,7 +102,7 @@ def case_training_takes_the_same_steps_as_through_shared_memory(world: World) ->
 
 
 def case_tensors_under_way_keep_apart(world: World) -> None:
-    """Many tensors of all sizes, one after another, dense and sparse, against a sum on the host."""
+    """Tensors of all sizes are reduced one after another, dense and sparse. Each equals a sum on the host."""
     engine = DeviceAllReduce(world, CPU)
     sizes, dtypes = (1, 2, 3, 7, 1000, 70_001), (torch.float32, torch.bfloat16)
     done: list[int] = []
@@ -108,14 +119,14 @@ def case_tensors_under_way_keep_apart(world: World) -> None:
             Request(tensors[-1], "sum", density=1.0),
             finished=lambda number=number: done.append(number),
         )
-        assert len(done) == number  # the one before, never more than two under way
+        assert len(done) == number  # only the last tensor is under way
     assert engine.flush()
     assert done == list(range(len(tensors)))
     for tensor, expected in zip(tensors, wanted, strict=True):
         assert torch.equal(tensor.float(), expected), tensor
 
 
-def case_a_sparse_sum_is_that_of_the_cpus_path(world: World) -> None:
+def case_a_sparse_sum_has_the_bits_of_the_path_for_host_memory(world: World) -> None:
     for size, wire, residual in ((5000, "bf16", True), (70_003, "fp32", False)):
         rng = np.random.default_rng(world.rank)
         here = rng.standard_normal(size).astype(np.float32)
@@ -137,7 +148,7 @@ def case_a_sparse_sum_is_that_of_the_cpus_path(world: World) -> None:
                 assert torch.equal(torch.from_numpy(first.current), second.current)
 
 
-def case_dense_values_of_16_bits_are_those_of_the_cpus_path(world: World) -> None:
+def case_dense_values_of_16_bits_have_the_bits_of_the_path_for_host_memory(world: World) -> None:
     for dense_wire in ("bf16", "fp16"):
         here = np.random.default_rng(world.rank).standard_normal(70_003).astype(np.float32)
         there = torch.from_numpy(here.copy())
@@ -172,17 +183,17 @@ def case_nccl_between_nodes_equals_the_sum_on_the_host(world: World) -> None:
 def case_training_over_nccl_equals_dense_training(world: World) -> None:
     results = []
     for name in ("hierarchical", "nccl", "hierarchical-nccl"):
-        model = network()
-        with through_torch():
-            optimizer = distributed(model, sgd, aggregation=name)
+        model = build_network()
+        with exchange_through_torch():
+            optimizer = build_optimizer(model, build_sgd, aggregation=name)
         for step in range(3):
-            x, y = samples(8 * topkube.size(), step)
-            loss_of(model, own_part(x), own_part(y)).backward()
+            x, y = draw_samples(8 * topkube.size(), step)
+            compute_loss(model, take_own_part(x), take_own_part(y)).backward()
             optimizer.step()
             optimizer.zero_grad()
         optimizer.unwrap()
-        assert same_on_all_ranks(weights(model))
-        results.append(weights(model))
+        assert are_equal_on_all_ranks(copy_weights(model))
+        results.append(copy_weights(model))
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
@@ -191,7 +202,7 @@ def case_training_over_nccl_equals_dense_training(world: World) -> None:
 def case_nccl_without_a_gpu_is_refused(world: World) -> None:
     for name in ("nccl", "hierarchical-nccl"):
         with pytest.raises(ArgumentError, match=f"the algorithm {name} reduces gradients on GPUs only.*algorithm auto"):
-            distributed(network(), sgd, aggregation=name)
+            build_optimizer(build_network(), build_sgd, aggregation=name)
         with pytest.raises(ArgumentError, match=r"this array is in host memory.*choose the algorithm dense"):
             topkube.allreduce_(np.ones(5, np.float32), algorithm=name)
     topkube.barrier()
@@ -214,14 +225,14 @@ def case_the_device_decides_which_steps_all_ranks_skip(world: World) -> None:
     for name, make in itertools.product(names, (adam, functools.partial(torch.optim.SGD, lr=0.01, fused=True))):
         results = []
         for check in ("host", "device"):
-            model = network()
+            model = build_network()
             settings = Settings(node_exchange="torch", finite_check=check, check_weights_every=2)
-            optimizer = distributed(model, make, aggregation=name, settings=settings)
+            optimizer = build_optimizer(model, make, aggregation=name, settings=settings)
             left_to_device = 0
             for step in range(8):
-                x, y = samples(8 * topkube.size(), step)
-                before = weights(model)
-                loss = loss_of(model, own_part(x), own_part(y))
+                x, y = draw_samples(8 * topkube.size(), step)
+                before = copy_weights(model)
+                loss = compute_loss(model, take_own_part(x), take_own_part(y))
                 if poisoned.get(step) == world.rank:
                     loss = loss * torch.nan
                 loss.backward()
@@ -231,13 +242,13 @@ def case_the_device_decides_which_steps_all_ranks_skip(world: World) -> None:
                 optimizer.step()
                 if step == 6 and world.rank == world.size - 1:
                     assert optimizer.steps == 3
-                assert all(map(torch.equal, before, weights(model))) == (step in poisoned)
+                assert all(map(torch.equal, before, copy_weights(model))) == (step in poisoned)
                 optimizer.zero_grad()
             by_hosts = 2 if world.size > 1 else 0  # until the first step, in which ranks compare their weights
             assert left_to_device == (0 if check == "host" else 8 - by_hosts), left_to_device
             assert (optimizer.steps, optimizer.skipped_steps) == (4, 4)
-            assert same_on_all_ranks(weights(model))
-            results.append(weights(model))
+            assert are_equal_on_all_ranks(copy_weights(model))
+            results.append(copy_weights(model))
             optimizer.unwrap()
         assert all(map(torch.equal, *results)), name
 
@@ -245,11 +256,13 @@ def case_the_device_decides_which_steps_all_ranks_skip(world: World) -> None:
 def case_hosts_decide_while_messages_pass_through_their_memory(world: World) -> None:
     settings = Settings(node_exchange="torch", finite_check="device")
     for name, is_left in (("hierarchical", world.nodes == 1), ("hitopk", False)):
-        model = network()
-        optimizer = distributed(model, lambda p: torch.optim.SGD(p, fused=True), aggregation=name, settings=settings)
+        model = build_network()
+        optimizer = build_optimizer(
+            model, lambda p: torch.optim.SGD(p, fused=True), aggregation=name, settings=settings
+        )
         for step in range(2):
-            x, y = samples(8 * topkube.size(), step)
-            loss_of(model, own_part(x), own_part(y)).backward()
+            x, y = draw_samples(8 * topkube.size(), step)
+            compute_loss(model, take_own_part(x), take_own_part(y)).backward()
             optimizer.step()
         assert optimizer._backward.decisions.is_open == is_left
         optimizer.unwrap()
@@ -290,7 +303,7 @@ def case_algorithms_of_host_memory_are_refused(world: World) -> None:
         DeviceAllReduce(world, CPU).begin(load(find_algorithm("naive")), Request(torch.ones(3)))
 
 
-def case_norms_computed_in_shares_are_those_computed_alone(world: World) -> None:
+def case_norms_that_ranks_compute_in_shares_equal_norms_that_one_rank_computes(world: World) -> None:
     weights = [torch.randn(n, 5, generator=torch.Generator().manual_seed(n)) for n in (3, 400, 1, 77, 20)]
     gradients_ = [weight * 0.1 for weight in weights]
     assert norms(weights, gradients_, parallel=True) == norms(weights, gradients_)
@@ -299,31 +312,31 @@ def case_norms_computed_in_shares_are_those_computed_alone(world: World) -> None
 def case_parallel_lars_takes_the_same_steps(world: World) -> None:
     results = []
     for parallel in (False, True):
-        model = network()
-        optimizer = distributed(model, lambda p, parallel=parallel: LARS(p, lr=0.5, trust=0.02, parallel=parallel))
+        model = build_network()
+        optimizer = build_optimizer(model, lambda p, parallel=parallel: LARS(p, lr=0.5, trust=0.02, parallel=parallel))
         for step in range(4):
-            x, y = samples(8 * topkube.size(), step)
-            loss_of(model, own_part(x), own_part(y)).backward()
+            x, y = draw_samples(8 * topkube.size(), step)
+            compute_loss(model, take_own_part(x), take_own_part(y)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert same_on_all_ranks(weights(model))
-        results.append(weights(model))
+        assert are_equal_on_all_ranks(copy_weights(model))
+        results.append(copy_weights(model))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def case_each_rank_maps_its_share_of_the_layers(world: World) -> None:
-    """The results are those of all layers, but no layer is computed twice."""
+    """Every rank gets the results of all layers, and each layer is computed by one rank only."""
     sizes = [5, 1, 9, 2, 7, 0, 3]
     computed: list[int] = []
 
-    def numbers_of(layers: list[int]) -> list[list[float]]:
+    def compute_numbers(layers: list[int]) -> list[list[float]]:
         computed.extend(layers)
         return [[layer / 3, -layer] for layer in layers]
 
-    alone = parallel_tensor.map(numbers_of, sizes, 2, parallel=False)
+    alone = parallel_tensor.map(compute_numbers, sizes, 2, parallel=False)
     assert computed == list(range(len(sizes)))
     computed.clear()
-    assert parallel_tensor.map(numbers_of, sizes, 2) == alone
+    assert parallel_tensor.map(compute_numbers, sizes, 2) == alone
     assert sorted(layer for ranks in world.comm.allgather(computed) for layer in ranks) == list(range(len(sizes)))
     with pytest.raises(ArgumentError, match="numbers of shape"):
         parallel_tensor.map(lambda layers: [[0.0]] * (len(layers) + 1), sizes)
@@ -337,10 +350,10 @@ def case_parallel_lars_computes_each_norm_once(world: World) -> None:
         computed: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(parallel_tensor, "_local", lambda kind, c=computed: c.append(len(kind)) or local(kind))
-            model = network()
-            optimizer = distributed(model, lambda p, parallel=parallel: LARS(p, lr=0.5, parallel=parallel))
-            x, y = samples(8)
-            loss_of(model, own_part(x), own_part(y)).backward()
+            model = build_network()
+            optimizer = build_optimizer(model, lambda p, parallel=parallel: LARS(p, lr=0.5, parallel=parallel))
+            x, y = draw_samples(8)
+            compute_loss(model, take_own_part(x), take_own_part(y)).backward()
             optimizer.step()
             optimizer.unwrap()
         counts.append(sum(world.comm.allgather(sum(computed))))

@@ -9,8 +9,16 @@ import torch
 from torch import nn
 
 import topkube
-from ranks.device import through_torch
-from ranks.training.scene import distributed, loss_of, network, own_part, same_on_all_ranks, samples, weights
+from ranks.device import exchange_through_torch
+from ranks.training.scene import (
+    are_equal_on_all_ranks,
+    build_network,
+    build_optimizer,
+    compute_loss,
+    copy_weights,
+    draw_samples,
+    take_own_part,
+)
 from topkube import algorithms, collectives
 from topkube.bench import allreduce as bench
 from topkube.bench.bench_arrays import HostArrays
@@ -19,51 +27,51 @@ from topkube.world import World
 NAME = "acme.stride-k"
 
 
-def slow_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def build_slow_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Entries wait for ten steps: a rate that suits dense training would overshoot."""
     return torch.optim.SGD(parameters, lr=0.02)
 
 
 def train(steps: int) -> tuple[list[float], list[torch.Tensor]]:
-    model = network()
-    optimizer = distributed(model, slow_sgd, aggregation=NAME, density=0.1)
+    model = build_network()
+    optimizer = build_optimizer(model, build_slow_sgd, aggregation=NAME, density=0.1)
     losses = []
     for step in range(steps):
-        x, y = samples(8 * topkube.size(), step)
-        loss = loss_of(model, own_part(x), own_part(y))
+        x, y = draw_samples(8 * topkube.size(), step)
+        loss = compute_loss(model, take_own_part(x), take_own_part(y))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(topkube.reduce(loss.item(), "mean")))
     assert optimizer.state_dict()["topkube"]["residuals"]["pieces"], "nothing was kept back"
-    return losses, weights(model)
+    return losses, copy_weights(model)
 
 
 def case_training_with_it_learns_and_keeps_the_weights_of_all_ranks_equal(world: World) -> None:
     losses, final = train(40)
-    assert same_on_all_ranks(final)
+    assert are_equal_on_all_ranks(final)
     assert losses[-1] < 0.5 * losses[0], losses
 
 
 def case_training_with_it_on_a_device_learns_and_keeps_the_weights_of_all_ranks_equal(world: World) -> None:
-    with through_torch():
+    with exchange_through_torch():
         losses, final = train(40)
-    assert same_on_all_ranks(final)
+    assert are_equal_on_all_ranks(final)
     assert losses[-1] < 0.5 * losses[0], losses
 
 
 def case_nothing_is_lost_and_a_nan_changes_no_residual(world: World) -> None:
     length = 10_001
     residual = collectives.new_residual(NAME, length)
-    given, received = np.zeros(length), np.zeros(length)
+    summed, received = np.zeros(length), np.zeros(length)
     for step in range(6):
         x = np.random.default_rng([step, world.rank]).standard_normal(length).astype(np.float32)
-        given += topkube.reduce(x.astype(np.float64))
+        summed += topkube.reduce(x.astype(np.float64))
         received += topkube.allreduce_(x, "sum", NAME, 0.05, residual=residual)
     kept = np.zeros(length)
     start, stop = collectives.residual_range(algorithms.find_algorithm(NAME), world, length)
     kept[start:stop] = residual.current
-    np.testing.assert_allclose(received + topkube.reduce(kept), given, atol=1e-3)
+    np.testing.assert_allclose(received + topkube.reduce(kept), summed, atol=1e-3)
     before = residual.current.tobytes()
     poisoned = np.ones(length, np.float32)
     if world.rank == 0:

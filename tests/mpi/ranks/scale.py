@@ -1,5 +1,5 @@
-"""All parts of a training on many ranks: as 2, 8 and 16 nodes, even and uneven, one after another in the same
-processes, because the start of ranks takes most of the time. `benchmarks/ranks.py` measures the same."""
+"""All parts of a training on many ranks: as 2, 8 and 16 nodes, even and uneven. The same processes run all layouts,
+because the start of ranks takes most of the time. `benchmarks/ranks.py` measures the same parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ from torch import nn
 
 import topkube
 from ranks.counted_messages import count_messages
-from ranks.training.scene import assert_close, distributed, loss_of, network, own_part, samples, sgd
+from ranks.training.scene import (
+    assert_close,
+    build_network,
+    build_optimizer,
+    build_sgd,
+    compute_loss,
+    draw_samples,
+    take_own_part,
+)
 from topkube.collectives.link import measure_machines
 from topkube.errors import CollectiveTimeout
 from topkube.settings import Settings
@@ -38,14 +46,14 @@ class Times:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def of(self, phase: str) -> Iterator[None]:
+    def measure(self, phase: str) -> Iterator[None]:
         """Add the time of the `with` block to `phase`."""
         start = time.perf_counter()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
 
-def layouts(ranks: int) -> dict[str, tuple[int, ...]]:
+def list_layouts(ranks: int) -> dict[str, tuple[int, ...]]:
     """Return the ranks of each node, by a name that describes the layout."""
 
     def spread(nodes: int, uneven: bool) -> tuple[int, ...]:
@@ -71,25 +79,25 @@ def rejoin_as(nodes: tuple[int, ...], deadline_seconds: float = DEADLINE_SECONDS
     return world
 
 
-def check_everywhere(model: nn.Module) -> bool:
+def has_equal_weights_on_all_ranks(model: nn.Module) -> bool:
     """Return True if the hashes show that all ranks have the same bits."""
     own = xxhash.xxh3_64_intdigest(b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters()))
     return bool(topkube.reduce(own % 2**62, "min") == topkube.reduce(own % 2**62, "max"))
 
 
-def broadcast(times: Times) -> None:
+def broadcast_weights(times: Times) -> None:
     """Broadcast the weights of rank 0. All ranks have the same bits afterwards."""
     torch.manual_seed(topkube.rank())
     model = nn.Sequential(nn.Linear(24, 64), nn.BatchNorm1d(64), nn.Linear(64, 1))
-    with times.of("broadcast_parameters"):
+    with times.measure("broadcast_parameters"):
         topkube.broadcast_parameters(model)
-    assert check_everywhere(model)
+    assert has_equal_weights_on_all_ranks(model)
 
 
 def probe(times: Times) -> None:
     """Measure links and memory, as `auto` and `dense` do. The number of messages does not depend on that of ranks."""
     world = topkube.world.current()
-    with count_messages(world) as counted, times.of("measurement of links"):
+    with count_messages(world) as counted, times.measure("measurement of links"):
         measured = measure_machines(world)
     assert measured.memory > 0
     if world.cross_comm is not None:
@@ -101,100 +109,100 @@ def probe(times: Times) -> None:
 def train(times: Times, aggregation: str) -> None:
     """Train for a few steps. The weights are the same on all ranks; with dense aggregation, they are those of one
     process."""
-    x, y = samples(4 * topkube.size())
-    model, reference = network(), network()
-    optimizer = distributed(model, aggregation=aggregation, density=0.05)
-    alone = sgd(reference.parameters())
-    with times.of(f"step, {aggregation}"):
+    x, y = draw_samples(4 * topkube.size())
+    model, reference = build_network(), build_network()
+    optimizer = build_optimizer(model, aggregation=aggregation, density=0.05)
+    alone = build_sgd(reference.parameters())
+    with times.measure(f"step, {aggregation}"):
         for _ in range(STEPS):
-            loss_of(model, own_part(x), own_part(y)).backward()
+            compute_loss(model, take_own_part(x), take_own_part(y)).backward()
             optimizer.step()
             optimizer.zero_grad()
     for _ in range(STEPS):
-        loss_of(reference, x, y).backward()
+        compute_loss(reference, x, y).backward()
         alone.step()
         alone.zero_grad()
     if aggregation == "dense":
         assert_close(model, reference)
-    assert check_everywhere(model)
+    assert has_equal_weights_on_all_ranks(model)
     with torch.no_grad():
-        assert loss_of(model, x, y) < loss_of(network(), x, y)
+        assert compute_loss(model, x, y) < compute_loss(build_network(), x, y)
 
 
-def skip(times: Times) -> None:
+def skip_step(times: Times) -> None:
     """Put a NaN on the last rank only: no rank takes the step."""
-    model = network()
-    optimizer = distributed(model, aggregation="hitopk", density=0.05)
+    model = build_network()
+    optimizer = build_optimizer(model, aggregation="hitopk", density=0.05)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    x, y = samples(8)
+    x, y = draw_samples(8)
     if topkube.rank() == topkube.size() - 1:
         x = x * float("nan")
-    with times.of("step with a NaN on one rank"):
-        loss_of(model, x, y).backward()
+    with times.measure("step with a NaN on one rank"):
+        compute_loss(model, x, y).backward()
         optimizer.step()
     assert (optimizer.steps, optimizer.skipped_steps) == (0, 1)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def run_to(times: Times, directory: str, step: int, phase: str) -> None:
+def run_until(times: Times, directory: str, step: int, phase: str) -> None:
     """Run with checkpoints in `directory`. The run continues where the last run in that directory ended."""
-    model = network()
-    optimizer = distributed(model, aggregation="hitopk", density=0.05)
+    model = build_network()
+    optimizer = build_optimizer(model, aggregation="hitopk", density=0.05)
     settings = Settings(checkpoint_directory=directory, checkpoint_every=1000)
-    with times.of(phase), topkube.checkpointing(model, optimizer, settings=settings) as run:
+    with times.measure(phase), topkube.checkpointing(model, optimizer, settings=settings) as run:
         assert run.step == step - 1, (run.step, step)
-        for x, y in run.progress([samples(4, seed=step)], total=step):
-            loss_of(model, x, y).backward()
+        for x, y in run.progress([draw_samples(4, seed=step)], total=step):
+            compute_loss(model, x, y).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert check_everywhere(model)
+    assert has_equal_weights_on_all_ranks(model)
 
 
-def miss(times: Times, nodes: tuple[int, ...], least_seconds: float = 2.0) -> None:
+def miss_collective(times: Times, nodes: tuple[int, ...], least_seconds: float = 2.0) -> None:
     """Skip a collective on one rank: all others name this rank. The world cannot be used afterwards."""
     world = rejoin_as(nodes, deadline_seconds=max(least_seconds, sum(nodes) / 8))
     absent = world.size // 2 + 1
     topkube.barrier()
-    with times.of("until a missing rank is named"):
+    with times.measure("until a missing rank is named"):
         if world.rank != absent:
             with pytest.raises(CollectiveTimeout) as caught:
                 topkube.allreduce_(torch.ones(1000))
             assert caught.value.missing == (absent,), caught.value
 
 
-def run_path(
+def run_all_parts(
     nodes: tuple[int, ...], directory: str, step: int = 1, aggregations: tuple[str, ...] = ("dense", "hitopk", "naive")
 ) -> dict[str, float]:
     """Run every part but the missing rank, as these nodes. Checkpoints continue from `step` - 1. Return the seconds
     of each phase."""
     times = Times()
-    with times.of("init"):
+    with times.measure("init"):
         rejoin_as(nodes)
-    broadcast(times)
+    broadcast_weights(times)
     probe(times)
     for aggregation in aggregations:
         train(times, aggregation)
-    skip(times)
-    run_to(times, directory, step, "checkpoint" if step == 1 else "resume and checkpoint")
+    skip_step(times)
+    run_until(times, directory, step, "checkpoint" if step == 1 else "resume and checkpoint")
     return times.seconds
 
 
-def leave(world: World, directory: str) -> None:
+def leave_checkpoint(world: World, directory: str) -> None:
     """Write a checkpoint of one step to `directory`, from which other numbers of ranks continue."""
     rejoin_as((1,) * world.size)
-    run_to(Times(), directory, 1, "checkpoint")
+    run_until(Times(), directory, 1, "checkpoint")
 
 
 def run_all_layouts(world: World, directory: str, resumed: str) -> None:
     """Run the path as 2 uneven, 8 uneven and 16 nodes (benchmarks/ranks.py has 2 even nodes too), then resume from the
     checkpoint in `resumed`, which has another number of ranks."""
-    for name, nodes in layouts(world.size).items():
+    for name, nodes in list_layouts(world.size).items():
         if name == "8 uneven nodes":
-            run_path(nodes, f"{directory}/{name}")
+            run_all_parts(nodes, f"{directory}/{name}")
         elif name != "2 nodes":
-            run_path(nodes, f"{directory}/{name}", aggregations=("dense", "hitopk"))
-    run_to(Times(), resumed, 2, "resume")
-    miss(Times(), layouts(world.size)["8 uneven nodes"], least_seconds=8.0)
+            run_all_parts(nodes, f"{directory}/{name}", aggregations=("dense", "hitopk"))
+    run_until(Times(), resumed, 2, "resume")
+    miss_collective(Times(), list_layouts(world.size)["8 uneven nodes"], least_seconds=8.0)
 
 
 def measure_probe(world: World, results: str, *nodes: str) -> None:
@@ -213,8 +221,8 @@ def measure_probe(world: World, results: str, *nodes: str) -> None:
 def measure(world: World, results: str, name: str, directory: str) -> None:
     """Measure the path as one layout. Rank 0 writes the seconds of each phase (of the slowest rank), and the memory
     that a rank uses in addition to the memory at its start."""
-    nodes = layouts(world.size)[name]
-    seconds = run_path(nodes, directory, step=2)
+    nodes = list_layouts(world.size)[name]
+    seconds = run_all_parts(nodes, directory, step=2)
     used, windows = (
         topkube.gather_object(memory.measure_own_memory() - memory.at_start),
         topkube.reduce(topkube.world.current().window.nbytes, "max"),
@@ -230,11 +238,11 @@ def measure(world: World, results: str, name: str, directory: str) -> None:
         "files_per_rank": files_used,
         "cpu_seconds_per_rank": time.process_time(),
     }
-    # The world is out of step afterwards, so MPI cannot end it in order: all leave once all have written how it went.
+    # MPI cannot end a world in which a rank skipped a collective. All ranks leave when all have written their results.
     times, problem = Times(), ""
     try:
-        miss(times, nodes)
-    except BaseException:  # pytest's own failures are no Exceptions
+        miss_collective(times, nodes)
+    except BaseException:  # pytest's own failures do not derive from Exception
         problem = f"rank {world.rank}: {traceback.format_exc()}"
         print(problem, file=sys.stderr, flush=True)
     own = Path(f"{results}.{world.rank}")

@@ -35,7 +35,7 @@ JOB = {
 }
 
 
-def job(algorithm: object) -> TrainingJob:
+def parse_job(algorithm: object) -> TrainingJob:
     return TrainingJob.parse({**JOB, "spec": {**JOB["spec"], "aggregation": {"algorithm": algorithm}}})  # type: ignore[dict-item]
 
 
@@ -117,17 +117,17 @@ def test_the_state_of_a_rank_follows_from_its_scope() -> None:
         ),
     ],
 )
-def test_mistakes_of_a_declaration(changes: dict[str, object], reason: str) -> None:
+def test_mistakes_of_a_declaration_are_refused(changes: dict[str, object], reason: str) -> None:
     with pytest.raises(ArgumentError, match=reason):
         dataclasses.replace(HITOPK, **changes)  # type: ignore[arg-type]
 
 
-def test_a_script_registers_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_registers_its_own_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "_of_script", {})
     own = algorithms.register(dataclasses.replace(HITOPK, name="mine.top"))
     assert algorithms.register(own) is find_algorithm("mine.top") is own
     assert "mine.top" in algorithms.names()
-    assert job("mine.top").spec.aggregation.algorithm == "mine.top"
+    assert parse_job("mine.top").spec.aggregation.algorithm == "mine.top"
     with pytest.raises(ArgumentError, match=r"already an algorithm called 'mine[.]top'"):
         algorithms.register(dataclasses.replace(own, summary="another"))
     with pytest.raises(ArgumentError, match=r"call it PACKAGE\.NAME, such as experiment\.top"):
@@ -136,7 +136,7 @@ def test_a_script_registers_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_installed_algorithm_is_in_the_catalogue_and_in_jobs(site: Path) -> None:
     assert is_foreign("acme.stride-k")
-    assert "is not known here" in list_warnings(job("acme.stride-k"))[0]
+    assert "is not known here" in list_warnings(parse_job("acme.stride-k"))[0]
     install_page(site)
     catalogue._installed.cache_clear()
     assert "acme_topkube" not in sys.modules
@@ -144,18 +144,18 @@ def test_an_installed_algorithm_is_in_the_catalogue_and_in_jobs(site: Path) -> N
     assert "acme_topkube" not in sys.modules, "listing names must not load packages"
     assert find_algorithm("acme.stride-k").on_device
     assert str(algorithms.package_of("acme.stride-k")) == "acme-topkube 1.0"
-    assert list_warnings(job("acme.stride-k")) == []
+    assert list_warnings(parse_job("acme.stride-k")) == []
     with pytest.raises(JobError, match=r"'acme.stridek' is not one of auto, .*did you mean acme.stride-k\?"):
-        job("acme.stridek")
+        parse_job("acme.stridek")
     with pytest.raises(ArgumentError, match=r"did you mean 'acme.stride-k'\?"):
         find_algorithm("acme.stride")
 
 
 def test_names_of_packages_that_are_not_here_are_accepted_if_well_formed() -> None:
-    assert job("other.algorithm-2").spec.aggregation.algorithm == "other.algorithm-2"
+    assert parse_job("other.algorithm-2").spec.aggregation.algorithm == "other.algorithm-2"
     for name in ("other.", ".x", "Other.x", "a.b.c", "other.x\n", "x" * 60 + "." + "y" * 60, "stride-k"):
         with pytest.raises(JobError, match="is not one of auto, dense, "):
-            job(name)
+            parse_job(name)
 
 
 def test_plan_lists_the_algorithm(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_broken_package_is_named_and_spoils_nothing_else(site: Path, text: str
     assert reason in str(raised.value)
     assert raised.value.package == "broken-package"
     with pytest.raises(JobError, match=r"broken-package 0\.3"):
-        job("broken.x")
+        parse_job("broken.x")
     listed, errors = algorithms.load_all()
     assert tuple(listed) == OWN
     assert [error.package for error in errors] == ["broken-package"]

@@ -21,7 +21,7 @@ PROFILE = StepProfile(
 )
 
 
-def row(contender: str, ms: float, rate: str = "1gbit") -> prediction.Row:
+def build_row(contender: str, ms: float, rate: str = "1gbit") -> prediction.Row:
     return {"part": "2x1", "rate": rate, "contender": contender, "ms": ms, "ms_min": ms, "ms_max": ms, "steps": 1,
             "bandwidth": 1.2e8, "latency": 1e-5}  # fmt: skip
 
@@ -31,8 +31,13 @@ def test_a_stored_profile_predicts_the_same() -> None:
     assert prediction.load_profile(stored) == PROFILE
 
 
-def test_predictions_and_errors_of_all_rows() -> None:
-    rows = [row("dense", 400.0), row("hitopk", 330.0), row("dense", 400.0, "100mbit"), row("dear", 390.0)]
+def test_every_row_gets_a_prediction_and_its_error() -> None:
+    rows = [
+        build_row("dense", 400.0),
+        build_row("hitopk", 330.0),
+        build_row("dense", 400.0, "100mbit"),
+        build_row("dear", 390.0),
+    ]
     stored = {"facts": {"processors": 2}, "profiles": {"2x1": dataclasses.asdict(PROFILE)}, "rows": rows}
     prediction.predict_rows(stored)
     assert rows[0]["predicted_ms"] > rows[1]["predicted_ms"] > 300

@@ -32,21 +32,21 @@ SCRIPT = machine.ROOT / "benchmarks" / "gpu.py"
 def test_rows_are_written_at_once_and_measured_once(tmp_path: Path) -> None:
     path, calls = tmp_path / "rows.jsonl", []
 
-    def work(name: str) -> dict[str, object]:
+    def measure(name: str) -> dict[str, object]:
         calls.append(name)
         if calls.count("b") == 1 and name == "b":
             raise RuntimeError("the device is full")
         return {"ms": 1.0}
 
     first = Rows(path)
-    first.measure("a", lambda: work("a"))
+    first.measure("a", lambda: measure("a"))
     assert [row["key"] for row in read(path)] == ["a"]
-    assert "device is full" in str(first.measure("b", lambda: work("b")))
+    assert "device is full" in str(first.measure("b", lambda: measure("b")))
     with path.open("a") as file:
         file.write('{"key": "c", "ms"')  # the machine was taken away
     again = Rows(path)
     for name in "abc":
-        again.measure(name, lambda name=name: work(name))
+        again.measure(name, lambda name=name: measure(name))
     assert calls == ["a", "b", "b", "c"]
     assert sorted(row["key"] for row in read(path) if "error" not in row) == ["a", "b", "c"]
 
@@ -125,7 +125,7 @@ def test_a_program_that_runs_too_long_is_killed_with_its_children(tmp_path: Path
     status, _ = run_group(["bash", "-c", script], 3)
     assert status is None
     number = int(child.read_text())
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         stat = Path(f"/proc/{number}/stat")
         try:
@@ -133,7 +133,7 @@ def test_a_program_that_runs_too_long_is_killed_with_its_children(tmp_path: Path
                 break
         except OSError:
             break
-        os.sched_yield()
+        time.sleep(0.01)
     else:
         pytest.fail("the child of the killed program still runs")
 

@@ -15,11 +15,11 @@ from topkube.training.checkpoint import CheckpointStore
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def build_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def build_training(width: int = 64, make: Make = sgd) -> tuple[nn.Module, topkube.DistributedOptimizer]:
+def build_training(width: int = 64, make: Make = build_sgd) -> tuple[nn.Module, topkube.DistributedOptimizer]:
     topkube.init()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, width), nn.Tanh(), nn.Linear(width, 1))
@@ -31,7 +31,7 @@ def train(
     directory: Path,
     steps: int,
     width: int = 64,
-    make: Make = sgd,
+    make: Make = build_sgd,
     pair: tuple[nn.Module, topkube.DistributedOptimizer] | None = None,
     more: dict[str, object] | None = None,
     **settings: object,
@@ -58,7 +58,7 @@ def open_store(directory: Path, attempt: int = 1, job: str = "", keep: int = 2) 
 
 
 def claim_store(directory: Path, **options: int) -> CheckpointStore:
-    """A store that has claimed `directory`."""
+    """Return a store that has claimed `directory`."""
     store_of_run = open_store(directory, **options)  # type: ignore[arg-type]
     store_of_run.claim()
     return store_of_run

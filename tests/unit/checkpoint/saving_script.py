@@ -27,7 +27,7 @@ _CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir"}
 
 
 def train(directory: Path, report: Callable[[dict[str, Any]], None]) -> None:
-    """A run with residuals, dropout, momentum and a position in the data; keeps one checkpoint. Tells each step."""
+    """Train with residuals, dropout, momentum and a position in the data; keep one checkpoint. Report each step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 64), nn.Dropout(0.2), nn.Tanh(), nn.Linear(64, 1))
     plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -45,20 +45,20 @@ def train(directory: Path, report: Callable[[dict[str, Any]], None]) -> None:
             optimizer.step()
             optimizer.zero_grad()
             report({"done": run.step + 1})
-    state = [*model.parameters(), *(value for _, value in pieces(optimizer)), sampler.position, sampler.epoch]
-    report({"digest": hashlib.sha256(b"".join(map(as_bytes, state))).hexdigest()})
+    state = [*model.parameters(), *(value for _, value in list_pieces(optimizer)), sampler.position, sampler.epoch]
+    report({"digest": hashlib.sha256(b"".join(map(view_bytes, state))).hexdigest()})
 
 
-def pieces(optimizer: topkube.DistributedOptimizer) -> list[tuple[int, torch.Tensor]]:
+def list_pieces(optimizer: topkube.DistributedOptimizer) -> list[tuple[int, torch.Tensor]]:
     residuals = optimizer.state_dict()["topkube"]["residuals"]["pieces"]
     return [piece for name in sorted(residuals) for piece in residuals[name]]
 
 
-def as_bytes(value: torch.Tensor | int) -> bytes:
+def view_bytes(value: torch.Tensor | int) -> bytes:
     return value.detach().numpy().tobytes() if isinstance(value, torch.Tensor) else str(value).encode()
 
 
-def forked(directory: Path, killed_before: int = 0) -> tuple[bool, dict[str, Any]]:
+def run_forked(directory: Path, killed_before: int = 0) -> tuple[bool, dict[str, Any]]:
     """Return True if the run was killed, and its last report of each kind."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -101,12 +101,12 @@ def main(place: Path) -> None:
     topkube.init()
     torch.set_num_threads(1)
     warm_up()
-    _, whole = forked(place / "whole")
+    _, whole = run_forked(place / "whole")
     number, killed = 0, True
     while killed:
         number += 1
-        killed, before = forked(place / str(number), number)
-        _, after = forked(place / str(number))
+        killed, before = run_forked(place / str(number), number)
+        _, after = run_forked(place / str(number))
         entry = {
             "number": number,
             "killed": killed,

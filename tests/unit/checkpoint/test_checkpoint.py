@@ -73,12 +73,12 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.fixture
-def no_lag(monkeypatch: pytest.MonkeyPatch) -> None:
+def prompt_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Storage that shows new files at once."""
     monkeypatch.setattr(state_file, "SEEN_WITHIN_SECONDS", 0.0)
 
 
-@pytest.mark.usefixtures("no_lag")
+@pytest.mark.usefixtures("prompt_storage")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     damage: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -104,7 +104,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     ]
 
 
-@pytest.mark.usefixtures("no_lag")
+@pytest.mark.usefixtures("prompt_storage")
 def test_a_run_with_damaged_checkpoints_only_does_not_start_from_the_beginning(tmp_path: Path) -> None:
     train(tmp_path, 4)
     for path in tmp_path.glob("step-*/shared.pt"):
@@ -179,7 +179,7 @@ def test_claims_do_not_pile_up(tmp_path: Path) -> None:
 
 @contextmanager
 def limit_file_size(size: int) -> Iterator[None]:
-    """The kernel refuses to let a file grow further, as a full disk would."""
+    """Let the kernel refuse to grow a file further, as a full disk would."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -223,12 +223,12 @@ def test_training_continues_if_the_disk_refuses_a_checkpoint(
 
 
 def call_after(function: Callable[..., object], after: Callable[[], object]) -> Callable[..., object]:
-    def wrapped(*arguments: object) -> object:
+    def call_both(*arguments: object) -> object:
         result = function(*arguments)
         after()
         return result
 
-    return wrapped
+    return call_both
 
 
 def find_living_runs() -> list[Run]:
@@ -282,7 +282,7 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_that_is_killed_while_saving_continues_bit_for_bit(tmp_path: Path) -> None:
     """SIGKILL before each change of the directory: at most the save under way is lost, and the end is the same. Every
-    step is saved; the save of the step before the last one that was told may be under way when the kill comes."""
+    step is saved; the save of the step before the last reported step may be under way when the kill comes."""
     ended = subprocess.run(
         [sys.executable, str(KILLED), str(tmp_path)], capture_output=True, text=True, timeout=280, check=False
     )

@@ -56,7 +56,7 @@ def begin(to: CheckpointStore, step: int) -> None:
     to.begin(step, lambda: {"value": torch.tensor(float(step))}, {"residuals": {}})
 
 
-def batches(run: topkube.training.Run, model: torch.nn.Module, optimizer: Any, total: int) -> Iterator[int]:
+def train_steps(run: topkube.training.Run, model: torch.nn.Module, optimizer: Any, total: int) -> Iterator[int]:
     """Train, and yield the number of each step after its update."""
     for x in run.progress([torch.ones(4, 20)] * total):
         model(x).square().mean().backward()
@@ -72,7 +72,7 @@ def test_training_continues_while_a_checkpoint_is_written_and_the_checkpoint_is_
     wanted: dict[str, torch.Tensor] = {}
     settings = Settings(checkpoint_directory=str(tmp_path), checkpoint_every=5, checkpoint_keep=9)
     with topkube.checkpointing(model, optimizer, settings=settings) as run:
-        for step in batches(run, model, optimizer, 9):
+        for step in train_steps(run, model, optimizer, 9):
             if step == 5:
                 wanted = {name: value.clone() for name, value in model.state_dict().items()}
             if step == 9:
@@ -156,7 +156,7 @@ def test_a_script_that_fails_leaves_no_thread_and_publishes_nothing(tmp_path: Pa
 
     def fail() -> None:
         with topkube.checkpointing(model, optimizer, settings=settings) as run:
-            for step in batches(run, model, optimizer, 9):
+            for step in train_steps(run, model, optimizer, 9):
                 if step == 2:
                     gate.opened.set()
                     raise KeyError("the script's own")
@@ -192,17 +192,17 @@ def test_residuals_in_a_state_dict_are_copies(monkeypatch: pytest.MonkeyPatch) -
         plain, model.named_parameters(), aggregation="hitopk", density=0.05, warmup_steps=0
     )
 
-    def step(number: int) -> None:
+    def train_step(number: int) -> None:
         model(torch.full((2, 40), float(number))).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    step(1)
+    train_step(1)
     pieces = optimizer.state_dict()["topkube"]["residuals"]["pieces"]
     before = {name: [values.clone() for _, values in entries] for name, entries in pieces.items()}
     assert any(values.any() for entries in before.values() for values in entries)
     for number in range(2, 6):
-        step(number)
+        train_step(number)
     for name, entries in pieces.items():
         assert all(torch.equal(values, was) for (_, values), was in zip(entries, before[name], strict=True))
 
@@ -242,7 +242,7 @@ def test_without_memory_for_a_copy_training_waits_for_the_checkpoint(
     model, optimizer = build_training()
     settings = Settings(checkpoint_directory=str(tmp_path), checkpoint_every=2, checkpoint_keep=9)
     with topkube.checkpointing(model, optimizer, settings=settings) as run:
-        seen = [(step, len(list_names(tmp_path, "step-*"))) for step in batches(run, model, optimizer, 5)]
+        seen = [(step, len(list_names(tmp_path, "step-*"))) for step in train_steps(run, model, optimizer, 5)]
     assert seen == [(1, 0), (2, 0), (3, 1), (4, 1), (5, 2)]
     assert capfd.readouterr().err.count("host memory has no room for a copy") == 1
 
@@ -281,7 +281,7 @@ def test_training_that_waits_for_slow_storage_prints_one_message(
     model, optimizer = build_training()
     settings = Settings(checkpoint_directory=str(tmp_path), checkpoint_every=1, checkpoint_keep=9)
     with topkube.checkpointing(model, optimizer, settings=settings) as run:
-        assert list(batches(run, model, optimizer, 4)) == [1, 2, 3, 4]
+        assert list(train_steps(run, model, optimizer, 4)) == [1, 2, 3, 4]
     output = capfd.readouterr().err
     assert output.count("training waited") == 1
     assert "Next: raise spec.checkpoint.everySteps" in output

@@ -69,7 +69,7 @@ LEAVES = st.one_of(
 )
 
 
-def containers(inside: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def build_containers(inside: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     lists, pairs = st.lists(inside, max_size=4), st.dictionaries(KEYS, inside, max_size=4)
     keys = st.lists(KEYS, max_size=4)
     return st.one_of(
@@ -87,7 +87,7 @@ def containers(inside: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     )
 
 
-STATES = st.dictionaries(TEXT, st.recursive(LEAVES, containers, max_leaves=12), max_size=4)
+STATES = st.dictionaries(TEXT, st.recursive(LEAVES, build_containers, max_leaves=12), max_size=4)
 
 
 def assert_same(a: Any, b: Any) -> None:
@@ -200,18 +200,18 @@ def test_a_scheduler_with_a_numpy_learning_rate_and_a_tracker_come_back(tmp_path
         "where": Path("runs/1"),
     }
 
-    def training_state() -> tuple[Any, Any, Tracker]:
+    def build_state() -> tuple[Any, Any, Tracker]:
         pair = build_training()
         scheduler = torch.optim.lr_scheduler.LambdaLR(pair[1], lambda epoch: np.cos(epoch / 100))
         return pair, scheduler, Tracker({})
 
-    pair, scheduler, tracker = training_state()
+    pair, scheduler, tracker = build_state()
     tracker.state = kept
     for _ in range(3):
         scheduler.step()
     train(tmp_path, 3, pair=pair, more={"scheduler": scheduler, "tracker": tracker})
     assert isinstance(pair[1].param_groups[0]["lr"], np.floating), "this is what could not be loaded"
-    resumed, again, its_tracker = training_state()
+    resumed, again, its_tracker = build_state()
     assert train(tmp_path, 3, pair=resumed, more={"scheduler": again, "tracker": its_tracker}).step == 3
     assert_same(its_tracker.state, kept)
     assert again.get_last_lr() == scheduler.get_last_lr()

@@ -20,29 +20,29 @@ from topkube.training.batches.generators import check_generators, generators, se
 Parameters = list[nn.Parameter]
 
 
-def adam(parameters: Parameters) -> torch.optim.Optimizer:
+def build_adam(parameters: Parameters) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
 
-def adamw(parameters: Parameters) -> torch.optim.Optimizer:
+def build_adamw(parameters: Parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-def plain_sgd(parameters: Parameters) -> torch.optim.Optimizer:
+def build_plain_sgd(parameters: Parameters) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def masters(parameters: Parameters) -> torch.optim.Optimizer:
+def build_masters(parameters: Parameters) -> torch.optim.Optimizer:
     return topkube.training.MasterWeights(torch.optim.SGD(parameters, lr=0.1))
 
 
 @pytest.mark.parametrize(
     ("first", "then", "was", "now"),
     [
-        (adam, plain_sgd, "Adam", "SGD"),
-        (adam, adamw, "Adam", "AdamW"),
-        (plain_sgd, adam, "SGD", "Adam"),
-        (masters, plain_sgd, "MasterWeights(SGD)", "SGD"),
+        (build_adam, build_plain_sgd, "Adam", "SGD"),
+        (build_adam, build_adamw, "Adam", "AdamW"),
+        (build_plain_sgd, build_adam, "SGD", "Adam"),
+        (build_masters, build_plain_sgd, "MasterWeights(SGD)", "SGD"),
     ],
 )
 def test_the_state_of_another_optimizer_is_refused_by_name(

@@ -165,7 +165,7 @@ def test_folders_that_are_not_ours_are_not_swept(tmp_path: Path) -> None:
 # Thousands of ranks
 
 
-def test_the_files_of_4096_ranks_are_looked_at_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_of_4096_ranks_are_listed_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {f"rank-{rank:05d}.pt": FileDigest(3, 0) for rank in range(4096)}
     for name in files:
         (tmp_path / name).write_bytes(b"abc")
@@ -173,7 +173,7 @@ def test_the_files_of_4096_ranks_are_looked_at_together(tmp_path: Path, monkeypa
     (tmp_path / "rank-00007.pt").write_bytes(b"a")  # another node's file that grows
     scans, scandir = 0, os.scandir
 
-    def counted(path: Path) -> object:
+    def count_and_scan(path: Path) -> object:
         nonlocal scans
         scans += path == tmp_path  # threads of other tests may read other folders
         return scandir(path)
@@ -183,7 +183,7 @@ def test_the_files_of_4096_ranks_are_looked_at_together(tmp_path: Path, monkeypa
         if scans == 2:
             (tmp_path / "unseen").rename(tmp_path / "rank-04000.pt")
 
-    monkeypatch.setattr(save_module.os, "scandir", counted)
+    monkeypatch.setattr(save_module.os, "scandir", count_and_scan)
     monkeypatch.setattr(save_module.time, "sleep", appear)
     await_files(tmp_path, files)
     assert scans == 3

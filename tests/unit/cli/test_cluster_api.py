@@ -7,72 +7,16 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from cluster_answers import Answer, Answers, build_status, write_kubeconfig
 
 from topkube.cli.app import run_app
 from topkube.cli.cluster.api import Where, connect
 from topkube.errors import ClusterError
-
-Answer = tuple[int, bytes, dict[str, str]]
-Answers = Callable[[str, str], Answer]
-
-
-def status(code: int, message: str, **details: Any) -> Answer:
-    body = {"kind": "Status", "code": code, "message": message, "details": details}
-    return code, json.dumps(body).encode(), {}
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Callable[[Answers], Path]]:
-    """Start a server that answers by (method, path). Return a kubeconfig for it."""
-    started: list[ThreadingHTTPServer] = []
-
-    def start(answers: Answers) -> Path:
-        class Handler(BaseHTTPRequestHandler):
-            def _answer(self) -> None:
-                self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                code, body, headers = answers(self.command, self.path)
-                self.send_response(code)
-                for name, value in {"Content-Length": str(len(body)), **headers}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
-
-            do_GET = do_PATCH = do_DELETE = do_POST = _answer
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        http.daemon_threads = True
-        started.append(http)
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        return kubeconfig(tmp_path / "config", f"http://127.0.0.1:{http.server_address[1]}")
-
-    yield start
-    for http in started:
-        http.shutdown()
-        http.server_close()
-
-
-def kubeconfig(path: Path, address: str, **context: str) -> Path:
-    data = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "clusters": [{"name": "c", "cluster": {"server": address}}],
-        "users": [{"name": "u", "user": {"token": "secret"}}],
-        "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u", **context}}],
-        "current-context": "here",
-    }
-    path.write_text(yaml.safe_dump(data))
-    return path
-
 
 REFUSALS: list[tuple[Answer, list[str]]] = [
     (
@@ -80,20 +24,20 @@ REFUSALS: list[tuple[Answer, list[str]]] = [
         ["this cluster does not know TrainingJobs", "TopKube is not installed in it", "kubectl apply -f manifests/"],
     ),
     (
-        status(403, "trainingjobs is forbidden: no", group="topkube.dev", kind="trainingjobs"),
+        build_status(403, "trainingjobs is forbidden: no", group="topkube.dev", kind="trainingjobs"),
         ["trainingjobs is forbidden: no", "ClusterRole topkube-edit", "auth can-i get trainingjobs.topkube.dev -n n"],
     ),
-    (status(401, "Unauthorized"), ["the cluster does not know who you are", "kubectl config get-contexts"]),
-    (status(500, "etcdserver: request timed out"), ["etcdserver: request timed out"]),
+    (build_status(401, "Unauthorized"), ["the cluster does not know who you are", "kubectl config get-contexts"]),
+    (build_status(500, "etcdserver: request timed out"), ["etcdserver: request timed out"]),
     ((200, b"<html>", {}), ["sends a response that is not JSON", "kubectl config view --minify"]),
 ]
 
 
 @pytest.mark.parametrize(("answer", "words"), REFUSALS)
 def test_refusals_contain_the_next_step(
-    server: Callable[[Answers], Path], answer: Answer, words: list[str], capsys: pytest.CaptureFixture[str]
+    start_server: Callable[[Answers], Path], answer: Answer, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = server(lambda method, path: answer)
+    config = start_server(lambda method, path: answer)
     assert run_app(["status", "-n", "n", "--kubeconfig", str(config)]) == 1
     output = capsys.readouterr().err
     assert output.startswith("error: ")
@@ -101,8 +45,8 @@ def test_refusals_contain_the_next_step(
         assert word in output
 
 
-def test_a_cluster_that_does_not_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = kubeconfig(tmp_path / "config", "http://127.0.0.1:1")
+def test_a_cluster_that_does_not_answer_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_kubeconfig(tmp_path / "config", "http://127.0.0.1:1")
     assert run_app(["status", "--kubeconfig", str(config)]) == 1
     output = capsys.readouterr().err
     assert "the cluster at http://127.0.0.1:1 does not answer" in output
@@ -120,7 +64,7 @@ def test_a_cluster_that_does_not_answer(tmp_path: Path, capsys: pytest.CaptureFi
         ("apiVersion: v1\nkind: Config\ncurrent-context: gone\ncontexts: []\nclusters: []\nusers: []\n", "kubeconfig"),
     ],
 )
-def test_a_kubeconfig_of_no_use(
+def test_an_unusable_kubeconfig_is_reported(
     content: str | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "config"
@@ -137,30 +81,30 @@ def test_a_kubeconfig_of_no_use(
 
 
 def test_the_namespace_is_the_contexts_unless_given(tmp_path: Path) -> None:
-    config = kubeconfig(tmp_path / "config", "http://127.0.0.1:1", namespace="team")
+    config = write_kubeconfig(tmp_path / "config", "http://127.0.0.1:1", namespace="team")
     assert connect(Where(kubeconfig=config)).namespace == "team"
     assert connect(Where(kubeconfig=config, namespace="other")).namespace == "other"
     with pytest.raises(ClusterError, match="known: here"):
         connect(Where(kubeconfig=config, context="there"))
 
 
-def test_warnings_of_the_server_are_shown(server: Callable[[Answers], Path], tmp_path: Path, capsys: Any) -> None:
+def test_warnings_of_the_server_are_shown(start_server: Callable[[Answers], Path], tmp_path: Path, capsys: Any) -> None:
     file = Path(__file__).parents[3] / "manifests" / "samples" / "char-gpt.yaml"
     stored = {"metadata": {"name": "char-gpt", "resourceVersion": "1"}, "spec": {}}
 
     def answer(method: str, path: str) -> Answer:
         if method == "GET":
-            return status(404, "not found", name="char-gpt", kind="trainingjobs")
+            return build_status(404, "not found", name="char-gpt", kind="trainingjobs")
         return 201, json.dumps(stored).encode(), {"Warning": '299 - "a \\"tag\\" is missing"'}
 
-    assert run_app(["submit", str(file), "--kubeconfig", str(server(answer))]) == 0
+    assert run_app(["submit", str(file), "--kubeconfig", str(start_server(answer))]) == 0
     output = capsys.readouterr()
     assert output.out == "trainingjob.topkube.dev/char-gpt created\n"
     assert output.err == 'warning: a "tag" is missing\n'
 
 
 def test_logs_of_a_launcher_in_the_pod_of_worker_0_have_its_own_name(
-    server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+    start_server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     labels = {"topkube.dev/job-name": "j", "topkube.dev/worker-index": "0", "topkube.dev/attempt": "1"}
     names = ("main", "side", "launcher")
@@ -181,7 +125,7 @@ def test_logs_of_a_launcher_in_the_pod_of_worker_0_have_its_own_name(
             return 200, json.dumps({"items": [former, pod]}).encode(), {}
         return 200, json.dumps({"metadata": {"name": "j", "uid": "new"}, "status": {"phase": "Succeeded"}}).encode(), {}
 
-    config = str(server(answer))
+    config = str(start_server(answer))
     assert run_app(["logs", "j", "--kubeconfig", config]) == 0
     assert capsys.readouterr().out == "[worker0] by main\n[launcher] by launcher\n"
     assert run_app(["logs", "j", "--worker", "0", "--kubeconfig", config]) == 0
@@ -189,7 +133,7 @@ def test_logs_of_a_launcher_in_the_pod_of_worker_0_have_its_own_name(
 
 
 def test_a_log_stream_that_breaks_continues_where_it_was(
-    server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+    start_server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The second stream begins with the second of the last line: what was shown is not shown again, nothing is lost."""
     first = b"2025-01-01T00:00:01.1Z [rank 0] a\n2025-01-01T00:00:02.2Z [rank 0] b\n2025-01-01T00:00:02.2Z [rank 0] c\n"
@@ -217,26 +161,26 @@ def test_a_log_stream_that_breaks_continues_where_it_was(
             return 200, json.dumps({"type": "MODIFIED", "object": job}).encode() + b"\n", {}
         return 200, json.dumps(job).encode(), {}
 
-    assert run_app(["logs", "j", "--kubeconfig", str(server(answer))]) == 0
+    assert run_app(["logs", "j", "--kubeconfig", str(start_server(answer))]) == 0
     assert capsys.readouterr().out.split() == [word for letter in "abcde" for word in ("[worker0.rank0]", letter)]
     assert "sinceTime=2025-01-01T00%3A00%3A02.2Z" in requests[1]
 
 
 PASSING: dict[str, Answer] = {
-    "it starts, and has no paths yet": status(
+    "it starts, and has no paths yet": build_status(
         503, "the request has been made before all known HTTP paths have been installed"
     ),
     "it starts, and does not know TrainingJobs yet": (404, b"404 page not found\n", {}),
-    "it has lost its leader": status(500, "etcdserver: leader changed"),
-    "it has too much to do": status(429, "Too many requests, please try again later."),
+    "it has lost its leader": build_status(500, "etcdserver: leader changed"),
+    "it has too much to do": build_status(429, "Too many requests, please try again later."),
     "it is killed while it answers": (200, b"{", {"Content-Length": "100", "Connection": "close"}),
 }
 
 
 @pytest.mark.parametrize("answer", PASSING.values(), ids=PASSING)
 @pytest.mark.parametrize("command", ["submit --wait", "logs", "status --watch"])
-def test_who_waits_for_a_job_outlives_a_restart_of_the_api_server(
-    server: Callable[[Answers], Path], command: str, answer: Answer, capsys: pytest.CaptureFixture[str]
+def test_commands_that_wait_for_a_job_survive_a_restart_of_the_api_server(
+    start_server: Callable[[Answers], Path], command: str, answer: Answer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = Path(__file__).parents[3] / "manifests" / "samples" / "char-gpt.yaml"
     requests = {"watch": 0, "bad": 0}
@@ -255,7 +199,7 @@ def test_who_waits_for_a_job_outlives_a_restart_of_the_api_server(
         return 200, json.dumps(job).encode(), {}
 
     words = [*command.split(), str(file) if command.startswith("submit") else "char-gpt"]
-    code = run_app([*words, "--kubeconfig", str(server(respond))])
+    code = run_app([*words, "--kubeconfig", str(start_server(respond))])
     output = capsys.readouterr()
     assert (code, requests["bad"]) == (0, 2), output.err
     assert "deleted" not in output.err
@@ -263,7 +207,7 @@ def test_who_waits_for_a_job_outlives_a_restart_of_the_api_server(
 
 
 def test_a_job_that_is_deleted_meanwhile_is_reported_as_deleted(
-    server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+    start_server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[str] = []
 
@@ -274,15 +218,15 @@ def test_a_job_that_is_deleted_meanwhile_is_reported_as_deleted(
             return 200, json.dumps({"items": []}).encode(), {}
         seen.append(path)
         if len(seen) > 2:
-            return status(404, 'trainingjobs.topkube.dev "j" not found', name="j", kind="trainingjobs")
+            return build_status(404, 'trainingjobs.topkube.dev "j" not found', name="j", kind="trainingjobs")
         return 200, json.dumps({"metadata": {"name": "j", "uid": "u"}, "status": {"phase": "Running"}}).encode(), {}
 
-    assert run_app(["logs", "j", "--kubeconfig", str(server(answer))]) == 1
+    assert run_app(["logs", "j", "--kubeconfig", str(start_server(answer))]) == 1
     assert "the job j was deleted" in capsys.readouterr().err
 
 
 def test_submit_follows_no_longer_than_the_timeout(
-    server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+    start_server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = Path(__file__).parents[3] / "manifests" / "samples" / "char-gpt.yaml"
 
@@ -294,29 +238,29 @@ def test_submit_follows_no_longer_than_the_timeout(
         job = {"metadata": {"name": "char-gpt", "uid": "u"}, "status": {"phase": "Running"}}
         return 200, json.dumps(job).encode(), {}
 
-    words = ["submit", "--follow", "--timeout", "1", str(file), "--kubeconfig", str(server(answer))]
+    words = ["submit", "--follow", "--timeout", "1", str(file), "--kubeconfig", str(start_server(answer))]
     assert run_app(words) == 124
     assert "char-gpt is still Running after 1 s and continues" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "delete"])
 def test_an_empty_name_is_refused(
-    server: Callable[[Answers], Path], command: str, capsys: pytest.CaptureFixture[str]
+    start_server: Callable[[Answers], Path], command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A shell variable that is not set gives an empty name; the path would name all jobs."""
+    """A shell variable that is not set becomes an empty name; the path would name all jobs."""
     requests: list[str] = []
 
     def answer(method: str, path: str) -> Answer:
         requests.append(method)
         return 200, json.dumps({"items": []}).encode(), {}
 
-    assert run_app([command, "", "--kubeconfig", str(server(answer))]) == 1
+    assert run_app([command, "", "--kubeconfig", str(start_server(answer))]) == 1
     assert "the job's name is empty" in capsys.readouterr().err
     assert requests == []
 
 
 def test_a_job_of_more_workers_than_streams_is_followed_in_part(
-    server: Callable[[Answers], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    start_server: Callable[[Answers], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("topkube.cli.cluster.logs.MOST_STREAMS", 2)
     requests: set[str] = set()
@@ -341,7 +285,7 @@ def test_a_job_of_more_workers_than_streams_is_followed_in_part(
             waiting.wait(3)
             return 200, b"2025-01-01T00:00:01Z said\n", {}
         if "/pods/" in path:
-            return status(404, "gone", name="p", kind="pods")
+            return build_status(404, "gone", name="p", kind="pods")
         if "/pods?" in path:
             return 200, json.dumps({"items": pods}).encode(), {}
         job = {"metadata": {"name": "j", "uid": "u"}, "status": {"phase": "Succeeded" if is_last else "Running"}}
@@ -349,20 +293,20 @@ def test_a_job_of_more_workers_than_streams_is_followed_in_part(
             return 200, json.dumps({"type": "MODIFIED", "object": job}).encode() + b"\n", {}
         return 200, json.dumps(job).encode(), {}
 
-    assert run_app(["logs", "j", "--kubeconfig", str(server(answer))]) == 0
+    assert run_app(["logs", "j", "--kubeconfig", str(start_server(answer))]) == 0
     output = capsys.readouterr()
     assert "the first 2 containers are followed; choose others: --worker INDEX" in output.err
     assert output.out.count("said") >= 2
 
 
-def a_job(phase: str, **spec: Any) -> dict[str, Any]:
+def build_job(phase: str, **spec: Any) -> dict[str, Any]:
     progress = {"step": 700, "checkpointStep": 500, "checkpointAt": "2026-01-01T00:00:00Z"}
     stored = {"workers": 2, "checkpoint": {"claimName": "c"}, **spec}
     return {"metadata": {"name": "j", "uid": "u"}, "spec": stored, "status": {"phase": phase, "progress": progress}}
 
 
 def test_suspend_waits_for_the_pods_and_names_the_last_checkpoint(
-    server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+    start_server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls: list[str] = []
 
@@ -371,9 +315,9 @@ def test_suspend_waits_for_the_pods_and_names_the_last_checkpoint(
         if "/pods" in path:
             left = [{"metadata": {"name": "p"}}] if calls.count("GET") < 6 else []
             return 200, json.dumps({"items": left}).encode(), {}
-        return 200, json.dumps(a_job("Suspended" if "PATCH" in calls else "Running")).encode(), {}
+        return 200, json.dumps(build_job("Suspended" if "PATCH" in calls else "Running")).encode(), {}
 
-    config = server(answer)
+    config = start_server(answer)
     assert run_app(["suspend", "j", "--kubeconfig", str(config)]) == 0
     output = capsys.readouterr().out
     assert output.startswith("trainingjob.topkube.dev/j suspended; its newest checkpoint is of step 500, ")
@@ -400,15 +344,15 @@ def test_suspend_outlives_a_restart_of_the_api_server(
 
 
 def test_resume_names_the_step_and_changes_nothing_twice(
-    server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+    start_server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job, calls = a_job("Suspended", runPolicy={"suspend": True}), list[str]()
+    job, calls = build_job("Suspended", runPolicy={"suspend": True}), list[str]()
 
     def answer(method: str, path: str) -> Answer:
         calls.append(method)
         return 200, json.dumps(job).encode(), {}
 
-    config = str(server(answer))
+    config = str(start_server(answer))
     assert run_app(["resume", "j", "--kubeconfig", config]) == 0
     assert "resumed; it continues from the checkpoint of step 500" in capsys.readouterr().out
     job["spec"] = {"workers": 2, "runPolicy": {"suspend": False}}
@@ -417,7 +361,9 @@ def test_resume_names_the_step_and_changes_nothing_twice(
     assert calls.count("PATCH") == 1
 
 
-def test_a_finished_job_is_not_suspended(server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]) -> None:
-    config = server(lambda method, path: (200, json.dumps(a_job("Succeeded")).encode(), {}))
+def test_a_finished_job_is_not_suspended(
+    start_server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = start_server(lambda method, path: (200, json.dumps(build_job("Succeeded")).encode(), {}))
     assert run_app(["suspend", "j", "--kubeconfig", str(config)]) == 1
     assert "the job j is Succeeded: a finished job cannot be suspended" in capsys.readouterr().err

@@ -15,14 +15,14 @@ SPEC: dict[str, Any] = {"workers": 2, "slotsPerWorker": 2, "runPolicy": {"backof
 WORDS = "this cannot be changed in a job that exists:\n  - spec.workers: cannot be changed from 2 to 9: delete the job."
 
 
-def condition(kind: str, status: str, reason: str, message: str) -> dict[str, str]:
+def build_condition(kind: str, status: str, reason: str, message: str) -> dict[str, str]:
     return {
         "type": kind, "status": status, "reason": reason, "message": message,
         "lastTransitionTime": "2026-01-01T00:00:00Z",
     }  # fmt: skip
 
 
-def job(phase: str, *conditions: dict[str, str], spec: Any = None, **status: Any) -> dict[str, Any]:
+def build_job(phase: str, *conditions: dict[str, str], spec: Any = None, **status: Any) -> dict[str, Any]:
     metadata = {"name": "j", "namespace": "team", "generation": 2, "creationTimestamp": "2026-01-01T00:00:00Z"}
     known = {"phase": phase, "observedGeneration": 2, "conditions": list(conditions), **status}
     return {"metadata": metadata, "spec": spec or SPEC, "status": known}
@@ -33,9 +33,9 @@ def report_lines(stored: dict[str, Any]) -> list[str]:
 
 
 def test_a_refused_change_comes_first_and_the_accepted_spec_is_shown() -> None:
-    stored = job(
+    stored = build_job(
         "Running",
-        condition("Failed", "False", "ChangeRefused", WORDS),
+        build_condition("Failed", "False", "ChangeRefused", WORDS),
         spec={**SPEC, "workers": 9, "slotsPerWorker": 5},
         acceptedSpec=SPEC,
     )
@@ -43,11 +43,13 @@ def test_a_refused_change_comes_first_and_the_accepted_spec_is_shown() -> None:
     at = next(number for number, line in enumerate(shown) if "the job follows status.acceptedSpec" in line)
     assert "spec.workers: cannot be changed from 2 to 9" in shown[at + 1]
     assert any("0/2 ready, 2 ranks each" in line for line in shown)
-    assert not any("ChangeRefused" in line for line in shown[at + 1 :]), "said once"
+    assert not any("ChangeRefused" in line for line in shown[at + 1 :]), "the refusal is shown once"
 
 
 def test_messages_of_several_lines_do_not_break_the_table() -> None:
-    shown = report_lines(job("Failed", condition("Failed", "True", "InvalidSpec", "two mistakes:\n  - a\n  - b")))
+    shown = report_lines(
+        build_job("Failed", build_condition("Failed", "True", "InvalidSpec", "two mistakes:\n  - a\n  - b"))
+    )
     assert [line for line in shown if "InvalidSpec" in line] == [
         "  Failed  True  60s  InvalidSpec  two mistakes: - a - b"
     ]
@@ -57,26 +59,28 @@ def test_messages_of_several_lines_do_not_break_the_table() -> None:
     ("phase", "words"), [("Pending", "no room"), ("Starting", "no room"), ("Running", ""), ("Suspended", "")]
 )
 def test_the_reason_for_waiting_is_shown_while_a_job_waits(phase: str, words: str) -> None:
-    assert waiting_reason(job(phase, condition("Running", "False", "Unschedulable", "no\n  room"))) == words
+    assert waiting_reason(build_job(phase, build_condition("Running", "False", "Unschedulable", "no\n  room"))) == words
     assert waiting_reason({"metadata": {}, "status": None}) == ""
 
 
 def test_the_newest_checkpoint_is_shown_with_its_age() -> None:
     spec = {**SPEC, "checkpoint": {"claimName": "c", "everySteps": 50}}
     progress = {"step": 70, "checkpointStep": 50, "checkpointAt": "2026-01-01T00:00:20Z", "etaSeconds": 90}
-    shown = "\n".join(report_lines(job("Running", spec=spec, progress=progress)))
+    shown = "\n".join(report_lines(build_job("Running", spec=spec, progress=progress)))
     assert "newest of step 50, 40s ago; claim c, every 50 steps" in shown
     assert "1 min 30 s left" in shown
-    assert "none yet; claim c" in "\n".join(report_lines(job("Running", spec=spec)))
+    assert "none yet; claim c" in "\n".join(report_lines(build_job("Running", spec=spec)))
 
 
 def test_workers_of_a_job_that_has_succeeded_are_not_called_ready() -> None:
-    assert any("2/2 succeeded, 2 ranks each" in line for line in report_lines(job("Succeeded", workersReady="2/2")))
+    assert any(
+        "2/2 succeeded, 2 ranks each" in line for line in report_lines(build_job("Succeeded", workersReady="2/2"))
+    )
 
 
 def test_the_node_of_the_first_failure_and_the_nodes_that_the_job_avoids_are_shown() -> None:
     shown = report_lines(
-        job(
+        build_job(
             "Restarting",
             firstFailure={"pod": "j-worker-0-1", "node": "node-a", "rank": 1, "reason": "HardwareFault"},
             avoidedNodes=[
@@ -99,7 +103,7 @@ def test_the_node_of_the_first_failure_and_the_nodes_that_the_job_avoids_are_sho
 )
 def test_the_source_and_the_packages_of_a_job_are_shown(source: dict[str, Any], words: str) -> None:
     shown = "\n".join(
-        report_lines(job("Running", spec={**SPEC, "source": source, "setup": {"requirements": ["a[b]==1", "c"]}}))
+        report_lines(build_job("Running", spec={**SPEC, "source": source, "setup": {"requirements": ["a[b]==1", "c"]}}))
     )
     assert words in shown
     assert "a\\[b]==1, c" in shown

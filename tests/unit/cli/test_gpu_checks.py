@@ -73,7 +73,7 @@ def test_the_probe_compares_every_bit_with_the_processor(monkeypatch: pytest.Mon
     assert gpu_probe.run_kernels(device) == "wrong results of topk on cpu: values, encoded bytes"
 
 
-def test_a_driver_without_a_gpu_that_torch_can_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_without_a_gpu_that_torch_can_use_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("torch can use a GPU of this machine")
     program = tmp_path / "nvidia-smi"

@@ -61,10 +61,10 @@ def test_a_period_divides_what_nodes_send_but_not_the_gradients_within_a_node() 
     )
 
 
-def test_the_plan_of_a_job_with_16_bits_and_a_period(tmp_path: Path, capsys: Any) -> None:
+def test_a_plan_counts_16_bits_and_a_period(tmp_path: Path, capsys: Any) -> None:
     options = ["--workers", "4", "--parameters", "10M", "--link", "1Gbit/s", "--compute", "0.1"]
     rows = {
-        arguments: {row["algorithm"]: row for row in planned(*options, *arguments, capsys=capsys)["algorithms"]}
+        arguments: {row["algorithm"]: row for row in read_plan(*options, *arguments, capsys=capsys)["algorithms"]}
         for arguments in [(), ("--dense-wire", "bf16"), ("--period", "4")]
     }
     for name, arguments, factor in (("hierarchical", ("--dense-wire", "bf16"), 2), ("onebit", ("--period", "4"), 4)):
@@ -74,7 +74,7 @@ def test_the_plan_of_a_job_with_16_bits_and_a_period(tmp_path: Path, capsys: Any
     job = tmp_path / "job.yaml"
     aggregation = "    algorithm: dense\n    denseWire: fp16\n    period: 3"
     job.write_text(SAMPLE.read_text().replace("    algorithm: hitopk", aggregation))
-    plan = planned(str(job), capsys=capsys)
+    plan = read_plan(str(job), capsys=capsys)
     assert (plan["denseWire"], plan["period"], plan["chosen"]) == ("fp16", 3, "hierarchical")
 
 
@@ -83,7 +83,7 @@ def test_the_plan_uses_only_periods_that_training_allows(tmp_path: Path, capsys:
     options = ["--workers", "4", "--parameters", "10M"]
     sent = {
         arguments: {
-            row["algorithm"]: row["sentBytes"] for row in planned(*options, *arguments, capsys=capsys)["algorithms"]
+            row["algorithm"]: row["sentBytes"] for row in read_plan(*options, *arguments, capsys=capsys)["algorithms"]
         }
         for arguments in [(), ("--period", "2")]
     }
@@ -95,7 +95,7 @@ def test_the_plan_uses_only_periods_that_training_allows(tmp_path: Path, capsys:
     assert "diloco is left out: the period of diloco is 1, but it must be at least 2" in shown.err
     job = tmp_path / "job.yaml"
     job.write_text(SAMPLE.read_text().replace("    algorithm: hitopk", "    algorithm: diloco\n    period: 32"))
-    plan = planned(str(job), capsys=capsys)
+    plan = read_plan(str(job), capsys=capsys)
     assert (plan["period"], plan["chosen"]) == (32, "diloco")
     assert run_app(["plan", str(job), "--period", "1"]) == 2
     assert "the period of diloco is 1" in capsys.readouterr().err
@@ -104,7 +104,7 @@ def test_the_plan_uses_only_periods_that_training_allows(tmp_path: Path, capsys:
 def test_auto_uses_16_bits_only_if_the_job_allows_them_and_the_link_is_slow(capsys: Any) -> None:
     options = ["--workers", "2", "--slots", "1", "--memory", "20GB/s"]
     wires = {
-        (link, wire): planned(*options, "--link", link, *wire, capsys=capsys)["denseWire"]
+        (link, wire): read_plan(*options, "--link", link, *wire, capsys=capsys)["denseWire"]
         for link in ("1Gbit/s", "800Gbit/s")
         for wire in ((), ("--dense-wire", "bf16"))
     }
@@ -113,15 +113,15 @@ def test_auto_uses_16_bits_only_if_the_job_allows_them_and_the_link_is_slow(caps
     assert wires == {(slow, ()): "fp32", (slow, allowed): "bf16", (fast, ()): "fp32", (fast, allowed): "fp32"}
 
 
-def planned(*arguments: str, capsys: Any) -> dict[str, Any]:
+def read_plan(*arguments: str, capsys: Any) -> dict[str, Any]:
     assert run_app(["plan", *arguments, "-o", "json"]) == 0
     return dict(json.loads(capsys.readouterr().out))
 
 
-def test_bytes_and_times_of_resnet_50_on_16_nodes(capsys: Any) -> None:
+def test_the_plan_of_resnet_50_on_16_nodes_has_the_right_bytes_and_times(capsys: Any) -> None:
     """ResNet-50 over 16 nodes at 25 Gbit/s: 192 MB dense, 15 MB at 1%."""
     options = ["--workers", "16", "--slots", "8", "--parameters", "25.6M", "--link", "25Gbit/s", "--compute", "0.15"]
-    plan = planned(*options, capsys=capsys)
+    plan = read_plan(*options, capsys=capsys)
     rows = {row["algorithm"]: row for row in plan["algorithms"]}
     assert plan["chosen"] == "hierarchical"
     assert rows["hierarchical"]["sentBytes"] == 192_000_000
@@ -131,7 +131,7 @@ def test_bytes_and_times_of_resnet_50_on_16_nodes(capsys: Any) -> None:
 
 
 def test_options_that_are_not_passed_come_from_the_job(capsys: Any) -> None:
-    plan = planned(str(SAMPLE), "--workers", "4", capsys=capsys)
+    plan = read_plan(str(SAMPLE), "--workers", "4", capsys=capsys)
     assert (plan["workers"], plan["slotsPerWorker"], plan["wanted"], plan["density"]) == (4, 2, "hitopk", 0.01)
 
 
@@ -164,8 +164,8 @@ RESNET = ["--model", "resnet50", "--workers", "16", "--slots", "8", "--link", "2
 RESNET += ["--compute", "30TFLOP/s", "--batch", "64"]
 
 
-def test_a_built_in_model_from_2_to_4096_nodes(capsys: Any) -> None:
-    plan = planned(str(SAMPLE), *RESNET, "--device-memory", "16GB", capsys=capsys)
+def test_a_built_in_model_is_planned_for_2_to_4096_nodes(capsys: Any) -> None:
+    plan = read_plan(str(SAMPLE), *RESNET, "--device-memory", "16GB", capsys=capsys)
     assert plan["parameters"] == 25_557_032
     assert plan["profile"]["forwardSeconds"] == pytest.approx(64 * 8.18e9 / 30e12, rel=0.01)
     assert [row["nodes"] for row in plan["nodes"]] == [2**power for power in range(1, 13)]
@@ -187,7 +187,7 @@ def test_a_built_in_model_from_2_to_4096_nodes(capsys: Any) -> None:
 
 def test_a_faster_link_and_a_larger_batch_scale_better(capsys: Any) -> None:
     def predict_dense_efficiency(*options: str) -> float:
-        plan = planned(*RESNET, *options, capsys=capsys)
+        plan = read_plan(*RESNET, *options, capsys=capsys)
         return float(next(row["efficiency"] for row in plan["algorithms"] if row["algorithm"] == "hierarchical"))
 
     usual = predict_dense_efficiency()
@@ -200,8 +200,8 @@ def test_a_faster_link_and_a_larger_batch_scale_better(capsys: Any) -> None:
 
 def test_dear_is_predicted_and_compared_with_the_step_without_it(tmp_path: Path, capsys: Any) -> None:
     options = ["--model", "resnet50", "--compute", "0.3", "--device", "cpu", "--link", "2Gbit/s", "--workers", "4"]
-    plain = planned(*options, capsys=capsys)
-    dear = planned(*options, "--dear", capsys=capsys)
+    plain = read_plan(*options, capsys=capsys)
+    dear = read_plan(*options, "--dear", capsys=capsys)
     assert (plain["overlap"], dear["overlap"]) == ("backward", "dear")
     steps = [{row["algorithm"]: row["stepSeconds"] for row in plan["algorithms"]} for plan in (plain, dear)]
     assert steps[1]["hierarchical"] < 0.95 * steps[0]["hierarchical"]
@@ -212,11 +212,11 @@ def test_dear_is_predicted_and_compared_with_the_step_without_it(tmp_path: Path,
     printed = capsys.readouterr().out
     assert ", overlap dear; link 2Gbit/s" in printed
     assert "overlap: a step of hierarchical takes " in printed
-    assert planned(*options[:4], capsys=capsys)["advice"]["overlap"] is None  # on a GPU
+    assert read_plan(*options[:4], capsys=capsys)["advice"]["overlap"] is None  # on a GPU
     job = tmp_path / "job.yaml"
     job.write_text(SAMPLE.read_text().replace("algorithm: hitopk", "algorithm: dense\n    overlap: dear"))
-    assert planned(str(job), *options, capsys=capsys)["overlap"] == "dear"
-    assert planned(str(job), *options, "--no-dear", capsys=capsys)["overlap"] == "backward"
+    assert read_plan(str(job), *options, capsys=capsys)["overlap"] == "dear"
+    assert read_plan(str(job), *options, "--no-dear", capsys=capsys)["overlap"] == "backward"
 
 
 def test_a_low_rank_is_that_of_the_job(tmp_path: Path, capsys: Any) -> None:
@@ -224,14 +224,14 @@ def test_a_low_rank_is_that_of_the_job(tmp_path: Path, capsys: Any) -> None:
     for rank in (4, 12):
         job = tmp_path / "job.yaml"
         job.write_text(SAMPLE.read_text().replace("algorithm: hitopk", f"algorithm: powersgd\n    matrixRank: {rank}"))
-        rows = planned(str(job), "--parameters", "25.6M", capsys=capsys)["algorithms"]
+        rows = read_plan(str(job), "--parameters", "25.6M", capsys=capsys)["algorithms"]
         sent.append(next(row["sentBytes"] for row in rows if row["algorithm"] == "powersgd"))
     assert sent[1] == 3 * sent[0] > 0
 
 
 def test_a_trace_with_dear_has_its_updates_in_forward(tmp_path: Path, capsys: Any) -> None:
     """They are updates, and no part of forward. Forward's time is divided among the layers as in the trace."""
-    content = synthetic_trace()
+    content = build_trace()
     forward = next(event for event in content["traceEvents"] if event["cat"] == "forward")
     parts = [("optimizer", "optimizer", 2.0, 1.0), ("forward", "first", 3.0, 2.0), ("forward", "last", 6.0, 5.0)]
     content["traceEvents"] += [
@@ -244,7 +244,7 @@ def test_a_trace_with_dear_has_its_updates_in_forward(tmp_path: Path, capsys: An
     for overlap, latency in (("dear", 0.4e-3), ("backward", 0.2e-3)):  # an event is a half, or a whole exchange
         content["otherData"]["overlap"] = overlap
         path.write_text(json.dumps(content))
-        profile = planned("--trace", str(path), capsys=capsys)["profile"]
+        profile = read_plan("--trace", str(path), capsys=capsys)["profile"]
         assert profile["latencySeconds"] == pytest.approx(latency)
     assert profile["forwardSeconds"] == pytest.approx(0.009)
     assert profile["updateSeconds"] == pytest.approx(0.003)
@@ -253,8 +253,8 @@ def test_a_trace_with_dear_has_its_updates_in_forward(tmp_path: Path, capsys: An
 
 def test_a_trace_describes_the_step(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "trace.json"
-    path.write_text(json.dumps(synthetic_trace()))
-    plan = planned("--trace", str(path), "--workers", "2", "--link", "100Mbit/s", capsys=capsys)
+    path.write_text(json.dumps(build_trace()))
+    plan = read_plan("--trace", str(path), "--workers", "2", "--link", "100Mbit/s", capsys=capsys)
     assert plan["parameters"] == 3_000_000
     profile = plan["profile"]
     assert profile["forwardSeconds"] == pytest.approx(0.010)
@@ -263,18 +263,18 @@ def test_a_trace_describes_the_step(tmp_path: Path, capsys: Any) -> None:
     assert profile["otherSeconds"] == pytest.approx(0.008)
     rows = {row["algorithm"]: row["stepSeconds"] for row in plan["algorithms"]}
     assert rows["hierarchical"] > 12e6 * 8 / 100e6
-    faster = planned("--trace", str(path), "--compute", "0.004", "--link", "100Mbit/s", capsys=capsys)
+    faster = read_plan("--trace", str(path), "--compute", "0.004", "--link", "100Mbit/s", capsys=capsys)
     assert faster["profile"]["forwardSeconds"] == pytest.approx(0.001)
 
 
-def synthetic_trace() -> dict[str, Any]:
+def build_trace() -> dict[str, Any]:
     """Return the trace of a step of 60 ms, of which the thread computes 50 ms."""
 
-    def span(category: str, name: str, start: float, milliseconds: float, **args: Any) -> dict[str, Any]:
+    def build_span(category: str, name: str, start: float, milliseconds: float, **args: Any) -> dict[str, Any]:
         times = {"ts": start * 1e3, "dur": milliseconds * 1.2e3, "tdur": milliseconds * 1e3}
         return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": 1, **times, "args": args}
 
-    def ready(name: str, elements: int, at: float) -> dict[str, Any]:
+    def build_ready_mark(name: str, elements: int, at: float) -> dict[str, Any]:
         args = {"parameter": name, "elements": elements, "itemsize": 4, "small": False}
         return {
             "ph": "i",
@@ -287,14 +287,14 @@ def synthetic_trace() -> dict[str, Any]:
         }
 
     events = [
-        {**span("step", "step 3", 0, 50, step=3, compute_cpu_ms=50.0, communication_cpu_ms=3.0), "dur": 60e3},
-        span("forward", "forward", 1, 10),
-        span("backward", "backward", 14, 30),
-        span("backward", "last", 14, 20),
-        ready("last.weight", 2_000_000, 38),
-        span("backward", "first", 38, 10),
-        ready("first.weight", 1_000_000, 50),
-        span("optimizer", "optimizer", 55, 2),
+        {**build_span("step", "step 3", 0, 50, step=3, compute_cpu_ms=50.0, communication_cpu_ms=3.0), "dur": 60e3},
+        build_span("forward", "forward", 1, 10),
+        build_span("backward", "backward", 14, 30),
+        build_span("backward", "last", 14, 20),
+        build_ready_mark("last.weight", 2_000_000, 38),
+        build_span("backward", "first", 38, 10),
+        build_ready_mark("first.weight", 1_000_000, 50),
+        build_span("optimizer", "optimizer", 55, 2),
     ]
     return {"otherData": {"nodes": 1, "ranksPerNode": [1], "cores": 2, "threads": 1}, "traceEvents": events}
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from local_runs import SCRIPT, command_line, list_commands, run, write_job
+from local_runs import SCRIPT, build_command, list_commands, run_job, write_job
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     """One run, its summary as JSON."""
     directory = tmp_path_factory.mktemp("finished")
     job = write_job(directory, ["python", str(SCRIPT), "50", "$(MODE)", "0"])
@@ -26,11 +26,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Compl
     )
     environment = {**os.environ, "TOPKUBE_DENSITY": "0.7"}
     environment.pop("OMP_NUM_THREADS", None)
-    return run(job, directory, "-o", "json", environment=environment), directory / "run"
+    return run_job(job, directory, "-o", "json", environment=environment), directory / "run"
 
 
-def test_the_summary(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    ended, directory = finished
+def test_the_summary_of_a_run_is_printed(finished_run: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    ended, directory = finished_run
     assert ended.returncode == 0, ended.stderr
     summary = json.loads(ended.stdout)
     assert summary["outcome"] == "succeeded"
@@ -47,8 +47,10 @@ def test_the_summary(finished: tuple[subprocess.CompletedProcess[str], Path]) ->
     assert json.loads((directory / "summary.json").read_text()) == summary
 
 
-def test_ranks_know_their_place_and_their_environment(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    _, directory = finished
+def test_ranks_know_their_place_and_their_environment(
+    finished_run: tuple[subprocess.CompletedProcess[str], Path],
+) -> None:
+    _, directory = finished_run
     threads = max(1, len(os.sched_getaffinity(0)) // 4)
     for rank in range(4):
         lines = (directory / f"rank-{rank}.log").read_text().splitlines()
@@ -57,26 +59,26 @@ def test_ranks_know_their_place_and_their_environment(finished: tuple[subprocess
     assert record["density"] == 0.01  # the job's, not what the shell had exported
 
 
-def test_output_carries_node_and_rank(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
-    ended, _ = finished
+def test_output_carries_node_and_rank(finished_run: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    ended, _ = finished_run
     lines = ended.stderr.splitlines()
     for rank in range(4):
         assert f"[worker{rank // 2}.rank{rank}] done" in lines
 
 
 def test_without_a_terminal_there_is_no_colour_and_no_bar(
-    finished: tuple[subprocess.CompletedProcess[str], Path],
+    finished_run: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:
-    ended, _ = finished
+    ended, _ = finished_run
     assert "\x1b" not in ended.stderr + ended.stdout
     assert "━" not in ended.stderr
     assert re.search(r"^step 50/50  loss 0\.08  6,400 samples/s  5\.0 kB, 50x less than dense$", ended.stderr, re.M)
 
 
-def test_the_plot_is_a_picture(finished: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+def test_the_plot_is_a_picture(finished_run: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     from matplotlib import image
 
-    pixels = image.imread(finished[1] / "plot.png")
+    pixels = image.imread(finished_run[1] / "plot.png")
     assert pixels.shape[0] > 600
     assert pixels.shape[1] > 900
     colours = (255 * pixels[..., :3]).round().astype(int)
@@ -86,7 +88,7 @@ def test_the_plot_is_a_picture(finished: tuple[subprocess.CompletedProcess[str],
 
 def test_a_person_sees_a_table_and_overrides_hold(tmp_path: Path) -> None:
     job = write_job(tmp_path, ["python", str(SCRIPT), "20", "none", "0"], mpiImplementation="OpenMPI")
-    ended = run(job, tmp_path, "--workers", "1", "--slots", "3", "--no-plot")
+    ended = run_job(job, tmp_path, "--workers", "1", "--slots", "3", "--no-plot")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("tiny: 1 x 3 ranks, hitopk at density 0.01, ")
     assert re.search(r"^steps +20 of 20$", ended.stdout, re.M)
@@ -100,7 +102,7 @@ def test_a_person_sees_a_table_and_overrides_hold(tmp_path: Path) -> None:
 def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:
     job = write_job(tmp_path, ["python", str(SCRIPT), "40", "none", "0"], workers=1)
     terminal, end = pty.openpty()
-    command = command_line(job, tmp_path, "--no-plot")
+    command = build_command(job, tmp_path, "--no-plot")
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120"}
     running = subprocess.Popen(command, stdout=end, stderr=end, env=environment, cwd=tmp_path)
     os.close(end)
@@ -132,7 +134,7 @@ def test_a_second_run_in_a_directory_starts_clean_but_keeps_checkpoints(tmp_path
     job = write_job(
         tmp_path, ["sh", "-c", "echo $TOPKUBE_CHECKPOINT_DIRECTORY"], workers=1, checkpoint={"claimName": "c"}
     )
-    ended = run(job, tmp_path)
+    ended = run_job(job, tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert (directory / "checkpoints" / "step-10").read_text() == "state"
     assert (directory / "rank-0.log").read_text().strip() == str(directory / "checkpoints")
@@ -143,7 +145,7 @@ def test_a_second_run_in_a_directory_starts_clean_but_keeps_checkpoints(tmp_path
 def test_a_source_for_pods_has_no_effect_here_and_is_named(tmp_path: Path) -> None:
     code = {"source": {"configMap": {"name": "code"}}, "setup": {"requirements": ["einops"]}}
     job = write_job(tmp_path, ["true"], workers=1, **code)
-    ended = run(job, tmp_path)
+    ended = run_job(job, tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "note: spec.source has no effect without a cluster; the ranks run in " in ended.stdout
     assert "note: spec.setup has no effect without a cluster" in ended.stdout

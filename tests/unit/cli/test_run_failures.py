@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from local_runs import SCRIPT, finish, list_commands, run, start, write_job
+from local_runs import SCRIPT, finish_run, list_commands, run_job, start_run, write_job
 
 
 def read_output(directory: Path) -> str:
@@ -28,7 +28,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 200) -> None:
 
 
 def test_the_first_failing_rank_is_named_with_its_traceback(tmp_path: Path) -> None:
-    ended = run(write_job(tmp_path, ["python", str(SCRIPT), "20", "raise", "3"]), tmp_path)
+    ended = run_job(write_job(tmp_path, ["python", str(SCRIPT), "20", "raise", "3"]), tmp_path)
     assert ended.returncode == 1
     assert re.match(r"error: rank 3 \(node 1\) failed first, .* exit code 1, ValueError: boom", ended.stderr)
     assert "    Traceback (most recent call last)" in ended.stderr
@@ -48,7 +48,7 @@ def test_the_first_failing_rank_is_named_with_its_traceback(tmp_path: Path) -> N
     ],
 )
 def test_ways_to_end_are_distinguished(tmp_path: Path, mode: str, code: int, expected: list[str]) -> None:
-    ended = run(write_job(tmp_path, ["python", str(SCRIPT), "20", mode, "1"], workers=1), tmp_path, "--no-plot")
+    ended = run_job(write_job(tmp_path, ["python", str(SCRIPT), "20", mode, "1"], workers=1), tmp_path, "--no-plot")
     assert ended.returncode == code, ended.stderr
     assert ended.stderr.startswith("error: rank 1 (node 0) failed first")
     for text in expected:
@@ -65,8 +65,8 @@ def test_ways_to_end_are_distinguished(tmp_path: Path, mode: str, code: int, exp
         (["python", "-c", "import not_there"], 1, "ModuleNotFoundError: No module named 'not_there'"),
     ],
 )
-def test_a_command_that_cannot_start(tmp_path: Path, command: list[str], code: int, expected: str) -> None:
-    ended = run(write_job(tmp_path, command, workers=1), tmp_path)
+def test_a_command_that_cannot_start_is_reported(tmp_path: Path, command: list[str], code: int, expected: str) -> None:
+    ended = run_job(write_job(tmp_path, command, workers=1), tmp_path)
     assert ended.returncode == code
     assert expected in ended.stderr
     assert "next: " in ended.stderr
@@ -74,7 +74,7 @@ def test_a_command_that_cannot_start(tmp_path: Path, command: list[str], code: i
 
 def test_a_rank_that_hangs_is_named_by_the_others(tmp_path: Path) -> None:
     job = write_job(tmp_path, ["python", str(SCRIPT), "20", "hang", "1"], workers=1)
-    ended = run(job, tmp_path, "--collective-deadline", "30")
+    ended = run_job(job, tmp_path, "--collective-deadline", "30")
     assert ended.returncode == 1
     assert "CollectiveTimeout" in ended.stderr
     assert "rank 1 never arrived" in ended.stderr
@@ -85,8 +85,8 @@ def test_a_rank_that_hangs_is_named_by_the_others(tmp_path: Path) -> None:
     assert list_commands(tmp_path) == []
 
 
-def test_the_runs_deadline(tmp_path: Path) -> None:
-    ended = run(write_job(tmp_path, ["sleep", "1000"]), tmp_path, "--deadline", "0.5")
+def test_a_run_ends_at_its_deadline(tmp_path: Path) -> None:
+    ended = run_job(write_job(tmp_path, ["sleep", "1000"]), tmp_path, "--deadline", "0.5")
     assert ended.returncode == 124
     assert "did not finish within its deadline of 0.5 s" in ended.stderr
     assert list_commands(tmp_path) == []
@@ -94,11 +94,11 @@ def test_the_runs_deadline(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    running = start(write_job(tmp_path, ["python", str(SCRIPT), "100000", "none", "0"]), tmp_path)
+    running = start_run(write_job(tmp_path, ["python", str(SCRIPT), "100000", "none", "0"]), tmp_path)
     wait_for(lambda: read_output(tmp_path / "run").count("up") == 4)
     assert len(list_commands(tmp_path)) >= 9  # topkube run, and a front and a script per rank
     running.send_signal(number)
-    ended = finish(running)
+    ended = finish_run(running)
     assert ended.returncode == code
     assert "interrupted" in ended.stdout
     assert "steps" in ended.stdout  # the summary of what was done so far
@@ -109,28 +109,28 @@ def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals, cod
 def test_ranks_can_save_their_state_on_a_signal(tmp_path: Path) -> None:
     handler = "signal.signal(15, lambda *_: (print('saved', flush=True), sys.exit(0)))"
     script = f"import signal, sys, time; {handler}; print('up'); time.sleep(999)"
-    running = start(write_job(tmp_path, ["python", "-c", script], workers=1), tmp_path)
+    running = start_run(write_job(tmp_path, ["python", "-c", script], workers=1), tmp_path)
     wait_for(lambda: read_output(tmp_path / "run").count("up") == 2)
     running.send_signal(signal.SIGTERM)
-    assert finish(running).returncode == 143
+    assert finish_run(running).returncode == 143
     assert read_output(tmp_path / "run").count("saved") == 2
 
 
 def test_a_deaf_rank_is_killed_by_the_second_signal(tmp_path: Path) -> None:
     script = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print('up'); time.sleep(999)"
-    running = start(write_job(tmp_path, ["python", "-c", script], workers=1), tmp_path)
+    running = start_run(write_job(tmp_path, ["python", "-c", script], workers=1), tmp_path)
     wait_for(lambda: read_output(tmp_path / "run").count("up") == 2)
     running.send_signal(signal.SIGINT)
     assert running.stdout is not None
     assert any("press Ctrl-C again to kill them" in line for line in running.stdout)
     assert len(list_commands(tmp_path)) >= 3  # topkube run and two deaf ranks
     running.send_signal(signal.SIGINT)
-    assert finish(running, 8).returncode == 130  # well before the grace of 10 s is over
+    assert finish_run(running, 8).returncode == 130  # well before the grace of 10 s is over
     assert list_commands(tmp_path) == []
 
 
 def test_nothing_is_left_when_topkube_run_itself_is_killed(tmp_path: Path) -> None:
-    running = start(write_job(tmp_path, ["python", str(SCRIPT), "100000", "none", "0"]), tmp_path)
+    running = start_run(write_job(tmp_path, ["python", str(SCRIPT), "100000", "none", "0"]), tmp_path)
     wait_for(lambda: read_output(tmp_path / "run").count("up") == 4)
     running.kill()
     running.communicate()
@@ -141,30 +141,30 @@ def test_children_of_ranks_end_too(tmp_path: Path) -> None:
     """Data loaders and all other processes that a rank starts end, even in a separate session."""
     children = "[subprocess.Popen(['sleep', '1000'], start_new_session=own) for own in (True, False)]"
     script = f"import subprocess, os; {children}; os._exit(9)"
-    ended = run(write_job(tmp_path, ["python", "-c", script], workers=1), tmp_path)
+    ended = run_job(write_job(tmp_path, ["python", "-c", script], workers=1), tmp_path)
     assert ended.returncode == 9
     assert list_commands(tmp_path) == []
 
 
-def test_no_plot_without_matplotlib(tmp_path: Path) -> None:
+def test_without_matplotlib_a_run_draws_no_plot(tmp_path: Path) -> None:
     (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     job = write_job(tmp_path, ["python", str(SCRIPT), "5", "none", "0"], workers=1)
-    ended = run(job, tmp_path, environment=environment)
+    ended = run_job(job, tmp_path, environment=environment)
     assert ended.returncode == 0, ended.stderr
     assert "matplotlib is not installed" in ended.stdout
 
 
 def test_an_unusable_variable_is_named_before_anything_starts(tmp_path: Path) -> None:
     environment = {**os.environ, "TOPKUBE_DEADLINE_SECONDS": "soon"}
-    ended = run(write_job(tmp_path, ["true"]), tmp_path, environment=environment)
+    ended = run_job(write_job(tmp_path, ["true"]), tmp_path, environment=environment)
     assert ended.returncode == 2
     assert "TOPKUBE_DEADLINE_SECONDS='soon' is not a number" in ended.stderr
 
 
-def test_a_run_directory_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
-    ended = run(write_job(tmp_path, ["true"]), tmp_path)
+    ended = run_job(write_job(tmp_path, ["true"]), tmp_path)
     assert ended.returncode == 2
     assert "cannot be written" in ended.stderr
 
@@ -172,7 +172,7 @@ def test_a_run_directory_that_cannot_be_made(tmp_path: Path) -> None:
 def test_a_directory_with_a_persons_own_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "job.yaml").write_text("mine")
-    ended = run(write_job(tmp_path, ["true"]), tmp_path)
+    ended = run_job(write_job(tmp_path, ["true"]), tmp_path)
     assert ended.returncode == 2
     assert "is not empty, and it is not the directory of an earlier run" in ended.stderr
     assert (tmp_path / "run" / "job.yaml").read_text() == "mine"

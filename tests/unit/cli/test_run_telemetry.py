@@ -23,7 +23,7 @@ from topkube.telemetry.progress import ProgressWriter, StepRecord
 from topkube.telemetry.summary import rows, summarize
 
 
-def record(step: int, **fields: object) -> StepRecord:
+def build_record(step: int, **fields: object) -> StepRecord:
     values: dict[str, object] = {
         "total_steps": 100,
         "loss": 10.0 / step,
@@ -34,7 +34,7 @@ def record(step: int, **fields: object) -> StepRecord:
     return StepRecord(step=step, **values)  # type: ignore[arg-type]
 
 
-def history(*records: StepRecord) -> History:
+def build_history(*records: StepRecord) -> History:
     result = History()
     for record in records:
         result.add(record)
@@ -42,7 +42,7 @@ def history(*records: StepRecord) -> History:
 
 
 def test_after_a_restart_the_later_step_counts() -> None:
-    steps = history(*(record(n) for n in (1, 2, 3)), record(2, loss=7.0, time=110.0))
+    steps = build_history(*(build_record(n) for n in (1, 2, 3)), build_record(2, loss=7.0, time=110.0))
     assert list(steps.steps) == [1, 2]
     assert list(steps.losses) == [10.0, 7.0]
     assert all(len(column) == 2 for column in steps.seconds.values())
@@ -60,37 +60,43 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
     assert sum(split({"select": 1.0}).values()) == 0
 
 
-def test_pace_and_rest() -> None:
-    steps = history(*(record(n) for n in range(1, 21)))
+def test_the_remaining_time_follows_from_the_speed() -> None:
+    steps = build_history(*(build_record(n) for n in range(1, 21)))
     assert steps.samples_per_second == pytest.approx(16)
     assert steps.eta_seconds() == pytest.approx(40)
-    assert history(record(1, total_steps=None), record(2, total_steps=None)).eta_seconds() is None
+    assert build_history(build_record(1, total_steps=None), build_record(2, total_steps=None)).eta_seconds() is None
 
 
 def test_bytes_are_compared_where_they_cross_between_nodes() -> None:
-    steps = history(record(1, intra_bytes=900, inter_bytes=100, dense_bytes=10_000))
+    steps = build_history(build_record(1, intra_bytes=900, inter_bytes=100, dense_bytes=10_000))
     assert describe_sent_bytes(steps, nodes=2, ranks=4) == "100 B, 50x less than dense"
     assert describe_sent_bytes(steps, nodes=4, ranks=4) == "100 B, 100x less than dense"
     assert describe_sent_bytes(steps, nodes=1, ranks=2) == "1.0 kB, 10x less than dense"
-    assert describe_sent_bytes(history(record(1, inter_bytes=5_000, dense_bytes=10_000)), 2, 4) == "5.0 kB, as dense"
     assert (
-        describe_sent_bytes(history(record(1, inter_bytes=10_000, dense_bytes=10_000)), 2, 4)
+        describe_sent_bytes(build_history(build_record(1, inter_bytes=5_000, dense_bytes=10_000)), 2, 4)
+        == "5.0 kB, as dense"
+    )
+    assert (
+        describe_sent_bytes(build_history(build_record(1, inter_bytes=10_000, dense_bytes=10_000)), 2, 4)
         == "10 kB, 2.0x more than dense"
     )
-    assert describe_sent_bytes(history(record(1)), 1, 1) == ""
+    assert describe_sent_bytes(build_history(build_record(1)), 1, 1) == ""
 
 
-def test_a_line_of_facts() -> None:
-    steps = history(*(record(n, samples_per_second=5120.4, skipped_steps=2) for n in (1, 2)))
+def test_the_progress_line_contains_only_known_facts() -> None:
+    steps = build_history(*(build_record(n, samples_per_second=5120.4, skipped_steps=2) for n in (1, 2)))
     assert describe_progress(steps, 1, 1) == "step 2/100  loss 5  5,120 samples/s  2 skipped  49 s left"
     assert describe_progress(History(), 1, 1) == "starting"
-    assert describe_progress(history(record(3, total_steps=None, loss=None)), 1, 1) == "step 3"
+    assert describe_progress(build_history(build_record(3, total_steps=None, loss=None)), 1, 1) == "step 3"
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
 def test_the_bar_fits_the_terminal_and_always_shows_the_time_left(width: int) -> None:
-    steps = history(
-        *(record(n, samples_per_second=5120.4, inter_bytes=10**6, dense_bytes=10**8, skipped_steps=1) for n in (1, 2))
+    steps = build_history(
+        *(
+            build_record(n, samples_per_second=5120.4, inter_bytes=10**6, dense_bytes=10**8, skipped_steps=1)
+            for n in (1, 2)
+        )
     )
     console = Console(width=width, height=25, force_terminal=True, file=io.StringIO(), color_system="standard")
     display = ProgressDisplay(console, steps, "a-name-that-is-rather-long-for-a-job", 2, 4)
@@ -104,7 +110,7 @@ def test_the_bar_fits_the_terminal_and_always_shows_the_time_left(width: int) ->
     assert sum(character in "━╸╺" for character in line) >= (8 if width >= 60 else 1)
 
 
-def test_numbers_for_people() -> None:
+def test_numbers_are_short_and_have_units() -> None:
     sizes = [0, 999, 1000, 12_345_678, 999_999, 1.5e9, 2e12, 5e15]
     assert [format_bytes(n) for n in sizes] == [
         "0 B",
@@ -120,10 +126,10 @@ def test_numbers_for_people() -> None:
     assert [format_rate(r) for r in (5120.2, 3.14)] == ["5,120", "3.1"]
 
 
-def test_the_summary_of_no_steps_and_of_some() -> None:
+def test_the_summary_holds_averages_of_the_first_and_last_steps() -> None:
     empty = summarize(History(), 1, 1)
     assert (empty.steps, empty.first_loss, empty.samples_per_second, empty.seconds_per_step) == (0, None, None, {})
-    some = summarize(history(*(record(n, loss=None if n % 2 else float(n)) for n in range(1, 41))), 1, 1)
+    some = summarize(build_history(*(build_record(n, loss=None if n % 2 else float(n)) for n in range(1, 41))), 1, 1)
     assert some.first_loss == np.mean(np.arange(2, 21, 2))
     assert some.final_loss == np.mean(np.arange(22, 41, 2))
 
@@ -133,7 +139,7 @@ def test_the_plot_ends_with_the_loss_of_the_summary(monkeypatch: pytest.MonkeyPa
 
     written: list[str] = []
     monkeypatch.setattr(Axes, "annotate", lambda self, text, *rest, **options: written.append(text))
-    steps = history(*(record(n) for n in range(1, 31)))
+    steps = build_history(*(build_record(n) for n in range(1, 31)))
     draw(steps, tmp_path / "plot.png", "a run")
     final = summarize(steps, 1, 1).final_loss
     assert written == [f"{final:.4g} (mean of the last 10 steps)"]
@@ -146,13 +152,13 @@ def test_progress_is_read_as_it_grows(tmp_path: Path) -> None:
     reader = ProgressReader(tmp_path)
     assert reader.read() == []
     writer = ProgressWriter(tmp_path)
-    writer.write(record(1))
+    writer.write(build_record(1))
     assert [step_record.step for step_record in reader.read()] == [1]
     with (tmp_path / "progress.jsonl").open("a") as file:
-        file.write(record(2).to_json() + "\n" + record(3).to_json()[:10])
+        file.write(build_record(2).to_json() + "\n" + build_record(3).to_json()[:10])
         file.flush()
         assert [step_record.step for step_record in reader.read()] == [2]
-        file.write(record(3).to_json()[10:] + "\n")
+        file.write(build_record(3).to_json()[10:] + "\n")
     assert [step_record.step for step_record in reader.read()] == [3]
     writer.close()
 
@@ -190,7 +196,7 @@ def test_smoothing_keeps_constants_and_ends_near_the_last_values() -> None:
     assert 0 < falling[-1] < 0.5
 
 
-def test_averages_over_neighbours() -> None:
+def test_plotted_points_are_averages_of_neighbours() -> None:
     assert average_groups(np.arange(7.0), 3) == pytest.approx([1, 4, 6])
 
 
@@ -198,19 +204,19 @@ def test_averages_over_neighbours() -> None:
 def test_runs_of_any_length_are_drawn(tmp_path: Path, steps: int) -> None:
     seconds = {"forward": 0.1, "inter": 0.02}
     losses: list[float | None] = [None if n % 7 == 3 else 1 / (1 + n) for n in range(steps)]
-    run = history(*(record(n + 1, loss=loss, seconds=seconds) for n, loss in enumerate(losses)))
+    run = build_history(*(build_record(n + 1, loss=loss, seconds=seconds) for n, loss in enumerate(losses)))
     draw(run, tmp_path / "new" / "plot.png", "title")
     assert (tmp_path / "new" / "plot.png").stat().st_size > 10_000
 
 
 def test_a_run_without_losses_or_times_is_drawn(tmp_path: Path) -> None:
-    draw(history(record(1, loss=None), record(2, loss=float("nan"))), tmp_path / "plot.svg", "title")
+    draw(build_history(build_record(1, loss=None), build_record(2, loss=float("nan"))), tmp_path / "plot.svg", "title")
     assert "reported no loss" in (tmp_path / "plot.svg").read_text()
 
 
 def test_a_plot_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PlotError, match="cannot be written"):
-        draw(history(record(1)), tmp_path / "file" / "plot.png", "title")
+        draw(build_history(build_record(1)), tmp_path / "file" / "plot.png", "title")
     with pytest.raises(PlotError, match="cannot be written"):
-        draw(history(record(1)), tmp_path / "plot.unknown", "title")
+        draw(build_history(build_record(1)), tmp_path / "plot.unknown", "title")

@@ -17,7 +17,7 @@ CHAR_GPT = Path(__file__).parents[3] / "manifests" / "samples" / "char-gpt.yaml"
 
 
 @pytest.fixture(autouse=True)
-def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train_it.py").write_text("print('trained')\n")
 
@@ -26,8 +26,8 @@ def test_a_dry_run_writes_a_job_that_can_be_applied(capsys: pytest.CaptureFixtur
     options = "--workers 2 --slots 3 --algorithm hitopk --density 0.05 --wire fp16 --warmup-steps 7"
     words = ["run", "train_it.py", *options.split(), "--checkpoint-every", "50", "--dry-run", "-o", "yaml"]
     assert run_app([*words, "--", "--epochs", "3", "--out", "$(HOME)"]) == 0
-    said = capsys.readouterr()
-    job = TrainingJob.from_yaml(said.out)
+    output = capsys.readouterr()
+    job = TrainingJob.from_yaml(output.out)
     assert (job.name, job.spec.workers, job.spec.slots_per_worker) == ("train-it", 2, 3)
     assert job.command == ["python", "train_it.py", "--epochs", "3", "--out", "$$(HOME)"], "Kubernetes replaces nothing"
     assert job.container["image"] == IMAGE
@@ -36,11 +36,11 @@ def test_a_dry_run_writes_a_job_that_can_be_applied(capsys: pytest.CaptureFixtur
     assert aggregation.warmup_steps == 7
     assert job.spec.checkpoint is not None
     assert (job.spec.checkpoint.claim_name, job.spec.checkpoint.every_steps) == ("checkpoints", 50)
-    assert f"the image {IMAGE} must contain train_it.py" in said.err
+    assert f"the image {IMAGE} must contain train_it.py" in output.err
     assert not Path("runs").exists()
 
 
-def test_a_dry_run_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(["run", "-m", "package.train", "--image", "mine:1", "--dry-run", "-o", "json"]) == 0
     job = TrainingJob.parse(json.loads(capsys.readouterr().out))
     assert (job.name, job.command, job.container["image"]) == (
@@ -74,7 +74,7 @@ def test_options_replace_the_fields_of_a_file() -> None:
         (Target("train_it.py", aggregation={"density": 3.0}), "spec.aggregation.density"),
     ],
 )
-def test_mistakes(target: Target, message: str) -> None:
+def test_mistakes_are_explained(target: Target, message: str) -> None:
     Path("data.txt").write_text("1")
     with pytest.raises(JobError) as raised:
         load_job(target)
@@ -90,13 +90,13 @@ def test_an_executable_runs_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("program", "name"), [("My_Train", "my-train"), ("3d", "train-3d"), ("__", "train"), ("a" * 80, "a" * 63)]
 )
-def test_the_name_of_a_job(program: str, name: str) -> None:
+def test_a_job_is_named_after_its_script(program: str, name: str) -> None:
     assert job_name(program) == name
 
 
 def test_a_script_runs_with_its_arguments(capfd: pytest.CaptureFixture[str]) -> None:
     Path("show.py").write_text("import os, sys; print('rank', os.environ['RANK'], sys.argv[1:])\n")
     assert run_app(["run", "show.py", "--workers", "2", "--no-plot", "--", "--epochs", "$3"]) == 0
-    said = capfd.readouterr().out
-    assert "[worker0.rank0] rank 0 ['--epochs', '$3']" in said
-    assert "[worker1.rank1] rank 1 ['--epochs', '$3']" in said
+    output = capfd.readouterr().out
+    assert "[worker0.rank0] rank 0 ['--epochs', '$3']" in output
+    assert "[worker1.rank1] rank 1 ['--epochs', '$3']" in output

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from test_cluster_api import Answer, Answers, kubeconfig, server, status
+from cluster_answers import Answer, Answers, build_status
 
 from topkube.cli.app import run_app
 from topkube.job import TrainingJob
-
-__all__ = ["kubeconfig", "server"]
 
 
 @pytest.fixture
@@ -102,9 +100,9 @@ class _Cluster:
         kind, name = path.split("/")[-2:]
         self.requests.append((method, kind))
         if method == "GET" and name not in self.stored:
-            return status(404, "not found", name=name, kind=kind)
+            return build_status(404, "not found", name=name, kind=kind)
         if method == "PATCH" and kind == "trainingjobs" and self.refused:
-            return status(422, "bad", causes=[{"field": "spec.workers", "message": "too many"}])
+            return build_status(422, "bad", causes=[{"field": "spec.workers", "message": "too many"}])
         if method == "PATCH" and "dryRun" not in query:
             self.stored.add(name)
         if method == "DELETE":
@@ -117,10 +115,10 @@ class _Cluster:
 
 
 def test_the_config_map_exists_before_the_job_and_then_belongs_to_it(
-    code: Path, server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+    code: Path, start_server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster = _Cluster()
-    assert run_app(["submit", "train.py", "--sync", ".", "--kubeconfig", str(server(cluster))]) == 0
+    assert run_app(["submit", "train.py", "--sync", ".", "--kubeconfig", str(start_server(cluster))]) == 0
     output = capsys.readouterr()
     assert output.out == "trainingjob.topkube.dev/train created\n"
     assert "1 files of ., " in output.err
@@ -129,18 +127,18 @@ def test_the_config_map_exists_before_the_job_and_then_belongs_to_it(
 
 
 def test_a_refused_job_leaves_no_config_map(
-    code: Path, server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
+    code: Path, start_server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster = _Cluster()
     cluster.refused = True
-    assert run_app(["submit", "train.py", "--sync", ".", "--kubeconfig", str(server(cluster))]) == 2
+    assert run_app(["submit", "train.py", "--sync", ".", "--kubeconfig", str(start_server(cluster))]) == 2
     assert "spec.workers: too many" in capsys.readouterr().err
     assert cluster.stored == set()
     assert ("DELETE", "configmaps") in cluster.requests
 
 
-def test_a_dry_run_on_the_server_changes_nothing(code: Path, server: Callable[[Answers], Path]) -> None:
+def test_a_dry_run_on_the_server_changes_nothing(code: Path, start_server: Callable[[Answers], Path]) -> None:
     cluster = _Cluster()
-    assert run_app(["submit", "train.py", "--sync", ".", "--dry-run", "--kubeconfig", str(server(cluster))]) == 0
+    assert run_app(["submit", "train.py", "--sync", ".", "--dry-run", "--kubeconfig", str(start_server(cluster))]) == 0
     assert cluster.stored == set()
     assert ("DELETE", "configmaps") not in cluster.requests

@@ -30,7 +30,7 @@ def deliver(tree: TopTree, length: int) -> Array:
 
 
 def keep_largest(values: Array, k: int) -> Array:
-    """The k largest magnitudes of a vector of float64; of equal ones the first. The others are zero."""
+    """Return the k largest magnitudes of a vector of float64; of equal values the first. The others are zero."""
     kept = np.argsort(-np.abs(values), kind="stable")[:k]
     result = np.zeros_like(values)
     result[kept] = values[kept]
@@ -66,8 +66,8 @@ def play_definition(totals: list[Array], k: int) -> tuple[Array, list[Array]]:
 
 
 @st.composite
-def problems(draw: Any) -> tuple[list[Array], int]:
-    """Totals of 1 to 9 nodes whose sums all differ in magnitude, and k."""
+def draw_problem(draw: Any) -> tuple[list[Array], int]:
+    """Draw totals of 1 to 9 nodes whose sums all differ in magnitude, and k."""
     nodes, length = draw(st.integers(1, 9)), draw(st.integers(1, 40))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     scale = draw(st.sampled_from([3, 1000, 2**20]))  # few or many entries in common
@@ -77,7 +77,7 @@ def problems(draw: Any) -> tuple[list[Array], int]:
 
 
 @settings(max_examples=30, deadline=None)
-@given(problems())
+@given(draw_problem())
 def test_the_exchange_follows_its_definition(problem: tuple[list[Array], int]) -> None:
     totals, k = problem
     wanted, owed = play_definition(totals, k)
@@ -101,17 +101,17 @@ def test_nothing_is_lost_in_many_steps(nodes: int, length: int, density: float, 
     rng = np.random.default_rng(seed)
     k = max(1, round(density * length))
     owed = [np.zeros(length, np.float32) for _ in range(nodes)]
-    received, given = np.zeros(length), np.zeros(length)
+    received, summed = np.zeros(length), np.zeros(length)
     for _ in range(3):
         inputs = [rng.standard_normal(length).astype(np.float32) for _ in range(nodes)]
-        given += np.sum(inputs, axis=0, dtype=np.float64)
+        summed += np.sum(inputs, axis=0, dtype=np.float64)
         trees, owed, _ = exchange([a + b for a, b in zip(inputs, owed, strict=True)], k, wire)
         bits = {(tree.indices.tobytes(), tree.values.tobytes()) for tree in trees}
         assert len(bits) == 1, "nodes differ"
         assert len(trees[0].indices) == k
         received += deliver(trees[0], length)
-    lost = np.abs(received + np.sum(owed, axis=0, dtype=np.float64) - given).max()
-    assert lost <= 1e-4 * max(np.abs(given).max(), 1)
+    lost = np.abs(received + np.sum(owed, axis=0, dtype=np.float64) - summed).max()
+    assert lost <= 1e-4 * max(np.abs(summed).max(), 1)
 
 
 def test_entries_that_are_left_out_on_the_way_are_owed() -> None:

@@ -1,5 +1,5 @@
 """Low-rank exchanges on one rank: nothing is lost in many steps, and what is kept continues in another world. The cases
-of several nodes are in tests/mpi/ranks/allreduce.py."""
+of several nodes are in tests/mpi/ranks/allreduce_definitions.py."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def play_definition(totals: list[Array], k: int) -> tuple[Array, list[Array]]:
 
 
 @st.composite
-def problems(draw: Any) -> tuple[list[Array], int]:
+def draw_problem(draw: Any) -> tuple[list[Array], int]:
     """Whole numbers, so that sums are exact, on 1 to 9 nodes; with many ties, or with few; and k."""
     nodes, length = draw(st.integers(1, 9)), draw(st.integers(1, 60))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -59,7 +59,7 @@ def problems(draw: Any) -> tuple[list[Array], int]:
 
 
 @settings(max_examples=30, deadline=None)
-@given(problems())
+@given(draw_problem())
 def test_the_exchange_follows_its_definition(problem: tuple[list[Array], int]) -> None:
     totals, k = problem
     wanted, owed = play_definition(totals, k)
@@ -84,15 +84,15 @@ def test_nothing_is_lost_in_many_steps(nodes: int, length: int, density: float, 
     rng = np.random.default_rng(seed)
     k = max(1, round(density * length))
     owed = [np.zeros(length, np.float32) for _ in range(nodes)]
-    received, given = np.zeros(length), np.zeros(length)
+    received, summed = np.zeros(length), np.zeros(length)
     for _ in range(3):
         inputs = [rng.standard_normal(length).astype(np.float32) for _ in range(nodes)]
-        given += np.sum(inputs, axis=0, dtype=np.float64)
+        summed += np.sum(inputs, axis=0, dtype=np.float64)
         parts, owed, _ = exchange([a + b for a, b in zip(inputs, owed, strict=True)], k, wire)
         assert len({(part.indices.tobytes(), part.values.tobytes()) for part in parts}) == 1, "nodes differ"
         received += deliver(parts[0], length)
-    lost = np.abs(received + np.sum(owed, axis=0, dtype=np.float64) - given).max()
-    assert lost <= 1e-4 * max(np.abs(given).max(), 1)
+    lost = np.abs(received + np.sum(owed, axis=0, dtype=np.float64) - summed).max()
+    assert lost <= 1e-4 * max(np.abs(summed).max(), 1)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -109,8 +109,8 @@ ENTRY, MEASURED = 4, 3000
 """Bytes of an entry of bf16, and the most bytes of what a node sends to measure bounds and the threshold."""
 
 
-def most_sent(k: int, nodes: int) -> float:
-    """The bound of the paper, 6k(P-1)/P numbers: an entry is two of them; and the headers of all messages."""
+def compute_most_sent(k: int, nodes: int) -> float:
+    """Return the bound of the paper, 6k(P-1)/P numbers: an entry is two of them; and the headers of all messages."""
     return 3 * k * (nodes - 1) / nodes * ENTRY + 2 * (nodes - 1) * 40 + MEASURED
 
 
@@ -121,7 +121,7 @@ def test_no_node_sends_more_than_the_bound_of_the_paper(nodes: int) -> None:
     common[:4_000] *= 20
     totals = [(common + rng.standard_normal(40_000)).astype(np.float32) for _ in range(nodes)]
     _, _, network = exchange(totals, 4_000, "bf16")
-    assert max(network.sent_bytes) <= most_sent(4_000, nodes)
+    assert max(network.sent_bytes) <= compute_most_sent(4_000, nodes)
     declared = find_algorithm("oktopk").traffic(Workload(nodes, 1, 40_000, 0.1)).sent
     assert np.mean(network.sent_bytes) <= 1.1 * declared
     assert np.mean(network.sent_bytes) >= 0.5 * declared
@@ -135,7 +135,7 @@ def test_uneven_regions_cannot_break_the_bound(nodes: int) -> None:
         start = 38_000 * node // nodes
         total[start : start + 1_000] = 1000 if node == nodes // 2 else 1
     parts, _, network = exchange(totals, 1_000, "bf16")
-    assert max(network.sent_bytes) <= most_sent(1_000, nodes)
+    assert max(network.sent_bytes) <= compute_most_sent(1_000, nodes)
     assert (parts[0].values == 1000).all()
 
 

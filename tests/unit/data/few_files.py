@@ -30,7 +30,7 @@ def check_samples(dataset: CachedDataset, source: Path, at_once: int) -> None:
             assert (source / path).read_bytes() == np.asarray(sample).tobytes(), path
 
 
-def many_shards(source: Path, cache: Path, memory_limit: int) -> None:
+def read_many_shards(source: Path, cache: Path, memory_limit: int) -> None:
     """Read 400 shards in one batch."""
     dataset = open_small_dataset(source, cache, memory_limit=memory_limit)
     assert len(dataset.cache.shards) == 400
@@ -50,7 +50,7 @@ def take_all_files(dataset: CachedDataset) -> list[int]:
     return files
 
 
-def others(source: Path, cache: Path, memory_limit: int) -> None:
+def read_beside_other_files(source: Path, cache: Path, memory_limit: int) -> None:
     """Read samples after other code has opened as many files as possible."""
     dataset = open_small_dataset(source, cache, memory_limit=memory_limit, prefetch=False)
     check_samples(dataset, source, 400)

@@ -40,12 +40,12 @@ class Hostile:
         started = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(started,), daemon=True)
         self._thread.start()
-        started.wait(10)
+        assert started.wait(120)
 
-    def bytes_of(self, number: int, version: int = 0) -> bytes:
+    def build_bytes(self, number: int, version: int = 0) -> bytes:
         return random.Random(f"{number} {version}").randbytes(self.sizes[number])
 
-    def validators(self, number: int, version: int) -> list[str]:
+    def build_validators(self, number: int, version: int) -> list[str]:
         tag = f'"{number}-{version}"'
         headers = [f"Last-Modified: {_TIMES[version]}"]
         if self.etags != "none":
@@ -56,7 +56,9 @@ class Hostile:
 
     def _serve(self, started: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
-        self._server = server = self._loop.run_until_complete(asyncio.start_server(self._connection, "127.0.0.1", 0))
+        self._server = server = self._loop.run_until_complete(
+            asyncio.start_server(self._handle_connection, "127.0.0.1", 0)
+        )
         self.uri = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         started.set()
         self._loop.run_forever()
@@ -69,12 +71,12 @@ class Hostile:
             await asyncio.gather(*tasks, return_exceptions=True)
 
         self._loop.call_soon_threadsafe(self._server.close)
-        asyncio.run_coroutine_threadsafe(end(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result(120)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(120)
         self._loop.close()
 
-    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
@@ -112,7 +114,7 @@ class Hostile:
     ) -> bool:
         pick = self._random
         version = pick.randrange(1, 7) if kind in ("changed", "conditional") else 0
-        data, more = self.bytes_of(number, version), self.validators(number, version)
+        data, more = self.build_bytes(number, version), self.build_validators(number, version)
         size = len(data)
         match = headers.get("if-match")
         if kind == "conditional" and match is not None and match != f'"{number}-{version}"':

@@ -46,14 +46,14 @@ def check_samples(dataset: CachedDataset, data: npt.NDArray[np.uint8]) -> None:
     np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(len(dataset))))), data)
 
 
-def shard_files(cache: Path) -> list[Path]:
+def list_shard_files(cache: Path) -> list[Path]:
     """Return every shard file of a cache, without the indexes."""
     return [path for path in cache.glob("datasets/*/shards/*/*") if path.suffix != ".index"]
 
 
 def wait_until(met: Callable[[], object]) -> None:
-    """Wait until `met()` is true; fail after a minute."""
-    deadline = time.monotonic() + 60
+    """Wait until `met()` is true; fail after two minutes."""
+    deadline = time.monotonic() + 120
     while not met():
         assert time.monotonic() < deadline
         time.sleep(0.02)

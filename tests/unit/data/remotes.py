@@ -98,7 +98,9 @@ class Remote:
             return self._send(request, HTTPStatus.OK, page, {"Content-Type": kind}, body)
         if path.is_dir():
             if self.json_index:
-                return self._send(request, HTTPStatus.OK, _json_index(path), {"Content-Type": "application/json"}, body)
+                return self._send(
+                    request, HTTPStatus.OK, _build_json_index(path), {"Content-Type": "application/json"}, body
+                )
             names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in path.iterdir())
             page = "".join(f'<a href="{entry}">{entry}</a>\n' for entry in ["../", *names]).encode()
             return self._send(request, HTTPStatus.OK, page, {"Content-Type": "text/html"}, body, fault)
@@ -172,7 +174,7 @@ class Remote:
         self._server.server_close()
 
 
-def _json_index(folder: Path) -> bytes:
+def _build_json_index(folder: Path) -> bytes:
     entries: list[dict[str, object]] = []
     for path in sorted(folder.iterdir()):
         stat = path.stat()
@@ -203,13 +205,13 @@ def write_tars(folder: Path, shards: list[int], size: int = 3072, seed: int = 0)
     for shard, samples in enumerate(shards):
         with tarfile.open(folder / f"{shard:03}.tar", "w") as tar:
             for _ in range(samples):
-                add(tar, f"{number:06}.bin", data[number].tobytes())
-                add(tar, f"{number:06}.cls", str(number).encode())
+                add_member(tar, f"{number:06}.bin", data[number].tobytes())
+                add_member(tar, f"{number:06}.cls", str(number).encode())
                 number += 1
     return data
 
 
-def add(tar: tarfile.TarFile, name: str, data: bytes, kind: bytes = tarfile.REGTYPE) -> None:
+def add_member(tar: tarfile.TarFile, name: str, data: bytes, kind: bytes = tarfile.REGTYPE) -> None:
     member = tarfile.TarInfo(name)
     member.size, member.type = len(data), kind
     tar.addfile(member, io.BytesIO(data))

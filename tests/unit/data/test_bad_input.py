@@ -13,7 +13,7 @@ from fsspec.registry import _registry as fsspec_classes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openers import Opener
-from remotes import Remote, add, write_files, write_tars
+from remotes import Remote, add_member, write_files, write_tars
 
 from topkube.data.cache.disk_tier import DiskTier
 from topkube.data.remote.listing import Listing, RemoteObject, read_manifest
@@ -66,7 +66,7 @@ def test_a_bad_line_of_a_manifest_is_named(line: str | bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         (r'{"path": "a\ud800", "size": 1}', "is not UTF-8"),
         (r'{"path": "a", "size": 1, "etag": "\udfff"}', "is not UTF-8"),
@@ -74,8 +74,8 @@ def test_a_bad_line_of_a_manifest_is_named(line: str | bytes) -> None:
         ('{"path": "a", "size": 1, "samples": 99999999999999999999}', "damaged or hostile listing"),
     ],
 )
-def test_a_manifest_that_no_column_can_hold_is_a_typed_error(line: str, says: str) -> None:
-    with pytest.raises(DatasetError, match=says):
+def test_a_manifest_that_no_column_can_hold_is_a_typed_error(line: str, message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
         read_manifest([line], "m", "v")
 
 
@@ -99,8 +99,8 @@ def test_a_table_with_invalid_values_is_a_typed_error(tmp_path: Path, open_datas
 @pytest.mark.parametrize("name", ["../out.bin", "/abs.bin", "a/../../out.bin"])
 def test_a_tar_that_would_unpack_elsewhere_is_refused(remote: Remote, open_dataset: Opener, name: str) -> None:
     with tarfile.open(remote.folder / "0.tar", "w") as tar:
-        add(tar, "good.bin", b"x")
-        add(tar, name, b"y")
+        add_member(tar, "good.bin", b"x")
+        add_member(tar, name, b"y")
     with pytest.raises(DatasetError, match="would leave the folder"):
         open_dataset(remote.uri)
     assert not list(open_dataset.cache.rglob("*.bin"))
@@ -176,7 +176,7 @@ def test_every_member_of_a_tar_is_found_where_it_is(members: list[tuple[str, str
     written = io.BytesIO()
     with tarfile.open(fileobj=written, mode="w", format=format) as tar:
         for stem, ending, data in members:
-            add(tar, f"{stem}.{ending}", data)
+            add_member(tar, f"{stem}.{ending}", data)
     file = os.memfd_create("tar")
     try:
         os.write(file, written.getvalue())
@@ -202,7 +202,7 @@ def test_a_damaged_tar_is_an_error_or_other_samples_never_a_crash(data: st.DataO
     written = io.BytesIO()
     with tarfile.open(fileobj=written, mode="w") as tar:
         for number in range(3):
-            add(tar, f"{number}.bin", bytes(range(200)))
+            add_member(tar, f"{number}.bin", bytes(range(200)))
     damaged = bytearray(written.getvalue()[: data.draw(st.integers(0, 4096))])
     for _ in range(data.draw(st.integers(0, 4))):
         if damaged:

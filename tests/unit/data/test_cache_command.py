@@ -24,7 +24,7 @@ class Command:
         assert ended == code, captured
         return captured.out if ended != 2 else captured.err
 
-    def json(self, *words: object, code: int = 0) -> Any:
+    def run_json(self, *words: object, code: int = 0) -> Any:
         return json.loads(self(*words, "-o", "json", code=code))
 
 
@@ -37,22 +37,22 @@ def command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pyte
 def test_a_dataset_is_warmed_listed_checked_pinned_and_evicted(command: Command, tmp_path: Path) -> None:
     write_tars(tmp_path / "source", [5, 6])
     size = sum(path.stat().st_size for path in (tmp_path / "source").iterdir())
-    assert command.json("warm", tmp_path / "source", "--share", "0/2")["cached"] == 1
-    assert command.json("warm", tmp_path / "source")["cached"] == 2
-    assert command.json("warm", tmp_path / "source") == {"shards": 2, "cached": 2, "remoteBytes": 0}
-    (row,) = command.json("ls")
+    assert command.run_json("warm", tmp_path / "source", "--share", "0/2")["cached"] == 1
+    assert command.run_json("warm", tmp_path / "source")["cached"] == 2
+    assert command.run_json("warm", tmp_path / "source") == {"shards": 2, "cached": 2, "remoteBytes": 0}
+    (row,) = command.run_json("ls")
     assert (row["uri"], row["shards"], row["bytes"]) == ((tmp_path / "source").as_uri(), 2, size)
     assert not row["inUse"]
-    assert command.json("check")["damaged"] == {}
+    assert command.run_json("check")["damaged"] == {}
     victim = next(path for path in (tmp_path / "cache").glob("datasets/*/shards/*/*") if path.suffix != ".index")
     victim.chmod(0o644)
     victim.write_bytes(victim.read_bytes()[:-1] + b"!")
-    assert command.json("check", code=1)["damaged"] == {row["uri"]: [victim.name]}
+    assert command.run_json("check", code=1)["damaged"] == {row["uri"]: [victim.name]}
     command("pin", row["id"])
-    assert command.json("evict", "--all")["kept"][0]["reason"] == "pinned"
+    assert command.run_json("evict", "--all")["kept"][0]["reason"] == "pinned"
     command("pin", row["id"], "--off")
-    assert command.json("evict", tmp_path / "source")["evicted"][0]["uri"] == row["uri"]
-    assert command.json("ls") == []
+    assert command.run_json("evict", tmp_path / "source")["evicted"][0]["uri"] == row["uri"]
+    assert command.run_json("ls") == []
 
 
 def test_a_view_shows_the_datasets_own_files_read_only(command: Command, tmp_path: Path) -> None:

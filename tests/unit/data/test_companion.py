@@ -37,7 +37,7 @@ class Pod:
         )
 
     @contextmanager
-    def companion(self, share: tuple[int, int] = (0, 1), **options: object) -> Iterator[ShardCache]:
+    def run_companion(self, share: tuple[int, int] = (0, 1), **options: object) -> Iterator[ShardCache]:
         cache = self.open()
         sessions = next((self.folder / "shm").iterdir())
         started = Companion(
@@ -49,11 +49,11 @@ class Pod:
             yield cache
         finally:
             started.stop()
-            thread.join(10)
+            thread.join(120)
             cache.close()
             assert not thread.is_alive()
 
-    def files(self) -> dict[str, bytes]:
+    def read_files(self) -> dict[str, bytes]:
         paths = (path for path in self.view.rglob("*") if path.is_file() and not path.name.startswith("."))
         return {path.relative_to(self.view).as_posix(): path.read_bytes() for path in paths}
 
@@ -63,7 +63,7 @@ def pod(tmp_path: Path, remote: Remote) -> Pod:
     return Pod(tmp_path / "pod", remote)
 
 
-def source(remote: Remote) -> dict[str, bytes]:
+def read_source(remote: Remote) -> dict[str, bytes]:
     return {
         path.relative_to(remote.folder).as_posix(): path.read_bytes()
         for path in remote.folder.rglob("*")
@@ -74,15 +74,15 @@ def source(remote: Remote) -> dict[str, bytes]:
 @pytest.mark.parametrize("write", [lambda folder: write_tars(folder, [3, 2, 4]), lambda folder: write_files(folder, 9)])
 def test_plain_files_appear_under_their_own_names(pod: Pod, remote: Remote, write: Callable[[Path], object]) -> None:
     write(remote.folder)
-    with pod.companion():
+    with pod.run_companion():
         wait_until((pod.view / COMPLETE).exists)
-        assert pod.files() == source(remote)
-        size = sum(map(len, pod.files().values()))
+        assert pod.read_files() == read_source(remote)
+        size = sum(map(len, pod.read_files().values()))
         wait_until(lambda: json.loads(pod.report.read_text())["cachedBytes"] == size)
         assert not any(path.stat().st_mode & 0o222 for path in pod.view.rglob("*.???") if path.is_file())
     sent, before = remote.sent_bytes, {path: path.stat().st_ino for path in pod.view.rglob("*")}
     pod.report.unlink()
-    with pod.companion():  # the next job on this node
+    with pod.run_companion():  # the next job on this node
         wait_until(pod.report.exists)
     assert remote.sent_bytes - sent < 4096, "only index pages"
     assert {path: path.stat().st_ino for path in pod.view.rglob("*")} == before, "nothing is copied again"
@@ -90,19 +90,19 @@ def test_plain_files_appear_under_their_own_names(pod: Pod, remote: Remote, writ
 
 def test_an_object_that_is_a_shard_is_shown_as_a_link(pod: Pod, remote: Remote) -> None:
     write_tars(remote.folder, [3])
-    with pod.companion():
+    with pod.run_companion():
         wait_until((pod.view / COMPLETE).exists)
         assert (pod.view / "000.tar").stat().st_nlink == 2
 
 
 def test_a_worker_fetches_its_share_and_the_rest_only_for_plain_scripts(pod: Pod, remote: Remote) -> None:
     write_tars(remote.folder, [2] * 6)
-    with pod.companion((1, 3), plain_seconds=0.5):
-        wait_until(lambda: len(pod.files()) == 2)
-        assert sorted(pod.files()) == ["001.tar", "004.tar"]
+    with pod.run_companion((1, 3), plain_seconds=0.5):
+        wait_until(lambda: len(pod.read_files()) == 2)
+        assert sorted(pod.read_files()) == ["001.tar", "004.tar"]
         (pod.runs / "attempt-1").mkdir()  # ranks run, but do not open the dataset
         wait_until((pod.view / COMPLETE).exists)
-        assert pod.files() == source(remote)
+        assert pod.read_files() == read_source(remote)
 
 
 def test_the_companion_stops_fetching_for_ranks_that_read_samples(pod: Pod, remote: Remote) -> None:
@@ -110,10 +110,10 @@ def test_the_companion_stops_fetching_for_ranks_that_read_samples(pod: Pod, remo
     ranks = pod.open()
     ranks.node_state.count_fillers(+1)
     (pod.runs / "attempt-1").mkdir()
-    with pod.companion((0, 2), plain_seconds=0.0):
+    with pod.run_companion((0, 2), plain_seconds=0.0):
         ranks.open(3, ranks.fetch_from_store)
-        wait_until(lambda: pod.files())
-        assert list(pod.files()) == ["003.tar"], "a shard that arrives is shown, and no other shard is fetched"
+        wait_until(lambda: pod.read_files())
+        assert list(pod.read_files()) == ["003.tar"], "a shard that arrives is shown, and no other shard is fetched"
     ranks.close()
 
 
@@ -125,12 +125,17 @@ def test_small_files_that_do_not_fit_twice_are_not_shown(
     companion = Companion(cache, FileView(cache, pod.view), (0, 1))
     thread = threading.Thread(target=companion.run)
     thread.start()
-    output = ""
-    while "do not fit twice" not in output:
-        output += capfd.readouterr().err
+    output: list[str] = []
+
+    def is_reported() -> bool:
+        output.append(capfd.readouterr().err)
+        return "do not fit twice" in "".join(output)
+
+    wait_until(is_reported)
     companion.stop()
-    thread.join(10)
-    assert pod.files() == {}
+    thread.join(120)
+    assert not thread.is_alive()
+    assert pod.read_files() == {}
     assert cache.has(0)
     cache.close()
 
@@ -138,7 +143,7 @@ def test_small_files_that_do_not_fit_twice_are_not_shown(
 def test_a_report_is_newer_than_the_request_for_it(pod: Pod, remote: Remote) -> None:
     write_tars(remote.folder, [4, 5, 3], 500)
     request_file = pod.folder / "asked"
-    with pod.companion(asked=request_file, prefetch=False) as cache:
+    with pod.run_companion(asked=request_file, prefetch=False) as cache:
         wait_until(lambda: pod.report.exists())
         cache.open(0)
         request_file.write_text("first")
@@ -148,24 +153,24 @@ def test_a_report_is_newer_than_the_request_for_it(pod: Pod, remote: Remote) -> 
 
 def test_a_changed_dataset_replaces_the_old_files(pod: Pod, remote: Remote) -> None:
     write_tars(remote.folder, [3, 3])
-    with pod.companion():
+    with pod.run_companion():
         wait_until((pod.view / COMPLETE).exists)
     (remote.folder / "000.tar").unlink()
     write_tars(remote.folder / "new", [4])
     os.replace(remote.folder / "new/000.tar", remote.folder / "002.tar")
     (remote.folder / "new").rmdir()
-    with pod.companion() as cache:
+    with pod.run_companion() as cache:
         assert not (pod.view / "000.tar").exists()
         wait_until((pod.view / COMPLETE).exists)
-        assert pod.files() == source(remote)
+        assert pod.read_files() == read_source(remote)
         assert cache.folder is not None
         held = cache.folder.log.total()
-        assert held == sum(map(len, source(remote).values())), "shards of the old listing are gone"
+        assert held == sum(map(len, read_source(remote).values())), "shards of the old listing are gone"
         assert cache.folder.read_summary()["bytes"] == held
 
 
 def test_a_remote_that_fails_is_retried(pod: Pod, remote: Remote) -> None:
     write_tars(remote.folder, [3])
     remote.faults["000.tar"] = ["503", "503"]
-    with pod.companion():
+    with pod.run_companion():
         wait_until((pod.view / COMPLETE).exists)

@@ -261,7 +261,7 @@ def decode_kinds(raw: bytes) -> dict[str, Any]:
     }
 
 
-@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # torch's own collate says so
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")  # by torch's own collate function
 def test_a_batch_that_is_partly_in_memory_is_collated_like_any_other(tmp_path: Path, open_dataset: Opener) -> None:
     write_files(tmp_path / "source", 24)
     plain = open_dataset(tmp_path / "source", decode=decode_kinds)
@@ -287,7 +287,7 @@ def test_a_batch_that_is_partly_in_memory_is_collated_like_any_other(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
+    ("value", "message"),
     [
         (torch.ones(3, dtype=torch.bfloat16), "bfloat16 as float32"),
         (torch.eye(3).to_sparse(), "dense tensor on the CPU"),
@@ -297,11 +297,11 @@ def test_a_batch_that_is_partly_in_memory_is_collated_like_any_other(tmp_path: P
     ],
 )
 def test_values_that_cannot_be_restored_are_refused(
-    tmp_path: Path, open_dataset: Opener, value: Any, says: str
+    tmp_path: Path, open_dataset: Opener, value: Any, message: str
 ) -> None:
     write_files(tmp_path / "source", 2)
-    dataset = open_dataset(tmp_path / "source", decode=lambda raw: value, fingerprint=says, memory_limit=1 << 20)
-    with pytest.raises(DatasetError, match=says):
+    dataset = open_dataset(tmp_path / "source", decode=lambda raw: value, fingerprint=message, memory_limit=1 << 20)
+    with pytest.raises(DatasetError, match=message):
         dataset[0]
 
 

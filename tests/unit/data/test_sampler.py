@@ -19,14 +19,6 @@ from topkube.errors import ArgumentError
 SIZES = st.integers(1, 7)
 
 
-@pytest.fixture
-def at_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def set_place(rank: int, size: int) -> None:
-        monkeypatch.setattr(sampler_module, "find_place", lambda: RankPlace(rank, size))
-
-    return set_place
-
-
 def deal_out(sampler: DistributedSampler, size: int) -> list[list[int]]:
     """Return the samples of each of `size` ranks."""
     shares = []

@@ -20,7 +20,7 @@ def mount(where: Path, size: str) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(where)], check=True)
 
 
-def dataset(source: Path, where: Path, **more: Any) -> CachedDataset:
+def open_dataset(source: Path, where: Path, **more: Any) -> CachedDataset:
     given: dict[str, Any] = {"memory_directory": where.parent / "memory", "free_bytes": 0, "group_bytes": 30_000}
     return CachedDataset(source, cache_directory=where, decode=RECORD, **{**given, **more})
 
@@ -34,10 +34,10 @@ def check_samples(opened: CachedDataset, source: Path) -> None:
             assert (source / path).read_bytes() == sample.tobytes(), path
 
 
-def full(source: Path, where: Path) -> None:
-    """The volume has room for some shards, but not for all."""
+def fill_volume(source: Path, where: Path) -> None:
+    """Train while the volume has room for some shards, but not for all."""
     mount(where, "320k")
-    opened = dataset(source, where)
+    opened = open_dataset(source, where)
     check_samples(opened, source)
     held = sum(opened.cache.has(number) for number in range(len(opened.cache.shards)))
     assert 0 < held < len(opened.cache.shards), held
@@ -45,42 +45,42 @@ def full(source: Path, where: Path) -> None:
     assert not list(where.rglob("*.part"))
 
 
-def full_memory(source: Path, where: Path) -> None:
-    """The memory tier's volume fills up before its limit."""
+def fill_memory(source: Path, where: Path) -> None:
+    """Train while the memory tier's volume fills up before its limit."""
     memory = where.parent / "memory"
     memory.mkdir()
     mount(memory, "240k")
-    opened = dataset(source, where, memory_limit=1 << 22, prefetch=False)
+    opened = open_dataset(source, where, memory_limit=1 << 22, prefetch=False)
     check_samples(opened, source)
     assert opened.node_state.memory_state == FROZEN
     assert 0 < opened.statistics()["memory_misses"] < opened.statistics()["memory_requests"]
 
 
-def read_only(source: Path, where: Path) -> None:
-    """Cached shards are used, and nothing is written."""
+def train_on_read_only(source: Path, where: Path) -> None:
+    """Train on a volume that has turned read-only: cached shards are used, and nothing is written."""
     mount(where, "4m")
-    first = dataset(source, where, prefetch=False)
+    first = open_dataset(source, where, prefetch=False)
     first[0]
     first.close()
     subprocess.run(["mount", "-o", "remount,ro", str(where)], check=True)
-    opened = dataset(source, where)
+    opened = open_dataset(source, where)
     check_samples(opened, source)
     assert opened.node_state.state == FROZEN
     assert opened.statistics()["remote_bytes"] > 0
 
 
-def read_only_and_empty(source: Path, where: Path) -> None:
+def train_on_empty_read_only(source: Path, where: Path) -> None:
     mount(where, "4m")
     subprocess.run(["mount", "-o", "remount,ro", str(where)], check=True)
-    opened = dataset(source, where)
+    opened = open_dataset(source, where)
     check_samples(opened, source)
     assert opened.node_state.state == DROPPED
 
 
-def vanished(source: Path, where: Path) -> None:
-    """The volume disappears while a dataset is open."""
+def lose_volume(source: Path, where: Path) -> None:
+    """Unmount the volume while a dataset is open."""
     mount(where, "4m")
-    opened = dataset(source, where, prefetch=False)
+    opened = open_dataset(source, where, prefetch=False)
     opened[0]
     assert opened.node_state.state == OPEN
     opened.cache.open_shards.close_idle()

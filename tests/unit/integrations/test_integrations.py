@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import worlds
-from local_runs import finish, start, write_job
+from local_runs import finish_run, start_run, write_job
 
 pytestmark = pytest.mark.timeout(900)  # four processes import large libraries, on a busy machine
 FOLDER = Path(__file__).parent
@@ -26,15 +26,15 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     modules = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "topkube.training")
     libraries = [name for name in ("torchmetrics", "transformers", "accelerate") if importlib.util.find_spec(name)]
     trainer = ["transformers.trainer"] if "accelerate" in libraries and "transformers" in libraries else []
-    with worlds.forking("mpich", tmp_path_factory.mktemp("forks"), (*modules, *libraries, *trainer)) as socket:
+    with worlds.start_forks("mpich", tmp_path_factory.mktemp("forks"), (*modules, *libraries, *trainer)) as socket:
         yield socket
 
 
 def run_script(name: str, folder: Path, forks: Path) -> Ranks:
     """Return the results of each rank."""
-    command = ["python", *worlds.forked(forks, FOLDER / name), "."]
+    command = ["python", *worlds.build_fork_arguments(forks, FOLDER / name), "."]
     job = write_job(folder, command, aggregation={"algorithm": "hitopk", "density": 0.1})
-    ended = finish(start(job, folder, "--no-plot", environment=dict(os.environ)), seconds=840)
+    ended = finish_run(start_run(job, folder, "--no-plot", environment=dict(os.environ)), seconds=840)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return [torch.load(folder / f"rank-{rank}.pt") for rank in range(4)]
 
@@ -62,7 +62,7 @@ def check_equal_weights(ranks: Ranks, read: Callable[[Any], torch.Tensor]) -> No
         assert torch.equal(read(results), read(ranks[0]))
 
 
-def check_as_the_library(ranks: Ranks) -> None:
+def check_against_library(ranks: Ranks) -> None:
     """The dense exchange adds in another order, so bits differ; a missing or wrong gradient differs by far more."""
     for results in ranks:
         library, dense, sparse = results["library"], results["dense"], results["hitopk"]
@@ -83,7 +83,7 @@ def test_lightning_trains_as_its_own_strategy_does(lightning_run: tuple[Ranks, P
     ranks, _ = lightning_run
     for name in ranks[0]:
         check_equal_weights(ranks, lambda results, name=name: results[name]["weights"])
-    check_as_the_library(ranks)
+    check_against_library(ranks)
     for name in ("dense", "hitopk"):
         check_each_sample_is_seen_once(ranks, name)
 
@@ -117,7 +117,7 @@ def test_the_trainer_trains_as_it_does_alone(trainer_run: tuple[Ranks, Path]) ->
     for name in ("library", "dense", "hitopk"):
         check_equal_weights(ranks, lambda results, name=name: results[name]["weights"])
         check_each_sample_is_seen_once(ranks, name)
-    check_as_the_library(ranks)
+    check_against_library(ranks)
 
 
 def test_the_steps_of_the_trainer_are_reported(trainer_run: tuple[Ranks, Path]) -> None:

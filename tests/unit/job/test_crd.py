@@ -52,7 +52,7 @@ def test_the_command_prints_the_definition_for_a_version(capsys: pytest.CaptureF
     assert "'new' is not a version of Kubernetes" in capsys.readouterr().err
 
 
-def test_names_and_columns() -> None:
+def test_kubectl_shows_the_columns_that_users_need() -> None:
     names, version = DEFINITION["spec"]["names"], DEFINITION["spec"]["versions"][0]
     assert (names["shortNames"], names["categories"]) == (["tj"], ["all"])
     columns = ["NAME", *(column["name"].upper() for column in version["additionalPrinterColumns"])]

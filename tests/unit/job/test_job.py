@@ -70,15 +70,15 @@ status:
 """
 
 
-def job(**changes: Any) -> dict[str, Any]:
-    """The smallest job with fields of its spec replaced."""
+def build_job(**changes: Any) -> dict[str, Any]:
+    """Return the smallest job with fields of its spec replaced."""
     data = copy.deepcopy(SMALLEST)
     data["spec"].update(changes)
     return data
 
 
-def container(**changes: Any) -> dict[str, Any]:
-    data = job()
+def build_job_with_container(**changes: Any) -> dict[str, Any]:
+    data = build_job()
     data["spec"]["template"]["spec"]["containers"][0].update(changes)
     return data
 
@@ -107,7 +107,7 @@ def test_the_whole_job_is_read() -> None:
     assert read.status.conditions[0].last_transition_time == "2025-01-01T00:00:00Z"
 
 
-def test_defaults() -> None:
+def test_the_smallest_job_has_the_documented_defaults() -> None:
     spec = TrainingJob.parse(SMALLEST).spec
     assert (spec.workers, spec.slots_per_worker, spec.spread, spec.mpi_implementation) == (1, 1, "Node", "MPICH")
     assert (spec.aggregation.algorithm, spec.aggregation.density, spec.aggregation.wire) == ("auto", 0.01, "bf16")
@@ -116,7 +116,7 @@ def test_defaults() -> None:
 
 
 def test_null_takes_the_default_as_in_kubernetes() -> None:
-    read = TrainingJob.parse(job(aggregation=None, dataset=None, workers=None))
+    read = TrainingJob.parse(build_job(aggregation=None, dataset=None, workers=None))
     assert read.spec.aggregation.density == 0.01
     assert read.spec.workers == 1
 
@@ -135,7 +135,7 @@ def test_ranks_get_the_settings() -> None:
     assert settings.ranks_per_node == "2,2"
     assert (settings.algorithm, settings.density, settings.warmup_steps) == ("hitopk", 0.01, 20)
     assert (settings.wire, settings.selection) == ("fp16", "mstopk")
-    corrected = TrainingJob.parse(job(aggregation={"momentumCorrection": True}))
+    corrected = TrainingJob.parse(build_job(aggregation={"momentumCorrection": True}))
     assert not settings.momentum_correction
     assert corrected.settings().momentum_correction
     assert (settings.job_name, settings.checkpoint_every, settings.checkpoint_keep) == ("gpt-stdlib", 50, 2)
@@ -162,16 +162,16 @@ def test_importing_the_job_loads_neither_torch_nor_mpi_nor_numpy() -> None:
 def test_caches_in_memory_count_against_the_workers_limit() -> None:
     container = {"image": "i", "command": ["x"], "resources": {"limits": {"memory": "10Gi"}}}
 
-    def with_cache(**cache: Any) -> dict[str, Any]:
-        return job(template={"spec": {"containers": [container]}}, dataset={"uri": "s3://b/x", "cache": cache})
+    def build_with_cache(**cache: Any) -> dict[str, Any]:
+        return build_job(template={"spec": {"containers": [container]}}, dataset={"uri": "s3://b/x", "cache": cache})
 
-    TrainingJob.parse(with_cache(medium="Memory", sizeLimit="6Gi", memoryLimit="4Gi"))
-    TrainingJob.parse(with_cache(sizeLimit="500Gi", memoryLimit="10Gi"))
+    TrainingJob.parse(build_with_cache(medium="Memory", sizeLimit="6Gi", memoryLimit="4Gi"))
+    TrainingJob.parse(build_with_cache(sizeLimit="500Gi", memoryLimit="10Gi"))
     words = r"spec\.dataset\.cache\.sizeLimit: 7Gi and 4Gi in memory are more than .* limit of 10,737,418,240 bytes"
     with pytest.raises(JobError, match=words):
-        TrainingJob.parse(with_cache(medium="Memory", sizeLimit="7Gi", memoryLimit="4Gi"))
+        TrainingJob.parse(build_with_cache(medium="Memory", sizeLimit="7Gi", memoryLimit="4Gi"))
     with pytest.raises(JobError, match=r"cache\.memoryLimit: 11Gi in memory are more"):
-        TrainingJob.parse(with_cache(memoryLimit="11Gi"))
+        TrainingJob.parse(build_with_cache(memoryLimit="11Gi"))
 
 
 # Mistakes in fields
@@ -180,88 +180,94 @@ def test_caches_in_memory_count_against_the_workers_limit() -> None:
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (job(workers="2"), ["spec.workers: '2' is not a whole number of at least 1 and at most 10000"]),
-        (job(workers=0), ["spec.workers: 0 is not a whole number of at least 1"]),
-        (job(workers=2.5), ["spec.workers: 2.5 is not a whole number"]),
-        (job(workers=True), ["spec.workers: the truth value true is not a whole number"]),
-        (job(slotsPerWorker=[2]), ["spec.slotsPerWorker: a list is not a whole number"]),
-        (job(spread="node"), ["spec.spread: 'node' is not one of Node, None; did you mean Node?"]),
-        (job(mpiImplementation="Intel"), ["spec.mpiImplementation: 'Intel' is not one of MPICH, OpenMPI"]),
-        (job(aggregation={"density": 0}), ["spec.aggregation.density: 0 is not a number above 0 and at most 1"]),
+        (build_job(workers="2"), ["spec.workers: '2' is not a whole number of at least 1 and at most 10000"]),
+        (build_job(workers=0), ["spec.workers: 0 is not a whole number of at least 1"]),
+        (build_job(workers=2.5), ["spec.workers: 2.5 is not a whole number"]),
+        (build_job(workers=True), ["spec.workers: the truth value true is not a whole number"]),
+        (build_job(slotsPerWorker=[2]), ["spec.slotsPerWorker: a list is not a whole number"]),
+        (build_job(spread="node"), ["spec.spread: 'node' is not one of Node, None; did you mean Node?"]),
+        (build_job(mpiImplementation="Intel"), ["spec.mpiImplementation: 'Intel' is not one of MPICH, OpenMPI"]),
+        (build_job(aggregation={"density": 0}), ["spec.aggregation.density: 0 is not a number above 0 and at most 1"]),
         (
-            job(aggregation={"algorithm": "diloco"}),
+            build_job(aggregation={"algorithm": "diloco"}),
             ["spec.aggregation: the period of diloco is 1, but it must be at least 2; set a period, such as 32"],
         ),
         (
-            job(aggregation={"algorithm": "onebit", "schedule": [{"fromStep": 9, "algorithm": "dense"}]}),
+            build_job(aggregation={"algorithm": "onebit", "schedule": [{"fromStep": 9, "algorithm": "dense"}]}),
             ["spec.aggregation: stage 1 of the schedule (from step 9) changes from onebit to dense; change only"],
         ),
         (
-            job(aggregation={"schedule": [{"fromStep": 0, "density": 2}]}),
+            build_job(aggregation={"schedule": [{"fromStep": 0, "density": 2}]}),
             ["spec.aggregation.schedule[0].fromStep", "spec.aggregation.schedule[0].density"],
         ),
-        (job(aggregation={"density": 1.01}), ["spec.aggregation.density: 1.01 is not a number above 0"]),
-        (job(aggregation={"density": float("nan")}), ["spec.aggregation.density: nan is not a number above 0"]),
+        (build_job(aggregation={"density": 1.01}), ["spec.aggregation.density: 1.01 is not a number above 0"]),
+        (build_job(aggregation={"density": float("nan")}), ["spec.aggregation.density: nan is not a number above 0"]),
         (
-            job(aggregation={"densty": 0.1}),
+            build_job(aggregation={"densty": 0.1}),
             ["spec.aggregation.densty: unknown field; did you mean density?; allowed: algorithm, "],
         ),
         (
-            job(aggregation={"warmup_steps": 1}),
+            build_job(aggregation={"warmup_steps": 1}),
             ["spec.aggregation.warmup_steps: unknown field; did you mean warmupSteps?"],
         ),
-        (job(warmupSteps=1), ["spec.warmupSteps: unknown field; it belongs to spec.aggregation.warmupSteps; "]),
+        (build_job(warmupSteps=1), ["spec.warmupSteps: unknown field; it belongs to spec.aggregation.warmupSteps; "]),
         (
-            job(aggregation={"algorithm": "hitop"}),
+            build_job(aggregation={"algorithm": "hitop"}),
             ["of a package that the workers' image has; did you mean hitopk?"],
         ),
-        (job(aggregation="hitopk"), ["spec.aggregation: 'hitopk' is not a mapping"]),
-        (job(aggregation={"selection": "random"}), ["spec.aggregation.selection: 'random' is not one of topk, mstopk"]),
-        (job(dataset={}), ["spec.dataset.uri: is required: address of the data"]),
-        (job(dataset={"uri": "bucket"}), ["spec.dataset.uri: 'bucket' is not a URI with its scheme"]),
+        (build_job(aggregation="hitopk"), ["spec.aggregation: 'hitopk' is not a mapping"]),
         (
-            job(dataset={"uri": "s3://b", "mountPath": "data"}),
+            build_job(aggregation={"selection": "random"}),
+            ["spec.aggregation.selection: 'random' is not one of topk, mstopk"],
+        ),
+        (build_job(dataset={}), ["spec.dataset.uri: is required: address of the data"]),
+        (build_job(dataset={"uri": "bucket"}), ["spec.dataset.uri: 'bucket' is not a URI with its scheme"]),
+        (
+            build_job(dataset={"uri": "s3://b", "mountPath": "data"}),
             ["spec.dataset.mountPath: 'data' is not an absolute path"],
         ),
         (
-            job(dataset={"uri": "s3://b", "mountPath": "/"}),
+            build_job(dataset={"uri": "s3://b", "mountPath": "/"}),
             ["spec.dataset.mountPath: '/' is not an absolute path below /"],
         ),
         (
-            job(dataset={"uri": "s3://b", "cache": {"sizeLimit": "500GB"}}),
+            build_job(dataset={"uri": "s3://b", "cache": {"sizeLimit": "500GB"}}),
             ["spec.dataset.cache.sizeLimit: '500GB' is not a Kubernetes quantity"],
         ),
         (
-            job(dataset={"uri": "s3://b", "cache": {"sizeLimit": "1Gi", "memoryLimit": "2G"}}),
+            build_job(dataset={"uri": "s3://b", "cache": {"sizeLimit": "1Gi", "memoryLimit": "2G"}}),
             ["spec.dataset.cache.memoryLimit: 2G is more than sizeLimit (1Gi)"],
         ),
-        (job(source={}), ["spec.source: needs one of configMap, archive and git"]),
-        (job(source={"git": {"url": "https://h/r"}}), ["spec.source.git.commit: is required: the commit that all"]),
+        (build_job(source={}), ["spec.source: needs one of configMap, archive and git"]),
         (
-            job(source={"git": {"url": "ext::touch /x", "commit": "main"}}),
+            build_job(source={"git": {"url": "https://h/r"}}),
+            ["spec.source.git.commit: is required: the commit that all"],
+        ),
+        (
+            build_job(source={"git": {"url": "ext::touch /x", "commit": "main"}}),
             ["url: 'ext::touch /x' is not the address of a repository", "commit: 'main' is not the full hash"],
         ),
         (
-            job(source={"git": {"url": "https://h/r", "commit": "0" * 40, "ref": "--upload-pack=x"}}),
+            build_job(source={"git": {"url": "https://h/r", "commit": "0" * 40, "ref": "--upload-pack=x"}}),
             ["spec.source.git.ref: '--upload-pack=x' is not a branch or tag"],
         ),
         (
-            job(source={"archive": {"uri": "s3://b/code.zip", "sha256": "0" * 64}}),
+            build_job(source={"archive": {"uri": "s3://b/code.zip", "sha256": "0" * 64}}),
             ["spec.source.archive.uri: 's3://b/code.zip' is not an archive: it must end in .tar, .tar.gz"],
         ),
-        (job(source={"archive": {"uri": "s3://b/c.tar"}}), ["spec.source.archive.sha256: is required"]),
-        (job(setup={}), ["spec.setup.requirements: is required"]),
+        (build_job(source={"archive": {"uri": "s3://b/c.tar"}}), ["spec.source.archive.sha256: is required"]),
+        (build_job(setup={}), ["spec.setup.requirements: is required"]),
         (
-            job(setup={"requirements": ["-r x", "a --pre", "b\nc", "ok==1"]}),
+            build_job(setup={"requirements": ["-r x", "a --pre", "b\nc", "ok==1"]}),
             ["requirements[0]: '-r x'", "requirements[2]: 'b"],
         ),
-        (job(setup={"requirements": ["a --pre"]}), ["requirements[0]: 'a --pre' contains an option of pip"]),
+        (build_job(setup={"requirements": ["a --pre"]}), ["requirements[0]: 'a --pre' contains an option of pip"]),
         (
-            job(aggregation={"algorithm": "hitopk", "denseWire": "bf16"}),
+            build_job(aggregation={"algorithm": "hitopk", "denseWire": "bf16"}),
             ["spec.aggregation.denseWire: 'bf16' has no effect: hitopk does not read it"],
         ),
         (
-            job(
+            build_job(
                 aggregation={
                     "algorithm": "dense",
                     "overlap": "dear",
@@ -270,33 +276,39 @@ def test_caches_in_memory_count_against_the_workers_limit() -> None:
             ),
             ["spec.aggregation.overlap: 'dear' does not work: hitopk has no reduce-scatter"],
         ),
-        (job(checkpoint={"path": "../x", "claimName": "c"}), ["spec.checkpoint.path: '../x' leaves the claim"]),
+        (build_job(checkpoint={"path": "../x", "claimName": "c"}), ["spec.checkpoint.path: '../x' leaves the claim"]),
         (
-            job(checkpoint={"claimName": "c", "everySteps": 0}),
+            build_job(checkpoint={"claimName": "c", "everySteps": 0}),
             ["spec.checkpoint.everySteps: 0 is not a whole number of at least 1"],
         ),
         (
-            job(launcher={"colocate": True, "template": {"spec": {}}}),
+            build_job(launcher={"colocate": True, "template": {"spec": {}}}),
             ["spec.launcher.template: has no effect when colocate is true"],
         ),
         (
-            job(runPolicy={"schedulingPolicy": {"minAvailable": 3}}),
+            build_job(runPolicy={"schedulingPolicy": {"minAvailable": 3}}),
             ["spec.runPolicy.schedulingPolicy.minAvailable: 3 is more than the job's 2 pods"],
         ),
-        (job(runPolicy={"managedBy": "me"}), ["spec.runPolicy.managedBy: 'me' is not a domain, '/' and a name"]),
-        (job(template=[]), ["spec.template: a list is not a mapping"]),
-        (job(template={}), ["spec.template.spec.containers: is required"]),
-        (job(template={"spec": {"containers": [{"name": "a"}, {"name": "b"}]}}), ["none of a, b is called 'worker'"]),
+        (build_job(runPolicy={"managedBy": "me"}), ["spec.runPolicy.managedBy: 'me' is not a domain, '/' and a name"]),
+        (build_job(template=[]), ["spec.template: a list is not a mapping"]),
+        (build_job(template={}), ["spec.template.spec.containers: is required"]),
         (
-            container(image=None, command=[]),
+            build_job(template={"spec": {"containers": [{"name": "a"}, {"name": "b"}]}}),
+            ["none of a, b is called 'worker'"],
+        ),
+        (
+            build_job_with_container(image=None, command=[]),
             ["containers[0].image: is required", "containers[0].command: is required: what each rank runs"],
         ),
-        (container(args=["--steps", 200]), ['containers[0].args[1]: 200 is not text: quote it, "200"']),
-        (container(command="python train.py"), ["containers[0].command: is not a list"]),
-        (container(env=[{"name": "A", "value": 1}]), ['containers[0].env[0].value: 1 is not text: quote it, "1"']),
-        (container(env=[{"value": "1"}]), ["containers[0].env[0]: is not a mapping with a name"]),
+        (build_job_with_container(args=["--steps", 200]), ['containers[0].args[1]: 200 is not text: quote it, "200"']),
+        (build_job_with_container(command="python train.py"), ["containers[0].command: is not a list"]),
         (
-            container(resources={"limits": {"nvidia.com/gpu": 4}}),
+            build_job_with_container(env=[{"name": "A", "value": 1}]),
+            ['containers[0].env[0].value: 1 is not text: quote it, "1"'],
+        ),
+        (build_job_with_container(env=[{"value": "1"}]), ["containers[0].env[0]: is not a mapping with a name"]),
+        (
+            build_job_with_container(resources={"limits": {"nvidia.com/gpu": 4}}),
             ['containers[0].resources.limits["nvidia.com/gpu"]: 4 GPUs for 1 ranks'],
         ),
         ({**SMALLEST, "kind": "Trainingjob"}, ["kind: 'Trainingjob' is not one of TrainingJob; did you mean"]),
@@ -378,7 +390,7 @@ def test_bad_yaml_is_a_job_error(text: str | bytes, message: str) -> None:
 
 
 def test_yaml_is_read_as_kubernetes_reads_it() -> None:
-    data = job(dataset={"uri": "s3://b", "cache": {"sizeLimit": 1e3}}, aggregation={"density": 1})
+    data = build_job(dataset={"uri": "s3://b", "cache": {"sizeLimit": 1e3}}, aggregation={"density": 1})
     read = TrainingJob.parse(data)
     assert read.spec.dataset is not None
     assert read.spec.dataset.cache.size_limit == "1000"
@@ -392,17 +404,17 @@ def test_yaml_is_read_as_kubernetes_reads_it() -> None:
 
 
 def test_unknown_fields_of_a_stored_job_are_kept() -> None:
-    stored = job(workers=2, futureField={"a": 1}, aggregation={"density": 0.5, "newKnob": [1]})
+    stored = build_job(workers=2, futureField={"a": 1}, aggregation={"density": 0.5, "newKnob": [1]})
     stored["status"] = {"phase": "Running", "newThing": 1}
     read = TrainingJob.from_cluster(stored)
     assert read.spec.aggregation.density == 0.5
     assert read.to_dict() == stored
     assert len(find_problems(stored)) == 3
     with pytest.raises(JobError, match=r"spec\.workers: 'x'"):
-        TrainingJob.from_cluster(job(workers="x"))
+        TrainingJob.from_cluster(build_job(workers="x"))
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "dense", "hierarchical", "acme.not-installed-here"])
 def test_a_dense_wire_is_accepted_if_the_algorithm_may_read_it(algorithm: str) -> None:
-    read = TrainingJob.parse(job(aggregation={"algorithm": algorithm, "denseWire": "bf16"}))
+    read = TrainingJob.parse(build_job(aggregation={"algorithm": algorithm, "denseWire": "bf16"}))
     assert read.spec.aggregation.dense_wire == "bf16"

@@ -58,19 +58,19 @@ def parse_or_refuse(source: Any) -> TrainingJob | None:
 
 @given(st.text() | st.binary())
 @settings(max_examples=choose(150, thorough=400))
-def test_arbitrary_text(text: str | bytes) -> None:
+def test_arbitrary_text_is_parsed_or_refused(text: str | bytes) -> None:
     parse_or_refuse(text)
 
 
 @given(st.lists(st.sampled_from(YAML_TOKENS), max_size=40))
 @settings(max_examples=choose(150, thorough=400))
-def test_arbitrary_yaml_tokens(tokens: list[str]) -> None:
+def test_arbitrary_yaml_tokens_are_parsed_or_refused(tokens: list[str]) -> None:
     parse_or_refuse("".join(tokens))
 
 
 @given(values)
 @settings(max_examples=choose(120, thorough=300))
-def test_arbitrary_data(data: Any) -> None:
+def test_arbitrary_data_is_parsed_or_refused(data: Any) -> None:
     parse_or_refuse(data)
     parse_or_refuse(yaml.safe_dump(data))
 
@@ -84,7 +84,7 @@ texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_
 variables = st.from_regex(r"[A-Z_]{1,8}", fullmatch=True)
 
 
-def optional_fields(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+def build_optional_fields(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=fields)
 
 
@@ -113,7 +113,7 @@ specs = st.fixed_dictionaries(
         "slotsPerWorker": st.integers(1, 256),
         "spread": st.sampled_from(["Node", "None"]),
         "mpiImplementation": st.sampled_from(["MPICH", "OpenMPI"]),
-        "aggregation": optional_fields(
+        "aggregation": build_optional_fields(
             algorithm=st.sampled_from(["auto", "dense", "hitopk", "naive"]),
             density=st.floats(0, 1, exclude_min=True),
             warmupSteps=st.integers(0, 10**6),
@@ -141,15 +141,15 @@ specs = st.fixed_dictionaries(
         ),
         "dataset": st.fixed_dictionaries(
             {"uri": paths.map("s3://{}".format)},
-            optional={"mountPath": paths.map("/{}".format), "cache": optional_fields(sizeLimit=quantities)},
+            optional={"mountPath": paths.map("/{}".format), "cache": build_optional_fields(sizeLimit=quantities)},
         ),
         "checkpoint": st.fixed_dictionaries(
             {"claimName": st.just("c")}, optional={"path": paths, "everySteps": st.integers(1, 10**6)}
         ),
-        "runPolicy": optional_fields(
+        "runPolicy": build_optional_fields(
             backoffLimit=st.integers(0, 1000),
             suspend=st.booleans(),
-            failurePolicy=optional_fields(
+            failurePolicy=build_optional_fields(
                 rules=st.lists(failure_rules, max_size=3),
                 maxDisruptions=st.integers(0, 100),
                 disruptionWindowSeconds=st.integers(1, 10**6),
@@ -195,7 +195,7 @@ def test_one_damaged_field_is_one_named_problem(data: dict[str, Any], draw: st.D
     st.integers(0, 10**6),
     st.sampled_from([("", 1), ("k", 1000), ("Mi", 2**20), ("Gi", 2**30), ("e2", 100), ("P", 10**15)]),
 )
-def test_quantities_in_bytes(number: int, unit: tuple[str, int]) -> None:
+def test_quantities_are_converted_to_bytes(number: int, unit: tuple[str, int]) -> None:
     assert in_bytes(f"{number}{unit[0]}") == number * unit[1]
     assert in_bytes("1.5Gi") == 3 * 2**29
     assert in_bytes("1500m") == 2

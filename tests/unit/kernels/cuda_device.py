@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from emulation import emulated
+from emulation import compile_emulation
 
 from topkube.kernels import cuda_library
 from topkube.kernels.device import DeviceKernels
@@ -20,7 +20,7 @@ class Device:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.kernels = emulated() if name == "emulated" else DeviceKernels(cuda_library.load())
+        self.kernels = compile_emulation() if name == "emulated" else DeviceKernels(cuda_library.load())
 
     def put(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone() if self.name == "emulated" else x.cuda()
@@ -34,7 +34,7 @@ def have_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     return actual.dtype == expected.dtype and read_bits(actual) == read_bits(expected)
 
 
-def adversarial_inputs(d: int) -> dict[str, torch.Tensor]:
+def build_adversarial_inputs(d: int) -> dict[str, torch.Tensor]:
     rng = np.random.default_rng(d)
     normal = rng.standard_normal(d).astype(np.float32)
     spike = np.zeros(d, np.float32)

@@ -26,14 +26,14 @@ TRAPS = ["-fsanitize=alignment,shift,bounds", "-fsanitize-undefined-trap-on-erro
 
 
 @functools.cache
-def emulated(*options: str) -> DeviceKernels:
+def compile_emulation(*options: str) -> DeviceKernels:
     """Return the kernels for CPU tensors, with the same launches, compiled with `options` too. Skips if there is no
     g++."""
     if not shutil.which("g++") or not sysconfig.get_platform().startswith("linux"):
         pytest.skip("no g++ here to compile the emulation")
     defines = ["-DTOPKUBE_EMULATE_CUDA", '-DTOPKUBE_CUDA_BUILD="an emulation"', "-I", str(HERE)]
     command = ["g++", *FLAGS, *TRAPS, *defines, *options, "-shared", "-x", "c++", *map(str, SOURCES)]
-    library = _BUILDS / f"{_digest(command)}.so"
+    library = _BUILDS / f"{_compute_digest(command)}.so"
     _BUILDS.mkdir(parents=True, exist_ok=True)
     with FileLock(library.with_suffix(".lock")):  # other processes of this run need it too
         if not library.exists():
@@ -43,7 +43,7 @@ def emulated(*options: str) -> DeviceKernels:
     return DeviceKernels(CudaLibrary(library))
 
 
-def _digest(command: list[str]) -> str:
+def _compute_digest(command: list[str]) -> str:
     """Return a digest of the command and of all that it can compile."""
     digest = hashlib.sha256(repr(command).encode())
     for source in sorted([*(ROOT / "csrc").rglob("*.*"), *HERE.glob("*.hpp")]):
@@ -51,8 +51,8 @@ def _digest(command: list[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def launches() -> int:
+def count_launches() -> int:
     """Return how many kernels the emulation has launched in this process."""
-    count = ctypes.CDLL(str(emulated().library.path)).topkube_emulated_launches
+    count = ctypes.CDLL(str(compile_emulation().library.path)).topkube_emulated_launches
     count.argtypes, count.restype = [], ctypes.c_uint64
     return int(count())

@@ -12,11 +12,11 @@ from topkube import kernels
 from topkube.errors import ArgumentError, WireError
 
 
-def gpu(test: Any) -> Any:
+def needs_gpu(test: Any) -> Any:
     return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")(test))
 
 
-@gpu
+@needs_gpu
 def test_the_public_functions_take_cuda_tensors() -> None:
     x = torch.randn(100_000)
     indices, values = kernels.topk(x.cuda(), 1000)
@@ -28,7 +28,7 @@ def test_the_public_functions_take_cuda_tensors() -> None:
         kernels.decode(torch.zeros(64, dtype=torch.uint8).cuda())
 
 
-@gpu
+@needs_gpu
 def test_a_graph_captures_a_selection_and_replays_it_on_new_data() -> None:
     gradient, residual = torch.zeros(1 << 20).cuda(), torch.zeros(1 << 20).cuda()
     left = torch.empty_like(residual)
@@ -48,7 +48,7 @@ def test_a_graph_captures_a_selection_and_replays_it_on_new_data() -> None:
         assert have_same_bits(left, expected)
 
 
-@gpu
+@needs_gpu
 def test_a_selection_waits_for_its_own_stream_only() -> None:
     side = torch.cuda.Stream()
     x = torch.randn(1 << 22).cuda()
@@ -62,7 +62,7 @@ def test_a_selection_waits_for_its_own_stream_only() -> None:
     assert have_same_bits(indices, kernels.topk(doubled.cpu(), 100)[0])
 
 
-@gpu
+@needs_gpu
 def test_kernels_wait_for_another_stream_as_torch_does() -> None:
     other = torch.cuda.Stream()
     x, fresh = torch.zeros(1 << 22).cuda(), torch.randn(1 << 22)
@@ -75,7 +75,7 @@ def test_kernels_wait_for_another_stream_as_torch_does() -> None:
     assert have_same_bits(kernels.topk(x, 100)[0], kernels.topk(fresh, 100)[0])
 
 
-@gpu
+@needs_gpu
 def test_a_graph_captures_the_codec() -> None:
     gradient, dense = torch.randn(1 << 18).cuda(), torch.zeros(1 << 18).cuda()
 

@@ -18,7 +18,7 @@ from topkube.kernels import cuda_library
 from topkube.kernels.device import device_kernels
 
 
-def test_a_cuda_tensor_without_the_cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_cuda_build_a_cuda_tensor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_library, "path", lambda: None)
     cuda_library.load.cache_clear()
     try:
@@ -28,7 +28,7 @@ def test_a_cuda_tensor_without_the_cuda_build(monkeypatch: pytest.MonkeyPatch) -
         cuda_library.load.cache_clear()
 
 
-def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_library_that_does_not_load_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     broken = tmp_path / cuda_library.NAME
     broken.write_bytes(b"not a library")
     monkeypatch.setattr(cuda_library, "path", lambda: broken)
@@ -40,7 +40,7 @@ def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path:
         cuda_library.load.cache_clear()
 
 
-def test_tensors_of_two_devices() -> None:
+def test_tensors_of_two_devices_are_refused() -> None:
     here, elsewhere = torch.zeros(3), torch.zeros(3, device="meta")
     with pytest.raises(ArgumentError, match=r"dense lies on meta, values on cpu.*values.to\(dense.device\)"):
         device_kernels(dense=elsewhere, values=here)
@@ -89,7 +89,7 @@ class _NoRoom:
         mem_get_info = staticmethod(lambda device: (5, 10))
 
 
-def test_no_room_for_the_workspace(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workspace_that_does_not_fit_is_an_error(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     x = device.put(torch.randn(100))
     before = x.clone()
     monkeypatch.setattr(device.kernels, "torch", _NoRoom())

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cuda_device import DTYPES, NAMES, Device, adversarial_inputs, have_same_bits, read_bits
-from emulation import emulated
+from cuda_device import DTYPES, NAMES, Device, build_adversarial_inputs, have_same_bits, read_bits
+from emulation import compile_emulation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from topkube import kernels
 
 
-def counts(d: int) -> list[int]:
+def list_counts(d: int) -> list[int]:
     return sorted({1, max(1, d // 1000), max(1, d // 100), max(1, d // 3), d})
 
 
@@ -54,9 +54,9 @@ def check_mstopk(device: Device, x: torch.Tensor, k: int, iterations: int, seed:
 @pytest.mark.parametrize("d", [1, 31, 33, 4097, 16_385, 40_003])
 def test_selection_equals_that_of_the_cpu(device: Device, d: int) -> None:
     rng = np.random.default_rng(0)
-    for number, (name, x32) in enumerate(adversarial_inputs(d).items()):
+    for number, (name, x32) in enumerate(build_adversarial_inputs(d).items()):
         dtype = DTYPES[(number + d) % 3]
-        for k in (int(rng.choice(counts(d))), max(1, d // 100)):
+        for k in (int(rng.choice(list_counts(d))), max(1, d // 100)):
             try:
                 check_topk(device, x32.to(dtype), k)
                 check_compress(device, torch.randn(d).to(DTYPES[(number + d + 1) % 3]), x32, k)
@@ -67,8 +67,8 @@ def test_selection_equals_that_of_the_cpu(device: Device, d: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
 @pytest.mark.parametrize("k", [1, 37, 400, 15_000, 40_003])
-def test_every_dtype_and_density(device: Device, dtype: torch.dtype, k: int) -> None:
-    x = adversarial_inputs(40_003)["heavy tails" if k < 100 else "normal"]
+def test_every_dtype_and_density_agrees_with_the_cpu(device: Device, dtype: torch.dtype, k: int) -> None:
+    x = build_adversarial_inputs(40_003)["heavy tails" if k < 100 else "normal"]
     check_topk(device, x.to(dtype), k)
     check_compress(device, x.to(dtype), torch.flip(x, (0,)).contiguous(), k)
     check_mstopk(device, x.to(dtype), k, 30, 3)
@@ -86,7 +86,7 @@ def test_every_dtype_and_density(device: Device, dtype: torch.dtype, k: int) -> 
     iterations=st.integers(1, 40),
     dtype=st.sampled_from(DTYPES),
 )
-def test_any_bits(
+def test_any_bits_agree_with_the_cpu(
     device: Device, length: int, share: float, levels: int, seed: int, iterations: int, dtype: torch.dtype
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -101,10 +101,10 @@ def test_any_bits(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
-def test_a_part_of_an_array_that_begins_anywhere(device: Device, dtype: torch.dtype) -> None:
+def test_a_part_of_an_array_may_begin_anywhere(device: Device, dtype: torch.dtype) -> None:
     """Loads of 16 bytes need aligned arrays; at other offsets a load is one element. The emulation stops at a
     misaligned load."""
-    whole = adversarial_inputs(20_011)["heavy tails"].to(dtype)
+    whole = build_adversarial_inputs(20_011)["heavy tails"].to(dtype)
     for start in (1, 3):
         part, there = whole[start:], device.put(whole)[start:]
         indices, values = device.kernels.topk(there, 150)
@@ -121,26 +121,26 @@ def test_a_part_of_an_array_that_begins_anywhere(device: Device, dtype: torch.dt
 
 def test_a_selection_that_cannot_use_its_candidates_takes_at_most_four_passes(device: Device) -> None:
     ways = set()
-    for x in adversarial_inputs(40_003).values():
+    for x in build_adversarial_inputs(40_003).values():
         check_topk(device, x, 400)
         passes, read = device.kernels.last()
         ways.add((passes, read.from_the_data))
     assert ways == {(1, False), (4, True)}
 
 
-def test_orders_of_blocks_do_not_matter(device: Device) -> None:
+def test_the_order_of_blocks_does_not_matter(device: Device) -> None:
     if device.name != "emulated":
         pytest.skip("a GPU draws its own order")
-    x = adversarial_inputs(40_003)["few values"]
+    x = build_adversarial_inputs(40_003)["few values"]
     for _ in range(6):  # each run draws another order of blocks
         check_topk(device, x, 4000)
 
 
 def test_every_variant_of_a_build_selects_the_same_entries() -> None:
     """A run on a device compares variants by their times, so their results must be equal."""
-    variant = emulated("-DTOPKUBE_CUDA_VECTOR=0", "-DTOPKUBE_CUDA_AHEAD=3")
+    variant = compile_emulation("-DTOPKUBE_CUDA_VECTOR=0", "-DTOPKUBE_CUDA_AHEAD=3")
     for name in ("normal", "constant", "mostly zero", "nan"):
-        x = adversarial_inputs(20_011)[name]
+        x = build_adversarial_inputs(20_011)[name]
         for dtype, k in ((torch.float32, 200), (torch.bfloat16, 9_000)):
             indices, values = variant.topk(x.to(dtype), k)
             expected = kernels.topk(x.to(dtype), k)

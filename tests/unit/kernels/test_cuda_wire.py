@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cuda_device import DTYPES, NAMES, Device, adversarial_inputs, have_same_bits, read_bits
-from emulation import launches
+from cuda_device import DTYPES, NAMES, Device, build_adversarial_inputs, have_same_bits, read_bits
+from emulation import count_launches
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from thorough import choose
@@ -18,14 +18,18 @@ from topkube.kernels.device import NO_FAULT
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
 @pytest.mark.parametrize("d", [1, 255, 30_011])
-def test_sums_casts_and_finiteness(device: Device, dtype: torch.dtype, d: int) -> None:
-    inputs = [adversarial_inputs(d)[name].to(dtype) for name in ("normal", "heavy tails", "denormals")]
+def test_sums_casts_and_finiteness_checks_agree_with_the_cpu(device: Device, dtype: torch.dtype, d: int) -> None:
+    inputs = [build_adversarial_inputs(d)[name].to(dtype) for name in ("normal", "heavy tails", "denormals")]
     for out_dtype in DTYPES:
         expected, out = torch.empty(d, dtype=out_dtype), device.put(torch.empty(d, dtype=out_dtype))
         kernels.sum_(expected, inputs, 0.37)
         device.kernels.sum_(out, [device.put(x) for x in inputs], 0.37)
         assert have_same_bits(out, expected)
-    for x in (torch.randn(d).to(dtype), inputs[0].clone().fill_(torch.inf), adversarial_inputs(d)["nan"].to(dtype)):
+    for x in (
+        torch.randn(d).to(dtype),
+        inputs[0].clone().fill_(torch.inf),
+        build_adversarial_inputs(d)["nan"].to(dtype),
+    ):
         flag = device.kernels.words(device.kernels.finite_flag(device.put(x)))[0]
         assert bool(flag) == kernels.is_finite(x)
 
@@ -201,7 +205,7 @@ def test_the_launches_of_a_sum_of_rows_do_not_grow_with_the_rows() -> None:
     kernels.encode(*kernels.topk(torch.randn(length), k), length, wire="bf16", out=row[:size])
     counts = []
     for nodes in (1, 2, 40):
-        before = launches()
+        before = count_launches()
         device.kernels.sum_rows_(torch.empty(length), row.repeat(nodes, 1), size)
-        counts.append(launches() - before)
+        counts.append(count_launches() - before)
     assert counts == [5, 5, 5]

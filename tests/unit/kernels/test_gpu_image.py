@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 CUOBJDUMP = shutil.which("cuobjdump") or shutil.which("/usr/local/cuda/bin/cuobjdump")
 
 
-def _check(folder: Path, devices: str, library: Path | None) -> subprocess.CompletedProcess[str]:
+def _run_check(folder: Path, devices: str, library: Path | None) -> subprocess.CompletedProcess[str]:
     with zipfile.ZipFile(folder / "topkube-0.1.0-cp312-cp312-linux_x86_64.whl", "w") as wheel:
         wheel.writestr("topkube/__init__.py", "")
         if library is not None:
@@ -27,7 +27,7 @@ def _check(folder: Path, devices: str, library: Path | None) -> subprocess.Compl
 
 
 def test_a_wheel_without_kernels_is_refused(tmp_path: Path) -> None:
-    ended = _check(tmp_path, "80;90", None)
+    ended = _run_check(tmp_path, "80;90", None)
     assert ended.returncode == 1
     assert "has no topkube/libtopkube_cuda.so: nvcc was not found" in ended.stderr
 
@@ -36,8 +36,8 @@ def test_a_wheel_without_kernels_is_refused(tmp_path: Path) -> None:
     CUOBJDUMP is None or cuda_library.path() is None, reason="no CUDA toolkit, or a build without kernels"
 )
 def test_a_wheel_that_lacks_a_device_is_refused(tmp_path: Path) -> None:
-    assert _check(tmp_path, "80;90", cuda_library.path()).stdout.endswith("machine code for sm_80, sm_90\n")
-    ended = _check(tmp_path, "80;121", cuda_library.path())
+    assert _run_check(tmp_path, "80;90", cuda_library.path()).stdout.endswith("machine code for sm_80, sm_90\n")
+    ended = _run_check(tmp_path, "80;121", cuda_library.path())
     assert ended.returncode == 1
     assert "no machine code for sm_121" in ended.stderr
 

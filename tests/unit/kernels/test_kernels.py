@@ -23,16 +23,16 @@ def view_bits(x: Any) -> Any:
     return x.view(np.uint32 if x.dtype.itemsize == 4 else np.uint16)
 
 
-def magnitude_bits(x: Any) -> Any:
+def view_magnitude_bits(x: Any) -> Any:
     return view_bits(x) & (0x7FFFFFFF if x.dtype.itemsize == 4 else 0x7FFF)
 
 
 def find_largest(x: Any, k: int) -> Any:
-    """Indices of the k largest magnitudes, ascending; the lowest index wins ties."""
-    return np.sort(np.argsort(~magnitude_bits(x), kind="stable")[:k])
+    """Return the indices of the k largest magnitudes, ascending; the lowest index wins ties."""
+    return np.sort(np.argsort(~view_magnitude_bits(x), kind="stable")[:k])
 
 
-def adversarial_inputs(d: int) -> Iterator[tuple[str, Any]]:
+def build_adversarial_inputs(d: int) -> Iterator[tuple[str, Any]]:
     rng = np.random.default_rng(d)
     normal = rng.standard_normal(d).astype(np.float32)
     yield "normal", normal
@@ -55,7 +55,7 @@ def adversarial_inputs(d: int) -> Iterator[tuple[str, Any]]:
     yield "any bits", rng.integers(0, 2**32, d, dtype=np.uint32).view(np.float32)
 
 
-CASES = [pytest.param(x, id=f"{name}-{d}") for d in SIZES for name, x in adversarial_inputs(d)]
+CASES = [pytest.param(x, id=f"{name}-{d}") for d in SIZES for name, x in build_adversarial_inputs(d)]
 
 
 @pytest.fixture(params=kernels.simd_paths())
@@ -65,7 +65,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
     kernels.use_simd(before)
 
 
-def densities(d: int) -> list[int]:
+def list_counts(d: int) -> list[int]:
     return sorted({1, max(1, d // 1000), max(1, d // 100), max(1, d // 5), max(1, d // 2), d})
 
 
@@ -74,7 +74,7 @@ def test_topk_is_exact_with_the_lowest_index_first(path: str, x32: Any) -> None:
     for dtype in DTYPES:
         with np.errstate(all="ignore"):
             x = x32.astype(dtype)
-        for k in densities(x.size):
+        for k in list_counts(x.size):
             expected = find_largest(x, k)
             for threads in (1, 3):
                 indices, values = kernels.topk(x, k, threads=threads)
@@ -94,7 +94,7 @@ def test_compress_keeps_the_unsent_rest(path: str, x32: Any) -> None:
         with np.errstate(all="ignore"):
             expected = x32 + gradient.astype(np.float32)
         expected[np.isnan(expected)] = np.nan  # a computed NaN has the same bits everywhere
-        for k in densities(d):
+        for k in list_counts(d):
             residual, left = x32.copy(), np.full(d, 7, np.float32)
             indices, values = kernels.compress_(gradient, residual, k, out=left)
             chosen = find_largest(expected, k)
@@ -112,7 +112,7 @@ def test_compress_keeps_the_unsent_rest(path: str, x32: Any) -> None:
                 np.testing.assert_array_equal(view_bits(in_place), view_bits(kept))
 
 
-def naive_mstopk(x: Any, k: int, iterations: int = 30) -> tuple[float, int, float, int]:
+def find_mstopk_thresholds(x: Any, k: int, iterations: int = 30) -> tuple[float, int, float, int]:
     """Algorithm 1 as it is written: one count per probe, float32 thresholds."""
     a = np.abs(x).astype(np.float32)
     mean, top = float(a.astype(np.float64).mean()), float(a.max())
@@ -140,8 +140,8 @@ def test_mstopk_follows_the_paper(path: str, x32: Any) -> None:
         if not np.isfinite(x.astype(np.float32)).all():
             continue
         a = np.abs(x).astype(np.float32)
-        for k in densities(x.size):
-            upper, k1, lower, k2 = naive_mstopk(x, k)
+        for k in list_counts(x.size):
+            upper, k1, lower, k2 = find_mstopk_thresholds(x, k)
             indices, values = kernels.mstopk(x, k, seed=3, threads=2)
             thresholds = kernels.last_thresholds()
             assert (thresholds.above_upper, thresholds.above_lower) == (k1, k2)
@@ -178,7 +178,9 @@ def test_mstopk_shows_nan_and_infinity() -> None:
 
 @settings(max_examples=60)
 @given(st.integers(1, 70_000), st.integers(0, 2**32), st.floats(1e-4, 1), st.integers(0, 15), st.integers(1, 4))
-def test_any_bits_any_size_any_offset(d: int, seed: int, density: float, offset: int, threads: int) -> None:
+def test_topk_selects_the_largest_of_any_bits_at_any_offset(
+    d: int, seed: int, density: float, offset: int, threads: int
+) -> None:
     rng = np.random.default_rng(seed)
     whole = rng.integers(0, 2**32, d + offset, dtype=np.uint32).view(np.float32)
     x = whole[offset:]  # not aligned to a vector
@@ -194,7 +196,7 @@ def test_any_bits_any_size_any_offset(d: int, seed: int, density: float, offset:
         np.testing.assert_array_equal(view_bits(values), view_bits(x[expected]))
 
 
-def test_one_pass_over_a_matrix_with_quiet_and_loud_columns() -> None:
+def test_a_matrix_with_quiet_and_loud_columns_takes_one_pass() -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2048, 2048), dtype=np.float32)
     x[:, ::128] *= 100
@@ -268,14 +270,14 @@ def test_unusable_arguments_are_named(call: Any, message: str) -> None:
     np.testing.assert_array_equal(X, before)
 
 
-def test_read_only_gradient_is_refused() -> None:
+def test_a_read_only_gradient_is_refused() -> None:
     gradient = X.copy()
     gradient.flags.writeable = False
     with pytest.raises(ArgumentError, match="gradient is read-only"):
         kernels.compress_(gradient, X, 1)
 
 
-def test_unknown_path_names_those_there_are() -> None:
+def test_an_unknown_simd_path_is_refused_with_the_known_ones() -> None:
     with pytest.raises(SettingsError, match="portable"):
         kernels.use_simd("sse9")
     assert kernels.simd() in kernels.simd_paths()

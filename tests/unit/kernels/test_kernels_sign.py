@@ -26,7 +26,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def compute_mean_magnitude(block: Any) -> Any:
-    """The mean |x| of a block: element i goes into running sum i % 16, then halves are added to halves."""
+    """Return the mean |x| of a block: element i goes into running sum i % 16, then halves are added to halves."""
     sums = np.zeros(16, np.float32)
     for start in range(0, len(block), 16):
         part = np.abs(block[start : start + 16])
@@ -52,7 +52,7 @@ def unpack_by_definition(scales: Any, bits: Any, length: int, weight: float = 1.
 
 
 @st.composite
-def floats(draw: Any) -> Any:
+def draw_floats(draw: Any) -> Any:
     """Normal values of very different sizes, denormals and zeros of both signs among them."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     length = draw(st.integers(0, 800))
@@ -63,7 +63,7 @@ def floats(draw: Any) -> Any:
 
 
 @EVERY_PATH
-@given(floats())
+@given(draw_floats())
 def test_packing_equals_numpy_bit_for_bit(x: Any) -> None:
     scales, bits, left = pack_by_definition(x)
     own = x.copy()
@@ -93,7 +93,7 @@ def test_unpacking_adds_all_nodes_in_their_order(length: int, nodes: int) -> Non
 
 
 @EVERY_PATH
-@given(floats())
+@given(draw_floats())
 def test_sent_values_and_remainders_add_up_to_the_input(x: Any) -> None:
     left = x.copy()
     scales, bits, _ = kernels.sign_pack_(left)

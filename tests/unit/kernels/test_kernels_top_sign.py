@@ -24,28 +24,28 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
     kernels.use_simd(before)
 
 
-def padded(octets: Any) -> Any:
+def pad(octets: Any) -> Any:
     """Return `octets` with zeros up to a multiple of 8."""
     return np.pad(octets, (0, -len(octets) % 8))
 
 
-def code_of(indices: Any, length: int) -> Any:
+def encode_indices(indices: Any, length: int) -> Any:
     """Return the code of ascending indices below `length`: planes of their low bits, and the high bits in unary."""
     count, indices = len(indices), np.asarray(indices)
     low = (length // count).bit_length() - 1
     planes = [np.packbits((indices >> plane & 1).astype(bool)) for plane in range(low)]
     unary = np.zeros((length - 1 >> low) + count, bool)
     unary[(indices >> low) + np.arange(count)] = True
-    return padded(np.concatenate([*planes, np.packbits(unary)]))
+    return pad(np.concatenate([*planes, np.packbits(unary)]))
 
 
-def message_of(x: Any, count: int) -> tuple[Any, Any]:
+def build_message(x: Any, count: int) -> tuple[Any, Any]:
     """Return the reference: (the message, what is left of x)."""
     indices, values = kernels.topk(x, count)
     scales, bits, _ = kernels.sign_pack_(values)  # leaves the rest in `values`
     left = x.copy()
     left[indices] = values
-    return np.concatenate([padded(np.concatenate([scales.view(np.uint8), bits])), code_of(indices, len(x))]), left
+    return np.concatenate([pad(np.concatenate([scales.view(np.uint8), bits])), encode_indices(indices, len(x))]), left
 
 
 @EVERY_PATH
@@ -53,7 +53,7 @@ def message_of(x: Any, count: int) -> tuple[Any, Any]:
 def test_a_message_equals_its_format_bit_for_bit(length: int, share: float, seed: int) -> None:
     count = max(1, round(share * length))
     x = np.random.default_rng(seed).standard_t(2, length).astype(np.float32)
-    expected, left = message_of(x, count)
+    expected, left = build_message(x, count)
     message = np.full(kernels.top_sign_bytes(length, count), 255, np.uint8)
     assert kernels.top_sign_pack_(x, count, message)
     np.testing.assert_array_equal(message, expected)
@@ -107,7 +107,7 @@ def test_a_damaged_message_is_refused_or_has_valid_indices(noise: bytes, seed: i
 def test_wrong_indices_are_refused_before_anything_is_written(indices: list[int], length: int, problem: str) -> None:
     out = np.zeros(length, np.float32)
     message = np.zeros(kernels.top_sign_bytes(length, 2), np.uint8)
-    code = code_of(indices, 10)
+    code = encode_indices(indices, 10)
     message[8 : 8 + code.size] = code
     message[:2] = 255
     with pytest.raises(WireError, match="2 indices below 8"):

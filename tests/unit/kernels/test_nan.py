@@ -31,7 +31,7 @@ def read_words(x: torch.Tensor) -> torch.Tensor:
     return x.detach().cpu().view({16: torch.int16, 32: torch.int32}[size]).to(torch.int64) & ((1 << size) - 1)
 
 
-def with_nans(dtype: torch.dtype, seed: int) -> torch.Tensor:
+def draw_with_nans(dtype: torch.dtype, seed: int) -> torch.Tensor:
     """Random numbers, every third one a NaN with a random sign and payload, and some infinities of both signs."""
     random = torch.Generator().manual_seed(seed)
     x = torch.randn(LENGTH, generator=random).to(dtype)
@@ -54,7 +54,7 @@ def has_only_canonical_nans(x: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
 def test_a_computed_nan_is_canonical_on_every_path(path: str, dtype: torch.dtype) -> None:
-    a, b = with_nans(dtype, 1), with_nans(dtype, 2)
+    a, b = draw_with_nans(dtype, 1), draw_with_nans(dtype, 2)
     for out_dtype in DTYPES:
         for inputs in ([a], [a, b], [a, b, a]):
             out = torch.empty(LENGTH, dtype=out_dtype)
@@ -62,7 +62,7 @@ def test_a_computed_nan_is_canonical_on_every_path(path: str, dtype: torch.dtype
                 continue
             kernels.sum_(out, inputs, 0.5)
             assert has_only_canonical_nans(out)
-    residual = with_nans(torch.float32, 2)
+    residual = draw_with_nans(torch.float32, 2)
     left = torch.empty(LENGTH)
     _, values = kernels.compress_(a, residual, LENGTH // 2, out=left)
     assert has_only_canonical_nans(values)
@@ -73,7 +73,7 @@ def test_a_computed_nan_is_canonical_on_every_path(path: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
 def test_cuda_kernels_compute_the_same_nans(device: Device, dtype: torch.dtype) -> None:
-    a, b, residual = with_nans(dtype, 1), with_nans(dtype, 2), with_nans(torch.float32, 4)
+    a, b, residual = draw_with_nans(dtype, 1), draw_with_nans(dtype, 2), draw_with_nans(torch.float32, 4)
     for out_dtype in DTYPES:
         expected, out = torch.empty(LENGTH, dtype=out_dtype), device.put(torch.empty(LENGTH, dtype=out_dtype))
         kernels.sum_(expected, [a, b], 0.5)
@@ -90,16 +90,16 @@ def test_cuda_kernels_compute_the_same_nans(device: Device, dtype: torch.dtype) 
 @pytest.mark.parametrize("wire", NAMES.values())
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
 def test_the_codec_computes_the_same_nans(device: Device, dtype: torch.dtype, wire: str) -> None:
-    values = with_nans(dtype, 1)[:500]
+    values = draw_with_nans(dtype, 1)[:500]
     indices = torch.arange(0, 1500, 3, dtype=torch.int32).view(torch.uint32)
-    residual = with_nans(torch.float32, 2)[:1500].clone()
+    residual = draw_with_nans(torch.float32, 2)[:1500].clone()
     there = device.put(residual)
     got = device.kernels.encode(device.put(indices), device.put(values), 1500, wire, there)[0]
     expected: Any = kernels.encode(indices, values, 1500, wire=wire, residual=residual)
     assert got.cpu().numpy().tobytes() == expected.tobytes()
     assert have_same_bits(there, residual)
     for out_dtype in DTYPES:
-        dense = with_nans(out_dtype, 3)[:1500].clone()
+        dense = draw_with_nans(out_dtype, 3)[:1500].clone()
         on_device = device.put(dense)
         kernels.decode_add_(dense, expected, 0.5)
         device.kernels.decode_add_(on_device, got, 0.5)

@@ -17,7 +17,7 @@ from topkube.errors import ArgumentError, WireError
 WIRES = {"fp32": np.float32, "bf16": ml_dtypes.bfloat16, "fp16": np.float16}
 
 
-def shard(length: int, k: int, seed: int = 0) -> tuple[Any, Any]:
+def draw_shard(length: int, k: int, seed: int = 0) -> tuple[Any, Any]:
     rng = np.random.default_rng(seed)
     indices = np.sort(rng.choice(length, k, replace=False)).astype(np.uint32)
     return indices, rng.standard_normal(k).astype(np.float32)
@@ -26,7 +26,7 @@ def shard(length: int, k: int, seed: int = 0) -> tuple[Any, Any]:
 @settings(max_examples=80)
 @given(st.integers(1, 300_000), st.floats(0, 1), st.sampled_from(sorted(WIRES)), st.integers(0, 9))
 def test_round_trip_and_the_error_goes_to_the_residual(length: int, share: float, wire: str, seed: int) -> None:
-    indices, values = shard(length, int(share * length), seed)
+    indices, values = draw_shard(length, int(share * length), seed)
     residual = np.zeros(length, np.float32)
     buffer = kernels.encode(indices, values, length, wire=wire, residual=residual)
     assert buffer.size == kernels.encoded_size(length, indices.size, wire)
@@ -46,13 +46,13 @@ def test_round_trip_and_the_error_goes_to_the_residual(length: int, share: float
 @pytest.mark.parametrize("wire", sorted(WIRES))
 @pytest.mark.parametrize("dtype", list(WIRES.values()))
 def test_values_of_every_dtype_are_encoded(wire: str, dtype: Any) -> None:
-    indices, values = shard(70_000, 900)
+    indices, values = draw_shard(70_000, 900)
     values = values.astype(dtype)
     decoded = kernels.decode(kernels.encode(indices, values, 70_000, wire=wire))[1]
     np.testing.assert_array_equal(decoded, values.astype(np.float32).astype(WIRES[wire]).astype(np.float32))
 
 
-def test_four_bytes_per_entry_with_16_bit_values() -> None:
+def test_an_entry_with_a_16_bit_value_takes_four_bytes() -> None:
     length, k = 25_557_032, 255_571
     assert kernels.encoded_size(length, k, "bf16") / k < 4.02
 
@@ -67,7 +67,7 @@ def test_decode_add_returns_true_if_values_were_finite() -> None:
 @given(st.data())
 def test_a_changed_buffer_is_refused(data: st.DataObject) -> None:
     length = data.draw(st.integers(1, 140_000))
-    indices, values = shard(length, data.draw(st.integers(0, min(length, 40))))
+    indices, values = draw_shard(length, data.draw(st.integers(0, min(length, 40))))
     buffer = kernels.encode(indices, values, length, wire=data.draw(st.sampled_from(sorted(WIRES))))
     kind = data.draw(st.sampled_from(["bit", "cut", "longer", "swap"]))
     if kind == "bit":
@@ -101,7 +101,7 @@ def test_random_bytes_are_refused(noise: bytes, has_magic: bool) -> None:
 @given(st.data())
 def test_a_buffer_with_wrong_fields_and_a_correct_checksum_cannot_write_out_of_bounds(data: st.DataObject) -> None:
     """Any field may be wrong. An accepted buffer decodes to ascending indices within the length."""
-    indices, values = shard(200_000, 30)
+    indices, values = draw_shard(200_000, 30)
     buffer = kernels.encode(indices, values, 200_000, wire="bf16")
     for _ in range(data.draw(st.integers(1, 3))):
         position = data.draw(st.integers(0, buffer.size - 1))

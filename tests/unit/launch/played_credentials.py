@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 
-def credentials(directory: Path, begins: float = -1.0, ends: float = 30.0) -> Path:
+def write_credentials(directory: Path, begins: float = -1.0, ends: float = 30.0) -> Path:
     """Write a launcher's and a worker's files to one folder, and return the folder. The certificate is valid from
     `begins` to `ends`, in days from now."""
     key = ec.generate_private_key(ec.SECP256R1())

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from played_credentials import credentials
+from played_credentials import write_credentials
 
 from topkube.launch.connection import calls
 from topkube.launch.connection.calls import Calls, rejection_error
@@ -68,7 +68,7 @@ def test_a_certificate_out_of_its_time_names_the_clocks(
     tmp_path: Path, begins: float, ends: float, problem: str
 ) -> None:
     before = datetime.datetime.now(datetime.UTC)
-    folder = credentials(tmp_path / "c", begins, ends)
+    folder = write_credentials(tmp_path / "c", begins, ends)
     words, _ = collect_messages(call_and_fail(folder, folder), folder)
     assert f"{problem} by this node's clock" in words
     times = (before, datetime.datetime.now(datetime.UTC))  # the hour or the day may end between them
@@ -78,14 +78,14 @@ def test_a_certificate_out_of_its_time_names_the_clocks(
     assert "does not have the certificate" not in words
 
 
-def test_another_certificate_is_not_talked_to(tmp_path: Path) -> None:
-    first, second = credentials(tmp_path / "one"), credentials(tmp_path / "other")
+def test_a_server_with_another_certificate_is_refused(tmp_path: Path) -> None:
+    first, second = write_credentials(tmp_path / "one"), write_credentials(tmp_path / "other")
     words, _ = collect_messages(call_and_fail(first, second), second)
     assert "does not have the certificate of this job's launcher" in words
 
 
 def test_plain_http_is_not_a_launcher(tmp_path: Path) -> None:
-    folder = credentials(tmp_path / "c")
+    folder = write_credentials(tmp_path / "c")
 
     async def call() -> BaseException:
         async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -151,7 +151,7 @@ def test_a_worker_behind_a_service_mesh_prints_the_next_step(tmp_path: Path) -> 
     for words in ("excludeInboundPorts", "checkAddress: false", "port 7077"):
         assert words in str(error)
     plan = PLAN.model_copy(update={"unreachable_seconds": 1e-9})
-    _, messages = collect_messages(error, credentials(tmp_path / "c"), plan)
+    _, messages = collect_messages(error, write_credentials(tmp_path / "c"), plan)
     messages.note_failure(error, "10.0.0.9")
     assert messages.problem is not None
     assert messages.problem.reason == REFUSED_REASON
@@ -178,7 +178,7 @@ def test_callers_are_checked_by_their_address(
     plan = LaunchPlan.model_validate({"name": "j", "namespace": "n", "uid": "u", "attempt": 1, "workers": workers})
     plan = plan.model_copy(update={"check_address": check})
     assert LaunchPlan.read(plan.text()).check_address == check
-    known = LauncherCredentials.load(credentials(tmp_path / "c"))
+    known = LauncherCredentials.load(write_credentials(tmp_path / "c"))
     rendezvous = Rendezvous(plan, known, "10.0.0.1", None, None)  # type: ignore[arg-type]
     problem = rendezvous._address_problem(caller, claimed)
     assert problem.startswith(words)
@@ -199,7 +199,7 @@ def test_the_termination_message_explains_why_a_worker_cannot_reach_the_launcher
         environment = {
             **os.environ,
             "TOPKUBE_WORKER": plan.text(),
-            "TOPKUBE_CREDENTIALS": str(credentials(tmp_path / "c")),
+            "TOPKUBE_CREDENTIALS": str(write_credentials(tmp_path / "c")),
             "TOPKUBE_TERMINATION_LOG": str(words),
             "TMPDIR": str(tmp_path),
         }

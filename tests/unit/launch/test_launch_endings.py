@@ -31,26 +31,26 @@ from topkube.processors import count_cores
 from topkube.telemetry.progress import StepRecord
 
 
-def write(path: Path, text: str) -> Path:
+def write_file(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
 
 
 def test_kills_for_memory_are_counted_in_both_versions_of_cgroups(tmp_path: Path) -> None:
-    machine = write(tmp_path / "vmstat", "nr_free_pages 5\noom_kill 9\n")
-    none = write(tmp_path / "none", "")
+    machine = write_file(tmp_path / "vmstat", "nr_free_pages 5\noom_kill 9\n")
+    none = write_file(tmp_path / "none", "")
     version_2, version_1 = tmp_path / "two", tmp_path / "one"
-    own_two = write(tmp_path / "own2", "0::/kubepods/pod1/c\n")
-    own_one = write(tmp_path / "own1", "11:cpu,cpuacct:/x\n7:memory:/kubepods/pod1/c\n0::/\n")
+    own_two = write_file(tmp_path / "own2", "0::/kubepods/pod1/c\n")
+    own_one = write_file(tmp_path / "own1", "11:cpu,cpuacct:/x\n7:memory:/kubepods/pod1/c\n0::/\n")
     assert memory_kills(version_2, own_two, machine) == 9, "no counter of its own: the machine's"
-    write(version_2 / "memory.events", "low 0\noom 3\noom_kill 2\n")  # as inside a container
+    write_file(version_2 / "memory.events", "low 0\noom 3\noom_kill 2\n")  # as inside a container
     assert memory_kills(version_2, own_two, machine) == 2
-    write(version_2 / "kubepods/pod1/c/memory.events", "oom_kill 4\n")  # as on the host
+    write_file(version_2 / "kubepods/pod1/c/memory.events", "oom_kill 4\n")  # as on the host
     assert memory_kills(version_2, own_two, machine) == 4
-    write(version_1 / "memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n")
+    write_file(version_1 / "memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n")
     assert memory_kills(version_1, own_one, machine) == 5
-    write(version_1 / "memory/kubepods/pod1/c/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 6\n")
+    write_file(version_1 / "memory/kubepods/pod1/c/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 6\n")
     assert memory_kills(version_1, own_one, machine) == 6
     assert memory_kills(tmp_path / "gone", none, none) == 0
     assert memory_kills() >= 0
@@ -60,19 +60,19 @@ def test_processors_are_counted_in_both_versions_of_cgroups(tmp_path: Path, monk
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
     version_2, version_1 = tmp_path / "two", tmp_path / "one"
     for quota, counted in (("max 100000", 64), ("400000 100000", 4), ("20000 100000", 1), ("9900000 100000", 64)):
-        write(version_2 / "cpu.max", f"{quota}\n")
+        write_file(version_2 / "cpu.max", f"{quota}\n")
         assert count_cores(version_2) == counted
     for quota, counted in (("-1", 64), ("400000", 4), ("50000", 1)):
-        write(version_1 / "cpu/cpu.cfs_quota_us", f"{quota}\n")
-        write(version_1 / "cpu/cpu.cfs_period_us", "100000\n")
+        write_file(version_1 / "cpu/cpu.cfs_quota_us", f"{quota}\n")
+        write_file(version_1 / "cpu/cpu.cfs_period_us", "100000\n")
         assert count_cores(version_1) == counted
     assert count_cores(tmp_path / "gone") == 64
 
 
 def test_only_dead_segments_of_our_own_are_removed(tmp_path: Path) -> None:
-    kept = write(tmp_path / "before", "x")
+    kept = write_file(tmp_path / "before", "x")
     keep = shared_memory.names(tmp_path)
-    dead, mapped, held = (write(tmp_path / name, "x" * 4096) for name in ("dead", "mapped", "held"))
+    dead, mapped, held = (write_file(tmp_path / name, "x" * 4096) for name in ("dead", "mapped", "held"))
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(kept)
     script = f"import sys; f = open({str(held)!r}); print('ready', flush=True); sys.stdin.read()"
@@ -91,26 +91,26 @@ def test_only_dead_segments_of_our_own_are_removed(tmp_path: Path) -> None:
     assert shared_memory.clean(frozenset(), tmp_path / "none") == []
 
 
-def report(**more: object) -> RankReport:
+def build_report(**more: object) -> RankReport:
     return RankReport.parse(
         {"rank": 5, "host": "h", "command": ["x"], "started": 1.0, "ended": 2.0, "exit_code": 1, **more}
     )
 
 
-def test_each_way_to_end_has_its_word() -> None:
-    assert find_reason(report(exit_code=127, not_started="the program 'x' is not there")) == "CommandNotFound"
-    assert find_reason(report(exit_code=126, not_started="the program 'x' cannot be run")) == "CommandNotRunnable"
-    assert find_reason(report(signal="SIGKILL", exit_code=137, out_of_memory=True)) == "OOMKilled"
-    assert find_reason(report(signal="SIGSEGV", exit_code=139)) == "SIGSEGV"
-    assert find_reason(report(traceback="Traceback (most recent call last)\n  x\nValueError: no")) == "Error"
-    assert find_reason(report(missing=[3])) == "CollectiveTimeout"
-    assert find_reason(report(aborted=True)) == "MpiAbort"
+def test_each_way_to_end_has_its_reason() -> None:
+    assert find_reason(build_report(exit_code=127, not_started="the program 'x' is not there")) == "CommandNotFound"
+    assert find_reason(build_report(exit_code=126, not_started="the program 'x' cannot be run")) == "CommandNotRunnable"
+    assert find_reason(build_report(signal="SIGKILL", exit_code=137, out_of_memory=True)) == "OOMKilled"
+    assert find_reason(build_report(signal="SIGSEGV", exit_code=139)) == "SIGSEGV"
+    assert find_reason(build_report(traceback="Traceback (most recent call last)\n  x\nValueError: no")) == "Error"
+    assert find_reason(build_report(missing=[3])) == "CollectiveTimeout"
+    assert find_reason(build_report(aborted=True)) == "MpiAbort"
 
 
 def test_a_hang_is_attributed_to_the_missing_rank() -> None:
-    failure = describe(report(missing=[3, 7], tail=["last words"]), lambda rank: f"pod-{rank // 2}", "worker 2")
+    failure = describe(build_report(missing=[3, 7], tail=["last words"]), lambda rank: f"pod-{rank // 2}", "worker 2")
     assert (failure.rank, failure.pod, failure.log_tail) == (3, "pod-1", "last words")
-    failure = describe(report(missing=[5]), lambda rank: f"pod-{rank // 2}", "worker 2")
+    failure = describe(build_report(missing=[5]), lambda rank: f"pod-{rank // 2}", "worker 2")
     assert (failure.rank, failure.pod) == (5, "pod-2")
 
 
@@ -224,7 +224,7 @@ def test_a_heartbeat_is_read_by_other_processes_and_a_failed_write_ends_nothing(
         own.beat()
     assert heartbeat.read(tmp_path / "run", 3) == 300
     assert heartbeat.read(tmp_path / "run", 2) == 0
-    write(tmp_path / "file", "x")
+    write_file(tmp_path / "file", "x")
     heartbeat.Heartbeat(tmp_path / "file", 0).beat()
 
 

@@ -58,7 +58,7 @@ class Ends:
         while not (self.near.connected and self.far.connected):
             await asyncio.sleep(0.001)
 
-        async def break_it() -> None:
+        async def break_connection() -> None:
             transport = socket._response.connection.transport if socket._response.connection else None
             if transport is not None:
                 transport.abort()  # sends no closing frame, and flushes nothing
@@ -66,7 +66,7 @@ class Ends:
             while self.far.connected:
                 await asyncio.sleep(0.001)
 
-        return break_it
+        return break_connection
 
 
 @settings(max_examples=15)
@@ -90,7 +90,7 @@ async def _exchange(chance: random.Random, breaks: int) -> None:
     number = 0
     async with Ends(near, far) as ends:
         for turn in range(breaks + 1):
-            break_it = await ends.connect()
+            break_connection = await ends.connect()
             for _ in range(chance.randint(0, 60)):
                 number += 1
                 name, end = chance.choice((("near", near), ("far", far)))
@@ -104,7 +104,7 @@ async def _exchange(chance: random.Random, breaks: int) -> None:
                 if chance.random() < 0.2:
                     await asyncio.sleep(chance.random() * 0.003)
             if turn < breaks:
-                await break_it()
+                await break_connection()
         assert await near.wait_for_delivery(60)
         assert await far.wait_for_delivery(60)
     assert received["far"] == sent["near"]
@@ -131,27 +131,27 @@ async def _send_through_tunnel() -> None:
     service = await asyncio.start_server(answer_doubled, "127.0.0.1", 0)
     ends: dict[str, Tunnel] = {}
 
-    def on(name: str) -> Callable[[AnyMessage], None]:
-        def take(message: AnyMessage) -> None:
+    def build_reader(name: str) -> Callable[[AnyMessage], None]:
+        def read(message: AnyMessage) -> None:
             if message.kind == "open":
                 ends[name].open_stream(message.stream)
             elif message.kind == "close":
                 ends[name].close_stream(message.stream)
 
-        return take
+        return read
 
-    worker = Link(on("worker"), lambda stream, data: ends["worker"].take(stream, data))
-    launcher = Link(on("launcher"), lambda stream, data: ends["launcher"].take(stream, data))
+    worker = Link(build_reader("worker"), lambda stream, data: ends["worker"].take(stream, data))
+    launcher = Link(build_reader("launcher"), lambda stream, data: ends["launcher"].take(stream, data))
     ends["worker"] = Tunnel(worker)
     ends["launcher"] = Tunnel(launcher, service.sockets[0].getsockname()[1])
     async with Ends(worker, launcher) as both:
-        break_it = await both.connect()
+        break_connection = await both.connect()
         port = await ends["worker"].listen()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         payload = random.Random(0).randbytes(3 << 20)
         writer.write(payload[: 1 << 20])
         assert len(await reader.readexactly(2 << 20)) == 2 << 20
-        await break_it()
+        await break_connection()
         writer.write(payload[1 << 20 :])
         await asyncio.sleep(0.01)
         await both.connect()

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from local_runs import command_line, run, write_job
+from local_runs import build_command, run_job, write_job
 
 from topkube.errors import LaunchError
 from topkube.job import TrainingJob
@@ -19,7 +19,7 @@ from topkube.launch.mpi.mpi_library import find_mpi
 def test_ranks_get_many_and_long_arguments_as_they_are(tmp_path: Path) -> None:
     words = [*["y" * 100_000] * 2, *map(str, range(1500)), "", "$HOME", "a b", "ü"]
     script = "import sys; print(len(sys.argv), sum(map(len, sys.argv)), sys.argv[-4:])"
-    ended = run(write_job(tmp_path, ["python", "-c", script, *words], workers=1), tmp_path)
+    ended = run_job(write_job(tmp_path, ["python", "-c", script, *words], workers=1), tmp_path)
     assert ended.returncode == 0, ended.stderr
     total = sum(map(len, words)) + 2
     for rank in range(2):
@@ -52,7 +52,7 @@ def test_output_that_a_full_disk_refuses_is_reported(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
 
     ended = subprocess.run(
-        command_line(job, tmp_path),
+        build_command(job, tmp_path),
         capture_output=True,
         text=True,
         cwd=tmp_path,

@@ -57,7 +57,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 def take_whole_log(log: RankLog, backlog: int = 1 << 40) -> bytes:
-    """All that a finished log gives."""
+    """Return all bytes of a finished log."""
     text = b""
     while not log.done:
         text += log.take(backlog)[0]

@@ -15,7 +15,7 @@ from topkube.launch.host.temporary import TemporaryFolder, sweep
 PREFIX = "topkube-launch-"
 
 
-def folder(parent: Path, name: str, mode: int = 0o700) -> Path:
+def make_folder(parent: Path, name: str, mode: int = 0o700) -> Path:
     path = parent / f"{PREFIX}{name}"
     path.mkdir(mode=mode)
     path.chmod(mode)
@@ -64,11 +64,11 @@ def test_only_folders_of_our_own_dead_processes_are_removed(tmp_path: Path, monk
     parent.mkdir(mode=0o700)
     (parent / f"{PREFIX}link").symlink_to(elsewhere)
     (parent / f"{PREFIX}file").write_text("x")
-    folder(parent, "open", 0o777)
+    make_folder(parent, "open", 0o777)
     (parent / "other").mkdir()
-    held = folder(parent, "held")
-    (held / ".lock").symlink_to(elsewhere / "precious")  # it cannot be told whether somebody holds it
-    dead = folder(parent, "dead")
+    held = make_folder(parent, "held")
+    (held / ".lock").symlink_to(elsewhere / "precious")  # nobody can know whether a process holds it
+    dead = make_folder(parent, "dead")
     (dead / "link").symlink_to(elsewhere)
     for entry in parent.iterdir():
         os.utime(entry, (0, 0), follow_symlinks=False)
@@ -83,7 +83,7 @@ def test_only_folders_of_our_own_dead_processes_are_removed(tmp_path: Path, monk
 
 @pytest.mark.parametrize(("mode", "swept"), [(0o777, False), (0o1777, True), (0o755, True)])
 def test_nothing_is_swept_where_others_may_rename(tmp_path: Path, mode: int, swept: bool) -> None:
-    dead = folder(tmp_path, "dead")
+    dead = make_folder(tmp_path, "dead")
     os.utime(dead, (0, 0))
     tmp_path.chmod(mode)
     assert bool(sweep(tmp_path, PREFIX)) == swept

@@ -107,7 +107,7 @@ def test_a_worker_that_was_asked_to_end_is_waited_for_while_it_may_speak_and_no_
     assert is_settled(plan, members, now - 10, now)
 
 
-def test_the_first_of_very_many_failures_is_found_at_once() -> None:
+def test_the_first_of_50000_failures_is_the_rank_that_aborted() -> None:
     """If one of 4,096 ranks aborts, all others end silently at the same moment."""
     fallen = [
         RankReport(rank=rank, host="", command=[], started=0.0, ended=5.0 + rank * 1e-6, exit_code=1)
@@ -116,7 +116,7 @@ def test_the_first_of_very_many_failures_is_found_at_once() -> None:
     aborted = RankReport(rank=50_000, host="", command=[], started=0.0, ended=5.9, exit_code=1, aborted=True)
     before = time.process_time()
     assert first_failure([*fallen, aborted]) is aborted
-    assert time.process_time() - before < 5
+    assert time.process_time() - before < 30, "if each report is compared with every other, this takes an hour"
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_ranks_that_save_have_the_pods_own_time_though_the_launcher_is_gone(work
     assert read_graces(worker) == [295]
 
 
-def test_a_launcher_that_is_asked_to_end_too_does_not_shorten_it(worker: Worker) -> None:
+def test_a_launcher_that_is_asked_to_end_too_does_not_shorten_the_time_to_save(worker: Worker) -> None:
     async def ask_to_end() -> None:
         worker._terminate()
         ending = asyncio.create_task(worker._end(End(grace_seconds=25.0)))
@@ -84,7 +84,7 @@ def test_files_of_earlier_attempts_are_removed(worker: Worker, monkeypatch: pyte
         async def listen(self) -> int:
             return 1
 
-    class Sent:
+    class SilentLink:
         def send(self, message: object) -> None:
             raise AssertionError(message)
 
@@ -97,7 +97,7 @@ def test_files_of_earlier_attempts_are_removed(worker: Worker, monkeypatch: pyte
     worker._attempt = None
     session = worker._session
     session.welcome = Welcome(run="r", attempt=7, resumed=False)
-    session.tunnel, session.link = Tunnel(), Sent()  # type: ignore[assignment]
+    session.tunnel, session.link = Tunnel(), SilentLink()  # type: ignore[assignment]
     worker._mpi = Mpi("MPICH", "5.0.2", Path("/x/mpiexec"))
     asyncio.run(worker._start(Start(proxy=ProxyParameters(mpi="MPICH"), ranks=(0,))))
     assert started == [worker.directory / "attempt-7"]

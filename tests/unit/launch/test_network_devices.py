@@ -42,26 +42,26 @@ def _set_port(root: Path, name: str, state: str) -> None:
     (port / "state").write_text(f"{state}\n")
 
 
-def _rank(local: int, size: int = 3) -> dict[str, str]:
+def _build_variables(local: int, size: int = 3) -> dict[str, str]:
     return {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(size)}
 
 
 def test_each_rank_has_the_device_behind_the_switch_of_its_gpu(root: Path) -> None:
-    chosen = [network_variables(_rank(local), {}, root) for local in range(3)]
+    chosen = [network_variables(_build_variables(local), {}, root) for local in range(3)]
     assert chosen == [{"UCX_NET_DEVICES": f"mlx5_{local}:1"} for local in range(3)]
 
 
 def test_without_a_device_behind_its_switch_a_rank_has_those_of_its_numa_node(root: Path) -> None:
     _set_port(root, "mlx5_1", "1: DOWN")
-    assert network_variables(_rank(1), {}, root) == {"UCX_NET_DEVICES": "mlx5_0:1"}
+    assert network_variables(_build_variables(1), {}, root) == {"UCX_NET_DEVICES": "mlx5_0:1"}
 
 
 @pytest.mark.parametrize(
     ("rank", "environment"),
     [
-        (_rank(0), {"UCX_NET_DEVICES": "all"}),
-        (_rank(0), {"CUDA_VISIBLE_DEVICES": "2"}),
-        (_rank(0, size=2), {}),
+        (_build_variables(0), {"UCX_NET_DEVICES": "all"}),
+        (_build_variables(0), {"CUDA_VISIBLE_DEVICES": "2"}),
+        (_build_variables(0, size=2), {}),
         ({}, {}),
     ],
     ids=["the user chose", "other GPUs", "fewer ranks than GPUs", "plain mpiexec"],
@@ -73,5 +73,5 @@ def test_an_uncertain_device_is_not_chosen(rank: dict[str, str], environment: di
 def test_a_single_device_and_a_machine_without_gpus_need_no_choice(root: Path, tmp_path: Path) -> None:
     for name in ("mlx5_1", "mlx5_2"):
         _set_port(root, name, "1: DOWN")
-    assert network_variables(_rank(0), {}, root) == {}
-    assert network_variables(_rank(0), {}, tmp_path / "nothing") == {}
+    assert network_variables(_build_variables(0), {}, root) == {}
+    assert network_variables(_build_variables(0), {}, tmp_path / "nothing") == {}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import worlds
-from local_runs import run, write_job
+from local_runs import run_job, write_job
 
 from topkube.errors import WorldError
 from topkube.launch.host.torch_environment import accelerate_variables, rank_variables
@@ -26,7 +26,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("counts", "ranks", "rank", "expected"), CASES)
-def test_the_variables_of_a_rank(counts: str, ranks: int, rank: int, expected: dict[str, str]) -> None:
+def test_a_rank_gets_the_variables_of_torchrun(counts: str, ranks: int, rank: int, expected: dict[str, str]) -> None:
     variables = rank_variables(rank, Settings(ranks_per_node=counts, expected_ranks=ranks))
     assert {name: variables[name] for name in expected} == expected
 
@@ -65,15 +65,17 @@ def test_these_variables_do_not_count_as_torchrun() -> None:
 
 def test_a_ddp_script_runs_unchanged_on_two_nodes_as_under_torchrun(tmp_path: Path) -> None:
     """A stale RANK of the shell does no harm. Ranks are forks of a process that has imported torch."""
-    with worlds.forking("mpich", tmp_path, ("torch._dynamo", "torch.distributed")) as socket:
-        script = worlds.forked(socket, SCRIPT)
+    with worlds.start_forks("mpich", tmp_path, ("torch._dynamo", "torch.distributed")) as socket:
+        script = worlds.build_fork_arguments(socket, SCRIPT)
         job = write_job(tmp_path, ["python", *script, "--out", "topkube.pt"])
-        ended = run(job, tmp_path, environment={**os.environ, "RANK": "7", "WORLD_SIZE": "9", "MASTER_ADDR": "nowhere"})
+        ended = run_job(
+            job, tmp_path, environment={**os.environ, "RANK": "7", "WORLD_SIZE": "9", "MASTER_ADDR": "nowhere"}
+        )
         assert ended.returncode == 0, ended.stdout + ended.stderr
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", "0"]
         torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python", sys.executable]
         subprocess.run(
-            [*torchrun, *script, "--out", "run.pt"], cwd=tmp_path, check=True, timeout=120, capture_output=True
+            [*torchrun, *script, "--out", "run.pt"], cwd=tmp_path, check=True, timeout=280, capture_output=True
         )
     weights, size = torch.load(tmp_path / "topkube.pt")
     reference, _ = torch.load(tmp_path / "run.pt")

@@ -24,78 +24,79 @@ Case = tuple[dict[str, str], int, bool | str]
 "nobody": it fires and names no release."""
 
 
-def job(name: str, **labels: str) -> str:
+def name_job_series(name: str, **labels: str) -> str:
     more = "".join(f',{label}="{value}"' for label, value in labels.items())
     return f"{name}{{{JOB}{more}}}"
 
 
-PROGRESS = {job("topkube_job_progress_ratio"): "0.5x60"}
+PROGRESS = {name_job_series("topkube_job_progress_ratio"): "0.5x60"}
 STEPS = {
-    job("topkube_step_seconds_sum", rank="0"): "600x60",
-    job("topkube_step_seconds_count", rank="0"): "100x60",
+    name_job_series("topkube_step_seconds_sum", rank="0"): "600x60",
+    name_job_series("topkube_step_seconds_count", rank="0"): "100x60",
 }
-LAST = job("topkube_last_step_timestamp_seconds", rank="0")
-SINCE = job("topkube_job_phase_timestamp_seconds")
-RESTARTS = job("topkube_job_restarts")
+LAST = name_job_series("topkube_last_step_timestamp_seconds", rank="0")
+SINCE = name_job_series("topkube_job_phase_timestamp_seconds")
+RESTARTS = name_job_series("topkube_job_restarts")
 
 
-def inter(bound: str, seconds: str, step: str = "0+60x60") -> dict[str, str]:
+def build_exchange(bound: str, seconds: str, step: str = "0+60x60") -> dict[str, str]:
     return {
-        job("topkube_exchange_bound_seconds_total", rank="0"): bound,
-        job("topkube_step_phase_seconds_total", rank="0", phase="inter"): seconds,
-        job("topkube_step_seconds_sum", rank="0"): step,
+        name_job_series("topkube_exchange_bound_seconds_total", rank="0"): bound,
+        name_job_series("topkube_step_phase_seconds_total", rank="0", phase="inter"): seconds,
+        name_job_series("topkube_step_seconds_sum", rank="0"): step,
     }
 
 
-def skipped(skips: str) -> dict[str, str]:
+def build_skipped_steps(skips: str) -> dict[str, str]:
     return {
-        job("topkube_skipped_steps_total"): skips,
-        job("topkube_step_seconds_count", rank="0"): "0+60x60",
-        job("topkube_step_seconds_count", rank="1"): "0+60x60",
+        name_job_series("topkube_skipped_steps_total"): skips,
+        name_job_series("topkube_step_seconds_count", rank="0"): "0+60x60",
+        name_job_series("topkube_step_seconds_count", rank="1"): "0+60x60",
     }
 
 
-def disk(hits: str, requests: str = "0+100x200") -> dict[str, str]:
+def build_disk_cache(hits: str, requests: str = "0+100x200") -> dict[str, str]:
     return {
-        job("topkube_cache_hits_total", tier="disk"): hits,
-        job("topkube_cache_requests_total", tier="disk"): requests,
+        name_job_series("topkube_cache_hits_total", tier="disk"): hits,
+        name_job_series("topkube_cache_requests_total", tier="disk"): requests,
     }
 
 
-def phase(name: str) -> dict[str, str]:
-    return {job("topkube_job_phase", phase=name): "1x60"}
+def build_phase(name: str) -> dict[str, str]:
+    return {name_job_series("topkube_job_phase", phase=name): "1x60"}
 
 
 OWN = 'namespace="home",release="r"'
 AGENT = 'release="r",node="n"'
 
 
-def own(name: str, more: str = "") -> str:
+def name_operator_series(name: str, more: str = "") -> str:
     return f"{name}{{{OWN}{more}}}"
 
 
-def reconciles(errors: str) -> dict[str, str]:
+def build_reconciles(errors: str) -> dict[str, str]:
     return {
-        own("topkube_reconciles_total", ',outcome="error"'): errors,
-        own("topkube_reconciles_total", ',outcome="unchanged"'): "0+60x60",
+        name_operator_series("topkube_reconciles_total", ',outcome="error"'): errors,
+        name_operator_series("topkube_reconciles_total", ',outcome="unchanged"'): "0+60x60",
     }
 
 
-def calls(code: str, errors: str) -> dict[str, str]:
+def build_calls(code: str, errors: str) -> dict[str, str]:
     return {
-        own("topkube_api_requests_total", f',method="GET",code="{code}"'): errors,
-        own("topkube_api_requests_total", ',method="GET",code="200"'): "0+60x60",
+        name_operator_series("topkube_api_requests_total", f',method="GET",code="{code}"'): errors,
+        name_operator_series("topkube_api_requests_total", ',method="GET",code="200"'): "0+60x60",
     }
 
 
-def reviews(**outcomes: str) -> dict[str, str]:
+def build_reviews(**outcomes: str) -> dict[str, str]:
     return {
-        own("topkube_admission_reviews_total", f',outcome="{outcome}"'): values for outcome, values in outcomes.items()
+        name_operator_series("topkube_admission_reviews_total", f',outcome="{outcome}"'): values
+        for outcome, values in outcomes.items()
     }
 
 
-CREATED = own("topkube_jobs_created_total")
-BUILD = own("topkube_operator_build_info", ',version="1"')
+CREATED = name_operator_series("topkube_jobs_created_total")
+BUILD = name_operator_series("topkube_operator_build_info", ',version="1"')
 
 
 CASES: dict[str, list[Case]] = {
@@ -103,35 +104,39 @@ CASES: dict[str, list[Case]] = {
         ({LAST: "60x60", **STEPS, **PROGRESS}, 15, True),
         ({LAST: "60x60", **STEPS, **PROGRESS}, 9, False),
         ({LAST: "0+60x60", **STEPS, **PROGRESS}, 30, False),
-        ({LAST: "60x60", **STEPS, job("topkube_job_progress_ratio"): "1x60"}, 30, False),
+        ({LAST: "60x60", **STEPS, name_job_series("topkube_job_progress_ratio"): "1x60"}, 30, False),
         (
-            {LAST: "60x60", job("topkube_step_seconds_sum"): "3600x60", job("topkube_step_seconds_count"): "2x60"},
+            {
+                LAST: "60x60",
+                name_job_series("topkube_step_seconds_sum"): "3600x60",
+                name_job_series("topkube_step_seconds_count"): "2x60",
+            },
             30,
             False,
         ),
         ({LAST: "60x60 _x60"}, 100, False),
     ],
     "TopKubeJobReportsNoSteps": [
-        ({SINCE: "0x60", **phase("Running")}, 40, True),
-        ({SINCE: "0x60", **phase("Running")}, 20, False),
-        ({SINCE: "0x60", **phase("Running"), LAST: "60x60"}, 40, False),
-        ({SINCE: "0x60", **phase("Suspended")}, 40, False),
+        ({SINCE: "0x60", **build_phase("Running")}, 40, True),
+        ({SINCE: "0x60", **build_phase("Running")}, 20, False),
+        ({SINCE: "0x60", **build_phase("Running"), LAST: "60x60"}, 40, False),
+        ({SINCE: "0x60", **build_phase("Suspended")}, 40, False),
         ({}, 40, False),
     ],
     "TopKubeJobFailed": [
-        ({job("topkube_job_failed_timestamp_seconds"): "600x90"}, 11, True),
-        ({job("topkube_job_failed_timestamp_seconds"): "600x90"}, 71, False),
+        ({name_job_series("topkube_job_failed_timestamp_seconds"): "600x90"}, 11, True),
+        ({name_job_series("topkube_job_failed_timestamp_seconds"): "600x90"}, 71, False),
         ({}, 11, False),
     ],
     "TopKubeCheckpointFailed": [
-        ({job("topkube_job_checkpoint_failed"): "0x10 1x50"}, 40, True),
-        ({job("topkube_job_checkpoint_failed"): "1x10 0x50"}, 40, False),
+        ({name_job_series("topkube_job_checkpoint_failed"): "0x10 1x50"}, 40, True),
+        ({name_job_series("topkube_job_checkpoint_failed"): "1x10 0x50"}, 40, False),
         ({}, 40, False),
     ],
     "TopKubeCheckpointTooOld": [
-        ({job("topkube_job_last_checkpoint_timestamp_seconds"): "0x200"}, 130, True),
-        ({job("topkube_job_last_checkpoint_timestamp_seconds"): "0x200"}, 100, False),
-        ({job("topkube_job_last_checkpoint_timestamp_seconds"): "0+60x200"}, 130, False),
+        ({name_job_series("topkube_job_last_checkpoint_timestamp_seconds"): "0x200"}, 130, True),
+        ({name_job_series("topkube_job_last_checkpoint_timestamp_seconds"): "0x200"}, 100, False),
+        ({name_job_series("topkube_job_last_checkpoint_timestamp_seconds"): "0+60x200"}, 130, False),
         ({}, 130, False),
     ],
     "TopKubeRestartStorm": [
@@ -141,51 +146,51 @@ CASES: dict[str, list[Case]] = {
         ({}, 40, False),
     ],
     "TopKubeNodeAvoided": [
-        ({job("topkube_job_avoided_node_info", node="a", reason="HardwareFault"): "_x9 1x60"}, 30, True),
-        ({job("topkube_job_avoided_node_info", node="a", reason="HardwareFault"): "_x9 1x60"}, 11, False),
-        ({job("topkube_job_avoided_node_info", node="a", reason="HardwareFault"): "1x20 _x40"}, 40, False),
+        ({name_job_series("topkube_job_avoided_node_info", node="a", reason="HardwareFault"): "_x9 1x60"}, 30, True),
+        ({name_job_series("topkube_job_avoided_node_info", node="a", reason="HardwareFault"): "_x9 1x60"}, 11, False),
+        ({name_job_series("topkube_job_avoided_node_info", node="a", reason="HardwareFault"): "1x20 _x40"}, 40, False),
         ({}, 40, False),
     ],
     "TopKubeJobPendingTooLong": [
-        ({SINCE: "0x60", **phase("Pending")}, 40, True),
-        ({SINCE: "0x60", **phase("Pending")}, 20, False),
-        ({SINCE: "0x60", **phase("Running")}, 40, False),
+        ({SINCE: "0x60", **build_phase("Pending")}, 40, True),
+        ({SINCE: "0x60", **build_phase("Pending")}, 20, False),
+        ({SINCE: "0x60", **build_phase("Running")}, 40, False),
         ({SINCE: "0x60"}, 40, False),
     ],
     "TopKubeGradientSkipped": [
-        (skipped("0+6x60"), 40, True),
-        (skipped("0+1x60"), 40, False),
-        ({job("topkube_skipped_steps_total"): "0+6x60"}, 40, False),
+        (build_skipped_steps("0+6x60"), 40, True),
+        (build_skipped_steps("0+1x60"), 40, False),
+        ({name_job_series("topkube_skipped_steps_total"): "0+6x60"}, 40, False),
     ],
     "TopKubeWeightsDiffer": [
-        ({job("topkube_differing_ranks"): "0x10 1x50"}, 40, True),
-        ({job("topkube_differing_ranks"): "0x60"}, 40, False),
+        ({name_job_series("topkube_differing_ranks"): "0x10 1x50"}, 40, True),
+        ({name_job_series("topkube_differing_ranks"): "0x60"}, 40, False),
         ({}, 40, False),
     ],
     "TopKubeCommunicationSlow": [
-        (inter("0+5x60", "0+40x60"), 40, True),
-        (inter("0+20x60", "0+40x60"), 40, False),
-        (inter("0+1x60", "0+5x60"), 40, False),
-        (inter("_x60", "0+40x60"), 40, False),
+        (build_exchange("0+5x60", "0+40x60"), 40, True),
+        (build_exchange("0+20x60", "0+40x60"), 40, False),
+        (build_exchange("0+1x60", "0+5x60"), 40, False),
+        (build_exchange("_x60", "0+40x60"), 40, False),
     ],
     "TopKubeCacheCorruption": [
-        ({job("topkube_cache_corruptions_total"): "0x10 1x50"}, 40, True),
-        ({job("topkube_cache_corruptions_total"): "3x60"}, 40, False),
+        ({name_job_series("topkube_cache_corruptions_total"): "0x10 1x50"}, 40, True),
+        ({name_job_series("topkube_cache_corruptions_total"): "3x60"}, 40, False),
         ({}, 40, False),
     ],
     "TopKubeCacheHitRatioLow": [
-        (disk("0+10x200"), 120, True),
-        (disk("0+10x200"), 50, False),
-        (disk("0+90x200"), 120, False),
-        (disk("0+1x200", "0+10x200"), 120, False),
-        ({job("topkube_cache_hits_total", tier="disk"): "0+10x200"}, 120, False),
+        (build_disk_cache("0+10x200"), 120, True),
+        (build_disk_cache("0+10x200"), 50, False),
+        (build_disk_cache("0+90x200"), 120, False),
+        (build_disk_cache("0+1x200", "0+10x200"), 120, False),
+        ({name_job_series("topkube_cache_hits_total", tier="disk"): "0+10x200"}, 120, False),
     ],
     "TopKubeCacheDiskFull": [
-        ({job("topkube_cache_tier_state", tier="disk", state="frozen", pod="a"): "0x5 1x60"}, 30, True),
-        ({job("topkube_cache_tier_state", tier="disk", state="dropped", pod="a"): "0x5 1x60"}, 10, False),
-        ({job("topkube_cache_tier_state", tier="disk", state="frozen", pod="a"): "0x60"}, 30, False),
-        ({job("topkube_cache_tier_state", tier="memory", state="frozen", pod="a"): "1x60"}, 30, False),
-        ({job("topkube_cache_tier_state", tier="disk", state="open", pod="a"): "1x60"}, 30, False),
+        ({name_job_series("topkube_cache_tier_state", tier="disk", state="frozen", pod="a"): "0x5 1x60"}, 30, True),
+        ({name_job_series("topkube_cache_tier_state", tier="disk", state="dropped", pod="a"): "0x5 1x60"}, 10, False),
+        ({name_job_series("topkube_cache_tier_state", tier="disk", state="frozen", pod="a"): "0x60"}, 30, False),
+        ({name_job_series("topkube_cache_tier_state", tier="memory", state="frozen", pod="a"): "1x60"}, 30, False),
+        ({name_job_series("topkube_cache_tier_state", tier="disk", state="open", pod="a"): "1x60"}, 30, False),
         ({}, 30, False),
     ],
     "TopKubeNodeCacheFull": [
@@ -208,45 +213,66 @@ CASES: dict[str, list[Case]] = {
         ({}, 3, False),
     ],
     "TopKubeNoLeader": [
-        ({own("topkube_leader", ',pod="a"'): "0x60", own("topkube_leader", ',pod="b"'): "0x60"}, 5, True),
-        ({own("topkube_leader", ',pod="a"'): "0x60", own("topkube_leader", ',pod="b"'): "1x60"}, 5, False),
-        ({own("topkube_leader"): "0x60", own("topkube_leader").replace('"r"', '"other"'): "1x60"}, 5, True),
+        (
+            {
+                name_operator_series("topkube_leader", ',pod="a"'): "0x60",
+                name_operator_series("topkube_leader", ',pod="b"'): "0x60",
+            },
+            5,
+            True,
+        ),
+        (
+            {
+                name_operator_series("topkube_leader", ',pod="a"'): "0x60",
+                name_operator_series("topkube_leader", ',pod="b"'): "1x60",
+            },
+            5,
+            False,
+        ),
+        (
+            {
+                name_operator_series("topkube_leader"): "0x60",
+                name_operator_series("topkube_leader").replace('"r"', '"other"'): "1x60",
+            },
+            5,
+            True,
+        ),
         ({}, 5, False),
     ],
     "TopKubeWorkQueueSlow": [
-        ({own("topkube_work_queue_oldest_seconds"): "0x5 90x60"}, 30, True),
-        ({own("topkube_work_queue_oldest_seconds"): "0x25 90x60"}, 27, False),
-        ({own("topkube_work_queue_oldest_seconds"): "2x60"}, 30, False),
+        ({name_operator_series("topkube_work_queue_oldest_seconds"): "0x5 90x60"}, 30, True),
+        ({name_operator_series("topkube_work_queue_oldest_seconds"): "0x25 90x60"}, 27, False),
+        ({name_operator_series("topkube_work_queue_oldest_seconds"): "2x60"}, 30, False),
         ({}, 30, False),
     ],
     "TopKubeApiErrors": [
-        (calls("500", "0+30x60"), 30, True),
-        (calls("unreachable", "0+30x60"), 30, True),
-        (calls("404", "0+30x60"), 30, False),
-        (calls("409", "0+30x60"), 30, False),
-        (calls("503", "0+1x60"), 30, False),
+        (build_calls("500", "0+30x60"), 30, True),
+        (build_calls("unreachable", "0+30x60"), 30, True),
+        (build_calls("404", "0+30x60"), 30, False),
+        (build_calls("409", "0+30x60"), 30, False),
+        (build_calls("503", "0+1x60"), 30, False),
         ({}, 30, False),
     ],
     "TopKubeAdmissionFailing": [
-        (reviews(allowed="0+5x60", error="0+1x60"), 30, True),
-        (reviews(allowed="0+5x60", error="0x60"), 30, False),
-        ({own("topkube_admission_published"): "0x60"}, 30, True),
-        ({own("topkube_admission_published"): "1x60"}, 30, False),
-        ({**reviews(allowed="0x60", refused="0+5x60"), CREATED: "0x5 1x60"}, 20, True),
-        ({**reviews(allowed="0x5 1x60"), CREATED: "0x5 1x60"}, 20, False),
-        ({**reviews(allowed="0x60"), CREATED: "0x60"}, 20, False),
+        (build_reviews(allowed="0+5x60", error="0+1x60"), 30, True),
+        (build_reviews(allowed="0+5x60", error="0x60"), 30, False),
+        ({name_operator_series("topkube_admission_published"): "0x60"}, 30, True),
+        ({name_operator_series("topkube_admission_published"): "1x60"}, 30, False),
+        ({**build_reviews(allowed="0x60", refused="0+5x60"), CREATED: "0x5 1x60"}, 20, True),
+        ({**build_reviews(allowed="0x5 1x60"), CREATED: "0x5 1x60"}, 20, False),
+        ({**build_reviews(allowed="0x60"), CREATED: "0x60"}, 20, False),
         ({CREATED: "0x5 1x60"}, 20, False),
         ({}, 30, False),
     ],
     "TopKubeAdmissionCertificateExpires": [
-        ({own("topkube_admission_certificate_expiry_timestamp_seconds"): "500000x60"}, 30, True),
-        ({own("topkube_admission_certificate_expiry_timestamp_seconds"): "800000x60"}, 30, False),
+        ({name_operator_series("topkube_admission_certificate_expiry_timestamp_seconds"): "500000x60"}, 30, True),
+        ({name_operator_series("topkube_admission_certificate_expiry_timestamp_seconds"): "800000x60"}, 30, False),
         ({}, 30, False),
     ],
     "TopKubeReconcileErrors": [
-        (reconciles("0+30x60"), 30, True),
-        (reconciles("0+3x60"), 30, False),
-        ({own("topkube_reconciles_total", ',outcome="unchanged"'): "0+60x60"}, 30, False),
+        (build_reconciles("0+30x60"), 30, True),
+        (build_reconciles("0+3x60"), 30, False),
+        ({name_operator_series("topkube_reconciles_total", ',outcome="unchanged"'): "0+60x60"}, 30, False),
         ({}, 30, False),
     ],
 }
@@ -276,7 +302,7 @@ def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
     """Each alert has a file with its own rule only: promtool evaluates all rules of a file in each minute of a test."""
     rules = {rule["alert"]: rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]}
     for alert in ALERTS:
-        rule = {**rules[alert.name], "annotations": {}}  # the words are not what is tested
+        rule = {**rules[alert.name], "annotations": {}}  # the texts of annotations are not tested here
         (tmp_path / f"{alert.name}.rules").write_text(yaml.safe_dump({"groups": [{"name": "g", "rules": [rule]}]}))
         tests = [build_test(alert, case) for case in CASES[alert.name]]
         file = {"rule_files": [f"{alert.name}.rules"], "tests": tests}
@@ -322,7 +348,7 @@ def test_alerts_ask_for_series_that_exist() -> None:
 
 
 def test_no_alert_mixes_jobs_or_releases() -> None:
-    """Every aggregation keeps the labels by which jobs, releases and nodes are told apart."""
+    """Every aggregation keeps the labels that distinguish jobs, releases and nodes."""
     for alert in ALERTS:
         aggregations = re.findall(r"\b(?:sum|max|min|count|group|avg)\b ?(?:by \(([^)]*)\))?", alert.expression)
         assert aggregations, alert.name

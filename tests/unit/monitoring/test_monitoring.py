@@ -39,7 +39,7 @@ PROCESS = {"process_resident_memory_bytes": "gauge", "process_cpu_seconds_total"
 
 
 def find_series(expression: str) -> list[re.Match[str]]:
-    """The series that an expression asks for, each with its selector (group 2) and range (group 3)."""
+    """Return the series that an expression asks for, each with its selector (group 2) and range (group 3)."""
     return list(re.finditer(r"\b((?:topkube|process)_\w+)(\{[^}]*\})?(\[[^\]]*\])?", expression))
 
 
@@ -143,7 +143,7 @@ def test_a_dashboard_is_complete_and_its_choices_reach_every_panel(dashboard: Da
             assert target["datasource"]["uid"] == "${datasource}"
 
 
-def test_dashboards_have_names_of_their_own() -> None:
+def test_every_dashboard_has_its_own_name() -> None:
     assert (
         len({dashboard.uid for dashboard in DASHBOARDS})
         == len({dashboard.title for dashboard in DASHBOARDS})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from simulated import job
+from simulated import build_job
 
 from topkube.job import TrainingJob
 from topkube_operator.children import pods
@@ -14,22 +14,22 @@ SEED = b"s" * 32
 POLICY = Policy(seed=SEED, operator_namespace="topkube-system")
 
 
-def stored(**spec: Any) -> TrainingJob:
-    return TrainingJob.from_cluster(job(**spec))
+def parse_job(**spec: Any) -> TrainingJob:
+    return TrainingJob.from_cluster(build_job(**spec))
 
 
-def worker(job: TrainingJob, index: int = 0, policy: Policy = POLICY) -> tuple[dict[str, Any], dict[str, Any]]:
+def build_worker(job: TrainingJob, index: int = 0, policy: Policy = POLICY) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a worker's pod, and the container that trains."""
     pod = pods.build_worker(job, "uid-1", index, 1, "10.0.0.9", policy)
     return pod, next(entry for entry in pod["spec"]["containers"] if entry["name"] == "worker")
 
 
-def launcher(job: TrainingJob) -> tuple[dict[str, Any], dict[str, Any]]:
+def build_launcher(job: TrainingJob) -> tuple[dict[str, Any], dict[str, Any]]:
     pod = pods.build_launcher(job, "uid-1", 2, [(0, 1), (1, 2)], POLICY)
     return pod, next(entry for entry in pod["spec"]["containers"] if entry["name"] == "launcher")
 
 
-def environment(container: dict[str, Any]) -> dict[str, str]:
+def read_environment(container: dict[str, Any]) -> dict[str, str]:
     return {entry["name"]: entry.get("value", "") for entry in container["env"]}
 
 

@@ -27,23 +27,23 @@ _HAS_QUOTA = (
 )
 
 
-def definitions(version: str) -> list[dict[str, Any]]:
+def build_definitions(version: str) -> list[dict[str, Any]]:
     """Return the CustomResourceDefinitions with one version, v1beta1 or v1beta2."""
     return [
-        _definition("Workload", "workloads", version, _workload(version), namespaced=True, status=True),
-        _definition("ResourceFlavor", "resourceflavors", version, _flavor()),
-        _definition("WorkloadPriorityClass", "workloadpriorityclasses", version, _priority_class()),
+        _build_definition("Workload", "workloads", version, _build_workload(version), namespaced=True, status=True),
+        _build_definition("ResourceFlavor", "resourceflavors", version, _build_flavor()),
+        _build_definition("WorkloadPriorityClass", "workloadpriorityclasses", version, _build_priority_class()),
     ]
 
 
-def schema_of(kind: str, version: str) -> dict[str, Any]:
+def find_schema(kind: str, version: str) -> dict[str, Any]:
     """Return the OpenAPI schema of a kind."""
-    named = {definition["spec"]["names"]["kind"]: definition for definition in definitions(version)}
+    named = {definition["spec"]["names"]["kind"]: definition for definition in build_definitions(version)}
     schema: dict[str, Any] = named[kind]["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     return schema
 
 
-def _definition(
+def _build_definition(
     kind: str, plural: str, version: str, schema: dict[str, Any], *, namespaced: bool = False, status: bool = False
 ) -> dict[str, Any]:
     schema["properties"] |= {"apiVersion": _TEXT, "kind": _TEXT, "metadata": {"type": "object"}}
@@ -67,13 +67,13 @@ def _definition(
     }
 
 
-def _workload(version: str) -> dict[str, Any]:
-    spec = _object(
+def _build_workload(version: str) -> dict[str, Any]:
+    spec = _build_object(
         queueName=_NAME,
         priority={"type": "integer", "format": "int32"},
         active={"type": "boolean", "default": True},
         maximumExecutionTimeSeconds={"type": "integer", "format": "int32", "minimum": 1},
-        podSets=_map_of("name", _pod_set(version), most=_MOST_POD_SETS, minItems=1),
+        podSets=_build_map("name", _build_pod_set(version), most=_MOST_POD_SETS, minItems=1),
     )
     if version == "v1beta1":
         sources = ["kueue.x-k8s.io/workloadpriorityclass", "scheduling.k8s.io/priorityclass", ""]
@@ -84,7 +84,7 @@ def _workload(version: str) -> dict[str, Any]:
         spec["required"] = ["podSets"]
         rule = "has(self.priorityClassName) ? has(self.priority) : true"
     else:
-        spec["properties"]["priorityClassRef"] = _object(
+        spec["properties"]["priorityClassRef"] = _build_object(
             required=["group", "kind", "name"],
             group={"type": "string", "enum": [GROUP, "scheduling.k8s.io"]},
             kind={"type": "string", "enum": ["WorkloadPriorityClass", "PriorityClass"]},
@@ -92,14 +92,16 @@ def _workload(version: str) -> dict[str, Any]:
         )
         rule = "!has(self.priorityClassRef) || has(self.priority)"
     spec["x-kubernetes-validations"] = [{"rule": rule, "message": "a priority class without a priority"}]
-    status = _object(
-        conditions=_map_of("type", _condition(), most=16),
-        admission=_admission(version),
-        admissionChecks=_map_of("name", _admission_check(), most=8),
-        requeueState=_object(count=_COUNT, requeueAt=_TIME),
-        reclaimablePods=_map_of("name", _object(required=["name", "count"], name=_POD_SET_NAME, count=_COUNT), most=18),
+    status = _build_object(
+        conditions=_build_map("type", _build_condition(), most=16),
+        admission=_build_admission(version),
+        admissionChecks=_build_map("name", _build_admission_check(), most=8),
+        requeueState=_build_object(count=_COUNT, requeueAt=_TIME),
+        reclaimablePods=_build_map(
+            "name", _build_object(required=["name", "count"], name=_POD_SET_NAME, count=_COUNT), most=18
+        ),
     )
-    schema = _object(spec=spec, status=status)
+    schema = _build_object(spec=spec, status=status)
     before, after = _HAS_QUOTA.format("oldSelf"), _HAS_QUOTA.format("self")
     schema["x-kubernetes-validations"] = [
         {
@@ -115,15 +117,19 @@ def _workload(version: str) -> dict[str, Any]:
     return schema
 
 
-def _pod_set(version: str) -> dict[str, Any]:
+def _build_pod_set(version: str) -> dict[str, Any]:
     container = {**_OPEN, "required": ["name"], "properties": {"name": _TEXT, "image": _TEXT, "resources": _OPEN}}
     pod = {
         **_OPEN,
         "required": ["containers"],
-        "properties": {"containers": _list(container), "initContainers": _list(container), "nodeSelector": _STRINGS},
+        "properties": {
+            "containers": _build_list(container),
+            "initContainers": _build_list(container),
+            "nodeSelector": _STRINGS,
+        },
     }
-    template = _object(metadata=_object(labels=_STRINGS, annotations=_STRINGS), spec=pod)
-    return _object(
+    template = _build_object(metadata=_build_object(labels=_STRINGS, annotations=_STRINGS), spec=pod)
+    return _build_object(
         required=["template"] if version == "v1beta2" else ["count", "template"],
         name={**_POD_SET_NAME, "default": "main"},
         count={**_COUNT, "default": 1},
@@ -132,8 +138,8 @@ def _pod_set(version: str) -> dict[str, Any]:
     )
 
 
-def _condition() -> dict[str, Any]:
-    return _object(
+def _build_condition() -> dict[str, Any]:
+    return _build_object(
         required=["lastTransitionTime", "message", "reason", "status", "type"],
         type={"type": "string", "maxLength": 316},
         status={"type": "string", "enum": ["True", "False", "Unknown"]},
@@ -149,8 +155,8 @@ def _condition() -> dict[str, Any]:
     )
 
 
-def _admission(version: str) -> dict[str, Any]:
-    assignment = _object(
+def _build_admission(version: str) -> dict[str, Any]:
+    assignment = _build_object(
         name={**_POD_SET_NAME, "default": "main"},
         flavors={"type": "object", "additionalProperties": _NAME},
         resourceUsage={"type": "object", "additionalProperties": _QUANTITY},
@@ -158,33 +164,33 @@ def _admission(version: str) -> dict[str, Any]:
     )
     if version == "v1beta1":
         assignment["required"] = ["name"]
-    admission = _object(clusterQueue=_NAME, podSetAssignments=_map_of("name", assignment, most=_MOST_POD_SETS))
+    admission = _build_object(clusterQueue=_NAME, podSetAssignments=_build_map("name", assignment, most=_MOST_POD_SETS))
     if version == "v1beta1":
         admission["required"] = ["clusterQueue", "podSetAssignments"]
     return admission
 
 
-def _admission_check() -> dict[str, Any]:
-    update = _object(
+def _build_admission_check() -> dict[str, Any]:
+    update = _build_object(
         required=["name"],
         name=_POD_SET_NAME,
         labels=_STRINGS,
         annotations=_STRINGS,
         nodeSelector=_STRINGS,
-        tolerations={**_list(_toleration()), "maxItems": 8},
+        tolerations={**_build_list(_build_toleration()), "maxItems": 8},
     )
-    return _object(
+    return _build_object(
         required=["lastTransitionTime", "message", "name", "state"],
         name={"type": "string", "minLength": 1, "maxLength": 316},
         state={"type": "string", "enum": ["Pending", "Ready", "Retry", "Rejected"]},
         lastTransitionTime=_TIME,
         message={"type": "string", "maxLength": 32768},
-        podSetUpdates={**_list(update), "maxItems": _MOST_POD_SETS},
+        podSetUpdates={**_build_list(update), "maxItems": _MOST_POD_SETS},
     )
 
 
-def _toleration() -> dict[str, Any]:
-    return _object(
+def _build_toleration() -> dict[str, Any]:
+    return _build_object(
         key=_TEXT,
         operator=_TEXT,
         value=_TEXT,
@@ -193,31 +199,31 @@ def _toleration() -> dict[str, Any]:
     )
 
 
-def _flavor() -> dict[str, Any]:
-    taint = _object(required=["effect", "key"], key=_TEXT, value=_TEXT, effect=_TEXT, timeAdded=_TIME)
-    return _object(
-        spec=_object(
+def _build_flavor() -> dict[str, Any]:
+    taint = _build_object(required=["effect", "key"], key=_TEXT, value=_TEXT, effect=_TEXT, timeAdded=_TIME)
+    return _build_object(
+        spec=_build_object(
             nodeLabels={**_STRINGS, "maxProperties": 8},
-            nodeTaints={**_list(taint), "maxItems": 8},
-            tolerations={**_list(_toleration()), "maxItems": 8},
+            nodeTaints={**_build_list(taint), "maxItems": 8},
+            tolerations={**_build_list(_build_toleration()), "maxItems": 8},
         )
     )
 
 
-def _priority_class() -> dict[str, Any]:
-    return _object(required=["value"], value={"type": "integer", "format": "int32"}, description=_TEXT)
+def _build_priority_class() -> dict[str, Any]:
+    return _build_object(required=["value"], value={"type": "integer", "format": "int32"}, description=_TEXT)
 
 
-def _object(required: list[str] | None = None, **properties: Any) -> dict[str, Any]:
+def _build_object(required: list[str] | None = None, **properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, **({"required": required} if required else {})}
 
 
-def _list(items: dict[str, Any]) -> dict[str, Any]:
+def _build_list(items: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": items, "x-kubernetes-list-type": "atomic"}
 
 
-def _map_of(key: str, items: dict[str, Any], *, most: int, **limits: int) -> dict[str, Any]:
-    """A list of objects, each with its own `key`: required, unless it has a default."""
+def _build_map(key: str, items: dict[str, Any], *, most: int, **limits: int) -> dict[str, Any]:
+    """Build the schema of a list of objects, each with its own `key`: required, unless it has a default."""
     needed = {*items.get("required", ())} | ({key} if "default" not in items["properties"][key] else set())
     entry = {**items, "required": sorted(needed)} if needed else items
     as_map = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}

@@ -16,7 +16,7 @@ BACKOFF = ("PodsReadyTimeout", "AdmissionCheck")
 """The reasons of evictions after which Kueue queues the Workload again when a pause is over."""
 
 
-def condition(workload: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def find_condition(workload: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Return a condition of a Workload; empty if it does not have the condition."""
     entries = (workload.get("status") or {}).get("conditions") or ()
     return next((dict(entry) for entry in entries if entry["type"] == kind), {})
@@ -24,7 +24,7 @@ def condition(workload: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 def has_true_condition(workload: Mapping[str, Any], kind: str) -> bool:
     """Return True if a condition of a Workload is true."""
-    return condition(workload, kind).get("status") == "True"
+    return find_condition(workload, kind).get("status") == "True"
 
 
 def holds_quota(workload: Mapping[str, Any]) -> bool:
@@ -39,7 +39,7 @@ def may_be_admitted(workload: Mapping[str, Any]) -> bool:
         or holds_quota(workload)
         or bool(workload["metadata"].get("deletionTimestamp"))
     )
-    is_paused = condition(workload, "Requeued").get("status") == "False"
+    is_paused = find_condition(workload, "Requeued").get("status") == "False"
     return not is_over and not is_paused and workload["spec"].get("active", True) is not False
 
 
@@ -66,13 +66,13 @@ def admit(
         "admissionChecks": [dict(check) for check in checks],
     }
     changes = {"QuotaReserved": (True, "QuotaReserved"), "Admitted": (True, "Admitted")}
-    if condition(workload, "Evicted"):
+    if find_condition(workload, "Evicted"):
         changes["Evicted"] = (False, "QuotaReserved")
     return with_conditions(status, now, **changes)
 
 
 def evict(workload: Mapping[str, Any], reason: str, now: datetime) -> dict[str, Any]:
-    """Return the status of a Workload that must give its quota back. It keeps the quota until its pods are gone."""
+    """Return the status of a Workload that must return its quota. It keeps the quota until its pods are gone."""
     changes: dict[str, tuple[Any, ...]] = {"Evicted": (True, reason)}
     if reason == "Preempted":
         changes["Preempted"] = (True, "InClusterQueue")
@@ -86,7 +86,7 @@ def refuse(workload: Mapping[str, Any], message: str, now: datetime) -> dict[str
 
 def end_pause(workload: Mapping[str, Any], now: datetime) -> dict[str, Any]:
     """Return the status of an evicted Workload whose pause is over."""
-    assert condition(workload, "Requeued")["reason"] in BACKOFF
+    assert find_condition(workload, "Requeued")["reason"] in BACKOFF
     return with_conditions(workload["status"], now, Requeued=(True, "BackoffFinished"))
 
 

@@ -36,8 +36,8 @@ class PlayedKueue:
         spec: dict[str, Any] = self.world.manifests[WORKLOAD[1]]["spec"]
         return spec
 
-    def condition(self, kind: str) -> dict[str, Any]:
-        return kueue_protocol.condition(self._stored(), kind)
+    def find_condition(self, kind: str) -> dict[str, Any]:
+        return kueue_protocol.find_condition(self._stored(), kind)
 
     def holds_quota(self) -> bool:
         """Return True if the quota of the job is in use."""
@@ -53,7 +53,7 @@ class PlayedKueue:
         self._write(kueue_protocol.admit(self._stored(), flavors, self.world.now, checks or ()))
 
     def evict(self, reason: str = "Preempted") -> None:
-        """Ask for the quota. The job keeps it until its controller gives it back."""
+        """Ask for the quota. The job keeps it until its controller returns it."""
         self._write(kueue_protocol.evict(self._stored(), reason, self.world.now))
 
     def refuse(self, message: str) -> None:

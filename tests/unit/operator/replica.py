@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from simulated import job, merge_patch
+from simulated import build_job, merge_patch
 
 from topkube.job import KIND
 from topkube_operator.control.controller import Controller
@@ -22,23 +22,23 @@ from topkube_operator.watch.watch_cache import WatchCache
 from topkube_operator.watch.work_queue import WorkQueue
 
 KEY = ("team", "train")
-Thing = dict[str, Any]
+Manifest = dict[str, Any]
 
 
 class Server:
     """An API server that creates, reads and patches. It refuses writes while `acting` is false, as `Cluster` does."""
 
     def __init__(self) -> None:
-        self.acting, self.objects, self.lock = True, dict[tuple[str, ...], Thing](), threading.Lock()
-        self.before_create: Callable[[Thing], None] = lambda manifest: None
-        self.changed_back: Callable[[Thing], bool] = lambda item: False
+        self.acting, self.objects, self.lock = True, dict[tuple[str, ...], Manifest](), threading.Lock()
+        self.before_create: Callable[[Manifest], None] = lambda manifest: None
+        self.changed_back: Callable[[Manifest], bool] = lambda item: False
         """Change a child that was just written, as a policy engine does. Return True if the child was changed."""
         self.written: list[tuple[str, str]] = []
         """Kind and name of all objects that were created or applied."""
         self.claims_read: list[tuple[str, str]] = []
         self._numbers = itertools.count(1)
 
-    def keep(self, item: Thing) -> Thing:
+    def store(self, item: Manifest) -> Manifest:
         """Store an object under a new resource version. Return a copy."""
         item = copy.deepcopy(item)
         number, metadata = next(self._numbers), item["metadata"]
@@ -48,48 +48,48 @@ class Server:
         self.objects[item["kind"], metadata["namespace"], metadata["name"]] = item
         return copy.deepcopy(item)
 
-    def create(self, manifest: Thing) -> Thing:
+    def create(self, manifest: Manifest) -> Manifest:
         self.before_create(manifest)
         with self.lock:
-            self._may_write()
+            self._check_leading()
             metadata = manifest["metadata"]
             if (manifest["kind"], metadata["namespace"], metadata["name"]) in self.objects:
                 raise ApiError(409, "exists", "AlreadyExists")
-            return self._child(manifest)
+            return self._store_child(manifest)
 
-    def apply(self, manifest: Thing) -> Thing:
+    def apply(self, manifest: Manifest) -> Manifest:
         with self.lock:
-            self._may_write()
+            self._check_leading()
             metadata = manifest["metadata"]
-            return self._child(
+            return self._store_child(
                 merge_patch(self.objects[manifest["kind"], metadata["namespace"], metadata["name"]], manifest)
             )
 
-    def _child(self, manifest: Thing) -> Thing:
+    def _store_child(self, manifest: Manifest) -> Manifest:
         """Store a child. Return it with the changes of the policy engine."""
         self.written.append((manifest["kind"], manifest["metadata"]["name"]))
-        item = self.keep(manifest)
+        item = self.store(manifest)
         if self.changed_back(item):
             item["metadata"]["managedFields"] = [{"manager": "topkube-operator"}, {"manager": "kyverno"}]
-            item = self.keep(item)
+            item = self.store(item)
         return item
 
-    def get(self, *name: str) -> Thing:
+    def get(self, *name: str) -> Manifest:
         with self.lock:
             if name not in self.objects:
                 raise ApiError(404, "not found")
             return copy.deepcopy(self.objects[name])
 
-    def patch(self, kind: str, namespace: str, name: str, patch: Thing, subresource: str = "") -> Thing:
+    def patch(self, kind: str, namespace: str, name: str, patch: Manifest, subresource: str = "") -> Manifest:
         with self.lock:
-            self._may_write()
+            self._check_leading()
             before = self.objects[kind, namespace, name]
             patch["metadata"].pop("resourceVersion", None)
-            return self.keep(merge_patch(before, patch))
+            return self.store(merge_patch(before, patch))
 
-    def delete(self, kind: str, namespace: str, name: str, uid: str, *, ended: bool = False) -> Thing:
+    def delete(self, kind: str, namespace: str, name: str, uid: str, *, ended: bool = False) -> Manifest:
         with self.lock:
-            self._may_write()
+            self._check_leading()
             item = self.objects[kind, namespace, name]
             assert item["metadata"]["uid"] == uid
             if ended and not item["metadata"].get("finalizers"):
@@ -99,9 +99,9 @@ class Server:
     def log_tail(self, *_: object) -> str:
         return ""
 
-    def remove_finalizer(self, namespace: str, pod: str, uid: str) -> Thing:
+    def remove_finalizer(self, namespace: str, pod: str, uid: str) -> Manifest:
         with self.lock:
-            self._may_write()
+            self._check_leading()
             if ("Pod", namespace, pod) not in self.objects:
                 raise ApiError(404, "not found")
             pod_object = self.objects["Pod", namespace, pod]
@@ -109,20 +109,20 @@ class Server:
             pod_object["metadata"]["finalizers"] = [
                 finalizer for finalizer in pod_object["metadata"].get("finalizers") or () if finalizer != names.ENDING
             ]
-            return self.keep(pod_object)
+            return self.store(pod_object)
 
-    def end_pod_group(self, namespace: str, pod: str, uid: str) -> Thing:
+    def end_pod_group(self, namespace: str, pod: str, uid: str) -> Manifest:
         return self.patch("Pod", namespace, pod, {"metadata": {"annotations": {names.KUEUE_RETRIABLE: "false"}}})
 
-    def read_claim(self, namespace: str, name: str) -> Thing | None:
+    def read_claim(self, namespace: str, name: str) -> Manifest | None:
         self.claims_read.append((namespace, name))
         return {"spec": {"accessModes": ["ReadWriteOnce"]}}
 
-    def names(self, kind: str) -> set[str]:
+    def list_names(self, kind: str) -> set[str]:
         with self.lock:
             return {name for item_kind, _, name in self.objects if item_kind == kind}
 
-    def _may_write(self) -> None:
+    def _check_leading(self) -> None:
         if not self.acting:
             raise ApiError(0, "this replica does not lead", "NotLeading")
 
@@ -135,7 +135,7 @@ class Notes:
         self.events: list[tuple[str, str, str]] = []
         """(namespace, reason, message)."""
 
-    def record(self, metadata: Thing, events: Any) -> None:
+    def record(self, metadata: Manifest, events: Any) -> None:
         self.reasons += [event.reason for event in events]
         self.events += [(metadata["namespace"], event.reason, event.message) for event in events]
 
@@ -154,20 +154,20 @@ class Replica:
 
     def create_job(self, name: str = "train", **spec: Any) -> None:
         """Create a job and report it to the operator once, as kopf does."""
-        new_job = job(**spec)
+        new_job = build_job(**spec)
         new_job["metadata"] |= {"name": name, "uid": f"uid-of-{name}"}
-        self.store.put_job(self.server.keep(new_job))
+        self.store.put_job(self.server.store(new_job))
         self.queue.add(("team", name))
 
     def is_idle(self) -> bool:
         return self.queue.find_oldest() == 0
 
-    def condition(self, kind: str) -> Thing:
+    def find_condition(self, kind: str) -> Manifest:
         status = self.server.get(KIND, *KEY).get("status") or {}
         return next((condition for condition in status.get("conditions") or () if condition["type"] == kind), {})
 
 
-def wait_until(holds: Callable[[], Any], seconds: float = 60.0) -> None:
+def wait_until(holds: Callable[[], Any], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "the condition did not become true in time"

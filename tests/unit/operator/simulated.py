@@ -33,11 +33,11 @@ class Crash(Exception):
     """The operator was killed."""
 
 
-def pod_attempt(name: str) -> int:
+def read_attempt(name: str) -> int:
     return int(name.removesuffix(f"-{UID}").rpartition("-")[2])
 
 
-def job(**spec: Any) -> dict[str, Any]:
+def build_job(**spec: Any) -> dict[str, Any]:
     """Return a stored TrainingJob."""
     container = {"name": "worker", "image": "image:1", "command": ["python", "train.py"]}
     return {
@@ -99,7 +99,7 @@ class Simulated:
 
     # The operator.
 
-    def observed(self) -> Observed:
+    def observe(self) -> Observed:
         return Observed(
             tuple(self.pods.values()),
             dict(self.children),
@@ -120,7 +120,7 @@ class Simulated:
 
     def plan(self) -> Plan:
         assert self.job is not None
-        return planner.plan(self.job, self.observed(), self.now)
+        return planner.plan(self.job, self.observe(), self.now)
 
     def reconcile(self, rounds: int = 12) -> Plan:
         """Reconcile as the controller does with one key. Return the last plan."""
@@ -227,7 +227,7 @@ class Simulated:
         pod = Pod.from_object(manifest)
         self.manifests[name] = manifest
         if pod.attempt != stored.get("attempt"):
-            self.violations.append(f"{name} made while the status says attempt {stored.get('attempt')}")
+            self.violations.append(f"{name} made while the status has attempt {stored.get('attempt')}")
         if stored.get("phase") in ("Succeeded", "Failed", "Suspended"):
             self.violations.append(f"{name} made in phase {stored.get('phase')}")
         launchers = [
@@ -256,7 +256,7 @@ class Simulated:
                 continue
             if pod is None or (pod.index, pod.attempt) != (worker.index, worker.attempt):
                 self.violations.append(f"{name} waits for {worker.pod}, which does not exist")
-            elif worker.attempt < pod_attempt(name) and (pod.has_ended or pod.deletion or pod.node in self.lost):
+            elif worker.attempt < read_attempt(name) and (pod.has_ended or pod.deletion or pod.node in self.lost):
                 self.violations.append(f"{name} waits for {worker.pod}, which will not call")
 
     def delete(self, kind: str, name: str, uid: str) -> None:
@@ -325,10 +325,10 @@ class Simulated:
                     self.end(name, 143, container)
                 self._finish_deletion(name)
             elif pod.phase == "Pending":
-                started = {container_name: Container(started=self.now) for container_name in self.containers(pod)}
+                started = {container_name: Container(started=self.now) for container_name in self.list_containers(pod)}
                 self.change(name, phase="Running", ready=True, address="10.0.0.1", containers=started)
 
-    def containers(self, pod: Pod) -> list[str]:
+    def list_containers(self, pod: Pod) -> list[str]:
         beside = ["launcher"] if pod.role == "worker" and pod.workers else []
         return [pod.main_container, *beside]
 
@@ -347,6 +347,7 @@ class Simulated:
         phase = "Running" if None in codes else ("Succeeded" if not any(codes) else "Failed")
         self.change(name, containers=containers, phase=phase, ready=phase == "Running")
 
+    @property
     def launcher(self) -> Pod | None:
         stored = (self.job or {}).get("status") or {}
         return next(
@@ -354,7 +355,7 @@ class Simulated:
         )
 
     def end_launcher(self, code: int, failure: dict[str, Any] | None = None) -> None:
-        pod = self.launcher()
+        pod = self.launcher
         if pod is not None and pod.phase == "Running":
             ending = contract.Ending.model_validate(
                 {
@@ -366,9 +367,9 @@ class Simulated:
             )
             self.end(pod.name, code, "launcher", ended_message=ending.message())
 
-    def say(self, state: str, missing: tuple[int, ...] = ()) -> None:
+    def report_state(self, state: str, missing: tuple[int, ...] = ()) -> None:
         """Let the launcher of the current attempt answer the operator."""
-        pod = self.launcher()
+        pod = self.launcher
         if (
             pod is not None
             and pod.phase == "Running"
@@ -382,11 +383,12 @@ class Simulated:
 
     # The owner of the job.
 
+    @property
     def status(self) -> dict[str, Any]:
         return (self.job or {}).get("status") or {}
 
-    def condition(self, kind: str) -> dict[str, Any]:
-        return next((condition for condition in self.status().get("conditions", []) if condition["type"] == kind), {})
+    def find_condition(self, kind: str) -> dict[str, Any]:
+        return next((condition for condition in self.status.get("conditions", []) if condition["type"] == kind), {})
 
     def edit(self, **spec: Any) -> None:
         if self.job is not None:
@@ -397,19 +399,19 @@ class Simulated:
         if self.job is not None:
             self.edit(runPolicy={**self.job["spec"].get("runPolicy", {}), **policy})
 
-    def to_running(self) -> None:
+    def start_ranks(self) -> None:
         """Reconcile until ranks run."""
         self.reconcile()
         self.schedule()
         self.run()
         self.reconcile()
-        self.say("Running")
+        self.report_state("Running")
         self.reconcile()
 
 
-def running(**spec: Any) -> Simulated:
+def start_running_job(**spec: Any) -> Simulated:
     """Return a cluster with a job whose ranks run."""
-    world = Simulated(job(**spec))
-    world.to_running()
-    assert world.status()["phase"] == "Running", world.status()
+    world = Simulated(build_job(**spec))
+    world.start_ranks()
+    assert world.status["phase"] == "Running", world.status
     return world

@@ -19,20 +19,20 @@ MANIFESTS = Path(__file__).parents[3] / "manifests"
 NAMESPACE, NAME = "topkube-system", "topkube-operator"
 
 
-def objects() -> Iterator[dict[str, Any]]:
-    """All objects, in the order in which `kubectl apply -f manifests/` takes them."""
+def read_objects() -> Iterator[dict[str, Any]]:
+    """Yield all objects, in the order in which `kubectl apply -f manifests/` takes them."""
     for path in sorted(MANIFESTS.glob("*.yaml")):
         yield from yaml.safe_load_all(path.read_text())
 
 
 def find_object(kind: str, name: str = NAME) -> dict[str, Any]:
-    matches = [item for item in objects() if item["kind"] == kind and item["metadata"]["name"] == name]
+    matches = [item for item in read_objects() if item["kind"] == kind and item["metadata"]["name"] == name]
     assert len(matches) == 1, (kind, name)
     return matches[0]
 
 
 def test_objects_come_after_the_objects_that_they_need() -> None:
-    kinds = [item["kind"] for item in objects()]
+    kinds = [item["kind"] for item in read_objects()]
     for earlier, later in [
         ("CustomResourceDefinition", "Deployment"),
         ("Namespace", "ServiceAccount"),
@@ -40,7 +40,7 @@ def test_objects_come_after_the_objects_that_they_need() -> None:
         ("Deployment", "ValidatingWebhookConfiguration"),
     ]:
         assert kinds.index(earlier) < kinds.index(later)
-    for item in objects():
+    for item in read_objects():
         assert item["metadata"].get("namespace", NAMESPACE) == NAMESPACE
 
 
@@ -55,7 +55,7 @@ def test_the_disruption_budget_selects_the_operators_pods_and_allows_a_drain() -
 
 
 def test_roles_name_their_verbs_and_resources() -> None:
-    for role in (item for item in objects() if item["kind"] in ("Role", "ClusterRole")):
+    for role in (item for item in read_objects() if item["kind"] in ("Role", "ClusterRole")):
         for rule in role["rules"]:
             assert "*" not in rule["verbs"] + rule["resources"] + rule["apiGroups"], role["metadata"]["name"]
             assert not {"escalate", "bind", "impersonate", "deletecollection"} & set(rule["verbs"]) or (
@@ -78,7 +78,7 @@ def test_roles_name_their_verbs_and_resources() -> None:
         ("pods", {"get", "list", "watch", "create", "patch", "delete"}),
     ],
 )
-def test_the_operator_cannot_do_more_than_it_does(resource: str, verbs: set[str]) -> None:
+def test_the_operator_has_exactly_these_rights(resource: str, verbs: set[str]) -> None:
     allowed: set[str] = set()
     for rule in find_object("ClusterRole")["rules"] + find_object("Role")["rules"]:
         if resource in rule["resources"]:
@@ -102,8 +102,8 @@ def test_the_operator_is_a_restricted_pod() -> None:
         assert {"livenessProbe", "readinessProbe"} <= set(container)
 
 
-def test_the_node_cache_is_not_part_of_the_usual_installation_and_may_do_little() -> None:
-    assert not {"DaemonSet", "PersistentVolume"} & {item["kind"] for item in objects()}
+def test_the_node_cache_is_installed_separately_and_has_few_rights() -> None:
+    assert not {"DaemonSet", "PersistentVolume"} & {item["kind"] for item in read_objects()}
     by_kind = {item["kind"]: item for item in yaml.safe_load_all((MANIFESTS / "node-cache/agent.yaml").read_text())}
     assert {(rule["resources"][0], *rule["verbs"]) for rule in by_kind["ClusterRole"]["rules"]} == {
         ("persistentvolumeclaims", "list"),
@@ -154,7 +154,7 @@ def test_every_selector_of_the_operators_pods_matches_them() -> None:
 
 
 def test_every_role_binding_names_existing_objects() -> None:
-    for binding in (item for item in objects() if item["kind"].endswith("Binding")):
+    for binding in (item for item in read_objects() if item["kind"].endswith("Binding")):
         find_object(binding["roleRef"]["kind"], binding["roleRef"]["name"])
         for subject in binding["subjects"]:
             find_object(subject["kind"], subject["name"])

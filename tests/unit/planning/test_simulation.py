@@ -205,14 +205,14 @@ def test_dear_does_the_same_work_and_is_not_slower(profile: StepProfile, where: 
 
 
 def test_threads_share_cores() -> None:
-    def tasks() -> list[Task]:
+    def build_tasks() -> list[Task]:
         return [Task("a", COMPUTE, 1.0), Task("b", COMMUNICATION, 0.5), Task("c", LINK, 1.8)]
 
-    assert simulate(tasks(), cores=2) == pytest.approx(1.8)
-    alone = tasks()[:2]
+    assert simulate(build_tasks(), cores=2) == pytest.approx(1.8)
+    alone = build_tasks()[:2]
     assert simulate(alone, cores=1) == pytest.approx(1.5)
     assert [task.end for task in alone] == pytest.approx([1.5, 1.0])
-    slow = tasks()[:2]
+    slow = build_tasks()[:2]
     assert simulate(slow, cores=0.5) == pytest.approx(3.0)
 
 
@@ -273,7 +273,7 @@ def test_dense_training_on_a_processor_has_more_buckets_than_sparse() -> None:
         ("7b", 6_738_415_616, 29_300),
     ],
 )
-def test_built_in_models(name: str, parameters: int, billions: float) -> None:
+def test_built_in_models_have_the_published_sizes(name: str, parameters: int, billions: float) -> None:
     """Parameters are those of the published models; ResNet-50 needs 4.1 billion multiplications per image."""
     model = find_model(name)
     assert model.parameters == parameters

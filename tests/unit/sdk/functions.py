@@ -43,7 +43,7 @@ def counts_down(number: int) -> None:
     print(number)
 
 
-def closure(value: int) -> Any:
+def build_closure(value: int) -> Any:
     def train() -> None:
         print(value)
 

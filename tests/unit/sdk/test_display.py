@@ -10,7 +10,7 @@ from topkube.telemetry.bar import describe_progress
 from topkube.telemetry.history import History
 
 
-def _progress_at(second: int, step: int, loss: str | None = None) -> Progress:
+def _build_progress(second: int, step: int, loss: str | None = None) -> Progress:
     time = f"2026-01-01T00:00:{second:02}Z"
     return Progress(step=step, total_steps=100, loss=loss, samples_per_second=50.0, updated_at=time)
 
@@ -20,10 +20,10 @@ def test_statuses_become_a_history_with_rate_loss_and_time_left() -> None:
     for progress in (
         None,
         Progress(),
-        _progress_at(0, 10, "2.5"),
-        _progress_at(0, 10, "2.5"),
-        _progress_at(10, 30, "1.25"),
-        _progress_at(20, 50),
+        _build_progress(0, 10, "2.5"),
+        _build_progress(0, 10, "2.5"),
+        _build_progress(10, 30, "1.25"),
+        _build_progress(20, 50),
     ):
         add_progress(history, progress)
     assert list(history.steps) == [10, 30, 50]
@@ -37,14 +37,14 @@ def test_statuses_become_a_history_with_rate_loss_and_time_left() -> None:
 def test_a_loss_that_is_not_a_number_is_left_out() -> None:
     history = History()
     for step, loss in enumerate(("nan", "inf", "much"), 1):
-        add_progress(history, _progress_at(step, step, loss))
+        add_progress(history, _build_progress(step, step, loss))
     assert all(math.isnan(loss) for loss in history.losses)
 
 
 def test_a_restart_from_a_checkpoint_replaces_the_repeated_steps() -> None:
     history = History()
     for second, step in enumerate((10, 20, 30, 20, 40)):
-        add_progress(history, _progress_at(second, step, "1"))
+        add_progress(history, _build_progress(second, step, "1"))
     assert list(history.steps) == [10, 20, 40]
 
 

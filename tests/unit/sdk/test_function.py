@@ -51,7 +51,7 @@ def test_a_module_of_the_folder_is_imported_from_there(tmp_path: Path) -> None:
     [
         (functions.nameless, {}, "a lambda cannot be sent"),
         (print, {}, "cannot be sent to the pods"),
-        (functions.closure(3), {}, "train uses value of the function around it"),
+        (functions.build_closure(3), {}, "train uses value of the function around it"),
         (functions.with_decorator, {}, "it has a decorator"),
         (functions.coroutine, {}, "it is a coroutine"),
         (functions.Model.train, {}, "it is a method"),

@@ -65,7 +65,7 @@ def train(folder: str) -> None:
                 pathlib.Path(folder, "trains").touch()
 
 
-def uses_file() -> None:
+def print_file() -> None:
     import pathlib
 
     from words import WORD
@@ -125,7 +125,7 @@ def test_a_folder_is_sent_with_the_function(client: TrainingClient, tmp_path: Pa
     folder.mkdir()
     (folder / "words.py").write_text("WORD = 'hello'\n")
     (folder / "data.txt").write_text("world")
-    name = client.train(uses_file, source=folder)
+    name = client.train(print_file, source=folder)
     (folder / "data.txt").write_text("changed later")
     client.wait(name, PATIENCE, show=False)
     assert list(client.logs(name)) == ["[worker0.rank0] hello world"]

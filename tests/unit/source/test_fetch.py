@@ -27,7 +27,7 @@ from topkube.source.archive import compute_folder_digest
 QUICK = Patience(retries=1, pause_seconds=0.01, stall_seconds=20)
 
 
-def _archive(files: dict[str, bytes]) -> bytes:
+def _build_archive(files: dict[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
         for name, data in files.items():
@@ -37,7 +37,7 @@ def _archive(files: dict[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-CODE = _archive({"train.py": b"print('hello')\n"})
+CODE = _build_archive({"train.py": b"print('hello')\n"})
 SHA = hashlib.sha256(CODE).hexdigest()
 
 
@@ -50,7 +50,7 @@ class _Pod:
             folder.mkdir()
         self.source, self.packages = self.volume / "source", self.volume / "packages"
 
-    def config_map(self, data: dict[str, bytes], version: str = "..1") -> None:
+    def write_config_map(self, data: dict[str, bytes], version: str = "..1") -> None:
         """Write the keys as a kubelet does: a folder for this version, and links."""
         (self.files / version).mkdir()
         for key, value in data.items():
@@ -74,7 +74,7 @@ def pod(tmp_path: Path) -> _Pod:
 
 
 def test_every_key_of_a_config_map_becomes_a_file(pod: _Pod) -> None:
-    pod.config_map({"train.py": b"1", "model.py": b"2"})
+    pod.write_config_map({"train.py": b"1", "model.py": b"2"})
     pod.fetch(Source(config_map=ConfigMapSource(name="code")))
     assert {path.name: path.read_bytes() for path in pod.source.iterdir()} == {"train.py": b"1", "model.py": b"2"}
     assert not any(path.is_symlink() for path in pod.source.iterdir())
@@ -83,23 +83,23 @@ def test_every_key_of_a_config_map_becomes_a_file(pod: _Pod) -> None:
 
 
 def test_items_become_files_in_folders(pod: _Pod) -> None:
-    pod.config_map({"pkg/train.py": b"1"})
+    pod.write_config_map({"pkg/train.py": b"1"})
     pod.fetch(Source(config_map=ConfigMapSource(name="code")))
     assert (pod.source / "pkg/train.py").read_bytes() == b"1"
 
 
 def test_a_second_run_of_the_container_replaces_the_first(pod: _Pod) -> None:
-    pod.config_map({"train.py": b"1"})
+    pod.write_config_map({"train.py": b"1"})
     source = Source(config_map=ConfigMapSource(name="code"))
     pod.fetch(source)
     (pod.source / "half.py").write_bytes(b"")
-    pod.config_map({"train.py": b"2"}, "..2")
+    pod.write_config_map({"train.py": b"2"}, "..2")
     pod.fetch(source)
     assert {path.name: path.read_bytes() for path in pod.source.iterdir()} == {"train.py": b"2"}
 
 
 def test_an_archive_in_a_config_map_is_checked_and_unpacked(pod: _Pod) -> None:
-    pod.config_map({"code.tar.gz": CODE})
+    pod.write_config_map({"code.tar.gz": CODE})
     pod.fetch(Source(config_map=ConfigMapSource(name="code", archive="code.tar.gz", sha256=SHA)))
     assert (pod.source / "train.py").read_bytes() == b"print('hello')\n"
     with pytest.raises(SourceError, match=f"has the checksum {SHA}, and spec.source.configMap.sha256 is 000"):
@@ -204,7 +204,7 @@ def test_another_archive_and_an_endless_one_are_refused(
     assert (tmp_path / "archive").stat().st_size <= 6 << 20
 
 
-def _git(folder: Path, *arguments: str) -> str:
+def _run_git(folder: Path, *arguments: str) -> str:
     command = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "init.defaultBranch=main", *arguments]
     return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
 
@@ -214,18 +214,18 @@ def commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list
     """A repository with two commits, which git may read as a file in this test."""
     origin, hashes = tmp_path / "origin", []
     origin.mkdir()
-    _git(origin, "init", "--quiet")
+    _run_git(origin, "init", "--quiet")
     for number in (1, 2):
         (origin / "train.py").write_text(f"print({number})\n")
-        _git(origin, "add", ".")
-        _git(origin, "commit", "--quiet", "-m", str(number))
-        hashes.append(_git(origin, "rev-parse", "HEAD"))
+        _run_git(origin, "add", ".")
+        _run_git(origin, "commit", "--quiet", "-m", str(number))
+        hashes.append(_run_git(origin, "rev-parse", "HEAD"))
     options = (*repository._OPTIONS, "-c", "protocol.file.allow=always")
     monkeypatch.setattr(repository, "_OPTIONS", options)
     return origin, hashes
 
 
-def _git_source(url: Path, commit: str, ref: str = "main") -> Source:
+def _build_git_source(url: Path, commit: str, ref: str = "main") -> Source:
     git = GitSource(url="https://host/repository", commit=commit, ref=ref).model_copy(update={"url": str(url)})
     return Source(git=GitSource(url="https://host/repository", commit=commit)).model_copy(update={"git": git})
 
@@ -239,13 +239,13 @@ def _fetch_git(pod: _Pod, source: Source, secret: Path | None = None) -> None:
 
 def test_a_commit_is_checked_out_without_its_history(pod: _Pod, commits: tuple[Path, list[str]]) -> None:
     origin, hashes = commits
-    _fetch_git(pod, _git_source(origin, hashes[0]))
+    _fetch_git(pod, _build_git_source(origin, hashes[0]))
     assert {path.name: path.read_text() for path in pod.source.iterdir()} == {"train.py": "print(1)\n"}
 
 
 def test_a_commit_that_nobody_pushed_is_named(pod: _Pod, commits: tuple[Path, list[str]]) -> None:
     with pytest.raises(SourceError, match="does not contain the commit " + "0" * 40) as raised:
-        _fetch_git(pod, _git_source(commits[0], "0" * 40))
+        _fetch_git(pod, _build_git_source(commits[0], "0" * 40))
     assert raised.value.reason == "SourceInvalid"
 
 
@@ -284,7 +284,7 @@ def test_credentials_of_git_come_from_the_secret(pod: _Pod, tmp_path: Path) -> N
     assert (tmp_path / "ssh-key").stat().st_mode & 0o777 == 0o600
 
 
-def _wheel(folder: Path, name: str, version: str, requires: str = "") -> None:
+def _build_wheel(folder: Path, name: str, version: str, requires: str = "") -> None:
     import zipfile
 
     folder.mkdir(exist_ok=True)
@@ -305,16 +305,16 @@ def _wheel(folder: Path, name: str, version: str, requires: str = "") -> None:
 
 def test_only_packages_that_the_image_lacks_are_installed_from_wheels(pod: _Pod, tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
-    _wheel(wheels, "topkubetest", "1.2", "numpy>=1")
+    _build_wheel(wheels, "topkubetest", "1.2", "numpy>=1")
     pod.fetch(setup=Setup(requirements=["topkubetest>=1", "numpy"], wheels=str(wheels)))
     assert (pod.packages / "topkubetest.py").exists()
     assert not (pod.packages / "numpy").exists(), "the image has numpy already"
 
 
 def test_wheels_may_be_part_of_the_source(pod: _Pod, tmp_path: Path) -> None:
-    _wheel(tmp_path / "made", "topkubetest", "1.2")
+    _build_wheel(tmp_path / "made", "topkubetest", "1.2")
     wheel = next((tmp_path / "made").iterdir())
-    pod.config_map({f"wheels/{wheel.name}": wheel.read_bytes()})
+    pod.write_config_map({f"wheels/{wheel.name}": wheel.read_bytes()})
     pod.fetch(Source(config_map=ConfigMapSource(name="code")), Setup(requirements=["topkubetest"], wheels="wheels"))
     assert (pod.packages / "topkubetest.py").exists()
 
@@ -332,8 +332,8 @@ def test_packages_of_the_image_that_must_stay_are_not_replaced(
     pod: _Pod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packages, "KEPT", ("pytest",))
-    _wheel(tmp_path / "wheels", "topkubetest", "1.2", "pytest==99.0")
-    _wheel(tmp_path / "wheels", "pytest", "99.0")
+    _build_wheel(tmp_path / "wheels", "topkubetest", "1.2", "pytest==99.0")
+    _build_wheel(tmp_path / "wheels", "pytest", "99.0")
     with pytest.raises(SourceError, match=f"would replace pytest {pytest.__version__} of the image with 99.0"):
         pod.fetch(setup=Setup(requirements=["topkubetest"], wheels=str(tmp_path / "wheels")))
     assert not list(pod.packages.iterdir())

@@ -14,7 +14,7 @@ from topkube.source.archive import unpack
 from topkube.source.packing import ARCHIVE_KEY, pack_source
 
 
-def _write(folder: Path, **files: str) -> Path:
+def _write_files(folder: Path, **files: str) -> Path:
     for name, text in files.items():
         path = folder / name.replace("__", "/").replace("_py", ".py")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,9 @@ def _unpack(packed: packing.PackedSource, folder: Path) -> dict[str, str]:
 
 
 def test_pods_unpack_the_packed_files(tmp_path: Path) -> None:
-    code = _write(tmp_path / "code", train_py="a", pkg__model_py="b", **{"run.sh": "#!/bin/sh", "name with ä": "c"})
+    code = _write_files(
+        tmp_path / "code", train_py="a", pkg__model_py="b", **{"run.sh": "#!/bin/sh", "name with ä": "c"}
+    )
     (code / "run.sh").chmod(0o700)
     packed = pack_source(code, {"added/train.py": b"d", "train.py": b"replaced"})
     files = _unpack(packed, tmp_path / "pod" / "code")
@@ -44,18 +46,20 @@ def test_pods_unpack_the_packed_files(tmp_path: Path) -> None:
 
 
 def test_the_same_files_give_the_same_archive(tmp_path: Path) -> None:
-    first = pack_source(_write(tmp_path / "a", train_py="1", model_py="2"))
-    second = pack_source(_write(tmp_path / "b", model_py="2", train_py="1"))
+    first = pack_source(_write_files(tmp_path / "a", train_py="1", model_py="2"))
+    second = pack_source(_write_files(tmp_path / "b", model_py="2", train_py="1"))
     os.utime(tmp_path / "b" / "train.py", (1, 1))
     (tmp_path / "b" / "train.py").chmod(0o600)
     assert first == second == pack_source(tmp_path / "b")
-    assert pack_source(_write(tmp_path / "b", train_py="3")).sha256 != first.sha256
+    assert pack_source(_write_files(tmp_path / "b", train_py="3")).sha256 != first.sha256
 
 
 def test_files_that_git_ignores_are_not_packed(tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     code = repository / "code"
-    _write(code, train_py="", **{"notes.txt": "", "data/x": "", "pkg/data/y": "", "keep.log": "", "pkg/out.log": ""})
+    _write_files(
+        code, train_py="", **{"notes.txt": "", "data/x": "", "pkg/data/y": "", "keep.log": "", "pkg/out.log": ""}
+    )
     (repository / ".git").mkdir()
     (repository / ".gitignore").write_text("*.txt\n/code/data/\n")
     (code / ".gitignore").write_text("*.log\n!keep.log\n")
@@ -75,14 +79,14 @@ def test_credentials_and_environments_are_not_sent(tmp_path: Path) -> None:
         "runs/a/rank-0.log",
         ".git/config",
     ]
-    code = _write(tmp_path / "code", train_py="", **dict.fromkeys(names, ""))
+    code = _write_files(tmp_path / "code", train_py="", **dict.fromkeys(names, ""))
     assert set(_unpack(pack_source(code), tmp_path / "out" / "code")) == {"train.py"}
     (code / ".topkubeignore").write_text("!.env\n")
     assert set(_unpack(pack_source(code), tmp_path / "out" / "code")) == {"train.py", ".env"}
 
 
 def test_links_are_followed_inside_the_folder_only(tmp_path: Path) -> None:
-    code = _write(tmp_path / "code", train_py="a")
+    code = _write_files(tmp_path / "code", train_py="a")
     (code / "same.py").symlink_to("train.py")
     assert _unpack(pack_source(code), tmp_path / "out" / "code") == {"train.py": "a", "same.py": "a"}
     (tmp_path / "secret").write_text("s")
@@ -101,7 +105,7 @@ def test_links_are_followed_inside_the_folder_only(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_too_large_names_its_largest_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = _write(tmp_path / "code", train_py="")
+    code = _write_files(tmp_path / "code", train_py="")
     (code / "weights.bin").write_bytes(os.urandom(packing.MOST_PACKED_BYTES))
     words = r"when compressed, more than 1,000,000; the largest files are weights\.bin \(1,000,000 bytes\)"
     with pytest.raises(SourceError, match=words):

@@ -100,8 +100,8 @@ def test_a_logger_that_fails_is_reported_once_and_ends_nothing(
 ) -> None:
     monkeypatch.setitem(loggers.LOGGERS, "tensorboard", ("json", Failing))
     write_all(tmp_path, log="tensorboard")
-    said = capsys.readouterr().err
-    assert said.count("continues without the logger tensorboard: ConnectionError: no answer") == 1
+    output = capsys.readouterr().err
+    assert output.count("continues without the logger tensorboard: ConnectionError: no answer") == 1
     assert len((tmp_path / "progress.jsonl").read_text().splitlines()) == 3
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from topkube.kernels import selection, wire
 from topkube.kernels.cuda_library import CudaLibrary
 from topkube.kernels.device import DeviceKernels
-from unit.kernels.emulation import emulated
+from unit.kernels.emulation import compile_emulation
 
 _recording = threading.local()
 
@@ -63,7 +63,7 @@ class FakeGraphs:
                 for run in self.work:
                     run()
 
-        kernels = emulated()
+        kernels = compile_emulation()
 
         def choose(**_: Any) -> DeviceKernels | None:
             return kernels if graphs.emulates else None

@@ -5,7 +5,7 @@ stream. Vector clocks record which work of one stream waits for which work of an
 on a GPU, a stream owns the memory that was allocated while it was current. `Streams.hazards` lists:
 - two streams that use the same memory, one of them to write it, if neither waits for the other;
 - memory that is freed while a stream other than its owner uses it, unless the tensor was recorded for that stream
-  (`record_stream`) or the owner waits for the work. The owner would give the memory to its next tensor.
+  (`record_stream`) or the owner waits for the work. The owner would use the memory for its next tensor.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Streams:
         self.devices.append((threading.current_thread().name, device))
 
     def record_stream(self, tensor: torch.Tensor, stream: FakeStream) -> None:
-        self._memory_of(tensor).recorded.add(stream.name)
+        self._find_memory(tensor).recorded.add(stream.name)
 
     # ---- bookkeeping
 
@@ -148,11 +148,11 @@ class Streams:
             stream.clock[stream.name] = now = stream.clock.get(stream.name, 0) + 1
             self._given[stream.name] = now
             for tensor in read:
-                memory = self._memory_of(tensor, name)
+                memory = self._find_memory(tensor, name)
                 self._check(memory, memory.writes, stream, name)
                 memory.reads[stream.name] = now
             for tensor in written:
-                memory = self._memory_of(tensor, name)
+                memory = self._find_memory(tensor, name)
                 self._check(memory, memory.writes | memory.reads, stream, name)
                 memory.writes[stream.name] = now
             if name.split(".")[0] in _HOST_WAITS and not all(map(self.is_of_host, read)):
@@ -169,7 +169,7 @@ class Streams:
                     if name != owner.name and name not in memory.recorded and owner.clock.get(name, 0) < time:
                         self.hazards.append(f"{memory.made_by} of {owner.name} was freed while {name} used it")
 
-    def _memory_of(self, tensor: torch.Tensor, made_by: str = "a tensor") -> Memory:
+    def _find_memory(self, tensor: torch.Tensor, made_by: str = "a tensor") -> Memory:
         storage = tensor.untyped_storage()
         memory = self._memory.get(storage._cdata)
         if memory is None or memory.alive.expired():
@@ -229,16 +229,16 @@ class _Observer(TorchDispatchMode):
         written: list[torch.Tensor] = []
         for argument in func._schema.arguments:
             is_written = argument.alias_info is not None and argument.alias_info.is_write
-            (written if is_written else read).extend(_tensors(passed.get(argument.name)))
+            (written if is_written else read).extend(_list_tensors(passed.get(argument.name)))
         known = {tensor.untyped_storage()._cdata for tensor in [*read, *written]}
-        made = [tensor for tensor in _tensors(result) if tensor.untyped_storage()._cdata not in known]
+        made = [tensor for tensor in _list_tensors(result) if tensor.untyped_storage()._cdata not in known]
         if any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns):
             return result  # a view: no work
         self._streams.note(str(func._schema.name).removeprefix("aten::"), read, written + made)
         return result
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
+def _list_tensors(values: Any) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
     for leaf in tree_leaves(values):
         if isinstance(leaf, torch.Tensor):

@@ -28,8 +28,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     folder = tmp_path_factory.mktemp("ddp")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python", sys.executable]
-    with worlds.forking("mpich", folder, ("torch._dynamo", "torch.distributed")) as socket:
-        command = [*torchrun, *worlds.forked(socket, SCRIPT), str(folder)]
+    with worlds.start_forks("mpich", folder, ("torch._dynamo", "torch.distributed")) as socket:
+        command = [*torchrun, *worlds.build_fork_arguments(socket, SCRIPT), str(folder)]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr[-3000:]
     ranks = [torch.load(folder / f"rank-{rank}.pt") for rank in range(NODES * LOCAL)]
@@ -42,7 +42,7 @@ class Reference:
     def __init__(self) -> None:
         self.residuals: dict[tuple[int, int], np.ndarray[Any, Any]] = {}
 
-    def mean(self, gradients: list[np.ndarray[Any, Any]], dense: bool) -> np.ndarray[Any, Any]:
+    def compute_mean(self, gradients: list[np.ndarray[Any, Any]], dense: bool) -> np.ndarray[Any, Any]:
         count = len(gradients[0])
         length = math.ceil(count / LOCAL)
         padded = [np.pad(gradient, (0, LOCAL * length - count)) for gradient in gradients]
@@ -86,7 +86,7 @@ def test_every_bucket_is_the_mean_of_hitopkcomm(
                 assert not np.isfinite(means[0]).all(), "GradScaler must see it on every rank"
                 continue  # the residuals are those of the step before
             reference = references.setdefault(index, Reference())
-            np.testing.assert_array_equal(means[0], reference.mean(gradients, dense=step == 0))
+            np.testing.assert_array_equal(means[0], reference.compute_mean(gradients, dense=step == 0))
     for weights, _ in ranks[1:]:
         assert torch.equal(weights, ranks[0][0])
 

@@ -25,7 +25,7 @@ class Inheriting(GradScaler):
     pass
 
 
-def factor_in_backward(scaler: GradScaler) -> float:
+def read_factor_in_backward(scaler: GradScaler) -> float:
     """Return the factor that a hook reads during the backward pass of a scaled loss."""
     weight, factors = torch.ones(3, requires_grad=True), []
     doubled = weight * 2
@@ -36,7 +36,7 @@ def factor_in_backward(scaler: GradScaler) -> float:
 
 @pytest.mark.parametrize("kind", [GradScaler, ShardedGradScaler, DefinedLater, Inheriting])
 def test_the_factor_of_a_scaler_is_seen_in_backward(kind: type[GradScaler]) -> None:
-    assert factor_in_backward(kind("cpu", init_scale=8.0)) == 8.0
+    assert read_factor_in_backward(kind("cpu", init_scale=8.0)) == 8.0
 
 
 def test_watching_again_changes_nothing() -> None:
@@ -46,4 +46,4 @@ def test_watching_again_changes_nothing() -> None:
 
 
 def test_a_scaler_that_is_off_has_no_factor() -> None:
-    assert factor_in_backward(GradScaler("cpu", enabled=False)) == 1.0
+    assert read_factor_in_backward(GradScaler("cpu", enabled=False)) == 1.0

@@ -112,7 +112,7 @@ def test_a_step_that_is_not_finite_leaves_the_velocity_as_it_was() -> None:
     model = build_model()
     optimizer = wrap(model, torch.optim.SGD(model.parameters(), RATE, MOMENTUM))
 
-    def velocity() -> torch.Tensor:
+    def read_velocity() -> torch.Tensor:
         [(_, values)] = optimizer.state_dict()["topkube"]["residuals"]["pieces"]["0.weight velocity"]
         return values
 
@@ -120,12 +120,12 @@ def test_a_step_that_is_not_finite_leaves_the_velocity_as_it_was() -> None:
         compute_loss(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
-    before = velocity()
+    before = read_velocity()
     assert before.any()
     (compute_loss(model, 3) * torch.nan).backward()
     optimizer.step()
     assert optimizer.skipped_steps == 1
-    assert torch.equal(velocity(), before)
+    assert torch.equal(read_velocity(), before)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ EVENTS = st.lists(
 
 
 def exchange(residual: Residual, gradient: np.ndarray, scale: float, seed: int) -> np.ndarray:
-    """Send some entries of residual + gradient, as a collective does. Returns what was sent, in true units."""
+    """Send some entries of residual + gradient, as a collective does. Return what was sent, in true units."""
     residual.prepare()
     residual.rescale(scale)
     np.add(residual.current, gradient * np.float32(scale), out=residual.pending)

@@ -14,12 +14,12 @@ from topkube.training.node_weights.guard import Guard
 SPARSE_THEN_DENSE = (Stage(100, density=0.1), Stage(200, algorithm="dense"))
 
 
-def aggregation(algorithm: str = "hitopk", **options: object) -> AggregationSettings:
+def build_settings(algorithm: str = "hitopk", **options: object) -> AggregationSettings:
     return AggregationSettings.of(Settings(), algorithm=algorithm, **options)
 
 
 def test_stages_take_effect_at_their_step_and_keep_the_rest() -> None:
-    whole = aggregation(density=0.01, warmup_steps=10, schedule=SPARSE_THEN_DENSE)
+    whole = build_settings(density=0.01, warmup_steps=10, schedule=SPARSE_THEN_DENSE)
     in_force = [(step, whole.at(step).algorithm, whole.at(step).density_at(step)) for step in (50, 99, 100, 199, 200)]
     assert in_force == [(50, "hitopk", 0.01), (99, "hitopk", 0.01), (100, "hitopk", 0.1), (199, "hitopk", 0.1),
                         (200, "dense", 0.1)]  # fmt: skip
@@ -28,7 +28,7 @@ def test_stages_take_effect_at_their_step_and_keep_the_rest() -> None:
 
 
 def test_a_dense_stage_takes_the_format_of_dense_values() -> None:
-    whole = aggregation(dense_wire="bf16", schedule=SPARSE_THEN_DENSE)
+    whole = build_settings(dense_wire="bf16", schedule=SPARSE_THEN_DENSE)
     assert whole.at(150).dense_wire == "fp32"
     assert whole.at(200).dense_wire == "bf16"
 
@@ -68,13 +68,15 @@ MISTAKES: list[tuple[str, tuple[Stage, ...], dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("algorithm", "schedule", "options", "problem"), MISTAKES)
-def test_mistakes(algorithm: str, schedule: tuple[Stage, ...], options: dict[str, object], problem: str) -> None:
+def test_mistakes_in_a_schedule_are_refused(
+    algorithm: str, schedule: tuple[Stage, ...], options: dict[str, object], problem: str
+) -> None:
     with pytest.raises(ArgumentError, match=problem):
-        aggregation(algorithm, schedule=schedule, **options)
+        build_settings(algorithm, schedule=schedule, **options)
 
 
 @pytest.mark.parametrize("text", ["[", "3", "[3]", '[{"step": 3}]', '[{"algorithm": "dense"}]'])
-def test_a_malformed_variable(text: str) -> None:
+def test_a_malformed_variable_is_refused(text: str) -> None:
     with pytest.raises(ArgumentError, match="is not a list of stages"):
         AggregationSettings.of(Settings(schedule=text))
 

@@ -19,7 +19,8 @@ from topkube.errors import WireError
 
 
 def send_signs(values: Any) -> Any:
-    """The largest tenth, in float64: the sign times the mean magnitude of each 256 of them, rounded to bf16."""
+    """Return what topk1bit sends of the largest tenth, in float64: the sign times the mean magnitude of each 256 of
+    them, rounded to bf16."""
     count = max(1, -(-len(values) // 10))
     indices = np.sort(np.argsort(-np.abs(values.astype(np.float64)), kind="stable")[:count])
     sent = np.zeros(len(values))
@@ -31,8 +32,8 @@ def send_signs(values: Any) -> Any:
 
 
 def send_levels(values: Any) -> Any:
-    """The largest 1/32, in float64: the sign times one of two magnitudes of each 256 of them, rounded to bf16: the
-    means of those below and above the mean magnitude."""
+    """Return what sparseloco sends of the largest 1/32, in float64: the sign times one of two magnitudes of each 256 of
+    them, rounded to bf16: the means of those below and above the mean magnitude."""
     count = max(1, -(-len(values) // 32))
     indices = np.sort(np.argsort(-np.abs(values.astype(np.float64)), kind="stable")[:count])
     sent = np.zeros(len(values))
@@ -50,7 +51,7 @@ def send_levels(values: Any) -> Any:
 CODECS = pytest.mark.parametrize(("kind", "send"), [(TopSigns, send_signs), (TopLevels, send_levels)])
 
 
-def places_of(lengths: list[int]) -> list[slice]:
+def build_places(lengths: list[int]) -> list[slice]:
     ends = np.cumsum([-(-length // 256) * 256 for length in lengths]).tolist()
     return [slice(end - -(-length // 256) * 256, end - -(-length // 256) * 256 + length)
             for end, length in zip(ends, lengths, strict=True)]  # fmt: skip
@@ -62,7 +63,7 @@ def places_of(lengths: list[int]) -> list[slice]:
 def test_a_row_has_the_values_of_the_definition_and_nothing_is_lost(
     kind: Any, send: Any, lengths: list[int], seed: int
 ) -> None:
-    rng, places = np.random.default_rng(seed), places_of(lengths)
+    rng, places = np.random.default_rng(seed), build_places(lengths)
     x = np.zeros(places[-1].stop, np.float32)
     for place in places:
         x[place] = rng.standard_t(2, place.stop - place.start) * 10.0 ** rng.integers(-5, 5)
@@ -113,7 +114,7 @@ def test_the_declared_bytes_are_those_of_a_row(kind: Any, name: str, least: int)
 
 @settings(deadline=None)
 @given(st.integers(1, 3000), st.floats(0, 1), st.integers(0, 2**32))
-def test_any_indices_survive(length: int, share: float, seed: int) -> None:
+def test_any_indices_survive_encoding(length: int, share: float, seed: int) -> None:
     count = max(1, round(share * length))
     indices = np.sort(np.random.default_rng(seed).choice(length, count, replace=False)).astype(np.uint32)
     code = _IndexCode.of(length, count)
@@ -143,7 +144,7 @@ def test_damaged_indices_are_refused_or_still_valid(noise: bytes, seed: int) -> 
     assert (np.diff(read) > 0).all()
 
 
-def test_two_bits_keep_more_than_one() -> None:
+def test_two_magnitudes_lose_less_than_one() -> None:
     """What is left of the chosen values, if their magnitudes differ."""
     x = np.random.default_rng(0).standard_t(3, 100_000).astype(np.float32)
     chosen = np.sort(np.argsort(-np.abs(x))[:3125])

@@ -25,7 +25,7 @@ from topkube.training.exchange.devices import exchange_device, gpu_of
 from topkube.world import World
 
 
-def parameter(device: str) -> Parameter:
+def build_parameter(device: str) -> Parameter:
     return Parameter(0, "w", torch.nn.Parameter(torch.zeros(3, device=device)))
 
 
@@ -212,8 +212,8 @@ def test_one_process_with_one_gpu_trains_as_through_gloo_on_the_cpu(selection: s
 
 
 def test_gradients_are_reduced_where_they_lie() -> None:
-    assert exchange_device([parameter("cpu")], Settings()) is None
+    assert exchange_device([build_parameter("cpu")], Settings()) is None
     assert exchange_device([], Settings()) is None
-    assert exchange_device([parameter("cpu")], Settings(node_exchange="torch")) == torch.device("cpu")
+    assert exchange_device([build_parameter("cpu")], Settings(node_exchange="torch")) == torch.device("cpu")
     with pytest.raises(ArgumentError, match=r"cpu, meta.*a single device"):
-        exchange_device([parameter("cpu"), parameter("meta")], Settings())
+        exchange_device([build_parameter("cpu"), build_parameter("meta")], Settings())

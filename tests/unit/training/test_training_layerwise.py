@@ -22,7 +22,7 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
 
 
-def network(seed: int = 0) -> nn.Module:
+def build_network(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(7, 9), nn.LayerNorm(9), nn.ReLU(), nn.Linear(9, 3, bias=False))
 
@@ -97,8 +97,8 @@ PAIRS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any]]] 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", PAIRS)
-def test_steps_are_the_papers(device: str, name: str) -> None:
-    fused, plain = network().to(device), network().to(device)
+def test_steps_follow_the_papers(device: str, name: str) -> None:
+    fused, plain = build_network().to(device), build_network().to(device)
     before = copy.deepcopy(list(fused.parameters()))
     train(fused, PAIRS[name][0](fused))
     train(plain, PAIRS[name][1](plain))
@@ -109,7 +109,7 @@ def test_steps_are_the_papers(device: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", [*PAIRS, "masters"])
 def test_a_closure_is_evaluated_with_gradients_before_the_step(name: str) -> None:
-    model, twin = network(), network()
+    model, twin = build_network(), build_network()
     wrap = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1)) if name == "masters" else PAIRS[name][0](model)
     plain = torch.optim.SGD(twin.parameters(), lr=0.1) if name == "masters" else PAIRS[name][0](twin)
     x = torch.randn(5, 7)
@@ -139,7 +139,7 @@ def test_layers_without_weights_or_gradients_move_as_plain_steps(make: Callable[
 
 def test_training_continues_from_a_state_dict() -> None:
     for make, _ in PAIRS.values():
-        whole, first = network(), network()
+        whole, first = build_network(), build_network()
         train(whole, make(whole), 6)
         optimizer = make(first)
         train(first, optimizer, 3)
@@ -161,7 +161,7 @@ def test_training_continues_from_a_state_dict() -> None:
 )
 def test_invalid_rates_are_refused(arguments: dict[str, float], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
-        LARS(network().parameters(), **arguments)
+        LARS(build_network().parameters(), **arguments)
 
 
 # ---- the parallel tensor operator
@@ -172,11 +172,11 @@ def test_shares_are_balanced(sizes: list[int], ranks: int) -> None:
     owner = assign_layers(sizes, ranks)
     loads = [sum(size for size, rank in zip(sizes, owner, strict=True) if rank == r) for r in range(ranks)]
     assert len(owner) == len(sizes)
-    assert max(loads) - min(loads) <= max(sizes, default=0)  # nobody could give a layer away and be better off
+    assert max(loads) - min(loads) <= max(sizes, default=0)  # moving a layer to another rank would not help
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_norms_of_several_kinds(device: str) -> None:
+def test_norms_of_several_dtypes_are_computed_at_once(device: str) -> None:
     weights = [torch.randn(n, 3, device=device) for n in (1, 40, 7)]
     halves = [weight.bfloat16() for weight in weights]
     actual = norms(weights, halves)

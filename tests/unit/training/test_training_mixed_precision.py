@@ -44,8 +44,8 @@ class Mixed(nn.Module):
         return sum((p.float() * sign).sum() for p, sign in zip(self.parameters(), signs, strict=True))
 
 
-def reference(make: Callable[[Any], torch.optim.Optimizer], steps: int, norm: float | None) -> list[torch.Tensor]:
-    """Train the same model in float64 without a loss scale. Returns its parameters."""
+def train_reference(make: Callable[[Any], torch.optim.Optimizer], steps: int, norm: float | None) -> list[torch.Tensor]:
+    """Train the same model in float64 without a loss scale. Return its parameters."""
     model = Mixed()
     wide = [nn.Parameter(p.detach().double()) for p in model.parameters()]
     optimizer = make(wide)
@@ -81,7 +81,7 @@ def test_a_grad_scaler_trains_masters_as_float64_trains(
         scaler.step(optimizer)
         scaler.update()
     assert scaler.get_scale() == SCALE
-    expected = reference(make, 4, 0.5 if clips else None)
+    expected = train_reference(make, 4, 0.5 if clips else None)
     for actual, wanted in zip(optimizer.master_parameters(), expected, strict=True):
         assert actual.dtype == torch.float32
         torch.testing.assert_close(actual.double(), wanted, rtol=2e-6, atol=1e-6)
@@ -231,7 +231,7 @@ def test_a_copy_of_an_optimizer_belongs_to_the_copied_model() -> None:
         assert torch.equal(other_model.first, other.master_parameters()[0].half())
 
 
-def network(seed: int = 0) -> nn.Module:
+def build_network(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(7, 9), nn.LayerNorm(9), nn.ReLU(), nn.Linear(9, 3, bias=False))
 
@@ -253,7 +253,7 @@ def test_masters_keep_more_bits_than_16_bit_weights(device: str, dtype: torch.dt
 
 
 def test_masters_take_the_steps_of_a_float32_model() -> None:
-    narrow, wide = network().bfloat16(), network().bfloat16().float()
+    narrow, wide = build_network().bfloat16(), build_network().bfloat16().float()
     masters = MasterWeights(LARS(narrow.parameters(), lr=0.5, trust=0.02))
     plain = LARS(wide.parameters(), lr=0.5, trust=0.02)
     for step in range(5):
@@ -267,17 +267,17 @@ def test_masters_take_the_steps_of_a_float32_model() -> None:
         assert torch.equal(a, b.bfloat16())
 
 
-def test_masters_inside_a_distributed_optimizer_with_a_scheduler_and_a_checkpoint() -> None:
+def test_masters_work_inside_a_distributed_optimizer_with_a_scheduler_and_a_checkpoint() -> None:
     topkube.init()
     finished = []
     for interrupted in (False, True):
-        model = network().bfloat16()
+        model = build_network().bfloat16()
 
-        def make(model: nn.Module = model) -> Any:
+        def build_optimizer(model: nn.Module = model) -> Any:
             masters = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
             return topkube.DistributedOptimizer(masters, model.named_parameters(), aggregation="dense")
 
-        optimizer = make()
+        optimizer = build_optimizer()
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
         for step in range(6):
             torch.manual_seed(step)
@@ -288,7 +288,7 @@ def test_masters_inside_a_distributed_optimizer_with_a_scheduler_and_a_checkpoin
             if interrupted and step == 2:
                 saved, counted = copy.deepcopy(optimizer.state_dict()), schedule.state_dict()
                 optimizer.unwrap()
-                optimizer = make()
+                optimizer = build_optimizer()
                 optimizer.load_state_dict(saved)
                 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
                 schedule.load_state_dict(counted)
@@ -297,8 +297,8 @@ def test_masters_inside_a_distributed_optimizer_with_a_scheduler_and_a_checkpoin
     assert all(torch.equal(a, b) for a, b in zip(*finished, strict=True))
 
 
-def test_masters_come_before_the_first_step() -> None:
-    model = network()
+def test_masters_after_the_first_step_are_refused() -> None:
+    model = build_network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.randn(5, 7)).square().mean().backward()
     optimizer.step()

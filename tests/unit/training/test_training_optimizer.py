@@ -36,7 +36,7 @@ def build_optimizer(model: nn.Module, lr: float = 0.1, **options: object) -> top
     return topkube.DistributedOptimizer(plain, model.named_parameters(), **{"aggregation": "dense", **options})
 
 
-def backward(model: nn.Module, seed: int = 0, factor: float = 1.0) -> None:
+def run_backward(model: nn.Module, seed: int = 0, factor: float = 1.0) -> None:
     torch.manual_seed(seed)
     (model(torch.randn(8, 20)).square().mean() * factor).backward()
 
@@ -60,19 +60,19 @@ def test_steps_of_a_loop_of_ones_own_are_reported(monkeypatch: pytest.MonkeyPatc
     model, other = build_model(), build_model()
     optimizer, second = build_optimizer(model), build_optimizer(other)
     for _ in range(3):
-        backward(model)
+        run_backward(model)
         optimizer.step()
-        backward(other)
+        run_backward(other)
         second.step()
     assert list_reported_steps() == [1, 2, 3]
     with topkube.checkpointing(model, optimizer, settings=Settings(run_directory=str(tmp_path / "run"))) as run:
         for _ in run.progress([torch.ones(1)] * 2):
-            backward(model)
+            run_backward(model)
             optimizer.step()
     assert list_reported_steps() == [1, 2, 3]
 
 
-def test_names_must_fit_the_optimizer() -> None:
+def test_names_that_do_not_fit_the_optimizer_are_refused() -> None:
     model, other = build_model(), build_model()
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ArgumentError, match="twice"):
@@ -92,11 +92,11 @@ def test_quantized_weights_of_integers_stay_as_they_are() -> None:
     model = build_model()
     model.register_parameter("quantized", nn.Parameter(torch.arange(3, dtype=torch.int8), requires_grad=False))
     optimizer = build_optimizer(model)
-    backward(model)
+    run_backward(model)
     optimizer.step()
     codes = nn.Parameter(torch.arange(5, dtype=torch.uint8), requires_grad=False)
     optimizer.add_param_group({"params": [("codes", codes), ("scale", nn.Parameter(torch.ones(1)))]})
-    backward(model)
+    run_backward(model)
     optimizer.step()
     assert model.quantized.tolist() == [0, 1, 2]
     assert codes.tolist() == [0, 1, 2, 3, 4]
@@ -145,12 +145,12 @@ def test_a_weight_that_is_used_sparsely_and_densely_is_refused() -> None:
         embedding.weight.sum().backward()
 
 
-def test_dense_on_one_rank_is_the_plain_optimizer_bit_for_bit() -> None:
+def test_dense_training_on_one_rank_equals_the_plain_optimizer_bit_for_bit() -> None:
     model, reference = build_model(), build_model()
     optimizer, plain = build_optimizer(model), torch.optim.SGD(reference.parameters(), lr=0.1)
     for step in range(3):
         for network, chosen in ((model, optimizer), (reference, plain)):
-            backward(network, step)
+            run_backward(network, step)
             chosen.step()
             chosen.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
@@ -160,8 +160,8 @@ def test_compression_on_one_rank_selects_and_keeps_the_rest() -> None:
     model = build_model()
     optimizer = build_optimizer(model, aggregation="hitopk", density=0.05, wire="fp32", warmup_steps=0)
     reference = copy.deepcopy(model)
-    backward(reference)
-    backward(model)
+    run_backward(reference)
+    run_backward(model)
     optimizer.step()
     sent, whole = model[0].weight.grad, reference[0].weight.grad
     assert 0 < sent.count_nonzero() < 0.2 * sent.numel()
@@ -171,12 +171,12 @@ def test_compression_on_one_rank_selects_and_keeps_the_rest() -> None:
     assert torch.equal(model[0].bias.grad, reference[0].bias.grad), "small tensors go dense"
 
 
-def test_schedulers_and_groups_work_on_it() -> None:
+def test_schedulers_and_parameter_groups_work_on_a_distributed_optimizer() -> None:
     model = build_model()
     optimizer = build_optimizer(model)
     assert isinstance(optimizer, torch.optim.Optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    backward(model)
+    run_backward(model)
     optimizer.step()
     scheduler.step()
     assert optimizer.inner.param_groups[0]["lr"] == 0.05
@@ -190,7 +190,7 @@ def test_a_closure_is_evaluated_once() -> None:
 
     def closure() -> float:
         optimizer.zero_grad()
-        backward(model)
+        run_backward(model)
         calls.append(1)
         return 2.5
 
@@ -207,7 +207,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(aggregation: str, zero
     optimizer = build_optimizer(model, aggregation=aggregation, density=0.1)
     for step, factor in enumerate((1.0, torch.inf, 1.0, 1.0)):
         before = model[2].weight.detach().clone()
-        backward(model, step, factor)
+        run_backward(model, step, factor)
         optimizer.step()
         assert torch.equal(before, model[2].weight) == (step == 1)
         assert optimizer.skipped_steps == (step >= 1)
@@ -222,7 +222,7 @@ def test_one_bad_backward_spoils_an_accumulated_step() -> None:
     optimizer = build_optimizer(model)
     before = model[0].weight.detach().clone()
     for factor in (1.0, torch.inf, 1.0):
-        backward(model, factor=factor)
+        run_backward(model, factor=factor)
     optimizer.step()
     optimizer.zero_grad()
     assert torch.equal(before, model[0].weight)
@@ -241,14 +241,14 @@ def test_after_a_backward_that_raised_the_next_one_is_whole() -> None:
 
     model, reference = build_model(), build_model()
     optimizer = build_optimizer(model, aggregation="hitopk", density=1.0, wire="fp32", bucket_bytes=1000)
-    backward(model)
+    run_backward(model)
     optimizer.zero_grad()
     hidden = Refuse.apply(model[0](torch.randn(8, 20)))
     with pytest.raises(RuntimeError, match="no"):
         model[3](model[2](hidden)).sum().backward()
     optimizer.zero_grad()
-    backward(model, 1)
-    backward(reference, 1)
+    run_backward(model, 1)
+    run_backward(reference, 1)
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
 
@@ -257,14 +257,14 @@ def test_dropping_the_optimizer_ends_its_hooks() -> None:
     model = build_model()
     optimizer = build_optimizer(model, aggregation="hitopk", density=0.01)
     del optimizer
-    backward(model)
+    run_backward(model)
     assert model[0].weight.grad.count_nonzero() > 0.5 * model[0].weight.numel()
 
 
 def test_a_plain_optimizers_state_loads() -> None:
     model = build_model()
     plain = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    backward(model)
+    run_backward(model)
     plain.step()
     optimizer = build_optimizer(model)
     optimizer.load_state_dict(plain.state_dict())
@@ -382,7 +382,7 @@ def test_clipping_takes_from_sparse_gradients_for_good() -> None:
             dense = torch.autograd.grad(model(x).square().mean() * 0.01, list(model.parameters()))
             for whole, gradient in zip(total, dense, strict=True):
                 whole += gradient
-            backward(model, step % 4, 0.01)
+            run_backward(model, step % 4, 0.01)
             norm = nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))
             if not limit and step >= 20:
                 larger.append(float(norm) / float(nn.utils.get_total_norm(dense)))

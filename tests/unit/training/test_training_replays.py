@@ -71,7 +71,7 @@ def test_a_replay_leaves_statistics_and_a_real_batch_moves_them(kind: str) -> No
     assert not are_equal(before, read_statistics(model))
 
 
-def test_models_are_found_wherever_they_are() -> None:
+def test_statistics_of_every_model_are_kept() -> None:
     """In evaluation at the time, frozen by gc.freeze(), without weights, lazy, or unfinished."""
     unfinished = Model.__new__(Model)
     model = Model().eval()

@@ -28,11 +28,11 @@ class Graphs:
         self.x, self.num_graphs = torch.zeros(11, 3), graphs
 
 
-def images(count: int) -> tuple[torch.Tensor, ...]:
+def build_images(count: int) -> tuple[torch.Tensor, ...]:
     return tuple(torch.zeros(3, 32, 32) for _ in range(count))
 
 
-def boxes(*counts: int) -> tuple[dict[str, torch.Tensor], ...]:
+def build_boxes(*counts: int) -> tuple[dict[str, torch.Tensor], ...]:
     return tuple({"boxes": torch.zeros(count, 4), "labels": torch.zeros(count)} for count in counts)
 
 
@@ -50,14 +50,14 @@ CERTAIN: list[tuple[Any, int]] = [
     ((torch.zeros(2, 2), {"y": 1}), 2),
     ((torch.zeros(2, 2), [torch.zeros(2), {"z": torch.zeros(2, 5)}]), 2),
     ((Graphs(8), torch.zeros(8)), 8),
-    ((images(8), torch.zeros(8)), 8),
+    ((build_images(8), torch.zeros(8)), 8),
     (pack_sequence([torch.zeros(n, 4) for n in (9, 5, 2)]), 3),
     ((pack_sequence([torch.zeros(n, 4) for n in (9, 5, 2)]), torch.zeros(3)), 3),
 ]
 NOT_CERTAIN: list[tuple[Any, int]] = [
-    (images(8), 8),
-    ((images(8), boxes(1, 4, 2, 0, 1, 3, 1, 1)), 8),
-    ((images(8), boxes(*[3] * 8)), 8),
+    (build_images(8), 8),
+    ((build_images(8), build_boxes(1, 4, 2, 0, 1, 3, 1, 1)), 8),
+    ((build_images(8), build_boxes(*[3] * 8)), 8),
     ([{"x": torch.zeros(7), "y": torch.zeros(7)} for _ in range(4)], 4),
     ([{"x": 1.0} for _ in range(4)], 4),
     ([(torch.zeros(3, 8, 8), torch.zeros(1, 8, 8)) for _ in range(5)], 5),
@@ -73,7 +73,7 @@ NOT_CERTAIN: list[tuple[Any, int]] = [
 
 
 @pytest.mark.parametrize(("batch", "count"), CERTAIN)
-def test_batches_that_can_be_read_in_one_way(batch: Any, count: int) -> None:
+def test_batches_that_can_be_read_in_one_way_are_counted(batch: Any, count: int) -> None:
     assert count_samples(batch) == count
     assert count_samples(batch, drawn=count) == count
 
@@ -87,7 +87,12 @@ def test_batches_that_can_be_read_in_several_ways_need_a_loader_or_the_script(ba
 
 @pytest.mark.parametrize(
     ("batch", "drawn"),
-    [(torch.zeros(50, 8, 4), 8), ((torch.zeros(6, 2), torch.zeros(6)), 8), (torch.zeros(32, 4), 1), (images(8), 4)],
+    [
+        (torch.zeros(50, 8, 4), 8),
+        ((torch.zeros(6, 2), torch.zeros(6)), 8),
+        (torch.zeros(32, 4), 1),
+        (build_images(8), 4),
+    ],
     ids=["time-major", "a collate function that drops samples", "items that are batches", "images"],
 )
 def test_a_batch_that_contradicts_its_loader_is_refused(batch: Any, drawn: int) -> None:
@@ -97,7 +102,7 @@ def test_a_batch_that_contradicts_its_loader_is_refused(batch: Any, drawn: int) 
 
 def test_the_error_names_the_batch_and_the_line_to_write() -> None:
     with pytest.raises(TrainingError) as caught:
-        count_samples((images(8), boxes(*[3] * 8)))
+        count_samples((build_images(8), build_boxes(*[3] * 8)))
     assert "tuple of 2 [tuple of 8 [Tensor(3, 32, 32), Tensor(3, 32, 32)" in str(caught.value)
     assert "reads as 2 or 3 or 8 samples" in str(caught.value)
     assert "run.progress(loader, samples=lambda batch: len(batch[0]))" in str(caught.value)
@@ -143,10 +148,10 @@ def test_all_samples_of_a_pass_are_counted_once(total: int, size: int, drops_las
 def test_a_script_counts_samples_and_the_loader_counts_drawn_samples() -> None:
     """A loader that drops unusable samples, or a loss per token: the weight is one number, the position another."""
 
-    def usable(batch: list[torch.Tensor]) -> torch.Tensor:
+    def stack_usable(batch: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack([sample for sample in batch if sample])
 
-    loader = DataLoader(torch.arange(10), batch_size=4, collate_fn=usable)  # type: ignore[arg-type]
+    loader = DataLoader(torch.arange(10), batch_size=4, collate_fn=stack_usable)  # type: ignore[arg-type]
     with pytest.raises(TrainingError, match="reads as 3 samples, and the DataLoader drew 4"):
         count_batches(loader)
     assert count_batches(loader, len) == [(3, 4), (4, 4), (2, 2)]
@@ -181,7 +186,7 @@ def test_join_and_progress_pass_the_counting_function_on() -> None:
     topkube.init()
     model = torch.nn.Linear(3, 1)
     optimizer = topkube.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-    batches = [images(8), images(2)]
+    batches = [build_images(8), build_images(2)]
     with pytest.raises(TrainingError, match="samples=lambda batch: len"):
         list(optimizer.join(batches))
     assert [optimizer.turns.samples for _ in optimizer.join(batches, samples=len)] == [8, 2]

@@ -90,14 +90,14 @@ def test_the_communication_thread_works_on_the_device_of_the_gradients(streams: 
 
 def test_the_fake_allocator_finds_memory_that_is_freed_too_early() -> None:
     streams = Streams()
-    one, two = FakeStream("one", streams), FakeStream("two", streams)
-    with streams.watch(), streams.stream(one):
+    first, second = FakeStream("first", streams), FakeStream("second", streams)
+    with streams.watch(), streams.stream(first):
         x = torch.ones(3)
-        two.wait_stream(one)
-        with streams.stream(two):
+        second.wait_stream(first)
+        with streams.stream(second):
             y = x + 1
         del x
         streams.check_freed_memory()
-        assert streams.hazards == ["ones of one was freed while two used it"]
+        assert streams.hazards == ["ones of first was freed while second used it"]
         y += 1
-    assert streams.hazards[1:] == ["add_ in one does not wait for two: add"]
+    assert streams.hazards[1:] == ["add_ in first does not wait for second: add"]

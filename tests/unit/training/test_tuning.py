@@ -21,18 +21,18 @@ GIGABIT = 125e6
 BUCKETS = [BucketSize(5_000_000), BucketSize(2_000, small=True)]
 
 
-def machines(link: float = GIGABIT, nodes: int = 2, nccl: float | None = None) -> Machines:
+def build_machines(link: float = GIGABIT, nodes: int = 2, nccl: float | None = None) -> Machines:
     return Machines(nodes, 2, link, memory=10e9 if nccl is None else 1e12, latency=50e-6, nccl_link=nccl)
 
 
 def measure_and_choose(
     monkeypatch: Any, link: float, name: str = "auto", wire: str = "fp32", nodes: int = 2, nccl: float | None = None
 ) -> Tuning:
-    """The tuning of a rank that measured a link of `link` bytes per second and has chosen."""
+    """Return the tuning of a rank that measured a link of `link` bytes per second and has chosen."""
     world = SimpleNamespace(
         nodes=nodes, rank=1, shards=2, node_ranks=[(0, 1)] * nodes, cache={}, run_directory=None, size=2 * nodes
     )
-    monkeypatch.setattr(Tuning, "_agree_on_machines", lambda self: machines(link, nodes, nccl))
+    monkeypatch.setattr(Tuning, "_agree_on_machines", lambda self: build_machines(link, nodes, nccl))
     settings = AggregationSettings.of(Settings(), algorithm=name, dense_wire=wire)
     tuned = Tuning(world, settings, lambda ask: ask(None))  # type: ignore[arg-type]
     tuned.choose(BUCKETS)
@@ -136,7 +136,7 @@ def test_a_transport_that_is_far_slower_is_not_tried(monkeypatch: Any) -> None:
 
 
 def test_without_gpus_nccl_is_no_choice() -> None:
-    names = {choice.algorithm.name for choice in rank_choices("auto", machines(), BUCKETS, "fp32")}
+    names = {choice.algorithm.name for choice in rank_choices("auto", build_machines(), BUCKETS, "fp32")}
     assert not any("nccl" in name for name in names)
 
 
@@ -186,7 +186,7 @@ def test_a_saved_choice_of_another_job_is_made_again(monkeypatch: Any, change: s
     assert (again.choice, again.machines, again.summary) == (None, None, "")
     again.choose(BUCKETS)
     assert again.choice is not None
-    assert again.machines == machines(1e12)
+    assert again.machines == build_machines(1e12)
 
 
 def test_all_ranks_decide_alike(monkeypatch: Any) -> None:

@@ -53,8 +53,8 @@ def layouts(draw: Any) -> tuple[int, list[slice]]:
     return start, places
 
 
-def values(rng: Any, length: int, places: list[slice]) -> Any:
-    """Values of very different sizes in the tensors, and zeros in the gaps between them."""
+def draw_values(rng: Any, length: int, places: list[slice]) -> Any:
+    """Return values of very different sizes in the tensors, and zeros in the gaps between them."""
     x = np.zeros(length, np.float32)
     for place in places:
         x[place] = rng.standard_normal(place.stop - place.start) * 10.0 ** rng.integers(-3, 3)
@@ -75,7 +75,7 @@ def test_nothing_is_lost(layout: tuple[int, list[slice]], nodes: int, seed: int,
     moved, given_sum, largest = np.zeros(length), np.zeros(length), 0.0
     for _ in range(4):
         for rest, weight in zip(left, weights, strict=True):
-            change = values(rng, length, places)
+            change = draw_values(rng, length, places)
             rest += change
             given_sum += change.astype(np.float64) * weight
         largest = max(largest, max(float(np.abs(rest).max()) for rest in left))
@@ -101,7 +101,7 @@ def test_the_result_is_that_of_one_owner(layout: tuple[int, list[slice]], nodes:
         rng = np.random.default_rng(seed)
         stages = [TwoStage(lambda p, n: build_codec("signs", p, n), places, length, i, owners) for i in range(owners)]
         for _ in range(2):
-            changes = [values(rng, length, places) for _ in range(nodes)]
+            changes = [draw_values(rng, length, places) for _ in range(nodes)]
             if owners == nodes:
                 moved = exchange(stages, changes, weights)[0]
             else:

@@ -22,13 +22,13 @@ from topkube.training.exchange.watched_tensors import (
 
 
 @pytest.fixture(autouse=True)
-def watching() -> Iterator[None]:
+def active_watch() -> Iterator[None]:
     watch()
     yield
     unwatch()
 
 
-def uses_of(read: Callable[[nn.Parameter], object]) -> set[Use]:
+def list_uses(read: Callable[[nn.Parameter], object]) -> set[Use]:
     layer, uses = nn.Linear(4, 4), set()
     tensor = layer.weight
     tensor.layer = layer
@@ -64,7 +64,7 @@ def uses_of(read: Callable[[nn.Parameter], object]) -> set[Use]:
     ],
 )
 def test_a_use_of_the_values_is_noticed(read: Callable[[nn.Parameter], object]) -> None:
-    assert Use.VALUES in uses_of(read)
+    assert Use.VALUES in list_uses(read)
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,14 @@ def test_a_use_of_the_values_is_noticed(read: Callable[[nn.Parameter], object]) 
     ],
 )
 def test_a_call_that_needs_no_values_passes(read: Callable[[nn.Parameter], object]) -> None:
-    assert not uses_of(read)
+    assert not list_uses(read)
 
 
 def test_a_replaced_gradient_is_noticed_as_such() -> None:
     def replace(parameter: nn.Parameter) -> None:
         parameter.grad = None
 
-    assert uses_of(replace) == {Use.GRADIENT}
+    assert list_uses(replace) == {Use.GRADIENT}
 
 
 def test_modes_of_the_script_leave_the_watch_in_place() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from topkube.control import ANSWER, Answers, Roll, names_of, neighbours
 
 
-def answer(rank: int, collectives: int = 5, what: bytes = b"all-reduce") -> Answers:
+def build_answer(rank: int, collectives: int = 5, what: bytes = b"all-reduce") -> Answers:
     row = np.zeros(1, ANSWER)
     row["rank"], row["what"] = rank, what
     row["counts"][0, 0] = collectives
@@ -63,7 +63,7 @@ def test_a_roll_call_finds_the_silent_ranks_and_those_behind(data: st.DataObject
     """All ranks pass on their answers in rounds, until no rank has a new answer."""
     silent = data.draw(st.sets(st.integers(0, size - 1), max_size=size // 3))
     behind = data.draw(st.sets(st.integers(0, size - 1), max_size=3)) - silent
-    rolls = {rank: Roll(answer(rank, 4 if rank in behind else 5)) for rank in range(size) if rank not in silent}
+    rolls = {rank: Roll(build_answer(rank, 4 if rank in behind else 5)) for rank in range(size) if rank not in silent}
     while answers := {rank: answers for rank, roll in rolls.items() if (answers := roll.take_new()).size}:
         for rank, rows in answers.items():
             for other in neighbours(rank, size):
@@ -74,11 +74,11 @@ def test_a_roll_call_finds_the_silent_ranks_and_those_behind(data: st.DataObject
 
 
 def test_a_roll_of_4096_ranks_names_the_missing_one_and_those_that_wait_elsewhere() -> None:
-    roll = Roll(answer(0))
+    roll = Roll(build_answer(0))
     for rank in range(1, 4096):
         if rank != 2049:
-            assert roll.add(answer(rank, what=b"barrier()" if rank in (7, 9) else b"all-reduce"))
-    assert not roll.add(answer(7))
+            assert roll.add(build_answer(rank, what=b"barrier()" if rank in (7, 9) else b"all-reduce"))
+    assert not roll.add(build_answer(7))
     assert len(roll.take_new()) == 4095
     assert not len(roll.take_new())
     assert roll.missing(4096, 0, 5) == [2049]

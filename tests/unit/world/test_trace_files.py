@@ -14,11 +14,11 @@ FACTS = {"nodes": 2, "ranksPerNode": [1, 1], "algorithm": "dense", "device": "cp
 
 
 @pytest.fixture(autouse=True)
-def inactive(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_active_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "active", None)
 
 
-def record(directory: Path, rank: int, steps: int = 2, **facts: object) -> Trace:
+def record_trace(directory: Path, rank: int, steps: int = 2, **facts: object) -> Trace:
     """Make all steps of a trace, and one more."""
     recorder = trace.active = Trace(directory, rank, rank, steps, {**FACTS, **facts})
     for _ in range(trace.WARM_STEPS + steps + 1):
@@ -29,7 +29,7 @@ def record(directory: Path, rank: int, steps: int = 2, **facts: object) -> Trace
 
 
 def test_the_wanted_steps_are_recorded_and_then_nothing(tmp_path: Path) -> None:
-    recorder = record(tmp_path, 0)
+    recorder = record_trace(tmp_path, 0)
     assert trace.active is None
     assert not recorder.recording
     events = trace.read(tmp_path / "rank-0.json")["traceEvents"]
@@ -50,7 +50,7 @@ def test_a_rank_that_ends_early_keeps_its_whole_steps(tmp_path: Path) -> None:
 
 def test_ranks_are_aligned_by_their_clocks(tmp_path: Path) -> None:
     for rank in (0, 1):
-        record(tmp_path, rank)
+        record_trace(tmp_path, rank)
         path = tmp_path / f"rank-{rank}.json"
         content = json.loads(path.read_text())
         content["otherData"]["originUnixNanoseconds"] = 10**18 + rank * 5_000_000
@@ -65,15 +65,15 @@ def test_ranks_are_aligned_by_their_clocks(tmp_path: Path) -> None:
 
 
 def test_traces_of_different_runs_are_refused(tmp_path: Path) -> None:
-    record(tmp_path, 0)
-    record(tmp_path, 1, algorithm="hitopk")
+    record_trace(tmp_path, 0)
+    record_trace(tmp_path, 1, algorithm="hitopk")
     with pytest.raises(TraceError, match="different runs"):
         trace.read(tmp_path)
 
 
 def test_few_of_many_ranks_are_read(tmp_path: Path) -> None:
     for rank in range(trace.MOST_READ + 10):
-        record(tmp_path, rank, steps=1)
+        record_trace(tmp_path, rank, steps=1)
     (tmp_path / "rank-notes.json").write_text("{}")
     assert len(trace.rank_files(tmp_path)) == trace.MOST_READ + 10
     assert trace.read(tmp_path)["otherData"]["tracedRanks"] == trace.MOST_READ
@@ -82,7 +82,7 @@ def test_few_of_many_ranks_are_read(tmp_path: Path) -> None:
 def test_a_disk_that_refuses_the_file_does_not_end_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    record(blocked / "traces", 0)
+    record_trace(blocked / "traces", 0)
     assert "the trace of rank 0 is lost" in capsys.readouterr().err
 
 

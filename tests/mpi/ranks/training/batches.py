@@ -7,7 +7,7 @@ import itertools
 import torch
 
 import topkube
-from ranks.training.scene import assert_close, distributed, loss_of, network, samples, sgd
+from ranks.training.scene import assert_close, build_network, build_optimizer, build_sgd, compute_loss, draw_samples
 from topkube.world import World
 
 
@@ -15,20 +15,20 @@ def case_uneven_batches_count_by_their_samples(world: World) -> None:
     """Ranks get batches of different sizes and numbers; one process gets their union."""
     rank, size = topkube.rank(), topkube.size()
     for name in ("dense", "hitopk"):
-        model, reference = network(), network()
-        optimizer, plain = distributed(model, aggregation=name, density=1.0), sgd(reference.parameters())
+        model, reference = build_network(), build_network()
+        optimizer, plain = build_optimizer(model, aggregation=name, density=1.0), build_sgd(reference.parameters())
         sizes = [[5, 3, 2 + r, 4][: 4 - (r % 2)] for r in range(size)]  # odd ranks have a batch less
-        everyone = [[samples(count, 100 * r + i) for i, count in enumerate(row)] for r, row in enumerate(sizes)]
+        everyone = [[draw_samples(count, 100 * r + i) for i, count in enumerate(row)] for r, row in enumerate(sizes)]
         steps = 0
         for x, y in optimizer.join(everyone[rank]):
-            loss_of(model, x, y).backward()
+            compute_loss(model, x, y).backward()
             optimizer.step()
             optimizer.zero_grad()
             steps += 1
         assert steps == 4
         for step in range(4):
             parts = [row[step] for row in everyone if step < len(row)]
-            loss_of(reference, *(torch.cat(part) for part in zip(*parts, strict=True))).backward()
+            compute_loss(reference, *(torch.cat(part) for part in zip(*parts, strict=True))).backward()
             plain.step()
             plain.zero_grad()
         assert_close(model, reference)
@@ -36,29 +36,29 @@ def case_uneven_batches_count_by_their_samples(world: World) -> None:
 
 def case_a_script_can_announce_its_batches_itself(world: World) -> None:
     rank, size = topkube.rank(), topkube.size()
-    model, reference = network(), network()
-    optimizer, plain = distributed(model), sgd(reference.parameters())
-    own = [samples(3 + rank, 10 * rank + i) for i in range(2 + (rank == 0))]
+    model, reference = build_network(), build_network()
+    optimizer, plain = build_optimizer(model), build_sgd(reference.parameters())
+    own = [draw_samples(3 + rank, 10 * rank + i) for i in range(2 + (rank == 0))]
     step = 0
     while optimizer.batch(len(own[step][0]) if step < len(own) else 0):
-        loss_of(model, *own[min(step, len(own) - 1)]).backward()
+        compute_loss(model, *own[min(step, len(own) - 1)]).backward()
         optimizer.step()
         optimizer.zero_grad()
         step += 1
     assert step == 3
     for i in range(3):
-        parts = [samples(3 + r, 10 * r + i) for r in range(size) if i < 2 + (r == 0)]
-        loss_of(reference, *(torch.cat(part) for part in zip(*parts, strict=True))).backward()
+        parts = [draw_samples(3 + r, 10 * r + i) for r in range(size) if i < 2 + (r == 0)]
+        compute_loss(reference, *(torch.cat(part) for part in zip(*parts, strict=True))).backward()
         plain.step()
         plain.zero_grad()
     assert_close(model, reference)
 
 
 def case_a_batch_of_weight_zero_cannot_spoil_a_step(world: World) -> None:
-    model = network()
-    optimizer = distributed(model)
+    model = build_network()
+    optimizer = build_optimizer(model)
     optimizer.batch(4 if topkube.rank() == 0 else 0)
-    loss = loss_of(model, *samples(4))
+    loss = compute_loss(model, *draw_samples(4))
     (loss if topkube.rank() == 0 else loss * torch.inf).backward()
     optimizer.step()
     assert optimizer.skipped_steps == 0

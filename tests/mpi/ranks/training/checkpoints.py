@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import topkube
-from ranks.training.scene import distributed, loss_of, network, samples, weights
+from ranks.training.scene import build_network, build_optimizer, compute_loss, copy_weights, draw_samples
 from topkube.errors import CheckpointError, StorageError
 from topkube.settings import Settings
 from topkube.training.checkpoint import save as save_module
@@ -39,8 +39,8 @@ class Thing:
 
 
 @contextmanager
-def shared_directory(world: World) -> Iterator[str]:
-    """A directory of all ranks. A rank that fails leaves it at once: the others may still wait for that rank."""
+def make_shared_directory(world: World) -> Iterator[str]:
+    """Yield a directory that all ranks share. It stays if a rank fails, because other ranks may still wait for it."""
     directory = world.comm.bcast(tempfile.mkdtemp() if world.rank == 0 else None)
     yield directory
     world.comm.Barrier()
@@ -49,13 +49,13 @@ def shared_directory(world: World) -> Iterator[str]:
 
 
 def train(directory: str, steps: int, thing: Thing, model: torch.nn.Module | None = None) -> topkube.training.Run:
-    model = model or network()
-    optimizer = distributed(model, aggregation="hitopk", density=0.1)
+    model = model or build_network()
+    optimizer = build_optimizer(model, aggregation="hitopk", density=0.1)
     settings = Settings(checkpoint_directory=directory, checkpoint_every=2, checkpoint_keep=2)
-    x, y = samples(8)
+    x, y = draw_samples(8)
     with topkube.checkpointing(model, optimizer, settings=settings, thing=thing) as run:
         for x_, y_ in run.progress([(x, y)] * steps, total=steps):
-            loss_of(model, x_, y_).backward()
+            compute_loss(model, x_, y_).backward()
             optimizer.step()
             optimizer.zero_grad()
     return run
@@ -65,13 +65,13 @@ def list_published(directory: str) -> list[str]:
     return sorted(path.name for path in Path(directory).glob("*step-*"))
 
 
-def case_a_disk_that_is_full_on_one_rank_costs_a_checkpoint_on_all(world: World) -> None:
+def case_if_the_disk_of_one_rank_is_full_no_rank_has_the_checkpoint(world: World) -> None:
     def write_or_refuse(path: Path, *arguments: Any) -> Any:
         if world.rank == world.size - 1 and "step-00000004" in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write_state(path, *arguments)
 
-    with shared_directory(world) as directory, pytest.MonkeyPatch.context() as patch:
+    with make_shared_directory(world) as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(save_module, "write_state", write_or_refuse)
         assert train(directory, 7, Thing()).failed_checkpoints == 1
         world.comm.Barrier()
@@ -79,7 +79,7 @@ def case_a_disk_that_is_full_on_one_rank_costs_a_checkpoint_on_all(world: World)
 
 
 def case_a_state_that_cannot_be_saved_on_rank_0_ends_the_run_on_all(world: World) -> None:
-    with shared_directory(world) as directory:
+    with make_shared_directory(world) as directory:
         wanted = "thing.*cannot be saved: it is a builtins" if world.rank == 0 else "step 2 .*: rank 0 failed"
         with pytest.raises(CheckpointError, match=wanted):
             train(directory, 7, Thing(print))
@@ -88,10 +88,10 @@ def case_a_state_that_cannot_be_saved_on_rank_0_ends_the_run_on_all(world: World
 
 
 def case_a_resume_that_fails_on_one_rank_leaves_all_as_they_were(world: World) -> None:
-    with shared_directory(world) as directory:
+    with make_shared_directory(world) as directory:
         train(directory, 2, Thing())
-        model, last = network(), world.size - 1
-        before = weights(model)
+        model, last = build_network(), world.size - 1
+        before = copy_weights(model)
         wanted = "belongs to another model" if world.rank == last else f"cannot be resumed from: rank {last} failed"
         with pytest.raises(CheckpointError, match=wanted):
             train(directory, 4, Thing(loads=world.rank != last), model)
@@ -101,9 +101,9 @@ def case_a_resume_that_fails_on_one_rank_leaves_all_as_they_were(world: World) -
 
 def case_weights_are_written_for_other_programs_or_fail_on_all_ranks(world: World) -> None:
     safetensors = pytest.importorskip("safetensors.torch", reason="needs topkube[safetensors]")
-    model = network()
-    optimizer = distributed(model, aggregation="hitopk", density=0.1)
-    with shared_directory(world) as directory, topkube.checkpointing(model, optimizer, settings=Settings()) as run:
+    model = build_network()
+    optimizer = build_optimizer(model, aggregation="hitopk", density=0.1)
+    with make_shared_directory(world) as directory, topkube.checkpointing(model, optimizer, settings=Settings()) as run:
         path = Path(directory) / "model.safetensors"
         run.save_weights(path)
         world.comm.Barrier()

@@ -13,7 +13,14 @@ import torch
 from torch import nn
 
 import topkube
-from ranks.training.scene import distributed, loss_of, own_part, same_on_all_ranks, samples, weights
+from ranks.training.scene import (
+    are_equal_on_all_ranks,
+    build_optimizer,
+    compute_loss,
+    copy_weights,
+    draw_samples,
+    take_own_part,
+)
 from topkube.collectives import decoupled, overlapped
 from topkube.errors import ArgumentError
 from topkube.training.optimizers.lamb import LAMB
@@ -24,7 +31,7 @@ STEPS = 5
 
 
 class Network(nn.Module):
-    """Large and small tensors; a layer that is used twice, a frozen layer, and layers that some steps do not use."""
+    """A network of large and small tensors: one layer is used twice, one is frozen, and some steps leave layers out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,17 +47,17 @@ class Network(nn.Module):
         return self.last(torch.tanh(self.odd(x) if self.uses_odd else x))
 
 
-def adamw(parameters) -> torch.optim.Optimizer:
+def build_adamw(parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-def backward(model: nn.Module, step: int) -> None:
-    x, y = samples(8 * topkube.size(), step)
-    loss_of(model, own_part(x), own_part(y)).backward()
+def run_backward(model: nn.Module, step: int) -> None:
+    x, y = draw_samples(8 * topkube.size(), step)
+    compute_loss(model, take_own_part(x), take_own_part(y)).backward()
 
 
-def plainly(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
-    backward(model, step)
+def take_step(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+    run_backward(model, step)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -60,7 +67,7 @@ def train(
 ) -> tuple[nn.Module, topkube.DistributedOptimizer]:
     model = Network()
     del model.unused  # with it, no step would be late
-    optimizer = distributed(model, adamw, overlap=overlap, **options)
+    optimizer = build_optimizer(model, build_adamw, overlap=overlap, **options)
     for step in range(steps):
         script(model, optimizer, step)
     return model, optimizer
@@ -75,19 +82,19 @@ def check_equal(script: Step, steps: int = STEPS, **options: object) -> None:
     (late, of_late), (reference, of_reference) = (
         train(overlap, script, steps, **options) for overlap in ("dear", "backward")
     )
-    for own, wanted in zip(weights(late), weights(reference), strict=True):
+    for own, wanted in zip(copy_weights(late), copy_weights(reference), strict=True):
         assert torch.equal(own, wanted)
     states = zip(of_late.state_dict()["state"].values(), of_reference.state_dict()["state"].values(), strict=True)
     for own, wanted in states:
         assert all(torch.equal(own[name], wanted[name]) for name in wanted)
-    assert same_on_all_ranks(weights(late))
+    assert are_equal_on_all_ranks(copy_weights(late))
 
 
 def case_updates_come_with_the_next_forward(world: World) -> None:
     late, memories = [], []
 
     def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
-        plainly(model, optimizer, step)
+        take_step(model, optimizer, step)
         late.append(is_late(optimizer))
         parts = [part for bucket in optimizer._backward.plan.buckets for part in bucket.parts if part.memory]
         memories.append({part.memory._values.data_ptr() for part in parts if part.memory._values is not None})
@@ -106,7 +113,7 @@ def case_clipping_and_late_updates_work_on_rings(world: World) -> None:
     try:
         for module in modules:
             module.PAIRWISE_LIMIT = 1
-        check_equal(plainly)
+        check_equal(take_step)
         case_clipping_by_the_optimizer_needs_no_gather(world)
         case_gathers_begin_in_backward_while_the_link_is_idle(world)
     finally:
@@ -150,7 +157,7 @@ def case_gathers_begin_in_backward_while_the_link_is_idle(world: World) -> None:
         if is_early:
             pieces.halve = halve
         hook = model.first.register_forward_hook(enter)
-        plainly(model, optimizer, step)
+        take_step(model, optimizer, step)
         hook.remove()
 
     for options in ({}, {"dense_wire": "bf16"}):
@@ -165,7 +172,7 @@ def case_late_updates_use_the_learning_rate_of_their_step(world: World) -> None:
     def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
         if step == 0:
             schedules[id(optimizer)] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        plainly(model, optimizer, step)
+        take_step(model, optimizer, step)
         assert is_late(optimizer) is (step > 0 and optimizer.aggregation.overlap == "dear" and world.nodes > 1)
         schedules[id(optimizer)].step()
 
@@ -174,7 +181,7 @@ def case_late_updates_use_the_learning_rate_of_their_step(world: World) -> None:
 
 def case_clipping_by_torch_gathers_the_gradients(world: World) -> None:
     def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
-        backward(model, step)
+        run_backward(model, step)
         assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
         optimizer.step()
         model.zero_grad()
@@ -188,7 +195,7 @@ def case_clipping_by_the_optimizer_needs_no_gather(world: World) -> None:
         norms: list[float] = []
 
         def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int, norms=norms) -> None:
-            backward(model, step)
+            run_backward(model, step)
             norms.append(optimizer.clip_grad_norm_(0.1))
             assert is_late(optimizer) is (step > 0 and optimizer.aggregation.overlap == "dear" and world.nodes > 1)
             optimizer.step()
@@ -197,14 +204,14 @@ def case_clipping_by_the_optimizer_needs_no_gather(world: World) -> None:
         models.append((train(overlap, script)[0], norms))
     (late, own), (reference, wanted) = models
     assert own == pytest.approx(wanted, rel=1e-5)
-    for mine, other in zip(weights(late), weights(reference), strict=True):
+    for mine, other in zip(copy_weights(late), copy_weights(reference), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
-    assert same_on_all_ranks(weights(late))
+    assert are_equal_on_all_ranks(copy_weights(late))
 
 
 def case_a_rank_may_read_a_gradient_alone(world: World) -> None:
     def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
-        backward(model, step)
+        run_backward(model, step)
         if world.rank == 0:
             assert model.first.weight.grad.norm() > 0
         optimizer.clip_grad_norm_(1e9)
@@ -218,8 +225,8 @@ def case_a_rank_may_read_a_gradient_alone(world: World) -> None:
 
 def case_a_late_step_is_skipped_by_all(world: World) -> None:
     def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
-        x, y = samples(8 * topkube.size(), step)
-        loss = loss_of(model, own_part(x), own_part(y))
+        x, y = draw_samples(8 * topkube.size(), step)
+        loss = compute_loss(model, take_own_part(x), take_own_part(y))
         (loss * torch.nan if step == 3 and world.rank == world.size - 1 else loss).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -233,8 +240,8 @@ def case_a_gradient_scaler_sees_whole_gradients(world: World) -> None:
 
     def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
         scaler = scalers.setdefault(id(model), torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
-        x, y = samples(8 * topkube.size(), step)
-        loss = loss_of(model, own_part(x), own_part(y))
+        x, y = draw_samples(8 * topkube.size(), step)
+        loss = compute_loss(model, take_own_part(x), take_own_part(y))
         scaler.scale(loss * torch.inf if step == 4 and world.rank == 0 else loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -246,10 +253,10 @@ def case_a_gradient_scaler_sees_whole_gradients(world: World) -> None:
 def case_accumulated_gradients_are_exchanged_late(world: World) -> None:
     def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
         with optimizer.no_sync():
-            backward(model, 100 + step)
-        backward(model, step)
+            run_backward(model, 100 + step)
+        run_backward(model, step)
         if step % 2:
-            backward(model, 200 + step)  # adds to gradients that are exchanged already
+            run_backward(model, 200 + step)  # adds to gradients that are exchanged already
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 3 != 0)
 
@@ -266,12 +273,12 @@ def case_every_reader_sees_finished_weights(world: World) -> None:
         lambda model: [torch.from_numpy(parameter.detach().numpy()) for parameter in model.parameters()],
         lambda model: list(copy.deepcopy(model).parameters()),
         lambda model: torch._foreach_mul(list(model.parameters()), 1.0),
-        lambda model: [model(samples(8, 1)[0])],
+        lambda model: [model(draw_samples(8, 1)[0])],
     ]
     means: dict[int, list[float]] = {}
 
     def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
-        plainly(model, optimizer, step)
+        take_step(model, optimizer, step)
         with torch.inference_mode() if step % 2 else torch.no_grad():
             values = readers[step % len(readers)](model)
             means.setdefault(id(optimizer), []).append(float(sum(value.double().mean() for value in values)))
@@ -283,7 +290,7 @@ def case_every_reader_sees_finished_weights(world: World) -> None:
 
 def case_a_second_step_uses_the_same_gradients_again(world: World) -> None:
     def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
-        backward(model, step)
+        run_backward(model, step)
         optimizer.step()
         if step != 2:
             optimizer.step()
@@ -299,7 +306,7 @@ def case_the_state_of_the_wrapped_optimizer_is_finished(world: World) -> None:
     saved: dict[int, list[torch.Tensor]] = {}
 
     def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
-        plainly(model, optimizer, step)
+        take_step(model, optimizer, step)
         state = optimizer.inner.state_dict()["state"]
         saved.setdefault(id(optimizer), []).extend(state[key]["exp_avg"].clone() for key in sorted(state))
 
@@ -311,7 +318,7 @@ def case_the_state_of_the_wrapped_optimizer_is_finished(world: World) -> None:
 def case_layers_that_a_forward_leaves_out_are_updated_too(world: World) -> None:
     def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
         model.uses_odd = step % 3 != 1 if step < 3 else bool(world.rank)
-        plainly(model, optimizer, step)
+        take_step(model, optimizer, step)
 
     check_equal(script)
 
@@ -321,7 +328,7 @@ def case_memory_that_something_else_reads_is_updated_at_once(world: World) -> No
 
     def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
         alias = model.first.weight.detach()
-        plainly(model, optimizer, step)
+        take_step(model, optimizer, step)
         seen.setdefault(id(optimizer), []).append(alias.clone())
 
     check_equal(script)
@@ -330,7 +337,7 @@ def case_memory_that_something_else_reads_is_updated_at_once(world: World) -> No
 
 
 def case_a_use_that_is_not_noticed_sees_nan(world: World) -> None:
-    model, optimizer = train("dear", plainly)
+    model, optimizer = train("dear", take_step)
     if world.nodes > 1:
         with torch._C.DisableTorchFunction():
             assert all(parameter.isnan().all() for parameter in model.parameters() if parameter.requires_grad)
@@ -341,10 +348,10 @@ def case_a_use_that_is_not_noticed_sees_nan(world: World) -> None:
 
 def case_a_graph_from_before_a_late_step_is_refused(world: World) -> None:
     model = Network()
-    optimizer = distributed(model, adamw, overlap="dear")
-    plainly(model, optimizer, 0)
-    x, y = samples(8, 1)
-    loss = loss_of(model, x, y)
+    optimizer = build_optimizer(model, build_adamw, overlap="dear")
+    take_step(model, optimizer, 0)
+    x, y = draw_samples(8, 1)
+    loss = compute_loss(model, x, y)
     loss.backward(retain_graph=True)
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -354,23 +361,23 @@ def case_a_graph_from_before_a_late_step_is_refused(world: World) -> None:
 
 
 def case_a_resumed_run_with_late_updates_has_the_same_bits(world: World) -> None:
-    whole, _ = train("dear", plainly)
+    whole, _ = train("dear", take_step)
     for overlap in ("dear", "backward"):
         model = Network()
         del model.unused
-        optimizer = distributed(model, adamw, overlap=overlap)
+        optimizer = build_optimizer(model, build_adamw, overlap=overlap)
         for step in range(STEPS // 2):
-            plainly(model, optimizer, step)
+            take_step(model, optimizer, step)
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         optimizer.unwrap()
         resumed = Network()
         del resumed.unused
-        again = distributed(resumed, adamw, overlap="dear")
+        again = build_optimizer(resumed, build_adamw, overlap="dear")
         resumed.load_state_dict(saved[0])
         again.load_state_dict(saved[1])
         for step in range(STEPS // 2, STEPS):
-            plainly(resumed, again, step)
-        assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(resumed), strict=True))
+            take_step(resumed, again, step)
+        assert all(torch.equal(a, b) for a, b in zip(copy_weights(whole), copy_weights(resumed), strict=True))
 
 
 def case_hooks_of_the_script_run_once_per_step(world: World) -> None:
@@ -381,7 +388,7 @@ def case_hooks_of_the_script_run_once_per_step(world: World) -> None:
             optimizer.inner.register_step_post_hook(
                 lambda *_: counts.update({id(optimizer): counts.get(id(optimizer), 0) + 1})
             )
-        plainly(model, optimizer, step)
+        take_step(model, optimizer, step)
 
     check_equal(script)
     assert list(counts.values()) == [STEPS - 2] * 2
@@ -390,6 +397,6 @@ def case_hooks_of_the_script_run_once_per_step(world: World) -> None:
 def case_optimizers_that_need_all_gradients_are_refused(world: World) -> None:
     model = Network()
     with pytest.raises(ArgumentError, match="does not work with LAMB"):
-        distributed(model, lambda p: LAMB(p, lr=1e-3), overlap="dear")
+        build_optimizer(model, lambda p: LAMB(p, lr=1e-3), overlap="dear")
     with pytest.raises(ArgumentError, match=r"overlap is dear, but hitopk has no reduce-scatter"):
-        distributed(model, aggregation="hitopk", density=0.1, overlap="dear")
+        build_optimizer(model, aggregation="hitopk", density=0.1, overlap="dear")

@@ -13,67 +13,67 @@ from torch import nn
 import topkube
 from ranks.training.scene import (
     Optimizers,
+    are_equal_on_all_ranks,
     assert_close,
-    distributed,
-    loss_of,
-    network,
-    own_part,
-    residual_sum,
-    same_on_all_ranks,
-    samples,
-    sgd,
-    weights,
+    build_network,
+    build_optimizer,
+    build_sgd,
+    compute_loss,
+    copy_weights,
+    draw_samples,
+    sum_residuals,
+    take_own_part,
 )
 from topkube.errors import TrainingError
 from topkube.training.exchange import buckets
 from topkube.world import World
 
 
-def equals_one_process(make: Optimizers, clip: bool = True, **options: object) -> None:
-    model, reference = network(), network()
-    optimizer, plain = distributed(model, make, **options), make(reference.parameters())
+def compare_with_one_process(make: Optimizers, clip: bool = True, **options: object) -> None:
+    model, reference = build_network(), build_network()
+    optimizer, plain = build_optimizer(model, make, **options), make(reference.parameters())
     for step in range(12):
-        x, y = samples(8 * topkube.size(), step)
-        loss_of(model, own_part(x), own_part(y)).backward()
-        loss_of(reference, x, y).backward()
+        x, y = draw_samples(8 * topkube.size(), step)
+        compute_loss(model, take_own_part(x), take_own_part(y)).backward()
+        compute_loss(reference, x, y).backward()
         for network_, chosen in ((model, optimizer), (reference, plain)):
             if clip:
                 nn.utils.clip_grad_norm_(network_.parameters(), 0.5)
             chosen.step()
             chosen.zero_grad()
     assert_close(model, reference)
-    assert same_on_all_ranks(weights(model))
+    assert are_equal_on_all_ranks(copy_weights(model))
 
 
 def case_dense_equals_one_process(world: World) -> None:
-    equals_one_process(sgd)
+    compare_with_one_process(build_sgd)
 
 
 def case_dense_equals_one_process_with_adamw(world: World) -> None:
-    equals_one_process(lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-4))
+    compare_with_one_process(lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-4))
 
 
 def case_dense_equals_one_process_with_adagrad(world: World) -> None:
-    equals_one_process(lambda p: torch.optim.Adagrad(p, lr=1e-2, eps=1e-4))
+    compare_with_one_process(lambda p: torch.optim.Adagrad(p, lr=1e-2, eps=1e-4))
 
 
 def case_hitopk_that_sends_all_equals_one_process(world: World) -> None:
-    equals_one_process(sgd, aggregation="hitopk", density=1.0)
+    compare_with_one_process(build_sgd, aggregation="hitopk", density=1.0)
 
 
 def case_naive_that_sends_all_equals_one_process(world: World) -> None:
-    equals_one_process(sgd, aggregation="naive", density=1.0)
+    compare_with_one_process(build_sgd, aggregation="naive", density=1.0)
 
 
 def case_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(world: World) -> None:
     for name in ("hitopk", "dense"):
-        model = network()
-        optimizer = distributed(model, aggregation=name, density=0.05)
+        model = build_network()
+        optimizer = build_optimizer(model, aggregation=name, density=0.05)
         for step in range(6):
-            x, y = samples(8 * topkube.size(), step)
-            before = weights(model)
+            x, y = draw_samples(8 * topkube.size(), step)
+            before = copy_weights(model)
             residuals = copy.deepcopy(optimizer.state_dict()["topkube"]["residuals"]["pieces"])
-            loss = loss_of(model, own_part(x), own_part(y))
+            loss = compute_loss(model, take_own_part(x), take_own_part(y))
             poisoned = step == 3
             if poisoned and topkube.rank() == topkube.size() - 1:
                 loss = loss * torch.nan
@@ -92,27 +92,27 @@ def case_a_step_that_is_not_finite_on_one_rank_is_skipped_by_all(world: World) -
             assert optimizer.skipped_steps == (step >= 3)
         assert optimizer.steps == 5
         assert all(parameter.isfinite().all() for parameter in model.parameters())
-        assert same_on_all_ranks(weights(model))
+        assert are_equal_on_all_ranks(copy_weights(model))
 
 
 def case_error_feedback_loses_nothing(world: World) -> None:
     """Plain SGD with rate 1: the change of the weights plus all residuals is the sum of all mean gradients."""
     for wire in ("fp32", "bf16"):
-        model = network()
-        optimizer = distributed(
+        model = build_network()
+        optimizer = build_optimizer(
             model, lambda p: torch.optim.SGD(p, lr=1.0), aggregation="hitopk", density=0.02, wire=wire
         )
-        start, wanted = weights(model), [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+        start, wanted = copy_weights(model), [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
         for step in range(10):
-            x, y = samples(8 * topkube.size(), step)
+            x, y = draw_samples(8 * topkube.size(), step)
             for total, gradient in zip(
-                wanted, torch.autograd.grad(0.01 * loss_of(model, x, y), list(model.parameters())), strict=True
+                wanted, torch.autograd.grad(0.01 * compute_loss(model, x, y), list(model.parameters())), strict=True
             ):
                 total += gradient
-            (0.01 * loss_of(model, own_part(x), own_part(y))).backward()
+            (0.01 * compute_loss(model, take_own_part(x), take_own_part(y))).backward()
             optimizer.step()
             optimizer.zero_grad()
-        owed = residual_sum(optimizer, model)
+        owed = sum_residuals(optimizer, model)
         assert any(value.abs().sum() > 0 for value in owed.values())
         for (name, parameter), first, total in zip(model.named_parameters(), start, wanted, strict=True):
             paid = (first - parameter).double().detach()
@@ -120,14 +120,14 @@ def case_error_feedback_loses_nothing(world: World) -> None:
 
 
 def case_no_sync_accumulates(world: World) -> None:
-    model, reference = network(), network()
-    optimizer, plain = distributed(model), sgd(reference.parameters())
+    model, reference = build_network(), build_network()
+    optimizer, plain = build_optimizer(model), build_sgd(reference.parameters())
     for step in range(3):
         for micro in range(3):
-            x, y = samples(4 * topkube.size(), 10 * step + micro)
+            x, y = draw_samples(4 * topkube.size(), 10 * step + micro)
             with contextlib.nullcontext() if micro == 2 else optimizer.no_sync():
-                loss_of(model, own_part(x), own_part(y)).backward()
-            loss_of(reference, x, y).backward()
+                compute_loss(model, take_own_part(x), take_own_part(y)).backward()
+            compute_loss(reference, x, y).backward()
             assert optimizer.accumulating == (micro < 2)
         optimizer.step()
         optimizer.zero_grad()
@@ -137,36 +137,36 @@ def case_no_sync_accumulates(world: World) -> None:
 
 
 def case_a_step_without_exchange_is_refused(world: World) -> None:
-    model = network()
-    optimizer = distributed(model)
+    model = build_network()
+    optimizer = build_optimizer(model)
     with optimizer.no_sync():
-        loss_of(model, *samples(4)).backward()
+        compute_loss(model, *draw_samples(4)).backward()
     with pytest.raises(TrainingError, match="no_sync"):
         optimizer.step()
 
 
 def case_several_backward_passes_add_up(world: World) -> None:
-    """Each exchanges only what is new; with no_sync between, too."""
+    """Each backward exchanges only what is new, also if a backward without exchange is between them."""
     for name in ("dense", "hitopk"):
-        model, reference = network(), network()
-        optimizer = distributed(model, aggregation=name, density=1.0)
+        model, reference = build_network(), build_network()
+        optimizer = build_optimizer(model, aggregation=name, density=1.0)
         for micro, local in enumerate((False, False, True, False)):
-            x, y = samples(4 * topkube.size(), micro)
+            x, y = draw_samples(4 * topkube.size(), micro)
             with optimizer.no_sync() if local else contextlib.nullcontext():
-                loss_of(model, own_part(x), own_part(y)).backward()
-            loss_of(reference, x, y).backward()
+                compute_loss(model, take_own_part(x), take_own_part(y)).backward()
+            compute_loss(reference, x, y).backward()
         for a, b in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
 
 
 def case_gradients_that_are_zeroed_in_place_start_again(world: World) -> None:
     for zero in ("optimizer", "model"):
-        model, reference = network(), network()
-        optimizer, plain = distributed(model), sgd(reference.parameters())
+        model, reference = build_network(), build_network()
+        optimizer, plain = build_optimizer(model), build_sgd(reference.parameters())
         for step in range(4):
-            x, y = samples(4 * topkube.size(), step)
-            loss_of(model, own_part(x), own_part(y)).backward()
-            loss_of(reference, x, y).backward()
+            x, y = draw_samples(4 * topkube.size(), step)
+            compute_loss(model, take_own_part(x), take_own_part(y)).backward()
+            compute_loss(reference, x, y).backward()
             optimizer.step()
             plain.step()
             (optimizer if zero == "optimizer" else model).zero_grad(set_to_none=False)
@@ -175,13 +175,13 @@ def case_gradients_that_are_zeroed_in_place_start_again(world: World) -> None:
 
 
 def case_a_scaler_backs_off_on_all_ranks(world: World) -> None:
-    model = network()
-    optimizer = distributed(model, aggregation="hitopk", density=0.1)
+    model = build_network()
+    optimizer = build_optimizer(model, aggregation="hitopk", density=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     scales = []
     for step in range(4):
-        x, y = samples(4 * topkube.size(), step)
-        loss = loss_of(model, own_part(x), own_part(y))
+        x, y = draw_samples(4 * topkube.size(), step)
+        loss = compute_loss(model, take_own_part(x), take_own_part(y))
         if step == 1 and topkube.rank() == 0:
             loss = loss * torch.inf
         scaler.scale(loss).backward()
@@ -193,59 +193,59 @@ def case_a_scaler_backs_off_on_all_ranks(world: World) -> None:
         scales.append(scaler.get_scale())
     assert scales == [2.0**10, 2.0**9, 2.0**9, 2.0**9], scales
     assert (optimizer.steps, optimizer.skipped_steps) == (3, 1)
-    assert same_on_all_ranks(weights(model))
+    assert are_equal_on_all_ranks(copy_weights(model))
 
 
 def case_sixteen_bit_parameters_train(world: World) -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        model, reference = network().to(dtype), network().to(dtype)
-        optimizer, plain = distributed(model, aggregation="hitopk", density=1.0), sgd(reference.parameters())
+        model, reference = build_network().to(dtype), build_network().to(dtype)
+        optimizer, plain = build_optimizer(model, aggregation="hitopk", density=1.0), build_sgd(reference.parameters())
         for step in range(4):
-            x, y = (part.to(dtype) for part in samples(8 * topkube.size(), step))
-            loss_of(model, own_part(x), own_part(y)).backward()
-            loss_of(reference, x, y).backward()
+            x, y = (part.to(dtype) for part in draw_samples(8 * topkube.size(), step))
+            compute_loss(model, take_own_part(x), take_own_part(y)).backward()
+            compute_loss(reference, x, y).backward()
             for chosen in (optimizer, plain):
                 chosen.step()
                 chosen.zero_grad()
         assert_close(model, reference, tolerance=0.06)
-        assert same_on_all_ranks([p.view(torch.int16) for p in weights(model)])
+        assert are_equal_on_all_ranks([p.view(torch.int16) for p in copy_weights(model)])
 
 
 def case_buckets_of_a_state_stay_as_they_are(world: World) -> None:
-    """Also if this version would plan others: a run that resumes has the same buckets, bit for bit."""
-    x, y = samples(8)
+    """A run that resumes has the buckets of its state, even if this version of TopKube would plan other buckets."""
+    x, y = draw_samples(8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "LEAST_BUCKET_BYTES", 2048)
         patch.setattr(buckets, "BUCKET_SECONDS", 0.0)
-        model = network()
-        first = distributed(model, bucket_bytes=None)
-        loss_of(model, own_part(x), own_part(y)).backward()
+        model = build_network()
+        first = build_optimizer(model, bucket_bytes=None)
+        compute_loss(model, take_own_part(x), take_own_part(y)).backward()
         state = first.state_dict()
         first.unwrap()
     planned = state["topkube"]["buckets"]
     assert len(planned) > 2
     assert sorted(name for names in planned for name in names) == sorted(dict(model.named_parameters()))
     for options, is_kept in (({"bucket_bytes": None}, True), ({"bucket_bytes": 1 << 20}, False)):
-        other_model = network()
-        other = distributed(other_model, **options)
+        other_model = build_network()
+        other = build_optimizer(other_model, **options)
         if world.rank == 0:  # the other ranks adopt the buckets
             other.load_state_dict(state)
-        loss_of(other_model, own_part(x), own_part(y)).backward()
+        compute_loss(other_model, take_own_part(x), take_own_part(y)).backward()
         assert (other.state_dict()["topkube"]["buckets"] == planned) is is_kept
         other.unwrap()
 
 
 def case_buckets_are_sent_during_backward(world: World) -> None:
-    """From the second step on: the first backward finds the order of the gradients."""
+    """Buckets are sent from the second step on, because the first backward finds the order of the gradients."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buckets, "LEAST_BUCKET_BYTES", 2048)
         patch.setattr(buckets, "BUCKET_SECONDS", 0.0)
-        model, (x, y) = network(), samples(8)
-        optimizer = distributed(model, bucket_bytes=None)
+        model, (x, y) = build_network(), draw_samples(8)
+        optimizer = build_optimizer(model, bucket_bytes=None)
         handed_over: list[int] = []
         model[0].weight.register_hook(lambda _: handed_over.append(len(optimizer._backward._futures)))
         for _ in range(2):
-            loss_of(model, own_part(x), own_part(y)).backward()
+            compute_loss(model, take_own_part(x), take_own_part(y)).backward()
             optimizer.step()
             optimizer.zero_grad()
         assert handed_over == [0, 2]
@@ -254,11 +254,11 @@ def case_buckets_are_sent_during_backward(world: World) -> None:
 
 def case_gradients_that_a_script_keeps_stay_as_they_are(world: World) -> None:
     """Gradients lie in memory that the next step uses again, unless the script still refers to them."""
-    model, (x, y) = network(), samples(8 * topkube.size())
-    optimizer = distributed(model, bucket_bytes=None)
+    model, (x, y) = build_network(), draw_samples(8 * topkube.size())
+    optimizer = build_optimizer(model, bucket_bytes=None)
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     for _ in range(4):
-        loss_of(model, own_part(x), own_part(y)).backward()
+        compute_loss(model, take_own_part(x), take_own_part(y)).backward()
         gradient = model[0].weight.grad
         assert gradient is not None
         kept.append((gradient[0], gradient[0].clone()))
@@ -269,14 +269,14 @@ def case_gradients_that_a_script_keeps_stay_as_they_are(world: World) -> None:
 
 
 def case_gradients_in_shared_memory_equal_those_of_one_process(world: World) -> None:
-    """With gradients that are zeroed in place, that are None, that accumulate, and that are assigned."""
-    model, reference = network(), network()
-    optimizer, plain = distributed(model, bucket_bytes=None), sgd(reference.parameters())
+    """Steps zero their gradients in place, set them to None, accumulate them, and assign them."""
+    model, reference = build_network(), build_network()
+    optimizer, plain = build_optimizer(model, bucket_bytes=None), build_sgd(reference.parameters())
     for step, set_to_none in enumerate((True, False, False, True, True)):
-        x, y = samples(8 * topkube.size(), step)
+        x, y = draw_samples(8 * topkube.size(), step)
         for _ in range(2 if step == 3 else 1):
-            loss_of(model, own_part(x), own_part(y)).backward()
-            loss_of(reference, x, y).backward()
+            compute_loss(model, take_own_part(x), take_own_part(y)).backward()
+            compute_loss(reference, x, y).backward()
         if step == 1:
             for weight in model.parameters():
                 assert weight.grad is not None
@@ -291,12 +291,12 @@ def case_gradients_in_shared_memory_equal_those_of_one_process(world: World) -> 
 
 def case_dense_gradients_of_16_bits_train(world: World) -> None:
     """Gradients of large tensors are rounded between nodes; those of small tensors are not."""
-    model, reference = network(), network()
-    optimizer, plain = distributed(model, dense_wire="bf16"), sgd(reference.parameters())
+    model, reference = build_network(), build_network()
+    optimizer, plain = build_optimizer(model, dense_wire="bf16"), build_sgd(reference.parameters())
     for step in range(6):
-        x, y = samples(8 * topkube.size(), step)
-        loss_of(model, own_part(x), own_part(y)).backward()
-        loss_of(reference, x, y).backward()
+        x, y = draw_samples(8 * topkube.size(), step)
+        compute_loss(model, take_own_part(x), take_own_part(y)).backward()
+        compute_loss(reference, x, y).backward()
         if step == 0:
             for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
                 assert a.grad is not None
@@ -308,7 +308,7 @@ def case_dense_gradients_of_16_bits_train(world: World) -> None:
         plain.step()
         optimizer.zero_grad()
         plain.zero_grad()
-    assert same_on_all_ranks(weights(model))
+    assert are_equal_on_all_ranks(copy_weights(model))
     assert_close(model, reference, tolerance=0.01)
     optimizer.unwrap()
 

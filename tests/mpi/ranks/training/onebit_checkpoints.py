@@ -12,39 +12,41 @@ import torch
 from torch import nn
 
 import topkube
-from ranks.training.checkpoints import shared_directory
-from ranks.training.onebit import (
-    adamw,
-    batch,
-    onebit,
-    owed_by_owners,
+from ranks.training.checkpoints import make_shared_directory
+from ranks.training.onebit_scene import (
+    build_adamw,
+    build_onebit,
+    draw_batch,
     read_agreed_weights,
     sum_over_ranks,
+    sum_owed_by_owners,
     sum_unsent_changes,
     train,
 )
-from ranks.training.scene import loss_of, network, same_on_all_ranks, weights
+from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_loss, copy_weights
 from topkube.algorithms import Stage
 from topkube.errors import CheckpointError, TrainingError
 from topkube.settings import Settings
 from topkube.world import World
 
 
-def run_to(world: World, directory: str, steps: int, **options: Any) -> tuple[nn.Module, topkube.DistributedOptimizer]:
+def run_until(
+    world: World, directory: str, steps: int, **options: Any
+) -> tuple[nn.Module, topkube.DistributedOptimizer]:
     """Train up to `steps` with checkpoints; return the model, with the node's own weights, and the optimizer."""
-    model = network()
-    optimizer = onebit(model, adamw, **options)
+    model = build_network()
+    optimizer = build_onebit(model, build_adamw, **options)
     settings = Settings(checkpoint_directory=directory, checkpoint_every=4, checkpoint_keep=9)
     with topkube.checkpointing(model, optimizer, settings=settings) as run:
         for _ in run.progress([0] * steps, total=steps, samples=1):
-            loss_of(model, *batch(world, world.rank, run.step)).backward()
+            compute_loss(model, *draw_batch(world.rank, run.step)).backward()
             optimizer.step()
             optimizer.zero_grad()
     return model, optimizer
 
 
-def state_of(model: nn.Module, optimizer: topkube.DistributedOptimizer) -> list[bytes]:
-    tensors = [*weights(model), *read_agreed_weights(optimizer, model)]
+def read_state(model: nn.Module, optimizer: topkube.DistributedOptimizer) -> list[bytes]:
+    tensors = [*copy_weights(model), *read_agreed_weights(optimizer, model)]
     for parameter in model.parameters():
         tensors += [value for _, value in sorted(optimizer.state[parameter].items())]
     return [tensor.numpy().tobytes() for tensor in tensors]
@@ -53,75 +55,75 @@ def state_of(model: nn.Module, optimizer: topkube.DistributedOptimizer) -> list[
 def case_a_resumed_run_has_the_same_bits_as_an_uninterrupted_run(world: World) -> None:
     """The checkpoints of steps 4 and 7 lie on an exchange and, for a period of 2, between two exchanges."""
     for period, ends in ((1, (7, 10)), (2, (7, 18, 20))):
-        with shared_directory(world) as directory:
-            whole = state_of(*run_to(world, f"{directory}/whole", ends[-1], period=period))
+        with make_shared_directory(world) as directory:
+            whole = read_state(*run_until(world, f"{directory}/whole", ends[-1], period=period))
             for end in ends[:-1]:
-                run_to(world, f"{directory}/parts", end, period=period)
-            parts = state_of(*run_to(world, f"{directory}/parts", ends[-1], period=period))
+                run_until(world, f"{directory}/parts", end, period=period)
+            parts = read_state(*run_until(world, f"{directory}/parts", ends[-1], period=period))
             assert whole == parts
 
 
 def case_a_resumed_run_of_diloco_goes_on_bit_for_bit(world: World) -> None:
     """The outer momentum is in the checkpoint; step 5 lies between two exchanges."""
-    with shared_directory(world) as directory:
-        whole = state_of(*run_to(world, f"{directory}/whole", 9, **DILOCO))
-        run_to(world, f"{directory}/parts", 5, **DILOCO)
-        assert state_of(*run_to(world, f"{directory}/parts", 9, **DILOCO)) == whole
+    with make_shared_directory(world) as directory:
+        whole = read_state(*run_until(world, f"{directory}/whole", 9, **DILOCO))
+        run_until(world, f"{directory}/parts", 5, **DILOCO)
+        assert read_state(*run_until(world, f"{directory}/parts", 9, **DILOCO)) == whole
 
 
 def case_a_checkpoint_holds_the_agreed_weights(world: World) -> None:
-    with shared_directory(world) as directory:
-        model, optimizer = run_to(world, directory, 5)
+    with make_shared_directory(world) as directory:
+        model, optimizer = run_until(world, directory, 5)
         x = read_agreed_weights(optimizer, model)
         [path] = Path(directory).glob("step-00000005*")
         saved = torch.load(path / "shared.pt", weights_only=True)["model"]
-        plain = network()
+        plain = build_network()
         plain.load_state_dict({name: value for name, value in saved.items()} if isinstance(saved, dict) else saved)
-        assert all(torch.equal(a, b) for a, b in zip(weights(plain), x, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(copy_weights(plain), x, strict=True))
 
 
 def case_a_state_loaded_by_hand_must_be_restored(world: World) -> None:
-    model = network()
-    optimizer = onebit(model, adamw)
+    model = build_network()
+    optimizer = build_onebit(model, build_adamw)
     train(world, model, optimizer, range(3))
     with optimizer.consensus():
         x = {name: value.clone() for name, value in model.state_dict().items()}
     state = copy.deepcopy(optimizer.state_dict())  # torch's own state is not copied
     train(world, model, optimizer, range(3, 6))
-    wanted = state_of(model, optimizer)
+    wanted = read_state(model, optimizer)
     optimizer.unwrap()
 
-    other = network()
-    again = onebit(other, adamw)
+    other = build_network()
+    again = build_onebit(other, build_adamw)
     again.load_state_dict(state)
     other.load_state_dict(x)
     if world.nodes > 1:
-        loss_of(other, *batch(world, world.rank, 3)).backward()
+        compute_loss(other, *draw_batch(world.rank, 3)).backward()
         with pytest.raises(TrainingError, match="loaded but not restored"):
             again.step()
         again.zero_grad()
     again.restore_node_weights()
     train(world, other, again, range(3, 6))
-    assert state_of(other, again) == wanted
+    assert read_state(other, again) == wanted
     again.unwrap()
 
 
 def case_another_algorithm_does_not_take_the_state(world: World) -> None:
     if world.nodes == 1:
         return
-    model = network()
-    optimizer = onebit(model)
+    model = build_network()
+    optimizer = build_onebit(model)
     train(world, model, optimizer, range(2))
     state = optimizer.state_dict()
     optimizer.unwrap()
-    other = onebit(model, aggregation="hitopk", density=0.1)
+    other = build_onebit(model, aggregation="hitopk", density=0.1)
     with pytest.raises(TrainingError, match="saved with another algorithm"):
         other.load_state_dict(state)
     other.unwrap()
-    with shared_directory(world) as directory:
-        run_to(world, directory, 2)
+    with make_shared_directory(world) as directory:
+        run_until(world, directory, 2)
         with pytest.raises(CheckpointError):
-            run_to(world, directory, 4, aggregation="hitopk", density=0.1)
+            run_until(world, directory, 4, aggregation="hitopk", density=0.1)
 
 
 # ---- another world: started by name, with the directory
@@ -129,24 +131,24 @@ def case_another_algorithm_does_not_take_the_state(world: World) -> None:
 DILOCO = {"aggregation": "diloco", "period": 2}
 
 
-def outer_momentum(world: World, model: nn.Module, optimizer: topkube.DistributedOptimizer) -> list[torch.Tensor]:
-    """The outer momentum that all nodes have."""
+def sum_outer_momentum(world: World, model: nn.Module, optimizer: topkube.DistributedOptimizer) -> list[torch.Tensor]:
+    """Return the outer momentum that all nodes have."""
     saved = optimizer.state_dict()["topkube"]["residuals"]
     pieces = {name: saved["pieces"].get(f"{name} outer_momentum", []) for name, _ in model.named_parameters()}
     optimizer.unwrap()
     return [torch.from_numpy(total) for total in sum_over_ranks(world, pieces, model, saved["weight"])]
 
 
-def leave(world: World, directory: str) -> None:
+def leave_checkpoint(world: World, directory: str) -> None:
     """Write a checkpoint, and beside it the agreed weights and what the nodes have not sent."""
-    model, optimizer = run_to(world, directory, 6)
+    model, optimizer = run_until(world, directory, 6)
     x, left = read_agreed_weights(optimizer, model), sum_unsent_changes(world, optimizer, model)
     second = [
         torch.from_numpy(world.comm.allreduce(optimizer.state[p]["exp_avg_sq"].double().numpy()) / world.size)
         for p in model.parameters()
     ]
     leave_residuals_of_a_schedule(world, directory)
-    saved_momentum = outer_momentum(world, *run_to(world, f"{directory}/diloco", 6, **DILOCO))
+    saved_momentum = sum_outer_momentum(world, *run_until(world, f"{directory}/diloco", 6, **DILOCO))
     if world.rank == 0:
         torch.save(saved_momentum, f"{directory}/momentum.pt")
         state = {"x": x, "owed": [torch.from_numpy(rest) for rest in left], "second": second}
@@ -156,12 +158,12 @@ def leave(world: World, directory: str) -> None:
 def take_up(world: World, directory: str) -> None:
     """Resume in another world: the agreed weights and the sum of what was not sent stay, and training continues."""
     left = torch.load(f"{directory}/left.pt", weights_only=True)
-    model = network()
-    optimizer = onebit(model, adamw)
+    model = build_network()
+    optimizer = build_onebit(model, build_adamw)
     with topkube.checkpointing(model, optimizer, settings=Settings(checkpoint_directory=directory)) as run:
         assert run.step == 6
         own = [world.comm.allreduce(p.detach().double().numpy()) / world.size for p in model.parameters()]
-        owners = owed_by_owners(world, optimizer, model)
+        owners = sum_owed_by_owners(world, optimizer, model)
         assert any(rest.any() for rest in owners) == (left["two_stage"] and world.nodes >= 8)
         for mean, owner, x, rest in zip(own, owners, left["x"], left["owed"], strict=True):
             np.testing.assert_allclose(mean + owner, x.double().numpy() + rest.numpy(), rtol=0, atol=1e-6)
@@ -172,32 +174,32 @@ def take_up(world: World, directory: str) -> None:
         for a, x in zip(read_agreed_weights(optimizer, model), left["x"], strict=True):
             assert world.nodes == 1 or torch.equal(a, x)
         for _ in run.progress([0] * 9, total=9, samples=1):
-            loss_of(model, *batch(world, world.rank, run.step)).backward()
+            compute_loss(model, *draw_batch(world.rank, run.step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert same_on_all_ranks(read_agreed_weights(optimizer, model))
+        assert are_equal_on_all_ranks(read_agreed_weights(optimizer, model))
     take_up_outer_momentum(world, directory)
     take_up_residuals_of_a_schedule(world, directory)
 
 
 def take_up_outer_momentum(world: World, directory: str) -> None:
-    """The momentum of the mean change stays the same, on all nodes."""
+    """Resume a run, and check that the momentum of the mean change stays the same on all nodes."""
     if world.nodes == 1:
         return  # without other nodes there is no outer step
     wanted = torch.load(f"{directory}/momentum.pt", weights_only=True)
-    model, optimizer = run_to(world, f"{directory}/diloco", 6, **DILOCO)
-    for mine, before in zip(outer_momentum(world, model, optimizer), wanted, strict=True):
+    model, optimizer = run_until(world, f"{directory}/diloco", 6, **DILOCO)
+    for mine, before in zip(sum_outer_momentum(world, model, optimizer), wanted, strict=True):
         torch.testing.assert_close(mine, before, rtol=1e-5, atol=1e-9)
         assert before.any()
-    model, optimizer = run_to(world, f"{directory}/diloco", 10, **DILOCO)
-    assert same_on_all_ranks(read_agreed_weights(optimizer, model))
+    model, optimizer = run_until(world, f"{directory}/diloco", 10, **DILOCO)
+    assert are_equal_on_all_ranks(read_agreed_weights(optimizer, model))
     optimizer.unwrap()
 
 
-def scheduled(directory: str) -> tuple[nn.Module, topkube.DistributedOptimizer, Settings]:
-    """Sparse for three steps, then dense. Weights move by the gradients."""
-    model = network()
-    optimizer = onebit(
+def build_scheduled(directory: str) -> tuple[nn.Module, topkube.DistributedOptimizer, Settings]:
+    """Return a training that is sparse for three steps, then dense. Its weights move by the gradients."""
+    model = build_network()
+    optimizer = build_onebit(
         model,
         lambda parameters: torch.optim.SGD(parameters, lr=1.0),
         aggregation="hitopk",
@@ -209,29 +211,29 @@ def scheduled(directory: str) -> tuple[nn.Module, topkube.DistributedOptimizer, 
 
 def leave_residuals_of_a_schedule(world: World, directory: str) -> None:
     """Write a checkpoint after the last sparse step, and beside it what was not sent."""
-    model, optimizer, settings = scheduled(directory)
+    model, optimizer, settings = build_scheduled(directory)
     with topkube.checkpointing(model, optimizer, settings=settings) as run:
         for _ in run.progress([0] * 3, total=3, samples=1):
-            (0.01 * loss_of(model, *batch(world, world.rank, run.step))).backward()
+            (0.01 * compute_loss(model, *draw_batch(world.rank, run.step))).backward()
             optimizer.step()
             optimizer.zero_grad()
     pieces = optimizer.state_dict()["topkube"]["residuals"]["pieces"]
     left = [torch.from_numpy(total) for total in sum_over_ranks(world, pieces, model, 1.0)]
     if world.rank == 0:
-        torch.save({"x": weights(model), "owed": left}, f"{directory}/scheduled.pt")
+        torch.save({"x": copy_weights(model), "owed": left}, f"{directory}/scheduled.pt")
     optimizer.unwrap()
 
 
 def take_up_residuals_of_a_schedule(world: World, directory: str) -> None:
-    """In another world, a dense step with gradients of zero moves the weights by what was owed."""
+    """Resume in another world: a dense step with gradients of zero moves the weights by what was owed."""
     left = torch.load(f"{directory}/scheduled.pt", weights_only=True)
-    model, optimizer, settings = scheduled(directory)
+    model, optimizer, settings = build_scheduled(directory)
     with topkube.checkpointing(model, optimizer, settings=settings) as run:
         for _ in run.progress([0] * 5, total=5, samples=1):
-            (0 * loss_of(model, *batch(world, world.rank, run.step))).backward()
+            (0 * compute_loss(model, *draw_batch(world.rank, run.step))).backward()
             optimizer.step()
             optimizer.zero_grad()
-    for now, x, rest in zip(weights(model), left["x"], left["owed"], strict=True):
+    for now, x, rest in zip(copy_weights(model), left["x"], left["owed"], strict=True):
         np.testing.assert_allclose(now.double(), x.double() - rest, rtol=0, atol=1e-6)
     assert any(rest.abs().max() > 1e-4 for rest in left["owed"])
     optimizer.unwrap()

@@ -12,16 +12,16 @@ from torch import nn
 
 import topkube
 from ranks.training.scene import (
+    are_equal_on_all_ranks,
     assert_close,
-    distributed,
-    loss_of,
-    network,
-    own_part,
-    residual_sum,
-    same_on_all_ranks,
-    samples,
-    sgd,
-    weights,
+    build_network,
+    build_optimizer,
+    build_sgd,
+    compute_loss,
+    copy_weights,
+    draw_samples,
+    sum_residuals,
+    take_own_part,
 )
 from topkube.errors import TrainingError
 from topkube.world import World
@@ -41,15 +41,15 @@ class Forked(nn.Module):
 
 def case_unused_parameters_are_as_with_one_process(world: World) -> None:
     model, reference = Forked(), Forked()
-    optimizer, plain = distributed(model), sgd(reference.parameters())
+    optimizer, plain = build_optimizer(model), build_sgd(reference.parameters())
     for step in range(3):
-        x, _ = samples(4 * topkube.size(), step)
+        x, _ = draw_samples(4 * topkube.size(), step)
         used = "first second" if topkube.rank() == 0 else "first"
-        model(own_part(x), used).mean().backward()
-        share = len(own_part(x)) / len(x)
+        model(take_own_part(x), used).mean().backward()
+        share = len(take_own_part(x)) / len(x)
         (reference(x, "first").mean()).backward()
         if topkube.rank() == 0:
-            second = reference(own_part(x), "second").mean() * share
+            second = reference(take_own_part(x), "second").mean() * share
         else:
             second = reference(x[0 :: topkube.size()], "second").mean() * share
         second.backward()
@@ -59,38 +59,38 @@ def case_unused_parameters_are_as_with_one_process(world: World) -> None:
             chosen.step()
             chosen.zero_grad()
     assert_close(model, reference)
-    assert same_on_all_ranks(weights(model))
+    assert are_equal_on_all_ranks(copy_weights(model))
 
 
-def case_an_unused_parameter_is_paid_what_its_residual_owes(world: World) -> None:
+def case_the_residual_of_an_unused_parameter_is_sent(world: World) -> None:
     model = Forked()
-    optimizer = distributed(model, lambda p: torch.optim.SGD(p, lr=0.1), aggregation="hitopk", density=0.05)
-    x, _ = samples(4 * topkube.size())
-    model(own_part(x), "first second").mean().backward()
+    optimizer = build_optimizer(model, lambda p: torch.optim.SGD(p, lr=0.1), aggregation="hitopk", density=0.05)
+    x, _ = draw_samples(4 * topkube.size())
+    model(take_own_part(x), "first second").mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    before = residual_sum(optimizer, model)["second.weight"].abs().sum()
+    before = sum_residuals(optimizer, model)["second.weight"].abs().sum()
     assert before > 0
     for _ in range(30):
-        model(own_part(x), "first").mean().mul(1e-6).backward()
+        model(take_own_part(x), "first").mean().mul(1e-6).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert residual_sum(optimizer, model)["second.weight"].abs().sum() < before / 2
+    assert sum_residuals(optimizer, model)["second.weight"].abs().sum() < before / 2
 
 
 def case_frozen_parameters_stay_and_thaw(world: World) -> None:
-    model, reference = network(), network()
+    model, reference = build_network(), build_network()
     for network_ in (model, reference):
         network_[0].requires_grad_(False)
-    optimizer, plain = distributed(model), sgd(reference.parameters())
+    optimizer, plain = build_optimizer(model), build_sgd(reference.parameters())
     for step in range(6):
         if step == 2:  # thaw a layer that has never been exchanged, freeze one that has
             for network_ in (model, reference):
                 network_[0].requires_grad_(True)
                 network_[3].requires_grad_(False)
-        x, y = samples(4 * topkube.size(), step)
-        loss_of(model, own_part(x), own_part(y)).backward()
-        loss_of(reference, x, y).backward()
+        x, y = draw_samples(4 * topkube.size(), step)
+        compute_loss(model, take_own_part(x), take_own_part(y)).backward()
+        compute_loss(reference, x, y).backward()
         if step == 2:
             assert model[3].weight.grad is None
         for chosen in (optimizer, plain):
@@ -99,7 +99,7 @@ def case_frozen_parameters_stay_and_thaw(world: World) -> None:
     assert_close(model, reference)
 
 
-def case_saved_state_goes_on_bit_for_bit(world: World) -> None:
+def case_a_run_from_a_saved_state_has_the_same_bits(world: World) -> None:
     for correction in (False, True):
         resume_in_the_middle({"momentum_correction": correction})
 
@@ -107,19 +107,19 @@ def case_saved_state_goes_on_bit_for_bit(world: World) -> None:
 def resume_in_the_middle(more: dict[str, object]) -> None:
     def train(model: nn.Module, optimizer: topkube.DistributedOptimizer, steps: Iterable[int]) -> None:
         for step in steps:
-            x, y = samples(8 * topkube.size(), step)
-            loss_of(model, own_part(x), own_part(y)).backward()
+            x, y = draw_samples(8 * topkube.size(), step)
+            compute_loss(model, take_own_part(x), take_own_part(y)).backward()
             optimizer.step()
             optimizer.zero_grad()
 
     options = {"aggregation": "hitopk", "density": 0.03, "warmup_steps": 4, "wire": "bf16", **more}
-    model = network()
-    optimizer = distributed(model, **options)
+    model = build_network()
+    optimizer = build_optimizer(model, **options)
     train(model, optimizer, range(7))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     train(model, optimizer, range(7, 12))
-    again = network()
-    optimizer_again = distributed(again, **options)
+    again = build_network()
+    optimizer_again = build_optimizer(again, **options)
     again.load_state_dict(saved[0])
     optimizer_again.load_state_dict(saved[1])
     assert optimizer_again.steps == 7
@@ -137,17 +137,18 @@ def case_broadcast_gives_weights_buffers_and_optimizer_state(world: World) -> No
         optimizer.step()
     topkube.broadcast_parameters(model)
     topkube.broadcast_optimizer_state(optimizer)
-    assert same_on_all_ranks(list(model.state_dict().values()))
+    assert are_equal_on_all_ranks(list(model.state_dict().values()))
     assert model[1].num_batches_tracked == 2
     state = optimizer.state_dict()
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert len(state["state"]) == 4
-    assert same_on_all_ranks([state["state"][i][key] for i in range(4) for key in ("exp_avg", "exp_avg_sq", "step")])
+    keys = ("exp_avg", "exp_avg_sq", "step")
+    assert are_equal_on_all_ranks([state["state"][i][key] for i in range(4) for key in keys])
 
 
 def case_ranks_with_different_models_raise_an_error(world: World) -> None:
     model = nn.Linear(24, 64 if topkube.rank() else 32)
-    optimizer = distributed(model)
+    optimizer = build_optimizer(model)
     with pytest.raises(TrainingError, match="different parameters"):
-        model(samples(4)[0]).sum().backward()
+        model(draw_samples(4)[0]).sum().backward()
     assert optimizer.steps == 0

@@ -1,5 +1,5 @@
-"""Every algorithm of the catalogue trains: the loss falls, all ranks agree, a NaN changes nothing, runs repeat and
-resume bit for bit. And schedules, which change the algorithm, the density or the period during a run."""
+"""Every algorithm of the catalogue trains: the loss falls, all ranks agree, a NaN changes nothing, and runs repeat and
+resume bit for bit. So do runs with a schedule, which changes the algorithm, the density or the period."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import topkube
-from ranks.training.checkpoints import shared_directory
-from ranks.training.onebit import adamw, batch, sgd
-from ranks.training.scene import loss_of, network, same_on_all_ranks, weights
+from ranks.training.checkpoints import make_shared_directory
+from ranks.training.onebit_scene import build_adamw, build_sgd, draw_batch, read_agreed_weights, read_bits, train
+from ranks.training.scene import are_equal_on_all_ranks, build_network, build_plain_sgd, compute_loss, copy_weights
 from topkube.algorithms import OWN, PERIOD, Algorithm, Stage
 from topkube.errors import TrainingError
 from topkube.settings import Settings
@@ -22,7 +22,7 @@ from topkube.world import World
 IN_HOST_MEMORY = [algorithm for algorithm in OWN if not algorithm.needs_gpu]
 
 
-def build_optimizer(model: nn.Module, algorithm: Any, make: Any = sgd) -> topkube.DistributedOptimizer:
+def build_optimizer(model: nn.Module, algorithm: Any, make: Any = build_sgd) -> topkube.DistributedOptimizer:
     period = 2 if PERIOD in algorithm.parameters else 1
     return topkube.DistributedOptimizer(
         make(model.parameters()),
@@ -35,7 +35,7 @@ def build_optimizer(model: nn.Module, algorithm: Any, make: Any = sgd) -> topkub
     )
 
 
-def algorithms_of(world: World) -> list[Algorithm]:
+def choose_algorithms(world: World) -> list[Algorithm]:
     """Return the algorithms that run in this world, so that each runs in two worlds: all of them on uneven nodes; on
     three nodes those that take two stages there, and one of each family; the rest on even nodes."""
     if len({len(ranks) for ranks in world.node_ranks}) > 1:
@@ -44,71 +44,56 @@ def algorithms_of(world: World) -> list[Algorithm]:
     return [algorithm for algorithm in IN_HOST_MEMORY if (algorithm.name in on_three_nodes) == (world.nodes > 2)]
 
 
-def train(world: World, model: nn.Module, optimizer: topkube.DistributedOptimizer, steps: range) -> None:
-    for step in steps:
-        loss_of(model, *batch(world, world.rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def compute_held_out_loss(model: nn.Module) -> float:
     x = torch.randn(256, 24, generator=torch.Generator().manual_seed(77))
     with torch.no_grad():
-        return float(loss_of(model, x, x[:, :1] * 2 - x[:, 1:2]))
-
-
-def read_agreed_weights(optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[torch.Tensor]:
-    with optimizer.consensus():
-        return weights(model)
+        return float(compute_loss(model, x, x[:, :1] * 2 - x[:, 1:2]))
 
 
 def case_every_algorithm_trains(world: World) -> None:
-    for algorithm in algorithms_of(world):
-        model = network()
+    for algorithm in choose_algorithms(world):
+        model = build_network()
         before = compute_held_out_loss(model)
         optimizer = build_optimizer(model, algorithm)
         train(world, model, optimizer, range(24))
         with optimizer.consensus():
             after = compute_held_out_loss(model)
-            assert same_on_all_ranks(weights(model)), algorithm.name
+            assert are_equal_on_all_ranks(copy_weights(model)), algorithm.name
         assert after < before / 2, (algorithm.name, before, after)
         optimizer.unwrap()
 
 
 def case_a_nan_on_one_rank_changes_nothing(world: World) -> None:
-    for algorithm in algorithms_of(world):
-        model = network()
-        optimizer = build_optimizer(model, algorithm, adamw)
+    for algorithm in choose_algorithms(world):
+        model = build_network()
+        optimizer = build_optimizer(model, algorithm, build_adamw)
         train(world, model, optimizer, range(3))
-        before = [tensor.numpy().tobytes() for tensor in [*weights(model), *read_agreed_weights(optimizer, model)]]
-        loss = loss_of(model, *batch(world, world.rank, 3))
+        before = read_bits(optimizer, model)
+        loss = compute_loss(model, *draw_batch(world.rank, 3))
         (loss * torch.nan if world.rank == world.size - 1 else loss).backward()
         optimizer.step()
         optimizer.zero_grad()
         assert (optimizer.steps, optimizer.skipped_steps) == (3, 1), algorithm.name
-        after = [tensor.numpy().tobytes() for tensor in [*weights(model), *read_agreed_weights(optimizer, model)]]
-        assert after == before, algorithm.name
+        assert read_bits(optimizer, model) == before, algorithm.name
         optimizer.unwrap()
 
 
 def case_runs_repeat_and_resume_bit_for_bit(world: World) -> None:
     """The checkpoint of step 5 lies between two exchanges of the algorithms that exchange every two steps."""
-    for algorithm in algorithms_of(world):
+    for algorithm in choose_algorithms(world):
         ends = []
         for parts in ([12], [5, 12]):
-            with shared_directory(world) as directory:
+            with make_shared_directory(world) as directory:
                 for total in parts:
-                    model = network()
-                    optimizer = build_optimizer(model, algorithm, adamw)
+                    model = build_network()
+                    optimizer = build_optimizer(model, algorithm, build_adamw)
                     settings = Settings(checkpoint_directory=directory, checkpoint_every=5)
                     with topkube.checkpointing(model, optimizer, settings=settings) as run:
                         for _ in run.progress([0] * total, total=total, samples=1):
-                            loss_of(model, *batch(world, world.rank, run.step)).backward()
+                            compute_loss(model, *draw_batch(world.rank, run.step)).backward()
                             optimizer.step()
                             optimizer.zero_grad()
-                    last = [
-                        tensor.numpy().tobytes() for tensor in [*weights(model), *read_agreed_weights(optimizer, model)]
-                    ]
+                    last = read_bits(optimizer, model)
                     optimizer.unwrap()
                 ends.append(last)
         assert ends[0] == ends[1], algorithm.name
@@ -117,13 +102,8 @@ def case_runs_repeat_and_resume_bit_for_bit(world: World) -> None:
 # ---- schedules
 
 
-def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
-    """Weights move by the gradients, so their sum shows what was sent."""
-    return torch.optim.SGD(parameters, lr=1.0)
-
-
 def build_scheduled(
-    model: nn.Module, algorithm: str, *stages: Stage, make: Any = plain_sgd
+    model: nn.Module, algorithm: str, *stages: Stage, make: Any = build_plain_sgd
 ) -> topkube.DistributedOptimizer:
     return topkube.DistributedOptimizer(
         make(model.parameters()),
@@ -137,14 +117,14 @@ def build_scheduled(
 
 
 def case_a_dense_stage_sends_all_that_was_owed(world: World) -> None:
-    """With a NaN in the first dense step, which is then skipped, and repeated."""
+    """The first dense step has a NaN. It is skipped, and the next step sends what was owed."""
     for algorithm in ("hitopk", "powersgd"):
-        model = network()
+        model = build_network()
         optimizer = build_scheduled(model, algorithm, Stage(3, "dense"))
-        start, total = weights(model), [np.zeros(tuple(p.shape)) for p in model.parameters()]
+        start, total = copy_weights(model), [np.zeros(tuple(p.shape)) for p in model.parameters()]
         for step in range(6):
             is_skipped = step == 3 and world.rank == world.size - 1
-            loss = 0.01 * loss_of(model, *batch(world, world.rank, step))
+            loss = 0.01 * compute_loss(model, *draw_batch(world.rank, step))
             own = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
             if step != 3:
                 for sum_, gradient in zip(total, own, strict=True):
@@ -152,7 +132,7 @@ def case_a_dense_stage_sends_all_that_was_owed(world: World) -> None:
             (loss * torch.nan if is_skipped else loss).backward()
             optimizer.step()
             optimizer.zero_grad()
-            moved = [(a.double() - b.double()).numpy() for a, b in zip(start, weights(model), strict=True)]
+            moved = [(a.double() - b.double()).numpy() for a, b in zip(start, copy_weights(model), strict=True)]
             lacks = max(float(np.abs(a - b).max()) for a, b in zip(moved, total, strict=True))
             if step in (2, 3):
                 assert lacks > 1e-4, (algorithm, step, "nothing was owed")
@@ -161,7 +141,7 @@ def case_a_dense_stage_sends_all_that_was_owed(world: World) -> None:
         assert (optimizer.steps, optimizer.skipped_steps) == (5, 1)
         owed = optimizer.state_dict()["topkube"]["residuals"]["pieces"]
         assert not any(values.any() for entries in owed.values() for _, values in entries)
-        assert same_on_all_ranks(weights(model))
+        assert are_equal_on_all_ranks(copy_weights(model))
         optimizer.unwrap()
 
 
@@ -175,27 +155,25 @@ def case_scheduled_runs_resume_bit_for_bit(world: World) -> None:
     for algorithm, stages in schedules:
         ends = []
         for parts in ([9], [2, 6, 9]):
-            with shared_directory(world) as directory:
+            with make_shared_directory(world) as directory:
                 for total in parts:
-                    model = network()
-                    optimizer = build_scheduled(model, algorithm, *stages, make=adamw)
+                    model = build_network()
+                    optimizer = build_scheduled(model, algorithm, *stages, make=build_adamw)
                     settings = Settings(checkpoint_directory=directory, checkpoint_every=100)
                     with topkube.checkpointing(model, optimizer, settings=settings) as run:
                         for _ in run.progress([0] * total, total=total, samples=1):
-                            loss_of(model, *batch(world, world.rank, run.step)).backward()
+                            compute_loss(model, *draw_batch(world.rank, run.step)).backward()
                             optimizer.step()
                             optimizer.zero_grad()
-                    last = [
-                        tensor.numpy().tobytes() for tensor in [*weights(model), *read_agreed_weights(optimizer, model)]
-                    ]
+                    last = read_bits(optimizer, model)
                     optimizer.unwrap()
                 ends.append(last)
         assert ends[0] == ends[1], algorithm
 
 
 def case_a_scheduled_period_decides_when_nodes_exchange(world: World) -> None:
-    model = network()
-    optimizer = build_scheduled(model, "onebit", Stage(3, period=4), Stage(8, period=2), make=sgd)
+    model = build_network()
+    optimizer = build_scheduled(model, "onebit", Stage(3, period=4), Stage(8, period=2), make=build_sgd)
     exchanged = []
     for step in range(12):
         before = read_agreed_weights(optimizer, model) if step else None
@@ -208,7 +186,7 @@ def case_a_scheduled_period_decides_when_nodes_exchange(world: World) -> None:
 
 
 def case_ranks_with_different_schedules_raise_an_error(world: World) -> None:
-    model = network()
+    model = build_network()
     optimizer = build_scheduled(model, "hitopk", Stage(3 if world.rank == 0 else 4, "dense"))
     with pytest.raises(TrainingError, match="aggregation settings"):
         train(world, model, optimizer, range(1))

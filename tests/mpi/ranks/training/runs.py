@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import topkube
-from ranks.training.scene import distributed, loss_of, network, residual_sum, samples, weights
+from ranks.training.scene import build_network, build_optimizer, compute_loss, copy_weights, draw_samples, sum_residuals
 from topkube.settings import Settings
 from topkube.world import World
 
@@ -45,9 +45,9 @@ def run_with_checkpoints(
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(24, 64), nn.Dropout(0.2), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 1))
     torch.manual_seed(topkube.rank())
-    optimizer = distributed(model, aggregation="hitopk", density=0.05, warmup_steps=3, wire="bf16")
+    optimizer = build_optimizer(model, aggregation="hitopk", density=0.05, warmup_steps=3, wire="bf16")
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
-    dataset = Watched(*samples(10 * topkube.size() - 1))
+    dataset = Watched(*draw_samples(10 * topkube.size() - 1))
     sampler = topkube.data.DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=3, sampler=sampler)
     settings = Settings(checkpoint_directory=directory, checkpoint_every=every, checkpoint_keep=2)
@@ -57,7 +57,7 @@ def run_with_checkpoints(
         report("start", 1)
         for x, y in run.progress(loader, total=steps):
             report("step", run.step + 1)
-            loss_of(model, x, y).backward()
+            compute_loss(model, x, y).backward()
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
@@ -74,7 +74,7 @@ def find_newest_step(directory: str) -> int:
     return max((int(path.name[5:13]) for path in Path(directory).glob("step-*")), default=0)
 
 
-def stopped_runs_resume_bit_for_bit(world: World, directory: str) -> None:
+def stop_and_resume_runs(world: World, directory: str) -> None:
     """Send SIGTERM to one rank, as when one pod is drained: all ranks save after the same step, and end with 143."""
     whole, done = run_with_checkpoints(f"{directory}/whole", 14)
     assert done == 14
@@ -82,20 +82,20 @@ def stopped_runs_resume_bit_for_bit(world: World, directory: str) -> None:
     assert kept == ["step-00000012.run-00001", "step-00000014.run-00001"], kept
     processes = world.comm.allgather(os.getpid())
 
-    def stop(on: int, when: str, number: int, sender: int | None = None) -> Meanwhile:
-        def meanwhile(moment: str, step: int) -> None:
+    def build_stop(on: int, when: str, number: int, sender: int | None = None) -> Meanwhile:
+        def stop_at(moment: str, step: int) -> None:
             if world.rank == (on if sender is None else sender) and (moment, step) == (when, number):
                 if sender is not None:
-                    time.sleep(0.3)  # until the other one waits in its exchange
+                    time.sleep(0.3)  # so that the other rank is likely to wait in its exchange
                 os.kill(processes[on], signal.SIGTERM)
 
-        return meanwhile
+        return stop_at
 
     stops = {
-        "in a step": (6, stop(on=world.size - 1, when="step", number=6)),
-        "inside a collective": (6, stop(on=0, when="step", number=6, sender=world.size - 1)),
-        "while data is loaded": (5, stop(on=1, when="loading", number=5)),
-        "before the first step": (1, stop(on=1, when="start", number=1)),
+        "in a step": (6, build_stop(on=world.size - 1, when="step", number=6)),
+        "inside a collective": (6, build_stop(on=0, when="step", number=6, sender=world.size - 1)),
+        "while data is loaded": (5, build_stop(on=1, when="loading", number=5)),
+        "before the first step": (1, build_stop(on=1, when="start", number=1)),
     }
     for name, (step, meanwhile) in stops.items():
         place = f"{directory}/{name}"
@@ -131,7 +131,7 @@ def end_by_sigkill(world: World, directory: str, moment: str) -> None:
     run_with_checkpoints(f"{directory}/{moment}", 10)
 
 
-def killed_runs_resume_bit_for_bit(world: World, directory: str) -> None:
+def resume_killed_runs(world: World, directory: str) -> None:
     whole, _ = run_with_checkpoints(f"{directory}/whole", 10)
     for moment in KILLS:
         assert find_newest_step(f"{directory}/{moment}") == 4, moment
@@ -142,35 +142,35 @@ def killed_runs_resume_bit_for_bit(world: World, directory: str) -> None:
 
 def leave_residuals(world: World, directory: str) -> None:
     """Write a checkpoint, and beside it the sum of the residuals of all ranks."""
-    model = network()
-    optimizer = distributed(model, aggregation="hitopk", density=0.02)
+    model = build_network()
+    optimizer = build_optimizer(model, aggregation="hitopk", density=0.02)
     settings = Settings(checkpoint_directory=directory, checkpoint_every=1000)
-    x, y = samples(40)
+    x, y = draw_samples(40)
     with topkube.checkpointing(model, optimizer, settings=settings) as run:
         for x_, y_ in run.progress([(x, y)] * 5):
-            loss_of(model, x_, y_).backward()
+            compute_loss(model, x_, y_).backward()
             optimizer.step()
             optimizer.zero_grad()
-    owed = residual_sum(optimizer, model)
+    owed = sum_residuals(optimizer, model)
     if topkube.rank() == 0:
         torch.save(owed, f"{directory}/owed.pt")
 
 
 def take_up_residuals(world: World, directory: str) -> None:
     """Resume in another world: the sum of the residuals must stay, and training must continue."""
-    model = network()
-    optimizer = distributed(model, aggregation="hitopk", density=0.02)
+    model = build_network()
+    optimizer = build_optimizer(model, aggregation="hitopk", density=0.02)
     with topkube.checkpointing(model, optimizer, settings=Settings(checkpoint_directory=directory)) as run:
         assert run.step == 5
-        # An exchange of zeros cuts new shards; every rank keeps what it owns, and pays from it.
-        before = weights(model)
+        # An exchange of zeros makes new shards. Every rank keeps the residual of its shard, and sends from it.
+        before = copy_weights(model)
         for group in optimizer.param_groups:
             group.update(lr=1.0, momentum=0.0, weight_decay=0.0)
         optimizer.inner.state.clear()
         (sum(parameter.sum() for parameter in model.parameters()) * 0).backward()
         optimizer.step()
         optimizer.zero_grad()
-        owed, wanted = residual_sum(optimizer, model), torch.load(f"{directory}/owed.pt", weights_only=True)
+        owed, wanted = sum_residuals(optimizer, model), torch.load(f"{directory}/owed.pt", weights_only=True)
         assert any(value.abs().sum() > 0 for value in wanted.values())
         for (name, parameter), first in zip(model.named_parameters(), before, strict=True):
             paid = (first - parameter).double().detach()

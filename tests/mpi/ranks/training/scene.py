@@ -15,32 +15,32 @@ SPARSE: dict[str, object] = {"aggregation": "hitopk", "density": 0.05}
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
-def network() -> nn.Module:
-    """Large and small tensors, several buckets of 8 KB."""
+def build_network() -> nn.Module:
+    """Return a network of large and small tensors: several buckets of 8 KB."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.LayerNorm(64), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 1))
 
 
-def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def build_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
-def distributed(model: nn.Module, make: Optimizers = sgd, **options: object) -> topkube.DistributedOptimizer:
+def build_optimizer(model: nn.Module, make: Optimizers = build_sgd, **options: object) -> topkube.DistributedOptimizer:
     settings: dict[str, object] = {"aggregation": "dense", "warmup_steps": 0, "wire": "fp32", "bucket_bytes": 8192}
     return topkube.DistributedOptimizer(make(model.parameters()), model.named_parameters(), **{**settings, **options})
 
 
-def samples(count: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_samples(count: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 24, generator=generator)
     return x, x[:, :1] * 2 - x[:, 1:2]
 
 
-def own_part(x: torch.Tensor) -> torch.Tensor:
+def take_own_part(x: torch.Tensor) -> torch.Tensor:
     return x[topkube.rank() :: topkube.size()]
 
 
-def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def compute_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return ((model(x) - y) ** 2).mean()
 
 
@@ -49,16 +49,16 @@ def assert_close(model: nn.Module, reference: nn.Module, tolerance: float = 2e-5
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def weights(model: nn.Module) -> list[torch.Tensor]:
+def copy_weights(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def same_on_all_ranks(tensors: list[torch.Tensor]) -> bool:
+def are_equal_on_all_ranks(tensors: list[torch.Tensor]) -> bool:
     everyone = topkube.world.current().comm.allgather([tensor.detach().numpy().tobytes() for tensor in tensors])
     return all(other == everyone[0] for other in everyone)
 
 
-def residual_sum(optimizer: topkube.DistributedOptimizer, model: nn.Module) -> dict[str, torch.Tensor]:
+def sum_residuals(optimizer: topkube.DistributedOptimizer, model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the sum of all ranks' residuals for every parameter."""
     return sum_pieces(optimizer.state_dict()["topkube"]["residuals"]["pieces"], model)
 
@@ -73,20 +73,22 @@ def sum_pieces(pieces: dict[str, list[tuple[int, torch.Tensor]]], model: nn.Modu
     return totals
 
 
-def plain_sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+def build_plain_sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return an optimizer that moves weights by the gradients, so that their change shows what was sent."""
     return torch.optim.SGD(parameters, lr=1.0)
 
 
-def small(x: torch.Tensor) -> torch.Tensor:
+def shrink(x: torch.Tensor) -> torch.Tensor:
+    """Return a loss whose gradients are small enough for a learning rate of 1."""
     return 0.01 * x
 
 
 @contextmanager
-def conserved(model: nn.Module, optimizer: topkube.DistributedOptimizer, tolerance: float = 1e-5):
+def check_conservation(model: nn.Module, optimizer: topkube.DistributedOptimizer, tolerance: float = 1e-5):
     """Check that no gradient is lost. Yield a function: call it with each loss over the whole batch whose gradient a
     step uses. At the end, the change of the weights (learning rate 1) plus the change of the residuals must be the sum
     of these gradients."""
-    start, before = weights(model), residual_sum(optimizer, model)
+    start, before = copy_weights(model), sum_residuals(optimizer, model)
     wanted = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
 
     def count(loss: torch.Tensor) -> None:
@@ -95,10 +97,10 @@ def conserved(model: nn.Module, optimizer: topkube.DistributedOptimizer, toleran
             total += 0 if gradient is None else gradient
 
     yield count
-    owed = residual_sum(optimizer, model)
+    owed = sum_residuals(optimizer, model)
     for (name, parameter), first, total in zip(model.named_parameters(), start, wanted, strict=True):
         paid = (first - parameter).double().detach()
         torch.testing.assert_close(
             paid + owed[name] - before[name], total, rtol=1e-4, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
         )
-    assert same_on_all_ranks(weights(model))
+    assert are_equal_on_all_ranks(copy_weights(model))

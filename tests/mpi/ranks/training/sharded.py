@@ -17,14 +17,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import topkube
-from ranks.training.scene import loss_of, network, own_part, samples, sgd
+from ranks.training.scene import build_network, build_sgd, compute_loss, draw_samples, take_own_part
 from topkube.errors import ArgumentError, TrainingError
 from topkube.world import World
 
 
 @contextmanager
 def open_node_group(world: World) -> Iterator[object]:
-    """torch.distributed over gloo among the ranks of this node. Yields its mesh."""
+    """Start torch.distributed over gloo among the ranks of this node. Yield their mesh."""
     name = tempfile.mkdtemp() if world.local_rank == 0 else ""
     name = world.node_comm.bcast(name)
     store = distributed.FileStore(str(Path(name) / "store"), world.local_size)
@@ -36,48 +36,52 @@ def open_node_group(world: World) -> Iterator[object]:
         distributed.destroy_process_group()
 
 
-def between_nodes(world: World) -> World:
-    """The ranks that have this local rank on all nodes."""
+def make_world_between_nodes(world: World) -> World:
+    """Return the world of the ranks that have this rank's local rank, on all nodes."""
     worlds = [topkube.new_world([ranks[i] for ranks in world.node_ranks]) for i in range(world.local_size)]
     own = worlds[world.local_rank]
     assert own is not None
     return own
 
 
-def full(parameter: torch.Tensor) -> torch.Tensor:
+def gather_full(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def train_and_compare(model: nn.Module, optimizer: topkube.DistributedOptimizer) -> None:
-    reference = network()
-    plain = sgd(reference.parameters())
+    reference = build_network()
+    plain = build_sgd(reference.parameters())
     for step in range(4):
-        x, y = samples(4 * topkube.size(), step)
-        loss_of(model, own_part(x), own_part(y)).backward()
+        x, y = draw_samples(4 * topkube.size(), step)
+        compute_loss(model, take_own_part(x), take_own_part(y)).backward()
         with pytest.raises(TrainingError, match="synchronize"):
             optimizer.step()
         optimizer.synchronize()
-        loss_of(reference, x, y).backward()
+        compute_loss(reference, x, y).backward()
         for network_, chosen in ((model, optimizer), (reference, plain)):
             nn.utils.clip_grad_norm_(network_.parameters(), 0.5)
             chosen.step()
             chosen.zero_grad()
     for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(full(a), b, rtol=2e-5, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(gather_full(a), b, rtol=2e-5, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def case_fsdp_inside_and_topkube_between_nodes(world: World) -> None:
     for options in ({"aggregation": "dense"}, {"aggregation": "hitopk", "density": 1.0}):
         with open_node_group(world) as mesh:
-            model = network()
+            model = build_network()
             for layer in model:
                 if isinstance(layer, nn.Linear):
                     fully_shard(layer, mesh=mesh)
             fully_shard(model, mesh=mesh)
             with pytest.raises(ArgumentError, match="DTensor"):
-                topkube.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+                topkube.DistributedOptimizer(build_sgd(model.parameters()), model.named_parameters())
             optimizer = topkube.DistributedOptimizer(
-                sgd(model.parameters()), model.named_parameters(), world=between_nodes(world), wire="fp32", **options
+                build_sgd(model.parameters()),
+                model.named_parameters(),
+                world=make_world_between_nodes(world),
+                wire="fp32",
+                **options,
             )
             train_and_compare(model, optimizer)
 
@@ -89,15 +93,18 @@ def case_tensor_parallel_inside_and_topkube_between_nodes(world: World) -> None:
         reference.load_state_dict(block.state_dict())
         parallelize_module(block, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
         optimizer = topkube.DistributedOptimizer(
-            sgd(block.parameters()), block.named_parameters(), aggregation="dense", world=between_nodes(world)
+            build_sgd(block.parameters()),
+            block.named_parameters(),
+            aggregation="dense",
+            world=make_world_between_nodes(world),
         )
-        plain = sgd(reference.parameters())
+        plain = build_sgd(reference.parameters())
         for step in range(4):
-            x, y = samples(4 * world.nodes, step)
-            loss_of(block, x[world.node :: world.nodes], y[world.node :: world.nodes]).backward()
-            loss_of(reference, x, y).backward()
+            x, y = draw_samples(4 * world.nodes, step)
+            compute_loss(block, x[world.node :: world.nodes], y[world.node :: world.nodes]).backward()
+            compute_loss(reference, x, y).backward()
             for chosen in (optimizer, plain):
                 chosen.step()
                 chosen.zero_grad()
         for a, b in zip(block.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(full(a), b, rtol=2e-5, atol=2e-5)
+            torch.testing.assert_close(gather_full(a), b, rtol=2e-5, atol=2e-5)

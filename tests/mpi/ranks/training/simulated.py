@@ -1,4 +1,4 @@
-"""The simulator of benchmarks/simulated_nodes.py against real ranks: the same weights, to rounding."""
+"""The simulator of benchmarks/simulated_nodes.py reaches the same weights as real ranks, to rounding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import topkube
-from ranks.training.scene import same_on_all_ranks, weights
+from ranks.training.scene import are_equal_on_all_ranks, copy_weights
 from topkube.world import World
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
@@ -20,16 +20,16 @@ from simulated_rules import RULES, Nodes, RuleOptions
 STEPS = 12
 
 
-def batch(node: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_batch(node: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + node)
     return torch.randn(8, 40, generator=generator), torch.randn(8, 32, generator=generator)
 
 
-def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def compute_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(model(x), y)
 
 
-def network() -> nn.Module:
+def build_network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(40, 64), nn.Tanh(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 32))
 
@@ -41,10 +41,10 @@ def simulate(
     have the weights of rank 0, sleep and return None."""
     played_model = None
     if world.rank == 0:
-        nodes = Nodes(network(), world.nodes, make)
+        nodes = Nodes(build_network(), world.nodes, make)
         simulated = RULES[rule](nodes, options)
         for step in range(STEPS):
-            simulated.step(step, lambda node, model, step=step: loss_of(model, *batch(node, step)))
+            simulated.step(step, lambda node, model, step=step: compute_loss(model, *draw_batch(node, step)))
         simulated.finish()
         played_model = nodes.global_model()
     topkube.barrier()
@@ -54,7 +54,7 @@ def simulate(
 def compare_with_simulation(world: World, rule: str, warmup_steps: int) -> None:
     """Train on this world, one rank per node, and on simulated nodes; the weights must be equal to rounding."""
     assert world.size == world.nodes
-    model = network()
+    model = build_network()
     optimizer = topkube.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
         model.named_parameters(),
@@ -63,12 +63,12 @@ def compare_with_simulation(world: World, rule: str, warmup_steps: int) -> None:
         warmup_steps=warmup_steps,
         wire="bf16",
     )
-    start = weights(model)
+    start = copy_weights(model)
     for step in range(STEPS):
-        loss_of(model, *batch(world.node, step)).backward()
+        compute_loss(model, *draw_batch(world.node, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert same_on_all_ranks(weights(model))
+    assert are_equal_on_all_ranks(copy_weights(model))
     played_model = simulate(
         world,
         rule,
@@ -109,20 +109,20 @@ def compare_weights(world: World, kind: str, period: int, tolerance: float, name
         "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.05, 0.9),
         "adamw": lambda model: torch.optim.AdamW(model.parameters(), 1e-3),
     }
-    model = network()
-    start = weights(model)
+    model = build_network()
+    start = copy_weights(model)
     rule = name if name != "onebit" else "sign-weights" if world.nodes < 8 else "sign-weights-two-stage"
     optimizer = topkube.DistributedOptimizer(
         makes[kind](model), model.named_parameters(), aggregation=name, period=period
     )
     for step in range(STEPS):
-        loss_of(model, *batch(world.node, step)).backward()
+        compute_loss(model, *draw_batch(world.node, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
     with optimizer.consensus():
-        agreed = weights(model)
+        agreed = copy_weights(model)
     optimizer.unwrap()
-    assert same_on_all_ranks(agreed)
+    assert are_equal_on_all_ranks(agreed)
     played_model = simulate(world, rule, makes[kind], RuleOptions(world.nodes, period=period))
     if played_model is None:
         return
@@ -130,7 +130,7 @@ def compare_weights(world: World, kind: str, period: int, tolerance: float, name
     for before, real, played in zip(start, agreed, played_model.parameters(), strict=True):
         assert not torch.allclose(before, real, atol=1e-3)
         errors.append((real - played.detach()).abs().reshape(-1))
-    # The sign of a change that is zero to rounding is open, and probes are sent as bf16.
+    # A change near zero may have either sign, and probes are sent as bf16.
     error = torch.cat(errors)
     assert float(error.mean()) < tolerance, float(error.mean())
     # Compressed twice: the sum of eight nodes' signs is near zero more often than one change is (measured: 1.3%).

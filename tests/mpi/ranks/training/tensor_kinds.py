@@ -10,17 +10,17 @@ from torch import nn
 import topkube
 from ranks.training.scene import (
     SPARSE,
+    are_equal_on_all_ranks,
     assert_close,
-    distributed,
-    loss_of,
-    network,
-    own_part,
-    plain_sgd,
-    same_on_all_ranks,
-    samples,
-    sgd,
-    small,
-    weights,
+    build_network,
+    build_optimizer,
+    build_plain_sgd,
+    build_sgd,
+    compute_loss,
+    copy_weights,
+    draw_samples,
+    shrink,
+    take_own_part,
 )
 from topkube.errors import TrainingError
 from topkube.training.exchange import sparse_gradients
@@ -43,16 +43,16 @@ def case_double_and_complex_parameters_train(world: World) -> None:
 
     for options in ({}, SPARSE):
         model, reference = Wave(), Wave()
-        optimizer, plain = distributed(model, plain_sgd, **options), plain_sgd(reference.parameters())
+        optimizer, plain = build_optimizer(model, build_plain_sgd, **options), build_plain_sgd(reference.parameters())
         for step in range(3):
-            x, _ = samples(4 * topkube.size(), step)
-            model(own_part(x)).backward()
+            x, _ = draw_samples(4 * topkube.size(), step)
+            model(take_own_part(x)).backward()
             reference(x).backward()
             for chosen in (optimizer, plain):
                 chosen.step()
                 chosen.zero_grad()
         assert_close(model, reference)
-        assert same_on_all_ranks([torch.view_as_real(p) if p.is_complex() else p for p in weights(model)])
+        assert are_equal_on_all_ranks([torch.view_as_real(p) if p.is_complex() else p for p in copy_weights(model)])
 
 
 def case_sparse_embeddings_train(world: World) -> None:
@@ -76,28 +76,28 @@ def case_sparse_embeddings_train(world: World) -> None:
 
     sparse_gradients._gather = count_and_gather
     model, reference = Words(), Words()
-    optimizer, plain = distributed(model, plain_sgd), plain_sgd(reference.parameters())
+    optimizer, plain = build_optimizer(model, build_plain_sgd), build_plain_sgd(reference.parameters())
     for step in range(5):
         per_rank = 200 if step == 3 else 6  # 200 words are nearly all rows of the table
         words = torch.randint(50, (per_rank * topkube.size(),), generator=torch.Generator().manual_seed(step))
         for micro in range(2):
             rare = step == 2 and micro == 1
-            small(model(own_part(words), rare and topkube.rank() == 0).mean()).backward()
+            shrink(model(take_own_part(words), rare and topkube.rank() == 0).mean()).backward()
             losses = [
                 reference(words[rank :: topkube.size()], rare and rank == 0).mean() for rank in range(topkube.size())
             ]
-            small(sum(losses) / len(losses)).backward()  # type: ignore[arg-type]
+            shrink(sum(losses) / len(losses)).backward()  # type: ignore[arg-type]
         for chosen in (optimizer, plain):
             chosen.step()
             chosen.zero_grad()
     sparse_gradients._gather = gather
     assert_close(model, reference)
-    assert same_on_all_ranks(weights(model))
+    assert are_equal_on_all_ranks(copy_weights(model))
     assert 0 < max(gathered) <= 2 * 50  # otherwise ranks reduce the whole table
 
 
 def case_gradients_have_the_type_that_a_script_chose(world: World) -> None:
-    """With grad_dtype, 16-bit weights have float32 gradients: nothing is rounded on the way."""
+    """With grad_dtype, 16-bit copy_weights have float32 gradients: nothing is rounded on the way."""
 
     class Weigh(torch.autograd.Function):
         @staticmethod
@@ -123,7 +123,7 @@ def case_gradients_have_the_type_that_a_script_chose(world: World) -> None:
     if not hasattr(torch.Tensor, "grad_dtype"):
         return
     model = Narrow()
-    optimizer = distributed(model, plain_sgd)
+    optimizer = build_optimizer(model, build_plain_sgd)
     for step in range(3):
         batches = [
             torch.randn(40, 30, generator=torch.Generator().manual_seed(10 * step + n)) for n in range(world.size)
@@ -135,7 +135,7 @@ def case_gradients_have_the_type_that_a_script_chose(world: World) -> None:
             assert model.unused.grad.dtype == torch.float32
         optimizer.step()
         optimizer.zero_grad()
-    assert same_on_all_ranks([parameter.view(torch.int16) for parameter in model.parameters()])
+    assert are_equal_on_all_ranks([parameter.view(torch.int16) for parameter in model.parameters()])
     model.weight.grad_dtype = torch.bfloat16
     with pytest.raises(TrainingError, match=r"has dtype torch\.bfloat16, and not torch\.float32"):
         model(batches[0], False).backward()
@@ -151,7 +151,7 @@ def case_expanded_buffers_are_broadcast(world: World) -> None:
 
 
 class Shared(nn.Module):
-    """Gradients of several branches lie in the same memory on their way."""
+    """A network in which autograd passes one tensor to several branches as their gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,10 +163,10 @@ class Shared(nn.Module):
         return self.head(torch.tanh(self.layers(x) + self.positions.unsqueeze(0))).square().mean()
 
 
-def case_gradients_that_share_memory_with_the_graph(world: World) -> None:
+def case_gradients_may_share_memory_with_the_graph(world: World) -> None:
     model, reference = Shared(), Shared()
     optimizer = topkube.DistributedOptimizer(
-        plain_sgd(model.parameters()), model.named_parameters(), "dense", bucket_bytes=1 << 14
+        build_plain_sgd(model.parameters()), model.named_parameters(), "dense", bucket_bytes=1 << 14
     )
     x = torch.randn(topkube.size(), 1, 128, 128, generator=torch.Generator().manual_seed(1))
     for _ in range(12):
@@ -182,9 +182,9 @@ def case_gradients_that_share_memory_with_the_graph(world: World) -> None:
 
 
 def case_gradients_stay_in_the_memory_that_a_script_chose(world: World) -> None:
-    """Views of one flat buffer, through which the script clips."""
-    model, reference = network(), network()
-    optimizer, plain = distributed(model), sgd(reference.parameters())
+    """Gradients are views of a flat buffer, through which the script scales them."""
+    model, reference = build_network(), build_network()
+    optimizer, plain = build_optimizer(model), build_sgd(reference.parameters())
     flat = torch.zeros(sum(p.numel() for p in model.parameters()))
     for step in range(3):
         flat.zero_()
@@ -193,9 +193,9 @@ def case_gradients_stay_in_the_memory_that_a_script_chose(world: World) -> None:
         ):
             parameter.grad = piece.view_as(parameter)
         for micro in range(2):
-            x, y = samples(4 * topkube.size(), 10 * step + micro)
-            loss_of(model, own_part(x), own_part(y)).backward()
-            loss_of(reference, x, y).backward()
+            x, y = draw_samples(4 * topkube.size(), 10 * step + micro)
+            compute_loss(model, take_own_part(x), take_own_part(y)).backward()
+            compute_loss(reference, x, y).backward()
         flat.mul_(0.5)
         for parameter in reference.parameters():
             parameter.grad.mul_(0.5)
@@ -205,9 +205,9 @@ def case_gradients_stay_in_the_memory_that_a_script_chose(world: World) -> None:
     assert_close(model, reference)
 
 
-def case_a_complex_weight_through_its_conjugate(world: World) -> None:
+def case_a_complex_weight_trains_through_its_conjugate(world: World) -> None:
     weight = nn.Parameter(torch.ones(8, 4, dtype=torch.complex64))
     optimizer = topkube.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), [("weight", weight)], "dense")
     (weight.conj() * (topkube.rank() + 1j)).sum().abs().backward()
     optimizer.step()
-    assert same_on_all_ranks([torch.view_as_real(weight)])
+    assert are_equal_on_all_ranks([torch.view_as_real(weight)])

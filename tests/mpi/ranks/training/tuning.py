@@ -10,14 +10,14 @@ import torch
 
 import topkube
 from ranks.training.scene import (
+    are_equal_on_all_ranks,
     assert_close,
-    distributed,
-    loss_of,
-    network,
-    own_part,
-    same_on_all_ranks,
-    samples,
-    weights,
+    build_network,
+    build_optimizer,
+    compute_loss,
+    copy_weights,
+    draw_samples,
+    take_own_part,
 )
 from topkube.algorithms import Stage
 from topkube.collectives.link import MeasuredMachine
@@ -29,24 +29,24 @@ STEPS = tuning.SKIPPED_STEPS + tuning.COUNTED_STEPS
 
 def train(model: torch.nn.Module, optimizer: topkube.DistributedOptimizer, first: int, last: int) -> None:
     for step in range(first, last):
-        x, y = samples(8 * topkube.size(), step)
-        loss_of(model, own_part(x), own_part(y)).backward()
+        x, y = draw_samples(8 * topkube.size(), step)
+        compute_loss(model, take_own_part(x), take_own_part(y)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def same_choice(world: World, optimizer: topkube.DistributedOptimizer) -> bool:
+def have_same_choice(world: World, optimizer: topkube.DistributedOptimizer) -> bool:
     states = world.comm.allgather(repr(optimizer._backward.plan.state()))
     return all(state == states[0] for state in states)
 
 
 @contextmanager
 def measure_wrongly(world: World, factor: float) -> Iterator[None]:
-    """A world whose links seem `factor` times as fast as they are."""
+    """Let the links of the world seem `factor` times as fast as they are."""
     measure = tuning.measure_machines
 
-    def measure_falsely(of: World) -> MeasuredMachine:
-        measured = measure(of)
+    def measure_falsely(measured_world: World) -> MeasuredMachine:
+        measured = measure(measured_world)
         rate = measured.rate and measured.rate * factor
         return MeasuredMachine(rate, measured.latency and measured.latency / factor, measured.memory)
 
@@ -77,20 +77,20 @@ def play_measured_steps(world: World, *seconds: float) -> Iterator[None]:
 
 def case_auto_measures_and_all_ranks_choose_alike(world: World) -> None:
     for name in ("auto", "dense"):
-        model, reference = network(), network()
-        optimizer = distributed(model, aggregation=name, bucket_bytes=None)
+        model, reference = build_network(), build_network()
+        optimizer = build_optimizer(model, aggregation=name, bucket_bytes=None)
         plain = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
         for step in range(2 * STEPS + 2):
-            x, y = samples(8 * topkube.size(), step)
-            loss_of(model, own_part(x), own_part(y)).backward()
-            loss_of(reference, x, y).backward()
+            x, y = draw_samples(8 * topkube.size(), step)
+            compute_loss(model, take_own_part(x), take_own_part(y)).backward()
+            compute_loss(reference, x, y).backward()
             optimizer.step()
             plain.step()
             optimizer.zero_grad()
             plain.zero_grad()
-            assert same_choice(world, optimizer)
+            assert have_same_choice(world, optimizer)
         assert_close(model, reference)
-        assert same_on_all_ranks(weights(model))
+        assert are_equal_on_all_ranks(copy_weights(model))
         if world.nodes == 1:
             assert (optimizer.tuning.choice, optimizer.tuning.summary) == (None, "")
         else:
@@ -107,45 +107,48 @@ def case_a_wrong_measurement_is_corrected_by_all_ranks_together(world: World) ->
     if world.nodes == 1:
         return
     with measure_wrongly(world, 1e6), play_measured_steps(world, 1.0, 0.5):
-        model = network()
-        optimizer = distributed(model, aggregation="auto", dense_wire="bf16", bucket_bytes=None)
+        model = build_network()
+        optimizer = build_optimizer(model, aggregation="auto", dense_wire="bf16", bucket_bytes=None)
         train(model, optimizer, 0, 1)
         believed = optimizer.tuning.rate
         wires = []
         for step in range(1, 2 * STEPS + 2):
             wires.append(optimizer.tuning.choice.dense_wire if optimizer.tuning.choice else "")
             train(model, optimizer, step, step + 1)
-            assert same_choice(world, optimizer)
+            assert have_same_choice(world, optimizer)
         assert wires == ["fp32"] * (STEPS - 1) + ["bf16"] * (STEPS + 2), wires
         assert optimizer.tuning.rate < believed / 10
         assert optimizer.tuning.is_settled
         assert "kept: 500 ms per step, 1e+03 ms before" in optimizer.tuning.summary
-        assert same_on_all_ranks(weights(model))
+        assert are_equal_on_all_ranks(copy_weights(model))
         optimizer.unwrap()
 
 
 def case_a_saved_state_ends_the_tuning_and_a_resumed_run_makes_the_same_steps(world: World) -> None:
     """Only one rank saves before the comparison is due: no rank changes the choice after it."""
     with measure_wrongly(world, 1e6):
-        model = network()
-        optimizer = distributed(model, aggregation="auto", dense_wire="bf16", bucket_bytes=None)
+        model = build_network()
+        optimizer = build_optimizer(model, aggregation="auto", dense_wire="bf16", bucket_bytes=None)
         train(model, optimizer, 0, 4)
-        state, start = copy.deepcopy(optimizer.state_dict()) if world.rank == world.size - 1 else None, weights(model)
+        state, start = (
+            copy.deepcopy(optimizer.state_dict()) if world.rank == world.size - 1 else None,
+            copy_weights(model),
+        )
         train(model, optimizer, 4, 3 * STEPS)
         chosen = optimizer.tuning.state()
         assert optimizer.tuning.is_settled
         assert optimizer.tuning.measured is None
         optimizer.unwrap()
     state = world.comm.bcast(state, root=world.size - 1)
-    resumed = network()
+    resumed = build_network()
     with torch.no_grad():
         for parameter, value in zip(resumed.parameters(), start, strict=True):
             parameter.copy_(value)
-    again = distributed(resumed, aggregation="auto", dense_wire="bf16", bucket_bytes=None)
+    again = build_optimizer(resumed, aggregation="auto", dense_wire="bf16", bucket_bytes=None)
     again.load_state_dict(state)
     train(resumed, again, 4, 3 * STEPS)
     assert again.tuning.state() == chosen
-    assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(resumed), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(copy_weights(model), copy_weights(resumed), strict=True))
     again.unwrap()
 
 
@@ -156,19 +159,19 @@ def case_a_stage_of_auto_is_chosen_by_all_ranks_together(world: World) -> None:
         return
     stages = (Stage(3, "auto"), Stage(3 + 2 * STEPS + 2, "hitopk"))
     with measure_wrongly(world, 1e6), play_measured_steps(world, 1.0, 0.5):
-        model = network()
-        optimizer = distributed(model, aggregation="hitopk", density=0.05, schedule=stages, dense_wire="bf16")
+        model = build_network()
+        optimizer = build_optimizer(model, aggregation="hitopk", density=0.05, schedule=stages, dense_wire="bf16")
         wires = []
         for step in range(stages[1].from_step + 1):
             train(model, optimizer, step, step + 1)
-            assert same_choice(world, optimizer)
+            assert have_same_choice(world, optimizer)
             assert optimizer.tuning.machines is not None
             choice = optimizer.tuning.choice
             assert optimizer._backward.exchange.choice is choice
             assert optimizer._backward.exchange.large.compresses is (choice is None)
             wires.append("" if choice is None else choice.dense_wire)
         assert wires == [""] * 2 + ["fp32"] * STEPS + ["bf16"] * (STEPS + 2) + [""] * 2, wires
-        assert same_on_all_ranks(weights(model))
+        assert are_equal_on_all_ranks(copy_weights(model))
         optimizer.unwrap()
 
 
@@ -178,12 +181,14 @@ def case_a_stage_after_a_saved_state_is_chosen_alike_in_a_resumed_run(world: Wor
     ends, state, start = [], None, list[torch.Tensor]()
     for factor in (1e6, 1e-6):
         with measure_wrongly(world, factor):
-            model = network()
-            optimizer = distributed(model, aggregation="dense", schedule=(stage,), dense_wire="bf16", bucket_bytes=None)
+            model = build_network()
+            optimizer = build_optimizer(
+                model, aggregation="dense", schedule=(stage,), dense_wire="bf16", bucket_bytes=None
+            )
             if state is None:
                 train(model, optimizer, 0, 2)
                 own = copy.deepcopy(optimizer.state_dict()) if world.rank == world.size - 1 else None
-                state, start = world.comm.bcast(own, root=world.size - 1), weights(model)
+                state, start = world.comm.bcast(own, root=world.size - 1), copy_weights(model)
             else:
                 with torch.no_grad():
                     for parameter, value in zip(model.parameters(), start, strict=True):
@@ -192,27 +197,27 @@ def case_a_stage_after_a_saved_state_is_chosen_alike_in_a_resumed_run(world: Wor
             train(model, optimizer, 2, last)
             assert optimizer.tuning.is_settled
             assert optimizer.tuning.measured is None
-            ends.append((optimizer.tuning.state(), weights(model)))
+            ends.append((optimizer.tuning.state(), copy_weights(model)))
             optimizer.unwrap()
     assert ends[0][0] == ends[1][0]
     assert all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1], strict=True))
 
 
 def case_a_rank_that_loads_a_state_alone_brings_all_ranks_into_its_stage(world: World) -> None:
-    model = network()
-    optimizer = distributed(model, aggregation="dense", schedule=(Stage(3, "auto"),), bucket_bytes=None)
+    model = build_network()
+    optimizer = build_optimizer(model, aggregation="dense", schedule=(Stage(3, "auto"),), bucket_bytes=None)
     train(model, optimizer, 0, 5)
     state = copy.deepcopy(optimizer.state_dict())
     optimizer.unwrap()
-    resumed = network()
-    again = distributed(resumed, aggregation="dense", schedule=(Stage(3, "auto"),), bucket_bytes=None)
+    resumed = build_network()
+    again = build_optimizer(resumed, aggregation="dense", schedule=(Stage(3, "auto"),), bucket_bytes=None)
     if world.rank == world.size - 1:
         again.load_state_dict(state)
     topkube.broadcast_parameters(resumed)
     try:
         train(resumed, again, 5, 6)
         assert again.steps == 6
-        assert same_choice(world, again)
+        assert have_same_choice(world, again)
         assert (again.tuning.choice is not None) is (world.nodes > 1)
     finally:
         again.unwrap()
@@ -223,8 +228,8 @@ def case_a_link_is_measured_once_for_all_optimizers(world: World) -> None:
     before = world.calls
     counts = []
     for _ in range(2):
-        model = network()
-        optimizer = distributed(model, aggregation="auto")
+        model = build_network()
+        optimizer = build_optimizer(model, aggregation="auto")
         train(model, optimizer, 0, 2)
         counts.append(world.calls - before)
         before = world.calls

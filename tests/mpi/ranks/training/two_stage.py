@@ -1,13 +1,16 @@
-"""onebit on eight nodes and more, where the exchange has two stages: what depends on it, in few steps."""
+"""onebit on eight nodes. From eight nodes on, its exchange has two stages."""
 
 from __future__ import annotations
 
 import numpy as np
 
 import topkube
-from ranks.training import onebit, onebit_checkpoints
-from ranks.training.onebit import adamw, follow, read_agreed_weights, sgd, train
-from ranks.training.scene import network, same_on_all_ranks, weights
+from ranks.training import onebit
+from ranks.training.checkpoints import make_shared_directory
+from ranks.training.onebit_checkpoints import read_state, run_until
+from ranks.training.onebit_definition import follow_definition
+from ranks.training.onebit_scene import build_adamw, build_onebit, build_sgd, read_agreed_weights, read_bits, train
+from ranks.training.scene import are_equal_on_all_ranks, build_network
 from topkube import collectives
 from topkube.algorithms import Workload, find_algorithm
 from topkube.telemetry import phases
@@ -15,10 +18,10 @@ from topkube.world import World
 
 
 def case_the_weights_follow_the_definition(world: World) -> None:
-    """In float64, with the residuals of the owners."""
+    """The definition is in float64, and has the residuals of the owners of segments."""
     assert world.nodes >= 8
-    follow(world, sgd, 1, steps=4)
-    follow(world, adamw, 2, steps=4)
+    follow_definition(world, build_sgd, 1, steps=4)
+    follow_definition(world, build_adamw, 2, steps=4)
 
 
 def case_nothing_is_lost(world: World) -> None:
@@ -42,11 +45,11 @@ def case_allreduce_has_two_stages_too(world: World) -> None:
     length = 20_011
     for name in ("onebit", "topk1bit", "localsgd"):
         residual = collectives.new_residual(name, length)
-        received, given = np.zeros(length), np.zeros(length)
+        received, summed = np.zeros(length), np.zeros(length)
         phases.current.take()
         for step in range(3):
             arrays = [np.random.default_rng([step, rank]).standard_normal(length) for rank in range(world.size)]
-            given += np.sum(arrays, axis=0)
+            summed += np.sum(arrays, axis=0)
             x = arrays[world.rank].astype(np.float32)
             topkube.allreduce_(x, op="sum", algorithm=name, wire="bf16", residual=residual)
             assert len(set(world.comm.allgather(x.tobytes()))) == 1, name
@@ -56,7 +59,7 @@ def case_allreduce_has_two_stages_too(world: World) -> None:
         owed = np.zeros(length)
         owed[first:last] = residual.current
         kept = world.comm.allreduce(owed)
-        np.testing.assert_allclose(received + kept, given, rtol=0, atol=1e-4 * np.abs(given).max())
+        np.testing.assert_allclose(received + kept, summed, rtol=0, atol=1e-4 * np.abs(summed).max())
         assert kept.any()
         bound = find_algorithm(name).traffic(Workload(world.nodes, 1, length)).sent
         assert abs(sent / world.nodes / 3 / bound - 1) < 0.1, (name, sent / world.nodes / 3, bound)
@@ -65,21 +68,19 @@ def case_allreduce_has_two_stages_too(world: World) -> None:
 def case_runs_repeat_bit_for_bit(world: World) -> None:
     results = []
     for _ in range(2):
-        model = network()
-        optimizer = onebit.onebit(model, adamw)
+        model = build_network()
+        optimizer = build_onebit(model, build_adamw)
         train(world, model, optimizer, range(4))
-        results.append(
-            [tensor.numpy().tobytes() for tensor in [*weights(model), *read_agreed_weights(optimizer, model)]]
-        )
-        assert same_on_all_ranks(read_agreed_weights(optimizer, model))
+        results.append(read_bits(optimizer, model))
+        assert are_equal_on_all_ranks(read_agreed_weights(optimizer, model))
         optimizer.unwrap()
     assert results[0] == results[1]
 
 
 def case_a_resumed_run_goes_on_bit_for_bit(world: World) -> None:
-    """What owners owe is in the checkpoint."""
-    with onebit_checkpoints.shared_directory(world) as directory:
-        whole = onebit_checkpoints.state_of(*onebit_checkpoints.run_to(world, f"{directory}/whole", 8))
-        onebit_checkpoints.run_to(world, f"{directory}/parts", 5)
-        parts = onebit_checkpoints.state_of(*onebit_checkpoints.run_to(world, f"{directory}/parts", 8))
+    """The checkpoint has what the owners of segments owe."""
+    with make_shared_directory(world) as directory:
+        whole = read_state(*run_until(world, f"{directory}/whole", 8))
+        run_until(world, f"{directory}/parts", 5)
+        parts = read_state(*run_until(world, f"{directory}/parts", 8))
         assert whole == parts

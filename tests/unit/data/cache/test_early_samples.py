@@ -60,31 +60,31 @@ class LateShard:
         """Release the shard when a reader waits for it."""
         waiting, open_samples = threading.Event(), dataset.cache.open_samples
 
-        def open_and_tell(*given: object) -> object:
+        def signal_and_open(*given: object) -> object:
             waiting.set()
             return open_samples(*given)  # type: ignore[arg-type]
 
-        dataset.cache.open_samples = open_and_tell  # type: ignore[method-assign,assignment]
+        dataset.cache.open_samples = signal_and_open  # type: ignore[method-assign,assignment]
         threading.Thread(target=lambda: (waiting.wait(60), self.release())).start()
 
 
 @pytest.fixture
-def late(remote: Remote, open_dataset: Opener) -> Iterator[LateShard]:
+def late_shard(remote: Remote, open_dataset: Opener) -> Iterator[LateShard]:
     late = LateShard(remote, open_dataset)
     yield late
     late.release()
 
 
-def test_a_sample_is_read_before_its_shard_is_whole(late: LateShard) -> None:
-    dataset = late.open()
-    assert bytes(dataset[3]) == late.data[3].tobytes()
-    assert late.remote.requests[EARLY] == 2
+def test_a_sample_is_read_before_its_shard_is_whole(late_shard: LateShard) -> None:
+    dataset = late_shard.open()
+    assert bytes(dataset[3]) == late_shard.data[3].tobytes()
+    assert late_shard.remote.requests[EARLY] == 2
     assert not dataset.cache.has(0)
-    late.release()
+    late_shard.release()
     dataset.warm()
     decoded = [np.frombuffer(sample, np.uint8) for sample in dataset.__getitems__(range(20))]
-    np.testing.assert_array_equal(decoded, late.data)
-    assert late.remote.requests[EARLY] == 2
+    np.testing.assert_array_equal(decoded, late_shard.data)
+    assert late_shard.remote.requests[EARLY] == 2
 
 
 def test_a_batch_has_early_and_whole_samples_in_order(remote: Remote, open_dataset: Opener) -> None:
@@ -99,33 +99,33 @@ def test_a_batch_has_early_and_whole_samples_in_order(remote: Remote, open_datas
     late.release()
 
 
-def test_two_contents_with_one_version_are_noticed_when_the_shard_is_whole(late: LateShard) -> None:
-    late.lie = lambda answer: setattr(answer, "data", answer.data[::-1])
-    dataset = late.open()
-    assert bytes(dataset[3]) == late.data[3][::-1].tobytes()  # a version without a checksum cannot show this now
-    late.release()
+def test_two_contents_with_one_version_are_noticed_when_the_shard_is_whole(late_shard: LateShard) -> None:
+    late_shard.lie = lambda answer: setattr(answer, "data", answer.data[::-1])
+    dataset = late_shard.open()
+    assert bytes(dataset[3]) == late_shard.data[3][::-1].tobytes()  # a version without a checksum cannot show this now
+    late_shard.release()
     dataset.warm()
     with pytest.raises(Changed, match=r"a/00003\.bin was read before its shard was fetched, and had other bytes"):
         dataset[5]
 
 
-def test_two_contents_are_noticed_at_the_latest_when_the_dataset_is_closed(late: LateShard) -> None:
-    late.lie = lambda answer: setattr(answer, "data", answer.data[::-1])
-    dataset = late.open()
+def test_two_contents_are_noticed_at_the_latest_when_the_dataset_is_closed(late_shard: LateShard) -> None:
+    late_shard.lie = lambda answer: setattr(answer, "data", answer.data[::-1])
+    dataset = late_shard.open()
     dataset[3]
-    late.release()
+    late_shard.release()
     dataset.warm()
     with pytest.raises(Changed, match="had other bytes"):
         dataset.close()
 
 
 def test_samples_are_compared_again_if_their_shard_could_not_be_read(
-    late: LateShard, monkeypatch: pytest.MonkeyPatch
+    late_shard: LateShard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late.lie = lambda answer: setattr(answer, "data", answer.data[::-1])
-    dataset = late.open()
+    late_shard.lie = lambda answer: setattr(answer, "data", answer.data[::-1])
+    dataset = late_shard.open()
     dataset[3]
-    late.release()
+    late_shard.release()
     dataset.warm()
     with monkeypatch.context() as patch:
         patch.setattr(dataset.cache, "index", raise_store_error)
@@ -139,10 +139,10 @@ def raise_store_error(number: int) -> None:
     raise StoreError("the remote is no longer reachable")
 
 
-def test_with_a_checksum_in_the_manifest_wrong_bytes_are_never_returned(late: LateShard) -> None:
-    late.write_manifest(checksums=True)
-    late.lie = lambda answer: setattr(answer, "data", answer.data[::-1])
-    dataset = late.open()
+def test_with_a_checksum_in_the_manifest_wrong_bytes_are_never_returned(late_shard: LateShard) -> None:
+    late_shard.write_manifest(checksums=True)
+    late_shard.lie = lambda answer: setattr(answer, "data", answer.data[::-1])
+    dataset = late_shard.open()
     with pytest.raises(Changed, match="has the checksum"):
         dataset[3]
 
@@ -159,9 +159,9 @@ LIES: dict[str, Callable[[Answer], None]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_response_of_another_version_raises_an_error(lie: str, late: LateShard) -> None:
-    late.lie = LIES[lie]
-    dataset = late.open()
+def test_a_response_of_another_version_raises_an_error(lie: str, late_shard: LateShard) -> None:
+    late_shard.lie = LIES[lie]
+    dataset = late_shard.open()
     with pytest.raises(Changed, match="is no longer the object that was listed"):
         dataset[3]
 
@@ -176,33 +176,33 @@ EVASIONS: dict[str, Callable[[Answer], None]] = {
 
 
 @pytest.mark.parametrize("evasion", EVASIONS)
-def test_after_a_response_that_cannot_be_checked_the_shard_is_awaited(evasion: str, late: LateShard) -> None:
-    late.lie = EVASIONS[evasion]
-    dataset = late.open()
-    late.release_when_waiting(dataset)
-    assert bytes(dataset[3]) == late.data[3].tobytes()
+def test_after_a_response_that_cannot_be_checked_the_shard_is_awaited(evasion: str, late_shard: LateShard) -> None:
+    late_shard.lie = EVASIONS[evasion]
+    dataset = late_shard.open()
+    late_shard.release_when_waiting(dataset)
+    assert bytes(dataset[3]) == late_shard.data[3].tobytes()
     assert dataset.cache.has(0)
 
 
-def test_without_checksum_and_version_nothing_is_read_early(late: LateShard) -> None:
-    late.write_manifest(checksums=False)
-    dataset = late.open()
-    late.release_when_waiting(dataset)
-    assert bytes(dataset[3]) == late.data[3].tobytes()
-    assert late.remote.requests[EARLY] == 1
+def test_without_checksum_and_version_nothing_is_read_early(late_shard: LateShard) -> None:
+    late_shard.write_manifest(checksums=False)
+    dataset = late_shard.open()
+    late_shard.release_when_waiting(dataset)
+    assert bytes(dataset[3]) == late_shard.data[3].tobytes()
+    assert late_shard.remote.requests[EARLY] == 1
 
 
-def test_nothing_is_read_early_unless_it_is_wanted(late: LateShard) -> None:
-    dataset = late.open(early_samples=False)
-    late.release_when_waiting(dataset)
-    assert bytes(dataset[3]) == late.data[3].tobytes()
-    assert late.remote.requests[EARLY] == 1
+def test_nothing_is_read_early_unless_it_is_wanted(late_shard: LateShard) -> None:
+    dataset = late_shard.open(early_samples=False)
+    late_shard.release_when_waiting(dataset)
+    assert bytes(dataset[3]) == late_shard.data[3].tobytes()
+    assert late_shard.remote.requests[EARLY] == 1
 
 
-def test_without_fillers_a_shard_is_fetched_and_not_read_early(late: LateShard, open_dataset: Opener) -> None:
-    late.release()
-    dataset = open_dataset(late.remote.uri, early_samples=True, prefetch=False)
-    assert bytes(dataset[3]) == late.data[3].tobytes()
+def test_without_fillers_a_shard_is_fetched_and_not_read_early(late_shard: LateShard, open_dataset: Opener) -> None:
+    late_shard.release()
+    dataset = open_dataset(late_shard.remote.uri, early_samples=True, prefetch=False)
+    assert bytes(dataset[3]) == late_shard.data[3].tobytes()
     assert dataset.cache.has(0)
 
 

@@ -18,15 +18,15 @@ from topkube.data.cache.fingerprint import fingerprint
 from topkube.errors import DatasetError
 
 
-def module(source: str, name: str = "script") -> types.ModuleType:
-    """A module of the user."""
+def build_module(source: str, name: str = "script") -> types.ModuleType:
+    """Return a module of the user with this source."""
     module_object = types.ModuleType(name)
     exec(textwrap.dedent(source), vars(module_object))
     return module_object
 
 
-def fingerprint_of(source: str) -> str:
-    return fingerprint(module(source).decode)
+def compute_fingerprint(source: str) -> str:
+    return fingerprint(build_module(source).decode)
 
 
 BASE = """
@@ -72,14 +72,14 @@ BASE = """
 )
 def test_a_change_of_what_decode_reaches_changes_its_fingerprint(old: str, new: str) -> None:
     assert old in BASE
-    assert fingerprint_of(BASE) == fingerprint_of(BASE)
-    assert fingerprint_of(BASE) != fingerprint_of(BASE.replace(old, new))
+    assert compute_fingerprint(BASE) == compute_fingerprint(BASE)
+    assert compute_fingerprint(BASE) != compute_fingerprint(BASE.replace(old, new))
 
 
 def test_a_helper_in_another_module_of_the_project_counts_by_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     fingerprints = []
     for scale in (2, 3):
-        helpers = module(f"SCALE = {scale}\ndef scaled(x): return x * SCALE", "my_helpers")
+        helpers = build_module(f"SCALE = {scale}\ndef scaled(x): return x * SCALE", "my_helpers")
         monkeypatch.setitem(sys.modules, "my_helpers", helpers)
         for how in (
             "import my_helpers\ndef decode(raw): return my_helpers.scaled(raw)",
@@ -87,7 +87,7 @@ def test_a_helper_in_another_module_of_the_project_counts_by_its_code(monkeypatc
             "def decode(raw):\n    import my_helpers\n    return my_helpers.scaled(raw)",
             "def decode(raw):\n    from my_helpers import scaled\n    return scaled(raw)",
         ):
-            fingerprints.append(fingerprint_of(how))  # noqa: PERF401
+            fingerprints.append(compute_fingerprint(how))  # noqa: PERF401
     assert len(set(fingerprints)) == 8
 
 
@@ -105,12 +105,12 @@ def test_a_helper_in_another_module_of_the_project_counts_by_its_code(monkeypatc
 )
 def test_code_that_cannot_be_described_needs_an_explicit_fingerprint(source: str) -> None:
     with pytest.raises(DatasetError, match=r"no automatic fingerprint: it uses '\w+'.*fingerprint="):
-        fingerprint_of(source)
+        compute_fingerprint(source)
 
 
 def test_functions_that_call_each_other_are_visited_once() -> None:
     source = "def decode(x): return other(x - 1)\ndef other(x): return decode(x) if x else 0"
-    assert fingerprint_of(source) != fingerprint_of(source.replace("else 0", "else 1"))
+    assert compute_fingerprint(source) != compute_fingerprint(source.replace("else 0", "else 1"))
 
 
 def test_a_decode_has_one_fingerprint_in_all_processes(tmp_path: Path) -> None:
@@ -137,6 +137,6 @@ def test_the_fingerprint_of_an_object_is_used() -> None:
 def test_a_decode_with_a_changed_global_gets_its_own_samples(remote: Remote, open_dataset: Opener) -> None:
     write_tars(remote.folder, [5])
     for scale in (1, 10):
-        decoder: Any = module(f"SCALE = {scale}\ndef decode(sample): return int(sample['cls']) * SCALE")
+        decoder: Any = build_module(f"SCALE = {scale}\ndef decode(sample): return int(sample['cls']) * SCALE")
         dataset = open_dataset(remote.uri, decode=decoder.decode, memory_limit=1 << 20)
         assert [dataset[at] for at in range(5)] == [at * scale for at in range(5)]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openers import Opener, check_samples, shard_files, wait_until
+from openers import Opener, check_samples, list_shard_files, wait_until
 from processes import fork, wait_for_end
 from remotes import Remote, write_files, write_tars
 
@@ -70,7 +70,7 @@ def test_outdated_shards_are_evicted_first(remote: Remote, open_dataset: Opener)
     check_samples(dataset, data)
     dataset.warm()
     assert dataset.cache.has(0)
-    assert len(shard_files(open_dataset.cache)) == 1
+    assert len(list_shard_files(open_dataset.cache)) == 1
 
 
 def test_check_detects_bits_that_flipped_in_memory(tmp_path: Path, open_dataset: Opener) -> None:

@@ -30,7 +30,7 @@ def show_as_anothers(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     """Let `path` appear to belong to another user."""
     real: dict[str, Any] = {"lstat": os.lstat, "stat": os.stat}
 
-    def owned_by_another(name: str) -> Any:
+    def change_owner(name: str) -> Any:
         def stat_as_anothers(which: Any, *rest: Any, **more: Any) -> os.stat_result:
             state = real[name](which, *rest, **more)
             if str(which) != str(path):
@@ -40,7 +40,7 @@ def show_as_anothers(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
         return stat_as_anothers
 
     for name in real:
-        monkeypatch.setattr(os, name, owned_by_another(name))
+        monkeypatch.setattr(os, name, change_owner(name))
 
 
 @pytest.mark.parametrize("planted", ["link", "open", "file", "owner"])

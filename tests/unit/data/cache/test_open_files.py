@@ -19,7 +19,7 @@ from topkube.errors import StoreError
 RECORD = ArrayOf("uint8", (3072,))
 
 
-def run(script: str, tmp_path: Path, memory_limit: int = 0) -> tuple[str, str]:
+def run_script(script: str, tmp_path: Path, memory_limit: int = 0) -> tuple[str, str]:
     """Run a function of few_files.py; return its output."""
     command = [sys.executable, str(Path(__file__).parents[1] / "few_files.py"), script]
     command += [str(tmp_path / "source"), str(tmp_path / "cache"), str(memory_limit)]
@@ -31,12 +31,12 @@ def run(script: str, tmp_path: Path, memory_limit: int = 0) -> tuple[str, str]:
 @pytest.mark.parametrize("memory_limit", [0, 1 << 24])
 def test_400_shards_are_read_with_256_open_files(tmp_path: Path, memory_limit: int) -> None:
     write_files(tmp_path / "source", 400)
-    assert run("many_shards", tmp_path, memory_limit) == ("", "")
+    assert run_script("read_many_shards", tmp_path, memory_limit) == ("", "")
 
 
 def test_files_that_other_code_opens_do_not_disable_the_cache(tmp_path: Path) -> None:
     write_files(tmp_path / "source", 400)
-    output, warned = run("others", tmp_path)
+    output, warned = run_script("read_beside_other_files", tmp_path)
     assert "too many open files. Likely cause: the limit is 256 (`ulimit -n`)" in output
     assert not warned
 

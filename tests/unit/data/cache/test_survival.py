@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from openers import Opener, check_samples, shard_files
+from openers import Opener, check_samples, list_shard_files
 from processes import fork, run_on_volume, wait_for_end
 from remotes import Remote, write_files, write_tars
 
@@ -43,7 +43,7 @@ def test_a_kill_at_any_step_of_a_publication_loses_at_most_that_shard(
     dataset = open_dataset(tmp_path / "source", decode=RECORD, group_bytes=20_000)
     check_samples(dataset, data)
     dataset.warm()
-    files = shard_files(open_dataset.cache)
+    files = list_shard_files(open_dataset.cache)
     assert len(files) == len(dataset.cache.shards)
     assert not any(path.suffix == ".part" for path in files)
     assert not list((open_dataset.cache / "reservations").iterdir())
@@ -125,7 +125,7 @@ def test_8_processes_that_race_for_a_shard_fetch_it_once(remote: Remote, open_da
     def train() -> None:
         while not go.exists():
             time.sleep(0.001)
-        check_samples(open_dataset(remote.uri, decode=decode, prefetch=False, wait_seconds=20), data)
+        check_samples(open_dataset(remote.uri, decode=decode, prefetch=False, wait_seconds=120), data)
 
     racing = [fork(train) for _ in range(8)]
     go.touch()
@@ -188,11 +188,11 @@ def test_a_shard_stays_open_while_it_is_indexed(
     path.unlink()
     read_index = cache._read_index
 
-    def while_another_thread_opens_it_too(shard: Any, file: int) -> Any:
+    def close_idle_and_index(shard: Any, file: int) -> Any:
         cache.open_shards.close_idle()
         return read_index(shard, file)
 
-    monkeypatch.setattr(cache, "_read_index", while_another_thread_opens_it_too)
+    monkeypatch.setattr(cache, "_read_index", close_idle_and_index)
     assert len(cache.index(0)) == 5
 
 
@@ -207,7 +207,7 @@ def test_a_shard_that_one_thread_reads_is_not_closed_by_another_that_opens_it_to
     held, number, opened = type(reader._held)(len(cache.shards)), np.array([0]), cache.open_samples
     other: list[int] = []
 
-    def while_another_thread_holds_it_too(number_: int) -> Any:
+    def hold_in_another_thread(number_: int) -> Any:
         monkeypatch.setattr(cache, "open_samples", opened)
         cache.open_shards.close_idle()
         reader._open_shards(held, number, count_misses=False)
@@ -215,7 +215,7 @@ def test_a_shard_that_one_thread_reads_is_not_closed_by_another_that_opens_it_to
         cache.open_shards.close_idle()
         return opened(number_)
 
-    monkeypatch.setattr(cache, "open_samples", while_another_thread_holds_it_too)
+    monkeypatch.setattr(cache, "open_samples", hold_in_another_thread)
     reader._open_shards(held, number, count_misses=False)
     assert held.descriptors.tolist() == other
     assert os.fstat(other[0]).st_size == 5 * 3072
@@ -264,7 +264,7 @@ def test_damage_on_disk_is_found_quarantined_and_fetched_again(
     data = write_files(remote.folder, 40)
     check_samples(open_dataset(remote.uri, decode=RECORD, group_bytes=30_000), data)
     open_dataset.close()
-    victim = sorted(shard_files(open_dataset.cache))[0]
+    victim = sorted(list_shard_files(open_dataset.cache))[0]
     damaged = bytearray(victim.read_bytes())
     if damage == "flip":
         damaged[len(damaged) // 3] ^= 4
@@ -283,7 +283,7 @@ def test_a_second_dataset_finds_damage_that_happened_after_the_first_verificatio
     data = write_files(remote.folder, 40)
     first = open_dataset(remote.uri, decode=RECORD, group_bytes=30_000)
     check_samples(first, data)
-    victim = sorted(shard_files(open_dataset.cache))[0]
+    victim = sorted(list_shard_files(open_dataset.cache))[0]
     damaged = bytearray(victim.read_bytes())
     damaged[len(damaged) // 3] ^= 4
     victim.chmod(0o644)
@@ -344,7 +344,7 @@ def test_a_shard_that_shrinks_under_an_open_dataset_is_fetched_again(remote: Rem
     data = write_files(remote.folder, 10)
     dataset = open_dataset(remote.uri, decode=RECORD)
     check_samples(dataset, data)
-    (path,) = shard_files(open_dataset.cache)
+    (path,) = list_shard_files(open_dataset.cache)
     path.chmod(0o644)
     os.truncate(path, 100)
     check_samples(dataset, data)
@@ -352,22 +352,24 @@ def test_a_shard_that_shrinks_under_an_open_dataset_is_fetched_again(remote: Rem
 
 
 @pytest.mark.parametrize(
-    ("volume", "says"),
+    ("script", "message"),
     [
-        ("full", "takes no more shards"),
-        ("full_memory", "memory cache takes no more samples"),
-        ("read_only", "takes no more shards"),
-        ("read_only_and_empty", "no disk cache"),
-        ("vanished", "is no longer used"),
+        ("fill_volume", "takes no more shards"),
+        ("fill_memory", "memory cache takes no more samples"),
+        ("train_on_read_only", "takes no more shards"),
+        ("train_on_empty_read_only", "no disk cache"),
+        ("lose_volume", "is no longer used"),
     ],
 )
-def test_a_volume_that_fails_costs_one_warning_and_training_continues(tmp_path: Path, volume: str, says: str) -> None:
+def test_a_volume_that_fails_costs_one_warning_and_training_continues(
+    tmp_path: Path, script: str, message: str
+) -> None:
     write_files(tmp_path / "source", 200)
     (tmp_path / "volume").mkdir()
-    output = run_on_volume(volume, tmp_path / "source", tmp_path / "volume")
+    output = run_on_volume(script, tmp_path / "source", tmp_path / "volume")
     assert [line for line in output.splitlines() if line.startswith("topkube:")] == output.splitlines()
     assert len(output.splitlines()) == 1, output
-    assert says in output
+    assert message in output
 
 
 @pytest.mark.parametrize("mark", ['{"kind": "topkube-cache", "format": 99}', '{"kind": "else"}', "not JSON", None])

@@ -17,7 +17,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openers import Opener
-from remotes import add
+from remotes import add_member
 
 from topkube import _kernels
 from topkube.data.cache.stored_index import pack_index, read_index
@@ -39,11 +39,11 @@ def index_bytes(data: bytes) -> SampleIndex:
         os.close(file)
 
 
-def archive(count: int = 10, format: int = tarfile.USTAR_FORMAT, **headers: str) -> bytearray:
+def build_archive(count: int = 10, format: int = tarfile.USTAR_FORMAT, **headers: str) -> bytearray:
     written = io.BytesIO()
     with tarfile.open(fileobj=written, mode="w", format=format, pax_headers=headers or None) as tar:
         for number in range(count):
-            add(tar, f"{number}.bin", bytes([number + 1]) * BLOCK)
+            add_member(tar, f"{number}.bin", bytes([number + 1]) * BLOCK)
     return bytearray(written.getvalue())
 
 
@@ -68,14 +68,14 @@ def test_sparse_members_are_refused_by_name(tmp_path: Path, format: str, version
 
 @pytest.mark.parametrize("blocks", [1, 2, 8])
 def test_zeros_in_the_middle_do_not_end_a_shard_in_silence(blocks: int) -> None:
-    data = archive()
+    data = build_archive()
     data[8 * BLOCK : (8 + blocks) * BLOCK] = bytes(blocks * BLOCK)  # the header of the fifth member, and more
     with pytest.raises(DatasetError, match=r"0\.tar has more data after the zeros at byte 4096"):
         index_bytes(bytes(data))
 
 
 def test_an_archive_without_its_end_is_refused() -> None:
-    data = bytes(archive(10))[: 20 * BLOCK]
+    data = bytes(build_archive(10))[: 20 * BLOCK]
     with pytest.raises(DatasetError, match="without the two blocks of zeros"):
         index_bytes(data)
     with pytest.raises(DatasetError, match="ends with 512 bytes of zeros"):
@@ -85,17 +85,17 @@ def test_an_archive_without_its_end_is_refused() -> None:
 
 def test_two_archives_in_one_file_are_refused() -> None:
     with pytest.raises(DatasetError, match="has more data after the zeros"):
-        index_bytes(bytes(archive() + archive()))
+        index_bytes(bytes(build_archive() + build_archive()))
 
 
 @pytest.mark.parametrize("key", ["path", "size", "GNU.sparse.size"])
 def test_a_global_header_that_changes_members_is_refused(key: str) -> None:
     with pytest.raises(DatasetError, match=f"global header with '{key}'"):
-        index_bytes(bytes(archive(2, tarfile.PAX_FORMAT, **{key: "3"})))
-    assert len(index_bytes(bytes(archive(2, tarfile.PAX_FORMAT, comment="of git")))) == 2
+        index_bytes(bytes(build_archive(2, tarfile.PAX_FORMAT, **{key: "3"})))
+    assert len(index_bytes(bytes(build_archive(2, tarfile.PAX_FORMAT, comment="of git")))) == 2
 
 
-def member(change: Callable[[tarfile.TarInfo], None]) -> bytes:
+def build_member(change: Callable[[tarfile.TarInfo], None]) -> bytes:
     written = io.BytesIO()
     info = tarfile.TarInfo("0.bin")
     change(info)
@@ -110,14 +110,14 @@ def test_an_invalid_size_is_a_typed_error(size: str) -> None:
         info.pax_headers = {"size": size}
 
     with pytest.raises(DatasetError):
-        index_bytes(member(change))
+        index_bytes(build_member(change))
 
 
 @pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
 def test_a_name_in_another_encoding_is_a_typed_error(format: int) -> None:
     written = io.BytesIO()
     with tarfile.open(fileobj=written, mode="w", format=format, encoding="latin-1") as tar:
-        add(tar, "größe.bin", b"x")
+        add_member(tar, "größe.bin", b"x")
     with pytest.raises(DatasetError, match="is not UTF-8"):
         index_bytes(written.getvalue())
 
@@ -133,7 +133,7 @@ def test_names_with_a_dot_in_their_number_are_refused_with_two_of_them() -> None
     written = io.BytesIO()
     with tarfile.open(fileobj=written, mode="w") as tar:
         for number in range(5000):
-            add(tar, f"image.{number:04}.jpg", b"x")
+            add_member(tar, f"image.{number:04}.jpg", b"x")
     with pytest.raises(DatasetError, match=r"'image\.0000\.jpg' and 'image\.0001\.jpg' are different fields"):
         index_bytes(written.getvalue())
 
@@ -141,7 +141,7 @@ def test_names_with_a_dot_in_their_number_are_refused_with_two_of_them() -> None
 def test_an_index_of_older_rules_is_created_again(tmp_path: Path) -> None:
     """An older version may have created the index from a shard that is refused now."""
     path = tmp_path / "0.index"
-    write_bytes(path, pack_index(index_bytes(bytes(archive(3)))))
+    write_bytes(path, pack_index(index_bytes(bytes(build_archive(3)))))
     assert read_index(path) is not None
     data = path.read_bytes()[16:]
     path.write_bytes(xxhash.xxh3_128_digest(data) + data)
@@ -152,7 +152,7 @@ def test_an_index_of_older_rules_is_created_again(tmp_path: Path) -> None:
 @given(st.data())
 def test_damage_is_an_error_or_changes_no_other_sample(data: st.DataObject) -> None:
     """After any bytes are overwritten, the remaining samples are those of the archive, or the shard is refused."""
-    intact = bytes(archive(6, data.draw(st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT]))))
+    intact = bytes(build_archive(6, data.draw(st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT]))))
     at = data.draw(st.integers(0, 12 * BLOCK - 1))
     put = data.draw(st.binary(min_size=1, max_size=2 * BLOCK) | st.integers(1, 3 * BLOCK).map(bytes))
     damaged = (intact[:at] + put + intact[at + len(put) :])[: len(intact)]
@@ -165,7 +165,9 @@ def test_damage_is_an_error_or_changes_no_other_sample(data: st.DataObject) -> N
     assert (index.sizes == BLOCK).all()
 
 
-def members(count: int, change: Callable[[int, tarfile.TarInfo], None], format: int = tarfile.USTAR_FORMAT) -> bytes:
+def build_members(
+    count: int, change: Callable[[int, tarfile.TarInfo], None], format: int = tarfile.USTAR_FORMAT
+) -> bytes:
     """Return an archive of small members of equal size; `change` gets the number and the header of each member."""
     written = io.BytesIO()
     with tarfile.open(fileobj=written, mode="w", format=format) as tar:
@@ -186,19 +188,23 @@ def resize(at: int, size: int) -> Callable[[int, tarfile.TarInfo], None]:
 
 
 ALIKE = {
-    "equal": members(100, lambda *_: None),
-    "one larger": members(100, resize(50, 1300)),
-    "every second larger": members(100, lambda number, member: resize(number, 700 + number % 2 * 600)(number, member)),
-    "a long name": members(100, rename(50, "d/" * 60 + "x.bin")),
-    "a very long name": members(100, rename(50, "x" * 180 + ".bin"), tarfile.GNU_FORMAT),
-    "a folder": members(100, lambda number, member: setattr(member, "type", b"5") if number == 50 else None),
-    "a name in UTF-8": members(100, rename(50, "\u00e4\u00f6.bin"), tarfile.GNU_FORMAT),
-    "a dot": members(100, rename(50, "./x.bin")),
-    "many sizes": members(100, lambda number, member: setattr(member, "size", number * 97 % 2000)),
-    "large members": members(100, lambda number, member: setattr(member, "size", 9000 + number)),
-    "folders in prefixes": members(100, lambda number, member: setattr(member, "name", f"{'d' * 90}/{number}/x.bin")),
-    "a hidden file": members(100, rename(50, ".x.bin")),
-    "other owners": members(100, lambda number, member: setattr(member, "uid", number)),
+    "equal": build_members(100, lambda *_: None),
+    "one larger": build_members(100, resize(50, 1300)),
+    "every second larger": build_members(
+        100, lambda number, member: resize(number, 700 + number % 2 * 600)(number, member)
+    ),
+    "a long name": build_members(100, rename(50, "d/" * 60 + "x.bin")),
+    "a very long name": build_members(100, rename(50, "x" * 180 + ".bin"), tarfile.GNU_FORMAT),
+    "a folder": build_members(100, lambda number, member: setattr(member, "type", b"5") if number == 50 else None),
+    "a name in UTF-8": build_members(100, rename(50, "\u00e4\u00f6.bin"), tarfile.GNU_FORMAT),
+    "a dot": build_members(100, rename(50, "./x.bin")),
+    "many sizes": build_members(100, lambda number, member: setattr(member, "size", number * 97 % 2000)),
+    "large members": build_members(100, lambda number, member: setattr(member, "size", 9000 + number)),
+    "folders in prefixes": build_members(
+        100, lambda number, member: setattr(member, "name", f"{'d' * 90}/{number}/x.bin")
+    ),
+    "a hidden file": build_members(100, rename(50, ".x.bin")),
+    "other owners": build_members(100, lambda number, member: setattr(member, "uid", number)),
 }
 
 
@@ -253,4 +259,4 @@ def test_arrays_that_are_too_small_are_refused() -> None:
 @pytest.mark.parametrize("name", ["/etc/x.bin", "a/../../x.bin", "a\\x.bin"])
 def test_an_unsafe_name_among_members_that_are_alike_is_refused(name: str) -> None:
     with pytest.raises(DatasetError, match="would leave the folder"):
-        index_bytes(members(100, rename(50, name)))
+        index_bytes(build_members(100, rename(50, name)))

@@ -33,7 +33,7 @@ def list_objects(server: Hostile) -> Listing:
     objects = list(ObjectStore(server.uri, patience=PATIENCE).listing())
     assert len(objects) == server.objects
     if server.lies_in_all:
-        sums = [xxhash.xxh3_128_hexdigest(server.bytes_of(number)) for number in range(server.objects)]
+        sums = [xxhash.xxh3_128_hexdigest(server.build_bytes(number)) for number in range(server.objects)]
         objects = [entry._replace(checksum=checksum) for entry, checksum in zip(objects, sums, strict=True)]
     return Listing.of(objects, server.uri)
 
@@ -49,7 +49,7 @@ def fetch_together(store: ObjectStore, objects: list[RemoteObject], offsets: lis
     return bytes(whole)
 
 
-def ask(server: Hostile, requests: int) -> Counter[str]:
+def read_and_check(server: Hostile, requests: int) -> Counter[str]:
     """Read until the server has got this number of requests. Fail at the first wrong byte."""
     listing = list_objects(server)
     objects, store = list(listing), ObjectStore(server.uri, patience=PATIENCE)
@@ -62,13 +62,15 @@ def ask(server: Hostile, requests: int) -> Counter[str]:
         try:
             if turn % 4:
                 data = store.read(entry)
-                assert data == server.bytes_of(number), f"wrong bytes in {entry.path}, {server.seed=} {server.etags=}"
+                assert data == server.build_bytes(number), (
+                    f"wrong bytes in {entry.path}, {server.seed=} {server.etags=}"
+                )
                 ends["read"] += 1
             else:
                 several = objects[number : number + 4]
                 offsets = [sum(other.size for other in several[:at]) for at in range(len(several))]
                 data = fetch_together(store, several, offsets)
-                right = b"".join(server.bytes_of(number + at) for at in range(len(several)))
+                right = b"".join(server.build_bytes(number + at) for at in range(len(several)))
                 assert data == right, f"wrong bytes from {entry.path} on, {server.seed=} {server.etags=}"
                 ends["read"] += 1
         except StoreError:
@@ -83,7 +85,7 @@ def test_a_server_that_lies_causes_no_wrong_byte(
     monkeypatch.setattr(store_module, "RANGE_BYTES", 700)
     server = Hostile(1, etags, lies_in_all, plain)
     try:
-        ends = ask(server, 400)
+        ends = read_and_check(server, 400)
         assert ends["read"] > 20
         assert ends["refused"] > 20
         assert len(server.responses) > 12
@@ -99,16 +101,16 @@ def test_the_cache_of_a_hostile_server_holds_only_right_bytes(
     server = Hostile(2)
     try:
         given: dict[str, Any] = {"prefetch": False, "group_bytes": 3000, "patience": PATIENCE}
-        dataset, right_ones = open_dataset(server.uri, **given), set()
+        dataset, verified = open_dataset(server.uri, **given), set()
         server.hostile = True
         for at in range(200):
             number = at % len(dataset)
             try:
-                assert dataset[number] == server.bytes_of(number)
-                right_ones.add(number)
+                assert dataset[number] == server.build_bytes(number)
+                verified.add(number)
             except StoreError:
                 pass
-        assert len(right_ones) > 5
+        assert len(verified) > 5
     finally:
         server.close()
 
@@ -119,7 +121,7 @@ if __name__ == "__main__":
     ends, responses, requests = Counter[str](), Counter[str](), 0
     for seed, (etags, lies_in_all, plain) in enumerate(KINDS):
         server = Hostile(seed, etags, lies_in_all, plain)
-        ends += ask(server, total // len(KINDS))
+        ends += read_and_check(server, total // len(KINDS))
         responses += Counter(server.responses)
         requests += server.requests
         server.close()

@@ -118,7 +118,7 @@ class Scripted:
             thread.join(20)
 
 
-def requested(request: str) -> tuple[int, int]:
+def parse_range(request: str) -> tuple[int, int]:
     for line in request.split("\r\n"):
         if line.startswith("Range: bytes="):
             first, _, last = line.removeprefix("Range: bytes=").partition("-")
@@ -126,7 +126,7 @@ def requested(request: str) -> tuple[int, int]:
     return 0, len(DATA)
 
 
-def response(start: int, stop: int, validator: str) -> bytes:
+def build_head(start: int, stop: int, validator: str) -> bytes:
     status = "200 OK" if (start, stop) == (0, len(DATA)) else "206 Partial Content"
     ranged = "" if status.startswith("200") else f"Content-Range: bytes {start}-{stop - 1}/{len(DATA)}\r\n"
     return f"HTTP/1.1 {status}\r\n{ranged}{validator}Content-Length: {stop - start}\r\n\r\n".encode()
@@ -157,7 +157,7 @@ def receive(store: ObjectStore, version: str = "", checksum: str = "") -> bytes:
 
 
 @pytest.fixture(autouse=True)
-def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """aiohttp must not be used unless a test sets this function again."""
     monkeypatch.setattr(object_store, "read_range", None)
 
@@ -165,21 +165,21 @@ def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("listed", ['"v1"', ""])
 def test_a_read_resumes_at_the_byte_that_it_has_reached(listed: str) -> None:
     def handle(connection: socket.socket, number: int, request: str) -> bool:
-        start, stop = requested(request)
-        connection.sendall(response(start, stop, 'ETag: "v1"\r\n'))
+        start, stop = parse_range(request)
+        connection.sendall(build_head(start, stop, 'ETag: "v1"\r\n'))
         connection.sendall(DATA[start : start + 60_000] if number == 1 else DATA[start:stop])
         return number > 1  # the first connection breaks in the middle
 
     with serve_and_open(handle) as (server, store):
         assert receive(store, listed, xxhash.xxh3_128_hexdigest(DATA)) == DATA
-    assert [requested(request) for request in server.requests] == [(0, 100_000), (60_000, 100_000)]
+    assert [parse_range(request) for request in server.requests] == [(0, 100_000), (60_000, 100_000)]
     assert ["If-Match" in request for request in server.requests] == [bool(listed), True]
 
 
 def test_the_rest_of_another_version_is_refused() -> None:
     def handle(connection: socket.socket, number: int, request: str) -> bool:
-        start, stop = requested(request)
-        connection.sendall(response(start, stop, f'ETag: "v{number}"\r\n'))
+        start, stop = parse_range(request)
+        connection.sendall(build_head(start, stop, f'ETag: "v{number}"\r\n'))
         connection.sendall(DATA[start : start + 60_000] if number == 1 else bytes(stop - start))
         return number > 1
 
@@ -191,20 +191,20 @@ def test_a_range_without_a_version_is_read_again_from_its_start() -> None:
     """The bytes of a broken response could be those of another version."""
 
     def handle(connection: socket.socket, number: int, request: str) -> bool:
-        start, stop = requested(request)
-        connection.sendall(response(start, stop, ""))
+        start, stop = parse_range(request)
+        connection.sendall(build_head(start, stop, ""))
         connection.sendall(bytes(60_000) if number == 1 else DATA[start:stop])
         return number > 1
 
     with serve_and_open(handle) as (server, store):
         assert receive(store) == DATA
-    assert [requested(request) for request in server.requests] == [(0, 100_000)] * 2
+    assert [parse_range(request) for request in server.requests] == [(0, 100_000)] * 2
 
 
 def test_a_connection_that_the_server_closed_meanwhile_is_not_a_failed_try() -> None:
     def handle(connection: socket.socket, number: int, request: str) -> bool:
-        start, stop = requested(request)
-        connection.sendall(response(start, stop, 'ETag: "v1"\r\n') + DATA[start:stop])
+        start, stop = parse_range(request)
+        connection.sendall(build_head(start, stop, 'ETag: "v1"\r\n') + DATA[start:stop])
         return False
 
     with serve_and_open(handle) as (server, store):
@@ -215,9 +215,9 @@ def test_a_connection_that_the_server_closed_meanwhile_is_not_a_failed_try() -> 
 
 def test_bytes_after_a_response_are_not_read_as_the_next_response() -> None:
     def handle(connection: socket.socket, number: int, request: str) -> bool:
-        start, stop = requested(request)
-        more = response(start, stop, 'ETag: "v1"\r\n') + bytes(stop - start)
-        connection.sendall(response(start, stop, 'ETag: "v1"\r\n') + DATA[start:stop] + more * (number == 1))
+        start, stop = parse_range(request)
+        more = build_head(start, stop, 'ETag: "v1"\r\n') + bytes(stop - start)
+        connection.sendall(build_head(start, stop, 'ETag: "v1"\r\n') + DATA[start:stop] + more * (number == 1))
         return True
 
     with serve_and_open(handle) as (server, store):
@@ -230,7 +230,7 @@ def test_a_server_without_ranges_is_read(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(object_store, "RANGE_BYTES", 40_000)
 
     def handle(connection: socket.socket, number: int, request: str) -> bool:
-        connection.sendall(response(0, len(DATA), 'ETag: "v1"\r\n') + DATA)
+        connection.sendall(build_head(0, len(DATA), 'ETag: "v1"\r\n') + DATA)
         return True
 
     with serve_and_open(handle) as (_, store):
@@ -250,7 +250,7 @@ def test_a_head_without_end_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("status", "message"), [(404, "does not exist"), (403, "may not be read"), (412, "listed")])
-def test_a_status_is_reported(status: int, message: str) -> None:
+def test_a_status_other_than_success_is_an_error(status: int, message: str) -> None:
     def handle(connection: socket.socket, number: int, request: str) -> bool:
         connection.sendall(f"HTTP/1.1 {status} X\r\nContent-Length: 0\r\n\r\n".encode())
         return True
@@ -264,8 +264,8 @@ def test_a_stall_ends_the_try() -> None:
     stalled = threading.Event()
 
     def handle(connection: socket.socket, number: int, request: str) -> bool:
-        start, stop = requested(request)
-        connection.sendall(response(start, stop, 'ETag: "v1"\r\n'))
+        start, stop = parse_range(request)
+        connection.sendall(build_head(start, stop, 'ETag: "v1"\r\n'))
         if number > 1:
             connection.sendall(DATA[start:stop])
             return True
@@ -279,7 +279,7 @@ def test_a_stall_ends_the_try() -> None:
             assert receive(store, '"v1"') == DATA
         finally:
             stalled.set()
-    assert requested(server.requests[-1])[0] in (0, 1000)
+    assert parse_range(server.requests[-1])[0] in (0, 1000)
 
 
 def test_a_line_break_in_a_version_does_not_reach_the_request() -> None:
@@ -290,7 +290,7 @@ def test_a_line_break_in_a_version_does_not_reach_the_request() -> None:
 
 def test_an_error_of_the_writer_is_not_retried() -> None:
     def handle(connection: socket.socket, number: int, request: str) -> bool:
-        connection.sendall(response(0, len(DATA), 'ETag: "v1"\r\n') + DATA)
+        connection.sendall(build_head(0, len(DATA), 'ETag: "v1"\r\n') + DATA)
         return True
 
     def write(offset: int, data: Any) -> None:
@@ -303,7 +303,7 @@ def test_an_error_of_the_writer_is_not_retried() -> None:
 
 def test_another_address_of_the_host_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     def handle(connection: socket.socket, number: int, request: str) -> bool:
-        connection.sendall(response(0, len(DATA), 'ETag: "v1"\r\n') + DATA)
+        connection.sendall(build_head(0, len(DATA), 'ETag: "v1"\r\n') + DATA)
         return True
 
     with serve_and_open(handle, Patience(retries=0)) as (_, store), socket.create_server(("127.0.0.1", 0)) as closed:
@@ -324,11 +324,11 @@ def test_the_http_library_reads_requests_that_the_socket_client_does_not(
     monkeypatch.setattr(object_store, "read_range", lambda *given: (used.append(1), real(*given))[1])
 
     def handle(connection: socket.socket, number: int, request: str) -> bool:
-        start, stop = requested(request)
+        start, stop = parse_range(request)
         if how == "redirect" and request.startswith("GET /o "):
             connection.sendall(b"HTTP/1.1 302 Found\r\nLocation: /p\r\nContent-Length: 0\r\n\r\n")
         elif how == "redirect":
-            connection.sendall(response(start, stop, 'ETag: "v1"\r\n') + DATA[start:stop])
+            connection.sendall(build_head(start, stop, 'ETag: "v1"\r\n') + DATA[start:stop])
         else:
             connection.sendall(b'HTTP/1.1 200 OK\r\nETag: "v1"\r\nTransfer-Encoding: chunked\r\n\r\n')
             connection.sendall(f"{len(DATA):x}\r\n".encode() + DATA + b"\r\n0\r\n\r\n")
@@ -337,12 +337,12 @@ def test_the_http_library_reads_requests_that_the_socket_client_does_not(
     with serve_and_open(handle) as (server, store):
         assert receive(store, '"v1"', xxhash.xxh3_128_hexdigest(DATA)) == DATA
         assert receive(store, '"v1"') == DATA
-        sync_close(store)
+        close_library_connections(store)
     assert used == [1, 1]
     assert len(server.requests) == {"chunked": 3, "redirect": 5}[how]
 
 
-def sync_close(store: ObjectStore) -> None:
+def close_library_connections(store: ObjectStore) -> None:
     """Close the connections of aiohttp."""
     from fsspec.asyn import sync
 
@@ -394,22 +394,22 @@ def certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     http_connection._build_tls_context.cache_clear()
 
 
-def server_context(certificate: Path) -> ssl.SSLContext:
+def build_server_context(certificate: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     return context
 
 
 def send_whole(connection: socket.socket, number: int, request: str) -> bool:
-    start, stop = requested(request)
-    connection.sendall(response(start, stop, 'ETag: "v1"\r\n') + DATA[start:stop])
+    start, stop = parse_range(request)
+    connection.sendall(build_head(start, stop, 'ETag: "v1"\r\n') + DATA[start:stop])
     return True
 
 
 def test_an_object_is_read_over_tls_in_many_ranges(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     monkeypatch.setattr(object_store, "RANGE_BYTES", 30_000)
-    with serve_and_open(send_whole, tls=server_context(certificate)) as (server, store):
+    with serve_and_open(send_whole, tls=build_server_context(certificate)) as (server, store):
         assert receive(store, '"v1"', xxhash.xxh3_128_hexdigest(DATA)) == DATA
     assert len(server.requests) == 4
 
@@ -421,7 +421,7 @@ def test_a_server_without_a_trusted_certificate_for_its_name_gets_no_request(
     if is_trusted:
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     with (
-        serve_and_open(send_whole, tls=server_context(certificate), host=host) as (server, store),
+        serve_and_open(send_whole, tls=build_server_context(certificate), host=host) as (server, store),
         pytest.raises(StoreError, match="certificate"),
     ):
         receive(store)

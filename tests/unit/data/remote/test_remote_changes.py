@@ -58,7 +58,7 @@ def mark_compressed(answer: Answer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "says"),
+    ("kind", "change", "message"),
     [
         ("strong", change_etag, "no longer the object that was listed"),
         ("strong", remove_version, "has no ETag"),
@@ -72,7 +72,7 @@ def mark_compressed(answer: Answer) -> None:
     ],
 )
 def test_a_response_that_is_not_the_listed_version_is_refused(
-    remote: Remote, open_dataset: Opener, kind: str, change: Callable[[Answer], None], says: str
+    remote: Remote, open_dataset: Opener, kind: str, change: Callable[[Answer], None], message: str
 ) -> None:
     """The server ignores If-Match, and its response has the right length."""
     write_files(remote.folder, 2)
@@ -80,7 +80,7 @@ def test_a_response_that_is_not_the_listed_version_is_refused(
     dataset = open_dataset(remote.uri, decode=RECORD, prefetch=False)
     remote.conditions = False
     remote.alter = lambda path, answer: change(answer) if path == PATH else None
-    with pytest.raises(StoreError, match=says):
+    with pytest.raises(StoreError, match=message):
         dataset[0]
     remote.alter = None
     assert dataset[0].shape == (3072,)

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from children import POLICY, environment, launcher, stored, worker
-from simulated import Simulated, job
+from children import POLICY, build_launcher, build_worker, parse_job, read_environment
+from simulated import Simulated, build_job
 
 from topkube.errors import JobError
 from topkube.job import TrainingJob
@@ -19,12 +19,12 @@ from topkube_operator.planning import admission
 OWN_LABELS = {"team": "vision", "app": "train"}
 
 
-def _template(**spec: Any) -> dict[str, Any]:
-    return {"spec": {**job()["spec"]["template"]["spec"], **spec}}
+def _build_template(**spec: Any) -> dict[str, Any]:
+    return {"spec": {**build_job()["spec"]["template"]["spec"], **spec}}
 
 
-def _resources(**resources: Any) -> dict[str, Any]:
-    template = _template()
+def _build_template_with(**resources: Any) -> dict[str, Any]:
+    template = _build_template()
     template["spec"]["containers"] = [{**template["spec"]["containers"][0], "resources": resources}]
     return template
 
@@ -36,24 +36,26 @@ def test_a_launcher_goes_where_workers_can_go() -> None:
         "runtimeClassName": "nvidia",
         "securityContext": {"runAsUser": 2000, "runAsNonRoot": True, "supplementalGroups": [7]},
     }
-    made = stored(template=_template(**inherited, affinity={**near, "podAntiAffinity": {}}))
-    spec = launcher(made)[0]["spec"]
+    made = parse_job(template=_build_template(**inherited, affinity={**near, "podAntiAffinity": {}}))
+    spec = build_launcher(made)[0]["spec"]
     assert {field: spec[field] for field in inherited} == inherited
     assert spec["affinity"] == near, "an anti-affinity would ask for one node more than there are workers"
-    assert "runAsUser" not in launcher(made)[1]["securityContext"], "the pod's security context has the user"
+    assert "runAsUser" not in build_launcher(made)[1]["securityContext"], "the pod's security context has the user"
 
 
 def test_fields_of_the_launchers_template_are_kept() -> None:
     workers = {"nodeSelector": {"pool": "gpu"}, "affinity": {"nodeAffinity": {"a": 1}}, "runtimeClassName": "nvidia"}
     own = {"nodeSelector": {}, "affinity": {}, "runtimeClassName": "runc", "securityContext": {"runAsUser": 7}}
-    spec = launcher(stored(template=_template(**workers), launcher={"template": {"spec": own}}))[0]["spec"]
+    spec = build_launcher(parse_job(template=_build_template(**workers), launcher={"template": {"spec": own}}))[0][
+        "spec"
+    ]
     assert {field: spec[field] for field in own} == own
 
 
 def test_a_launcher_has_the_workers_labels_but_those_that_keep_workers_apart() -> None:
     rule = {"labelSelector": {"matchLabels": {"app": "train"}}, "topologyKey": "kubernetes.io/hostname"}
     term = {"weight": 1, "podAffinityTerm": {"labelSelector": {"matchExpressions": [{"key": "rack"}]}}}
-    template = _template()
+    template = _build_template()
     template["metadata"] = {"labels": {**OWN_LABELS, "rack": "r1", "zone": "a"}}
     template["spec"] |= {
         "affinity": {
@@ -65,21 +67,21 @@ def test_a_launcher_has_the_workers_labels_but_those_that_keep_workers_apart() -
         "topologySpreadConstraints": [{"labelSelector": {"matchLabels": {"zone": "a"}}}],
     }
     own = {"metadata": {"labels": {"team": "platform"}}}
-    labels = launcher(stored(template=template))[0]["metadata"]["labels"]
+    labels = build_launcher(parse_job(template=template))[0]["metadata"]["labels"]
     assert (labels["team"], labels["topkube.dev/role"]) == ("vision", "launcher")
     assert not {"app", "rack", "zone"} & set(labels)
-    labels = launcher(stored(template=template, launcher={"template": own}))[0]["metadata"]["labels"]
+    labels = build_launcher(parse_job(template=template, launcher={"template": own}))[0]["metadata"]["labels"]
     assert labels["team"] == "platform"
 
 
 @pytest.mark.parametrize("of_pod", [True, False])
 def test_a_null_user_leaves_the_user_and_the_group_to_the_cluster(of_pod: bool) -> None:
     """As OpenShift's restricted-v2 needs it, which admits no user but those of the namespace's range."""
-    template = _template()
+    template = _build_template()
     part = template["spec"] if of_pod else template["spec"]["containers"][0]
     part["securityContext"] = {"runAsUser": None}
-    made = stored(template=template, checkpoint={"claimName": "claim"})
-    for pod, container in (worker(made), launcher(made)):
+    made = parse_job(template=template, checkpoint={"claimName": "claim"})
+    for pod, container in (build_worker(made), build_launcher(made)):
         contexts = [pod["spec"].get("securityContext") or {}, container["securityContext"]]
         for context in contexts:
             assert not {"runAsUser", "fsGroup"} & set(context)
@@ -89,19 +91,19 @@ def test_a_null_user_leaves_the_user_and_the_group_to_the_cluster(of_pod: bool) 
 
 
 def test_a_null_user_outlasts_a_change_that_is_refused() -> None:
-    template = _template(securityContext={"runAsUser": None})
-    world = Simulated(job(template=template))
-    world.to_running()
+    template = _build_template(securityContext={"runAsUser": None})
+    world = Simulated(build_job(template=template))
+    world.start_ranks()
     world.edit(template=template, workers=3)  # refused: the accepted spec, which holds no nulls, stays in force
     world.reconcile()
-    assert world.condition("Failed")["reason"] == "ChangeRefused"
+    assert world.find_condition("Failed")["reason"] == "ChangeRefused"
     shapes = {pod.shape for pod in world.pods.values() if pod.role == "worker"}
     world.edit_policy()
-    assert shapes == {pods.hash_worker(TrainingJob.from_cluster(job(template=template)))}
+    assert shapes == {pods.hash_worker(TrainingJob.from_cluster(build_job(template=template)))}
     world.end("train-worker-1-1-uid-1", 3)
     world.end("train-launcher-1-uid-1", 1)
     world.reconcile()
-    assert world.status()["attempt"] == 2
+    assert world.status["attempt"] == 2
     kept = [pod for pod in world.pods.values() if pod.name == "train-worker-0-1-uid-1" and pod.deletion is None]
     assert kept, "the worker still fits: its template has not changed"
 
@@ -109,32 +111,39 @@ def test_a_null_user_outlasts_a_change_that_is_refused() -> None:
 def test_a_guaranteed_pod_stays_guaranteed_with_a_launcher_inside() -> None:
     exact = {"cpu": "4", "memory": "8Gi"}
     colocated = {"colocate": True}
-    for template in (_resources(limits=exact), _resources(limits=exact, requests={"cpu": "4000m", "memory": "8192Mi"})):
-        pod = pods.build_colocated(stored(template=template, launcher=colocated), "uid-1", 1, [(0, 1), (1, 1)], POLICY)
+    for template in (
+        _build_template_with(limits=exact),
+        _build_template_with(limits=exact, requests={"cpu": "4000m", "memory": "8192Mi"}),
+    ):
+        pod = pods.build_colocated(
+            parse_job(template=template, launcher=colocated), "uid-1", 1, [(0, 1), (1, 1)], POLICY
+        )
         head = next(entry for entry in pod["spec"]["containers"] if entry["name"] == "launcher")
         assert head["resources"]["requests"] == head["resources"]["limits"]
         assert set(head["resources"]["limits"]) == {"cpu", "memory"}
-    burstable = _resources(limits=exact, requests={"cpu": "1"})
-    pod = pods.build_colocated(stored(template=burstable, launcher=colocated), "uid-1", 1, [(0, 1), (1, 1)], POLICY)
+    burstable = _build_template_with(limits=exact, requests={"cpu": "1"})
+    pod = pods.build_colocated(parse_job(template=burstable, launcher=colocated), "uid-1", 1, [(0, 1), (1, 1)], POLICY)
     head = next(entry for entry in pod["spec"]["containers"] if entry["name"] == "launcher")
     assert head["resources"]["requests"] == {"cpu": "50m", "memory": "96Mi"}
 
 
 def test_a_quota_on_limits_admits_the_launcher_of_workers_that_it_admits() -> None:
-    limits = launcher(stored(template=_resources(limits={"memory": "8Gi", "nvidia.com/gpu": 2})))[1]["resources"]
+    limits = build_launcher(parse_job(template=_build_template_with(limits={"memory": "8Gi", "nvidia.com/gpu": 2})))[1][
+        "resources"
+    ]
     assert set(limits["limits"]) == {"memory"}
-    assert "limits" not in launcher(stored())[1]["resources"]
+    assert "limits" not in build_launcher(parse_job())[1]["resources"]
 
 
 @pytest.mark.parametrize("colocate", [True, False])
 def test_the_launchers_resources_can_be_set(colocate: bool) -> None:
     wanted = {"requests": {"cpu": "250m", "memory": "1Gi"}, "limits": {"cpu": "250m", "memory": "1Gi"}}
-    made = stored(launcher={"colocate": colocate, "resources": wanted})
+    made = parse_job(launcher={"colocate": colocate, "resources": wanted})
     if colocate:
         pod = pods.build_colocated(made, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
         head = next(entry for entry in pod["spec"]["containers"] if entry["name"] == "launcher")
     else:
-        _, head = launcher(made)
+        _, head = build_launcher(made)
     assert head["resources"] == wanted
 
 
@@ -145,16 +154,16 @@ def test_the_launchers_resources_can_be_set(colocate: bool) -> None:
 def test_a_job_behind_a_mesh_turns_off_the_check_of_addresses(
     annotation: str | None, of_operator: bool, checked: bool
 ) -> None:
-    data = job()
+    data = build_job()
     data["metadata"]["annotations"] = {names.CHECK_ADDRESS: annotation} if annotation else {}
     made = TrainingJob.from_cluster(data)
     pod = pods.build_launcher(made, "uid-1", 2, [(0, 1), (1, 2)], replace(POLICY, check_address=of_operator))
     (container,) = pod["spec"]["containers"]
-    assert contract.LaunchPlan.read(environment(container)[contract.PLAN_VARIABLE]).check_address is checked
+    assert contract.LaunchPlan.read(read_environment(container)[contract.PLAN_VARIABLE]).check_address is checked
     warned = [text for text in admission.list_warnings(made) if names.CHECK_ADDRESS in text]
     assert bool(warned) == (annotation == "no")
 
 
-def test_limits_below_requests_are_a_mistake() -> None:
+def test_limits_below_requests_are_refused() -> None:
     with pytest.raises(JobError, match="512Mi is less than the request of 1Gi"):
-        stored(launcher={"resources": {"requests": {"memory": "1Gi"}, "limits": {"memory": "512Mi"}}})
+        parse_job(launcher={"resources": {"requests": {"memory": "1Gi"}, "limits": {"memory": "512Mi"}}})

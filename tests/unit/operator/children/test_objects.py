@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from children import POLICY, SEED, launcher, selects, stored, worker
+from children import POLICY, SEED, build_launcher, build_worker, parse_job, selects
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,15 +53,15 @@ def test_credentials_are_the_same_in_every_process_and_of_no_use_to_another_job(
 
 
 def test_each_worker_gets_only_its_own_token() -> None:
-    job = stored()
+    job = parse_job()
     secret = objects.build_secret(job, "uid-1", [(0, 1), (1, 2)], POLICY)
     plain = {name: base64.b64decode(text).decode() for name, text in secret["data"].items()}
     assert plain["worker-1-2"] == contract.worker_token(plain[contract.TOKEN_KEY_FILE], "uid-1", 1, 2)
     assert plain["worker-0-1"] != plain["worker-1-2"]
-    pod, _ = worker(job, 1)
+    pod, _ = build_worker(job, 1)
     items = [item["key"] for volume in pod["spec"]["volumes"] for item in volume.get("secret", {}).get("items", [])]
     assert items == ["tls.crt", "worker-1-1"]
-    pod, _ = launcher(job)
+    pod, _ = build_launcher(job)
     items = [item["key"] for volume in pod["spec"]["volumes"] for item in volume.get("secret", {}).get("items", [])]
     assert items == ["tls.crt", "tls.key", "launcher.key", "operator.token"]
 
@@ -94,11 +94,11 @@ def _build_source(namespace: str, **labels: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("colocate", [False, True])
 def test_only_the_connections_of_the_table_are_admitted(colocate: bool) -> None:
-    job = stored(launcher={"colocate": colocate})
+    job = parse_job(launcher={"colocate": colocate})
     policies = objects.build_network_policies(job, "uid-1", POLICY)
-    first, _ = worker(job, 0)
-    second, _ = worker(job, 1)
-    head = first if colocate else launcher(job)[0]
+    first, _ = build_worker(job, 0)
+    second, _ = build_worker(job, 1)
+    head = first if colocate else build_launcher(job)[0]
     peer = {"namespace": "team", "namespaceLabels": {}, "labels": second["metadata"]["labels"]}
     other_job = {**peer, "labels": {**second["metadata"]["labels"], names.JOB_NAME: "other"}}
     operator = {**_build_source("topkube-system"), "labels": objects.OPERATOR_LABELS}
@@ -122,9 +122,9 @@ def test_only_the_connections_of_the_table_are_admitted(colocate: bool) -> None:
 def test_workers_of_a_job_reach_each_other_on_the_ports_that_mpi_nccl_and_gloo_choose(colocate: bool) -> None:
     """These ports are not known in advance, and UCX may use UDP: the rule for peers names neither ports nor protocols.
     Connections that a worker opens are not restricted."""
-    job = stored(launcher={"colocate": colocate})
+    job = parse_job(launcher={"colocate": colocate})
     policies = objects.build_network_policies(job, "uid-1", POLICY)
-    labels = [worker(job, index)[0]["metadata"]["labels"] for index in (0, 1)]
+    labels = [build_worker(job, index)[0]["metadata"]["labels"] for index in (0, 1)]
     for target, source in (labels, labels[::-1]):
         (spec,) = [
             policy["spec"]
@@ -137,10 +137,10 @@ def test_workers_of_a_job_reach_each_other_on_the_ports_that_mpi_nccl_and_gloo_c
 
 
 def test_the_admin_names_who_may_scrape_workers() -> None:
-    job = stored()
+    job = parse_job()
     peer = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "vmagent"}}}
     policies = objects.build_network_policies(job, "uid-1", replace(POLICY, metrics_from=(peer,)))
-    labels = worker(job, 0)[0]["metadata"]["labels"]
+    labels = build_worker(job, 0)[0]["metadata"]["labels"]
     agent, prometheus = (
         {**_build_source("monitoring"), "labels": {"app.kubernetes.io/name": name}}
         for name in ("vmagent", "prometheus")
@@ -151,7 +151,7 @@ def test_the_admin_names_who_may_scrape_workers() -> None:
 
 
 def test_jobs_whose_names_continue_like_those_of_children_share_no_child() -> None:
-    first = stored()
+    first = parse_job()
     jobs = [first, *(_build_job_named(f"{first.name}-{more}") for more in ("launcher", "worker", "credentials"))]
     children = [
         {
@@ -168,4 +168,4 @@ def test_jobs_whose_names_continue_like_those_of_children_share_no_child() -> No
 
 
 def _build_job_named(name: str) -> TrainingJob:
-    return stored().model_copy(update={"metadata": stored().metadata.model_copy(update={"name": name})})
+    return parse_job().model_copy(update={"metadata": parse_job().metadata.model_copy(update={"name": name})})

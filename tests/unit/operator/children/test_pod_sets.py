@@ -7,10 +7,10 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from children import POLICY, launcher, selects, stored, worker
+from children import POLICY, build_launcher, build_worker, parse_job, selects
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated import job
+from simulated import build_job
 
 from topkube.errors import JobError
 from topkube.job import TrainingJob
@@ -19,22 +19,22 @@ from topkube_operator.children import pod_sets, pods
 RACK = "example.com/rack"
 
 
-def _template(resources: dict[str, Any], **spec: Any) -> dict[str, Any]:
-    container = {**job()["spec"]["template"]["spec"]["containers"][0], "resources": resources}
+def _build_template(resources: dict[str, Any], **spec: Any) -> dict[str, Any]:
+    container = {**build_job()["spec"]["template"]["spec"]["containers"][0], "resources": resources}
     return {"spec": {"containers": [container], **spec}}
 
 
 def test_members_request_the_resources_of_their_containers() -> None:
     resources = {"requests": {"cpu": "1500m", "memory": "1Gi"}, "limits": {"nvidia.com/gpu": 2, "memory": "2Gi"}}
-    made = stored(workers=3, template=_template(resources))
+    made = parse_job(workers=3, template=_build_template(resources))
     assert pod_sets.sum_member_requests(made, "uid-1", POLICY) == {
         "cpu": "4550m",
         "memory": str((3 << 30) + (96 << 20)),
         "nvidia.com/gpu": "6",
     }
-    few = stored(workers=3, template=_template(resources), runPolicy={"schedulingPolicy": {"minAvailable": 2}})
+    few = parse_job(workers=3, template=_build_template(resources), runPolicy={"schedulingPolicy": {"minAvailable": 2}})
     assert pod_sets.sum_member_requests(few, "uid-1", POLICY)["cpu"] == "1550m", "the launcher and one worker"
-    inside = stored(workers=3, template=_template(resources), launcher={"colocate": True})
+    inside = parse_job(workers=3, template=_build_template(resources), launcher={"colocate": True})
     assert [(pods.name, pods.count) for pods in pod_sets.build_pod_sets(inside, "uid-1", POLICY)] == [
         ("launcher", 1),
         ("worker", 2),
@@ -63,21 +63,21 @@ def test_invalid_resources_request_nothing(value: Any) -> None:
 
 
 def test_pods_of_a_kueue_group_have_the_role_of_the_pods_that_they_replace() -> None:
-    data = job(dataset={"uri": "s3://b/x", "cache": {"medium": "Node"}})
+    data = build_job(dataset={"uri": "s3://b/x", "cache": {"medium": "Node"}})
     data["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
     made, role = TrainingJob.from_cluster(data), "kueue.x-k8s.io/role-hash"
     first = pods.build_worker(made, "uid-1", 1, 1, "10.0.0.9", POLICY)
     second = pods.build_worker(made, "uid-1", 1, 2, "10.0.0.9", POLICY, {"node-a": 80})
     assert first["spec"]["affinity"] != second["spec"]["affinity"], "Kueue hashes this, unless the pod has a role"
-    roles = [pod["metadata"]["annotations"][role] for pod in (first, second, launcher(made)[0])]
+    roles = [pod["metadata"]["annotations"][role] for pod in (first, second, build_launcher(made)[0])]
     assert roles == ["worker", "worker", "launcher"]
-    assert role not in worker(stored())[0]["metadata"]["annotations"]
+    assert role not in build_worker(parse_job())[0]["metadata"]["annotations"]
 
 
 @pytest.mark.parametrize("mode", ["Preferred", "Required"])
 def test_workers_are_placed_together(mode: str) -> None:
-    made = stored(topology={"key": RACK, "mode": mode})
-    pod, _ = worker(made)
+    made = parse_job(topology={"key": RACK, "mode": mode})
+    pod, _ = build_worker(made)
     near = pod["spec"]["affinity"]["podAffinity"]
     if mode == "Required":
         (term,) = near["requiredDuringSchedulingIgnoredDuringExecution"]
@@ -86,12 +86,12 @@ def test_workers_are_placed_together(mode: str) -> None:
         term = rule["podAffinityTerm"]
     assert term["topologyKey"] == RACK
     assert selects(term["labelSelector"], pod["metadata"]["labels"])
-    assert not selects(term["labelSelector"], launcher(made)[0]["metadata"]["labels"])
+    assert not selects(term["labelSelector"], build_launcher(made)[0]["metadata"]["labels"])
     assert "podAntiAffinity" in pod["spec"]["affinity"], "one worker a node, as before"
 
 
 def test_a_topology_is_checked_and_is_part_of_a_pods_shape() -> None:
     with pytest.raises(JobError, match="a label of nodes"):
-        stored(topology={"key": "not a label"})
-    assert pods.hash_worker(stored(topology={"key": RACK})) != pods.hash_worker(stored())
-    assert "podAffinity" not in worker(stored(), policy=replace(POLICY))[0]["spec"]["affinity"]
+        parse_job(topology={"key": "not a label"})
+    assert pods.hash_worker(parse_job(topology={"key": RACK})) != pods.hash_worker(parse_job())
+    assert "podAffinity" not in build_worker(parse_job(), policy=replace(POLICY))[0]["spec"]["affinity"]

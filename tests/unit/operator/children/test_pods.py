@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import POLICY, SEED, environment, launcher, selects, stored, worker
+from children import POLICY, SEED, build_launcher, build_worker, parse_job, read_environment, selects
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated import job
+from simulated import build_job
 
 from topkube.data.cache.disk_tier import DiskTier
 from topkube.errors import JobError
@@ -21,16 +21,16 @@ from topkube_operator.model import names
 from topkube_operator.model.observed import Policy
 
 
-def test_the_wrapped_command_the_plans_and_the_services_address() -> None:
-    job = stored()
-    pod, container = worker(job, 1)
+def test_pods_have_the_wrapped_command_and_a_plan_with_the_services_address() -> None:
+    job = parse_job()
+    pod, container = build_worker(job, 1)
     assert container["command"] == ["topkube", "worker", "--", "python", "train.py"]
-    plan = contract.WorkerPlan.read(environment(container)[contract.WORKER_VARIABLE])
+    plan = contract.WorkerPlan.read(read_environment(container)[contract.WORKER_VARIABLE])
     assert (plan.index, plan.attempt, plan.pod, plan.slots) == (1, 1, "train-worker-1-1-uid-1", 2)
     assert plan.launcher == "10.0.0.9:7077"
-    pod, container = launcher(job)
+    pod, container = build_launcher(job)
     assert (container["command"], container["image"]) == (["topkube", "launch"], "image:1")
-    plan = contract.LaunchPlan.read(environment(container)[contract.PLAN_VARIABLE])
+    plan = contract.LaunchPlan.read(read_environment(container)[contract.PLAN_VARIABLE])
     expected = [(planned.index, planned.attempt, planned.pod) for planned in plan.workers]
     assert expected == [(0, 1, "train-worker-0-1-uid-1"), (1, 2, "train-worker-1-2-uid-1")]
     assert plan.environment["TOPKUBE_EXPECTED_RANKS"] == "4"
@@ -51,12 +51,12 @@ def _check_restricted(pod: dict[str, Any], container: dict[str, Any]) -> None:
 
 
 def test_pods_are_restricted_and_can_write_where_programs_must() -> None:
-    for pod, container in (worker(stored()), launcher(stored())):
+    for pod, container in (build_worker(parse_job()), build_launcher(parse_job())):
         _check_restricted(pod, container)
         mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
-        assert {"/tmp", environment(container)["HOME"], contract.CREDENTIALS_DIRECTORY} <= mounts
-    assert launcher(stored())[1]["securityContext"]["readOnlyRootFilesystem"] is True
-    pod, container = worker(stored(slotsPerWorker=8))
+        assert {"/tmp", read_environment(container)["HOME"], contract.CREDENTIALS_DIRECTORY} <= mounts
+    assert build_launcher(parse_job())[1]["securityContext"]["readOnlyRootFilesystem"] is True
+    pod, container = build_worker(parse_job(slotsPerWorker=8))
     shared = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "topkube-shm")
     assert shared["emptyDir"] == {"medium": "Memory", "sizeLimit": "3072Mi"}
 
@@ -86,7 +86,7 @@ def test_fields_of_the_template_are_kept() -> None:
     metadata = {"labels": {"a": "b", names.ROLE: "thief"}, "annotations": {"c": "d"}}
     template = {"metadata": metadata, "spec": spec}
     before = copy.deepcopy(template)
-    pod, container = worker(stored(template=template))
+    pod, container = build_worker(parse_job(template=template))
     assert template == before
     job = pod["spec"]
     assert job["containers"][0] == sidecar
@@ -99,47 +99,47 @@ def test_fields_of_the_template_are_kept() -> None:
     assert "runAsNonRoot" not in container["securityContext"]
     assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
     assert [mount["mountPath"] for mount in container["volumeMounts"]].count("/dev/shm") == 0
-    assert environment(container)["HOME"] == "/root"
-    assert environment(container)["TOPKUBE_WORKER"] != "mine"
+    assert read_environment(container)["HOME"] == "/root"
+    assert read_environment(container)["TOPKUBE_WORKER"] != "mine"
     assert pod["metadata"]["labels"]["a"] == "b"
     assert pod["metadata"]["labels"][names.ROLE] == "worker"
-    assert contract.WorkerPlan.read(environment(container)["TOPKUBE_WORKER"]).grace_seconds == 55
+    assert contract.WorkerPlan.read(read_environment(container)["TOPKUBE_WORKER"]).grace_seconds == 55
 
 
 def test_workers_are_on_different_nodes_unless_spread_is_none() -> None:
-    pod, _ = worker(stored())
+    pod, _ = build_worker(parse_job())
     (rule,) = pod["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert selects(rule["labelSelector"], pod["metadata"]["labels"])
-    assert not selects(rule["labelSelector"], launcher(stored())[0]["metadata"]["labels"])
+    assert not selects(rule["labelSelector"], build_launcher(parse_job())[0]["metadata"]["labels"])
     assert rule["topologyKey"] == "kubernetes.io/hostname"
-    assert "affinity" not in worker(stored(spread="None"))[0]["spec"]
+    assert "affinity" not in build_worker(parse_job(spread="None"))[0]["spec"]
 
 
 def test_the_launchers_template_is_kept_and_filled_up() -> None:
     inherits = {"imagePullSecrets": [{"name": "registry"}], "tolerations": [{"key": "gpu"}]}
-    template = job()["spec"]["template"]["spec"] | inherits
-    pod, container = launcher(stored(template={"spec": template}))
+    template = build_job()["spec"]["template"]["spec"] | inherits
+    pod, container = build_launcher(parse_job(template={"spec": template}))
     assert pod["spec"]["imagePullSecrets"] == [{"name": "registry"}]
     own = {
         "spec": {"tolerations": [], "serviceAccountName": "boss", "containers": [{"resources": {"limits": {"cpu": 1}}}]}
     }
-    pod, container = launcher(stored(template={"spec": template}, launcher={"template": own}))
+    pod, container = build_launcher(parse_job(template={"spec": template}, launcher={"template": own}))
     assert pod["spec"]["tolerations"] == []
     assert pod["spec"]["serviceAccountName"] == "boss"
     assert container["resources"] == {"limits": {"cpu": 1}}
     assert container["image"] == "image:1"
 
 
-def _visible_gpus(container: dict[str, Any]) -> str | None:
-    return environment(container).get("NVIDIA_VISIBLE_DEVICES")
+def _read_visible_gpus(container: dict[str, Any]) -> str | None:
+    return read_environment(container).get("NVIDIA_VISIBLE_DEVICES")
 
 
 def test_a_launcher_sees_no_gpu_unless_its_template_asks_for_one() -> None:
     """Images for CUDA ask for all GPUs of the node, and a container that requests none would get them."""
-    assert _visible_gpus(worker(stored())[1]) is None
-    assert _visible_gpus(launcher(stored())[1]) == "void"
-    pod = pods.build_colocated(stored(launcher={"colocate": True}), "uid", 1, [(0, 1), (1, 1)], POLICY)
-    seen = {container["name"]: _visible_gpus(container) for container in pod["spec"]["containers"]}
+    assert _read_visible_gpus(build_worker(parse_job())[1]) is None
+    assert _read_visible_gpus(build_launcher(parse_job())[1]) == "void"
+    pod = pods.build_colocated(parse_job(launcher={"colocate": True}), "uid", 1, [(0, 1), (1, 1)], POLICY)
+    seen = {container["name"]: _read_visible_gpus(container) for container in pod["spec"]["containers"]}
     assert seen == {"worker": None, "launcher": "void"}
     for part, expected in (
         ({"resources": {"limits": {"nvidia.com/gpu": 1}}}, None),
@@ -147,14 +147,14 @@ def test_a_launcher_sees_no_gpu_unless_its_template_asks_for_one() -> None:
         ({"env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]}, "all"),
     ):
         template = {"spec": {"containers": [{"name": "launcher", **part}]}}
-        assert _visible_gpus(launcher(stored(launcher={"template": template}))[1]) == expected
+        assert _read_visible_gpus(build_launcher(parse_job(launcher={"template": template}))[1]) == expected
 
 
 def test_worker_0_reaches_a_colocated_launcher_by_the_address_of_its_own_pod() -> None:
-    job = stored(launcher={"colocate": True})
+    job = parse_job(launcher={"colocate": True})
     pod = pods.build_colocated(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
     trainer, head = pod["spec"]["containers"]
-    assert contract.WorkerPlan.read(environment(trainer)["TOPKUBE_WORKER"]).launcher == "$(TOPKUBE_POD_IP):7077"
+    assert contract.WorkerPlan.read(read_environment(trainer)["TOPKUBE_WORKER"]).launcher == "$(TOPKUBE_POD_IP):7077"
     order = [entry["name"] for entry in trainer["env"]]
     assert order.index("TOPKUBE_POD_IP") < order.index("TOPKUBE_WORKER")
     held = {mount["name"] for mount in trainer["volumeMounts"]} & {mount["name"] for mount in head["volumeMounts"]}
@@ -163,11 +163,11 @@ def test_worker_0_reaches_a_colocated_launcher_by_the_address_of_its_own_pod() -
 
 
 def test_a_checkpoint_claim_is_mounted_and_writable_for_any_user() -> None:
-    job = stored(checkpoint={"claimName": "claim", "path": "gpt", "everySteps": 7})
-    pod, container = worker(job)
+    job = parse_job(checkpoint={"claimName": "claim", "path": "gpt", "everySteps": 7})
+    pod, container = build_worker(job)
     assert "/checkpoint" in {mount["mountPath"] for mount in container["volumeMounts"]}
     assert pod["spec"]["securityContext"]["fsGroup"] == 1000
-    plan = contract.LaunchPlan.read(environment(launcher(job)[1])[contract.PLAN_VARIABLE])
+    plan = contract.LaunchPlan.read(read_environment(build_launcher(job)[1])[contract.PLAN_VARIABLE])
     assert plan.environment["TOPKUBE_CHECKPOINT_DIRECTORY"] == "/checkpoint/gpt"
     assert plan.environment["TOPKUBE_CHECKPOINT_EVERY"] == "7"
 
@@ -175,19 +175,19 @@ def test_a_checkpoint_claim_is_mounted_and_writable_for_any_user() -> None:
 DATASET: dict[str, Any] = {"uri": "s3://bucket/imagenet", "mountPath": "/data", "secretName": "bucket-keys"}
 
 
-def _dataset_volume(pod: dict[str, Any]) -> dict[str, Any]:
+def _find_dataset_volume(pod: dict[str, Any]) -> dict[str, Any]:
     (dataset_volume,) = [volume for volume in pod["spec"]["volumes"] if volume["name"] == datasets.VOLUME]
     return {key: value for key, value in dataset_volume.items() if key != "name"}
 
 
 def test_a_pod_with_a_dataset_has_its_own_volume_and_mounts_the_files_read_only() -> None:
     cache = {"sizeLimit": "100Gi", "memoryLimit": "2Gi"}
-    pod, container = worker(stored(dataset={**DATASET, "cache": cache}))
+    pod, container = build_worker(parse_job(dataset={**DATASET, "cache": cache}))
     _check_restricted(pod, container)
-    size = int(_dataset_volume(pod)["emptyDir"]["sizeLimit"])
+    size = int(_find_dataset_volume(pod)["emptyDir"]["sizeLimit"])
     assert 100 << 30 < size < 110 << 30, "room for more than the shards: a pod that writes more is evicted"
     writable, shown = (mount for mount in container["volumeMounts"] if mount["name"] == datasets.VOLUME)
-    settings = environment(container)
+    settings = read_environment(container)
     assert settings["TOPKUBE_DATASET_URI"] == "s3://bucket/imagenet"
     assert settings["TOPKUBE_CACHE_SIZE_LIMIT"] == str(100 << 30)
     assert settings["TOPKUBE_CACHE_DIRECTORY"] == f"{writable['mountPath']}/cache"
@@ -195,28 +195,30 @@ def test_a_pod_with_a_dataset_has_its_own_volume_and_mounts_the_files_read_only(
     assert (shown["mountPath"], shown["readOnly"]) == ("/data", True)
     shared = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "topkube-shm")
     assert shared["emptyDir"]["sizeLimit"] == "3584Mi", "samples in memory lie in /dev/shm too"
-    plan = contract.LaunchPlan.read(environment(launcher(stored(dataset=DATASET))[1])[contract.PLAN_VARIABLE])
+    plan = contract.LaunchPlan.read(
+        read_environment(build_launcher(parse_job(dataset=DATASET))[1])[contract.PLAN_VARIABLE]
+    )
     assert plan.environment["TOPKUBE_CACHE_DIRECTORY"] == settings["TOPKUBE_CACHE_DIRECTORY"]
     assert contract.WorkerPlan.read(settings[contract.WORKER_VARIABLE]).workers == 2
 
 
 def test_credentials_come_from_the_secret_and_reach_the_workers_alone() -> None:
-    job = stored(dataset=DATASET)
-    _, container = worker(job)
+    job = parse_job(dataset=DATASET)
+    _, container = build_worker(job)
     assert container["envFrom"] == [{"secretRef": {"name": "bucket-keys"}}]
-    assert "bucket-keys" not in str(launcher(job))
-    assert "envFrom" not in worker(stored(dataset={"uri": "s3://bucket/x"}))[1]
+    assert "bucket-keys" not in str(build_launcher(job))
+    assert "envFrom" not in build_worker(parse_job(dataset={"uri": "s3://bucket/x"}))[1]
 
 
 def test_each_medium_has_its_volume(tmp_path: Path) -> None:
     memory = {**DATASET, "cache": {"medium": "Memory", "sizeLimit": "1Gi"}}
-    volume = _dataset_volume(worker(stored(dataset=memory))[0])
+    volume = _find_dataset_volume(build_worker(parse_job(dataset=memory))[0])
     assert volume["emptyDir"]["medium"] == "Memory"
-    assert _dataset_volume(worker(stored(dataset=DATASET))[0]) == {"emptyDir": {}}
-    pod, container = worker(stored(dataset={**DATASET, "cache": {"medium": "Node"}}))
-    assert _dataset_volume(pod) == {"persistentVolumeClaim": {"claimName": "topkube-node-cache"}}
+    assert _find_dataset_volume(build_worker(parse_job(dataset=DATASET))[0]) == {"emptyDir": {}}
+    pod, container = build_worker(parse_job(dataset={**DATASET, "cache": {"medium": "Node"}}))
+    assert _find_dataset_volume(pod) == {"persistentVolumeClaim": {"claimName": "topkube-node-cache"}}
     _check_restricted(pod, container)  # no right to host directories
-    settings = environment(container)
+    settings = read_environment(container)
     assert settings["TOPKUBE_CACHE_FREE_PERCENT"] == "15"
     own = DiskTier(tmp_path).dataset(DATASET["uri"]).path.relative_to(tmp_path)
     assert settings["TOPKUBE_DATASET_VIEW"] == f"{settings['TOPKUBE_CACHE_DIRECTORY']}/{own}/view", (
@@ -225,15 +227,15 @@ def test_each_medium_has_its_volume(tmp_path: Path) -> None:
 
 
 def test_mounts_of_the_template_replace_those_of_the_dataset() -> None:
-    template = job()["spec"]["template"]["spec"]
+    template = build_job()["spec"]["template"]["spec"]
     own = {"name": "own", "mountPath": "/data"}
     template["containers"][0]["volumeMounts"] = [own]
-    _, container = worker(stored(dataset=DATASET, template={"spec": template}))
+    _, container = build_worker(parse_job(dataset=DATASET, template={"spec": template}))
     assert [mount for mount in container["volumeMounts"] if mount["mountPath"] == "/data"] == [own]
 
 
 def test_warm_nodes_are_preferred_and_never_required() -> None:
-    job = stored(dataset={**DATASET, "cache": {"medium": "Node"}})
+    job = parse_job(dataset={**DATASET, "cache": {"medium": "Node"}})
     pod = pods.build_worker(job, "uid-1", 0, 1, "10.0.0.9", POLICY, {"a": 100, "b": 40, "c": 0, "d": 100})
     affinity = pod["spec"]["affinity"]["nodeAffinity"]
     assert set(affinity) == {"preferredDuringSchedulingIgnoredDuringExecution"}
@@ -242,7 +244,7 @@ def test_warm_nodes_are_preferred_and_never_required() -> None:
         for rule in affinity["preferredDuringSchedulingIgnoredDuringExecution"]
     ]
     assert wanted == [(100, ["a", "d"]), (40, ["b"])]
-    assert "nodeAffinity" not in worker(job)[0]["spec"]["affinity"]
+    assert "nodeAffinity" not in build_worker(job)[0]["spec"]["affinity"]
 
 
 @given(st.dictionaries(st.text("abc", min_size=1, max_size=3), st.integers(0, 100), max_size=100))
@@ -258,12 +260,12 @@ def test_the_api_server_accepts_every_preference(warm: dict[str, int]) -> None:
 
 
 def test_queues_find_their_labels_on_the_pods() -> None:
-    data = job(workers=3)
+    data = build_job(workers=3)
     data["metadata"] |= {
         "labels": {"kueue.x-k8s.io/queue-name": "team", "app": "mine"},
         "annotations": {"scheduling.volcano.sh/x": "y"},
     }
-    pod, _ = worker(TrainingJob.from_cluster(data))
+    pod, _ = build_worker(TrainingJob.from_cluster(data))
     labels, annotations = pod["metadata"]["labels"], pod["metadata"]["annotations"]
     assert labels["kueue.x-k8s.io/queue-name"] == "team"
     assert labels["kueue.x-k8s.io/pod-group-name"] == "train-uid-1"
@@ -271,7 +273,7 @@ def test_queues_find_their_labels_on_the_pods() -> None:
     assert annotations["scheduling.volcano.sh/x"] == "y"
     assert "app" not in labels
     data["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"] = "mine"
-    pod, _ = worker(TrainingJob.from_cluster(data))
+    pod, _ = build_worker(TrainingJob.from_cluster(data))
     assert pod["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"] == "mine"
     assert pod["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "4", (
         "Kueue refuses the pod without"
@@ -281,11 +283,11 @@ def test_queues_find_their_labels_on_the_pods() -> None:
 @pytest.mark.parametrize("gang", ["volcano", "scheduler-plugins"])
 def test_a_gang_has_a_pod_group_of_the_kind_that_the_cluster_knows(gang: Any) -> None:
     policy = {"schedulingPolicy": {"queue": "team", "priorityClass": "high", "minAvailable": 2}}
-    job = stored(runPolicy=policy)
+    job = parse_job(runPolicy=policy)
     group = objects.build_pod_group(job, "uid-1", gang, {"cpu": "1050m"})
     assert group["spec"]["minResources"] == {"cpu": "1050m"}
     assert group["spec"]["minMember"] == 2
-    pod, _ = worker(job, policy=Policy(seed=SEED, gang=gang))
+    pod, _ = build_worker(job, policy=Policy(seed=SEED, gang=gang))
     assert pod["spec"]["priorityClassName"] == "high"
     if gang == "volcano":
         assert group["spec"]["priorityClassName"] == "high"
@@ -295,14 +297,13 @@ def test_a_gang_has_a_pod_group_of_the_kind_that_the_cluster_knows(gang: Any) ->
     else:
         assert group["apiVersion"] == "scheduling.x-k8s.io/v1alpha1"
         assert pod["metadata"]["labels"]["scheduling.x-k8s.io/pod-group"] == group["metadata"]["name"]
-    assert "schedulerName" not in worker(stored(), policy=Policy(seed=SEED, gang=gang))[0]["spec"]
+    assert "schedulerName" not in build_worker(parse_job(), policy=Policy(seed=SEED, gang=gang))[0]["spec"]
 
 
-@pytest.mark.parametrize("field", ["volumes"])
-def test_a_template_that_makes_no_valid_pod_raises_a_job_error(field: str) -> None:
-    template = job()["spec"]["template"]["spec"] | {field: "text"}
-    with pytest.raises(JobError, match=field):
-        worker(stored(template={"spec": template}))
+def test_a_template_that_makes_no_valid_pod_raises_a_job_error() -> None:
+    template = build_job()["spec"]["template"]["spec"] | {"volumes": "text"}
+    with pytest.raises(JobError, match="volumes"):
+        build_worker(parse_job(template={"spec": template}))
 
 
 @given(
@@ -316,9 +317,9 @@ def test_a_template_that_makes_no_valid_pod_raises_a_job_error(field: str) -> No
     ),
 )
 def test_every_template_makes_a_pod_or_raises_a_job_error(pod: Any, container: Any) -> None:
-    trainer = {**job()["spec"]["template"]["spec"]["containers"][0], **container}
+    trainer = {**build_job()["spec"]["template"]["spec"]["containers"][0], **container}
     try:
-        stored_job = stored(template={"spec": {"containers": [trainer], **pod}})
+        stored_job = parse_job(template={"spec": {"containers": [trainer], **pod}})
         pods.build_worker(stored_job, "uid-1", 0, 1, "10.0.0.9", POLICY)
         pods.build_launcher(stored_job, "uid-1", 1, [(0, 1)], POLICY)
         pods.build_colocated(stored_job, "uid-1", 1, [(0, 1)], POLICY)
@@ -330,11 +331,11 @@ def test_every_template_makes_a_pod_or_raises_a_job_error(pod: Any, container: A
 def test_ranks_and_launcher_have_the_grace_period_of_the_workers_pods(grace: int | None) -> None:
     container = {"name": "worker", "image": "image:1", "command": ["python", "train.py"]}
     spec = {"containers": [container], **({"terminationGracePeriodSeconds": grace} if grace else {})}
-    job = stored(template={"spec": spec})
-    pod, container = worker(job)
-    head, launching = launcher(job)
+    job = parse_job(template={"spec": spec})
+    pod, container = build_worker(job)
+    head, launching = build_launcher(job)
     seconds = grace or 30
     assert pod["spec"]["terminationGracePeriodSeconds"] == head["spec"]["terminationGracePeriodSeconds"] == seconds
-    plan = contract.WorkerPlan.read(environment(container)[contract.WORKER_VARIABLE])
+    plan = contract.WorkerPlan.read(read_environment(container)[contract.WORKER_VARIABLE])
     assert plan.grace_seconds == seconds - 5
-    assert contract.LaunchPlan.read(environment(launching)[contract.PLAN_VARIABLE]).grace_seconds == seconds - 5
+    assert contract.LaunchPlan.read(read_environment(launching)[contract.PLAN_VARIABLE]).grace_seconds == seconds - 5

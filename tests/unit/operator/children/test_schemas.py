@@ -10,7 +10,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from simulated import Simulated, job
+from simulated import Simulated, build_job
 
 from topkube_operator.model.observed import Observed, Policy
 
@@ -44,15 +44,15 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 
 
-class Kept(Simulated):
+class RecordingCluster(Simulated):
     """Records everything that was sent."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.sent: list[dict[str, Any]] = []
 
-    def observed(self) -> Observed:
-        return dataclasses.replace(super().observed(), node_cache=True)
+    def observe(self) -> Observed:
+        return dataclasses.replace(super().observe(), node_cache=True)
 
     def apply(self, manifest: dict[str, Any]) -> None:
         self.sent.append(manifest)
@@ -61,10 +61,10 @@ class Kept(Simulated):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_children_of_a_job_are_valid_in_every_supported_kubernetes(spec: str) -> None:
-    world = Kept(job(**SPECS[spec]), Policy(seed=b"s" * 32, gang="volcano"))
-    world.to_running()
+    world = RecordingCluster(build_job(**SPECS[spec]), Policy(seed=b"s" * 32, gang="volcano"))
+    world.start_ranks()
     world.end_launcher(1, {"reason": "Error", "message": "again"})
-    world.to_running()
+    world.start_ranks()
     kinds = {manifest["kind"] for manifest in world.sent}
     assert {"Secret", "Service", "NetworkPolicy", "Pod"} <= kinds
     for manifest in world.sent:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from children import environment, launcher, stored, worker
+from children import build_launcher, build_worker, parse_job, read_environment
 
 from topkube.job.changes import find_refused_changes
 from topkube.launch import contract
@@ -18,80 +18,82 @@ GIT = {"git": {"url": "https://host/repository", "commit": "0" * 40, "ref": "mai
 ARCHIVE = {"archive": {"uri": "s3://bucket/code.tar.gz", "sha256": "0" * 64, "secretName": "store-keys"}}
 
 
-def _fetcher(pod: dict[str, Any]) -> dict[str, Any]:
+def _find_fetcher(pod: dict[str, Any]) -> dict[str, Any]:
     [container] = [entry for entry in pod["spec"]["initContainers"] if entry["name"] == contract.SOURCE_CONTAINER]
     return dict(container)
 
 
-def _mounts(container: dict[str, Any]) -> dict[str, str]:
+def _list_mounts(container: dict[str, Any]) -> dict[str, str]:
     return {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
 
 
-def _template(**container: Any) -> dict[str, Any]:
+def _build_template(**container: Any) -> dict[str, Any]:
     return {
         "spec": {"containers": [{"name": "worker", "image": "image:1", "command": ["python", "t.py"], **container}]}
     }
 
 
 def test_a_job_without_a_source_has_no_init_container() -> None:
-    pod, container = worker(stored())
+    pod, container = build_worker(parse_job())
     assert "initContainers" not in pod["spec"]
     assert "workingDir" not in container
-    assert "TOPKUBE_SOURCE_DIRECTORY" not in environment(container)
+    assert "TOPKUBE_SOURCE_DIRECTORY" not in read_environment(container)
 
 
 @pytest.mark.parametrize("source", [CONFIG_MAP, GIT, ARCHIVE])
 def test_the_ranks_run_in_the_folder_that_the_init_container_fills(source: dict[str, Any]) -> None:
-    pod, container = worker(stored(source=source, setup={"requirements": ["einops"]}), 1)
-    fetcher = _fetcher(pod)
+    pod, container = build_worker(parse_job(source=source, setup={"requirements": ["einops"]}), 1)
+    fetcher = _find_fetcher(pod)
     assert (fetcher["image"], fetcher["command"]) == ("image:1", ["topkube", "fetch-source"])
     assert container["workingDir"] == contract.SOURCE_DIRECTORY
     assert container["command"] == ["topkube", "worker", "--", "python", "train.py"]
-    variables = environment(container)
+    variables = read_environment(container)
     assert variables["TOPKUBE_SOURCE_DIRECTORY"] == contract.SOURCE_DIRECTORY
     assert variables["TOPKUBE_PACKAGES_DIRECTORY"] == contract.PACKAGES_DIRECTORY
-    plan = contract.SourcePlan.read(environment(fetcher)[contract.SOURCE_VARIABLE])
+    plan = contract.SourcePlan.read(read_environment(fetcher)[contract.SOURCE_VARIABLE])
     assert (plan.index, plan.attempt, plan.pod) == (1, 1, pod["metadata"]["name"])
     assert json.loads(plan.text())["source"] == source
-    assert _mounts(fetcher)[contract.CODE_DIRECTORY] == _mounts(container)[contract.CODE_DIRECTORY]
+    assert _list_mounts(fetcher)[contract.CODE_DIRECTORY] == _list_mounts(container)[contract.CODE_DIRECTORY]
     volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
-    assert volumes[_mounts(container)[contract.CODE_DIRECTORY]]["emptyDir"] == {}
-    assert set(_mounts(fetcher).values()) | set(_mounts(container).values()) == set(volumes)
-    assert "initContainers" not in launcher(stored(source=source))[0]["spec"], "a launcher runs no code of the job"
+    assert volumes[_list_mounts(container)[contract.CODE_DIRECTORY]]["emptyDir"] == {}
+    assert set(_list_mounts(fetcher).values()) | set(_list_mounts(container).values()) == set(volumes)
+    assert "initContainers" not in build_launcher(parse_job(source=source))[0]["spec"], (
+        "a launcher runs no code of the job"
+    )
 
 
 def test_only_the_init_container_gets_the_credentials() -> None:
-    pod, container = worker(stored(source=GIT))
+    pod, container = build_worker(parse_job(source=GIT))
     [secret] = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "topkube-source-credentials"]
     assert secret["secret"]["secretName"] == "git-keys"
-    assert contract.SOURCE_SECRET_DIRECTORY in _mounts(_fetcher(pod))
-    assert contract.SOURCE_SECRET_DIRECTORY not in _mounts(container)
-    pod, container = worker(stored(source=ARCHIVE))
-    assert _fetcher(pod)["envFrom"] == [{"secretRef": {"name": "store-keys"}}]
+    assert contract.SOURCE_SECRET_DIRECTORY in _list_mounts(_find_fetcher(pod))
+    assert contract.SOURCE_SECRET_DIRECTORY not in _list_mounts(container)
+    pod, container = build_worker(parse_job(source=ARCHIVE))
+    assert _find_fetcher(pod)["envFrom"] == [{"secretRef": {"name": "store-keys"}}]
     assert "envFrom" not in container
 
 
 def test_a_config_map_is_mounted_with_its_keys() -> None:
-    pod, container = worker(stored(source=CONFIG_MAP))
+    pod, container = build_worker(parse_job(source=CONFIG_MAP))
     [volume] = [volume for volume in pod["spec"]["volumes"] if "configMap" in volume]
     assert volume["configMap"]["items"] == [{"key": "source.tar.gz", "path": "source.tar.gz"}]
     items = [{"key": "train", "path": "pkg/train.py"}]
-    pod, _ = worker(stored(source={"configMap": {"name": "code", "items": items}}))
+    pod, _ = build_worker(parse_job(source={"configMap": {"name": "code", "items": items}}))
     [volume] = [volume for volume in pod["spec"]["volumes"] if "configMap" in volume]
     assert volume["configMap"] == {"name": "code", "items": items}
-    assert volume["name"] not in _mounts(container).values()
+    assert volume["name"] not in _list_mounts(container).values()
 
 
 def test_the_init_container_is_restricted_and_has_the_workers_user() -> None:
     security = {"runAsUser": 4321, "privileged": True, "capabilities": {"add": ["IPC_LOCK"]}}
-    pod, _ = worker(stored(source=CONFIG_MAP, template=_template(securityContext=security)))
-    restricted = _fetcher(pod)["securityContext"]
+    pod, _ = build_worker(parse_job(source=CONFIG_MAP, template=_build_template(securityContext=security)))
+    restricted = _find_fetcher(pod)["securityContext"]
     assert restricted["runAsUser"] == 4321
     assert restricted["readOnlyRootFilesystem"] is True
     assert restricted["allowPrivilegeEscalation"] is False
     assert restricted["capabilities"] == {"drop": ["ALL"]}
     assert "privileged" not in restricted
-    assert {"/tmp", pods.HOME} <= set(_mounts(_fetcher(pod)))
+    assert {"/tmp", pods.HOME} <= set(_list_mounts(_find_fetcher(pod)))
 
 
 def test_the_init_container_sees_the_workers_variables_and_volumes_but_no_gpu() -> None:
@@ -100,14 +102,14 @@ def test_the_init_container_sees_the_workers_variables_and_volumes_but_no_gpu() 
         "volumeMounts": [{"name": "wheels", "mountPath": "/wheels"}],
         "resources": {"limits": {"cpu": "4", "memory": "8Gi", "nvidia.com/gpu": 2}, "requests": {"cpu": "4"}},
     }
-    job = stored(source=CONFIG_MAP, template=_template(**container))
-    pod, _ = worker(job)
-    fetcher = _fetcher(pod)
-    assert environment(fetcher)["HTTPS_PROXY"] == "http://proxy:3128"
-    assert environment(fetcher)["TOPKUBE_SOURCE"] != "mine"
-    assert _mounts(fetcher)["/wheels"] == "wheels"
+    job = parse_job(source=CONFIG_MAP, template=_build_template(**container))
+    pod, _ = build_worker(job)
+    fetcher = _find_fetcher(pod)
+    assert read_environment(fetcher)["HTTPS_PROXY"] == "http://proxy:3128"
+    assert read_environment(fetcher)["TOPKUBE_SOURCE"] != "mine"
+    assert _list_mounts(fetcher)["/wheels"] == "wheels"
     assert fetcher["resources"] == {"limits": {"cpu": "4", "memory": "8Gi"}, "requests": {"cpu": "4"}}
-    without = worker(stored(template=_template(**container)))[0]
+    without = build_worker(parse_job(template=_build_template(**container)))[0]
     assert sum_pod_requests(pod["spec"]) == sum_pod_requests(without["spec"]), (
         "the scheduler counts no more than before"
     )
@@ -116,20 +118,20 @@ def test_the_init_container_sees_the_workers_variables_and_volumes_but_no_gpu() 
 def test_a_guaranteed_pod_stays_guaranteed() -> None:
     amounts = {"cpu": "4", "memory": "8Gi"}
     resources = {"requests": amounts, "limits": amounts}
-    job = stored(source=CONFIG_MAP, launcher={"colocate": True}, template=_template(resources=resources))
+    job = parse_job(source=CONFIG_MAP, launcher={"colocate": True}, template=_build_template(resources=resources))
     pod = pods.build_colocated(job, "uid-1", 1, [(0, 1), (1, 1)], pods.Policy())
     assert inheritance.is_guaranteed(pod)
 
 
 def test_the_working_directory_of_the_template_is_kept() -> None:
-    _, container = worker(stored(source=CONFIG_MAP, template=_template(workingDir="/work")))
+    _, container = build_worker(parse_job(source=CONFIG_MAP, template=_build_template(workingDir="/work")))
     assert container["workingDir"] == "/work"
 
 
 def test_dollars_in_a_plan_are_not_expanded() -> None:
     requirement = "einops @ https://host/$(HOME)/einops-1-py3-none-any.whl"
-    pod, _ = worker(stored(setup={"requirements": [requirement]}))
-    text = environment(_fetcher(pod))[contract.SOURCE_VARIABLE]
+    pod, _ = build_worker(parse_job(setup={"requirements": [requirement]}))
+    text = read_environment(_find_fetcher(pod))[contract.SOURCE_VARIABLE]
     assert "$$(HOME)" in text
     plan = contract.SourcePlan.read(text.replace("$$", "$"))
     assert plan.setup is not None
@@ -138,8 +140,13 @@ def test_dollars_in_a_plan_are_not_expanded() -> None:
 
 def test_pods_of_another_source_are_replaced_and_old_jobs_keep_their_shape() -> None:
     changed = {"configMap": {**CONFIG_MAP["configMap"], "sha256": "1" * 64}}
-    jobs = [stored(), stored(source=CONFIG_MAP), stored(source=changed), stored(setup={"requirements": ["a"]})]
+    jobs = [
+        parse_job(),
+        parse_job(source=CONFIG_MAP),
+        parse_job(source=changed),
+        parse_job(setup={"requirements": ["a"]}),
+    ]
     assert len({pods.hash_worker(job) for job in jobs}) == 4
-    assert pods.hash_worker(stored()) == pods.hash_worker(stored(source=None))
-    problems = find_refused_changes(stored(source=CONFIG_MAP).spec, stored(source=changed).spec)
+    assert pods.hash_worker(parse_job()) == pods.hash_worker(parse_job(source=None))
+    problems = find_refused_changes(parse_job(source=CONFIG_MAP).spec, parse_job(source=changed).spec)
     assert "spec.source" in problems[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import job
+from simulated import build_job
 from thorough import choose
 
 from topkube.job import TrainingJob
@@ -139,7 +139,7 @@ def find_lost_paths(made: Any, wanted_object: Any, path: str = "") -> list[str]:
     return [] if made == wanted_object else [path]
 
 
-def without_command(template: dict[str, Any]) -> Any:
+def remove_command(template: dict[str, Any]) -> Any:
     """Return the parts that must be kept: all but null fields and the wrapped command."""
     kept = without_nulls(template)
     for container in kept["spec"]["containers"]:
@@ -148,8 +148,8 @@ def without_command(template: dict[str, Any]) -> Any:
     return kept
 
 
-def stored(**spec: Any) -> TrainingJob:
-    return TrainingJob.from_cluster(job(**spec, checkpoint={"claimName": "claim"}))
+def parse_job(**spec: Any) -> TrainingJob:
+    return TrainingJob.from_cluster(build_job(**spec, checkpoint={"claimName": "claim"}))
 
 
 @quick
@@ -157,9 +157,9 @@ def stored(**spec: Any) -> TrainingJob:
 def test_every_field_of_a_workers_template_is_in_its_pods(
     template: dict[str, Any], colocate: bool, spread: str
 ) -> None:
-    job = stored(template=template, launcher={"colocate": colocate}, spread=spread)
+    job = parse_job(template=template, launcher={"colocate": colocate}, spread=spread)
     before = copy.deepcopy(template)
-    kept = without_command(template)
+    kept = remove_command(template)
     for pod in (
         pods.build_worker(job, "uid-1", 1, 1, "10.0.0.9", POLICY),
         *([pods.build_colocated(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)] if colocate else []),
@@ -181,7 +181,7 @@ def test_every_field_of_a_workers_template_is_in_its_pods(
     )
 )
 def test_every_field_of_a_launchers_template_is_in_its_pod(template: dict[str, Any]) -> None:
-    job = stored(launcher={"template": template})
+    job = parse_job(launcher={"template": template})
     pod = pods.build_launcher(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
     assert find_lost_paths(pod, without_nulls(template)) == []
 
@@ -191,4 +191,4 @@ def test_the_comparison_notices_missing_fields(item: Any, other: Any) -> None:
     assert find_lost_paths(item, item) == []
     assert find_lost_paths({"a": [1, 2, 3]}, {"a": [1, 3]}) == []
     assert find_lost_paths({"a": [3, 1]}, {"a": [1, 3]}) != []
-    assert find_lost_paths({"a": item}, {"a": item, "b": other}) == [".b"] or other is ...
+    assert find_lost_paths({"a": item}, {"a": item, "b": other}) == [".b"]

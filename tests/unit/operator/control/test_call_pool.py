@@ -27,7 +27,7 @@ def test_results_come_in_order(calls: CallPool) -> None:
     assert calls.call_each("job", lambda number: 2 * number, []) == []
 
 
-class Noting(CallPool):
+class RecordingPool(CallPool):
     """A pool that notes the jobs of its calls in the order in which the calls begin."""
 
     def __init__(self, threads: int) -> None:
@@ -43,10 +43,10 @@ class Noting(CallPool):
 
 
 def test_jobs_with_few_calls_do_not_wait_for_all_calls_of_a_large_job() -> None:
-    gate, calls = threading.Event(), Noting(THREADS)
+    gate, calls = threading.Event(), RecordingPool(THREADS)
 
     def call(job: str) -> None:
-        gate.wait(20)
+        gate.wait(120)
 
     large = threading.Thread(target=calls.call_each, args=("large", call, ["large"] * 3000), daemon=True)
     large.start()
@@ -54,11 +54,13 @@ def test_jobs_with_few_calls_do_not_wait_for_all_calls_of_a_large_job() -> None:
     small.start()
     wait_until(lambda: len(calls._waiting) == 2)
     gate.set()
-    small.join(20)
-    large.join(20)
+    small.join(120)
+    large.join(120)
     calls.close()
     assert calls.begun.count("large") == 3000
-    assert calls.begun[: THREADS + 2 * 3].count("small") == 3, "it waited for what had begun, and for its turns"
+    assert calls.begun[: THREADS + 2 * 3].count("small") == 3, (
+        "the small job waits only for calls that have begun, and for its turns"
+    )
 
 
 def test_after_an_error_no_further_call_is_begun(calls: CallPool) -> None:
@@ -86,12 +88,12 @@ def test_nobody_waits_for_a_pool_that_was_closed(calls: CallPool) -> None:
 
     def call(_: int) -> None:
         begun.set()
-        go.wait(20)
+        go.wait(120)
 
     waiting = threading.Thread(target=calls.call_each, args=("job", call, range(3000)))
     waiting.start()
-    begun.wait(20)
+    begun.wait(120)
     calls.close()
     go.set()
-    waiting.join(20)
+    waiting.join(120)
     assert not waiting.is_alive()

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from replica import KEY, Replica, Thing, wait_until
-from simulated import job
+from replica import KEY, Manifest, Replica, wait_until
+from simulated import build_job
 
 from topkube.job import KIND
 from topkube.timestamps import format_timestamp
@@ -28,56 +28,56 @@ def test_a_job_that_was_created_before_the_replica_could_write_needs_no_other_ev
     replica.server.acting = False  # it has not listed everything yet
     replica.create_job()
     wait_until(replica.is_idle)
-    assert replica.server.names("Pod") == set()
+    assert replica.server.list_names("Pod") == set()
     replica.server.acting = True
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
 
 
 def test_a_plan_that_a_late_renewal_of_the_lease_interrupts_is_finished(replica: Replica) -> None:
-    def lose_lease(manifest: Thing) -> None:
+    def lose_lease(manifest: Manifest) -> None:
         replica.server.acting = False
 
     replica.server.before_create = lose_lease
     replica.create_job()
     wait_until(lambda: not replica.server.acting and replica.is_idle())
     assert replica.server.get(KIND, *KEY)["status"]["attempt"] == 1, "the status was written"
-    assert replica.server.names("Pod") == set()
+    assert replica.server.list_names("Pod") == set()
     replica.server.before_create = lambda manifest: None
     replica.server.acting = True
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
 
 
 def test_an_object_of_another_job_is_reported_as_foreign(replica: Replica) -> None:
     replica.create_job("other")
-    wait_until(lambda: replica.server.names("Service") == {"other"})
+    wait_until(lambda: replica.server.list_names("Service") == {"other"})
     owner = replica.server.get("Service", "team", "other")["metadata"]["ownerReferences"]
     labels = {names.JOB_NAME: "other"}
     metadata = {"name": "train", "namespace": "team", "ownerReferences": owner, "labels": labels}
-    replica.server.keep({"kind": "Service", "metadata": metadata, "spec": {}})
+    replica.server.store({"kind": "Service", "metadata": metadata, "spec": {}})
     replica.create_job()
-    wait_until(lambda: replica.condition("Created").get("reason") == "ForeignObject")
-    assert "does not belong to this job" in replica.condition("Created")["message"]
+    wait_until(lambda: replica.find_condition("Created").get("reason") == "ForeignObject")
+    assert "does not belong to this job" in replica.find_condition("Created")["message"]
 
 
 def test_objects_of_an_earlier_job_of_the_same_name_are_waited_for(replica: Replica) -> None:
     replica.create_job("other")
-    wait_until(lambda: replica.server.names("Service") == {"other"})
+    wait_until(lambda: replica.server.list_names("Service") == {"other"})
     owner = copy.deepcopy(replica.server.get("Service", "team", "other")["metadata"]["ownerReferences"])
     owner[0] |= {"name": "train", "uid": "of-a-job-that-is-gone"}
     metadata = {"name": "train", "namespace": "team", "ownerReferences": owner, "labels": {}}
-    replica.server.keep({"kind": "Service", "metadata": metadata, "spec": {}})
+    replica.server.store({"kind": "Service", "metadata": metadata, "spec": {}})
     replica.create_job()
-    wait_until(lambda: replica.condition("Created").get("reason") == "Terminating")
+    wait_until(lambda: replica.find_condition("Created").get("reason") == "Terminating")
     with replica.server.lock:
         del replica.server.objects["Service", "team", "train"]  # the garbage collector was there
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
 
 
 @pytest.mark.parametrize("phase", ["Pending", "Failed"])
 def test_pods_of_a_deleted_job_are_removed_if_nothing_runs_in_them(replica: Replica, phase: str) -> None:
     """The garbage collector has asked the pods to end, and the job is gone."""
     replica.create_job()
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod") and replica.is_idle())
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod") and replica.is_idle())
     with replica.server.lock:
         pods = [item for (kind, *_), item in replica.server.objects.items() if kind == "Pod"]
     requested_at = datetime.now(UTC) - timedelta(seconds=4)
@@ -97,18 +97,18 @@ def test_pods_of_a_deleted_job_are_removed_if_nothing_runs_in_them(replica: Repl
         containers = [{"name": name, "state": ended_state if phase == "Failed" else {"waiting": {}}}]
         changed = {**pod, "status": {"phase": phase, "containerStatuses": containers}}
         changed["metadata"] = {**pod["metadata"], **times}
-        replica.store.put("Pod", replica.server.keep(changed))
+        replica.store.put("Pod", replica.server.store(changed))
     with replica.server.lock:
         del replica.server.objects[KIND, *KEY]
     replica.store.remove_job(KEY, "uid-of-train")
     replica.queue.add(KEY)
-    wait_until(lambda: replica.server.names("Pod") == set())
+    wait_until(lambda: replica.server.list_names("Pod") == set())
 
 
 def test_a_stored_job_gets_a_warning_if_only_one_node_can_mount_its_claim(replica: Replica) -> None:
     """Not by the webhook, which anybody may ask: by an Event in the job's own namespace, for the job's own claim."""
     replica.create_job(checkpoint={"claimName": "claim"})
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod") and replica.is_idle())
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod") and replica.is_idle())
     assert replica.server.claims_read == [("team", "claim")], "once"
     (event,) = [event for event in replica.notes.events if event[1] == "CheckpointClaim"]
     assert event[0] == "team"
@@ -119,7 +119,7 @@ def test_a_stored_job_gets_a_warning_if_only_one_node_can_mount_its_claim(replic
 
 
 def test_a_policy_engine_that_changes_a_child_back_is_named_and_writes_become_rarer(replica: Replica) -> None:
-    def remove_metadata(item: Thing) -> bool:
+    def remove_metadata(item: Manifest) -> bool:
         if (item["kind"], item["metadata"]["name"]) != ("NetworkPolicy", "train-worker"):
             return False
         item["spec"]["ingress"] = []
@@ -127,8 +127,8 @@ def test_a_policy_engine_that_changes_a_child_back_is_named_and_writes_become_ra
 
     replica.server.changed_back = remove_metadata
     replica.create_job()
-    wait_until(lambda: replica.condition("Created").get("reason") == "Contested")
-    message = replica.condition("Created")["message"]
+    wait_until(lambda: replica.find_condition("Created").get("reason") == "Contested")
+    message = replica.find_condition("Created")["message"]
     for words in (
         "NetworkPolicy train-worker",
         "changes ingress[0]",
@@ -137,22 +137,22 @@ def test_a_policy_engine_that_changes_a_child_back_is_named_and_writes_become_ra
         "--show-managed-fields",
     ):
         assert words in message
-    assert replica.condition("Created")["status"] == "True", "pods are made all the same"
+    assert replica.find_condition("Created")["status"] == "True", "pods are made all the same"
     wait_until(replica.is_idle)
     assert "Contested" in replica.notes.reasons
     assert replica.server.written.count(("NetworkPolicy", "train-worker")) <= 4
 
 
 def test_an_overloaded_api_server_gets_the_time_that_it_asks_for_and_the_status_reports_it(replica: Replica) -> None:
-    def refuse(manifest: Thing) -> None:
+    def refuse(manifest: Manifest) -> None:
         calls.append(manifest["metadata"]["name"])
         raise ApiError(429, "too many requests, please try again later", "TooManyRequests", wait=60.0)
 
     calls: list[str] = []
     replica.server.before_create = refuse
     replica.create_job()
-    wait_until(lambda: replica.condition("Created").get("reason") == "Throttled")
-    assert "too many requests" in replica.condition("Created")["message"]
+    wait_until(lambda: replica.find_condition("Created").get("reason") == "Throttled")
+    assert "too many requests" in replica.find_condition("Created")["message"]
     wait_until(replica.is_idle)
     assert "Throttled" in replica.notes.reasons
     assert len(calls) <= 4, "one stage, once"
@@ -161,17 +161,17 @@ def test_an_overloaded_api_server_gets_the_time_that_it_asks_for_and_the_status_
 
 
 def test_a_webhook_that_fails_is_shown(replica: Replica) -> None:
-    def fail(manifest: Thing) -> None:
+    def fail(manifest: Manifest) -> None:
         if manifest["kind"] == "Pod" and broken:
             raise ApiError(500, 'failed calling webhook "x.example": connection refused', "InternalError")
 
     broken = True
     replica.server.before_create = fail
     replica.create_job()
-    wait_until(lambda: replica.condition("Created").get("reason") == "ServerError")
-    assert 'failed calling webhook "x.example"' in replica.condition("Created")["message"]
+    wait_until(lambda: replica.find_condition("Created").get("reason") == "ServerError")
+    assert 'failed calling webhook "x.example"' in replica.find_condition("Created")["message"]
     broken = False
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
 
 
 # Finalizers.
@@ -179,7 +179,7 @@ def test_a_webhook_that_fails_is_shown(replica: Replica) -> None:
 
 def test_the_finalizer_of_a_job_that_is_gone_is_removed_and_others_are_left(replica: Replica) -> None:
     replica.create_job()
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
     with replica.server.lock:
         pod = replica.server.objects["Pod", "team", "train-launcher-1-uid-o"]
         pod["metadata"]["finalizers"].append("other.example/keep")
@@ -199,7 +199,7 @@ def test_the_finalizer_of_a_job_that_is_gone_is_removed_and_others_are_left(repl
 def test_pods_of_a_job_that_went_while_no_operator_ran_are_released_without_another_event(replica: Replica) -> None:
     """A new operator lists these pods before it leads. No later event names them."""
     replica.create_job()
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
     wait_until(replica.is_idle)
     replica.server.acting = False
     with replica.server.lock:
@@ -218,25 +218,25 @@ def test_pods_of_a_job_that_went_while_no_operator_ran_are_released_without_anot
 def test_without_the_right_to_patch_pods_a_job_continues(replica: Replica) -> None:
     """The operator is newer than its roles."""
 
-    def refuse(*_: object) -> Thing:
+    def refuse(*_: object) -> Manifest:
         raise ApiError(403, "pods is forbidden: cannot patch resource pods", "Forbidden")
 
-    replica.server.release = refuse  # type: ignore[method-assign]
+    replica.server.remove_finalizer = refuse  # type: ignore[method-assign]
     replica.create_job()
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
     wait_until(replica.is_idle)
     ended_state = {"terminated": {"exitCode": 1, "startedAt": format_timestamp(datetime.now(UTC)), "finishedAt": None}}
     pod = replica.server.get("Pod", "team", "train-launcher-1-uid-o")
     pod["status"] = {"phase": "Failed", "containerStatuses": [{"name": "launcher", "state": ended_state}]}
-    replica.store.put("Pod", replica.server.keep(pod))
+    replica.store.put("Pod", replica.server.store(pod))
     replica.queue.add(KEY)
-    wait_until(lambda: "train-launcher-2-uid-o" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-2-uid-o" in replica.server.list_names("Pod"))
 
 
 def test_a_pod_that_was_listed_before_its_job_stays_held(replica: Replica) -> None:
     """An operator that has just begun lists pods and jobs in any order."""
     replica.create_job()
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
     wait_until(replica.is_idle)
     replica.store._jobs.clear()
     replica.queue.add(KEY)
@@ -246,12 +246,12 @@ def test_a_pod_that_was_listed_before_its_job_stays_held(replica: Replica) -> No
 
 def test_a_completion_is_stored_before_its_pod_is_let_go(replica: Replica) -> None:
     replica.create_job()
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
     wait_until(replica.is_idle)
     ended_state = {"terminated": {"exitCode": 0, "startedAt": format_timestamp(datetime.now(UTC)), "finishedAt": None}}
     pod = replica.server.get("Pod", "team", "train-launcher-1-uid-o")
     pod["status"] = {"phase": "Succeeded", "containerStatuses": [{"name": "launcher", "state": ended_state}]}
-    replica.store.put("Pod", replica.server.keep(pod))
+    replica.store.put("Pod", replica.server.store(pod))
     replica.queue.add(KEY)
     wait_until(lambda: not replica.server.get("Pod", "team", "train-launcher-1-uid-o")["metadata"]["finalizers"])
     assert replica.server.get(KIND, *KEY)["status"]["phase"] == "Succeeded"
@@ -267,10 +267,10 @@ def test_a_pod_of_an_earlier_job_of_the_same_name_does_not_delay_the_job(replica
         "finalizers": ["example.com/keep"],
         "deletionTimestamp": format_timestamp(datetime.now(UTC)),
     }
-    replica.store.put("Pod", replica.server.keep({"kind": "Pod", "metadata": old, "spec": {"nodeName": "node-x"}}))
+    replica.store.put("Pod", replica.server.store({"kind": "Pod", "metadata": old, "spec": {"nodeName": "node-x"}}))
     replica.create_job()
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod"))
-    assert {"train-worker-0-1-uid-o", "train-worker-1-1-uid-o"} <= replica.server.names("Pod")
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
+    assert {"train-worker-0-1-uid-o", "train-worker-1-1-uid-o"} <= replica.server.list_names("Pod")
     wait_until(replica.is_idle)
     assert replica.server.get("Pod", "team", "train-worker-0-1-uid-e")["metadata"]["finalizers"] == ["example.com/keep"]
     assert replica.server.get(KIND, *KEY)["status"]["attempt"] == 1
@@ -285,27 +285,27 @@ def test_a_pod_that_has_the_name_of_ours_is_waited_for(replica: Replica) -> None
         "ownerReferences": [names.build_owner_reference("train", "uid-of-the-earlier")],
         "deletionTimestamp": format_timestamp(datetime.now(UTC)),
     }
-    replica.server.keep({"kind": "Pod", "metadata": old, "spec": {"nodeName": "node-x"}})
+    replica.server.store({"kind": "Pod", "metadata": old, "spec": {"nodeName": "node-x"}})
     replica.create_job()
-    wait_until(lambda: replica.condition("Created").get("reason") == "Terminating")
-    assert "train-launcher-1-uid-o" not in replica.server.names("Pod")
+    wait_until(lambda: replica.find_condition("Created").get("reason") == "Terminating")
+    assert "train-launcher-1-uid-o" not in replica.server.list_names("Pod")
 
 
 def test_the_end_of_a_group_is_reported_to_kueue_once(replica: Replica) -> None:
-    grouped = job()
+    grouped = build_job()
     grouped["metadata"]["labels"] = {names.KUEUE_QUEUE: "team"}
-    replica.store.put_job(replica.server.keep(grouped))
+    replica.store.put_job(replica.server.store(grouped))
     replica.queue.add(KEY)
-    wait_until(lambda: "train-launcher-1-uid-1" in replica.server.names("Pod"))
+    wait_until(lambda: "train-launcher-1-uid-1" in replica.server.list_names("Pod"))
     over = {"terminated": {"exitCode": 0, "startedAt": format_timestamp(datetime.now(UTC)), "finishedAt": None}}
     pod = replica.server.get("Pod", "team", "train-launcher-1-uid-1")
     pod["status"] = {"phase": "Succeeded", "containerStatuses": [{"name": "launcher", "state": over}]}
-    replica.store.put("Pod", replica.server.keep(pod))
+    replica.store.put("Pod", replica.server.store(pod))
     replica.queue.add(KEY)
 
     def list_marked_pods() -> set[str]:
-        metadata = [replica.server.get("Pod", "team", name)["metadata"] for name in replica.server.names("Pod")]
+        metadata = [replica.server.get("Pod", "team", name)["metadata"] for name in replica.server.list_names("Pod")]
         return {pod["name"] for pod in metadata if pod["annotations"].get(names.KUEUE_RETRIABLE) == "false"}
 
-    wait_until(lambda: list_marked_pods() == replica.server.names("Pod"))
+    wait_until(lambda: list_marked_pods() == replica.server.list_names("Pod"))
     wait_until(replica.is_idle)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from simulated import job
+from simulated import build_job
 
 from topkube_operator.control import gang_detection
 from topkube_operator.model import stored_job
 from topkube_operator.model.observed import Policy
 from topkube_operator.watch.api_client import ApiError
 
-ASKING = job(runPolicy={"schedulingPolicy": {"minAvailable": 2}})
+ASKING = build_job(runPolicy={"schedulingPolicy": {"minAvailable": 2}})
 
 
 class Discovery:
@@ -43,7 +43,7 @@ def test_a_gang_scheduler_is_looked_for_while_jobs_ask_for_it_and_followed_once(
 ) -> None:
     cluster, followed = Discovery(), list[str]()
     detector = gang_detection.GangDetector(cluster, Policy(), followed.append)  # type: ignore[arg-type]
-    assert detector.find_policy(job()).gang is None
+    assert detector.find_policy(build_job()).gang is None
     assert cluster.queries == 0, "a job that asks for none costs no question"
     assert detector.find_policy(ASKING).gang is None
     queries = cluster.queries
@@ -54,22 +54,22 @@ def test_a_gang_scheduler_is_looked_for_while_jobs_ask_for_it_and_followed_once(
     cluster.broken = True
     assert detector.find_policy(ASKING).gang is None
     cluster.broken = False
-    assert detector.find_policy(ASKING).gang == detector.find_policy(job()).gang == gang
+    assert detector.find_policy(ASKING).gang == detector.find_policy(build_job()).gang == gang
     assert (followed, cluster.learnt) == (["PodGroup"], [("PodGroup", group, "podgroups")])
 
 
 @pytest.mark.parametrize("policy", [None, "x", {}, {"schedulingPolicy": "x"}, {"schedulingPolicy": {"queue": None}}])
 def test_an_invalid_policy_asks_for_nothing(policy: Any) -> None:
-    assert not stored_job.asks_for_pod_group(job(runPolicy=policy))
+    assert not stored_job.asks_for_pod_group(build_job(runPolicy=policy))
     assert not stored_job.asks_for_pod_group({"spec": policy})
 
 
 def test_kueue_that_is_installed_later_is_detected_when_a_job_has_a_queue() -> None:
     cluster, followed = Discovery(), list[str]()
     detector = gang_detection.GangDetector(cluster, Policy(), followed.append)  # type: ignore[arg-type]
-    in_queue = job()
+    in_queue = build_job()
     in_queue["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
-    assert detector.find_policy(job()).workloads == ""
+    assert detector.find_policy(build_job()).workloads == ""
     assert cluster.queries == 0
     cluster.groups |= {"kueue.x-k8s.io/v1beta1/workloads", "kueue.x-k8s.io/v1beta2/workloads"}
     assert detector.find_policy(in_queue).workloads == "kueue.x-k8s.io/v1beta2"

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from simulated import START, Simulated, running
+from simulated import START, Simulated, start_running_job
 
 from topkube.errors import LaunchError
 from topkube.job.crd import custom_resource_definition
@@ -30,7 +30,7 @@ Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 LARGEST_STATUS = 64 << 10
 
 
-def launcher_tls(uid: str = UID) -> ssl.SSLContext:
+def build_tls(uid: str = UID) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     derived = credentials.derive(SEED, uid)
     with tempfile.TemporaryDirectory() as folder:
@@ -43,10 +43,10 @@ def launcher_tls(uid: str = UID) -> ssl.SSLContext:
 def poll(answer: Answer, *, uid: str = UID, domains: str = "") -> contract.LauncherStatus:
     """Return the operator's view of a launcher that sends this answer."""
 
-    async def scenario() -> contract.LauncherStatus:
+    async def serve_and_poll() -> contract.LauncherStatus:
         runner = web.ServerRunner(web.Server(answer))
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=launcher_tls(uid))
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=build_tls(uid))
         await site.start()
         try:
             async with launcher_poller.open_session() as session:
@@ -57,14 +57,7 @@ def poll(answer: Answer, *, uid: str = UID, domains: str = "") -> contract.Launc
         finally:
             await runner.cleanup()
 
-    return asyncio.run(scenario())
-
-
-def text_answer(text: str | bytes) -> Answer:
-    async def answer(_: web.BaseRequest) -> web.StreamResponse:
-        return web.Response(body=text if isinstance(text, bytes) else text.encode())
-
-    return answer
+    return asyncio.run(serve_and_poll())
 
 
 def test_an_answer_longer_than_one_segment_is_read_to_its_end() -> None:
@@ -134,7 +127,7 @@ def test_a_compressed_answer_is_not_unpacked() -> None:
 
 
 @pytest.mark.parametrize("address", ["10.1.2.3", "192.168.3.4", "240.1.2.3", "fd00::1", "2001:db8::7"])
-def test_addresses_that_pods_have(address: str) -> None:
+def test_an_address_that_pods_have_is_accepted(address: str) -> None:
     assert launcher_poller.check_pod_address(address) == address
 
 
@@ -148,7 +141,7 @@ def test_addresses_that_pods_have(address: str) -> None:
         *("10.0.0.1@169.254.169.254", "10.0.0.1#", "10.0.0.1?", "[::1]"),
     ],
 )
-def test_addresses_that_no_pod_has_are_not_asked(address: str) -> None:
+def test_an_address_that_no_pod_has_is_not_polled(address: str) -> None:
     with pytest.raises(LaunchError, match="is not polled"):
         launcher_poller.check_pod_address(address)
 
@@ -174,19 +167,19 @@ def hostile_words(draw: st.DrawFn, head: str) -> str:
             chosen = draw(st.dictionaries(st.sampled_from(fields), VALUES, max_size=4))
             if name == "cache" and draw(st.booleans()):
                 entry = st.dictionaries(st.sampled_from(["name", "cachedBytes", "x"]), VALUES, max_size=3)
-                nodes = draw(st.lists(entry.map(_object), max_size=3))
+                nodes = draw(st.lists(entry.map(_write_object), max_size=3))
                 chosen["nodes"] = "[" + ", ".join(nodes * draw(st.sampled_from([1, 1, 200]))) + "]"
-            parts.append(f'"{name}": {_object(chosen)}')
+            parts.append(f'"{name}": {_write_object(chosen)}')
     others = draw(st.lists(st.sampled_from(["joined", "missing", "oomKills", "index", "new"]), unique=True))
     parts += [f'"{name}": {draw(VALUES)}' for name in others]
     return "{" + ", ".join(parts) + "}"
 
 
-def _object(fields: dict[str, str]) -> str:
+def _write_object(fields: dict[str, str]) -> str:
     return "{" + ", ".join(f"{json.dumps(name)}: {value}" for name, value in fields.items()) + "}"
 
 
-def read(text: str | bytes) -> contract.LauncherStatus | None:
+def read_status(text: str | bytes) -> contract.LauncherStatus | None:
     """Return the status that a launcher sends; None if the operator refuses it with a short message."""
     try:
         return contract.LauncherStatus.read(text)
@@ -196,9 +189,9 @@ def read(text: str | bytes) -> contract.LauncherStatus | None:
     return None
 
 
-def check_stored(world: Simulated) -> None:
+def check_status(world: Simulated) -> None:
     """Check that the status to write is JSON, small, and valid by the CRD's schema."""
-    text = json.dumps(world.status(), allow_nan=False)
+    text = json.dumps(world.status, allow_nan=False)
     assert len(text) < LARGEST_STATUS
     jsonschema.Draft4Validator(STATUS).validate(json.loads(text))
 
@@ -209,14 +202,14 @@ def check_stored(world: Simulated) -> None:
 @example('{"attempt": 1, "state": "Running", "progress": {"loss": "%s"}}' % ("0" * 900_000))
 @settings(max_examples=60)
 def test_the_status_stays_small_and_valid_whatever_a_launcher_answers(text: str) -> None:
-    status = read(text)
+    status = read_status(text)
     if status is None:
         return
-    world = running()
+    world = start_running_job()
     world.report = launcher_poller._build_report(status)
     world.now = START + timedelta(seconds=60)
     world.reconcile()
-    check_stored(world)
+    check_status(world)
 
 
 @given(hostile_words('"attempt": 1, "state": "Failed", "exitCode": 1'), st.sampled_from([0, 1, 137]))
@@ -224,18 +217,18 @@ def test_the_status_stays_small_and_valid_whatever_a_launcher_answers(text: str)
 @example('{"attempt": 1, "state": "Succeeded", "exitCode": 0, "progress": {"samplesPerSecond": 1e400}}', 0)
 @settings(max_examples=60)
 def test_any_termination_message_leaves_the_status_small_and_valid(text: str, code: int) -> None:
-    world = running()
+    world = start_running_job()
     world.end("train-launcher-1-uid-1", code, "launcher", ended_message=text)
     world.end("train-worker-0-1-uid-1", code, "worker", ended_message=text)
     world.reconcile()
-    check_stored(world)
+    check_status(world)
 
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode(errors="surrogatepass")))
 @example(b"[" * 200_000)
 @example(b'{"attempt": 1, "state": "Waiting", "missing": [' + b'"a",' * 60_000 + b"1]}")
 def test_bytes_of_any_kind_are_a_status_or_a_refusal(text: bytes) -> None:
-    read(text)
+    read_status(text)
 
 
 def test_numbers_in_bounds_and_words_are_kept_as_they_are() -> None:
@@ -266,17 +259,17 @@ def test_of_a_long_log_tail_the_end_is_kept() -> None:
     assert len(ending.first_failure.log_tail or "") == 4096
 
 
-def test_a_plan_that_follows_hostile_words_is_made_in_no_time() -> None:
+def test_ten_thousand_missing_workers_leave_the_status_small() -> None:
     """10,000 missing workers in the answer of a job of two."""
-    world = running()
+    world = start_running_job()
     status = contract.LauncherStatus(attempt=1, state="Waiting", missing=tuple(range(10_000)))
     world.report = launcher_poller._build_report(status)
     assert world.job is not None
-    assert len(json.dumps(planner.plan(world.job, world.observed(), world.now).status)) < LARGEST_STATUS
+    assert len(json.dumps(planner.plan(world.job, world.observe(), world.now).status)) < LARGEST_STATUS
 
 
 def test_the_launcher_gets_the_rack_of_each_worker() -> None:
-    world = running(workers=3, topology={"key": "rack"})
+    world = start_running_job(workers=3, topology={"key": "rack"})
     launcher = world.pods["train-launcher-1-uid-1"]
     racks = {"node-a": "r1", "node-b": "r2", "node-c": "r1"}
     for index, node in enumerate(racks):
@@ -285,10 +278,10 @@ def test_the_launcher_gets_the_rack_of_each_worker() -> None:
     def read_label(node: str, key: str) -> str:
         return racks[node] if key == "rack" else ""
 
-    assert launcher_poller.find_domains(world.observed(), launcher, "rack", read_label) == "0,1,0"
-    assert launcher_poller.find_domains(world.observed(), launcher, "zone", read_label) == "0,0,0"
+    assert launcher_poller.find_domains(world.observe(), launcher, "rack", read_label) == "0,1,0"
+    assert launcher_poller.find_domains(world.observe(), launcher, "zone", read_label) == "0,0,0"
     world.change("train-worker-2-1-uid-1", node="")
-    assert launcher_poller.find_domains(world.observed(), launcher, "rack", read_label) == ""
+    assert launcher_poller.find_domains(world.observe(), launcher, "rack", read_label) == ""
 
 
 @pytest.mark.parametrize("domains", ["", "1,0"])

@@ -50,16 +50,16 @@ class Link:
         with self.leases.lock:
             if self.leases.lease:
                 raise ApiError(409, "exists", "AlreadyExists")
-            return self._keep(body)
+            return self._store(body)
 
     def replace(self, body: dict[str, Any]) -> dict[str, Any]:
         self._reach()
         with self.leases.lock:
             if body["metadata"]["resourceVersion"] != self.leases.lease["metadata"]["resourceVersion"]:
                 raise ApiError(409, "is older", "Conflict")
-            return self._keep(body)
+            return self._store(body)
 
-    def _keep(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _store(self, body: dict[str, Any]) -> dict[str, Any]:
         self.leases.version += 1
         self.leases.lease = copy.deepcopy(body)
         self.leases.lease["metadata"]["resourceVersion"] = str(self.leases.version)
@@ -95,7 +95,7 @@ class Election:
     def find_name(self, replica: Replica) -> str:
         return f"replica-{self.replicas.index(replica)}"
 
-    def leader(self, but: Replica | None = None) -> Replica:
+    def wait_for_leader(self, but: Replica | None = None) -> Replica:
         seconds = 3 * HAND_OVER / FASTER
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -122,28 +122,30 @@ def election(monkeypatch: pytest.MonkeyPatch) -> Iterator[Election]:
     assert election.most <= 1
 
 
-def test_who_is_cut_off_stops_before_another_begins(election: Election) -> None:
-    first = election.leader()
+def test_a_replica_that_is_cut_off_stops_before_another_leads(election: Election) -> None:
+    first = election.wait_for_leader()
     first.link.cut = True
-    second = election.leader(but=first)
+    second = election.wait_for_leader(but=first)
     assert not first.part.acting()
     first.link.cut = False
     third = next(replica for replica in election.replicas if replica not in (first, second))
     second.link.cut = third.link.cut = True
-    assert election.leader(but=second) is first
+    assert election.wait_for_leader(but=second) is first
     assert election.leases.lease["spec"]["leaseTransitions"] == 3
     assert first.notifications == [True, False, True]
 
 
-def test_who_stops_hands_over_at_once(election: Election) -> None:
-    first = election.leader()
+def test_a_replica_that_stops_hands_over_at_once(election: Election) -> None:
+    first = election.wait_for_leader()
     first.part.stop()
     assert not first.part.acting()
-    assert election.leases.lease["spec"]["holderIdentity"] != election.find_name(first), "nobody waits for its end"
-    election.leader(but=first)
+    assert election.leases.lease["spec"]["holderIdentity"] != election.find_name(first), (
+        "no other replica waits until the lease expires"
+    )
+    election.wait_for_leader(but=first)
 
 
-def test_the_times_fit_each_other() -> None:
+def test_the_times_of_the_election_fit_each_other() -> None:
     slow_call = 3.0
     assert leader_election._RENEW_WITHIN + slow_call < leader_election._LEASE
     assert leader_election._RENEW_EVERY + slow_call < leader_election._RENEW_WITHIN

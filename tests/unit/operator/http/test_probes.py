@@ -25,7 +25,7 @@ def ask(port: int, path: str, token: str = "", trust: ssl.SSLContext | None = No
     url = f"{'https' if trust else 'http'}://127.0.0.1:{port}{path}"
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20, context=trust)
+        answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=120, context=trust)
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
     return answer.status, answer.read().decode()

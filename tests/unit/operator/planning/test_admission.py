@@ -20,11 +20,11 @@ from topkube_operator.planning.admission import explain_refusal, review, warn_of
 def send_review(job: Any, old: Any = None, operation: str = "CREATE") -> dict[str, Any]:
     request = {"uid": "7", "operation": operation, "object": job, "oldObject": old, "name": "tiny"}
     sent = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}
-    given = review(json.loads(json.dumps(sent)))
-    assert (given["apiVersion"], given["kind"]) == ("admission.k8s.io/v1", "AdmissionReview")
-    assert given["response"]["uid"] == "7"
-    json.dumps(given)
-    return dict(given["response"])
+    answer = review(json.loads(json.dumps(sent)))
+    assert (answer["apiVersion"], answer["kind"]) == ("admission.k8s.io/v1", "AdmissionReview")
+    assert answer["response"]["uid"] == "7"
+    json.dumps(answer)
+    return dict(answer["response"])
 
 
 def test_a_good_job_is_allowed() -> None:
@@ -58,7 +58,7 @@ def test_the_reconciler_writes_the_same_message() -> None:
     assert explain_refusal(JOB) == ""
 
 
-def test_names_that_are_too_long() -> None:
+def test_names_that_are_too_long_are_refused() -> None:
     longest = {**JOB, "metadata": {"name": "a" * 63}}
     assert send_review(longest)["allowed"]
     message = send_review({**JOB, "metadata": {"name": "a" * 64}})["status"]["message"]
@@ -81,7 +81,7 @@ def test_a_status_of_another_version_is_not_a_mistake() -> None:
         ("slotsPerWorker", None),  # the default is what it was
     ],
 )
-def test_changes_that_take_effect_at_once(path: str, value: Any) -> None:
+def test_changes_that_take_effect_at_once_are_allowed(path: str, value: Any) -> None:
     assert send_review(change_field(path, value), JOB, "UPDATE")["allowed"]
 
 
@@ -103,7 +103,7 @@ def test_changes_that_take_effect_at_once(path: str, value: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("suspended", [False, True])
-def test_changes_that_would_make_it_another_run(path: str, value: Any, words: str, suspended: bool) -> None:
+def test_changes_that_would_make_another_run_are_refused(path: str, value: Any, words: str, suspended: bool) -> None:
     old = change_field("runPolicy.suspend", suspended)
     response = send_review(change_field(path, value, old), old, "UPDATE")
     assert not response["allowed"]

@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from simulated import RANK_FAILED, START, Simulated, job, running
+from simulated import RANK_FAILED, START, Simulated, build_job, start_running_job
 
 from topkube.errors import JobError
 from topkube_operator.children.avoidance import avoid_nodes
@@ -18,10 +18,10 @@ BACKOFF = {"backoffLimit": 99}
 
 
 def _list_avoided_nodes(world: Simulated) -> list[str]:
-    return [entry["name"] for entry in world.status().get("avoidedNodes", [])]
+    return [entry["name"] for entry in world.status.get("avoidedNodes", [])]
 
 
-def _fail(world: Simulated, node: str, **failure: Any) -> None:
+def _fail_on(world: Simulated, node: str, **failure: Any) -> None:
     """Let a rank of worker 0 fail on `node`, and begin the next attempt."""
     name = max(name for name in world.pods if "worker-0" in name)
     world.change(name, node=node)
@@ -33,106 +33,106 @@ def _list_pods_on(node: str, world: Simulated) -> list[str]:
     return [pod.name for pod in world.pods.values() if pod.node == node and pod.deletion is None and not pod.has_ended]
 
 
-def _failures_of_others(*entries: tuple[str, int], minutes: int = 5, node: str = "node-c") -> tuple[NodeFailure, ...]:
+def _build_failures(*entries: tuple[str, int], minutes: int = 5, node: str = "node-c") -> tuple[NodeFailure, ...]:
     at = START - timedelta(minutes=minutes)
     return tuple(NodeFailure(node, job, count, "Error", at) for job, count in entries)
 
 
 def test_the_second_failure_of_a_job_on_a_node_moves_it_elsewhere() -> None:
-    world = running(workers=1, runPolicy=BACKOFF)
-    _fail(world, "node-c")
-    assert (_list_avoided_nodes(world), world.status()["firstFailure"]["node"]) == ([], "node-c")
-    assert world.status()["nodeFailures"] == [
+    world = start_running_job(workers=1, runPolicy=BACKOFF)
+    _fail_on(world, "node-c")
+    assert (_list_avoided_nodes(world), world.status["firstFailure"]["node"]) == ([], "node-c")
+    assert world.status["nodeFailures"] == [
         {"name": "node-c", "count": 1, "reason": "Error", "lastFailureTime": "2026-01-01T00:00:00Z"}
     ]
     world.wait(100)
-    world.to_running()
-    _fail(world, "node-c")
+    world.start_ranks()
+    _fail_on(world, "node-c")
     world.wait(100)
-    world.to_running()
+    world.start_ranks()
     assert _list_avoided_nodes(world) == ["node-c"]
-    entry = world.status()["avoidedNodes"][0]
+    entry = world.status["avoidedNodes"][0]
     assert (entry["reason"], entry["until"]) == ("Error", "2026-01-01T01:01:40Z")
     assert "2 attempts of this job failed there first" in entry["message"]
     assert world.events.count("NodesAvoided") == 1
     assert _list_pods_on("node-c", world) == [], "the worker on this node is replaced too"
-    assert world.status()["phase"] == "Running"
+    assert world.status["phase"] == "Running"
 
 
 def test_an_avoided_node_is_used_again_after_an_hour() -> None:
-    world = running(workers=1, runPolicy=BACKOFF)
-    _fail(world, "node-c", reason="HardwareFault")
-    world.to_running()
+    world = start_running_job(workers=1, runPolicy=BACKOFF)
+    _fail_on(world, "node-c", reason="HardwareFault")
+    world.start_ranks()
     assert _list_avoided_nodes(world) == ["node-c"], "one fault of the hardware is enough"
-    world.say("Running")
+    world.report_state("Running")
     assert world.reconcile().requeue == HOUR
     world.wait(HOUR)
-    world.say("Running")
+    world.report_state("Running")
     world.reconcile()
     assert _list_avoided_nodes(world) == []
-    _fail(world, "node-c")
-    world.to_running()
-    assert world.status()["nodeFailures"][0]["count"] == 1, "the earlier failure does not count any more"
+    _fail_on(world, "node-c")
+    world.start_ranks()
+    assert world.status["nodeFailures"][0]["count"] == 1, "the earlier failure does not count any more"
     assert _list_avoided_nodes(world) == []
 
 
 @pytest.mark.parametrize("reason", ["OOMKilled", "SyntaxError", "SourceUnavailable", "SetupFailed", "Terminated"])
 def test_failures_by_the_job_or_the_cluster_do_not_count_against_the_node(reason: str) -> None:
     rules = [{"action": "Restart", "onReasons": ["SyntaxError"]}]
-    world = running(workers=1, runPolicy={**BACKOFF, "failurePolicy": {"rules": rules}})
+    world = start_running_job(workers=1, runPolicy={**BACKOFF, "failurePolicy": {"rules": rules}})
     for _ in range(3):
-        _fail(world, "node-c", reason=reason)
+        _fail_on(world, "node-c", reason=reason)
         world.wait(400)
-        world.to_running()
-    assert "nodeFailures" not in world.status()
+        world.start_ranks()
+    assert "nodeFailures" not in world.status
     assert _list_avoided_nodes(world) == []
 
 
 def test_a_lost_node_is_avoided_when_it_is_back() -> None:
-    world = running(workers=1, runPolicy=BACKOFF)
+    world = start_running_job(workers=1, runPolicy=BACKOFF)
     world.change("train-worker-0-1-uid-1", node="node-c")
     world.lost.add("node-c")
     world.wait(60)
     world.reconcile()
-    assert world.status()["firstFailure"]["reason"] == "NodeLost"
+    assert world.status["firstFailure"]["reason"] == "NodeLost"
     world.lost.clear()
-    world.to_running()
+    world.start_ranks()
     assert _list_avoided_nodes(world) == ["node-c"]
 
 
 @pytest.mark.parametrize(
     ("failures", "is_avoided"),
     [
-        (_failures_of_others(("a", 1), ("b", 2)), True),
-        (_failures_of_others(("a", 1), ("b", 1), ("c", 1)), True),
-        (_failures_of_others(("a", 50)), False),
-        (_failures_of_others(("a", 1), ("b", 1)), False),
-        (_failures_of_others(("a", 9), ("b", 9), minutes=61), False),
+        (_build_failures(("a", 1), ("b", 2)), True),
+        (_build_failures(("a", 1), ("b", 1), ("c", 1)), True),
+        (_build_failures(("a", 50)), False),
+        (_build_failures(("a", 1), ("b", 1)), False),
+        (_build_failures(("a", 9), ("b", 9), minutes=61), False),
     ],
     ids=["three of two jobs", "three of three jobs", "one job alone", "too few", "too long ago"],
 )
 def test_failures_of_several_other_jobs_count(failures: tuple[NodeFailure, ...], is_avoided: bool) -> None:
-    world = Simulated(job())
+    world = Simulated(build_job())
     world.node_failures = failures
-    world.to_running()
+    world.start_ranks()
     assert _list_avoided_nodes(world) == (["node-c"] if is_avoided else [])
     assert all(avoided == ({"node-c"} if is_avoided else set()) for avoided in world.avoided.values())
-    assert world.status()["phase"] == "Running"
+    assert world.status["phase"] == "Running"
 
 
 def test_failures_of_other_jobs_move_no_worker_that_runs() -> None:
-    world = running(workers=1, runPolicy=BACKOFF)
+    world = start_running_job(workers=1, runPolicy=BACKOFF)
     world.change("train-worker-0-1-uid-1", node="node-c")
-    world.node_failures = _failures_of_others(("a", 9), ("b", 9))
+    world.node_failures = _build_failures(("a", 9), ("b", 9))
     world.end_launcher(1, {**RANK_FAILED, "pod": None, "rank": None})
-    world.to_running()
+    world.start_ranks()
     assert _list_avoided_nodes(world) == ["node-c"]
     assert sorted(world.pods) == ["train-launcher-2-uid-1", "train-worker-0-1-uid-1"]
     world.node_faults = {"node-c": "KernelDeadlock"}
     world.end_launcher(1, {**RANK_FAILED, "pod": None, "rank": None})
     world.reconcile()
     world.wait(5)
-    world.to_running()
+    world.start_ranks()
     assert sorted(name for name, pod in world.pods.items() if not pod.deletion) == [
         "train-launcher-3-uid-1",
         "train-worker-0-3-uid-1",
@@ -140,11 +140,11 @@ def test_failures_of_other_jobs_move_no_worker_that_runs() -> None:
 
 
 def test_a_node_with_a_fault_is_avoided_and_comes_first() -> None:
-    world = Simulated(job(spread="None"))
-    world.node_failures = _failures_of_others(("a", 9), ("b", 9), node="node-a")
+    world = Simulated(build_job(spread="None"))
+    world.node_failures = _build_failures(("a", 9), ("b", 9), node="node-a")
     world.node_faults = {"node-b": "ReadonlyFilesystem"}
-    world.to_running()
-    assert world.status()["avoidedNodes"] == [
+    world.start_ranks()
+    assert world.status["avoidedNodes"] == [
         {
             "name": "node-b",
             "reason": "ReadonlyFilesystem",
@@ -156,7 +156,7 @@ def test_a_node_with_a_fault_is_avoided_and_comes_first() -> None:
 
 
 def test_a_job_that_needs_every_node_avoids_none() -> None:
-    world = Simulated(job(workers=4, spread="Node"))
+    world = Simulated(build_job(workers=4, spread="Node"))
     world.node_faults = {"node-b": "ReadonlyFilesystem"}
     world.reconcile()
     assert _list_avoided_nodes(world) == []
@@ -165,7 +165,7 @@ def test_a_job_that_needs_every_node_avoids_none() -> None:
 @pytest.mark.parametrize("crash_after", [None, 1])
 def test_pods_that_find_no_other_node_may_use_the_avoided_nodes_after_a_minute(crash_after: int | None) -> None:
     """`crash_after`: the operator is killed after it has written the status, before it deletes a pod."""
-    world = Simulated(job())
+    world = Simulated(build_job())
     world.node_faults = {"node-b": "KernelDeadlock"}
     world.reconcile()
     world.schedule()
@@ -176,41 +176,41 @@ def test_pods_that_find_no_other_node_may_use_the_avoided_nodes_after_a_minute(c
     world.wait(60)
     world.crash_after = crash_after
     world.reconcile()
-    status = world.status()
+    status = world.status
     assert (status["attempt"], status["restarts"], status["disruptions"]) == (2, 0, 1)
     assert (status["firstFailure"]["reason"], status["firstFailure"]["pod"]) == ("AvoidedNodeNeeded", waiting)
     assert _list_avoided_nodes(world) == []
-    world.to_running()
+    world.start_ranks()
     assert sorted(world.pods) == ["train-launcher-2-uid-1", "train-worker-0-1-uid-1", "train-worker-1-2-uid-1"]
     assert world.avoided["train-worker-1-2-uid-1"] == set()
-    assert world.status()["phase"] == "Running"
+    assert world.status["phase"] == "Running"
 
 
 def test_waiting_for_the_avoided_nodes_does_not_count_against_max_disruptions() -> None:
-    world = Simulated(job(runPolicy={"failurePolicy": {"maxDisruptions": 0}}))
+    world = Simulated(build_job(runPolicy={"failurePolicy": {"maxDisruptions": 0}}))
     world.node_faults = {"node-b": "KernelDeadlock"}
     world.reconcile()
     world.change("train-worker-1-1-uid-1", scheduling_message=ROOM)
     world.wait(60)
     world.reconcile()
-    assert (world.status()["attempt"], world.status()["phase"]) == (2, "Restarting")
+    assert (world.status["attempt"], world.status["phase"]) == (2, "Restarting")
 
 
 def test_nothing_is_avoided_when_nothing_runs() -> None:
-    world = running(workers=1, runPolicy=BACKOFF)
-    _fail(world, "node-c", reason="HardwareFault")
+    world = start_running_job(workers=1, runPolicy=BACKOFF)
+    _fail_on(world, "node-c", reason="HardwareFault")
     assert _list_avoided_nodes(world) == ["node-c"]
     world.edit_policy(suspend=True)
     world.reconcile()
     assert _list_avoided_nodes(world) == []
     world.run()
     world.edit_policy(suspend=False)
-    world.to_running()
+    world.start_ranks()
     assert _list_avoided_nodes(world) == ["node-c"], "the job remembers"
     world.end_launcher(0)
     world.reconcile()
     assert _list_avoided_nodes(world) == []
-    assert world.status()["nodeFailures"], "other jobs remember"
+    assert world.status["nodeFailures"], "other jobs remember"
 
 
 def test_the_rule_is_added_to_every_term_of_the_templates_own_affinity() -> None:
@@ -245,7 +245,7 @@ def test_the_rule_is_added_to_every_term_of_the_templates_own_affinity() -> None
         ([("GpuXidError", "True")], "GpuXidError"),
     ],
 )
-def test_conditions_that_report_a_fault(conditions: list[tuple[str, str]], fault: str) -> None:
+def test_a_fault_is_read_from_the_conditions_of_a_node(conditions: list[tuple[str, str]], fault: str) -> None:
     entries = [{"type": kind, "status": status} for kind, status in conditions]
     assert find_fault(entries, ["GpuXidError"]) == fault
 

@@ -14,7 +14,7 @@ from topkube_operator.planning.contests import Contests, describe_contest
 DAY = 86400
 
 
-def _policy(port: int = 1) -> dict[str, Any]:
+def _build_policy(port: int = 1) -> dict[str, Any]:
     return {"kind": "NetworkPolicy", "metadata": {"name": "train-worker"}, "spec": {"ingress": [{"port": port}]}}
 
 
@@ -27,8 +27,8 @@ def _write_contested(contests: Contests, seconds: float, step: float = 1.0) -> l
     times, now = list[float](), 0.0
     while now < seconds:
         if KEY not in contests.find_paused(now):
-            message = "somebody" if contests.must_be_reported(_policy(), now) else ""
-            contests.count_write(_policy(), now, message)
+            message = "somebody" if contests.must_be_reported(_build_policy(), now) else ""
+            contests.count_write(_build_policy(), now, message)
             times.append(now)
         now += step
     return times
@@ -45,24 +45,24 @@ def test_the_third_write_reports_the_contest() -> None:
     contests = Contests()
     for number in range(3):
         assert not contests.list_troubles()
-        assert contests.must_be_reported(_policy(), number) == (number == 2)
-        contests.count_write(_policy(), number, "somebody" if number == 2 else "")
+        assert contests.must_be_reported(_build_policy(), number) == (number == 2)
+        contests.count_write(_build_policy(), number, "somebody" if number == 2 else "")
     assert contests.list_troubles()[KEY].message == "somebody"
-    assert not contests.must_be_reported(_policy(), 3), "once is enough"
+    assert not contests.must_be_reported(_build_policy(), 3), "once is enough"
 
 
 def test_writes_of_different_content_are_not_a_contest() -> None:
     contests = Contests()
     for attempt in range(50):
-        assert not contests.must_be_reported(_policy(attempt), attempt)
-        contests.count_write(_policy(attempt), attempt)
+        assert not contests.must_be_reported(_build_policy(attempt), attempt)
+        contests.count_write(_build_policy(attempt), attempt)
         assert not contests.find_paused(attempt)
 
 
-def test_an_ended_contest_is_forgotten() -> None:
+def test_a_contest_that_has_ended_is_forgotten() -> None:
     contests = Contests()
     for number in range(3):
-        contests.count_write(_policy(), number, "somebody")
+        contests.count_write(_build_policy(), number, "somebody")
     now, looks = 2.0, 0
     while (look := contests.compute_seconds_to_next_change(now)) is not None:
         now, looks = now + look, looks + 1
@@ -78,13 +78,13 @@ def test_no_child_is_written_more_than_a_handful_of_times_a_minute(waits: list[f
     for wait in waits:
         now += wait
         if KEY not in contests.find_paused(now):
-            contests.count_write(_policy(), now)
+            contests.count_write(_build_policy(), now)
             times.append(now)
     assert all(len([time for time in times if begin <= time < begin + 60]) <= 8 for begin in times)
 
 
 def test_the_message_names_the_manager_and_the_field() -> None:
-    stored = {**_policy(2), "metadata": {"name": "train-worker", "managedFields": [{"manager": "kyverno"}]}}
-    assert "changes ingress[0]" in describe_contest(stored, _policy())
-    assert "kyverno (its managed fields)" in describe_contest(stored, _policy())
-    assert "deletes it" in describe_contest(None, _policy())
+    stored = {**_build_policy(2), "metadata": {"name": "train-worker", "managedFields": [{"manager": "kyverno"}]}}
+    assert "changes ingress[0]" in describe_contest(stored, _build_policy())
+    assert "kyverno (its managed fields)" in describe_contest(stored, _build_policy())
+    assert "deletes it" in describe_contest(None, _build_policy())

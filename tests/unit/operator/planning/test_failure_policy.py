@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from simulated import RANK_FAILED, Simulated, job, running
+from simulated import RANK_FAILED, Simulated, build_job, start_running_job
 
 from topkube_operator.model.observed import Container
 
@@ -13,11 +13,11 @@ WORKER = "train-worker-1-1-uid-1"
 Rule = dict[str, Any]
 
 
-def _policy(*rules: Rule, **more: Any) -> dict[str, Any]:
+def _build_policy(*rules: Rule, **more: Any) -> dict[str, Any]:
     return {"failurePolicy": {"rules": list(rules), **more}}
 
 
-def _rule(action: str, *reasons: str, **codes: Any) -> Rule:
+def _build_rule(action: str, *reasons: str, **codes: Any) -> Rule:
     rule: Rule = {"action": action}
     return rule | ({"onReasons": list(reasons)} if reasons else {}) | ({"onExitCodes": codes} if codes else {})
 
@@ -30,99 +30,111 @@ FAIL, RESTART, IGNORE = ("Failed", 0, 0), ("Restarting", 1, 0), ("Restarting", 0
 CASES: dict[str, tuple[list[Rule], dict[str, Any], tuple[str, int, int]]] = {
     "no rule: a failure counts": ([], RANK_ENDED, RESTART),
     "no rule: a disruption does not": ([], DRAINED, IGNORE),
-    "an exit code fails the job": ([_rule("Fail", values=[41, 42])], RANK_ENDED, FAIL),
-    "another exit code does not": ([_rule("Fail", values=[41])], RANK_ENDED, RESTART),
-    "NotIn": ([_rule("Fail", operator="NotIn", values=[41])], RANK_ENDED, FAIL),
-    "an exit code is ignored": ([_rule("Ignore", values=[42])], RANK_ENDED, IGNORE),
+    "an exit code fails the job": ([_build_rule("Fail", values=[41, 42])], RANK_ENDED, FAIL),
+    "another exit code does not": ([_build_rule("Fail", values=[41])], RANK_ENDED, RESTART),
+    "NotIn": ([_build_rule("Fail", operator="NotIn", values=[41])], RANK_ENDED, FAIL),
+    "an exit code is ignored": ([_build_rule("Ignore", values=[42])], RANK_ENDED, IGNORE),
     "the first rule that matches decides": (
-        [_rule("Fail", values=[1]), _rule("Ignore", "Error"), _rule("Fail", values=[42])],
+        [_build_rule("Fail", values=[1]), _build_rule("Ignore", "Error"), _build_rule("Fail", values=[42])],
         RANK_ENDED,
         IGNORE,
     ),
-    "ranks run in the worker's container": ([_rule("Fail", containerName="worker", values=[42])], RANK_ENDED, FAIL),
-    "another container": ([_rule("Fail", containerName="launcher", values=[42])], RANK_ENDED, RESTART),
-    "the launcher's container": ([_rule("Fail", containerName="launcher", values=[7])], SILENT, FAIL),
-    "a reason fails the job": ([_rule("Fail", "OOMKilled")], KILLED_FOR_MEMORY, FAIL),
-    "a reason and an exit code must both match": ([_rule("Fail", "OOMKilled", values=[1])], KILLED_FOR_MEMORY, RESTART),
-    "a disruption can count": ([_rule("Restart", "Terminated")], DRAINED, RESTART),
-    "a disruption can fail the job": ([_rule("Fail", "Terminated")], DRAINED, FAIL),
-    "the exit code of a drained rank matches nothing": ([_rule("Fail", operator="NotIn", values=[1])], DRAINED, IGNORE),
+    "ranks run in the worker's container": (
+        [_build_rule("Fail", containerName="worker", values=[42])],
+        RANK_ENDED,
+        FAIL,
+    ),
+    "another container": ([_build_rule("Fail", containerName="launcher", values=[42])], RANK_ENDED, RESTART),
+    "the launcher's container": ([_build_rule("Fail", containerName="launcher", values=[7])], SILENT, FAIL),
+    "a reason fails the job": ([_build_rule("Fail", "OOMKilled")], KILLED_FOR_MEMORY, FAIL),
+    "a reason and an exit code must both match": (
+        [_build_rule("Fail", "OOMKilled", values=[1])],
+        KILLED_FOR_MEMORY,
+        RESTART,
+    ),
+    "a disruption can count": ([_build_rule("Restart", "Terminated")], DRAINED, RESTART),
+    "a disruption can fail the job": ([_build_rule("Fail", "Terminated")], DRAINED, FAIL),
+    "the exit code of a drained rank matches nothing": (
+        [_build_rule("Fail", operator="NotIn", values=[1])],
+        DRAINED,
+        IGNORE,
+    ),
 }
 
 
 @pytest.mark.parametrize(("rules", "failure", "expected"), CASES.values(), ids=CASES)
 def test_the_first_matching_rule_decides(rules: list[Rule], failure: dict[str, Any], expected: Any) -> None:
-    world = running(runPolicy=_policy(*rules))
+    world = start_running_job(runPolicy=_build_policy(*rules))
     world.end_launcher(1, failure)
     world.reconcile()
-    status = world.status()
+    status = world.status
     assert (status["phase"], status["restarts"], status["disruptions"]) == expected
     assert status["firstFailure"]["reason"] == failure["reason"]
     if expected == FAIL:
-        condition = world.condition("Failed")
+        condition = world.find_condition("Failed")
         assert (condition["status"], condition["reason"]) == ("True", "FailurePolicy")
         assert "spec.runPolicy.failurePolicy.rules[" in condition["message"]
         assert world.events[-1] == "FailurePolicy"
 
 
 def test_an_ignored_failure_does_not_use_up_restarts() -> None:
-    world = running(runPolicy={"backoffLimit": 0, **_policy(_rule("Ignore", values=[42]))})
+    world = start_running_job(runPolicy={"backoffLimit": 0, **_build_policy(_build_rule("Ignore", values=[42]))})
     for _ in range(4):
         world.end_launcher(1, {**RANK_ENDED, "pod": None})
         world.wait(400)
-        world.to_running()
-    assert (world.status()["phase"], world.status()["disruptions"]) == ("Running", 4)
+        world.start_ranks()
+    assert (world.status["phase"], world.status["disruptions"]) == ("Running", 4)
     world.end_launcher(1, {**RANK_ENDED, "exitCode": 1})
     world.reconcile()
-    assert world.condition("Failed")["reason"] == "BackoffLimitExceeded"
+    assert world.find_condition("Failed")["reason"] == "BackoffLimitExceeded"
 
 
 def test_an_init_container_is_matched_by_its_name() -> None:
-    rule = _rule("Fail", containerName="fetch", operator="NotIn", values=[0])
-    world = Simulated(job(runPolicy=_policy(rule)))
+    rule = _build_rule("Fail", containerName="fetch", operator="NotIn", values=[0])
+    world = Simulated(build_job(runPolicy=_build_policy(rule)))
     world.reconcile()
     world.schedule()
     ended = Container(started=world.now, exit_code=3, ended=world.now, ended_reason="Error")
     world.change(WORKER, phase="Failed", containers={"fetch": ended, "worker": Container()})
     world.wait(60)
     world.reconcile()
-    assert (world.status()["phase"], world.status()["firstFailure"]["exitCode"]) == ("Failed", 3)
+    assert (world.status["phase"], world.status["firstFailure"]["exitCode"]) == ("Failed", 3)
 
 
 @pytest.mark.parametrize("reason", ["SyntaxError", "ImportError", "UsageError", "ScriptNotFound", "CommandNotFound"])
 def test_a_mistake_in_the_script_is_not_tried_again(reason: str) -> None:
     failure = {**RANK_FAILED, "reason": reason}
-    world = running()
+    world = start_running_job()
     world.end_launcher(1, failure)
     world.reconcile()
-    assert (world.status()["phase"], world.status()["attempt"]) == ("Failed", 1)
-    assert "another attempt would end in the same way" in world.condition("Failed")["message"]
-    world = running(runPolicy=_policy(_rule("Restart", reason)))
+    assert (world.status["phase"], world.status["attempt"]) == ("Failed", 1)
+    assert "another attempt would end in the same way" in world.find_condition("Failed")["message"]
+    world = start_running_job(runPolicy=_build_policy(_build_rule("Restart", reason)))
     world.end_launcher(1, failure)
     world.reconcile()
-    assert (world.status()["phase"], world.status()["restarts"]) == ("Restarting", 1)
+    assert (world.status["phase"], world.status["restarts"]) == ("Restarting", 1)
 
 
 def test_after_the_first_step_the_same_error_is_tried_again() -> None:
     """The script worked once, so a folder or a node is the likely cause."""
-    world = running()
+    world = start_running_job()
     assert world.job is not None
     world.job["status"]["progress"] = {"step": 7}
     world.end_launcher(1, {**RANK_FAILED, "reason": "ImportError"})
     world.reconcile()
-    assert (world.status()["phase"], world.status()["restarts"]) == ("Restarting", 1)
+    assert (world.status["phase"], world.status["restarts"]) == ("Restarting", 1)
 
 
 @pytest.mark.parametrize(("action", "expected"), [("Fail", FAIL), ("Restart", RESTART), ("Ignore", IGNORE)])
 def test_an_image_that_cannot_be_pulled_follows_its_rule(action: str, expected: Any) -> None:
-    world = Simulated(job(runPolicy=_policy(_rule(action, "ImagePullBackOff"))))
+    world = Simulated(build_job(runPolicy=_build_policy(_build_rule(action, "ImagePullBackOff"))))
     world.reconcile()
     world.schedule()
     world.run()
     waiting = Container(waiting="ImagePullBackOff", waiting_message="Back-off", image="none:1")
     world.change(WORKER, phase="Pending", containers={"worker": waiting})
     world.reconcile()
-    status = world.status()
+    status = world.status
     assert (status["phase"], status["restarts"], status["disruptions"]) == expected
     failure = status["firstFailure"]
     assert (failure["reason"], failure["pod"]) == ("ImagePullBackOff", WORKER)
@@ -139,32 +151,32 @@ def _disrupt(world: Simulated) -> None:
 
 
 def test_disruptions_are_limited_within_a_window() -> None:
-    world = running(runPolicy=_policy(maxDisruptions=2, disruptionWindowSeconds=3600))
+    world = start_running_job(runPolicy=_build_policy(maxDisruptions=2, disruptionWindowSeconds=3600))
     for _ in range(2):
         _disrupt(world)
         world.wait(1000)
-        world.to_running()
-    assert len(world.status()["recentDisruptions"]) == 2
+        world.start_ranks()
+    assert len(world.status["recentDisruptions"]) == 2
     world.wait(2000)  # the first disruption is more than an hour ago
-    world.to_running()
+    world.start_ranks()
     _disrupt(world)
     world.wait(400)
-    world.to_running()
-    assert (world.status()["phase"], world.status()["disruptions"]) == ("Running", 3)
+    world.start_ranks()
+    assert (world.status["phase"], world.status["disruptions"]) == ("Running", 3)
     _disrupt(world)
-    condition = world.condition("Failed")
+    condition = world.find_condition("Failed")
     assert (condition["status"], condition["reason"]) == ("True", "MaxDisruptionsExceeded")
     assert "3 disruptions in 3600 s are more than maxDisruptions (2)" in condition["message"]
 
 
 def test_without_a_limit_the_times_of_disruptions_are_not_kept() -> None:
-    world = running()
+    world = start_running_job()
     _disrupt(world)
-    assert "recentDisruptions" not in world.status()
+    assert "recentDisruptions" not in world.status
     world.edit_policy(failurePolicy={"maxDisruptions": 0})
-    world.to_running()
+    world.start_ranks()
     _disrupt(world)
-    assert world.condition("Failed")["reason"] == "MaxDisruptionsExceeded", "a change takes effect at once"
+    assert world.find_condition("Failed")["reason"] == "MaxDisruptionsExceeded", "a change takes effect at once"
 
 
 # A partial gang.
@@ -175,7 +187,7 @@ ROOM = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 
 def _start_partial_gang(**policy: Any) -> Simulated:
     """Return a cluster in which worker 0 and the launcher run and worker 1 finds no node."""
-    world = Simulated(job(runPolicy=_policy(pendingTimeoutSeconds=TIMEOUT, **policy)))
+    world = Simulated(build_job(runPolicy=_build_policy(pendingTimeoutSeconds=TIMEOUT, **policy)))
     world.reconcile()
     world.schedule()
     world.change(WORKER, node="", scheduled=None, scheduling_message=ROOM)
@@ -190,7 +202,7 @@ def test_a_partial_gang_gives_its_nodes_back_and_tries_again_later() -> None:
     assert world.reconcile().requeue == 1
     world.wait(1)
     assert world.reconcile().requeue == 60
-    status = world.status()
+    status = world.status
     assert (status["phase"], status["restarts"], status["disruptions"]) == ("Restarting", 0, 1)
     assert (status["firstFailure"]["reason"], status["firstFailure"]["pod"]) == ("PendingTimeout", WORKER)
     assert ROOM in status["firstFailure"]["message"]
@@ -198,8 +210,8 @@ def test_a_partial_gang_gives_its_nodes_back_and_tries_again_later() -> None:
     world.run()
     assert not world.pods
     world.wait(60)
-    world.to_running()
-    assert (world.status()["phase"], world.status()["attempt"]) == ("Running", 2)
+    world.start_ranks()
+    assert (world.status["phase"], world.status["attempt"]) == ("Running", 2)
     assert sorted(world.pods) == ["train-launcher-2-uid-1", "train-worker-0-2-uid-1", "train-worker-1-2-uid-1"]
 
 
@@ -212,8 +224,8 @@ def test_a_new_operator_keeps_no_pod_of_a_gang_that_gave_its_nodes_back() -> Non
     world.reconcile()
     world.wait(60)
     world.run()
-    world.to_running()
-    assert world.status()["attempt"] == 2
+    world.start_ranks()
+    assert world.status["attempt"] == 2
     assert sorted(name for name, pod in world.pods.items() if pod.deletion is None) == [
         "train-launcher-2-uid-1",
         "train-worker-0-2-uid-1",
@@ -239,43 +251,43 @@ def test_the_pauses_of_a_gang_that_never_fits_grow() -> None:
 
 
 def test_pods_that_all_wait_occupy_nothing_and_continue_to_wait() -> None:
-    world = Simulated(job(runPolicy=_policy(pendingTimeoutSeconds=TIMEOUT)))
+    world = Simulated(build_job(runPolicy=_build_policy(pendingTimeoutSeconds=TIMEOUT)))
     world.reconcile()
     for index in (0, 1):
         world.change(f"train-worker-{index}-1-uid-1", scheduling_message=ROOM)
     world.wait(86400)
     world.reconcile()
-    assert (world.status()["attempt"], world.status()["phase"]) == (1, "Pending")
+    assert (world.status["attempt"], world.status["phase"]) == (1, "Pending")
     world.schedule()
     world.change(WORKER, node="", scheduled=None)
     assert world.reconcile().requeue == TIMEOUT, "the time begins when the first worker has a node"
 
 
 def test_quota_that_admits_a_part_of_the_gang_counts_too() -> None:
-    world = Simulated(job(runPolicy=_policy(pendingTimeoutSeconds=TIMEOUT)))
+    world = Simulated(build_job(runPolicy=_build_policy(pendingTimeoutSeconds=TIMEOUT)))
     world.foreign.add(("Pod", WORKER))  # stands for any pod that cannot be made
     world.reconcile()
     world.schedule()
     world.run()
-    assert world.condition("Created")["status"] == "False"
+    assert world.find_condition("Created")["status"] == "False"
     world.wait(TIMEOUT)
     world.reconcile()
-    assert world.status()["firstFailure"]["reason"] == "PendingTimeout"
+    assert world.status["firstFailure"]["reason"] == "PendingTimeout"
     world.foreign.clear()
     world.run()
     world.wait(59)
     world.reconcile()
     assert not world.pods
     world.wait(1)
-    world.to_running()
-    assert world.status()["phase"] == "Running"
+    world.start_ranks()
+    assert world.status["phase"] == "Running"
 
 
 def test_a_pending_timeout_can_fail_the_job() -> None:
-    world = _start_partial_gang(rules=[_rule("Fail", "PendingTimeout")])
+    world = _start_partial_gang(rules=[_build_rule("Fail", "PendingTimeout")])
     world.wait(TIMEOUT)
     world.reconcile()
-    assert (world.status()["phase"], world.condition("Failed")["reason"]) == ("Failed", "FailurePolicy")
+    assert (world.status["phase"], world.find_condition("Failed")["reason"]) == ("Failed", "FailurePolicy")
 
 
 def test_a_resumed_job_has_its_whole_time() -> None:

@@ -7,50 +7,50 @@ import json
 from datetime import timedelta
 
 import pytest
-from simulated import NODES, RANK_FAILED, Simulated, job, running
+from simulated import NODES, RANK_FAILED, Simulated, build_job, start_running_job
 
 
 def test_a_job_walks_through_its_phases() -> None:
-    world = Simulated(job())
+    world = Simulated(build_job())
     world.reconcile()
     assert sorted(world.pods) == ["train-launcher-1-uid-1", "train-worker-0-1-uid-1", "train-worker-1-1-uid-1"]
-    assert world.status()["phase"] == "Pending"
+    assert world.status["phase"] == "Pending"
     world.schedule()
     world.reconcile()
-    assert world.condition("Scheduled")["status"] == "True"
+    assert world.find_condition("Scheduled")["status"] == "True"
     world.run()
-    world.say("Waiting", missing=(1,))
+    world.report_state("Waiting", missing=(1,))
     world.reconcile()
-    assert (world.status()["phase"], world.status()["workersReady"]) == ("Starting", "1/2")
-    assert "train-worker-1-1-uid-1" in world.condition("Running")["message"]
-    world.say("Running")
+    assert (world.status["phase"], world.status["workersReady"]) == ("Starting", "1/2")
+    assert "train-worker-1-1-uid-1" in world.find_condition("Running")["message"]
+    world.report_state("Running")
     world.reconcile()
-    assert (world.status()["phase"], world.status()["workersReady"]) == ("Running", "2/2")
+    assert (world.status["phase"], world.status["workersReady"]) == ("Running", "2/2")
     world.wait(60)
     world.end_launcher(0)
     world.reconcile()
-    status = world.status()
+    status = world.status
     assert (status["phase"], status["completionTime"]) == ("Succeeded", "2026-01-01T00:01:00Z")
     assert status["workersReady"] == "2/2", "a job that has succeeded does not look as if its workers were missing"
     assert status["replicaStatuses"]["launcher"]["succeeded"] == 1
     assert world.events == ["PodsCreated", "Running", "Succeeded"]
 
 
-def test_no_phase_is_skipped_where_ranks_run_before_anybody_looks() -> None:
-    world = Simulated(job())
+def test_no_phase_is_skipped_if_ranks_run_before_the_first_look() -> None:
+    world = Simulated(build_job())
     world.reconcile()
     world.schedule()
     world.run()
-    world.say("Running")
-    phases = [world.status()["phase"]]
+    world.report_state("Running")
+    phases = [world.status["phase"]]
     while not (plan := world.plan()).is_empty:
         world.carry_out(plan)
-        phases.append(world.status()["phase"])
+        phases.append(world.status["phase"])
     assert list(dict.fromkeys(phases)) == ["Pending", "Starting", "Running"]
 
 
 def test_the_attempt_is_in_the_status_before_anything_is_made() -> None:
-    world = Simulated(job())
+    world = Simulated(build_job())
     plan = world.plan()
     assert plan.status["attempt"] == 1
     kinds = [[manifest["kind"] for manifest in stage] for stage in plan.apply]
@@ -62,12 +62,12 @@ def test_the_attempt_is_in_the_status_before_anything_is_made() -> None:
 
 
 def test_killed_between_any_two_writes_the_operator_continues() -> None:
-    def life(crash: int | None) -> Simulated:
-        world = Simulated(job())
+    def run_life(crash: int | None) -> Simulated:
+        world = Simulated(build_job())
         world.crash_after = crash
-        world.to_running()
+        world.start_ranks()
         world.end_launcher(1, RANK_FAILED)
-        world.to_running()
+        world.start_ranks()
         world.end_launcher(0)
         for _ in range(2):
             world.reconcile()
@@ -75,18 +75,18 @@ def test_killed_between_any_two_writes_the_operator_continues() -> None:
             world.run()
         return world
 
-    whole = life(None)
-    assert (whole.status()["attempt"], whole.status()["restarts"], whole.status()["phase"]) == (2, 1, "Succeeded")
+    whole = run_life(None)
+    assert (whole.status["attempt"], whole.status["restarts"], whole.status["phase"]) == (2, 1, "Succeeded")
     for crash in range(40):
-        world = life(crash)
+        world = run_life(crash)
         assert not world.violations
         for field in ("phase", "attempt", "restarts", "disruptions", "firstFailure"):
-            assert world.status()[field] == whole.status()[field], (crash, field)
+            assert world.status[field] == whole.status[field], (crash, field)
         assert sorted(world.pods) == sorted(whole.pods), crash
 
 
 def test_only_dead_pods_are_replaced() -> None:
-    world = running(workers=3)
+    world = start_running_job(workers=3)
     before = {name: pod.uid for name, pod in world.pods.items()}
     world.end("train-worker-1-1-uid-1", 137, ended_reason="Error")
     world.end_launcher(1, {"pod": "train-worker-1-1-uid-1", "reason": "WorkerLost", "exitCode": 1, "message": "silent"})
@@ -95,13 +95,13 @@ def test_only_dead_pods_are_replaced() -> None:
     names = ["train-launcher-2-uid-1", "train-worker-0-1-uid-1", "train-worker-1-2-uid-1", "train-worker-2-1-uid-1"]
     assert sorted(world.pods) == names
     assert {world.pods[name].uid for name in names[1::2]} == {before[name] for name in names[1::2]}
-    failure = world.status()["firstFailure"]
+    failure = world.status["firstFailure"]
     assert (failure["pod"], failure["reason"], failure["exitCode"]) == ("train-worker-1-1-uid-1", "Error", 137)
-    assert world.status()["restarts"] == 1
+    assert world.status["restarts"] == 1
 
 
 def test_the_service_leads_to_the_launcher_of_the_attempt_at_the_same_address() -> None:
-    world = running()
+    world = start_running_job()
     address = world.children["Service", "train"].content["clusterIP"]
     world.end_launcher(1, RANK_FAILED)
     world.reconcile()
@@ -114,7 +114,7 @@ def test_the_service_leads_to_the_launcher_of_the_attempt_at_the_same_address() 
 
 
 def test_a_secret_that_was_deleted_comes_back_with_the_same_bytes() -> None:
-    world = running()
+    world = start_running_job()
     before = world.children["Secret", "train-credentials"].content
     del world.children["Secret", "train-credentials"]
     world.reconcile()
@@ -122,22 +122,22 @@ def test_a_secret_that_was_deleted_comes_back_with_the_same_bytes() -> None:
 
 
 def test_restarts_are_used_up() -> None:
-    world = Simulated(job(runPolicy={"backoffLimit": 2}))
+    world = Simulated(build_job(runPolicy={"backoffLimit": 2}))
     for attempt in (1, 2, 3):
         world.wait(600)
-        world.to_running()
-        assert world.status()["attempt"] == attempt
+        world.start_ranks()
+        assert world.status["attempt"] == attempt
         world.end_launcher(1, RANK_FAILED)
     world.reconcile()
-    status = world.status()
+    status = world.status
     assert (status["phase"], status["restarts"], status["attempt"]) == ("Failed", 2, 3)
-    failed = world.condition("Failed")
+    failed = world.find_condition("Failed")
     assert failed["reason"] == "BackoffLimitExceeded"
     assert "rank 3 failed" in failed["message"]
     assert status["firstFailure"]["rank"] == 3
 
 
-def seconds_until_launcher(world: Simulated, attempt: int, looks_every: float | None = None) -> float:
+def count_seconds_until_launcher(world: Simulated, attempt: int, looks_every: float | None = None) -> float:
     """Look until the launcher of `attempt` has been made, as often as the plan asks for it; return the seconds."""
     began = world.now
     while f"train-launcher-{attempt}-uid-1" not in world.pods:
@@ -149,20 +149,20 @@ def seconds_until_launcher(world: Simulated, attempt: int, looks_every: float | 
 
 
 @pytest.mark.parametrize("looks_every", [1, None])
-def test_quick_restarts_wait_longer_and_longer_whoever_looks(looks_every: float | None) -> None:
-    """`None`: nobody looks before the plan asks for it."""
-    world = Simulated(job(runPolicy={"backoffLimit": 9}))
+def test_quick_restarts_wait_longer_each_time_however_often_the_operator_looks(looks_every: float | None) -> None:
+    """`None`: each look comes when the plan asks for it."""
+    world = Simulated(build_job(runPolicy={"backoffLimit": 9}))
     waits = []
     for number in range(2, 10):
-        world.to_running()
+        world.start_ranks()
         world.end_launcher(1, RANK_FAILED)
-        waits.append(seconds_until_launcher(world, number, looks_every))
+        waits.append(count_seconds_until_launcher(world, number, looks_every))
     assert waits == [0, 5, 10, 20, 40, 80, 160, 300]
 
 
 def test_pods_that_kubelets_refuse_are_made_anew_after_the_same_pauses() -> None:
     """Such a pod never had a container, so its status has no time of the failure."""
-    world = Simulated(job())
+    world = Simulated(build_job())
     waits = []
     for number in range(1, 4):
         world.reconcile()
@@ -170,14 +170,14 @@ def test_pods_that_kubelets_refuse_are_made_anew_after_the_same_pauses() -> None
         world.change(
             f"train-worker-0-{number}-uid-1", phase="Failed", reason="UnexpectedAdmissionError", message="no GPU"
         )
-        waits.append(seconds_until_launcher(world, number + 1))
+        waits.append(count_seconds_until_launcher(world, number + 1))
     assert waits == [0, 5, 10]
-    assert world.status()["disruptions"] == 3
+    assert world.status["disruptions"] == 3
 
 
 @pytest.mark.parametrize(("policy", "left"), [("Running", 3), ("All", 0), ("None", 4)])
-def test_pods_after_the_end(policy: str, left: int) -> None:
-    world = running(workers=3, runPolicy={"cleanPodPolicy": policy})
+def test_the_clean_pod_policy_decides_which_pods_stay(policy: str, left: int) -> None:
+    world = start_running_job(workers=3, runPolicy={"cleanPodPolicy": policy})
     world.end_launcher(0)
     world.end("train-worker-0-1-uid-1", 0)
     world.end("train-worker-1-1-uid-1", 0)
@@ -188,19 +188,19 @@ def test_pods_after_the_end(policy: str, left: int) -> None:
     world.reconcile()
     assert len(world.pods) == left
     assert bool(world.children) == (policy == "None")
-    counts = world.status()["replicaStatuses"]
+    counts = world.status["replicaStatuses"]
     assert (counts["launcher"]["succeeded"], counts["workers"]["succeeded"]) == (1, 2)
 
 
 @pytest.mark.parametrize("colocate", [False, True])
-def test_a_deadline_ends_the_run_even_where_pods_are_kept(colocate: bool) -> None:
+def test_a_deadline_ends_the_run_even_if_pods_are_kept(colocate: bool) -> None:
     policy = {"cleanPodPolicy": "None", "activeDeadlineSeconds": 100}
-    world = running(runPolicy=policy, launcher={"colocate": colocate})
-    launcher = world.launcher()
+    world = start_running_job(runPolicy=policy, launcher={"colocate": colocate})
+    launcher = world.launcher
     assert launcher is not None
     world.wait(100)
     world.reconcile()
-    assert world.status()["phase"] == "Failed"
+    assert world.status["phase"] == "Failed"
     world.run()
     world.reconcile()
     assert launcher.name not in world.pods, "it would train on"
@@ -208,7 +208,7 @@ def test_a_deadline_ends_the_run_even_where_pods_are_kept(colocate: bool) -> Non
 
 
 def test_a_finished_job_is_deleted_after_its_time_to_live() -> None:
-    world = running(runPolicy={"ttlSecondsAfterFinished": 100})
+    world = start_running_job(runPolicy={"ttlSecondsAfterFinished": 100})
     world.end_launcher(0)
     world.reconcile()
     world.wait(99)
@@ -222,15 +222,15 @@ def test_a_finished_job_is_deleted_after_its_time_to_live() -> None:
 @pytest.mark.parametrize("slow", [-7200.0, 0.0, 7200.0])
 def test_the_time_to_live_follows_the_operators_clock_and_not_a_nodes(slow: float) -> None:
     """The clock of the launcher's node is two hours slow, or fast."""
-    world = running(runPolicy={"ttlSecondsAfterFinished": 100})
+    world = start_running_job(runPolicy={"ttlSecondsAfterFinished": 100})
     world.wait(10)
     world.end_launcher(0)
-    pod = world.launcher()
+    pod = world.launcher
     assert pod is not None
     ended = dataclasses.replace(pod.launcher_container, ended=world.now + timedelta(seconds=slow))
     world.change(pod.name, containers={**pod.containers, "launcher": ended})
     world.reconcile()
-    assert world.status()["completionTime"] == "2026-01-01T00:00:10Z"
+    assert world.status["completionTime"] == "2026-01-01T00:00:10Z"
     world.wait(99)
     world.reconcile()
     assert world.job is not None, "its status and logs are still wanted"
@@ -240,7 +240,7 @@ def test_the_time_to_live_follows_the_operators_clock_and_not_a_nodes(slow: floa
 
 
 def test_a_colocated_launcher_lives_in_worker_0() -> None:
-    world = running(launcher={"colocate": True})
+    world = start_running_job(launcher={"colocate": True})
     assert sorted(world.pods) == ["train-worker-0-1-uid-1", "train-worker-1-1-uid-1"]
     selector = world.children["Service", "train"].content["selector"]
     assert selector["topkube.dev/worker-index"] == "0"
@@ -248,27 +248,27 @@ def test_a_colocated_launcher_lives_in_worker_0() -> None:
     world.reconcile()
     world.run()
     assert sorted(world.pods) == ["train-worker-0-2-uid-1", "train-worker-1-1-uid-1"]
-    world.to_running()
+    world.start_ranks()
     world.end_launcher(0)
     world.reconcile()
-    assert world.status()["phase"] == "Succeeded"
+    assert world.status["phase"] == "Succeeded"
 
 
 def test_times_of_conditions_move_only_when_they_change() -> None:
-    world = running()
-    before = world.condition("Running")
+    world = start_running_job()
+    before = world.find_condition("Running")
     world.wait(100)
     world.edit(runPolicy={"backoffLimit": 7})
     world.reconcile()
-    after = world.condition("Running")
+    after = world.find_condition("Running")
     assert after["lastTransitionTime"] == before["lastTransitionTime"]
     assert (before["observedGeneration"], after["observedGeneration"]) == (1, 2)
-    assert world.status()["observedGeneration"] == 2
+    assert world.status["observedGeneration"] == 2
 
 
 def test_progress_is_not_urgent_and_transitions_are() -> None:
-    world = running()
-    world.say("Running")
+    world = start_running_job()
+    world.report_state("Running")
     assert world.report is not None
     world.report = dataclasses.replace(world.report, progress={"step": 7, "totalSteps": 10})
     plan = world.plan()
@@ -279,8 +279,8 @@ def test_progress_is_not_urgent_and_transitions_are() -> None:
     assert world.plan().urgency == "now"
 
 
-def test_everything_can_be_written_as_json() -> None:
-    world = Simulated(job(workers=len(NODES)))
+def test_plans_can_be_written_as_json() -> None:
+    world = Simulated(build_job(workers=len(NODES)))
     while not (plan := world.plan()).is_empty:
         json.dumps([plan.status, plan.apply])
         world.carry_out(plan)
@@ -291,34 +291,34 @@ def test_everything_can_be_written_as_json() -> None:
 
 def test_a_namespace_without_a_node_cache_is_refused_with_words_until_it_has_one() -> None:
     dataset = {"uri": "s3://bucket/imagenet", "cache": {"medium": "Node"}}
-    world = Simulated(job(dataset=dataset))
+    world = Simulated(build_job(dataset=dataset))
     world.reconcile()
-    condition = world.condition("Created")
+    condition = world.find_condition("Created")
     assert (condition["status"], condition["reason"]) == ("False", "NodeCacheNotAllowed")
     assert "namespace team has no node cache" in condition["message"]
     assert "until then use Ephemeral or Memory" in condition["message"]
-    assert world.status()["phase"] == "Pending"
+    assert world.status["phase"] == "Pending"
     assert world.pods == {}
     assert world.events.count("NodeCacheNotAllowed") == 1
     world.node_cache = True
-    world.to_running()
-    assert world.status()["phase"] == "Running"
+    world.start_ranks()
+    assert world.status["phase"] == "Running"
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_condition_and_an_event_until_the_next_is_written() -> None:
-    world = running()
+    world = start_running_job()
 
     def report(**progress: int) -> dict[str, str]:
         assert world.report is not None
         world.report = dataclasses.replace(world.report, progress={"step": 9, **progress})
         world.reconcile()
-        return {key: world.condition("CheckpointFailed").get(key, "") for key in ("status", "reason")}
+        return {key: world.find_condition("CheckpointFailed").get(key, "") for key in ("status", "reason")}
 
     assert report(checkpointStep=4) == {"status": "", "reason": ""}, "a job without a failure has no such condition"
     failed = {"status": "True", "reason": "CheckpointFailed"}
     assert report(checkpointStep=4, failedCheckpoints=1) == failed
     message = "1 checkpoint of attempt 1 could not be written; the newest checkpoint is of step 4"
-    assert world.condition("CheckpointFailed")["message"].startswith(message)
+    assert world.find_condition("CheckpointFailed")["message"].startswith(message)
     assert report(checkpointStep=4, failedCheckpoints=1) == failed
     assert world.events.count("CheckpointFailed") == 1
     assert report(checkpointStep=8, failedCheckpoints=1) == {"status": "False", "reason": "CheckpointWritten"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from children import launcher as launcher_manifest
-from children import stored
-from simulated import RANK_FAILED, Simulated, job, running
+from children import build_launcher as launcher_manifest
+from children import parse_job
+from simulated import RANK_FAILED, Simulated, build_job, start_running_job
 
 from topkube_operator.model import names
 from topkube_operator.model.observed import Container, Pod
@@ -21,7 +21,7 @@ LAUNCHER = "train-launcher-1-uid-1"
 @pytest.mark.parametrize("colocate", [False, True])
 def test_a_completion_that_nobody_watched_is_not_lost_with_the_pods(colocate: bool) -> None:
     """The launcher ends and all pods are deleted, by a scaled down pool or by hand, while no operator runs."""
-    world = running(launcher={"colocate": colocate})
+    world = start_running_job(launcher={"colocate": colocate})
     world.wait(500)
     world.end_launcher(0)
     for name in list(world.pods):
@@ -29,13 +29,13 @@ def test_a_completion_that_nobody_watched_is_not_lost_with_the_pods(colocate: bo
     world.run()
     world.removed_at, world.last_seen, world.report = {}, {}, None
     world.reconcile()
-    assert (world.status()["phase"], world.status()["attempt"]) == ("Succeeded", 1)
+    assert (world.status["phase"], world.status["attempt"]) == ("Succeeded", 1)
     world.reconcile()
     assert not [name for name, pod in world.pods.items() if pod.finalizers], "the status says all: nothing is held"
 
 
 def test_a_pod_with_the_finalizer_is_removed_once_the_end_of_the_attempt_is_stored() -> None:
-    world = running(runPolicy={"cleanPodPolicy": "None"})
+    world = start_running_job(runPolicy={"cleanPodPolicy": "None"})
     assert world.pods[LAUNCHER].has_finalizer
     world.end_launcher(1, RANK_FAILED)
     plan = world.plan()
@@ -45,13 +45,13 @@ def test_a_pod_with_the_finalizer_is_removed_once_the_end_of_the_attempt_is_stor
         world.carry_out(plan)
         plan = world.plan()
     assert plan.status["attempt"] == 2, "the status goes first, in the same plan"
-    world.to_running()
+    world.start_ranks()
     assert not [pod.name for pod in world.pods.values() if pod.has_finalizer and pod.attempt == 1]
 
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_suspended_job_holds_a_launcher_until_its_end_is_known_or_cannot_be(lost: bool) -> None:
-    world = running()
+    world = start_running_job()
     world.edit_policy(suspend=True)
     world.reconcile()
     assert world.pods[LAUNCHER].has_finalizer
@@ -63,33 +63,33 @@ def test_a_suspended_job_holds_a_launcher_until_its_end_is_known_or_cannot_be(lo
     assert not [name for name, pod in world.pods.items() if pod.has_finalizer]
 
 
-def test_a_job_that_goes_is_not_held_by_its_launcher() -> None:
-    world = running()
+def test_a_deleted_job_is_not_held_by_its_launcher() -> None:
+    world = start_running_job()
     assert world.job is not None
     world.job["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     assert [release.name for release in world.plan().release] == [LAUNCHER]
 
 
 def test_a_success_stays_a_success_if_the_job_is_suspended_before_it_is_seen() -> None:
-    world = running()
+    world = start_running_job()
     world.end_launcher(0)
     world.edit_policy(suspend=True)
     world.reconcile()
-    assert world.status()["phase"] == "Succeeded"
+    assert world.status["phase"] == "Succeeded"
     world.edit_policy(suspend=False)
     world.reconcile()
-    assert (world.status()["phase"], world.status()["attempt"]) == ("Succeeded", 1)
+    assert (world.status["phase"], world.status["attempt"]) == ("Succeeded", 1)
 
 
 def test_a_launcher_that_ends_well_while_the_job_is_being_suspended_has_succeeded() -> None:
-    world = running()
+    world = start_running_job()
     world.edit_policy(suspend=True)
     world.reconcile()
-    assert world.status()["phase"] == "Suspended"
+    assert world.status["phase"] == "Suspended"
     world.end_launcher(0)
     world.reconcile()
-    assert world.status()["phase"] == "Succeeded"
-    assert world.condition("Suspended")["status"] == "False"
+    assert world.status["phase"] == "Succeeded"
+    assert world.find_condition("Suspended")["status"] == "False"
 
 
 # Sidecars.
@@ -98,53 +98,53 @@ def test_a_launcher_that_ends_well_while_the_job_is_being_suspended_has_succeede
 def test_the_launchers_container_decides_whatever_the_default_container_is() -> None:
     sidecar = {"name": "log", "image": "log:1"}
     template = {"metadata": {"annotations": {names.DEFAULT_CONTAINER: "log"}}, "spec": {"containers": [sidecar]}}
-    manifest, _ = launcher_manifest(stored(launcher={"template": template}))
+    manifest, _ = launcher_manifest(parse_job(launcher={"template": template}))
     manifest["metadata"] |= {"uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
     assert manifest["metadata"]["annotations"][names.DEFAULT_CONTAINER] == "log", "people choose whose log they see"
-    statuses = [_status("log", 0), _status("launcher", 3)]
+    statuses = [_build_status("log", 0), _build_status("launcher", 3)]
     assert Pod.from_object({**manifest, "status": {"containerStatuses": statuses}}).launcher_container.exit_code == 3
-    world = running(launcher={"template": template})
+    world = start_running_job(launcher={"template": template})
     world.change(LAUNCHER, containers={**world.pods[LAUNCHER].containers, "log": Container(exit_code=0)})
     world.reconcile()
-    assert world.status()["phase"] == "Running"
+    assert world.status["phase"] == "Running"
     world.end_launcher(1, RANK_FAILED)
     world.reconcile()
-    assert (world.status()["restarts"], world.status()["phase"]) == (1, "Restarting")
+    assert (world.status["restarts"], world.status["phase"]) == (1, "Restarting")
 
 
-def _status(name: str, code: int) -> dict[str, Any]:
+def _build_status(name: str, code: int) -> dict[str, Any]:
     return {"name": name, "state": {"terminated": {"exitCode": code, "startedAt": None, "finishedAt": None}}}
 
 
 @pytest.mark.parametrize("code", [None, 1])
 def test_a_sidecar_that_runs_on_or_fails_neither_decides_nor_keeps_a_job_from_ending(code: int | None) -> None:
-    world = running()
+    world = start_running_job()
     beside = Container(started=world.now, exit_code=code)
     world.change(LAUNCHER, containers={**world.pods[LAUNCHER].containers, "mesh": beside})
     world.reconcile()
-    assert world.status()["phase"] == "Running"
+    assert world.status["phase"] == "Running"
     world.end_launcher(0)
     world.reconcile()
-    assert world.status()["phase"] == "Succeeded"
+    assert world.status["phase"] == "Succeeded"
 
 
 @pytest.mark.parametrize("state", ["running", "terminated"])
 def test_a_native_sidecar_neither_decides_nor_keeps_a_job_from_ending(state: str) -> None:
     """An init container with restartPolicy Always, which its kubelet ends after all others."""
-    manifest, _ = launcher_manifest(stored())
+    manifest, _ = launcher_manifest(parse_job())
     manifest["metadata"] |= {"uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
     proxy = {"running": {"startedAt": None}} if state == "running" else {"terminated": {"exitCode": 137}}
     statuses = {
         "phase": "Running" if state == "running" else "Failed",
         "initContainerStatuses": [{"name": "istio-proxy", "state": proxy}],
-        "containerStatuses": [_status("launcher", 0)],
+        "containerStatuses": [_build_status("launcher", 0)],
     }
     pod = Pod.from_object({**manifest, "status": statuses})
     assert (pod.has_ended, pod.has_succeeded, pod.failed_container) == (True, True, "")
-    world = running()
+    world = start_running_job()
     world.change(LAUNCHER, containers=pod.containers, phase=pod.phase)
     world.reconcile()
-    assert world.status()["phase"] == "Succeeded"
+    assert world.status["phase"] == "Succeeded"
 
 
 # Logs that can be read afterwards.
@@ -153,7 +153,7 @@ def test_a_native_sidecar_neither_decides_nor_keeps_a_job_from_ending(state: str
 @pytest.mark.parametrize("code", [0, 1])
 def test_pods_that_are_about_to_end_do_so_and_keep_their_logs(code: int) -> None:
     """The containers have ended, but the kubelets report the end of the pods a second later."""
-    world = running(runPolicy={"backoffLimit": 0})
+    world = start_running_job(runPolicy={"backoffLimit": 0})
     world.end_launcher(code, RANK_FAILED if code else None)
     world.end("train-worker-0-1-uid-1", code)
     for name in (LAUNCHER, "train-worker-0-1-uid-1"):
@@ -171,7 +171,7 @@ def test_pods_that_are_about_to_end_do_so_and_keep_their_logs(code: int) -> None
 
 
 def test_pods_with_a_sidecar_that_runs_on_are_removed_after_a_while() -> None:
-    world = running()
+    world = start_running_job()
     world.end_launcher(0)
     for name in list(world.pods):
         world.end(name, 0)
@@ -186,12 +186,12 @@ def test_pods_with_a_sidecar_that_runs_on_are_removed_after_a_while() -> None:
     assert world.pods == {}
 
 
-def test_a_launcher_that_ended_stays_for_its_log_where_nothing_is_to_be_cleaned() -> None:
-    world = running(runPolicy={"backoffLimit": 0, "cleanPodPolicy": "None"})
+def test_a_launcher_that_ended_stays_for_its_log_if_no_pod_is_to_be_removed() -> None:
+    world = start_running_job(runPolicy={"backoffLimit": 0, "cleanPodPolicy": "None"})
     world.end_launcher(1, RANK_FAILED)
     world.change(LAUNCHER, phase="Running")
     world.reconcile()
-    assert world.status()["phase"] == "Failed"
+    assert world.status["phase"] == "Failed"
     assert world.pods[LAUNCHER].deletion is None
 
 
@@ -202,7 +202,7 @@ def test_a_launcher_that_ended_stays_for_its_log_where_nothing_is_to_be_cleaned(
 @pytest.mark.parametrize("first", ["failure", "deletion"])
 @pytest.mark.parametrize("how", ["delete", "remove"])
 def test_a_failure_stays_a_failure_if_another_worker_is_deleted(which: str, first: str, how: str) -> None:
-    world = running(runPolicy={"backoffLimit": 0})
+    world = start_running_job(runPolicy={"backoffLimit": 0})
 
     def delete() -> None:
         world.delete("Pod", which, world.pods[which].uid) if how == "delete" else world.remove(which)
@@ -214,82 +214,82 @@ def test_a_failure_stays_a_failure_if_another_worker_is_deleted(which: str, firs
         world.wait(1)
         delete()
     world.reconcile()
-    assert (world.status()["phase"], world.status()["attempt"]) == ("Failed", 1)
-    assert world.status()["firstFailure"]["rank"] == 3
+    assert (world.status["phase"], world.status["attempt"]) == ("Failed", 1)
+    assert world.status["firstFailure"]["rank"] == 3
 
 
 def test_an_eviction_of_another_worker_does_not_hide_a_failure() -> None:
-    world = running(runPolicy={"backoffLimit": 0})
+    world = start_running_job(runPolicy={"backoffLimit": 0})
     world.end_launcher(1, RANK_FAILED)
     world.change("train-worker-0-1-uid-1", phase="Failed", reason="Evicted", message="the node is low on memory")
     world.reconcile()
-    assert (world.status()["phase"], world.status()["firstFailure"]["rank"]) == ("Failed", 3)
+    assert (world.status["phase"], world.status["firstFailure"]["rank"]) == ("Failed", 3)
 
 
 def test_a_rank_killed_with_its_deleted_pod_was_disrupted() -> None:
-    world = running(runPolicy={"backoffLimit": 0})
+    world = start_running_job(runPolicy={"backoffLimit": 0})
     world.delete("Pod", "train-worker-1-1-uid-1", world.pods["train-worker-1-1-uid-1"].uid)
     world.wait(1)
     world.end_launcher(1, {**RANK_FAILED, "exitCode": 137})
     world.reconcile()
-    assert (world.status()["disruptions"], world.status()["attempt"]) == (1, 2)
+    assert (world.status["disruptions"], world.status["attempt"]) == (1, 2)
 
 
-def test_a_launcher_without_a_word_failed_by_itself_where_a_worker_was_deleted_later() -> None:
-    world = running(runPolicy={"backoffLimit": 0})
+def test_a_launcher_that_ended_silently_failed_by_itself_if_a_worker_was_deleted_later() -> None:
+    world = start_running_job(runPolicy={"backoffLimit": 0})
     world.end(LAUNCHER, 137)
     world.wait(10)
     world.delete("Pod", "train-worker-1-1-uid-1", world.pods["train-worker-1-1-uid-1"].uid)
     world.reconcile()
-    assert (world.status()["phase"], world.status()["firstFailure"]["pod"]) == ("Failed", LAUNCHER)
+    assert (world.status["phase"], world.status["firstFailure"]["pod"]) == ("Failed", LAUNCHER)
 
 
 def test_a_worker_that_vanished_unseen_is_not_the_cause_if_another_failed() -> None:
     """The operator is new, and the launcher has not noticed anything yet."""
-    world = running(runPolicy={"backoffLimit": 0})
+    world = start_running_job(runPolicy={"backoffLimit": 0})
     world.end("train-worker-1-1-uid-1", 7)
     world.remove("train-worker-0-1-uid-1")
     world.removed_at, world.last_seen, world.report = {}, {}, None
     world.wait(60)
     world.reconcile()
-    assert (world.status()["phase"], world.status()["firstFailure"]["exitCode"]) == ("Failed", 7)
+    assert (world.status["phase"], world.status["firstFailure"]["exitCode"]) == ("Failed", 7)
 
 
 def test_a_job_whose_worker_is_deleted_at_every_attempt_ends_by_backoff_limit() -> None:
-    world = Simulated(job(runPolicy={"backoffLimit": 0}))
+    world = Simulated(build_job(runPolicy={"backoffLimit": 0}))
     for _ in range(31):
-        world.to_running()
+        world.start_ranks()
         world.end_launcher(1, RANK_FAILED)
         if "train-worker-0-1-uid-1" in world.pods:
             world.remove("train-worker-0-1-uid-1")
         world.reconcile()
         world.wait(400)
-    assert (world.status()["phase"], world.status()["attempt"]) == ("Failed", 1)
+    assert (world.status["phase"], world.status["attempt"]) == ("Failed", 1)
 
 
 # Suspended, changed and resumed at once.
 
 
-def test_suspend_change_and_resume_seen_as_one_is_followed() -> None:
-    world = running()
-    placed = {"spec": {**job()["spec"]["template"]["spec"], "nodeSelector": {"pool": "spot"}}}
+def test_a_suspension_change_and_resumption_between_two_looks_are_followed() -> None:
+    world = start_running_job()
+    placed = {"spec": {**build_job()["spec"]["template"]["spec"], "nodeSelector": {"pool": "spot"}}}
     world.edit_policy(suspend=True)
     world.edit(template=placed)
     world.edit_policy(suspend=False)
     world.reconcile()
-    assert world.condition("Failed") == {}
-    assert world.status()["acceptedSpec"]["template"] == placed
+    assert world.find_condition("Failed") == {}
+    assert world.status["acceptedSpec"]["template"] == placed
     world.run()
-    world.to_running()
-    assert (world.status()["phase"], world.status()["attempt"], world.status()["restarts"]) == ("Running", 2, 0)
+    world.start_ranks()
+    assert (world.status["phase"], world.status["attempt"], world.status["restarts"]) == ("Running", 2, 0)
     assert {pod.attempt for pod in world.pods.values()} == {2}, "pods of the spec before are gone"
 
 
 def test_a_change_of_a_fixed_field_is_refused_after_any_number_of_changes() -> None:
-    world = running()
+    world = start_running_job()
     world.edit_policy(suspend=True)
     world.edit(workers=3)
     world.edit_policy(suspend=False)
     world.reconcile()
-    assert world.condition("Failed")["reason"] == "ChangeRefused"
-    assert (world.status()["phase"], world.status()["workersReady"]) == ("Running", "2/2")
+    assert world.find_condition("Failed")["reason"] == "ChangeRefused"
+    assert (world.status["phase"], world.status["workersReady"]) == ("Running", "2/2")

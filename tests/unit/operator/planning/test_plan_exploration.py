@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from played_kueue import WORKLOAD, PlayedKueue
-from simulated import RANK_FAILED, Crash, Simulated, job
+from simulated import RANK_FAILED, Crash, Simulated, build_job
 from thorough import choose
 
 from topkube.timestamps import parse_timestamp
@@ -70,7 +70,7 @@ STEPS: dict[str, Callable[[Simulated], object]] = {
     "it is killed after two writes": _kill_after(2),
     "another operator begins": _restart,
     "nodes act": _let_nodes_act,
-    "the launcher says that ranks run": lambda world: world.say("Running"),
+    "the launcher reports that ranks run": lambda world: world.report_state("Running"),
     "the launcher succeeds": lambda world: world.end_launcher(0),
     "the launcher fails": lambda world: world.end_launcher(1, {**RANK_FAILED, "pod": "train-worker-0-1-uid-1"}),
     "a launcher is deleted": _act_on("launcher", lambda world, name: world.delete("Pod", name, world.pods[name].uid)),
@@ -115,12 +115,12 @@ FAILURE_POLICY = {
 }
 
 
-def _with_kueue(act: Callable[[PlayedKueue], None]) -> Callable[[Simulated], None]:
+def _let_kueue_act(act: Callable[[PlayedKueue], None]) -> Callable[[Simulated], None]:
     """Kueue acts on the job's Workload, if there is one."""
 
     def step(world: Simulated) -> None:
         kueue = PlayedKueue(world)
-        if kueue.workload is not None and not kueue.condition("Finished"):
+        if kueue.workload is not None and not kueue.find_condition("Finished"):
             act(kueue)
 
     return step
@@ -133,23 +133,23 @@ def _admit(kueue: PlayedKueue) -> None:
 
 def _evict(reason: str) -> Callable[[PlayedKueue], None]:
     def act(kueue: PlayedKueue) -> None:
-        if kueue.holds_quota() and kueue.condition("Evicted").get("status") != "True":
+        if kueue.holds_quota() and kueue.find_condition("Evicted").get("status") != "True":
             kueue.evict(reason)
 
     return act
 
 
 def _end_pause(kueue: PlayedKueue) -> None:
-    if kueue.condition("Requeued").get("status") == "False":
+    if kueue.find_condition("Requeued").get("status") == "False":
         kueue.end_pause()
 
 
 QUEUE_STEPS: dict[str, Callable[[Simulated], object]] = {
     **{name: step for name, step in STEPS.items() if name not in ("a launcher is deleted", "the job is deleted")},
-    "Kueue admits": _with_kueue(_admit),
-    "Kueue preempts": _with_kueue(_evict("Preempted")),
-    "Kueue waits no longer for the pods": _with_kueue(_evict("PodsReadyTimeout")),
-    "Kueue ends the pause": _with_kueue(_end_pause),
+    "Kueue admits": _let_kueue_act(_admit),
+    "Kueue preempts": _let_kueue_act(_evict("Preempted")),
+    "Kueue waits no longer for the pods": _let_kueue_act(_evict("PodsReadyTimeout")),
+    "Kueue ends the pause": _let_kueue_act(_end_pause),
 }
 
 
@@ -161,7 +161,7 @@ def _check_quota(world: Simulated, path: tuple[str, ...]) -> None:
     if kueue.workload is None:
         return
     status = kueue.workload.content["status"]
-    is_reserved = kueue.condition("QuotaReserved").get("status") == "True"
+    is_reserved = kueue.find_condition("QuotaReserved").get("status") == "True"
     assert is_reserved == bool(status.get("admission")), (path, status)
 
 
@@ -175,17 +175,17 @@ def _copy_world(world: Simulated) -> Simulated:
     return made
 
 
-def _state(world: Simulated) -> str:
+def _describe_state(world: Simulated) -> str:
     """Return the part of a world that determines its future. Times count from now; UIDs do not count."""
 
     def seconds_since(time: datetime | None) -> float | None:
         return None if time is None else min((world.now - time).total_seconds(), _FAR)
 
-    def as_plain_value(value: Any) -> Any:
+    def simplify(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: as_plain_value(item) for key, item in value.items() if key != "message"}
+            return {key: simplify(item) for key, item in value.items() if key != "message"}
         if isinstance(value, list):
-            return [as_plain_value(item) for item in value]
+            return [simplify(item) for item in value]
         return seconds_since(parse_timestamp(value)) if isinstance(value, str) and value.startswith("2026-") else value
 
     def describe_pod(pod: Pod) -> list[Any]:
@@ -215,13 +215,13 @@ def _state(world: Simulated) -> str:
         sorted(world.removed_at),
         sorted(world.last_seen),
         sorted(map(str, world.children)),
-        as_plain_value(world.children[WORKLOAD].content) if WORKLOAD in world.children else None,
+        simplify(world.children[WORKLOAD].content) if WORKLOAD in world.children else None,
     ]
-    return json.dumps([as_plain_value(world.status()), requests, pods, report, rest], sort_keys=True)
+    return json.dumps([simplify(world.status), requests, pods, report, rest], sort_keys=True)
 
 
 def _check(before: Simulated, after: Simulated, path: tuple[str, ...]) -> None:
-    old, new = before.status(), after.status()
+    old, new = before.status, after.status
     if after.policy.workloads:
         _check_quota(after, path)
     assert not after.violations, (path, after.violations)
@@ -250,7 +250,7 @@ def _check(before: Simulated, after: Simulated, path: tuple[str, ...]) -> None:
 def _explore(start: Simulated, steps: dict[str, Callable[[Simulated], object]], depth: int) -> int:
     """Check all worlds within `depth` steps from `start`. Return how many there are."""
     start.reconcile()
-    worlds: dict[str, tuple[Simulated, tuple[str, ...]]] = {_state(start): (start, ())}
+    worlds: dict[str, tuple[Simulated, tuple[str, ...]]] = {_describe_state(start): (start, ())}
     known = set(worlds)
     for _ in range(depth):
         next_worlds: dict[str, tuple[Simulated, tuple[str, ...]]] = {}
@@ -259,7 +259,7 @@ def _explore(start: Simulated, steps: dict[str, Callable[[Simulated], object]], 
                 after = _copy_world(world)
                 step(after)
                 _check(world, after, (*path, name))
-                state = _state(after)
+                state = _describe_state(after)
                 if state not in known:
                     known.add(state)
                     next_worlds[state] = (after, (*path, name))
@@ -268,17 +268,17 @@ def _explore(start: Simulated, steps: dict[str, Callable[[Simulated], object]], 
 
 
 def test_no_order_of_events_breaks_a_promise() -> None:
-    start = Simulated(job(workers=1, runPolicy={"backoffLimit": 1}))
+    start = Simulated(build_job(workers=1, runPolicy={"backoffLimit": 1}))
     assert _explore(start, STEPS, DEPTH) > 500
 
 
 def test_no_order_of_events_breaks_a_promise_of_a_job_with_a_failure_policy() -> None:
-    start = Simulated(job(workers=1, runPolicy={"backoffLimit": 1, "failurePolicy": FAILURE_POLICY}))
+    start = Simulated(build_job(workers=1, runPolicy={"backoffLimit": 1, "failurePolicy": FAILURE_POLICY}))
     assert _explore(start, POLICY_STEPS, DEPTH) > 500
 
 
 def test_no_order_of_events_breaks_a_promise_to_kueue() -> None:
-    queued = job(workers=1, runPolicy={"backoffLimit": 1})
+    queued = build_job(workers=1, runPolicy={"backoffLimit": 1})
     queued["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
     start = Simulated(queued, Policy(seed=b"s" * 32, workloads="kueue.x-k8s.io/v1beta2"))
     start.reconcile()
@@ -294,8 +294,8 @@ def test_the_steps_of_the_failure_policy_reach_its_endings() -> None:
         (["nodes act", "the script is wrong", "the operator acts"], "SyntaxError"),
         (["nodes act", "the hardware is broken", "the operator acts"], "HardwareFault"),
     ):
-        world = Simulated(job(workers=1, runPolicy={"backoffLimit": 1, "failurePolicy": FAILURE_POLICY}))
+        world = Simulated(build_job(workers=1, runPolicy={"backoffLimit": 1, "failurePolicy": FAILURE_POLICY}))
         world.reconcile()
         for step in steps:
             POLICY_STEPS[step](world)
-        assert world.status()["firstFailure"]["reason"] == reason
+        assert world.status["firstFailure"]["reason"] == reason

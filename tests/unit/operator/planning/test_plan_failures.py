@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from simulated import RANK_FAILED, START, Simulated, job, running
+from simulated import RANK_FAILED, START, Simulated, build_job, start_running_job
 
 from topkube.launch import contract
 from topkube_operator.model.observed import Container, Pod, Policy
@@ -48,38 +48,38 @@ DISRUPTIONS = {
 
 @pytest.mark.parametrize(("trouble", "reason"), DISRUPTIONS.values(), ids=DISRUPTIONS)
 def test_disruptions_do_not_use_up_restarts(trouble: Any, reason: str) -> None:
-    world = running(runPolicy={"backoffLimit": 0})
+    world = start_running_job(runPolicy={"backoffLimit": 0})
     world.change("train-worker-1-1-uid-1", node="node-x")
     trouble(world)
     world.end_launcher(1, {"pod": "train-worker-1-1-uid-1", "reason": "WorkerLost", "exitCode": 1, "message": "silent"})
     world.reconcile()
-    status = world.status()
+    status = world.status
     assert (status["attempt"], status["restarts"], status["disruptions"]) == (2, 0, 1), status
     assert status["firstFailure"]["reason"] == reason
     assert "train-worker-1-2-uid-1" in world.pods
 
 
 def test_an_eviction_for_the_pods_own_usage_is_a_failure() -> None:
-    world = running()
+    world = start_running_job()
     words = "Usage of EmptyDir volume exceeds the limit 1Gi"
     world.change("train-worker-0-1-uid-1", phase="Failed", reason="Evicted", message=words)
     world.end_launcher(1, {"pod": "train-worker-0-1-uid-1", "reason": "WorkerLost", "exitCode": 1})
     world.reconcile()
-    assert (world.status()["restarts"], world.status()["disruptions"]) == (1, 0)
+    assert (world.status["restarts"], world.status["disruptions"]) == (1, 0)
 
 
 def test_a_worker_killed_for_memory_is_reported_as_oom_killed() -> None:
-    world = running()
+    world = start_running_job()
     world.end("train-worker-0-1-uid-1", 137, ended_reason="OOMKilled")
     world.end_launcher(1, {"pod": "train-worker-0-1-uid-1", "reason": "WorkerLost", "exitCode": 1})
     world.reconcile()
-    failure = world.status()["firstFailure"]
+    failure = world.status["firstFailure"]
     assert (failure["reason"], failure["exitCode"]) == ("OOMKilled", 137)
     assert failure["logTail"] == "the log of train-worker-0-1-uid-1"
 
 
 def test_a_rank_killed_for_memory_in_a_living_pod_is_reported_and_the_pod_stays() -> None:
-    world = running()
+    world = start_running_job()
     failure = {
         "pod": "train-worker-1-1-uid-1",
         "rank": 2,
@@ -89,89 +89,89 @@ def test_a_rank_killed_for_memory_in_a_living_pod_is_reported_and_the_pod_stays(
     }
     world.end_launcher(1, failure)
     world.reconcile()
-    told = {**failure, "node": "node-a", "message": "ended by signal 9 (exit code 137)"}
-    assert world.status()["firstFailure"] == told
+    expected = {**failure, "node": "node-a", "message": "ended by signal 9 (exit code 137)"}
+    assert world.status["firstFailure"] == expected
     assert "train-worker-1-1-uid-1" in world.pods
 
 
 def test_a_lost_worker_is_replaced_though_its_pod_looks_alive() -> None:
-    world = running()
+    world = start_running_job()
     world.change("train-worker-1-1-uid-1", node="node-x")
     world.end_launcher(1, {"pod": "train-worker-1-1-uid-1", "reason": "WorkerLost", "exitCode": 1, "message": "silent"})
     assert world.reconcile().requeue == 5.0  # its kubelet may still say what happened
     world.wait(5)
     world.reconcile()
-    assert (world.status()["disruptions"], world.status()["restarts"]) == (1, 0)
+    assert (world.status["disruptions"], world.status["restarts"]) == (1, 0)
     assert world.pods["train-worker-1-1-uid-1"].deletion is not None
     assert "train-worker-1-2-uid-1" in world.pods
     world.lost.add("node-x")  # it never goes, and is in nobody's way
-    world.to_running()
-    assert world.status()["phase"] == "Running"
+    world.start_ranks()
+    assert world.status["phase"] == "Running"
 
 
-def test_the_launcher_may_die_without_a_word() -> None:
-    world = running()
+def test_a_launcher_that_dies_silently_is_replaced() -> None:
+    world = start_running_job()
     world.end("train-launcher-1-uid-1", 137)
     world.reconcile()
-    failure = world.status()["firstFailure"]
-    assert (failure["pod"], failure["exitCode"], world.status()["attempt"]) == ("train-launcher-1-uid-1", 137, 2)
-    world.to_running()
+    failure = world.status["firstFailure"]
+    assert (failure["pod"], failure["exitCode"], world.status["attempt"]) == ("train-launcher-1-uid-1", 137, 2)
+    world.start_ranks()
     world.remove("train-launcher-2-uid-1")
     world.reconcile()
-    assert world.status()["disruptions"] == 1
-    assert "train-launcher-3-uid-1" in world.pods or world.condition("Restarting")["status"] == "True"
+    assert world.status["disruptions"] == 1
+    assert "train-launcher-3-uid-1" in world.pods or world.find_condition("Restarting")["status"] == "True"
 
 
 def test_a_launcher_has_a_while_to_notice_that_a_worker_died() -> None:
-    world = running()
+    world = start_running_job()
     world.end("train-worker-0-1-uid-1", 1)
     plan = world.reconcile()
-    assert world.status()["attempt"] == 1
+    assert world.status["attempt"] == 1
     assert plan.requeue == 10.0
     world.wait(10)
-    world.say("Running")
+    world.report_state("Running")
     world.reconcile()
-    assert world.status()["attempt"] == 2
-    assert world.status()["firstFailure"]["pod"] == "train-worker-0-1-uid-1"
+    assert world.status["attempt"] == 2
+    assert world.status["firstFailure"]["pod"] == "train-worker-0-1-uid-1"
 
 
 def test_a_worker_on_a_node_that_is_reported_lost_may_still_train() -> None:
-    world = running()
+    world = start_running_job()
     world.change("train-worker-0-1-uid-1", node="node-x")
     world.lost.add("node-x")
-    world.say("Running")
+    world.report_state("Running")
     world.reconcile()
-    assert world.status()["attempt"] == 1
+    assert world.status["attempt"] == 1
     world.wait(60)  # and now the launcher has not answered either
     world.reconcile()
-    assert world.status()["attempt"] == 2
+    assert world.status["attempt"] == 2
 
 
 def test_workers_that_do_not_call_are_named() -> None:
-    world = Simulated(job(), Policy(seed=b"s" * 32, rendezvous_seconds=60))
+    world = Simulated(build_job(), Policy(seed=b"s" * 32, rendezvous_seconds=60))
     world.reconcile()
     world.schedule()
     world.wait(86400)  # waiting in a queue is not waiting for a call
     world.run()
-    world.say("Waiting", missing=(1,))
+    world.report_state("Waiting", missing=(1,))
     assert world.reconcile().requeue == 30.0
-    assert "Likely causes" not in world.condition("Running")["message"]
+    assert "Likely causes" not in world.find_condition("Running")["message"]
     world.wait(30)
     assert world.reconcile().requeue == 30.0
-    message = world.condition("Running")["message"]
+    message = world.find_condition("Running")["message"]
     for words in ("1 of 2 workers", "NetworkPolicy", "Next: kubectl logs train-worker-1-1-uid-1"):
         assert words in message
     world.wait(30)
-    world.say("Waiting", missing=(1,))
+    world.report_state("Waiting", missing=(1,))
     world.reconcile()
-    failure = world.status()["firstFailure"]
+    failure = world.status["firstFailure"]
     assert (failure["reason"], failure["pod"]) == ("RendezvousTimeout", "train-worker-1-1-uid-1")
-    assert world.status()["attempt"] == 2
+    assert world.status["attempt"] == 2
     assert "train-worker-1-2-uid-1" in world.pods
 
 
 def test_an_image_that_cannot_be_pulled_is_pending_with_the_reason_and_fails_at_the_deadline() -> None:
-    world = Simulated(job(runPolicy={"activeDeadlineSeconds": 100}))
+    world = Simulated(build_job(runPolicy={"activeDeadlineSeconds": 100}))
     world.reconcile()
     world.schedule()
     for waiting, message in [("ErrImagePull", "no such host"), ("ImagePullBackOff", "Back-off"), ("ErrImagePull", "x")]:
@@ -179,51 +179,51 @@ def test_an_image_that_cannot_be_pulled_is_pending_with_the_reason_and_fails_at_
             "train-worker-0-1-uid-1", containers={"worker": Container(waiting=waiting, waiting_message=message)}
         )
         world.reconcile()
-        assert world.status()["phase"] == "Pending"
-        assert world.condition("Running")["reason"] == "ImagePullBackOff"
+        assert world.status["phase"] == "Pending"
+        assert world.find_condition("Running")["reason"] == "ImagePullBackOff"
     assert world.events.count("ImagePullBackOff") == 1
     world.wait(100)
     world.reconcile()
-    assert (world.status()["phase"], world.condition("Failed")["reason"]) == ("Failed", "DeadlineExceeded")
-    failure = world.status()["firstFailure"]
+    assert (world.status["phase"], world.find_condition("Failed")["reason"]) == ("Failed", "DeadlineExceeded")
+    failure = world.status["firstFailure"]
     assert (failure["reason"], failure["pod"]) == ("ImagePullBackOff", "train-worker-0-1-uid-1")
 
 
-def test_the_schedulers_words_are_shown() -> None:
-    world = Simulated(job(runPolicy={"activeDeadlineSeconds": 100}))
+def test_the_schedulers_message_is_shown() -> None:
+    world = Simulated(build_job(runPolicy={"activeDeadlineSeconds": 100}))
     world.reconcile()
     world.change("train-worker-1-1-uid-1", scheduling_message="0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")
     world.reconcile()
-    assert world.condition("Scheduled")["reason"] == "Unschedulable"
-    assert "Insufficient nvidia.com/gpu" in world.condition("Scheduled")["message"]
-    assert world.status()["phase"] == "Pending"
+    assert world.find_condition("Scheduled")["reason"] == "Unschedulable"
+    assert "Insufficient nvidia.com/gpu" in world.find_condition("Scheduled")["message"]
+    assert world.status["phase"] == "Pending"
     world.wait(100)
     world.reconcile()
-    assert world.status()["firstFailure"]["reason"] == "Unschedulable"
+    assert world.status["firstFailure"]["reason"] == "Unschedulable"
 
 
-def test_a_gate_is_not_called_a_lack_of_room() -> None:
+def test_a_scheduling_gate_is_not_reported_as_a_lack_of_room() -> None:
     """Kubernetes 1.27 and newer: a controller holds the pod back, and the scheduler has not processed it."""
-    world = Simulated(job(runPolicy={"activeDeadlineSeconds": 100}))
+    world = Simulated(build_job(runPolicy={"activeDeadlineSeconds": 100}))
     world.reconcile()
     words = "Scheduling is blocked due to non-empty scheduling gates"
     gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": words}
     seen = Pod.from_object({"metadata": {"name": "gated"}, "status": {"conditions": [gated]}})
     world.change(WORKER, scheduling_message=seen.scheduling_message, scheduling_reason=seen.scheduling_reason)
     world.reconcile()
-    assert world.condition("Scheduled")["reason"] == world.condition("Running")["reason"] == "SchedulingGated"
-    assert words in world.condition("Scheduled")["message"]
+    assert world.find_condition("Scheduled")["reason"] == world.find_condition("Running")["reason"] == "SchedulingGated"
+    assert words in world.find_condition("Scheduled")["message"]
     world.wait(100)
     world.reconcile()
-    assert world.status()["firstFailure"]["reason"] == "SchedulingGated"
+    assert world.status["firstFailure"]["reason"] == "SchedulingGated"
 
 
 def test_a_log_tail_is_kept_within_bounds() -> None:
-    world = running(runPolicy={"backoffLimit": 0})
+    world = start_running_job(runPolicy={"backoffLimit": 0})
     world.logs["train-launcher-1-uid-1"] = "\n".join(f"{number} " + "ü" * 300 for number in range(50))
     world.end("train-launcher-1-uid-1", 9)
     world.reconcile()
-    tail = world.status()["firstFailure"]["logTail"]
+    tail = world.status["firstFailure"]["logTail"]
     assert len(tail.encode()) <= 4096
     assert len(tail.splitlines()) <= 20
     assert tail.splitlines()[-1].startswith("49 ")
@@ -259,10 +259,10 @@ def _change_and_wait(seconds: float, **change: Any) -> Callable[[Simulated], Non
 
 
 def _let_worker_be_missing(world: Simulated) -> None:
-    world.say("Waiting", missing=(1,))
+    world.report_state("Waiting", missing=(1,))
     world.reconcile()
     world.wait(700)
-    world.say("Waiting", missing=(1,))
+    world.report_state("Waiting", missing=(1,))
 
 
 def _lose_node(world: Simulated) -> None:
@@ -278,7 +278,7 @@ def _fail_before_start(prepare: Container) -> Callable[[Simulated], None]:
     def act(world: Simulated) -> None:
         containers = {"prepare": prepare, "worker": Container(waiting="PodInitializing")}
         world.change(WORKER, phase="Failed", ready=False, containers=containers)
-        world.say("Waiting", missing=(1,))
+        world.report_state("Waiting", missing=(1,))
 
     return act
 
@@ -387,28 +387,28 @@ PENDING: dict[str, tuple[Callable[[Simulated], None], str, str]] = {
 
 def _check_kept_after_cleanup(world: Simulated) -> None:
     """The pods are removed, and the stored failure stays."""
-    failure = dict(world.status()["firstFailure"])
+    failure = dict(world.status["firstFailure"])
     for _ in range(3):
         world.wait(60)
         world.reconcile()
         world.run()
-    assert (world.status()["phase"], world.pods) == ("Failed", {})
-    assert world.status()["firstFailure"] == failure
+    assert (world.status["phase"], world.pods) == ("Failed", {})
+    assert world.status["firstFailure"] == failure
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_every_cause_is_named_with_its_last_words_which_outlive_the_pods(cause: str) -> None:
+def test_every_cause_is_named_with_a_log_tail_that_outlives_the_pods(cause: str) -> None:
     act, reason, code, words, has_log = CAUSES[cause]
-    world = running(runPolicy={"backoffLimit": 0, "cleanPodPolicy": "All"})
+    world = start_running_job(runPolicy={"backoffLimit": 0, "cleanPodPolicy": "All"})
     world.logs = {name: LONG_LOG for name in world.pods}
     act(world)
     for _ in range(3):
         world.reconcile()
-        if world.status().get("firstFailure"):
+        if world.status.get("firstFailure"):
             break
         world.wait(15)
         world.run()
-    failure = world.status()["firstFailure"]
+    failure = world.status["firstFailure"]
     assert (failure["reason"], failure.get("exitCode"), failure["pod"]) == (reason, code, WORKER)
     assert words in failure["message"]
     assert ("logTail" in failure) == has_log
@@ -417,9 +417,9 @@ def test_every_cause_is_named_with_its_last_words_which_outlive_the_pods(cause: 
         assert len(failure["logTail"].splitlines()) <= 20
         assert failure["logTail"].splitlines()[-1].startswith("line 59 ")
     world.lost.clear()
-    if world.status()["phase"] != "Failed":  # a disruption: the next attempt fails for good
+    if world.status["phase"] != "Failed":  # a disruption: the next attempt fails for good
         world.wait(100)
-        world.to_running()
+        world.start_ranks()
         world.end_launcher(1, {**RANK_FAILED, "pod": None})
         world.reconcile()
     _check_kept_after_cleanup(world)
@@ -428,15 +428,15 @@ def test_every_cause_is_named_with_its_last_words_which_outlive_the_pods(cause: 
 @pytest.mark.parametrize("cause", PENDING)
 def test_a_job_that_never_began_fails_at_the_deadline_with_the_reason_of_its_wait(cause: str) -> None:
     act, reason, words = PENDING[cause]
-    world = Simulated(job(runPolicy={"activeDeadlineSeconds": 100, "cleanPodPolicy": "All"}))
+    world = Simulated(build_job(runPolicy={"activeDeadlineSeconds": 100, "cleanPodPolicy": "All"}))
     world.reconcile()
     act(world)
     world.reconcile()
-    assert world.status()["phase"] == "Pending"
+    assert world.status["phase"] == "Pending"
     world.wait(100)
     world.reconcile()
-    failure = world.status()["firstFailure"]
-    assert (world.status()["phase"], failure["reason"]) == ("Failed", reason)
+    failure = world.status["firstFailure"]
+    assert (world.status["phase"], failure["reason"]) == ("Failed", reason)
     assert words in failure["message"]
-    assert words in world.condition("Failed")["message"]
+    assert words in world.find_condition("Failed")["message"]
     _check_kept_after_cleanup(world)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from simulated import RANK_FAILED, Simulated, job, running
+from simulated import RANK_FAILED, Simulated, build_job, start_running_job
 
 from topkube_operator.model.observed import Child
 
 
 def _start_in_group() -> Simulated:
-    data = job(runPolicy={"backoffLimit": 1})
+    data = build_job(runPolicy={"backoffLimit": 1})
     data["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
     world = Simulated(data)
-    world.to_running()
+    world.start_ranks()
     assert {pod.pod_group for pod in world.pods.values()} == {"train-uid-1"}
     return world
 
@@ -26,12 +26,12 @@ def test_the_end_of_a_kueue_group_is_reported(code: int) -> None:
         world.edit_policy(backoffLimit=0)
     world.end_launcher(code, RANK_FAILED if code else None)
     world.reconcile()
-    assert world.status()["phase"] == ("Failed" if code else "Succeeded")
+    assert world.status["phase"] == ("Failed" if code else "Succeeded")
     assert not [pod.name for pod in world.pods.values() if pod.is_retriable]
 
 
 def test_pods_without_a_kueue_group_are_not_annotated() -> None:
-    world = running()
+    world = start_running_job()
     world.end_launcher(0)
     assert not world.plan().end_groups
     world.reconcile()
@@ -44,9 +44,9 @@ def test_a_replacement_in_a_kueue_group_waits_until_the_replaced_pod_has_ended()
     world.end("train-worker-1-1-uid-1", 1)
     world.change("train-launcher-1-uid-1", phase="Running")  # its sidecar runs on, so Kueue counts the pod
     world.reconcile()
-    assert world.status()["attempt"] == 2
+    assert world.status["attempt"] == 2
     assert not [pod.name for pod in world.pods.values() if pod.attempt == 2]
-    assert "train-launcher-1-uid-1" in world.condition("Created")["message"]
+    assert "train-launcher-1-uid-1" in world.find_condition("Created")["message"]
     world.run()
     world.reconcile()
     assert {pod.name for pod in world.pods.values() if pod.attempt == 2} == {
@@ -57,7 +57,7 @@ def test_a_replacement_in_a_kueue_group_waits_until_the_replaced_pod_has_ended()
 
 
 def test_an_object_with_a_foreign_finalizer_is_deleted_once() -> None:
-    world = running()
+    world = start_running_job()
     key = ("Service", "train")
     world.children[key] = dataclasses.replace(world.children[key], is_being_deleted=True)
     world.edit_policy(suspend=True)
@@ -73,7 +73,7 @@ def test_an_object_with_a_foreign_finalizer_is_deleted_once() -> None:
 
 
 def test_a_pod_that_a_foreign_finalizer_keeps_is_deleted_once() -> None:
-    world = running(runPolicy={"cleanPodPolicy": "All"})
+    world = start_running_job(runPolicy={"cleanPodPolicy": "All"})
     world.change("train-worker-1-1-uid-1", finalizers=("example.com/keep",))
     world.end_launcher(0)
     world.reconcile()
@@ -85,11 +85,11 @@ def test_a_pod_that_a_foreign_finalizer_keeps_is_deleted_once() -> None:
 
 
 def test_pods_that_an_older_operator_named_differently_are_replaced_by_the_next_attempt() -> None:
-    world = running()
+    world = start_running_job()
     old = world.pods.pop("train-worker-1-1-uid-1")
     world.pods["train-worker-1-1"] = dataclasses.replace(old, name="train-worker-1-1")
     world.reconcile()
     assert "train-worker-1-1" in world.pods, "the attempt that runs keeps its pods"
     world.end_launcher(1, {**RANK_FAILED, "pod": "train-worker-0-1-uid-1"})
-    world.to_running()
+    world.start_ranks()
     assert set(world.pods) == {"train-worker-0-1-uid-1", "train-worker-1-2-uid-1", "train-launcher-2-uid-1"}

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import NODES, Simulated, job
+from simulated import NODES, Simulated, build_job
 from thorough import choose
 
 from topkube_operator.model.observed import Container
@@ -65,8 +65,8 @@ ACTIONS: dict[str, Callable[[Simulated, int], Any]] = {
     "schedule": lambda world, _: world.schedule(),
     "run": lambda world, _: world.run(),
     "wait": lambda world, number: world.wait(number**2),
-    "say waiting": lambda world, _: world.say("Waiting", (0,)),
-    "say running": lambda world, _: world.say("Running"),
+    "say waiting": lambda world, _: world.report_state("Waiting", (0,)),
+    "say running": lambda world, _: world.report_state("Running"),
     "worker fails": _act_on_pod(lambda world, name: world.end(name, 137, ended_reason="OOMKilled")),
     "worker ends": _act_on_pod(lambda world, name: world.end(name, 0)),
     "launcher fails": _fail,
@@ -129,13 +129,13 @@ quick = settings(max_examples=choose(80, thorough=250))
 
 def _play(world: Simulated, steps: Steps) -> None:
     """Do each step. After some steps, everything that can continue continues."""
-    world.to_running()
+    world.start_ranks()
     for action, number, go_on in steps:
-        before = world.status()
+        before = world.status
         ACTIONS[action](world, number)
         if go_on:
             world.wait(200)
-            world.to_running()
+            world.start_ranks()
             _check_running(world)
         if action != "status lost":
             _check(world, before)
@@ -143,17 +143,17 @@ def _play(world: Simulated, steps: Steps) -> None:
 
 def _check_running(world: Simulated) -> None:
     """While ranks run, no pod of an earlier attempt exists."""
-    if world.status().get("phase") != "Running" or world.report is None or world.job is None:
+    if world.status.get("phase") != "Running" or world.report is None or world.job is None:
         return
     left = [pod.name for pod in world.pods.values() if pod.deletion is None and pod.node not in world.lost]
-    launcher = world.launcher()
+    launcher = world.launcher
     if launcher is not None and launcher.is_active and launcher.node not in world.lost:
         assert len(left) <= launcher.workers + (launcher.role == "launcher"), left
 
 
 def _check(world: Simulated, before: dict[str, Any]) -> None:
     assert not world.violations, world.violations
-    status, limit = world.status(), (world.job or {"spec": {}})["spec"].get("runPolicy", {}).get("backoffLimit", 3)
+    status, limit = world.status, (world.job or {"spec": {}})["spec"].get("runPolicy", {}).get("backoffLimit", 3)
     assert status.get("restarts", 0) <= limit
     if before.get("phase") == "Succeeded":
         assert status["phase"] == "Succeeded"
@@ -163,7 +163,7 @@ def _check(world: Simulated, before: dict[str, Any]) -> None:
 @quick
 @given(SPECS, STEPS)
 def test_every_history_ends_when_the_cluster_works_again(spec: dict[str, Any], steps: Steps) -> None:
-    world = Simulated(job(**spec))
+    world = Simulated(build_job(**spec))
     _play(world, steps)
     world.foreign.clear()
     world.lost.clear()
@@ -172,13 +172,13 @@ def test_every_history_ends_when_the_cluster_works_again(spec: dict[str, Any], s
     world.edit(workers=world.job["spec"]["workers"] or 1)
     world.edit_policy(suspend=False)
     for _ in range(PLENTY):
-        world.to_running()
-        if world.status()["phase"] in ("Succeeded", "Failed"):
+        world.start_ranks()
+        if world.status["phase"] in ("Succeeded", "Failed"):
             break
-        if world.status()["phase"] == "Running":
+        if world.status["phase"] == "Running":
             world.end_launcher(0)
         world.wait(400)
-    assert world.status()["phase"] in ("Succeeded", "Failed"), world.status()
+    assert world.status["phase"] in ("Succeeded", "Failed"), world.status
     _check(world, {})
     for _ in range(3):  # the cleanup: workers are given a while to end by themselves
         world.reconcile()
@@ -197,9 +197,9 @@ def test_every_history_ends_when_the_cluster_works_again(spec: dict[str, Any], s
 @quick
 @given(SPECS, STEPS)
 def test_attempts_are_bounded_by_restarts_disruptions_and_resumptions(spec: dict[str, Any], steps: Steps) -> None:
-    world = Simulated(job(**spec))
+    world = Simulated(build_job(**spec))
     _play(world, [step for step in steps if step[0] != "status lost"])
-    status = world.status()
+    status = world.status
     counted = status.get("restarts", 0) + status.get("disruptions", 0) + world.resumes
     assert status.get("attempt", 0) <= 1 + counted, status
 
@@ -207,11 +207,11 @@ def test_attempts_are_bounded_by_restarts_disruptions_and_resumptions(spec: dict
 @quick
 @given(SPECS, STEPS)
 def test_plan_is_pure_and_a_carried_out_plan_leaves_nothing_to_do(spec: dict[str, Any], steps: Steps) -> None:
-    world = Simulated(job(**spec))
+    world = Simulated(build_job(**spec))
     _play(world, steps)
     if world.job is None:
         return
-    observed, now = world.observed(), world.now
+    observed, now = world.observe(), world.now
     first = planner.plan(world.job, observed, now)
     assert planner.plan(world.job, observed, now) == first
     world.crash_after = None
@@ -224,8 +224,8 @@ def test_plan_is_pure_and_a_carried_out_plan_leaves_nothing_to_do(spec: dict[str
 
 @quick
 @given(SPECS, STEPS)
-def test_nothing_is_made_for_others_jobs_or_for_jobs_that_go(spec: dict[str, Any], steps: Steps) -> None:
-    world = Simulated(job(**spec))
+def test_nothing_is_made_for_deleted_jobs_or_jobs_of_other_controllers(spec: dict[str, Any], steps: Steps) -> None:
+    world = Simulated(build_job(**spec))
     _play(world, steps)
     if world.job is None:
         return

@@ -9,7 +9,7 @@ import jsonschema
 import kueue_crds
 import pytest
 from played_kueue import WORKLOAD, PlayedKueue
-from simulated import RANK_FAILED, Simulated, job
+from simulated import RANK_FAILED, Simulated, build_job
 
 from topkube_operator.model.observed import Policy, Trouble
 
@@ -24,7 +24,7 @@ SPOT = {
 def start_queued(
     labels: dict[str, str] | None = None, policy: Policy = POLICY, **spec: Any
 ) -> tuple[Simulated, PlayedKueue]:
-    data = job(**spec)
+    data = build_job(**spec)
     data["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team", **(labels or {})}
     world = Simulated(data, policy)
     kueue = PlayedKueue(world, {"spot": SPOT})
@@ -35,15 +35,15 @@ def start_queued(
 def start_admitted(**spec: Any) -> tuple[Simulated, PlayedKueue]:
     world, kueue = start_queued(**spec)
     kueue.admit()
-    world.to_running()
-    assert world.status()["phase"] == "Running"
+    world.start_ranks()
+    assert world.status["phase"] == "Running"
     return world, kueue
 
 
 def test_a_job_with_a_queue_asks_for_admission_and_has_no_pods_until_then() -> None:
     world, kueue = start_queued(launcher={"resources": {"requests": {"cpu": "1"}}})
-    assert (world.status()["phase"], world.pods, list(world.children)) == ("Suspended", {}, [WORKLOAD])
-    assert (world.condition("Suspended")["reason"], world.status().get("attempt")) == ("Queued", 0)
+    assert (world.status["phase"], world.pods, list(world.children)) == ("Suspended", {}, [WORKLOAD])
+    assert (world.find_condition("Suspended")["reason"], world.status.get("attempt")) == ("Queued", 0)
     sets = {pods["name"]: (pods["count"], pods["template"]["spec"]) for pods in kueue.spec["podSets"]}
     assert (kueue.spec["queueName"], {name: count for name, (count, _) in sets.items()}) == (
         "team",
@@ -54,7 +54,7 @@ def test_a_job_with_a_queue_asks_for_admission_and_has_no_pods_until_then() -> N
     assert "env" not in sets["worker"][1]["containers"][0], "neither tokens nor plans"
     kueue.refuse("no quota for cpu")
     world.reconcile()
-    assert "no quota for cpu" in world.condition("Suspended")["message"]
+    assert "no quota for cpu" in world.find_condition("Suspended")["message"]
     assert not world.plan().status
 
 
@@ -62,8 +62,8 @@ def test_an_admitted_job_runs_on_the_assigned_nodes_and_reports_that_it_runs() -
     world, kueue = start_queued()
     update = {"name": "worker", "labels": {"booking": "b-1"}, "nodeSelector": {"zone": "a"}}
     kueue.admit([{"name": "check", "state": "Ready", "podSetUpdates": [update]}])
-    world.to_running()
-    assert (world.status()["phase"], world.status()["attempt"]) == ("Running", 1)
+    world.start_ranks()
+    assert (world.status["phase"], world.status["attempt"]) == ("Running", 1)
     assert (world.events.count("Admitted"), world.events.count("Resumed")) == (1, 0)
     worker, launcher = world.manifests["train-worker-1-1-uid-1"], world.manifests["train-launcher-1-uid-1"]
     assert worker["spec"]["nodeSelector"] == {"pool": "spot", "zone": "a"}
@@ -72,7 +72,10 @@ def test_an_admitted_job_runs_on_the_assigned_nodes_and_reports_that_it_runs() -
         assert pod["spec"]["tolerations"] == SPOT["tolerations"]
         assert "kueue.x-k8s.io/queue-name" not in pod["metadata"]["labels"], "Kueue would queue each pod again"
     assert worker["metadata"]["labels"]["booking"] == "b-1"
-    assert (kueue.condition("PodsReady")["status"], kueue.condition("PodsReady")["reason"]) == ("True", "Started")
+    assert (kueue.find_condition("PodsReady")["status"], kueue.find_condition("PodsReady")["reason"]) == (
+        "True",
+        "Started",
+    )
     assert world.plan().is_empty
 
 
@@ -81,13 +84,13 @@ def test_the_end_gives_the_quota_back_when_no_pod_runs(code: int, reason: str) -
     world, kueue = start_admitted(runPolicy={"backoffLimit": 0})
     world.end_launcher(code, RANK_FAILED if code else None)
     world.reconcile()
-    assert world.status()["phase"] == reason
+    assert world.status["phase"] == reason
     assert kueue.holds_quota(), "the workers still run"
     world.wait(30)
     world.reconcile()
     world.run()
     world.reconcile()
-    assert (kueue.holds_quota(), kueue.condition("Finished")["reason"]) == (False, reason)
+    assert (kueue.holds_quota(), kueue.find_condition("Finished")["reason"]) == (False, reason)
     assert list(world.children) == [WORKLOAD], "it shows how the job ended"
 
 
@@ -99,19 +102,19 @@ def test_an_eviction_removes_all_pods_then_gives_the_quota_back(reason: str, req
     kueue.evict(reason)
     world.reconcile()
     assert kueue.holds_quota(), "until the ranks have saved their state"
-    assert world.condition("Suspended")["reason"] == "Evicted"
+    assert world.find_condition("Suspended")["reason"] == "Evicted"
     world.run()
     world.reconcile()
     assert (world.pods, list(world.children), kueue.holds_quota()) == ({}, [WORKLOAD], False)
     assert kueue.workload is not None
     assert "admission" not in kueue.workload.content["status"]
     for kind in ("Admitted", "PodsReady"):
-        assert kueue.condition(kind)["status"] == "False"
-    assert kueue.condition("Requeued")["status"] == requeued
+        assert kueue.find_condition(kind)["status"] == "False"
+    assert kueue.find_condition("Requeued")["status"] == requeued
     assert kueue.may_be_admitted() == (requeued == "True"), "Kueue decides how long the pause is"
     kueue.refuse("no quota for pods")
     world.reconcile()
-    waits = world.condition("Suspended")
+    waits = world.find_condition("Suspended")
     assert waits["reason"] == "Evicted"
     assert waits["message"].endswith("not admitted the job again: no quota for pods")
     world.wait(60)
@@ -119,8 +122,8 @@ def test_an_eviction_removes_all_pods_then_gives_the_quota_back(reason: str, req
         kueue.end_pause()
     assert kueue.may_be_admitted()
     kueue.admit()
-    world.to_running()
-    status = world.status()
+    world.start_ranks()
+    status = world.status
     assert (status["phase"], status["attempt"], status["restarts"], status["disruptions"]) == ("Running", 2, 0, 0)
     assert not world.violations
 
@@ -135,10 +138,10 @@ def test_suspending_gives_the_quota_back_and_resuming_asks_again() -> None:
     assert (world.pods, world.children, kueue.holds_quota()) == ({}, {}, False)
     world.edit_policy(suspend=False)
     world.reconcile()
-    assert (world.condition("Suspended")["reason"], world.pods) == ("Queued", {})
+    assert (world.find_condition("Suspended")["reason"], world.pods) == ("Queued", {})
     kueue.admit()
-    world.to_running()
-    assert (world.status()["phase"], world.status()["attempt"]) == ("Running", 2)
+    world.start_ranks()
+    assert (world.status["phase"], world.status["attempt"]) == ("Running", 2)
 
 
 def test_a_restart_stays_admitted_and_reports_that_it_recovers() -> None:
@@ -146,21 +149,24 @@ def test_a_restart_stays_admitted_and_reports_that_it_recovers() -> None:
     world.end_launcher(1, RANK_FAILED)
     world.end("train-worker-1-1-uid-1", 1)
     world.reconcile()
-    assert (kueue.condition("PodsReady")["status"], kueue.condition("PodsReady")["reason"]) == (
+    assert (kueue.find_condition("PodsReady")["status"], kueue.find_condition("PodsReady")["reason"]) == (
         "False",
         "WaitForRecovery",
     )
     assert kueue.holds_quota()
-    world.to_running()
+    world.start_ranks()
     assert world.manifests["train-worker-1-2-uid-1"]["spec"]["nodeSelector"] == {"pool": "spot"}
-    assert (kueue.condition("PodsReady")["status"], kueue.condition("PodsReady")["reason"]) == ("True", "Recovered")
+    assert (kueue.find_condition("PodsReady")["status"], kueue.find_condition("PodsReady")["reason"]) == (
+        "True",
+        "Recovered",
+    )
 
 
 def test_a_deleted_workload_stops_the_job_which_asks_again() -> None:
     world, kueue = start_admitted()
     world.children.pop(WORKLOAD)
     world.reconcile()
-    assert world.condition("Suspended")["reason"] == "Queued"
+    assert world.find_condition("Suspended")["reason"] == "Queued"
     assert all(pod.deletion is not None for pod in world.pods.values())
     assert kueue.workload is None, "not before the pods are gone"
     world.run()
@@ -179,7 +185,7 @@ def test_a_deleted_workload_stops_the_job_which_asks_again() -> None:
 def test_the_priority_is_that_of_the_jobs_class(
     labels: dict[str, str], template: dict[str, str], reference: tuple[str, str], version: str
 ) -> None:
-    data = job()
+    data = build_job()
     data["spec"]["template"]["spec"] |= template
     data["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team", **labels}
     world = Simulated(data, Policy(seed=b"s" * 32, workloads=f"kueue.x-k8s.io/{version}"))
@@ -200,7 +206,7 @@ def test_a_flavor_that_cannot_be_read_is_named_and_no_pod_is_made() -> None:
     world.objects.clear()
     kueue.admit()
     plan = world.reconcile()
-    assert world.condition("Created")["reason"] == "FlavorNotFound"
+    assert world.find_condition("Created")["reason"] == "FlavorNotFound"
     assert (world.pods, plan.requeue) == ({}, 10.0)
 
 
@@ -242,7 +248,7 @@ def test_without_workloads_or_with_a_pod_group_the_pods_have_the_labels(labels: 
 @pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
 def test_all_that_is_written_to_a_workload_is_valid_in_kueues_schema(version: str) -> None:
     """From the first request to the end, with an eviction. A field that the schema does not have would be dropped."""
-    data = job(launcher={"template": {"metadata": {"labels": {"a": "b"}}}}, topology={"key": "zone"})
+    data = build_job(launcher={"template": {"metadata": {"labels": {"a": "b"}}}}, topology={"key": "zone"})
     data["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
     data["spec"]["template"]["spec"] |= {
         "priorityClassName": "high",
@@ -252,7 +258,7 @@ def test_all_that_is_written_to_a_workload_is_valid_in_kueues_schema(version: st
     }
     world = Simulated(data, Policy(seed=b"s" * 32, workloads=f"kueue.x-k8s.io/{version}"))
     world.objects["PriorityClass", "high"] = {"value": 7}
-    kueue, schema = PlayedKueue(world), _close_schema(kueue_crds.schema_of("Workload", version))
+    kueue, schema = PlayedKueue(world), _close_schema(kueue_crds.find_schema("Workload", version))
     check = {"name": "c", "state": "Ready", "message": "m", "lastTransitionTime": "2026-01-01T00:00:00Z"}
 
     def validate() -> None:
@@ -265,7 +271,7 @@ def test_all_that_is_written_to_a_workload_is_valid_in_kueues_schema(version: st
     kueue.refuse("no quota")
     validate()
     kueue.admit([{**check, "podSetUpdates": [{"name": "worker", "nodeSelector": {"zone": "a"}}]}])
-    world.to_running()
+    world.start_ranks()
     validate()
     kueue.evict("PodsReadyTimeout")
     world.reconcile()
@@ -273,14 +279,14 @@ def test_all_that_is_written_to_a_workload_is_valid_in_kueues_schema(version: st
     validate()
     kueue.end_pause()
     kueue.admit()
-    world.to_running()
+    world.start_ranks()
     world.end_launcher(0)
     world.reconcile()
     world.wait(30)
     world.reconcile()
     world.run()
     validate()
-    assert kueue.condition("Finished")["reason"] == "Succeeded"
+    assert kueue.find_condition("Finished")["reason"] == "Succeeded"
 
 
 def _close_schema(schema: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import RANK_FAILED, Simulated, job, running
+from simulated import RANK_FAILED, Simulated, build_job, start_running_job
 
 from topkube_operator.model.observed import Trouble, find_difference, satisfies
 
@@ -24,8 +24,8 @@ def _vanish(world: Simulated, name: str) -> None:
         world.remove(name)
 
 
-def _launcher_name(world: Simulated) -> str:
-    return f"train-launcher-{world.status().get('attempt', 0)}-uid-1"
+def _name_launcher(world: Simulated) -> str:
+    return f"train-launcher-{world.status.get('attempt', 0)}-uid-1"
 
 
 def _fail_launcher(world: Simulated, skew: int) -> None:
@@ -38,7 +38,7 @@ def _fail_launcher(world: Simulated, skew: int) -> None:
 
 
 TROUBLES: dict[str, Callable[[Simulated], Any]] = {
-    "the launcher is gone": lambda world: _vanish(world, _launcher_name(world)),
+    "the launcher is gone": lambda world: _vanish(world, _name_launcher(world)),
     "a worker is gone": lambda world: _vanish(
         world, max((item for item in world.pods if "worker-0" in item), default="")
     ),
@@ -54,23 +54,23 @@ TROUBLES: dict[str, Callable[[Simulated], Any]] = {
 
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_without_passing_time_at_most_two_attempts_have_pods(trouble: str) -> None:
-    world = Simulated(job(runPolicy={"backoffLimit": 1000}))
+    world = Simulated(build_job(runPolicy={"backoffLimit": 1000}))
     for _ in range(200):
         world.reconcile()
         TROUBLES[trouble](world)
-    assert world.status()["attempt"] <= 3, "the third is announced, and its pods wait"
+    assert world.status["attempt"] <= 3, "the third is announced, and its pods wait"
     assert all(pod.attempt < 3 for pod in world.pods.values())
 
 
 @settings(max_examples=20)
 @given(st.lists(st.sampled_from(sorted(TROUBLES)), min_size=1, max_size=4), st.sampled_from([1, 4, 7]))
 def test_attempts_of_an_hour_are_few_whatever_goes_wrong(troubles: list[str], every: int) -> None:
-    world = Simulated(job(runPolicy={"backoffLimit": 1000}))
+    world = Simulated(build_job(runPolicy={"backoffLimit": 1000}))
     attempts = set()
     for step in range(HOUR // every // 4):
         world.reconcile()
         TROUBLES[troubles[step % len(troubles)]](world)
-        attempts.add(world.status()["attempt"])
+        attempts.add(world.status["attempt"])
         world.wait(every)
     assert len(attempts) <= MOST_IN_AN_HOUR, attempts
     assert not world.violations
@@ -89,7 +89,7 @@ def _count_seconds_until(world: Simulated, name: str) -> float:
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_good_run_makes_the_pauses_short_again(answers: bool) -> None:
     """`answers`: True if the launcher answers the operator. If it does not, the start of its container counts."""
-    world = Simulated(job(runPolicy={"backoffLimit": 99}))
+    world = Simulated(build_job(runPolicy={"backoffLimit": 99}))
     for number in range(2, 9):
         world.reconcile()
         world.schedule()
@@ -100,26 +100,26 @@ def test_a_good_run_makes_the_pauses_short_again(answers: bool) -> None:
     world.schedule()
     world.run()
     if answers:
-        world.say("Running")
+        world.report_state("Running")
     world.reconcile()
     world.wait(60)
     world.end_launcher(1, RANK_FAILED)
     assert _count_seconds_until(world, "train-launcher-9-uid-1") == 0
     waits = []
     for number in (10, 11, 12):
-        world.to_running()
+        world.start_ranks()
         world.end_launcher(1, RANK_FAILED)
         waits.append(_count_seconds_until(world, f"train-launcher-{number}-uid-1"))
     assert waits == [5, 10, 20]
 
 
 def test_restarts_are_paced_if_an_older_definition_drops_the_count() -> None:
-    world = running(runPolicy={"backoffLimit": 99})
+    world = start_running_job(runPolicy={"backoffLimit": 99})
     for number in range(2, 6):
         world.wait(61)
         world.end_launcher(1, RANK_FAILED)
         _count_seconds_until(world, f"train-launcher-{number}-uid-1")
-        world.to_running()
+        world.start_ranks()
     assert world.job is not None
     assert world.job["status"].pop("restartsInARow") == 1
     world.end_launcher(1, RANK_FAILED)
@@ -127,11 +127,11 @@ def test_restarts_are_paced_if_an_older_definition_drops_the_count() -> None:
 
 
 def test_pods_that_a_former_leader_made_late_are_removed_while_the_attempt_runs() -> None:
-    world = running()
+    world = start_running_job()
     world.end("train-worker-1-1-uid-1", 1)
     world.end_launcher(1, RANK_FAILED)
     world.wait(20)
-    world.to_running()
+    world.start_ranks()
     assert sorted(world.pods) == ["train-launcher-2-uid-1", "train-worker-0-1-uid-1", "train-worker-1-2-uid-1"]
     old = {name: world.last_seen[name] for name in ("train-launcher-1-uid-1", "train-worker-1-1-uid-1")}
     world.wait(5)
@@ -142,22 +142,22 @@ def test_pods_that_a_former_leader_made_late_are_removed_while_the_attempt_runs(
         )
     world.reconcile()
     assert sorted(world.pods) == ["train-launcher-2-uid-1", "train-worker-0-1-uid-1", "train-worker-1-2-uid-1"]
-    assert (world.status()["attempt"], world.status()["phase"]) == (2, "Running")
+    assert (world.status["attempt"], world.status["phase"]) == (2, "Running")
 
 
 def test_a_worker_pod_that_is_newer_than_the_launcher_is_removed() -> None:
     """The former leader considered worker 1 lost and made another pod; the present leader keeps the first pod."""
-    world = running()
+    world = start_running_job()
     world.end_launcher(1, RANK_FAILED)
     world.wait(20)
-    world.to_running()
+    world.start_ranks()
     assert "train-worker-1-1-uid-1" in world.pods
     world.wait(5)
     late = {"name": "train-worker-1-2-uid-1", "uid": "late", "attempt": 2, "created": world.now, "phase": "Pending"}
     world.pods["train-worker-1-2-uid-1"] = dataclasses.replace(world.pods["train-worker-1-1-uid-1"], node="", **late)
     world.reconcile()
     assert sorted(world.pods) == ["train-launcher-2-uid-1", "train-worker-0-1-uid-1", "train-worker-1-1-uid-1"]
-    assert world.status()["attempt"] == 2
+    assert world.status["attempt"] == 2
 
 
 # Additions by others.
@@ -199,12 +199,12 @@ def test_additions_to_our_part_of_an_object_do_not_cause_a_write(wanted: Any, da
         ({"a": "x"}, {"a": ["x"]}, ".a"),
     ],
 )
-def test_the_path_of_a_difference(actual: Any, wanted: Any, path: str | None) -> None:
+def test_a_difference_is_reported_with_its_path(actual: Any, wanted: Any, path: str | None) -> None:
     assert find_difference(actual, wanted) == path
 
 
 def test_a_rule_that_a_policy_engine_adds_stays() -> None:
-    world = running()
+    world = start_running_job()
     policy = world.children["NetworkPolicy", "train-worker"]
     rule = {"from": [{"podSelector": {"matchLabels": {"app": "scanner"}}}]}
     policy.content["ingress"].append(rule)  # type: ignore[index]
@@ -215,20 +215,20 @@ def test_a_rule_that_a_policy_engine_adds_stays() -> None:
 
 
 def test_a_child_that_somebody_changes_back_is_named_and_left_for_a_while() -> None:
-    world = running()
+    world = start_running_job()
     key = ("NetworkPolicy", "train-worker")
     world.children[key].content["ingress"].clear()  # type: ignore[index]
     world.paused.add(key)
     world.troubles[key] = Trouble("Contested", "something changes ingress[0]")
     world.reconcile()
-    created = world.condition("Created")
+    created = world.find_condition("Created")
     assert (created["status"], created["reason"]) == ("True", "Contested")
     assert "NetworkPolicy train-worker: something changes ingress[0]" in created["message"]
     assert world.events.count("Contested") == 1
-    assert world.status()["phase"] == "Running"
+    assert world.status["phase"] == "Running"
     world.paused.clear()
     world.reconcile()
     assert world.children[key].content["ingress"]
     world.troubles.clear()
     world.reconcile()
-    assert world.condition("Created")["reason"] == "PodsCreated"
+    assert world.find_condition("Created")["reason"] == "PodsCreated"

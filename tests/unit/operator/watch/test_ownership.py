@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from replica import Replica, wait_until
-from simulated import START, Simulated, job, running
+from simulated import START, build_job, start_running_job
 
 from topkube.job import API_VERSION, KIND
 from topkube_operator.model import names
@@ -24,8 +24,8 @@ NAMED = st.sampled_from(["team", "train", "uid-1", "TrainingJob", "", "other", "
 KINDS = ("Pod", "Service", "Secret", "NetworkPolicy", "PodGroup")
 
 
-def ended_pod(role: str = "launcher", attempt: int = 1) -> dict[str, Any]:
-    """A pod with the job's labels and owner reference whose containers ended with exit code 0."""
+def build_ended_pod(role: str = "launcher", attempt: int = 1) -> dict[str, Any]:
+    """Return a pod with the job's labels and owner reference whose containers ended with exit code 0."""
     name = f"train-{role}-{attempt}"
     ended = {"exitCode": 0, "startedAt": "2026-01-01T00:00:00Z", "finishedAt": "2026-01-01T00:00:09Z"}
     labels = {names.JOB_NAME: "train", names.ROLE: role, names.ATTEMPT: str(attempt), names.WORKER_INDEX: "0"}
@@ -57,7 +57,7 @@ FORGERIES: dict[str, st.SearchStrategy[Any]] = {
 @st.composite
 def forged_objects(draw: st.DrawFn) -> dict[str, Any]:
     """An object that looks like a child of the job, except for one or more parts of its ownership."""
-    item = ended_pod(draw(st.sampled_from(["launcher", "worker"])), draw(st.integers(1, 3)))
+    item = build_ended_pod(draw(st.sampled_from(["launcher", "worker"])), draw(st.integers(1, 3)))
     parts = draw(st.lists(st.sampled_from(sorted(FORGERIES)), min_size=1, unique=True))
     for part in parts:
         value = draw(FORGERIES[part])
@@ -79,8 +79,8 @@ def test_forged_objects_are_neither_stored_nor_planned_with(forged: list[tuple[s
         name = (item["metadata"]["namespace"], item["metadata"]["name"])
         assert stored.child(kind, name, OWNER) is None
     assert observe(stored) == observe(empty)
-    attempt_runs = running().job
-    for world in (job(), attempt_runs):
+    attempt_runs = start_running_job().job
+    for world in (build_job(), attempt_runs):
         assert world is not None
         now = START + timedelta(seconds=60)
         assert planner.plan(world, observe(stored), now) == planner.plan(world, observe(empty), now)
@@ -93,7 +93,7 @@ def test_forged_objects_are_neither_stored_nor_planned_with(forged: list[tuple[s
 @given(forged_objects(), st.sampled_from(KINDS))
 def test_a_forged_object_neither_replaces_nor_removes_a_real_child(forged: dict[str, Any], kind: str) -> None:
     store = WatchCache()
-    genuine = ended_pod()
+    genuine = build_ended_pod()
     store.put(kind, genuine)
     before = observe(store)
     forged["metadata"].update(uid="uid-of-the-forgery", resourceVersion="99")
@@ -107,7 +107,7 @@ def test_a_forged_object_neither_replaces_nor_removes_a_real_child(forged: dict[
 
 def test_pods_of_a_deleted_job_of_another_namespace_are_not_left_behind() -> None:
     store = WatchCache()
-    item = ended_pod()
+    item = build_ended_pod()
     item["metadata"].update(namespace="evil", deletionTimestamp="2026-01-01T00:00:00Z")
     store.put("Pod", item)
     assert store.find_stuck_pods(OWNER.key) == []
@@ -115,15 +115,15 @@ def test_pods_of_a_deleted_job_of_another_namespace_are_not_left_behind() -> Non
 
 def test_an_object_is_no_longer_a_child_after_its_owner_was_removed() -> None:
     store = WatchCache()
-    item = ended_pod()
+    item = build_ended_pod()
     assert store.put("Pod", item) == OWNER.key
     item["metadata"].update(ownerReferences=[], resourceVersion="8")
     assert store.put("Pod", item) == OWNER.key, "the job has to look again"
     assert observe(store).pods == ()
 
 
-def test_every_version_of_our_group_owns() -> None:
-    item = ended_pod()
+def test_an_owner_of_any_version_of_our_group_counts() -> None:
+    item = build_ended_pod()
     assert find_owner(item) == OWNER
     item["metadata"]["ownerReferences"][0]["apiVersion"] = "topkube.dev/v1"
     assert find_owner(item) == OWNER
@@ -140,14 +140,14 @@ def replica() -> Any:
 def test_a_pod_of_another_namespace_neither_ends_the_job_nor_is_deleted(replica: Replica) -> None:
     """The forged pod has the job's labels, the UID of the job and exit code 0."""
     replica.create_job()
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.names("Pod") and replica.is_idle())
-    forged = ended_pod()
+    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod") and replica.is_idle())
+    forged = build_ended_pod()
     forged["metadata"].update(name="a-launcher-1", namespace="evil", uid="uid-of-evil")
     forged["metadata"]["ownerReferences"] = [names.build_owner_reference("train", "uid-of-train")]
-    replica.server.keep(copy.deepcopy(forged))
+    replica.server.store(copy.deepcopy(forged))
     replica.store.put("Pod", forged)
     replica.controller.reconcile(("team", "train"))
-    assert replica.condition("Succeeded") == {}
+    assert replica.find_condition("Succeeded") == {}
     assert ("Pod", "evil", "a-launcher-1") in replica.server.objects
 
 
@@ -155,14 +155,7 @@ def test_an_object_of_our_name_with_a_forged_owner_is_not_adopted(replica: Repli
     forged = {"kind": "Service", "metadata": {"name": "train", "namespace": "team"}, "spec": {"clusterIP": "10.0.0.1"}}
     reference = {**names.build_owner_reference("train", "uid-of-train"), "apiVersion": "evil.dev/v1"}
     forged["metadata"]["ownerReferences"] = [reference]  # type: ignore[index]
-    replica.server.keep(forged)
+    replica.server.store(forged)
     replica.create_job()
-    wait_until(lambda: replica.condition("Created").get("reason") == "ForeignObject")
-    assert "train-launcher-1-uid-o" not in replica.server.names("Pod")
-
-
-def test_the_simulated_world_still_ends_by_its_own_launcher() -> None:
-    world: Simulated = running()
-    world.end_launcher(0)
-    world.reconcile()
-    assert world.status()["phase"] == "Succeeded"
+    wait_until(lambda: replica.find_condition("Created").get("reason") == "ForeignObject")
+    assert "train-launcher-1-uid-o" not in replica.server.list_names("Pod")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated import job
+from simulated import build_job
 
 from topkube.job.cached_dataset import object_name
 from topkube.timestamps import format_timestamp
@@ -24,7 +24,7 @@ from topkube_operator.watch.work_queue import WorkQueue
 KEY = ("team", "train")
 
 
-def child(name: str, version: int, uid: str = "", owner: str = "uid-1", **more: Any) -> dict[str, Any]:
+def build_child(name: str, version: int, uid: str = "", owner: str = "uid-1", **more: Any) -> dict[str, Any]:
     metadata = {
         "name": name,
         "namespace": "team",
@@ -36,12 +36,12 @@ def child(name: str, version: int, uid: str = "", owner: str = "uid-1", **more: 
     return {"metadata": metadata, **more}
 
 
-def stored(version: int, uid: str = "uid-1", **more: Any) -> dict[str, Any]:
+def build_stored_job(version: int, uid: str = "uid-1", **more: Any) -> dict[str, Any]:
     metadata = {"name": "train", "namespace": "team", "uid": uid, "resourceVersion": str(version)}
     return {"metadata": {**metadata, "managedFields": ["long"]}, **more}
 
 
-def node(name: str, ready: str) -> dict[str, Any]:
+def build_node(name: str, ready: str) -> dict[str, Any]:
     return {"metadata": {"name": name}, "status": {"conditions": [{"type": "Ready", "status": ready}]}}
 
 
@@ -49,23 +49,23 @@ def observe(store: WatchCache, owner: str = "uid-1") -> Observed:
     return store.observe(Owner("team", "train", owner), Policy(), None, {}, {})
 
 
-def ended_container(name: str, second: int) -> dict[str, Any]:
+def build_ended_container(name: str, second: int) -> dict[str, Any]:
     at = f"2026-01-01T00:00:{second:02}Z"
     return {"name": name, "state": {"terminated": {"exitCode": 1, "startedAt": at, "finishedAt": at}}}
 
 
-def running_container(name: str) -> dict[str, Any]:
+def build_running_container(name: str) -> dict[str, Any]:
     return {"name": name, "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}}
 
 
 def test_an_older_message_changes_nothing() -> None:
     store = WatchCache()
-    assert store.put("Pod", child("a", 5, status={"phase": "Running"})) == KEY
-    assert store.put("Pod", child("a", 4, status={"phase": "Pending"})) is None
-    assert store.put("Pod", child("a", 5)) is None
+    assert store.put("Pod", build_child("a", 5, status={"phase": "Running"})) == KEY
+    assert store.put("Pod", build_child("a", 4, status={"phase": "Pending"})) is None
+    assert store.put("Pod", build_child("a", 5)) is None
     assert observe(store).pods[0].phase == "Running"
-    assert store.put_job(stored(7))
-    assert not store.put_job(stored(6))
+    assert store.put_job(build_stored_job(7))
+    assert not store.put_job(build_stored_job(6))
     assert store.job(KEY) == {
         "metadata": {"name": "train", "namespace": "team", "uid": "uid-1", "resourceVersion": "7"}
     }
@@ -75,19 +75,19 @@ def test_only_ended_pods_that_are_being_deleted_are_left_behind() -> None:
     """Stuck pods of an existing job, of a removed job and of an earlier job are found. Running pods are not."""
     store = WatchCache()
     for name, phase in (("runs", "Running"), ("ended", "Failed"), ("done", "Succeeded")):
-        pod_object = child(name, 5, status={"phase": phase})
+        pod_object = build_child(name, 5, status={"phase": phase})
         pod_object["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
         store.put("Pod", pod_object)
-    store.put("Pod", child("kept", 5, status={"phase": "Failed"}))
+    store.put("Pod", build_child("kept", 5, status={"phase": "Failed"}))
 
     def list_stuck_pods() -> list[str]:
         return sorted(pod.name for pod in store.find_stuck_pods(KEY))
 
-    store.put_job(stored(1))
+    store.put_job(build_stored_job(1))
     assert list_stuck_pods() == ["done", "ended"]
     store.remove_job(KEY, "uid-1")
     assert list_stuck_pods() == ["done", "ended"]
-    store.put_job(stored(9, uid="uid-2"))  # the next job of this name
+    store.put_job(build_stored_job(9, uid="uid-2"))  # the next job of this name
     assert list_stuck_pods() == ["done", "ended"]
     for name in ("runs", "ended", "done", "kept"):
         store.remove("Pod", ("team", name), f"uid-of-{name}")
@@ -98,47 +98,59 @@ def test_only_ended_pods_that_are_being_deleted_are_left_behind() -> None:
     ("status", "second"),
     [
         # It was asked to end at second 0, and has until second 30.
-        ({"phase": "Failed", "containerStatuses": [ended_container("worker", 4), ended_container("sidecar", 7)]}, 12),
-        ({"phase": "Succeeded", "containerStatuses": [ended_container("worker", 58)]}, 35),
+        (
+            {
+                "phase": "Failed",
+                "containerStatuses": [build_ended_container("worker", 4), build_ended_container("sidecar", 7)],
+            },
+            12,
+        ),
+        ({"phase": "Succeeded", "containerStatuses": [build_ended_container("worker", 58)]}, 35),
         ({"phase": "Failed", "reason": "Evicted"}, 35),
         ({"phase": "Pending", "containerStatuses": [{"name": "worker", "state": {"waiting": {}}}]}, 5),
         ({"phase": "Pending"}, 5),
-        ({"phase": "Pending", "initContainerStatuses": [running_container("prepare")]}, None),
-        ({"phase": "Pending", "initContainerStatuses": [ended_container("prepare", 1)]}, None),
-        ({"phase": "Running", "containerStatuses": [running_container("worker")]}, None),
-        ({"phase": "Running", "containerStatuses": [ended_container("worker", 4), running_container("sidecar")]}, None),
+        ({"phase": "Pending", "initContainerStatuses": [build_running_container("prepare")]}, None),
+        ({"phase": "Pending", "initContainerStatuses": [build_ended_container("prepare", 1)]}, None),
+        ({"phase": "Running", "containerStatuses": [build_running_container("worker")]}, None),
+        (
+            {
+                "phase": "Running",
+                "containerStatuses": [build_ended_container("worker", 4), build_running_container("sidecar")],
+            },
+            None,
+        ),
         ({"phase": "Running"}, None),
         ({"phase": "Unknown"}, None),
     ],
 )
 def test_a_pod_is_overdue_when_nothing_of_it_runs_any_more(status: dict[str, Any], second: int | None) -> None:
-    pod = child("a", 5, status=status)
+    pod = build_child("a", 5, status=status)
     assert Pod.from_object(pod).removable_from is None, "nobody deletes it"
     pod["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:30Z", "deletionGracePeriodSeconds": 30}
     overdue = Pod.from_object(pod).removable_from
     assert overdue == (None if second is None else datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=second))
 
 
-def test_a_late_answer_does_not_raise_the_dead() -> None:
+def test_a_late_answer_does_not_bring_back_a_removed_object() -> None:
     store = WatchCache()
-    store.put("Pod", child("a", 5))
+    store.put("Pod", build_child("a", 5))
     assert store.remove("Pod", ("team", "a"), "uid-of-a") == KEY
-    assert store.put("Pod", child("a", 6)) is None
+    assert store.put("Pod", build_child("a", 6)) is None
     assert not observe(store).pods
     assert "a" in observe(store).removed_at
-    assert store.put("Pod", child("a", 9, uid="another")) == KEY
-    store.put_job(stored(7))
+    assert store.put("Pod", build_child("a", 9, uid="another")) == KEY
+    store.put_job(build_stored_job(7))
     store.remove_job(KEY, "uid-1")
-    assert not store.put_job(stored(8))
-    assert store.put_job(stored(9, uid="uid-2"))
+    assert not store.put_job(build_stored_job(8))
+    assert store.put_job(build_stored_job(9, uid="uid-2"))
 
 
 def test_a_removal_of_an_earlier_object_of_that_name_does_not_remove_the_later_one() -> None:
     store = WatchCache()
-    store.put("Pod", child("a", 9, uid="later"))
+    store.put("Pod", build_child("a", 9, uid="later"))
     assert store.remove("Pod", ("team", "a"), "earlier") is None
     assert [pod.uid for pod in observe(store).pods] == ["later"]
-    store.put_job(stored(9, uid="uid-2"))
+    store.put_job(build_stored_job(9, uid="uid-2"))
     store.remove_job(KEY, "uid-1")
     assert store.job(KEY) is not None
 
@@ -146,61 +158,63 @@ def test_a_removal_of_an_earlier_object_of_that_name_does_not_remove_the_later_o
 def test_a_list_removes_objects_whose_deletion_a_broken_watch_missed() -> None:
     store = WatchCache()
     for name in ("a", "b"):
-        store.put("Pod", child(name, 5))
-    other = child("c", 5)
+        store.put("Pod", build_child(name, 5))
+    other = build_child("c", 5)
     other["metadata"]["namespace"] = "elsewhere"
     store.put("Pod", other)
-    assert store.replace("Pod", "team", [child("b", 5)]) == {KEY}
+    assert store.replace("Pod", "team", [build_child("b", 5)]) == {KEY}
     assert {pod.name for pod in observe(store).pods} == {"b"}
     assert store.replace("Pod", None, []) == {KEY, ("elsewhere", "train")}
 
 
 def test_objects_that_the_job_does_not_control_are_ignored() -> None:
     store = WatchCache()
-    pod = child("a", 5)
+    pod = build_child("a", 5)
     pod["metadata"]["ownerReferences"][0]["controller"] = False
     assert store.put("Pod", pod) is None
-    store.put("Pod", child("b", 5, owner="uid-of-an-earlier-job"))
+    store.put("Pod", build_child("b", 5, owner="uid-of-an-earlier-job"))
     assert not observe(store).pods
     assert store.child("Pod", ("team", "b"), Owner("team", "train", "uid-1")) is None
 
 
 def test_secrets_are_kept_as_digests() -> None:
     store = WatchCache()
-    store.put("Secret", child("train-credentials", 5, data={"key": "c2VjcmV0"}))
+    store.put("Secret", build_child("train-credentials", 5, data={"key": "c2VjcmV0"}))
     assert "c2VjcmV0" not in repr(observe(store).children)
 
 
 def test_a_node_is_lost_when_nobody_hears_from_it_and_not_when_it_is_new() -> None:
     store = WatchCache()
-    store.put("Pod", child("a", 5, spec={"nodeName": "node-a"}))
+    store.put("Pod", build_child("a", 5, spec={"nodeName": "node-a"}))
     assert observe(store).lost_nodes == frozenset()
-    assert store.put_node(node("node-a", "True")) == {KEY}
-    assert store.put_node(node("node-a", "False")) == set()  # its kubelet speaks, if only of trouble
+    assert store.put_node(build_node("node-a", "True")) == {KEY}
+    assert (
+        store.put_node(build_node("node-a", "False")) == set()
+    )  # its kubelet still reports, although the node is not ready
     assert observe(store).lost_nodes == frozenset()
-    assert store.put_node(node("node-a", "Unknown")) == {KEY}
+    assert store.put_node(build_node("node-a", "Unknown")) == {KEY}
     assert observe(store).lost_nodes == {"node-a"}
-    store.put_node(node("node-a", "True"))
-    assert store.replace_nodes([node("node-b", "True")]) == {KEY}
+    store.put_node(build_node("node-a", "True"))
+    assert store.replace_nodes([build_node("node-b", "True")]) == {KEY}
     assert observe(store).lost_nodes == {"node-a"}
 
 
 def test_nodes_with_faults_and_failures_of_other_jobs_are_seen() -> None:
     store = WatchCache(["GpuXidError"])
     now = format_timestamp(datetime.now(UTC))
-    faulty = node("node-a", "True")
+    faulty = build_node("node-a", "True")
     faulty["status"]["conditions"].append({"type": "GpuXidError", "status": "True"})
     faulty["metadata"]["labels"] = {"kubernetes.io/hostname": "host-a"}
     store.put_node(faulty)
-    cordoned = {**node("node-b", "True"), "spec": {"unschedulable": True}}
+    cordoned = {**build_node("node-b", "True"), "spec": {"unschedulable": True}}
     store.put_node(cordoned)
-    store.put_node(node("node-c", "Unknown"))
+    store.put_node(build_node("node-c", "Unknown"))
     failures = [
         {"name": "node-b", "count": 2, "reason": "Error", "lastFailureTime": now},
         {"name": "node-c", "count": 2, "reason": "Error", "lastFailureTime": "2020-01-01T00:00:00Z"},
     ]
-    store.put_job(stored(1, status={"nodeFailures": failures}))
-    other = {**stored(2, uid="uid-2", status={"nodeFailures": failures})}
+    store.put_job(build_stored_job(1, status={"nodeFailures": failures}))
+    other = {**build_stored_job(2, uid="uid-2", status={"nodeFailures": failures})}
     other["metadata"]["name"] = "other"
     store.put_job(other)
     observed = observe(store)
@@ -210,13 +224,13 @@ def test_nodes_with_faults_and_failures_of_other_jobs_are_seen() -> None:
     assert [(failure.node, failure.job, failure.count) for failure in observed.node_failures] == [
         ("node-b", "uid-2", 2)
     ]
-    store.put_node(node("node-a", "True"))
+    store.put_node(build_node("node-a", "True"))
     store.remove_job(("team", "other"), "uid-2")
     observed = observe(store)
     assert (observed.node_faults, observed.node_failures) == ({}, ())
 
 
-def test_one_thread_works_on_a_key_and_news_queues_it_again() -> None:
+def test_one_thread_works_on_a_key_and_a_change_queues_it_again() -> None:
     queue = WorkQueue()
     queue.add(KEY)
     queue.add(KEY)
@@ -240,7 +254,7 @@ def test_the_earliest_of_several_appointments_counts() -> None:
     queue.add_after(KEY, 0.05)
     queue.add_after(KEY, 50)
     assert queue.get() == KEY
-    assert 0.04 < time.monotonic() - begun < 20
+    assert 0.04 < time.monotonic() - begun < 45
     queue.done(KEY)
     queue.add_after(("team", "late"), 100)
     queue.add(("team", "soon"))
@@ -250,18 +264,18 @@ def test_the_earliest_of_several_appointments_counts() -> None:
 # The node cache.
 
 
-def _claim(namespace: str, phase: str = "Bound", **metadata: Any) -> dict[str, Any]:
+def _build_claim(namespace: str, phase: str = "Bound", **metadata: Any) -> dict[str, Any]:
     known = {"name": "topkube-node-cache", "namespace": namespace, "uid": f"claim-{namespace}", **metadata}
     return {"metadata": known, "status": {"phase": phase}}
 
 
-def _cached(uri: str, nodes: dict[str, int]) -> dict[str, Any]:
+def _build_cached_dataset(uri: str, nodes: dict[str, int]) -> dict[str, Any]:
     nodes_status = [{"name": name, "percent": percent} for name, percent in nodes.items()]
     metadata = {"name": object_name(uri), "namespace": "team"}
     return {"metadata": metadata, "spec": {"uri": uri}, "status": {"nodes": nodes_status}}
 
 
-def _node(name: str, ready: str = "True") -> dict[str, Any]:
+def _build_labelled_node(name: str, ready: str = "True") -> dict[str, Any]:
     labels = {"kubernetes.io/hostname": f"host-of-{name}"}
     return {
         "metadata": {"name": name, "labels": labels},
@@ -271,7 +285,7 @@ def _node(name: str, ready: str = "True") -> dict[str, Any]:
 
 def test_jobs_see_the_node_cache_of_their_namespace_and_the_nodes_that_are_warm_and_alive() -> None:
     store, uri = WatchCache(), "s3://bucket/x"
-    stored_job = job(dataset={"uri": uri})
+    stored_job = build_job(dataset={"uri": uri})
     stored_job["metadata"]["resourceVersion"] = "1"
     store.put_job(stored_job)
 
@@ -279,28 +293,28 @@ def test_jobs_see_the_node_cache_of_their_namespace_and_the_nodes_that_are_warm_
         observed = store.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}, stored_job)
         return observed.node_cache, dict(observed.warm)
 
-    store.replace_nodes([_node("a"), _node("b"), _node("dead", "Unknown")])
-    store.put_cached(_cached(uri, {"a": 100, "b": 20, "dead": 100, "gone": 100}))
+    store.replace_nodes([_build_labelled_node("a"), _build_labelled_node("b"), _build_labelled_node("dead", "Unknown")])
+    store.put_cached(_build_cached_dataset(uri, {"a": 100, "b": 20, "dead": 100, "gone": 100}))
     assert observe() == (False, {})
-    assert store.put_claim(_claim("team", "Pending")) == set()
-    assert store.put_claim(_claim("elsewhere")) == set()
-    assert store.put_claim(_claim("team")) == {("team", "train")}, "jobs that wait for it are looked at"
-    assert store.put_claim(_claim("team")) == set()
+    assert store.put_claim(_build_claim("team", "Pending")) == set()
+    assert store.put_claim(_build_claim("elsewhere")) == set()
+    assert store.put_claim(_build_claim("team")) == {("team", "train")}, "jobs that wait for it are looked at"
+    assert store.put_claim(_build_claim("team")) == set()
     assert observe() == (True, {"host-of-a": 100, "host-of-b": 20})
-    store.put_cached(_cached("s3://bucket/other", {"b": 100}))
+    store.put_cached(_build_cached_dataset("s3://bucket/other", {"b": 100}))
     assert observe()[1] == {"host-of-a": 100, "host-of-b": 20}
     store.replace_cached(None, [])
     assert observe() == (True, {})
-    assert store.put_claim(_claim("team", deletionTimestamp="2026-01-01T00:00:00Z")) == {("team", "train")}
+    assert store.put_claim(_build_claim("team", deletionTimestamp="2026-01-01T00:00:00Z")) == {("team", "train")}
     assert observe() == (False, {})
-    store.put_claim(_claim("team"))
+    store.put_claim(_build_claim("team"))
     assert store.replace_claims(None, []) == {("team", "train")}
 
 
 def test_a_claim_of_another_name_is_not_a_node_cache() -> None:
     store = WatchCache()
-    store.put_claim(_claim("team", name="mine"))
-    assert not store.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}, job()).node_cache
+    store.put_claim(_build_claim("team", name="mine"))
+    assert not store.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}, build_job()).node_cache
 
 
 # Nothing grows for ever.
@@ -330,7 +344,7 @@ def test_the_queue_keeps_the_earliest_appointment_of_each_key(appointments: list
     assert {int(name): round(due - now - 1000) for (_, name), due in kept.items()} == pytest.approx(earliest, abs=3)
 
 
-def test_a_hundred_thousand_burials_take_no_longer_each_than_ten_thousand() -> None:
+def test_a_removal_costs_the_same_after_many_removals() -> None:
     def measure_seconds(count: int) -> float:
         store = WatchCache()
         begun = time.process_time()
@@ -347,7 +361,7 @@ def test_old_removals_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(removals, "_REMEMBERED", timedelta(0))
     store = WatchCache()
     for number in range(100):
-        store.put("Pod", child(f"pod-{number}", 5))
+        store.put("Pod", build_child(f"pod-{number}", 5))
         store.remove("Pod", ("team", f"pod-{number}"), f"uid-of-pod-{number}")
     assert len(store._removals) == len(store._removals._oldest_first) == 11
     assert len(observe(store).removed_at) == 11
@@ -355,15 +369,15 @@ def test_old_removals_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nodes_that_were_removed_are_forgotten_unless_a_pod_is_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cluster that grows and shrinks all day gives each node another name."""
+    """In a cluster that grows and shrinks all day, each node has another name."""
     store = WatchCache()
-    store.put("Pod", child("a", 5, spec={"nodeName": "node-0"}))
+    store.put("Pod", build_child("a", 5, spec={"nodeName": "node-0"}))
     for number in range(100):
-        store.put_node(node(f"node-{number}", "True"))
+        store.put_node(build_node(f"node-{number}", "True"))
         store.remove_node(f"node-{number}")
     monkeypatch.setattr(known_nodes, "_REMEMBERED", timedelta(0))
     store.remove_node("node-99")
     assert set(store._nodes.names) == set(store._nodes.hostnames) == set(store._nodes._labels) == {"node-0"}
     assert observe(store).lost_nodes == {"node-0"}
-    store.put_node(node("node-0", "True"))
+    store.put_node(build_node("node-0", "True"))
     assert observe(store).lost_nodes == set()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from replica import wait_until
-from simulated import job
+from simulated import build_job
 
 from topkube.job import KIND
 from topkube_operator.model import names
@@ -21,35 +21,35 @@ from topkube_operator.watch.watch_cache import WatchCache
 from topkube_operator.watch.watchers import Watchers
 from topkube_operator.watch.work_queue import Key
 
-Thing = dict[str, Any]
+Manifest = dict[str, Any]
 
 
 class Api:
-    """An API server in memory: it lists its objects, and `on_watch` answers watches."""
+    """An API server in memory: it lists its objects, and `answer_watch` answers watches."""
 
-    def __init__(self, on_watch: Callable[[str], Iterator[Thing]]) -> None:
-        self.version, self.items, self.on_watch = 1000, list[Thing](), on_watch
+    def __init__(self, answer_watch: Callable[[str], Iterator[Manifest]]) -> None:
+        self.version, self.items, self.answer_watch = 1000, list[Manifest](), answer_watch
         self.lists = list[tuple[float, str]]()
         self.watches = list[tuple[str, str]]()
 
-    def list(self, kind: str, namespace: str | None, selector: str = "", **_: Any) -> tuple[list[Thing], str]:
+    def list(self, kind: str, namespace: str | None, selector: str = "", **_: Any) -> tuple[list[Manifest], str]:
         self.lists.append((time.monotonic(), kind))
         return [item for item in self.items if item["kind"] == kind], str(self.version)
 
-    def watch(self, kind: str, namespace: str | None, selector: str, version: str) -> Iterator[Thing]:
+    def watch(self, kind: str, namespace: str | None, selector: str, version: str) -> Iterator[Manifest]:
         self.watches.append((kind, version))
-        yield from self.on_watch(kind)
+        yield from self.answer_watch(kind)
 
-    def get(self, kind: str, namespace: str, name: str) -> Thing:
+    def get(self, kind: str, namespace: str, name: str) -> Manifest:
         return next(item for item in self.items if (item["kind"], item["metadata"]["name"]) == (kind, name))
 
 
-def _follow(api: Api, store: WatchCache, kinds: tuple[str, ...] = ("Pod",)) -> Watchers:
+def _build_watchers(api: Api, store: WatchCache, kinds: tuple[str, ...] = ("Pod",)) -> Watchers:
     cluster: Any = api
     return Watchers(cluster, store, [], kinds, list)
 
 
-def _run(following: Watchers) -> threading.Thread:
+def _start_thread(following: Watchers) -> threading.Thread:
     thread = threading.Thread(target=following._follow, args=("Pod", None), daemon=True)
     thread.start()
     return thread
@@ -57,28 +57,28 @@ def _run(following: Watchers) -> threading.Thread:
 
 @pytest.mark.parametrize("ends", ["410", "without an event"])
 def test_a_watch_that_ends_at_once_is_begun_again_after_growing_pauses(ends: str) -> None:
-    def on_watch(kind: str) -> Iterator[Thing]:
+    def answer_watch(kind: str) -> Iterator[Manifest]:
         if ends == "410":
             raise ApiError(410, "too old resource version")
         yield from ()
 
-    api = Api(on_watch)
-    following = _follow(api, WatchCache())
+    api = Api(answer_watch)
+    following = _build_watchers(api, WatchCache())
     began = time.monotonic()
-    thread = _run(following)
+    thread = _start_thread(following)
     wait_until(lambda: len(api.watches) >= 3)
     assert time.monotonic() - began >= 0.2 * 0.8 + 0.4 * 0.8
     following.stop()
-    thread.join(20)
+    thread.join(120)
     assert not thread.is_alive()
 
 
 def test_a_watcher_waits_for_as_long_as_the_server_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def on_watch(kind: str) -> Iterator[Thing]:
+    def answer_watch(kind: str) -> Iterator[Manifest]:
         raise ApiError(429, "too many requests", wait=40.0)
         yield
 
-    following = _follow(Api(on_watch), WatchCache())
+    following = _build_watchers(Api(answer_watch), WatchCache())
     waits = list[float]()
 
     def wait(seconds: float) -> bool:
@@ -104,7 +104,7 @@ class _Stopped:
         self._set = True
 
 
-def _pod(version: int, phase: str) -> Thing:
+def _build_pod(version: int, phase: str) -> Manifest:
     reference = {
         "kind": KIND,
         "apiVersion": "topkube.dev/v1alpha1",
@@ -121,8 +121,8 @@ def _pod(version: int, phase: str) -> Thing:
     }
 
 
-def _job(version: int, workers: int) -> Thing:
-    new_job = job(workers=workers)
+def _build_job(version: int, workers: int) -> Manifest:
+    new_job = build_job(workers=workers)
     new_job["metadata"]["resourceVersion"] = str(version)
     return new_job
 
@@ -132,14 +132,14 @@ def test_a_cluster_that_was_restored_from_a_backup_is_noticed_and_taken_as_it_is
     silent."""
     held = threading.Event()
 
-    def on_watch(kind: str) -> Iterator[Thing]:
-        held.wait(20)
+    def answer_watch(kind: str) -> Iterator[Manifest]:
+        held.wait(120)
         yield from ()
 
-    api, store = Api(on_watch), WatchCache()
-    api.items = [_pod(990, "Running"), _job(991, 3)]
-    following = _follow(api, store)
-    store.put_job(_job(991, 3))
+    api, store = Api(answer_watch), WatchCache()
+    api.items = [_build_pod(990, "Running"), _build_job(991, 3)]
+    following = _build_watchers(api, store)
+    store.put_job(_build_job(991, 3))
     for kind, namespace in following._tasks:
         following._list(kind, namespace)
     following.audit()
@@ -147,9 +147,9 @@ def test_a_cluster_that_was_restored_from_a_backup_is_noticed_and_taken_as_it_is
         "Running"
     ]
     store.remove("Pod", ("team", "b"), "uid-of-b")  # removed after the backup, so the restored cluster has it again
-    back = _pod(480, "Pending")
+    back = _build_pod(480, "Pending")
     back["metadata"] |= {"name": "b", "uid": "uid-of-b"}
-    api.version, api.items = 500, [_pod(470, "Pending"), back, _job(471, 2)]
+    api.version, api.items = 500, [_build_pod(470, "Pending"), back, _build_job(471, 2)]
     changed_keys: set[Key] = following.audit()
     assert ("team", "train") in changed_keys
     assert [pod.phase for pod in store.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}).pods] == [
@@ -168,13 +168,13 @@ def test_a_watch_from_before_the_restore_begins_anew_from_a_list(monkeypatch: py
     monkeypatch.setattr(watchers, "_SHORT_WATCH", 0.0)
     go = threading.Semaphore(0)
 
-    def on_watch(kind: str) -> Iterator[Thing]:
+    def answer_watch(kind: str) -> Iterator[Manifest]:
         go.acquire()
         yield from ()
 
-    api, store = Api(on_watch), WatchCache()
-    following = _follow(api, store)
-    thread = _run(following)
+    api, store = Api(answer_watch), WatchCache()
+    following = _build_watchers(api, store)
+    thread = _start_thread(following)
     wait_until(lambda: api.watches == [("Pod", "1000")])
     following._check_version(KIND, None, "1000")
     api.version = 500
@@ -184,15 +184,15 @@ def test_a_watch_from_before_the_restore_begins_anew_from_a_list(monkeypatch: py
     assert api.watches[1] == ("Pod", "500")
     following.stop()
     go.release()
-    thread.join(20)
+    thread.join(120)
     assert not thread.is_alive()
 
 
 def test_a_job_whose_change_no_watch_reported_is_read_again() -> None:
     api, store = Api(lambda kind: iter(())), WatchCache()
-    api.items = [_job(991, 3)]
-    following = _follow(api, store)
+    api.items = [_build_job(991, 3)]
+    following = _build_watchers(api, store)
     following.audit()
-    api.items = [_job(995, 3)]
+    api.items = [_build_job(995, 3)]
     assert following.audit() == {("team", "train")}
     assert following.audit() == set()

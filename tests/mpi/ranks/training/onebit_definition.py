@@ -1,0 +1,266 @@
+"""onebit, topk1bit, localsgd and diloco on real ranks: every step follows the algorithm's definition in float64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import nn
+
+import topkube
+from ranks.training.onebit_scene import (
+    build_adamw,
+    build_onebit,
+    build_sgd,
+    draw_batch,
+    read_agreed_weights,
+    read_bits,
+    sum_owed_by_owners,
+    train,
+)
+from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_loss, copy_weights
+from topkube.algorithms import find_algorithm
+from topkube.world import World
+
+BLOCK = 256
+
+
+class Definition:
+    """The algorithm in float64, for all nodes of `world` on one process. Only sent values are rounded, as on real
+    ranks."""
+
+    def __init__(self, world: World, model: nn.Module, make: Any, period: int = 1, algorithm: str = "onebit") -> None:
+        self.world, self.period, self.algorithm = world, period, find_algorithm(algorithm)
+        self.shares = [len(ranks) / world.size for ranks in world.node_ranks]
+        self.x = [p.detach().double() for p in model.parameters()]
+        self.owed = [torch.zeros_like(p) for p in self.x]
+        """What the owners of segments have not sent."""
+        self.outer = [torch.zeros_like(p) for p in self.x]
+        """The outer momentum (diloco)."""
+        self.own = [[p.clone().requires_grad_() for p in self.x] for _ in world.node_ranks]
+        self.optimizers = [make(parameters) for parameters in self.own]
+        generator = torch.Generator().manual_seed(0)
+        self.entries = [torch.randperm(p.numel(), generator=generator)[:256] for p in self.x]
+        self.squares = [[[0.0, 0.0] for _ in self.x] for _ in world.node_ranks]
+
+    def compute_gradients(self, model: nn.Module, node: int, step: int) -> list[torch.Tensor]:
+        """Return the mean gradient of the node's ranks at the node's weights, computed in float32 as on ranks."""
+        with torch.no_grad():
+            for parameter, values in zip(model.parameters(), self.own[node], strict=True):
+                parameter.copy_(values)
+        total = [torch.zeros_like(p) for p in self.x]
+        for rank in self.world.node_ranks[node]:
+            loss = compute_loss(model, *draw_batch(rank, step))
+            for sum_, gradient in zip(total, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+                sum_ += gradient.double()
+        return [sum_ / len(self.world.node_ranks[node]) for sum_ in total]
+
+    def step(self, model: nn.Module, step: int) -> None:
+        rows = [self.compute_gradients(model, node, step) for node in range(self.world.nodes)]
+        for node, gradients in enumerate(rows):
+            for parameter, gradient in zip(self.own[node], gradients, strict=True):
+                parameter.grad = gradient
+        ratios = self.compute_ratios(rows, step)
+        for node, optimizer in enumerate(self.optimizers):
+            self.update(optimizer, self.own[node], ratios[node])
+        if (step + 1) % self.period == 0:
+            self.exchange()
+
+    def compute_ratios(self, rows: list[list[torch.Tensor]], step: int) -> list[list[float]]:
+        if self.algorithm.name in ("localsgd", "diloco"):  # plain local steps
+            return [[1.0] * len(self.x) for _ in rows]
+        result: list[list[float]] = [[] for _ in rows]
+        for index, entries in enumerate(self.entries):
+            parts = [row[index].reshape(-1)[entries].float().bfloat16().double() for row in rows]
+            mean = sum(part * share for part, share in zip(parts, self.shares, strict=True))
+            for node, part in enumerate(parts):
+                squares = self.squares[node][index]
+                if step % 16 == 0:
+                    squares[0] = 0.9 * squares[0] + 0.1 * float((part**2).sum())
+                    squares[1] = 0.9 * squares[1] + 0.1 * float((mean**2).sum())
+                result[node].append(min(max(squares[0] / max(squares[1], 1e-30), 1.0), float(self.world.nodes)))
+        return result
+
+    def update(self, optimizer: Any, own: list[torch.Tensor], ratios: list[float]) -> None:
+        if isinstance(optimizer, torch.optim.SGD):
+            optimizer.step()
+            return
+        group = optimizer.param_groups[0]
+        first, second = group["betas"]
+        with torch.no_grad():
+            for parameter, ratio in zip(own, ratios, strict=True):
+                state, gradient = optimizer.state[parameter], parameter.grad
+                if not state:
+                    state.update(t=0, m=torch.zeros_like(parameter), v=torch.zeros_like(parameter))
+                state["t"] += 1
+                state["m"].mul_(first).add_(gradient, alpha=1 - first)
+                state["v"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                scaled = (state["v"] / ratio / (1 - second ** state["t"])).sqrt() + group["eps"]
+                parameter.sub_(group["lr"] * state["m"] / (1 - first ** state["t"]) / scaled)
+
+    @property
+    def has_two_stages(self) -> bool:
+        return self.world.nodes >= {"onebit": 8, "topk1bit": 8, "localsgd": 3, "diloco": 3}[self.algorithm.name]
+
+    def cut_parts(self, index: int) -> list[slice]:
+        """Return the parts of a flattened large tensor in the shards of ranks. Tensors begin at multiples of 256."""
+        starts, end = [], 0
+        for x in self.x:
+            starts.append(end)
+            end += 0 if is_small(x) else -(-x.numel() // 256) * 256
+        shards = self.world.shards
+        unit = -(-end // (256 * shards)) * 256
+        cuts = [unit * shard - starts[index] for shard in range(shards + 1)]
+        length = self.x[index].numel()
+        bounds = [min(max(cut, 0), length) for cut in cuts]
+        return [slice(a, b) for a, b in itertools.pairwise(bounds) if a < b]
+
+    def compress(self, index: int, change: torch.Tensor) -> torch.Tensor:
+        """Return what a node sends of its change of tensor `index`."""
+        if is_small(change) or self.algorithm.name in ("localsgd", "diloco"):
+            return change.float().bfloat16().double()
+        if self.algorithm.name == "onebit":
+            return compute_signs(change)
+        return compute_top_signs(change, self.cut_parts(index))
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        for index, x in enumerate(self.x):
+            changes = [own[index] - x for own in self.own]
+            sent = [self.compress(index, change) for change in changes]
+            mean = sum(part * share for part, share in zip(sent, self.shares, strict=True))
+            if self.has_two_stages:
+                total = self.owed[index] + mean
+                mean = self.compress(index, total)
+                self.owed[index].copy_(total - mean)
+            if self.algorithm.name == "diloco":
+                self.outer[index].mul_(0.9).add_(mean)
+                mean = 0.7 * (mean + 0.9 * self.outer[index])
+            x += mean
+            for own, change, part in zip(self.own, changes, sent, strict=True):
+                own[index].copy_(x + (change - part))
+
+    @torch.no_grad()
+    def adopt(self, own: list[list[torch.Tensor]], x: list[torch.Tensor], owed: list[torch.Tensor]) -> None:
+        """Continue from these weights of all nodes: rounding then does not add up over steps."""
+        for mine, theirs in [(self.x, x), (self.owed, owed), *zip(self.own, own, strict=True)]:
+            for parameter, values in zip(mine, theirs, strict=True):
+                parameter.copy_(values)
+
+
+def compute_signs(change: torch.Tensor) -> torch.Tensor:
+    flat = change.reshape(-1)
+    blocks = [
+        torch.where(torch.signbit(block), -1.0, 1.0).double() * block.abs().mean().float().bfloat16().double()
+        for block in flat.split(BLOCK)
+    ]
+    return torch.cat(blocks).view_as(change)
+
+
+def compute_top_signs(change: torch.Tensor, parts: list[slice]) -> torch.Tensor:
+    """Keep the largest tenth of each part, as signs times mean magnitudes; set the other entries to 0."""
+    flat, sent = change.reshape(-1), torch.zeros_like(change).reshape(-1)
+    for part in parts:
+        values = flat[part]
+        count = -(-len(values) // 10)
+        largest = torch.sort(torch.sort(values.abs(), descending=True, stable=True).indices[:count]).values
+        sent[part.start + largest] = compute_signs(values[largest])
+    return sent.view_as(change)
+
+
+def is_small(x: torch.Tensor) -> bool:
+    return x.ndim <= 1 or x.numel() < 1024
+
+
+def assert_follows(weights: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    """Check that all elements but a few are equal to rounding. A change near zero may have either sign, and a block's
+    scale may round to either neighbour in bfloat16. With a wrong definition, most elements would differ."""
+    error = torch.cat([(a.double() - b.detach()).abs().reshape(-1) for a, b in zip(weights, wanted, strict=True)])
+    assert int((error > 2e-6).sum()) <= 20 + 2 * 256, (int((error > 2e-6).sum()), float(error.max()))
+
+
+def follow_definition(world: World, make: Any, period: int, steps: int, algorithm: str = "onebit") -> None:
+    """Train, and compare every step with the definition, which rank 0 computes for all nodes."""
+    if world.nodes == 1:
+        return  # nothing is sent between nodes, and nothing is compressed
+    model = build_network()
+    optimizer = build_onebit(model, make, period=period, aggregation=algorithm)
+    definition = Definition(world, build_network(), make, period, algorithm) if world.rank == 0 else None
+    for step in range(steps):
+        train(world, model, optimizer, range(step, step + 1))
+        everyone = world.comm.gather([tensor.numpy() for tensor in copy_weights(model)])
+        x = read_agreed_weights(optimizer, model)
+        owners = [torch.from_numpy(rest) for rest in sum_owed_by_owners(world, optimizer, model)]
+        problem = ""
+        if definition is not None:
+            own = [[torch.from_numpy(array) for array in everyone[ranks[0]]] for ranks in world.node_ranks]
+            try:
+                compare_step(definition, step, own, x, owners)
+            except AssertionError as error:
+                problem = f"{algorithm}, period {period}, step {step}: {error}"
+        topkube.barrier()  # sleeps; in a broadcast, MPI would use the processor that rank 0 computes on
+        assert not (problem := world.comm.bcast(problem)), problem
+    assert are_equal_on_all_ranks(x)
+    assert not are_equal_on_all_ranks(copy_weights(model))
+    optimizer.unwrap()
+    assert are_equal_on_all_ranks(copy_weights(model))
+
+
+def compare_step(
+    definition: Definition, step: int, own: list[list[torch.Tensor]], x: list[torch.Tensor], owners: list[torch.Tensor]
+) -> None:
+    definition.step(build_network(), step)
+    for node, mine in enumerate(own):
+        assert_follows(mine, definition.own[node])
+    assert_follows(x, definition.x)
+    assert_follows(owners, definition.owed)
+    is_owed = any(bool(rest.any()) for rest in owners)
+    assert is_owed == (definition.has_two_stages and step + 1 >= definition.period)
+    definition.adopt(own, x, owners)
+
+
+def case_the_weights_follow_the_definition(world: World) -> None:
+    follow_definition(world, build_sgd, 1, steps=8)
+
+
+def case_adamw_follows_the_definition(world: World) -> None:
+    """The second moments are compared in step 0 and in step 16."""
+    follow_definition(world, build_adamw, 1, steps=18)
+
+
+def case_a_period_of_four_follows_the_definition(world: World) -> None:
+    follow_definition(world, build_sgd, 4, steps=9)
+    follow_definition(world, build_adamw, 4, steps=9)
+
+
+def case_topk1bit_follows_its_definition(world: World) -> None:
+    follow_definition(world, build_sgd, 1, steps=6, algorithm="topk1bit")
+    follow_definition(world, build_adamw, 2, steps=6, algorithm="topk1bit")
+
+
+def case_localsgd_follows_its_definition(world: World) -> None:
+    """Weights are averaged every few steps, in bf16, and Adam's moments stay those of the node."""
+    follow_definition(world, build_sgd, 4, steps=9, algorithm="localsgd")
+    follow_definition(world, build_adamw, 2, steps=5, algorithm="localsgd")
+
+
+def case_diloco_follows_its_definition(world: World) -> None:
+    """Nesterov momentum of the mean change; in two stages from three nodes on."""
+    follow_definition(world, build_sgd, 2, steps=7, algorithm="diloco")
+    follow_definition(world, build_adamw, 3, steps=7, algorithm="diloco")
+
+
+def case_diloco_without_momentum_is_localsgd(world: World) -> None:
+    results = []
+    for options in (
+        {"aggregation": "localsgd"},
+        {"aggregation": "diloco", "outer_learning_rate": 1.0, "outer_momentum": 0.0},
+    ):
+        model = build_network()
+        optimizer = build_onebit(model, build_adamw, period=2, **options)
+        train(world, model, optimizer, range(5))
+        results.append(read_bits(optimizer, model))
+        optimizer.unwrap()
+    assert results[0] == results[1]

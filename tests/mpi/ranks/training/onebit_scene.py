@@ -1,0 +1,74 @@
+"""What the cases of onebit and the algorithms like it share: optimizers, batches, and sums over all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import topkube
+from ranks.training.scene import compute_loss, copy_weights
+from topkube.world import World
+
+RATE = 0.02
+
+
+def build_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.02)
+
+
+def build_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=RATE, momentum=0.9, weight_decay=0.01)
+
+
+def build_onebit(model: nn.Module, make: Any = build_sgd, **options: Any) -> topkube.DistributedOptimizer:
+    return topkube.DistributedOptimizer(
+        make(model.parameters()), model.named_parameters(), **{"aggregation": "onebit", "bucket_bytes": 8192, **options}
+    )
+
+
+def draw_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(8, 24, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return x, x[:, :1] * 2 - x[:, 1:2]
+
+
+def read_bits(optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[bytes]:
+    """Return the bits of the node's own weights, and of the weights on which all nodes agree."""
+    tensors = [*copy_weights(model), *read_agreed_weights(optimizer, model)]
+    return [tensor.numpy().tobytes() for tensor in tensors]
+
+
+def train(world: World, model: nn.Module, optimizer: topkube.DistributedOptimizer, steps: range) -> None:
+    for step in steps:
+        compute_loss(model, *draw_batch(world.rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def read_agreed_weights(optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[torch.Tensor]:
+    with optimizer.consensus():
+        return copy_weights(model)
+
+
+def sum_unsent_changes(world: World, optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[np.ndarray]:
+    """Return the unsent changes of all nodes, as a mean weighted by ranks, plus the unsent means of the owners."""
+    saved = optimizer.state_dict()["topkube"]["residuals"]
+    own = sum_over_ranks(world, saved["pieces"], model, saved["weight"])
+    return [a + b for a, b in zip(own, sum_owed_by_owners(world, optimizer, model), strict=True)]
+
+
+def sum_owed_by_owners(world: World, optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[np.ndarray]:
+    return sum_over_ranks(world, optimizer.state_dict()["topkube"]["residuals"]["owners"], model, 1.0)
+
+
+def sum_over_ranks(world: World, pieces: Any, model: nn.Module, weight: float) -> list[np.ndarray]:
+    """Return the sum of the pieces of all ranks, times each rank's weight."""
+    totals = []
+    for name, parameter in model.named_parameters():
+        full = np.zeros(parameter.numel())
+        for start, values in pieces.get(name, []):
+            full[start : start + len(values)] += values.double().numpy() * weight
+        totals.append(world.comm.allreduce(full).reshape(parameter.shape))
+    return totals

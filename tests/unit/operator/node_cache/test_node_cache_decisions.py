@@ -1,0 +1,176 @@
+"""What the node cache evicts, pins and reports: decisions without a disk and without a cluster."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from topkube.job.cached_dataset import CachedDatasetStatus, object_name
+from topkube_operator.node_cache.decisions import (
+    CacheLimits,
+    CacheState,
+    Decisions,
+    LocalDataset,
+    build_status,
+    decide,
+)
+
+NOW = 1_800_000_000.0
+TIME = datetime.fromtimestamp(NOW, UTC)
+folders = st.builds(
+    LocalDataset,
+    namespace=st.sampled_from(["a", "b", "c"]),
+    id=st.uuids().map(lambda identifier: identifier.hex[:16]),
+    uri=st.just("s3://bucket/x"),
+    cached_bytes=st.integers(0, 100),
+    last_used=st.floats(0, NOW),
+    in_use=st.booleans(),
+    pinned=st.booleans(),
+)
+limits = st.builds(
+    CacheLimits,
+    size=st.none() | st.integers(0, 500),
+    free=st.integers(0, 300),
+    idle_seconds=st.sampled_from([0.0, 3600.0]),
+)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> CacheState:
+    there = tuple(draw(st.lists(folders, max_size=8)))
+    names = [dataset.name for dataset in there]
+    some = st.sets(st.sampled_from(names)) if names else st.just(set())
+    return CacheState(
+        allowed=frozenset(draw(st.sets(st.sampled_from(["a", "b", "d"])))),
+        present=frozenset(dataset.namespace for dataset in there),
+        datasets=there,
+        free=draw(st.integers(0, 400)),
+        wishes={name: draw(st.booleans()) for name in draw(some)},
+        deleted=frozenset(draw(some)),
+    )
+
+
+def apply_decisions(state: CacheState, done: Decisions) -> CacheState:
+    left = tuple(dataset for dataset in state.datasets if dataset.name not in done.evict)
+    evicted_bytes = sum(dataset.cached_bytes for dataset in state.datasets) - sum(
+        dataset.cached_bytes for dataset in left
+    )
+    left = tuple(
+        replace(dataset, pinned=(dataset.pinned or dataset.name in done.pin) and dataset.name not in done.unpin)
+        for dataset in left
+    )
+    return replace(
+        state,
+        datasets=left,
+        free=state.free + evicted_bytes,
+        present=state.present | set(done.create),
+        deleted=frozenset(),
+    )
+
+
+@given(situations(), limits)
+def test_datasets_in_use_or_pinned_stay_and_the_others_are_evicted_oldest_first(
+    state: CacheState, wanted: CacheLimits
+) -> None:
+    done = decide(state, wanted, NOW)
+    by_name = {dataset.name: dataset for dataset in state.datasets}
+    evicted = [by_name[name] for name in done.evict]
+    pinned = {name: state.wishes.get(name, dataset.pinned) for name, dataset in by_name.items()}
+    assert len(set(done.evict)) == len(done.evict)
+    assert not any(dataset.in_use for dataset in evicted)
+    assert not any(pinned[dataset.name] and dataset.name not in state.deleted for dataset in evicted)
+    for_room = [dataset for dataset in evicted if dataset.name not in state.deleted]
+    spared = [
+        dataset
+        for dataset in state.datasets
+        if dataset.name not in done.evict and not dataset.in_use and not pinned[dataset.name] and dataset.cached_bytes
+    ]
+    assert all(dataset.last_used <= other.last_used for dataset in for_room for other in spared), (
+        "least recently used first"
+    )
+    after = apply_decisions(state, done)
+    used = sum(dataset.cached_bytes for dataset in after.datasets)
+    if spared:  # there was no need for more
+        assert after.free >= wanted.free
+        assert wanted.size is None or used <= wanted.size
+        assert done.missing_bytes == 0
+    assert (done.missing_bytes > 0) == (after.free < wanted.free or (wanted.size is not None and used > wanted.size))
+    assert set(done.create) == state.allowed - state.present
+
+
+@given(situations(), limits)
+def test_a_second_decision_changes_nothing(state: CacheState, wanted: CacheLimits) -> None:
+    again = decide(apply_decisions(state, decide(state, wanted, NOW)), wanted, NOW)
+    assert (again.create, again.evict, again.pin, again.unpin) == ((), (), (), ())
+
+
+def test_nothing_is_evicted_without_need() -> None:
+    dataset = LocalDataset("a", "1", "s3://x/y", cached_bytes=10, last_used=NOW - 1)
+    assert decide(CacheState(datasets=(dataset,), free=100), CacheLimits(free=50), NOW) == Decisions()
+    assert decide(CacheState(datasets=(dataset,), free=100), CacheLimits(idle_seconds=10), NOW) == Decisions()
+    assert decide(CacheState(datasets=(dataset,), free=100), CacheLimits(idle_seconds=0.5), NOW).evict == (("a", "1"),)
+
+
+# The status of CachedDatasets.
+
+entries = st.fixed_dictionaries(
+    {
+        "name": st.sampled_from(["n1", "n2", "n3"]),
+        "cachedBytes": st.integers(0, 10),
+        "percent": st.integers(0, 100),
+        "updatedAt": st.integers(0, 7200).map(lambda ago: (TIME - timedelta(seconds=ago)).isoformat()),
+    }
+)
+
+
+@given(
+    st.none()
+    | st.text(max_size=3)
+    | st.fixed_dictionaries({"nodes": st.lists(entries, unique_by=lambda node: node["name"])}),
+    st.none() | folders,
+    st.none() | st.integers(0, 200),
+)
+def test_the_status_has_this_node_as_it_is_and_the_others_as_they_were(
+    stored: Any, folder: LocalDataset | None, total: int | None
+) -> None:
+    folder = replace(folder, total_bytes=total) if folder is not None else None
+    status = build_status(stored, "n1", folder, TIME)
+    before = {node["name"]: node for node in stored["nodes"]} if isinstance(stored, dict) else {}
+    result = status if status is not None else stored
+    nodes = {node["name"]: node for node in (result or {}).get("nodes") or ()}
+    assert ("n1" in nodes) == (folder is not None)
+    for name in ("n2", "n3"):
+        fresh = name in before and datetime.fromisoformat(before[name]["updatedAt"]) >= TIME - timedelta(hours=1)
+        assert nodes.get(name) == (before[name] if fresh else None)
+    if folder is not None:
+        assert nodes["n1"]["cachedBytes"] == folder.cached_bytes
+        if total is not None:
+            assert (nodes["n1"]["percent"] == 100) == (folder.cached_bytes >= total)
+    if status is not None:
+        CachedDatasetStatus.model_validate({key: value for key, value in status.items() if value is not None})
+        again = build_status({key: value for key, value in status.items() if value is not None}, "n1", folder, TIME)
+        assert again is None or (not status["nodes"] and again == status)
+
+
+def test_the_shown_percentage_is_that_of_the_emptiest_node() -> None:
+    first = build_status(
+        None, "n1", LocalDataset("a", "1", "s3://x/y", cached_bytes=50, total_bytes=100, last_used=NOW - 60), TIME
+    )
+    assert first is not None
+    second = build_status(
+        first, "n2", LocalDataset("a", "1", "s3://x/y", cached_bytes=100, total_bytes=100, last_used=NOW), TIME
+    )
+    assert second is not None
+    assert (second["where"], second["cachedPercent"]) == ("n1,n2", 50)
+    assert second["lastUsed"] == second["nodes"][1]["lastUsed"] > second["nodes"][0]["lastUsed"]
+
+
+@given(st.from_regex(r"[a-z][a-z0-9+.-]{0,5}://\S{1,80}", fullmatch=True))
+def test_every_address_has_a_name_that_kubernetes_takes(uri: str) -> None:
+    assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", object_name(uri))
+    assert len(object_name(uri)) <= 63

@@ -1,0 +1,94 @@
+"""The node cache on a disk: folders of namespaces, and what their users can do in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from stored_datasets import store_dataset
+
+from topkube_operator.node_cache.decisions import (
+    LocalDataset,
+)
+from topkube_operator.node_cache.volume import UnusableFolder, Volume
+
+
+def test_any_user_of_a_namespace_writes_in_its_folder_and_other_namespaces_cannot(volume: Volume) -> None:
+    if os.geteuid():
+        pytest.skip("needs root to be several users")
+    volume.create_folder("team-a")
+    assert volume.list_namespaces() == {"team-a"}
+    assert stat.S_IMODE(volume.root.stat().st_mode) == 0o711
+    script = (
+        "import os, sys; from pathlib import Path; from topkube.data.cache.disk_tier import DiskTier\n"
+        "uid, key = int(sys.argv[2]), sys.argv[3]\n"
+        "os.chroot(sys.argv[1]); os.chdir('/'); os.setgroups([]); os.setgid(uid); os.setuid(uid); os.umask(0o077)\n"
+        "folder = DiskTier(Path('/')).dataset('s3://bucket/x')\n"
+        "use = folder.use(); os.close(folder.publish(key, 7, lambda file: os.truncate(file, 7)))\n"
+        "print(len(folder.entries()), folder.evict('a' * 32) if uid == 2000 else '')\n"
+    )
+    # As in a pod: the namespace's folder is all there is. All that Python needs is loaded before.
+    before = (
+        "import numpy, xxhash, json, mmap, uuid, tempfile, encodings.idna\n"
+        "import topkube_operator.node_cache.volume as v; v._preload()\n"
+    )
+    for uid, key in ((1000, "a" * 32), (2000, "b" * 32)):
+        command = [sys.executable, "-c", before + script, str(volume.root / "team-a"), str(uid), key]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2", "7"], "another user's shard is seen, and can be evicted"
+
+
+def test_datasets_are_found_pinned_and_evicted(volume: Volume) -> None:
+    volume.create_folder("team-a")
+    kept, old = (
+        store_dataset(volume.root, "team-a", "s3://bucket/kept"),
+        store_dataset(volume.root, "team-a", "s3://bucket/old", used=5.0),
+    )
+    use = kept.use()
+    state = {dataset.uri: dataset for dataset in volume.read_datasets("team-a")}
+    assert state["s3://bucket/kept"].in_use
+    assert state["s3://bucket/old"] == LocalDataset(
+        "team-a", old.name, "s3://bucket/old", 1000, 1, 1000, last_used=5.0, in_use=False, pinned=False
+    )
+    assert volume.apply("team-a", [kept.name, old.name], [], []) == {old.name}, "what is read stays"
+    use.release()
+    volume.apply("team-a", [], [kept.name], [])
+    assert volume.read_datasets("team-a")[0].pinned
+    volume.apply("team-a", [], [], [kept.name])
+    assert not volume.read_datasets("team-a")[0].pinned
+
+
+def test_a_namespace_cannot_lead_the_agent_elsewhere(volume: Volume, tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("needs root to confine")
+    for name in ("team-a", "team-b"):
+        volume.create_folder(name)
+    secret = store_dataset(volume.root, "team-b", "s3://bucket/secret")
+    store_dataset(volume.root, "team-a", "s3://bucket/own")
+    datasets = volume.root / "team-a/datasets"
+    (datasets / secret.name).symlink_to(secret.path)
+    (datasets / "0123456789abcdef").mkdir()
+    (datasets / "0123456789abcdef/dataset.json").write_text(json.dumps({"uri": "s3://bucket/forged"}))
+    assert [dataset.uri for dataset in volume.read_datasets("team-a")] == ["s3://bucket/own"]
+    assert volume.apply("team-a", [secret.name], [], []) == set()
+    assert secret.shard_path(f"{1000:032x}").exists()
+
+
+def test_a_folder_that_never_answers_costs_a_deadline_and_no_more(
+    volume: Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from topkube_operator.node_cache import volume as module
+
+    monkeypatch.setattr(module, "_READ_SECONDS", 0.3)
+    volume.create_folder("team-a")
+    folder = store_dataset(volume.root, "team-a", "s3://bucket/own")
+    (folder.path / "dataset.json").unlink()
+    os.mkfifo(folder.path / "dataset.json")
+    with pytest.raises(UnusableFolder, match="did not answer"):
+        volume.read_datasets("team-a")
