@@ -15,8 +15,8 @@ import yaml
 from rendered import CHART, MONITORS, find_only, read_pod_spec, render, select_kind
 
 from monitoring.alerts import ALERTS
-from topkube_operator.__main__ import _parser as operator_parser
-from topkube_operator.node_cache.__main__ import parser as agent_parser
+from topkube_operator.__main__ import build_parser as build_operator_parser
+from topkube_operator.node_cache.__main__ import build_parser as build_agent_parser
 
 
 def test_monitors_wait_for_their_crds() -> None:
@@ -110,7 +110,7 @@ def test_scrapers_are_admitted_everywhere_by_one_value() -> None:
     peers = [{"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "vmagent"}}}]
     objects = render({"networkPolicy": {"metricsFrom": peers}, "cache": {"node": {"enabled": True}}})
     (container,) = read_pod_spec(objects)["containers"]
-    assert vars(operator_parser().parse_args(container["args"]))["metrics_from"] == peers
+    assert vars(build_operator_parser().parse_args(container["args"]))["metrics_from"] == peers
     agent = find_only("NetworkPolicy", objects, "node-cache")["spec"]
     assert agent["ingress"] == [{"ports": [{"port": "metrics", "protocol": "TCP"}], "from": peers}]
     template = find_only("DaemonSet", objects)["spec"]["template"]
@@ -136,7 +136,7 @@ def test_metrics_are_protected_on_the_operator_and_on_the_nodes(secret: str) -> 
         "operator": read_pod_spec(objects),
         "node-cache": find_only("DaemonSet", objects)["spec"]["template"]["spec"],
     }
-    parsers = {"operator": operator_parser(), "node-cache": agent_parser()}
+    parsers = {"operator": build_operator_parser(), "node-cache": build_agent_parser()}
     for component, pod in pods.items():
         (container,) = pod["containers"]
         options = parsers[component].parse_args(container["args"])

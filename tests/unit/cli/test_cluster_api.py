@@ -337,7 +337,7 @@ def test_suspend_outlives_a_restart_of_the_api_server(
             return answer
         if "/pods" in path:
             return 200, json.dumps({"items": []}).encode(), {}
-        return 200, json.dumps(a_job("Suspended" if "PATCH" in calls else "Running")).encode(), {}
+        return 200, json.dumps(build_job("Suspended" if "PATCH" in calls else "Running")).encode(), {}
 
     assert run_app(["suspend", "j", "--kubeconfig", str(server(respond))]) == 0, capsys.readouterr().err
     assert "trainingjob.topkube.dev/j suspended; its newest checkpoint" in capsys.readouterr().out

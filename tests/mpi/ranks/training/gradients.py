@@ -314,14 +314,14 @@ def case_dense_gradients_of_16_bits_train(world: World) -> None:
 
 
 def case_steps_that_are_skipped_for_ever_are_reported(world: World) -> None:
-    model = network()
-    optimizer = distributed(model)
+    model = build_network()
+    optimizer = build_optimizer(model)
     output = io.StringIO()
 
     def train(steps: range, is_bad: bool) -> None:
         for step in steps:
-            x, y = samples(4 * topkube.size(), step)
-            loss = loss_of(model, own_part(x), own_part(y))
+            x, y = draw_samples(4 * topkube.size(), step)
+            loss = compute_loss(model, take_own_part(x), take_own_part(y))
             (loss * torch.nan if is_bad and world.rank == 0 else loss).backward()
             optimizer.step()
             optimizer.zero_grad()
