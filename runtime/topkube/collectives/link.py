@@ -1,10 +1,10 @@
 """Measure the links between nodes and the memory inside them, once at the start. Metrics compare later exchanges with
 the rate of the link, and `auto` and `dense` choose by these measurements.
 
-Every rank exchanges messages with its neighbours only, a fixed number of times: at most 13, whatever the number of
-ranks. Their sizes grow while the slowest link carries them in _MOST_SECONDS, so all rounds together take at most 0.6
-seconds on every link from 1 Mbit/s on. The barriers and the maxima between the rounds need a number of messages that
-grows with the logarithm of the nodes: with 4,096 nodes and a latency of 1 ms, 0.3 seconds.
+To measure its link, every rank sends messages to its neighbour only: at most 13, whatever the number of ranks. Their
+sizes grow while the slowest link carries them in _MOST_SECONDS, so all rounds together take at most 0.6 seconds on
+every link from 1 Mbit/s on. The barriers and the maxima between the rounds need a number of messages that grows with
+the logarithm of the nodes: with 4,096 nodes and a latency of 1 ms, 0.3 seconds.
 """
 
 from __future__ import annotations
