@@ -13,7 +13,8 @@ link. It is computed from two measurements, because the loss of a step does not 
     times    every contender makes steps of the same training over the shaped link. The contenders alternate in turns.
              A turn's time is the time of its steps, from the start of the first rank to the end of the last, divided by
              their number; so a step with an exchange and the steps without one between exchanges count as they occur.
-             This needs a machine that does nothing else. Rows that are measured again replace the stored rows.
+             This needs a machine that does nothing else. Links that are in the file are measured again only with
+             `--only times`; the new rows replace the stored rows.
 The target is the loss that plain DDP reaches at the end of its run with the same seed, plus 1% or 5% of it. PowerSGD
 sends the whole gradient in the first tenth of the run: these steps count with the time of plain DDP.
 """
@@ -26,6 +27,7 @@ import dataclasses
 import json
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -252,22 +254,23 @@ class TargetBench:
         world.ask(do="start", exchange=exchange, model=MODEL, optimizer=optimizer, seed=seed, steps=steps)
         return world
 
-    def _end(self, name: str) -> None:
-        """End the world of this contender, in which a rank has failed."""
+    def _leave_out(self, name: str, error: WorldFailed) -> None:
+        """Report the failure of a contender on stderr, and end its world."""
+        reason = next(line for line in reversed(str(error).splitlines()) if line)
+        print(f"{name} is left out: {reason}", file=sys.stderr, flush=True)
         if world := self._worlds.pop(CONTENDERS[name].world, None):
             world.close()
 
-    def train(self, name: str, optimizer: str, seed: int, steps: int) -> Row:
-        """Train one run to its end, and return its held-out losses."""
+    def train(self, name: str, optimizer: str, seed: int, steps: int) -> Row | None:
+        """Train one run to its end, and return its held-out losses. A run that fails is left out (None), with a line on
+        stderr."""
         self.network.shape(None)
-        world = self._start(name, optimizer, seed, steps, round(DENSE_SHARE * steps))
-        part = max(20, steps // EVALUATIONS)
-        evaluations, done = [], 0
-        while done < steps:
-            count = min(part, steps - done)
-            loss = world.ask(do="train", steps=count)[0]["loss"]
-            done += count
-            evaluations.append([done, loss])
+        try:
+            world = self._start(name, optimizer, seed, steps, round(DENSE_SHARE * steps))
+            evaluations = list(_train(world, steps))
+        except WorldFailed as error:
+            self._leave_out(name, error)
+            return None
         return {
             "contender": name,
             "model": MODEL,
@@ -289,9 +292,8 @@ class TargetBench:
                     try:
                         samples[name].append(self._time_once(name, optimizer, steps))
                     except WorldFailed as error:
-                        print(f"{name} is left out: {str(error).splitlines()[-1]}", file=sys.stderr)
+                        self._leave_out(name, error)
                         del samples[name]
-                        self._end(name)
         facts = describe_machine()
         return [
             {
@@ -319,8 +321,28 @@ class TargetBench:
         return 1e3 * seconds / steps, max(link.sent for link in moved) / steps
 
 
-def key_of_run(run: Row) -> tuple[Any, ...]:
-    return run["contender"], run["model"], run["optimizer"], run["seed"], run["steps"]
+def _train(world: RankWorld, steps: int) -> Iterator[list[float]]:
+    """Train to the end; yield [step, held-out loss] at equal distances."""
+    part = max(20, steps // EVALUATIONS)
+    for first in range(0, steps, part):
+        count = min(part, steps - first)
+        yield [first + count, world.ask(do="train", steps=count)[0]["loss"]]
+
+
+def find_missing_times(times: list[Row], names: list[str], optimizer: str, rate: str, again: bool) -> list[str]:
+    """Return the contenders to time on this link: all of them, because their turns alternate, if `again` or if one has
+    no stored time; else none."""
+    stored = {row["contender"] for row in times if (row["optimizer"], row["rate"]) == (optimizer, rate)}
+    return names if again or set(names) - stored else []
+
+
+def find_missing_runs(
+    runs: list[Row], names: list[str], optimizers: list[str], seeds: int, steps: int
+) -> list[tuple[str, str, int, int]]:
+    """Return the runs that are not stored, as arguments of `TargetBench.train`."""
+    stored = {(run["contender"], run["optimizer"], run["seed"], run["steps"]) for run in runs}
+    wanted = [(name, optimizer, seed, steps) for seed in range(seeds) for optimizer in optimizers for name in names]
+    return [key for key in wanted if key not in stored]
 
 
 def key_of_time(row: Row) -> tuple[Any, ...]:
@@ -388,21 +410,18 @@ def main() -> int:
         if options.only != "losses":
             for optimizer in optimizers:
                 for rate in rates:
-                    rows = bench.time(contenders, optimizer, rate, turns, steps=32)
-                    stored["times"] = merge_times(stored["times"], rows)
-                    write(target, stored)
-                    for row in rows:
-                        print(json.dumps(row), flush=True)
+                    names = find_missing_times(stored["times"], contenders, optimizer, rate, options.only == "times")
+                    if names:
+                        rows = bench.time(names, optimizer, rate, turns, steps=32)
+                        stored["times"] = merge_times(stored["times"], rows)
+                        write(target, stored)
+                        print("\n".join(json.dumps(row) for row in rows), flush=True)
         if options.only != "times":
-            done = {key_of_run(run) for run in stored["runs"]}
-            for seed in range(seeds):
-                for optimizer in optimizers:
-                    for name in contenders:
-                        if (name, MODEL, optimizer, seed, steps) not in done:
-                            run = bench.train(name, optimizer, seed, steps)
-                            stored["runs"].append(run)
-                            write(target, stored)
-                            print(f"{optimizer} seed {seed} {name}: loss {run['evaluations'][-1][1]:.4f}", flush=True)
+            for key in find_missing_runs(stored["runs"], contenders, optimizers, seeds, steps):
+                if run := bench.train(*key):
+                    stored["runs"].append(run)
+                    write(target, stored)
+                    print(f"{key}: loss {run['evaluations'][-1][1]:.4f}", flush=True)
     return 0
 
 

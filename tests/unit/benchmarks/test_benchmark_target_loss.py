@@ -113,3 +113,17 @@ def test_runs_of_another_length_are_compared_apart() -> None:
     reached = {row["length"]: row["reached"] for row in rows if row["contender"] == "onebit"}
     assert reached == {100: 0, 200: 1}
     assert [row["difference_percent"] for row in target_loss.compare_losses(runs + longer)] == pytest.approx([50, 0])
+
+
+def test_an_interrupted_benchmark_continues_with_what_is_missing() -> None:
+    runs = [run("ddp", [[100, 2.0]])]
+    assert target_loss.find_missing_runs(runs, ["ddp", "onebit"], ["adamw"], seeds=2, steps=100) == [
+        ("onebit", "adamw", 0, 100),
+        ("ddp", "adamw", 1, 100),
+        ("onebit", "adamw", 1, 100),
+    ]
+    measured, names = [times("ddp", 1.0)], ["ddp", "onebit"]
+    assert target_loss.find_missing_times(measured, ["ddp"], "adamw", "100mbit", again=False) == []
+    assert target_loss.find_missing_times(measured, ["ddp"], "adamw", "100mbit", again=True) == ["ddp"]
+    assert target_loss.find_missing_times(measured, ["ddp"], "adamw", "1gbit", again=False) == ["ddp"]
+    assert target_loss.find_missing_times(measured, names, "adamw", "100mbit", again=False) == names  # turns alternate
