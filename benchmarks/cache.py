@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
+import importlib
 import json
 import os
 import shutil
@@ -95,10 +95,10 @@ PEERS = (
 )
 CONTENDERS = (OURS, OURS_DISK, *PEERS)
 OWN_SHARDS = {
-    "LitData": ("litdata", "litdata", "pip install 'topkube[bench]'"),
-    "Mosaic": ("mosaic", "streaming", "pip install mosaicml-streaming"),
+    "LitData": ("litdata", "pip install 'topkube[bench]'"),
+    "Mosaic": ("mosaic", "pip install mosaicml-streaming"),
 }
-"""The peers that have a format of their own: the ending of its folder, the peer's module, and how to install it."""
+"""The peers that have a format of their own: the ending of its folder, and how to install the peer."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +108,6 @@ class Measurement:
     problem: CacheProblem
     entry: Entry
     rate: str
-
-    @property
-    def is_possible(self) -> bool:
-        """False if the peer is not installed."""
-        return self.entry.kind not in OWN_SHARDS or importlib.util.find_spec(OWN_SHARDS[self.entry.kind][1]) is not None
 
     def is_stored(self, stored: dict[str, Any]) -> bool:
         """Return True if the results have it."""
@@ -283,6 +278,20 @@ def plan(problems: list[CacheProblem], wanted: list[str], *, fast_only: bool = F
     return measurements
 
 
+def leave_out_missing(waiting: list[Measurement]) -> list[Measurement]:
+    """Return the measurements of contenders that are installed, and report the others."""
+    missing_kinds = set()
+    for kind in dict.fromkeys(
+        measurement.entry.kind for measurement in waiting if measurement.entry.kind in OWN_SHARDS
+    ):
+        try:
+            importlib.import_module("datacache.contenders").import_libraries(kind)
+        except ImportError as error:
+            missing_kinds.add(kind)
+            print(f"skipping {kind} ({error}): {OWN_SHARDS[kind][1]}", flush=True)
+    return [measurement for measurement in waiting if measurement.entry.kind not in missing_kinds]
+
+
 def measure(
     bench: CacheBench, measurement: Measurement, link: float
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -364,9 +373,7 @@ def main() -> int:
         print(f"{target} has figures of another machine; name another file with --json", file=sys.stderr)
         return 2
     waiting = [m for m in plan(problems, options.contender, fast_only=options.fast_only) if not m.is_stored(stored)]
-    for kind in {m.entry.kind: None for m in waiting if not m.is_possible}:
-        print(f"skipping {kind}: {OWN_SHARDS[kind][2]}", flush=True)
-    waiting = [measurement for measurement in waiting if measurement.is_possible]
+    waiting = leave_out_missing(waiting)
 
     def store(results: dict[str, Any]) -> None:
         if target:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 import cache
 
@@ -24,6 +28,20 @@ def test_a_resumed_run_measures_only_what_the_file_lacks_and_keeps_the_order_of_
         assert measurement.is_stored(stored)
     assert stored["first"] == [row(measurement) for measurement in whole]
     assert list(stored["problems"]) == [problem.name for problem in cache.PROBLEMS]
+
+
+def test_a_peer_that_cannot_be_imported_is_reported_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def import_libraries(kind: str) -> None:
+        if kind == "Mosaic":
+            raise ImportError("No module named 'catalogue'")
+
+    module = SimpleNamespace(import_libraries=import_libraries)
+    monkeypatch.setitem(sys.modules, "datacache.contenders", module)  # type: ignore[arg-type]
+    kinds = {m.entry.kind for m in cache.leave_out_missing(cache.plan(list(cache.PROBLEMS), []))}
+    assert kinds == {"OurCache", "FileCache", "LitData"}
+    assert "skipping Mosaic (No module named 'catalogue'): pip install" in capsys.readouterr().out
 
 
 def test_nothing_is_measured_if_the_time_is_too_short() -> None:
