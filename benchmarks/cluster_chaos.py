@@ -36,7 +36,7 @@ from conftest import _has_account, _install_operator  # isort: skip
 from jobs import build_job  # isort: skip
 from target import GROUP, OPERATOR_NAMESPACE, PLURAL, VERSION, Namespace, Target, create_shared_claim, wait_for  # isort: skip
 
-from topkube.launch.rank import commands_among
+from topkube.launch.rank import find_commands
 
 RESULTS = Path(__file__).with_name("results") / "cluster-chaos.json"
 JOBS, AT_ONCE, STEPS, EVERY_STEPS, PAUSE = 20, 5, 500, 20, 0.05
@@ -171,7 +171,7 @@ class Chaos:
 
     def _kill_rank(self) -> bool:
         pod = self._running("worker")
-        ranks = commands_among(self.target.find_container(pod, "worker").list_processes()) if pod is not None else []
+        ranks = find_commands(self.target.find_container(pod, "worker").list_processes()) if pod is not None else []
         if not ranks:
             return False
         os.kill(self.random.choice(ranks), signal.SIGKILL)

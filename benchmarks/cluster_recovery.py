@@ -29,7 +29,7 @@ from on_cluster import about, running  # finds the modules of tests/cluster
 from jobs import build_job  # isort: skip
 from target import Namespace, Target, create_shared_claim, wait_for  # isort: skip
 
-from topkube.launch.rank import commands_among
+from topkube.launch.rank import find_commands
 
 RESULTS = Path(__file__).with_name("results") / "cluster-recovery.json"
 EVERY_STEPS = 20
@@ -98,7 +98,7 @@ class RecoveryRun:
 
     def _a_rank(self, pod: Any) -> int:
         """Return the process id of a rank on this machine."""
-        return commands_among(self.target.find_container(pod, "worker").list_processes())[0]
+        return find_commands(self.target.find_container(pod, "worker").list_processes())[0]
 
 
 def recovery(target: Target, folder: Path, victim: str) -> dict[str, float]:

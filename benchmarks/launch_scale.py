@@ -62,9 +62,9 @@ from topkube.launch.connection.messages import (  # noqa: E402
 )
 from topkube.launch.connection.tunnel import Tunnel  # noqa: E402
 from topkube.launch.contract import JOIN_PATH, worker_token  # noqa: E402
-from topkube.launch.host.processes import dies_with_parent  # noqa: E402
+from topkube.launch.host.processes import prepare_to_die_with_parent  # noqa: E402
 from topkube.launch.mpi.mpi_library import Mpi, find_mpi  # noqa: E402
-from topkube.launch.mpi.proxies import proxy_command  # noqa: E402
+from topkube.launch.mpi.proxies import build_proxy_command  # noqa: E402
 
 SIZES = (2, 16, 64, 65, 128, 129, 256)
 GOAL_SECONDS = 10.0
@@ -137,7 +137,7 @@ class SimulatedWorker:
             self.ended.set()
 
     async def start(self, start: Start) -> None:
-        command = proxy_command(start.proxy, self.mpi, await self.tunnel.listen())
+        command = build_proxy_command(start.proxy, self.mpi, await self.tunnel.listen())
         temporary = self.directory / f"t{self.index}"
         temporary.mkdir()
         environment = {"PATH": os.environ["PATH"], "HOME": str(temporary), "TMPDIR": str(temporary)}
@@ -307,7 +307,7 @@ def run_alone() -> int:
     group.remove()  # left by a killed run
     group.make()
     command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, *sys.argv]
-    dies = dies_with_parent(signal.SIGKILL)
+    dies = prepare_to_die_with_parent(signal.SIGKILL)
 
     def enter() -> None:
         dies()

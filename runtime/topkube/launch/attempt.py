@@ -18,23 +18,29 @@ from topkube.launch.contract import NODE_NAME_VARIABLE, Message
 from topkube.launch.dataset import DatasetProcess
 from topkube.launch.host import torch_environment
 from topkube.launch.host.environment import disable_single_copy, set_defaults, set_home
-from topkube.launch.host.memory_kills import memory_kills
-from topkube.launch.host.processes import descendants, dies_with_parent, kill_descendants, list_children, signal_all
+from topkube.launch.host.memory_kills import count_memory_kills
+from topkube.launch.host.processes import (
+    kill_descendants,
+    list_children,
+    list_descendants,
+    prepare_to_die_with_parent,
+    signal_all,
+)
 from topkube.launch.mpi.mpi_library import Mpi
-from topkube.launch.mpi.proxies import proxy_command
+from topkube.launch.mpi.proxies import build_proxy_command
 from topkube.launch.output.pod_output import PodOutput
 from topkube.launch.output.rank_report import RankReport, log_path, report_path, tail
-from topkube.launch.rank import commands_among, remove_shims, write_command
+from topkube.launch.rank import find_commands, remove_shims, write_command
 from topkube.telemetry.cache_counters import read_totals, reads
 from topkube.telemetry.progress import PROGRESS_FILE, StepRecord, read_records
 
 _STEP_SECONDS = 0.5
 _LIFE_SECONDS = 2.0
-"""Between two reports of signs of life other than steps."""
+"""The time between two reports of signs of life other than steps."""
 _KEEPERS_SECONDS = 0.5
-"""How long the shims of killed ranks may take to write the last output and their reports."""
+"""The longest time that the shims of killed ranks may take to write the last output and their reports."""
 _KILLING_SECONDS = 0.2
-"""How long one try to kill the remaining processes may take. It is short, because the worker must send heartbeats."""
+"""The longest time of a try to kill the remaining processes. It is short, because the worker must send heartbeats."""
 _STUCK_SECONDS = 5.0
 """A process that was killed and still lives after this time is reported."""
 _MOST_NAMED = 16
@@ -43,8 +49,8 @@ _REPORT_CHARACTERS = 8192
 
 
 class Attempt:
-    """An attempt, whose proxy starts when it is made. `poll` returns messages for the launcher; `stop` and `kill` end
-    the ranks."""
+    """An attempt. Its proxy starts when the object is created. `poll` returns messages for the launcher; `stop` and
+    `kill` end the ranks. Raises LaunchError if the proxy cannot be started."""
 
     def __init__(
         self,
@@ -57,7 +63,6 @@ class Attempt:
         dataset: DatasetProcess,
         output: PodOutput,
     ) -> None:
-        """Raises LaunchError if the proxy cannot be started."""
         self._dataset, self._output = dataset, output
         self._node = environment.get(NODE_NAME_VARIABLE, "")
         self.ranks, self.directory = start.ranks, directory
@@ -65,7 +70,7 @@ class Attempt:
         self.exit_code = 0
         """The highest exit code of the ranks that have ended."""
         self.lost: dict[int, tuple[int, str]] = {}
-        """Bytes of output that the ranks' logs did not take, and why, by rank."""
+        """Bytes of output that the ranks' logs could not store, and why, by rank."""
         self._running = False
         self.has_ended = False
         """True if no process of the attempt is left and `poll` has returned its end."""
@@ -74,7 +79,7 @@ class Attempt:
         self._collectives: dict[int, int] = {}
         self._printed = 0
         self._cache: NodeCache | None = None
-        self._kills = memory_kills()
+        self._kills = count_memory_kills()
         self._kill_at = self._end_at = float("inf")
         self._stuck: list[int] = []
         self._invalid_record_reported = False
@@ -89,7 +94,7 @@ class Attempt:
         environment.setdefault(torch_environment.MASTER_PORT, str(torch_environment.DEFAULT_PORT))
         disable_single_copy(environment)
         set_home(environment, temporary)
-        words = proxy_command(start.proxy, mpi, control_port)
+        words = build_proxy_command(start.proxy, mpi, control_port)
         try:
             self.proxy = subprocess.Popen(
                 words,
@@ -97,7 +102,7 @@ class Attempt:
                 env=environment,
                 cwd="/",
                 start_new_session=True,
-                preexec_fn=dies_with_parent(signal.SIGKILL),
+                preexec_fn=prepare_to_die_with_parent(signal.SIGKILL),
             )
         except OSError as error:
             raise LaunchError(f"{words[0]} cannot be run: {error.strerror}", exit_code=126) from None
@@ -105,8 +110,8 @@ class Attempt:
 
     @property
     def oom_kills(self) -> int:
-        """How many processes the kernel has killed for memory during this attempt."""
-        return memory_kills() - self._kills
+        """The number of processes that the kernel has killed for memory during this attempt."""
+        return count_memory_kills() - self._kills
 
     def poll(self) -> list[Message]:
         """Return the messages about what has happened since the last call."""
@@ -146,7 +151,7 @@ class Attempt:
         try:
             return list(read_records(self.directory / PROGRESS_FILE, self._progress))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            self._progress = self._progress_size()
+            self._progress = self._read_progress_size()
             if self._invalid_record_reported:
                 return []
             self._invalid_record_reported = True
@@ -156,15 +161,15 @@ class Attempt:
             )
             return []
 
-    def _progress_size(self) -> int:
+    def _read_progress_size(self) -> int:
         try:
             return (self.directory / PROGRESS_FILE).stat().st_size
         except OSError:
             return 0
 
     def _read_signs_of_life(self, now: float) -> tuple[dict[int, int], bool]:
-        """Return the number of collectives of the ranks that have entered some since the last call, and True if a rank
-        has printed something."""
+        """Return the number of collectives of the ranks that have entered a collective since the last call, and True if
+        a rank has printed something."""
         if now - self._life_reported_at < _LIFE_SECONDS and not self.has_ended:
             return {}, False
         self._life_reported_at = now
@@ -189,7 +194,7 @@ class Attempt:
         )
 
     def _report_ends(self) -> list[Message]:
-        ended = self.proxy.poll() is not None and not descendants(but=self._dataset.pids())
+        ended = self.proxy.poll() is not None and not list_descendants(but=self._dataset.pids())
         open_ranks = [rank for rank in self.ranks if rank not in self.reports]
         reported = [rank for rank in open_ranks if report_path(self.directory, rank).exists()]
         messages: list[Message] = [self._keep_report(self._read_report(rank)) for rank in reported]
@@ -242,7 +247,7 @@ class Attempt:
 
     def are_ranks_known(self) -> bool:
         """Return True if every rank has a report or still runs. A rank whose process has ended reports soon."""
-        return len(self.reports) + len(commands_among(descendants(but=self._dataset.pids()))) >= len(self.ranks)
+        return len(self.reports) + len(find_commands(list_descendants(but=self._dataset.pids()))) >= len(self.ranks)
 
     def stop(self, grace_seconds: float) -> None:
         """Send SIGTERM to the ranks, and SIGKILL to all after `grace_seconds`. 0 kills at once."""
@@ -263,7 +268,7 @@ class Attempt:
         now = time.monotonic()
         self._kill_at, self._end_at = min(self._kill_at, now), now + _KEEPERS_SECONDS
         self._killed = time.time()
-        below = descendants(but=self._dataset.pids())
+        below = list_descendants(but=self._dataset.pids())
         signal_all(remove_shims(below), signal.SIGKILL)
 
     def kill(self) -> None:
@@ -273,7 +278,7 @@ class Attempt:
         self._finish_logs()
 
     def _finish_logs(self) -> None:
-        """Note that nothing prints any more."""
+        """Finish the logs: no process writes to them any more."""
         for rank, log in self._logs.items():
             report = self.reports.get(rank)
             log.finish(report.log_bytes if report is not None else None)

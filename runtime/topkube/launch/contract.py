@@ -34,7 +34,7 @@ STATUS_PATH = "/v1/status"
 DOMAINS_HEADER = "X-Topkube-Domains"
 """Header of the same request: the zone, rack or block of each worker, as numbers by index such as 0,1,0,1."""
 LONGEST_DOMAINS = 8000
-"""Characters. An HTTP server takes a little more in one header."""
+"""The most characters of this header. HTTP servers accept a little more."""
 
 PLAN_VARIABLE = "TOPKUBE_LAUNCH"
 """Holds a LaunchPlan in the launcher's container."""
@@ -73,16 +73,16 @@ TOKEN_FILE = "token"
 LONGEST_NAME = 63
 """The longest value of a label, and the longest hostname."""
 UID_LETTERS = 5
-"""How many letters of the job's UID the names of its pods contain."""
+"""The number of letters of the job's UID in the names of its pods."""
 VARIABLE_BYTES = 128 << 10
-"""The longest environment variable that Linux takes, with its name."""
+"""The most bytes of an environment variable in Linux, with its name."""
 UNREACHABLE_REASON, REFUSED_REASON = "LauncherUnreachable", "LauncherRefused"
 """`firstFailure.reason` in the termination message of a worker whose calls to the launcher get no answer, or are
 rejected. The message states what was tried, the likely causes and the next command."""
 UNREACHABLE_CODE = 69
 """Exit code of a worker whose calls failed for `WorkerPlan.unreachable_seconds` (EX_UNAVAILABLE of sysexits.h)."""
 TERMINATION_MESSAGE_BYTES = 4096
-"""How many bytes of /dev/termination-log Kubernetes keeps."""
+"""The most bytes of /dev/termination-log that Kubernetes keeps."""
 
 State = Literal["Waiting", "Starting", "Running", "Succeeded", "Failed"]
 """Waiting: for workers. Starting: MPI. Running: the ranks run. Succeeded and Failed: the attempt has ended."""
@@ -185,17 +185,18 @@ class LaunchPlan(Message):
     """Ranks per worker."""
     mpi: Literal["MPICH", "OpenMPI"] = "MPICH"
     rendezvous_seconds: float = Field(default=600.0, gt=0)
-    """How long the workers may take to join. Then the attempt fails and names the missing workers."""
+    """The longest time that the workers may take to join. Then the attempt fails and names the missing workers."""
     stall_seconds: float = Field(default=0.0, ge=0)
     """The attempt fails if no rank finishes a step for this time after the first step; 0: never."""
     startup_seconds: float = Field(default=0.0, ge=0)
     """The same limit for the first step of the attempt, from the start of the ranks; 0: never."""
     lost_seconds: float = Field(default=20.0, gt=0)
-    """How long a worker may be silent before the attempt fails. Shorter interruptions of the network have no effect."""
+    """The time after which a silent worker makes the attempt fail. Shorter interruptions of the network have no
+    effect."""
     grace_seconds: float = Field(default=25.0, ge=0)
     """Time between SIGTERM and SIGKILL to the ranks, for a checkpoint."""
     domains_seconds: float = Field(default=0.0, ge=0)
-    """How long to wait for the operator's DOMAINS_HEADER, after all workers have joined; 0: ranks are in the order of
+    """The longest wait for the operator's DOMAINS_HEADER after all workers have joined; 0: ranks are in the order of
     the workers' indexes. With the header, the workers of each domain have consecutive ranks."""
     order: tuple[int, ...] = ()
     """Indexes of the workers in the order of their ranks; empty: by index. The launcher sets it."""
@@ -293,7 +294,7 @@ class WorkerPlan(Message):
 
 
 class SourcePlan(Message):
-    """What the init container of a worker fetches and installs."""
+    """The plan of a worker's init container: the source that it fetches, and the packages that it installs."""
 
     called: ClassVar[str] = f"the plan of the source ({SOURCE_VARIABLE})"
 
@@ -307,7 +308,7 @@ class SourcePlan(Message):
 
 
 class Refusal(Message):
-    """A worker that the launcher rejects although its token is right."""
+    """A worker that the launcher rejects although its token is correct."""
 
     index: int = Field(ge=0)
     reason: str = Field(max_length=REASON_CHARACTERS)
@@ -355,7 +356,7 @@ class Ending(Message):
     cache: CacheStatus | None = None
     """The counters of the nodes' caches over the whole attempt."""
     lost_output_bytes: int = 0
-    """Bytes that ranks printed and that no log contains, because a disk was full or nobody read the pod's output. A
+    """Bytes that ranks printed and that no log contains, because a disk was full or no process read the pod's output. A
     launcher reports the sum of all workers. Training is not affected."""
 
     def message(self) -> str:

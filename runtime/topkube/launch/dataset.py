@@ -1,6 +1,7 @@
 """The process beside a worker's ranks that fills the pod's cache and shows the dataset's files (`data/companion.py`).
 
-It is a separate process, so that the ranks continue if it fails. They then read the missing samples from the remote.
+It is a separate process, so that the ranks continue if it fails. The ranks then read the missing samples from the
+remote store.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from topkube.launch.host.processes import dies_with_parent
+from topkube.launch.host.processes import prepare_to_die_with_parent
 from topkube.settings import Settings
 
 _AGAIN_SECONDS = 10.0
@@ -51,7 +52,7 @@ class DatasetProcess:
         if now - self._begun < _AGAIN_SECONDS:
             return
         self._begun = now
-        dying = dies_with_parent(signal.SIGKILL)
+        dying = prepare_to_die_with_parent(signal.SIGKILL)
 
         def prepare() -> None:
             dying()
@@ -69,7 +70,7 @@ class DatasetProcess:
         return frozenset() if self._process is None else frozenset([self._process.pid])
 
     def read_report(self) -> dict[str, Any]:
-        """Return its last report; empty if there is none."""
+        """Return the last report of the process; empty if there is none."""
         try:
             report = json.loads(self._report.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -92,7 +93,7 @@ class DatasetProcess:
         return True
 
     def end(self) -> None:
-        """End the process."""
+        """End the process, if it runs: with SIGTERM, and after a few seconds with SIGKILL."""
         if self._process is None:
             return
         self._process.terminate()

@@ -29,7 +29,7 @@ from topkube.launch.mpi import mpi_library
 from topkube.launch.mpi.mpiexec import Mpiexec
 from topkube.launch.output.pod_output import OutputHandler, PodOutput
 from topkube.launch.steps import combine_caches
-from topkube.launch.termination_message import ending_before_start, ending_by_error, write_ending
+from topkube.launch.termination_message import build_ending_before_start, build_ending_by_error, write_ending
 from topkube.launch.verdict import (
     ASKED,
     ENDED_SECONDS,
@@ -44,18 +44,19 @@ from topkube.settings import Settings
 
 _TICK_SECONDS = 0.05
 _MEMBER_SECONDS = 100e-6
-"""Added to a tick for each worker: a tick over 4,096 workers takes some milliseconds."""
+"""The time that is added to a tick for each worker, because the work of a tick grows with the workers."""
 _PRINT_SECONDS = 660.0
-"""How long the workers may take to print the rest of the ranks' output. They have shorter limits of their own."""
+"""The longest time that the workers may take to print the rest of the ranks' output. They have shorter limits of their
+own."""
 _LAST_SECONDS = 3.0
-"""How long the reader of the launcher's own output may take at the launcher's end."""
+"""The longest wait for the reader of the launcher's own output at the launcher's end."""
 _MOST_NAMED = 8
 _REPORTS_SECONDS = 5.0
-"""How long the ranks' reports may take after mpiexec has ended."""
+"""The longest time that the ranks' reports may take after mpiexec has ended."""
 
 
 def run_launcher() -> int:
-    """Carry out `topkube launch`. Returns the exit code, after the termination message is written."""
+    """Carry out `topkube launch`, and write the termination message. Return the exit code."""
     settings = Settings.from_environment()
     termination_log = Path(settings.termination_log)
     attempt = 1
@@ -66,7 +67,7 @@ def run_launcher() -> int:
         mpi = mpi_library.find_wanted(plan.mpi)
     except LaunchError as error:
         reason = "MpiNotFound" if error.exit_code == 127 else "BadPlan"
-        write_ending(termination_log, ending_before_start(error, reason, attempt))
+        write_ending(termination_log, build_ending_before_start(error, reason, attempt))
         raise
     output = PodOutput(name="topkube launch")
     logging.getLogger().addHandler(OutputHandler(output))
@@ -74,7 +75,7 @@ def run_launcher() -> int:
         with TemporaryFolder("topkube-launch-") as folder:
             ending = asyncio.run(JobLauncher(plan, credentials, mpi, settings.pod_ip, output).run(folder))
     except Exception as error:
-        write_ending(termination_log, ending_by_error(error, attempt))
+        write_ending(termination_log, build_ending_by_error(error, attempt))
         raise
     write_ending(termination_log, ending)
     if ending.first_failure is not None:
@@ -92,7 +93,7 @@ class Failed(Exception):
 
 
 class JobLauncher:
-    """An attempt of a job, seen from its launcher."""
+    """The launcher of an attempt of a job."""
 
     def __init__(
         self,
@@ -133,8 +134,8 @@ class JobLauncher:
         return tuple(Refusal(index=index, reason=reasons[index][:REASON_CHARACTERS]) for index in missing)
 
     async def run(self, directory: Path) -> Ending:
-        """Carry out the whole attempt, with `directory` for its files. An attempt that fails raises nothing: the ending
-        holds the failure."""
+        """Carry out the whole attempt, with `directory` for its files, and return its ending. If the attempt fails, the
+        ending holds the failure."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._request_stop)
@@ -181,8 +182,8 @@ class JobLauncher:
         LaunchError."""
         end = time.monotonic() + self.plan.rendezvous_seconds
         complete_since = time.monotonic()
-        while not self.members.all_connected() or not self._may_start(complete_since):
-            if not self.members.all_connected():
+        while not self.members.are_all_connected() or not self._may_start(complete_since):
+            if not self.members.are_all_connected():
                 complete_since = time.monotonic()
             if self._stop_requested is not None:
                 raise Failed(ASKED)
@@ -191,7 +192,7 @@ class JobLauncher:
             await asyncio.sleep(self._tick)
         self._order_ranks()
         self._state = "Starting"
-        members = self.members.in_order()
+        members = self.members.list_in_order()
         for member in members:
             if failure := describe_unfit_worker(self.plan, member, members[0], str(self._mpi)):
                 raise Failed(failure)
@@ -249,19 +250,19 @@ class JobLauncher:
         return self.plan.order or tuple(sorted(self.members.by_index))
 
     async def _wait_for_ranks(self) -> None:
-        """Wait until all ranks have ended well. Raises Failed."""
+        """Wait until all ranks have ended without an error. Raises Failed."""
         assert self._mpiexec is not None
         members, mpiexec_ended = self.members, float("inf")
         while True:
             await asyncio.sleep(self._tick)
             now = time.monotonic()
-            if self._state == "Starting" and members.all_running():
+            if self._state == "Starting" and members.are_all_running():
                 self._state = "Running"
                 self._say("all ranks run")
             members.note_lost(now)
             if self._mpiexec.code is not None:
                 mpiexec_ended = min(mpiexec_ended, now)
-            ended = members.all_reported() and (self._mpiexec.code is not None or members.all_proxies_ended())
+            ended = members.have_all_reported() and (self._mpiexec.code is not None or members.have_all_proxies_ended())
             if ended and members.first_failure_at is None:
                 return
             if now - mpiexec_ended > _REPORTS_SECONDS:
@@ -276,7 +277,7 @@ class JobLauncher:
         steps = self.members.steps
         message = steps.describe_stall(self.plan.stall_seconds, self.plan.startup_seconds)
         if message:
-            rank = next(iter(steps.ranks_behind()), None)
+            rank = next(iter(steps.find_ranks_behind()), None)
             pod = find_pod_name(self.plan, rank) if rank is not None else None
             raise Failed(FirstFailure(pod=pod, rank=rank, reason="Stalled", exit_code=1, message=message))
 
@@ -284,7 +285,7 @@ class JobLauncher:
         """Raise Failed once the workers have ended after a request to stop, or have had the time for it."""
         if self._stop_requested is None:
             return
-        if not self.members.any_may_send(now) or now - self._stop_requested > self.plan.grace_seconds + ENDED_SECONDS:
+        if not self.members.may_any_send(now) or now - self._stop_requested > self.plan.grace_seconds + ENDED_SECONDS:
             raise Failed(ASKED)
 
     def _raise_if_failed(self, now: float) -> None:
@@ -299,16 +300,16 @@ class JobLauncher:
         raise Failed(failure or describe_unexplained_end(self._mpiexec.code, members, self._mpiexec.tail))
 
     async def _wait_for_output(self) -> None:
-        """Wait until the workers have printed the rest of the ranks' output, after all ranks have ended well: the pods
-        of a job that has succeeded may be deleted at once. A worker that does not confirm it in time, or that is gone,
-        may have lost output."""
+        """Wait until the workers have printed the rest of the ranks' output, after all ranks have ended without an
+        error: the pods of a job that has succeeded may be deleted at once. A worker that is gone, or that does not
+        confirm in time that it has printed everything, may have lost output."""
         self.members.end(0.0, run_is_over=True)
         end = time.monotonic() + _PRINT_SECONDS
         while time.monotonic() < end and self._stop_requested is None:
-            if not self.members.any_may_send(time.monotonic()):
+            if not self.members.may_any_send(time.monotonic()):
                 break
             await asyncio.sleep(_TICK_SECONDS)
-        unconfirmed = [member.index for member in self.members.in_order() if not member.ended]
+        unconfirmed = [member.index for member in self.members.list_in_order() if not member.ended]
         if unconfirmed:
             shown = ", ".join(map(str, unconfirmed[:_MOST_NAMED])) + (", …" if len(unconfirmed) > _MOST_NAMED else "")
             self._say(

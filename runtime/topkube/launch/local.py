@@ -18,9 +18,9 @@ from topkube.launch.host.arguments import check_arguments
 from topkube.launch.host.environment import set_defaults
 from topkube.launch.host.processes import (
     adopt_orphans,
-    descendants,
-    dies_with_parent,
     kill_descendants,
+    list_descendants,
+    prepare_to_die_with_parent,
     reap_orphans,
     signal_all,
 )
@@ -30,7 +30,7 @@ from topkube.launch.rank import write_command
 from topkube.settings import Settings
 
 GRACE_SECONDS = 10.0
-"""How long a run may take to end after it was asked to, for a checkpoint; then it is killed."""
+"""The time that a run has to end after it was asked to, for a checkpoint. Then it is killed."""
 MPIEXEC_LOG = "mpiexec.log"
 _PERSONAL = (
     "simd",
@@ -95,10 +95,12 @@ def expand_variables(word: str, environment: Mapping[str, str]) -> str:
 
 
 class LocalRun:
-    """The ranks of a job on this machine. Use it in a `with` statement: the end of the block ends every process."""
+    """The ranks of a job on this machine. Use it in a `with` statement: the end of the block ends every process.
+
+    Raises LaunchError if Linux would not start the job's command with `environment`.
+    """
 
     def __init__(self, job: TrainingJob, mpi: Mpi, run_directory: Path, environment: Mapping[str, str]) -> None:
-        """Raises LaunchError if Linux would not start the job's command with `environment`."""
         self.job, self.mpi, self.directory = job, mpi, run_directory
         self._environment = dict(environment)
         self._command = rank_command(job, environment)
@@ -109,7 +111,7 @@ class LocalRun:
 
     def __enter__(self) -> LocalRun:
         adopt_orphans()
-        self._others = frozenset(descendants())
+        self._others = frozenset(list_descendants())
         # As in pods: the command does not go through mpiexec and its proxies, which have limits of their own.
         write_command(self.directory, self._command, os.getcwd())
         shim = [sys.executable, "-m", "topkube.launch.rank", "--no-echo"]
@@ -122,7 +124,7 @@ class LocalRun:
                 stderr=subprocess.STDOUT,
                 env=self._environment,
                 start_new_session=True,  # Ctrl-C reaches only this process, which ends the ranks in order
-                preexec_fn=dies_with_parent(signal.SIGTERM),
+                preexec_fn=prepare_to_die_with_parent(signal.SIGTERM),
             )
         return self
 
@@ -147,7 +149,7 @@ class LocalRun:
         except subprocess.TimeoutExpired:
             return False
         reap_orphans(self._others | {self._process.pid})
-        if not descendants(but=self._others):
+        if not list_descendants(but=self._others):
             return True
         after_shims = time.monotonic() + GRACE_SECONDS + 5  # longer than the grace period of the shims
         self._kill_at = min(self._kill_at, after_shims)
@@ -167,15 +169,15 @@ class LocalRun:
         """The exit code of mpiexec; None while it runs."""
         return self._process.returncode
 
-    def node_of(self, rank: int) -> int:
+    def find_node(self, rank: int) -> int:
         """Return the number of the node that `rank` belongs to."""
         return rank // self.job.spec.slots_per_worker
 
-    def failed_report(self) -> RankReport | None:
+    def find_failed_report(self) -> RankReport | None:
         """Return the report of the rank that failed first; None if no rank failed."""
         return first_failure(read_all(self.directory, self.job.ranks))
 
-    def lost_output(self) -> list[str]:
+    def describe_lost_output(self) -> list[str]:
         """Return a line for each rank whose log lacks output of the rank."""
         return [
             f"{report.lost_bytes} bytes of rank {report.rank}'s output are lost: {report.lost_why}"
@@ -186,12 +188,12 @@ class LocalRun:
     def failure(self) -> LaunchError | None:
         """Return why the run failed, with the traceback and the exit code of the rank that failed first; None if it did
         not fail."""
-        report = self.failed_report()
+        report = self.find_failed_report()
         if report is not None:
-            what, cause, next_step = diagnose(report, f"node {self.node_of(report.rank)}")
+            what, cause, next_step = diagnose(report, f"node {self.find_node(report.rank)}")
             lines = report.traceback or "\n".join(report.tail)
             return LaunchError(
-                what + (":\n\n" + _indent(lines) + "\n" if lines else ""),
+                what + (":\n\n" + _indent_lines(lines) + "\n" if lines else ""),
                 exit_code=report.exit_code,
                 cause=cause,
                 next_step=next_step.replace("in the run directory", f"in {self.directory}"),
@@ -201,7 +203,7 @@ class LocalRun:
             code = self.mpiexec_code if self.mpiexec_code > 0 else 128 - self.mpiexec_code
             return LaunchError(
                 f"mpiexec ended with exit code {code}, and no rank reports why"
-                + (":\n\n" + _indent("\n".join(text.splitlines()[-20:])) + "\n" if text else ""),
+                + (":\n\n" + _indent_lines("\n".join(text.splitlines()[-20:])) + "\n" if text else ""),
                 exit_code=code,
                 cause="the ranks could not be started, or were killed together with their shims",
                 next_step=f"read {self.directory / MPIEXEC_LOG}; try `topkube doctor`",
@@ -209,11 +211,11 @@ class LocalRun:
         return None
 
 
-def _indent(text: str) -> str:
+def _indent_lines(text: str) -> str:
     return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
 
 
-def fresh_directory(wanted: Path | None, job: TrainingJob, now: time.struct_time) -> Path:
+def create_fresh_directory(wanted: Path | None, job: TrainingJob, now: time.struct_time) -> Path:
     """Return the run's directory: `wanted`, or runs/NAME-TIME. Create it if needed. Reports of an earlier run in it are
     removed; its checkpoints stay.
 

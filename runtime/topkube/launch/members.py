@@ -31,18 +31,18 @@ from topkube.launch.connection.messages import (
 )
 from topkube.launch.connection.tunnel import Tunnel
 from topkube.launch.contract import LaunchPlan, State
-from topkube.launch.output.rank_report import RankReport, killed_for_memory
+from topkube.launch.output.rank_report import RankReport, was_killed_for_memory
 from topkube.launch.steps import Steps, parse_record
 
 CLOSED_SECONDS = 1.0
-"""How long a worker whose connection was closed, not cut, may take to come back. A killed pod closes its
+"""The time in which a worker whose connection was closed, not cut, must come back. A killed pod closes its
 connections."""
 _SILENT_SECONDS = 4.0
 """If something fails, a worker that has been silent for longer may have failed first."""
 _REPORTS_SECONDS = 5.0
-"""How long the reports of a worker's ranks may take after its proxy has ended."""
+"""The time in which the reports of a worker's ranks must arrive after its proxy has ended."""
 _CLOCK_SECONDS = 2.0
-"""Clocks that differ by less count as equal: on a crowded machine a call may take that long."""
+"""Clocks that differ by less count as equal, because a call on a crowded machine may take this time."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Member:
     reports: dict[int, RankReport] = field(default_factory=dict)
     """How the worker's ranks ended, by rank."""
 
-    def silent_seconds(self) -> float:
+    def count_silent_seconds(self) -> float:
         """Return the seconds since the worker's last message."""
         return time.monotonic() - self.link.heard
 
@@ -84,7 +84,7 @@ class Member:
 
     def is_lost(self, now: float, lost_seconds: float) -> bool:
         """Return True if the worker is gone, or has been silent for longer than `lost_seconds`."""
-        return self.is_gone(now) or self.silent_seconds() > lost_seconds
+        return self.is_gone(now) or self.count_silent_seconds() > lost_seconds
 
     def may_send(self, now: float, lost_seconds: float) -> bool:
         """Return True if the worker may still send a message: it has not reported its end, and it is not lost."""
@@ -96,7 +96,7 @@ class Member:
             return False
         if not self.link.connected and self.closed is not None:
             return now - self.closed <= CLOSED_SECONDS
-        return _SILENT_SECONDS < self.silent_seconds() <= lost_seconds
+        return _SILENT_SECONDS < self.count_silent_seconds() <= lost_seconds
 
     def owes_reports(self, slots: int) -> bool:
         """Return True if a rank of the worker may have ended without a report to the launcher."""
@@ -114,7 +114,7 @@ class Member:
         message holds no report."""
         report = RankReport.parse(message.report)
         killed = message.oom_kills > 0 and not report.told_to_end
-        killed = killed and killed_for_memory(report.signal, report.exit_code, report.tail)
+        killed = killed and was_killed_for_memory(report.signal, report.exit_code, report.tail)
         report = dataclasses.replace(
             report,
             started=report.started + self.clock,
@@ -143,29 +143,29 @@ class Members:
 
     # ---- the state of all workers
 
-    def in_order(self) -> list[Member]:
+    def list_in_order(self) -> list[Member]:
         """Return the workers in the order of their indexes."""
         return [self.by_index[index] for index in sorted(self.by_index)]
 
-    def all_connected(self) -> bool:
+    def are_all_connected(self) -> bool:
         """Return True if every worker of the plan has joined and is connected."""
         members = self.by_index.values()
         return len(members) == len(self._plan.workers) and all(member.link.connected for member in members)
 
-    def all_running(self) -> bool:
+    def are_all_running(self) -> bool:
         """Return True if all ranks of all workers run."""
         return all(member.running for member in self.by_index.values())
 
-    def all_reported(self) -> bool:
+    def have_all_reported(self) -> bool:
         """Return True if the report of every rank has arrived."""
         members = self.by_index.values()
         return sum(len(member.reports) for member in members) == len(members) * self._plan.slots
 
-    def all_proxies_ended(self) -> bool:
+    def have_all_proxies_ended(self) -> bool:
         """Return True if the MPI proxies of all workers have ended."""
         return all(member.proxy is not None for member in self.by_index.values())
 
-    def any_may_send(self, now: float) -> bool:
+    def may_any_send(self, now: float) -> bool:
         """Return True if a worker may still send a message."""
         return any(member.may_send(now, self._plan.lost_seconds) for member in self.by_index.values())
 
@@ -212,7 +212,7 @@ class Members:
             member = self._admit(index, hello)
             received, resumed = 0, False
         try:
-            await socket.send_str(self._welcome(member.link.received, resumed).text())
+            await socket.send_str(self._build_welcome(member.link.received, resumed).text())
             member.closed = None
             await member.link.run(socket, received)
         except (LaunchError, ConnectionError) as error:
@@ -224,7 +224,7 @@ class Members:
                     del self.by_index[index]
 
     async def _reject(self, member: Member | None, hello: Hello, socket: web.WebSocketResponse) -> bool:
-        """Close the connection of a worker that cannot join now. Returns True if it was closed."""
+        """Close the connection of a worker that cannot join now. Return True if it was closed."""
         if self._state() in ("Succeeded", "Failed") or (member is not None and member.ended):
             await socket.close(code=1013, message=b"this attempt is over")
             return True
@@ -239,12 +239,12 @@ class Members:
         if hello.busy:
             # It still runs ranks of an attempt whose launcher is gone. The welcome makes it end them and call again.
             # If it joined now, it would count as present and leave at once.
-            await socket.send_str(self._welcome(0, resumed=False).text())
+            await socket.send_str(self._build_welcome(0, resumed=False).text())
             await socket.close(code=1013, message=b"end what you run, then call again")
             return True
         return False
 
-    def _welcome(self, received: int, resumed: bool) -> Welcome:
+    def _build_welcome(self, received: int, resumed: bool) -> Welcome:
         return Welcome(
             run=self._run,
             attempt=self._plan.attempt,
@@ -258,7 +258,7 @@ class Members:
             lambda message: self.receive(member, message),
             lambda stream, data: self._receive_bytes(member, stream, data),
         )
-        member = Member(index, hello, link, clock=clock_offset(hello.time, time.time()))
+        member = Member(index, hello, link, clock=find_clock_offset(hello.time, time.time()))
         self.by_index[index] = member
         self._say(f"worker {index} ({self._plan.workers[index].pod}) joined from {hello.ip}")
         return member
@@ -314,7 +314,7 @@ class Members:
             member.tunnel.take(stream, data)
 
 
-def clock_offset(their_time: float, own_time: float) -> float:
+def find_clock_offset(their_time: float, own_time: float) -> float:
     """Return the seconds to add to a worker's clock. The worker sent its hello at `their_time`, and it arrived at
     `own_time` (Unix seconds of both clocks). Return 0 if the clocks count as equal."""
     offset = own_time - their_time

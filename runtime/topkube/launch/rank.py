@@ -1,8 +1,8 @@
 """`topkube rank -- COMMAND`: the shim around each rank. It writes the rank's log and a report of how the rank ended.
 
-MPI's launchers do not report that: Hydra kills the processes that it started as soon as a rank aborts, so a shim that
-Hydra started could not write a report. The shim therefore has two processes. The process that MPI starts only waits
-(the front). Its child runs the command in a separate session and survives long enough to report (the keeper). The
+MPI's launchers do not report how a rank ended: Hydra kills the processes that it started as soon as a rank aborts, so a
+shim that Hydra started could not write a report. The shim therefore has two processes. The process that MPI starts only
+waits (the front). Its child runs the command in a separate session and survives long enough to report (the keeper). The
 module imports little, because it is started once per rank.
 """
 
@@ -25,20 +25,20 @@ from typing import NoReturn
 
 from topkube.errors import LaunchError, SettingsError
 from topkube.launch.host.arguments import check_arguments, shorten_command
-from topkube.launch.host.environment import source_variables
-from topkube.launch.host.memory_kills import memory_kills
-from topkube.launch.host.network_devices import network_variables
-from topkube.launch.host.processes import dies_with_parent, find_parent
-from topkube.launch.host.torch_environment import accelerate_variables, rank_variables
+from topkube.launch.host.environment import list_source_variables
+from topkube.launch.host.memory_kills import count_memory_kills
+from topkube.launch.host.network_devices import list_network_variables
+from topkube.launch.host.processes import find_parent, prepare_to_die_with_parent
+from topkube.launch.host.torch_environment import list_accelerate_variables, rank_variables
 from topkube.launch.output.rank_log import Copy, Echo, RankLogWriter
 from topkube.launch.output.rank_report import (
     RankReport,
-    abort_code,
-    killed_for_memory,
+    find_abort_code,
     log_path,
     reserve,
     signal_name,
     tail,
+    was_killed_for_memory,
 )
 from topkube.roll_call import RollCall
 from topkube.settings import Settings, process_environment, read_launched_rank
@@ -47,12 +47,13 @@ COMMAND_FILE = "command.json"
 """The file in the run's directory with the command of the ranks and its working directory."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _OWN_END_SECONDS = 0.5
-"""How long a command may take to end by itself once its front is gone: a rank that called MPI_Abort does so."""
+"""The longest time that a command may take to end by itself after its front is gone. A rank that called MPI_Abort ends
+by itself."""
 _GRACE_SECONDS = 10.0
 """Time between SIGTERM and SIGKILL to a command whose front is gone."""
 _REST_SECONDS, _QUIET_SECONDS = 2.0, 0.2
-"""How long processes that a command leaves behind, such as `tee`, may take to print the rest of their output: in total,
-and between two pieces of output."""
+"""The longest times that processes that a command leaves behind, such as `tee`, may take to print the rest of their
+output: in total, and between two pieces of output."""
 _PROGRAM_CHARACTERS = 1024
 
 
@@ -77,14 +78,14 @@ def main(arguments: list[str]) -> NoReturn:
     keeper = os.fork()
     if keeper:
         _wait(keeper)
-    dies_with_parent_now(front)
+    die_with_parent(front)
     os.setsid()
     rank = read_launched_rank() or 0
     variables = rank_variables(rank, settings)
     if variables:
-        variables |= accelerate_variables(process_environment())
-    variables |= network_variables(variables, process_environment())
-    variables |= source_variables(settings, process_environment())
+        variables |= list_accelerate_variables(process_environment())
+    variables |= list_network_variables(variables, process_environment())
+    variables |= list_source_variables(settings, process_environment())
     code = Keeper(command, rank, settings.run_path, echo, front, variables).run()
     os._exit(code)
 
@@ -101,7 +102,7 @@ def _read_command(directory: Path) -> list[str]:
     return [str(word) for word in stored["command"]]
 
 
-def commands_among(pids: list[int]) -> list[int]:
+def find_commands(pids: list[int]) -> list[int]:
     """Return the processes among `pids` that are ranks' commands: children of a shim that are not shims themselves."""
     shims = {pid for pid in pids if _is_shim(pid)}
     return [pid for pid in pids if pid not in shims and find_parent(pid) in shims]
@@ -121,11 +122,11 @@ def _is_shim(pid: int) -> bool:
         return False
 
 
-def dies_with_parent_now(front: int) -> None:
+def die_with_parent(front: int) -> None:
     """Make the kernel send this process SIGTERM when the front ends."""
     for number in _STOPS:
         signal.signal(number, lambda *_: None)
-    dies_with_parent(signal.SIGTERM, front)()
+    prepare_to_die_with_parent(signal.SIGTERM, front)()
 
 
 def _wait(keeper: int) -> NoReturn:
@@ -162,8 +163,8 @@ class Keeper:
         self._front_ended: float | None = None
 
     def run(self) -> int:
-        """Run the command. Returns its exit code, or 128 plus the number of the signal that ended it."""
-        started, kills = time.time(), memory_kills()
+        """Run the command. Return its exit code, or 128 plus the number of the signal that ended it."""
+        started, kills = time.time(), count_memory_kills()
         log = None
         if self.directory:
             reserve(self.directory, self.rank)
@@ -183,11 +184,11 @@ class Keeper:
                 stderr=None if log is None else subprocess.PIPE if self.echo else subprocess.STDOUT,
                 close_fds=False,  # MPI reaches its launcher through an inherited socket
                 process_group=0,
-                preexec_fn=dies_with_parent(signal.SIGKILL),
+                preexec_fn=prepare_to_die_with_parent(signal.SIGKILL),
                 env={**process_environment(), **self.variables},
             )
         except OSError as error:
-            text = _not_started(self.command, error)
+            text = _explain_start_failure(self.command, error)
             print(f"topkube rank: {text}", file=sys.stderr, flush=True)
             code = 127 if isinstance(error, FileNotFoundError) else 126
             self._report(log, started, time.time(), code, None, False, not_started=text)
@@ -213,7 +214,7 @@ class Keeper:
             copy.copy_last()
         number = -child.returncode if child.returncode < 0 else None
         code = 128 + number if number else child.returncode
-        self._report(log, started, ended, code, number, memory_kills() > kills)
+        self._report(log, started, ended, code, number, count_memory_kills() > kills)
         return code
 
     def _handle_events(
@@ -261,7 +262,7 @@ class Keeper:
         if self.directory is None or log is None:
             return
         lines, traceback = tail(log_path(self.directory, self.rank))
-        told_to_end, aborted = self._told_to_end, abort_code(lines)
+        told_to_end, aborted = self._told_to_end, find_abort_code(lines)
         if self._front_ended:
             # MPI ended this rank first. With MPICH the rank may have asked for that: MPI_Abort waits to be killed.
             ended, told_to_end = self._front_ended, not aborted
@@ -277,7 +278,7 @@ class Keeper:
             signal=signal_name(number) if number else None,
             told_to_end=told_to_end,
             aborted=aborted is not None,
-            out_of_memory=kernel_killed and killed_for_memory(signal_name(number) if number else None, code, lines),
+            out_of_memory=kernel_killed and was_killed_for_memory(signal_name(number) if number else None, code, lines),
             not_started=not_started,
             missing=roll_call.missing if roll_call and code else [],
             traceback=traceback if code else None,
@@ -315,7 +316,7 @@ def _copy_rest(selector: selectors.BaseSelector) -> None:
                 selector.unregister(key.fileobj)
 
 
-def _not_started(command: list[str], error: OSError) -> str:
+def _explain_start_failure(command: list[str], error: OSError) -> str:
     """Return why the command could not be started."""
     if isinstance(error, FileNotFoundError):
         return f"the program {command[0][:_PROGRAM_CHARACTERS]!r} does not exist"

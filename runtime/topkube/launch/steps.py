@@ -1,5 +1,5 @@
 """The progress of training, from the messages of workers: rank 0's step records, the counters of the nodes' caches, and
-signs that a stalled job lacks."""
+signs of life, which a stalled job lacks."""
 
 from __future__ import annotations
 
@@ -70,10 +70,11 @@ class Steps:
         """The number of collectives that each rank has entered."""
 
     def start(self) -> None:
-        """Start the clock: the ranks are being started."""
+        """Start the clock when the start of the ranks begins."""
         self._started = time.monotonic()
 
     def add(self, record: StepRecord) -> None:
+        """Add a record, which is a sign of progress."""
         newest = self._records[-1].checkpoint_step if self._records else None
         if record.checkpoint_step and record.checkpoint_step != newest:
             self._saved_at = record.time
@@ -114,7 +115,7 @@ class Steps:
         if printed and not self._records and not self._collectives:
             self._moved = time.monotonic()
 
-    def ranks_behind(self) -> list[int]:
+    def find_ranks_behind(self) -> list[int]:
         """Return the ranks that have entered fewer collectives than other ranks, which wait for them."""
         furthest = max(self._collectives.values(), default=0)
         return sorted(rank for rank, count in self._collectives.items() if count < furthest)
@@ -138,7 +139,7 @@ class Steps:
         return f"{what}{self._describe_ranks_behind()}. Likely cause: {cause}. Next: read the ranks' logs"
 
     def _describe_ranks_behind(self) -> str:
-        behind, furthest = self.ranks_behind(), max(self._collectives.values(), default=0)
+        behind, furthest = self.find_ranks_behind(), max(self._collectives.values(), default=0)
         if not behind:
             return ""
         shown = ", ".join(map(str, behind[:_MOST_NAMED])) + (", …" if len(behind) > _MOST_NAMED else "")

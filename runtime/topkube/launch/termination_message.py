@@ -49,11 +49,11 @@ def describe(report: RankReport, pod: Callable[[int], str], place: str) -> First
         reason=find_reason(report),
         exit_code=report.exit_code,
         message=message[:_MESSAGE_CHARACTERS],
-        log_tail=tail_of(report.tail),
+        log_tail=join_last_lines(report.tail),
     )
 
 
-def tail_of(lines: Iterable[str]) -> str | None:
+def join_last_lines(lines: Iterable[str]) -> str | None:
     """Return the last lines, as many as fit the status; None if there are none."""
     text = "\n".join(lines)
     while len(text) > LOG_TAIL_BYTES or len(text.encode()) > LOG_TAIL_BYTES:
@@ -61,22 +61,22 @@ def tail_of(lines: Iterable[str]) -> str | None:
     return text or None
 
 
-def first_failure_of(reports: Iterable[RankReport], pod: Callable[[int], str], place: str) -> FirstFailure | None:
+def describe_first_failure(reports: Iterable[RankReport], pod: Callable[[int], str], place: str) -> FirstFailure | None:
     """Return the first failure among the reports of a worker; None if there is none. See `describe`."""
     report = first_failure(reports)
     return describe(report, pod, place) if report is not None else None
 
 
-def ending_before_start(error: LaunchError, reason: str, attempt: int = 1) -> Ending:
+def build_ending_before_start(error: LaunchError, reason: str, attempt: int = 1) -> Ending:
     """Return the ending of a launcher or worker that could not start."""
     failure = FirstFailure(reason=reason, exit_code=error.exit_code, message=str(error)[:_MESSAGE_CHARACTERS])
     return Ending(attempt=attempt, state="Failed", exit_code=error.exit_code, first_failure=failure)
 
 
-def ending_by_error(error: Exception, attempt: int) -> Ending:
+def build_ending_by_error(error: Exception, attempt: int) -> Ending:
     """Return the ending of a launcher or worker that an unexpected error ends."""
     if isinstance(error, LaunchError):
-        return ending_before_start(error, "LaunchFailed", attempt)
+        return build_ending_before_start(error, "LaunchFailed", attempt)
     message = f"{type(error).__name__}: {error}. Likely cause: a bug in TopKube. Next: report it, with this pod's log"
     failure = FirstFailure(reason="LaunchFailed", exit_code=1, message=message[:_MESSAGE_CHARACTERS])
     return Ending(attempt=attempt, state="Failed", exit_code=1, first_failure=failure)
@@ -92,6 +92,6 @@ def write_ending(termination_log: Path, ending: Ending, quiet: bool = False) -> 
 
 
 def clear_ending(termination_log: Path) -> None:
-    """Empty the termination message, because it is no longer true."""
+    """Empty the termination message, because it no longer holds."""
     with contextlib.suppress(OSError):
         termination_log.write_text("", encoding="utf-8")

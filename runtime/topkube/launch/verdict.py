@@ -1,5 +1,5 @@
-"""The verdict: the failure that came first. When a worker dies, everything fails on its peers at the same time, and the
-status names one cause."""
+"""The verdict: the failure that came first. When a worker dies, the ranks of all other workers fail at the same time,
+and the status must name the cause."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from topkube.job import FirstFailure
 from topkube.launch.contract import LaunchPlan
 from topkube.launch.members import Member
 from topkube.launch.output.rank_report import RankReport, first_failure
-from topkube.launch.termination_message import TERMINATED, describe, tail_of
+from topkube.launch.termination_message import TERMINATED, describe, join_last_lines
 
 _SETTLE_SECONDS = 0.7
-"""Between the first failure and the verdict: reports of other workers are on their way."""
+"""The time from the first failure to the verdict: reports of other workers may be on their way."""
 _REPORTS_SECONDS = 2.5
-"""The same if a worker has not confirmed yet that its other ranks live. On a crowded machine the report of the rank
-that failed first may come late."""
+"""The same time if a worker has not confirmed yet that its other ranks live. On a crowded machine, the report of the
+rank that failed first may come late."""
 ENDED_SECONDS = 3.0
-"""How long the workers may take to report that their ranks have ended."""
+"""The longest time that the workers may take to report that their ranks have ended."""
 ASKED = FirstFailure(
     reason="Terminated", exit_code=TERMINATED, message="the launcher was asked to end: its pod was deleted or drained"
 )
@@ -73,7 +73,7 @@ def describe_unfit_worker(plan: LaunchPlan, member: Member, first: Member, mpi: 
 
 
 def is_settled(plan: LaunchPlan, members: Collection[Member], first_failure_at: float, now: float) -> bool:
-    """Return True if nothing more can arrive that would change what failed first. Times are monotonic."""
+    """Return True if no later message can change what failed first. Times are monotonic."""
     closed = (member.closed for member in members if member.closed is not None and member.is_gone(now))
     waited = now - min([first_failure_at, *closed])
     if waited < _SETTLE_SECONDS:
@@ -98,7 +98,7 @@ def find_first_failure(plan: LaunchPlan, members: Iterable[Member]) -> FirstFail
             failure = FirstFailure(pod=pod, reason="Terminated", exit_code=TERMINATED, message=message)
             candidates.append((member.terminating, failure))
         elif member.is_lost(now, plan.lost_seconds):
-            silent = member.silent_seconds()
+            silent = member.count_silent_seconds()
             how = f"it has been silent for {silent:.0f} s"
             if member.is_gone(now):
                 how = "its connection was closed and did not come back"
@@ -129,7 +129,7 @@ def describe_unexplained_end(code: int | None, members: Iterable[Member], lines:
         exit_code=code or max(codes, default=0) or 1,
         message=f"{what}, and no rank reports why. Likely cause: the ranks could not be started, or were killed"
         " together with their shims. Next: read the logs of the launcher and the workers",
-        log_tail=tail_of(lines),
+        log_tail=join_last_lines(lines),
     )
 
 

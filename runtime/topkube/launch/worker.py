@@ -1,7 +1,7 @@
 """`topkube worker -- COMMAND`: the entry process of a worker's pod.
 
 The worker keeps calling the launcher. It starts the proxy that the launcher names, and sends the ranks' reports. Its
-own output carries what the ranks print. The worker outlives attempts: if a launcher disappears or ends an attempt, the
+own output contains what the ranks print. The worker outlives attempts: if a launcher disappears or ends an attempt, the
 worker ends its ranks and calls again, until a launcher reports that the run is over. As PID 1 it reaps orphans and
 passes SIGTERM on.
 """
@@ -43,16 +43,16 @@ from topkube.launch.contract import METRICS_PORT, UNREACHABLE_CODE, Ending, Work
 from topkube.launch.dataset import DatasetProcess
 from topkube.launch.host import shared_memory
 from topkube.launch.host.arguments import check_arguments
-from topkube.launch.host.environment import container_environment, read_source_digest
+from topkube.launch.host.environment import read_container_environment, read_source_digest
 from topkube.launch.host.processes import adopt_orphans, reap_orphans
 from topkube.launch.host.temporary import TemporaryFolder
 from topkube.launch.mpi import mpi_library
 from topkube.launch.output.pod_output import OutputHandler, PodOutput
 from topkube.launch.termination_message import (
+    build_ending_before_start,
+    build_ending_by_error,
     clear_ending,
-    ending_before_start,
-    ending_by_error,
-    first_failure_of,
+    describe_first_failure,
     write_ending,
 )
 from topkube.settings import Settings
@@ -66,16 +66,15 @@ _PAUSE_SECONDS = (0.1, 1.0)
 """The pause between two calls: the first, and the longest."""
 _PROBLEM_CHARACTERS = 4096
 _STALL_SECONDS, _DRAIN_SECONDS = 10.0, 600.0
-"""How long this worker waits for the reader of its pod's output after the run: while the reader takes nothing, and in
-total."""
+"""The longest waits for the reader of this pod's output after the run: while the reader reads nothing, and in total."""
 _LAST_SECONDS = 3.0
-"""The same for a pod that was asked to end, after its ranks' grace period: less than the pod has left."""
+"""The longest wait in a pod that was asked to end, after its ranks' grace period: less than the pod has left."""
 _LAUNCHER_GONE_GRACE_SECONDS = 10.0
-"""How long ranks may take to save a checkpoint if the launcher is gone."""
+"""The longest time that ranks may take to save a checkpoint if the launcher is gone."""
 
 
 def run_worker(command: list[str]) -> int:
-    """Carry out `topkube worker`. Returns the exit code. Raises LaunchError if the worker cannot start."""
+    """Carry out `topkube worker`. Return the exit code. Raises LaunchError if the worker cannot start."""
     settings = Settings.from_environment()
     termination_log = Path(settings.termination_log)
     try:
@@ -84,19 +83,19 @@ def run_worker(command: list[str]) -> int:
         if not command:
             raise LaunchError("there is no command", exit_code=2, next_step="topkube worker -- python train.py")
     except LaunchError as error:
-        write_ending(termination_log, ending_before_start(error, "BadPlan"))
+        write_ending(termination_log, build_ending_before_start(error, "BadPlan"))
         raise
     try:
-        check_arguments(command, container_environment())
+        check_arguments(command, read_container_environment())
     except LaunchError as error:
-        write_ending(termination_log, ending_before_start(error, "ArgumentsTooLong", plan.attempt))
+        write_ending(termination_log, build_ending_before_start(error, "ArgumentsTooLong", plan.attempt))
         raise
     with TemporaryFolder("topkube-worker-") as folder:
         worker = Worker(plan, credentials, command, settings, folder)
         try:
             code = asyncio.run(worker.run())
         except Exception as error:
-            write_ending(termination_log, ending_by_error(error, plan.attempt))
+            write_ending(termination_log, build_ending_by_error(error, plan.attempt))
             raise
         finally:
             worker.dataset.end()
@@ -141,14 +140,14 @@ class Worker:
         self._run_is_over = False
         self._terminated: float | None = None
         self._lost_bytes = 0
-        """Bytes of output that the ranks' logs did not take."""
+        """Bytes of output that the ranks' logs could not store."""
         self._is_unreachable = False
         """True if the launcher was not reached for as long as the plan allows."""
         self._done = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
-        """Call launchers and run attempts until the run is over or SIGTERM has arrived. Returns the exit code."""
+        """Call launchers and run attempts until the run is over or SIGTERM has arrived. Return the exit code."""
         adopt_orphans()
         logging.getLogger().addHandler(OutputHandler(self.output))
         loop = asyncio.get_running_loop()
@@ -174,7 +173,8 @@ class Worker:
         return code or (128 + signal.SIGTERM if self._terminated is not None and not self._run_is_over else 0)
 
     def _serve_metrics(self) -> None:
-        """Serve /metrics of the current ranks until this process ends. A job trains without it too."""
+        """Serve /metrics of the current ranks until this process ends. If the port is in use, the job trains without
+        metrics."""
         try:
             MetricsEndpoint(self._run_directory, self.plan.name, METRICS_PORT, self._ip)
         except LaunchError as error:
@@ -185,8 +185,8 @@ class Worker:
         return self.directory / f"attempt-{self._last_number}"
 
     def print_rest(self) -> int:
-        """Wait for the reader of this pod's output, within limits. Returns how many bytes of the ranks' output are
-        lost."""
+        """Wait for the reader of this pod's output, within limits. Return the number of bytes of the ranks' output that
+        are lost."""
         stall, most = _STALL_SECONDS, _DRAIN_SECONDS
         if self._terminated is not None:
             left = self._terminated + self.plan.grace_seconds - time.monotonic()
@@ -197,7 +197,7 @@ class Worker:
         """Return the termination message. `lost` is the number of bytes of the ranks' output that are lost."""
         last = self._last
         reports = [*last.reports.values()] if last is not None else []
-        failure = first_failure_of(reports, lambda _: self.plan.pod, f"worker {self.plan.index}")
+        failure = describe_first_failure(reports, lambda _: self.plan.pod, f"worker {self.plan.index}")
         return Ending(
             attempt=self._last_number,
             state="Failed" if code else "Succeeded",
@@ -246,8 +246,8 @@ class Worker:
         await self._session.link.run(socket, welcome.received)
 
     def _note_failed_call(self, error: BaseException) -> None:
-        """Note a failed call. What keeps this worker from the launcher becomes its termination message, however the
-        worker ends."""
+        """Note a failed call. The reason why calls fail becomes the termination message, in whatever way the worker
+        ends."""
         before = self._calls.problem
         self._calls.note_failure(error, self._ip)
         if self._calls.problem is None:
@@ -317,7 +317,7 @@ class Worker:
             for old in self.directory.glob("attempt-*"):  # their output is still copied: those files are open
                 shutil.rmtree(old, ignore_errors=True)
             port = await session.tunnel.listen()
-            environment = container_environment()
+            environment = read_container_environment()
             self._attempt = Attempt(
                 start, directory, self.command, self._mpi, port, environment, self.dataset, self.output
             )
@@ -347,8 +347,8 @@ class Worker:
             await asyncio.sleep(_TICK_SECONDS)
 
     async def _wait_for_output(self) -> int:
-        """Wait for the reader of this pod's output: as long as it reads, and no longer than `_DRAIN_SECONDS`. Returns
-        how many bytes of the ranks' output were not printed."""
+        """Wait for the reader of this pod's output: as long as it reads, and no longer than `_DRAIN_SECONDS`. Return
+        the number of bytes of the ranks' output that were not printed."""
         start = time.monotonic()
         while not self.output.idle:
             await asyncio.sleep(_TICK_SECONDS)

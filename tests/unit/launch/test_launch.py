@@ -19,7 +19,7 @@ from topkube.errors import LaunchError
 from topkube.job import TrainingJob
 from topkube.launch.local import expand_variables, rank_environment
 from topkube.launch.mpi import mpi_library
-from topkube.launch.output.rank_report import RankReport, abort_code, diagnose, first_failure, tail
+from topkube.launch.output.rank_report import RankReport, diagnose, find_abort_code, first_failure, tail
 from topkube.settings import read_launched_rank
 
 SHIM = [sys.executable, "-m", "topkube.launch.rank"]
@@ -293,9 +293,9 @@ def test_any_log_has_a_tail(data: bytes, pieces: list[bytes]) -> None:
 
 
 def test_an_announced_abort_has_its_code() -> None:
-    assert abort_code(["x", "Abort(5) on node 1 (rank 1 in comm 0): application called MPI_Abort"]) == 5
-    assert abort_code(["Abort(537485583) on node 0 (rank 0 in comm 0): Fatal error in internal_Recv"]) == 15
-    assert abort_code(["no abort"]) is None
+    assert find_abort_code(["x", "Abort(5) on node 1 (rank 1 in comm 0): application called MPI_Abort"]) == 5
+    assert find_abort_code(["Abort(537485583) on node 0 (rank 0 in comm 0): Fatal error in internal_Recv"]) == 15
+    assert find_abort_code(["no abort"]) is None
 
 
 def test_reports_survive_fields_of_later_versions(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 from played_credentials import write_credentials
 
 from topkube.launch.connection import calls
-from topkube.launch.connection.calls import Calls, rejection_error
+from topkube.launch.connection.calls import Calls, build_rejection_error
 from topkube.launch.connection.credentials import LauncherCredentials, build_pinned_context
 from topkube.launch.connection.rendezvous import Rendezvous
 from topkube.launch.contract import (
@@ -147,7 +147,7 @@ def test_an_absent_launcher_is_reported_with_causes_and_the_next_command(
 
 
 def test_a_worker_behind_a_service_mesh_prints_the_next_step(tmp_path: Path) -> None:
-    error = rejection_error(PLAN, "the call comes from 127.0.0.6, a service mesh's sidecar, not from 10.0.0.9")
+    error = build_rejection_error(PLAN, "the call comes from 127.0.0.6, a service mesh's sidecar, not from 10.0.0.9")
     for words in ("excludeInboundPorts", "checkAddress: false", "port 7077"):
         assert words in str(error)
     plan = PLAN.model_copy(update={"unreachable_seconds": 1e-9})

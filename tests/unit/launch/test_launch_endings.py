@@ -20,12 +20,12 @@ from topkube.launch.connection.messages import read
 from topkube.launch.contract import Ending
 from topkube.launch.host import shared_memory
 from topkube.launch.host.environment import set_home
-from topkube.launch.host.memory_kills import memory_kills
+from topkube.launch.host.memory_kills import count_memory_kills
 from topkube.launch.launcher import run_launcher
-from topkube.launch.members import clock_offset
+from topkube.launch.members import find_clock_offset
 from topkube.launch.output.rank_report import RankReport
 from topkube.launch.steps import Steps
-from topkube.launch.termination_message import describe, find_reason, tail_of, write_ending
+from topkube.launch.termination_message import describe, find_reason, join_last_lines, write_ending
 from topkube.launch.worker import run_worker
 from topkube.processors import count_cores
 from topkube.telemetry.progress import StepRecord
@@ -43,17 +43,17 @@ def test_kills_for_memory_are_counted_in_both_versions_of_cgroups(tmp_path: Path
     version_2, version_1 = tmp_path / "two", tmp_path / "one"
     own_two = write_file(tmp_path / "own2", "0::/kubepods/pod1/c\n")
     own_one = write_file(tmp_path / "own1", "11:cpu,cpuacct:/x\n7:memory:/kubepods/pod1/c\n0::/\n")
-    assert memory_kills(version_2, own_two, machine) == 9, "no counter of its own: the machine's"
+    assert count_memory_kills(version_2, own_two, machine) == 9, "no counter of its own: the machine's"
     write_file(version_2 / "memory.events", "low 0\noom 3\noom_kill 2\n")  # as inside a container
-    assert memory_kills(version_2, own_two, machine) == 2
+    assert count_memory_kills(version_2, own_two, machine) == 2
     write_file(version_2 / "kubepods/pod1/c/memory.events", "oom_kill 4\n")  # as on the host
-    assert memory_kills(version_2, own_two, machine) == 4
+    assert count_memory_kills(version_2, own_two, machine) == 4
     write_file(version_1 / "memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n")
-    assert memory_kills(version_1, own_one, machine) == 5
+    assert count_memory_kills(version_1, own_one, machine) == 5
     write_file(version_1 / "memory/kubepods/pod1/c/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 6\n")
-    assert memory_kills(version_1, own_one, machine) == 6
-    assert memory_kills(tmp_path / "gone", none, none) == 0
-    assert memory_kills() >= 0
+    assert count_memory_kills(version_1, own_one, machine) == 6
+    assert count_memory_kills(tmp_path / "gone", none, none) == 0
+    assert count_memory_kills() >= 0
 
 
 def test_processors_are_counted_in_both_versions_of_cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,9 +115,9 @@ def test_a_hang_is_attributed_to_the_missing_rank() -> None:
 
 
 def test_tails_fit_the_status() -> None:
-    assert tail_of([]) is None
-    assert tail_of(["a", "b"]) == "a\nb"
-    long = tail_of(["ü" * 9000, "the end"])
+    assert join_last_lines([]) is None
+    assert join_last_lines(["a", "b"]) == "a\nb"
+    long = join_last_lines(["ü" * 9000, "the end"])
     assert long is not None
     assert len(long.encode()) <= 4096
     assert long.endswith("the end")
@@ -201,10 +201,10 @@ def test_a_script_that_reports_no_steps_is_seen_by_its_collectives_and_who_is_be
     counted.note_activity({0: 7}, False)  # and neither is the same count
     words = counted.describe_stall(1000, 10)
     assert "waited for: rank 1, 3 (collective 5 of 7)" in words
-    assert counted.ranks_behind() == [1, 3]
+    assert counted.find_ranks_behind() == [1, 3]
     counted.note_activity({1: 7, 3: 7}, False)
     assert counted.describe_stall(1000, 10) == ""
-    assert counted.ranks_behind() == []
+    assert counted.find_ranks_behind() == []
 
 
 def test_output_is_the_sign_of_life_of_a_program_that_uses_nothing_of_ours(clock: Clock) -> None:
@@ -285,6 +285,6 @@ def test_invalid_messages_are_refused(text: str) -> None:
 
 
 def test_a_slow_call_does_not_count_as_a_different_clock() -> None:
-    assert clock_offset(100.0, 101.5) == 0.0
-    assert clock_offset(100.0, 160.0) == 60.0
-    assert clock_offset(160.0, 100.0) == -60.0
+    assert find_clock_offset(100.0, 101.5) == 0.0
+    assert find_clock_offset(100.0, 160.0) == 60.0
+    assert find_clock_offset(160.0, 100.0) == -60.0

@@ -58,9 +58,9 @@ def install_mpi(directory: Path, name: str, version: str, proxy: str) -> Mpi:
 
 
 def test_a_hydra_proxy_goes_through_the_tunnel(mpich: Mpi) -> None:
-    number, port, parameters = proxies.hydra_parameters(HYDRA_5)
+    number, port, parameters = proxies.parse_hydra_parameters(HYDRA_5)
     assert (number, port) == (1, 40053)
-    command = proxies.proxy_command(parameters, mpich, 777)
+    command = proxies.build_proxy_command(parameters, mpich, 777)
     given = shlex.split(HYDRA_5.removeprefix("HYDRA_LAUNCH: "))
     assert command[0] == str(mpich.mpiexec.parent / "hydra_pmi_proxy"), "the worker's own program"
     assert command[1:3] == ["--control-port", "127.0.0.1:777"], "the worker's own end"
@@ -68,17 +68,17 @@ def test_a_hydra_proxy_goes_through_the_tunnel(mpich: Mpi) -> None:
 
 
 def test_options_of_an_older_hydra_are_parsed(mpich: Mpi) -> None:
-    number, port, parameters = proxies.hydra_parameters(HYDRA_4)
+    number, port, parameters = proxies.parse_hydra_parameters(HYDRA_4)
     assert (number, port) == (0, 1234)
-    command = proxies.proxy_command(parameters, mpich, 7)
+    command = proxies.build_proxy_command(parameters, mpich, 7)
     assert "--debug" in command
     assert command[command.index("--debug") + 1] == "--rmk"
 
 
 def test_prted_goes_through_the_tunnel(tmp_path: Path) -> None:
-    number, port, parameters = proxies.agent_parameters(encode_call(PRTED))
+    number, port, parameters = proxies.parse_agent_parameters(encode_call(PRTED))
     assert (number, port) == (1, 46039), "daemon 0 is mpiexec itself"
-    command = proxies.proxy_command(parameters, install_mpi(tmp_path, "OpenMPI", "5.0.11", "prted"), 777)
+    command = proxies.build_proxy_command(parameters, install_mpi(tmp_path, "OpenMPI", "5.0.11", "prted"), 777)
     text = " ".join(command)
     assert "--prtemca prte_hnp_uri prterun-vm-6545@0.0;tcp://127.0.0.1:777:8" in text
     assert "--prtemca ess_base_vpid 2" in text
@@ -89,9 +89,9 @@ def test_prted_goes_through_the_tunnel(tmp_path: Path) -> None:
 
 
 def test_orted_of_open_mpi_4_goes_through_the_tunnel(tmp_path: Path) -> None:
-    number, port, parameters = proxies.agent_parameters(encode_call(ORTED))
+    number, port, parameters = proxies.parse_agent_parameters(encode_call(ORTED))
     assert (number, port) == (0, 35971)
-    command = proxies.proxy_command(parameters, install_mpi(tmp_path, "OpenMPI", "4.1.4", "orted"), 777)
+    command = proxies.build_proxy_command(parameters, install_mpi(tmp_path, "OpenMPI", "4.1.4", "orted"), 777)
     text = " ".join(command)
     assert "--mca orte_hnp_uri 2876899328.0;tcp://127.0.0.1:777" in text
     assert "10.1.2.9" not in text
@@ -124,7 +124,7 @@ def test_the_options_of_mpiexec_have_other_names_in_open_mpi_4_than_in_5() -> No
         ),
     ]:
         mpi = Mpi("OpenMPI", version, Path("/x/mpiexec"))
-        text = " ".join(proxies.mpiexec_command(mpi, ["10.0.0.1", "10.0.0.2"], 4, Path("/t/agent"), ["prog"]))
+        text = " ".join(proxies.build_mpiexec_command(mpi, ["10.0.0.1", "10.0.0.2"], 4, Path("/t/agent"), ["prog"]))
         assert "--host 10.0.0.1:4,10.0.0.2:4" in text
         assert "-n 8 prog" in text
         for word in words:
@@ -142,32 +142,34 @@ def test_the_options_of_mpiexec_have_other_names_in_open_mpi_4_than_in_5() -> No
 )
 def test_unknown_options_of_hydra_are_refused(line: str) -> None:
     with pytest.raises(LaunchError, match="TopKube does not support"):
-        proxies.hydra_parameters(line)
+        proxies.parse_hydra_parameters(line)
 
 
 def test_unknown_calls_of_the_agent_are_refused() -> None:
     for words in ([], ["host"], ["host", "rm", "-rf"], [*PRTED, "--stray"], ["host", "/bin/prted", "--prtemca", "a"]):
         with pytest.raises(LaunchError, match="TopKube does not support"):
-            proxies.agent_parameters(encode_call(words))
+            proxies.parse_agent_parameters(encode_call(words))
 
 
 def test_a_worker_starts_nothing_but_its_proxy(mpich: Mpi, tmp_path: Path) -> None:
     hostile = ProxyParameters(mpi="MPICH", options=(("control-port", "10.0.0.9:1"),))
     with pytest.raises(LaunchError, match="TopKube does not support"):
-        proxies.proxy_command(hostile, mpich, 7)
+        proxies.build_proxy_command(hostile, mpich, 7)
     with pytest.raises(LaunchError, match="the launcher uses OpenMPI, this worker's image has MPICH"):
-        proxies.proxy_command(ProxyParameters(mpi="OpenMPI"), mpich, 7)
+        proxies.build_proxy_command(ProxyParameters(mpi="OpenMPI"), mpich, 7)
     for name in ("--rmk", "a b", "", "x;y"):
         with pytest.raises(ValidationError):
             ProxyParameters(mpi="MPICH", options=((name, "v"),))
     with pytest.raises(ValidationError):
         ProxyParameters(mpi="MPICH", options=(("rmk", "a\nb"),))
     with pytest.raises(LaunchError, match="there is no prted or orted in the folder of"):
-        proxies.proxy_command(ProxyParameters(mpi="OpenMPI"), Mpi("OpenMPI", "5.0", tmp_path / "none" / "mpiexec"), 7)
+        proxies.build_proxy_command(
+            ProxyParameters(mpi="OpenMPI"), Mpi("OpenMPI", "5.0", tmp_path / "none" / "mpiexec"), 7
+        )
 
 
 def test_hosts_are_listed_in_worker_order(mpich: Mpi) -> None:
-    command = proxies.mpiexec_command(mpich, ["10.0.0.7", "10.0.0.2"], 2, Path("/t/agent"), ["python", "-m", "x"])
+    command = proxies.build_mpiexec_command(mpich, ["10.0.0.7", "10.0.0.2"], 2, Path("/t/agent"), ["python", "-m", "x"])
     assert command[command.index("-hosts") + 1] == "10.0.0.7:2,10.0.0.2:2"
     assert "-genvnone" in command
     assert command[-5:] == ["-n", "4", "python", "-m", "x"]

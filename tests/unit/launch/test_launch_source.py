@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from topkube.launch.host.environment import digest_path, read_source_digest
+from topkube.launch.host.environment import name_digest_file, read_source_digest
 
 PRINTS = "import os, mine, packed; print(mine.__file__, packed.__file__, os.environ['PATH'].split(':')[0])"
 
@@ -33,5 +33,5 @@ def test_a_rank_imports_its_source_and_its_shim_does_not(tmp_path: Path) -> None
 
 def test_a_worker_without_a_digest_has_none(tmp_path: Path) -> None:
     assert read_source_digest(tmp_path / "source") == ""
-    digest_path(tmp_path / "source").write_text("ab" * 32 + "\n")
+    name_digest_file(tmp_path / "source").write_text("ab" * 32 + "\n")
     assert read_source_digest(tmp_path / "source") == "ab" * 32

@@ -16,10 +16,10 @@ import pytest
 from topkube.launch.connection.link import Link
 from topkube.launch.connection.messages import CheckRanks, Hello, Report
 from topkube.launch.contract import ExpectedWorker, LaunchPlan
-from topkube.launch.host.processes import descendants
+from topkube.launch.host.processes import list_descendants
 from topkube.launch.members import CLOSED_SECONDS, Member
 from topkube.launch.output.rank_report import RankReport, first_failure
-from topkube.launch.rank import commands_among
+from topkube.launch.rank import find_commands
 from topkube.launch.termination_message import describe
 from topkube.launch.verdict import describe_unfit_worker, is_settled
 
@@ -209,7 +209,7 @@ def test_workers_with_different_sources_do_not_train_together(members: list[Memb
 def test_a_shims_command_counts_as_living_until_it_has_ended(tmp_path: Path) -> None:
     def wait_for_ranks(ranks: int) -> list[int]:
         end = time.monotonic() + 120
-        while len(commands := commands_among(descendants(shim.pid))) != ranks:
+        while len(commands := find_commands(list_descendants(shim.pid))) != ranks:
             assert time.monotonic() < end, commands
             time.sleep(0.01)
         return commands
@@ -220,6 +220,6 @@ def test_a_shims_command_counts_as_living_until_it_has_ended(tmp_path: Path) -> 
         (rank,) = wait_for_ranks(1)
         assert Path(f"/proc/{rank}/comm").read_text() == "sleep\n"
         os.kill(rank, signal.SIGSTOP)
-        assert commands_among(descendants(shim.pid)) == [rank], "a stopped process still lives"
+        assert find_commands(list_descendants(shim.pid)) == [rank], "a stopped process still lives"
         os.kill(rank, signal.SIGKILL)
         wait_for_ranks(0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from topkube.launch.host.network_devices import network_variables
+from topkube.launch.host.network_devices import list_network_variables
 
 GPUS = {  # two sockets with two PCI switches each, as in servers with eight GPUs
     "0000:1b:00.0": "pci0000:17/0000:17:01.0/0000:18:00.0",
@@ -47,13 +47,13 @@ def _build_variables(local: int, size: int = 3) -> dict[str, str]:
 
 
 def test_each_rank_has_the_device_behind_the_switch_of_its_gpu(root: Path) -> None:
-    chosen = [network_variables(_build_variables(local), {}, root) for local in range(3)]
+    chosen = [list_network_variables(_build_variables(local), {}, root) for local in range(3)]
     assert chosen == [{"UCX_NET_DEVICES": f"mlx5_{local}:1"} for local in range(3)]
 
 
 def test_without_a_device_behind_its_switch_a_rank_has_those_of_its_numa_node(root: Path) -> None:
     _set_port(root, "mlx5_1", "1: DOWN")
-    assert network_variables(_build_variables(1), {}, root) == {"UCX_NET_DEVICES": "mlx5_0:1"}
+    assert list_network_variables(_build_variables(1), {}, root) == {"UCX_NET_DEVICES": "mlx5_0:1"}
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def test_without_a_device_behind_its_switch_a_rank_has_those_of_its_numa_node(ro
     ids=["the user chose", "other GPUs", "fewer ranks than GPUs", "plain mpiexec"],
 )
 def test_an_uncertain_device_is_not_chosen(rank: dict[str, str], environment: dict[str, str], root: Path) -> None:
-    assert network_variables(rank, environment, root) == {}
+    assert list_network_variables(rank, environment, root) == {}
 
 
 def test_a_single_device_and_a_machine_without_gpus_need_no_choice(root: Path, tmp_path: Path) -> None:
     for name in ("mlx5_1", "mlx5_2"):
         _set_port(root, name, "1: DOWN")
-    assert network_variables(_build_variables(0), {}, root) == {}
-    assert network_variables(_build_variables(0), {}, tmp_path / "nothing") == {}
+    assert list_network_variables(_build_variables(0), {}, root) == {}
+    assert list_network_variables(_build_variables(0), {}, tmp_path / "nothing") == {}

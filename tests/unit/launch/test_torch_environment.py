@@ -13,7 +13,7 @@ import worlds
 from local_runs import run_job, write_job
 
 from topkube.errors import WorldError
-from topkube.launch.host.torch_environment import accelerate_variables, rank_variables
+from topkube.launch.host.torch_environment import list_accelerate_variables, rank_variables
 from topkube.launch_check import check_launch
 from topkube.settings import Settings, read_launched_ranks
 
@@ -51,7 +51,7 @@ def test_accelerate_uses_the_cpu_only_without_a_device(
 ) -> None:
     (tmp_path / device).parent.mkdir(exist_ok=True)
     (tmp_path / device).touch()
-    assert accelerate_variables(inherited, tmp_path) == expected
+    assert list_accelerate_variables(inherited, tmp_path) == expected
 
 
 def test_these_variables_do_not_count_as_torchrun() -> None:

@@ -23,9 +23,9 @@ from topkube.launch.contract import REFUSED_REASON, UNREACHABLE_CODE, UNREACHABL
 from topkube.timestamps import format_timestamp
 
 PATIENCE_SECONDS = 15.0
-"""How long a launcher may take to start."""
+"""The time in which a launcher usually starts: failed calls before are not explained."""
 _REPEAT_SECONDS = 60.0
-"""The same message is printed again after this time."""
+"""The time after which the same message is printed again."""
 _EXPIRED, _NOT_YET_VALID = 10, 9  # X509_V_ERR_CERT_HAS_EXPIRED, X509_V_ERR_CERT_NOT_YET_VALID
 _MESSAGE_CHARACTERS = 1024
 
@@ -79,7 +79,7 @@ class Calls:
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
             return *self._explain_certificate(error.certificate_error), UNREACHABLE_REASON
         if isinstance(error, aiohttp.ClientConnectorSSLError):
-            what = f"the server at {launcher} does not speak TLS as a launcher does: {_reason(error)}"
+            what = f"the server at {launcher} does not speak TLS as a launcher does: {_find_reason(error)}"
             cause = "a service mesh or a proxy intercepts the connection, or the address belongs to another server"
             next_step = f"exclude port {launcher.rpartition(':')[2]} from the mesh, for the launcher and the workers"
             return what, cause, next_step, UNREACHABLE_REASON
@@ -89,8 +89,8 @@ class Calls:
         launcher, code = self._plan.launcher, getattr(error, "verify_code", 0)
         if code in (_EXPIRED, _NOT_YET_VALID):
             state = "has expired" if code == _EXPIRED else "is not valid yet"
-            what = f"the certificate of the launcher at {launcher} {state} by this node's clock: it is {_now()}"
-            if validity := self._validity():
+            what = f"the certificate of the launcher at {launcher} {state} by this node's clock: it is {_format_now()}"
+            if validity := self._describe_validity():
                 what += f", and the certificate is valid from {validity[0]} to {validity[1]}"
             cause = "the clock of this node is wrong (no time synchronisation), or the certificate is too old"
             next_step = (
@@ -103,11 +103,12 @@ class Calls:
             "delete this pod",
         )
 
-    def _validity(self) -> tuple[str, str] | None:
-        """Return the first and the last moment at which the certificate that this worker trusts is valid."""
+    def _describe_validity(self) -> tuple[str, str] | None:
+        """Return the start and the end of the validity of the certificate that this worker trusts; None if it trusts
+        none."""
         for certificate in self._tls.get_ca_certs():
             times = [ssl.cert_time_to_seconds(str(certificate.get(name))) for name in ("notBefore", "notAfter")]
-            return _stamp(times[0]), _stamp(times[1])
+            return _format_stamp(times[0]), _format_stamp(times[1])
         return None
 
     def _explain_network(self, error: BaseException, source: str) -> tuple[str, str, str]:
@@ -115,7 +116,7 @@ class Calls:
         number = error.errno if isinstance(error, OSError) else None
         if number == errno.EADDRNOTAVAIL:
             return (
-                f"this pod cannot call the launcher at {launcher} from its address {source}: {_reason(error)}",
+                f"this pod cannot call the launcher at {launcher} from its address {source}: {_find_reason(error)}",
                 "no network interface of this pod has that address",
                 f"kubectl -n {namespace} get pod {self._plan.pod} -o wide; compare with `ip address` in the pod",
             )
@@ -126,13 +127,13 @@ class Calls:
             "a service mesh intercepts the connection",
         ]
         return (
-            f"the launcher at {launcher} cannot be reached: {_reason(error)}",
+            f"the launcher at {launcher} cannot be reached: {_find_reason(error)}",
             "; or ".join(causes),
             f"kubectl -n {namespace} get pods,services,networkpolicies -o wide",
         )
 
 
-def rejection_error(plan: WorkerPlan, reason: str) -> LaunchError:
+def build_rejection_error(plan: WorkerPlan, reason: str) -> LaunchError:
     """Return the error of a worker that the launcher rejects with `reason`."""
     cause = "the launcher is ending, another pod has taken this worker's place, or the network rewrites addresses"
     next_step = f"kubectl -n {plan.namespace} get pods, and read the log of the launcher"
@@ -149,7 +150,8 @@ def rejection_error(plan: WorkerPlan, reason: str) -> LaunchError:
 
 
 def own_address(launcher: str) -> str:
-    """Return the address from which this host reaches the launcher, for workers outside pods."""
+    """Return the address from which this host reaches the launcher, for workers outside pods; 127.0.0.1 if that is
+    unknown."""
     host, _, port = launcher.rpartition(":")
     with socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -159,7 +161,7 @@ def own_address(launcher: str) -> str:
             return "127.0.0.1"
 
 
-def _reason(error: BaseException) -> str:
+def _find_reason(error: BaseException) -> str:
     """Return a short description of an error."""
     if isinstance(error, TimeoutError):
         return "no answer"
@@ -170,9 +172,9 @@ def _reason(error: BaseException) -> str:
     return str(error)[:300] or type(error).__name__
 
 
-def _now() -> str:
-    return _stamp(time.time())
+def _format_now() -> str:
+    return _format_stamp(time.time())
 
 
-def _stamp(seconds: float) -> str:
+def _format_stamp(seconds: float) -> str:
     return format_timestamp(datetime.fromtimestamp(seconds, UTC))

@@ -24,12 +24,12 @@ class LauncherCredentials:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         for name in (CERTIFICATE_FILE, KEY_FILE):
-            _text(directory, name)
+            _read_text(directory, name)
         try:
             context.load_cert_chain(directory / CERTIFICATE_FILE, directory / KEY_FILE)
         except ssl.SSLError as error:
-            raise _unusable(directory / KEY_FILE, f"{error.reason or error}") from None
-        return cls(context, _text(directory, TOKEN_KEY_FILE), _text(directory, OPERATOR_TOKEN_FILE))
+            raise _build_error(directory / KEY_FILE, f"{error.reason or error}") from None
+        return cls(context, _read_text(directory, TOKEN_KEY_FILE), _read_text(directory, OPERATOR_TOKEN_FILE))
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class WorkerCredentials:
     @classmethod
     def load(cls, directory: Path) -> WorkerCredentials:
         """Read the files in `directory`. Raises LaunchError, which names the file that is missing or invalid."""
-        return cls(build_pinned_context(directory / CERTIFICATE_FILE), _text(directory, TOKEN_FILE))
+        return cls(build_pinned_context(directory / CERTIFICATE_FILE), _read_text(directory, TOKEN_FILE))
 
 
 def build_pinned_context(certificate: Path) -> ssl.SSLContext:
     """Return a client's TLS context that accepts only this certificate, whatever names and addresses it contains."""
-    text = _text(certificate.parent, certificate.name)
+    text = _read_text(certificate.parent, certificate.name)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -55,22 +55,22 @@ def build_pinned_context(certificate: Path) -> ssl.SSLContext:
     try:
         context.load_verify_locations(cadata=text)
     except ssl.SSLError as error:
-        raise _unusable(certificate, f"{error.reason or error}") from None
+        raise _build_error(certificate, f"{error.reason or error}") from None
     return context
 
 
-def _text(directory: Path, name: str) -> str:
+def _read_text(directory: Path, name: str) -> str:
     try:
         text = (directory / name).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise _unusable(directory / name, str(reason)) from None
+        raise _build_error(directory / name, str(reason)) from None
     if not text:
-        raise _unusable(directory / name, "it is empty")
+        raise _build_error(directory / name, "it is empty")
     return text
 
 
-def _unusable(path: Path, reason: str) -> LaunchError:
+def _build_error(path: Path, reason: str) -> LaunchError:
     return LaunchError(
         f"the credentials file {path} is invalid: {reason}",
         exit_code=2,

@@ -27,8 +27,7 @@ HEARTBEAT_SECONDS = 1.0
 FRAME_BYTES = 1 << 20
 """The longest frame that an end accepts."""
 _ROOM_BYTES = 1 << 20
-"""The most unconfirmed bytes; with more bytes, tunnels wait. The launcher may keep this many for each of thousands of
-workers."""
+"""The most unconfirmed bytes of a link. With more, its tunnel waits. The launcher may have thousands of links."""
 _CONFIRM_FRAMES = 32
 _CONFIRM_BYTES = 256 << 10
 
@@ -51,9 +50,11 @@ class Link:
         self._socket: Socket | None = None
 
     def send(self, message: Message) -> None:
+        """Send a message as soon as there is a connection, without waiting."""
         self._keep(message.text())
 
     def send_bytes(self, stream: int, data: bytes) -> None:
+        """Send bytes of the tunnelled connection `stream`, like a message."""
         self._keep(stream.to_bytes(2, "big") + data)
 
     def _keep(self, frame: str | bytes) -> None:
@@ -63,8 +64,8 @@ class Link:
             self._room.clear()
         self._wake.set()
 
-    async def room(self) -> None:
-        """Wait until few enough bytes are unconfirmed."""
+    async def wait_for_room(self) -> None:
+        """Wait until at most `_ROOM_BYTES` are unconfirmed."""
         await self._room.wait()
 
     async def wait_for_delivery(self, seconds: float) -> bool:
@@ -136,7 +137,7 @@ class Link:
                 return
             data: Any = incoming.data
             if incoming.type == WSMsgType.TEXT and data.startswith('{"has":'):
-                self._confirm(_number(data))
+                self._confirm(_parse_number(data))
                 continue
             self.received += 1
             unconfirmed, unconfirmed_bytes = unconfirmed + 1, unconfirmed_bytes + len(data)
@@ -152,7 +153,7 @@ class Link:
                 self._on_bytes(int.from_bytes(data[:2], "big"), data[2:])
 
 
-def _number(text: str) -> int:
+def _parse_number(text: str) -> int:
     try:
         return int(json.loads(text)["has"])
     except (ValueError, TypeError, KeyError):

@@ -62,7 +62,7 @@ class Welcome(Message):
     received: int = 0
     resumed: bool
     lost_seconds: float = 20.0
-    """Either end takes the other for lost after this time without a message."""
+    """The time without a message after which each end regards the other as lost."""
 
 
 class Start(Message):

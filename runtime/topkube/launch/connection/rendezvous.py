@@ -170,7 +170,7 @@ class Rendezvous:
         return _refuse(404, "there is nothing here")
 
     def _answer_status(self, request: web.BaseRequest) -> web.StreamResponse:
-        if not _same(_bearer(request), self._credentials.operator_token):
+        if not _are_same(_read_bearer(request), self._credentials.operator_token):
             return _refuse(401, "this needs the operator's token")
         if request.method != "GET":
             return _refuse(405, "GET")
@@ -182,7 +182,7 @@ class Rendezvous:
         index, attempt = request.query.get("index", ""), request.query.get("attempt", "")
         expected = self._workers.get(index)
         token = self._tokens[expected.index] if expected is not None else self._credentials.operator_token[::-1]
-        if not _same(_bearer(request), token) or expected is None:
+        if not _are_same(_read_bearer(request), token) or expected is None:
             if expected is not None and attempt.isdigit() and int(attempt) != expected.attempt:
                 attempts = f"attempt {expected.attempt} instead of {attempt}"
                 return _refuse(401, f"worker {index} of this run was created in {attempts}")
@@ -202,16 +202,16 @@ class Rendezvous:
         if not isinstance(hello, Hello):
             await session.close(code=1002)
             return session
-        problem = self._address_problem(request.remote, hello.ip)
+        problem = self._find_address_problem(request.remote, hello.ip)
         if problem:
             self.refused[expected.index] = problem
-            await session.close(code=1008, message=_brief(problem))
+            await session.close(code=1008, message=_shorten(problem))
             return session
         self.refused.pop(expected.index, None)
         await self._joined(expected.index, hello, session)
         return session
 
-    def _address_problem(self, peer: str | None, announced: str) -> str:
+    def _find_address_problem(self, peer: str | None, announced: str) -> str:
         """Return why a worker that calls from `peer` may not have the pod address `announced`; empty if it may."""
         try:
             caller, pod_address = ipaddress.ip_address(peer or ""), ipaddress.ip_address(announced)
@@ -252,7 +252,7 @@ def _raise_file_limit(workers: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _brief(reason: str) -> bytes:
+def _shorten(reason: str) -> bytes:
     """Return the reason, cut to the size of a WebSocket's last frame."""
     return reason.partition(". Next: ")[0].encode()[:_REASON_BYTES].decode(errors="ignore").encode()
 
@@ -271,11 +271,11 @@ def _listen(address: str, port: int) -> socket.socket:
     return listener
 
 
-def _bearer(request: web.BaseRequest) -> str:
+def _read_bearer(request: web.BaseRequest) -> str:
     return request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
 
 
-def _same(sent: str, expected: str) -> bool:
+def _are_same(sent: str, expected: str) -> bool:
     return hmac.compare_digest(sent.encode(errors="replace"), expected.encode())
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import aiohttp
 
-from topkube.launch.connection.calls import rejection_error
+from topkube.launch.connection.calls import build_rejection_error
 from topkube.launch.connection.credentials import WorkerCredentials
 from topkube.launch.connection.link import FRAME_BYTES, Link
 from topkube.launch.connection.messages import AnyMessage, Close, Hello, Welcome, read
@@ -29,7 +29,7 @@ class Session:
         self.welcome: Welcome | None = None
         self._plan, self._credentials, self._on_message = plan, credentials, on_message
 
-    def client(self, own_address: str | None) -> aiohttp.ClientSession:
+    def create_client(self, own_address: str | None) -> aiohttp.ClientSession:
         """Return a client for calls, from `own_address` if it is set."""
         source = (own_address, 0) if own_address is not None else None
         connector = aiohttp.TCPConnector(ssl=self._credentials.tls, limit=0, force_close=True, local_addr=source)
@@ -39,7 +39,7 @@ class Session:
     async def call(
         self, client: aiohttp.ClientSession, hello: Callable[[], Hello], seconds: float
     ) -> tuple[aiohttp.ClientWebSocketResponse, Welcome]:
-        """Call the launcher. Returns the connection and the welcome. Raises TimeoutError if that takes longer than
+        """Call the launcher. Return the connection and the welcome. Raises TimeoutError if that takes longer than
         `seconds`, and LaunchError if the launcher rejects this worker."""
         headers = {"Authorization": f"Bearer {self._credentials.token}"}
         query = {"index": str(self._plan.index), "attempt": str(self._plan.attempt)}
@@ -55,7 +55,7 @@ class Session:
             return socket, answer
         await socket.close()
         reason = incoming.extra if incoming.type == aiohttp.WSMsgType.CLOSE else ""
-        raise rejection_error(self._plan, str(reason or ""))
+        raise build_rejection_error(self._plan, str(reason or ""))
 
     def begin(self, welcome: Welcome) -> None:
         """Begin a new session."""

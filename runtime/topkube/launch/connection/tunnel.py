@@ -19,11 +19,10 @@ _STREAMS = 64
 
 class Tunnel:
     """One end of a worker's tunnelled connections. `take` accepts bytes that arrive; `open_stream` and `close_stream`
-    accept the messages about streams."""
+    accept the messages about streams. At the launcher's end, `port` is the loopback port that opened streams connect
+    to; None at the worker's end."""
 
     def __init__(self, link: Link, port: int | None = None) -> None:
-        """At the launcher's end, `port` is the loopback port that opened streams connect to; None at the worker's
-        end."""
         self._link, self._port = link, port
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._early: dict[int, list[bytes]] = {}
@@ -73,7 +72,7 @@ class Tunnel:
         with contextlib.suppress(OSError):
             while data := await reader.read(_CHUNK_BYTES):
                 self._link.send_bytes(stream, data)
-                await self._link.room()
+                await self._link.wait_for_room()
         if stream in self._writers:
             self._link.send(Close(stream=stream))
             self.close_stream(stream)

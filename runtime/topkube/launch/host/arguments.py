@@ -30,12 +30,12 @@ def check_arguments(command: Iterable[str], environment: Mapping[str, str], most
     variables = {name: os.fsencode(name) + b"=" + os.fsencode(value) for name, value in environment.items()}
     for number, word in enumerate(words):
         if len(word) >= STRING_BYTES:
-            raise _too_long(
+            raise _build_error(
                 f"argument {number} of the command has {len(word)} bytes", STRING_BYTES - 1, "for an argument"
             )
     for name, variable in variables.items():
         if len(variable) >= STRING_BYTES:
-            raise _too_long(
+            raise _build_error(
                 f"the environment variable {name[:_SHOWN_CHARACTERS]} has {len(variable)} bytes with its name",
                 STRING_BYTES - 1,
                 "for a variable",
@@ -44,7 +44,7 @@ def check_arguments(command: Iterable[str], environment: Mapping[str, str], most
     arguments = sum(len(word) + 1 + _POINTER_BYTES for word in words)
     total = arguments + sum(len(variable) + 1 + _POINTER_BYTES for variable in variables.values())
     if total > most - _RESERVE_BYTES:
-        raise _too_long(
+        raise _build_error(
             f"the command has {len(words)} arguments with {arguments} bytes, and its environment has {len(variables)} "
             f"variables with {total - arguments} bytes",
             most - _RESERVE_BYTES,
@@ -52,7 +52,7 @@ def check_arguments(command: Iterable[str], environment: Mapping[str, str], most
         )
 
 
-def _too_long(what: str, most: int, whole: str) -> LaunchError:
+def _build_error(what: str, most: int, whole: str) -> LaunchError:
     return LaunchError(
         f"{what}; Linux takes {most} bytes {whole}",
         exit_code=CODE,

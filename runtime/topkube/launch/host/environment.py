@@ -19,7 +19,7 @@ def set_defaults(environment: dict[str, str], ranks: int) -> None:
     environment.setdefault("PYTHONFAULTHANDLER", "1")
 
 
-def container_environment() -> dict[str, str]:
+def read_container_environment() -> dict[str, str]:
     """Return the environment that ranks inherit from the worker's container: all variables, except those for the worker
     itself."""
     own = {"TOPKUBE_WORKER", "TOPKUBE_LAUNCH", "TOPKUBE_SOURCE", "TOPKUBE_CREDENTIALS", "TOPKUBE_TERMINATION_LOG"}
@@ -49,7 +49,7 @@ def set_home(environment: dict[str, str], temporary: str) -> None:
         environment.setdefault("LOGNAME", environment["USER"])
 
 
-def source_variables(settings: Settings, inherited: Mapping[str, str]) -> dict[str, str]:
+def list_source_variables(settings: Settings, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return PYTHONPATH and PATH of ranks whose code and packages are not in the image: the folders of the source and
     of its packages come before the entries of `inherited`. Return nothing if the job has neither.
 
@@ -57,13 +57,13 @@ def source_variables(settings: Settings, inherited: Mapping[str, str]) -> dict[s
     variables = {}
     folders = [folder for folder in (settings.source_directory, settings.packages_directory) if folder]
     if folders:
-        variables["PYTHONPATH"] = _joined([*folders, inherited.get("PYTHONPATH", "")])
+        variables["PYTHONPATH"] = _join_paths([*folders, inherited.get("PYTHONPATH", "")])
     if settings.packages_directory:
-        variables["PATH"] = _joined([f"{settings.packages_directory}/bin", inherited.get("PATH", os.defpath)])
+        variables["PATH"] = _join_paths([f"{settings.packages_directory}/bin", inherited.get("PATH", os.defpath)])
     return variables
 
 
-def digest_path(source: Path) -> Path:
+def name_digest_file(source: Path) -> Path:
     """Return the file with the digest of the fetched folder `source`. It is beside the folder."""
     return source.with_name(source.name + ".sha256")
 
@@ -71,10 +71,10 @@ def digest_path(source: Path) -> Path:
 def read_source_digest(source: Path) -> str:
     """Return the digest that `topkube fetch-source` has written; empty if it has not written one."""
     try:
-        return digest_path(source).read_text(encoding="ascii").strip()[:64]
+        return name_digest_file(source).read_text(encoding="ascii").strip()[:64]
     except (OSError, ValueError):
         return ""
 
 
-def _joined(paths: list[str]) -> str:
+def _join_paths(paths: list[str]) -> str:
     return os.pathsep.join(path for path in paths if path)

@@ -11,14 +11,14 @@ _OWN = Path("/proc/self/cgroup")
 _MACHINE = Path("/proc/vmstat")
 
 
-def memory_kills(cgroups: Path = _CGROUPS, own: Path = _OWN, machine: Path = _MACHINE) -> int:
+def count_memory_kills(cgroups: Path = _CGROUPS, own: Path = _OWN, machine: Path = _MACHINE) -> int:
     """Return the number of kills for memory in this process's cgroup and the cgroups below it, or on the whole machine
     if the cgroup does not count them.
 
     In a container the files of the cgroup may be at the root of the mount, whatever path the kernel names: both are
     read.
     """
-    version2, version1 = cgroup_paths(own)
+    version2, version1 = find_cgroup_paths(own)
     places = [cgroups / version2 / "memory.events", cgroups / "memory.events"]
     places += [cgroups / "memory" / version1 / "memory.oom_control", cgroups / "memory" / "memory.oom_control"]
     for place in [*places, machine]:
@@ -29,7 +29,7 @@ def memory_kills(cgroups: Path = _CGROUPS, own: Path = _OWN, machine: Path = _MA
     return 0
 
 
-def cgroup_paths(own: Path = _OWN) -> tuple[str, str]:
+def find_cgroup_paths(own: Path = _OWN) -> tuple[str, str]:
     """Return this process's path in the unified hierarchy, and in version 1's memory hierarchy."""
     version2 = version1 = ""
     with contextlib.suppress(OSError):

@@ -15,35 +15,36 @@ UCX_DEVICES = "UCX_NET_DEVICES"
 """The variable by which MPI libraries on UCX, as Open MPI and MPICH can be, are limited to network devices."""
 
 
-def network_variables(
+def list_network_variables(
     rank: Mapping[str, str], environment: Mapping[str, str], root: Path = Path("/")
 ) -> dict[str, str]:
     """Return UCX_NET_DEVICES for a rank with the variables LOCAL_RANK and LOCAL_WORLD_SIZE: the active ports of the
     RDMA devices that are nearest to its GPU, such as {"UCX_NET_DEVICES": "mlx5_2:1"}.
 
-    Return nothing if the variable is set already, if the node has fewer than two active devices, or if it is unknown
-    which GPU the rank takes: ranks and visible GPUs differ in number, or CUDA_VISIBLE_DEVICES is set. `root` is the
-    root of /proc and /sys."""
+    Return an empty dictionary if the variable is set already, if the node has fewer than two active devices, or if it
+    is unknown which GPU the rank takes: ranks and visible GPUs differ in number, or CUDA_VISIBLE_DEVICES is set. `root`
+    is the root of /proc and /sys."""
     gpus = find_gpus(root)
     local, size = rank.get("LOCAL_RANK", ""), rank.get("LOCAL_WORLD_SIZE", "")
     if UCX_DEVICES in environment or "CUDA_VISIBLE_DEVICES" in environment or not gpus or size != str(len(gpus)):
         return {}
-    ports = _active_ports(root)
+    ports = _find_active_ports(root)
     if len(ports) < 2:
         return {}
-    nearest = nearest_devices(gpus[int(local)], list(ports), root)
+    nearest = find_nearest_devices(gpus[int(local)], list(ports), root)
     return {UCX_DEVICES: ",".join(port for name in nearest for port in ports[name])} if nearest else {}
 
 
 def find_gpus(root: Path = Path("/")) -> list[str]:
     """Return the PCI addresses of the GPUs that this process sees, in ascending order, in which CUDA numbers equal
     GPUs."""
-    return sorted(_names(root / "proc/driver/nvidia/gpus"))
+    return sorted(_list_names(root / "proc/driver/nvidia/gpus"))
 
 
-def nearest_devices(gpu: str, devices: list[str], root: Path = Path("/")) -> list[str]:
+def find_nearest_devices(gpu: str, devices: list[str], root: Path = Path("/")) -> list[str]:
     """Return the RDMA devices, among `devices`, that share the most PCI bridges with the GPU at the address `gpu`. If
-    none shares a bridge, return those of its NUMA node. Return nothing if all devices are at the same distance."""
+    none shares a bridge, return those of its NUMA node. Return an empty list if all devices are at the same
+    distance."""
     own = root / "sys/bus/pci/devices" / gpu
     if not own.exists():
         return []
@@ -75,12 +76,12 @@ def _find_node(device: Path) -> str:
         return ""
 
 
-def _active_ports(root: Path) -> dict[str, list[str]]:
+def _find_active_ports(root: Path) -> dict[str, list[str]]:
     """Return the active ports of each RDMA device that has one: {"mlx5_0": ["mlx5_0:1"]}."""
     devices: dict[str, list[str]] = {}
-    for name in _names(root / "sys/class/infiniband"):
+    for name in _list_names(root / "sys/class/infiniband"):
         ports = root / "sys/class/infiniband" / name / "ports"
-        for port in _names(ports):
+        for port in _list_names(ports):
             try:
                 is_active = "ACTIVE" in (ports / port / "state").read_text()
             except OSError:
@@ -90,7 +91,7 @@ def _active_ports(root: Path) -> dict[str, list[str]]:
     return devices
 
 
-def _names(folder: Path) -> list[str]:
+def _list_names(folder: Path) -> list[str]:
     try:
         return sorted(os.listdir(folder))
     except OSError:

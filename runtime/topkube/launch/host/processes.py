@@ -1,4 +1,4 @@
-"""The processes of Linux: descendants, signals, and the removal of processes that nobody waits for."""
+"""The processes of Linux: descendants, signals, and the removal of ended orphans."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def dies_with_parent(number: signal.Signals, parent: int | None = None) -> Callable[[], None]:
+def prepare_to_die_with_parent(number: signal.Signals, parent: int | None = None) -> Callable[[], None]:
     """Return a function for a child process to call (Popen's `preexec_fn`): it makes the kernel send the child signal
     `number` when `parent` (default: this process) ends."""
     parent = os.getpid() if parent is None else parent
@@ -29,11 +29,11 @@ def dies_with_parent(number: signal.Signals, parent: int | None = None) -> Calla
 
 
 def adopt_orphans() -> None:
-    """Make descendants whose parent ends children of this process, so that `descendants` still finds them."""
+    """Make descendants whose parent ends children of this process, so that `list_descendants` still finds them."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def descendants(root: int | None = None, but: frozenset[int] = frozenset()) -> list[int]:
+def list_descendants(root: int | None = None, but: frozenset[int] = frozenset()) -> list[int]:
     """Return the living processes below `root` (default: this process), parents first, without those in `but` and their
     descendants."""
     children: dict[int, list[int]] = {}
@@ -79,7 +79,7 @@ def kill_descendants(but: frozenset[int] = frozenset(), seconds: float = 5.0) ->
     """Kill every process below this process, except `but`. Return the processes that could not be killed, because they
     wait in the kernel. The function repeats, because a process may fork meanwhile."""
     end = time.monotonic() + seconds
-    while (left := descendants(but=but)) and time.monotonic() < end:
+    while (left := list_descendants(but=but)) and time.monotonic() < end:
         signal_all(left, signal.SIGKILL)
         reap_orphans(but)
         time.sleep(0.01)

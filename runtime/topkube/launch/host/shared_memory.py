@@ -28,14 +28,14 @@ def clean(keep: frozenset[str], directory: Path = SHARED_MEMORY) -> list[str]:
             if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
                 candidates.add(name)
     if candidates:
-        candidates -= _used(directory)
+        candidates -= _read_used(directory)
     for name in candidates:
         with contextlib.suppress(OSError):
             (directory / name).unlink()
     return sorted(candidates)
 
 
-def _used(directory: Path) -> set[str]:
+def _read_used(directory: Path) -> set[str]:
     prefix, used = f"{directory}/", set[str]()
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():

@@ -46,7 +46,7 @@ def rank_variables(rank: int, settings: Settings) -> dict[str, str]:
     }
 
 
-def accelerate_variables(inherited: Mapping[str, str], devices: Path = Path("/dev")) -> dict[str, str]:
+def list_accelerate_variables(inherited: Mapping[str, str], devices: Path = Path("/dev")) -> dict[str, str]:
     """Return ACCELERATE_USE_CPU=true for a machine or pod without an accelerator, unless `inherited` sets it.
 
     Hugging Face accelerate needs this variable there. Without it, each rank trains alone on all the data, without a

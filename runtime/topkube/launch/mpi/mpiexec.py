@@ -14,20 +14,27 @@ from pathlib import Path
 from topkube.errors import LaunchError
 from topkube.launch.connection.messages import ProxyParameters
 from topkube.launch.host.arguments import check_arguments
-from topkube.launch.host.processes import descendants, dies_with_parent, signal_all
+from topkube.launch.host.processes import list_descendants, prepare_to_die_with_parent, signal_all
 from topkube.launch.mpi.mpi_library import Mpi
-from topkube.launch.mpi.proxies import AGENT, HYDRA_END, HYDRA_LINE, agent_parameters, hydra_parameters, mpiexec_command
+from topkube.launch.mpi.proxies import (
+    AGENT,
+    HYDRA_END,
+    HYDRA_LINE,
+    build_mpiexec_command,
+    parse_agent_parameters,
+    parse_hydra_parameters,
+)
 from topkube.settings import process_environment
 
 _START_SECONDS, _PROXY_SECONDS = 60.0, 0.05
-"""How long mpiexec may take to print the parameters of its proxies: at least, and for each proxy."""
+"""The time in which mpiexec must print the parameters of its proxies: at least, and for each proxy."""
 _TAIL_LINES = 20
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX")
 """The variables that mpiexec inherits from the launcher. The ranks inherit from their workers."""
 
 
 class Mpiexec:
-    """mpiexec of an attempt. It starts when the iteration over `proxies` begins."""
+    """mpiexec of an attempt, which starts when the iteration over `proxies` begins. `say` prints its lines."""
 
     def __init__(
         self,
@@ -38,11 +45,10 @@ class Mpiexec:
         directory: Path,
         say: Callable[[str], None] = print,
     ) -> None:
-        """`say` prints the lines of mpiexec."""
         self._say = say
         self._mpi, self._count, self._directory = mpi, len(hosts), directory
         self._agent = directory / "agent"
-        self._command = mpiexec_command(mpi, hosts, slots, self._agent, program)
+        self._command = build_mpiexec_command(mpi, hosts, slots, self._agent, program)
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._lines: asyncio.Queue[str] = asyncio.Queue()
@@ -61,41 +67,45 @@ class Mpiexec:
         """Start mpiexec, and yield for each worker, in any order: its number, the control port, and the parameters of
         its proxy. Raises LaunchError if mpiexec does not start all proxies."""
         self._agent.write_text(AGENT, encoding="ascii")
-        check_arguments(self._command, self._environment())
+        check_arguments(self._command, self._build_environment())
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=self._environment(),
+            env=self._build_environment(),
             cwd="/",
             start_new_session=True,
-            preexec_fn=dies_with_parent(signal.SIGKILL),
+            preexec_fn=prepare_to_die_with_parent(signal.SIGKILL),
             limit=1 << 20,
         )
         self._reader = asyncio.create_task(self._read(self._process))
-        calls = self._hydra_calls() if self._mpi.implementation == "MPICH" else self._agent_calls()
+        calls = self._read_hydra_calls() if self._mpi.implementation == "MPICH" else self._read_agent_calls()
         started_numbers = set[int]()
         most = max(_START_SECONDS, self._count * _PROXY_SECONDS)
         try:
             async with asyncio.timeout(most):
                 async for number, port, parameters in calls:
                     if number in started_numbers or number >= self._count:
-                        raise self._failed(f"started proxy {number} of {self._count} twice, or there is no such proxy")
+                        raise self._build_failure(
+                            f"started proxy {number} of {self._count} twice, or there is no such proxy"
+                        )
                     started_numbers.add(number)
                     yield number, port, parameters
                     if len(started_numbers) == self._count:
                         break
         except TimeoutError:
-            raise self._failed(f"started {len(started_numbers)} of {self._count} proxies within {most:g} s") from None
+            raise self._build_failure(
+                f"started {len(started_numbers)} of {self._count} proxies within {most:g} s"
+            ) from None
         if len(started_numbers) < self._count:
-            raise self._failed(f"started {len(started_numbers)} proxies instead of {self._count}")
+            raise self._build_failure(f"started {len(started_numbers)} proxies instead of {self._count}")
 
-    async def _hydra_calls(self) -> AsyncIterator[tuple[int, int, ProxyParameters]]:
+    async def _read_hydra_calls(self) -> AsyncIterator[tuple[int, int, ProxyParameters]]:
         while (line := await self._lines.get()) != HYDRA_END:
-            yield hydra_parameters(line)
+            yield parse_hydra_parameters(line)
 
-    async def _agent_calls(self) -> AsyncIterator[tuple[int, int, ProxyParameters]]:
+    async def _read_agent_calls(self) -> AsyncIterator[tuple[int, int, ProxyParameters]]:
         taken = set[str]()
         end = b"\0%s.end\0" % os.fsencode(self._agent)
         while self.code is None:
@@ -104,7 +114,7 @@ class Mpiexec:
                     call = (self._directory / name).read_bytes()
                     if call.endswith(end):  # else it is still being written
                         taken.add(name)
-                        yield agent_parameters(call[: 1 - len(end)])
+                        yield parse_agent_parameters(call[: 1 - len(end)])
             await asyncio.sleep(0.01)
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
@@ -120,11 +130,11 @@ class Mpiexec:
         await process.wait()
         self._lines.put_nowait(HYDRA_END)
 
-    def _environment(self) -> dict[str, str]:
+    def _build_environment(self) -> dict[str, str]:
         environment = {name: value for name, value in process_environment().items() if name in _INHERITED}
         environment.update(self._mpi.environment())
         environment.update({"HOME": str(self._directory), "TMPDIR": str(self._directory)})
-        library = loopback_library()
+        library = find_loopback_library()
         if library is not None:
             environment["LD_PRELOAD"] = str(library)
         return environment
@@ -133,7 +143,7 @@ class Mpiexec:
         """Return a warning for each port of mpiexec that other hosts can reach."""
         if self._process is None:
             return []
-        pids = [self._process.pid, *descendants(self._process.pid)]
+        pids = [self._process.pid, *list_descendants(self._process.pid)]
         return [
             f"warning: mpiexec listens on {address}, which has no authentication; the job's NetworkPolicy must block it"
             for address in find_listening_addresses(pids)
@@ -143,12 +153,12 @@ class Mpiexec:
     async def end(self) -> None:
         """Kill mpiexec and its children."""
         if self._process is not None:
-            pids = [self._process.pid, *descendants(self._process.pid)] if self._process.returncode is None else []
+            pids = [self._process.pid, *list_descendants(self._process.pid)] if self._process.returncode is None else []
             signal_all(pids, signal.SIGKILL)
             if self._reader is not None:
                 await self._reader
 
-    def _failed(self, what: str) -> LaunchError:
+    def _build_failure(self, what: str) -> LaunchError:
         lines = "\n".join(self.tail)
         return LaunchError(
             f"mpiexec {what}" + (f"; it printed:\n{lines}" if lines else ""),
@@ -158,7 +168,7 @@ class Mpiexec:
         )
 
 
-def loopback_library() -> Path | None:
+def find_loopback_library() -> Path | None:
     """Return the library that binds mpiexec to loopback; None if this installation was built without it."""
     kernels = importlib.util.find_spec("topkube._kernels")
     if kernels is None or kernels.origin is None:
@@ -181,11 +191,11 @@ def find_listening_addresses(pids: list[int]) -> list[str]:
             for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-                    addresses.append(_address(fields[1]))
+                    addresses.append(_parse_address(fields[1]))
     return addresses
 
 
-def _address(text: str) -> str:
+def _parse_address(text: str) -> str:
     import ipaddress
 
     host, _, port = text.partition(":")

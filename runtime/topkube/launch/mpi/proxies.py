@@ -43,7 +43,7 @@ _NOT_FOR_WORKERS = {
 _CONTACTS = {"prte_hnp_uri", "orte_hnp_uri"}
 
 
-def mpiexec_command(mpi: Mpi, hosts: list[str], slots: int, agent: Path, program: list[str]) -> list[str]:
+def build_mpiexec_command(mpi: Mpi, hosts: list[str], slots: int, agent: Path, program: list[str]) -> list[str]:
     """Return the command line for `slots` ranks of `program` on each of `hosts` (addresses), in that order. mpiexec
     starts nothing itself: Hydra prints the commands, and PRRTE calls `agent` (a shell script) with them."""
     ranks = str(len(hosts) * slots)
@@ -79,7 +79,7 @@ printf '%s\\0' "$@" "$0.end" > "$0.$$.call"
 """
 
 
-def hydra_parameters(line: str) -> tuple[int, int, ProxyParameters]:
+def parse_hydra_parameters(line: str) -> tuple[int, int, ProxyParameters]:
     """Return the proxy's number, mpiexec's control port, and the other parameters from a HYDRA_LAUNCH line. Raises
     LaunchError for an unknown option."""
     words = shlex.split(line.removeprefix(HYDRA_LINE))
@@ -88,15 +88,15 @@ def hydra_parameters(line: str) -> tuple[int, int, ProxyParameters]:
     for word in rest:
         name = word.removeprefix("--")
         if name == word or name not in _HYDRA_OPTIONS | {"control-port"}:
-            raise _unknown("hydra_pmi_proxy", word)
+            raise _build_error("hydra_pmi_proxy", word)
         options[name] = "" if name in _HYDRA_FLAGS else next(rest, "")
     port = re.fullmatch(r".*:(\d+)", options.pop("control-port", ""))
     if port is None or not options.get("proxy-id", "").isdigit():
-        raise _unknown("hydra_pmi_proxy", line)
+        raise _build_error("hydra_pmi_proxy", line)
     return int(options["proxy-id"]), int(port[1]), ProxyParameters(mpi="MPICH", options=tuple(options.items()))
 
 
-def agent_parameters(call: bytes) -> tuple[int, int, ProxyParameters]:
+def parse_agent_parameters(call: bytes) -> tuple[int, int, ProxyParameters]:
     """Return the daemon's number, from 0, mpiexec's port, and the other parameters from a call of the launch agent.
     Raises LaunchError for an unknown option."""
     arguments = [word.decode(errors="replace") for word in call.split(b"\0")[:-1]]
@@ -104,7 +104,7 @@ def agent_parameters(call: bytes) -> tuple[int, int, ProxyParameters]:
     words = shlex.split(" ".join(arguments[1:]))
     start = next((i for i, word in enumerate(words) if re.search(r"(^|[/;])(prted|orted)$", word)), None)
     if start is None:
-        raise _unknown("prted", " ".join(words))
+        raise _build_error("prted", " ".join(words))
     options: list[tuple[str, str]] = []
     contact, number = "", -1
     rest = iter(words[start + 1 :])
@@ -119,16 +119,16 @@ def agent_parameters(call: bytes) -> tuple[int, int, ProxyParameters]:
             elif name not in _NOT_FOR_WORKERS:
                 options.append((name, value))
         elif word not in ("--daemonize", "--leave-session-attached", "--allow-run-as-root", "--debug-daemons"):
-            raise _unknown("prted", word)
+            raise _build_error("prted", word)
     # prterun-host-17@0.0;tcp://192.0.2.2,10.10.0.1:46039:24,24;tcp6://[fd00::2]:45649:64
     match = re.fullmatch(r"([^;]+);tcp://[^:;]*:(\d+)(?:[:;].*)?", contact)
     if match is None or number < 0:
-        raise _unknown("prted", contact or "no contact address")
+        raise _build_error("prted", contact or "no contact address")
     parameters = ProxyParameters(mpi="OpenMPI", options=tuple(options), contact=match[1])
     return number, int(match[2]), parameters
 
 
-def _unknown(program: str, word: str) -> LaunchError:
+def _build_error(program: str, word: str) -> LaunchError:
     return LaunchError(
         f"mpiexec starts {program} with {word[:200]!r}, which TopKube does not support",
         cause="this release was not tested with this version of MPI",
@@ -136,7 +136,7 @@ def _unknown(program: str, word: str) -> LaunchError:
     )
 
 
-def proxy_command(parameters: ProxyParameters, mpi: Mpi, port: int) -> list[str]:
+def build_proxy_command(parameters: ProxyParameters, mpi: Mpi, port: int) -> list[str]:
     """Return the command that starts this worker's proxy. `port` is the worker's end of the tunnel, on loopback.
 
     Raises LaunchError if the parameters contain an unknown option, or if the program does not exist.
@@ -150,10 +150,10 @@ def proxy_command(parameters: ProxyParameters, mpi: Mpi, port: int) -> list[str]
     if parameters.mpi == "MPICH":
         for name, _ in parameters.options:
             if name not in _HYDRA_OPTIONS:
-                raise _unknown("hydra_pmi_proxy", name)
-        options = [word for name, value in parameters.options for word in _hydra_option(name, value)]
-        return [_beside(mpi, ["hydra_pmi_proxy"]), "--control-port", f"127.0.0.1:{port}", *options]
-    program = _beside(mpi, ["prted", "orted"])
+                raise _build_error("hydra_pmi_proxy", name)
+        options = [word for name, value in parameters.options for word in _build_hydra_option(name, value)]
+        return [_find_beside(mpi, ["hydra_pmi_proxy"]), "--control-port", f"127.0.0.1:{port}", *options]
+    program = _find_beside(mpi, ["prted", "orted"])
     four = program.endswith("orted")
     prefix = "--mca" if four else "--prtemca"
     options = [word for name, value in parameters.options for word in (prefix, name, value)]
@@ -163,11 +163,11 @@ def proxy_command(parameters: ProxyParameters, mpi: Mpi, port: int) -> list[str]
     return [program, "--leave-session-attached", *root, *options]
 
 
-def _hydra_option(name: str, value: str) -> Iterable[str]:
+def _build_hydra_option(name: str, value: str) -> Iterable[str]:
     return [f"--{name}"] if name in _HYDRA_FLAGS else [f"--{name}", value]
 
 
-def _beside(mpi: Mpi, names: list[str]) -> str:
+def _find_beside(mpi: Mpi, names: list[str]) -> str:
     for name in names:
         program = shutil.which(name, path=str(mpi.mpiexec.parent)) or shutil.which(name)
         if program:

@@ -78,14 +78,14 @@ class RankLog:
         if self._file is None and not self._open():
             self.done = self._finished
             is_lost = self.done and self._expected
-            return self._left_out(self._expected or 0, "the log file does not exist") if is_lost else b"", 0
+            return self._report_loss(self._expected or 0, "the log file does not exist") if is_lost else b"", 0
         assert self._file is not None
         size = os.fstat(self._file).st_size
         if size == self._seen and not self._finished:
             return b"", 0
         note = b""
-        if size < self._read:  # somebody has truncated the file: the rest is gone
-            note = self._left_out(0, "the log file was truncated")
+        if size < self._read:  # the file was truncated: the rest is gone
+            note = self._report_loss(0, "the log file was truncated")
             self._read, self._punched = size, min(self._punched, size)
         if size - self._read > backlog:
             note += self._skip(size - backlog // 2)
@@ -99,10 +99,10 @@ class RankLog:
             return b"", 0
         self._read += used
         self._seen = -1
-        text = note + self._lines(data[:used])
+        text = note + self._prefix_lines(data[:used])
         if ended:
             text += self._end(size)
-        self._punch()
+        self._free_copied_space()
         return text, used
 
     def _open(self) -> bool:
@@ -116,7 +116,7 @@ class RankLog:
         self._file = file
         return True
 
-    def _lines(self, data: bytes) -> bytes:
+    def _prefix_lines(self, data: bytes) -> bytes:
         if not data:
             return b""
         body = data.removesuffix(b"\n")
@@ -128,21 +128,21 @@ class RankLog:
         data = os.pread(self._file, _PIECE_BYTES, target)
         target += data.find(b"\n") + 1
         skipped, self._read = target - self._read, target
-        return self._left_out(skipped, "the ranks print faster than the reader of this output reads")
+        return self._report_loss(skipped, "the ranks print faster than the reader of this output reads")
 
     def _end(self, size: int) -> bytes:
         assert self._file is not None
         os.close(self._file)
         self._file, self.done = None, True
         missing = max(0, self._expected - size) if self._expected is not None else 0
-        return self._left_out(missing, "the log file was truncated") if missing else b""
+        return self._report_loss(missing, "the log file was truncated") if missing else b""
 
-    def _left_out(self, count: int, why: str) -> bytes:
+    def _report_loss(self, count: int, why: str) -> bytes:
         self.lost_bytes += count
         size = f"{count} bytes" if count else "some bytes"
         return self._prefix + f"topkube: {size} of output are missing here: {why}\n".encode()
 
-    def _punch(self) -> None:
+    def _free_copied_space(self) -> None:
         """Free the disk space of what has been copied, except the end, so that a long run does not fill the disk."""
         keep = max(0, self._read - TAIL_BYTES)
         if self._file is not None and keep - self._punched > _PUNCH_BYTES:
@@ -214,7 +214,7 @@ class PodOutput:
 
     def close(self, stall_seconds: float, most_seconds: float) -> int:
         """Wait until everything is written, but not longer than `stall_seconds` without progress and `most_seconds` in
-        total. Returns the number of bytes of the ranks' output that were not printed."""
+        total. Return the number of bytes of the ranks' output that were not printed."""
         start = time.monotonic()
         self._closing = True
         self._wake.set()

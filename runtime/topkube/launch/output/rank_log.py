@@ -17,18 +17,17 @@ _READ_BYTES = 64 << 10
 _READS = 16
 """The most reads of a pipe before other pipes are read."""
 _PIECE_BYTES = 4096
-"""PIPE_BUF: a pipe that is ready accepts so many bytes without waiting."""
+"""PIPE_BUF: a pipe that is ready accepts this many bytes without waiting."""
 _CHECK_SECONDS = 0.1
 _PATIENCE_SECONDS = 10.0
-"""How long a rank waits for the reader of the shim's output."""
+"""The time that a rank waits for the reader of the shim's output."""
 
 
 class RankLogWriter:
     """A writer that appends to rank-N.log. A full disk does not end the rank: lost bytes are counted, and reported in
-    the log as soon as there is space again."""
+    the log as soon as there is space again. Raises OSError if the log cannot be opened."""
 
     def __init__(self, directory: Path, rank: int) -> None:
-        """Raises OSError if the log cannot be opened."""
         self.written_bytes = self.lost_bytes = 0
         self.lost_why = ""
         self._unreported = 0
@@ -69,7 +68,7 @@ class Echo:
 
     def write(self, data: bytes) -> None:
         """Write `data`, or leave it out. Never raises an error."""
-        if self._left_out and self._room(0.0):
+        if self._left_out and self._wait_for_room(0.0):
             note = f"\ntopkube rank: {self._left_out} bytes of output are missing here; the rank's log contains them\n"
             self._left_out = 0
             self._put(note.encode(), 0.0)
@@ -77,7 +76,7 @@ class Echo:
 
     def _put(self, data: bytes, patience: float) -> None:
         rest = memoryview(data)
-        while rest and not self._gone and self._room(patience):
+        while rest and not self._gone and self._wait_for_room(patience):
             try:
                 rest = rest[os.write(self._descriptor, rest[:_PIECE_BYTES]) :]
             except BlockingIOError:
@@ -86,7 +85,7 @@ class Echo:
                 self._gone = True
         self._left_out += len(rest)
 
-    def _room(self, patience: float) -> bool:
+    def _wait_for_room(self, patience: float) -> bool:
         end = time.monotonic() + patience
         while True:
             left = end - time.monotonic()
@@ -103,7 +102,7 @@ class Copy:
         self._pipe, self._log, self._echo = pipe, log, echo
 
     def copy_some(self) -> bool:
-        """Copy what the pipe contains, up to a limit. Returns False at the end of the pipe."""
+        """Copy what the pipe contains, up to a limit. Return False at the end of the pipe."""
         for _ in range(_READS):
             try:
                 data = os.read(self._pipe, _READ_BYTES)

@@ -24,6 +24,7 @@ TAIL_LINES = 20
 _RESERVED_BYTES, _BRIEF_BYTES = 32 << 10, 2 << 10
 """The space that is reserved on the disk for a report; the characters of its traceback and its tail on a full disk."""
 _SAME_MOMENT_SECONDS = 1.0
+"""Ranks that fail within this time count as failed at the same moment."""
 _OPEN_MPI_LOST_PEER = (14, 75)
 """Exit codes of a rank that Open MPI ended because a connection to another rank was closed: MPI_ERR_UNKNOWN and
 MPI_ERR_PROC_FAILED. Open MPI prints the reason in mpiexec's output, not in the rank's log."""
@@ -33,10 +34,12 @@ _CHILD_KILLED = ("killed by signal: Killed", "BrokenProcessPool", "died with <Si
 
 
 def log_path(directory: Path, rank: int) -> Path:
+    """Return the path of the rank's log in the run directory."""
     return directory / f"rank-{rank}.log"
 
 
 def report_path(directory: Path, rank: int) -> Path:
+    """Return the path of the rank's report in the run directory."""
     return directory / f"rank-{rank}.json"
 
 
@@ -72,7 +75,7 @@ class RankReport:
     def write(self, directory: Path) -> None:
         """Write rank-N.json atomically. On a full disk, write into the space that `reserve` has allocated, with a
         shorter report if needed. Raises OSError if that fails too."""
-        path, part = report_path(directory, self.rank), _part(directory, self.rank)
+        path, part = report_path(directory, self.rank), _name_part(directory, self.rank)
         try:
             _overwrite(part, dataclasses.asdict(self))
         except OSError:
@@ -130,11 +133,11 @@ class RankReport:
 def reserve(directory: Path, rank: int) -> None:
     """Allocate space on the disk for the report of `rank`, so that it can be written after a log has filled the
     disk."""
-    with contextlib.suppress(OSError), _part(directory, rank).open("wb") as file:
+    with contextlib.suppress(OSError), _name_part(directory, rank).open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
 
 
-def _part(directory: Path, rank: int) -> Path:
+def _name_part(directory: Path, rank: int) -> Path:
     return report_path(directory, rank).with_suffix(f".{os.getpid()}.part")
 
 
@@ -150,7 +153,7 @@ def _overwrite(part: Path, values: dict[str, Any]) -> None:
         os.close(file)
 
 
-def killed_for_memory(signal_name: str | None, exit_code: int, lines: Iterable[str]) -> bool:
+def was_killed_for_memory(signal_name: str | None, exit_code: int, lines: Iterable[str]) -> bool:
     """Return True if a rank that ended while the kernel killed for memory was killed for memory: either the rank
     itself, or one of its processes, such as a data loader, after which it failed."""
     if signal_name is not None:
@@ -203,16 +206,16 @@ def tail(log: Path) -> tuple[list[str], str | None]:
     except OSError:
         return [], None
     lines = text.splitlines()
-    return lines[-TAIL_LINES:], _last_traceback(lines)
+    return lines[-TAIL_LINES:], _find_last_traceback(lines)
 
 
-def abort_code(lines: list[str]) -> int | None:
+def find_abort_code(lines: list[str]) -> int | None:
     """Return the exit code of the MPI_Abort that MPICH prints in a rank's last lines; None if it prints none."""
     matches = [re.match(r"Abort\((-?\d+)\) on node \d+ \(rank", line) for line in lines]
     return next((int(match.group(1)) % 256 or 1 for match in reversed(matches) if match), None)
 
 
-def _last_traceback(lines: list[str]) -> str | None:
+def _find_last_traceback(lines: list[str]) -> str | None:
     starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     if not starts:
         return None
@@ -226,12 +229,12 @@ def _last_traceback(lines: list[str]) -> str | None:
     end = starts[-1] + 1
     while end < len(lines) and (lines[end].startswith(" ") or not lines[end]):
         end += 1
-    while end + 1 < len(lines) and not _new_output(lines[end + 1]):
+    while end + 1 < len(lines) and not _is_other_output(lines[end + 1]):
         end += 1
     return "\n".join(lines[start : end + 1])
 
 
-def _new_output(line: str) -> bool:
+def _is_other_output(line: str) -> bool:
     """Return True if a line after the exception's message is other output: the lines of a longer message are indented
     or form a list."""
     return not re.match(r"\s+\S|- ", line)
@@ -258,7 +261,10 @@ def diagnose(report: RankReport, place: str) -> tuple[str, str, str]:
             "use a smaller batch or model, or fewer ranks (--workers, --slots)",
         )
     if report.signal is not None:
-        return (f"{who}: killed by {report.signal} (exit code {report.exit_code})", *_signal_advice(report.signal, log))
+        return (
+            f"{who}: killed by {report.signal} (exit code {report.exit_code})",
+            *_explain_signal(report.signal, log),
+        )
     error = report.error or ""
     kind = error.partition(":")[0].rpartition(".")[2]
     what = f"{who}: exit code {report.exit_code}" + (f", {error}" if error else "")
@@ -277,7 +283,7 @@ def diagnose(report: RankReport, place: str) -> tuple[str, str, str]:
     return what, "", log
 
 
-def _signal_advice(name: str, log: str) -> tuple[str, str]:
+def _explain_signal(name: str, log: str) -> tuple[str, str]:
     if name == "SIGKILL":
         return (
             "a person or a supervisor killed the rank; the kernel counted no out-of-memory kill",

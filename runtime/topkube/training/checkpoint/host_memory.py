@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from topkube.launch.host.memory_kills import cgroup_paths
+from topkube.launch.host.memory_kills import find_cgroup_paths
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
@@ -24,7 +24,7 @@ def available_bytes(cgroups: Path = _CGROUPS, own: Path = _OWN, machine: Path = 
     In a container the files of the cgroup may be at the root of the mount, whatever path the kernel names: both are
     read.
     """
-    version2, version1 = cgroup_paths(own)
+    version2, version1 = find_cgroup_paths(own)
     places = [(2, cgroups / version2), (2, cgroups), (1, cgroups / "memory" / version1), (1, cgroups / "memory")]
     available = [_of_cgroup(version, place) for version, place in places]
     with contextlib.suppress(OSError, ValueError, KeyError):
