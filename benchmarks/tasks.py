@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from topkube.examples.char_gpt import GPT, VOCABULARY, Source
-from topkube.examples.digits_cnn import CNN, accuracy, digits
+from topkube.examples.digits_cnn import CNN, compute_accuracy, load_split_digits
 
 Task = tuple[nn.Module, Dataset, Callable[..., torch.Tensor], Callable[[nn.Module], tuple[float, float | None]]]
 """(model, training data, loss of a batch, held-out (loss, accuracy))."""
@@ -83,13 +83,13 @@ def _build_text_task(name: str) -> Task:
 
 
 def _build_digits_task(name: str) -> Task:
-    train, test = digits()
+    train, test = load_split_digits()
     images, labels = test.tensors
 
     def held_out(model: nn.Module) -> tuple[float, float]:
         model.eval()
         loss = F.cross_entropy(model(images), labels, label_smoothing=LABEL_SMOOTHING)
-        right = accuracy(model, test)  # type: ignore[arg-type]
+        right = compute_accuracy(model, test)  # type: ignore[arg-type]
         model.train()
         return loss.item(), right
 

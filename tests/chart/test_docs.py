@@ -133,20 +133,20 @@ def test_python_in_the_docs_compiles(page: Path) -> None:
 
 
 def test_the_page_of_the_summary_is_fresh() -> None:
-    assert (DOCS / "run-summary.md").read_text() == summary.markdown(), (
+    assert (DOCS / "run-summary.md").read_text() == summary.build_page(), (
         "python -m topkube.cli.run.summary > docs/run-summary.md"
     )
 
 
 def test_the_reference_of_commands_is_fresh() -> None:
     page = (DOCS / "cli-reference.md").read_text()
-    assert page == reference.markdown() + "\n", "python -m topkube.cli.reference > docs/cli-reference.md"
+    assert page == reference.build_page() + "\n", "python -m topkube.cli.reference > docs/cli-reference.md"
 
 
 def test_the_guide_describes_every_command() -> None:
     """Each command has a section of its own in docs/cli.md, beside the generated reference."""
     guide = (DOCS / "cli.md").read_text()
-    for name in re.findall(r"^## topkube (\w+)", reference.markdown(), re.M):
+    for name in re.findall(r"^## topkube (\w+)", reference.build_page(), re.M):
         assert re.search(rf"^## topkube {name}\b", guide, re.M), name
 
 

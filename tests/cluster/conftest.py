@@ -30,7 +30,7 @@ from operating import Jobs, is_gone
 from play import apply
 from target import KUBELET_SECONDS, OPERATOR_NAMESPACE, PATIENCE, Namespace, Target, wait_for
 
-from topkube.cli.cluster.api import Api, Where, connect, path_of
+from topkube.cli.cluster.api import Api, Where, build_path, connect
 from topkube.errors import ClusterError
 from topkube.job.crd import cached_dataset_definition, custom_resource_definition
 from topkube_operator.watch.api_client import Cluster as Client
@@ -236,15 +236,15 @@ def roles(admin: Api) -> None:
 def api(admin: Api, kubeconfig: Path) -> Iterator[Api]:
     """The API server, with a separate namespace for the test."""
     name = f"api-{secrets.token_hex(4)}"
-    admin.request("POST", path_of(None, "namespaces"), body={"metadata": {"name": name, "labels": {"test": name}}})
+    admin.request("POST", build_path(None, "namespaces"), body={"metadata": {"name": name, "labels": {"test": name}}})
     deadline = time.monotonic() + 30 * PATIENCE
-    accounts = path_of(name, "serviceaccounts")
+    accounts = build_path(name, "serviceaccounts")
     while not any(account["metadata"]["name"] == "default" for account in admin.get(accounts).get("items") or ()):
         assert time.monotonic() < deadline, "the namespace has no service account: pods would be refused"
         time.sleep(0.05)
     yield connect(Where(kubeconfig=kubeconfig, namespace=name))
     try:
-        admin.request("DELETE", path_of(None, "namespaces", name))
+        admin.request("DELETE", build_path(None, "namespaces", name))
     except ClusterError as error:
         if error.status != 404:
             raise

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from topkube.cli.cluster.api import Api, path_of
-from topkube.cli.cluster.jobs import job_path
+from topkube.cli.cluster.api import Api, build_path
+from topkube.cli.cluster.jobs import build_job_path
 
 IMAGE = "topkube/runtime:0.1.0"
 
@@ -28,11 +28,11 @@ def build_minimal_job(name: str, **spec: Any) -> dict[str, Any]:
 
 
 def create_job(api: Api, job: dict[str, Any]) -> dict[str, Any]:
-    return api.request("POST", job_path(api), body=job).data
+    return api.request("POST", build_job_path(api), body=job).data
 
 
 def set_status(api: Api, name: str, **status: Any) -> None:
-    path = job_path(api, name) + "/status"
+    path = build_job_path(api, name) + "/status"
     api.request("PATCH", path, body={"status": status}, content="application/merge-patch+json")
 
 
@@ -72,7 +72,7 @@ def run_pod(api: Api, job: dict[str, Any], index: int, attempt: int, script: str
             ],
         },
     }
-    api.request("POST", path_of(api.namespace, "pods"), body=pod)
+    api.request("POST", build_path(api.namespace, "pods"), body=pod)
     return name
 
 

@@ -16,13 +16,13 @@ import pytest
 from play import build_minimal_job, create_job, set_status
 from target import wait_for
 
-from topkube.cli.cluster.api import Api, path_of
-from topkube.cli.cluster.jobs import job_path
+from topkube.cli.cluster.api import Api, build_path
+from topkube.cli.cluster.jobs import build_job_path
 from topkube.errors import ClusterError, JobError
 from topkube.job import TrainingJob
 from topkube_operator.http.webhook import PATH, serve
 
-HOOKS = path_of(None, "validatingwebhookconfigurations", group="admissionregistration.k8s.io/v1")
+HOOKS = build_path(None, "validatingwebhookconfigurations", group="admissionregistration.k8s.io/v1")
 
 
 def test_a_minimal_job_gets_the_defaults_of_the_types(api: Api) -> None:
@@ -163,7 +163,7 @@ def _wait_until_called(api: Api) -> None:
 
     def is_refused() -> bool:
         try:
-            api.request("POST", job_path(api), {"dryRun": "All"}, invalid)
+            api.request("POST", build_job_path(api), {"dryRun": "All"}, invalid)
         except (ClusterError, JobError) as error:
             return "admission webhook" in str(error)
         return False
@@ -190,7 +190,7 @@ def test_the_webhook_names_all_mistakes(hooked_api: Api) -> None:
 
 def test_the_webhook_refuses_changes_of_fixed_fields(hooked_api: Api) -> None:
     job = create_job(hooked_api, build_minimal_job("fixed"))
-    path = job_path(hooked_api, "fixed")
+    path = build_job_path(hooked_api, "fixed")
     kind = "application/merge-patch+json"
     with pytest.raises(JobError, match=r"spec\.workers: cannot be changed from 2 to 3"):
         hooked_api.request("PATCH", path, body={"spec": {"workers": 3}}, content=kind)
@@ -209,7 +209,7 @@ def test_the_webhook_refuses_changes_of_fixed_fields(hooked_api: Api) -> None:
 def test_the_webhooks_warnings_reach_people(hooked_api: Api) -> None:
     job = build_minimal_job("warned")
     job["spec"]["template"]["spec"]["containers"][0]["image"] = "trainer:latest"
-    answer = hooked_api.request("POST", job_path(hooked_api), body=job)
+    answer = hooked_api.request("POST", build_job_path(hooked_api), body=job)
     expected = (
         "spec.template.spec.containers[0].image: trainer:latest may name another image after a restart: "
         "use a fixed version"

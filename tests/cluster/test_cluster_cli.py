@@ -20,8 +20,8 @@ from play import build_minimal_job, create_job, run_pod, set_status
 from target import PATIENCE
 
 from topkube.cli.app import run_app
-from topkube.cli.cluster.api import Api, path_of
-from topkube.cli.cluster.jobs import job_path, pods_of
+from topkube.cli.cluster.api import Api, build_path
+from topkube.cli.cluster.jobs import build_job_path, list_pods
 from topkube.errors import ClusterError
 
 
@@ -58,7 +58,7 @@ def write_job_file(path: Path, job: dict[str, Any]) -> str:
 
 
 def list_jobs(api: Api) -> list[str]:
-    return [job["metadata"]["name"] for job in api.get(job_path(api)).get("items", [])]
+    return [job["metadata"]["name"] for job in api.get(build_job_path(api)).get("items", [])]
 
 
 def test_submit_prints_its_result_and_refusals(api: Api, topkube: Topkube, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_submit_prints_its_result_and_refusals(api: Api, topkube: Topkube, tmp_p
     # Another tool changes a field. `submit` does not overwrite it, unless it is asked to.
     patch = {"spec": {"runPolicy": {"backoffLimit": 1}}}
     api.request(
-        "PATCH", job_path(api, "first"), {"fieldManager": "kubectl-edit"}, patch, "application/merge-patch+json"
+        "PATCH", build_job_path(api, "first"), {"fieldManager": "kubectl-edit"}, patch, "application/merge-patch+json"
     )
     refused = topkube("submit", file := write_job_file(tmp_path / "job.yaml", job))
     assert refused.returncode == 1
@@ -262,27 +262,29 @@ def test_delete_waits_until_the_pods_are_gone(api: Api, topkube: Topkube) -> Non
     ended = topkube("delete", "doomed")
     assert (ended.returncode, ended.stdout) == (0, "trainingjob.topkube.dev/doomed deleted\n")
     assert list_jobs(api) == []
-    assert pods_of(api, "doomed") == []
+    assert list_pods(api, "doomed") == []
 
 
 def write_account_config(api: Api, kubeconfig: Path, target: Path, role: str | None) -> Path:
     """Write the kubeconfig of a service account to `target`. The account has the ClusterRole `role` in the test's
     namespace; None: no role."""
     name = target.stem
-    api.request("POST", path_of(api.namespace, "serviceaccounts"), body={"metadata": {"name": name}})
+    api.request("POST", build_path(api.namespace, "serviceaccounts"), body={"metadata": {"name": name}})
     if role:
         binding = {
             "metadata": {"name": name},
             "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
             "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": api.namespace}],
         }
-        api.request("POST", path_of(api.namespace, "rolebindings", group="rbac.authorization.k8s.io/v1"), body=binding)
+        api.request(
+            "POST", build_path(api.namespace, "rolebindings", group="rbac.authorization.k8s.io/v1"), body=binding
+        )
     token_request = {
         "apiVersion": "authentication.k8s.io/v1",
         "kind": "TokenRequest",
         "spec": {"expirationSeconds": 600},
     }
-    path = path_of(api.namespace, "serviceaccounts", name) + "/token"
+    path = build_path(api.namespace, "serviceaccounts", name) + "/token"
     token = api.request("POST", path, body=token_request).data["status"]["token"]
     config = yaml.safe_load(kubeconfig.read_text())
     config["users"] = [{"name": "user", "user": {"token": token}}]
@@ -337,10 +339,10 @@ def test_kubectl_finds_the_plugin(api: Api, kubectl: Path, kubeconfig: Path) -> 
 def test_a_deletion_by_uid_spares_a_newer_job_of_the_same_name(api: Api) -> None:
     """The UID protects an object that was created in the meantime from the deletion."""
     before = create_job(api, build_minimal_job("twice"))
-    api.request("DELETE", job_path(api, "twice"))
+    api.request("DELETE", build_job_path(api, "twice"))
     create_job(api, build_minimal_job("twice"))
     body = {"preconditions": {"uid": before["metadata"]["uid"]}}
     with pytest.raises(ClusterError) as refused:
-        api.request("DELETE", job_path(api, "twice"), body=body)
+        api.request("DELETE", build_job_path(api, "twice"), body=body)
     assert refused.value.status == 409
     assert list_jobs(api) == ["twice"]

@@ -21,8 +21,8 @@ from aiohttp import web
 from play import apply, build_minimal_job, create_job
 from target import KUBELET_SECONDS, wait_for
 
-from topkube.cli.cluster.api import Api, missing_is_fine, path_of
-from topkube.cli.cluster.jobs import job_path, phase, pods_of
+from topkube.cli.cluster.api import Api, build_path, ignore_missing
+from topkube.cli.cluster.jobs import build_job_path, list_pods, read_phase
 from topkube.errors import ClusterError
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
@@ -133,8 +133,8 @@ def run_proxy(api: Api, recorder: Recorder) -> Iterator[str]:
 @pytest.fixture
 def only_operator(admin: Api) -> Iterator[None]:
     """The operator of this test alone: an operator that is installed for all namespaces is stopped."""
-    scale = path_of("topkube-system", "deployments", "topkube-operator", "apps/v1") + "/scale"
-    pods = path_of("topkube-system", "pods")
+    scale = build_path("topkube-system", "deployments", "topkube-operator", "apps/v1") + "/scale"
+    pods = build_path("topkube-system", "pods")
     kind = "application/merge-patch+json"
     try:
         before = admin.get(scale)["spec"]["replicas"]
@@ -154,7 +154,7 @@ def account(api: Api, admin: Api) -> Iterator[tuple[str, set[Call]]]:
     """A token of an account that has the operator's roles of manifests/, and the calls that these roles allow."""
     name = f"topkube-operator-{api.namespace}"
     allowed: set[Call] = set()
-    api.request("POST", path_of(api.namespace, "serviceaccounts"), body={"metadata": {"name": "topkube-operator"}})
+    api.request("POST", build_path(api.namespace, "serviceaccounts"), body={"metadata": {"name": "topkube-operator"}})
     subjects = [{"kind": "ServiceAccount", "name": "topkube-operator", "namespace": api.namespace}]
     for document in yaml.safe_load_all((MANIFESTS / "rbac.yaml").read_text()):
         if document["metadata"]["name"] != "topkube-operator":
@@ -181,12 +181,12 @@ def account(api: Api, admin: Api) -> Iterator[tuple[str, set[Call]]]:
         "kind": "TokenRequest",
         "spec": {"expirationSeconds": 3600},
     }
-    path = path_of(api.namespace, "serviceaccounts", "topkube-operator") + "/token"
+    path = build_path(api.namespace, "serviceaccounts", "topkube-operator") + "/token"
     try:
         yield api.request("POST", path, body=token_request).data["status"]["token"], allowed
     finally:
         for kind in ("clusterrolebindings", "clusterroles"):
-            with missing_is_fine():
+            with ignore_missing():
                 admin.request("DELETE", f"{RBAC}/{kind}/{name}")
 
 
@@ -194,7 +194,7 @@ def wait_until(what: str, look: Callable[[], Any], seconds: float = 60) -> Any:
     """Return the first true result of `look`, which may raise the error of an object that does not exist."""
 
     def look_at_existing() -> Any:
-        with missing_is_fine():
+        with ignore_missing():
             return look()
         return None
 
@@ -243,10 +243,10 @@ def test_every_call_is_allowed_and_nothing_more(
 
 def _live_through_everything(api: Api) -> None:
     """Make the operator use all its calls."""
-    policies = path_of(api.namespace, "networkpolicies", group="networking.k8s.io/v1")
+    policies = build_path(api.namespace, "networkpolicies", group="networking.k8s.io/v1")
     job = {"workers": 2, "spread": "None", "runPolicy": {}}
     create_job(api, build_minimal_job("life", **job))
-    wait_until("three pods", lambda: len(pods_of(api, "life")) == 3)
+    wait_until("three pods", lambda: len(list_pods(api, "life")) == 3)
 
     # Another client changes the job's NetworkPolicy. The operator changes it back.
     opened = {"spec": {"ingress": [{}]}}
@@ -254,31 +254,31 @@ def _live_through_everything(api: Api) -> None:
     wait_until("the policy to be as it was", lambda: api.get(f"{policies}/life-worker")["spec"]["ingress"] != [{}])
 
     # A worker dies. Its log is read, its successor gets a token, and the Service selects another launcher.
-    worker = wait_until("a worker that runs", lambda: [pod for pod in pods_of(api, "life") if _is_running_worker(pod)])[
-        -1
-    ]
-    api.request("DELETE", path_of(api.namespace, "pods", worker["metadata"]["name"]))
-    wait_until("a second attempt", lambda: api.get(job_path(api, "life"))["status"]["attempt"] >= 2)
+    worker = wait_until(
+        "a worker that runs", lambda: [pod for pod in list_pods(api, "life") if _is_running_worker(pod)]
+    )[-1]
+    api.request("DELETE", build_path(api.namespace, "pods", worker["metadata"]["name"]))
+    wait_until("a second attempt", lambda: api.get(build_job_path(api, "life"))["status"]["attempt"] >= 2)
 
     suspended = {"spec": {"runPolicy": {"suspend": True}}}
-    api.request("PATCH", job_path(api, "life"), body=suspended, content="application/merge-patch+json")
-    wait_until("all pods to be gone", lambda: not pods_of(api, "life"))
+    api.request("PATCH", build_job_path(api, "life"), body=suspended, content="application/merge-patch+json")
+    wait_until("all pods to be gone", lambda: not list_pods(api, "life"))
     wait_until("the policies to be gone", lambda: not api.get(policies)["items"])
 
     # Foreign objects have names that the operator uses.
     metadata = {"metadata": {"name": "taken"}}
-    api.request("POST", path_of(api.namespace, "services"), body={**metadata, "spec": {"ports": [{"port": 1}]}})
-    api.request("POST", path_of(api.namespace, "secrets"), body={"metadata": {"name": "taken2-credentials"}})
+    api.request("POST", build_path(api.namespace, "services"), body={**metadata, "spec": {"ports": [{"port": 1}]}})
+    api.request("POST", build_path(api.namespace, "secrets"), body={"metadata": {"name": "taken2-credentials"}})
     named = {"metadata": {"name": "taken3-worker"}, "spec": {"podSelector": {}}}
     api.request("POST", policies, body=named)
     held = create_job(api, build_minimal_job("taken4", **{**job, "runPolicy": {"suspend": True}}))
     name = f"taken4-launcher-1-{held['metadata']['uid'][:5]}"
     pod = {"metadata": {"name": name}, "spec": build_minimal_job("taken4")["spec"]["template"]["spec"]}
     pod["spec"]["automountServiceAccountToken"] = False
-    api.request("POST", path_of(api.namespace, "pods"), body=pod)
-    events = path_of(api.namespace, "events")
+    api.request("POST", build_path(api.namespace, "pods"), body=pod)
+    events = build_path(api.namespace, "events")
     resumed = {"spec": {"runPolicy": {"suspend": False}}}
-    api.request("PATCH", job_path(api, "taken4"), body=resumed, content="application/merge-patch+json")
+    api.request("PATCH", build_job_path(api, "taken4"), body=resumed, content="application/merge-patch+json")
     for name in ("taken", "taken2", "taken3"):
         create_job(api, build_minimal_job(name, **job))
     for name in ("taken", "taken2", "taken3", "taken4"):
@@ -287,15 +287,15 @@ def _live_through_everything(api: Api) -> None:
             f"the Event that {name} is a foreign object",
             lambda query=query: any("does not belong" in str(event) for event in api.get(events, **query)["items"]),
         )
-        api.request("DELETE", job_path(api, name))
+        api.request("DELETE", build_job_path(api, name))
 
     # A job fails at once, and its time to live ends soon after.
     create_job(api, build_minimal_job("brief", runPolicy={"activeDeadlineSeconds": 1, "ttlSecondsAfterFinished": 2}))
-    wait_until("the job to fail", lambda: phase(api.get(job_path(api, "brief"))) == "Failed")
+    wait_until("the job to fail", lambda: read_phase(api.get(build_job_path(api, "brief"))) == "Failed")
 
     def is_gone() -> bool:
         try:
-            api.get(job_path(api, "brief"))
+            api.get(build_job_path(api, "brief"))
         except ClusterError as error:
             return error.status == 404
         return False

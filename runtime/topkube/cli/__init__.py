@@ -20,9 +20,9 @@ def main() -> None:
         signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
     if arguments[:1] == ["rank"] and arguments[1:2] != ["--help"]:
         # This runs once per rank: without the parser it starts in a third of the time.
-        from topkube.launch.rank import main as rank
+        from topkube.launch.rank import main as run_rank
 
-        rank(arguments[1:])
+        run_rank(arguments[1:])
     from topkube.cli.app import run_app
 
     raise SystemExit(run_app(arguments))

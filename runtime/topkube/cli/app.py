@@ -54,7 +54,7 @@ def _bench() -> None:
     """Measure selection and all-reduce on this machine."""
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"topkube {__version__}")
         raise typer.Exit
@@ -63,7 +63,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show Python tracebacks of errors.")] = False,
 ) -> None:
@@ -121,7 +121,7 @@ def run(
 
     if output is ManifestOutput.yaml and not dry_run:
         raise typer.BadParameter("yaml is the format of a job: add --dry-run", param_hint="--output")
-    target = Target.of_command_line(
+    target = Target.from_command_line(
         program,
         arguments,
         module=module,
@@ -373,10 +373,10 @@ def run_app(arguments: list[str], name: str = "topkube") -> int:
     except TopKubeError as error:
         if debug:
             raise
-        from topkube.cli.errors import exit_code, show
+        from topkube.cli.errors import choose_exit_code, show_error
 
-        show(error)
-        return exit_code(error)
+        show_error(error)
+        return choose_exit_code(error)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # topkube … | head

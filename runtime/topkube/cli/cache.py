@@ -44,7 +44,7 @@ def warm(
 ) -> None:
     """Fetch a dataset into the cache, before or while a job trains."""
     from topkube.data.base.rank_place import RankPlace
-    from topkube.data.fill.warm import warm as bring
+    from topkube.data.fill.warm import warm as warm_cache
     from topkube.data.opening import open_cache, resolve_address
 
     first, _, count = share.partition("/")
@@ -56,21 +56,21 @@ def warm(
     )
     total = int(opened.shards.sizes[int(first) :: int(count)].sum())
     try:
-        with _bar("fetching", total, output) as advance:
-            done = bring(opened, share=(int(first), int(count)), view=view, progress=advance)
+        with _show_progress("fetching", total, output) as advance:
+            done = warm_cache(opened, share=(int(first), int(count)), view=view, progress=advance)
     finally:
         opened.close()
     if output is OutputFormat.json:
         _print({"shards": done.total, "cached": done.shards, "remoteBytes": done.remote_bytes})
     else:
-        print(f"{done.shards} of {done.total} shards are cached; {_size(done.remote_bytes)} were fetched")
+        print(f"{done.shards} of {done.total} shards are cached; {_format_size(done.remote_bytes)} were fetched")
     raise typer.Exit(0 if done.complete else 1)
 
 
 @cache.command()
 def ls(directory: DirectoryOption = None, output: OutputOption = OutputFormat.text) -> None:
     """List the datasets in the cache."""
-    rows = [describe(folder) for folder in _tier(directory).datasets()]
+    rows = [describe_dataset(folder) for folder in _open_tier(directory).datasets()]
     if output is OutputFormat.json:
         _print(rows)
         return
@@ -81,11 +81,11 @@ def ls(directory: DirectoryOption = None, output: OutputOption = OutputFormat.te
     for row in rows:
         marks = ", ".join(name for name, key in (("pinned", "pinned"), ("in use", "inUse")) if row[key])
         used = datetime.fromisoformat(row["lastUsed"]).astimezone().strftime("%Y-%m-%d %H:%M")
-        table.add_row(row["id"], row["uri"], f"{row['shards']:,}", _size(row["bytes"]), used, marks)
+        table.add_row(row["id"], row["uri"], f"{row['shards']:,}", _format_size(row["bytes"]), used, marks)
     Console().print(table if rows else "the cache is empty")
 
 
-def describe(folder: DatasetFolder) -> dict[str, Any]:
+def describe_dataset(folder: DatasetFolder) -> dict[str, Any]:
     """Return the row of a dataset for `ls`."""
     from topkube.data.remote.addresses import redact
 
@@ -104,9 +104,9 @@ def describe(folder: DatasetFolder) -> dict[str, Any]:
 @cache.command()
 def check(datasets: Which = None, directory: DirectoryOption = None, output: OutputOption = OutputFormat.text) -> None:
     """Read every shard and compare its checksum. Take damaged shards out of use, and exit with code 1."""
-    folders = _choose_datasets(_tier(directory), datasets, all_by_default=True)
+    folders = _choose_datasets(_open_tier(directory), datasets, all_by_default=True)
     damaged: dict[str, list[str]] = {}
-    with _bar("checking", sum(int(folder.entries()["size"].sum()) for folder in folders), output) as advance:
+    with _show_progress("checking", sum(int(folder.entries()["size"].sum()) for folder in folders), output) as advance:
         for folder in folders:
             if damaged_shards := folder.check(advance):
                 damaged[folder.uri] = damaged_shards
@@ -134,12 +134,12 @@ def evict(
     """Remove datasets from the cache."""
     if not datasets and not everything and idle is None:
         raise DatasetError("nothing to evict", next_step="name datasets, or give --all or --idle DAYS")
-    folders = _choose_datasets(_tier(directory), datasets, all_by_default=True)
+    folders = _choose_datasets(_open_tier(directory), datasets, all_by_default=True)
     if idle is not None:
         folders = [folder for folder in folders if folder.last_used < time.time() - idle * 86400]
     removed, kept = [], []
     for folder in folders:
-        row = describe(folder)
+        row = describe_dataset(folder)
         if (folder.pinned and not force) or not folder.remove(force=force):
             kept.append({**row, "reason": "pinned" if folder.pinned else "in use"})
         else:
@@ -148,7 +148,7 @@ def evict(
         _print({"evicted": removed, "kept": kept})
     else:
         for row in removed:
-            print(f"evicted {row['uri']} ({_size(row['bytes'])})")
+            print(f"evicted {row['uri']} ({_format_size(row['bytes'])})")
         for row in kept:
             print(f"kept {row['uri']}: {row['reason']}; --force removes it anyway")
     raise typer.Exit(1 if kept and datasets else 0)
@@ -161,7 +161,7 @@ def pin(
     directory: DirectoryOption = None,
 ) -> None:
     """Keep datasets in the cache when others need room."""
-    for folder in _choose_datasets(_tier(directory), datasets):
+    for folder in _choose_datasets(_open_tier(directory), datasets):
         folder.pin(not off)
 
 
@@ -183,7 +183,7 @@ def manifest(
         sys.stdout.write(line)
 
 
-def _tier(directory: Path | None) -> DiskTier:
+def _open_tier(directory: Path | None) -> DiskTier:
     from topkube.data.cache.disk_tier import DiskTier
     from topkube.data.opening import choose_cache_folder
 
@@ -211,7 +211,7 @@ def _choose_datasets(tier: DiskTier, names: list[str] | None, *, all_by_default:
 
 
 @contextmanager
-def _bar(what: str, total: int, output: OutputFormat) -> Iterator[Callable[[int], None]]:
+def _show_progress(what: str, total: int, output: OutputFormat) -> Iterator[Callable[[int], None]]:
     """Show a progress bar in bytes if stderr is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -230,7 +230,7 @@ def _print(value: Any) -> None:
     print(json.dumps(value, indent=1))
 
 
-def _size(count: float) -> str:
+def _format_size(count: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 
-def columns(rows: list[list[str]], indent: str = "  ", right: Collection[int] = ()) -> list[str]:
+def align_columns(rows: list[list[str]], indent: str = "  ", right: Collection[int] = ()) -> list[str]:
     """Return one line per row. The columns numbered in `right` are aligned to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [

@@ -5,14 +5,14 @@ from __future__ import annotations
 from topkube.errors import LaunchError, TopKubeError
 
 
-def exit_code(error: TopKubeError) -> int:
+def choose_exit_code(error: TopKubeError) -> int:
     """Return 2 for a mistake of the user, the exit code of the rank that failed, or 1."""
     if isinstance(error, LaunchError):
         return error.exit_code
     return 2 if isinstance(error, ValueError) else 1
 
 
-def show(error: TopKubeError) -> None:
+def show_error(error: TopKubeError) -> None:
     """Print the error to stderr, in colour on a terminal."""
     from rich.console import Console
     from rich.text import Text

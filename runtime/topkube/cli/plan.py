@@ -28,7 +28,7 @@ from topkube.algorithms import (
     Machines,
     rank_choices,
 )
-from topkube.cli.columns import columns
+from topkube.cli.columns import align_columns
 from topkube.errors import ArgumentError
 from topkube.job import Aggregation, TrainingJob
 from topkube.planning import guidelines
@@ -422,7 +422,7 @@ def _print_table(plan: _Plan, rows: list[dict[str, Any]], options: PlanOptions) 
         parts += [("update", profile.update), ("other", profile.other), ("data", profile.data)]
         listed = ", ".join(f"{name} {_seconds(value)}" for name, value in parts if value)
         print(f"{profile.name}: {listed}")
-    print("\n".join(columns(lines, "", right=range(2, len(lines[0])))))
+    print("\n".join(align_columns(lines, "", right=range(2, len(lines[0])))))
     print(f"-> is what {plan.wanted} takes. An exchange is the lower bound of the cost model, without any overlap.")
     if plan.profile is None:
         print("Add --compute SECONDS (forward and backward of one step) or --trace FILE to see how the job scales.")
@@ -434,7 +434,7 @@ def _print_sweep(swept: list[tuple[int, list[Prediction]]]) -> None:
         cells = [f"{_seconds(prediction.step)} {prediction.efficiency:4.0%}" for prediction in predictions]
         lines.append([f"{nodes:,}", *cells])
     print("\nstep and scaling by the number of nodes")
-    print("\n".join(columns(lines, "", right=range(len(lines[0])))))
+    print("\n".join(align_columns(lines, "", right=range(len(lines[0])))))
 
 
 def _print_advice(advice: dict[str, Any], options: PlanOptions) -> None:

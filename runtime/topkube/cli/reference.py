@@ -19,35 +19,38 @@ This page is generated: `python -m topkube.cli.reference > docs/cli-reference.md
 """
 
 
-def markdown() -> str:
+def build_page() -> str:
     """Return the page."""
     root = typer.main.get_command(app)
-    options = "\n".join(_table(["option", "meaning"], list(_options(root))))
-    return "\n".join([_HEAD, "For all commands, before the command's name:", "", options, *_commands(root, "topkube")])
+    options = "\n".join(_format_table(["option", "meaning"], list(_list_options(root))))
+    return "\n".join(
+        [_HEAD, "For all commands, before the command's name:", "", options, *_list_sections(root, "topkube")]
+    )
 
 
-def _commands(command: Any, name: str) -> Iterator[str]:
+def _list_sections(command: Any, name: str) -> Iterator[str]:
     """Yield the sections of a command and of its subcommands."""
     if hasattr(command, "list_commands"):
         for below in command.list_commands(None):
-            yield from _commands(command.get_command(None, below), f"{name} {below}")
+            yield from _list_sections(command.get_command(None, below), f"{name} {below}")
         return
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
     words = [
-        _metavar(parameter) if parameter.required else f"[{_metavar(parameter).strip('[]')}]" for parameter in arguments
+        _choose_placeholder(parameter) if parameter.required else f"[{_choose_placeholder(parameter).strip('[]')}]"
+        for parameter in arguments
     ]
-    yield "\n".join(["", f"## {' '.join([name, *words])}", "", _sentence(command.help or "")])
+    yield "\n".join(["", f"## {' '.join([name, *words])}", "", _end_sentence(command.help or "")])
     explained = [
-        [f"`{_metavar(parameter)}`", _cell(parameter.help)]
+        [f"`{_choose_placeholder(parameter)}`", _format_cell(parameter.help)]
         for parameter in arguments
         if getattr(parameter, "help", None)
     ]
-    rows = [*explained, *_options(command)]
+    rows = [*explained, *_list_options(command)]
     if rows:
-        yield "\n".join(["", *_table(["option", "meaning"], rows)])
+        yield "\n".join(["", *_format_table(["option", "meaning"], rows)])
 
 
-def _options(command: Any) -> Iterator[list[str]]:
+def _list_options(command: Any) -> Iterator[list[str]]:
     types = typing.get_type_hints(command.callback) if command.callback else {}
     for option in command.params:
         if option.param_type_name != "option" or option.hidden:
@@ -56,11 +59,11 @@ def _options(command: Any) -> Iterator[list[str]]:
         default = option.default() if callable(option.default) else option.default
         number = f"{default:g}" if isinstance(default, float) else default
         shown = "" if option.is_flag or default in (None, "", ()) else f" Default: `{number}`."
-        value = "" if option.is_flag else f" `{_metavar(option, types.get(option.name))}`"
-        yield [_cell(f"{names}{value}"), f"{_sentence(_cell(option.help))}{shown}"]
+        value = "" if option.is_flag else f" `{_choose_placeholder(option, types.get(option.name))}`"
+        yield [_format_cell(f"{names}{value}"), f"{_end_sentence(_format_cell(option.help))}{shown}"]
 
 
-def _metavar(parameter: Any, annotation: Any = None) -> str:
+def _choose_placeholder(parameter: Any, annotation: Any = None) -> str:
     """Return the placeholder of a value: its metavar, its choices, or its name."""
     if parameter.metavar:
         return str(parameter.metavar)
@@ -71,18 +74,18 @@ def _metavar(parameter: Any, annotation: Any = None) -> str:
     return str(parameter.name).upper()
 
 
-def _cell(text: str | None) -> str:
+def _format_cell(text: str | None) -> str:
     return " ".join((text or "").split()).replace("|", "\\|")
 
 
-def _sentence(text: str) -> str:
+def _end_sentence(text: str) -> str:
     text = " ".join(text.split())
     return text if not text or text.endswith((".", "?")) else f"{text}."
 
 
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+def _format_table(head: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
 if __name__ == "__main__":
-    print(markdown())
+    print(build_page())

@@ -25,8 +25,8 @@ LOG_VARIABLE = Settings.__dataclass_fields__["log"].metadata["variable"]
 
 @dataclass(frozen=True)
 class Target:
-    """What a command runs: `program` is a TrainingJob's file, a script, or a module if `is_module`. `arguments`
-    follow `--`. `aggregation` holds the fields of spec.aggregation that options set."""
+    """The program that a command runs: `program` is a TrainingJob's file, a script, or a module if `is_module`.
+    `arguments` follow `--`. `aggregation` holds the fields of spec.aggregation that options set."""
 
     program: str
     arguments: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Target:
     """The folder that is sent to the pods: a script's path is relative to it. None: paths stay as they are."""
 
     @classmethod
-    def of_command_line(
+    def from_command_line(
         cls,
         program: str,
         arguments: Sequence[str] | None,
@@ -87,7 +87,7 @@ def load_job(target: Target) -> TrainingJob:
     Raises JobError if the file has mistakes, if the script does not exist, or if options do not fit a file.
     """
     if not target.is_job_file:
-        return _job_of_script(target)
+        return _build_script_job(target)
     for option, value in (("arguments after --", target.arguments), ("--name", target.name), ("--image", target.image)):
         if value:
             raise JobError(
@@ -101,21 +101,21 @@ def load_job(target: Target) -> TrainingJob:
         data = job.to_dict()
         data["spec"]["aggregation"] = {**(data["spec"].get("aggregation") or {}), **target.aggregation}
         if target.checkpoint_every is not None:
-            before = data["spec"].get("checkpoint") or _checkpoint(job.name)
+            before = data["spec"].get("checkpoint") or _build_checkpoint(job.name)
             data["spec"]["checkpoint"] = {**before, "everySteps": target.checkpoint_every}
         job = TrainingJob.parse(data)
     return _add_loggers(job, target.loggers)
 
 
-def _job_of_script(target: Target) -> TrainingJob:
-    name = target.name or job_name(target.program if target.is_module else Path(target.program).stem)
+def _build_script_job(target: Target) -> TrainingJob:
+    name = target.name or make_job_name(target.program if target.is_module else Path(target.program).stem)
     container: dict[str, Any] = {
         "name": "worker",
         "image": target.image or IMAGE,
-        "command": [_literal(word) for word in _command(target)],
+        "command": [_escape_variables(word) for word in _build_command(target)],
     }
     if target.arguments:
-        container["args"] = [_literal(word) for word in target.arguments]
+        container["args"] = [_escape_variables(word) for word in target.arguments]
     spec: dict[str, Any] = {
         "workers": 1 if target.workers is None else target.workers,
         "slotsPerWorker": 1 if target.slots is None else target.slots,
@@ -124,7 +124,7 @@ def _job_of_script(target: Target) -> TrainingJob:
     if target.aggregation:
         spec["aggregation"] = dict(target.aggregation)
     if target.checkpoint_every is not None:
-        spec["checkpoint"] = {**_checkpoint(name), "everySteps": target.checkpoint_every}
+        spec["checkpoint"] = {**_build_checkpoint(name), "everySteps": target.checkpoint_every}
     job = TrainingJob.parse({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": spec})
     return _add_loggers(job, target.loggers)
 
@@ -140,7 +140,7 @@ def _add_loggers(job: TrainingJob, loggers: str | None) -> TrainingJob:
     return TrainingJob.parse(data)
 
 
-def _command(target: Target) -> list[str]:
+def _build_command(target: Target) -> list[str]:
     if target.is_module:
         return ["python", "-m", target.program]
     path = Path(target.program)
@@ -150,7 +150,7 @@ def _command(target: Target) -> list[str]:
             cause="the path is misspelt, or it is relative to another directory",
             next_step="pass a script (train.py), the file of a TrainingJob (job.yaml), or -m MODULE",
         )
-    program = target.program if target.root is None else _path_in(target.root, path)
+    program = target.program if target.root is None else _find_path_in(target.root, path)
     if path.suffix == ".py":
         return ["python", program]
     if not os.access(path, os.X_OK):
@@ -162,7 +162,7 @@ def _command(target: Target) -> list[str]:
     return [program if "/" in program else f"./{program}"]
 
 
-def _path_in(root: Path, path: Path) -> str:
+def _find_path_in(root: Path, path: Path) -> str:
     """Return the path of a script in the folder that is sent. Raises JobError if it is not in this folder."""
     try:
         return path.resolve().relative_to(root.resolve()).as_posix()
@@ -173,16 +173,16 @@ def _path_in(root: Path, path: Path) -> str:
         ) from None
 
 
-def _checkpoint(name: str) -> dict[str, Any]:
+def _build_checkpoint(name: str) -> dict[str, Any]:
     return {"claimName": "checkpoints", "path": name}
 
 
-def _literal(word: str) -> str:
-    """Return a word of a command such that Kubernetes does not replace $(NAME) in it."""
+def _escape_variables(word: str) -> str:
+    """Return a word of a command in which Kubernetes replaces no $(NAME)."""
     return word.replace("$", "$$")
 
 
-def job_name(program: str) -> str:
+def make_job_name(program: str) -> str:
     """Return a valid name for the job of a script or module: my_train becomes my-train."""
     name = re.sub(r"[^a-z0-9]+", "-", program.lower()).strip("-")[:_LONGEST_NAME].rstrip("-")
     return name if name[:1].isalpha() else f"train-{name}".rstrip("-")

@@ -10,7 +10,7 @@ from topkube.settings import Settings, set_variables
 def show_settings(markdown: bool) -> None:
     """Print the table, or docs/settings.md."""
     if markdown:
-        print(settings_markdown(), end="")
+        print(build_settings_page(), end="")
         return
     from rich.console import Console
     from rich.table import Table
@@ -19,11 +19,11 @@ def show_settings(markdown: bool) -> None:
     values = set_variables()
     for entry in dataclasses.fields(Settings):
         variable = entry.metadata["variable"]
-        table.add_row(variable, str(entry.default), values.get(variable, ""), _help(entry))
+        table.add_row(variable, str(entry.default), values.get(variable, ""), _describe_variable(entry))
     Console().print(table)
 
 
-def settings_markdown() -> str:
+def build_settings_page() -> str:
     """Return the text of docs/settings.md."""
     lines = [
         "# Environment variables",
@@ -36,10 +36,10 @@ def settings_markdown() -> str:
     ]
     for entry in dataclasses.fields(Settings):
         default = f"`{entry.default}`" if entry.default != "" else ""
-        lines.append(f"| `{entry.metadata['variable']}` | {default} | {_help(entry)} |")
+        lines.append(f"| `{entry.metadata['variable']}` | {default} | {_describe_variable(entry)} |")
     return "\n".join(lines) + "\n"
 
 
-def _help(entry: dataclasses.Field[object]) -> str:
+def _describe_variable(entry: dataclasses.Field[object]) -> str:
     choices = entry.metadata["choices"]
     return str(entry.metadata["help"]) + (f" ({', '.join(choices)})" if choices else "")

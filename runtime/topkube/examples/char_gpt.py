@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 import topkube
-from topkube.examples.options import aggregation_of, common_options, positive, set_threads
+from topkube.examples.options import add_common_options, parse_positive, read_aggregation, set_threads
 
 VOCABULARY = 128  # ASCII
 
@@ -82,7 +82,7 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def held_out_loss(model: GPT, context: int, windows: int = 256) -> float:
+def compute_held_out_loss(model: GPT, context: int, windows: int = 256) -> float:
     """Return the mean loss of `windows` windows, spread over the held-out text."""
     source = Source(context, held_out=True)
     chosen = torch.linspace(0, len(source) - 1, min(windows, len(source))).long().tolist()
@@ -93,18 +93,20 @@ def held_out_loss(model: GPT, context: int, windows: int = 256) -> float:
     return float(sum(losses) / len(losses))
 
 
-def options() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("char_gpt", description="Train a small GPT on Python's standard library.")
-    common_options(parser, steps=200, batch_size=8, optimizer="adamw")
-    parser.add_argument("--layers", type=positive, default=4, help="transformer blocks (%(default)s)")
-    parser.add_argument("--width", type=positive, default=128, help="features, a multiple of --heads (%(default)s)")
-    parser.add_argument("--heads", type=positive, default=4, help="attention heads (%(default)s)")
-    parser.add_argument("--context", type=positive, default=128, help="characters of context (%(default)s)")
+    add_common_options(parser, steps=200, batch_size=8, optimizer="adamw")
+    parser.add_argument("--layers", type=parse_positive, default=4, help="transformer blocks (%(default)s)")
+    parser.add_argument(
+        "--width", type=parse_positive, default=128, help="features, a multiple of --heads (%(default)s)"
+    )
+    parser.add_argument("--heads", type=parse_positive, default=4, help="attention heads (%(default)s)")
+    parser.add_argument("--context", type=parse_positive, default=128, help="characters of context (%(default)s)")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = options()
+    parser = build_parser()
     args = parser.parse_args(arguments)
     if args.width % args.heads:
         parser.error(f"--width {args.width} is not a multiple of --heads {args.heads}")
@@ -120,7 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
         plain: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate or 0.1, momentum=0.9)
     else:
         plain = torch.optim.AdamW(model.parameters(), lr=args.learning_rate or 1e-3)
-    optimizer = topkube.DistributedOptimizer(plain, model.named_parameters(), **aggregation_of(args))
+    optimizer = topkube.DistributedOptimizer(plain, model.named_parameters(), **read_aggregation(args))
 
     source = Source(args.context)
     sampler = topkube.data.DistributedSampler(source, seed=args.seed)
@@ -137,7 +139,7 @@ def main(arguments: list[str] | None = None) -> None:
     with optimizer.consensus():
         if topkube.rank() == 0:
             count = sum(parameter.numel() for parameter in model.parameters())
-            held_out = held_out_loss(model, args.context)
+            held_out = compute_held_out_loss(model, args.context)
             print(f"{count:,} parameters after {run.step} steps: held-out loss {held_out:.4f} nats per character")
 
 

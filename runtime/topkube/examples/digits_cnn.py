@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import topkube
-from topkube.examples.options import aggregation_of, common_options, set_threads
+from topkube.examples.options import add_common_options, read_aggregation, set_threads
 
 
-def digits() -> tuple[TensorDataset, TensorDataset]:
+def load_split_digits() -> tuple[TensorDataset, TensorDataset]:
     """Return images (N, 1, 8, 8) in [0, 1] and their digits (N,): four fifths for training, one fifth for tests."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
@@ -45,7 +45,7 @@ class CNN(nn.Sequential):
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, dataset: TensorDataset) -> float:
+def compute_accuracy(model: nn.Module, dataset: TensorDataset) -> float:
     """Return the share of `dataset` that the model classifies correctly."""
     images, labels = dataset.tensors
     return float((model(images).argmax(1) == labels).float().mean())
@@ -53,7 +53,7 @@ def accuracy(model: nn.Module, dataset: TensorDataset) -> float:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("digits_cnn", description="Train a CNN on handwritten digits.")
-    common_options(parser, steps=200, batch_size=16, optimizer="sgd")
+    add_common_options(parser, steps=200, batch_size=16, optimizer="sgd")
     args = parser.parse_args(arguments)
 
     topkube.init()
@@ -66,9 +66,9 @@ def main(arguments: list[str] | None = None) -> None:
         plain: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=args.learning_rate or 0.05, momentum=0.9)
     else:
         plain = torch.optim.AdamW(model.parameters(), lr=args.learning_rate or 1e-3)
-    optimizer = topkube.DistributedOptimizer(plain, model.named_parameters(), **aggregation_of(args))
+    optimizer = topkube.DistributedOptimizer(plain, model.named_parameters(), **read_aggregation(args))
 
-    train, test = digits()
+    train, test = load_split_digits()
     sampler = topkube.data.DistributedSampler(train, seed=args.seed)
     loader = DataLoader(train, batch_size=args.batch_size, sampler=sampler)
 
@@ -81,7 +81,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     with optimizer.consensus():
         if topkube.rank() == 0:
-            print(f"after {run.step} steps: {accuracy(model, test):.1%} of {len(test)} unseen digits named right")
+            print(
+                f"after {run.step} steps: {compute_accuracy(model, test):.1%} of {len(test)} unseen digits named right"
+            )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from topkube.examples.char_gpt import GPT, Source
-from topkube.examples.options import positive
+from topkube.examples.options import parse_positive
 from topkube.integrations.lightning import LightningStrategy
 from topkube.settings import Settings
 
@@ -37,19 +37,19 @@ class CharGPT(pl.LightningModule):  # type: ignore[misc]  # mypy does not read L
         return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
 
 
-def options() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("lightning_gpt", description="Train a small GPT with Lightning.")
-    parser.add_argument("--steps", type=positive, default=200, help="steps to train (%(default)s)")
-    parser.add_argument("--batch-size", type=positive, default=8, help="samples per rank (%(default)s)")
+    parser.add_argument("--steps", type=parse_positive, default=200, help="steps to train (%(default)s)")
+    parser.add_argument("--batch-size", type=parse_positive, default=8, help="samples per rank (%(default)s)")
     parser.add_argument("--precision", default="32-true", help="precision of the Trainer (%(default)s)")
-    parser.add_argument("--layers", type=positive, default=4, help="transformer blocks (%(default)s)")
-    parser.add_argument("--width", type=positive, default=128, help="features, a multiple of 4 (%(default)s)")
-    parser.add_argument("--context", type=positive, default=128, help="characters of context (%(default)s)")
+    parser.add_argument("--layers", type=parse_positive, default=4, help="transformer blocks (%(default)s)")
+    parser.add_argument("--width", type=parse_positive, default=128, help="features, a multiple of 4 (%(default)s)")
+    parser.add_argument("--context", type=parse_positive, default=128, help="characters of context (%(default)s)")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args = options().parse_args(arguments)
+    args = build_parser().parse_args(arguments)
     settings = Settings.from_environment()
     pl.seed_everything(0)
     model = CharGPT(layers=args.layers, width=args.width, context=args.context)

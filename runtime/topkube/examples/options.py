@@ -12,7 +12,7 @@ from topkube import algorithms
 from topkube.settings import are_threads_chosen
 
 
-def positive(text: str) -> int:
+def parse_positive(text: str) -> int:
     """Parse an integer above 0."""
     try:
         number = int(text)
@@ -23,7 +23,7 @@ def positive(text: str) -> int:
     return number
 
 
-def positive_number(text: str) -> float:
+def parse_positive_number(text: str) -> float:
     """Parse a number above 0."""
     try:
         number = float(text)
@@ -34,34 +34,36 @@ def positive_number(text: str) -> float:
     return number
 
 
-def share(text: str) -> float:
+def parse_share(text: str) -> float:
     """Parse a number in (0, 1]."""
-    number = positive_number(text)
+    number = parse_positive_number(text)
     if number > 1:
         raise argparse.ArgumentTypeError(f"{text!r} is outside (0, 1]")
     return number
 
 
-def common_options(parser: argparse.ArgumentParser, *, steps: int, batch_size: int, optimizer: str) -> None:
+def add_common_options(parser: argparse.ArgumentParser, *, steps: int, batch_size: int, optimizer: str) -> None:
     """Add options for steps, batch, optimizer, seed and aggregation. The defaults of aggregation come from the
     TrainingJob's spec.aggregation."""
-    parser.add_argument("--steps", type=positive, default=steps, help="steps to train (%(default)s)")
-    parser.add_argument("--batch-size", type=positive, default=batch_size, help="samples per rank (%(default)s)")
+    parser.add_argument("--steps", type=parse_positive, default=steps, help="steps to train (%(default)s)")
+    parser.add_argument("--batch-size", type=parse_positive, default=batch_size, help="samples per rank (%(default)s)")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default=optimizer, help="(%(default)s)")
-    parser.add_argument("--learning-rate", type=positive_number, help="(default: a rate that suits the optimizer)")
+    parser.add_argument(
+        "--learning-rate", type=parse_positive_number, help="(default: a rate that suits the optimizer)"
+    )
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the weights and of the order of samples (%(default)s)"
     )
     parser.add_argument(
         "--aggregation", choices=(*algorithms.CHOICES, *algorithms.names()), help="algorithm (default: the job's)"
     )
-    parser.add_argument("--density", type=share, help="share of a gradient that is sent (default: the job's)")
+    parser.add_argument("--density", type=parse_share, help="share of a gradient that is sent (default: the job's)")
     parser.add_argument(
-        "--warmup-steps", type=positive, help="steps until this density is reached (default: the job's)"
+        "--warmup-steps", type=parse_positive, help="steps until this density is reached (default: the job's)"
     )
 
 
-def aggregation_of(args: argparse.Namespace) -> dict[str, Any]:
+def read_aggregation(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options as arguments of DistributedOptimizer."""
     return {"aggregation": args.aggregation, "density": args.density, "warmup_steps": args.warmup_steps}
 

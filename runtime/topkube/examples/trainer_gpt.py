@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from topkube.examples.char_gpt import VOCABULARY, Source
-from topkube.examples.options import positive
+from topkube.examples.options import parse_positive
 from topkube.integrations.trainer import hook_trainer
 from topkube.settings import Settings
 
@@ -35,7 +35,7 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": codes, "labels": codes}
 
 
-def small_gpt2(layers: int, width: int, context: int) -> GPT2LMHeadModel:
+def build_small_gpt2(layers: int, width: int, context: int) -> GPT2LMHeadModel:
     """Return a GPT-2 with random weights."""
     config = GPT2Config(
         vocab_size=VOCABULARY,
@@ -49,23 +49,23 @@ def small_gpt2(layers: int, width: int, context: int) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-def options() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("trainer_gpt", description="Train a small GPT-2 with the Trainer.")
-    parser.add_argument("--steps", type=positive, default=200, help="steps to train (%(default)s)")
-    parser.add_argument("--batch-size", type=positive, default=8, help="samples per rank (%(default)s)")
-    parser.add_argument("--layers", type=positive, default=4, help="transformer blocks (%(default)s)")
-    parser.add_argument("--width", type=positive, default=128, help="features, a multiple of 4 (%(default)s)")
-    parser.add_argument("--context", type=positive, default=128, help="characters of context (%(default)s)")
+    parser.add_argument("--steps", type=parse_positive, default=200, help="steps to train (%(default)s)")
+    parser.add_argument("--batch-size", type=parse_positive, default=8, help="samples per rank (%(default)s)")
+    parser.add_argument("--layers", type=parse_positive, default=4, help="transformer blocks (%(default)s)")
+    parser.add_argument("--width", type=parse_positive, default=128, help="features, a multiple of 4 (%(default)s)")
+    parser.add_argument("--context", type=parse_positive, default=128, help="characters of context (%(default)s)")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args = options().parse_args(arguments)
+    args = build_parser().parse_args(arguments)
     folder = Settings.from_environment().checkpoint_directory  # spec.checkpoint of the job
     set_seed(0)
     with tempfile.TemporaryDirectory() as temporary:
         trainer = Trainer(
-            small_gpt2(args.layers, args.width, args.context),
+            build_small_gpt2(args.layers, args.width, args.context),
             TrainingArguments(
                 output_dir=folder or temporary,
                 max_steps=args.steps,

@@ -212,7 +212,7 @@ class Worker:
 
     async def _call_forever(self) -> None:
         pause, seconds = _PAUSE_SECONDS[0], _CALL_SECONDS[0]
-        async with self._session.client(self._source) as client:
+        async with self._session.create_client(self._source) as client:
             while True:
                 try:
                     await self._call(client, seconds)

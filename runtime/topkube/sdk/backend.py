@@ -1,4 +1,4 @@
-"""The interface of the TrainingClient's backends: what they do with jobs, on a cluster and on this machine."""
+"""The interface of the TrainingClient's backends, for a cluster and for this machine."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from topkube.cli.cluster.api import Where
-from topkube.cli.script_job import IMAGE, job_name
+from topkube.cli.script_job import IMAGE, make_job_name
 from topkube.errors import ClusterError, JobError
 from topkube.job import API_VERSION, KIND, TrainingJob
 from topkube.sdk.backend import Backend, build_failure, read_phase
@@ -134,7 +134,7 @@ class TrainingClient:
 
         history = History()
         job = self._backend.get(name)
-        with display.progress_display(job, history, show) as shown:
+        with display.show_progress(job, history, show) as shown:
             phase = ""
             try:
                 for job in self._backend.watch(name, timeout, history):
@@ -170,5 +170,5 @@ class TrainingClient:
 
 
 def _make_name(function: str) -> str:
-    name = job_name(re.sub(r"_+$", "", function))[:_NAME_CHARACTERS].rstrip("-")
+    name = make_job_name(re.sub(r"_+$", "", function))[:_NAME_CHARACTERS].rstrip("-")
     return f"{name}-{secrets.token_hex(3)}"

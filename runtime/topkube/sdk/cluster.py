@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from topkube.cli.cluster import delete, logs, submit, suspend, sync
 from topkube.cli.cluster.api import Where, connect
-from topkube.cli.cluster.jobs import Watch, all_jobs, find_job
+from topkube.cli.cluster.jobs import Watch, find_job, list_jobs
+from topkube.cli.cluster.log_options import LogOptions
 from topkube.errors import ClusterError
 from topkube.job import TrainingJob
 from topkube.sdk.backend import ENDED, read_phase
@@ -16,29 +17,29 @@ from topkube.telemetry.history import History
 
 
 class ClusterBackend:
-    """A backend for the cluster and the namespace of `where`."""
+    """A backend for the cluster and the namespace of `where`. Raises ClusterError if there is no kubeconfig, or no
+    client for Kubernetes."""
 
     def __init__(self, where: Where) -> None:
-        """Raises ClusterError if there is no kubeconfig, or no client for Kubernetes."""
         self._api = connect(where)
         self._where = Where(where.kubeconfig, where.context, self._api.namespace)
 
     def submit(self, job: TrainingJob, code: PackedSource, packages: tuple[str, ...]) -> None:
-        if any(stored["metadata"]["name"] == job.name for stored in all_jobs(self._api)):
+        if any(stored["metadata"]["name"] == job.name for stored in list_jobs(self._api)):
             raise ClusterError(
                 f"there is a job {job.name} in namespace {self._api.namespace} already",
                 next_step=f"client.delete({job.name!r}), or choose another name",
             )
-        submit.apply_job(self._api, sync.with_code(job, code, packages), code)
+        submit.apply_job(self._api, sync.add_code(job, code, packages), code)
 
     def get(self, name: str) -> TrainingJob:
         return TrainingJob.from_cluster(find_job(self._api, name))
 
     def list(self) -> list[TrainingJob]:
-        return [TrainingJob.from_cluster(job) for job in all_jobs(self._api)]
+        return [TrainingJob.from_cluster(job) for job in list_jobs(self._api)]
 
     def watch(self, name: str, seconds: float | None, history: History) -> Iterator[TrainingJob]:
-        for stored in Watch(self._api, name, seconds).states():
+        for stored in Watch(self._api, name, seconds).read_states():
             if stored is None:
                 raise ClusterError(f"the job {name} was deleted before it ended", status=404)
             job = TrainingJob.from_cluster(stored)
@@ -48,7 +49,7 @@ class ClusterBackend:
                 return
 
     def logs(self, name: str, follow: bool) -> Iterator[str]:
-        return logs.log_lines(logs.LogOptions(name, self._where, follow=follow))
+        return logs.read_log_lines(LogOptions(name, self._where, follow=follow))
 
     def suspend(self, name: str, seconds: float) -> None:
         self._set_suspended(name, True, seconds)
@@ -58,11 +59,11 @@ class ClusterBackend:
 
     def _set_suspended(self, name: str, suspended: bool, seconds: float) -> None:
         options = suspend.SuspendOptions([name], self._where, suspended, timeout_seconds=seconds)
-        suspend.set_suspended(options, _be_silent)
+        suspend.set_suspended(options, _print_nothing)
 
     def delete(self, name: str, seconds: float) -> None:
-        delete.delete_jobs(delete.DeleteOptions([name], self._where, timeout_seconds=seconds), _be_silent)
+        delete.delete_jobs(delete.DeleteOptions([name], self._where, timeout_seconds=seconds), _print_nothing)
 
 
-def _be_silent(_: str) -> None:
+def _print_nothing(_: str) -> None:
     """Print nothing: the caller of a method sees that it returned."""

@@ -1,4 +1,4 @@
-"""What `TrainingClient.wait` shows: the progress of a job, and in a notebook the plot at its end."""
+"""The display of `TrainingClient.wait`: the progress of a job, and in a notebook the plot at its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from topkube.telemetry.progress import StepRecord
 
 
 @contextlib.contextmanager
-def progress_display(job: TrainingJob, history: History, show: bool) -> Iterator[ProgressDisplay]:
+def show_progress(job: TrainingJob, history: History, show: bool) -> Iterator[ProgressDisplay]:
     """Yield a display of `history`: a bar in a terminal or a notebook, else a line every few seconds; nothing without
     `show`."""
     from rich.console import Console

@@ -149,7 +149,7 @@ def _build_import_line(function: FunctionType, name: str, source: Path | None) -
         return f"{name} = {value!r}"
     module = getattr(value, "__module__", None)
     qualified = getattr(value, "__qualname__", getattr(value, "__name__", ""))
-    if isinstance(module, str) and module != "__main__" and _resolves(module, qualified, value):
+    if isinstance(module, str) and module != "__main__" and _is_importable(module, qualified, value):
         _check_module(function, module, source)
         return f"from {module} import {qualified} as {name}"
     raise SourceError(
@@ -165,7 +165,7 @@ def _describe_kind(value: Any) -> str:
     return "a function" if isinstance(value, FunctionType) else f"a value of type {type(value).__name__}"
 
 
-def _resolves(module: str, name: str, value: Any) -> bool:
+def _is_importable(module: str, name: str, value: Any) -> bool:
     if not name.isidentifier():
         return False
     try:

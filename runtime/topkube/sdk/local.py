@@ -1,4 +1,4 @@
-"""Jobs on this machine: each is a `topkube run` in a folder of its own.
+"""Jobs on this machine. Each is a `topkube run` in a folder of its own.
 
 A job belongs to the process that started it: its ranks end with that process.
 """
@@ -34,7 +34,7 @@ from topkube.telemetry.progress import PROGRESS_FILE
 
 _CHECK_SECONDS = 0.1
 _END_SECONDS = 60.0
-"""How long `topkube run` may take to end its ranks; it kills them itself after 10 to 25 s."""
+"""The time in which `topkube run` must end its ranks. It kills them itself after 10 to 25 s."""
 JOB_FILE, RUN_FOLDER, SOURCE_FOLDER, OUTPUT_FILE = "job.yaml", "run", "source", "topkube-run.log"
 
 

@@ -19,7 +19,7 @@ _COPY_BYTES = 1 << 20
 
 
 def unpack(archive: Path, folder: Path, name: str) -> None:
-    """Unpack the tar `archive` into the new folder `folder`. The ending of `name` determines the compression.
+    """Unpack the tar file `archive` into the new folder `folder`. The ending of `name` determines the compression.
 
     Files keep only their executable bit. Raises SourceError for links, devices, paths that leave the folder, damaged
     archives, and archives that exceed the limits. Raises OSError if the disk refuses the files.
@@ -56,7 +56,7 @@ def _unpack_members(tar: int, folder: Path, name: str) -> None:
         total, count = total + length, count + 1
         _check_bytes(total, name)
         if count > MOST_FILES:
-            raise _too_large_error(name, f"more than {MOST_FILES:,} files")
+            raise _build_size_error(name, f"more than {MOST_FILES:,} files")
         parts = [part for part in path.split("/") if part not in ("", ".")]
         if not parts or len(parts) > _DEEPEST or len(os.fsencode(path)) > _LONGEST_PATH:
             raise DatasetError(f"{name} contains a path that is empty or too long: {path[:100]!r}")
@@ -89,10 +89,10 @@ def _copy(source: int, offset: int, length: int, target: int) -> None:
 
 def _check_bytes(total: int, name: str) -> None:
     if total > MOST_BYTES:
-        raise _too_large_error(name, f"more than {MOST_BYTES >> 20:,} MiB")
+        raise _build_size_error(name, f"more than {MOST_BYTES >> 20:,} MiB")
 
 
-def _too_large_error(name: str, how: str) -> SourceError:
+def _build_size_error(name: str, how: str) -> SourceError:
     return SourceError(
         f"the archive of the source, {name}, has {how}",
         cause="it contains data, results or an environment besides the code",

@@ -16,7 +16,7 @@ from topkube.job.failure_policy import SOURCE_UNAVAILABLE
 from topkube.source.archive import MOST_BYTES, check_digest
 
 LONGEST_SECONDS = 3600.0
-"""How long a download may take with all its retries, even if bytes arrive."""
+"""The limit of a download with all its retries, even if bytes arrive."""
 _READ_BYTES = 1 << 20
 
 
@@ -35,7 +35,7 @@ def download_archive(source: ArchiveSource, path: Path, patience: Patience | Non
             break
         except Exception as error:
             if attempt == patience.retries or not is_worth_a_retry(error) or time.monotonic() > deadline:
-                raise _unavailable_error(build_final_error(_find_cause(error), source.uri, attempt)) from error
+                raise _build_error(build_final_error(_find_cause(error), source.uri, attempt)) from error
             time.sleep(pause * random.uniform(0.5, 1.5))
             pause *= 2
     check_digest(digest, source.sha256, source.uri, "spec.source.archive.sha256")
@@ -74,7 +74,7 @@ def _find_cause(error: Exception) -> Exception:
     return error
 
 
-def _unavailable_error(error: TopKubeError) -> SourceError:
+def _build_error(error: TopKubeError) -> SourceError:
     """Return the error of the data layer in the terms of the source."""
     if isinstance(error, SourceError):
         return error

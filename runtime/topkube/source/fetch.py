@@ -15,8 +15,8 @@ from topkube.files import write_text
 from topkube.job import ConfigMapSource, FirstFailure, Source
 from topkube.job.failure_policy import SETUP_FAILED
 from topkube.launch import contract
-from topkube.launch.host.environment import digest_path
-from topkube.launch.termination_message import ending_before_start, write_ending
+from topkube.launch.host.environment import name_digest_file
+from topkube.launch.termination_message import build_ending_before_start, write_ending
 from topkube.settings import Settings
 from topkube.source.archive import check_digest, compute_file_digest, compute_folder_digest, unpack
 
@@ -32,10 +32,10 @@ def fetch_source() -> int:
     try:
         plan = contract.SourcePlan.read(settings.source_plan or "{}")
     except LaunchError as error:
-        write_ending(termination_log, ending_before_start(error, "BadPlan"))
+        write_ending(termination_log, build_ending_before_start(error, "BadPlan"))
         raise
     try:
-        carry_out(plan)
+        fetch_and_install(plan)
     except SourceError as error:
         print(f"topkube: {error}", flush=True)
         failure = FirstFailure(reason=error.reason, exit_code=EXIT_CODE, message=str(error)[:_MESSAGE_CHARACTERS])
@@ -47,7 +47,7 @@ def fetch_source() -> int:
     return 0
 
 
-def carry_out(
+def fetch_and_install(
     plan: contract.SourcePlan,
     folder: Path = Path(contract.SOURCE_DIRECTORY),
     packages: Path = Path(contract.PACKAGES_DIRECTORY),
@@ -63,7 +63,7 @@ def carry_out(
         if plan.source is not None:
             _fetch(plan.source, folder, files, secret, scratch)
             digest = compute_folder_digest(folder)
-            write_text(digest_path(folder), digest + "\n")
+            write_text(name_digest_file(folder), digest + "\n")
             print(f"topkube: the source is in {folder}, with the digest {digest[:12]}", flush=True)
         else:
             folder.mkdir()
@@ -108,7 +108,7 @@ def _copy_config_map(source: ConfigMapSource, folder: Path, files: Path, scratch
     if source.archive is not None:
         archive = version / source.archive
         if not archive.is_file():
-            raise _missing_key_error(source, source.archive)
+            raise _build_key_error(source, source.archive)
         if source.sha256 is not None:
             check_digest(compute_file_digest(archive), source.sha256, source.archive, "spec.source.configMap.sha256")
         copy = scratch / "archive"
@@ -127,7 +127,7 @@ def _copy_config_map(source: ConfigMapSource, folder: Path, files: Path, scratch
         shutil.copyfile(path, target)
 
 
-def _missing_key_error(source: ConfigMapSource, key: str) -> SourceError:
+def _build_key_error(source: ConfigMapSource, key: str) -> SourceError:
     return SourceError(
         f"the ConfigMap {source.name} has no key {key}",
         cause="the name of the key is misspelt, or the ConfigMap was replaced",

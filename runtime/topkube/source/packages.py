@@ -17,7 +17,7 @@ from topkube.job import Setup
 from topkube.job.failure_policy import SETUP_FAILED
 
 PIP_SECONDS = 3600.0
-"""How long pip may take."""
+"""The limit of one call of pip."""
 KEPT = ("topkube", "torch", "mpi4py")
 """Packages of the image that may not be replaced: they fit its MPI, its CUDA and the operator."""
 _TAIL_LINES = 15

@@ -40,7 +40,7 @@ _LARGEST_SHOWN = 5
 
 @dataclass(frozen=True)
 class PackedSource:
-    """An archive of code: its bytes, their checksum, and how many files it holds."""
+    """An archive of code: its bytes, their checksum, and the number of its files."""
 
     data: bytes
     sha256: str
@@ -60,7 +60,7 @@ def pack_source(folder: Path | None, added: Mapping[str, bytes] | None = None) -
         for path, name in _list_files(folder.resolve()):
             files[name] = (path, path.stat().st_size)
             if len(files) > _MOST_FILES or sum(size for _, size in files.values()) > _MOST_BYTES:
-                raise _too_large_error(folder, files, f"more than {_MOST_FILES:,} files or {_MOST_BYTES >> 20} MiB")
+                raise _build_size_error(folder, files, f"more than {_MOST_FILES:,} files or {_MOST_BYTES >> 20} MiB")
     for name, data in (added or {}).items():
         files[name] = (None, len(data))
     if not files:
@@ -71,7 +71,7 @@ def pack_source(folder: Path | None, added: Mapping[str, bytes] | None = None) -
         )
     data = _build_archive(files, added or {})
     if len(data) > MOST_PACKED_BYTES:
-        raise _too_large_error(folder, files, f"{len(data):,} bytes when compressed, more than {MOST_PACKED_BYTES:,}")
+        raise _build_size_error(folder, files, f"{len(data):,} bytes when compressed, more than {MOST_PACKED_BYTES:,}")
     return PackedSource(data, hashlib.sha256(data).hexdigest(), len(files))
 
 
@@ -171,7 +171,7 @@ def _parse_patterns(lines: list[str]) -> Any:
     return pathspec.GitIgnoreSpec.from_lines(lines)
 
 
-def _too_large_error(folder: Path | None, files: Mapping[str, tuple[Path | None, int]], how: str) -> SourceError:
+def _build_size_error(folder: Path | None, files: Mapping[str, tuple[Path | None, int]], how: str) -> SourceError:
     largest = sorted(files.items(), key=lambda entry: -entry[1][1])[:_LARGEST_SHOWN]
     shown = ", ".join(f"{name} ({size:,} bytes)" for name, (_, size) in largest)
     return SourceError(

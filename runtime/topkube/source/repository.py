@@ -14,7 +14,7 @@ from topkube.settings import process_environment
 from topkube.source.archive import MOST_BYTES, MOST_FILES
 
 FETCH_SECONDS = 1800.0
-"""How long one git command may take."""
+"""The limit of one git command."""
 _TAIL_CHARACTERS = 600
 _OPTIONS = (
     *("-c", "protocol.allow=never"),
@@ -76,7 +76,7 @@ def fetch_commit(source: GitSource, folder: Path, secret: Path | None, scratch: 
         check_git(run("checkout", "--quiet", "--detach", source.commit), source)
         head = check_git(run("rev-parse", "HEAD"), source).strip()
     except subprocess.TimeoutExpired:
-        raise _unavailable_error(source, f"git needed more than {FETCH_SECONDS:g} s") from None
+        raise _build_error(source, f"git needed more than {FETCH_SECONDS:g} s") from None
     if head != source.commit:
         raise SourceError(f"git checked out {head} instead of {source.commit}", next_step="report this as a bug")
     shutil.rmtree(folder / ".git")
@@ -86,11 +86,11 @@ def fetch_commit(source: GitSource, folder: Path, secret: Path | None, scratch: 
 def check_git(result: subprocess.CompletedProcess[str], source: GitSource) -> str:
     """Return the output of a git command. Raises SourceError if it failed."""
     if result.returncode:
-        raise _unavailable_error(source, " ".join(result.stderr.split())[-_TAIL_CHARACTERS:])
+        raise _build_error(source, " ".join(result.stderr.split())[-_TAIL_CHARACTERS:])
     return result.stdout
 
 
-def _unavailable_error(source: GitSource, text: str) -> SourceError:
+def _build_error(source: GitSource, text: str) -> SourceError:
     return SourceError(
         f"the repository {source.url} cannot be fetched: {text}",
         reason=SOURCE_UNAVAILABLE,

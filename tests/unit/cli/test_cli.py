@@ -23,7 +23,7 @@ from topkube.cli.doctor import software
 from topkube.cli.doctor.check import Check
 from topkube.cli.doctor.mpi import start_two_ranks
 from topkube.cli.doctor.software import check_python
-from topkube.cli.settings import settings_markdown
+from topkube.cli.settings import build_settings_page
 from topkube.job.reference import markdown
 from topkube.launch.mpi.mpi_library import Mpi
 from topkube.settings import Settings
@@ -113,7 +113,7 @@ def test_every_option_is_in_the_docs() -> None:
     ("page", "fresh", "command"),
     [
         ("trainingjob.md", markdown, "python -m topkube.job.reference > docs/trainingjob.md"),
-        ("settings.md", settings_markdown, "topkube settings --markdown > docs/settings.md"),
+        ("settings.md", build_settings_page, "topkube settings --markdown > docs/settings.md"),
     ],
 )
 def test_generated_pages_are_fresh(page: str, fresh: object, command: str) -> None:

@@ -262,7 +262,7 @@ def test_an_empty_name_is_refused(
 def test_a_job_of_more_workers_than_streams_is_followed_in_part(
     start_server: Callable[[Answers], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("topkube.cli.cluster.logs.MOST_STREAMS", 2)
+    monkeypatch.setattr("topkube.cli.cluster.log_streams.MOST_STREAMS", 2)
     requests: set[str] = set()
     waiting = threading.Event()
 

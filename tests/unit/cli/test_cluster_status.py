@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from topkube.cli.cluster.jobs import waiting_reason
-from topkube.cli.cluster.status import View, report
+from topkube.cli.cluster.jobs import find_waiting_reason
+from topkube.cli.cluster.status import View, build_report
 
 NOW = datetime(2026, 1, 1, 0, 1, tzinfo=UTC)
 SPEC: dict[str, Any] = {"workers": 2, "slotsPerWorker": 2, "runPolicy": {"backoffLimit": 1}}
@@ -29,7 +29,7 @@ def build_job(phase: str, *conditions: dict[str, str], spec: Any = None, **statu
 
 
 def report_lines(stored: dict[str, Any]) -> list[str]:
-    return list(report(View(stored, [], []), NOW))
+    return list(build_report(View(stored, [], []), NOW))
 
 
 def test_a_refused_change_comes_first_and_the_accepted_spec_is_shown() -> None:
@@ -59,8 +59,11 @@ def test_messages_of_several_lines_do_not_break_the_table() -> None:
     ("phase", "words"), [("Pending", "no room"), ("Starting", "no room"), ("Running", ""), ("Suspended", "")]
 )
 def test_the_reason_for_waiting_is_shown_while_a_job_waits(phase: str, words: str) -> None:
-    assert waiting_reason(build_job(phase, build_condition("Running", "False", "Unschedulable", "no\n  room"))) == words
-    assert waiting_reason({"metadata": {}, "status": None}) == ""
+    assert (
+        find_waiting_reason(build_job(phase, build_condition("Running", "False", "Unschedulable", "no\n  room")))
+        == words
+    )
+    assert find_waiting_reason({"metadata": {}, "status": None}) == ""
 
 
 def test_the_newest_checkpoint_is_shown_with_its_age() -> None:

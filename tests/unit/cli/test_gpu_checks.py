@@ -20,7 +20,7 @@ ANSWER = GpuAnswer("12.9", "575.57.08", "2.27.3", False, (H100,) * 2)
 
 
 def _describe_states(answer: GpuAnswer) -> dict[str, tuple[str, str]]:
-    return {check.name: (check.state, check.message) for check in gpu_checks.describe(answer)}
+    return {check.name: (check.state, check.message) for check in gpu_checks.describe_gpus(answer)}
 
 
 def test_a_working_node_shows_driver_capability_nccl_and_the_way_to_the_network() -> None:
@@ -53,7 +53,9 @@ def test_a_working_node_shows_driver_capability_nccl_and_the_way_to_the_network(
     ],
 )
 def test_a_failed_check_has_a_next_step(changes: dict[str, Any], line: str, state: str, words: str) -> None:
-    check = next(check for check in gpu_checks.describe(dataclasses.replace(ANSWER, **changes)) if check.name == line)
+    check = next(
+        check for check in gpu_checks.describe_gpus(dataclasses.replace(ANSWER, **changes)) if check.name == line
+    )
     assert check.state == state
     assert words in check.message
     assert bool(check.next_step) == (state != "ok")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from topkube.cli.app import run_app
-from topkube.cli.script_job import IMAGE, Target, job_name, load_job
+from topkube.cli.script_job import IMAGE, Target, load_job, make_job_name
 from topkube.errors import JobError
 from topkube.job import TrainingJob
 
@@ -91,7 +91,7 @@ def test_an_executable_runs_as_it_is() -> None:
     ("program", "name"), [("My_Train", "my-train"), ("3d", "train-3d"), ("__", "train"), ("a" * 80, "a" * 63)]
 )
 def test_a_job_is_named_after_its_script(program: str, name: str) -> None:
-    assert job_name(program) == name
+    assert make_job_name(program) == name
 
 
 def test_a_script_runs_with_its_arguments(capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from topkube.examples.trainer_gpt import Windows, small_gpt2
+from topkube.examples.trainer_gpt import Windows, build_small_gpt2
 from topkube.integrations.accelerate import hook_accelerator
 from topkube.integrations.trainer import hook_trainer
 
@@ -36,7 +36,7 @@ class RecordingTrainer(Trainer):
 
 def train(aggregation: str | None, **more: Any) -> dict[str, Any]:
     set_seed(0)
-    model, recorder = small_gpt2(1, 32, CONTEXT), Recorder()
+    model, recorder = build_small_gpt2(1, 32, CONTEXT), Recorder()
     arguments = TrainingArguments(
         output_dir=str(folder / "out"),
         max_steps=STEPS,

@@ -58,4 +58,4 @@ def test_the_samples_arguments_are_those_of_its_script() -> None:
     template = yaml.safe_load((ROOT / "manifests/samples/char-gpt-gpu.yaml").read_text())["spec"]["template"]
     (worker,) = template["spec"]["containers"]
     assert worker["command"] == ["python", "-m", "topkube.examples.char_gpt"]
-    assert char_gpt.options().parse_args(worker["args"]).width == 768
+    assert char_gpt.build_parser().parse_args(worker["args"]).width == 768

@@ -180,7 +180,7 @@ def test_callers_are_checked_by_their_address(
     assert LaunchPlan.read(plan.text()).check_address == check
     known = LauncherCredentials.load(write_credentials(tmp_path / "c"))
     rendezvous = Rendezvous(plan, known, "10.0.0.1", None, None)  # type: ignore[arg-type]
-    problem = rendezvous._address_problem(caller, claimed)
+    problem = rendezvous._find_address_problem(caller, claimed)
     assert problem.startswith(words)
     assert bool(problem) == bool(words)
 

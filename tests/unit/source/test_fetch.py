@@ -19,7 +19,7 @@ from topkube.errors import SourceError
 from topkube.job import ArchiveSource, ConfigMapSource, GitSource, Setup, Source
 from topkube.job.failure_policy import SCRIPT_ERRORS
 from topkube.launch import contract
-from topkube.launch.host.environment import read_source_digest, source_variables
+from topkube.launch.host.environment import list_source_variables, read_source_digest
 from topkube.settings import Settings
 from topkube.source import download, fetch, packages, repository
 from topkube.source.archive import compute_folder_digest
@@ -65,7 +65,7 @@ class _Pod:
     def fetch(self, source: Source | None = None, setup: Setup | None = None) -> None:
         plan = contract.SourcePlan(pod="train-worker-0-1", attempt=1, index=0, source=source, setup=setup)
         plan = contract.SourcePlan.read(plan.text())
-        fetch.carry_out(plan, self.source, self.packages, self.files, self.secret)
+        fetch.fetch_and_install(plan, self.source, self.packages, self.files, self.secret)
 
 
 @pytest.fixture
@@ -345,8 +345,8 @@ def test_a_failure_becomes_the_termination_message(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("TOPKUBE_SOURCE", plan.text())
     monkeypatch.setenv("TOPKUBE_TERMINATION_LOG", str(log))
     monkeypatch.setattr(contract, "SOURCE_DIRECTORY", str(tmp_path / "source"))
-    carry_out = fetch.carry_out
-    monkeypatch.setattr(fetch, "carry_out", lambda plan: carry_out(plan, tmp_path / "source", tmp_path / "packages"))
+    run = fetch.fetch_and_install
+    monkeypatch.setattr(fetch, "fetch_and_install", lambda plan: run(plan, tmp_path / "source", tmp_path / "packages"))
     assert fetch.fetch_source() == fetch.EXIT_CODE
     ending = contract.Ending.read(log.read_text())
     assert (ending.attempt, ending.index, ending.state) == (3, 1, "Failed")
@@ -357,10 +357,10 @@ def test_a_failure_becomes_the_termination_message(tmp_path: Path, monkeypatch: 
 
 def test_only_commands_of_ranks_import_from_the_source() -> None:
     settings = Settings(source_directory="/s", packages_directory="/p")
-    variables = source_variables(settings, {"PYTHONPATH": "/image", "PATH": "/bin"})
+    variables = list_source_variables(settings, {"PYTHONPATH": "/image", "PATH": "/bin"})
     assert variables == {"PYTHONPATH": "/s:/p:/image", "PATH": "/p/bin:/bin"}
-    assert source_variables(Settings(), {"PYTHONPATH": "/image"}) == {}
-    assert source_variables(Settings(source_directory="/s"), {}) == {"PYTHONPATH": "/s"}
+    assert list_source_variables(Settings(), {"PYTHONPATH": "/image"}) == {}
+    assert list_source_variables(Settings(source_directory="/s"), {}) == {"PYTHONPATH": "/s"}
 
 
 def test_plans_of_other_versions_are_read() -> None:

@@ -69,12 +69,12 @@ class Api:
         try:
             text = answer.read()
         except urllib3.exceptions.HTTPError as error:
-            raise self._silent(error) from None
+            raise self._build_silence_error(error) from None
         finally:
             answer.release_conn()
         if answer.status >= 400:
             raise _describe_refusal(answer.status, text, method, path, self.namespace)
-        warnings = [_unquote(value) for name, value in answer.headers.iteritems() if name.lower() == "warning"]
+        warnings = [_parse_warning(value) for name, value in answer.headers.iteritems() if name.lower() == "warning"]
         try:
             return Answer(json.loads(text), warnings)
         except ValueError:
@@ -84,7 +84,7 @@ class Api:
                 next_step="kubectl config view --minify",
             ) from None
 
-    def lines(self, path: str, query: Mapping[str, Any], silent_seconds: float | None = None) -> Iterator[bytes]:
+    def read_lines(self, path: str, query: Mapping[str, Any], silent_seconds: float | None = None) -> Iterator[bytes]:
         """Yield the lines of a stream (a log, a watch) without line ends. The stream also ends, without an error, if
         the connection breaks or is silent for `silent_seconds`: ask again for the rest."""
         import urllib3
@@ -129,11 +129,11 @@ class Api:
                 timeout=urllib3.Timeout(connect=CONNECT_SECONDS, read=silent or READ_SECONDS),
             )
         except urllib3.exceptions.HTTPError as error:
-            raise self._silent(error) from None
+            raise self._build_silence_error(error) from None
 
-    def _silent(self, error: Exception) -> ClusterError:
+    def _build_silence_error(self, error: Exception) -> ClusterError:
         return ClusterError(
-            f"the cluster at {self.server} does not answer: {_reason(error)}",
+            f"the cluster at {self.server} does not answer: {_find_reason(error)}",
             cause="it is down, or this machine cannot reach it",
             next_step="kubectl cluster-info; another cluster: --context NAME or --kubeconfig FILE",
         )
@@ -158,7 +158,7 @@ def connect(where: Where) -> Api:
     known = Path(file) if file else None
     try:
         if known is None and not _has_kubeconfig(kube_config.KUBE_CONFIG_DEFAULT_LOCATION):
-            return _in_cluster(configuration, where, kube_config.KUBE_CONFIG_DEFAULT_LOCATION)
+            return _connect_in_cluster(configuration, where, kube_config.KUBE_CONFIG_DEFAULT_LOCATION)
         contexts, active = config.list_kube_config_contexts(file)
         chosen = (
             next((candidate for candidate in contexts if candidate["name"] == where.context), active)
@@ -167,10 +167,10 @@ def connect(where: Where) -> Api:
         )
         config.load_kube_config(file, context=where.context, client_configuration=configuration, persist_config=False)
     except config.ConfigException as error:
-        names = _context_names(file)
+        names = _list_context_names(file)
         listed = f"; known: {', '.join(names)}" if names else ""
         raise ClusterError(
-            f"the kubeconfig {location} cannot be used: {_first(error)}{listed}",
+            f"the kubeconfig {location} cannot be used: {_read_first_line(error)}{listed}",
             cause="the context is not in the file, or the file is incomplete",
             next_step="kubectl config get-contexts",
         ) from None
@@ -183,7 +183,7 @@ def connect(where: Where) -> Api:
         yaml.YAMLError,
     ) as error:  # the client raises these for a damaged file
         raise ClusterError(
-            f"the kubeconfig {location} cannot be read: {_first(error)}",
+            f"the kubeconfig {location} cannot be read: {_read_first_line(error)}",
             cause="it is not a kubeconfig",
             next_step="kubectl config view",
         ) from None
@@ -191,7 +191,7 @@ def connect(where: Where) -> Api:
     return Api(configuration, namespace)
 
 
-def _in_cluster(configuration: Any, where: Where, looked: str) -> Api:
+def _connect_in_cluster(configuration: Any, where: Where, looked: str) -> Api:
     from kubernetes import config
 
     try:
@@ -210,7 +210,7 @@ def _has_kubeconfig(location: str) -> bool:
     return any(Path(path).expanduser().exists() for path in location.split(":") if path)
 
 
-def _context_names(file: str | None) -> list[str]:
+def _list_context_names(file: str | None) -> list[str]:
     from kubernetes import config
 
     try:
@@ -268,22 +268,22 @@ def _describe_refusal(status: int, text: bytes, method: str, path: str, namespac
     return ClusterError(message, status=status)
 
 
-def _unquote(warning: str) -> str:
+def _parse_warning(warning: str) -> str:
     """Return the text of a Warning header: 299 - "the \\"text\\"" becomes the "text\""""
     match = re.fullmatch(r'\s*\d{3} \S+ "(.*)"\s*', warning, re.DOTALL)
     return re.sub(r"\\(.)", r"\1", match[1]) if match else warning
 
 
-def _reason(error: Exception) -> str:
+def _find_reason(error: Exception) -> str:
     text = str(getattr(error, "reason", None) or error)
     return re.sub(r"^<?[\w.]*(connection|Connection)\S*( object at 0x[0-9a-f]+>)?: ", "", text)
 
 
-def _first(error: Exception) -> str:
+def _read_first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__).removeprefix("Invalid kube-config file. ")
 
 
-def path_of(namespace: str | None, kind: str, name: str | None = None, group: str = "") -> str:
+def build_path(namespace: str | None, kind: str, name: str | None = None, group: str = "") -> str:
     """Return the URL path of a kind (its plural name), in the core group if `group` (with its version) is empty."""
     root = f"/apis/{group}" if group else "/api/v1"
     place = f"/namespaces/{quote(namespace)}" if namespace else ""
@@ -291,7 +291,7 @@ def path_of(namespace: str | None, kind: str, name: str | None = None, group: st
 
 
 @contextmanager
-def missing_is_fine() -> Iterator[None]:
+def ignore_missing() -> Iterator[None]:
     """Ignore the 404 of an object that is already gone."""
     try:
         yield

@@ -71,7 +71,7 @@ def submit(
 
     if output is options.ManifestOutput.yaml and not dry_run:
         raise typer.BadParameter("yaml is the format of a job: add --dry-run", param_hint="--output")
-    target = Target.of_command_line(
+    target = Target.from_command_line(
         program,
         arguments,
         module=module,
@@ -138,7 +138,8 @@ def logs(
     output: OutputOption = OutputFormat.text,
 ) -> None:
     """Show what all ranks of a job print, across restarts; exit with the job's exit code."""
-    from topkube.cli.cluster.logs import LogOptions, show_logs
+    from topkube.cli.cluster.log_options import LogOptions
+    from topkube.cli.cluster.logs import show_logs
 
     where = Where(kubeconfig, context, namespace)
     raise typer.Exit(show_logs(LogOptions(job, where, follow, worker, tail, timestamps, output is OutputFormat.json)))

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from topkube.cli.cluster.api import Api, Where, connect, missing_is_fine
-from topkube.cli.cluster.jobs import find_job, job_path, pods_of, print_line
+from topkube.cli.cluster.api import Api, Where, connect, ignore_missing
+from topkube.cli.cluster.jobs import build_job_path, find_job, list_pods, print_line
 from topkube.errors import ClusterError
 
 _CHECK_SECONDS = 0.5
@@ -24,14 +24,14 @@ class DeleteOptions:
 
 
 def delete_jobs(options: DeleteOptions, say: Callable[[str], None] = print_line) -> int:
-    """Delete the jobs, and `say` so. If one name is wrong, no job is deleted. Raises ClusterError."""
+    """Delete the jobs, and `say` what was done. If one name is wrong, no job is deleted. Raises ClusterError."""
     api = connect(options.where)
-    jobs = [find_job(api, name) for name in options.jobs]  # if one name is wrong, nothing is deleted
+    jobs = [find_job(api, name) for name in options.jobs]
     for job in jobs:
         metadata = job["metadata"]
         body = {"propagationPolicy": "Background", "preconditions": {"uid": metadata["uid"]}}
-        with missing_is_fine():
-            api.request("DELETE", job_path(api, metadata["name"]), body=body)
+        with ignore_missing():
+            api.request("DELETE", build_job_path(api, metadata["name"]), body=body)
         say(f"trainingjob.topkube.dev/{metadata['name']} deleted")
     if options.wait:
         deadline = time.monotonic() + options.timeout_seconds
@@ -63,7 +63,7 @@ def _find_remaining(api: Api, name: str, uid: str) -> list[str]:
 
 def _list_remaining(api: Api, name: str, uid: str) -> list[str]:
     left = []
-    with missing_is_fine():
-        if api.get(job_path(api, name))["metadata"].get("uid") == uid:
+    with ignore_missing():
+        if api.get(build_job_path(api, name))["metadata"].get("uid") == uid:
             left.append(f"the job {name}")
-    return left + [f"pod {pod['metadata']['name']}" for pod in pods_of(api, name, uid)]
+    return left + [f"pod {pod['metadata']['name']}" for pod in list_pods(api, name, uid)]

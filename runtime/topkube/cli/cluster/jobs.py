@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from topkube.cli.cluster.api import Api, path_of
+from topkube.cli.cluster.api import Api, build_path
 from topkube.errors import ClusterError
 from topkube.job.crd import PLURAL
 from topkube.job.training_job import API_VERSION, KIND
@@ -26,8 +26,9 @@ WATCH_SECONDS = 60
 """A watch is renewed after this time at the latest."""
 
 
-def job_path(api: Api, name: str | None = None) -> str:
-    return path_of(api.namespace, PLURAL, name, API_VERSION)
+def build_job_path(api: Api, name: str | None = None) -> str:
+    """Return the URL path of a job, or of all jobs of the namespace."""
+    return build_path(api.namespace, PLURAL, name, API_VERSION)
 
 
 def find_job(api: Api, name: str) -> dict[str, Any]:
@@ -37,11 +38,11 @@ def find_job(api: Api, name: str) -> dict[str, Any]:
             "the job's name is empty", cause="a shell variable is not set", next_step="topkube status: all jobs"
         )
     try:
-        return api.get(job_path(api, name))
+        return api.get(build_job_path(api, name))
     except ClusterError as error:
         if error.status != 404 or error.unknown_kind or "no namespace" in str(error):
             raise
-    names = [job["metadata"]["name"] for job in all_jobs(api)]
+    names = [job["metadata"]["name"] for job in list_jobs(api)]
     near = difflib.get_close_matches(name, names, 3, 0.5) or names[:3]
     known = f"; jobs are {', '.join(near)}" if near else "; there are no jobs"
     raise ClusterError(
@@ -52,18 +53,18 @@ def find_job(api: Api, name: str) -> dict[str, Any]:
     )
 
 
-def all_jobs(api: Api, everywhere: bool = False) -> list[dict[str, Any]]:
+def list_jobs(api: Api, everywhere: bool = False) -> list[dict[str, Any]]:
     """Return the jobs of the namespace, or of all namespaces."""
-    path = path_of(None if everywhere else api.namespace, PLURAL, group=API_VERSION)
+    path = build_path(None if everywhere else api.namespace, PLURAL, group=API_VERSION)
     return list(api.get(path).get("items") or ())
 
 
-def pods_of(api: Api, name: str, uid: str | None = None) -> list[dict[str, Any]]:
+def list_pods(api: Api, name: str, uid: str | None = None) -> list[dict[str, Any]]:
     """Return the job's pods: the launcher first, then workers by index, older pods first. With `uid`, pods that an
     earlier job of the same name has left are not returned."""
-    pods = api.get(path_of(api.namespace, "pods"), labelSelector=f"{JOB_LABEL}={name}").get("items") or []
+    pods = api.get(build_path(api.namespace, "pods"), labelSelector=f"{JOB_LABEL}={name}").get("items") or []
     own = [pod for pod in pods if uid is None or not _is_of_another_job(pod, uid)]
-    return sorted(own, key=lambda pod: (index_of(pod), attempt_of(pod), pod["metadata"]["name"]))
+    return sorted(own, key=lambda pod: (read_index(pod), read_attempt(pod), pod["metadata"]["name"]))
 
 
 def _is_of_another_job(pod: dict[str, Any], uid: str) -> bool:
@@ -71,34 +72,34 @@ def _is_of_another_job(pod: dict[str, Any], uid: str) -> bool:
     return any(owner.get("kind") == KIND and owner.get("uid") != uid for owner in owners)
 
 
-def index_of(pod: dict[str, Any]) -> int:
+def read_index(pod: dict[str, Any]) -> int:
     """Return the worker's index; -1 for a launcher."""
-    return _number(pod["metadata"].get("labels", {}).get(INDEX_LABEL), -1)
+    return _parse_number(pod["metadata"].get("labels", {}).get(INDEX_LABEL), -1)
 
 
-def attempt_of(pod: dict[str, Any]) -> int:
+def read_attempt(pod: dict[str, Any]) -> int:
     """Return the attempt for which the pod was created."""
-    return _number(pod["metadata"].get("labels", {}).get(ATTEMPT_LABEL), 0)
+    return _parse_number(pod["metadata"].get("labels", {}).get(ATTEMPT_LABEL), 0)
 
 
-def main_container(pod: dict[str, Any]) -> str:
+def find_main_container(pod: dict[str, Any]) -> str:
     """Return the name of the container that trains, or that starts MPI."""
     named = (pod["metadata"].get("annotations") or {}).get(DEFAULT_CONTAINER)
     return str(named or pod["spec"]["containers"][0]["name"])
 
 
-def container_state(pod: dict[str, Any], container: str = "") -> tuple[str, dict[str, Any]]:
+def read_container_state(pod: dict[str, Any], container: str = "") -> tuple[str, dict[str, Any]]:
     """Return ('waiting' | 'running' | 'terminated', details) of a container; of the main container if none is named."""
     for status in (pod.get("status") or {}).get("containerStatuses") or ():
-        if status["name"] == (container or main_container(pod)):
+        if status["name"] == (container or find_main_container(pod)):
             for state, details in (status.get("state") or {}).items():
                 return state, details or {}
     return "waiting", {}
 
 
-def events_of(api: Api, job: dict[str, Any], pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def list_events(api: Api, job: dict[str, Any], pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the events of the job and the warnings of its pods, oldest first."""
-    path = path_of(api.namespace, "events")
+    path = build_path(api.namespace, "events")
     name, uid = job["metadata"]["name"], job["metadata"].get("uid")
     selector = f"involvedObject.kind=TrainingJob,involvedObject.name={name}"
     stored = api.get(path, fieldSelector=selector).get("items") or []
@@ -108,10 +109,10 @@ def events_of(api: Api, job: dict[str, Any], pods: list[dict[str, Any]]) -> list
         warnings = api.get(path, fieldSelector="involvedObject.kind=Pod,type=Warning").get("items") or []
         warnings = [event for event in warnings if event.get("reason") != _NO_DNS]
         events += [event for event in warnings if event["involvedObject"].get("name") in own]
-    return sorted(events, key=event_time)
+    return sorted(events, key=read_event_time)
 
 
-def event_time(event: dict[str, Any]) -> str:
+def read_event_time(event: dict[str, Any]) -> str:
     """Return the time when the event was last seen."""
     return str(
         event.get("lastTimestamp")
@@ -122,17 +123,17 @@ def event_time(event: dict[str, Any]) -> str:
     )
 
 
-def phase(job: dict[str, Any]) -> str:
+def read_phase(job: dict[str, Any]) -> str:
     """Return the job's phase: Pending until the operator writes another."""
     return str((job.get("status") or {}).get("phase") or "Pending")
 
 
-def waiting_reason(job: dict[str, Any]) -> str:
+def find_waiting_reason(job: dict[str, Any]) -> str:
     """Return what a job that does not run yet waits for, on one line; an empty text if it runs or nothing is known."""
     conditions = {entry.get("type"): entry for entry in (job.get("status") or {}).get("conditions") or ()}
-    if phase(job) not in ("Pending", "Starting", "Restarting"):
+    if read_phase(job) not in ("Pending", "Starting", "Restarting"):
         return ""
-    return one_line(str((conditions.get("Running") or {}).get("message") or ""))
+    return join_lines(str((conditions.get("Running") or {}).get("message") or ""))
 
 
 def print_line(text: str) -> None:
@@ -140,14 +141,14 @@ def print_line(text: str) -> None:
     print(text, flush=True)
 
 
-def one_line(text: str) -> str:
+def join_lines(text: str) -> str:
     """Return a message of several lines as one line."""
     return " ".join(text.split())
 
 
-def exit_code(job: dict[str, Any]) -> int:
+def find_exit_code(job: dict[str, Any]) -> int:
     """Return 0 if the job succeeded, and the exit code of the first rank that failed if it failed."""
-    if phase(job) == "Succeeded":
+    if read_phase(job) == "Succeeded":
         return 0
     code = ((job.get("status") or {}).get("firstFailure") or {}).get("exitCode")
     return code if isinstance(code, int) and 0 < code < 256 else 1
@@ -155,26 +156,25 @@ def exit_code(job: dict[str, Any]) -> int:
 
 @dataclass
 class Watch:
-    """Follow one job over broken connections. `states` yields it at once and after every change, and None when it has
-    been deleted."""
+    """The stored states of one job, over broken connections."""
 
     api: Api
     name: str
     seconds: float | None = None
-    """How long to follow the job; None: until it ends."""
+    """The time to follow the job; None: until it ends."""
     _deadline: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.seconds if self.seconds is not None else float("inf")
 
-    def states(self) -> Iterator[dict[str, Any] | None]:
-        """Yield the job's states. Raises ClusterError if the job does not exist at first, and TimeoutError at the
-        deadline."""
+    def read_states(self) -> Iterator[dict[str, Any] | None]:
+        """Yield the job at once and after every change, and None when it has been deleted. Raises ClusterError if the
+        job does not exist at first, and TimeoutError at the deadline."""
         job = find_job(self.api, self.name)
         uid = job["metadata"].get("uid")
         while True:
             yield job
-            for event in self._events(job["metadata"].get("resourceVersion")):
+            for event in self._read_events(job["metadata"].get("resourceVersion")):
                 changed = event.get("object") or {}
                 if event.get("type") == "ERROR":  # the version is too old: list again
                     break
@@ -186,7 +186,7 @@ class Watch:
             if time.monotonic() >= self._deadline:
                 raise TimeoutError
             try:
-                job = self.api.get(job_path(self.api, self.name))
+                job = self.api.get(build_job_path(self.api, self.name))
             except ClusterError as error:
                 if error.passing:
                     time.sleep(1)
@@ -199,7 +199,7 @@ class Watch:
                 yield None
                 return
 
-    def _events(self, version: str | None) -> Iterator[dict[str, Any]]:
+    def _read_events(self, version: str | None) -> Iterator[dict[str, Any]]:
         seconds = int(max(1, min(WATCH_SECONDS, self._deadline - time.monotonic())))
         query = {
             "watch": True,
@@ -208,13 +208,13 @@ class Watch:
             "timeoutSeconds": seconds,
         }
         try:
-            for line in self.api.lines(job_path(self.api), query, silent_seconds=seconds + 10):
+            for line in self.api.read_lines(build_job_path(self.api), query, silent_seconds=seconds + 10):
                 yield json.loads(line)
         except (ClusterError, ValueError):
             time.sleep(0.5)  # the connection broke; the caller reads the job again
 
 
-def _number(text: Any, otherwise: int) -> int:
+def _parse_number(text: Any, otherwise: int) -> int:
     try:
         return int(text)
     except (TypeError, ValueError):

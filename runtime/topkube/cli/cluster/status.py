@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -14,19 +15,19 @@ from topkube.cli.cluster.api import Api, Where, connect
 from topkube.cli.cluster.jobs import (
     OVER,
     Watch,
-    all_jobs,
-    attempt_of,
-    container_state,
-    event_time,
-    events_of,
     find_job,
-    index_of,
-    one_line,
-    phase,
-    pods_of,
-    waiting_reason,
+    find_waiting_reason,
+    join_lines,
+    list_events,
+    list_jobs,
+    list_pods,
+    read_attempt,
+    read_container_state,
+    read_event_time,
+    read_index,
+    read_phase,
 )
-from topkube.cli.columns import columns
+from topkube.cli.columns import align_columns
 from topkube.errors import ClusterError
 from topkube.telemetry.bar import format_bytes, format_duration, format_rate
 from topkube.timestamps import parse_timestamp
@@ -59,21 +60,22 @@ class View:
 
 
 def show_status(options: StatusOptions) -> int:
+    """Show one job, or list all jobs. Return the exit code. Raises ClusterError."""
     api = connect(options.where)
     if options.job is None:
-        return _table(api, options)
+        return _list_all_jobs(api, options)
     if options.watch:
         return _follow(api, options, options.job)
-    view = gather(api, find_job(api, options.job))
+    view = gather_view(api, find_job(api, options.job))
     _show(view, options.json)
     return 0
 
 
-def gather(api: Api, job: dict[str, Any]) -> View:
+def gather_view(api: Api, job: dict[str, Any]) -> View:
     """Read the pods and events of a job. Those that this account may not read are left out."""
     try:
-        pods = pods_of(api, job["metadata"]["name"], job["metadata"].get("uid"))
-        events = events_of(api, job, pods)
+        pods = list_pods(api, job["metadata"]["name"], job["metadata"].get("uid"))
+        events = list_events(api, job, pods)
     except ClusterError as error:
         if error.status != 403:
             raise
@@ -88,7 +90,7 @@ def _show(view: View, as_json: bool) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    for line in report(view, datetime.now(UTC), bar=console.is_terminal):
+    for line in build_report(view, datetime.now(UTC), bar=console.is_terminal):
         console.print(line, markup=True, soft_wrap=True, emoji=False)
 
 
@@ -100,45 +102,43 @@ def _follow(api: Api, options: StatusOptions, name: str) -> int:
     console = Console(highlight=False)
     live = None if options.json or not console.is_terminal else Live(console=console, refresh_per_second=4)
     printed = ""
-    with live or _nothing():
-        for job in Watch(api, name).states():
+    with live or contextlib.nullcontext():
+        for job in Watch(api, name).read_states():
             if job is None:
                 print(f"the job {name} was deleted", file=sys.stderr)
                 return 1
             if live is not None:
                 try:
-                    view = gather(api, job)
+                    view = gather_view(api, job)
                 except ClusterError as error:
                     if not error.passing:
                         raise
                     view = View(job, [], [])
-                lines = report(view, datetime.now(UTC), bar=True)
+                lines = build_report(view, datetime.now(UTC), bar=True)
                 live.update(Text("\n").join(Text.from_markup(line, emoji=False) for line in lines))
             elif options.json:
                 print(json.dumps(job), flush=True)
             else:
-                line = _one_line(job)
+                line = _format_line(job)
                 if line != printed:
                     print(line, flush=True)
                 printed = line
-            if phase(job) in OVER:
+            if read_phase(job) in OVER:
                 break
     return 0
 
 
-def _nothing() -> Any:
-    import contextlib
-
-    return contextlib.nullcontext()
-
-
-def _one_line(job: dict[str, Any]) -> str:
-    return "  ".join(part for part in (job["metadata"]["name"], phase(job), _facts(job), waiting_reason(job)) if part)
+def _format_line(job: dict[str, Any]) -> str:
+    return "  ".join(
+        part
+        for part in (job["metadata"]["name"], read_phase(job), _describe_progress(job), find_waiting_reason(job))
+        if part
+    )
 
 
-def _table(api: Api, options: StatusOptions) -> int:
+def _list_all_jobs(api: Api, options: StatusOptions) -> int:
     """List all jobs, like `kubectl get tj`."""
-    jobs = all_jobs(api, options.everywhere)
+    jobs = list_jobs(api, options.everywhere)
     if options.json:
         print(json.dumps(jobs, indent=1))
         return 0
@@ -155,29 +155,30 @@ def _table(api: Api, options: StatusOptions) -> int:
             [
                 *([metadata["namespace"]] if options.everywhere else []),
                 metadata["name"],
-                phase(job),
+                read_phase(job),
                 str(status.get("workersReady") or ""),
-                _step(progress),
+                _format_step(progress),
                 f"{progress['percent']}%" if "percent" in progress else "",
                 format_rate(progress["samplesPerSecond"]) if "samplesPerSecond" in progress else "",
-                _left(job),
+                _format_time_left(job),
                 str(status.get("restarts") or 0),
-                _age(metadata.get("creationTimestamp"), now),
+                _format_age(metadata.get("creationTimestamp"), now),
             ]
         )
-    print("\n".join(columns(rows, "")))
+    print("\n".join(align_columns(rows, "")))
     return 0
 
 
-def report(view: View, now: datetime, bar: bool = False) -> Iterator[str]:
+def build_report(view: View, now: datetime, bar: bool = False) -> Iterator[str]:
     """Yield the lines of the report, in rich's markup."""
     from rich.markup import escape
 
     job = view.job
     metadata, spec, status = job["metadata"], job.get("spec") or {}, job.get("status") or {}
-    colour = _COLOURS.get(phase(job), "bold")
-    yield f"[bold]{metadata['name']}[/bold]  [{colour}]{phase(job)}[/]  in namespace {metadata.get('namespace', '')}"
-    for name, text in _summary(job, now):
+    phase = read_phase(job)
+    colour = _COLOURS.get(phase, "bold")
+    yield f"[bold]{metadata['name']}[/bold]  [{colour}]{phase}[/]  in namespace {metadata.get('namespace', '')}"
+    for name, text in _summarize_job(job, now):
         yield f"  [bold]{name:<12}[/bold]{escape(text)}"
     progress = status.get("progress") or {}
     if bar and "percent" in progress:
@@ -188,37 +189,37 @@ def report(view: View, now: datetime, bar: bool = False) -> Iterator[str]:
         yield "  [yellow]the operator has not seen the last change yet[/]"
     if not status and spec.get("runPolicy", {}).get("managedBy", "topkube.dev/operator") == "topkube.dev/operator":
         yield "[yellow]no operator has handled this job yet[/]: kubectl get pods -n topkube-system"
-    if refused := _refused(status):
+    if refused := _list_refusals(status):
         yield "  [yellow]a change of the spec was refused; the job follows status.acceptedSpec[/]:"
         yield from (f"  {escape(line)}" for line in refused)
-    yield from _section("Conditions", [escape(line) for line in _conditions(status, now)])
-    yield from _section("Pods", [escape(line) for line in _pods(view.pods, now)])
-    yield from _section("First failure", [escape(line) for line in _failure(status)])
-    yield from _section("Cache", [escape(line) for line in _cache(status)])
-    yield from _section("Events", [escape(line) for line in _events(view.events, now)])
+    yield from _format_section("Conditions", [escape(line) for line in _format_conditions(status, now)])
+    yield from _format_section("Pods", [escape(line) for line in _format_pods(view.pods, now)])
+    yield from _format_section("First failure", [escape(line) for line in _format_failure(status)])
+    yield from _format_section("Cache", [escape(line) for line in _format_cache(status)])
+    yield from _format_section("Events", [escape(line) for line in _format_events(view.events, now)])
 
 
-def _section(title: str, lines: list[str]) -> Iterator[str]:
+def _format_section(title: str, lines: list[str]) -> Iterator[str]:
     if lines:
         yield ""
         yield f"[bold]{title}[/bold]"
         yield from lines
 
 
-def _summary(job: dict[str, Any], now: datetime) -> Iterator[tuple[str, str]]:
+def _summarize_job(job: dict[str, Any], now: datetime) -> Iterator[tuple[str, str]]:
     status, metadata = job.get("status") or {}, job["metadata"]
     spec = status.get("acceptedSpec") or job.get("spec") or {}
     aggregation, policy = spec.get("aggregation") or {}, spec.get("runPolicy") or {}
     workers, slots = spec.get("workers", 1), spec.get("slotsPerWorker", 1)
     ready = status.get("workersReady") or f"0/{workers}"
-    ready += " succeeded" if phase(job) == "Succeeded" else " ready"
+    ready += " succeeded" if read_phase(job) == "Succeeded" else " ready"
     yield (
         "workers",
         f"{ready}, {slots} rank{'s' if slots != 1 else ''} each, {spec.get('mpiImplementation', 'MPICH')}",
     )
     algorithm, density = aggregation.get("algorithm", AUTO), aggregation.get("density", DENSITY.default)
     yield "aggregation", describe(algorithm, density)
-    if facts := _facts(job):
+    if facts := _describe_progress(job):
         yield "progress", facts
     attempts = [f"attempt {status['attempt']}"] if status.get("attempt") else []
     attempts.append(f"{status.get('restarts') or 0} of {policy.get('backoffLimit', 3)} restarts used")
@@ -227,26 +228,26 @@ def _summary(job: dict[str, Any], now: datetime) -> Iterator[tuple[str, str]]:
     yield "attempts", ", ".join(attempts)
     if avoided := status.get("avoidedNodes"):
         yield "avoids", ", ".join(f"{entry['name']} ({entry.get('reason') or 'fault'})" for entry in avoided)
-    times = [f"created {_age(metadata.get('creationTimestamp'), now)} ago"]
+    times = [f"created {_format_age(metadata.get('creationTimestamp'), now)} ago"]
     started, ended = parse_timestamp(status.get("startTime")), parse_timestamp(status.get("completionTime"))
     if started:
-        times.append(f"started {_age(status['startTime'], now)} ago")
+        times.append(f"started {_format_age(status['startTime'], now)} ago")
     if started and ended:
         times.append(f"ran {format_duration((ended - started).total_seconds())}")
     yield "time", ", ".join(times)
     if checkpoint := spec.get("checkpoint"):
         interval = checkpoint.get("everySteps", 500)
         claim = checkpoint.get("claimName")
-        yield "checkpoint", f"{newest_checkpoint(job, now)}; claim {claim}, every {interval} steps"
+        yield "checkpoint", f"{describe_newest_checkpoint(job, now)}; claim {claim}, every {interval} steps"
     if source := spec.get("source"):
-        yield "source", _source(source)
+        yield "source", _describe_source(source)
     if packages := (spec.get("setup") or {}).get("requirements"):
         yield "packages", ", ".join(packages)
     if dataset := spec.get("dataset"):
         yield "dataset", f"{dataset.get('uri')} at {dataset.get('mountPath')}"
 
 
-def _source(source: dict[str, Any]) -> str:
+def _describe_source(source: dict[str, Any]) -> str:
     """Return where the job's code comes from, in a few words."""
     if git := source.get("git"):
         return f"commit {str(git.get('commit'))[:12]} of {git.get('url')}"
@@ -255,85 +256,85 @@ def _source(source: dict[str, Any]) -> str:
     return f"ConfigMap {(source.get('configMap') or {}).get('name')}"
 
 
-def _facts(job: dict[str, Any]) -> str:
+def _describe_progress(job: dict[str, Any]) -> str:
     progress = (job.get("status") or {}).get("progress") or {}
-    parts = [f"step {_step(progress)}"] if "step" in progress else []
+    parts = [f"step {_format_step(progress)}"] if "step" in progress else []
     if "percent" in progress:
         parts.append(f"{progress['percent']}%")
     if progress.get("loss"):
         parts.append(f"loss {progress['loss']}")
     if progress.get("samplesPerSecond"):
         parts.append(f"{format_rate(progress['samplesPerSecond'])} samples/s")
-    if left := _left(job):
+    if left := _format_time_left(job):
         parts.append(f"{left} left")
     return "  ".join(parts)
 
 
-def _left(job: dict[str, Any]) -> str:
+def _format_time_left(job: dict[str, Any]) -> str:
     """Return the time until the last step of a running job as text; empty if it is unknown."""
     seconds = ((job.get("status") or {}).get("progress") or {}).get("etaSeconds")
-    return format_duration(seconds) if seconds and phase(job) == "Running" else ""
+    return format_duration(seconds) if seconds and read_phase(job) == "Running" else ""
 
 
-def newest_checkpoint(job: dict[str, Any], now: datetime) -> str:
+def describe_newest_checkpoint(job: dict[str, Any], now: datetime) -> str:
     """Return the newest checkpoint of a job in a few words: "newest of step 500, 41s ago"."""
     progress = (job.get("status") or {}).get("progress") or {}
     if not progress.get("checkpointStep"):
         return "none yet"
-    age = _age(progress.get("checkpointAt"), now)
+    age = _format_age(progress.get("checkpointAt"), now)
     return f"newest of step {progress['checkpointStep']}" + (f", {age} ago" if age else "")
 
 
-def _step(progress: dict[str, Any]) -> str:
+def _format_step(progress: dict[str, Any]) -> str:
     total = f"/{progress['totalSteps']}" if progress.get("totalSteps") else ""
     return f"{progress['step']}{total}" if "step" in progress else ""
 
 
-def _refused(status: dict[str, Any]) -> list[str]:
+def _list_refusals(status: dict[str, Any]) -> list[str]:
     """Return the operator's messages about a change of the spec that it refused."""
     refusals = [entry for entry in status.get("conditions") or () if entry.get("reason") == _REFUSED]
     return [line for entry in refusals for line in str(entry.get("message") or "").splitlines()[1:]]
 
 
-def _conditions(status: dict[str, Any], now: datetime) -> list[str]:
+def _format_conditions(status: dict[str, Any], now: datetime) -> list[str]:
     rows = [
         [
             condition["type"],
             condition["status"],
-            _age(condition.get("lastTransitionTime"), now),
+            _format_age(condition.get("lastTransitionTime"), now),
             condition.get("reason") or "",
-            one_line(condition.get("message") or ""),
+            join_lines(condition.get("message") or ""),
         ]
         for condition in status.get("conditions") or ()
         if condition.get("reason") != _REFUSED
     ]
-    return columns(rows) if rows else []
+    return align_columns(rows) if rows else []
 
 
-def _pods(pods: list[dict[str, Any]], now: datetime) -> list[str]:
+def _format_pods(pods: list[dict[str, Any]], now: datetime) -> list[str]:
     rows = []
     for pod in pods[:MOST_PODS]:
         metadata, status = pod["metadata"], pod.get("status") or {}
-        index = index_of(pod)
+        index = read_index(pod)
         rows.append(
             [
                 metadata["name"],
                 f"worker {index}" if index >= 0 else "launcher",
-                f"attempt {attempt_of(pod)}",
-                _pod_state(pod),
+                f"attempt {read_attempt(pod)}",
+                _describe_pod_state(pod),
                 (pod.get("spec") or {}).get("nodeName") or "no node",
                 status.get("podIP") or "",
-                _age(metadata.get("creationTimestamp"), now),
+                _format_age(metadata.get("creationTimestamp"), now),
             ]
         )
     more = [f"  … and {len(pods) - MOST_PODS} more"] if len(pods) > MOST_PODS else []
-    return columns(rows) + more if rows else []
+    return align_columns(rows) + more if rows else []
 
 
-def _pod_state(pod: dict[str, Any]) -> str:
+def _describe_pod_state(pod: dict[str, Any]) -> str:
     if pod["metadata"].get("deletionTimestamp"):
         return "Terminating"
-    state, details = container_state(pod)
+    state, details = read_container_state(pod)
     if state == "terminated":
         return f"{details.get('reason') or 'Ended'}, exit code {details.get('exitCode')}"
     if state == "waiting" and details.get("reason"):
@@ -342,7 +343,7 @@ def _pod_state(pod: dict[str, Any]) -> str:
     return str(status.get("reason") or status.get("phase") or "Pending")
 
 
-def _failure(status: dict[str, Any]) -> list[str]:
+def _format_failure(status: dict[str, Any]) -> list[str]:
     failure = status.get("firstFailure") or {}
     if not failure:
         return []
@@ -357,7 +358,7 @@ def _failure(status: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _cache(status: dict[str, Any]) -> list[str]:
+def _format_cache(status: dict[str, Any]) -> list[str]:
     cache = status.get("cache") or {}
     lines = [f"  hit ratio {cache['hitRatio']}"] if cache.get("hitRatio") else []
     if cache.get("remoteBytes") is not None:
@@ -367,24 +368,24 @@ def _cache(status: dict[str, Any]) -> list[str]:
     ]
 
 
-def _events(events: list[dict[str, Any]], now: datetime) -> list[str]:
+def _format_events(events: list[dict[str, Any]], now: datetime) -> list[str]:
     rows = []
     for event in events[-MOST_EVENTS:]:
         count = event.get("count") or (event.get("series") or {}).get("count") or 1
         about = event["involvedObject"]
-        message = one_line(str(event.get("message") or ""))
+        message = join_lines(str(event.get("message") or ""))
         rows.append(
             [
-                _age(event_time(event), now) + (f" (x{count})" if count > 1 else ""),
+                _format_age(read_event_time(event), now) + (f" (x{count})" if count > 1 else ""),
                 str(event.get("type") or ""),
                 str(event.get("reason") or ""),
                 f"{about.get('name')}: {message}" if about.get("kind") == "Pod" else message,
             ]
         )
-    return columns(rows) if rows else []
+    return align_columns(rows) if rows else []
 
 
-def _age(text: str | None, now: datetime) -> str:
+def _format_age(text: str | None, now: datetime) -> str:
     """Return an age as kubectl writes it: 41s, 3m, 5h, 4d."""
     then = parse_timestamp(text)
     if then is None:

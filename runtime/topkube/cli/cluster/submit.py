@@ -10,7 +10,15 @@ from typing import Any
 
 from topkube.cli.cluster import sync
 from topkube.cli.cluster.api import APPLY, FIELD_MANAGER, Api, Where, connect
-from topkube.cli.cluster.jobs import OVER, WAIT_CODE, Watch, exit_code, job_path, phase, waiting_reason
+from topkube.cli.cluster.jobs import (
+    OVER,
+    WAIT_CODE,
+    Watch,
+    build_job_path,
+    find_exit_code,
+    find_waiting_reason,
+    read_phase,
+)
 from topkube.cli.script_job import Target, load_job
 from topkube.errors import ClusterError, JobError, TopKubeError
 from topkube.job import TrainingJob
@@ -40,7 +48,7 @@ class SubmitOptions:
 
 def submit_job(options: SubmitOptions) -> int:
     """Submit the job and return the exit code: the job's own with --wait or --follow."""
-    job, packed = _load(options)
+    job, packed = _load_job(options)
     own = job.metadata.namespace
     if own and options.where.namespace and own != options.where.namespace:
         raise JobError(
@@ -59,18 +67,19 @@ def submit_job(options: SubmitOptions) -> int:
         note = " (dry run on the server)" if options.dry_run else ""
         if packed is not None:
             print(f"{packed.files} files of {options.target.root}, {len(packed.data):,} bytes packed", file=sys.stderr)
-        print(f"trainingjob.topkube.dev/{job.name} {_verb(before, applied)}{note}", flush=True)
+        print(f"trainingjob.topkube.dev/{job.name} {_describe_change(before, applied)}{note}", flush=True)
     if options.dry_run:
         return 0
     if options.follow:
         from topkube.cli.cluster import logs
+        from topkube.cli.cluster.log_options import LogOptions
 
         where = Where(options.where.kubeconfig, options.where.context, api.namespace)
-        return logs.show_logs(logs.LogOptions(job.name, where, timeout_seconds=options.timeout_seconds))
-    return wait(api, job.name, options.timeout_seconds) if options.wait else 0
+        return logs.show_logs(LogOptions(job.name, where, timeout_seconds=options.timeout_seconds))
+    return wait_for_end(api, job.name, options.timeout_seconds) if options.wait else 0
 
 
-def _load(options: SubmitOptions) -> tuple[TrainingJob, PackedSource | None]:
+def _load_job(options: SubmitOptions) -> tuple[TrainingJob, PackedSource | None]:
     """Return the job of the command line and its packed code. Raises JobError, SourceError."""
     target = options.target
     is_script = not target.is_job_file and not target.is_module
@@ -83,7 +92,7 @@ def _load(options: SubmitOptions) -> tuple[TrainingJob, PackedSource | None]:
     job = load_job(target)
     packed = pack_source(target.root) if target.root is not None else None
     requirements = _read_requirements(options.requirements) if options.requirements is not None else ()
-    return sync.with_code(job, packed, requirements), packed
+    return sync.add_code(job, packed, requirements), packed
 
 
 def _read_requirements(path: Path) -> tuple[str, ...]:
@@ -104,7 +113,7 @@ def _print_manifests(job: TrainingJob, packed: PackedSource | None, namespace: s
     if namespace:
         data["metadata"]["namespace"] = namespace
     if packed is not None:
-        print(write(sync.config_map(job, packed, namespace)) + "---")
+        print(write(sync.build_config_map(job, packed, namespace)) + "---")
         print("note: the ConfigMap outlives the job if kubectl applies it; topkube submit deletes it", file=sys.stderr)
     print(write(data), end="")
     return 0
@@ -134,34 +143,34 @@ def apply_job(
     data = _select_written_fields(job)
     data["metadata"]["namespace"] = api.namespace
     if packed is None:
-        return _apply(api, data, dry_run, force_conflicts)
-    code = sync.config_map(job, packed, api.namespace)
+        return _send_job(api, data, dry_run, force_conflicts)
+    code = sync.build_config_map(job, packed, api.namespace)
     existed = sync.has_config_map(api, code)
     sync.apply_config_map(api, code, dry_run)
     try:
-        applied = _apply(api, data, dry_run, force_conflicts)
+        applied = _send_job(api, data, dry_run, force_conflicts)
     except TopKubeError:
         if not existed and not dry_run:
             sync.delete_config_map(api, code)
         raise
     if not dry_run:
-        sync.apply_config_map(api, sync.config_map(job, packed, api.namespace, applied["metadata"]["uid"]))
+        sync.apply_config_map(api, sync.build_config_map(job, packed, api.namespace, applied["metadata"]["uid"]))
     return applied
 
 
 def _read_stored(api: Api, name: str) -> dict[str, Any] | None:
     try:
-        return api.get(job_path(api, name))
+        return api.get(build_job_path(api, name))
     except ClusterError as error:
         if error.status != 404 or error.unknown_kind:
             raise
         return None
 
 
-def _apply(api: Api, data: dict[str, Any], dry_run: bool, force_conflicts: bool) -> dict[str, Any]:
+def _send_job(api: Api, data: dict[str, Any], dry_run: bool, force_conflicts: bool) -> dict[str, Any]:
     query = {"fieldManager": FIELD_MANAGER, "force": force_conflicts, "dryRun": "All" if dry_run else None}
     try:
-        answer = api.request("PATCH", job_path(api, data["metadata"]["name"]), query, data, APPLY)
+        answer = api.request("PATCH", build_job_path(api, data["metadata"]["name"]), query, data, APPLY)
     except ClusterError as error:
         if error.status != 409:
             raise
@@ -176,29 +185,29 @@ def _apply(api: Api, data: dict[str, Any], dry_run: bool, force_conflicts: bool)
     return answer.data
 
 
-def _verb(before: dict[str, Any] | None, after: dict[str, Any]) -> str:
+def _describe_change(before: dict[str, Any] | None, after: dict[str, Any]) -> str:
     if before is None:
         return "created"
     same = before["metadata"].get("resourceVersion") == after["metadata"].get("resourceVersion")
     return "unchanged" if same or before.get("spec") == after.get("spec") else "configured"
 
 
-def wait(api: Api, name: str, seconds: float | None) -> int:
+def wait_for_end(api: Api, name: str, seconds: float | None) -> int:
     """Wait for the job's end, with a line per phase on stderr. Return the exit code."""
     printed = ""
     try:
-        for job in Watch(api, name, seconds).states():
+        for job in Watch(api, name, seconds).read_states():
             if job is None:
                 raise ClusterError(f"the job {name} was deleted before it ended", status=404)
-            state = ": ".join(part for part in (phase(job), waiting_reason(job)) if part)
+            state = ": ".join(part for part in (read_phase(job), find_waiting_reason(job)) if part)
             if state != printed:
                 printed = state
                 print(f"{name}: {state}", file=sys.stderr, flush=True)
-            if phase(job) in OVER:
+            if read_phase(job) in OVER:
                 failure = (job.get("status") or {}).get("firstFailure") or {}
-                if phase(job) == "Failed" and failure.get("message"):
+                if read_phase(job) == "Failed" and failure.get("message"):
                     print(f"{name}: {failure['message']}", file=sys.stderr)
-                return exit_code(job)
+                return find_exit_code(job)
     except TimeoutError:
         print(
             f"{name} is still {printed} after {seconds:g} s and continues; next: topkube status {name}", file=sys.stderr

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from topkube.cli.cluster.api import FIELD_MANAGER, MERGE, Api, Where, connect
-from topkube.cli.cluster.jobs import OVER, find_job, job_path, phase, pods_of, print_line
-from topkube.cli.cluster.status import newest_checkpoint
+from topkube.cli.cluster.jobs import OVER, build_job_path, find_job, list_pods, print_line, read_phase
+from topkube.cli.cluster.status import describe_newest_checkpoint
 from topkube.errors import ClusterError
 
 _CHECK_SECONDS = 0.5
@@ -35,23 +35,23 @@ def set_suspended(options: SuspendOptions, say: Callable[[str], None] = print_li
     api = connect(options.where)
     jobs = [find_job(api, name) for name in options.jobs]
     for job in jobs:
-        if phase(job) in OVER:
+        if read_phase(job) in OVER:
             name = job["metadata"]["name"]
             raise ClusterError(
-                f"the job {name} is {phase(job)}: a finished job cannot be suspended or resumed",
+                f"the job {name} is {read_phase(job)}: a finished job cannot be suspended or resumed",
                 next_step=f"topkube delete {name}, then submit it again; it continues from its newest checkpoint",
             )
     deadline = time.monotonic() + options.timeout_seconds
     for job in jobs:
-        say(_change(api, job, options, deadline))
+        say(_change_job(api, job, options, deadline))
     return 0
 
 
-def _change(api: Api, job: dict[str, Any], options: SuspendOptions, deadline: float) -> str:
+def _change_job(api: Api, job: dict[str, Any], options: SuspendOptions, deadline: float) -> str:
     """Suspend or resume one job. Return what was done."""
     name = job["metadata"]["name"]
     before = bool((job["spec"].get("runPolicy") or {}).get("suspend"))
-    path, query = job_path(api, name), {"fieldManager": FIELD_MANAGER}
+    path, query = build_job_path(api, name), {"fieldManager": FIELD_MANAGER}
     if before != options.suspend:
         job = api.request("PATCH", path, query, {"spec": {"runPolicy": {"suspend": options.suspend}}}, MERGE).data
     if options.suspend and options.wait:
@@ -59,17 +59,17 @@ def _change(api: Api, job: dict[str, Any], options: SuspendOptions, deadline: fl
     verb = ("is already suspended" if before else "suspended") if options.suspend else "resumed"
     if not options.suspend and not before:
         verb = "is not suspended"
-    return f"trainingjob.topkube.dev/{name} {verb}{_continuation(job, options.suspend)}"
+    return f"trainingjob.topkube.dev/{name} {verb}{_describe_continuation(job, options.suspend)}"
 
 
-def _continuation(job: dict[str, Any], suspended: bool) -> str:
-    """Return at which step the job continues, and what is lost, as the end of a sentence."""
+def _describe_continuation(job: dict[str, Any], suspended: bool) -> str:
+    """Return the end of a sentence: the step at which the job continues, and what is lost."""
     if not job["spec"].get("checkpoint"):
         return "; it saves no checkpoints (spec.checkpoint), so it begins again at step 0"
     progress = (job.get("status") or {}).get("progress") or {}
     if not progress.get("checkpointStep"):
         return "; no checkpoint is reported"
-    words = newest_checkpoint(job, datetime.now(UTC)).removeprefix("newest ")
+    words = describe_newest_checkpoint(job, datetime.now(UTC)).removeprefix("newest ")
     return f"; its newest checkpoint is {words}" if suspended else f"; it continues from the checkpoint {words}"
 
 
@@ -77,10 +77,11 @@ def _wait_for_end_of_pods(api: Api, name: str, deadline: float, seconds: float) 
     """Wait until the suspended job has no pods: until then, ranks save their state. Return the job."""
     while True:
         try:
-            job = api.get(job_path(api, name))
-            if phase(job) in OVER or (phase(job) == "Suspended" and not pods_of(api, name, job["metadata"].get("uid"))):
+            job = api.get(build_job_path(api, name))
+            phase = read_phase(job)
+            if phase in OVER or (phase == "Suspended" and not list_pods(api, name, job["metadata"].get("uid"))):
                 return job
-            state = f"{name} is {phase(job)} and still has pods"
+            state = f"{name} is {phase} and still has pods"
         except ClusterError as error:
             if not error.passing:
                 raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from typing import Any
 
-from topkube.cli.cluster.api import APPLY, FIELD_MANAGER, Api, missing_is_fine, path_of
+from topkube.cli.cluster.api import APPLY, FIELD_MANAGER, Api, build_path, ignore_missing
 from topkube.cli.cluster.jobs import JOB_LABEL
 from topkube.errors import ClusterError, JobError
 from topkube.job import API_VERSION, KIND, TrainingJob
@@ -13,7 +13,7 @@ from topkube.launch.contract import child_name
 from topkube.source.packing import ARCHIVE_KEY, PackedSource
 
 
-def with_code(job: TrainingJob, packed: PackedSource | None, requirements: tuple[str, ...] = ()) -> TrainingJob:
+def add_code(job: TrainingJob, packed: PackedSource | None, requirements: tuple[str, ...] = ()) -> TrainingJob:
     """Return the job with the packed code as its source, and `requirements` as its packages. Raises JobError if the job
     has another source or other packages."""
     if packed is None and not requirements:
@@ -28,7 +28,7 @@ def with_code(job: TrainingJob, packed: PackedSource | None, requirements: tuple
             )
         spec["source"] = {
             "configMap": {
-                "name": config_map_name(job.name, packed),
+                "name": name_config_map(job.name, packed),
                 "archive": ARCHIVE_KEY,
                 "sha256": packed.sha256,
             }
@@ -43,15 +43,15 @@ def with_code(job: TrainingJob, packed: PackedSource | None, requirements: tuple
     return TrainingJob.parse(data)
 
 
-def config_map_name(job: str, packed: PackedSource) -> str:
+def name_config_map(job: str, packed: PackedSource) -> str:
     """Return the name of the ConfigMap: other code has another name, because a ConfigMap may not change under a job."""
     return child_name(job, "source", packed.sha256[:10])
 
 
-def config_map(job: TrainingJob, packed: PackedSource, namespace: str | None, uid: str = "") -> dict[str, Any]:
+def build_config_map(job: TrainingJob, packed: PackedSource, namespace: str | None, uid: str = "") -> dict[str, Any]:
     """Return the ConfigMap. With the job's `uid`, it belongs to the job and is deleted with it."""
     metadata: dict[str, Any] = {
-        "name": config_map_name(job.name, packed),
+        "name": name_config_map(job.name, packed),
         "labels": {JOB_LABEL: child_name(job.name), "app.kubernetes.io/managed-by": "topkube"},
     }
     if namespace:
@@ -71,13 +71,13 @@ def apply_config_map(api: Api, manifest: dict[str, Any], dry_run: bool = False) 
     """Create the ConfigMap, or write it again. Server-side apply also creates a ConfigMap that the garbage collector
     has removed in between, with an earlier job of this name."""
     query = {"fieldManager": FIELD_MANAGER, "force": True, "dryRun": "All" if dry_run else None}
-    api.request("PATCH", path_of(api.namespace, "configmaps", manifest["metadata"]["name"]), query, manifest, APPLY)
+    api.request("PATCH", build_path(api.namespace, "configmaps", manifest["metadata"]["name"]), query, manifest, APPLY)
 
 
 def has_config_map(api: Api, manifest: dict[str, Any]) -> bool:
     """Return True if the ConfigMap exists."""
     try:
-        api.get(path_of(api.namespace, "configmaps", manifest["metadata"]["name"]))
+        api.get(build_path(api.namespace, "configmaps", manifest["metadata"]["name"]))
     except ClusterError as error:
         if error.status != 404:
             raise
@@ -87,5 +87,5 @@ def has_config_map(api: Api, manifest: dict[str, Any]) -> bool:
 
 def delete_config_map(api: Api, manifest: dict[str, Any]) -> None:
     """Delete the ConfigMap of a job that was refused."""
-    with missing_is_fine():
-        api.request("DELETE", path_of(api.namespace, "configmaps", manifest["metadata"]["name"]))
+    with ignore_missing():
+        api.request("DELETE", build_path(api.namespace, "configmaps", manifest["metadata"]["name"]))

@@ -16,6 +16,6 @@ class Check:
     next_step: str = ""
 
 
-def ok(name: str, message: str) -> Check:
+def report_ok(name: str, message: str) -> Check:
     """Return a line that reports that `name` works."""
     return Check(name, "ok", message)

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from topkube.cli.doctor.check import Check, ok
+from topkube.cli.doctor.check import Check, report_ok
 from topkube.settings import kubeconfig_paths
 
 
@@ -18,7 +18,7 @@ def check_cluster() -> Iterator[Check]:
     inside = Path("/var/run/secrets/kubernetes.io/serviceaccount/token").exists()
     kubectl = shutil.which("kubectl")
     if config is None and not inside:
-        yield ok("cluster", "no kubeconfig; `topkube run` works without a cluster")
+        yield report_ok("cluster", "no kubeconfig; `topkube run` works without a cluster")
     elif kubectl is None:
         yield Check(
             "cluster",
@@ -27,10 +27,10 @@ def check_cluster() -> Iterator[Check]:
             "install kubectl to submit jobs",
         )
     else:
-        yield _server(kubectl)
+        yield _check_server(kubectl)
 
 
-def _server(kubectl: str) -> Check:
+def _check_server(kubectl: str) -> Check:
     try:
         command = [kubectl, "version", "-o", "json", "--request-timeout=5s"]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
@@ -39,4 +39,4 @@ def _server(kubectl: str) -> Check:
         version = None
     if version is None:
         return Check("cluster", "warn", "found a kubeconfig, but the cluster does not answer", "kubectl cluster-info")
-    return ok("cluster", f"Kubernetes {version}")
+    return report_ok("cluster", f"Kubernetes {version}")

@@ -42,7 +42,7 @@ def run_doctor(json_output: bool) -> int:
     checks: list[Check] = []
     console = Console(highlight=False)
     colours = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-    for check in all_checks():
+    for check in run_checks():
         checks.append(check)
         if not json_output:
             console.print(
@@ -57,7 +57,7 @@ def run_doctor(json_output: bool) -> int:
     return 1 if failed else 0
 
 
-def all_checks() -> Iterator[Check]:
+def run_checks() -> Iterator[Check]:
     """Yield all checks; a check comes after those that it depends on. An exception in a check becomes a failed
     check."""
     for check in CHECKS:

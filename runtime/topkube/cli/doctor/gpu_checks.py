@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from topkube.cli.doctor.check import Check, ok
+from topkube.cli.doctor.check import Check, report_ok
 from topkube.cli.doctor.gpu_probe import GpuAnswer
 from topkube.telemetry.bar import format_bytes
 
@@ -22,7 +22,7 @@ OLDEST_CAPABILITY = (8, 0)
 def check_gpus() -> Iterator[Check]:
     """Ask the GPUs of this machine in a process of its own, and report them."""
     if shutil.which("nvidia-smi") is None and not any(path.exists() for path in _DRIVER_FILES):
-        yield ok("cuda", "no NVIDIA driver here; training runs on the processor")
+        yield report_ok("cuda", "no NVIDIA driver here; training runs on the processor")
         return
     command = [sys.executable, "-m", "topkube.cli.doctor.gpu_probe"]
     try:
@@ -41,11 +41,11 @@ def check_gpus() -> Iterator[Check]:
         last = next(iter(reversed(ended.stderr.strip().splitlines())), f"exit code {ended.returncode}")
         yield Check("cuda", "fail", f"the GPUs cannot be asked: {last}", " ".join(command))
         return
-    yield from describe(answer)
+    yield from describe_gpus(answer)
 
 
-def describe(answer: GpuAnswer) -> Iterator[Check]:
-    """Yield the lines for what the GPUs answered."""
+def describe_gpus(answer: GpuAnswer) -> Iterator[Check]:
+    """Yield the lines about the GPUs of `answer`."""
     driver = f"driver {answer.driver or 'of unknown version'}"
     if not answer.gpus:
         cause = f"is built for CUDA {answer.torch_cuda}" if answer.torch_cuda else "is built for the CPU alone"
@@ -56,7 +56,7 @@ def describe(answer: GpuAnswer) -> Iterator[Check]:
         )
         yield Check("cuda", "warn", f"{driver}, but torch, which {cause}, finds no GPU", step)
         return
-    yield ok("cuda", f"{len(answer.gpus)} GPU(s), {driver}, torch for CUDA {answer.torch_cuda}")
+    yield report_ok("cuda", f"{len(answer.gpus)} GPU(s), {driver}, torch for CUDA {answer.torch_cuda}")
     for number, gpu in enumerate(answer.gpus):
         name = f"gpu {number}"
         facts = f"{gpu.name}, {format_bytes(gpu.memory_bytes)}, compute capability {gpu.capability}"
@@ -69,13 +69,13 @@ def describe(answer: GpuAnswer) -> Iterator[Check]:
             step = "install a build with CUDA kernels (TOPKUBE_CUDA=on), for a driver as new as its nvcc"
             yield Check(name, "fail", f"{facts}; the kernels do not work: {gpu.kernel}", step)
         else:
-            yield ok(name, f"{facts}; the kernels return the same bits as on the processor")
+            yield report_ok(name, f"{facts}; the kernels return the same bits as on the processor")
     if answer.nccl:
-        yield ok("nccl", answer.nccl)
+        yield report_ok("nccl", answer.nccl)
     else:
         step = "install a build of torch with NCCL, or run one rank per node"
         yield Check("nccl", "warn", "torch has no NCCL, which ranks of one node need", step)
-    yield ok(
+    yield report_ok(
         "cuda to network",
         "directly: this MPI takes device pointers"
         if answer.mpi_takes_device_pointers

@@ -1,7 +1,7 @@
-"""What `topkube doctor` asks each GPU: a separate program, because a broken driver can end or block the process that
-uses it.
+"""The program with which `topkube doctor` asks the GPUs, separate because a broken driver can end or block the process
+that uses it.
 
-python -m topkube.cli.doctor.gpu_probe    prints the answer as one line of JSON
+python -m topkube.cli.doctor.gpu_probe prints the answer as one line of JSON
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class GpuAnswer:
         return cls(**{**fields, "gpus": tuple(Gpu(**gpu) for gpu in fields["gpus"])})
 
 
-def probe() -> GpuAnswer:
+def probe_gpus() -> GpuAnswer:
     """Ask torch, the driver and MPI, and run the kernels on every GPU that torch can use."""
     import torch
 
@@ -105,7 +105,7 @@ def _read_bytes(array: Any) -> bytes:
 
 def main() -> None:
     """Print the answer."""
-    print(json.dumps(dataclasses.asdict(probe())))
+    print(json.dumps(dataclasses.asdict(probe_gpus())))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from topkube.cli.doctor.check import Check, ok
+from topkube.cli.doctor.check import Check, report_ok
 from topkube.processors import count_cores
 from topkube.telemetry.bar import format_bytes
 
@@ -24,7 +24,7 @@ def check_processor() -> Iterator[Check]:
     wanted = [
         flag for flag in ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_bf16") if flag in flags
     ]
-    yield ok("processor", f"{model}, {count_cores()} cores; {' '.join(wanted) or 'no vector extensions known'}")
+    yield report_ok("processor", f"{model}, {count_cores()} cores; {' '.join(wanted) or 'no vector extensions known'}")
 
 
 def check_memory() -> Iterator[Check]:
@@ -48,7 +48,7 @@ def check_shared_memory() -> Iterator[Check]:
         text = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} free: large shared windows end in SIGBUS"
         yield Check("/dev/shm", "warn", text, "docker run --shm-size=1g, or a memory-backed emptyDir at /dev/shm")
         return
-    yield ok("/dev/shm", f"{format_bytes(usage.free)} of {format_bytes(usage.total)} free, writable")
+    yield report_ok("/dev/shm", f"{format_bytes(usage.free)} of {format_bytes(usage.total)} free, writable")
 
 
 def check_disk() -> Iterator[Check]:
@@ -65,4 +65,4 @@ def check_disk() -> Iterator[Check]:
     elif free < _LEAST_DISK:
         yield Check("disk", "warn", f"{format_bytes(free)} free at {directory}", "make room for logs and checkpoints")
     else:
-        yield ok("disk", f"{format_bytes(free)} free at {directory}")
+        yield report_ok("disk", f"{format_bytes(free)} free at {directory}")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from topkube.cli.doctor.check import Check, ok
+from topkube.cli.doctor.check import Check, report_ok
 from topkube.errors import TopKubeError
 from topkube.launch.mpi import mpi_library
 from topkube.settings import process_environment
@@ -23,14 +23,14 @@ def check_mpi() -> Iterator[Check]:
     """Compare mpiexec with the library that mpi4py loads, and start two ranks."""
     try:
         mpi = mpi_library.find_mpi()
-        yield ok("mpiexec", f"{mpi} ({mpi.mpiexec})")
+        yield report_ok("mpiexec", f"{mpi} ({mpi.mpiexec})")
     except TopKubeError as error:
         yield Check("mpiexec", "fail", error.what, error.next_step)
         return
     try:
         loaded = mpi_library.library()
         mpi_library.check_match(mpi, loaded)
-        yield ok("mpi library", f"{loaded}, the same as mpiexec's")
+        yield report_ok("mpi library", f"{loaded}, the same as mpiexec's")
     except TopKubeError as error:
         yield Check("mpi library", "fail", error.what, error.next_step)
         return
@@ -56,7 +56,7 @@ def start_two_ranks(mpi: mpi_library.Mpi) -> Check:
         next_step = f"run it by hand: {' '.join(command[:-1])} '{_HELLO}'; check if a firewall or VPN blocks loopback"
         return Check("two ranks", "fail", f"no answer within {HELLO_SECONDS} s", next_step)
     if text.count("hello 2 2") == 2:
-        return ok("two ranks", "started, and added 1 + 1")
+        return report_ok("two ranks", "started, and added 1 + 1")
     output = " ".join(text.split())[-300:]
     return Check(
         "two ranks",

@@ -10,9 +10,11 @@ import sys
 from collections.abc import Iterator
 
 from topkube.algorithms import load_all, package_of
-from topkube.cli.doctor.check import Check, ok
+from topkube.cli.doctor.check import Check, report_ok
 from topkube.errors import TopKubeError
 from topkube.installation import install_command, reinstall_command
+
+_TORCH_SECONDS = 120
 
 _TORCH_SECONDS = 120
 
@@ -20,8 +22,8 @@ _TORCH_SECONDS = 120
 def check_python() -> Iterator[Check]:
     """Report the versions of Python and of TopKube."""
     version, own = platform.python_version(), importlib.metadata.version("topkube")
-    yield ok("python", f"{version} ({sys.executable})")
-    yield ok("topkube", own)
+    yield report_ok("python", f"{version} ({sys.executable})")
+    yield report_ok("topkube", own)
 
 
 def check_kernels() -> Iterator[Check]:
@@ -51,10 +53,10 @@ def check_cuda_kernels() -> Iterator[Check]:
     """Report whether this build has CUDA kernels, which compiler made them, and whether they load."""
     library = importlib.import_module("topkube.kernels.cuda_library")
     if library.path() is None:
-        yield ok("cuda kernels", "not in this build, which was made without nvcc; CPU tensors do not need them")
+        yield report_ok("cuda kernels", "not in this build, which was made without nvcc; CPU tensors do not need them")
         return
     try:
-        yield ok("cuda kernels", f"{library.load().build} (or newer, compiled by the driver)")
+        yield report_ok("cuda kernels", f"{library.load().build} (or newer, compiled by the driver)")
     except TopKubeError as error:
         yield Check("cuda kernels", "fail", error.what, error.next_step)
 
@@ -67,7 +69,7 @@ def check_algorithms() -> Iterator[Check]:
     for algorithm in algorithms:
         if package := package_of(algorithm.name):
             by_package.setdefault(str(package), []).append(algorithm.name)
-    yield ok(
+    yield report_ok(
         "algorithms",
         "; ".join([", ".join(own), *(f"{package}: {', '.join(names)}" for package, names in by_package.items())]),
     )
@@ -104,4 +106,4 @@ def check_torch() -> Iterator[Check]:
             "torch", "fail", f"{version} does not load: {reason}", "reinstall: pip install --force-reinstall torch"
         )
         return
-    yield ok("torch", version)
+    yield report_ok("torch", version)

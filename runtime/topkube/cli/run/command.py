@@ -18,7 +18,7 @@ from topkube.cli.run.watch import Signals, Watch
 from topkube.cli.script_job import Target, load_job
 from topkube.job import TrainingJob
 from topkube.job.algorithm_name import is_foreign
-from topkube.launch.local import LocalRun, fresh_directory, is_this_python, rank_command, rank_environment
+from topkube.launch.local import LocalRun, create_fresh_directory, is_this_python, rank_command, rank_environment
 from topkube.launch.mpi import mpi_library
 from topkube.processors import count_cores
 from topkube.settings import Settings, process_environment
@@ -34,7 +34,7 @@ def run_job(options: RunOptions) -> int:
         return _print_job(job, options.dry_run, options.target)
     loggers = check_loggers(options.target.loggers or "")
     mpi = mpi_library.find_mpi()
-    directory = fresh_directory(options.run_directory, job, time.localtime())
+    directory = create_fresh_directory(options.run_directory, job, time.localtime())
     environment = rank_environment(job, mpi, directory, process_environment(), options.collective_deadline_seconds)
     if options.trace is not None:
         shutil.rmtree(directory / TRACES, ignore_errors=True)  # of an earlier run in this directory

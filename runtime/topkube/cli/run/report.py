@@ -48,7 +48,7 @@ def report_run(watch: Watch, failure: LaunchError | None) -> None:
             plotted = None
             say(console, f"warning: {error}")
     traced = _write_trace(directory / TRACES, options.trace, console) if options.trace is not None else None
-    report = watch.local.failed_report() if failure else None
+    report = watch.local.find_failed_report() if failure else None
     outcome: Literal["succeeded", "failed", "interrupted"]
     outcome = "interrupted" if watch.signals.received else ("failed" if failure else "succeeded")
     parts = {part.replace(" ", "_"): seconds for part, seconds in summary.seconds_per_step.items()}

@@ -93,7 +93,7 @@ class RunSummary(_Values):
         return self.model_dump(by_alias=True)
 
 
-def markdown() -> str:
+def build_page() -> str:
     """Return the page."""
     parts: list[tuple[str, type[_Values]]] = [
         ("The object", RunSummary),
@@ -105,22 +105,22 @@ def markdown() -> str:
         lines += [f"## {heading}", "", " ".join((part.__doc__ or "").split()), ""]
         lines += ["| key | type | meaning |", "|---|---|---|"]
         lines += [
-            f"| `{field.alias}` | {_type(field.annotation)} | {field.description} |"
+            f"| `{field.alias}` | {_describe_type(field.annotation)} | {field.description} |"
             for field in part.model_fields.values()
         ]
         lines.append("")
     return "\n".join(lines)
 
 
-def _type(annotation: Any) -> str:
+def _describe_type(annotation: Any) -> str:
     if typing.get_origin(annotation) is Literal:
         return "one of " + ", ".join(typing.get_args(annotation))
     if typing.get_origin(annotation) is list:
-        return f"list of {_type(typing.get_args(annotation)[0])}s"
+        return f"list of {_describe_type(typing.get_args(annotation)[0])}s"
     if isinstance(annotation, types.UnionType):
-        return " or ".join(_type(choice) for choice in typing.get_args(annotation))
+        return " or ".join(_describe_type(choice) for choice in typing.get_args(annotation))
     return _TYPES.get(annotation, "object")
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    print(build_page(), end="")

@@ -24,7 +24,8 @@ DEADLINE_CODE = 124
 
 
 class Signals:
-    """Count SIGINT, SIGTERM and SIGHUP. They do not end this process at once, because it must first end its ranks."""
+    """A counter of SIGINT, SIGTERM and SIGHUP, as a context manager. They do not end this process at once, because it
+    must first end its ranks."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -46,7 +47,7 @@ class Signals:
 
 
 class Watch:
-    """Follow a run to its end."""
+    """A run that is followed to its end: the ranks' output and progress, signals, and the deadline."""
 
     def __init__(
         self, options: RunOptions, job: TrainingJob, run: LocalRun, history: History, console: Console, signals: Signals
@@ -58,26 +59,26 @@ class Watch:
         self._progress: ProgressReader | None = ProgressReader(run.directory)
 
     def run(self) -> LaunchError | None:
-        """Return why the run failed; None if it succeeded or was stopped by a signal."""
+        """Run the ranks. Return why the run failed; None if it succeeded or was stopped by a signal."""
         start = time.monotonic()
         deadline = self.options.deadline_seconds or self.job.spec.run_policy.active_deadline_seconds
-        heeded, late, failed_at = 0, False, float("inf")
+        handled, late, failed_at = 0, False, float("inf")
         display = ProgressDisplay(self.console, self.history, self.job.name, self.job.spec.workers, self.job.ranks)
         with self.local, display:
             while not self.local.wait(LOOK_SECONDS):
                 self._show(display, [(rank, log.read()) for rank, log in enumerate(self._logs)])
                 now = time.monotonic()
-                while self.signals.count > heeded:
-                    heeded += 1
+                while self.signals.count > handled:
+                    handled += 1
                     display.note(
-                        "ending all ranks; press Ctrl-C again to kill them" if heeded == 1 else "killing all ranks"
+                        "ending all ranks; press Ctrl-C again to kill them" if handled == 1 else "killing all ranks"
                     )
                     self.local.stop()
                 if deadline is not None and now - start > deadline and not late:
                     late = True
                     display.note(f"the run's deadline of {deadline:g} s has passed: ending all ranks")
                     self.local.stop()
-                if failed_at == float("inf") and self.local.failed_report() is not None:
+                if failed_at == float("inf") and self.local.find_failed_report() is not None:
                     failed_at = now
                 if now - failed_at > GRACE_SECONDS:  # mpiexec ends the others at once, unless it is stuck itself
                     failed_at = float("inf")
@@ -85,12 +86,12 @@ class Watch:
             for rank, log in enumerate(self._logs):
                 for lines in log.finish():
                     self._show(display, [(rank, lines)])
-            for line in self.local.lost_output():
+            for line in self.local.describe_lost_output():
                 display.note(f"warning: {line}")
         self.wall_seconds = time.monotonic() - start
         if self.signals.received is not None:
             return None
-        if late and self.local.failed_report() is None:
+        if late and self.local.find_failed_report() is None:
             return LaunchError(
                 f"the run did not finish within its deadline of {deadline:g} s",
                 exit_code=DEADLINE_CODE,
@@ -102,7 +103,7 @@ class Watch:
     def _show(self, display: ProgressDisplay, lines: list[tuple[int, list[str]]]) -> None:
         for rank, texts in lines:
             for text in texts:
-                display.line(self.local.node_of(rank), rank, text)
+                display.line(self.local.find_node(rank), rank, text)
         if self._progress is not None:
             try:
                 for record in self._progress.read():
