@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
+from topkube import algorithms
+from topkube.algorithms import DENSE
 from topkube.arrays import flat_view
-from topkube.collectives import Request
-from topkube.collectives.all_reduce import load_by_name
+from topkube.collectives import Request, load
 from topkube.collectives.double import mean_of_doubles
 from topkube.training.ranks.agreement import Agreement
 from topkube.world import World
@@ -62,7 +63,8 @@ def _mean_of_whole(world: World, own: torch.Tensor) -> torch.Tensor:
     if flat.dtype == torch.float64:
         mean_of_doubles(world, flat.numpy())
     else:
-        load_by_name("hierarchical").run(world, Request(flat_view(flat, "rows", writable=True)))
+        dense = load(algorithms.resolve(DENSE, world.nodes, flat.numel(), 1.0))
+        dense.run(world, Request(flat_view(flat, "rows", writable=True)))
     rows = whole[:, -1].nonzero().view(-1)
     sums = whole[rows, :-1].contiguous()
     if own.is_complex():
