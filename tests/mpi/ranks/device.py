@@ -253,6 +253,17 @@ def case_the_device_decides_which_steps_all_ranks_skip(world: World) -> None:
         assert all(map(torch.equal, *results)), name
 
 
+def case_ranks_agree_through_the_groups_of_the_last_algorithm_only(world: World) -> None:
+    """A rank without a shard takes part in the first algorithm between nodes, and not in the second."""
+    engine = DeviceAllReduce(world, CPU)
+    for name, poison in itertools.product(("nccl", "hierarchical-nccl", "nccl"), (1.0, torch.nan)):
+        x = torch.ones(50)
+        if world.rank == world.size - 1:
+            x[:] = poison
+        engine.begin(load(find_algorithm(name)), Request(x))
+        assert engine.flush_undecided().read() == (poison != 1.0), name
+
+
 def case_hosts_decide_while_messages_pass_through_their_memory(world: World) -> None:
     settings = Settings(node_exchange="torch", finite_check="device")
     for name, is_left in (("hierarchical", world.nodes == 1), ("hitopk", False)):
