@@ -327,7 +327,7 @@ def test_suspend_waits_for_the_pods_and_names_the_last_checkpoint(
 
 @pytest.mark.parametrize("answer", PASSING.values(), ids=PASSING)
 def test_suspend_outlives_a_restart_of_the_api_server(
-    server: Callable[[Answers], Path], answer: Answer, capsys: pytest.CaptureFixture[str]
+    start_server: Callable[[Answers], Path], answer: Answer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls: list[str] = []
 
@@ -339,7 +339,7 @@ def test_suspend_outlives_a_restart_of_the_api_server(
             return 200, json.dumps({"items": []}).encode(), {}
         return 200, json.dumps(build_job("Suspended" if "PATCH" in calls else "Running")).encode(), {}
 
-    assert run_app(["suspend", "j", "--kubeconfig", str(server(respond))]) == 0, capsys.readouterr().err
+    assert run_app(["suspend", "j", "--kubeconfig", str(start_server(respond))]) == 0, capsys.readouterr().err
     assert "trainingjob.topkube.dev/j suspended; its newest checkpoint" in capsys.readouterr().out
 
 
