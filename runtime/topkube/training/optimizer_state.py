@@ -47,6 +47,7 @@ class OptimizerState:
             "rank": backward.world.rank,
             "ranks": backward.world.size,
             "pieces": backward.exchange.residuals.save(),
+            "whole": backward.exchange.residuals.list_whole(),
         }
         if self._node_weights is not None:
             residuals |= self._node_weights.save()
@@ -87,7 +88,7 @@ class OptimizerState:
             self._node_weights.guard.set_period(self._aggregation.at(self._backward.steps).period)
             self._node_weights.load({**saved, "pieces": pieces})
         elif not is_of_weights:
-            self._backward.exchange.residuals.load(pieces)
+            self._backward.exchange.residuals.load(pieces, saved.get("whole", ()))
 
     def save_shared(self) -> dict[str, Any]:
         """Return the state without the residuals."""
@@ -105,16 +106,18 @@ class OptimizerState:
         own, backward = state.pop("topkube"), self._backward
         self._inner.load_state_dict(state)
         backward.steps, backward.skipped_steps = own["steps"], own["skipped_steps"]
-        pieces = backward.exchange.residuals.save()
+        residuals = backward.exchange.residuals
+        pieces, whole = residuals.save(), residuals.list_whole()
         backward.plan.restore(own)
-        backward.exchange.residuals.load(pieces)
+        residuals.load(pieces, whole)
 
     def load_copy(self, own: dict[str, Any]) -> None:
         """Load what `save` returned under "topkube" into a copy of the optimizer. A copy has its own wrapped optimizer
         already, with its state."""
         backward = self._backward
         backward.steps, backward.skipped_steps = own["steps"], own["skipped_steps"]
-        backward.exchange.residuals.load(own["residuals"]["pieces"])
+        residuals = own["residuals"]
+        backward.exchange.residuals.load(residuals["pieces"], residuals.get("whole", ()))
         backward.plan.restore(own)
 
     def _shared(self) -> dict[str, Any]:

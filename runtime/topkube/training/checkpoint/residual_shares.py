@@ -26,13 +26,17 @@ def recut(saved: Iterable[Mapping[str, Any]], copy: int, copies: int) -> dict[st
     """Return the "residuals" of a state dict for copy number `copy` of `copies`; `saved` holds the "residuals" that
     ranks of the other world saved. Residuals that this copy takes nothing of may be among them.
 
+    Every rank of the new copy gets the same pieces: their names are "whole". Ranks that save such pieces before they
+    were used hold the same, so pieces that are "whole" count once per old copy.
+
     With error feedback in the weights, each old copy has a "weight". Pieces are then multiplied by it, and "mass" is
     the sum of the weights that the new copy takes. "owners", what old copies owe of the mean of all nodes, is not
     weighted."""
     weights: dict[int, float] = {}
     owners: list[dict[str, Any]] = []
     taken = _take_parts(saved, copy, copies, weights, owners)
-    own = {"copy": copy, "copies": copies, "pieces": redistribute(taken, copy, copies)}
+    pieces = redistribute(taken, copy, copies)
+    own = {"copy": copy, "copies": copies, "pieces": pieces, "whole": sorted(pieces)}
     return own | ({"mass": sum(weights.values()), "owners": redistribute(owners, copy, copies)} if weights else {})
 
 
@@ -45,6 +49,7 @@ def _take_parts(
 ) -> Iterator[dict[str, Any]]:
     """Yield the parts that the new copy takes. Fill `weights` with the weight of each old copy in them, and `owners`
     with the parts of what old copies owe of the mean of all nodes."""
+    counted: set[tuple[int, str]] = set()
     for state in saved:
         share = shares(state["copies"], copy, copies).get(state["copy"])
         if share is None:
@@ -54,7 +59,11 @@ def _take_parts(
         if "weight" in state:  # error feedback in the weights: a copy counts by its node's share of the ranks
             share *= state["weight"]
             weights[state["copy"]] = share
-        yield {"copy": copy, "copies": copies, "pieces": _scale(state["pieces"], share)}
+        whole = {(state["copy"], name) for name in state.get("whole", ())}
+        repeated = {name for _, name in whole & counted}
+        counted |= whole
+        pieces = {name: entries for name, entries in state["pieces"].items() if name not in repeated}
+        yield {"copy": copy, "copies": copies, "pieces": _scale(pieces, share)}
 
 
 def _scale(pieces: Pieces, share: float) -> Pieces:

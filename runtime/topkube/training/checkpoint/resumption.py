@@ -69,6 +69,8 @@ def _find_problem(residuals: Any) -> str:
     parts = [residuals["pieces"], residuals.get("owners", {})]
     if not all(isinstance(pieces, Mapping) for pieces in parts):
         return "whose pieces have no names"
+    if not all(isinstance(name, str) for name in residuals.get("whole", ())):
+        return "whose whole pieces have no names"
     for name, entries in itertools.chain.from_iterable(pieces.items() for pieces in parts):
         for entry in entries:
             if not (isinstance(entry, Sequence) and len(entry) == 2 and isinstance(entry[0], int)):

@@ -45,6 +45,9 @@ class Residuals:
         self._world, self._algorithm, self._momentum, self._device = world, algorithm, momentum, device
         self._buckets: list[Bucket] = []
         self._loaded: Pieces = {}
+        """Pieces whose bucket was not exchanged yet."""
+        self._loaded_whole: set[str] = set()
+        """The names of loaded pieces that every rank of this copy holds, all of them: a state of another world."""
         self._used: dict[int, Bucket] = {}
         """The buckets of the current exchange, by id."""
 
@@ -62,6 +65,9 @@ class Residuals:
                             target = array[at + low - begin : at + high - begin]
                             target += values[low - first : high - first].to(target.device)
             bucket.residual.factors = [self._loaded_factor(parameter) for parameter in bucket.parameters]
+            for parameter in bucket.parameters:  # what is left belongs to other ranks, which have it too
+                self._loaded.pop(parameter.name, None)
+                self._loaded.pop(f"{parameter.name} velocity", None)
             self._buckets.append(bucket)
         if bucket.residual.momentum:
             bucket.residual.momentum, bucket.residual.gain = self._momentum()  # schedules may change it
@@ -178,14 +184,19 @@ class Residuals:
                     pieces[f"{parameter.name} factor"] = [(0, torch.from_numpy(factor.reshape(-1).copy()))]
         return pieces
 
-    def load(self, pieces: Mapping[str, Iterable[tuple[int, torch.Tensor]]]) -> None:
+    def list_whole(self) -> list[str]:
+        """Return the names of the pieces in `save` that every rank of this copy saves alike. They count once."""
+        return sorted(self._loaded_whole & self._loaded.keys())
+
+    def load(self, pieces: Mapping[str, Iterable[tuple[int, torch.Tensor]]], whole: Iterable[str] = ()) -> None:
         """Replace all residuals. Pieces that this rank does not own are dropped when their bucket is first
-        exchanged."""
+        exchanged. `whole` names the pieces that every rank of this copy loads alike."""
         for bucket in self._buckets:
             bucket.residual = None
         self._buckets.clear()
         self._used.clear()
         self._loaded = {name: list(entries) for name, entries in pieces.items()}
+        self._loaded_whole = set(whole)
 
     def _range(self, length: int) -> tuple[int, int]:
         """Return this rank's part of a bucket: its shard, or the whole bucket if every rank keeps its own residual."""

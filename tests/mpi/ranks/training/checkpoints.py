@@ -15,11 +15,20 @@ import pytest
 import torch
 
 import topkube
-from ranks.training.scene import build_network, build_optimizer, compute_loss, copy_weights, draw_samples
+from ranks.training.scene import (
+    build_network,
+    build_optimizer,
+    compute_loss,
+    copy_weights,
+    draw_samples,
+    sum_pieces,
+    sum_residuals,
+)
 from topkube.errors import CheckpointError, StorageError
 from topkube.settings import Settings
 from topkube.training.checkpoint import save as save_module
 from topkube.training.checkpoint.format.state_file import write_state
+from topkube.training.checkpoint.residual_shares import recut
 from topkube.world import World
 
 
@@ -112,3 +121,42 @@ def case_weights_are_written_for_other_programs_or_fail_on_all_ranks(world: Worl
         assert all(torch.equal(stored[name], value) for name, value in model.state_dict().items())
         with pytest.raises(StorageError):  # on the ranks that write nothing, too
             run.save_weights(Path(directory) / "missing" / "model.safetensors")
+
+
+def recut_state(optimizer: topkube.DistributedOptimizer, world: World) -> dict[str, Any]:
+    """Return the optimizer's state as a resumed run of another world gets it: every rank all pieces of its copy."""
+    state = optimizer.state_dict()
+    own = state["topkube"]
+    saved = world.comm.allgather(own["residuals"])
+    cut = recut(saved, own["residuals"]["copy"], own["residuals"]["copies"])
+    return {**state, "topkube": {**own, "residuals": cut}}
+
+
+def case_what_is_owed_counts_once_after_two_changes_of_the_world(world: World) -> None:
+    """Both if the second change comes at once, and if it comes after steps that sent a part."""
+    model = build_network()
+    optimizer = build_optimizer(model, aggregation="hitopk", density=0.1)
+
+    def step() -> None:
+        x, y = draw_samples(8)
+        compute_loss(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def sum_of_copies(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the sum over nodes. All ranks of a node have the same pieces, so the first rank counts."""
+        is_first = world.rank == world.node_ranks[world.node][0]
+        return sum_pieces(state["topkube"]["residuals"]["pieces"] if is_first else {}, model)
+
+    step()
+    owed = sum_residuals(optimizer, model)
+    if world.nodes > 1:
+        assert any(values.any() for values in owed.values())
+    optimizer.load_state_dict(recut_state(optimizer, world))
+    torch.testing.assert_close(sum_of_copies(recut_state(optimizer, world)), owed)
+    step()
+    pieces = optimizer.state_dict()["topkube"]["residuals"]["pieces"]
+    for name, parameter in model.named_parameters():
+        kept = world.comm.allreduce(sum(values.numel() for _, values in pieces.get(name, [])))
+        assert kept <= parameter.numel() * world.nodes, f"{name}: a rank keeps what belongs to another rank of its node"
+    torch.testing.assert_close(sum_of_copies(recut_state(optimizer, world)), sum_residuals(optimizer, model))
