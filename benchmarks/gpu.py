@@ -133,6 +133,13 @@ def _driver() -> Row:
     return {"driver": answer.strip().splitlines()[0]}
 
 
+def find_other_package(package: Path, environment: dict[str, str]) -> str | None:
+    """Return the file of the topkube that a stage would import, if it is not that of `package`."""
+    query = [sys.executable, "-c", "import importlib.util; print(importlib.util.find_spec('topkube').origin)"]
+    origin = subprocess.run(query, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    return None if Path(origin).is_relative_to(package) else origin
+
+
 def run_all(args: argparse.Namespace) -> int:
     """Build, and run every stage in a process of its own."""
     end = time.monotonic() + 60 * args.minutes
@@ -160,6 +167,14 @@ def run_all(args: argparse.Namespace) -> int:
         return 2
     here = str(Path(__file__).parent)
     environment["PYTHONPATH"] = os.pathsep.join([str(package), here, environment["PYTHONPATH"]])
+    if other := find_other_package(package, environment):
+        print(
+            f"{other} is imported in place of the package that was built. Likely cause: this Python has an editable"
+            " installation of topkube. Next: pip uninstall topkube, or use another Python",
+            file=sys.stderr,
+        )
+        if not args.dry:
+            return 2
     start_rows(args)
     failed = []
     for name, minutes in STAGES.items():

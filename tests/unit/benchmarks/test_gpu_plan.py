@@ -199,9 +199,27 @@ def test_each_stage_is_a_process_that_imports_what_was_built(tmp_path: Path, mon
     for command, environment in started:
         assert command[:3] == [sys.executable, gpu.__file__, "--stage"]
         assert environment["MPI4PY_LIBMPI"] == str(work / "site" / "lib" / "libmpi.so.12")
-    script = "import topkube; print(topkube.__file__)"
-    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    script = [sys.executable, "-S", "-c", "import topkube; print(topkube.__file__)"]  # no editable installation
+    ended = subprocess.run(script, env=environment, capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == str(package / "topkube" / "__init__.py")
+
+
+def test_another_package_than_the_one_that_was_built_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An editable installation answers before PYTHONPATH does."""
+    installed = tmp_path / "installed" / "topkube" / "__init__.py"
+    monkeypatch.setattr(machine, "build", lambda *_: tmp_path / "package")
+    monkeypatch.setattr(gpu, "missing", lambda _: [])
+    monkeypatch.setattr(gpu, "run_group", lambda *_: pytest.fail("a stage was started"))
+    answer = subprocess.CompletedProcess([], 0, stdout=f"{installed}\n")
+    monkeypatch.setattr(gpu.subprocess, "run", lambda *_, **__: answer)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    args = argparse.Namespace(
+        work=tmp_path, wheels=tmp_path, out=tmp_path / "rows", dry=False, quick=True, minutes=1.0, architecture="90"
+    )
+    assert gpu.run_all(args) == 2
+    assert f"{installed} is imported in place of the package that was built" in capsys.readouterr().err
 
 
 def test_the_checks_of_streams_and_graphs_end_in_the_dry_mode(monkeypatch: pytest.MonkeyPatch) -> None:

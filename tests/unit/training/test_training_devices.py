@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import topkube
+from topkube import mpi_exit
 from topkube.collectives.device import node_group as node_group_module
 from topkube.collectives.device import spanning_group
 from topkube.collectives.device.node_group import node_group, refuse_mig
@@ -93,6 +94,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(node_group_module, "_check_own_gpu", lambda *_: None)
+    mpi_exit.forget_exit()  # tests of commands end with sys.exit in this process
     return replace(topkube.world.init(), local_size=2, deadline_seconds=60.0, cache={}, at_end=[])
 
 
