@@ -83,7 +83,8 @@ _COPIES = {"shard": "node, cut over its ranks", "rank": "rank"}
 def _sent(algorithm: Algorithm) -> Iterator[str]:
     for nodes in _NODES:
         load = Workload(nodes, _SLOTS, _ELEMENTS, period=algorithm.least_period)
-        yield f"{algorithm.traffic(load).sent / 1e6:,.0f}"
+        sent = algorithm.traffic(load).sent / 1e6
+        yield f"{sent:,.0f}" if sent >= 10 else f"{sent:.1f}"
 
 
 if __name__ == "__main__":
