@@ -18,7 +18,7 @@ def _build_node(name: str, gpus: str = "", images: tuple[str, ...] = ()) -> Any:
 
 def _build_target(*nodes: Any, local: object | None = None) -> Any:
     core = SimpleNamespace(list_node=lambda: SimpleNamespace(items=list(nodes)))
-    return SimpleNamespace(core=core, local=local, nodes=lambda: [node.metadata.name for node in nodes])
+    return SimpleNamespace(core=core, local=local, list_nodes=lambda: [node.metadata.name for node in nodes])
 
 
 def test_a_test_skips_if_nodes_are_missing() -> None:
