@@ -245,7 +245,10 @@ def _live_through_everything(api: Api) -> None:
     """Make the operator use all its calls."""
     policies = build_path(api.namespace, "networkpolicies", group="networking.k8s.io/v1")
     job = {"workers": 2, "spread": "None", "runPolicy": {}}
-    create_job(api, build_minimal_job("life", **job))
+    life = build_minimal_job("life", **job)
+    # A command that fails would end the job: a missing script is not tried again.
+    life["spec"]["template"]["spec"]["containers"][0]["command"] = ["sleep", "100000"]
+    create_job(api, life)
     wait_until("three pods", lambda: len(list_pods(api, "life")) == 3)
 
     # Another client changes the job's NetworkPolicy. The operator changes it back.
