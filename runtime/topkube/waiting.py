@@ -16,7 +16,8 @@ _YIELD_SECONDS = 100e-6
 _PAUSE_SECONDS = 200e-6
 """The longest sleep between two checks if the machine has a processor for every other rank."""
 _IDLE_SECONDS = 8e-6
-"""A call of MPI that takes longer has moved data. MPI moves a few packets per call over TCP: 32 to 64 KiB."""
+"""A call of MPI that takes more processor time has moved data. MPI moves a few packets per call over TCP: 32 to 64
+KiB."""
 _MOST_CALLS = 64
 """The most calls of MPI in a row: other work of the thread must not wait long."""
 _CHECK_SECONDS = 0.1
@@ -43,13 +44,14 @@ def advance_messages(advance: Callable[[], bool]) -> bool:
     False if it moves nothing.
 
     A wait that sleeps after each call would move 64 KiB per sleep, far less than a fast link. MPI does not report if a
-    call has moved data, but the time of the call shows it.
+    call has moved data, but its processor time shows it. Its duration does not: after the call, the thread waits for
+    the interpreter, which another thread may hold.
     """
     for _ in range(_MOST_CALLS):
-        start = time.perf_counter()
+        start = time.thread_time()
         if advance():
             return True
-        if time.perf_counter() - start < _IDLE_SECONDS:
+        if time.thread_time() - start < _IDLE_SECONDS:
             break
     return False
 

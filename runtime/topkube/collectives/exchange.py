@@ -35,22 +35,34 @@ class Exchanges:
 
     def advance(self) -> None:
         """Move all exchanges as far as their messages allow."""
-        if self._running:
-            advance_messages(self._advance_once)
+        while self._running:
+            # A test of one exchange moves the messages of all. Only the last of these calls moves nothing.
+            advance_messages(self._is_oldest_complete)
+            if not self._continue_complete():
+                return
 
-    def _advance_once(self) -> bool:
-        """Continue each exchange whose messages are complete. Return True if none is left."""
+    def _is_oldest_complete(self) -> bool:
+        """Return True if the messages of the exchange that started first are complete."""
         from mpi4py.MPI import Request
 
+        _, requests = next(iter(self._running.values()))
+        return bool(Request.Testall(requests))
+
+    def _continue_complete(self) -> bool:
+        """Continue each exchange whose messages are complete. Return True if there was one."""
+        from mpi4py.MPI import Request
+
+        has_continued = False
         for number, (exchange, requests) in list(self._running.items()):
             while Request.Testall(requests):
+                has_continued = True
                 following = next(exchange, None)
                 if following is None:
                     del self._running[number]
                     break
                 requests = following
                 self._running[number] = (exchange, requests)
-        return not self._running
+        return has_continued
 
     @property
     def are_running(self) -> bool:

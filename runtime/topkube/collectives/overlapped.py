@@ -40,7 +40,7 @@ LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 2 << 20, 8 << 20
 """The bounds of the size of a piece. Smaller pieces cost more time than they hide."""
 TAGS = 4096
 """The tags of pieces count up to this number, and start again."""
-_PAUSE_BYTES = 128 << 10
+_PAUSE_BYTES = 256 << 10
 """A wait for messages sleeps for as long as the link needs for these bytes: the buffers of a connection hold them, so
 the link does not idle."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 4e-3

@@ -13,7 +13,7 @@ from topkube.settings import tune_messages
 def test_messages_advance_until_a_call_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wait that sleeps after each call of MPI would move 64 KiB per sleep."""
     now, calls = 0.0, 0
-    monkeypatch.setattr(waiting.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(waiting.time, "thread_time", lambda: now)
 
     def advance(moving_calls: int, last_call: int) -> bool:
         nonlocal now, calls
@@ -31,10 +31,10 @@ def test_messages_advance_until_a_call_moves_nothing(monkeypatch: pytest.MonkeyP
     assert calls < 1000  # other work of the thread waits meanwhile
 
 
-def test_a_limit_for_messages_that_a_person_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_RNDV_THRESH", "inf")
+def test_a_size_of_segments_that_a_person_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TCP_TX_SEG_SIZE", "16k")
     tune_messages()
-    assert os.environ["UCX_RNDV_THRESH"] == "inf"
-    monkeypatch.delenv("UCX_RNDV_THRESH")
+    assert os.environ["UCX_TCP_TX_SEG_SIZE"] == "16k"
+    monkeypatch.delenv("UCX_TCP_TX_SEG_SIZE")
     tune_messages()
-    assert os.environ["UCX_RNDV_THRESH"] == "128k"
+    assert os.environ["UCX_TCP_TX_SEG_SIZE"] == "64k"

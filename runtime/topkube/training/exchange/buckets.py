@@ -240,9 +240,8 @@ class GradientMemory:
         """Note that a backward pass begins: the next gradient checks if the memory is free."""
         self._is_free = False
 
-    @torch.no_grad()
     def take_in(self, parameter: Parameter) -> bool:
-        """Move the parameter's gradient here. Return False if it must stay where it is."""
+        """Move the parameter's gradient, which autograd has just accumulated, here. Return False if it must stay where it is."""
         gradient, start = parameter.tensor.grad, self._places[parameter.index]
         if gradient is None or parameter.stash is not None or gradient.requires_grad or not gradient.is_contiguous():
             return False
