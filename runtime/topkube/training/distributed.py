@@ -18,7 +18,7 @@ from topkube.training.batches.samples import Samples
 from topkube.training.batches.uneven_batches import Turns
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.backward import Backward
-from topkube.training.exchange.buckets import Parameter, is_sharded
+from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
 from topkube.training.exchange.late_updates import LateUpdates, check_optimizer
 from topkube.training.exchange.loss_scale import watch_scalers
 from topkube.training.exchange.tuning import Tuning

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from topkube.training.exchange import weights_check
-from topkube.training.exchange.buckets import Parameter
+from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.exchange.weights_check import WeightsCheck
 
 

@@ -26,8 +26,9 @@ from topkube.training.batches.uneven_batches import Turns
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.backward_pass import backward_pass
 from topkube.training.exchange.bucket_exchange import BucketExchange
-from topkube.training.exchange.bucket_plan import BucketPlan
-from topkube.training.exchange.buckets import Bucket, Parameter, real_view
+from topkube.training.exchange.buckets.bucket import Bucket
+from topkube.training.exchange.buckets.bucket_plan import BucketPlan
+from topkube.training.exchange.buckets.parameter import Parameter, real_view
 from topkube.training.exchange.device_decisions import DeviceDecisions, StepDecision
 from topkube.training.exchange.devices import exchange_device
 from topkube.training.exchange.gradient_hooks import GradientHooks
@@ -117,7 +118,7 @@ class Backward:
             return
         in_force, begins = self._aggregation.at(steps), self._aggregation.begins_at(steps)
         self.exchange.change_to(in_force.within_node if in_force.in_weights else in_force, begins)
-        self.plan.tuning.change_to(in_force, self.plan.sizes())
+        self.plan.tuning.change_to(in_force, self.plan.list_sizes())
         self.exchange.adopt(self.plan.tuning.choice)
         if begins and self.world.rank == 0:
             words = algorithms.describe(in_force.algorithm, in_force.density)
@@ -443,7 +444,7 @@ class Backward:
         left_out, self._left_out = self._left_out, []
         nonfinite = self._wait(futures)
         idle = [p for p in self._trainable() if p.weightless or p.created or self._will_be_created(p)]
-        trainable = self.plan.digest_trainable()
+        trainable = self.plan.comparison.digest_trainable()
         unplanned = any(self.plan.bucket_of(self.parameters[index]) is None for index in self._seen)
         is_saved, self.plan.tuning.is_saved = self.plan.tuning.is_saved, False
         scale = self._host_loss_scale()
@@ -454,7 +455,7 @@ class Backward:
         if answers[7] != -answers[8]:
             self._raise_different_steps()
         if answers[2] != -answers[3]:
-            self.plan.raise_different_trainable()
+            self.plan.comparison.raise_different_trainable()
         if answers[11] != -answers[12] and answers[11] > -math.inf:
             self._raise_different_scales(scale)
         if isinstance(nonfinite, bool):
@@ -507,7 +508,7 @@ class Backward:
         if self.late is not None:
             tuning.settle()  # the times of two halves do not show if the prediction was right
         measured = tuning.note_step(time.perf_counter())
-        if measured is not None and tuning.decide(self.turns.maximum(measured).tolist(), self.plan.sizes()):
+        if measured is not None and tuning.decide(self.turns.maximum(measured).tolist(), self.plan.list_sizes()):
             self.exchange.adopt(tuning.choice)
             if not self.exchange.residuals.are_kept:  # residuals lie by bucket
                 self.plan.plan_again()

@@ -26,7 +26,8 @@ from topkube.collectives.overlapped import UNDER_WAY, OverlappedAllReduce
 from topkube.errors import ArgumentError
 from topkube.settings import Settings
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.exchange.buckets import Bucket, Parameter, real_view
+from topkube.training.exchange.buckets.bucket import Bucket
+from topkube.training.exchange.buckets.parameter import Parameter, real_view
 from topkube.training.exchange.residuals import Momentum, Residuals
 from topkube.training.exchange.sparse_gradients import is_finite, mean_of_rows
 from topkube.training.exchange.tuning import find_initial_dense_wire

@@ -11,7 +11,7 @@ from topkube.collectives.device.rank_group import refuse_mig
 from topkube.errors import ArgumentError, DeviceError
 from topkube.processors import bind_near_pci
 from topkube.settings import Settings
-from topkube.training.exchange.buckets import Parameter, is_sharded
+from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
 from topkube.world import World, current
 
 

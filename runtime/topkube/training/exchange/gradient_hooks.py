@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from topkube.errors import ArgumentError
-from topkube.training.exchange.buckets import Parameter
+from topkube.training.exchange.buckets.parameter import Parameter
 
 if TYPE_CHECKING:
     from topkube.training.exchange.backward import Backward

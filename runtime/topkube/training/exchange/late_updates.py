@@ -27,7 +27,7 @@ from torch.optim import optimizer as torch_optimizer
 from topkube.errors import ArgumentError
 from topkube.telemetry import phases
 from topkube.training.exchange.bucket_exchange import BucketExchange, HalvedPart
-from topkube.training.exchange.buckets import is_shared
+from topkube.training.exchange.buckets.storage import is_shared
 from topkube.training.exchange.watched_tensors import (
     Use,
     forget_tensors,

@@ -19,7 +19,8 @@ import torch
 from topkube.algorithms import Algorithm
 from topkube.collectives.error_feedback import Residual
 from topkube.collectives.shard import residual_copies, residual_range
-from topkube.training.exchange.buckets import Bucket, Parameter
+from topkube.training.exchange.buckets.bucket import Bucket
+from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.world import World
 
 Pieces = dict[str, list[tuple[int, torch.Tensor]]]

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from topkube.errors import TrainingError
-from topkube.training.exchange.buckets import Parameter, real_view
+from topkube.training.exchange.buckets.parameter import Parameter, real_view
 from topkube.training.ranks.agreement import Agreement, differing_ranks, names_of
 
 _PRIME = 1_000_003

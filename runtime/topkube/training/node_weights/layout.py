@@ -14,7 +14,8 @@ import torch
 
 from topkube.collectives.call import own_shard
 from topkube.kernels import SIGN_BLOCK
-from topkube.training.exchange.buckets import BUCKET_BYTES, Parameter
+from topkube.training.exchange.buckets.fusion import BUCKET_BYTES
+from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.world import World
 
 _ELEMENT_BYTES = 4

@@ -17,7 +17,7 @@ from topkube.collectives.two_stage import TwoStage
 from topkube.errors import ArgumentError, TrainingError
 from topkube.telemetry import phases
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.exchange.buckets import Parameter, is_sharded
+from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
 from topkube.training.exchange.residuals import Pieces
 from topkube.training.exchange.weights_check import WeightsCheck
 from topkube.training.node_weights.exchange import WeightExchange

@@ -23,7 +23,7 @@ from topkube.collectives.call import Call, workspace
 from topkube.collectives.exchange import Exchange, Exchanges
 from topkube.collectives.request import Request
 from topkube.telemetry import phases
-from topkube.training.exchange.buckets import Parameter
+from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.world import World
 
 PROBES = 256
