@@ -5,7 +5,7 @@ exchange has four parts: the work of the communication thread before its message
 link, the latency of messages that wait for each other, and the work after them (add, gather inside the node). The
 catalogue of algorithms declares bytes and messages. A trace replaces its estimate of the thread's work by measurements.
 
-With DeAR (training/exchange/late_updates.py), an exchange has two halves, each with half of its work, bytes and
+With DeAR (training/exchange/late/), an exchange has two halves, each with half of its work, bytes and
 latency. The reduce-scatters overlap with backward. Gathers run while the link would idle in backward, and overlap with
 the next forward. Forward waits at the first use of a bucket's parameters, and updates them.
 """

@@ -19,7 +19,7 @@ from topkube.training.batches.uneven_batches import Turns
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.backward import Backward
 from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
-from topkube.training.exchange.late_updates import LateUpdates, check_optimizer
+from topkube.training.exchange.late.late_updates import LateUpdates, check_optimizer
 from topkube.training.exchange.loss_scale import watch_scalers
 from topkube.training.exchange.tuning import Tuning
 from topkube.training.node_weights.guard import Guard
@@ -161,9 +161,10 @@ class DistributedOptimizer(OptimizerWrapper):
                 next_step="leave overlap at backward",
             )
         check_optimizer(self.inner)
-        if not self._backward.exchange.is_decoupled:  # one node has no exchange between nodes
+        halves = self._backward.exchange.halves
+        if halves is None:  # one node has no exchange between nodes
             return None
-        return LateUpdates(self._backward.exchange, self.inner, self._step_guard.allowed)
+        return LateUpdates(halves, self.inner, self._step_guard.allowed)
 
     # ---- what the script calls
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import topkube
-from topkube.training.exchange.sparse_gradients import _mean_of_whole
+from topkube.training.exchange.reduction.sparse_gradients import _mean_of_whole
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128]
 

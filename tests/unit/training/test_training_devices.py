@@ -22,7 +22,7 @@ from topkube.errors import ArgumentError, DeviceError
 from topkube.processors import bind_near_pci, find_processors_near_pci
 from topkube.settings import Settings
 from topkube.training.exchange.buckets.parameter import Parameter
-from topkube.training.exchange.devices import exchange_device, gpu_of
+from topkube.training.exchange.reduction.devices import exchange_device, gpu_of
 from topkube.world import World
 
 

@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import topkube
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.exchange.bucket_exchange import BucketExchange
 from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.fusion import BUCKET_BYTES, choose_largest_size
 from topkube.training.exchange.buckets.parameter import Parameter
+from topkube.training.exchange.reduction.bucket_exchange import BucketExchange
 
 _VIEWS = ("view", "slice", "select", "detach", "alias", "as_strided", "unsqueeze", "empty", "_local_scalar_dense")
 

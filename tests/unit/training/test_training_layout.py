@@ -14,11 +14,11 @@ from topkube.collectives.overlapped import is_narrow
 from topkube.errors import ArgumentError
 from topkube.examples.char_gpt import GPT
 from topkube.settings import Settings
+from topkube.training.checkpoint.residual_shares import recut
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets import fusion
 from topkube.training.exchange.buckets.fusion import fill_buckets
 from topkube.training.exchange.buckets.parameter import Parameter
-from topkube.training.exchange.residuals import redistribute
 
 SHAPES = st.lists(st.sampled_from([(3,), (5, 7), (40, 50), (64, 64), (0, 4), (200, 30)]), max_size=12)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -140,7 +140,7 @@ def test_redistributed_residuals_keep_their_sum(old: int, new: int, length: int,
         for start, stop in itertools.pairwise(cuts):
             saved.append({"copy": copy, "copies": old, "pieces": {"w": [(start, torch.randn(stop - start))]}})
     before = sum(sum_pieces(state["pieces"]["w"]) for state in saved)
-    after = sum(sum_pieces(redistribute(saved, copy, new).get("w", [])) for copy in range(new))
+    after = sum(sum_pieces(recut(saved, copy, new)["pieces"].get("w", [])) for copy in range(new))
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
 
 

@@ -25,16 +25,16 @@ from topkube.telemetry import phases
 from topkube.training.batches.uneven_batches import Turns
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.backward_pass import backward_pass
-from topkube.training.exchange.bucket_exchange import BucketExchange
 from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.bucket_plan import BucketPlan
 from topkube.training.exchange.buckets.parameter import Parameter, real_view
 from topkube.training.exchange.device_decisions import DeviceDecisions, StepDecision
-from topkube.training.exchange.devices import exchange_device
 from topkube.training.exchange.gradient_hooks import GradientHooks
-from topkube.training.exchange.late_updates import LateUpdates
-from topkube.training.exchange.residuals import Momentum
-from topkube.training.exchange.sparse_gradients import fill_with_nan, is_finite
+from topkube.training.exchange.late.late_updates import LateUpdates
+from topkube.training.exchange.reduction.bucket_exchange import BucketExchange
+from topkube.training.exchange.reduction.devices import exchange_device
+from topkube.training.exchange.reduction.residuals import Momentum
+from topkube.training.exchange.reduction.sparse_gradients import fill_with_nan, is_finite
 from topkube.training.exchange.weights_check import WeightsCheck
 from topkube.training.ranks.agreement import differing_ranks, names_of
 from topkube.training.ranks.communication_thread import schedule
@@ -117,9 +117,9 @@ class Backward:
         if not self._aggregation.schedule:
             return
         in_force, begins = self._aggregation.at(steps), self._aggregation.begins_at(steps)
-        self.exchange.change_to(in_force.within_node if in_force.in_weights else in_force, begins)
+        self.exchange.algorithms.change_to(in_force.within_node if in_force.in_weights else in_force, begins)
         self.plan.tuning.change_to(in_force, self.plan.list_sizes())
-        self.exchange.adopt(self.plan.tuning.choice)
+        self.exchange.algorithms.adopt(self.plan.tuning.choice)
         if begins and self.world.rank == 0:
             words = algorithms.describe(in_force.algorithm, in_force.density)
             every = f", every {in_force.period} steps" if in_force.period > 1 else ""
@@ -128,11 +128,15 @@ class Backward:
     @property
     def density(self) -> float:
         """The current density: it falls during warm-up, and is 1 if aggregation is dense."""
-        return self._aggregation.at(self.steps).density_at(self.steps) if self.exchange.large.compresses else 1.0
+        return (
+            self._aggregation.at(self.steps).density_at(self.steps)
+            if self.exchange.algorithms.large.compresses
+            else 1.0
+        )
 
     def sparse_parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters whose gradients leave residuals."""
-        sparse = (bucket for bucket in self.plan.buckets if self.exchange.is_sparse(bucket))
+        sparse = (bucket for bucket in self.plan.buckets if self.exchange.algorithms.is_sparse(bucket))
         return [parameter.tensor for bucket in sparse for parameter in bucket.parameters]
 
     def add(self, parameters: list[Parameter]) -> None:
@@ -375,7 +379,8 @@ class Backward:
             schedule().submit(self.exchange.flush).result()
             self.exchange.follow()
         self.exchange.residuals.reject()
-        self.exchange.take_halved_parts()
+        if self.exchange.halves is not None:
+            self.exchange.halves.take()
         if handed_over and self.world.size > 1:
             raise TrainingError(
                 f"backward() began after another backward() that did not finish: {len(handed_over)} of"
@@ -414,13 +419,17 @@ class Backward:
 
     def _submit(self, bucket: Bucket) -> Future[bool]:
         density, warming = self.density, self.steps < self._aggregation.warmup_steps
-        scale = self._loss_scale if self.exchange.is_sparse(bucket) else 1.0  # it may be on a device: not read yet
+        scale = (
+            self._loss_scale if self.exchange.algorithms.is_sparse(bucket) else 1.0
+        )  # it may be on a device: not read yet
         run = self.exchange.run
         if self.traced is not None:
             number = next(n for n, planned in enumerate(self.plan.buckets) if planned is bucket)
-            algorithm = self.exchange.algorithm_of(bucket, density, warming)
+            algorithm = self.exchange.algorithms.choose(bucket, density, warming).algorithm.name
             run = self.traced.around_exchange(run, number, bucket.length, bucket.dtype.itemsize, algorithm, density)
-        if self.world.size == 1 and not self.exchange.large.compresses:  # nothing to send: no thread is needed
+        if (
+            self.world.size == 1 and not self.exchange.algorithms.large.compresses
+        ):  # nothing to send: no thread is needed
             return _done(run(bucket, density, warming))
         mark = self.exchange.ready()
         return schedule().submit(lambda: run(bucket, density, warming, mark, scale))
@@ -432,7 +441,7 @@ class Backward:
             if self.world.size > 1:  # a rank may have loaded a state for all ranks
                 self.steps = int(self.turns.maximum([self.steps])[0])
             self.plan.agree(self._seen)
-            self.exchange.adopt(self.plan.tuning.choice)
+            self.exchange.algorithms.adopt(self.plan.tuning.choice)
             self._first_weights = True
         self.settle()
         self.density_used = self.density
@@ -469,10 +478,11 @@ class Backward:
             answers[:2] = self.turns.maximum([_read(nonfinite) or _read(of_late), True])
             nonfinite = bool(answers[0] > 0)
             answers[10] = True
-        if self.late is not None and answers[[0, 1, 10]].any():
-            schedule().submit(self.exchange.gather_now).result()
-        elif self.late is not None:
-            self.late.hold(self.exchange.take_halved_parts())
+        if self.late is not None and self.exchange.halves is not None:
+            if answers[[0, 1, 10]].any():
+                schedule().submit(self.exchange.halves.gather_now).result()
+            else:
+                self.late.hold(self.exchange.halves.take())
         was_nonfinite = self._nonfinite
         self._finish_step(nonfinite, answers[1] > 0)
         count = self._skipped_in_a_row
@@ -490,10 +500,12 @@ class Backward:
 
     def _can_hold(self) -> bool:
         """Return True if every use of the gradients on this rank, before they are gathered, is noticed."""
-        if self.late is None or not self.late.can_hold or backward_pass().several or self._hooks.are_deferred:
+        halves = self.exchange.halves
+        if self.late is None or halves is None or not self.late.can_hold:
             return False
-        measures = self.norms is not None and self.norms.due
-        return not measures and all(part.is_in_place for part in self.exchange.halved_parts)
+        if backward_pass().several or self._hooks.are_deferred or (self.norms is not None and self.norms.due):
+            return False
+        return all(part.is_in_place for part in halves.parts)
 
     def _will_be_created(self, parameter: Parameter) -> bool:
         """Return True if a gather that comes later creates this gradient."""
@@ -509,7 +521,7 @@ class Backward:
             tuning.settle()  # the times of two halves do not show if the prediction was right
         measured = tuning.note_step(time.perf_counter())
         if measured is not None and tuning.decide(self.turns.maximum(measured).tolist(), self.plan.list_sizes()):
-            self.exchange.adopt(tuning.choice)
+            self.exchange.algorithms.adopt(tuning.choice)
             if not self.exchange.residuals.are_kept:  # residuals lie by bucket
                 self.plan.plan_again()
 

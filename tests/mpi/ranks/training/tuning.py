@@ -167,8 +167,8 @@ def case_a_stage_of_auto_is_chosen_by_all_ranks_together(world: World) -> None:
             assert have_same_choice(world, optimizer)
             assert optimizer.tuning.machines is not None
             choice = optimizer.tuning.choice
-            assert optimizer._backward.exchange.choice is choice
-            assert optimizer._backward.exchange.large.compresses is (choice is None)
+            assert optimizer._backward.exchange.algorithms.choice is choice
+            assert optimizer._backward.exchange.algorithms.large.compresses is (choice is None)
             wires.append("" if choice is None else choice.dense_wire)
         assert wires == [""] * 2 + ["fp32"] * STEPS + ["bf16"] * (STEPS + 2) + [""] * 2, wires
         assert are_equal_on_all_ranks(copy_weights(model))

@@ -1,5 +1,4 @@
-"""Residuals by parameter name and shard: they are created when first needed, saved, loaded, and redistributed for
-another world.
+"""Residuals by parameter name and shard: they are created when first needed, saved and loaded.
 
 A rank keeps the residual of its shard of every sparse bucket. Saved pieces are keyed by parameter name and contain
 their position in the flattened parameter, so they depend neither on the buckets nor on the number of ranks. Residuals
@@ -236,21 +235,3 @@ def _overlaps(bucket: Bucket, start: int, stop: int) -> Iterable[tuple[str, int,
         low, high = max(begin, start), min(end, stop)
         if low < high:
             yield parameter.name, low - begin, high - begin, low - start
-
-
-def redistribute(saved: Iterable[Mapping[str, Any]], copy: int, copies: int) -> Pieces:
-    """Return the residuals for copy number `copy` of `copies` from those that all ranks of another world saved.
-
-    `saved` holds `copy`, `copies` and `pieces` of each old rank. If the number of copies is unchanged, each copy keeps
-    its residuals, cut into new shards. Otherwise all residuals are added and spread evenly. In both cases the sum over
-    the world stays the same.
-    """
-    merged: Pieces = {}
-    for state in saved:
-        same = state["copies"] == copies
-        if same and state["copy"] != copy:
-            continue
-        for name, entries in state["pieces"].items():
-            for first, values in entries:
-                merged.setdefault(name, []).append((first, values if same else values / copies))
-    return merged

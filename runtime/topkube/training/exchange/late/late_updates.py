@@ -26,9 +26,8 @@ from torch.optim import optimizer as torch_optimizer
 
 from topkube.errors import ArgumentError
 from topkube.telemetry import phases
-from topkube.training.exchange.bucket_exchange import BucketExchange, HalvedPart
 from topkube.training.exchange.buckets.storage import is_shared
-from topkube.training.exchange.watched_tensors import (
+from topkube.training.exchange.late.watched_tensors import (
     Use,
     forget_tensors,
     is_watched_thread,
@@ -37,6 +36,7 @@ from topkube.training.exchange.watched_tensors import (
     unwatch,
     watch,
 )
+from topkube.training.exchange.reduction.halved_parts import HalvedPart, HalvedParts
 from topkube.training.ranks.communication_thread import schedule
 
 _OPTIMIZERS = (
@@ -86,11 +86,11 @@ class LateUpdates:
 
     def __init__(
         self,
-        exchange: BucketExchange,
+        halves: HalvedParts,
         optimizer: torch.optim.Optimizer,
         allowed: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._exchange, self._optimizer, self._allowed = exchange, optimizer, allowed
+        self._halves, self._optimizer, self._allowed = halves, optimizer, allowed
         self._parts: list[_LatePart] = []
         self._held = 0
         self._begun: Future[None] | None = None
@@ -127,7 +127,7 @@ class LateUpdates:
             register_tensors([*part.parameters, *gradients], partial(self._use, part))
             for parameter in source.part.parameters:
                 parameter.deliver()
-        self._begun = schedule().submit(lambda: self._exchange.gather(parts))
+        self._begun = schedule().submit(lambda: self._halves.gather(parts))
 
     def step(self) -> None:
         """Make the optimizer's step: at once for parameters whose gradients are whole, later for the others."""
@@ -210,7 +210,7 @@ class LateUpdates:
         assert self._begun is not None
         self._begun.result()
         if not part.source.halved.is_gathered:
-            schedule().submit(lambda: self._exchange.finish_gather([part.source])).result()
+            schedule().submit(lambda: self._halves.finish_gather([part.source])).result()
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
             if part.factor != 1:
                 torch._foreach_mul_(part.gradients, part.factor)
