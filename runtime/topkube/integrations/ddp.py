@@ -18,7 +18,7 @@ from topkube.kernels.selection import entries_kept
 from topkube.settings import Settings, torch_local_size
 from topkube.telemetry import phases
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.exchange.loss_scale import loss_scale_of, watch_scalers
+from topkube.training.exchange.autograd.loss_scale import loss_scale_of, watch_scalers
 from topkube.training.ranks.agreement import digest
 
 HITOPK = "hitopk"

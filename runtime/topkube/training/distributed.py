@@ -17,10 +17,10 @@ from topkube.telemetry import phases
 from topkube.training.batches.samples import Samples
 from topkube.training.batches.uneven_batches import Turns
 from topkube.training.exchange.aggregation import AggregationSettings
+from topkube.training.exchange.autograd.loss_scale import watch_scalers
 from topkube.training.exchange.backward import Backward
 from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
 from topkube.training.exchange.late.late_updates import LateUpdates, check_optimizer
-from topkube.training.exchange.loss_scale import watch_scalers
 from topkube.training.exchange.tuning import Tuning
 from topkube.training.node_weights.guard import Guard
 from topkube.training.node_weights.node_weights import NodeWeights, NodeWeightsCheck
@@ -130,19 +130,19 @@ class DistributedOptimizer(OptimizerWrapper):
         momentum = self._correction.momentum if self._correction else lambda: (0.0, 1.0)
         parameters = name_parameters(optimizer, names, sharded=True)
         self._node_weights: NodeWeights | None = None
-        node_world = None
+        node_world = check = None
         if aggregation.in_weights:
             _check_own_steps(optimizer, aggregation.algorithm)
             self._node_weights = NodeWeights(world, parameters, aggregation, optimizer)
             node_world = self._node_weights.node_world
-        self._backward = Backward(world, parameters, aggregation, momentum, settings, is_copy, node_world)
-        if self._node_weights is not None:
-            mode, every = settings.check_weights, settings.check_weights_every
-            self._backward.weights = NodeWeightsCheck(self._node_weights, mode, every)
+            check = NodeWeightsCheck(self._node_weights, settings.check_weights, settings.check_weights_every)
+        self._backward = Backward(world, parameters, aggregation, momentum, settings, is_copy, node_world, check)
         if not is_copy:
-            self._backward.traced = start_trace(world, [(p.name, p.tensor) for p in parameters], aggregation, settings)
+            self._backward.queue.traced = start_trace(
+                world, [(p.name, p.tensor) for p in parameters], aggregation, settings
+            )
         if self._node_weights is None and self._correction is None and not aggregation.schedule:
-            self._backward.decisions.watch(optimizer)
+            self._backward.gradients.decisions.watch(optimizer)
         self._reports = StepReports(world)
         self._exchanged = self._ids()
         self._step_guard = StepGuard(optimizer)
@@ -171,7 +171,7 @@ class DistributedOptimizer(OptimizerWrapper):
     @property
     def density(self) -> float:
         """The current density: it falls during warm-up, and is 1 if aggregation is dense."""
-        return self._backward.density
+        return self._backward.in_force.density
 
     @property
     def density_used(self) -> float:
@@ -182,25 +182,25 @@ class DistributedOptimizer(OptimizerWrapper):
     def steps(self) -> int:
         """The number of updates. Skipped steps do not count and do not advance the warm-up. Waits for the device if it
         decides about the last step."""
-        self._backward.settle()
-        return self._backward.steps
+        self._backward.gradients.settle()
+        return self._backward.in_force.steps
 
     @property
     def skipped_steps(self) -> int:
         """The number of steps that all ranks skipped because a gradient of some rank was NaN or infinite. Waits for the
         device if it decides about the last step."""
-        self._backward.settle()
-        return self._backward.skipped_steps
+        self._backward.gradients.settle()
+        return self._backward.gradients.skipped_steps
 
     @property
     def counted_skipped_steps(self) -> int:
         """As `skipped_steps`, without the last step if the device decides about it. Does not wait."""
-        return self._backward.skipped_steps
+        return self._backward.gradients.skipped_steps
 
     @property
     def differing_ranks(self) -> int:
         """The number of ranks whose weights differed from those of most ranks in the last comparison."""
-        return self._backward.weights.differing
+        return self._backward.weights.check.differing
 
     @property
     def turns(self) -> Turns:
@@ -210,11 +210,11 @@ class DistributedOptimizer(OptimizerWrapper):
     @property
     def norms(self) -> Norms | None:
         """Norms of gradient and residual, measured at intervals; None, the default, measures none."""
-        return self._backward.norms
+        return self._backward.gradients.norms
 
     @norms.setter
     def norms(self, norms: Norms | None) -> None:
-        self._backward.norms = norms
+        self._backward.gradients.norms = norms
 
     @property
     def tuning(self) -> Tuning:
@@ -347,20 +347,20 @@ class DistributedOptimizer(OptimizerWrapper):
                 next_step="call optimizer.add_param_group on the distributed optimizer, with named parameters; after"
                 " parameters were replaced, call optimizer.unwrap() and wrap it again",
             )
-        if self._backward.takes_step():
+        if self._backward.gradients.may_step():
             self._backward.check_exchanged()
             if self._node_weights is not None:
                 self._node_weights.guard.set_period(self.aggregation.at(self.steps).period)
                 self._node_weights.begin_step(self.steps)
-            self._backward.compare_first_weights()
+            self._backward.weights.compare_first()
             with self._step_guard.allowed(), phases.current.timed("update"):
                 if self._node_weights is not None:
                     with self._node_weights.corrected():
                         self.inner.step()
                 elif self._correction is not None:
-                    self._correction.step(self._backward.sparse_parameters())
+                    self._correction.step(self._backward.list_sparse_parameters())
                 elif self._late is None:
-                    with self._backward.decisions.passed_on():
+                    with self._backward.gradients.decisions.passed_on():
                         self.inner.step()
             if self._late is not None:
                 self._late.step()
@@ -369,15 +369,15 @@ class DistributedOptimizer(OptimizerWrapper):
             self._backward.note_step()
         else:
             self._backward.note_skipped_step()
-        counted = self._backward.steps, self._backward.skipped_steps
+        counted = self._backward.in_force.steps, self._backward.gradients.skipped_steps
         self._reports.step(*counted, self.density_used, self.tuning.summary or None)
-        if self._backward.traced is not None and not self._backward.traced.end_step():
-            self._backward.traced = None
+        if self._backward.queue.traced is not None and not self._backward.queue.traced.end_step():
+            self._backward.queue.traced = None
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients. If no step used them, the residuals of their exchange are undone."""
-        self._backward.wait_for_exchanges()
+        self._backward.queue.wait_for_handed_over()
         if not (set_to_none and self._late is not None and self._late.zero_gradients()):
             self._backward.finish_late()
             self.inner.zero_grad(set_to_none)
@@ -417,7 +417,7 @@ class DistributedOptimizer(OptimizerWrapper):
         save its own state.
         """
         self._backward.finish_late()
-        self._backward.settle()
+        self._backward.gradients.settle()
         return self._own_state.save()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -428,19 +428,19 @@ class DistributedOptimizer(OptimizerWrapper):
         are gradients that were not sent yet, and every rank must load its own.
         """
         self._backward.finish_late()
-        self._backward.settle()
+        self._backward.gradients.settle()
         self._own_state.load(state_dict)
 
     def shared_state(self) -> dict[str, Any]:
         """Return the state that `topkube.broadcast_optimizer_state` copies to all ranks: everything but residuals."""
         self._backward.finish_late()
-        self._backward.settle()
+        self._backward.gradients.settle()
         return self._own_state.save_shared()
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
         """Load a state that `shared_state` returned on another rank. Residuals stay as they are."""
         self._backward.finish_late()
-        self._backward.settle()
+        self._backward.gradients.settle()
         self._own_state.load_shared(state)
 
     # ---- copies

@@ -61,7 +61,7 @@ class OptimizerState:
         own = state.pop("topkube", {})
         self._inner.load_state_dict(state)
         backward = self._backward
-        backward.steps, backward.skipped_steps = own.get("steps", 0), own.get("skipped_steps", 0)
+        backward.in_force.steps, backward.gradients.skipped_steps = own.get("steps", 0), own.get("skipped_steps", 0)
         residuals = own.get("residuals", {})
         pieces, rank = residuals.get("pieces", {}), residuals.get("rank", backward.world.rank)
         if rank != backward.world.rank and pieces:
@@ -85,7 +85,7 @@ class OptimizerState:
                 next_step="use the algorithm that saved the state, or load only the model's weights",
             )
         if self._node_weights is not None:
-            self._node_weights.guard.set_period(self._aggregation.at(self._backward.steps).period)
+            self._node_weights.guard.set_period(self._aggregation.at(self._backward.in_force.steps).period)
             self._node_weights.load({**saved, "pieces": pieces})
         elif not is_of_weights:
             self._backward.exchange.residuals.load(pieces, saved.get("whole", ()))
@@ -105,7 +105,7 @@ class OptimizerState:
         state = dict(state)
         own, backward = state.pop("topkube"), self._backward
         self._inner.load_state_dict(state)
-        backward.steps, backward.skipped_steps = own["steps"], own["skipped_steps"]
+        backward.in_force.steps, backward.gradients.skipped_steps = own["steps"], own["skipped_steps"]
         residuals = backward.exchange.residuals
         pieces, whole = residuals.save(), residuals.list_whole()
         backward.plan.restore(own)
@@ -115,7 +115,7 @@ class OptimizerState:
         """Load what `save` returned under "topkube" into a copy of the optimizer. A copy has its own wrapped optimizer
         already, with its state."""
         backward = self._backward
-        backward.steps, backward.skipped_steps = own["steps"], own["skipped_steps"]
+        backward.in_force.steps, backward.gradients.skipped_steps = own["steps"], own["skipped_steps"]
         residuals = own["residuals"]
         backward.exchange.residuals.load(residuals["pieces"], residuals.get("whole", ()))
         backward.plan.restore(own)
@@ -123,4 +123,8 @@ class OptimizerState:
     def _shared(self) -> dict[str, Any]:
         """Return the order of the buckets, steps (the position in the warm-up) and skipped steps."""
         backward = self._backward
-        return {**backward.plan.state(), "steps": backward.steps, "skipped_steps": backward.skipped_steps}
+        return {
+            **backward.plan.state(),
+            "steps": backward.in_force.steps,
+            "skipped_steps": backward.gradients.skipped_steps,
+        }

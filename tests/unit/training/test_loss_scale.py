@@ -9,7 +9,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from topkube.training.exchange.loss_scale import loss_scale_of, watch_scalers
+from topkube.training.exchange.autograd.loss_scale import loss_scale_of, watch_scalers
 
 watch_scalers()
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from topkube.training.exchange import weights_check
 from topkube.training.exchange.buckets.parameter import Parameter
-from topkube.training.exchange.weights_check import WeightsCheck
+from topkube.training.exchange.step import weights_check
+from topkube.training.exchange.step.weights_check import WeightsCheck
 
 
 class PlayedAgreement:

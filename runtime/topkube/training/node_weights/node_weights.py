@@ -19,7 +19,7 @@ from topkube.telemetry import phases
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
 from topkube.training.exchange.reduction.residuals import Pieces
-from topkube.training.exchange.weights_check import WeightsCheck
+from topkube.training.exchange.step.weights_check import WeightsCheck
 from topkube.training.node_weights.exchange import WeightExchange
 from topkube.training.node_weights.guard import Guard, Squares, warn
 from topkube.training.node_weights.layout import Chunk, Piece

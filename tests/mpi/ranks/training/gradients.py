@@ -243,7 +243,7 @@ def case_buckets_are_sent_during_backward(world: World) -> None:
         model, (x, y) = build_network(), draw_samples(8)
         optimizer = build_optimizer(model, bucket_bytes=None)
         handed_over: list[int] = []
-        model[0].weight.register_hook(lambda _: handed_over.append(len(optimizer._backward._futures)))
+        model[0].weight.register_hook(lambda _: handed_over.append(len(optimizer._backward.queue.futures)))
         for _ in range(2):
             compute_loss(model, take_own_part(x), take_own_part(y)).backward()
             optimizer.step()

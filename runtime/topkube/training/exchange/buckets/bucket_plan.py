@@ -105,6 +105,10 @@ class BucketPlan:
         self.order = (self.order or []) + names
         return self._plan_more([by_name[name] for name in names])
 
+    def list_trainable(self) -> list[Parameter]:
+        """Return the parameters in buckets that require a gradient."""
+        return [p for bucket in self.buckets for p in bucket.parameters if p.tensor.requires_grad]
+
     def update_trainable(self) -> bool:
         """Set `trainable` to the parameters that require a gradient now, on which all ranks agree. Return True if they
         have changed."""

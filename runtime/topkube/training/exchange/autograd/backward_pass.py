@@ -12,18 +12,33 @@ import gc
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from topkube.errors import TrainingError
-from topkube.training.exchange.loss_scale import loss_scale_of
+from topkube.training.exchange.autograd.loss_scale import loss_scale_of
 from topkube.training.ranks.agreement import agreement, digest
 from topkube.training.ranks.communication_thread import schedule
 from topkube.world import World
 
-if TYPE_CHECKING:
-    from topkube.training.exchange.backward import Backward
+
+class Participant(Protocol):
+    """The exchange of one optimizer, as the backward pass sees it. `number` orders the optimizers of a process, 0 for
+    none. `synchronize` is False while gradients only accumulate."""
+
+    number: int
+    synchronize: bool
+    world: World
+
+    def begin(self) -> None:
+        """Begin a backward, before its first gradient is accumulated."""
+
+    def finish(self) -> None:
+        """Finish the backward, in the thread that called it."""
+
+    def abandon(self) -> None:
+        """Undo a backward that did not finish."""
 
 
 class BackwardPass:
@@ -31,12 +46,12 @@ class BackwardPass:
 
     def __init__(self) -> None:
         self.several = False
-        self._all: list[weakref.ref[Backward]] = []
+        self._all: list[weakref.ref[Participant]] = []
         self._made = 0
         self._task: int | None = None
-        self._reached: list[Backward] = []
+        self._reached: list[Participant] = []
 
-    def register(self, exchange: Backward) -> int:
+    def register(self, exchange: Participant) -> int:
         """Add an optimizer's exchange. Return its number, which is the same on every rank if all ranks create their
         optimizers in the same order."""
         self._free_cycles()
@@ -46,12 +61,12 @@ class BackwardPass:
         self._made += 1
         return self._made
 
-    def remove(self, exchange: Backward) -> None:
+    def remove(self, exchange: Participant) -> None:
         """Remove an optimizer's exchange."""
         self._all = [reference for reference in self._all if reference() not in (None, exchange)]
         self.several = len(self._all) > 1
 
-    def is_broken_off(self, exchange: Backward) -> bool:
+    def is_broken_off(self, exchange: Participant) -> bool:
         """Return True if the last backward that reached `exchange` did not finish."""
         return exchange in self._reached
 
@@ -60,7 +75,7 @@ class BackwardPass:
         """The factor that a gradient scaler put on the loss of the backward pass that runs; else 1.0."""
         return loss_scale_of(self._task) if self._task is not None else 1.0
 
-    def reach(self, exchange: Backward) -> None:
+    def reach(self, exchange: Participant) -> None:
         """Note that a gradient of `exchange` arrives. The first gradient of a backward begins the pass. Raises
         TrainingError for a backward() inside another, and if the previous backward did not finish after ranks had
         exchanged gradients."""
@@ -101,10 +116,10 @@ class BackwardPass:
             gc.collect()
             gc.freeze()
 
-    def _living(self) -> list[Backward]:
+    def _living(self) -> list[Participant]:
         return [exchange for reference in self._all if (exchange := reference()) is not None]
 
-    def _agreed(self, reached: list[Backward]) -> list[Backward]:
+    def _agreed(self, reached: list[Participant]) -> list[Participant]:
         """Return the optimizers that were reached on any rank, in the order in which they were created."""
         living = sorted(self._living(), key=lambda exchange: exchange.number)
         chosen = [exchange for exchange in reached if not exchange.synchronize]
