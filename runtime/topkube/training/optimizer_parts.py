@@ -13,7 +13,8 @@ from topkube.training.exchange.autograd.loss_scale import watch_scalers
 from topkube.training.exchange.backward import Backward
 from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
 from topkube.training.exchange.late.late_updates import LateUpdates, check_optimizer
-from topkube.training.node_weights.node_weights import NodeWeights, NodeWeightsCheck
+from topkube.training.node_weights.agreed_weights_check import AgreedWeightsCheck
+from topkube.training.node_weights.node_weights import NodeWeights
 from topkube.training.optimizers.layerwise import LayerwiseOptimizer
 from topkube.training.optimizers.mixed_precision import MasterWeights
 from topkube.training.optimizers.momentum import MomentumCorrection
@@ -58,7 +59,8 @@ def build_parts(
         _check_own_steps(optimizer, aggregation.algorithm)
         node_weights = NodeWeights(world, parameters, aggregation, optimizer)
         node_world = node_weights.node_world
-        check = NodeWeightsCheck(node_weights, settings.check_weights, settings.check_weights_every)
+        mode, every = settings.check_weights, settings.check_weights_every
+        check = AgreedWeightsCheck(node_weights.exchange, node_world, parameters, mode, every)
     backward = Backward(world, parameters, aggregation, momentum, settings, is_copy, node_world, check)
     if not is_copy:
         tensors: list[tuple[str, torch.Tensor]] = [(p.name, p.tensor) for p in parameters]

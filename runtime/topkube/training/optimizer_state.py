@@ -32,7 +32,7 @@ class OptimizerState:
     @property
     def residual_copy(self) -> tuple[int, int]:
         """The number of the residual copy of which this rank holds a part, and the number of copies in the world."""
-        residuals = self._node_weights or self._backward.exchange.residuals
+        residuals = self._node_weights.state if self._node_weights is not None else self._backward.exchange.residuals
         return residuals.copy, residuals.copies
 
     def save(self) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class OptimizerState:
             "whole": backward.exchange.residuals.list_whole(),
         }
         if self._node_weights is not None:
-            residuals |= self._node_weights.save()
+            residuals |= self._node_weights.state.save()
         return {**self._inner.state_dict(), "topkube": {**shared, "residuals": residuals}}
 
     def load(self, state_dict: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class OptimizerState:
             )
         if self._node_weights is not None:
             self._node_weights.guard.set_period(self._aggregation.at(self._backward.in_force.steps).period)
-            self._node_weights.load({**saved, "pieces": pieces})
+            self._node_weights.state.load({**saved, "pieces": pieces})
         elif not is_of_weights:
             self._backward.exchange.residuals.load(pieces, saved.get("whole", ()))
 

@@ -201,7 +201,7 @@ class Run:
                     raise TrainingError(
                         "the loader returned no batch on any rank", next_step="check the dataset's length"
                     )
-            schedule().submit(lambda: None).result()  # waits until the communication thread has written its records
+            schedule().run(lambda: None)  # waits until the communication thread has written its records
             if self._checkpoints is not None:
                 self._checkpoints.finish()
                 self._note_checkpoints()

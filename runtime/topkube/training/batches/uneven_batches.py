@@ -92,11 +92,11 @@ class Turns:
         numbers = [float(value) for value in values]
         if self._size == 1:
             return np.array(numbers)
-        return schedule().submit(lambda: self.agree(numbers)).result()
+        return schedule().run(lambda: self.agree(numbers))
 
     def run_agreement(self, ask: Callable[[Agreement], T]) -> T:
         """Run an agreement of all ranks in the communication thread, after all earlier work, and return its result."""
-        return schedule().submit(lambda: ask(self.agree)).result()
+        return schedule().run(lambda: ask(self.agree))
 
     def maximum(self, values: Iterable[float]) -> Sums:
         """Return the largest of all ranks' numbers, element by element. The communication thread finds them after all
@@ -104,7 +104,7 @@ class Turns:
         numbers = [float(value) for value in values]
         if self._size == 1:
             return np.array(numbers)
-        return schedule().submit(lambda: self.agree.maximum(numbers)).result()
+        return schedule().run(lambda: self.agree.maximum(numbers))
 
     def scale(self) -> float:
         """Return the factor for gradients of the announced batch; 1 if no batch is announced or all batches are

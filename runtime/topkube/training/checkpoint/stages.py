@@ -39,7 +39,7 @@ class Stages:
         if self._world.size == 1:
             return np.array([values], np.float64)
         agree = agreement()
-        return schedule().submit(lambda: agree.gather(values)).result()
+        return schedule().run(lambda: agree.gather(values))
 
     def run(self, stage: Callable[[], None], what: str) -> None:
         """Run a stage on every rank. Raises as `report` does."""

@@ -244,7 +244,7 @@ class Backward:
             nonfinite, has_idle, can_hold = bool(largest[0] > 0), True, False
         if self.late is not None and self.exchange.halves is not None:
             if nonfinite or has_idle or not can_hold:
-                schedule().submit(self.exchange.halves.gather_now).result()
+                schedule().run(self.exchange.halves.gather_now)
             else:
                 self.late.hold(self.exchange.halves.take())
         self.unsynchronized = False

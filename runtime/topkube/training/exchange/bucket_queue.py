@@ -80,11 +80,11 @@ class BucketQueue:
         finite = all([future.result() for future in futures])
         if self._exchange.agrees_on_device(self._plan.buckets):
             assert finite  # the flag has it
-            flag = schedule().submit(self._exchange.flush_undecided).result()
+            flag = schedule().run(self._exchange.flush_undecided)
             self._exchange.follow()
             return flag
         if self._exchange.is_pipelined:
-            finite = schedule().submit(self._exchange.flush).result() and finite
+            finite = schedule().run(self._exchange.flush) and finite
             self._exchange.follow()
         return not finite
 
@@ -101,7 +101,7 @@ class BucketQueue:
         for future in handed_over:
             future.result()
         if self._exchange.is_pipelined:
-            schedule().submit(self._exchange.flush).result()
+            schedule().run(self._exchange.flush)
             self._exchange.follow()
         self._exchange.residuals.reject()
         if self._exchange.halves is not None:

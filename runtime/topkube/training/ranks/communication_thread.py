@@ -52,6 +52,10 @@ class Schedule:
         self._queue.put((work, future))
         return future
 
+    def run(self, work: Callable[[], T]) -> T:
+        """Run `work` after all earlier work, and return its result. Raises the error that it raised."""
+        return self.submit(work).result()
+
     def advance_meanwhile(self, advance: Callable[[], float | None], is_awaited: bool = False) -> None:
         """Call `advance` while the queue is empty, until it returns None. Otherwise it returns the seconds until its
         next call; new work is not delayed. If other ranks may wait for it at the end of the program (`is_awaited`),

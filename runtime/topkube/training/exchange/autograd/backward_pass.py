@@ -109,7 +109,7 @@ class BackwardPass:
         replays batches freezes its objects again if the script had frozen some (`batches/replays.py`), so frozen
         objects are searched as well. That is slow, and is done only if it can matter."""
         if self._living():
-            schedule().submit(lambda: None).result()  # the thread may still hold work of an optimizer that is gone
+            schedule().run(lambda: None)  # the thread may still hold work of an optimizer that is gone
             gc.collect()
         if self._living() and gc.get_freeze_count():
             gc.unfreeze()
@@ -146,11 +146,11 @@ def _union(world: World, numbers: list[int]) -> list[int]:
         return numbers
     own = sorted(numbers)
     own_digest = digest(own)
-    most, high, low = schedule().submit(lambda: agreement(world).maximum([len(own), own_digest, -own_digest])).result()
+    most, high, low = schedule().run(lambda: agreement(world).maximum([len(own), own_digest, -own_digest]))
     if high == -low:
         return own
     padded = [float(number) for number in own] + [-1.0] * (int(most) - len(own))
-    rows = schedule().submit(lambda: agreement(world).gather(padded)).result()
+    rows = schedule().run(lambda: agreement(world).gather(padded))
     return sorted({int(number) for number in rows.flat if number >= 0})
 
 

@@ -210,7 +210,7 @@ class LateUpdates:
         assert self._begun is not None
         self._begun.result()
         if not part.source.halved.is_gathered:
-            schedule().submit(lambda: self._halves.finish_gather([part.source])).result()
+            schedule().run(lambda: self._halves.finish_gather([part.source]))
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
             if part.factor != 1:
                 torch._foreach_mul_(part.gradients, part.factor)
