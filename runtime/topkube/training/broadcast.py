@@ -11,7 +11,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from topkube.errors import ArgumentError, MismatchError
-from topkube.training.checkpoint.format.encoding import decode, encode
+from topkube.training.checkpoint.format.decoding import decode
+from topkube.training.checkpoint.format.encoding import encode
 from topkube.training.distributed import DistributedOptimizer
 from topkube.training.node_weights.node_weights import refuse_if_nodes_differ
 from topkube.training.ranks.agreement import agreement, differing_ranks, digest, names_of

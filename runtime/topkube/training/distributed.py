@@ -15,7 +15,7 @@ from topkube.settings import Settings
 from topkube.training.batches.samples import Samples
 from topkube.training.batches.uneven_batches import Turns
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.exchange.tuning import Tuning
+from topkube.training.exchange.tuning.tuning import Tuning
 from topkube.training.gradient_clipping import clip_gradients
 from topkube.training.node_weights.guard import Guard
 from topkube.training.optimizer_parts import build_parts

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from topkube.algorithms import BucketSize, Family, Machines, rank_choices
 from topkube.settings import Settings
-from topkube.training.exchange import tuning as module
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.exchange.tuning import COUNTED_STEPS, SKIPPED_STEPS, Tuning
+from topkube.training.exchange.tuning import machines, step_times
+from topkube.training.exchange.tuning.step_times import COUNTED_STEPS, SKIPPED_STEPS
+from topkube.training.exchange.tuning.tuning import Tuning
 
 GIGABIT = 125e6
 BUCKETS = [BucketSize(5_000_000), BucketSize(2_000, small=True)]
@@ -32,7 +33,7 @@ def measure_and_choose(
     world = SimpleNamespace(
         nodes=nodes, rank=1, shards=2, node_ranks=[(0, 1)] * nodes, cache={}, run_directory=None, size=2 * nodes
     )
-    monkeypatch.setattr(Tuning, "_agree_on_machines", lambda self: build_machines(link, nodes, nccl))
+    monkeypatch.setattr(machines, "_measure", lambda *_: build_machines(link, nodes, nccl))
     settings = AggregationSettings.of(Settings(), algorithm=name, dense_wire=wire)
     tuned = Tuning(world, settings, lambda ask: ask(None))  # type: ignore[arg-type]
     tuned.choose(BUCKETS)
@@ -81,7 +82,7 @@ def test_an_algorithm_that_is_named_and_a_single_node_measure_nothing(monkeypatc
 
 def test_a_comparison_is_due_once_after_the_first_steps(monkeypatch: Any) -> None:
     tuned, totals = measure_and_choose(monkeypatch, GIGABIT), {"inter": 0.0, "intra": 0.0}
-    monkeypatch.setattr(module.phases, "current", SimpleNamespace(total=lambda phase: totals[phase]))
+    monkeypatch.setattr(step_times.phases, "current", SimpleNamespace(total=lambda phase: totals[phase]))
     answers = []
     for step in range(SKIPPED_STEPS + COUNTED_STEPS):
         slow = step == SKIPPED_STEPS  # a late rank once: the median does not see it

@@ -21,10 +21,12 @@ from ranks.training.scene import (
 )
 from topkube.algorithms import Stage
 from topkube.collectives.link import MeasuredMachine
-from topkube.training.exchange import tuning
+from topkube.training.exchange.tuning import machines
+from topkube.training.exchange.tuning.step_times import COUNTED_STEPS, SKIPPED_STEPS
+from topkube.training.exchange.tuning.tuning import Tuning
 from topkube.world import World
 
-STEPS = tuning.SKIPPED_STEPS + tuning.COUNTED_STEPS
+STEPS = SKIPPED_STEPS + COUNTED_STEPS
 
 
 def train(model: torch.nn.Module, optimizer: topkube.DistributedOptimizer, first: int, last: int) -> None:
@@ -43,7 +45,7 @@ def have_same_choice(world: World, optimizer: topkube.DistributedOptimizer) -> b
 @contextmanager
 def measure_wrongly(world: World, factor: float) -> Iterator[None]:
     """Let the links of the world seem `factor` times as fast as they are."""
-    measure = tuning.measure_machines
+    measure = machines.measure_machines
 
     def measure_falsely(measured_world: World) -> MeasuredMachine:
         measured = measure(measured_world)
@@ -51,28 +53,28 @@ def measure_wrongly(world: World, factor: float) -> Iterator[None]:
         return MeasuredMachine(rate, measured.latency and measured.latency / factor, measured.memory)
 
     world.cache.pop("measured machines", None)
-    tuning.measure_machines = measure_falsely
+    machines.measure_machines = measure_falsely
     try:
         yield
     finally:
-        tuning.measure_machines = measure
+        machines.measure_machines = measure
         world.cache.pop("measured machines", None)
 
 
 @contextmanager
 def play_measured_steps(world: World, *seconds: float) -> Iterator[None]:
     """Steps that seem to take `seconds`, one value for each comparison, with long exchanges that differ by rank."""
-    steps, note_step = iter(seconds), tuning.Tuning.note_step
+    steps, note_step = iter(seconds), Tuning.note_step
 
-    def note_times(self: tuning.Tuning, now: float) -> list[float] | None:
+    def note_times(self: Tuning, now: float) -> list[float] | None:
         measured = note_step(self, now)
         return measured and [next(steps) - 0.01 * world.rank, -0.2 - world.rank, -0.01 - world.rank]
 
-    tuning.Tuning.note_step = note_times  # type: ignore[method-assign]
+    Tuning.note_step = note_times  # type: ignore[method-assign]
     try:
         yield
     finally:
-        tuning.Tuning.note_step = note_step  # type: ignore[method-assign]
+        Tuning.note_step = note_step  # type: ignore[method-assign]
 
 
 def case_auto_measures_and_all_ranks_choose_alike(world: World) -> None:

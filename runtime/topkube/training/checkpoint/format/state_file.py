@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 import torch
 import xxhash
 
-from topkube.training.checkpoint.format.encoding import Undecodable, decode
+from topkube.training.checkpoint.format.decoding import Undecodable, decode
 
 SEEN_WITHIN_SECONDS = 10.0
 """How long shared storage may take to show a file that another node has written."""

@@ -14,8 +14,9 @@ from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.fusion import choose_largest_size, plan_buckets
 from topkube.training.exchange.buckets.parameter import Parameter
-from topkube.training.exchange.buckets.rank_comparison import RankComparison, RunAgreement
-from topkube.training.exchange.tuning import Tuning
+from topkube.training.exchange.buckets.rank_comparison import RankComparison
+from topkube.training.exchange.tuning.machines import RunAgreement
+from topkube.training.exchange.tuning.tuning import Tuning
 from topkube.training.ranks.agreement import digest
 from topkube.world import World
 
@@ -34,7 +35,7 @@ class BucketPlan:
         world: World,
         parameters: list[Parameter],
         aggregation: AggregationSettings,
-        run_agreement: RunAgreement[Any],
+        run_agreement: RunAgreement,
         measure_nccl: Callable[[], float | None] = lambda: None,
         finite_check: str = "auto",
     ) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 from topkube.errors import TrainingError
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
-from topkube.training.ranks.agreement import Agreement, differing_ranks, digest, names_of
+from topkube.training.exchange.tuning.machines import RunAgreement
+from topkube.training.ranks.agreement import differing_ranks, digest, names_of
 from topkube.world import World
-
-T = TypeVar("T")
-RunAgreement = Callable[[Callable[[Agreement], T]], T]
-"""Runs an agreement of all ranks in the communication thread, in order with the exchanges, and waits for it."""
 
 
 class RankComparison:
@@ -25,7 +22,7 @@ class RankComparison:
         world: World,
         parameters: list[Parameter],
         aggregation: AggregationSettings,
-        run_agreement: RunAgreement[Any],
+        run_agreement: RunAgreement,
         finite_check: str,
     ) -> None:
         self._world, self._parameters, self._run_agreement = world, parameters, run_agreement

@@ -13,7 +13,7 @@ from topkube.collectives.dense import Hierarchical
 from topkube.errors import ArgumentError
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.bucket import Bucket
-from topkube.training.exchange.tuning import find_initial_dense_wire
+from topkube.training.exchange.tuning.tuning import find_initial_dense_wire
 from topkube.world import World
 
 
