@@ -262,7 +262,7 @@ class DistributedOptimizer(OptimizerWrapper):
         `samples`, a number or a function of the batch, is the number of samples in a batch. Raises TrainingError if
         that number is needed and not certain. With `device`, a GPU, the tensors of the next batch are copied there
         while it computes the current step."""
-        return self.turns.batches(loader, samples=samples, device=device)
+        return self.turns.iterate_batches(loader, samples=samples, device=device)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make the wrapped optimizer's step; do nothing if all ranks agreed that a gradient is not finite.

@@ -15,7 +15,7 @@ def clip_gradients(parts: OptimizerParts, max_norm: float) -> float:
     backward, late = parts.backward, parts.late
     gradients = [p.tensor.grad for p in backward.parameters if p.tensor.grad is not None]
     if late is not None:
-        norm = late.clip(max_norm, backward.world.rank == 0, gradients, backward.turns.sums)
+        norm = late.clip(max_norm, backward.world.rank == 0, gradients, backward.turns.sum_over_ranks)
         if norm is not None:
             return norm
         late.finish()

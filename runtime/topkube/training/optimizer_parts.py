@@ -52,7 +52,7 @@ def build_parts(
     of the process only when it trains. Raises ArgumentError for an optimizer or a model that the settings do not
     support."""
     correction = MomentumCorrection(optimizer) if aggregation.momentum_correction else None
-    momentum = correction.momentum if correction else lambda: (0.0, 1.0)
+    momentum = correction.read_momentum if correction else lambda: (0.0, 1.0)
     parameters = name_parameters(optimizer, names, sharded=True)
     node_weights = node_world = check = None
     if aggregation.in_weights:

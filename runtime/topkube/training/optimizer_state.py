@@ -39,7 +39,7 @@ class OptimizerState:
         """Return the whole state of this rank, with its residuals by parameter name."""
         backward = self._backward
         backward.plan.tuning.is_saved = True
-        shared = self._shared()
+        shared = self._save_exchange()
         copy, copies = self.residual_copy
         residuals: dict[str, Any] = {
             "copy": copy,
@@ -92,7 +92,7 @@ class OptimizerState:
 
     def save_shared(self) -> dict[str, Any]:
         """Return the state without the residuals."""
-        return {**self._inner.state_dict(), "topkube": self._shared()}
+        return {**self._inner.state_dict(), "topkube": self._save_exchange()}
 
     def load_shared(self, state: dict[str, Any]) -> None:
         """Load a state that `save_shared` returned on another rank. Residuals stay as they are. Raises TrainingError if
@@ -120,11 +120,11 @@ class OptimizerState:
         backward.exchange.residuals.load(residuals["pieces"], residuals.get("whole", ()))
         backward.plan.restore(own)
 
-    def _shared(self) -> dict[str, Any]:
+    def _save_exchange(self) -> dict[str, Any]:
         """Return the order of the buckets, steps (the position in the warm-up) and skipped steps."""
         backward = self._backward
         return {
-            **backward.plan.state(),
+            **backward.plan.save(),
             "steps": backward.in_force.steps,
             "skipped_steps": backward.gradients.skipped_steps,
         }

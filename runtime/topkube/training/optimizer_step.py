@@ -35,7 +35,7 @@ class OptimizerStep:
         else:
             backward.note_skipped_step()
         counted = backward.in_force.steps, backward.gradients.skipped_steps
-        self._reports.step(*counted, backward.density_used, backward.plan.tuning.summary or None)
+        self._reports.report_step(*counted, backward.density_used, backward.plan.tuning.summary or None)
         if backward.queue.traced is not None and not backward.queue.traced.end_step():
             backward.queue.traced = None
 

@@ -160,9 +160,9 @@ class Run:
             while self.epoch < self._passes_asked and (total is None or self.step < total):
                 if self._sampler is not None:
                     self._sampler.set_epoch(self.epoch)
-                self._total = total if total is not None else self._expected(loader)
+                self._total = total if total is not None else self._count_expected_steps(loader)
                 before, resumed = self.step, self._sampler is not None and self._sampler.position > 0
-                yield from self._one_pass(loader, total, samples, device)
+                yield from self._iterate_pass(loader, total, samples, device)
                 if self.step == before and not resumed:
                     raise TrainingError(
                         "the loader returned no batch on any rank", next_step="check the dataset's length"
@@ -175,23 +175,23 @@ class Run:
             self._reports.write_alone()
             self._passes_asked = min(self._passes_asked, self.epoch)
 
-    def _one_pass(
+    def _iterate_pass(
         self, loader: Iterable[Any], total: int | None, samples: Samples, device: torch.device | None
     ) -> Iterator[Any]:
         turns = self._optimizer.turns
         opened = self._restore_generators
-        for batch in turns.batches(loader, self._announcement, self._on_announced, opened, samples, device):
+        for batch in turns.iterate_batches(loader, self._list_announced, self._on_announced, opened, samples, device):
             yield batch
             self._end_step()
             if total is not None and self.step >= total:
-                self._on_announced(turns.announce(0, *self._announcement()))
+                self._on_announced(turns.announce(0, *self._list_announced()))
                 turns.end()
                 return
         self.epoch += 1
         if self._sampler is not None:
             self._sampler.set_epoch(self.epoch)
 
-    def _announcement(self) -> tuple[float, ...]:
+    def _list_announced(self) -> tuple[float, ...]:
         """Return the numbers that accompany the announcement of a batch: 1 if the run must stop, 1 if this rank has
         finished the current stage of a save, and the numbers of the previous step."""
         stage_done = self._checkpoints is not None and self._checkpoints.is_stage_done
@@ -214,7 +214,7 @@ class Run:
             self._sampler.advance(self._optimizer.turns.drawn)
         self._checkpoint(stop, stage_done)
 
-    def _expected(self, loader: Any) -> int | None:
+    def _count_expected_steps(self, loader: Any) -> int | None:
         """Return the number of steps of the run: the finished steps, the rest of this pass, and the passes after it;
         None if the loader has no length."""
         try:

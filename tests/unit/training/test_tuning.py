@@ -76,7 +76,7 @@ def test_16_bits_need_permission_and_a_slow_link(monkeypatch: Any) -> None:
 def test_an_algorithm_that_is_named_and_a_single_node_measure_nothing(monkeypatch: Any) -> None:
     for name, nodes in (("hierarchical", 2), ("hitopk", 2), ("auto", 1), ("dense", 1)):
         tuned = measure_and_choose(monkeypatch, GIGABIT, name, nodes=nodes)
-        assert (tuned.choice, tuned.state(), tuned.summary) == (None, None, "")
+        assert (tuned.choice, tuned.save(), tuned.summary) == (None, None, "")
         assert all(tuned.note_step(float(step)) is None for step in range(100))
 
 
@@ -161,18 +161,18 @@ def test_another_rate_alone_plans_other_buckets(monkeypatch: Any) -> None:
 def test_a_saved_choice_stays(monkeypatch: Any) -> None:
     tuned = measure_and_choose(monkeypatch, GIGABIT, wire="bf16")
     tuned.settle()
-    state = json.loads(json.dumps(tuned.state()))
+    state = json.loads(json.dumps(tuned.save()))
     again = measure_and_choose(monkeypatch, 1e12, wire="bf16")
     again.restore(state)
     again.choose(BUCKETS)
     assert again.choice == tuned.choice
     assert (again.machines, again.summary, again.is_settled) == (tuned.machines, tuned.summary, True)
-    assert again.state() == tuned.state()
+    assert again.save() == tuned.save()
 
 
 @pytest.mark.parametrize("change", ["nodes", "settings", "algorithm", "nothing saved"])
 def test_a_saved_choice_of_another_job_is_made_again(monkeypatch: Any, change: str) -> None:
-    state: dict[str, Any] | None = measure_and_choose(monkeypatch, GIGABIT).state()
+    state: dict[str, Any] | None = measure_and_choose(monkeypatch, GIGABIT).save()
     assert state is not None
     again = measure_and_choose(monkeypatch, 1e12)
     if change == "nodes":
@@ -195,5 +195,5 @@ def test_all_ranks_decide_alike(monkeypatch: Any) -> None:
     ranks = [measure_and_choose(monkeypatch, 1e12, wire="bf16") for _ in range(3)]
     for numbers in ((1.0, 0.2, 0.01), (0.5, 0.1, 0.01)):
         assert len({decide(tuned, *numbers) for tuned in ranks}) == 1
-        assert all(tuned.state() == ranks[0].state() for tuned in ranks)
+        assert all(tuned.save() == ranks[0].save() for tuned in ranks)
         assert all(dataclasses.asdict(tuned.machines) == dataclasses.asdict(ranks[0].machines) for tuned in ranks)  # type: ignore[arg-type]

@@ -29,9 +29,7 @@ class CountedBatch:
     drawn: int
 
 
-def iterate_batches(
-    loader: Iterable[Any], counter: SampleCounter, device: torch.device | None
-) -> Iterator[CountedBatch]:
+def begin_batches(loader: Iterable[Any], counter: SampleCounter, device: torch.device | None) -> Iterator[CountedBatch]:
     """Return the batches of a pass over `loader`, with their tensors on `device` (None: they stay where they are).
     Samples are counted before the copy, because a count of tensors on a GPU would wait for it. The loader's iterator is
     created by this call."""

@@ -13,7 +13,7 @@ from typing import Any
 from topkube.training.exchange.reduction.residuals import Pieces
 
 
-def shares(old_copies: int, copy: int, copies: int) -> dict[int, float]:
+def compute_shares(old_copies: int, copy: int, copies: int) -> dict[int, float]:
     """Return the old copies that copy number `copy` of `copies` takes, with its share of each. Over all new copies, the
     shares of an old copy add up to 1."""
     if copies <= old_copies:
@@ -59,7 +59,7 @@ def _take_parts(
     with the parts of what old copies owe of the mean of all nodes."""
     counted: set[tuple[int, str]] = set()
     for state in saved:
-        share = shares(state["copies"], copy, copies).get(state["copy"])
+        share = compute_shares(state["copies"], copy, copies).get(state["copy"])
         if share is None:
             continue
         owners.append(_scale(state.get("owners", {}), share))

@@ -34,7 +34,7 @@ class Accumulation:
         else:  # accumulated under no_sync(), or assigned by the script: this rank's own
             parameter.aggregated = False
         parameter.arrives = parameter.tensor.grad is None
-        scale = self._turns.scale()
+        scale = self._turns.find_scale()
         if scale == 0:
             parameter.weightless = parameter.tensor.grad is None and parameter.stash is None
             return torch.zeros_like(gradient)  # 0 * NaN would be NaN
@@ -49,7 +49,7 @@ class Accumulation:
                 cause="grad_dtype of the parameter was changed after that, or it is None",
                 next_step="set grad_dtype on every rank before you create the DistributedOptimizer",
             )
-        bucket = self._plan.bucket_of(parameter)
+        bucket = self._plan.find_bucket(parameter)
         if bucket is None:
             parameter.has_rows = parameter.has_rows or gradient.is_sparse
         elif bucket.has_rows != gradient.is_sparse and bucket.length:

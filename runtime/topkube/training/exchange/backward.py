@@ -28,7 +28,7 @@ from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.exchange.end_agreement import EndReport, agree_at_end
 from topkube.training.exchange.late.late_updates import LateUpdates
 from topkube.training.exchange.reduction.bucket_exchange import BucketExchange
-from topkube.training.exchange.reduction.devices import exchange_device
+from topkube.training.exchange.reduction.devices import find_exchange_device
 from topkube.training.exchange.reduction.residuals import Momentum
 from topkube.training.exchange.settings_in_force import SettingsInForce
 from topkube.training.exchange.step.step_gradients import StepGradients
@@ -66,7 +66,7 @@ class Backward:
         if node_world is not None:
             settings = replace(settings, finite_check="host")  # the ranks of one node do not decide alone
         self.exchange = BucketExchange(
-            node_world or world, within, momentum, exchange_device(parameters, settings), settings
+            node_world or world, within, momentum, find_exchange_device(parameters, settings), settings
         )
         self.plan = BucketPlan(
             world,
@@ -162,16 +162,16 @@ class Backward:
             itemsize = parameter.dtype.itemsize
             self.queue.traced.note_gradient(parameter.name, parameter.length, itemsize, parameter.small)
         if not self.synchronize:
-            parameter.own_gradient()
+            parameter.copy_shared_gradient()
             self.unsynchronized = True
             return
-        bucket = self.plan.bucket_of(parameter)
+        bucket = self.plan.find_bucket(parameter)
         if bucket is None or not self.plan.is_agreed:
-            parameter.own_gradient()
+            parameter.copy_shared_gradient()
             self._seen.append(parameter.index)
             return
         if not (self.exchange.is_overlapped(bucket) and bucket.take_in(parameter)):
-            parameter.own_gradient()
+            parameter.copy_shared_gradient()
         if not backward_pass().several:
             bucket.waiting -= 1
             self.queue.hand_over_full()
@@ -181,7 +181,7 @@ class Backward:
     def begin(self) -> None:
         """Begin a backward pass of this optimizer, before its first gradient is accumulated."""
         self._first_gradient = time.perf_counter()
-        self.turns.forward_ended(self._first_gradient)
+        self.turns.note_forward_end(self._first_gradient)
         if self.queue.traced is not None:
             self.queue.traced.begin_backward()
         self.finish_late()  # parameters that forward did not use
@@ -223,7 +223,7 @@ class Backward:
 
     def _exchange_all(self) -> None:
         """Exchange the remaining buckets, and agree on the step. All ranks call this together."""
-        self._seen += [p.index for p in self.parameters if p.local and self.plan.bucket_of(p) is None]
+        self._seen += [p.index for p in self.parameters if p.local and self.plan.find_bucket(p) is None]
         if not self.plan.is_agreed:
             self._agree_on_plan()
         self.gradients.settle()
@@ -270,7 +270,7 @@ class Backward:
         return EndReport(
             is_nonfinite=is_nonfinite,
             has_idle=any(p.weightless or p.created or self._will_be_created(p) for p in trainable),
-            has_unplanned=any(self.plan.bucket_of(self.parameters[index]) is None for index in self._seen),
+            has_unplanned=any(self.plan.find_bucket(self.parameters[index]) is None for index in self._seen),
             is_saved=is_saved,
             can_hold=self._can_hold(),
             steps=self.in_force.steps,

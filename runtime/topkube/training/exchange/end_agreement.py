@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from topkube.errors import TrainingError
 from topkube.training.batches.uneven_batches import Turns
 from topkube.training.exchange.buckets.rank_comparison import RankComparison
-from topkube.training.ranks.agreement import differing_ranks, names_of
+from topkube.training.ranks.agreement import find_differing_ranks, names_of
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def agree_at_end(turns: Turns, comparison: RankComparison, own: EndReport) -> En
 
 def _raise_different_steps(turns: Turns, steps: int) -> None:
     rows = turns.run_agreement(lambda agreement: agreement.gather([steps]))[:, 0]
-    ranks = differing_ranks(rows)
+    ranks = find_differing_ranks(rows)
     raise TrainingError(
         f"{names_of(ranks)} made a different number of optimizer steps than the other ranks ({int(rows.min())} to"
         f" {int(rows.max())})",
@@ -84,7 +84,7 @@ def _raise_different_steps(turns: Turns, steps: int) -> None:
 def _raise_different_scales(turns: Turns, scale: float) -> None:
     rows = turns.run_agreement(lambda agreement: agreement.gather([scale]))[:, 0]
     raise TrainingError(
-        f"the gradient scalers of {names_of(differing_ranks(rows))} have another factor than those of the other"
+        f"the gradient scalers of {names_of(find_differing_ranks(rows))} have another factor than those of the other"
         f" ranks ({rows.min():g} to {rows.max():g}): the mean of their gradients has no meaning",
         cause="a rank has loaded the state of its GradScaler, or created it with another factor",
         next_step="load the same state of the scaler on every rank",

@@ -9,7 +9,7 @@ from topkube.arrays import Array
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.exchange.step.weights_check import WeightsCheck
 from topkube.training.node_weights.exchange import WeightExchange
-from topkube.training.ranks.agreement import Agreement, agreement, differing_ranks, digest, names_of
+from topkube.training.ranks.agreement import Agreement, agreement, digest, find_differing_ranks, names_of
 from topkube.training.ranks.communication_thread import schedule
 from topkube.world import World
 
@@ -41,7 +41,7 @@ class AgreedWeightsCheck(WeightsCheck):
         return _digest_arrays([parameter.tensor.detach().contiguous().numpy() for parameter in self._parameters])
 
     def describe_difference(self, agreement: Agreement, digest: float, first: bool) -> str:
-        ranks = differing_ranks(agreement.gather([digest])[:, 0])
+        ranks = find_differing_ranks(agreement.gather([digest])[:, 0])
         self.differing = len(ranks)
         start = "ranks start from different weights" if first else "weights differ"
         return f"{start}: {names_of(ranks)} have other weights than their node, or agree on other weights"

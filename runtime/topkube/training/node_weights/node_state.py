@@ -56,13 +56,13 @@ class NodeState:
         owners: Pieces = {}
         for chunk, agreed in zip(self._exchange.chunks, self._exchange.agreed, strict=False):
             for piece in chunk.pieces:
-                own = piece.of(piece.parameter.tensor).numpy()
+                own = piece.view(piece.parameter.tensor).numpy()
                 pieces[piece.parameter.name] = _list_differences(piece, own, agreed[piece.place])
                 if self._exchange.outer is not None:
                     name, entries = self._exchange.outer.save(chunk, piece)
                     pieces[name] = entries
                 for key, values in self._list_state(piece.parameter):
-                    pieces[f"{piece.parameter.name} {key}"] = [(piece.begin, piece.of(values).clone())]
+                    pieces[f"{piece.parameter.name} {key}"] = [(piece.begin, piece.view(values).clone())]
             if (stage := self._exchange.stages[chunk.number]) is not None:
                 for name, entry in _list_owed(chunk, stage):
                     owners[name] = [entry]

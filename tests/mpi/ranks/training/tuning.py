@@ -38,7 +38,7 @@ def train(model: torch.nn.Module, optimizer: topkube.DistributedOptimizer, first
 
 
 def have_same_choice(world: World, optimizer: topkube.DistributedOptimizer) -> bool:
-    states = world.comm.allgather(repr(optimizer._backward.plan.state()))
+    states = world.comm.allgather(repr(optimizer._backward.plan.save()))
     return all(state == states[0] for state in states)
 
 
@@ -137,7 +137,7 @@ def case_a_saved_state_ends_the_tuning_and_a_resumed_run_makes_the_same_steps(wo
             copy_weights(model),
         )
         train(model, optimizer, 4, 3 * STEPS)
-        chosen = optimizer.tuning.state()
+        chosen = optimizer.tuning.save()
         assert optimizer.tuning.is_settled
         assert optimizer.tuning.measured is None
         optimizer.unwrap()
@@ -149,7 +149,7 @@ def case_a_saved_state_ends_the_tuning_and_a_resumed_run_makes_the_same_steps(wo
     again = build_optimizer(resumed, aggregation="auto", dense_wire="bf16", bucket_bytes=None)
     again.load_state_dict(state)
     train(resumed, again, 4, 3 * STEPS)
-    assert again.tuning.state() == chosen
+    assert again.tuning.save() == chosen
     assert all(torch.equal(a, b) for a, b in zip(copy_weights(model), copy_weights(resumed), strict=True))
     again.unwrap()
 
@@ -199,7 +199,7 @@ def case_a_stage_after_a_saved_state_is_chosen_alike_in_a_resumed_run(world: Wor
             train(model, optimizer, 2, last)
             assert optimizer.tuning.is_settled
             assert optimizer.tuning.measured is None
-            ends.append((optimizer.tuning.state(), copy_weights(model)))
+            ends.append((optimizer.tuning.save(), copy_weights(model)))
             optimizer.unwrap()
     assert ends[0][0] == ends[1][0]
     assert all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1], strict=True))

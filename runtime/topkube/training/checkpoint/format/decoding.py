@@ -45,36 +45,36 @@ def _decode(value: Any) -> Any:
     return value
 
 
-def _items(value: dict[str, Any]) -> Iterable[tuple[Any, Any]]:
+def _decode_items(value: dict[str, Any]) -> Iterable[tuple[Any, Any]]:
     return ((_decode(key), _decode(item)) for key, item in value["items"])
 
 
-def _ordered_dict(value: dict[str, Any]) -> OrderedDict[Any, Any]:
-    rebuilt = OrderedDict(_items(value))
+def _rebuild_ordered_dict(value: dict[str, Any]) -> OrderedDict[Any, Any]:
+    rebuilt = OrderedDict(_decode_items(value))
     vars(rebuilt).update(_decode(value["attributes"]))
     return rebuilt
 
 
-def _default(value: dict[str, Any]) -> defaultdict[Any, Any]:
+def _rebuild_defaultdict(value: dict[str, Any]) -> defaultdict[Any, Any]:
     name = value["factory"]
-    return defaultdict(None if name is None else FACTORIES[name], _items(value))
+    return defaultdict(None if name is None else FACTORIES[name], _decode_items(value))
 
 
-def _counter(value: dict[str, Any]) -> Counter[Any]:
+def _rebuild_counter(value: dict[str, Any]) -> Counter[Any]:
     rebuilt: Counter[Any] = Counter()
-    for key, count in _items(value):
+    for key, count in _decode_items(value):
         rebuilt[key] = count
     return rebuilt
 
 
-def _tensor(value: dict[str, Any]) -> torch.Tensor:
+def _rebuild_tensor(value: dict[str, Any]) -> torch.Tensor:
     values: torch.Tensor = value["values"]
     if value["parameter"]:
         return torch.nn.Parameter(values, value["requires_grad"])
     return values.requires_grad_(value["requires_grad"])
 
 
-def _ndarray(value: dict[str, Any]) -> npt.NDArray[Any]:
+def _rebuild_array(value: dict[str, Any]) -> npt.NDArray[Any]:
     dtype, shape = np.dtype(value["dtype"]), tuple(value["shape"])
     if dtype.hasobject:
         raise Undecodable(f"an array of {dtype}")
@@ -84,16 +84,16 @@ def _ndarray(value: dict[str, Any]) -> npt.NDArray[Any]:
     return rebuilt
 
 
-def _time(value: dict[str, Any]) -> datetime.time:
+def _rebuild_time(value: dict[str, Any]) -> datetime.time:
     hour, minute, second, microsecond = value["numbers"]
     return datetime.time(hour, minute, second, microsecond, _decode(value["zone"]), fold=value["fold"])
 
 
-def _datetime(value: dict[str, Any]) -> datetime.datetime:
+def _rebuild_datetime(value: dict[str, Any]) -> datetime.datetime:
     return datetime.datetime(*value["numbers"]).replace(tzinfo=_decode(value["zone"]), fold=value["fold"])
 
 
-def _dtype(value: dict[str, Any]) -> torch.dtype:
+def _rebuild_dtype(value: dict[str, Any]) -> torch.dtype:
     rebuilt = getattr(torch, value["name"])
     if not isinstance(rebuilt, torch.dtype):
         raise Undecodable(f"torch.{value['name']} is not a dtype")
@@ -109,21 +109,21 @@ _REBUILD: dict[str, Callable[[dict[str, Any]], Any]] = {
     "set": lambda value: set(_decode(value["items"])),
     "frozenset": lambda value: frozenset(_decode(value["items"])),
     "deque": lambda value: deque(_decode(value["items"]), value["maxlen"]),
-    "dict": lambda value: dict(_items(value)),
-    "OrderedDict": _ordered_dict,
-    "defaultdict": _default,
-    "Counter": _counter,
-    "tensor": _tensor,
-    "ndarray": _ndarray,
-    "numpy scalar": lambda value: _ndarray(value)[()],
+    "dict": lambda value: dict(_decode_items(value)),
+    "OrderedDict": _rebuild_ordered_dict,
+    "defaultdict": _rebuild_defaultdict,
+    "Counter": _rebuild_counter,
+    "tensor": _rebuild_tensor,
+    "ndarray": _rebuild_array,
+    "numpy scalar": lambda value: _rebuild_array(value)[()],
     "date": lambda value: datetime.date(*value["numbers"]),
-    "time": _time,
-    "datetime": _datetime,
+    "time": _rebuild_time,
+    "datetime": _rebuild_datetime,
     "timedelta": lambda value: datetime.timedelta(*value["numbers"]),
     "timezone": lambda value: datetime.timezone(*_decode(value["arguments"])),
     "ZoneInfo": lambda value: zoneinfo.ZoneInfo(value["key"]),
     "Size": lambda value: torch.Size(value["items"]),
-    "dtype": _dtype,
+    "dtype": _rebuild_dtype,
     "device": lambda value: torch.device(value["name"]),
     **{name: lambda value, kind=kind: kind(value["path"]) for name, kind in PATHS.items()},  # type: ignore[misc]
 }

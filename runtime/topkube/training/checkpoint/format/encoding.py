@@ -53,27 +53,27 @@ class _Encoder:
         if kind in _PLAIN or (kind is int and -(2**63) <= value < 2**63):
             return value
         if kind in (list, tuple, set, frozenset, dict, OrderedDict, defaultdict, Counter, deque):
-            return self._container(value, path)
+            return self._encode_container(value, path)
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, path)
+            return self._encode_tensor(value, path)
         if isinstance(value, np.generic | np.ndarray):
-            return _array(value, path)
+            return _encode_array(value, path)
         if kind is datetime.datetime:
-            numbers = (value.year, value.month, value.day, *_clock(value))
-            return self._tagged("datetime", path, numbers=numbers, fold=value.fold, zone=value.tzinfo)
+            numbers = (value.year, value.month, value.day, *_list_clock(value))
+            return self._encode_tagged("datetime", path, numbers=numbers, fold=value.fold, zone=value.tzinfo)
         if kind is datetime.time:
-            return self._tagged("time", path, numbers=_clock(value), fold=value.fold, zone=value.tzinfo)
+            return self._encode_tagged("time", path, numbers=_list_clock(value), fold=value.fold, zone=value.tzinfo)
         if kind is datetime.timezone:
-            return self._tagged("timezone", path, arguments=value.__getinitargs__())
-        encoding = _simple(value)
+            return self._encode_tagged("timezone", path, arguments=value.__getinitargs__())
+        encoding = _encode_simple(value)
         if encoding is None:
             _refuse(value, path)
         return encoding
 
-    def _tagged(self, tag: str, path: str, **fields: Any) -> dict[str, Any]:
+    def _encode_tagged(self, tag: str, path: str, **fields: Any) -> dict[str, Any]:
         return {TAG: tag, **{name: self.encode(value, path) for name, value in fields.items()}}
 
-    def _container(self, value: Any, path: str) -> Any:
+    def _encode_container(self, value: Any, path: str) -> Any:
         if id(value) in self._open:
             raise CheckpointError(f"{path or 'the state'} cannot be saved: it contains itself", next_step=_NEXT)
         if len(self._open) >= _DEEPEST:
@@ -84,11 +84,11 @@ class _Encoder:
             )
         self._open.add(id(value))
         try:
-            return self._mapping(value, path) if isinstance(value, dict) else self._sequence(value, path)
+            return self._encode_mapping(value, path) if isinstance(value, dict) else self._encode_sequence(value, path)
         finally:
             self._open.discard(id(value))
 
-    def _sequence(self, value: Any, path: str) -> Any:
+    def _encode_sequence(self, value: Any, path: str) -> Any:
         items = [self.encode(item, f"{path}[{number}]") for number, item in enumerate(value)]
         kind = type(value)
         if kind is list:
@@ -98,14 +98,14 @@ class _Encoder:
         encoded = {TAG: kind.__name__, "items": items}
         return {**encoded, "maxlen": value.maxlen} if kind is deque else encoded
 
-    def _mapping(self, value: dict[Any, Any], path: str) -> Any:
+    def _encode_mapping(self, value: dict[Any, Any], path: str) -> Any:
         kind = type(value)
         plain = TAG not in value and all(type(key) in _PLAIN or _is_short_int(key) for key in value)
         if kind in (dict, OrderedDict) and plain:
-            encoded = kind((key, self.encode(item, _below(path, key))) for key, item in value.items())
+            encoded = kind((key, self.encode(item, _extend_path(path, key))) for key, item in value.items())
         else:
             items = [
-                [self.encode(key, f"{path} (a key)"), self.encode(item, _below(path, key))]
+                [self.encode(key, f"{path} (a key)"), self.encode(item, _extend_path(path, key))]
                 for key, item in value.items()
             ]
             encoded = {TAG: kind.__name__, "items": items}
@@ -126,7 +126,7 @@ class _Encoder:
             encoded["factory"] = None if factory is None else getattr(factory, "__name__", "")
         return encoded
 
-    def _tensor(self, value: torch.Tensor, path: str) -> Any:
+    def _encode_tensor(self, value: torch.Tensor, path: str) -> Any:
         plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout in _LAYOUTS
         if not plain or value.is_nested or value.is_quantized or value.device.type == "meta":
             _refuse(value, path)
@@ -141,19 +141,19 @@ def _is_short_int(value: Any) -> bool:
     return type(value) is int and -(2**63) <= value < 2**63
 
 
-def _below(path: str, key: Any) -> str:
+def _extend_path(path: str, key: Any) -> str:
     return f"{path}[{key!r}]" if path else str(key)
 
 
-def _clock(value: datetime.datetime | datetime.time) -> tuple[int, int, int, int]:
+def _list_clock(value: datetime.datetime | datetime.time) -> tuple[int, int, int, int]:
     return value.hour, value.minute, value.second, value.microsecond
 
 
-def _bytes(data: bytes | bytearray | npt.NDArray[np.uint8]) -> torch.Tensor:
+def _encode_bytes(data: bytes | bytearray | npt.NDArray[np.uint8]) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
-def _array(value: np.generic | npt.NDArray[Any], path: str) -> dict[str, Any]:
+def _encode_array(value: np.generic | npt.NDArray[Any], path: str) -> dict[str, Any]:
     """Return the encoding of a NumPy scalar or array: its dtype, shape and bytes."""
     known = isinstance(value, np.generic) or type(value) is np.ndarray
     values = np.array(value, order="C")
@@ -161,10 +161,10 @@ def _array(value: np.generic | npt.NDArray[Any], path: str) -> dict[str, Any]:
     if not known or dtype.hasobject or not dtype.itemsize or np.dtype(dtype.str) != dtype:
         _refuse(value, path)
     tag = "ndarray" if isinstance(value, np.ndarray) else "numpy scalar"
-    return {TAG: tag, "dtype": dtype.str, "shape": values.shape, "values": _bytes(values.tobytes())}
+    return {TAG: tag, "dtype": dtype.str, "shape": values.shape, "values": _encode_bytes(values.tobytes())}
 
 
-def _simple(value: Any) -> dict[str, Any] | None:
+def _encode_simple(value: Any) -> dict[str, Any] | None:
     """Return the encoding of a value that contains no other values; None if there is none."""
     kind = type(value)
     if kind is int:
@@ -172,7 +172,7 @@ def _simple(value: Any) -> dict[str, Any] | None:
     if kind is complex:
         return {TAG: "complex", "parts": (value.real, value.imag)}
     if kind in (bytes, bytearray):
-        return {TAG: kind.__name__, "values": _bytes(value)}
+        return {TAG: kind.__name__, "values": _encode_bytes(value)}
     if kind is range:
         return {TAG: "range", "ends": (value.start, value.stop, value.step)}
     if PATHS.get(kind.__name__) is kind:

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from topkube.errors import TrainingError
-from topkube.training.exchange.autograd.loss_scale import loss_scale_of
+from topkube.training.exchange.autograd.loss_scale import find_loss_scale
 from topkube.training.ranks.agreement import agreement, digest
 from topkube.training.ranks.communication_thread import schedule
 from topkube.world import World
@@ -73,7 +73,7 @@ class BackwardPass:
     @property
     def loss_scale(self) -> torch.Tensor | float:
         """The factor that a gradient scaler put on the loss of the backward pass that runs; else 1.0."""
-        return loss_scale_of(self._task) if self._task is not None else 1.0
+        return find_loss_scale(self._task) if self._task is not None else 1.0
 
     def reach(self, exchange: Participant) -> None:
         """Note that a gradient of `exchange` arrives. The first gradient of a backward begins the pass. Raises
@@ -97,7 +97,7 @@ class BackwardPass:
         reached, self._reached = self._reached, []
         try:
             accumulates = all(not exchange.synchronize for exchange in reached)  # nothing is exchanged
-            for exchange in self._agreed(reached) if self.several and not accumulates else reached:
+            for exchange in self._agree_on_reached(reached) if self.several and not accumulates else reached:
                 if exchange not in reached:
                     exchange.begin()
                 exchange.finish()
@@ -108,26 +108,26 @@ class BackwardPass:
         """Free the optimizers that only a reference cycle keeps alive: they would count on some ranks only. A rank that
         replays batches freezes its objects again if the script had frozen some (`batches/replays.py`), so frozen
         objects are searched as well. That is slow, and is done only if it can matter."""
-        if self._living():
+        if self._list_living():
             schedule().run(lambda: None)  # the thread may still hold work of an optimizer that is gone
             gc.collect()
-        if self._living() and gc.get_freeze_count():
+        if self._list_living() and gc.get_freeze_count():
             gc.unfreeze()
             gc.collect()
             gc.freeze()
 
-    def _living(self) -> list[Participant]:
+    def _list_living(self) -> list[Participant]:
         return [exchange for reference in self._all if (exchange := reference()) is not None]
 
-    def _agreed(self, reached: list[Participant]) -> list[Participant]:
+    def _agree_on_reached(self, reached: list[Participant]) -> list[Participant]:
         """Return the optimizers that were reached on any rank, in the order in which they were created."""
-        living = sorted(self._living(), key=lambda exchange: exchange.number)
+        living = sorted(self._list_living(), key=lambda exchange: exchange.number)
         chosen = [exchange for exchange in reached if not exchange.synchronize]
         worlds = dict.fromkeys(id(exchange.world) for exchange in living)
         for key in worlds:
             there = [exchange for exchange in living if id(exchange.world) == key and exchange.synchronize]
             if there:
-                numbers = _union(there[0].world, [exchange.number for exchange in there if exchange in reached])
+                numbers = _gather_union(there[0].world, [exchange.number for exchange in there if exchange in reached])
                 known = {exchange.number: exchange for exchange in there}
                 if missing := [number for number in numbers if number not in known]:
                     raise TrainingError(
@@ -140,7 +140,7 @@ class BackwardPass:
         return sorted(chosen, key=lambda exchange: exchange.number)
 
 
-def _union(world: World, numbers: list[int]) -> list[int]:
+def _gather_union(world: World, numbers: list[int]) -> list[int]:
     """Return the numbers that any rank has, sorted."""
     if world.size == 1:
         return numbers

@@ -10,7 +10,7 @@ import torch
 from topkube.collectives.error_feedback import Residual
 from topkube.collectives.request import Matrix
 from topkube.training.exchange.buckets.gradient_memory import GradientMemory, may_move
-from topkube.training.exchange.buckets.parameter import Parameter, real_view
+from topkube.training.exchange.buckets.parameter import Parameter, view_real
 
 IN_PLACE_BYTES = 2 << 20
 """In an overlapped exchange, a gradient of this size travels from its own memory. Smaller gradients are copied side by
@@ -45,7 +45,7 @@ class Bucket:
     def matrices(self) -> tuple[Matrix, ...]:
         """The parameters as matrices: one row per element of their first dimension."""
         return tuple(
-            Matrix(start, parameter.length, parameter.length // real_view(parameter.tensor.detach()).shape[0])
+            Matrix(start, parameter.length, parameter.length // view_real(parameter.tensor.detach()).shape[0])
             for parameter, start in zip(self.parameters, self.starts, strict=False)
         )
 
@@ -70,15 +70,15 @@ class Bucket:
     def begin_backward(self) -> None:
         """Prepare for the gradients of a backward pass."""
         self.waiting = sum(parameter.tensor.requires_grad for parameter in self.parameters)
-        for memory in set(self._memories.values()):
+        for memory in set(self._memory_of.values()):
             memory.begin_backward()
 
     def take_in(self, parameter: Parameter) -> bool:
         """Move a gradient that has just been accumulated into the memory of its part. Return False if it stays."""
-        memory = self._memories.get(parameter.index)
+        memory = self._memory_of.get(parameter.index)
         return memory is not None and memory.take_in(parameter)
 
     @cached_property
-    def _memories(self) -> dict[int, GradientMemory]:
+    def _memory_of(self) -> dict[int, GradientMemory]:
         """The memory of each parameter that has one, by the parameter's index."""
         return {p.index: part.memory for part in self.parts if part.memory is not None for p in part.parameters}

@@ -49,7 +49,7 @@ class BucketPlan:
         self.tuning = Tuning(world, aggregation, run_agreement, measure_nccl)
         self._bucket_of: dict[int, Bucket] = {}
 
-    def bucket_of(self, parameter: Parameter) -> Bucket | None:
+    def find_bucket(self, parameter: Parameter) -> Bucket | None:
         """Return the parameter's bucket, None if it was frozen whenever buckets were planned."""
         return self._bucket_of.get(parameter.index)
 
@@ -117,7 +117,7 @@ class BucketPlan:
         self.trainable = {p.index for p in self._parameters if p.tensor.requires_grad}
         return self.trainable != before
 
-    def state(self) -> dict[str, Any]:
+    def save(self) -> dict[str, Any]:
         """Return the order, the buckets by the names of their parameters, and the choice of the algorithm, for a
         checkpoint. A run that resumes has the same buckets, also if a later version of TopKube would plan others."""
         names = [[parameter.name for parameter in bucket.parameters] for bucket in self.buckets]
@@ -125,7 +125,7 @@ class BucketPlan:
             "order": self.order,
             "buckets": names,
             "bucket_sizes": self._choose_largest_size(),
-            "choice": self.tuning.state(),
+            "choice": self.tuning.save(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -190,13 +190,13 @@ class BucketPlan:
 
     def _agree_on_order(self) -> None:
         """Adopt the order of the first rank that has an order, if ranks differ."""
-        rank, ranks, order_digest = self._world.rank, self._world.size, digest(self.state())
+        rank, ranks, order_digest = self._world.rank, self._world.size, digest(self.save())
         first = -rank if self.order is not None else -ranks
         high, low, root = self._run_agreement(lambda agreement: agreement.maximum([order_digest, -order_digest, first]))
         if high == -low:
             return
         root = int(-root)
-        state = json.dumps(self.state()).encode() if rank == root else b""
+        state = json.dumps(self.save()).encode() if rank == root else b""
         [length] = self._run_agreement(lambda agreement: agreement.maximum([len(state)]))
         padded = [float(byte) for byte in state.ljust(int(length))]
         received = bytes(int(byte) for byte in self._run_agreement(lambda agreement: agreement.broadcast(padded, root)))

@@ -54,7 +54,7 @@ class GradientMemory:
         parameter.replace_gradient(view)
         return True
 
-    def whole(self) -> torch.Tensor | None:
+    def find_whole(self) -> torch.Tensor | None:
         """Return the gradients of all parameters side by side, None if one of them is not here."""
         for parameter in self._parameters:
             gradient, start = parameter.tensor.grad, self._starts[parameter.index]

@@ -20,7 +20,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def real_view(tensor: Any) -> torch.Tensor:
+def view_real(tensor: Any) -> torch.Tensor:
     """Return a view of the values that are exchanged: the local shard of a DTensor, and real numbers of shape (..., 2)
     for a complex tensor. `tensor` is strided."""
     local = tensor.to_local() if is_sharded(tensor) else tensor
@@ -61,7 +61,7 @@ class Parameter:
     _delivered: weakref.ref[torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
-        self.length = real_view(self.tensor.detach()).numel()
+        self.length = view_real(self.tensor.detach()).numel()
         self.gradient_dtype = _find_gradient_dtype(self.tensor)
         self.dtype = self.gradient_dtype.to_real()
         self._thin = self.tensor.ndim <= 1 or self.tensor.is_complex()
@@ -95,7 +95,7 @@ class Parameter:
         gradient = self.tensor.grad
         return gradient is None or not bool((gradient._values() if gradient.is_sparse else gradient).any())
 
-    def own_gradient(self) -> None:
+    def copy_shared_gradient(self) -> None:
         """Copy `.grad` if autograd may still read its memory: torch keeps the tensor that arrives, which can be a view
         of the gradient of another branch of the graph."""
         gradient = self.tensor.grad

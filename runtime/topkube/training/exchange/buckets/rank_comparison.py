@@ -9,7 +9,7 @@ from topkube.errors import TrainingError
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
 from topkube.training.exchange.tuning.machines import RunAgreement
-from topkube.training.ranks.agreement import differing_ranks, digest, names_of
+from topkube.training.ranks.agreement import digest, find_differing_ranks, names_of
 from topkube.world import World
 
 
@@ -33,7 +33,7 @@ class RankComparison:
         if self._world.size == 1:
             return
         digests: Mapping[str, float] = {
-            "parameters": digest([_describe(parameter) for parameter in self._parameters]),
+            "parameters": digest([_describe_parameter(parameter) for parameter in self._parameters]),
             "frozen parameters": self.digest_trainable(),
             "aggregation settings": digest((self._aggregation, self._finite_check)),
         }
@@ -46,7 +46,7 @@ class RankComparison:
                 self.raise_different_trainable()
             rows = self._run_agreement(lambda agreement: agreement.gather(values))
             raise TrainingError(
-                f"{names_of(differing_ranks(rows[:, number]))} have different {what} than the other ranks",
+                f"{names_of(find_differing_ranks(rows[:, number]))} have different {what} than the other ranks",
                 cause="the model or the settings depend on the rank"
                 if what == "parameters"
                 else "TOPKUBE_* variables or the arguments of DistributedOptimizer differ",
@@ -62,7 +62,7 @@ class RankComparison:
         together."""
         frozen = sorted(p.name for p in self._parameters if not p.tensor.requires_grad)
         rows = self._run_agreement(lambda agreement: agreement.gather([self.digest_trainable(), len(frozen)]))
-        ranks = differing_ranks(rows[:, 0])
+        ranks = find_differing_ranks(rows[:, 0])
         here = f"; on rank {self._world.rank} {len(frozen)} are frozen" + (
             f", {frozen[0]} among them" if frozen else ""
         )
@@ -73,7 +73,7 @@ class RankComparison:
         )
 
 
-def _describe(parameter: Parameter) -> tuple[object, ...]:
+def _describe_parameter(parameter: Parameter) -> tuple[object, ...]:
     """Return the properties of a parameter that must be the same on all ranks, with the part of a sharded parameter
     that this rank holds."""
     tensor: Any = parameter.tensor

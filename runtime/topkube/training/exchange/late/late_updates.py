@@ -124,7 +124,7 @@ class LateUpdates:
             gradients = [p.tensor.grad for p in source.part.parameters if p.tensor.grad is not None]
             part = _LatePart(source, [p.tensor for p in source.part.parameters], gradients)
             self._parts.append(part)
-            register_tensors([*part.parameters, *gradients], partial(self._use, part))
+            register_tensors([*part.parameters, *gradients], partial(self._finish_if_needed, part))
             for parameter in source.part.parameters:
                 parameter.deliver()
         self._begun = schedule().submit(lambda: self._halves.gather(parts))
@@ -139,7 +139,7 @@ class LateUpdates:
         for part in [part for part in self._parts if any(is_shared(tensor) for tensor in part.parameters)]:
             self._finish(part)  # something else may read the memory of these weights
         late = {id(tensor) for part in self._parts for tensor in part.parameters}
-        values = [{name: _copy(value) for name, value in group.items() if name != "params"} for group in groups]
+        values = [{name: _copy_value(value) for name, value in group.items() if name != "params"} for group in groups]
         with torch._C.DisableTorchFunction():
             self._update(lambda tensor: id(tensor) not in late, values)
             for part in self._parts:
@@ -196,7 +196,7 @@ class LateUpdates:
 
     # ---- one part
 
-    def _use(self, part: _LatePart, tensor: torch.Tensor, use: Use) -> None:
+    def _finish_if_needed(self, part: _LatePart, tensor: torch.Tensor, use: Use) -> None:
         """Finish the part before a call uses one of its tensors, if the call needs that."""
         is_parameter = any(tensor is parameter for parameter in part.parameters)
         is_stepped = part.weights is not None
@@ -273,7 +273,7 @@ def _show_weights(part: _LatePart) -> None:
     part.weights = None
 
 
-def _copy(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 

@@ -24,12 +24,12 @@ from topkube.collectives.overlapped import UNDER_WAY, OverlappedAllReduce
 from topkube.settings import Settings
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.bucket import Bucket
-from topkube.training.exchange.buckets.parameter import Parameter, real_view
+from topkube.training.exchange.buckets.parameter import Parameter, view_real
 from topkube.training.exchange.reduction.bucket_algorithms import BucketAlgorithms, refuse_nccl
 from topkube.training.exchange.reduction.delivery import Delivery
 from topkube.training.exchange.reduction.halved_parts import HalvedPart, HalvedParts
 from topkube.training.exchange.reduction.residuals import Momentum, Residuals
-from topkube.training.exchange.reduction.sparse_gradients import is_finite, mean_of_rows
+from topkube.training.exchange.reduction.sparse_gradients import average_rows, is_finite
 from topkube.training.exchange.reduction.staging import Staging
 from topkube.training.ranks.agreement import agreement
 from topkube.training.ranks.communication_thread import schedule
@@ -158,8 +158,8 @@ class BucketExchange:
         if bucket.dtype == torch.float64:
             return self._exchange_doubles(bucket, task.mark)
         flat = self._staging.collect(bucket)
-        request = self._request(flat_view(flat, "bucket", writable=True), task)
-        with self._frozen_aside(bucket, request.residual):
+        request = self._build_request(flat_view(flat, "bucket", writable=True), task)
+        with self._set_frozen_aside(bucket, request.residual):
             finite = all_reduce.run(self.world, request)
         self._delivery.deliver(bucket, flat, task.mark)
         return finite
@@ -168,33 +168,33 @@ class BucketExchange:
         """Exchange the gradients with all that was not sent before, by an algorithm that keeps nothing."""
         self._finish_overlapped()
         bucket = task.bucket
-        flat, residual = self._staging.collect(bucket), self.residuals.of(bucket, task.loss_scale)
-        with self._frozen_aside(bucket, residual):
-            start, stop = self.residuals.range_of(bucket)
+        flat, residual = self._staging.collect(bucket), self.residuals.prepare(bucket, task.loss_scale)
+        with self._set_frozen_aside(bucket, residual):
+            start, stop = self.residuals.find_range(bucket)
             owed = torch.as_tensor(residual.current, device=flat.device)
             flat[start:stop] += (owed * self.world.size).to(flat.dtype)  # the mean divides by the ranks
             residual.pending[:] = 0
             if self.on_device is not None:
-                request = self._request(flat, task)
+                request = self._build_request(flat, task)
                 delivered = partial(self._delivery.deliver, bucket, flat, task.mark)
                 self.on_device.begin(task.all_reduce, request, finished=delivered)
                 return True
             array = flat_view(flat, "bucket", writable=True)
-            finite = task.all_reduce.run(self.world, self._request(array, task))
+            finite = task.all_reduce.run(self.world, self._build_request(array, task))
         self._delivery.deliver(bucket, flat, task.mark)
         return finite
 
     def _begin_on_device(self, task: _Task) -> None:
         assert self.on_device is not None
         flat = self._staging.collect(task.bucket)
-        request = self._request(flat, task)
-        with self._frozen_aside(task.bucket, request.residual):
+        request = self._build_request(flat, task)
+        with self._set_frozen_aside(task.bucket, request.residual):
             delivered = partial(self._delivery.deliver, task.bucket, flat, task.mark)
             self.on_device.begin(task.all_reduce, request, finished=delivered)
 
     def _begin_overlapped(self, pieces: OverlappedAllReduce, all_reduce: Hierarchical, task: _Task) -> None:
         bucket = task.bucket
-        request = self._request(torch.empty(bucket.length, dtype=bucket.dtype, device="meta"), task)
+        request = self._build_request(torch.empty(bucket.length, dtype=bucket.dtype, device="meta"), task)
         call, factor = all_reduce.enter(self.world, request), request.scale(self.world.size)
         for part in bucket.parts:
             flat = self._staging.collect(part, UNDER_WAY + 2 if self.halves is None else None)
@@ -219,13 +219,13 @@ class BucketExchange:
     def _exchange_rows(self, parameter: Parameter, mark: Mark | None) -> bool:
         is_trained = parameter.tensor.requires_grad
         own = parameter.tensor.grad if parameter.local and is_trained else None
-        mean = mean_of_rows(self.world, self._agreement, own, parameter.tensor, parameter.gradient_dtype)
+        mean = average_rows(self.world, self._agreement, own, parameter.tensor, parameter.gradient_dtype)
         finite = is_finite(mean)
         if is_trained:
             self._delivery.deliver_rows(parameter, mean, mark)
         return finite
 
-    def _request(self, array: Any, task: _Task) -> Request:
+    def _build_request(self, array: Any, task: _Task) -> Request:
         algorithm, bucket, aggregation = task.all_reduce.algorithm, task.bucket, self.algorithms.aggregation
         return Request(
             array,
@@ -233,16 +233,16 @@ class BucketExchange:
             task.density if algorithm.compresses else 1.0,
             aggregation.wire if algorithm.compresses else "fp32",
             aggregation.selection,
-            self.residuals.of(bucket, task.loss_scale) if algorithm.residual is not None else None,
+            self.residuals.prepare(bucket, task.loss_scale) if algorithm.residual is not None else None,
             "fp32" if bucket.small else self.algorithms.dense_wire,
             aggregation.matrix_rank,
             bucket.matrices if MATRIX_RANK in algorithm.parameters else (),
         )
 
-    def _frozen_aside(self, bucket: Bucket, residual: Residual | None) -> AbstractContextManager[None]:
+    def _set_frozen_aside(self, bucket: Bucket, residual: Residual | None) -> AbstractContextManager[None]:
         if residual is None or all(parameter.tensor.requires_grad for parameter in bucket.parameters):
             return nullcontext()
-        return self.residuals.frozen_aside(bucket, residual)
+        return self.residuals.set_frozen_aside(bucket, residual)
 
     # ---- the end of a backward
 
@@ -299,5 +299,5 @@ class BucketExchange:
         self.on_device.lend(flag.tensor)
         first = next((gradient for gradient in gradients if gradient.numel()), None)
         if first is not None:
-            entry = real_view(first).as_strided((1,), (1,))
+            entry = view_real(first).as_strided((1,), (1,))
             entry.mul_(torch.where(flag.tensor > 0, torch.nan, 1.0))

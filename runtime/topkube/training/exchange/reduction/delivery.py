@@ -9,7 +9,7 @@ import torch
 from topkube.collectives.device.memory import Mark
 from topkube.collectives.device.pipeline import DeviceAllReduce
 from topkube.training.exchange.buckets.bucket import Bucket
-from topkube.training.exchange.buckets.parameter import Parameter, real_view
+from topkube.training.exchange.buckets.parameter import Parameter, view_real
 from topkube.training.exchange.reduction.staging import copy_each
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -38,14 +38,14 @@ class Delivery:
                 parameter.created = True
                 parameter.tensor.grad = torch.empty_like(parameter.tensor, dtype=parameter.gradient_dtype)
                 self._lend(parameter.tensor.grad, mark)
-            gradient = real_view(parameter.tensor.grad)
+            gradient = view_real(parameter.tensor.grad)
             piece = values.view(gradient.shape)
             if parameter.aggregated and not is_new:
                 adds.append((gradient, piece))
             elif gradient.data_ptr() != piece.data_ptr():
                 copies.append((gradient, piece))
             if parameter.stash is not None:
-                stashes.append((real_view(parameter.stash), gradient))
+                stashes.append((view_real(parameter.stash), gradient))
         for pairs, act in ((copies, copy_each), (adds, torch._foreach_add_), (stashes, torch._foreach_add_)):
             if pairs:
                 act([target for target, _ in pairs], [source for _, source in pairs])
@@ -71,7 +71,7 @@ class Delivery:
         """Deliver gradients as they are, in a world of one rank. Return True if they are finite; on a device, `flush`
         reports that. Gradients that are not finite are delivered too: the end of backward then skips the step, as with
         several ranks."""
-        gradients = [real_view(p.tensor.grad) for p in parameters if p.tensor.grad is not None]
+        gradients = [view_real(p.tensor.grad) for p in parameters if p.tensor.grad is not None]
         finite = True
         if self._on_device is None:
             finite = _are_finite(gradients)

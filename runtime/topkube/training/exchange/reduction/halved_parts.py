@@ -9,7 +9,7 @@ import torch
 
 from topkube.collectives.decoupled import DecoupledAllReduce, Halved
 from topkube.training.exchange.buckets.bucket import Bucket
-from topkube.training.exchange.buckets.parameter import real_view
+from topkube.training.exchange.buckets.parameter import view_real
 from topkube.training.exchange.reduction.delivery import Delivery
 from topkube.training.ranks.communication_thread import schedule
 
@@ -29,7 +29,7 @@ class HalvedPart:
         for parameter, start in zip(self.part.parameters, self.part.starts, strict=False):
             if not (parameter.tensor.requires_grad and parameter.local and parameter.stash is None):
                 return False
-            if real_view(parameter.tensor.grad).data_ptr() != address + start * self.flat.itemsize:
+            if view_real(parameter.tensor.grad).data_ptr() != address + start * self.flat.itemsize:
                 return False
         return True
 

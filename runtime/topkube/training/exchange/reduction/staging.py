@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from topkube.training.exchange.buckets.bucket import Bucket
-from topkube.training.exchange.buckets.parameter import real_view
+from topkube.training.exchange.buckets.parameter import view_real
 
 
 class Staging:
@@ -20,11 +20,11 @@ class Staging:
     def collect(self, bucket: Bucket, buffers: int | None = 1) -> torch.Tensor:
         """Return the bucket's local gradients in one tensor, of shape (length,): their own memory if they lie side by
         side, otherwise a staging buffer, one of `buffers`, or a new buffer for None."""
-        if bucket.memory is not None and (values := bucket.memory.whole()) is not None:
+        if bucket.memory is not None and (values := bucket.memory.find_whole()) is not None:
             return values
         only = bucket.parameters[0]
         if len(bucket.parameters) == 1 and only.local and only.tensor.requires_grad and only.stash is None:
-            gradient = real_view(only.tensor.grad)
+            gradient = view_real(only.tensor.grad)
             if gradient.is_contiguous():
                 return gradient.detach().view(-1)
         staging = self._take_buffer(bucket, buffers)
@@ -32,7 +32,7 @@ class Staging:
         for parameter, start in zip(bucket.parameters, bucket.starts, strict=False):
             piece = staging[start : start + parameter.length]
             if parameter.local and parameter.tensor.requires_grad:
-                gradient = real_view(parameter.tensor.grad)
+                gradient = view_real(parameter.tensor.grad)
                 copies.append(piece.view(gradient.shape))
                 gradients.append(gradient)
             else:

@@ -8,7 +8,7 @@ from topkube.collectives.device.memory import DeviceFlag
 from topkube.errors import TrainingError
 from topkube.training.batches.uneven_batches import Turns
 from topkube.training.exchange.buckets.bucket_plan import BucketPlan
-from topkube.training.exchange.buckets.parameter import Parameter, real_view
+from topkube.training.exchange.buckets.parameter import Parameter, view_real
 from topkube.training.exchange.reduction.bucket_exchange import BucketExchange
 from topkube.training.exchange.reduction.sparse_gradients import fill_with_nan, is_finite
 from topkube.training.exchange.settings_in_force import SettingsInForce
@@ -97,7 +97,7 @@ class StepGradients:
                 self._drop_unused(trainable)
             if self.norms is not None and self.norms.due:
                 gradients = [p.tensor.grad for p in trainable if p.tensor.grad is not None and not p.has_rows]
-                self.norms.measure(gradients, self._exchange.residuals.arrays())
+                self.norms.measure(gradients, self._exchange.residuals.list_arrays())
         for parameter in trainable:
             parameter.weightless = parameter.created = False
         count = self._skipped_in_a_row
@@ -118,7 +118,7 @@ class StepGradients:
     def _report_skipped_steps(self) -> None:
         """Warn on rank 0 that training has stopped to make steps. Raise TrainingError on all ranks if the weights of
         some ranks only are the cause: such a run never recovers. All ranks call this together."""
-        is_bad = not all(is_finite(real_view(parameter.tensor)) for parameter in self._parameters)
+        is_bad = not all(is_finite(view_real(parameter.tensor)) for parameter in self._parameters)
         rows = self._turns.run_agreement(lambda agreement: agreement.gather([is_bad]))[:, 0]
         world = self._turns.world
         bad = [rank for rank in range(world.size) if rows[rank]]

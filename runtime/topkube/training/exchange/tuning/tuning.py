@@ -241,7 +241,7 @@ class Tuning:
 
     # ---- checkpoints
 
-    def state(self) -> dict[str, Any] | None:
+    def save(self) -> dict[str, Any] | None:
         """Return the measured machines and the choice for a checkpoint; None before a measurement."""
         if self.machines is None:
             return None
