@@ -13,7 +13,7 @@ import torch
 from topkube.errors import CheckpointError
 from topkube.training.batches.generators import check_generators
 from topkube.training.checkpoint.format.state_file import Damaged
-from topkube.training.checkpoint.store import Loaded
+from topkube.training.checkpoint.reader import Loaded
 from topkube.training.optimizers.wrapper import OptimizerWrapper
 
 _FIELDS: dict[str, tuple[type, ...]] = {

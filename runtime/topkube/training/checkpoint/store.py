@@ -17,36 +17,25 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from topkube.errors import CheckpointError, StorageError
 from topkube.files import sync_directory
 from topkube.training.checkpoint.format.encoding import encode
-from topkube.training.checkpoint.format.manifest import NAME, SHARED_FILE, Manifest, name_rank_file, read_manifest
-from topkube.training.checkpoint.format.state_file import Damaged, FileDigest, read_state, write_new_text
+from topkube.training.checkpoint.format.manifest import NAME, SHARED_FILE, Manifest, name_rank_file
+from topkube.training.checkpoint.format.state_file import FileDigest, write_new_text
 from topkube.training.checkpoint.host_copies import HostCopies, NoRoom
 from topkube.training.checkpoint.place import Place, list_published, name_unfinished
-from topkube.training.checkpoint.residual_shares import compute_shares, recut
+from topkube.training.checkpoint.reader import CheckpointReader, Loaded
 from topkube.training.checkpoint.retention import Retention, warn
 from topkube.training.checkpoint.run_claim import Claim
 from topkube.training.checkpoint.save import Save, await_files
-from topkube.training.checkpoint.stages import PassedOver, Stages
+from topkube.training.checkpoint.stages import Stages
 from topkube.world import World
 
 _CHECK_SECONDS = 0.25
 """The longest pause between two agreements of ranks that wait for a save."""
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A checkpoint that was read. `shared` is the same on all ranks; `own` holds this rank's "residuals" and, in the
-    world that wrote them, random "generators"."""
-
-    place: Place
-    shared: dict[str, Any]
-    own: dict[str, Any]
 
 
 class CheckpointStore:
@@ -61,6 +50,7 @@ class CheckpointStore:
         self._claim: Claim | None = None
         self._run = 0
         self._retention = Retention(directory, keep)
+        self._reader = CheckpointReader(directory, world, self._stages, self._retention)
         self._copies = HostCopies()
         self._save: Save | None = None
         self._hung: Future[Any] | None = None
@@ -91,57 +81,7 @@ class CheckpointStore:
         Warns of each damaged checkpoint. Raises CheckpointError if all checkpoints are damaged, if a checkpoint cannot
         be read at the moment, or if a newer TopKube wrote the newest checkpoint.
         """
-        places = sorted(list_published(self.directory), reverse=True) if self._lead else []
-        count = int(self._stages.gather([len(places)])[0, 0])
-        for number in range(count):
-            mine = [places[number].run, places[number].step, places[number].again] if self._lead else [0, 0, 0]
-            place = Place(*(int(value) for value in self._stages.gather(mine)[0]))
-            loaded: list[Loaded] = []
-
-            def read(place: Place = place, loaded: list[Loaded] = loaded) -> None:
-                loaded.append(self._read(place, copy, copies))
-                check(loaded[0])
-
-            try:
-                self._stages.run(read, f"the checkpoint {self.directory / place.name} cannot be read")
-            except PassedOver as passed:
-                self._retention.damaged.add(place)
-                if passed.reason:
-                    warn(f"{passed.reason}; going back to the previous checkpoint")
-                continue
-            self._retention.proven.add(place)
-            return loaded[0]
-        if count:
-            raise CheckpointError(
-                f"none of the {count} checkpoints in {self.directory} can be read",
-                cause="the files were changed or truncated after they were written",
-                next_step="restore one of them, or empty the directory to train from the start",
-            )
-        return None
-
-    def _read(self, place: Place, copy: int, copies: int) -> Loaded:
-        path = self.directory / place.name
-        manifest = read_manifest(path)
-
-        def file(name: str) -> dict[str, Any]:
-            if name not in manifest.files:
-                raise Damaged(f"{path / NAME} lists no file {name}")
-            return read_state(path / name, manifest.files[name])
-
-        def residuals(rank: int) -> dict[str, Any]:
-            state = file(name_rank_file(rank)).get("residuals")
-            if not isinstance(state, dict) or not {"copy", "copies", "pieces"} <= state.keys():
-                raise Damaged(f"{path / name_rank_file(rank)} holds no residuals")
-            return state
-
-        old_copies, own = manifest.number_of_copies, dict[str, Any]()
-        if self._world.node_ranks == manifest.node_ranks:
-            own = file(name_rank_file(self._world.rank))
-            if old_copies in (None, copies):
-                return Loaded(place, file(SHARED_FILE), own)
-        wanted = range(1) if old_copies is None else compute_shares(old_copies, copy, copies)
-        saved = (residuals(rank) for old in wanted for rank in manifest.list_ranks(old))
-        return Loaded(place, file(SHARED_FILE), {**own, "residuals": recut(saved, copy, copies)})
+        return self._reader.read_newest(copy, copies, check)
 
     # ---- writing
 
