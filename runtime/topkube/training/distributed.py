@@ -231,11 +231,11 @@ class DistributedOptimizer(OptimizerWrapper):
         """Make each backward() inside this context only accumulate; the next backward() outside exchanges the sum.
         Unlike in DDP, only the place of backward() matters, not the place of forward."""
         backward = self._backward
-        before, backward.synchronize = backward.synchronize, False
+        before, backward.synchronizes = backward.synchronizes, False
         try:
             yield
         finally:
-            backward.synchronize = before
+            backward.synchronizes = before
 
     def synchronize(self) -> None:
         """Exchange the gradients that no backward() has exchanged: those that a script assigned to `.grad`, or that
@@ -246,7 +246,7 @@ class DistributedOptimizer(OptimizerWrapper):
     @property
     def accumulating(self) -> bool:
         """True if gradients of `no_sync()` wait for an exchange."""
-        return self._backward.unsynchronized
+        return self._backward.has_unsynchronized
 
     def batch(self, samples: int) -> int:
         """Announce this rank's next batch: the next gradients count by `samples`. Return the samples of all ranks.

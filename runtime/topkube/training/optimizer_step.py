@@ -40,7 +40,7 @@ class OptimizerStep:
             backward.queue.traced = None
 
     def _check(self) -> None:
-        if self._parts.backward.unsynchronized:
+        if self._parts.backward.has_unsynchronized:
             raise TrainingError(
                 "step() follows a backward() under no_sync(): the ranks would make different steps",
                 next_step="run the last backward() before step() outside no_sync(), or call optimizer.synchronize()",

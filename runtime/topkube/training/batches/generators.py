@@ -11,7 +11,7 @@ import torch
 
 def read_generators() -> dict[str, Any]:
     """Return the states of torch's, NumPy's and Python's random generators, in types that a safe load allows. "cuda"
-    holds those of the GPUs that this process sees, if it uses any, and the number of its current one."""
+    holds those of the GPUs that this process sees, if it uses GPUs, and the number of its current GPU."""
     name, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002  (the state of scripts that use it)
     states = {
         "torch": torch.get_rng_state(),

@@ -28,17 +28,17 @@ class Accumulation:
 
     def _weigh(self, parameter: Parameter, gradient: torch.Tensor, replaced: bool = False) -> torch.Tensor | None:
         if parameter.tensor.grad is None:
-            parameter.aggregated, parameter.stash = False, None
-        elif parameter.aggregated and parameter.holds_delivered:
-            parameter.stash, parameter.aggregated, parameter.tensor.grad = parameter.tensor.grad, False, None
+            parameter.is_aggregated, parameter.stash = False, None
+        elif parameter.is_aggregated and parameter.holds_delivered:
+            parameter.stash, parameter.is_aggregated, parameter.tensor.grad = parameter.tensor.grad, False, None
         else:  # accumulated under no_sync(), or assigned by the script: this rank's own
-            parameter.aggregated = False
+            parameter.is_aggregated = False
         parameter.arrives = parameter.tensor.grad is None
         scale = self._turns.find_scale()
         if scale == 0:
-            parameter.weightless = parameter.tensor.grad is None and parameter.stash is None
+            parameter.is_weightless = parameter.tensor.grad is None and parameter.stash is None
             return torch.zeros_like(gradient)  # 0 * NaN would be NaN
-        parameter.weightless = False
+        parameter.is_weightless = False
         return gradient * scale if scale != 1 else gradient if replaced else None
 
     def _check_layout(self, parameter: Parameter, gradient: torch.Tensor) -> None:
@@ -68,9 +68,9 @@ class Accumulation:
             self._residuals.discard_of(lambda parameter: not parameter.holds_delivered)
         for parameter in self._parameters:
             if parameter.tensor.grad is None:
-                parameter.aggregated, parameter.stash = False, None
+                parameter.is_aggregated, parameter.stash = False, None
             elif not parameter.holds_delivered:
-                parameter.aggregated = False
+                parameter.is_aggregated = False
                 parameter.has_rows = parameter.has_rows or parameter.tensor.grad.is_sparse
 
     def undo_discarded(self) -> None:
@@ -104,4 +104,4 @@ class Accumulation:
 
     def _note_used(self) -> None:
         for parameter in self._parameters:
-            parameter.exchanged = False
+            parameter.is_exchanged = False

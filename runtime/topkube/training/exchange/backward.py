@@ -1,8 +1,8 @@
 """The exchange of an optimizer's gradients during `backward()`.
 
 Hooks see each gradient when it is ready. When all gradients of a bucket are ready, the communication thread exchanges
-the bucket while backward continues. At the end of backward the remaining buckets follow, and all ranks agree whether
-the step is finite. Changes of residuals become final when the optimizer steps, and are undone if the gradients are
+the bucket while backward continues. At the end of backward the remaining buckets follow, and all ranks agree if the
+gradients are finite. Changes of residuals become final when the optimizer steps, and are undone if the gradients are
 discarded.
 """
 
@@ -42,9 +42,9 @@ class Backward:
     """The exchange of an optimizer's gradients.
 
     `in_force` has the number of updates, and `gradients` those that the next step uses. `density_used` is the density
-    of the last exchange. `synchronize` is False while gradients only accumulate, and `unsynchronized` is True if some
-    were not exchanged. `number` orders the optimizers of a process. With a `node_world`, gradients are exchanged among
-    its ranks only; agreements are those of all ranks of `world`.
+    of the last exchange. `synchronizes` is False while gradients only accumulate, and `has_unsynchronized` is True if
+    some gradients were not exchanged. `number` orders the optimizers of a process. With a `node_world`, gradients are
+    exchanged among its ranks only; agreements are those of all ranks of `world`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Backward:
         weights_check: WeightsCheck | None = None,
     ) -> None:
         self.density_used = 1.0
-        self.synchronize, self.unsynchronized = True, False
+        self.synchronizes, self.has_unsynchronized = True, False
         self.world, self.parameters = world, parameters
         self.turns = Turns(world)
         within = aggregation.within_node if aggregation.in_weights else aggregation
@@ -131,7 +131,7 @@ class Backward:
     def forget_gradients(self) -> None:
         """Note that gradients were zeroed: changes of residuals since the last step are undone."""
         self.gradients.forget()
-        self.unsynchronized = False
+        self.has_unsynchronized = False
         self.queue.loss_scale = 1.0
         self._accumulation.forget()
 
@@ -161,9 +161,9 @@ class Backward:
         if self.queue.traced is not None:
             itemsize = parameter.dtype.itemsize
             self.queue.traced.note_gradient(parameter.name, parameter.length, itemsize, parameter.small)
-        if not self.synchronize:
+        if not self.synchronizes:
             parameter.copy_shared_gradient()
-            self.unsynchronized = True
+            self.has_unsynchronized = True
             return
         bucket = self.plan.find_bucket(parameter)
         if bucket is None or not self.plan.is_agreed:
@@ -172,11 +172,11 @@ class Backward:
             return
         if not (self.exchange.is_overlapped(bucket) and bucket.take_in(parameter)):
             parameter.copy_shared_gradient()
-        if not backward_pass().several:
+        if not backward_pass().has_several:
             bucket.waiting -= 1
             self.queue.hand_over_full()
 
-    # ---- one backward
+    # ---- a backward pass
 
     def begin(self) -> None:
         """Begin a backward pass of this optimizer, before its first gradient is accumulated."""
@@ -190,7 +190,7 @@ class Backward:
         has_gradients = not all(parameter.tensor.grad is None for parameter in self.parameters)
         self.gradients.begin_backward(has_gradients)
         if not has_gradients:
-            self.unsynchronized = False
+            self.has_unsynchronized = False
         self._seen.clear()
         for bucket in self.plan.buckets:
             bucket.begin_backward()
@@ -202,16 +202,16 @@ class Backward:
         self.queue.abandon()
 
     def finish(self) -> None:
-        """Finish the backward pass, in the thread that called it: exchange the remaining buckets, and agree whether the
-        step is finite. Then run the script's hooks on the aggregated gradients."""
+        """Finish the backward pass, in the thread that called it: exchange the remaining buckets, and agree if the
+        gradients are finite. Then run the script's hooks on the aggregated gradients."""
         if self.queue.traced is not None:
             self.queue.traced.end_gradients()
-        if self.synchronize:
+        if self.synchronizes:
             self._exchange_all()
         phases.current.add("backward", time.perf_counter() - self._first_gradient)
         if self.queue.traced is not None:
             self.queue.traced.end_backward()
-        called = self._hooks.run_deferred(self.synchronize)
+        called = self._hooks.run_deferred(self.synchronizes)
         stolen = [p.name for p in called if p.tensor.grad is None]
         if stolen and self.exchange.residuals.are_tentative:
             raise TrainingError(
@@ -223,7 +223,7 @@ class Backward:
 
     def _exchange_all(self) -> None:
         """Exchange the remaining buckets, and agree on the step. All ranks call this together."""
-        self._seen += [p.index for p in self.parameters if p.local and self.plan.find_bucket(p) is None]
+        self._seen += [p.index for p in self.parameters if p.is_local and self.plan.find_bucket(p) is None]
         if not self.plan.is_agreed:
             self._agree_on_plan()
         self.gradients.settle()
@@ -247,7 +247,7 @@ class Backward:
                 schedule().run(self.exchange.halves.gather_now)
             else:
                 self.late.hold(self.exchange.halves.take())
-        self.unsynchronized = False
+        self.has_unsynchronized = False
         self.gradients.end_backward(nonfinite, has_idle)
         self._tune(agreed.is_saved)
         if digest is not None:
@@ -269,7 +269,7 @@ class Backward:
         is_saved, self.plan.tuning.is_saved = self.plan.tuning.is_saved, False
         return EndReport(
             is_nonfinite=is_nonfinite,
-            has_idle=any(p.weightless or p.created or self._will_be_created(p) for p in trainable),
+            has_idle=any(p.is_weightless or p.is_created or self._will_be_created(p) for p in trainable),
             has_unplanned=any(self.plan.find_bucket(self.parameters[index]) is None for index in self._seen),
             is_saved=is_saved,
             can_hold=self._can_hold(),
@@ -290,7 +290,7 @@ class Backward:
         halves = self.exchange.halves
         if self.late is None or halves is None or not self.late.can_hold:
             return False
-        if backward_pass().several or self._hooks.are_deferred or self.gradients.measures_norms:
+        if backward_pass().has_several or self._hooks.are_deferred or self.gradients.measures_norms:
             return False
         return all(part.is_in_place for part in halves.parts)
 

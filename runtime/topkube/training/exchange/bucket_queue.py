@@ -51,22 +51,22 @@ class BucketQueue:
             self.futures.append(_done(True))
 
     def _submit(self, bucket: Bucket) -> Future[bool]:
-        density, warming = self._in_force.density, self._in_force.is_warming_up
+        density, is_warming_up = self._in_force.density, self._in_force.is_warming_up
         algorithms = self._exchange.algorithms
         scale = self.loss_scale if algorithms.is_sparse(bucket) else 1.0  # it may be on a device: not read yet
         run = self._exchange.run
         if self.traced is not None:
             number = next(n for n, planned in enumerate(self._plan.buckets) if planned is bucket)
-            algorithm = algorithms.choose(bucket, density, warming).algorithm.name
+            algorithm = algorithms.choose(bucket, density, is_warming_up).algorithm.name
             run = self.traced.around_exchange(run, number, bucket.length, bucket.dtype.itemsize, algorithm, density)
         if self._world.size == 1 and not algorithms.large.compresses:  # nothing to send: no thread is needed
-            return _done(run(bucket, density, warming))
+            return _done(run(bucket, density, is_warming_up))
         mark = self._exchange.ready()
-        return schedule().submit(lambda: run(bucket, density, warming, mark, scale))
+        return schedule().submit(lambda: run(bucket, density, is_warming_up, mark, scale))
 
     def finish(self) -> tuple[bool | DeviceFlag, list[Bucket]]:
-        """Wait for all buckets. Return if their values were not finite (see `exchange_more`), and the buckets that were
-        left out because their parameters were frozen."""
+        """Wait for all buckets. Return True if a value was not finite, or a flag of the device (see `exchange_more`);
+        and the buckets that were left out because their parameters were frozen."""
         futures, self.futures = self.futures, []
         left_out, self._left_out = self._left_out, []
         return self._wait(futures), left_out

@@ -23,7 +23,7 @@ class Norms:
         self._next = 0.0
 
     @property
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """True if it is time for the next measurement."""
         return time.perf_counter() >= self._next
 

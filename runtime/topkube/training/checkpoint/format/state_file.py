@@ -104,7 +104,7 @@ def write_state(path: Path, state: dict[str, Any], tally: Tally | None = None) -
 
 def read_state(path: Path, wanted: FileDigest) -> dict[str, Any]:
     """Return the state that `write_state` wrote, decoded. Waits for a file that is not complete yet, for
-    SEEN_WITHIN_SECONDS. Raises Damaged if the file is not the one that was written, else OSError."""
+    SEEN_WITHIN_SECONDS. Raises Damaged if the file has changed since it was written, else OSError."""
     wait_until_seen(lambda: _read_size(path) == wanted.bytes, path.parent)
     digest, count = xxhash.xxh3_64(), 0
     try:

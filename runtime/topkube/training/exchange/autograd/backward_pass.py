@@ -25,10 +25,10 @@ from topkube.world import World
 
 class Participant(Protocol):
     """The exchange of one optimizer, as the backward pass sees it. `number` orders the optimizers of a process, 0 for
-    none. `synchronize` is False while gradients only accumulate."""
+    none. `synchronizes` is False while gradients only accumulate."""
 
     number: int
-    synchronize: bool
+    synchronizes: bool
     world: World
 
     def begin(self) -> None:
@@ -42,10 +42,11 @@ class Participant(Protocol):
 
 
 class BackwardPass:
-    """The current backward pass of this process. `several` is True if more than one distributed optimizer exists."""
+    """The current backward pass of this process. `has_several` is True if more than one distributed optimizer
+    exists."""
 
     def __init__(self) -> None:
-        self.several = False
+        self.has_several = False
         self._all: list[weakref.ref[Participant]] = []
         self._made = 0
         self._task: int | None = None
@@ -56,7 +57,7 @@ class BackwardPass:
         optimizers in the same order."""
         self._free_cycles()
         self._all = [reference for reference in self._all if reference() is not None]
-        self.several = bool(self._all)
+        self.has_several = bool(self._all)
         self._all.append(weakref.ref(exchange))
         self._made += 1
         return self._made
@@ -64,7 +65,7 @@ class BackwardPass:
     def remove(self, exchange: Participant) -> None:
         """Remove an optimizer's exchange."""
         self._all = [reference for reference in self._all if reference() not in (None, exchange)]
-        self.several = len(self._all) > 1
+        self.has_several = len(self._all) > 1
 
     def is_broken_off(self, exchange: Participant) -> bool:
         """Return True if the last backward that reached `exchange` did not finish."""
@@ -96,8 +97,8 @@ class BackwardPass:
         """Finish every optimizer that took part, in the thread that called backward()."""
         reached, self._reached = self._reached, []
         try:
-            accumulates = all(not exchange.synchronize for exchange in reached)  # nothing is exchanged
-            for exchange in self._agree_on_reached(reached) if self.several and not accumulates else reached:
+            accumulates = all(not exchange.synchronizes for exchange in reached)  # nothing is exchanged
+            for exchange in self._agree_on_reached(reached) if self.has_several and not accumulates else reached:
                 if exchange not in reached:
                     exchange.begin()
                 exchange.finish()
@@ -122,10 +123,10 @@ class BackwardPass:
     def _agree_on_reached(self, reached: list[Participant]) -> list[Participant]:
         """Return the optimizers that were reached on any rank, in the order in which they were created."""
         living = sorted(self._list_living(), key=lambda exchange: exchange.number)
-        chosen = [exchange for exchange in reached if not exchange.synchronize]
+        chosen = [exchange for exchange in reached if not exchange.synchronizes]
         worlds = dict.fromkeys(id(exchange.world) for exchange in living)
         for key in worlds:
-            there = [exchange for exchange in living if id(exchange.world) == key and exchange.synchronize]
+            there = [exchange for exchange in living if id(exchange.world) == key and exchange.synchronizes]
             if there:
                 numbers = _gather_union(there[0].world, [exchange.number for exchange in there if exchange in reached])
                 known = {exchange.number: exchange for exchange in there}

@@ -26,7 +26,7 @@ def find_loss_scale(task: int) -> torch.Tensor | float:
 
 
 def watch_scalers() -> None:
-    """Make every GradScaler, also one that exists already, leave its factor with the losses that it scales. Subclasses
+    """Make every GradScaler, also those that exist already, leave its factor with the losses that it scales. Subclasses
     with their own `scale`, such as FSDP's ShardedGradScaler, are watched too, whenever they are defined."""
     if "_watched_by_topkube" in vars(grad_scaler.GradScaler):
         return

@@ -58,7 +58,7 @@ class GradientMemory:
         """Return the gradients of all parameters side by side, None if one of them is not here."""
         for parameter in self._parameters:
             gradient, start = parameter.tensor.grad, self._starts[parameter.index]
-            is_alone = parameter.tensor.requires_grad and parameter.local and parameter.stash is None
+            is_alone = parameter.tensor.requires_grad and parameter.is_local and parameter.stash is None
             if not (is_alone and self._holds(gradient, start)):
                 return None
         return self._values

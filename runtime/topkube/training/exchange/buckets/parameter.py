@@ -39,20 +39,21 @@ class Parameter:
 
     `gradient_dtype` is the dtype of its gradients, and `dtype` that of the real numbers that are exchanged.
 
-    `.grad` is either local (this rank's own contributions since the last exchange) or `aggregated`. If a backward adds
-    to an aggregated gradient, the aggregated gradient moves to `stash`, so that only the new part is exchanged.
+    `.grad` is either local (this rank's own contributions since the last exchange) or aggregated (`is_aggregated`). If
+    a backward adds to an aggregated gradient, the aggregated gradient moves to `stash`, so that only the new part is
+    exchanged.
     """
 
     index: int
     name: str
     tensor: torch.nn.Parameter
-    aggregated: bool = False
+    is_aggregated: bool = False
     stash: torch.Tensor | None = None
-    weightless: bool = False
+    is_weightless: bool = False
     """True if `.grad` contains only a batch of weight zero: this rank did not use the parameter."""
-    created: bool = False
+    is_created: bool = False
     """True if `.grad` was None before this exchange. It becomes None again if no rank used the parameter."""
-    exchanged: bool = False
+    is_exchanged: bool = False
     """True if `.grad` was exchanged since the last step."""
     has_rows: bool = False
     """True if gradients are sparse tensors (an embedding with sparse=True): the rows of all ranks are gathered."""
@@ -72,15 +73,15 @@ class Parameter:
         return self._thin or self.length < SMALL_ELEMENTS or self.dtype == torch.float64
 
     @property
-    def local(self) -> bool:
+    def is_local(self) -> bool:
         """True if `.grad` holds contributions of this rank that have not been exchanged."""
-        return self.tensor.grad is not None and not self.aggregated
+        return self.tensor.grad is not None and not self.is_aggregated
 
     def deliver(self) -> None:
         """Note that `.grad` is aggregated from now on."""
         gradient = self.tensor.grad
         assert gradient is not None
-        self.aggregated, self.stash, self.exchanged = True, None, True
+        self.is_aggregated, self.stash, self.is_exchanged = True, None, True
         torch.autograd.graph.increment_version(gradient)  # a kernel may have written it without torch
         self._delivered = weakref.ref(gradient)
 
@@ -110,5 +111,5 @@ class Parameter:
 
     def forget(self) -> None:
         """Note that the gradient was zeroed."""
-        self.aggregated = self.exchanged = False
+        self.is_aggregated = self.is_exchanged = False
         self.stash = self._delivered = None

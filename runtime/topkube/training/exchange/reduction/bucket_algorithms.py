@@ -50,9 +50,9 @@ class BucketAlgorithms:
         self.large = self._load_algorithm(sys.maxsize).algorithm
         self._dense = self._load_algorithm(sys.maxsize, DENSE if self.large.compresses else self.large.name)
 
-    def choose(self, bucket: Bucket, density: float, warming: bool) -> AllReduce:
-        """Return the all-reduce that exchanges the bucket at this density. `warming` is True during the warm-up."""
-        whole = warming and density == 1 and not self.aggregation.momentum_correction
+    def choose(self, bucket: Bucket, density: float, is_warming_up: bool) -> AllReduce:
+        """Return the all-reduce that exchanges the bucket at this density, during or after the warm-up."""
+        whole = is_warming_up and density == 1 and not self.aggregation.momentum_correction
         return self._dense if bucket.small or whole else self._load_algorithm(bucket.length)
 
     def choose_after_warmup(self, bucket: Bucket) -> AllReduce:

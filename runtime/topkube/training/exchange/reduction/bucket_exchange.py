@@ -105,7 +105,7 @@ class BucketExchange:
         self,
         bucket: Bucket,
         density: float,
-        warming: bool,
+        is_warming_up: bool,
         mark: Mark | None = None,
         loss_scale: torch.Tensor | float = 1.0,
     ) -> bool:
@@ -116,7 +116,7 @@ class BucketExchange:
             if bucket.has_rows:
                 self._finish_overlapped()
                 return self._exchange_rows(bucket.parameters[0], mark)
-            all_reduce = self.algorithms.choose(bucket, density, warming)
+            all_reduce = self.algorithms.choose(bucket, density, is_warming_up)
             return self._exchange_strided(_Task(bucket, all_reduce, density, mark, self._read_factor(loss_scale)))
 
     def _read_factor(self, loss_scale: torch.Tensor | float) -> float:
@@ -218,7 +218,7 @@ class BucketExchange:
 
     def _exchange_rows(self, parameter: Parameter, mark: Mark | None) -> bool:
         is_trained = parameter.tensor.requires_grad
-        own = parameter.tensor.grad if parameter.local and is_trained else None
+        own = parameter.tensor.grad if parameter.is_local and is_trained else None
         mean = average_rows(self.world, self._agreement, own, parameter.tensor, parameter.gradient_dtype)
         finite = is_finite(mean)
         if is_trained:

@@ -35,12 +35,12 @@ class Delivery:
         for parameter, values in trainable:
             is_new = parameter.tensor.grad is None
             if is_new:
-                parameter.created = True
+                parameter.is_created = True
                 parameter.tensor.grad = torch.empty_like(parameter.tensor, dtype=parameter.gradient_dtype)
                 self._lend(parameter.tensor.grad, mark)
             gradient = view_real(parameter.tensor.grad)
             piece = values.view(gradient.shape)
-            if parameter.aggregated and not is_new:
+            if parameter.is_aggregated and not is_new:
                 adds.append((gradient, piece))
             elif gradient.data_ptr() != piece.data_ptr():
                 copies.append((gradient, piece))
@@ -57,13 +57,13 @@ class Delivery:
 
     def deliver_rows(self, parameter: Parameter, mean: torch.Tensor, mark: Mark | None) -> None:
         """Replace `.grad` by `mean`, a sparse tensor, plus what was aggregated before."""
-        if parameter.aggregated and parameter.tensor.grad is not None:
+        if parameter.is_aggregated and parameter.tensor.grad is not None:
             mean = mean + parameter.tensor.grad
         if parameter.stash is not None:
             mean = mean + parameter.stash
         self._lend(mean, mark)
         self._borrow(parameter.tensor.grad, parameter.stash)
-        parameter.created = parameter.tensor.grad is None
+        parameter.is_created = parameter.tensor.grad is None
         parameter.tensor.grad = mean
         parameter.deliver()
 

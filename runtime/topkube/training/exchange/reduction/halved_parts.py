@@ -27,7 +27,7 @@ class HalvedPart:
         """True if `flat` is the memory of the gradients themselves, so that nothing is left to deliver."""
         address = self.flat.data_ptr()
         for parameter, start in zip(self.part.parameters, self.part.starts, strict=False):
-            if not (parameter.tensor.requires_grad and parameter.local and parameter.stash is None):
+            if not (parameter.tensor.requires_grad and parameter.is_local and parameter.stash is None):
                 return False
             if view_real(parameter.tensor.grad).data_ptr() != address + start * self.flat.itemsize:
                 return False

@@ -131,7 +131,7 @@ class Residuals:
             residual = bucket.residual
             if residual is None or not residual.is_tentative:
                 continue
-            discarded = {p.name for p in bucket.parameters if p.exchanged and is_discarded(p)}
+            discarded = {p.name for p in bucket.parameters if p.is_exchanged and is_discarded(p)}
             if len(discarded) == len(bucket.parameters):
                 residual.discard()
                 continue

@@ -23,7 +23,7 @@ class Staging:
         if bucket.memory is not None and (values := bucket.memory.find_whole()) is not None:
             return values
         only = bucket.parameters[0]
-        if len(bucket.parameters) == 1 and only.local and only.tensor.requires_grad and only.stash is None:
+        if len(bucket.parameters) == 1 and only.is_local and only.tensor.requires_grad and only.stash is None:
             gradient = view_real(only.tensor.grad)
             if gradient.is_contiguous():
                 return gradient.detach().view(-1)
@@ -31,7 +31,7 @@ class Staging:
         copies, gradients, absent = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
         for parameter, start in zip(bucket.parameters, bucket.starts, strict=False):
             piece = staging[start : start + parameter.length]
-            if parameter.local and parameter.tensor.requires_grad:
+            if parameter.is_local and parameter.tensor.requires_grad:
                 gradient = view_real(parameter.tensor.grad)
                 copies.append(piece.view(gradient.shape))
                 gradients.append(gradient)

@@ -62,7 +62,7 @@ class StepGradients:
     @property
     def measures_norms(self) -> bool:
         """True if the norms of the next gradients are measured."""
-        return self.norms is not None and self.norms.due
+        return self.norms is not None and self.norms.is_due
 
     @property
     def may_leave_to_device(self) -> bool:
@@ -95,11 +95,11 @@ class StepGradients:
             self._exchange.residuals.accept()
             if has_idle:
                 self._drop_unused(trainable)
-            if self.norms is not None and self.norms.due:
+            if self.norms is not None and self.norms.is_due:
                 gradients = [p.tensor.grad for p in trainable if p.tensor.grad is not None and not p.has_rows]
                 self.norms.measure(gradients, self._exchange.residuals.list_arrays())
         for parameter in trainable:
-            parameter.weightless = parameter.created = False
+            parameter.is_weightless = parameter.is_created = False
         count = self._skipped_in_a_row
         if self._are_nonfinite and not were_nonfinite and count >= _MANY_SKIPPED and count & (count - 1) == 0:
             self._report_skipped_steps()
@@ -107,7 +107,7 @@ class StepGradients:
     def _drop_unused(self, parameters: list[Parameter]) -> None:
         """Set the gradient of a parameter that no rank used to None, as with one process, unless its residual was
         sent."""
-        idle = [parameter.weightless or parameter.created for parameter in parameters]
+        idle = [parameter.is_weightless or parameter.is_created for parameter in parameters]
         used = self._turns.maximum([not value for value in idle])
         for parameter, is_used, is_idle in zip(parameters, used, idle, strict=True):
             gradient = parameter.tensor.grad
@@ -157,7 +157,7 @@ class StepGradients:
         unexchanged = [
             p.name
             for p in self._parameters
-            if p.tensor.grad is not None and not p.exchanged and not p.holds_delivered and p.tensor.grad.any()
+            if p.tensor.grad is not None and not p.is_exchanged and not p.holds_delivered and p.tensor.grad.any()
         ]
         if unexchanged:
             raise TrainingError(
