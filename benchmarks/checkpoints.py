@@ -63,8 +63,9 @@ class StepTimes:
             model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            if run._saved[0]:
-                self.published.setdefault(run._saved[0], run.step + 1)
+            assert run._checkpoints is not None
+            if run._checkpoints.saved[0]:
+                self.published.setdefault(run._checkpoints.saved[0], run.step + 1)
             before = time.perf_counter()
             self.inside.append(before - start)
 

@@ -30,7 +30,8 @@ from torch.utils.data import DataLoader
 import topkube
 from topkube.examples.char_gpt import GPT, Source
 from topkube.settings import Settings
-from topkube.training.exchange.buckets import BUCKET_BYTES, SMALL_ELEMENTS
+from topkube.training.exchange.buckets.fusion import BUCKET_BYTES
+from topkube.training.exchange.buckets.parameter import SMALL_ELEMENTS
 
 VARIANTS = ("plain", "dense", "hitopk")
 LIMIT_PERCENT = {"dense": 3.0, "hitopk": 10.0}

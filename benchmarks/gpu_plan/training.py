@@ -76,7 +76,7 @@ def _check_skipped_steps(device: Device) -> Row:
             loss.backward()
             optimizer.step()
             times.append((time.perf_counter() - start) * 1e3)
-            left += optimizer._backward.decisions.is_open
+            left += optimizer._backward.gradients.decisions.is_open
             optimizer.zero_grad()
         results.append((optimizer.steps, optimizer.skipped_steps, left, [weight.detach() for weight in weights]))
         host_ms[f"host ms, {check}"] = statistics.median(times)

@@ -14,7 +14,8 @@ from topkube.collectives.global_top import GlobalTop, TopTree
 from topkube.collectives.sparse import selected_count
 from topkube.collectives.split_top import SplitTop
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.exchange.buckets import Bucket, plan
+from topkube.training.exchange.buckets.bucket import Bucket
+from topkube.training.exchange.buckets.fusion import fill_buckets
 
 
 class Dense(Rule):
@@ -44,7 +45,7 @@ class SimulatedHiTopK(Rule):
         nodes, count = self.nodes, self.options.nodes
         rows = [self.compute_gradients(node, loss_of) for node in range(count)]
         if not self._buckets:
-            self._buckets = plan(reversed(nodes.list_named_parameters(0)))
+            self._buckets = fill_buckets(reversed(nodes.list_named_parameters(0)))
             self._residuals = [[np.zeros(b.length, np.float32) for _ in range(count)] for b in self._buckets]
         density = self._aggregation.density_at(step)
         parameters = nodes.list_parameters(0)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from topkube.collectives.codecs import Codec, Signs
-from topkube.training.exchange.buckets import Parameter
+from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.node_weights.guard import Guard
 
 LossOf = Callable[[int, torch.nn.Module], torch.Tensor]

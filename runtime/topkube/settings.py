@@ -382,9 +382,9 @@ def tune_messages() -> None:
     """Have MPICH's transport UCX copy 64 KiB instead of 8 KiB at a time to a TCP connection, unless the environment
     chooses another size. Has no effect after MPI has started, and none on other MPIs.
 
-    Messages without a copy (a low UCX_RNDV_THRESH) need less processor time. But sender and receiver first agree on each
-    of them, and these small messages wait behind the data in the other direction: a link of 100 Mbit/s then idles for a
-    third of the time.
+    Messages without a copy (a low UCX_RNDV_THRESH) need less processor time. But sender and receiver first agree on
+    each of them, and these small messages wait behind the data in the other direction: a link of 100 Mbit/s then idles
+    for a third of the time.
     """
     os.environ.setdefault("UCX_TCP_TX_SEG_SIZE", "64k")
 

@@ -124,7 +124,7 @@ def choose_memory(world: World, has_gpus: bool) -> ArrayMemory:
     """Return the memory of the arrays: the GPUs of all ranks, or host memory. Raises DeviceError without a GPU."""
     if not has_gpus:
         return HostArrays()
-    from topkube.training.exchange.devices import device
+    from topkube.training.exchange.reduction.devices import device
 
     own = device()
     if own.type != "cuda":

@@ -18,7 +18,7 @@ from topkube.kernels.selection import entries_kept
 from topkube.settings import Settings, torch_local_size
 from topkube.telemetry import phases
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.exchange.loss_scale import loss_scale_of, watch_scalers
+from topkube.training.exchange.autograd.loss_scale import find_loss_scale, watch_scalers
 from topkube.training.ranks.agreement import digest
 
 HITOPK = "hitopk"
@@ -136,7 +136,7 @@ class _Exchange:
         check_device(buffer.device)
         task = torch._C._current_graph_task_id()
         if task >= 0:  # not for a rank that has joined (Join), and sends zeros outside a backward
-            self._loss_scale = float(loss_scale_of(task))
+            self._loss_scale = float(find_loss_scale(task))
         arguments = buffer, bucket.index(), self._step, self._is_first_bucket, self._loss_scale
         self._thread.submit(self._run, future, *arguments)
         self._is_first_bucket = bucket.is_last()

@@ -39,21 +39,22 @@ def bucket_lengths(
 
 def _largest(profile: StepProfile, compresses: bool, ranks: int) -> int | None:
     try:
-        from topkube.training.exchange.buckets import largest_bucket
+        from topkube.training.exchange.buckets.fusion import choose_largest_size
     except ImportError as error:
         raise ArgumentError(
             f"a step cannot be predicted: {error}",
             cause="torch is not installed; the rule that makes buckets is part of the training loop",
             next_step=install_command("train"),
         ) from error
-    return profile.bucket_bytes or largest_bucket(compresses, profile.on_cpu, ranks)
+    return profile.bucket_bytes or choose_largest_size(compresses, profile.on_cpu, ranks)
 
 
 @functools.lru_cache(maxsize=64)
 def _plan_buckets(gradients: tuple[Gradient, ...], largest: int | None, rate: float) -> tuple[BucketLength, ...]:
     import torch
 
-    from topkube.training.exchange.buckets import SMALL_ELEMENTS, plan_sizes
+    from topkube.training.exchange.buckets.fusion import plan_buckets
+    from topkube.training.exchange.buckets.parameter import SMALL_ELEMENTS
 
     types = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
     parameters: list[Any] = [
@@ -66,7 +67,7 @@ def _plan_buckets(gradients: tuple[Gradient, ...], largest: int | None, rate: fl
         )
         for position, gradient in enumerate(gradients)
     ]
-    planned = plan_sizes(parameters, largest, rate)
+    planned = plan_buckets(parameters, largest, rate)
     latest, lengths = -1, []
     for number, bucket in enumerate(planned):
         members: list[Any] = bucket.parameters

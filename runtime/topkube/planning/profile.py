@@ -18,7 +18,7 @@ class Gradient:
     """A gradient of `elements` values of `itemsize` bytes. `seconds` is the time of backward from the gradient before
     it, or from the begin of backward; `forward` is the time of forward from the first use of its parameter to that of
     the next parameter, None if unknown. A `small` gradient is always exchanged dense, and so are gradients with few
-    elements (training/exchange/buckets.py)."""
+    elements (training/exchange/buckets/fusion.py)."""
 
     name: str
     elements: int

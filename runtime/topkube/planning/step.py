@@ -1,11 +1,11 @@
 """Predict the time of a training step on a cluster: the step's dependency graph, and its simulation.
 
-Backward produces gradients; the rule of the runtime puts them into buckets (training/exchange/buckets.py). A bucket's
+Backward produces gradients; the rule of the runtime puts them into buckets (training/exchange/buckets/). A bucket's
 exchange has four parts: the work of the communication thread before its messages (reduce inside the node, select), the
 link, the latency of messages that wait for each other, and the work after them (add, gather inside the node). The
 catalogue of algorithms declares bytes and messages. A trace replaces its estimate of the thread's work by measurements.
 
-With DeAR (training/exchange/late_updates.py), an exchange has two halves, each with half of its work, bytes and
+With DeAR (training/exchange/late/), an exchange has two halves, each with half of its work, bytes and
 latency. The reduce-scatters overlap with backward. Gathers run while the link would idle in backward, and overlap with
 the next forward. Forward waits at the first use of a bucket's parameters, and updates them.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from topkube.training.broadcast import broadcast_optimizer_state, broadcast_parameters
 from topkube.training.buffers import broadcast_buffers
 from topkube.training.distributed import DistributedOptimizer
-from topkube.training.exchange.devices import device
+from topkube.training.exchange.reduction.devices import device
 from topkube.training.normalization import install as _synchronize_batch_normalization
 from topkube.training.optimizers.lamb import LAMB
 from topkube.training.optimizers.lars import LARS

@@ -11,10 +11,11 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from topkube.errors import ArgumentError, MismatchError
-from topkube.training.checkpoint.format.encoding import decode, encode
+from topkube.training.checkpoint.format.decoding import decode
+from topkube.training.checkpoint.format.encoding import encode
 from topkube.training.distributed import DistributedOptimizer
 from topkube.training.node_weights.node_weights import refuse_if_nodes_differ
-from topkube.training.ranks.agreement import agreement, differing_ranks, digest, names_of
+from topkube.training.ranks.agreement import agreement, digest, find_differing_ranks, names_of
 from topkube.world import World, current
 
 CHUNK = 64 * 2**20
@@ -49,7 +50,7 @@ def broadcast_parameters(parameters: Any, root: int = 0) -> None:
     _check_equal(world, [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named])
     with torch.no_grad():
         for _, tensor in named:
-            _broadcast_tensor(world, without_expansion(tensor.detach()), root)
+            _broadcast_tensor(world, remove_expansion(tensor.detach()), root)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -> None:
@@ -96,7 +97,7 @@ def _broadcast_tensor(world: World, tensor: torch.Tensor, root: int) -> None:
         tensor.copy_(values.view(tensor.shape))
 
 
-def without_expansion(tensor: torch.Tensor) -> torch.Tensor:
+def remove_expansion(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view that holds every element of an expanded tensor once."""
     for dimension, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dimension] > 1:
@@ -110,7 +111,7 @@ def _broadcast(world: World, raw: Any, root: int) -> None:
 
 
 def _check_equal(world: World, described: Iterable[tuple[str, tuple[int, ...], str]]) -> None:
-    different = differing_ranks(agreement().gather([digest(list(described))])[:, 0])
+    different = find_differing_ranks(agreement().gather([digest(list(described))])[:, 0])
     if different:
         raise MismatchError(
             f"ranks hold different parameters or buffers: {names_of(different)} differ from the other ranks",

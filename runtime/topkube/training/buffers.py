@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from topkube.errors import ArgumentError
 from topkube.training.batches.replays import STATISTICS
-from topkube.training.broadcast import without_expansion
+from topkube.training.broadcast import remove_expansion
 from topkube.training.ranks.model_collectives import model_collectives
 from topkube.world import World, current
 
@@ -43,9 +43,9 @@ def broadcast_buffers(model: torch.nn.Module, root: int = 0) -> RemovableHandle:
 
 
 def _broadcast(world: World, model: torch.nn.Module, root: int) -> None:
-    named = [(name, without_expansion(buffer)) for name, buffer in model.named_buffers()]
+    named = [(name, remove_expansion(buffer)) for name, buffer in model.named_buffers()]
     described = [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in named]
-    parts = [_count_bytes(buffer) for _, buffer in named]
+    parts = [_copy_bytes(buffer) for _, buffer in named]
     own = np.concatenate(parts) if parts else np.empty(0, np.uint8)
     message = model_collectives(world).broadcast(own, root, "the broadcast of buffers", repr(described))
     start = 0
@@ -59,7 +59,7 @@ def _broadcast(world: World, model: torch.nn.Module, root: int) -> None:
             target.copy_(value)
 
 
-def _count_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+def _copy_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1)
     raw: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return raw

@@ -1,9 +1,8 @@
 """DistributedOptimizer: a wrapper of any torch optimizer. When `backward()` returns, gradients are aggregated over all
-ranks (`exchange/backward.py`)."""
+ranks (`exchange/backward.py`). `optimizer_parts.py` builds what it consists of."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,27 +12,18 @@ import torch
 from topkube.algorithms import Stage
 from topkube.errors import ArgumentError, TrainingError
 from topkube.settings import Settings
-from topkube.telemetry import phases
 from topkube.training.batches.samples import Samples
 from topkube.training.batches.uneven_batches import Turns
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.exchange.backward import Backward
-from topkube.training.exchange.buckets import Parameter, is_sharded
-from topkube.training.exchange.late_updates import LateUpdates, check_optimizer
-from topkube.training.exchange.loss_scale import watch_scalers
-from topkube.training.exchange.tuning import Tuning
+from topkube.training.exchange.tuning.tuning import Tuning
+from topkube.training.gradient_clipping import clip_gradients
 from topkube.training.node_weights.guard import Guard
-from topkube.training.node_weights.node_weights import NodeWeights, NodeWeightsCheck
+from topkube.training.optimizer_parts import build_parts
 from topkube.training.optimizer_state import OptimizerState
-from topkube.training.optimizers.layerwise import LayerwiseOptimizer
-from topkube.training.optimizers.mixed_precision import MasterWeights
-from topkube.training.optimizers.momentum import MomentumCorrection
+from topkube.training.optimizer_step import OptimizerStep
 from topkube.training.optimizers.parameters import name_group, name_parameters
-from topkube.training.optimizers.step_guard import StepGuard
 from topkube.training.optimizers.wrapper import OptimizerWrapper
 from topkube.training.reporting.norms import Norms
-from topkube.training.reporting.step_trace import start_trace
-from topkube.training.reporting.steps import StepReports
 from topkube.world import World, current
 
 
@@ -126,51 +116,17 @@ class DistributedOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(optimizer)
         self.aggregation, self._settings = aggregation, settings
-        self._correction = MomentumCorrection(optimizer) if aggregation.momentum_correction else None
-        momentum = self._correction.momentum if self._correction else lambda: (0.0, 1.0)
-        parameters = name_parameters(optimizer, names, sharded=True)
-        self._node_weights: NodeWeights | None = None
-        node_world = None
-        if aggregation.in_weights:
-            _check_own_steps(optimizer, aggregation.algorithm)
-            self._node_weights = NodeWeights(world, parameters, aggregation, optimizer)
-            node_world = self._node_weights.node_world
-        self._backward = Backward(world, parameters, aggregation, momentum, settings, is_copy, node_world)
-        if self._node_weights is not None:
-            mode, every = settings.check_weights, settings.check_weights_every
-            self._backward.weights = NodeWeightsCheck(self._node_weights, mode, every)
-        if not is_copy:
-            self._backward.traced = start_trace(world, [(p.name, p.tensor) for p in parameters], aggregation, settings)
-        if self._node_weights is None and self._correction is None and not aggregation.schedule:
-            self._backward.decisions.watch(optimizer)
-        self._reports = StepReports(world)
-        self._exchanged = self._ids()
-        self._step_guard = StepGuard(optimizer)
-        self._late = self._backward.late = self._make_late_updates(parameters)
+        self._parts = parts = build_parts(optimizer, names, aggregation, settings, world, is_copy)
+        self._backward, self._node_weights, self._late = parts.backward, parts.node_weights, parts.late
+        self._step = OptimizerStep(parts)
         self._own_state = OptimizerState(optimizer, aggregation, self._backward, self._node_weights)
-        watch_scalers()
-
-    def _make_late_updates(self, parameters: list[Parameter]) -> LateUpdates | None:
-        """Return what updates parameters during the next forward, None if step() updates them. Raises ArgumentError."""
-        if not self.aggregation.is_decoupled:
-            return None
-        if self._backward.exchange.on_device is not None or any(is_sharded(p.tensor) for p in parameters):
-            raise ArgumentError(
-                "the overlap dear needs whole parameters in host memory",
-                cause="the model is on a GPU, or sharded",
-                next_step="leave overlap at backward",
-            )
-        check_optimizer(self.inner)
-        if not self._backward.exchange.is_decoupled:  # one node has no exchange between nodes
-            return None
-        return LateUpdates(self._backward.exchange, self.inner, self._step_guard.allowed)
 
     # ---- what the script calls
 
     @property
     def density(self) -> float:
         """The current density: it falls during warm-up, and is 1 if aggregation is dense."""
-        return self._backward.density
+        return self._backward.in_force.density
 
     @property
     def density_used(self) -> float:
@@ -181,25 +137,25 @@ class DistributedOptimizer(OptimizerWrapper):
     def steps(self) -> int:
         """The number of updates. Skipped steps do not count and do not advance the warm-up. Waits for the device if it
         decides about the last step."""
-        self._backward.settle()
-        return self._backward.steps
+        self._backward.gradients.settle()
+        return self._backward.in_force.steps
 
     @property
     def skipped_steps(self) -> int:
         """The number of steps that all ranks skipped because a gradient of some rank was NaN or infinite. Waits for the
         device if it decides about the last step."""
-        self._backward.settle()
-        return self._backward.skipped_steps
+        self._backward.gradients.settle()
+        return self._backward.gradients.skipped_steps
 
     @property
     def counted_skipped_steps(self) -> int:
         """As `skipped_steps`, without the last step if the device decides about it. Does not wait."""
-        return self._backward.skipped_steps
+        return self._backward.gradients.skipped_steps
 
     @property
     def differing_ranks(self) -> int:
         """The number of ranks whose weights differed from those of most ranks in the last comparison."""
-        return self._backward.weights.differing
+        return self._backward.weights.check.differing
 
     @property
     def turns(self) -> Turns:
@@ -209,11 +165,11 @@ class DistributedOptimizer(OptimizerWrapper):
     @property
     def norms(self) -> Norms | None:
         """Norms of gradient and residual, measured at intervals; None, the default, measures none."""
-        return self._backward.norms
+        return self._backward.gradients.norms
 
     @norms.setter
     def norms(self, norms: Norms | None) -> None:
-        self._backward.norms = norms
+        self._backward.gradients.norms = norms
 
     @property
     def tuning(self) -> Tuning:
@@ -268,33 +224,18 @@ class DistributedOptimizer(OptimizerWrapper):
         With error feedback in the weights (onebit, localsgd), each node has a gradient of its own. The norm is then the
         root of the mean of the squares of the nodes' norms, weighted by ranks: the same on all nodes, and at least the
         norm of the mean gradient. `torch.nn.utils.clip_grad_norm_` would clip each node by its own norm."""
-        gradients = [p.tensor.grad for p in self._backward.parameters if p.tensor.grad is not None]
-        if self._late is not None:
-            norm = self._late.clip(max_norm, self._backward.world.rank == 0, gradients, self.turns.sums)
-            if norm is not None:
-                return norm
-            self._late.finish()
-        if self._node_weights is None:
-            return float(torch.nn.utils.clip_grad_norm_([p.tensor for p in self._backward.parameters], max_norm))
-        own = sum(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 for gradient in gradients)
-        ranks = self._backward.world.size
-        norm = math.sqrt(self.turns.run_agreement(lambda agreement: agreement([own / ranks]))[0])
-        factor = max_norm / (norm + 1e-6)
-        if not factor >= 1:
-            for gradient in gradients:
-                gradient.mul_(factor)
-        return norm
+        return clip_gradients(self._parts, max_norm)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Make each backward() inside this context only accumulate; the next backward() outside exchanges the sum.
         Unlike in DDP, only the place of backward() matters, not the place of forward."""
         backward = self._backward
-        before, backward.synchronize = backward.synchronize, False
+        before, backward.synchronizes = backward.synchronizes, False
         try:
             yield
         finally:
-            backward.synchronize = before
+            backward.synchronizes = before
 
     def synchronize(self) -> None:
         """Exchange the gradients that no backward() has exchanged: those that a script assigned to `.grad`, or that
@@ -305,7 +246,7 @@ class DistributedOptimizer(OptimizerWrapper):
     @property
     def accumulating(self) -> bool:
         """True if gradients of `no_sync()` wait for an exchange."""
-        return self._backward.unsynchronized
+        return self._backward.has_unsynchronized
 
     def batch(self, samples: int) -> int:
         """Announce this rank's next batch: the next gradients count by `samples`. Return the samples of all ranks.
@@ -321,7 +262,7 @@ class DistributedOptimizer(OptimizerWrapper):
         `samples`, a number or a function of the batch, is the number of samples in a batch. Raises TrainingError if
         that number is needed and not certain. With `device`, a GPU, the tensors of the next batch are copied there
         while it computes the current step."""
-        return self.turns.batches(loader, samples=samples, device=device)
+        return self.turns.iterate_batches(loader, samples=samples, device=device)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make the wrapped optimizer's step; do nothing if all ranks agreed that a gradient is not finite.
@@ -333,50 +274,12 @@ class DistributedOptimizer(OptimizerWrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._backward.unsynchronized:
-            raise TrainingError(
-                "step() follows a backward() under no_sync(): the ranks would make different steps",
-                next_step="run the last backward() before step() outside no_sync(), or call optimizer.synchronize()",
-            )
-        if self._ids() != self._exchanged:
-            raise TrainingError(
-                "the wrapped optimizer has other parameters than it had when it was wrapped",
-                cause="add_param_group was called on the torch optimizer, or a parameter was replaced in its groups:"
-                " gradients of the new parameters are not exchanged",
-                next_step="call optimizer.add_param_group on the distributed optimizer, with named parameters; after"
-                " parameters were replaced, call optimizer.unwrap() and wrap it again",
-            )
-        if self._backward.takes_step():
-            self._backward.check_exchanged()
-            if self._node_weights is not None:
-                self._node_weights.guard.set_period(self.aggregation.at(self.steps).period)
-                self._node_weights.begin_step(self.steps)
-            self._backward.compare_first_weights()
-            with self._step_guard.allowed(), phases.current.timed("update"):
-                if self._node_weights is not None:
-                    with self._node_weights.corrected():
-                        self.inner.step()
-                elif self._correction is not None:
-                    self._correction.step(self._backward.sparse_parameters())
-                elif self._late is None:
-                    with self._backward.decisions.passed_on():
-                        self.inner.step()
-            if self._late is not None:
-                self._late.step()
-            if self._node_weights is not None:
-                self._node_weights.end_step(self.steps + 1)
-            self._backward.note_step()
-        else:
-            self._backward.note_skipped_step()
-        counted = self._backward.steps, self._backward.skipped_steps
-        self._reports.step(*counted, self.density_used, self.tuning.summary or None)
-        if self._backward.traced is not None and not self._backward.traced.end_step():
-            self._backward.traced = None
+        self._step.make()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients. If no step used them, the residuals of their exchange are undone."""
-        self._backward.wait_for_exchanges()
+        self._backward.queue.wait_for_handed_over()
         if not (set_to_none and self._late is not None and self._late.zero_gradients()):
             self._backward.finish_late()
             self.inner.zero_grad(set_to_none)
@@ -396,7 +299,7 @@ class DistributedOptimizer(OptimizerWrapper):
             del group["param_names"]
         self.inner.add_param_group(group)
         self._backward.add(parameters)
-        self._exchanged = self._ids()
+        self._step.note_parameters()
 
     def unwrap(self) -> torch.optim.Optimizer:
         """Return the wrapped optimizer and exchange no more gradients. The model can then be wrapped again. With error
@@ -407,7 +310,7 @@ class DistributedOptimizer(OptimizerWrapper):
         if self._late is not None:
             self._late.end()
         self._backward.end()
-        self._step_guard.remove()
+        self._parts.guard.remove()
         return self.inner
 
     def state_dict(self) -> dict[str, Any]:
@@ -416,7 +319,7 @@ class DistributedOptimizer(OptimizerWrapper):
         save its own state.
         """
         self._backward.finish_late()
-        self._backward.settle()
+        self._backward.gradients.settle()
         return self._own_state.save()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -427,19 +330,19 @@ class DistributedOptimizer(OptimizerWrapper):
         are gradients that were not sent yet, and every rank must load its own.
         """
         self._backward.finish_late()
-        self._backward.settle()
+        self._backward.gradients.settle()
         self._own_state.load(state_dict)
 
     def shared_state(self) -> dict[str, Any]:
         """Return the state that `topkube.broadcast_optimizer_state` copies to all ranks: everything but residuals."""
         self._backward.finish_late()
-        self._backward.settle()
+        self._backward.gradients.settle()
         return self._own_state.save_shared()
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
         """Load a state that `shared_state` returned on another rank. Residuals stay as they are."""
         self._backward.finish_late()
-        self._backward.settle()
+        self._backward.gradients.settle()
         self._own_state.load_shared(state)
 
     # ---- copies
@@ -467,23 +370,5 @@ class DistributedOptimizer(OptimizerWrapper):
         self._build(state["inner"], names, aggregation, state["settings"], current(), is_copy=True)
         self._own_state.load_copy(state["own"])
 
-    def _ids(self) -> list[int]:
-        return [id(tensor) for tensor in self.exchanged_parameters()]
-
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.inner!r}, {self.aggregation})"
-
-
-def _check_own_steps(optimizer: torch.optim.Optimizer, algorithm: str) -> None:
-    """Raise ArgumentError for an optimizer that must see the mean gradient of all nodes."""
-    inner = optimizer
-    while isinstance(inner, OptimizerWrapper) and not isinstance(inner, MasterWeights):
-        inner = inner.inner
-    if isinstance(inner, MasterWeights | LayerwiseOptimizer):
-        raise ArgumentError(
-            f"{type(inner).__name__} does not work with {algorithm}",
-            cause="the weights that nodes exchange are rounded copies of the master weights"
-            if isinstance(inner, MasterWeights)
-            else "its rates follow from the norm of the gradient, which is larger on one node than over all nodes",
-            next_step="use SGD, Adam or AdamW with float32 parameters, or choose another algorithm",
-        )

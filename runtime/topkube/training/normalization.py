@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from topkube.errors import ArgumentError, WorldError
-from topkube.training.batches.uneven_batches import batch_is_replay, batch_scale
+from topkube.training.batches.uneven_batches import find_batch_scale, is_replay_batch
 from topkube.training.ranks.model_collectives import ModelCollectives, model_collectives
 from topkube.world import World, current
 
@@ -66,24 +66,24 @@ def _normalize(module: torch.nn.SyncBatchNorm, x: torch.Tensor, collectives: Mod
     if module not in _layers:
         _layers[module] = next(_numbers)
     layer = f"SyncBatchNorm number {_layers[module]} of {x.shape[1]} channels"
-    count = 0 if batch_is_replay() else x.numel() // x.shape[1]
-    total, mean, variance = _statistics(x.detach(), count, collectives, f"the forward of {layer}")
+    count = 0 if is_replay_batch() else x.numel() // x.shape[1]
+    total, mean, variance = _compute_statistics(x.detach(), count, collectives, f"the forward of {layer}")
     if total == 1:
         raise ArgumentError(
             f"{layer} got one value per channel from all ranks together",
             next_step="use a larger batch: the variance of one value is not defined",
         )
-    wide = _wide(x)
+    wide = _find_wide_dtype(x)
     mean_of, variance_of = (torch.from_numpy(values).to(x.device, wide) for values in (mean, variance))
     if total:
-        _track(module, mean_of, variance_of * (total / (total - 1)))
+        _track_statistics(module, mean_of, variance_of * (total / (total - 1)))
     output: torch.Tensor = _Normalization.apply(  # type: ignore[no-untyped-call]
         x, module.weight, module.bias, mean_of, variance_of, module.eps, count, total, collectives, layer
     )
     return output
 
 
-def _statistics(
+def _compute_statistics(
     x: torch.Tensor, count: int, collectives: ModelCollectives, what: str
 ) -> tuple[float, npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Return values per channel of all ranks together, their mean and their biased variance, both of shape (C,).
@@ -93,7 +93,7 @@ def _statistics(
     channels = x.shape[1]
     own = np.zeros(1 + 2 * channels)
     if count:
-        variance, mean = torch.var_mean(x.to(_wide(x)), _all_but_channels(x), correction=0)
+        variance, mean = torch.var_mean(x.to(_find_wide_dtype(x)), _list_reduced_axes(x), correction=0)
         mean_here, variance_here = mean.double().cpu().numpy(), variance.double().cpu().numpy()
         own[0], own[1 : channels + 1] = count, count * mean_here
         own[channels + 1 :] = count * (variance_here + mean_here**2)
@@ -104,7 +104,7 @@ def _statistics(
 
 
 @torch.no_grad()
-def _track(module: torch.nn.SyncBatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
+def _track_statistics(module: torch.nn.SyncBatchNorm, mean: torch.Tensor, variance: torch.Tensor) -> None:
     """Update the running statistics, as torch does."""
     if not module.track_running_stats:
         return
@@ -138,13 +138,13 @@ class _Normalization(torch.autograd.Function):
         ranks contain the weights of the other ranks, relative to that of this rank."""
         x, weight, mean, inverse = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        wide, axes = mean.dtype, _all_but_channels(x)
-        gradient, centred = gradient.to(wide), x.to(wide) - _per_channel(mean, x)
+        wide, axes = mean.dtype, _list_reduced_axes(x)
+        gradient, centred = gradient.to(wide), x.to(wide) - _view_per_channel(mean, x)
         sum_gradient = gradient.sum(axes)
         sum_product = (gradient * centred).sum(axes)
         grad_x = None
         if needs_x:
-            scale, channels = batch_scale() if ctx.count else 0.0, x.shape[1]
+            scale, channels = find_batch_scale() if ctx.count else 0.0, x.shape[1]
             own = np.zeros(2 * channels)
             if scale:
                 own[:channels] = scale * sum_gradient.double().cpu().numpy()
@@ -153,9 +153,9 @@ class _Normalization(torch.autograd.Function):
             if scale:
                 means = torch.from_numpy(sums / (ctx.total * scale)).to(x.device, wide)
                 mean_gradient, mean_product = means[:channels], means[channels:]
-                centred.mul_(_per_channel(mean_product * inverse * inverse, x))
-                grad_x = gradient - _per_channel(mean_gradient, x) - centred
-                grad_x.mul_(_per_channel(inverse if weight is None else inverse * weight.to(wide), x))
+                centred.mul_(_view_per_channel(mean_product * inverse * inverse, x))
+                grad_x = gradient - _view_per_channel(mean_gradient, x) - centred
+                grad_x.mul_(_view_per_channel(inverse if weight is None else inverse * weight.to(wide), x))
                 grad_x = grad_x.to(x.dtype)
             else:
                 grad_x = torch.zeros_like(x)
@@ -164,15 +164,15 @@ class _Normalization(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, *[None] * 7
 
 
-def _wide(x: torch.Tensor) -> torch.dtype:
+def _find_wide_dtype(x: torch.Tensor) -> torch.dtype:
     """Return the dtype of the statistics of x."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _all_but_channels(x: torch.Tensor) -> list[int]:
+def _list_reduced_axes(x: torch.Tensor) -> list[int]:
     return [0, *range(2, x.ndim)]
 
 
-def _per_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _view_per_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return values: (C,), reshaped to broadcast over x: (N, C, ...)."""
     return values.view(1, -1, *[1] * (x.ndim - 2))

@@ -32,14 +32,14 @@ class OptimizerState:
     @property
     def residual_copy(self) -> tuple[int, int]:
         """The number of the residual copy of which this rank holds a part, and the number of copies in the world."""
-        residuals = self._node_weights or self._backward.exchange.residuals
+        residuals = self._node_weights.state if self._node_weights is not None else self._backward.exchange.residuals
         return residuals.copy, residuals.copies
 
     def save(self) -> dict[str, Any]:
         """Return the whole state of this rank, with its residuals by parameter name."""
         backward = self._backward
         backward.plan.tuning.is_saved = True
-        shared = self._shared()
+        shared = self._save_exchange()
         copy, copies = self.residual_copy
         residuals: dict[str, Any] = {
             "copy": copy,
@@ -50,7 +50,7 @@ class OptimizerState:
             "whole": backward.exchange.residuals.list_whole(),
         }
         if self._node_weights is not None:
-            residuals |= self._node_weights.save()
+            residuals |= self._node_weights.state.save()
         return {**self._inner.state_dict(), "topkube": {**shared, "residuals": residuals}}
 
     def load(self, state_dict: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ class OptimizerState:
         own = state.pop("topkube", {})
         self._inner.load_state_dict(state)
         backward = self._backward
-        backward.steps, backward.skipped_steps = own.get("steps", 0), own.get("skipped_steps", 0)
+        backward.in_force.steps, backward.gradients.skipped_steps = own.get("steps", 0), own.get("skipped_steps", 0)
         residuals = own.get("residuals", {})
         pieces, rank = residuals.get("pieces", {}), residuals.get("rank", backward.world.rank)
         if rank != backward.world.rank and pieces:
@@ -85,14 +85,14 @@ class OptimizerState:
                 next_step="use the algorithm that saved the state, or load only the model's weights",
             )
         if self._node_weights is not None:
-            self._node_weights.guard.set_period(self._aggregation.at(self._backward.steps).period)
-            self._node_weights.load({**saved, "pieces": pieces})
+            self._node_weights.guard.set_period(self._aggregation.at(self._backward.in_force.steps).period)
+            self._node_weights.state.load({**saved, "pieces": pieces})
         elif not is_of_weights:
             self._backward.exchange.residuals.load(pieces, saved.get("whole", ()))
 
     def save_shared(self) -> dict[str, Any]:
         """Return the state without the residuals."""
-        return {**self._inner.state_dict(), "topkube": self._shared()}
+        return {**self._inner.state_dict(), "topkube": self._save_exchange()}
 
     def load_shared(self, state: dict[str, Any]) -> None:
         """Load a state that `save_shared` returned on another rank. Residuals stay as they are. Raises TrainingError if
@@ -105,7 +105,7 @@ class OptimizerState:
         state = dict(state)
         own, backward = state.pop("topkube"), self._backward
         self._inner.load_state_dict(state)
-        backward.steps, backward.skipped_steps = own["steps"], own["skipped_steps"]
+        backward.in_force.steps, backward.gradients.skipped_steps = own["steps"], own["skipped_steps"]
         residuals = backward.exchange.residuals
         pieces, whole = residuals.save(), residuals.list_whole()
         backward.plan.restore(own)
@@ -115,12 +115,16 @@ class OptimizerState:
         """Load what `save` returned under "topkube" into a copy of the optimizer. A copy has its own wrapped optimizer
         already, with its state."""
         backward = self._backward
-        backward.steps, backward.skipped_steps = own["steps"], own["skipped_steps"]
+        backward.in_force.steps, backward.gradients.skipped_steps = own["steps"], own["skipped_steps"]
         residuals = own["residuals"]
         backward.exchange.residuals.load(residuals["pieces"], residuals.get("whole", ()))
         backward.plan.restore(own)
 
-    def _shared(self) -> dict[str, Any]:
+    def _save_exchange(self) -> dict[str, Any]:
         """Return the order of the buckets, steps (the position in the warm-up) and skipped steps."""
         backward = self._backward
-        return {**backward.plan.state(), "steps": backward.steps, "skipped_steps": backward.skipped_steps}
+        return {
+            **backward.plan.save(),
+            "steps": backward.in_force.steps,
+            "skipped_steps": backward.gradients.skipped_steps,
+        }

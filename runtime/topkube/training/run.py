@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,16 +13,10 @@ from typing import Any
 
 import torch
 
-from topkube.collectives.link import measure_link_rate
 from topkube.data import DistributedSampler
-from topkube.data.base.open_datasets import statistics
 from topkube.errors import TrainingError
 from topkube.mpi_exit import finalize_at_exit
 from topkube.settings import Settings
-from topkube.telemetry import phases
-from topkube.telemetry.loggers import StepWriter
-from topkube.telemetry.progress import StepRecord
-from topkube.telemetry.rank_file import ABSENT, RankMetrics
 from topkube.training.batches.generators import set_generators
 from topkube.training.batches.samples import Samples
 from topkube.training.batches.uneven_batches import Sums
@@ -32,10 +24,8 @@ from topkube.training.checkpoint.format.weights_file import write_weights
 from topkube.training.checkpoint.stages import Stages
 from topkube.training.distributed import DistributedOptimizer
 from topkube.training.ranks.communication_thread import schedule
-from topkube.training.reporting.norms import Norms
-from topkube.training.reporting.steps import REPORTER
-from topkube.training.reporting.terminal import TerminalBar
 from topkube.training.run_checkpoints import RunCheckpoints
+from topkube.training.run_reports import RunReports
 from topkube.world import current
 
 _CACHE_CHECK_SECONDS = 1.0
@@ -98,14 +88,9 @@ class Run:
         self._generators: dict[str, Any] | None = None
         self._passes_asked = 0
         self._total: int | None = None
-        self._samples = 0
         self._loss: torch.Tensor | float | None = None
         self._turn: Future[Sums] | None = None
-        self._record: StepRecord | None = None
-        self._report = (0.0,) * 5
-        self._writer: StepWriter | TerminalBar | None = None
-        self._metrics: RankMetrics | None = None
-        self._last_time = self._cache_checked = 0.0
+        self._reports = RunReports(self._world, settings, optimizer)
         self._hook: Any = None
         self._previous_handler: Any = None
 
@@ -119,14 +104,7 @@ class Run:
                     (self.step, self.epoch), self._generators = resumed
                 if threading.current_thread() is threading.main_thread():
                     self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
-            if self._settings.run_path is not None:
-                self._measure(self._settings.run_path)
-            self._world.cache[REPORTER] = self
-            if self._world.rank == 0:
-                if self._settings.run_path is not None:
-                    self._writer = StepWriter(self._settings, self._settings.run_path)
-                elif sys.stdout.isatty():
-                    self._writer = TerminalBar()
+            self._reports.open()
         except BaseException:
             self._detach()
             raise
@@ -151,18 +129,7 @@ class Run:
         if self._previous_handler is not None:
             signal.signal(signal.SIGTERM, self._previous_handler)
             self._previous_handler = None
-        self._world.cache.pop(REPORTER, None)
-        if self._writer is not None:
-            self._writer.close()
-        if self._metrics is not None:
-            self._optimizer.norms = None
-            self._metrics.close()
-
-    def _measure(self, directory: Path) -> None:
-        """Start to write this rank's metrics to the run's directory."""
-        self._metrics = RankMetrics(directory, self._world.rank, self._settings.attempt)
-        self._metrics["link_rate"] = measure_link_rate(self._world) or ABSENT
-        self._optimizer.norms = Norms()
+        self._reports.close()
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._stop = True
@@ -188,126 +155,66 @@ class Run:
         """
         passes = epochs if epochs is not None else 1 if total is None else sys.maxsize
         self._passes_asked = min(self._passes_asked + passes, sys.maxsize)
-        self._last_time = time.perf_counter()
-        phases.current.take()
+        self._reports.begin_loop()
         try:
             while self.epoch < self._passes_asked and (total is None or self.step < total):
                 if self._sampler is not None:
                     self._sampler.set_epoch(self.epoch)
-                self._total = total if total is not None else self._expected(loader)
+                self._total = total if total is not None else self._count_expected_steps(loader)
                 before, resumed = self.step, self._sampler is not None and self._sampler.position > 0
-                yield from self._one_pass(loader, total, samples, device)
+                yield from self._iterate_pass(loader, total, samples, device)
                 if self.step == before and not resumed:
                     raise TrainingError(
                         "the loader returned no batch on any rank", next_step="check the dataset's length"
                     )
-            schedule().submit(lambda: None).result()  # waits until the communication thread has written its records
+            schedule().run(lambda: None)  # waits until the communication thread has written its records
             if self._checkpoints is not None:
                 self._checkpoints.finish()
                 self._note_checkpoints()
         finally:  # must not wait: an abandoned loop is closed when the interpreter ends
-            if self._record is not None:  # the script left the loop: only the numbers of this rank are known
-                self._write(self._record, *self._report[:2], *(self._world.size * count for count in self._report[2:]))
+            self._reports.write_alone()
             self._passes_asked = min(self._passes_asked, self.epoch)
 
-    def _one_pass(
+    def _iterate_pass(
         self, loader: Iterable[Any], total: int | None, samples: Samples, device: torch.device | None
     ) -> Iterator[Any]:
         turns = self._optimizer.turns
         opened = self._restore_generators
-        for batch in turns.batches(loader, self._announcement, self._on_announced, opened, samples, device):
+        for batch in turns.iterate_batches(loader, self._list_announced, self._on_announced, opened, samples, device):
             yield batch
             self._end_step()
             if total is not None and self.step >= total:
-                self._on_announced(turns.announce(0, *self._announcement()))
+                self._on_announced(turns.announce(0, *self._list_announced()))
                 turns.end()
                 return
         self.epoch += 1
         if self._sampler is not None:
             self._sampler.set_epoch(self.epoch)
 
-    def _announcement(self) -> tuple[float, ...]:
+    def _list_announced(self) -> tuple[float, ...]:
         """Return the numbers that accompany the announcement of a batch: 1 if the run must stop, 1 if this rank has
         finished the current stage of a save, and the numbers of the previous step."""
         stage_done = self._checkpoints is not None and self._checkpoints.is_stage_done
-        return (float(self._stop), float(stage_done), *self._report)
+        return (float(self._stop), float(stage_done), *self._reports.numbers)
 
     def _on_announced(self, turn: Future[Sums]) -> None:
-        """Write the record of the previous step on rank 0, as soon as the numbers of all ranks have arrived."""
-        record, self._record, self._turn = self._record, None, turn
-        if record is not None:
-            turn.add_done_callback(lambda done: self._write(record, *done.result()[3:].tolist()))
+        self._turn = turn
+        self._reports.write_after(turn)
 
     def _end_step(self) -> None:
         assert self._turn is not None
         self._optimizer.turns.forget_replay()
-        sums, own, now = self._turn.result(), phases.current.take(), time.perf_counter()
-        samples, stop, saved = int(sums[0]), bool(sums[1]), sums[2] == self._world.size
+        sums = self._turn.result()
+        samples, stop, stage_done = int(sums[0]), bool(sums[1]), sums[2] == self._world.size
         self.step += 1
+        loss, self._loss = self._loss, None
+        newest, failed = self._newest_checkpoint, self.failed_checkpoints
+        self._reports.end_step(self.step, self._total, self.epoch, samples, loss, newest, failed)
         if self._sampler is not None:
             self._sampler.advance(self._optimizer.turns.drawn)
-        weight = self._optimizer.turns.samples if self._loss is not None else 0
-        loss = weight * float(self._loss) if self._loss is not None and weight else 0.0
-        self._loss = None
-        self._report = (loss, float(weight), own.intra_bytes, own.inter_bytes, own.dense_bytes)
-        self._record = StepRecord(
-            step=self.step,
-            total_steps=self._total,
-            epoch=self.epoch,
-            samples=samples,
-            samples_per_second=samples / max(now - self._last_time, 1e-9),
-            seconds=own.seconds,
-            density=self._optimizer.density_used,
-            skipped_steps=self._optimizer.counted_skipped_steps,
-            checkpoint_step=self._newest_checkpoint,
-            failed_checkpoints=self.failed_checkpoints,
-            choice=self._optimizer.tuning.summary or None,
-            time=time.time(),
-        )
-        if self._metrics is not None:
-            if now >= self._cache_checked + _CACHE_CHECK_SECONDS:
-                self._cache_checked = now
-                self._metrics.cache(statistics())
-            self._metrics.step(now - self._last_time, own, self._optimizer.turns.samples, self._gauges(self._record))
-        self._last_time = now
-        self._checkpoint(stop, saved)
+        self._checkpoint(stop, stage_done)
 
-    def _gauges(self, record: StepRecord) -> dict[str, float]:
-        norms, guard, tuning = self._optimizer.norms or Norms(), self._optimizer.guard, self._optimizer.tuning
-        return {
-            "step": record.step,
-            "total_steps": ABSENT if record.total_steps is None else record.total_steps,
-            "density": record.density,
-            "skipped_steps": record.skipped_steps,
-            "differing_ranks": self._optimizer.differing_ranks,
-            "last_step": record.time,
-            "gradient_norm": ABSENT if norms.gradient is None else norms.gradient,
-            "residual_norm": ABSENT if norms.residual is None else norms.residual,
-            "unsent_ratio": ABSENT if guard is None or guard.unsent_ratio is None else guard.unsent_ratio,
-            "weight_spread": ABSENT if guard is None or guard.weight_spread is None else guard.weight_spread,
-            "period": ABSENT if guard is None else guard.period,
-            "predicted_exchange": ABSENT if tuning.predicted_seconds is None else tuning.predicted_seconds,
-            "measured_exchange": ABSENT if tuning.measured_seconds is None else tuning.measured_seconds,
-        }
-
-    def _write(self, record: StepRecord, loss: float, weight: float, intra: float, inter: float, dense: float) -> None:
-        if self._metrics is not None and weight:
-            self._metrics["loss"] = loss / weight
-            self._metrics.flush()
-        if self._writer is not None:
-            self._writer.write(
-                dataclasses.replace(
-                    record,
-                    loss=loss / weight if weight else None,
-                    intra_bytes=int(intra),
-                    inter_bytes=int(inter),
-                    dense_bytes=int(dense),
-                )
-            )
-        if record is self._record:
-            self._record = None
-
-    def _expected(self, loader: Any) -> int | None:
+    def _count_expected_steps(self, loader: Any) -> int | None:
         """Return the number of steps of the run: the finished steps, the rest of this pass, and the passes after it;
         None if the loader has no length."""
         try:
@@ -363,10 +270,7 @@ class Run:
 
     def _note_checkpoints(self) -> None:
         """Update the record of the last step, which is not written yet."""
-        if self._record is not None:
-            self._record = dataclasses.replace(
-                self._record, checkpoint_step=self._newest_checkpoint, failed_checkpoints=self.failed_checkpoints
-            )
+        self._reports.note_checkpoints(self._newest_checkpoint, self.failed_checkpoints)
 
     def save(self) -> None:
         """Save a checkpoint of the last step and wait until it is published. All ranks call this together. Raises

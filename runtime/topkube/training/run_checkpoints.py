@@ -13,14 +13,14 @@ import torch
 from topkube.data import DistributedSampler
 from topkube.errors import CheckpointError, StorageError
 from topkube.settings import Settings
-from topkube.training.batches.generators import generators
+from topkube.training.batches.generators import read_generators
 from topkube.training.checkpoint import CheckpointStore, Loaded
 from topkube.training.checkpoint.resumption import (
     Stateful,
-    all_or_nothing,
     check_contents,
     check_optimizer,
-    optimizer_names,
+    list_optimizer_names,
+    load_all_or_none,
 )
 from topkube.training.checkpoint.retention import warn
 from topkube.training.distributed import DistributedOptimizer
@@ -137,7 +137,7 @@ class RunCheckpoints:
         """Copy the state of the last step and begin to write it. Return the step if it is published already, because
         there was no memory for a copy."""
         optimizer = self._optimizer.state_dict()  # of the node's own weights
-        own = {"residuals": optimizer["topkube"].pop("residuals"), "generators": generators()}
+        own = {"residuals": optimizer["topkube"].pop("residuals"), "generators": read_generators()}
         step, epoch = position
 
         def shared() -> dict[str, Any]:
@@ -146,7 +146,7 @@ class RunCheckpoints:
                 "epoch": epoch,
                 "model": self._model.state_dict(),
                 "optimizer": optimizer,
-                "optimizer_names": optimizer_names(self._optimizer),
+                "optimizer_names": list_optimizer_names(self._optimizer),
                 "sampler": self._sampler.state_dict() if self._sampler is not None else None,
                 "more": {name: item.state_dict() for name, item in self._more.items()},
             }
@@ -180,7 +180,7 @@ class RunCheckpoints:
                         " wrote the checkpoint",
                     ) from error
 
-        with all_or_nothing([item for item, _ in pairs]):
+        with load_all_or_none([item for item, _ in pairs]):
             self._store.run_on_all_ranks(
                 load, f"the checkpoint {loaded.place.name} in {directory} cannot be resumed from"
             )

@@ -36,7 +36,7 @@ from topkube.errors import ArgumentError
 from topkube.settings import Settings
 from topkube.training.optimizers import parallel_tensor
 from topkube.training.optimizers.lars import LARS
-from topkube.training.optimizers.parallel_tensor import norms
+from topkube.training.optimizers.parallel_tensor import compute_norms
 from topkube.world import World
 
 CPU = torch.device("cpu")
@@ -236,7 +236,7 @@ def case_the_device_decides_which_steps_all_ranks_skip(world: World) -> None:
                 if poisoned.get(step) == world.rank:
                     loss = loss * torch.nan
                 loss.backward()
-                left_to_device += optimizer._backward.decisions.is_open
+                left_to_device += optimizer._backward.gradients.decisions.is_open
                 if step == 3 and world.rank == 0:
                     assert optimizer.skipped_steps == 3
                 optimizer.step()
@@ -275,7 +275,7 @@ def case_hosts_decide_while_messages_pass_through_their_memory(world: World) -> 
             x, y = draw_samples(8 * topkube.size(), step)
             compute_loss(model, take_own_part(x), take_own_part(y)).backward()
             optimizer.step()
-        assert optimizer._backward.decisions.is_open == is_left
+        assert optimizer._backward.gradients.decisions.is_open == is_left
         optimizer.unwrap()
 
 
@@ -317,7 +317,7 @@ def case_algorithms_of_host_memory_are_refused(world: World) -> None:
 def case_norms_that_ranks_compute_in_shares_equal_norms_that_one_rank_computes(world: World) -> None:
     weights = [torch.randn(n, 5, generator=torch.Generator().manual_seed(n)) for n in (3, 400, 1, 77, 20)]
     gradients_ = [weight * 0.1 for weight in weights]
-    assert norms(weights, gradients_, parallel=True) == norms(weights, gradients_)
+    assert compute_norms(weights, gradients_, parallel=True) == compute_norms(weights, gradients_)
 
 
 def case_parallel_lars_takes_the_same_steps(world: World) -> None:
@@ -356,11 +356,13 @@ def case_each_rank_maps_its_share_of_the_layers(world: World) -> None:
 def case_parallel_lars_computes_each_norm_once(world: World) -> None:
     """With `parallel`, the ranks compute as many norms together as one rank computes without it."""
     counts = []
-    local = parallel_tensor._local
+    local = parallel_tensor._compute_local_norms
     for parallel in (False, True):
         computed: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(parallel_tensor, "_local", lambda kind, c=computed: c.append(len(kind)) or local(kind))
+            patch.setattr(
+                parallel_tensor, "_compute_local_norms", lambda kind, c=computed: c.append(len(kind)) or local(kind)
+            )
             model = build_network()
             optimizer = build_optimizer(model, lambda p, parallel=parallel: LARS(p, lr=0.5, parallel=parallel))
             x, y = draw_samples(8)

@@ -24,7 +24,7 @@ from topkube.settings import Settings
 from topkube.training.checkpoint import CheckpointStore, host_copies
 from topkube.training.checkpoint import save as save_module
 from topkube.training.checkpoint.format.state_file import write_state
-from topkube.training.checkpoint.host_memory import available_bytes
+from topkube.training.checkpoint.host_memory import find_available_bytes
 from topkube.training.checkpoint.stages import Stages
 
 FORKING = Path(__file__).with_name("forking_script.py")
@@ -238,7 +238,7 @@ def test_agreements_about_checkpoints_do_not_grow_with_the_ranks(
 def test_without_memory_for_a_copy_training_waits_for_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(host_copies, "available_bytes", lambda: 1000.0)
+    monkeypatch.setattr(host_copies, "find_available_bytes", lambda: 1000.0)
     model, optimizer = build_training()
     settings = Settings(checkpoint_directory=str(tmp_path), checkpoint_every=2, checkpoint_keep=9)
     with topkube.checkpointing(model, optimizer, settings=settings) as run:
@@ -271,7 +271,7 @@ def test_available_memory_is_that_of_the_machine_or_of_the_cgroup(
         (tmp_path / name).write_text(text)
     machine = tmp_path / "meminfo"
     machine.write_text("MemTotal: 9 kB\nMemAvailable: 4 kB\n")
-    assert available_bytes(tmp_path, tmp_path / "none", machine) == wanted
+    assert find_available_bytes(tmp_path, tmp_path / "none", machine) == wanted
 
 
 def test_training_that_waits_for_slow_storage_prints_one_message(

@@ -23,7 +23,8 @@ from thorough import choose
 from torch import nn
 
 from topkube.errors import CheckpointError
-from topkube.training.checkpoint.format.encoding import Undecodable, decode, encode
+from topkube.training.checkpoint.format.decoding import Undecodable, decode
+from topkube.training.checkpoint.format.encoding import encode
 from topkube.training.checkpoint.format.state_file import Damaged, read_state, write_state
 
 ZONES = st.one_of(

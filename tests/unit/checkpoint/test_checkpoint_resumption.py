@@ -15,7 +15,7 @@ from torch import nn
 import topkube
 from topkube.errors import CheckpointError
 from topkube.training.batches import generators as generators_module
-from topkube.training.batches.generators import check_generators, generators, set_generators
+from topkube.training.batches.generators import check_generators, read_generators, set_generators
 
 Parameters = list[nn.Parameter]
 
@@ -117,7 +117,11 @@ def test_a_foreign_file_with_a_valid_checksum_is_passed_over_for_the_one_before(
 ) -> None:
     train(tmp_path, 2)
     whole = {"step": 9, "epoch": 0, "model": {}, "optimizer": {"topkube": {}}, "sampler": None, "more": {}}
-    own = {"residuals": {"copy": 0, "copies": 1, "pieces": {}}, "generators": generators(), **foreign.get("own", {})}
+    own = {
+        "residuals": {"copy": 0, "copies": 1, "pieces": {}},
+        "generators": read_generators(),
+        **foreign.get("own", {}),
+    }
     foreign = {name: value for name, value in foreign.items() if name != "own"}
     shared = {**whole, **foreign} if foreign or "residuals" in reason or "generators" in reason else {}
     claim_store(tmp_path, keep=9).save(9, lambda: shared, own)
@@ -173,7 +177,7 @@ class Gpus:
 def test_generators_of_gpus_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = Gpus(monkeypatch, 2)
     gpus.draw()
-    states = generators()
+    states = read_generators()
     check_generators(states)
     wanted = gpus.draw()
     assert gpus.draw() != wanted
@@ -183,7 +187,7 @@ def test_generators_of_gpus_are_put_back(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_with_other_gpus_the_generator_of_the_current_gpu_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     before = Gpus(monkeypatch, 2, current=1)
-    states = generators()
+    states = read_generators()
     wanted = before.draw()[1]
     after = Gpus(monkeypatch, 1)
     after.draw()
@@ -193,7 +197,7 @@ def test_with_other_gpus_the_generator_of_the_current_gpu_is_put_back(monkeypatc
 
 def test_a_script_without_gpus_starts_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     Gpus(monkeypatch, 1, started=False)
-    assert "cuda" not in generators()
+    assert "cuda" not in read_generators()
 
 
 def test_a_run_on_gpus_continues_with_the_same_random_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,10 +229,10 @@ def test_a_run_on_gpus_continues_with_the_same_random_numbers(tmp_path: Path, mo
 
 
 def test_checking_generators_changes_none() -> None:
-    states = generators()
+    states = read_generators()
     before = torch.rand(1), np.random.rand()  # noqa: NPY002
     set_generators(states)
-    check_generators(generators())
+    check_generators(read_generators())
     assert (torch.rand(1), np.random.rand()) == before  # noqa: NPY002
     with pytest.raises(Exception, match="state"):
         check_generators({**states, "torch": torch.zeros(3, dtype=torch.uint8)})

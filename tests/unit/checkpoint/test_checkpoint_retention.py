@@ -18,7 +18,7 @@ from topkube.errors import CheckpointError, StorageError
 from topkube.training.checkpoint import save as save_module
 from topkube.training.checkpoint.format import state_file
 from topkube.training.checkpoint.format.state_file import FileDigest
-from topkube.training.checkpoint.residual_shares import recut, shares
+from topkube.training.checkpoint.residual_shares import compute_shares, recut
 from topkube.training.checkpoint.save import await_files
 
 
@@ -204,7 +204,7 @@ def test_files_that_do_not_appear_are_named_and_a_swept_folder_too(
 @settings(max_examples=100, deadline=None)
 @given(old=st.integers(1, 64), new=st.integers(1, 64))
 def test_shares_of_residuals_keep_their_sum(old: int, new: int) -> None:
-    taken = [shares(old, copy, new) for copy in range(new)]
+    taken = [compute_shares(old, copy, new) for copy in range(new)]
     for copy in range(old):
         assert sum(share.get(copy, 0.0) for share in taken) == pytest.approx(1.0)
     assert max(map(len, taken)) == -(-old // new), "no rank reads more than its part"

@@ -214,10 +214,10 @@ def test_a_closed_endpoint_releases_its_port(tmp_path: Path) -> None:
 
 def test_norms_cover_all_tensors_and_are_sampled_rarely() -> None:
     norms = Norms()
-    assert norms.due
+    assert norms.is_due
     norms.measure([torch.full((3, 3), 1.0), torch.full((16,), 1.0, dtype=torch.bfloat16)], [torch.full((4,), -2.0)])
     assert norms.gradient == pytest.approx(5.0)
     assert norms.residual == pytest.approx(4.0)
-    assert not norms.due
+    assert not norms.is_due
     norms.measure([torch.ones(1)], [])
     assert norms.residual is None

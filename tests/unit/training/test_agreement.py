@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkube.training.ranks.agreement import differing_ranks, digest
+from topkube.training.ranks.agreement import digest, find_differing_ranks
 
 
 @given(size=st.integers(1, 4096), text=st.text())
 def test_equal_ranks_are_equal_at_every_size(size: int, text: str) -> None:
-    assert differing_ranks(np.full(size, digest(text))) == []
+    assert find_differing_ranks(np.full(size, digest(text))) == []
 
 
 @given(data=st.data(), size=st.integers(3, 4096))
@@ -19,11 +19,11 @@ def test_the_ranks_that_differ_are_named(data: st.DataObject, size: int) -> None
     odd = data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=(size - 1) // 2))
     column = np.full(size, digest("one model"))
     column[list(odd)] = digest("another model")
-    assert differing_ranks(column) == sorted(odd)
+    assert find_differing_ranks(column) == sorted(odd)
 
 
 def test_of_two_halves_rank_0_is_right() -> None:
-    assert differing_ranks(np.array([5.0, 7.0, 7.0, 5.0])) == [1, 2]
+    assert find_differing_ranks(np.array([5.0, 7.0, 7.0, 5.0])) == [1, 2]
 
 
 @given(st.binary(max_size=50))

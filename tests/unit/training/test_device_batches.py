@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader
 
 from topkube.training.batches import device_batches
-from topkube.training.batches.device_batches import is_prepared_elsewhere, iterate_batches, map_tensors
+from topkube.training.batches.device_batches import begin_batches, is_prepared_elsewhere, map_tensors
 from topkube.training.batches.samples import SampleCounter
 from unit.training.fake_streams import FakeStream, Streams
 
@@ -51,7 +51,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
 
 def iterate_on_device(loader: Iterable[Any], ahead: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(device_batches, "is_prepared_elsewhere", lambda loader: ahead)
-    return iterate_batches(loader, SampleCounter(loader), torch.device("cuda"))
+    return begin_batches(loader, SampleCounter(loader), torch.device("cuda"))
 
 
 @pytest.mark.parametrize("ahead", [True, False])
@@ -85,7 +85,7 @@ def test_an_error_of_the_loader_reaches_the_script(streams: Streams, monkeypatch
 def test_without_a_gpu_nothing_is_taken_early() -> None:
     for device in (None, torch.device("cpu")):
         loader = Loader(3)
-        batches = iterate_batches(loader, SampleCounter(loader), device)
+        batches = begin_batches(loader, SampleCounter(loader), device)
         assert float(next(batches).batch.sum()) == 0
         assert loader.taken == 1
 

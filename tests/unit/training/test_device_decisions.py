@@ -11,7 +11,7 @@ import torch
 
 import topkube
 from topkube.settings import Settings
-from topkube.training.exchange.device_decisions import can_skip_on_device
+from topkube.training.exchange.step.device_decisions import can_skip_on_device
 from unit.training.fake_streams import Streams, play_device
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]

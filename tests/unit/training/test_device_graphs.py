@@ -104,9 +104,9 @@ def test_memory_that_changes_in_every_step_ends_the_recording(
     with_graphs, without = Training(played, True), Training(played, False)
     moved = []
     for step in range(8):
-        engine = with_graphs.optimizer._backward.exchange
-        moved.append(dict(engine._staging))  # kept, so that the next memory is another
-        engine._staging.clear()
+        buffers = with_graphs.optimizer._backward.exchange._staging._buffers
+        moved.append(dict(buffers))  # kept, so that the next memory is another
+        buffers.clear()
         with_graphs.run_step(step)
         without.run_step(step)
     assert have_equal_weights(with_graphs, without)

@@ -9,7 +9,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from topkube.training.exchange.loss_scale import loss_scale_of, watch_scalers
+from topkube.training.exchange.autograd.loss_scale import find_loss_scale, watch_scalers
 
 watch_scalers()
 
@@ -29,7 +29,7 @@ def read_factor_in_backward(scaler: GradScaler) -> float:
     """Return the factor that a hook reads during the backward pass of a scaled loss."""
     weight, factors = torch.ones(3, requires_grad=True), []
     doubled = weight * 2
-    doubled.register_hook(lambda _: factors.append(float(loss_scale_of(torch._C._current_graph_task_id()))))
+    doubled.register_hook(lambda _: factors.append(float(find_loss_scale(torch._C._current_graph_task_id()))))
     scaler.scale(doubled.sum()).backward()
     return factors[0]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from topkube.training.exchange.buckets import Parameter
+from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.node_weights.second_moment import SecondMoment
 
 

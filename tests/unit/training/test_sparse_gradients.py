@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import topkube
-from topkube.training.exchange.sparse_gradients import _mean_of_whole
+from topkube.training.exchange.reduction.sparse_gradients import _average_whole
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128]
 
@@ -21,7 +21,7 @@ def test_the_whole_tensor_has_the_same_rows(dtype: torch.dtype, shape: tuple[int
     values = torch.randn(indices.shape[1], *shape[len(outer) :]).to(dtype)
     values[0] = 0  # a row of zeros is a row
     gradient = torch.sparse_coo_tensor(indices, values, shape, check_invariants=True).coalesce()
-    mean = _mean_of_whole(topkube.world.current(), gradient)
+    mean = _average_whole(topkube.world.current(), gradient)
     assert (mean.dtype, mean.shape, mean.is_coalesced()) == (dtype, shape, True)
     assert torch.equal(mean.indices(), gradient.indices())
     assert torch.equal(mean.values(), gradient.values())

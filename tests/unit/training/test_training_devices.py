@@ -21,8 +21,8 @@ from topkube.collectives.device.node_group import node_group, refuse_mig
 from topkube.errors import ArgumentError, DeviceError
 from topkube.processors import bind_near_pci, find_processors_near_pci
 from topkube.settings import Settings
-from topkube.training.exchange.buckets import Parameter
-from topkube.training.exchange.devices import exchange_device, gpu_of
+from topkube.training.exchange.buckets.parameter import Parameter
+from topkube.training.exchange.reduction.devices import find_exchange_device, find_gpu
 from topkube.world import World
 
 
@@ -32,14 +32,14 @@ def build_parameter(device: str) -> Parameter:
 
 def test_a_ranks_gpu_is_that_of_its_local_rank() -> None:
     world = replace(topkube.world.init(), host_rank=3, host_size=4)
-    assert gpu_of(world, 8) == 3
-    assert gpu_of(world, 4) == 3
-    assert gpu_of(world, 1) == 0  # CUDA_VISIBLE_DEVICES was set rank by rank; NodeGroup compares the GPUs themselves
+    assert find_gpu(world, 8) == 3
+    assert find_gpu(world, 4) == 3
+    assert find_gpu(world, 1) == 0  # CUDA_VISIBLE_DEVICES was set rank by rank; NodeGroup compares the GPUs themselves
     # TOPKUBE_RANKS_PER_NODE=4,4 on a machine with eight GPUs: each rank has a GPU of its own.
     second = [replace(world, local_rank=i, local_size=4, host_rank=4 + i, host_size=8) for i in range(4)]
-    assert [gpu_of(rank, 8) for rank in second] == [4, 5, 6, 7]
+    assert [find_gpu(rank, 8) for rank in second] == [4, 5, 6, 7]
     with pytest.raises(DeviceError, match=r"has 4 ranks and 2 GPUs.*slotsPerWorker: 2"):
-        gpu_of(world, 2)
+        find_gpu(world, 2)
 
 
 def test_a_rank_is_bound_to_the_processors_near_its_gpu(tmp_path: Path) -> None:
@@ -68,9 +68,9 @@ def test_parts_of_a_gpu_and_sharded_parameters_are_refused() -> None:
     tensor = SimpleNamespace(device=torch.device("cuda", 0), placements=(), to_local=None)
     sharded: Any = SimpleNamespace(name="layer.weight", tensor=tensor)
     with pytest.raises(ArgumentError, match=r"layer.weight is a DTensor on cuda:0"):
-        exchange_device([sharded], Settings())
+        find_exchange_device([sharded], Settings())
     tensor.device = torch.device("cpu")
-    assert exchange_device([sharded], Settings()) is None
+    assert find_exchange_device([sharded], Settings()) is None
 
 
 class FakeNccl:
@@ -214,8 +214,8 @@ def test_one_process_with_one_gpu_trains_as_through_gloo_on_the_cpu(selection: s
 
 
 def test_gradients_are_reduced_where_they_lie() -> None:
-    assert exchange_device([build_parameter("cpu")], Settings()) is None
-    assert exchange_device([], Settings()) is None
-    assert exchange_device([build_parameter("cpu")], Settings(node_exchange="torch")) == torch.device("cpu")
+    assert find_exchange_device([build_parameter("cpu")], Settings()) is None
+    assert find_exchange_device([], Settings()) is None
+    assert find_exchange_device([build_parameter("cpu")], Settings(node_exchange="torch")) == torch.device("cpu")
     with pytest.raises(ArgumentError, match=r"cpu, meta.*a single device"):
-        exchange_device([build_parameter("cpu"), build_parameter("meta")], Settings())
+        find_exchange_device([build_parameter("cpu"), build_parameter("meta")], Settings())

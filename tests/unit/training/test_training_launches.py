@@ -9,8 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import topkube
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.exchange.bucket_exchange import BucketExchange
-from topkube.training.exchange.buckets import BUCKET_BYTES, Bucket, Parameter, largest_bucket
+from topkube.training.exchange.buckets.bucket import Bucket
+from topkube.training.exchange.buckets.fusion import BUCKET_BYTES, choose_largest_size
+from topkube.training.exchange.buckets.parameter import Parameter
+from topkube.training.exchange.reduction.bucket_exchange import BucketExchange
 
 _VIEWS = ("view", "slice", "select", "detach", "alias", "as_strided", "unsqueeze", "empty", "_local_scalar_dense")
 
@@ -49,8 +51,8 @@ def _count_launches(parameters: int, stashed: bool) -> list[str]:
 
 def test_buckets_on_a_device_are_large() -> None:
     """Each bucket costs launches. On CPUs, the link decides how large buckets of dense exchanges are."""
-    assert largest_bucket(compresses=False, is_on_cpu=False, ranks=8) == BUCKET_BYTES
-    assert largest_bucket(compresses=False, is_on_cpu=True, ranks=8) is None
+    assert choose_largest_size(compresses=False, is_on_cpu=False, ranks=8) == BUCKET_BYTES
+    assert choose_largest_size(compresses=False, is_on_cpu=True, ranks=8) is None
 
 
 def test_the_launches_of_a_bucket_do_not_grow_with_its_parameters() -> None:

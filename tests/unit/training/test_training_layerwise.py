@@ -16,7 +16,7 @@ from topkube.errors import ArgumentError
 from topkube.training.optimizers.lamb import LAMB
 from topkube.training.optimizers.lars import LARS
 from topkube.training.optimizers.mixed_precision import MasterWeights
-from topkube.training.optimizers.parallel_tensor import assign_layers, norms
+from topkube.training.optimizers.parallel_tensor import assign_layers, compute_norms
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
@@ -179,7 +179,7 @@ def test_shares_are_balanced(sizes: list[int], ranks: int) -> None:
 def test_norms_of_several_dtypes_are_computed_at_once(device: str) -> None:
     weights = [torch.randn(n, 3, device=device) for n in (1, 40, 7)]
     halves = [weight.bfloat16() for weight in weights]
-    actual = norms(weights, halves)
+    actual = compute_norms(weights, halves)
     for kind, values in zip((weights, halves), actual, strict=True):
         torch.testing.assert_close(torch.tensor(values), torch.stack([x.float().norm() for x in kind]).cpu())
-    assert norms([], []) == [[], []]
+    assert compute_norms([], []) == [[], []]

@@ -14,10 +14,11 @@ from topkube.collectives.overlapped import is_narrow
 from topkube.errors import ArgumentError
 from topkube.examples.char_gpt import GPT
 from topkube.settings import Settings
-from topkube.training.exchange import buckets
+from topkube.training.checkpoint.residual_shares import recut
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.exchange.buckets import Parameter, plan
-from topkube.training.exchange.residuals import redistribute
+from topkube.training.exchange.buckets import fusion
+from topkube.training.exchange.buckets.fusion import fill_buckets
+from topkube.training.exchange.buckets.parameter import Parameter
 
 SHAPES = st.lists(st.sampled_from([(3,), (5, 7), (40, 50), (64, 64), (0, 4), (200, 30)]), max_size=12)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -31,7 +32,7 @@ def test_buckets_hold_every_parameter_once_and_are_closed_in_order(
         Parameter(i, f"p{i}", torch.nn.Parameter(torch.empty(shape, dtype=dtype)))
         for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))
     ]
-    buckets = plan(parameters, size)
+    buckets = fill_buckets(parameters, size)
     placed = [p.index for bucket in buckets for p in bucket.parameters]
     assert sorted(placed) == [p.index for p in parameters if p.tensor.numel()]
     for bucket in buckets:
@@ -52,9 +53,9 @@ def test_buckets_that_overlap_begin_small_and_end_small(
         for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "LEAST_BUCKET_BYTES", bound)
-        ends = buckets.ends_for_overlap(parameters)
-        planned = plan(parameters, ends=ends)
+        patch.setattr(fusion, "LEAST_BUCKET_BYTES", bound)
+        ends = fusion.find_overlap_ends(parameters)
+        planned = fill_buckets(parameters, ends=ends)
     assert sorted(p.index for bucket in planned for p in bucket.parameters) == [
         p.index for p in parameters if p.tensor.numel()
     ]
@@ -62,7 +63,7 @@ def test_buckets_that_overlap_begin_small_and_end_small(
         large = [bucket for bucket in planned if bucket.dtype == dtype and not bucket.small]
         total = sum(bucket.length for bucket in large) * dtype.itemsize
         for bucket, is_edge in zip(large, [True, *[False] * (len(large) - 2), True], strict=False):
-            most = bound if is_edge else max(bound, total // buckets.BUCKETS)
+            most = bound if is_edge else max(bound, total // fusion.BUCKETS)
             assert len(bucket.parameters) == 1 or bucket.length * dtype.itemsize <= most
 
 
@@ -70,11 +71,11 @@ def test_a_gpt_overlaps_all_but_a_small_part() -> None:
     """One bucket for all tensors would begin when backward ends."""
     model = GPT(layers=6, width=256)
     parameters = [Parameter(i, name, p) for i, (name, p) in enumerate(reversed(list(model.named_parameters())))]
-    large = [b.length * 4 for b in plan(parameters, ends=buckets.ends_for_overlap(parameters)) if not b.small]
+    large = [b.length * 4 for b in fill_buckets(parameters, ends=fusion.find_overlap_ends(parameters)) if not b.small]
     assert len(large) >= 8
     assert max(large) <= sum(large) / 8
-    assert large[0] <= buckets.LEAST_BUCKET_BYTES
-    assert large[-1] <= buckets.LEAST_BUCKET_BYTES
+    assert large[0] <= fusion.LEAST_BUCKET_BYTES
+    assert large[-1] <= fusion.LEAST_BUCKET_BYTES
 
 
 def test_a_fast_link_has_fewer_buckets() -> None:
@@ -83,13 +84,17 @@ def test_a_fast_link_has_fewer_buckets() -> None:
     parameters = [Parameter(i, name, p) for i, (name, p) in enumerate(reversed(list(model.named_parameters())))]
 
     def plan_sizes(rate: float) -> list[int]:
-        return [b.length * 4 for b in plan(parameters, ends=buckets.ends_for_overlap(parameters, rate)) if not b.small]
+        return [
+            b.length * 4
+            for b in fill_buckets(parameters, ends=fusion.find_overlap_ends(parameters, rate))
+            if not b.small
+        ]
 
     assert plan_sizes(12e6) == plan_sizes(0.0)
     fast = plan_sizes(1e9)
     assert len(fast) <= 5
-    assert max(fast) <= 1e9 * buckets.BUCKET_SECONDS
-    assert fast[-1] <= buckets.LEAST_BUCKET_BYTES
+    assert max(fast) <= 1e9 * fusion.BUCKET_SECONDS
+    assert fast[-1] <= fusion.LEAST_BUCKET_BYTES
 
 
 def test_the_density_falls_from_1_to_its_target_exponentially() -> None:
@@ -135,7 +140,7 @@ def test_redistributed_residuals_keep_their_sum(old: int, new: int, length: int,
         for start, stop in itertools.pairwise(cuts):
             saved.append({"copy": copy, "copies": old, "pieces": {"w": [(start, torch.randn(stop - start))]}})
     before = sum(sum_pieces(state["pieces"]["w"]) for state in saved)
-    after = sum(sum_pieces(redistribute(saved, copy, new).get("w", [])) for copy in range(new))
+    after = sum(sum_pieces(recut(saved, copy, new)["pieces"].get("w", [])) for copy in range(new))
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import topkube
 from topkube.training.batches.replays import KeptStatistics
-from topkube.training.batches.uneven_batches import batch_is_replay, batch_scale
+from topkube.training.batches.uneven_batches import find_batch_scale, is_replay_batch
 
 
 class Model(nn.Module):
@@ -110,8 +110,8 @@ def test_a_loop_that_is_left_ends_the_announcement() -> None:
     batches = optimizer.join([torch.zeros(2, 3)] * 3)
     next(batches)
     del batches
-    assert batch_scale() == 1.0
+    assert find_batch_scale() == 1.0
     assert optimizer.batch(4) == 4
     assert optimizer.batch(0) == 0
-    assert not batch_is_replay()
-    assert batch_scale() == 1.0
+    assert not is_replay_batch()
+    assert find_batch_scale() == 1.0

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from topkube.algorithms import BucketSize, Family, Machines, rank_choices
 from topkube.settings import Settings
-from topkube.training.exchange import tuning as module
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.exchange.tuning import COUNTED_STEPS, SKIPPED_STEPS, Tuning
+from topkube.training.exchange.tuning import machines, step_times
+from topkube.training.exchange.tuning.step_times import COUNTED_STEPS, SKIPPED_STEPS
+from topkube.training.exchange.tuning.tuning import Tuning
 
 GIGABIT = 125e6
 BUCKETS = [BucketSize(5_000_000), BucketSize(2_000, small=True)]
@@ -32,7 +33,7 @@ def measure_and_choose(
     world = SimpleNamespace(
         nodes=nodes, rank=1, shards=2, node_ranks=[(0, 1)] * nodes, cache={}, run_directory=None, size=2 * nodes
     )
-    monkeypatch.setattr(Tuning, "_agree_on_machines", lambda self: build_machines(link, nodes, nccl))
+    monkeypatch.setattr(machines, "_measure", lambda *_: build_machines(link, nodes, nccl))
     settings = AggregationSettings.of(Settings(), algorithm=name, dense_wire=wire)
     tuned = Tuning(world, settings, lambda ask: ask(None))  # type: ignore[arg-type]
     tuned.choose(BUCKETS)
@@ -75,13 +76,13 @@ def test_16_bits_need_permission_and_a_slow_link(monkeypatch: Any) -> None:
 def test_an_algorithm_that_is_named_and_a_single_node_measure_nothing(monkeypatch: Any) -> None:
     for name, nodes in (("hierarchical", 2), ("hitopk", 2), ("auto", 1), ("dense", 1)):
         tuned = measure_and_choose(monkeypatch, GIGABIT, name, nodes=nodes)
-        assert (tuned.choice, tuned.state(), tuned.summary) == (None, None, "")
+        assert (tuned.choice, tuned.save(), tuned.summary) == (None, None, "")
         assert all(tuned.note_step(float(step)) is None for step in range(100))
 
 
 def test_a_comparison_is_due_once_after_the_first_steps(monkeypatch: Any) -> None:
     tuned, totals = measure_and_choose(monkeypatch, GIGABIT), {"inter": 0.0, "intra": 0.0}
-    monkeypatch.setattr(module.phases, "current", SimpleNamespace(total=lambda phase: totals[phase]))
+    monkeypatch.setattr(step_times.phases, "current", SimpleNamespace(total=lambda phase: totals[phase]))
     answers = []
     for step in range(SKIPPED_STEPS + COUNTED_STEPS):
         slow = step == SKIPPED_STEPS  # a late rank once: the median does not see it
@@ -160,18 +161,18 @@ def test_another_rate_alone_plans_other_buckets(monkeypatch: Any) -> None:
 def test_a_saved_choice_stays(monkeypatch: Any) -> None:
     tuned = measure_and_choose(monkeypatch, GIGABIT, wire="bf16")
     tuned.settle()
-    state = json.loads(json.dumps(tuned.state()))
+    state = json.loads(json.dumps(tuned.save()))
     again = measure_and_choose(monkeypatch, 1e12, wire="bf16")
     again.restore(state)
     again.choose(BUCKETS)
     assert again.choice == tuned.choice
     assert (again.machines, again.summary, again.is_settled) == (tuned.machines, tuned.summary, True)
-    assert again.state() == tuned.state()
+    assert again.save() == tuned.save()
 
 
 @pytest.mark.parametrize("change", ["nodes", "settings", "algorithm", "nothing saved"])
 def test_a_saved_choice_of_another_job_is_made_again(monkeypatch: Any, change: str) -> None:
-    state: dict[str, Any] | None = measure_and_choose(monkeypatch, GIGABIT).state()
+    state: dict[str, Any] | None = measure_and_choose(monkeypatch, GIGABIT).save()
     assert state is not None
     again = measure_and_choose(monkeypatch, 1e12)
     if change == "nodes":
@@ -194,5 +195,5 @@ def test_all_ranks_decide_alike(monkeypatch: Any) -> None:
     ranks = [measure_and_choose(monkeypatch, 1e12, wire="bf16") for _ in range(3)]
     for numbers in ((1.0, 0.2, 0.01), (0.5, 0.1, 0.01)):
         assert len({decide(tuned, *numbers) for tuned in ranks}) == 1
-        assert all(tuned.state() == ranks[0].state() for tuned in ranks)
+        assert all(tuned.save() == ranks[0].save() for tuned in ranks)
         assert all(dataclasses.asdict(tuned.machines) == dataclasses.asdict(ranks[0].machines) for tuned in ranks)  # type: ignore[arg-type]

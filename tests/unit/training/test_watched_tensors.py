@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from topkube.training.exchange.watched_tensors import (
+from topkube.training.exchange.late.watched_tensors import (
     Use,
     forget_tensors,
     is_watching,

@@ -1,7 +1,7 @@
 """Batches on a GPU: the next batch is copied while the GPU computes with the current batch.
 
 The copy runs on a stream of its own, from pinned memory, so that neither the script nor the GPU waits for it. The next
-batch is taken from the loader one step early if other processes prepare it (a DataLoader with workers). Otherwise
+batch is taken from the loader a step early if other processes prepare it (a DataLoader with workers). Otherwise
 taking it early would change the order in which the process draws random numbers, so its copy begins when it is taken.
 """
 
@@ -29,9 +29,7 @@ class CountedBatch:
     drawn: int
 
 
-def iterate_batches(
-    loader: Iterable[Any], counter: SampleCounter, device: torch.device | None
-) -> Iterator[CountedBatch]:
+def begin_batches(loader: Iterable[Any], counter: SampleCounter, device: torch.device | None) -> Iterator[CountedBatch]:
     """Return the batches of a pass over `loader`, with their tensors on `device` (None: they stay where they are).
     Samples are counted before the copy, because a count of tensors on a GPU would wait for it. The loader's iterator is
     created by this call."""

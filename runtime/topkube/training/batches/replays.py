@@ -36,9 +36,9 @@ class KeptStatistics:
     def keep(self) -> None:
         """Save the statistics. Models are searched once, until `forget_models`."""
         if self._modules is None:
-            self._modules = [weakref.ref(module) for module in _modules_with_statistics()]
+            self._modules = [weakref.ref(module) for module in _find_modules_with_statistics()]
         modules = [module for reference in self._modules if (module := reference()) is not None]
-        self._saved = [_Saved(module, module.training, _copies(module)) for module in modules]
+        self._saved = [_Saved(module, module.training, _copy_statistics(module)) for module in modules]
 
     def restore(self) -> None:
         """Restore the statistics of modules in training mode: other modules do not change their statistics."""
@@ -57,7 +57,7 @@ class KeptStatistics:
         self._modules = None
 
 
-def _modules_with_statistics() -> list[torch.nn.Module]:
+def _find_modules_with_statistics() -> list[torch.nn.Module]:
     frozen = gc.get_freeze_count()
     if frozen:  # a script that called gc.freeze(): frozen objects are not listed
         gc.unfreeze()
@@ -70,17 +70,17 @@ def _modules_with_statistics() -> list[torch.nn.Module]:
     return [
         module
         for module in modules
-        if not isinstance(module, torch.nn.SyncBatchNorm) and any(name in _buffers(module) for name in STATISTICS)
+        if not isinstance(module, torch.nn.SyncBatchNorm) and any(name in _list_buffers(module) for name in STATISTICS)
     ]
 
 
-def _buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _list_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     try:
         return dict(module.named_buffers(recurse=False))
     except AttributeError:  # its __init__ has not run yet
         return {}
 
 
-def _copies(module: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    named = _buffers(module).items()
+def _copy_statistics(module: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    named = _list_buffers(module).items()
     return [(buffer, buffer.detach().clone()) for name, buffer in named if name in STATISTICS and not is_lazy(buffer)]

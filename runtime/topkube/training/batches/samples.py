@@ -31,7 +31,7 @@ class SampleCounter:
     def __init__(self, loader: Iterable[Any], samples: Samples = None) -> None:
         self._given = samples
         self._items_are_batches = isinstance(loader, DataLoader) and loader.batch_sampler is None
-        self._sizes = iter(_sizes_drawn(loader))
+        self._sizes = iter(_list_drawn_sizes(loader))
 
     def count(self, batch: Any) -> tuple[int, int]:
         """Return the samples by which the loader's next batch counts, and the samples that the loader drew for it: the
@@ -58,7 +58,7 @@ class SampleCounter:
         return samples
 
 
-def _sizes_drawn(loader: Iterable[Any]) -> Iterable[int]:
+def _list_drawn_sizes(loader: Iterable[Any]) -> Iterable[int]:
     """Return the number of samples that a DataLoader draws for each batch of its next pass; nothing if that is not
     certain. An IterableDataset may end early, batches may arrive out of order, and a script's own batch sampler may do
     anything."""
@@ -85,44 +85,45 @@ def count_samples(batch: Any, drawn: int | None = None) -> int:
     of them whose first dimensions agree. A list of equal objects can also be a list of samples; then `drawn` decides.
     Raises TrainingError if the number is ambiguous or unknown, or if it contradicts `drawn`.
     """
-    readings = _readings(batch) or set()
+    readings = _list_readings(batch) or set()
     if drawn is not None and (not readings or drawn in readings):
         return drawn
     if drawn is None and _is_columns(batch):
-        readings = _of_columns(batch) or set()
+        readings = _list_common_readings(batch) or set()
     if drawn is None and len(readings) == 1:
         return readings.pop()
     numbers = " or ".join(str(number) for number in sorted(readings)) or "an unknown number of"
     against = f", and the DataLoader drew {drawn}" if drawn is not None else ""
     raise TrainingError(
-        f"the samples of a batch cannot be counted: {_describe(batch)} reads as {numbers} samples{against}",
+        f"the samples of a batch cannot be counted: {_describe_batch(batch)} reads as {numbers} samples{against}",
         cause="the batch is not a tensor, or a tuple or dict of tensors, with one sample per row",
-        next_step=f"pass samples= to run.progress or optimizer.join: run.progress(loader, samples={_example(batch)})",
+        next_step="pass samples= to run.progress or optimizer.join: run.progress(loader,"
+        f" samples={_suggest_samples(batch)})",
     )
 
 
-def _readings(value: Any) -> set[int] | None:
+def _list_readings(value: Any) -> set[int] | None:
     """Return the possible numbers of samples in `value`; None if there is none."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return {int(value.shape[0])} if value.ndim else None
     if isinstance(value, PackedSequence):
         return {int(value.batch_sizes[0])}
     if isinstance(value, Mapping):
-        return _of_columns(value.values())
+        return _list_common_readings(value.values())
     if isinstance(value, list | tuple):
-        columns = _of_columns(value)
+        columns = _list_common_readings(value)
         return columns | {len(value)} if columns is not None and _are_alike(value) else columns
     return None
 
 
-def _of_columns(values: Iterable[Any]) -> set[int] | None:
+def _list_common_readings(values: Iterable[Any]) -> set[int] | None:
     """Return the numbers of samples that fit all of `values`, if each contains a part of every sample."""
     common: set[int] | None = None
     for value in values:
         if isinstance(value, list | tuple) and all(isinstance(entry, _SCALARS) for entry in value):
             readings: set[int] | None = {len(value)}  # names, labels, identifiers
         else:
-            readings = _readings(value)
+            readings = _list_readings(value)
         if readings is not None:
             common = readings if common is None else common & readings
     return common
@@ -147,7 +148,7 @@ def _is_columns(batch: Any) -> bool:
     return len(batch) == 1 or (len(batch) == 2 and all(value.ndim <= 2 for value in batch))
 
 
-def _describe(value: Any, depth: int = 2) -> str:
+def _describe_batch(value: Any, depth: int = 2) -> str:
     if isinstance(value, torch.Tensor | np.ndarray):
         return f"{type(value).__name__}{tuple(value.shape)}"
     if isinstance(value, Mapping | list | tuple) and not isinstance(value, PackedSequence):
@@ -159,12 +160,12 @@ def _describe(value: Any, depth: int = 2) -> str:
             if isinstance(value, Mapping)
             else (("", entry) for entry in value)
         )
-        shown = [key + _describe(entry, depth - 1) for (key, entry), _ in zip(entries, range(3), strict=False)]
+        shown = [key + _describe_batch(entry, depth - 1) for (key, entry), _ in zip(entries, range(3), strict=False)]
         return f"{name} [{', '.join(shown)}{', ...' if len(value) > 3 else ''}]"
     return type(value).__name__
 
 
-def _example(batch: Any) -> str:
+def _suggest_samples(batch: Any) -> str:
     if isinstance(batch, torch.Tensor | np.ndarray):
         return "lambda batch: batch.shape[1]" if batch.ndim > 1 else "1"
     if isinstance(batch, Mapping) and batch:

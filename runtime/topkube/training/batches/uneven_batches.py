@@ -19,8 +19,8 @@ import torch
 
 from topkube.errors import TrainingError
 from topkube.telemetry import phases
-from topkube.training.batches.device_batches import iterate_batches, to_device
-from topkube.training.batches.generators import generators, set_generators
+from topkube.training.batches.device_batches import begin_batches, to_device
+from topkube.training.batches.generators import read_generators, set_generators
 from topkube.training.batches.replays import KeptStatistics
 from topkube.training.batches.samples import SampleCounter, Samples
 from topkube.training.ranks.agreement import Agreement, agreement
@@ -64,7 +64,7 @@ class Turns:
         self._statistics.release()
         if has_batch:
             self._statistics.forget_models()
-        self._sums = schedule().submit(summed) if self._size > 1 else _ready(summed())
+        self._sums = schedule().submit(summed) if self._size > 1 else _make_done(summed())
         return self._sums
 
     def batch(self, samples: int) -> int:
@@ -87,16 +87,16 @@ class Turns:
         """True if this rank's batch has weight zero, while batches of other ranks count."""
         return not self.samples and self._sums is not None and bool(self._sums.result()[0])
 
-    def sums(self, values: Iterable[float]) -> Sums:
+    def sum_over_ranks(self, values: Iterable[float]) -> Sums:
         """Return the sums of `values` over all ranks. The communication thread computes them after all earlier work."""
         numbers = [float(value) for value in values]
         if self._size == 1:
             return np.array(numbers)
-        return schedule().submit(lambda: self.agree(numbers)).result()
+        return schedule().run(lambda: self.agree(numbers))
 
     def run_agreement(self, ask: Callable[[Agreement], T]) -> T:
         """Run an agreement of all ranks in the communication thread, after all earlier work, and return its result."""
-        return schedule().submit(lambda: ask(self.agree)).result()
+        return schedule().run(lambda: ask(self.agree))
 
     def maximum(self, values: Iterable[float]) -> Sums:
         """Return the largest of all ranks' numbers, element by element. The communication thread finds them after all
@@ -104,16 +104,16 @@ class Turns:
         numbers = [float(value) for value in values]
         if self._size == 1:
             return np.array(numbers)
-        return schedule().submit(lambda: self.agree.maximum(numbers)).result()
+        return schedule().run(lambda: self.agree.maximum(numbers))
 
-    def scale(self) -> float:
+    def find_scale(self) -> float:
         """Return the factor for gradients of the announced batch; 1 if no batch is announced or all batches are
         equal."""
         if self._sums is None:  # another optimizer of these ranks may have announced the batch
             other = _announced() if _announced is not None else None
             if other is None or other is self or other.agree is not self.agree or other._sums is None:
                 return 1.0
-            return other.scale()
+            return other.find_scale()
         total = float(self._sums.result()[0])
         return self.samples * self._size / total if total else 1.0
 
@@ -123,7 +123,7 @@ class Turns:
         self._statistics.release()
         self._statistics.forget_models()
 
-    def forward_ended(self, now: float) -> None:
+    def note_forward_end(self, now: float) -> None:
         """Note that the first gradient of a batch has arrived: the time until now was forward."""
         self._statistics.restore()
         if self._handed_out is not None:
@@ -138,7 +138,7 @@ class Turns:
             set_generators(self._before_replay)
             self._before_replay = None
 
-    def batches(
+    def iterate_batches(
         self,
         loader: Iterable[Any],
         more: Callable[[], Sequence[float]] = tuple,
@@ -151,7 +151,7 @@ class Turns:
         `more()`, and `seen` is called with every agreement. A rank that has no more batches gets its last batch again,
         with weight zero, until all ranks have finished. `samples` is the number of samples in a batch
         (`samples.py`)."""
-        iterator: Iterator[Any] = iterate_batches(loader, SampleCounter(loader, samples), device)
+        iterator: Iterator[Any] = begin_batches(loader, SampleCounter(loader, samples), device)
         last: Any = _END
         opened()
         try:
@@ -167,9 +167,9 @@ class Turns:
                         if not self._ranks:
                             return
                 if batch is _END and last is _END:
-                    last = to_device(_any_batch(loader), device)
+                    last = to_device(_make_any_batch(loader), device)
                 if batch is _END:
-                    self._before_replay = generators()
+                    self._before_replay = read_generators()
                     self._statistics.keep()
                 else:
                     last = batch
@@ -180,7 +180,7 @@ class Turns:
             self.end()
 
 
-def _ready(sums: Sums) -> Future[Sums]:
+def _make_done(sums: Sums) -> Future[Sums]:
     future: Future[Sums] = Future()
     future.set_result(sums)
     return future
@@ -190,20 +190,20 @@ _announced: weakref.ref[Turns] | None = None
 """The Turns whose batch was announced last in this process."""
 
 
-def batch_scale() -> float:
-    """Return the factor by which the gradients of this rank's batch count, as `Turns.scale`, for any optimizer that
-    the batch was announced to; 1 if no batch is announced."""
+def find_batch_scale() -> float:
+    """Return the factor by which the gradients of this rank's batch count (`Turns.find_scale`), for any optimizer to
+    which the batch was announced; 1 if no batch is announced."""
     turns = _announced() if _announced is not None else None
-    return turns.scale() if turns is not None else 1.0
+    return turns.find_scale() if turns is not None else 1.0
 
 
-def batch_is_replay() -> bool:
+def is_replay_batch() -> bool:
     """Return True if this rank's batch has weight zero, while batches of other ranks count."""
     turns = _announced() if _announced is not None else None
     return turns is not None and turns.is_replay
 
 
-def _any_batch(loader: Iterable[Any]) -> Any:
+def _make_any_batch(loader: Iterable[Any]) -> Any:
     """Return a batch with weight zero for a rank that never had a batch: the first sample twice, because batch
     normalization refuses a batch of one sample."""
     dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from topkube.training.checkpoint.format.encoding import CopyTensor
-from topkube.training.checkpoint.host_memory import available_bytes
+from topkube.training.checkpoint.host_memory import find_available_bytes
 
 _SHARE = 0.8
 """The share of the available memory that new buffers may take: other ranks need memory too."""
@@ -31,7 +31,7 @@ class HostCopies:
         """Return a context in which a state is copied. The yielded function copies a tensor (any shape, dtype and
         device) into the buffer of its key's path. All copies are complete when the context ends, and valid until the
         next `take`. Raises NoRoom and frees all buffers before the kernel would kill a process for memory."""
-        self._budget = _SHARE * available_bytes()
+        self._budget = _SHARE * find_available_bytes()
         copies: dict[tuple[object, ...], torch.Tensor] = {}
         used: dict[str, torch.Tensor] = {}
         devices: set[torch.device] = set()
@@ -44,7 +44,7 @@ class HostCopies:
             unusual = tensor.is_conj() or tensor.is_neg() or not tensor.numel()
             if identity in copies and not unusual:
                 return copies[identity]  # tied weights stay tied and are written once
-            buffer = used[path] = self._buffer(path, tensor)
+            buffer = used[path] = self._take_buffer(path, tensor)
             buffer.copy_(tensor, non_blocking=tensor.is_cuda)
             if tensor.is_cuda:
                 devices.add(tensor.device)
@@ -61,7 +61,7 @@ class HostCopies:
             torch.cuda.synchronize(device)
         self._buffers = used
 
-    def _buffer(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _take_buffer(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
         kept = self._buffers.pop(path, None)
         if kept is not None and (kept.shape, kept.dtype) == (tensor.shape, tensor.dtype):
             return kept

@@ -17,7 +17,7 @@ _FILES = {
 """For each version of cgroups: the limit, the use, and the cached files in it, which the kernel can free."""
 
 
-def available_bytes(cgroups: Path = _CGROUPS, own: Path = _OWN, machine: Path = _MACHINE) -> float:
+def find_available_bytes(cgroups: Path = _CGROUPS, own: Path = _OWN, machine: Path = _MACHINE) -> float:
     """Return the bytes that the machine has available, or this process's cgroup if that has less; infinity if neither
     is known.
 
@@ -26,20 +26,20 @@ def available_bytes(cgroups: Path = _CGROUPS, own: Path = _OWN, machine: Path = 
     """
     version2, version1 = find_cgroup_paths(own)
     places = [(2, cgroups / version2), (2, cgroups), (1, cgroups / "memory" / version1), (1, cgroups / "memory")]
-    available = [_of_cgroup(version, place) for version, place in places]
+    available = [_find_cgroup_bytes(version, place) for version, place in places]
     with contextlib.suppress(OSError, ValueError, KeyError):
-        available.append(1024.0 * int(_fields(machine)["MemAvailable:"]))
+        available.append(1024.0 * int(_read_fields(machine)["MemAvailable:"]))
     return min(available)
 
 
-def _of_cgroup(version: int, place: Path) -> float:
+def _find_cgroup_bytes(version: int, place: Path) -> float:
     limit, use, cached = _FILES[version]
     with contextlib.suppress(OSError, ValueError, KeyError):  # "max" is not a number: there is no limit
-        counts = _fields(place / "memory.stat")
+        counts = _read_fields(place / "memory.stat")
         files = sum(int(counts[name]) for name in cached)
         return float(int((place / limit).read_text()) - int((place / use).read_text()) + files)
     return float("inf")
 
 
-def _fields(path: Path) -> dict[str, str]:
+def _read_fields(path: Path) -> dict[str, str]:
     return {line.split()[0]: line.split()[1] for line in path.read_text().splitlines()}

@@ -35,32 +35,32 @@ class Place:
         return f".{self.name}.tmp"
 
 
-def aside(step: int, run: int) -> str:
+def name_unfinished(step: int, run: int) -> str:
     """Return the name of the folder in which `run` writes its checkpoint of `step`."""
     return f".step-{step:08d}.run-{run:05d}.tmp"
 
 
 def list_published(directory: Path) -> list[Place]:
     """Return the published checkpoints of `directory`, in no order."""
-    return _places(path.name for path in directory.glob("step-*"))
+    return _parse_names(path.name for path in directory.glob("step-*"))
 
 
-def last_run(directory: Path) -> int:
+def find_last_run(directory: Path) -> int:
     """Return the highest run that has left a checkpoint in `directory`, damaged ones included; 0 if there is none."""
     set_aside = (path.name.removeprefix(_DAMAGED) for path in directory.glob(f"{_DAMAGED}step-*"))
-    return max((place.run for place in [*list_published(directory), *_places(set_aside)]), default=0)
+    return max((place.run for place in [*list_published(directory), *_parse_names(set_aside)]), default=0)
 
 
 def list_unfinished(directory: Path, run: int) -> list[Path]:
     """Return the folders of saves and removals that `run` and earlier runs did not finish."""
     folders = []
     for path in directory.glob(".step-*.tmp"):
-        places = _places([path.name.removeprefix(".").removesuffix(".tmp")])
+        places = _parse_names([path.name.removeprefix(".").removesuffix(".tmp")])
         if places and places[0].run <= run:
             folders.append(path)
     return folders
 
 
-def _places(names: Iterable[str]) -> list[Place]:
+def _parse_names(names: Iterable[str]) -> list[Place]:
     matches = (_NAME.fullmatch(name) for name in names)
     return [Place(int(name[2]), int(name[1]), int(name[3] or 0)) for name in matches if name]

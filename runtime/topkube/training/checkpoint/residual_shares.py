@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from topkube.training.exchange.residuals import Pieces, redistribute
+from topkube.training.exchange.reduction.residuals import Pieces
 
 
-def shares(old_copies: int, copy: int, copies: int) -> dict[int, float]:
+def compute_shares(old_copies: int, copy: int, copies: int) -> dict[int, float]:
     """Return the old copies that copy number `copy` of `copies` takes, with its share of each. Over all new copies, the
     shares of an old copy add up to 1."""
     if copies <= old_copies:
@@ -33,11 +33,19 @@ def recut(saved: Iterable[Mapping[str, Any]], copy: int, copies: int) -> dict[st
     the sum of the weights that the new copy takes. "owners", what old copies owe of the mean of all nodes, is not
     weighted."""
     weights: dict[int, float] = {}
-    owners: list[dict[str, Any]] = []
-    taken = _take_parts(saved, copy, copies, weights, owners)
-    pieces = redistribute(taken, copy, copies)
+    owners: list[Pieces] = []
+    pieces = _merge(_take_parts(saved, copy, copies, weights, owners))
     own = {"copy": copy, "copies": copies, "pieces": pieces, "whole": sorted(pieces)}
-    return own | ({"mass": sum(weights.values()), "owners": redistribute(owners, copy, copies)} if weights else {})
+    return own | ({"mass": sum(weights.values()), "owners": _merge(owners)} if weights else {})
+
+
+def _merge(parts: Iterable[Pieces]) -> Pieces:
+    """Return the pieces of all parts, by name."""
+    merged: Pieces = {}
+    for pieces in parts:
+        for name, entries in pieces.items():
+            merged.setdefault(name, []).extend(entries)
+    return merged
 
 
 def _take_parts(
@@ -45,17 +53,16 @@ def _take_parts(
     copy: int,
     copies: int,
     weights: dict[int, float],
-    owners: list[dict[str, Any]],
-) -> Iterator[dict[str, Any]]:
+    owners: list[Pieces],
+) -> Iterator[Pieces]:
     """Yield the parts that the new copy takes. Fill `weights` with the weight of each old copy in them, and `owners`
     with the parts of what old copies owe of the mean of all nodes."""
     counted: set[tuple[int, str]] = set()
     for state in saved:
-        share = shares(state["copies"], copy, copies).get(state["copy"])
+        share = compute_shares(state["copies"], copy, copies).get(state["copy"])
         if share is None:
             continue
-        owed = _scale(state.get("owners", {}), share)
-        owners.append({"copy": copy, "copies": copies, "pieces": owed})
+        owners.append(_scale(state.get("owners", {}), share))
         if "weight" in state:  # error feedback in the weights: a copy counts by its node's share of the ranks
             share *= state["weight"]
             weights[state["copy"]] = share
@@ -63,7 +70,7 @@ def _take_parts(
         repeated = {name for _, name in whole & counted}
         counted |= whole
         pieces = {name: entries for name, entries in state["pieces"].items() if name not in repeated}
-        yield {"copy": copy, "copies": copies, "pieces": _scale(pieces, share)}
+        yield _scale(pieces, share)
 
 
 def _scale(pieces: Pieces, share: float) -> Pieces:

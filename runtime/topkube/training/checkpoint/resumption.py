@@ -13,7 +13,7 @@ import torch
 from topkube.errors import CheckpointError
 from topkube.training.batches.generators import check_generators
 from topkube.training.checkpoint.format.state_file import Damaged
-from topkube.training.checkpoint.store import Loaded
+from topkube.training.checkpoint.reader import Loaded
 from topkube.training.optimizers.wrapper import OptimizerWrapper
 
 _FIELDS: dict[str, tuple[type, ...]] = {
@@ -34,7 +34,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any) -> Any: ...
 
 
-def optimizer_names(optimizer: torch.optim.Optimizer) -> list[str]:
+def list_optimizer_names(optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the class names of a wrapped optimizer, the outermost first: ["MasterWeights", "Adam"]. Modules are left
     out, because a later version may move a class to another module."""
     names = [type(optimizer).__qualname__]
@@ -83,7 +83,7 @@ def _find_problem(residuals: Any) -> str:
 def check_optimizer(loaded: Loaded, optimizer: torch.optim.Optimizer, directory: str) -> None:
     """Raise CheckpointError if the checkpoint contains the state of an optimizer of another class. Checkpoints of
     format 1 do not contain the class."""
-    saved, own = loaded.shared.get("optimizer_names"), optimizer_names(optimizer)
+    saved, own = loaded.shared.get("optimizer_names"), list_optimizer_names(optimizer)
     if saved is None or saved == own:
         return
     was, now = _join_names(saved), _join_names(own)
@@ -103,10 +103,10 @@ def _join_names(names: Any) -> str:
 
 
 @contextmanager
-def all_or_nothing(items: Sequence[Stateful]) -> Iterator[None]:
+def load_all_or_none(items: Sequence[Stateful]) -> Iterator[None]:
     """Return a context in which `items` load their states. If the context raises an error, the items load their earlier
     states again, which are kept in host memory."""
-    before = [_host_copy(item.state_dict()) for item in items]
+    before = [_copy_to_host(item.state_dict()) for item in items]
     try:
         yield
     except BaseException as error:
@@ -118,14 +118,14 @@ def all_or_nothing(items: Sequence[Stateful]) -> Iterator[None]:
         raise
 
 
-def _host_copy(state: Any) -> Any:
+def _copy_to_host(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
         return state.detach().to("cpu", copy=True)
     if isinstance(state, dict):
         copied = copy.copy(state)  # of the same class, with its attributes
         for key, value in state.items():
-            copied[key] = _host_copy(value)
+            copied[key] = _copy_to_host(value)
         return copied
     if type(state) in (list, tuple):
-        return type(state)(_host_copy(value) for value in state)
+        return type(state)(_copy_to_host(value) for value in state)
     return copy.deepcopy(state)

@@ -24,7 +24,7 @@ from typing import Any
 from topkube.errors import CheckpointError
 from topkube.files import new_folder, sync_directory
 from topkube.training.checkpoint.format.state_file import write_new_text
-from topkube.training.checkpoint.place import last_run
+from topkube.training.checkpoint.place import find_last_run
 
 _NAME = re.compile(r"\.run-(\d+)")
 _KEPT = 16
@@ -52,7 +52,7 @@ class Claim:
                         cause="this attempt was given up while it started, for example because its node was lost",
                         next_step="nothing: the later attempt continues; for a run by hand unset TOPKUBE_ATTEMPT",
                     )
-            claim = cls(directory, max([*claims, last_run(directory)]) + 1)
+            claim = cls(directory, max([*claims, find_last_run(directory)]) + 1)
             about = {"job": job, "attempt": attempt, "host": socket.gethostname(), "time": time.time()}
             try:
                 with new_folder(directory / f".run-{claim.run:05d}") as part:

@@ -35,18 +35,18 @@ def run_in_thread(work: Callable[[], T]) -> Future[T]:
 
 @dataclass
 class Save:
-    """A save of `step` into the folder `aside`. `work` is this rank's part of the current stage: writing, then
+    """A save of `step` into `folder`. `work` is this rank's part of the current stage: writing, then
     publishing. `written` holds this rank's files when they are on disk."""
 
     step: int
-    aside: Path
+    folder: Path
     work: Future[Any]
     tally: Tally
     written: dict[str, FileDigest] = field(default_factory=dict)
     is_publishing: bool = False
 
     @classmethod
-    def begin(cls, step: int, aside: Path, states: dict[str, Any], first: Callable[[], None]) -> Save:
+    def begin(cls, step: int, folder: Path, states: dict[str, Any], first: Callable[[], None]) -> Save:
         """Start to write `states`, file name -> encoded state, after `first`."""
         tally, written = Tally(), dict[str, FileDigest]()
 
@@ -54,9 +54,9 @@ class Save:
             first()
             while states:
                 name = next(iter(states))
-                written[name] = write_state(aside / name, states.pop(name), tally)
+                written[name] = write_state(folder / name, states.pop(name), tally)
 
-        return cls(step, aside, run_in_thread(write), tally, written)
+        return cls(step, folder, run_in_thread(write), tally, written)
 
     def publish(self, work: Callable[[], None] | None) -> None:
         """Start the second stage: `work` on rank 0, nothing on other ranks."""
@@ -84,7 +84,7 @@ def await_files(folder: Path, files: dict[str, FileDigest]) -> None:
             if not state_file.is_missing(error):
                 raise
             if not folder.exists():
-                raise _swept(folder) from error
+                raise _make_removed_error(folder) from error
         if not unseen:
             return
         if time.monotonic() >= end:
@@ -97,7 +97,7 @@ def await_files(folder: Path, files: dict[str, FileDigest]) -> None:
         pause = min(2 * pause, 0.5)
 
 
-def _swept(folder: Path) -> StorageError:
+def _make_removed_error(folder: Path) -> StorageError:
     return StorageError(
         f"the temporary folder {folder} was removed while the checkpoint was written",
         cause="a clean-up job, a person, or a later run of this job that took over",

@@ -39,7 +39,7 @@ class Stages:
         if self._world.size == 1:
             return np.array([values], np.float64)
         agree = agreement()
-        return schedule().submit(lambda: agree.gather(values)).result()
+        return schedule().run(lambda: agree.gather(values))
 
     def run(self, stage: Callable[[], None], what: str) -> None:
         """Run a stage on every rank. Raises as `report` does."""
@@ -56,7 +56,7 @@ class Stages:
         """Return the `numbers` of all ranks if `problem` is None on every rank, shape (ranks, len(numbers)). Else
         raises on all ranks: PassedOver if files are damaged, StorageError if every failure is the storage's, else
         CheckpointError."""
-        rows = self.gather([_kind(problem), *numbers])
+        rows = self.gather([_classify(problem), *numbers])
         failed = [int(rank) for rank in np.flatnonzero(rows[:, 0] != _WELL)]
         if failed:
             self._fail(problem, what, {int(kind) for kind in rows[:, 0]} - {_WELL}, failed)
@@ -69,7 +69,7 @@ class Stages:
             raise PassedOver(str(problem) if problem is not None else "")
         error = CheckpointError if _OTHER in kinds else StorageError
         if problem is not None:
-            cause, next_step = _advice(problem)
+            cause, next_step = _find_advice(problem)
             raise error(f"{what}: {problem}", cause=cause, next_step=next_step) from problem
         raise error(
             f"{what}: {names_of(failed)} failed",
@@ -78,7 +78,7 @@ class Stages:
         )
 
 
-def _kind(problem: BaseException | None) -> int:
+def _classify(problem: BaseException | None) -> int:
     if problem is None:
         return _WELL
     if isinstance(problem, Damaged):
@@ -86,7 +86,7 @@ def _kind(problem: BaseException | None) -> int:
     return _STORAGE if isinstance(problem, OSError | StorageError) else _OTHER
 
 
-def _advice(problem: BaseException) -> tuple[str, str]:
+def _find_advice(problem: BaseException) -> tuple[str, str]:
     """Return the likely cause of `problem`, and the next step."""
     if isinstance(problem, PermissionError):
         return "this user may not write there, or the volume is mounted read-only", "check the directory's permissions"

@@ -17,36 +17,25 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from topkube.errors import CheckpointError, StorageError
 from topkube.files import sync_directory
 from topkube.training.checkpoint.format.encoding import encode
-from topkube.training.checkpoint.format.manifest import NAME, SHARED_FILE, Manifest, rank_file, read_manifest
-from topkube.training.checkpoint.format.state_file import Damaged, FileDigest, read_state, write_new_text
+from topkube.training.checkpoint.format.manifest import NAME, SHARED_FILE, Manifest, name_rank_file
+from topkube.training.checkpoint.format.state_file import FileDigest, write_new_text
 from topkube.training.checkpoint.host_copies import HostCopies, NoRoom
-from topkube.training.checkpoint.place import Place, aside, list_published
-from topkube.training.checkpoint.residual_shares import recut, shares
+from topkube.training.checkpoint.place import Place, list_published, name_unfinished
+from topkube.training.checkpoint.reader import CheckpointReader, Loaded
 from topkube.training.checkpoint.retention import Retention, warn
 from topkube.training.checkpoint.run_claim import Claim
 from topkube.training.checkpoint.save import Save, await_files
-from topkube.training.checkpoint.stages import PassedOver, Stages
+from topkube.training.checkpoint.stages import Stages
 from topkube.world import World
 
 _CHECK_SECONDS = 0.25
 """The longest pause between two agreements of ranks that wait for a save."""
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A checkpoint that was read. `shared` is the same on all ranks; `own` holds this rank's "residuals" and, in the
-    world that wrote them, random "generators"."""
-
-    place: Place
-    shared: dict[str, Any]
-    own: dict[str, Any]
 
 
 class CheckpointStore:
@@ -61,6 +50,7 @@ class CheckpointStore:
         self._claim: Claim | None = None
         self._run = 0
         self._retention = Retention(directory, keep)
+        self._reader = CheckpointReader(directory, world, self._stages, self._retention)
         self._copies = HostCopies()
         self._save: Save | None = None
         self._hung: Future[Any] | None = None
@@ -91,57 +81,7 @@ class CheckpointStore:
         Warns of each damaged checkpoint. Raises CheckpointError if all checkpoints are damaged, if a checkpoint cannot
         be read at the moment, or if a newer TopKube wrote the newest checkpoint.
         """
-        places = sorted(list_published(self.directory), reverse=True) if self._lead else []
-        count = int(self._stages.gather([len(places)])[0, 0])
-        for number in range(count):
-            mine = [places[number].run, places[number].step, places[number].again] if self._lead else [0, 0, 0]
-            place = Place(*(int(value) for value in self._stages.gather(mine)[0]))
-            loaded: list[Loaded] = []
-
-            def read(place: Place = place, loaded: list[Loaded] = loaded) -> None:
-                loaded.append(self._read(place, copy, copies))
-                check(loaded[0])
-
-            try:
-                self._stages.run(read, f"the checkpoint {self.directory / place.name} cannot be read")
-            except PassedOver as passed:
-                self._retention.damaged.add(place)
-                if passed.reason:
-                    warn(f"{passed.reason}; going back to the previous checkpoint")
-                continue
-            self._retention.proven.add(place)
-            return loaded[0]
-        if count:
-            raise CheckpointError(
-                f"none of the {count} checkpoints in {self.directory} can be read",
-                cause="the files were changed or truncated after they were written",
-                next_step="restore one of them, or empty the directory to train from the start",
-            )
-        return None
-
-    def _read(self, place: Place, copy: int, copies: int) -> Loaded:
-        path = self.directory / place.name
-        manifest = read_manifest(path)
-
-        def file(name: str) -> dict[str, Any]:
-            if name not in manifest.files:
-                raise Damaged(f"{path / NAME} lists no file {name}")
-            return read_state(path / name, manifest.files[name])
-
-        def residuals(rank: int) -> dict[str, Any]:
-            state = file(rank_file(rank)).get("residuals")
-            if not isinstance(state, dict) or not {"copy", "copies", "pieces"} <= state.keys():
-                raise Damaged(f"{path / rank_file(rank)} holds no residuals")
-            return state
-
-        old_copies, own = manifest.number_of_copies, dict[str, Any]()
-        if self._world.node_ranks == manifest.node_ranks:
-            own = file(rank_file(self._world.rank))
-            if old_copies in (None, copies):
-                return Loaded(place, file(SHARED_FILE), own)
-        wanted = range(1) if old_copies is None else shares(old_copies, copy, copies)
-        saved = (residuals(rank) for old in wanted for rank in manifest.ranks_of(old))
-        return Loaded(place, file(SHARED_FILE), {**own, "residuals": recut(saved, copy, copies)})
+        return self._reader.read_newest(copy, copies, check)
 
     # ---- writing
 
@@ -164,9 +104,9 @@ class CheckpointStore:
         CheckpointError if a later run has claimed the directory, or if a state cannot be saved, with the path of its
         key: nothing is written then."""
         assert self._save is None, "one save at a time"
-        folder = self.directory / aside(step, self._run)
+        folder = self.directory / name_unfinished(step, self._run)
         states: dict[str, Any] = {}
-        what, copied, problem = self._what(step), True, None
+        what, copied, problem = self._describe_failure(step), True, None
 
         def prepare() -> bool:
             if self._hung is not None and not self._hung.done():
@@ -176,10 +116,10 @@ class CheckpointStore:
                     next_step="check the storage; training continues",
                 )
             self._hung = None
-            states[rank_file(self._world.rank)] = encode(own)
+            states[name_rank_file(self._world.rank)] = encode(own)
             if not self._lead:
                 return True
-            states[SHARED_FILE], is_copied = self._encoded(shared())
+            states[SHARED_FILE], is_copied = self._encode_shared(shared())
             assert self._claim is not None, "claim() comes first"
             self._claim.check()
             shutil.rmtree(folder, ignore_errors=True)
@@ -201,7 +141,7 @@ class CheckpointStore:
         self._save = Save.begin(step, folder, states, lambda: sweep(self._run, folder))
         return bool(rows.all())
 
-    def _encoded(self, state: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    def _encode_shared(self, state: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         """Return the encoded state, and True if its tensors are copies."""
         try:
             with self._copies.take() as copy:
@@ -222,13 +162,13 @@ class CheckpointStore:
         assert save is not None, "there is a save in progress"
         try:
             if save.is_publishing:
-                self._stages.report(save.work.exception(), self._what(save.step))
+                self._stages.report(save.work.exception(), self._describe_failure(save.step))
                 self._save = None
                 return save.step
             manifest = self._build_manifest(save)
         except CheckpointError:
             self._save = None
-            self._remove(save.aside)
+            self._remove(save.folder)
             raise
         save.publish((lambda: self._publish(save, manifest)) if self._lead else None)
         return None
@@ -254,15 +194,15 @@ class CheckpointStore:
             self._save.tally.cancelled = True
             wait([self._save.work], seconds)
 
-    def _what(self, step: int) -> str:
+    def _describe_failure(self, step: int) -> str:
         return f"the checkpoint of step {step} could not be written to {self.directory}"
 
     def _build_manifest(self, save: Save) -> Manifest:
         """Return the manifest of the files that all ranks have written. Raises as `begin` does if a rank has failed."""
-        problem, own = save.work.exception(), save.written.get(rank_file(self._world.rank), FileDigest(0, 0))
+        problem, own = save.work.exception(), save.written.get(name_rank_file(self._world.rank), FileDigest(0, 0))
         numbers = (own.bytes, own.digest >> 32, own.digest & 0xFFFFFFFF, *self._copy)
-        rows = self._stages.report(problem, self._what(save.step), numbers).astype(int).tolist()
-        files = {rank_file(rank): FileDigest(row[0], row[1] << 32 | row[2]) for rank, row in enumerate(rows)}
+        rows = self._stages.report(problem, self._describe_failure(save.step), numbers).astype(int).tolist()
+        files = {name_rank_file(rank): FileDigest(row[0], row[1] << 32 | row[2]) for rank, row in enumerate(rows)}
         if self._lead:
             files[SHARED_FILE] = save.written[SHARED_FILE]
         return Manifest(self._world.node_ranks, files, tuple(row[3] for row in rows), rows[0][4])
@@ -270,13 +210,13 @@ class CheckpointStore:
     def _publish(self, save: Save, manifest: Manifest) -> None:
         """Publish the checkpoint, on rank 0 in the thread of the save."""
         assert self._claim is not None
-        await_files(save.aside, manifest.files)
-        write_new_text(save.aside / NAME, manifest.text(save.step, self._job, self._attempt, time.time()))
-        sync_directory(save.aside)
+        await_files(save.folder, manifest.files)
+        write_new_text(save.folder / NAME, manifest.format_text(save.step, self._job, self._attempt, time.time()))
+        sync_directory(save.folder)
         self._claim.check()
         same = [place for place in list_published(self.directory) if (place.run, place.step) == (self._run, save.step)]
         place = Place(self._run, save.step, 1 + max((place.again for place in same), default=-1))
-        save.aside.rename(self.directory / place.name)
+        save.folder.rename(self.directory / place.name)
         sync_directory(self.directory)
         self._retention.note_written(place)
         self._retention.apply()
@@ -300,7 +240,7 @@ class CheckpointStore:
         self._save, self._hung = None, save.work
         save.tally.cancelled = True
         raise StorageError(
-            f"{self._what(save.step)}: nothing was written for {self._world.deadline_seconds:g} s",
+            f"{self._describe_failure(save.step)}: nothing was written for {self._world.deadline_seconds:g} s",
             cause="the storage does not answer",
             next_step="check the storage, or raise TOPKUBE_DEADLINE_SECONDS",
         )

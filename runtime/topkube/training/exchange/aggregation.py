@@ -74,7 +74,7 @@ class AggregationSettings:
         values: dict[str, object] = {
             entry.name: getattr(settings, entry.name, None) for entry in dataclasses.fields(cls)
         }
-        values["schedule"] = stages_of(settings.schedule)
+        values["schedule"] = parse_stages(settings.schedule)
         values.update({name: value for name, value in arguments.items() if value is not None})
         return cls(**values)  # type: ignore[arg-type]
 
@@ -118,7 +118,7 @@ class AggregationSettings:
 
     def at(self, step: int) -> AggregationSettings:
         """Return the aggregation in force after `step` updates."""
-        return _in_force(self, sum(stage.from_step <= step for stage in self.schedule))
+        return _apply_stages(self, sum(stage.from_step <= step for stage in self.schedule))
 
     def begins_at(self, step: int) -> bool:
         """Return True if a stage of the schedule begins after `step` updates."""
@@ -139,7 +139,7 @@ class AggregationSettings:
 
 
 @functools.lru_cache(maxsize=64)
-def _in_force(aggregation: AggregationSettings, stages: int) -> AggregationSettings:
+def _apply_stages(aggregation: AggregationSettings, stages: int) -> AggregationSettings:
     """Return the aggregation after the first `stages` stages of its schedule have begun."""
     if stages == 0:
         return aggregation
@@ -155,7 +155,7 @@ def _in_force(aggregation: AggregationSettings, stages: int) -> AggregationSetti
 _FIELDS = {"fromStep": "from_step", "algorithm": "algorithm", "density": "density", "period": "period"}
 
 
-def stages_of(text: str) -> tuple[Stage, ...]:
+def parse_stages(text: str) -> tuple[Stage, ...]:
     """Return the stages that TOPKUBE_SCHEDULE holds: a JSON list of mappings with the fields of a TrainingJob. Raises
     ArgumentError."""
     if not text:

@@ -29,8 +29,8 @@ from topkube.collectives.request import Request
 from topkube.collectives.two_stage import TwoStage
 from topkube.telemetry import phases
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.exchange.buckets import Parameter
-from topkube.training.node_weights.guard import Squares
+from topkube.training.exchange.buckets.parameter import Parameter
+from topkube.training.node_weights.guard import Squares, sum_squares
 from topkube.training.node_weights.layout import Chunk, cut_into_chunks
 from topkube.training.node_weights.outer_momentum import OuterMomentum
 from topkube.world import World
@@ -47,33 +47,33 @@ class WeightExchange:
         self.agreed: list[Array] = []
         self.weights = [len(ranks) / world.size for ranks in world.node_ranks]
         """The weight of each node in means: its share of the ranks."""
-        self._codecs = [self._codec(chunk, [p.place for p in chunk.pieces], chunk.shard) for chunk in self.chunks]
-        self.stages: list[TwoStage | None] = [self._two_stage(chunk) for chunk in self.chunks]
+        self._codecs = [self._build_codec(chunk, [p.place for p in chunk.pieces], chunk.shard) for chunk in self.chunks]
+        self.stages: list[TwoStage | None] = [self._build_two_stage(chunk) for chunk in self.chunks]
         """The two stages of each chunk; None if the chunk is exchanged in one stage."""
         self.outer: OuterMomentum | None = None
         """The momentum of the mean change of all nodes, if the algorithm has an outer step."""
         if self.algorithm.has_outer_step:
             self.outer = OuterMomentum(self.chunks, aggregation.outer_learning_rate, aggregation.outer_momentum)
 
-    def _codec(self, chunk: Chunk, places: list[slice], length: int) -> Codec:
+    def _build_codec(self, chunk: Chunk, places: list[slice], length: int) -> Codec:
         implementation = load(self.algorithm)
         assert isinstance(implementation, CodecAllReduce), self.algorithm.name
         return implementation.codec(places, length, self._wire, chunk.small)
 
-    def _two_stage(self, chunk: Chunk) -> TwoStage | None:
+    def _build_two_stage(self, chunk: Chunk) -> TwoStage | None:
         world, least_nodes = self.world, self.algorithm.two_stage_from
         if least_nodes is None or world.nodes < max(least_nodes, 2):
             return None
         places = [piece.place for piece in chunk.pieces]
 
-        def codec_of(places: list[slice], length: int) -> Codec:
-            return self._codec(chunk, places, length)
+        def build_codec(places: list[slice], length: int) -> Codec:
+            return self._build_codec(chunk, places, length)
 
-        return TwoStage(codec_of, places, chunk.shard, world.node, world.nodes)
+        return TwoStage(build_codec, places, chunk.shard, world.node, world.nodes)
 
     def capture(self) -> None:
         """Take the current weights of this rank as x: they are the same on all ranks. Nothing is owed then."""
-        self.agreed = [self._collected(chunk) for chunk in self.chunks]
+        self.agreed = [self._collect_shard(chunk) for chunk in self.chunks]
         for stage in self.stages:
             if stage is not None:
                 stage.owed[:] = 0
@@ -93,17 +93,17 @@ class WeightExchange:
     def run(self, squares: Squares | None = None) -> None:
         """Exchange what has changed in the weights since the last exchange. Add to `squares`, if it is passed."""
         for chunk, agreed in zip(self.chunks, self.agreed, strict=True):
-            staging, own = self._staging(chunk)
+            staging, own = self._take_staging(chunk)
             self._collect(chunk, own)
-            call = self._call(chunk, staging)
+            call = self._build_call(chunk, staging)
             own -= agreed
             if squares is not None:
-                squares.change += Squares.of(own)
+                squares.change += sum_squares(own)
             if self.world.cross_comm is not None:
                 self._exchange_and_step(call, chunk, own, agreed)
             if squares is not None:
-                squares.left += Squares.of(own)
-                squares.agreed += Squares.of(agreed)
+                squares.left += sum_squares(own)
+                squares.agreed += sum_squares(agreed)
             own += agreed
             call.all_gather(staging)
             _scatter(chunk, staging)
@@ -113,19 +113,19 @@ class WeightExchange:
         """Write the weights that `shards` holds, this rank's shard of each chunk, into the parameters. The ranks of a
         node gather them."""
         for chunk, shard in zip(self.chunks, shards, strict=True):
-            staging, own = self._staging(chunk)
+            staging, own = self._take_staging(chunk)
             own[:] = shard
-            self._call(chunk, staging).all_gather(staging)
+            self._build_call(chunk, staging).all_gather(staging)
             _scatter(chunk, staging)
 
     def gather(self, chunk: Chunk, shard: Array) -> Array:
         """Return the chunk of which every rank of the node passes its shard: a work buffer, until the next call."""
-        staging, own = self._staging(chunk)
+        staging, own = self._take_staging(chunk)
         own[:] = shard
-        self._call(chunk, staging).all_gather(staging)
+        self._build_call(chunk, staging).all_gather(staging)
         return staging
 
-    def _call(self, chunk: Chunk, staging: Array) -> Call:
+    def _build_call(self, chunk: Chunk, staging: Array) -> Call:
         call = Call(self.world, f"{self.algorithm.name} weights {chunk.number}", Request(staging, "sum"))
         call.check_between_nodes()
         return call
@@ -162,12 +162,12 @@ class WeightExchange:
         with phases.current.timed("select"):
             stage.add(agreed, sums)
 
-    def _staging(self, chunk: Chunk) -> tuple[Array, Array]:
+    def _take_staging(self, chunk: Chunk) -> tuple[Array, Array]:
         """Return a work buffer for the chunk, and this rank's shard of it."""
         staging = workspace(self.world, "staging of weights", chunk.length, np.float32)
         return staging, staging[chunk.first : chunk.last]
 
-    def _collected(self, chunk: Chunk) -> Array:
+    def _collect_shard(self, chunk: Chunk) -> Array:
         shard: Array = np.empty(chunk.shard, np.float32)
         self._collect(chunk, shard)
         return shard
@@ -178,7 +178,7 @@ class WeightExchange:
         filled = 0
         for piece in chunk.pieces:
             shard[filled : piece.at] = 0
-            shard[piece.place] = piece.of(piece.parameter.tensor).numpy()
+            shard[piece.place] = piece.view(piece.parameter.tensor).numpy()
             filled = piece.place.stop
         shard[filled:] = 0
 

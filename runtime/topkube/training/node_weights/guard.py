@@ -38,10 +38,10 @@ class Squares:
     left: float = 0.0
     agreed: float = 0.0
 
-    @staticmethod
-    def of(values: Array) -> float:
-        """Return the sum of the squares of `values`, float32."""
-        return float(np.dot(values, values))
+
+def sum_squares(values: Array) -> float:
+    """Return the sum of the squares of `values`, float32."""
+    return float(np.dot(values, values))
 
 
 class Guard:

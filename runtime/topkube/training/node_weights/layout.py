@@ -14,7 +14,8 @@ import torch
 
 from topkube.collectives.call import own_shard
 from topkube.kernels import SIGN_BLOCK
-from topkube.training.exchange.buckets import BUCKET_BYTES, Parameter
+from topkube.training.exchange.buckets.fusion import BUCKET_BYTES
+from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.world import World
 
 _ELEMENT_BYTES = 4
@@ -29,7 +30,7 @@ class Piece:
     end: int
     at: int
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return these elements of a tensor of the parameter's shape, 1-D: a view if the tensor is contiguous."""
         return tensor.detach().reshape(-1)[self.begin : self.end]
 
@@ -65,9 +66,9 @@ class Chunk:
         """Note that the chunk has all its parameters, and find this rank's shard."""
         self.length = _round_up(self.length, SIGN_BLOCK * world.shards)
         self.first, self.last = own_shard(world, self.length)
-        self.pieces = list(self._pieces())
+        self.pieces = list(self._find_pieces())
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _find_pieces(self) -> Iterator[Piece]:
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             low, high = max(start, self.first), min(start + parameter.length, self.last)
             if low < high:

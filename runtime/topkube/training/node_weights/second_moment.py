@@ -23,7 +23,7 @@ from topkube.collectives.call import Call, workspace
 from topkube.collectives.exchange import Exchange, Exchanges
 from topkube.collectives.request import Request
 from topkube.telemetry import phases
-from topkube.training.exchange.buckets import Parameter
+from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.world import World
 
 PROBES = 256
@@ -66,7 +66,7 @@ class SecondMoment:
     @torch.no_grad()
     def exchange(self) -> None:
         """Exchange the entries of the gradients and set `ratios`. A collective, in the communication thread."""
-        own, mean = self._own_and_mean()
+        own, mean = self._exchange_entries()
         for squares, values in ((self._own, own), (self._mean, mean)):
             squares *= np.float32(_DECAY)
             squares += np.float32(1 - _DECAY) * values * values
@@ -78,7 +78,7 @@ class SecondMoment:
             own, mean = float(self._own[start:stop].sum()), float(self._mean[start:stop].sum())
             self.ratios[number] = min(max(own / max(mean, 1e-30), 1.0), float(self._world.nodes))
 
-    def _own_and_mean(self) -> tuple[Array, Array]:
+    def _exchange_entries(self) -> tuple[Array, Array]:
         """Return the node's entries, rounded to bf16, and their mean over the nodes, weighted by ranks: (entries,),
         float32. Each rank exchanges a shard of them. Up to _ROWS_UP_TO nodes, nodes send each other their entries;
         beyond, an all-reduce of float32 sends less."""
@@ -134,7 +134,7 @@ class SecondMoment:
             if not state and not _create_state(self._optimizer, tensor, group):
                 continue
             second = state["exp_avg_sq"]
-            _divide(second, _gradient(self._optimizer, tensor, group), group["betas"][1], ratio)
+            _divide(second, _find_gradient(self._optimizer, tensor, group), group["betas"][1], ratio)
             changed.append((second, ratio))
         try:
             yield
@@ -161,7 +161,7 @@ def _divide(second: torch.Tensor, gradient: torch.Tensor, beta: float, ratio: fl
     second.div_(ratio).addcmul_(gradient, gradient, value=(1 - beta) / beta * (1 / ratio - 1))
 
 
-def _gradient(optimizer: torch.optim.Optimizer, tensor: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+def _find_gradient(optimizer: torch.optim.Optimizer, tensor: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
     """Return the gradient that the optimizer squares: Adam adds weight decay to it, AdamW does not."""
     assert tensor.grad is not None
     decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))

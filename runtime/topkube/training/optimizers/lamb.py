@@ -10,13 +10,13 @@ import torch
 
 from topkube.training.optimizers.layerwise import (
     LayerwiseOptimizer,
-    check,
+    check_range,
+    compute_trust_ratio,
     is_adapted,
-    state_of,
-    trust_ratio,
-    with_gradients,
+    list_state,
+    list_with_gradients,
 )
-from topkube.training.optimizers.parallel_tensor import norms
+from topkube.training.optimizers.parallel_tensor import compute_norms
 
 
 class LAMB(LayerwiseOptimizer):
@@ -36,22 +36,22 @@ class LAMB(LayerwiseOptimizer):
         weight_decay: float = 0.01,
         parallel: bool = False,
     ) -> None:
-        check("lr", lr)
+        check_range("lr", lr)
         for beta in betas:
-            check("betas", beta, below=1.0)
-        check("eps", eps)
-        check("weight_decay", weight_decay)
+            check_range("betas", beta, below=1.0)
+        check_range("eps", eps)
+        check_range("weight_decay", weight_decay)
         self.parallel = parallel
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "steps": 0})
 
     def _update(self, group: dict[str, Any]) -> None:
-        weights, gradients = with_gradients(group)
+        weights, gradients = list_with_gradients(group)
         if not weights:
             return
         group["steps"] += 1
         first, second = group["betas"]
         gradients = [gradient.float() for gradient in gradients]
-        means, squares = state_of(self, weights, "mean"), state_of(self, weights, "square")
+        means, squares = list_state(self, weights, "mean"), list_state(self, weights, "square")
         torch._foreach_lerp_(means, gradients, 1 - first)
         torch._foreach_mul_(squares, second)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - second)
@@ -65,8 +65,8 @@ class LAMB(LayerwiseOptimizer):
             torch._foreach_add_(
                 update[:layers], [weight.float() for weight in weights[:layers]], alpha=group["weight_decay"]
             )
-        weight_norms, update_norms = norms(weights[:layers], update[:layers], parallel=self.parallel)
-        rates = [group["lr"] * trust_ratio(w, u) for w, u in zip(weight_norms, update_norms, strict=True)]
+        weight_norms, update_norms = compute_norms(weights[:layers], update[:layers], parallel=self.parallel)
+        rates = [group["lr"] * compute_trust_ratio(w, u) for w, u in zip(weight_norms, update_norms, strict=True)]
         rates += [group["lr"]] * (len(weights) - layers)
         torch._foreach_mul_(update, rates)
         torch._foreach_sub_(weights, update)

@@ -10,13 +10,13 @@ import torch
 
 from topkube.training.optimizers.layerwise import (
     LayerwiseOptimizer,
-    check,
+    check_range,
+    compute_trust_ratio,
     is_adapted,
-    state_of,
-    trust_ratio,
-    with_gradients,
+    list_state,
+    list_with_gradients,
 )
-from topkube.training.optimizers.parallel_tensor import norms
+from topkube.training.optimizers.parallel_tensor import compute_norms
 
 
 class LARS(LayerwiseOptimizer):
@@ -38,22 +38,22 @@ class LARS(LayerwiseOptimizer):
         trust: float = 1e-3,
         parallel: bool = False,
     ) -> None:
-        check("lr", lr)
-        check("momentum", momentum, below=1.0)
-        check("weight_decay", weight_decay)
-        check("trust", trust)
+        check_range("lr", lr)
+        check_range("momentum", momentum, below=1.0)
+        check_range("weight_decay", weight_decay)
+        check_range("trust", trust)
         self.parallel = parallel
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust})
 
     def _update(self, group: dict[str, Any]) -> None:
-        weights, gradients = with_gradients(group)
+        weights, gradients = list_with_gradients(group)
         if not weights:
             return
         layers = sum(is_adapted(weight) for weight in weights)
         decay, rate = group["weight_decay"], group["lr"]
-        weight_norms, gradient_norms = norms(weights[:layers], gradients[:layers], parallel=self.parallel)
+        weight_norms, gradient_norms = compute_norms(weights[:layers], gradients[:layers], parallel=self.parallel)
         rates = [
-            rate * (group["trust"] * trust_ratio(w, g + decay * w) if w > 0 and g > 0 else 1.0)
+            rate * (group["trust"] * compute_trust_ratio(w, g + decay * w) if w > 0 and g > 0 else 1.0)
             for w, g in zip(weight_norms, gradient_norms, strict=True)
         ]
         rates += [rate] * (len(weights) - layers)
@@ -62,7 +62,7 @@ class LARS(LayerwiseOptimizer):
             update[:layers] = torch._foreach_add(
                 update[:layers], [weight.float() for weight in weights[:layers]], alpha=decay
             )
-        velocities = state_of(self, weights, "momentum")
+        velocities = list_state(self, weights, "momentum")
         torch._foreach_mul_(velocities, group["momentum"])
         torch._foreach_add_(velocities, torch._foreach_mul(update, rates))
         torch._foreach_sub_(weights, velocities)

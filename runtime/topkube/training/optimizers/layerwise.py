@@ -41,26 +41,26 @@ def is_adapted(parameter: torch.Tensor) -> bool:
     return parameter.ndim > 1
 
 
-def trust_ratio(weight: float, update: float) -> float:
+def compute_trust_ratio(weight: float, update: float) -> float:
     """Return weight / update; 1 if one of the norms is 0 or not finite."""
     return weight / update if weight > 0 and 0 < update < math.inf and weight < math.inf else 1.0
 
 
-def check(name: str, value: float, *, least: float = 0.0, below: float = math.inf) -> float:
+def check_range(name: str, value: float, *, least: float = 0.0, below: float = math.inf) -> float:
     if not least <= value < below:
         limit = f"at least {least:g}" + ("" if below == math.inf else f" and below {below:g}")
         raise ArgumentError(f"{name} = {value} must be {limit}", next_step=f"choose another {name}")
     return value
 
 
-def with_gradients(group: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def list_with_gradients(group: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the group's parameters that have a gradient, with the adapted parameters first, and their gradients."""
     tensors: list[torch.Tensor] = [p for p in group["params"] if p.grad is not None]
     tensors.sort(key=lambda p: not is_adapted(p))
     return tensors, [p.grad for p in tensors if p.grad is not None]
 
 
-def state_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
+def list_state(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
     """Return a state tensor for each parameter; new tensors are float32 zeros."""
     for parameter in parameters:
         if name not in optimizer.state[parameter]:

@@ -93,9 +93,9 @@ class MasterWeights(OptimizerWrapper):
         super().__init__(optimizer)
         self._pairs: list[_Pair] = []
         for group in optimizer.param_groups:
-            group["params"] = [self._master_of(parameter) for parameter in group["params"]]
+            group["params"] = [self._make_master(parameter) for parameter in group["params"]]
 
-    def _master_of(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _make_master(self, parameter: torch.Tensor) -> torch.Tensor:
         if parameter.dtype not in _NARROW:
             return parameter
         master = parameter.detach().float().requires_grad_()
@@ -123,7 +123,7 @@ class MasterWeights(OptimizerWrapper):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         parameters = param_group["params"]
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self.inner.add_param_group({**param_group, "params": [self._master_of(tensor) for tensor in parameters]})
+        self.inner.add_param_group({**param_group, "params": [self._make_master(tensor) for tensor in parameters]})
 
     # ---- a step
 

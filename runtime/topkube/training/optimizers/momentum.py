@@ -32,7 +32,11 @@ class MomentumCorrection:
         plain = type(optimizer) in _KINDS and not any(
             group.get("nesterov") or group.get("dampening") or (self._sgd and group["fused"]) for group in groups
         )
-        if not plain or len({self._of(group) for group in groups}) != 1 or not self._of(groups[0]):
+        if (
+            not plain
+            or len({self._read_group_momentum(group) for group in groups}) != 1
+            or not self._read_group_momentum(groups[0])
+        ):
             raise ArgumentError(
                 f"momentum correction does not support this {type(optimizer).__name__}",
                 cause="it replaces the momentum of SGD (without dampening, nesterov or fused), Adam or AdamW, which"
@@ -40,12 +44,12 @@ class MomentumCorrection:
                 next_step="use such an optimizer, or turn off momentum correction",
             )
 
-    def _of(self, group: dict[str, Any]) -> float:
+    def _read_group_momentum(self, group: dict[str, Any]) -> float:
         return float(group["momentum"] if self._sgd else group["betas"][0])
 
-    def momentum(self) -> tuple[float, float]:
+    def read_momentum(self) -> tuple[float, float]:
         """Return the current momentum, which a schedule may change, and the factor of a gradient in its velocity."""
-        momentum = self._of(self._optimizer.param_groups[0])
+        momentum = self._read_group_momentum(self._optimizer.param_groups[0])
         return momentum, 1.0 if self._sgd else 1.0 - momentum
 
     @torch.no_grad()
@@ -87,4 +91,4 @@ class MomentumCorrection:
             "decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW)
         ):
             state["exp_avg"].add_(tensor, alpha=group["weight_decay"])
-        state["exp_avg"].mul_(1 - self._of(group) ** float(state["step"]))
+        state["exp_avg"].mul_(1 - self._read_group_momentum(group) ** float(state["step"]))

@@ -58,7 +58,7 @@ def map(
     return [[float(x) for x in row] for row in gathered.reshape(layers, numbers)]
 
 
-def norms(*kinds: Tensors, parallel: bool = False) -> list[list[float]]:
+def compute_norms(*kinds: Tensors, parallel: bool = False) -> list[list[float]]:
     """Return the 2-norms, in float32, of all tensors of one or more lists of equal length, for example weights and
     gradients.
 
@@ -68,10 +68,12 @@ def norms(*kinds: Tensors, parallel: bool = False) -> list[list[float]]:
     layers = len(kinds[0])
     assert all(len(kind) == layers for kind in kinds)
 
-    def of_layers(chosen: list[int]) -> list[list[float]]:
-        return [list(row) for row in zip(*(_local([kind[i] for i in chosen]) for kind in kinds), strict=True)]
+    def compute_rows(chosen: list[int]) -> list[list[float]]:
+        return [
+            list(row) for row in zip(*(_compute_local_norms([kind[i] for i in chosen]) for kind in kinds), strict=True)
+        ]
 
-    rows = map(of_layers, [tensor.numel() for tensor in kinds[0]], len(kinds), parallel)
+    rows = map(compute_rows, [tensor.numel() for tensor in kinds[0]], len(kinds), parallel)
     return [[row[number] for row in rows] for number in range(len(kinds))]
 
 
@@ -86,7 +88,7 @@ def _check_shape(rows: Sequence[Sequence[float]], layers: int, numbers: int) -> 
     return [list(row) for row in rows]
 
 
-def _local(tensors: Tensors) -> list[float]:
+def _compute_local_norms(tensors: Tensors) -> list[float]:
     """Return the norms, with a fused kernel if torch has one: on CUDA, and for tensors of one dtype."""
     if not tensors:
         return []

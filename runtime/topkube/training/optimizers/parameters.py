@@ -9,7 +9,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from topkube.errors import ArgumentError
-from topkube.training.exchange.buckets import Parameter, is_sharded
+from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
 from topkube.training.optimizers.wrapper import exchanged_parameters
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)

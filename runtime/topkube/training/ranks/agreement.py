@@ -79,7 +79,7 @@ def digest(value: object) -> float:
     return float(xxhash.xxh3_64_intdigest(repr(value).encode()) >> 11)
 
 
-def differing_ranks(column: npt.NDArray[np.float64]) -> list[int]:
+def find_differing_ranks(column: npt.NDArray[np.float64]) -> list[int]:
     """Return the ranks whose value in `column`, shape (ranks,), is not that of most ranks. If two values are equally
     frequent, the value of rank 0 counts as the most frequent."""
     values, first, counts = np.unique(column, return_index=True, return_counts=True)

@@ -52,6 +52,10 @@ class Schedule:
         self._queue.put((work, future))
         return future
 
+    def run(self, work: Callable[[], T]) -> T:
+        """Run `work` after all earlier work, and return its result. Raises the error that it raised."""
+        return self.submit(work).result()
+
     def advance_meanwhile(self, advance: Callable[[], float | None], is_awaited: bool = False) -> None:
         """Call `advance` while the queue is empty, until it returns None. Otherwise it returns the seconds until its
         next call; new work is not delayed. If other ranks may wait for it at the end of the program (`is_awaited`),
@@ -69,7 +73,7 @@ class Schedule:
             self._thread.join(_LEAVE_SECONDS)
 
     def _run(self) -> None:
-        while (entry := self._next()) is not None:
+        while (entry := self._take_next()) is not None:
             work, future = entry
             del entry
             # Each reference is dropped before the next step can wait or wake a waiter: it would keep the bucket's
@@ -80,7 +84,7 @@ class Schedule:
                 del work
                 future.set_exception(error)
                 if self._closing:
-                    _end_with(error)
+                    _report_at_end(error)
                     return
             else:
                 del work
@@ -96,7 +100,7 @@ class Schedule:
         if self._advance is not None:  # messages are under way: their buffers must outlive the interpreter
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._advance))
 
-    def _next(self) -> tuple[Callable[[], Any], Future[Any]] | None:
+    def _take_next(self) -> tuple[Callable[[], Any], Future[Any]] | None:
         """Return the next entry of the queue. Advance the messages that are under way until there is an entry."""
         while self._advance is not None:
             pause = self._advance()
@@ -110,7 +114,7 @@ class Schedule:
         return self._queue.get()
 
 
-def _end_with(error: BaseException) -> None:
+def _report_at_end(error: BaseException) -> None:
     """Print a warning about an error at the end of the program, when nothing waits for the result. Never free the
     error, because its frames hold the buffers of unfinished messages, which must outlive the interpreter."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))

@@ -36,7 +36,7 @@ class ModelCollectives:
         total = np.empty_like(own)
         self._wait(lambda: self._comm.Iallreduce(own, total), what)
         if total[0] != own[0] * self._world.size:  # whole numbers below 2**53: exact
-            raise _mismatch(what)
+            raise _make_mismatch_error(what)
         return total[1:]
 
     def broadcast(self, data: npt.NDArray[np.uint8], root: int, what: str, details: str = "") -> npt.NDArray[np.uint8]:
@@ -45,7 +45,7 @@ class ModelCollectives:
         sent = own.copy() if self._world.rank == root else np.empty_like(own)
         self._wait(lambda: self._comm.Ibcast(sent, root=root), what)
         if (sent[:8] != own[:8]).any():
-            raise _mismatch(what)
+            raise _make_mismatch_error(what)
         return sent[8:]
 
     def _wait(self, start: Any, what: str) -> None:
@@ -55,7 +55,7 @@ class ModelCollectives:
         try:
             self._world.wait([start()], what, series=WaitSeries.MODEL)
         except MPI.Exception as error:  # lengths differ
-            raise _mismatch(what) from error
+            raise _make_mismatch_error(what) from error
 
 
 def model_collectives(world: World) -> ModelCollectives:
@@ -71,7 +71,7 @@ def _digest(text: str) -> float:
     return float(xxhash.xxh32_intdigest(text.encode()))
 
 
-def _mismatch(what: str) -> MismatchError:
+def _make_mismatch_error(what: str) -> MismatchError:
     return MismatchError(
         f"this rank entered {what}, and another rank entered another collective of its model",
         cause="ranks use different layers in the same step, or their models differ",

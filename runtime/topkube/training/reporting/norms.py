@@ -23,7 +23,7 @@ class Norms:
         self._next = 0.0
 
     @property
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """True if it is time for the next measurement."""
         return time.perf_counter() >= self._next
 
@@ -31,12 +31,12 @@ class Norms:
     def measure(self, gradients: Sequence[torch.Tensor], residuals: Iterable[torch.Tensor]) -> None:
         """Measure both norms. The next measurement is due after five seconds, or later if this one took long."""
         start = time.perf_counter()
-        self.gradient, self.residual = _norm(gradients), _norm(list(residuals))
+        self.gradient, self.residual = _compute_norm(gradients), _compute_norm(list(residuals))
         spent = time.perf_counter() - start
         self._next = start + max(_INTERVAL_SECONDS, spent / MOST_OF_TIME)
 
 
-def _norm(tensors: Sequence[torch.Tensor]) -> float | None:
+def _compute_norm(tensors: Sequence[torch.Tensor]) -> float | None:
     if not tensors:
         return None
     norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)

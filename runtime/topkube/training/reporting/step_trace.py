@@ -77,19 +77,19 @@ class StepTrace:
             register_module_forward_hook(self._leave_module, always_call=True),
         ]
 
-    def _now(self) -> tuple[int, int]:
+    def _read_clocks(self) -> tuple[int, int]:
         """Return the time, and the processor time of this thread, in nanoseconds."""
         if self._on_device:
             torch.cuda.current_stream().synchronize()
         return time.perf_counter_ns(), time.thread_time_ns()
 
-    def _span(self, category: str, name: str, start: tuple[int, int], end: tuple[int, int], **args: Any) -> None:
+    def _record_span(self, category: str, name: str, start: tuple[int, int], end: tuple[int, int], **args: Any) -> None:
         processor = None if self._on_device else max(end[1] - start[1], 0)
         self._recorder.span(category, name, start[0], end[0], processor, trace.COMPUTE, **args)
 
     # ---- forward
 
-    def _layer_of(self, module: torch.nn.Module) -> str | None:
+    def _find_layer(self, module: torch.nn.Module) -> str | None:
         """Return the name of the layer if `module` has parameters of its own, else None."""
         if module not in self._layers:
             names = (self._names.get(id(p)) for p in module._parameters.values() if p is not None)
@@ -99,16 +99,16 @@ class StepTrace:
     def _enter_module(self, module: torch.nn.Module, inputs: Any) -> None:
         if not self._recorder.recording or not torch.is_grad_enabled() or self._backward is not None:
             return
-        name = "forward" if not self._inside else self._layer_of(module)
+        name = "forward" if not self._inside else self._find_layer(module)
         if name is not None:
-            self._inside.append((module, name, *self._now()))
+            self._inside.append((module, name, *self._read_clocks()))
 
     def _leave_module(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if not self._inside or self._inside[-1][0] is not module:
             return
         _, name, *start = self._inside.pop()
-        end = self._now()
-        self._span(trace.FORWARD, name, (start[0], start[1]), end)
+        end = self._read_clocks()
+        self._record_span(trace.FORWARD, name, (start[0], start[1]), end)
         if not self._inside:
             self._forward_end = end
 
@@ -118,14 +118,14 @@ class StepTrace:
         """Note the first gradient of a backward. Backward began when forward ended; a model whose forward was not seen
         begins its backward here."""
         self._inside.clear()
-        self._backward = self._last = self._forward_end or self._now()
+        self._backward = self._last = self._forward_end or self._read_clocks()
         self._forward_end = self._segment = None
 
     def note_gradient(self, name: str, elements: int, itemsize: int, small: bool) -> None:
         """Record that a gradient of `elements` values of `itemsize` bytes is ready."""
         if not self._recorder.recording or self._backward is None:
             return
-        now, layer = self._now(), name.rpartition(".")[0] or name
+        now, layer = self._read_clocks(), name.rpartition(".")[0] or name
         if self._segment is None or self._segment[0] != layer:
             self._end_segment()
             self._segment = (layer, *self._last)
@@ -136,21 +136,21 @@ class StepTrace:
     def _end_segment(self) -> None:
         if self._segment is not None:
             layer, *start = self._segment
-            self._span(trace.BACKWARD, layer, (start[0], start[1]), self._last)
+            self._record_span(trace.BACKWARD, layer, (start[0], start[1]), self._last)
             self._segment = None
 
     def end_gradients(self) -> None:
         """Note that backward has computed all gradients; what follows is the wait for the exchanges."""
         self._end_segment()
-        self._last = self._now()
+        self._last = self._read_clocks()
 
     def end_backward(self) -> None:
         """Note that all gradients are aggregated."""
         if self._backward is None:
             return
-        now = self._now()
-        self._span(trace.BACKWARD, "wait for exchanges", self._last, now)
-        self._span(trace.BACKWARD, "backward", self._backward, now)
+        now = self._read_clocks()
+        self._record_span(trace.BACKWARD, "wait for exchanges", self._last, now)
+        self._record_span(trace.BACKWARD, "backward", self._backward, now)
         self._backward = None
 
     # ---- buckets and steps

@@ -19,7 +19,7 @@ class StepReports:
         self._world = world
         self._writer: ProgressWriter | None = None
 
-    def step(self, steps: int, skipped: int, density: float, choice: str | None) -> None:
+    def report_step(self, steps: int, skipped: int, density: float, choice: str | None) -> None:
         """Report a step. So far the optimizer has made `steps` updates and skipped `skipped` steps. `choice` is what
         `auto` or `dense` stands for, and why."""
         directory = self._world.run_directory

@@ -146,10 +146,10 @@ def case_gathers_begin_in_backward_while_the_link_is_idle(world: World) -> None:
 
         def wait_for_gather(gradient: torch.Tensor) -> None:
             if is_early and makes_early:
-                wait_for(lambda: any(part.halved.begun for part in exchange.halved_parts))
+                wait_for(lambda: any(part.halved.begun for part in exchange.halves.parts))
                 begun.append(step)
             if is_early and not is_alone:
-                wait_for(lambda: any(part.halved.is_gathered for part in exchange.halved_parts))
+                wait_for(lambda: any(part.halved.is_gathered for part in exchange.halves.parts))
 
         def enter(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
             output.register_hook(wait_for_gather)

@@ -25,7 +25,7 @@ from ranks.training.scene import (
     take_own_part,
 )
 from topkube.errors import TrainingError
-from topkube.training.exchange import buckets
+from topkube.training.exchange.buckets import fusion
 from topkube.world import World
 
 
@@ -215,8 +215,8 @@ def case_buckets_of_a_state_stay_as_they_are(world: World) -> None:
     """A run that resumes has the buckets of its state, even if this version of TopKube would plan other buckets."""
     x, y = draw_samples(8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "LEAST_BUCKET_BYTES", 2048)
-        patch.setattr(buckets, "BUCKET_SECONDS", 0.0)
+        patch.setattr(fusion, "LEAST_BUCKET_BYTES", 2048)
+        patch.setattr(fusion, "BUCKET_SECONDS", 0.0)
         model = build_network()
         first = build_optimizer(model, bucket_bytes=None)
         compute_loss(model, take_own_part(x), take_own_part(y)).backward()
@@ -238,12 +238,12 @@ def case_buckets_of_a_state_stay_as_they_are(world: World) -> None:
 def case_buckets_are_sent_during_backward(world: World) -> None:
     """Buckets are sent from the second step on, because the first backward finds the order of the gradients."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets, "LEAST_BUCKET_BYTES", 2048)
-        patch.setattr(buckets, "BUCKET_SECONDS", 0.0)
+        patch.setattr(fusion, "LEAST_BUCKET_BYTES", 2048)
+        patch.setattr(fusion, "BUCKET_SECONDS", 0.0)
         model, (x, y) = build_network(), draw_samples(8)
         optimizer = build_optimizer(model, bucket_bytes=None)
         handed_over: list[int] = []
-        model[0].weight.register_hook(lambda _: handed_over.append(len(optimizer._backward._futures)))
+        model[0].weight.register_hook(lambda _: handed_over.append(len(optimizer._backward.queue.futures)))
         for _ in range(2):
             compute_loss(model, take_own_part(x), take_own_part(y)).backward()
             optimizer.step()

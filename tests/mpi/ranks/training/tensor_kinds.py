@@ -23,7 +23,7 @@ from ranks.training.scene import (
     take_own_part,
 )
 from topkube.errors import TrainingError
-from topkube.training.exchange import sparse_gradients
+from topkube.training.exchange.reduction import sparse_gradients
 from topkube.training.ranks.agreement import agreement
 from topkube.world import World
 

@@ -21,10 +21,12 @@ from ranks.training.scene import (
 )
 from topkube.algorithms import Stage
 from topkube.collectives.link import MeasuredMachine
-from topkube.training.exchange import tuning
+from topkube.training.exchange.tuning import machines
+from topkube.training.exchange.tuning.step_times import COUNTED_STEPS, SKIPPED_STEPS
+from topkube.training.exchange.tuning.tuning import Tuning
 from topkube.world import World
 
-STEPS = tuning.SKIPPED_STEPS + tuning.COUNTED_STEPS
+STEPS = SKIPPED_STEPS + COUNTED_STEPS
 
 
 def train(model: torch.nn.Module, optimizer: topkube.DistributedOptimizer, first: int, last: int) -> None:
@@ -36,14 +38,14 @@ def train(model: torch.nn.Module, optimizer: topkube.DistributedOptimizer, first
 
 
 def have_same_choice(world: World, optimizer: topkube.DistributedOptimizer) -> bool:
-    states = world.comm.allgather(repr(optimizer._backward.plan.state()))
+    states = world.comm.allgather(repr(optimizer._backward.plan.save()))
     return all(state == states[0] for state in states)
 
 
 @contextmanager
 def measure_wrongly(world: World, factor: float) -> Iterator[None]:
     """Let the links of the world seem `factor` times as fast as they are."""
-    measure = tuning.measure_machines
+    measure = machines.measure_machines
 
     def measure_falsely(measured_world: World) -> MeasuredMachine:
         measured = measure(measured_world)
@@ -51,28 +53,28 @@ def measure_wrongly(world: World, factor: float) -> Iterator[None]:
         return MeasuredMachine(rate, measured.latency and measured.latency / factor, measured.memory)
 
     world.cache.pop("measured machines", None)
-    tuning.measure_machines = measure_falsely
+    machines.measure_machines = measure_falsely
     try:
         yield
     finally:
-        tuning.measure_machines = measure
+        machines.measure_machines = measure
         world.cache.pop("measured machines", None)
 
 
 @contextmanager
 def play_measured_steps(world: World, *seconds: float) -> Iterator[None]:
     """Steps that seem to take `seconds`, one value for each comparison, with long exchanges that differ by rank."""
-    steps, note_step = iter(seconds), tuning.Tuning.note_step
+    steps, note_step = iter(seconds), Tuning.note_step
 
-    def note_times(self: tuning.Tuning, now: float) -> list[float] | None:
+    def note_times(self: Tuning, now: float) -> list[float] | None:
         measured = note_step(self, now)
         return measured and [next(steps) - 0.01 * world.rank, -0.2 - world.rank, -0.01 - world.rank]
 
-    tuning.Tuning.note_step = note_times  # type: ignore[method-assign]
+    Tuning.note_step = note_times  # type: ignore[method-assign]
     try:
         yield
     finally:
-        tuning.Tuning.note_step = note_step  # type: ignore[method-assign]
+        Tuning.note_step = note_step  # type: ignore[method-assign]
 
 
 def case_auto_measures_and_all_ranks_choose_alike(world: World) -> None:
@@ -135,7 +137,7 @@ def case_a_saved_state_ends_the_tuning_and_a_resumed_run_makes_the_same_steps(wo
             copy_weights(model),
         )
         train(model, optimizer, 4, 3 * STEPS)
-        chosen = optimizer.tuning.state()
+        chosen = optimizer.tuning.save()
         assert optimizer.tuning.is_settled
         assert optimizer.tuning.measured is None
         optimizer.unwrap()
@@ -147,7 +149,7 @@ def case_a_saved_state_ends_the_tuning_and_a_resumed_run_makes_the_same_steps(wo
     again = build_optimizer(resumed, aggregation="auto", dense_wire="bf16", bucket_bytes=None)
     again.load_state_dict(state)
     train(resumed, again, 4, 3 * STEPS)
-    assert again.tuning.state() == chosen
+    assert again.tuning.save() == chosen
     assert all(torch.equal(a, b) for a, b in zip(copy_weights(model), copy_weights(resumed), strict=True))
     again.unwrap()
 
@@ -167,8 +169,8 @@ def case_a_stage_of_auto_is_chosen_by_all_ranks_together(world: World) -> None:
             assert have_same_choice(world, optimizer)
             assert optimizer.tuning.machines is not None
             choice = optimizer.tuning.choice
-            assert optimizer._backward.exchange.choice is choice
-            assert optimizer._backward.exchange.large.compresses is (choice is None)
+            assert optimizer._backward.exchange.algorithms.choice is choice
+            assert optimizer._backward.exchange.algorithms.large.compresses is (choice is None)
             wires.append("" if choice is None else choice.dense_wire)
         assert wires == [""] * 2 + ["fp32"] * STEPS + ["bf16"] * (STEPS + 2) + [""] * 2, wires
         assert are_equal_on_all_ranks(copy_weights(model))
@@ -197,7 +199,7 @@ def case_a_stage_after_a_saved_state_is_chosen_alike_in_a_resumed_run(world: Wor
             train(model, optimizer, 2, last)
             assert optimizer.tuning.is_settled
             assert optimizer.tuning.measured is None
-            ends.append((optimizer.tuning.state(), copy_weights(model)))
+            ends.append((optimizer.tuning.save(), copy_weights(model)))
             optimizer.unwrap()
     assert ends[0][0] == ends[1][0]
     assert all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1], strict=True))

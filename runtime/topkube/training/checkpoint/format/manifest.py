@@ -16,7 +16,7 @@ FORMAT = 2
 NAME = "checkpoint.json"
 
 
-def rank_file(rank: int) -> str:
+def name_rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
@@ -33,13 +33,13 @@ class Manifest:
     copies: tuple[int, ...] | None
     number_of_copies: int | None
 
-    def ranks_of(self, copy: int) -> list[int]:
+    def list_ranks(self, copy: int) -> list[int]:
         """Return the ranks that hold a part of copy number `copy`; all ranks if the format does not contain it."""
         if self.copies is None:
             return list(range(sum(map(len, self.node_ranks))))
         return [rank for rank, own in enumerate(self.copies) if own == copy]
 
-    def text(self, step: int, job: str, attempt: int, time: float) -> str:
+    def format_text(self, step: int, job: str, attempt: int, time: float) -> str:
         about = {
             "format": FORMAT,
             "step": step,
@@ -67,13 +67,13 @@ def read_manifest(folder: Path) -> Manifest:
         return True
 
     about = abouts[0] if wait_until_seen(is_seen, folder) else _parse(folder)
-    return _manifest(about, folder)
+    return _build_manifest(about, folder)
 
 
 def is_whole(folder: Path) -> bool:
     """Return True if the manifest in `folder` exists now and this version can read it."""
     try:
-        _manifest(_parse(folder), folder)
+        _build_manifest(_parse(folder), folder)
     except (Damaged, CheckpointError, OSError):
         return False
     return True
@@ -86,9 +86,9 @@ def _parse(folder: Path) -> dict[str, Any]:
         about = json.loads(read_text(folder / NAME))
         number = about["format"]
     except (ValueError, KeyError, TypeError) as error:
-        raise _changed(folder) from error
+        raise _make_changed_error(folder) from error
     if not isinstance(number, int):
-        raise _changed(folder)
+        raise _make_changed_error(folder)
     if number > FORMAT:
         raise CheckpointError(
             f"{folder} has format {number}, this version reads up to {FORMAT}",
@@ -99,7 +99,7 @@ def _parse(folder: Path) -> dict[str, Any]:
     return parsed
 
 
-def _manifest(about: dict[str, Any], folder: Path) -> Manifest:
+def _build_manifest(about: dict[str, Any], folder: Path) -> Manifest:
     try:
         ranks = tuple(tuple(int(rank) for rank in ranks) for ranks in about["node_ranks"])
         files = {
@@ -108,17 +108,17 @@ def _manifest(about: dict[str, Any], folder: Path) -> Manifest:
         copies = about["residual_copies"] if about["format"] > 1 else None
         if copies is None:
             return Manifest(ranks, files, None, None)
-        of_ranks = _numbers(copies["of_ranks"])
+        of_ranks = _read_numbers(copies["of_ranks"])
         if len(of_ranks) != sum(map(len, ranks)):
-            raise _changed(folder)
+            raise _make_changed_error(folder)
         return Manifest(ranks, files, of_ranks, int(copies["number"]))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _changed(folder) from error
+        raise _make_changed_error(folder) from error
 
 
-def _numbers(values: Sequence[Any]) -> tuple[int, ...]:
+def _read_numbers(values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(int(value) for value in values)
 
 
-def _changed(folder: Path) -> Damaged:
+def _make_changed_error(folder: Path) -> Damaged:
     return Damaged(f"{folder / NAME} has changed since it was written")

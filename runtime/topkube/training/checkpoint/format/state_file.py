@@ -16,7 +16,7 @@ from typing import IO, Any, cast
 import torch
 import xxhash
 
-from topkube.training.checkpoint.format.encoding import Undecodable, decode
+from topkube.training.checkpoint.format.decoding import Undecodable, decode
 
 SEEN_WITHIN_SECONDS = 10.0
 """How long shared storage may take to show a file that another node has written."""
@@ -104,8 +104,8 @@ def write_state(path: Path, state: dict[str, Any], tally: Tally | None = None) -
 
 def read_state(path: Path, wanted: FileDigest) -> dict[str, Any]:
     """Return the state that `write_state` wrote, decoded. Waits for a file that is not complete yet, for
-    SEEN_WITHIN_SECONDS. Raises Damaged if the file is not the one that was written, else OSError."""
-    wait_until_seen(lambda: _size(path) == wanted.bytes, path.parent)
+    SEEN_WITHIN_SECONDS. Raises Damaged if the file has changed since it was written, else OSError."""
+    wait_until_seen(lambda: _read_size(path) == wanted.bytes, path.parent)
     digest, count = xxhash.xxh3_64(), 0
     try:
         with path.open("rb") as file:
@@ -113,7 +113,7 @@ def read_state(path: Path, wanted: FileDigest) -> dict[str, Any]:
                 digest.update(data)
                 count += len(data)
     except OSError as error:
-        raise _damage_or(error, path) from error
+        raise _classify_error(error, path) from error
     if count != wanted.bytes:
         raise Damaged(f"{path} has {count} bytes instead of {wanted.bytes}")
     if digest.intdigest() != wanted.digest:
@@ -123,7 +123,7 @@ def read_state(path: Path, wanted: FileDigest) -> dict[str, Any]:
     except Undecodable as error:
         raise Damaged(f"{path} holds {error}") from error
     except OSError as error:
-        raise _damage_or(error, path) from error
+        raise _classify_error(error, path) from error
     except MemoryError:
         raise
     except Exception as error:  # not a file of TopKube: torch raises errors of many kinds
@@ -140,7 +140,7 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise Damaged(f"{path} has changed since it was written") from error
     except OSError as error:
-        raise _damage_or(error, path) from error
+        raise _classify_error(error, path) from error
 
 
 def write_new_text(path: Path, text: str) -> None:
@@ -177,12 +177,12 @@ def is_missing(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in _UNSEEN
 
 
-def _size(path: Path) -> int:
+def _read_size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError:
         return -1
 
 
-def _damage_or(error: OSError, path: Path) -> Exception:
+def _classify_error(error: OSError, path: Path) -> Exception:
     return Damaged(f"{path}: {error.strerror}") if error.errno in _DAMAGE else error

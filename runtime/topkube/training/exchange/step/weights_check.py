@@ -14,8 +14,8 @@ import torch
 import xxhash
 
 from topkube.errors import TrainingError
-from topkube.training.exchange.buckets import Parameter, real_view
-from topkube.training.ranks.agreement import Agreement, differing_ranks, names_of
+from topkube.training.exchange.buckets.parameter import Parameter, view_real
+from topkube.training.ranks.agreement import Agreement, find_differing_ranks, names_of
 
 _PRIME = 1_000_003
 
@@ -38,16 +38,16 @@ class WeightsCheck:
 
     def digest(self) -> float:
         """Return a digest of all weights, of 53 bits, which float64 represents exactly."""
-        checksums = _checksums([real_view(parameter.tensor) for parameter in self._parameters])
+        checksums = _checksums([view_real(parameter.tensor) for parameter in self._parameters])
         return _hash(b"".join(checksum.to_bytes(8, "little") for checksum in checksums))
 
     def describe_difference(self, agreement: Agreement, digest: float, first: bool) -> str:
         """Return a sentence that names the ranks whose weights differ, and a parameter that differs. All ranks call
         this together if their digests differ."""
         rows = agreement.gather([digest])[:, 0]
-        ranks = differing_ranks(rows)
+        ranks = find_differing_ranks(rows)
         self.differing = len(ranks)
-        checksums = _checksums([real_view(parameter.tensor) for parameter in self._parameters])
+        checksums = _checksums([view_real(parameter.tensor) for parameter in self._parameters])
         values = [_hash(checksum.to_bytes(8, "little")) for checksum in checksums]
         low, high = agreement.maximum([-value for value in values]), agreement.maximum(values)
         different = [p.name for p, least, most in zip(self._parameters, -low, high, strict=True) if least != most]
@@ -81,9 +81,9 @@ class WeightsCheck:
 def _checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return a 64-bit checksum of each tensor. They are computed on the device, with one wait for the results."""
     if any(tensor.device.type != "cpu" for tensor in tensors):
-        sums = [_sum_of_bits(tensor) for tensor in tensors]
+        sums = [_sum_bits(tensor) for tensor in tensors]
         return [int(checksum) % 2**64 for checksum in torch.stack(sums).tolist()]
-    return [xxhash.xxh3_64_intdigest(_bytes(tensor)) for tensor in tensors]
+    return [xxhash.xxh3_64_intdigest(_view_bytes(tensor)) for tensor in tensors]
 
 
 def _hash(data: bytes) -> float:
@@ -91,11 +91,11 @@ def _hash(data: bytes) -> float:
     return float(xxhash.xxh3_64_intdigest(data) >> 11)
 
 
-def _bytes(tensor: torch.Tensor) -> Any:
+def _view_bytes(tensor: torch.Tensor) -> Any:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+def _sum_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of the tensor's bits as integers, in up to 4,096 columns with a weight per column: a swap of two
     values in different columns changes it. The values after the last whole row count without a weight."""
     width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]

@@ -22,7 +22,7 @@ _MOST_ROWS = 2.0
 
 
 @torch.no_grad()
-def mean_of_rows(
+def average_rows(
     world: World, agreement: Agreement, gradient: torch.Tensor | None, like: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the mean over ranks of sparse gradients of `dtype`, coalesced; `gradient` is this rank's, None if it has
@@ -33,12 +33,12 @@ def mean_of_rows(
     """
     own = None if gradient is None else gradient.coalesce()
     if world.size == 1:
-        return own if own is not None else _no_rows(like, 1, dtype)
+        return own if own is not None else _make_empty(like, 1, dtype)
     [dimensions] = agreement.maximum([0 if own is None else own.sparse_dim()])
-    own = _no_rows(like, int(dimensions) or 1, dtype) if own is None else own
+    own = _make_empty(like, int(dimensions) or 1, dtype) if own is None else own
     counts = [int(count) for count in agreement.gather([own._nnz()])[:, 0]]
     if sum(counts) > _MOST_ROWS * math.prod(like.shape[: own.sparse_dim()]):
-        return _mean_of_whole(world, own)
+        return _average_whole(world, own)
     indices = _gather(world, own.indices().t().contiguous().cpu(), counts)
     values = _gather(world, own.values().contiguous().cpu(), counts)
     if values.itemsize == 2:  # a sum of 16 bits over many ranks would stop to grow
@@ -47,7 +47,7 @@ def mean_of_rows(
     return mean.coalesce().to(device=like.device, dtype=dtype)
 
 
-def _mean_of_whole(world: World, own: torch.Tensor) -> torch.Tensor:
+def _average_whole(world: World, own: torch.Tensor) -> torch.Tensor:
     """Return the mean over ranks of sparse tensors that have many rows. An additional column shows which rows a rank
     has: the result has the rows that any rank has, also if their sum is zero."""
     outer, inner = own.shape[: own.sparse_dim()], own.shape[own.sparse_dim() :]
@@ -56,7 +56,7 @@ def _mean_of_whole(world: World, own: torch.Tensor) -> torch.Tensor:
     if values.is_complex():
         values = torch.view_as_real(values).reshape(own._nnz(), 2 * columns)
     whole = torch.zeros(places, values.shape[1] + 1, dtype=values.dtype)
-    rows = _flat_indices(own.indices().cpu(), outer)
+    rows = _flatten_indices(own.indices().cpu(), outer)
     whole[rows, :-1] = values
     whole[rows, -1] = 1
     flat = whole.view(-1)
@@ -76,7 +76,7 @@ def _mean_of_whole(world: World, own: torch.Tensor) -> torch.Tensor:
     return mean.to(own.device)
 
 
-def _flat_indices(indices: torch.Tensor, outer: Sequence[int]) -> torch.Tensor:
+def _flatten_indices(indices: torch.Tensor, outer: Sequence[int]) -> torch.Tensor:
     """Return the numbers of the rows at `indices`, (sparse dimensions, rows), in the order of memory: (rows,)."""
     flat = torch.zeros(indices.shape[1], dtype=torch.int64)
     for index, length in zip(indices, outer, strict=True):
@@ -84,7 +84,7 @@ def _flat_indices(indices: torch.Tensor, outer: Sequence[int]) -> torch.Tensor:
     return flat
 
 
-def _no_rows(like: torch.Tensor, sparse_dimensions: int, dtype: torch.dtype) -> torch.Tensor:
+def _make_empty(like: torch.Tensor, sparse_dimensions: int, dtype: torch.dtype) -> torch.Tensor:
     indices = torch.empty(sparse_dimensions, 0, dtype=torch.int64, device=like.device)
     values = torch.empty(0, *like.shape[sparse_dimensions:], dtype=dtype, device=like.device)
     return torch.sparse_coo_tensor(indices, values, like.shape, is_coalesced=True, check_invariants=False)
@@ -106,10 +106,10 @@ def _gather(world: World, rows: torch.Tensor, counts: list[int]) -> torch.Tensor
     everyone = torch.empty(sum(counts), *rows.shape[1:], dtype=rows.dtype)
     row_bytes = rows[0].numel() * rows.element_size() if len(rows) else everyone[:1].numel() * everyone.element_size()
     sizes = [count * row_bytes for count in counts]
-    sent, received = _bytes(rows), _bytes(everyone)
+    sent, received = _view_bytes(rows), _view_bytes(everyone)
     world.wait([world.comm.Iallgatherv(sent, [received, sizes])], "the exchange of sparse gradients")
     return everyone
 
 
-def _bytes(tensor: torch.Tensor):  # type: ignore[no-untyped-def]  # NumPy array of bytes, the same memory
+def _view_bytes(tensor: torch.Tensor):  # type: ignore[no-untyped-def]  # NumPy array of bytes, the same memory
     return tensor.reshape(-1).view(torch.uint8).numpy()

@@ -1,5 +1,4 @@
-"""Residuals by parameter name and shard: they are created when first needed, saved, loaded, and redistributed for
-another world.
+"""Residuals by parameter name and shard: they are created when first needed, saved and loaded.
 
 A rank keeps the residual of its shard of every sparse bucket. Saved pieces are keyed by parameter name and contain
 their position in the flattened parameter, so they depend neither on the buckets nor on the number of ranks. Residuals
@@ -19,7 +18,8 @@ import torch
 from topkube.algorithms import Algorithm
 from topkube.collectives.error_feedback import Residual
 from topkube.collectives.shard import residual_copies, residual_range
-from topkube.training.exchange.buckets import Bucket, Parameter
+from topkube.training.exchange.buckets.bucket import Bucket
+from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.world import World
 
 Pieces = dict[str, list[tuple[int, torch.Tensor]]]
@@ -51,20 +51,20 @@ class Residuals:
         self._used: dict[int, Bucket] = {}
         """The buckets of the current exchange, by id."""
 
-    def of(self, bucket: Bucket, loss_scale: float = 1.0) -> Residual:
+    def prepare(self, bucket: Bucket, loss_scale: float = 1.0) -> Residual:
         """Return the bucket's residual, ready for an exchange of gradients that are multiplied by `loss_scale`. A new
         residual contains loaded values, or zeros."""
         if bucket.residual is None:
-            start, stop = self._range(bucket.length)
+            start, stop = self._find_range(bucket.length)
             bucket.residual = Residual(stop - start, *self._momentum(), self._device)
-            for name, begin, end, at in _overlaps(bucket, start, stop):
-                for key, array in _tensors(name, bucket.residual.current, bucket.residual.velocity):
+            for name, begin, end, at in _find_overlaps(bucket, start, stop):
+                for key, array in _list_tensors(name, bucket.residual.current, bucket.residual.velocity):
                     for first, values in self._loaded.pop(key, []):
                         low, high = max(begin, first), min(end, first + values.numel())
                         if low < high:
                             target = array[at + low - begin : at + high - begin]
                             target += values[low - first : high - first].to(target.device)
-            bucket.residual.factors = [self._loaded_factor(parameter) for parameter in bucket.parameters]
+            bucket.residual.factors = [self._take_loaded_factor(parameter) for parameter in bucket.parameters]
             for parameter in bucket.parameters:  # what is left belongs to other ranks, which have it too
                 self._loaded.pop(parameter.name, None)
                 self._loaded.pop(f"{parameter.name} velocity", None)
@@ -88,11 +88,11 @@ class Residuals:
             bucket.residual = None
             self._buckets = [other for other in self._buckets if other is not bucket]
 
-    def range_of(self, bucket: Bucket) -> tuple[int, int]:
+    def find_range(self, bucket: Bucket) -> tuple[int, int]:
         """Return the elements [start, stop) of the bucket that this rank's residual belongs to."""
-        return self._range(bucket.length)
+        return self._find_range(bucket.length)
 
-    def _loaded_factor(self, parameter: Parameter) -> Any:
+    def _take_loaded_factor(self, parameter: Parameter) -> Any:
         """Return the factor of `powersgd` or `acpsgd` that was loaded for a parameter: float32, one-dimensional; empty
         without one. If several nodes saved factors, the first is used, because they differ in scale only."""
         entries = self._loaded.pop(f"{parameter.name} factor", [])
@@ -111,19 +111,19 @@ class Residuals:
 
     def commit(self) -> None:
         """Make the residuals final: the optimizer made its step."""
-        for residual in self._all():
+        for residual in self._list_all():
             residual.commit()
 
     def discard(self) -> None:
         """Restore the residuals of the last step bit for bit: the gradients since then were discarded."""
         self._used.clear()
-        for residual in self._all():
+        for residual in self._list_all():
             residual.discard()
 
     @property
     def are_tentative(self) -> bool:
         """True if an exchange since the last step can still be undone."""
-        return any(residual.is_tentative for residual in self._all())
+        return any(residual.is_tentative for residual in self._list_all())
 
     def discard_of(self, is_discarded: Callable[[Parameter], bool]) -> None:
         """Undo the exchanges since the last step of those parameters whose gradients are discarded."""
@@ -131,28 +131,28 @@ class Residuals:
             residual = bucket.residual
             if residual is None or not residual.is_tentative:
                 continue
-            discarded = {p.name for p in bucket.parameters if p.exchanged and is_discarded(p)}
+            discarded = {p.name for p in bucket.parameters if p.is_exchanged and is_discarded(p)}
             if len(discarded) == len(bucket.parameters):
                 residual.discard()
                 continue
-            start = self._range(bucket.length)[0]
-            for name, begin, end, at in _overlaps(bucket, start, start + len(residual)):
+            start = self._find_range(bucket.length)[0]
+            for name, begin, end, at in _find_overlaps(bucket, start, start + len(residual)):
                 if name in discarded:
                     residual.discard_range(at, at + end - begin)
 
     @contextmanager
-    def frozen_aside(self, bucket: Bucket, residual: Residual) -> Iterator[None]:
+    def set_frozen_aside(self, bucket: Bucket, residual: Residual) -> Iterator[None]:
         """Return a context in which an exchange does not send the residuals of the bucket's frozen parameters. They
         wait until the parameters are trained again."""
-        start = self._range(bucket.length)[0]
+        start = self._find_range(bucket.length)[0]
         frozen = {p.name for p in bucket.parameters if not p.tensor.requires_grad}
         places = [
             slice(at, at + end - begin)
-            for name, begin, end, at in _overlaps(bucket, start, start + len(residual))
+            for name, begin, end, at in _find_overlaps(bucket, start, start + len(residual))
             if name in frozen
         ]
         kinds = [(residual.current, "pending")] + [(residual.velocity, "pending_velocity")] * bool(residual.momentum)
-        held = [(values, twin, place, _copy(values[place])) for values, twin in kinds for place in places]
+        held = [(values, twin, place, _copy_values(values[place])) for values, twin in kinds for place in places]
         for values, _, place, _ in held:
             values[place] = 0
         yield
@@ -160,12 +160,12 @@ class Residuals:
             values[place] = waiting
             getattr(residual, twin)[place] = waiting
 
-    def _all(self) -> Iterator[Residual]:
+    def _list_all(self) -> Iterator[Residual]:
         return (bucket.residual for bucket in self._buckets if bucket.residual is not None)
 
-    def arrays(self) -> list[torch.Tensor]:
-        """The residuals themselves, one per bucket (float32, this rank's shard), not copied."""
-        residuals = [_tensor(bucket.residual.current) for bucket in self._buckets if bucket.residual is not None]
+    def list_arrays(self) -> list[torch.Tensor]:
+        """Return the residuals themselves, one per bucket (float32, this rank's shard), not copied."""
+        residuals = [_as_tensor(bucket.residual.current) for bucket in self._buckets if bucket.residual is not None]
         return [values for values in residuals if values.numel()]
 
     def save(self) -> Pieces:
@@ -173,9 +173,9 @@ class Residuals:
         pieces: Pieces = {name: list(entries) for name, entries in self._loaded.items()}
         for bucket in self._buckets:
             assert bucket.residual is not None
-            start = self._range(bucket.length)[0]
-            for name, begin, end, at in _overlaps(bucket, start, start + len(bucket.residual)):
-                for key, array in _tensors(name, *bucket.residual.committed):
+            start = self._find_range(bucket.length)[0]
+            for name, begin, end, at in _find_overlaps(bucket, start, start + len(bucket.residual)):
+                for key, array in _list_tensors(name, *bucket.residual.committed):
                     values = array[at : at + end - begin].to("cpu", copy=True)
                     values /= bucket.residual.loss_scale
                     pieces.setdefault(key, []).append((begin, values))
@@ -198,7 +198,7 @@ class Residuals:
         self._loaded = {name: list(entries) for name, entries in pieces.items()}
         self._loaded_whole = set(whole)
 
-    def _range(self, length: int) -> tuple[int, int]:
+    def _find_range(self, length: int) -> tuple[int, int]:
         """Return this rank's part of a bucket: its shard, or the whole bucket if every rank keeps its own residual."""
         return residual_range(self._algorithm, self._world, length)
 
@@ -213,43 +213,25 @@ class Residuals:
         return residual_copies(self._algorithm, self._world)[1]
 
 
-def _tensors(name: str, residual: Any, velocity: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _list_tensors(name: str, residual: Any, velocity: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the arrays of a parameter: (name in the saved pieces, values of the shard, on any device)."""
-    yield name, _tensor(residual)
+    yield name, _as_tensor(residual)
     if len(velocity):
-        yield f"{name} velocity", _tensor(velocity)
+        yield f"{name} velocity", _as_tensor(velocity)
 
 
-def _copy(values: Any) -> Any:
+def _copy_values(values: Any) -> Any:
     return values.clone() if isinstance(values, torch.Tensor) else values.copy()
 
 
-def _tensor(values: Any) -> torch.Tensor:
+def _as_tensor(values: Any) -> torch.Tensor:
     return values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
 
 
-def _overlaps(bucket: Bucket, start: int, stop: int) -> Iterable[tuple[str, int, int, int]]:
+def _find_overlaps(bucket: Bucket, start: int, stop: int) -> Iterable[tuple[str, int, int, int]]:
     """Yield the parameters with elements in [start, stop) of the bucket: (name, first and end element in the parameter,
     offset from start)."""
     for parameter, begin, end in zip(bucket.parameters, bucket.starts, bucket.starts[1:], strict=False):
         low, high = max(begin, start), min(end, stop)
         if low < high:
             yield parameter.name, low - begin, high - begin, low - start
-
-
-def redistribute(saved: Iterable[Mapping[str, Any]], copy: int, copies: int) -> Pieces:
-    """Return the residuals for copy number `copy` of `copies` from those that all ranks of another world saved.
-
-    `saved` holds `copy`, `copies` and `pieces` of each old rank. If the number of copies is unchanged, each copy keeps
-    its residuals, cut into new shards. Otherwise all residuals are added and spread evenly. In both cases the sum over
-    the world stays the same.
-    """
-    merged: Pieces = {}
-    for state in saved:
-        same = state["copies"] == copies
-        if same and state["copy"] != copy:
-            continue
-        for name, entries in state["pieces"].items():
-            for first, values in entries:
-                merged.setdefault(name, []).append((first, values if same else values / copies))
-    return merged

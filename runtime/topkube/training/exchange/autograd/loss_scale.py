@@ -20,13 +20,13 @@ _latest: tuple[int, torch.Tensor] = (-1, torch.ones(()))
 """The backward pass (torch's task number) of the last scaled loss, and its factor."""
 
 
-def loss_scale_of(task: int) -> torch.Tensor | float:
+def find_loss_scale(task: int) -> torch.Tensor | float:
     """Return the factor on the loss of backward pass `task`, on the scaler's device: 1.0 if no scaler scaled it."""
     return _latest[1] if _latest[0] == task else 1.0
 
 
 def watch_scalers() -> None:
-    """Make every GradScaler, also one that exists already, leave its factor with the losses that it scales. Subclasses
+    """Make every GradScaler, also those that exist already, leave its factor with the losses that it scales. Subclasses
     with their own `scale`, such as FSDP's ShardedGradScaler, are watched too, whenever they are defined."""
     if "_watched_by_topkube" in vars(grad_scaler.GradScaler):
         return
@@ -55,13 +55,13 @@ def _watch(kind: type[grad_scaler.GradScaler]) -> None:
         scaled = original(self, outputs)
         if self.is_enabled() and self._scale is not None:
             factor = self._scale.detach().clone()  # the scaler changes its own in place
-            scaled = _with_hooks(scaled, factor)
+            scaled = _hook_losses(scaled, factor)
         return scaled
 
     kind.scale = scale  # type: ignore[method-assign]
 
 
-def _with_hooks(scaled: Any, factor: torch.Tensor) -> Any:
+def _hook_losses(scaled: Any, factor: torch.Tensor) -> Any:
     def note(_: torch.Tensor) -> None:
         global _latest
         task, (before, other) = torch._C._current_graph_task_id(), _latest
@@ -79,8 +79,8 @@ def _with_hooks(scaled: Any, factor: torch.Tensor) -> Any:
         return scaled
     if isinstance(scaled, list | tuple):
         for entry in scaled:
-            _with_hooks(entry, factor)
+            _hook_losses(entry, factor)
         return scaled
     if isinstance(scaled, Iterable):  # a generator: each loss gets its hook when it is yielded
-        return (_with_hooks(entry, factor) for entry in scaled)
+        return (_hook_losses(entry, factor) for entry in scaled)
     return scaled

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from topkube import algorithms
 from topkube.algorithms import BucketSize
 from topkube.errors import TrainingError
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.exchange.buckets import Bucket, Parameter, is_sharded, largest_bucket, plan_sizes
-from topkube.training.exchange.tuning import Tuning
-from topkube.training.ranks.agreement import Agreement, differing_ranks, digest, names_of
+from topkube.training.exchange.buckets.bucket import Bucket
+from topkube.training.exchange.buckets.fusion import choose_largest_size, plan_buckets
+from topkube.training.exchange.buckets.parameter import Parameter
+from topkube.training.exchange.buckets.rank_comparison import RankComparison
+from topkube.training.exchange.tuning.machines import RunAgreement
+from topkube.training.exchange.tuning.tuning import Tuning
+from topkube.training.ranks.agreement import digest
 from topkube.world import World
-
-T = TypeVar("T")
-RunAgreement = Callable[[Callable[[Agreement], T]], T]
-"""Runs an agreement of all ranks in the communication thread, in order with the exchanges, and waits for it."""
 
 
 class BucketPlan:
@@ -35,21 +35,21 @@ class BucketPlan:
         world: World,
         parameters: list[Parameter],
         aggregation: AggregationSettings,
-        run_agreement: RunAgreement[Any],
+        run_agreement: RunAgreement,
         measure_nccl: Callable[[], float | None] = lambda: None,
         finite_check: str = "auto",
     ) -> None:
-        self._finite_check = finite_check  # decides which collectives a backward ends with
         self.buckets: list[Bucket] = []
         self.order: list[str] | None = None
         self.is_agreed = False
         self.trainable: set[int] = set()
         self._world, self._parameters, self._aggregation = world, parameters, aggregation
         self._run_agreement = run_agreement
+        self.comparison = RankComparison(world, parameters, aggregation, run_agreement, finite_check)
         self.tuning = Tuning(world, aggregation, run_agreement, measure_nccl)
         self._bucket_of: dict[int, Bucket] = {}
 
-    def bucket_of(self, parameter: Parameter) -> Bucket | None:
+    def find_bucket(self, parameter: Parameter) -> Bucket | None:
         """Return the parameter's bucket, None if it was frozen whenever buckets were planned."""
         return self._bucket_of.get(parameter.index)
 
@@ -62,15 +62,15 @@ class BucketPlan:
         else in the order in which rank 0 saw the gradients of the first backward (`seen`, indices). If only some ranks
         have loaded an order, the others adopt it. All ranks call this together. Raises TrainingError on all ranks if
         ranks differ."""
-        self._compare()
+        self.comparison.compare()
         if self._world.size > 1:
             self._agree_on_order()
         self.is_agreed = True
         self.trainable = {p.index for p in self._parameters if p.tensor.requires_grad}
         self.extend(seen)
-        self.tuning.choose(self.sizes())
+        self.tuning.choose(self.list_sizes())
 
-    def sizes(self) -> list[BucketSize]:
+    def list_sizes(self) -> list[BucketSize]:
         """Return the sizes of the buckets that an all-reduce exchanges."""
         return [
             BucketSize(bucket.length, bucket.dtype.itemsize, bucket.small)
@@ -81,7 +81,7 @@ class BucketPlan:
     def plan_again(self) -> None:
         """Plan all buckets again, for another rate of the link. All ranks call this between the same two steps, and
         only if no exchange leaves a residual."""
-        if self._sizes() is None and self.order is not None:
+        if self._choose_largest_size() is None and self.order is not None:
             self._restore_buckets(self.order)
 
     def extend(self, seen: Iterable[int]) -> list[Bucket]:
@@ -98,17 +98,17 @@ class BucketPlan:
         planned = [(parameter, self._bucket_of.get(parameter.index)) for parameter in self._parameters]
         if any(bucket is not None and bucket.has_rows != parameter.has_rows for parameter, bucket in planned):
             self._restore_buckets(self.order or [])
-        new = [p for p in self._unplanned() if flags[p.index]]
-        if new and self._sizes() is None:
+        new = [p for p in self._list_unplanned() if flags[p.index]]
+        if new and self._choose_largest_size() is None:
             self.tuning.measure()
-        names = self._ready_order(seen, {p.index for p in new})
+        names = self._order_by_readiness(seen, {p.index for p in new})
         by_name = {parameter.name: parameter for parameter in new}
         self.order = (self.order or []) + names
-        return self._plan([by_name[name] for name in names])
+        return self._plan_more([by_name[name] for name in names])
 
-    def digest_trainable(self) -> float:
-        """Return a digest of the parameters that require a gradient."""
-        return digest([(p.name, p.length) for p in self._parameters if p.tensor.requires_grad])
+    def list_trainable(self) -> list[Parameter]:
+        """Return the parameters in buckets that require a gradient."""
+        return [p for bucket in self.buckets for p in bucket.parameters if p.tensor.requires_grad]
 
     def update_trainable(self) -> bool:
         """Set `trainable` to the parameters that require a gradient now, on which all ranks agree. Return True if they
@@ -117,30 +117,15 @@ class BucketPlan:
         self.trainable = {p.index for p in self._parameters if p.tensor.requires_grad}
         return self.trainable != before
 
-    def raise_different_trainable(self) -> None:
-        """Raise TrainingError, which names the ranks on which other parameters require a gradient. All ranks call this
-        together."""
-        frozen = sorted(p.name for p in self._parameters if not p.tensor.requires_grad)
-        rows = self._run_agreement(lambda agreement: agreement.gather([self.digest_trainable(), len(frozen)]))
-        ranks = differing_ranks(rows[:, 0])
-        here = f"; on rank {self._world.rank} {len(frozen)} are frozen" + (
-            f", {frozen[0]} among them" if frozen else ""
-        )
-        raise TrainingError(
-            f"{names_of(ranks)} train different parameters than the other ranks{here}",
-            cause="a parameter was frozen, unfrozen or added on some ranks only",
-            next_step="set requires_grad to the same value on every rank, before the same step",
-        )
-
-    def state(self) -> dict[str, Any]:
+    def save(self) -> dict[str, Any]:
         """Return the order, the buckets by the names of their parameters, and the choice of the algorithm, for a
         checkpoint. A run that resumes has the same buckets, also if a later version of TopKube would plan others."""
         names = [[parameter.name for parameter in bucket.parameters] for bucket in self.buckets]
         return {
             "order": self.order,
             "buckets": names,
-            "bucket_sizes": self._sizes(),
-            "choice": self.tuning.state(),
+            "bucket_sizes": self._choose_largest_size(),
+            "choice": self.tuning.save(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -155,7 +140,7 @@ class BucketPlan:
         self.order = list(order)
         buckets = _build_buckets([[by_name[name] for name in names] for names in state.get("buckets", [])])
         complete = {p.name for bucket in buckets for p in bucket.parameters} == {n for n in order if by_name[n].length}
-        if complete and state.get("bucket_sizes") == self._sizes():
+        if complete and state.get("bucket_sizes") == self._choose_largest_size():
             self._adopt(buckets, [by_name[name] for name in order])
         else:
             self._restore_buckets(self.order)
@@ -163,14 +148,14 @@ class BucketPlan:
     def _restore_buckets(self, order: list[str]) -> None:
         self.buckets, self._bucket_of = [], {}
         by_name = {parameter.name: parameter for parameter in self._parameters}
-        self._plan([by_name[name] for name in order])
+        self._plan_more([by_name[name] for name in order])
 
-    def _unplanned(self) -> list[Parameter]:
+    def _list_unplanned(self) -> list[Parameter]:
         return [p for p in self._parameters if p.tensor.requires_grad and p.index not in self._bucket_of]
 
-    def _plan(self, parameters: list[Parameter]) -> list[Bucket]:
-        sizes = self._sizes()
-        new = plan_sizes(parameters, sizes, self.tuning.rate)
+    def _plan_more(self, parameters: list[Parameter]) -> list[Bucket]:
+        sizes = self._choose_largest_size()
+        new = plan_buckets(parameters, sizes, self.tuning.rate)
         self._adopt(new, parameters)
         return new
 
@@ -181,7 +166,7 @@ class BucketPlan:
         for parameter in parameters:
             self._bucket_of.setdefault(parameter.index, Bucket(parameter.dtype, True))  # no elements
 
-    def _sizes(self) -> int | None:
+    def _choose_largest_size(self) -> int | None:
         """Return the most bytes of a bucket, None if sizes are chosen so that dense exchanges overlap with
         backward."""
         given, world = self._aggregation.bucket_bytes, self._world
@@ -189,9 +174,9 @@ class BucketPlan:
             return given
         algorithm = algorithms.resolve(self._aggregation.algorithm, world.nodes, sys.maxsize, self._aggregation.density)
         is_on_cpu = all(parameter.tensor.device.type == "cpu" for parameter in self._parameters)
-        return largest_bucket(algorithm.compresses, is_on_cpu, world.size)
+        return choose_largest_size(algorithm.compresses, is_on_cpu, world.size)
 
-    def _ready_order(self, seen: list[int], new: set[int]) -> list[str]:
+    def _order_by_readiness(self, seen: list[int], new: set[int]) -> list[str]:
         """Return the names of the `new` parameters, in the order in which rank 0 saw their gradients; the others
         follow."""
         own = [index for index in seen if index in new]
@@ -205,13 +190,13 @@ class BucketPlan:
 
     def _agree_on_order(self) -> None:
         """Adopt the order of the first rank that has an order, if ranks differ."""
-        rank, ranks, order_digest = self._world.rank, self._world.size, digest(self.state())
+        rank, ranks, order_digest = self._world.rank, self._world.size, digest(self.save())
         first = -rank if self.order is not None else -ranks
         high, low, root = self._run_agreement(lambda agreement: agreement.maximum([order_digest, -order_digest, first]))
         if high == -low:
             return
         root = int(-root)
-        state = json.dumps(self.state()).encode() if rank == root else b""
+        state = json.dumps(self.save()).encode() if rank == root else b""
         [length] = self._run_agreement(lambda agreement: agreement.maximum([len(state)]))
         padded = [float(byte) for byte in state.ljust(int(length))]
         received = bytes(int(byte) for byte in self._run_agreement(lambda agreement: agreement.broadcast(padded, root)))
@@ -221,31 +206,6 @@ class BucketPlan:
                 f"rank {root} loaded the state of another model",
                 cause="the optimizer state names parameters that this model does not have",
                 next_step="load the state of this model, on rank 0 or on every rank",
-            )
-
-    def _compare(self) -> None:
-        """Raise TrainingError on all ranks if ranks have different parameters or settings."""
-        if self._world.size == 1:
-            return
-        digests: Mapping[str, float] = {
-            "parameters": digest([_describe(parameter) for parameter in self._parameters]),
-            "frozen parameters": self.digest_trainable(),
-            "aggregation settings": digest((self._aggregation, self._finite_check)),
-        }
-        values = list(digests.values())
-        both = self._run_agreement(lambda agreement: agreement.maximum([*values, *(-value for value in values)]))
-        for number, what in enumerate(digests):
-            if both[number] == -both[number + len(digests)]:
-                continue
-            if what == "frozen parameters":
-                self.raise_different_trainable()
-            rows = self._run_agreement(lambda agreement: agreement.gather(values))
-            raise TrainingError(
-                f"{names_of(differing_ranks(rows[:, number]))} have different {what} than the other ranks",
-                cause="the model or the settings depend on the rank"
-                if what == "parameters"
-                else "TOPKUBE_* variables or the arguments of DistributedOptimizer differ",
-                next_step="build the same model with the same arguments on every rank",
             )
 
 
@@ -260,13 +220,3 @@ def _build_buckets(groups: list[list[Parameter]]) -> list[Bucket]:
             bucket.append(parameter)
         buckets.append(bucket)
     return buckets
-
-
-def _describe(parameter: Parameter) -> tuple[object, ...]:
-    """Return the properties of a parameter that must be the same on all ranks, with the part of a sharded parameter
-    that this rank holds."""
-    tensor: Any = parameter.tensor
-    if not is_sharded(tensor):
-        return parameter.name, tuple(tensor.shape), str(tensor.dtype), str(parameter.gradient_dtype)
-    coordinate = tensor.device_mesh.get_coordinate()
-    return parameter.name, tuple(tensor.shape), str(tensor.dtype), str(tensor.placements), str(coordinate)

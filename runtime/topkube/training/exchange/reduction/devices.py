@@ -11,7 +11,7 @@ from topkube.collectives.device.rank_group import refuse_mig
 from topkube.errors import ArgumentError, DeviceError
 from topkube.processors import bind_near_pci
 from topkube.settings import Settings
-from topkube.training.exchange.buckets import Parameter, is_sharded
+from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
 from topkube.world import World, current
 
 
@@ -25,20 +25,20 @@ def device() -> torch.device:
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    own = torch.device("cuda", gpu_of(current(), torch.cuda.device_count()))
+    own = torch.device("cuda", find_gpu(current(), torch.cuda.device_count()))
     torch.cuda.set_device(own)
     properties = torch.cuda.get_device_properties(own)
     refuse_mig(properties.name)
-    bind_near_pci(_pci_address(properties))
+    bind_near_pci(_format_pci_address(properties))
     return own
 
 
-def _pci_address(properties: Any) -> str:
+def _format_pci_address(properties: Any) -> str:
     """Return the address of a GPU as the kernel writes it: "0000:3b:00.0"."""
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
-def gpu_of(world: World, gpus: int) -> int:
+def find_gpu(world: World, gpus: int) -> int:
     """Return the number of this rank's GPU among the `gpus` that it sees. Raises DeviceError."""
     if gpus == 1:
         return 0
@@ -51,7 +51,7 @@ def gpu_of(world: World, gpus: int) -> int:
     return world.host_rank  # a machine that acts as several nodes has GPUs for all of them
 
 
-def exchange_device(parameters: Sequence[Parameter], settings: Settings | None = None) -> torch.device | None:
+def find_exchange_device(parameters: Sequence[Parameter], settings: Settings | None = None) -> torch.device | None:
     """Return the device on which these parameters' gradients are reduced; None for host memory. Raises ArgumentError if
     the parameters are on several devices."""
     devices = {parameter.tensor.device for parameter in parameters}

@@ -9,19 +9,26 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from topkube.errors import ArgumentError
-from topkube.training.exchange.buckets import Parameter
-
-if TYPE_CHECKING:
-    from topkube.training.exchange.backward import Backward
+from topkube.training.exchange.buckets.parameter import Parameter
 
 _owners: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[Any]]] = {}
 """The exchange that a tensor belongs to, by the tensor's id."""
+
+
+class GradientReceiver(Protocol):
+    """The exchange that the hooks call."""
+
+    def prepare_gradient(self, parameter: Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Prepare the accumulation of a gradient. Return its replacement, or None to accumulate the gradient itself."""
+
+    def take_gradient(self, parameter: Parameter) -> None:
+        """Note that a gradient was accumulated."""
 
 
 class GradientHooks:
@@ -34,7 +41,7 @@ class GradientHooks:
     Raises ArgumentError if a parameter belongs to another distributed optimizer.
     """
 
-    def __init__(self, exchange: Backward, parameters: list[Parameter]) -> None:
+    def __init__(self, exchange: GradientReceiver, parameters: list[Parameter]) -> None:
         self._exchange = weakref.ref(exchange)
         self._handles: list[Any] = []
         self._nodes: list[Any] = []  # torch drops a node and its hooks if there is no reference to it
@@ -74,14 +81,14 @@ class GradientHooks:
             owner, own = exchange(), hooks()
             if owner is None or own is None:
                 return None
-            replaced = owner.before(parameter, gradients[0])
+            replaced = owner.prepare_gradient(parameter, gradients[0])
             own._defer(parameter)
             return None if replaced is None else (replaced,)
 
         def after(*_: Any) -> None:
             owner = exchange()
             if owner is not None:
-                owner.after(parameter)
+                owner.take_gradient(parameter)
 
         frozen = not tensor.requires_grad
         tensor.requires_grad_(True)  # a frozen parameter has no node; it may be unfrozen later

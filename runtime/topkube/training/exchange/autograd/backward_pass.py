@@ -12,55 +12,71 @@ import gc
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from topkube.errors import TrainingError
-from topkube.training.exchange.loss_scale import loss_scale_of
+from topkube.training.exchange.autograd.loss_scale import find_loss_scale
 from topkube.training.ranks.agreement import agreement, digest
 from topkube.training.ranks.communication_thread import schedule
 from topkube.world import World
 
-if TYPE_CHECKING:
-    from topkube.training.exchange.backward import Backward
+
+class Participant(Protocol):
+    """The exchange of one optimizer, as the backward pass sees it. `number` orders the optimizers of a process, 0 for
+    none. `synchronizes` is False while gradients only accumulate."""
+
+    number: int
+    synchronizes: bool
+    world: World
+
+    def begin(self) -> None:
+        """Begin a backward, before its first gradient is accumulated."""
+
+    def finish(self) -> None:
+        """Finish the backward, in the thread that called it."""
+
+    def abandon(self) -> None:
+        """Undo a backward that did not finish."""
 
 
 class BackwardPass:
-    """The current backward pass of this process. `several` is True if more than one distributed optimizer exists."""
+    """The current backward pass of this process. `has_several` is True if more than one distributed optimizer
+    exists."""
 
     def __init__(self) -> None:
-        self.several = False
-        self._all: list[weakref.ref[Backward]] = []
+        self.has_several = False
+        self._all: list[weakref.ref[Participant]] = []
         self._made = 0
         self._task: int | None = None
-        self._reached: list[Backward] = []
+        self._reached: list[Participant] = []
 
-    def register(self, exchange: Backward) -> int:
+    def register(self, exchange: Participant) -> int:
         """Add an optimizer's exchange. Return its number, which is the same on every rank if all ranks create their
         optimizers in the same order."""
         self._free_cycles()
         self._all = [reference for reference in self._all if reference() is not None]
-        self.several = bool(self._all)
+        self.has_several = bool(self._all)
         self._all.append(weakref.ref(exchange))
         self._made += 1
         return self._made
 
-    def remove(self, exchange: Backward) -> None:
+    def remove(self, exchange: Participant) -> None:
         """Remove an optimizer's exchange."""
         self._all = [reference for reference in self._all if reference() not in (None, exchange)]
-        self.several = len(self._all) > 1
+        self.has_several = len(self._all) > 1
 
-    def is_broken_off(self, exchange: Backward) -> bool:
+    def is_broken_off(self, exchange: Participant) -> bool:
         """Return True if the last backward that reached `exchange` did not finish."""
         return exchange in self._reached
 
     @property
     def loss_scale(self) -> torch.Tensor | float:
         """The factor that a gradient scaler put on the loss of the backward pass that runs; else 1.0."""
-        return loss_scale_of(self._task) if self._task is not None else 1.0
+        return find_loss_scale(self._task) if self._task is not None else 1.0
 
-    def reach(self, exchange: Backward) -> None:
+    def reach(self, exchange: Participant) -> None:
         """Note that a gradient of `exchange` arrives. The first gradient of a backward begins the pass. Raises
         TrainingError for a backward() inside another, and if the previous backward did not finish after ranks had
         exchanged gradients."""
@@ -81,8 +97,8 @@ class BackwardPass:
         """Finish every optimizer that took part, in the thread that called backward()."""
         reached, self._reached = self._reached, []
         try:
-            accumulates = all(not exchange.synchronize for exchange in reached)  # nothing is exchanged
-            for exchange in self._agreed(reached) if self.several and not accumulates else reached:
+            accumulates = all(not exchange.synchronizes for exchange in reached)  # nothing is exchanged
+            for exchange in self._agree_on_reached(reached) if self.has_several and not accumulates else reached:
                 if exchange not in reached:
                     exchange.begin()
                 exchange.finish()
@@ -93,26 +109,26 @@ class BackwardPass:
         """Free the optimizers that only a reference cycle keeps alive: they would count on some ranks only. A rank that
         replays batches freezes its objects again if the script had frozen some (`batches/replays.py`), so frozen
         objects are searched as well. That is slow, and is done only if it can matter."""
-        if self._living():
-            schedule().submit(lambda: None).result()  # the thread may still hold work of an optimizer that is gone
+        if self._list_living():
+            schedule().run(lambda: None)  # the thread may still hold work of an optimizer that is gone
             gc.collect()
-        if self._living() and gc.get_freeze_count():
+        if self._list_living() and gc.get_freeze_count():
             gc.unfreeze()
             gc.collect()
             gc.freeze()
 
-    def _living(self) -> list[Backward]:
+    def _list_living(self) -> list[Participant]:
         return [exchange for reference in self._all if (exchange := reference()) is not None]
 
-    def _agreed(self, reached: list[Backward]) -> list[Backward]:
+    def _agree_on_reached(self, reached: list[Participant]) -> list[Participant]:
         """Return the optimizers that were reached on any rank, in the order in which they were created."""
-        living = sorted(self._living(), key=lambda exchange: exchange.number)
-        chosen = [exchange for exchange in reached if not exchange.synchronize]
+        living = sorted(self._list_living(), key=lambda exchange: exchange.number)
+        chosen = [exchange for exchange in reached if not exchange.synchronizes]
         worlds = dict.fromkeys(id(exchange.world) for exchange in living)
         for key in worlds:
-            there = [exchange for exchange in living if id(exchange.world) == key and exchange.synchronize]
+            there = [exchange for exchange in living if id(exchange.world) == key and exchange.synchronizes]
             if there:
-                numbers = _union(there[0].world, [exchange.number for exchange in there if exchange in reached])
+                numbers = _gather_union(there[0].world, [exchange.number for exchange in there if exchange in reached])
                 known = {exchange.number: exchange for exchange in there}
                 if missing := [number for number in numbers if number not in known]:
                     raise TrainingError(
@@ -125,17 +141,17 @@ class BackwardPass:
         return sorted(chosen, key=lambda exchange: exchange.number)
 
 
-def _union(world: World, numbers: list[int]) -> list[int]:
+def _gather_union(world: World, numbers: list[int]) -> list[int]:
     """Return the numbers that any rank has, sorted."""
     if world.size == 1:
         return numbers
     own = sorted(numbers)
     own_digest = digest(own)
-    most, high, low = schedule().submit(lambda: agreement(world).maximum([len(own), own_digest, -own_digest])).result()
+    most, high, low = schedule().run(lambda: agreement(world).maximum([len(own), own_digest, -own_digest]))
     if high == -low:
         return own
     padded = [float(number) for number in own] + [-1.0] * (int(most) - len(own))
-    rows = schedule().submit(lambda: agreement(world).gather(padded)).result()
+    rows = schedule().run(lambda: agreement(world).gather(padded))
     return sorted({int(number) for number in rows.flat if number >= 0})
 
 

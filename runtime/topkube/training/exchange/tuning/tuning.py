@@ -20,19 +20,14 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
 from typing import Any
 
 from topkube.algorithms import CHOICES, DENSE_WIRE, BucketSize, Choice, Machines, rank_choices
-from topkube.collectives.link import measure_machines
-from topkube.telemetry import phases
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.ranks.agreement import Agreement
+from topkube.training.exchange.tuning.machines import RunAgreement, agree_on_machines
+from topkube.training.exchange.tuning.step_times import Measurement, StepTimes
 from topkube.world import World
 
-SKIPPED_STEPS, COUNTED_STEPS = 3, 8
-"""After a choice, the first SKIPPED_STEPS steps are not measured, because memory and connections are new. The next
-COUNTED_STEPS steps are measured."""
 WRONG = 0.1
 """A prediction is wrong if it differs from the measurement by more than this share. A choice must be faster than the
 present choice by this share."""
@@ -42,20 +37,8 @@ _WORTH_A_TRIAL = 2.0
 """The other transport is tried if its predicted exchange takes at most this many times as long."""
 _OTHER_BUCKETS = 2.0
 """The sizes of buckets change if the rate of the link is this many times higher or lower than expected."""
-_MEASURED = "measured machines"
 _SETTINGS = ("algorithm", "dense_wire")
 """The settings by which a choice is made."""
-RunAgreement = Callable[[Callable[[Agreement], Any]], Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-    """Medians over the counted steps, on which all ranks agreed: the seconds from one step to the next on the slowest
-    rank, and the seconds of its exchange between nodes and inside the node on the rank that waited least for others."""
-
-    step: float
-    between: float
-    inside: float
 
 
 class Tuning:
@@ -81,9 +64,7 @@ class Tuning:
         self._measure_nccl = measure_nccl
         self._previous: tuple[Choice, Machines, Measurement] | None = None
         self._is_settled = self._must_repeat = False
-        self._steps: list[tuple[float, float, float]] = []
-        self._skipped = 0
-        self._last: tuple[float, float, float] | None = None
+        self._times = StepTimes()
 
     @property
     def rate(self) -> float:
@@ -109,19 +90,7 @@ class Tuning:
         """Measure the machines if it was not done yet for this world. All ranks call this together."""
         if self.machines is not None or self._world.nodes == 1:
             return
-        if _MEASURED not in self._world.cache:
-            self._world.cache[_MEASURED] = self._agree_on_machines()
-        self.machines = self._world.cache[_MEASURED]
-
-    def _agree_on_machines(self) -> Machines:
-        """Return the machines of the slowest node and the slowest link."""
-        own = self._run_agreement(lambda _: measure_machines(self._world))
-        nccl = self._run_agreement(lambda _: self._measure_nccl())
-        worst = [-own.rate if own.rate else -math.inf, own.latency or 0.0, -own.memory, -(nccl or 0.0)]
-        rate, latency, memory, nccl = self._run_agreement(lambda agreement: agreement.maximum(worst))
-        slots = max(map(len, self._world.node_ranks))
-        link = -float(rate) * self._world.shards
-        return Machines(self._world.nodes, slots, link, -float(memory), float(latency), -float(nccl) or None)
+        self.machines = agree_on_machines(self._world, self._run_agreement, self._measure_nccl)
 
     def choose(self, buckets: Sequence[BucketSize]) -> None:
         """Choose for a step that exchanges `buckets`, if there is a choice and none was made or loaded. If only a later
@@ -140,7 +109,7 @@ class Tuning:
             return
         self.choice, self.summary, self.measured = None, "", None
         self._previous, self._is_settled = None, self._must_repeat
-        self._steps, self._last, self._skipped = [], None, 0
+        self._times.restart()
         if self.machines is not None:
             self._choose_from_measurements(buckets)
 
@@ -170,17 +139,7 @@ class Tuning:
     def note_step(self, now: float) -> list[float] | None:
         """Note that the exchange of a step ended at `now` (seconds). After the last counted step, on all ranks the same
         step, return what this rank measured for `decide`; before that, return None."""
-        if self.is_settled:
-            return None
-        last, self._last = self._last, (now, phases.current.total("inter"), phases.current.total("intra"))
-        self._skipped += 1
-        if last is None or self._skipped <= SKIPPED_STEPS:
-            return None
-        self._steps.append(tuple(b - a for a, b in zip(last, self._last, strict=True)))  # type: ignore[arg-type]
-        if len(self._steps) < COUNTED_STEPS:
-            return None
-        step, between, inside = (median(column) for column in zip(*self._steps, strict=True))
-        return [step, -between, -inside]
+        return None if self.is_settled else self._times.note_step(now)
 
     def decide(self, agreed: Sequence[float], buckets: Sequence[BucketSize]) -> bool:
         """Compare the prediction with the measurement of all ranks: the largest of each number that `note_step`
@@ -188,7 +147,7 @@ class Tuning:
         assert self.choice is not None
         assert self.machines is not None
         self.measured = measured = Measurement(float(agreed[0]), -float(agreed[1]), -float(agreed[2]))
-        self._steps, self._last, self._skipped = [], None, 0
+        self._times.restart()
         if self._previous is not None:
             return self._keep_or_revert(measured)
         expected = self._rank(buckets)
@@ -282,7 +241,7 @@ class Tuning:
 
     # ---- checkpoints
 
-    def state(self) -> dict[str, Any] | None:
+    def save(self) -> dict[str, Any] | None:
         """Return the measured machines and the choice for a checkpoint; None before a measurement."""
         if self.machines is None:
             return None
@@ -301,7 +260,7 @@ class Tuning:
         the ranks measure and choose again. The stage of the saved step must be in force."""
         self.choice, self.machines, self.summary, self.measured = None, None, "", None
         self._previous, self._is_settled, self._must_repeat = None, False, False
-        self._steps, self._last, self._skipped = [], None, 0
+        self._times.restart()
         if state is None or state["settings"] != self._describe_job():
             return
         machines, slots = Machines(**state["machines"]), max(map(len, self._world.node_ranks))

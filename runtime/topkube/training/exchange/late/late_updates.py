@@ -26,9 +26,8 @@ from torch.optim import optimizer as torch_optimizer
 
 from topkube.errors import ArgumentError
 from topkube.telemetry import phases
-from topkube.training.exchange.bucket_exchange import BucketExchange, HalvedPart
-from topkube.training.exchange.buckets import is_shared
-from topkube.training.exchange.watched_tensors import (
+from topkube.training.exchange.buckets.storage import is_shared
+from topkube.training.exchange.late.watched_tensors import (
     Use,
     forget_tensors,
     is_watched_thread,
@@ -37,6 +36,7 @@ from topkube.training.exchange.watched_tensors import (
     unwatch,
     watch,
 )
+from topkube.training.exchange.reduction.halved_parts import HalvedPart, HalvedParts
 from topkube.training.ranks.communication_thread import schedule
 
 _OPTIMIZERS = (
@@ -86,11 +86,11 @@ class LateUpdates:
 
     def __init__(
         self,
-        exchange: BucketExchange,
+        halves: HalvedParts,
         optimizer: torch.optim.Optimizer,
         allowed: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._exchange, self._optimizer, self._allowed = exchange, optimizer, allowed
+        self._halves, self._optimizer, self._allowed = halves, optimizer, allowed
         self._parts: list[_LatePart] = []
         self._held = 0
         self._begun: Future[None] | None = None
@@ -124,10 +124,10 @@ class LateUpdates:
             gradients = [p.tensor.grad for p in source.part.parameters if p.tensor.grad is not None]
             part = _LatePart(source, [p.tensor for p in source.part.parameters], gradients)
             self._parts.append(part)
-            register_tensors([*part.parameters, *gradients], partial(self._use, part))
+            register_tensors([*part.parameters, *gradients], partial(self._finish_if_needed, part))
             for parameter in source.part.parameters:
                 parameter.deliver()
-        self._begun = schedule().submit(lambda: self._exchange.gather(parts))
+        self._begun = schedule().submit(lambda: self._halves.gather(parts))
 
     def step(self) -> None:
         """Make the optimizer's step: at once for parameters whose gradients are whole, later for the others."""
@@ -139,7 +139,7 @@ class LateUpdates:
         for part in [part for part in self._parts if any(is_shared(tensor) for tensor in part.parameters)]:
             self._finish(part)  # something else may read the memory of these weights
         late = {id(tensor) for part in self._parts for tensor in part.parameters}
-        values = [{name: _copy(value) for name, value in group.items() if name != "params"} for group in groups]
+        values = [{name: _copy_value(value) for name, value in group.items() if name != "params"} for group in groups]
         with torch._C.DisableTorchFunction():
             self._update(lambda tensor: id(tensor) not in late, values)
             for part in self._parts:
@@ -196,7 +196,7 @@ class LateUpdates:
 
     # ---- one part
 
-    def _use(self, part: _LatePart, tensor: torch.Tensor, use: Use) -> None:
+    def _finish_if_needed(self, part: _LatePart, tensor: torch.Tensor, use: Use) -> None:
         """Finish the part before a call uses one of its tensors, if the call needs that."""
         is_parameter = any(tensor is parameter for parameter in part.parameters)
         is_stepped = part.weights is not None
@@ -210,7 +210,7 @@ class LateUpdates:
         assert self._begun is not None
         self._begun.result()
         if not part.source.halved.is_gathered:
-            schedule().submit(lambda: self._exchange.finish_gather([part.source])).result()
+            schedule().run(lambda: self._halves.finish_gather([part.source]))
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
             if part.factor != 1:
                 torch._foreach_mul_(part.gradients, part.factor)
@@ -273,7 +273,7 @@ def _show_weights(part: _LatePart) -> None:
     part.weights = None
 
 
-def _copy(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 

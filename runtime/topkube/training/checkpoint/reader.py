@@ -1,0 +1,91 @@
+"""The newest complete checkpoint of a directory, read on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from topkube.errors import CheckpointError
+from topkube.training.checkpoint.format.manifest import NAME, SHARED_FILE, name_rank_file, read_manifest
+from topkube.training.checkpoint.format.state_file import Damaged, read_state
+from topkube.training.checkpoint.place import Place, list_published
+from topkube.training.checkpoint.residual_shares import compute_shares, recut
+from topkube.training.checkpoint.retention import Retention, warn
+from topkube.training.checkpoint.stages import PassedOver, Stages
+from topkube.world import World
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that was read. `shared` is the same on all ranks; `own` holds this rank's "residuals" and, in the
+    world that wrote them, random "generators"."""
+
+    place: Place
+    shared: dict[str, Any]
+    own: dict[str, Any]
+
+
+class CheckpointReader:
+    """Reads the checkpoints in `directory`. Damaged and complete checkpoints are noted in `retention`."""
+
+    def __init__(self, directory: Path, world: World, stages: Stages, retention: Retention) -> None:
+        self._directory, self._world, self._stages, self._retention = directory, world, stages, retention
+
+    def read_newest(self, copy: int, copies: int, check: Callable[[Loaded], None]) -> Loaded | None:
+        """Return the newest checkpoint that is complete and that `check` accepts; None if there is no checkpoint. All
+        ranks call this together (see `CheckpointStore.load`)."""
+        places = sorted(list_published(self._directory), reverse=True) if self._world.rank == 0 else []
+        count = int(self._stages.gather([len(places)])[0, 0])
+        for number in range(count):
+            numbers = [0, 0, 0]
+            if self._world.rank == 0:
+                numbers = [places[number].run, places[number].step, places[number].again]
+            place = Place(*(int(value) for value in self._stages.gather(numbers)[0]))
+            loaded: list[Loaded] = []
+
+            def read(place: Place = place, loaded: list[Loaded] = loaded) -> None:
+                loaded.append(self._read(place, copy, copies))
+                check(loaded[0])
+
+            try:
+                self._stages.run(read, f"the checkpoint {self._directory / place.name} cannot be read")
+            except PassedOver as passed:
+                self._retention.damaged.add(place)
+                if passed.reason:
+                    warn(f"{passed.reason}; going back to the previous checkpoint")
+                continue
+            self._retention.proven.add(place)
+            return loaded[0]
+        if count:
+            raise CheckpointError(
+                f"none of the {count} checkpoints in {self._directory} can be read",
+                cause="the files were changed or truncated after they were written",
+                next_step="restore one of them, or empty the directory to train from the start",
+            )
+        return None
+
+    def _read(self, place: Place, copy: int, copies: int) -> Loaded:
+        path = self._directory / place.name
+        manifest = read_manifest(path)
+
+        def read_file(name: str) -> dict[str, Any]:
+            if name not in manifest.files:
+                raise Damaged(f"{path / NAME} lists no file {name}")
+            return read_state(path / name, manifest.files[name])
+
+        def read_residuals(rank: int) -> dict[str, Any]:
+            state = read_file(name_rank_file(rank)).get("residuals")
+            if not isinstance(state, dict) or not {"copy", "copies", "pieces"} <= state.keys():
+                raise Damaged(f"{path / name_rank_file(rank)} holds no residuals")
+            return state
+
+        old_copies, own = manifest.number_of_copies, dict[str, Any]()
+        if self._world.node_ranks == manifest.node_ranks:
+            own = read_file(name_rank_file(self._world.rank))
+            if old_copies in (None, copies):
+                return Loaded(place, read_file(SHARED_FILE), own)
+        wanted = range(1) if old_copies is None else compute_shares(old_copies, copy, copies)
+        saved = (read_residuals(rank) for old in wanted for rank in manifest.list_ranks(old))
+        return Loaded(place, read_file(SHARED_FILE), {**own, "residuals": recut(saved, copy, copies)})

@@ -1,0 +1,107 @@
+"""Gradients of several backwards in one `.grad`: what this rank adds, and what an exchange has already delivered."""
+
+from __future__ import annotations
+
+import torch
+
+from topkube.errors import TrainingError
+from topkube.training.batches.uneven_batches import Turns
+from topkube.training.exchange.buckets.bucket_plan import BucketPlan
+from topkube.training.exchange.buckets.parameter import Parameter
+from topkube.training.exchange.reduction.residuals import Residuals
+
+
+class Accumulation:
+    """The accumulation of the gradients of `parameters`. A gradient that was exchanged before is set aside, so that the
+    next exchange sends only what this rank has added since. Gradients count by the samples of their batch (`turns`)."""
+
+    def __init__(self, parameters: list[Parameter], turns: Turns, plan: BucketPlan, residuals: Residuals) -> None:
+        self._parameters, self._turns, self._plan, self._residuals = parameters, turns, plan, residuals
+
+    def prepare(self, parameter: Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Prepare `.grad` for a gradient that torch is about to add. Return the gradient's replacement, or None to add
+        the gradient itself. Raises TrainingError for a gradient of another dtype or layout than before."""
+        self._check_layout(parameter, gradient)
+        if gradient.is_conj() or gradient.is_neg():
+            return self._weigh(parameter, gradient.resolve_conj().resolve_neg(), replaced=True)
+        return self._weigh(parameter, gradient)
+
+    def _weigh(self, parameter: Parameter, gradient: torch.Tensor, replaced: bool = False) -> torch.Tensor | None:
+        if parameter.tensor.grad is None:
+            parameter.is_aggregated, parameter.stash = False, None
+        elif parameter.is_aggregated and parameter.holds_delivered:
+            parameter.stash, parameter.is_aggregated, parameter.tensor.grad = parameter.tensor.grad, False, None
+        else:  # accumulated under no_sync(), or assigned by the script: this rank's own
+            parameter.is_aggregated = False
+        parameter.arrives = parameter.tensor.grad is None
+        scale = self._turns.find_scale()
+        if scale == 0:
+            parameter.is_weightless = parameter.tensor.grad is None and parameter.stash is None
+            return torch.zeros_like(gradient)  # 0 * NaN would be NaN
+        parameter.is_weightless = False
+        return gradient * scale if scale != 1 else gradient if replaced else None
+
+    def _check_layout(self, parameter: Parameter, gradient: torch.Tensor) -> None:
+        if gradient.dtype != parameter.gradient_dtype:
+            raise TrainingError(
+                f"the gradient of {parameter.name} has dtype {gradient.dtype}, and not {parameter.gradient_dtype} as"
+                " when the optimizer was wrapped",
+                cause="grad_dtype of the parameter was changed after that, or it is None",
+                next_step="set grad_dtype on every rank before you create the DistributedOptimizer",
+            )
+        bucket = self._plan.find_bucket(parameter)
+        if bucket is None:
+            parameter.has_rows = parameter.has_rows or gradient.is_sparse
+        elif bucket.has_rows != gradient.is_sparse and bucket.length:
+            if not self._plan.is_agreed:  # buckets of a loaded order: they are planned again
+                parameter.has_rows = gradient.is_sparse
+                return
+            raise TrainingError(
+                f"the gradient of {parameter.name} has layout {gradient.layout}, but had another layout before",
+                cause="an embedding whose weight is used both sparsely (sparse=True) and densely",
+                next_step="use sparse=False for it",
+            )
+
+    def adopt_assigned(self) -> None:
+        """Take the gradients that the script assigned as this rank's own, for an exchange without a backward."""
+        if self._residuals.are_tentative:
+            self._residuals.discard_of(lambda parameter: not parameter.holds_delivered)
+        for parameter in self._parameters:
+            if parameter.tensor.grad is None:
+                parameter.is_aggregated, parameter.stash = False, None
+            elif not parameter.holds_delivered:
+                parameter.is_aggregated = False
+                parameter.has_rows = parameter.has_rows or parameter.tensor.grad.is_sparse
+
+    def undo_discarded(self) -> None:
+        """Undo exchanges whose gradients the script has zeroed since: some set to None, or all of them to zeros."""
+        for parameter in self._parameters:
+            if parameter.stash is not None and parameter.is_zero:
+                parameter.stash = None
+        if self._residuals.are_tentative:
+            if all(parameter.is_zero for parameter in self._parameters):
+                self._residuals.discard()
+            else:
+                self._residuals.discard_of(lambda parameter: parameter.tensor.grad is None)
+
+    def forget(self) -> None:
+        """Note that gradients were zeroed: changes of residuals since the last step are undone."""
+        self._residuals.discard()
+        for parameter in self._parameters:
+            parameter.forget()
+
+    def commit(self) -> None:
+        """Note that the optimizer made its step: changes of residuals become final."""
+        if self._residuals.are_tentative:
+            self._residuals.discard_of(lambda parameter: parameter.tensor.grad is None)
+        self._residuals.commit()
+        self._note_used()
+
+    def discard(self) -> None:
+        """Note that the optimizer skipped its step: changes of residuals are undone."""
+        self._residuals.discard()
+        self._note_used()
+
+    def _note_used(self) -> None:
+        for parameter in self._parameters:
+            parameter.is_exchanged = False

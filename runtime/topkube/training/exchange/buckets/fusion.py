@@ -1,0 +1,106 @@
+"""Tensor fusion: which parameters share a bucket, and how large buckets are.
+
+This module does not communicate. Small tensors (biases, norms) have separate buckets, which are always exchanged dense:
+they have few bytes, and dropping most of a norm's gradient costs accuracy. All parameters of a bucket have the same
+dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+
+import torch
+
+from topkube.training.exchange.buckets.bucket import Bucket
+from topkube.training.exchange.buckets.parameter import Parameter
+
+BUCKET_BYTES = 25 * 2**20
+"""The largest size that is chosen: larger buckets hide no more latency."""
+LEAST_BUCKET_BYTES = 2**20
+"""The smallest size that is chosen, and that of the first and the last bucket. The messages of smaller buckets cost
+more than they hide."""
+BUCKETS = 8
+"""The number of buckets that a model has, if these bounds and the link allow it. While one bucket travels, the
+gradients of the next are computed; only the last bucket has nothing to hide behind."""
+BUCKET_SECONDS = 0.01
+"""How long a bucket occupies the link at least: on a fast link, the work per bucket costs more than a shorter wait for
+the last bucket saves."""
+
+
+def find_overlap_ends(parameters: Iterable[Parameter], rate: float = 0.0) -> set[int]:
+    """Return the positions of `parameters` after which a dense bucket should end, so that its exchange overlaps with
+    the rest of backward. The first bucket is small, so that the exchange starts early. The last bucket is small,
+    because it is exchanged after backward. The others have equal sizes, which follow from the sizes of the tensors and
+    from `rate`, the bytes per second that a node sends to other nodes (0: unknown)."""
+    groups: dict[torch.dtype, list[tuple[int, int]]] = {}
+    for position, parameter in enumerate(parameters):
+        if parameter.length and not parameter.small and not parameter.has_rows:
+            size = parameter.length * parameter.dtype.itemsize
+            groups.setdefault(parameter.dtype, []).append((position, size))
+    ends: set[int] = set()
+    for group in groups.values():
+        total = sum(size for _, size in group)
+        if total <= LEAST_BUCKET_BYTES:
+            continue
+        by_link = rate * BUCKET_SECONDS
+        usual = min(BUCKET_BYTES, max(LEAST_BUCKET_BYTES, total // BUCKETS, by_link))
+        first = min(usual, max(LEAST_BUCKET_BYTES, by_link / 4))
+        filled, limit, left, before, is_last = 0, first, total, -1, False
+        for position, size in group:
+            begins_last = not is_last and left <= LEAST_BUCKET_BYTES
+            if filled and (begins_last or filled + size > limit):
+                ends.add(before)
+                filled, limit = 0, usual
+            is_last = is_last or begins_last
+            filled, left, before = filled + size, left - size, position
+    return ends
+
+
+def fill_buckets(
+    parameters: Iterable[Parameter], bucket_bytes: int = BUCKET_BYTES, ends: Container[int] = frozenset()
+) -> list[Bucket]:
+    """Return buckets for `parameters`, which come in the order in which backward produces their gradients.
+
+    A bucket has at most `bucket_bytes`, and ends after a parameter whose position is in `ends`. A larger parameter has
+    a separate bucket, and so has a parameter whose gradients are sparse tensors. Buckets come in the order in which
+    their last gradient is produced: the order of the exchanges, the same on every rank that passes the same parameters.
+    """
+    open_buckets: dict[tuple[torch.dtype, bool], Bucket] = {}
+    complete: list[tuple[int, Bucket]] = []
+    last: dict[int, int] = {}
+    for position, parameter in enumerate(parameters):
+        if parameter.length == 0:
+            continue
+        if parameter.has_rows:
+            alone = Bucket(parameter.dtype, True, has_rows=True)
+            alone.append(parameter)
+            complete.append((position, alone))
+            continue
+        key = (parameter.dtype, parameter.small)
+        bucket = open_buckets.get(key)
+        size = parameter.length * parameter.dtype.itemsize
+        if bucket is not None and bucket.length * parameter.dtype.itemsize + size > bucket_bytes:
+            complete.append((last[id(bucket)], open_buckets.pop(key)))
+            bucket = None
+        if bucket is None:
+            bucket = open_buckets[key] = Bucket(*key)
+        bucket.append(parameter)
+        last[id(bucket)] = position
+        if position in ends:
+            complete.append((position, open_buckets.pop(key)))
+    complete += [(last[id(bucket)], bucket) for bucket in open_buckets.values()]
+    return [bucket for _, bucket in sorted(complete, key=lambda entry: entry[0])]
+
+
+def choose_largest_size(compresses: bool, is_on_cpu: bool, ranks: int) -> int | None:
+    """Return the most bytes of a bucket, None if sizes are chosen so that dense exchanges overlap with backward.
+    Compression selects per bucket, and a device has its own pipeline: both have large buckets."""
+    return None if is_on_cpu and ranks > 1 and not compresses else BUCKET_BYTES
+
+
+def plan_buckets(parameters: list[Parameter], largest: int | None, rate: float = 0.0) -> list[Bucket]:
+    """Return the buckets of `parameters`, which come in the order of their gradients. `largest` is what
+    `choose_largest_size` returned, or the job's choice; `rate` is as for `find_overlap_ends`."""
+    if largest is not None:
+        return fill_buckets(parameters, largest)
+    return fill_buckets(parameters, ends=find_overlap_ends(parameters, rate))

@@ -1,0 +1,78 @@
+"""Memory in which the gradients of several parameters lie side by side, so that an exchange need not copy them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
+from topkube.training.exchange.buckets.storage import is_shared
+
+
+def may_move(tensor: torch.Tensor) -> bool:
+    """Return True if the gradients of this parameter may lie anywhere: they are dense and contiguous, on a CPU."""
+    is_plain = not is_sharded(tensor) and not tensor.is_complex() and tensor.layout is torch.strided
+    return is_plain and tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+class GradientMemory:
+    """Memory in which the gradients of a part of a bucket lie side by side, from the moment that backward has produced
+    them until they are zeroed: an exchange then copies nothing. What a script keeps stays as it is: a part gets new
+    memory if the script still refers to gradients of an earlier step."""
+
+    def __init__(self, parameters: Sequence[Parameter], dtype: torch.dtype) -> None:
+        self._parameters, self._dtype, self._length = parameters, dtype, 0
+        self._starts: dict[int, int] = {}
+        """The first element of each parameter, by its index."""
+        for parameter in parameters:
+            self._starts[parameter.index] = self._length
+            self._length += parameter.length
+        self._values: torch.Tensor | None = None
+        self._is_free = False
+
+    def begin_backward(self) -> None:
+        """Note that a backward pass begins: the next gradient checks if the memory is free."""
+        self._is_free = False
+
+    def take_in(self, parameter: Parameter) -> bool:
+        """Move the parameter's gradient here. Return False if it must stay where it is."""
+        gradient, start = parameter.tensor.grad, self._starts[parameter.index]
+        if gradient is None or parameter.stash is not None or gradient.requires_grad or not gradient.is_contiguous():
+            return False
+        if not self._is_free:
+            self._take_memory()
+        if self._holds(gradient, start):
+            return True
+        if not parameter.arrives:  # the script chose this memory
+            return False
+        assert self._values is not None
+        storage, shape = self._values.untyped_storage(), parameter.tensor.shape
+        view = torch.empty(0, dtype=gradient.dtype).set_(storage, start, shape, gradient.stride())
+        view.copy_(gradient)
+        parameter.replace_gradient(view)
+        return True
+
+    def find_whole(self) -> torch.Tensor | None:
+        """Return the gradients of all parameters side by side, None if one of them is not here."""
+        for parameter in self._parameters:
+            gradient, start = parameter.tensor.grad, self._starts[parameter.index]
+            is_alone = parameter.tensor.requires_grad and parameter.is_local and parameter.stash is None
+            if not (is_alone and self._holds(gradient, start)):
+                return None
+        return self._values
+
+    def _holds(self, gradient: torch.Tensor | None, start: int) -> bool:
+        values = self._values
+        if values is None or gradient is None:
+            return False
+        return gradient.data_ptr() == values.data_ptr() + start * values.itemsize and gradient.is_contiguous()
+
+    def _take_memory(self) -> None:
+        """Take new memory if a tensor uses the old memory that is not a gradient of this part."""
+        self._is_free = True
+        if self._values is not None:
+            gradients = sum(self._holds(p.tensor.grad, self._starts[p.index]) for p in self._parameters)
+            if not is_shared(self._values, gradients):
+                return
+        self._values = torch.empty(self._length, dtype=self._dtype)

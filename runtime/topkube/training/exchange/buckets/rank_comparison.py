@@ -1,0 +1,83 @@
+"""The comparison of ranks before they exchange gradients: all ranks must have the same parameters and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from topkube.errors import TrainingError
+from topkube.training.exchange.aggregation import AggregationSettings
+from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
+from topkube.training.exchange.tuning.machines import RunAgreement
+from topkube.training.ranks.agreement import digest, find_differing_ranks, names_of
+from topkube.world import World
+
+
+class RankComparison:
+    """The comparison of the parameters and settings of one optimizer. `finite_check` (TOPKUBE_FINITE_CHECK) is compared
+    too, because it decides which collectives a backward ends with."""
+
+    def __init__(
+        self,
+        world: World,
+        parameters: list[Parameter],
+        aggregation: AggregationSettings,
+        run_agreement: RunAgreement,
+        finite_check: str,
+    ) -> None:
+        self._world, self._parameters, self._run_agreement = world, parameters, run_agreement
+        self._aggregation, self._finite_check = aggregation, finite_check
+
+    def compare(self) -> None:
+        """Raise TrainingError on all ranks if ranks have different parameters or settings."""
+        if self._world.size == 1:
+            return
+        digests: Mapping[str, float] = {
+            "parameters": digest([_describe_parameter(parameter) for parameter in self._parameters]),
+            "frozen parameters": self.digest_trainable(),
+            "aggregation settings": digest((self._aggregation, self._finite_check)),
+        }
+        values = list(digests.values())
+        both = self._run_agreement(lambda agreement: agreement.maximum([*values, *(-value for value in values)]))
+        for number, what in enumerate(digests):
+            if both[number] == -both[number + len(digests)]:
+                continue
+            if what == "frozen parameters":
+                self.raise_different_trainable()
+            rows = self._run_agreement(lambda agreement: agreement.gather(values))
+            raise TrainingError(
+                f"{names_of(find_differing_ranks(rows[:, number]))} have different {what} than the other ranks",
+                cause="the model or the settings depend on the rank"
+                if what == "parameters"
+                else "TOPKUBE_* variables or the arguments of DistributedOptimizer differ",
+                next_step="build the same model with the same arguments on every rank",
+            )
+
+    def digest_trainable(self) -> float:
+        """Return a digest of the parameters that require a gradient."""
+        return digest([(p.name, p.length) for p in self._parameters if p.tensor.requires_grad])
+
+    def raise_different_trainable(self) -> None:
+        """Raise TrainingError, which names the ranks on which other parameters require a gradient. All ranks call this
+        together."""
+        frozen = sorted(p.name for p in self._parameters if not p.tensor.requires_grad)
+        rows = self._run_agreement(lambda agreement: agreement.gather([self.digest_trainable(), len(frozen)]))
+        ranks = find_differing_ranks(rows[:, 0])
+        here = f"; on rank {self._world.rank} {len(frozen)} are frozen" + (
+            f", {frozen[0]} among them" if frozen else ""
+        )
+        raise TrainingError(
+            f"{names_of(ranks)} train different parameters than the other ranks{here}",
+            cause="a parameter was frozen, unfrozen or added on some ranks only",
+            next_step="set requires_grad to the same value on every rank, before the same step",
+        )
+
+
+def _describe_parameter(parameter: Parameter) -> tuple[object, ...]:
+    """Return the properties of a parameter that must be the same on all ranks, with the part of a sharded parameter
+    that this rank holds."""
+    tensor: Any = parameter.tensor
+    if not is_sharded(tensor):
+        return parameter.name, tuple(tensor.shape), str(tensor.dtype), str(parameter.gradient_dtype)
+    coordinate = tensor.device_mesh.get_coordinate()
+    return parameter.name, tuple(tensor.shape), str(tensor.dtype), str(tensor.placements), str(coordinate)

@@ -1,0 +1,91 @@
+"""The agreement of all ranks at the end of a backward: one message with what each rank reports."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from topkube.errors import TrainingError
+from topkube.training.batches.uneven_batches import Turns
+from topkube.training.exchange.buckets.rank_comparison import RankComparison
+from topkube.training.ranks.agreement import find_differing_ranks, names_of
+
+
+@dataclass(frozen=True)
+class EndReport:
+    """What a rank reports at the end of a backward."""
+
+    is_nonfinite: bool
+    """True if the rank saw a value that was not finite."""
+    has_idle: bool
+    """True if the rank did not use one of its parameters."""
+    has_unplanned: bool
+    """True if the rank has a gradient of a parameter without a bucket."""
+    is_saved: bool
+    """True if the rank has saved its state since the last exchange."""
+    can_hold: bool
+    """True if the next forward may gather the gradients (DeAR)."""
+    steps: int
+    """The number of the rank's updates."""
+    trainable_digest: float
+    weights_digest: float
+    """The digest of the rank's weights, 0 if they are not compared."""
+    loss_scale: float
+    """The factor of a gradient scaler on the loss, 1 if it is not compared."""
+
+
+@dataclass(frozen=True)
+class EndAgreement:
+    """What the ranks have agreed on: the report of any rank. `can_hold` is True if all ranks can."""
+
+    is_nonfinite: bool
+    has_idle: bool
+    has_unplanned: bool
+    is_saved: bool
+    can_hold: bool
+    has_equal_weights: bool
+
+
+def agree_at_end(turns: Turns, comparison: RankComparison, own: EndReport) -> EndAgreement:
+    """Return what all ranks of `turns` report together. All ranks call this together. Raises TrainingError on all ranks
+    if their steps, their trainable parameters or the factors of their gradient scalers differ."""
+    trainable, weights, scale = own.trainable_digest, own.weights_digest, own.loss_scale
+    numbers = [own.is_nonfinite, own.has_idle, trainable, -trainable, weights, -weights, own.has_unplanned]
+    numbers += [own.steps, -own.steps, own.is_saved, not own.can_hold]
+    numbers += [scale, -scale] if scale != 1 else [-math.inf, -math.inf]  # a rank without a scaler may send zeros
+    largest = turns.maximum(numbers)
+    if largest[7] != -largest[8]:
+        _raise_different_steps(turns, own.steps)
+    if largest[2] != -largest[3]:
+        comparison.raise_different_trainable()
+    if largest[11] != -largest[12] and largest[11] > -math.inf:
+        _raise_different_scales(turns, scale)
+    return EndAgreement(
+        is_nonfinite=bool(largest[0] > 0),
+        has_idle=bool(largest[1] > 0),
+        has_unplanned=bool(largest[6]),
+        is_saved=bool(largest[9] > 0),
+        can_hold=not largest[10],
+        has_equal_weights=bool(largest[4] == -largest[5]),
+    )
+
+
+def _raise_different_steps(turns: Turns, steps: int) -> None:
+    rows = turns.run_agreement(lambda agreement: agreement.gather([steps]))[:, 0]
+    ranks = find_differing_ranks(rows)
+    raise TrainingError(
+        f"{names_of(ranks)} made a different number of optimizer steps than the other ranks ({int(rows.min())} to"
+        f" {int(rows.max())})",
+        cause="step() is called on some ranks only, or ranks loaded different states",
+        next_step="call step() on every rank after the same backward()",
+    )
+
+
+def _raise_different_scales(turns: Turns, scale: float) -> None:
+    rows = turns.run_agreement(lambda agreement: agreement.gather([scale]))[:, 0]
+    raise TrainingError(
+        f"the gradient scalers of {names_of(find_differing_ranks(rows))} have another factor than those of the other"
+        f" ranks ({rows.min():g} to {rows.max():g}): the mean of their gradients has no meaning",
+        cause="a rank has loaded the state of its GradScaler, or created it with another factor",
+        next_step="load the same state of the scaler on every rank",
+    )

@@ -1,0 +1,303 @@
+"""The exchange of a bucket in the communication thread: collect gradients, all-reduce them, deliver the means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from topkube.algorithms import MATRIX_RANK
+from topkube.arrays import flat_view
+from topkube.collectives import AllReduce, Request
+from topkube.collectives.decoupled import DecoupledAllReduce
+from topkube.collectives.dense import Hierarchical
+from topkube.collectives.device.memory import DeviceFlag, Mark
+from topkube.collectives.device.nccl_link import measure_nccl_link
+from topkube.collectives.device.pipeline import DeviceAllReduce
+from topkube.collectives.double import mean_of_doubles
+from topkube.collectives.error_feedback import Residual
+from topkube.collectives.overlapped import UNDER_WAY, OverlappedAllReduce
+from topkube.settings import Settings
+from topkube.training.exchange.aggregation import AggregationSettings
+from topkube.training.exchange.buckets.bucket import Bucket
+from topkube.training.exchange.buckets.parameter import Parameter, view_real
+from topkube.training.exchange.reduction.bucket_algorithms import BucketAlgorithms, refuse_nccl
+from topkube.training.exchange.reduction.delivery import Delivery
+from topkube.training.exchange.reduction.halved_parts import HalvedPart, HalvedParts
+from topkube.training.exchange.reduction.residuals import Momentum, Residuals
+from topkube.training.exchange.reduction.sparse_gradients import average_rows, is_finite
+from topkube.training.exchange.reduction.staging import Staging
+from topkube.training.ranks.agreement import agreement
+from topkube.training.ranks.communication_thread import schedule
+from topkube.world import World
+
+
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """The exchange of one bucket by one all-reduce. `mark` and `loss_scale` are as for `BucketExchange.run`."""
+
+    bucket: Bucket
+    all_reduce: AllReduce
+    density: float
+    mark: Mark | None
+    loss_scale: float
+
+
+class BucketExchange:
+    """The exchange of buckets among the ranks of a world. Methods run in the communication thread, in the same order on
+    every rank; `ready`, `follow` and `spread_flag` run in the thread of the caller.
+
+    If `device` is set, buckets are reduced on it, as a pipeline (collectives/device/): `run` then only starts the
+    reduction of a bucket, and `flush` finishes all of them. Dense buckets between nodes of CPUs work in the same way
+    (collectives/overlapped.py): the next buckets start while the messages of the first are under way. `halves` holds
+    what is reduced but not gathered, if dense exchanges are made in two halves (DeAR).
+    """
+
+    def __init__(
+        self,
+        world: World,
+        aggregation: AggregationSettings,
+        momentum: Momentum,
+        device: torch.device | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        settings = settings or Settings()
+        self.world, self._finite_check = world, settings.finite_check
+        if device is None:
+            refuse_nccl(world, aggregation)
+        self.algorithms = BucketAlgorithms(world, aggregation)
+        self.residuals = Residuals(world, self.algorithms.keeper, momentum, device)
+        self.on_device = DeviceAllReduce(world, device, settings.device_graphs) if device is not None else None
+        self._staging = Staging(1 if device is None else 2)
+        self._delivery = Delivery(self.on_device)
+        self._overlapped: OverlappedAllReduce | None = None
+        if device is None and world.nodes > 1:
+            self._overlapped = (DecoupledAllReduce if aggregation.is_decoupled else OverlappedAllReduce)(world)
+        self.halves: HalvedParts | None = None
+        if isinstance(self._overlapped, DecoupledAllReduce):
+            self.halves = HalvedParts(self._overlapped, self._delivery)
+        self._agreement = agreement(world)
+        self._scale: tuple[torch.Tensor, float] | None = None
+
+    def measure_nccl_link(self) -> float | None:
+        """Return the bytes per second that a node sends through NCCL; None if gradients are not reduced on a GPU. A
+        collective of all ranks."""
+        return measure_nccl_link(self.on_device)
+
+    def is_overlapped(self, bucket: Bucket) -> bool:
+        """Return True if a dense exchange of the bucket between nodes overlaps with the next buckets. All-reduces of
+        the warm-up do not count."""
+        return self._overlapped is not None and self.algorithms.may_overlap(bucket)
+
+    @property
+    def is_pipelined(self) -> bool:
+        """True if `run` may return before its bucket is delivered, so that `flush` must follow."""
+        return self.on_device is not None or self._overlapped is not None
+
+    # ---- one bucket
+
+    @torch.no_grad()
+    def run(
+        self,
+        bucket: Bucket,
+        density: float,
+        is_warming_up: bool,
+        mark: Mark | None = None,
+        loss_scale: torch.Tensor | float = 1.0,
+    ) -> bool:
+        """Exchange the bucket's local gradients and add the means to the aggregated gradients in `.grad`. Return True
+        if all values that this rank saw were finite. Residuals change with `accept`. `mark` is the result of `ready`
+        when the gradients were handed over; `loss_scale` is the factor by which the loss was multiplied."""
+        with self._work_after(mark):
+            if bucket.has_rows:
+                self._finish_overlapped()
+                return self._exchange_rows(bucket.parameters[0], mark)
+            all_reduce = self.algorithms.choose(bucket, density, is_warming_up)
+            return self._exchange_strided(_Task(bucket, all_reduce, density, mark, self._read_factor(loss_scale)))
+
+    def _read_factor(self, loss_scale: torch.Tensor | float) -> float:
+        """Return the factor as a number. A factor on the device is read once per backward, because that waits."""
+        if not isinstance(loss_scale, torch.Tensor):
+            return loss_scale
+        if self._scale is None or self._scale[0] is not loss_scale:
+            self._scale = loss_scale, float(loss_scale)
+        return self._scale[1]
+
+    @contextmanager
+    def _work_after(self, mark: Mark | None) -> Iterator[None]:
+        """Return a context in which torch works on the stream of the exchange, after `mark`."""
+        if self.on_device is None or mark is None:  # no streams, or the thread of the caller
+            yield
+            return
+        self.on_device.memory.enter_thread()
+        self.on_device.after(mark)
+        with self.on_device.on_stream():
+            yield
+
+    def _exchange_strided(self, task: _Task) -> bool:
+        bucket, all_reduce = task.bucket, task.all_reduce
+        if self.algorithms.drains(bucket):
+            return self._exchange_with_residual(task)
+        if all_reduce.algorithm.residual is None and bucket.residual is not None:
+            self.residuals.forget_zeros(bucket)
+        if self.world.size == 1 and not all_reduce.algorithm.compresses:
+            trainable = [parameter for parameter in bucket.parameters if parameter.tensor.requires_grad]
+            return self._delivery.deliver_alone(trainable, task.mark)
+        if bucket.dtype != torch.float64:
+            if self.on_device is not None:
+                self._begin_on_device(task)
+                return True
+            if self._overlapped is not None and isinstance(all_reduce, Hierarchical):
+                self._begin_overlapped(self._overlapped, all_reduce, task)
+                return True
+        self._finish_overlapped()
+        if bucket.dtype == torch.float64:
+            return self._exchange_doubles(bucket, task.mark)
+        flat = self._staging.collect(bucket)
+        request = self._build_request(flat_view(flat, "bucket", writable=True), task)
+        with self._set_frozen_aside(bucket, request.residual):
+            finite = all_reduce.run(self.world, request)
+        self._delivery.deliver(bucket, flat, task.mark)
+        return finite
+
+    def _exchange_with_residual(self, task: _Task) -> bool:
+        """Exchange the gradients with all that was not sent before, by an algorithm that keeps nothing."""
+        self._finish_overlapped()
+        bucket = task.bucket
+        flat, residual = self._staging.collect(bucket), self.residuals.prepare(bucket, task.loss_scale)
+        with self._set_frozen_aside(bucket, residual):
+            start, stop = self.residuals.find_range(bucket)
+            owed = torch.as_tensor(residual.current, device=flat.device)
+            flat[start:stop] += (owed * self.world.size).to(flat.dtype)  # the mean divides by the ranks
+            residual.pending[:] = 0
+            if self.on_device is not None:
+                request = self._build_request(flat, task)
+                delivered = partial(self._delivery.deliver, bucket, flat, task.mark)
+                self.on_device.begin(task.all_reduce, request, finished=delivered)
+                return True
+            array = flat_view(flat, "bucket", writable=True)
+            finite = task.all_reduce.run(self.world, self._build_request(array, task))
+        self._delivery.deliver(bucket, flat, task.mark)
+        return finite
+
+    def _begin_on_device(self, task: _Task) -> None:
+        assert self.on_device is not None
+        flat = self._staging.collect(task.bucket)
+        request = self._build_request(flat, task)
+        with self._set_frozen_aside(task.bucket, request.residual):
+            delivered = partial(self._delivery.deliver, task.bucket, flat, task.mark)
+            self.on_device.begin(task.all_reduce, request, finished=delivered)
+
+    def _begin_overlapped(self, pieces: OverlappedAllReduce, all_reduce: Hierarchical, task: _Task) -> None:
+        bucket = task.bucket
+        request = self._build_request(torch.empty(bucket.length, dtype=bucket.dtype, device="meta"), task)
+        call, factor = all_reduce.enter(self.world, request), request.scale(self.world.size)
+        for part in bucket.parts:
+            flat = self._staging.collect(part, UNDER_WAY + 2 if self.halves is None else None)
+            array = flat_view(flat, "bucket", writable=True)
+            if self.halves is not None and isinstance(pieces, DecoupledAllReduce):
+                halved = pieces.halve(call, array, factor, request.dense_wire)
+                self.halves.parts.append(HalvedPart(part, flat, halved))
+                continue
+            delivered = partial(self._delivery.deliver, part, flat, None)
+            pieces.begin(call, array, factor, delivered, request.dense_wire)
+        schedule().advance_meanwhile(pieces.advance)
+
+    def _exchange_doubles(self, bucket: Bucket, mark: Mark | None) -> bool:
+        flat = self._staging.collect(bucket)
+        host = flat.cpu()
+        finite = mean_of_doubles(self.world, host.numpy())
+        if host is not flat:
+            flat.copy_(host)
+        self._delivery.deliver(bucket, flat, mark)
+        return finite
+
+    def _exchange_rows(self, parameter: Parameter, mark: Mark | None) -> bool:
+        is_trained = parameter.tensor.requires_grad
+        own = parameter.tensor.grad if parameter.is_local and is_trained else None
+        mean = average_rows(self.world, self._agreement, own, parameter.tensor, parameter.gradient_dtype)
+        finite = is_finite(mean)
+        if is_trained:
+            self._delivery.deliver_rows(parameter, mean, mark)
+        return finite
+
+    def _build_request(self, array: Any, task: _Task) -> Request:
+        algorithm, bucket, aggregation = task.all_reduce.algorithm, task.bucket, self.algorithms.aggregation
+        return Request(
+            array,
+            "mean",
+            task.density if algorithm.compresses else 1.0,
+            aggregation.wire if algorithm.compresses else "fp32",
+            aggregation.selection,
+            self.residuals.prepare(bucket, task.loss_scale) if algorithm.residual is not None else None,
+            "fp32" if bucket.small else self.algorithms.dense_wire,
+            aggregation.matrix_rank,
+            bucket.matrices if MATRIX_RANK in algorithm.parameters else (),
+        )
+
+    def _set_frozen_aside(self, bucket: Bucket, residual: Residual | None) -> AbstractContextManager[None]:
+        if residual is None or all(parameter.tensor.requires_grad for parameter in bucket.parameters):
+            return nullcontext()
+        return self.residuals.set_frozen_aside(bucket, residual)
+
+    # ---- the end of a backward
+
+    @torch.no_grad()
+    def flush(self) -> bool:
+        """Finish the reductions that `run` has started. Return True if all values were finite."""
+        if self.on_device is not None:
+            self.on_device.memory.enter_thread()
+            return self.on_device.flush()
+        self._finish_overlapped()
+        if self.halves is not None:
+            self.halves.gather(self.halves.parts[::-1])  # the ranks agree meanwhile if the step is finite
+        return self._overlapped is None or self._overlapped.take_finite()
+
+    def _finish_overlapped(self) -> None:
+        """Finish the dense buckets that are under way, before an exchange that sends its messages in another way."""
+        if self._overlapped is not None:
+            self._overlapped.finish()
+
+    def agrees_on_device(self, buckets: Iterable[Bucket]) -> bool:
+        """Return True if all ranks agree on the device whether these buckets are finite, so that no host waits for the
+        answer: no byte of them passes through host memory, and no residual depends on the answer. The same on all
+        ranks."""
+        if self.on_device is None or self._finite_check == "host":
+            return False
+        if not self.on_device.memory.is_cuda and self._finite_check != "device":
+            return False
+        return all(self.algorithms.stays_on_device(bucket) for bucket in buckets)
+
+    @torch.no_grad()
+    def flush_undecided(self) -> DeviceFlag:
+        """Finish the reductions that `run` has started. Return a flag that is 1 on all ranks if a value was not finite.
+        The host does not wait for the device. Only if `agrees_on_device`."""
+        assert self.on_device is not None
+        self.on_device.memory.enter_thread()
+        return self.on_device.flush_undecided()
+
+    # ---- in the thread of the caller
+
+    def ready(self) -> Mark | None:
+        """Return a mark that `run` waits for on the device: all work so far in the caller's stream."""
+        return self.on_device.ready() if self.on_device is not None else None
+
+    def follow(self) -> None:
+        """Make the caller's stream wait for the delivered gradients."""
+        if self.on_device is not None:
+            self.on_device.follow()
+
+    @torch.no_grad()
+    def spread_flag(self, flag: DeviceFlag, gradients: Iterable[torch.Tensor]) -> None:
+        """Write NaN into a gradient if the flag is 1, on the stream of the caller: clipping and GradScaler then decide
+        the same on every rank."""
+        assert self.on_device is not None
+        self.on_device.lend(flag.tensor)
+        first = next((gradient for gradient in gradients if gradient.numel()), None)
+        if first is not None:
+            entry = view_real(first).as_strided((1,), (1,))
+            entry.mul_(torch.where(flag.tensor > 0, torch.nan, 1.0))

@@ -1,0 +1,112 @@
+"""The delivery of reduced gradients into `.grad`, with what the gradients of earlier backwards have left there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from topkube.collectives.device.memory import Mark
+from topkube.collectives.device.pipeline import DeviceAllReduce
+from topkube.training.exchange.buckets.bucket import Bucket
+from topkube.training.exchange.buckets.parameter import Parameter, view_real
+from topkube.training.exchange.reduction.staging import copy_each
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Delivery:
+    """The delivery of means to the parameters of one optimizer. With `on_device`, it keeps the memory of tensors that
+    the streams of the caller and of the exchange share. The `mark` of a delivery is that of its bucket (`run`)."""
+
+    def __init__(self, on_device: DeviceAllReduce | None) -> None:
+        self._on_device = on_device
+
+    @torch.no_grad()
+    def deliver(self, bucket: Bucket, flat: torch.Tensor, mark: Mark | None) -> None:
+        """Write the means in `flat`, shape (length,), into `.grad`, or add them to it, with a few launches for all
+        parameters."""
+        trainable = [
+            (parameter, flat[start : start + parameter.length])
+            for parameter, start in zip(bucket.parameters, bucket.starts, strict=False)
+            if parameter.tensor.requires_grad
+        ]
+        copies, adds, stashes = list[Pair](), list[Pair](), list[Pair]()
+        for parameter, values in trainable:
+            is_new = parameter.tensor.grad is None
+            if is_new:
+                parameter.is_created = True
+                parameter.tensor.grad = torch.empty_like(parameter.tensor, dtype=parameter.gradient_dtype)
+                self._lend(parameter.tensor.grad, mark)
+            gradient = view_real(parameter.tensor.grad)
+            piece = values.view(gradient.shape)
+            if parameter.is_aggregated and not is_new:
+                adds.append((gradient, piece))
+            elif gradient.data_ptr() != piece.data_ptr():
+                copies.append((gradient, piece))
+            if parameter.stash is not None:
+                stashes.append((view_real(parameter.stash), gradient))
+        for pairs, act in ((copies, copy_each), (adds, torch._foreach_add_), (stashes, torch._foreach_add_)):
+            if pairs:
+                act([target for target, _ in pairs], [source for _, source in pairs])
+        for parameter, _ in trainable:
+            if parameter.stash is not None:  # the script may hold a reference: it stays the gradient
+                self._borrow(parameter.tensor.grad)
+                parameter.tensor.grad = parameter.stash
+            parameter.deliver()
+
+    def deliver_rows(self, parameter: Parameter, mean: torch.Tensor, mark: Mark | None) -> None:
+        """Replace `.grad` by `mean`, a sparse tensor, plus what was aggregated before."""
+        if parameter.is_aggregated and parameter.tensor.grad is not None:
+            mean = mean + parameter.tensor.grad
+        if parameter.stash is not None:
+            mean = mean + parameter.stash
+        self._lend(mean, mark)
+        self._borrow(parameter.tensor.grad, parameter.stash)
+        parameter.is_created = parameter.tensor.grad is None
+        parameter.tensor.grad = mean
+        parameter.deliver()
+
+    def deliver_alone(self, parameters: Sequence[Parameter], mark: Mark | None) -> bool:
+        """Deliver gradients as they are, in a world of one rank. Return True if they are finite; on a device, `flush`
+        reports that. Gradients that are not finite are delivered too: the end of backward then skips the step, as with
+        several ranks."""
+        gradients = [view_real(p.tensor.grad) for p in parameters if p.tensor.grad is not None]
+        finite = True
+        if self._on_device is None:
+            finite = _are_finite(gradients)
+        elif filled := [gradient for gradient in gradients if gradient.numel()]:
+            largest = torch.stack(list(torch._foreach_norm(filled, torch.inf)))
+            self._on_device.note_finite(largest.isfinite().all())
+        for parameter in parameters:
+            if parameter.tensor.grad is not None:
+                if parameter.stash is not None:
+                    parameter.stash.add_(parameter.tensor.grad)
+                    if mark is not None:
+                        self._borrow(parameter.tensor.grad)
+                    parameter.tensor.grad = parameter.stash
+                parameter.deliver()
+        return finite
+
+    def _borrow(self, *tensors: torch.Tensor | None) -> None:
+        """Keep the memory of the caller's tensors, which lose their last reference here, until this exchange has read
+        them."""
+        if self._on_device is not None:
+            for tensor in tensors:
+                if tensor is not None:
+                    self._on_device.memory.borrow(tensor)
+
+    def _lend(self, tensor: torch.Tensor, mark: Mark | None) -> None:
+        """Keep the memory of a tensor of the exchange's stream until the caller has read it, also if the caller frees
+        it early."""
+        if self._on_device is not None:
+            self._on_device.memory.lend(tensor, mark)
+
+
+def _are_finite(gradients: Sequence[torch.Tensor]) -> bool:
+    """Return True if all entries are finite, with one read and one wait for the device. Entries are checked one by one
+    only if a sum is not finite, because the sum may have overflowed."""
+    if not gradients:
+        return True
+    sums = torch.stack([gradient.sum().float() for gradient in gradients])
+    return bool(torch.isfinite(sums).all()) or all(bool(torch.isfinite(gradient).all()) for gradient in gradients)

@@ -1,0 +1,68 @@
+"""Parts of buckets that are reduced but not gathered, for DeAR: the next forward gathers them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from topkube.collectives.decoupled import DecoupledAllReduce, Halved
+from topkube.training.exchange.buckets.bucket import Bucket
+from topkube.training.exchange.buckets.parameter import view_real
+from topkube.training.exchange.reduction.delivery import Delivery
+from topkube.training.ranks.communication_thread import schedule
+
+
+@dataclass(eq=False)
+class HalvedPart:
+    """A part of a bucket whose gradients are reduced but not gathered. `flat` holds them side by side."""
+
+    part: Bucket
+    flat: torch.Tensor
+    halved: Halved
+
+    @property
+    def is_in_place(self) -> bool:
+        """True if `flat` is the memory of the gradients themselves, so that nothing is left to deliver."""
+        address = self.flat.data_ptr()
+        for parameter, start in zip(self.part.parameters, self.part.starts, strict=False):
+            if not (parameter.tensor.requires_grad and parameter.is_local and parameter.stash is None):
+                return False
+            if view_real(parameter.tensor.grad).data_ptr() != address + start * self.flat.itemsize:
+                return False
+        return True
+
+
+class HalvedParts:
+    """The parts that the current backward has reduced but not gathered (`parts`). `gather`, `finish_gather` and
+    `gather_now` run in the communication thread."""
+
+    def __init__(self, all_reduce: DecoupledAllReduce, delivery: Delivery) -> None:
+        self._all_reduce, self._delivery = all_reduce, delivery
+        self.parts: list[HalvedPart] = []
+
+    def take(self) -> list[HalvedPart]:
+        """Return the parts, and forget them. The last part comes first, because the next forward needs it first."""
+        taken, self.parts = self.parts[::-1], []
+        return taken
+
+    def gather(self, parts: Sequence[HalvedPart]) -> None:
+        """Begin to gather the parts, in their order."""
+        self._all_reduce.gather([part.halved for part in parts])
+        schedule().advance_meanwhile(self._all_reduce.advance, is_awaited=True)
+
+    def finish_gather(self, parts: Sequence[HalvedPart]) -> None:
+        """Return when the parts are gathered."""
+        for part in parts:
+            self._all_reduce.finish_gather(part.halved)
+
+    @torch.no_grad()
+    def gather_now(self) -> None:
+        """Gather and deliver all that this backward has reduced."""
+        parts = self.take()
+        if parts:
+            self.gather(parts)
+            self.finish_gather(parts)
+        for part in parts:
+            self._delivery.deliver(part.part, part.flat, None)

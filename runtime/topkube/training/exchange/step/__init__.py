@@ -1,0 +1,1 @@
+"""What decides about the optimizer's next step: if its gradients are finite, and if all ranks have the same weights."""

@@ -1,0 +1,110 @@
+"""The parts of a DistributedOptimizer, built for a torch optimizer and the job's aggregation settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from topkube.errors import ArgumentError
+from topkube.settings import Settings
+from topkube.training.exchange.aggregation import AggregationSettings
+from topkube.training.exchange.autograd.loss_scale import watch_scalers
+from topkube.training.exchange.backward import Backward
+from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
+from topkube.training.exchange.late.late_updates import LateUpdates, check_optimizer
+from topkube.training.node_weights.agreed_weights_check import AgreedWeightsCheck
+from topkube.training.node_weights.node_weights import NodeWeights
+from topkube.training.optimizers.layerwise import LayerwiseOptimizer
+from topkube.training.optimizers.mixed_precision import MasterWeights
+from topkube.training.optimizers.momentum import MomentumCorrection
+from topkube.training.optimizers.parameters import name_parameters
+from topkube.training.optimizers.step_guard import StepGuard
+from topkube.training.optimizers.wrapper import OptimizerWrapper
+from topkube.training.reporting.step_trace import start_trace
+from topkube.world import World
+
+
+@dataclass(frozen=True)
+class OptimizerParts:
+    """What works around the torch optimizer `inner`: the exchange of gradients during backward (`backward`), the
+    refusal of steps that the script makes on `inner` (`guard`), and, if the settings ask for them, error feedback in
+    the weights, momentum correction, and updates during the next forward."""
+
+    inner: torch.optim.Optimizer
+    aggregation: AggregationSettings
+    backward: Backward
+    guard: StepGuard
+    node_weights: NodeWeights | None
+    correction: MomentumCorrection | None
+    late: LateUpdates | None
+
+
+def build_parts(
+    optimizer: torch.optim.Optimizer,
+    names: list[tuple[str, torch.nn.Parameter]],
+    aggregation: AggregationSettings,
+    settings: Settings,
+    world: World,
+    is_copy: bool,
+) -> OptimizerParts:
+    """Return the parts for `optimizer`, whose parameters have `names`. A copy (`is_copy`) counts among the optimizers
+    of the process only when it trains. Raises ArgumentError for an optimizer or a model that the settings do not
+    support."""
+    correction = MomentumCorrection(optimizer) if aggregation.momentum_correction else None
+    momentum = correction.read_momentum if correction else lambda: (0.0, 1.0)
+    parameters = name_parameters(optimizer, names, sharded=True)
+    node_weights = node_world = check = None
+    if aggregation.in_weights:
+        _check_own_steps(optimizer, aggregation.algorithm)
+        node_weights = NodeWeights(world, parameters, aggregation, optimizer)
+        node_world = node_weights.node_world
+        mode, every = settings.check_weights, settings.check_weights_every
+        check = AgreedWeightsCheck(node_weights.exchange, node_world, parameters, mode, every)
+    backward = Backward(world, parameters, aggregation, momentum, settings, is_copy, node_world, check)
+    if not is_copy:
+        tensors: list[tuple[str, torch.Tensor]] = [(p.name, p.tensor) for p in parameters]
+        backward.queue.traced = start_trace(world, tensors, aggregation, settings)
+    if node_weights is None and correction is None and not aggregation.schedule:
+        backward.gradients.decisions.watch(optimizer)
+    guard = StepGuard(optimizer)
+    backward.late = _build_late_updates(optimizer, aggregation, backward, guard, parameters)
+    watch_scalers()
+    return OptimizerParts(optimizer, aggregation, backward, guard, node_weights, correction, backward.late)
+
+
+def _build_late_updates(
+    optimizer: torch.optim.Optimizer,
+    aggregation: AggregationSettings,
+    backward: Backward,
+    guard: StepGuard,
+    parameters: list[Parameter],
+) -> LateUpdates | None:
+    """Return what updates parameters during the next forward, None if step() updates them. Raises ArgumentError."""
+    if not aggregation.is_decoupled:
+        return None
+    if backward.exchange.on_device is not None or any(is_sharded(p.tensor) for p in parameters):
+        raise ArgumentError(
+            "the overlap dear needs whole parameters in host memory",
+            cause="the model is on a GPU, or sharded",
+            next_step="leave overlap at backward",
+        )
+    check_optimizer(optimizer)
+    if backward.exchange.halves is None:  # one node has no exchange between nodes
+        return None
+    return LateUpdates(backward.exchange.halves, optimizer, guard.allowed)
+
+
+def _check_own_steps(optimizer: torch.optim.Optimizer, algorithm: str) -> None:
+    """Raise ArgumentError for an optimizer that must see the mean gradient of all nodes."""
+    inner = optimizer
+    while isinstance(inner, OptimizerWrapper) and not isinstance(inner, MasterWeights):
+        inner = inner.inner
+    if isinstance(inner, MasterWeights | LayerwiseOptimizer):
+        raise ArgumentError(
+            f"{type(inner).__name__} does not work with {algorithm}",
+            cause="the weights that nodes exchange are rounded copies of the master weights"
+            if isinstance(inner, MasterWeights)
+            else "its rates follow from the norm of the gradient, which is larger on one node than over all nodes",
+            next_step="use SGD, Adam or AdamW with float32 parameters, or choose another algorithm",
+        )

@@ -1,0 +1,82 @@
+"""The step of a DistributedOptimizer: the wrapped optimizer's step, with what all ranks do before and after it."""
+
+from __future__ import annotations
+
+import torch
+
+from topkube.errors import TrainingError
+from topkube.telemetry import phases
+from topkube.training.optimizer_parts import OptimizerParts
+from topkube.training.optimizers.wrapper import exchanged_parameters
+from topkube.training.reporting.steps import StepReports
+
+
+class OptimizerStep:
+    """The steps of one optimizer. A step counts on all ranks or on none: all skip it if a gradient of some rank is not
+    finite."""
+
+    def __init__(self, parts: OptimizerParts) -> None:
+        self._parts = parts
+        self._reports = StepReports(parts.backward.world)
+        self._exchanged: list[int] = []
+        self.note_parameters()
+
+    def note_parameters(self) -> None:
+        """Note that the gradients of all parameters of the wrapped optimizer are exchanged."""
+        self._exchanged = _list_ids(self._parts.inner)
+
+    def make(self) -> None:
+        """Make the step, or skip it on all ranks. Raises TrainingError for gradients that were not exchanged, and for
+        parameters that were added to the wrapped optimizer."""
+        self._check()
+        backward = self._parts.backward
+        if backward.gradients.may_step():
+            self._update()
+        else:
+            backward.note_skipped_step()
+        counted = backward.in_force.steps, backward.gradients.skipped_steps
+        self._reports.report_step(*counted, backward.density_used, backward.plan.tuning.summary or None)
+        if backward.queue.traced is not None and not backward.queue.traced.end_step():
+            backward.queue.traced = None
+
+    def _check(self) -> None:
+        if self._parts.backward.has_unsynchronized:
+            raise TrainingError(
+                "step() follows a backward() under no_sync(): the ranks would make different steps",
+                next_step="run the last backward() before step() outside no_sync(), or call optimizer.synchronize()",
+            )
+        if _list_ids(self._parts.inner) != self._exchanged:
+            raise TrainingError(
+                "the wrapped optimizer has other parameters than it had when it was wrapped",
+                cause="add_param_group was called on the torch optimizer, or a parameter was replaced in its groups:"
+                " gradients of the new parameters are not exchanged",
+                next_step="call optimizer.add_param_group on the distributed optimizer, with named parameters; after"
+                " parameters were replaced, call optimizer.unwrap() and wrap it again",
+            )
+
+    def _update(self) -> None:
+        """Update the parameters, and exchange the changes of weights if nodes have weights of their own."""
+        parts, backward, node_weights = self._parts, self._parts.backward, self._parts.node_weights
+        backward.check_exchanged()
+        if node_weights is not None:
+            node_weights.guard.set_period(parts.aggregation.at(backward.in_force.steps).period)
+            node_weights.begin_step(backward.in_force.steps)
+        backward.weights.compare_first()
+        with parts.guard.allowed(), phases.current.timed("update"):
+            if node_weights is not None:
+                with node_weights.corrected():
+                    parts.inner.step()
+            elif parts.correction is not None:
+                parts.correction.step(backward.list_sparse_parameters())
+            elif parts.late is None:
+                with backward.gradients.decisions.passed_on():
+                    parts.inner.step()
+        if parts.late is not None:
+            parts.late.step()
+        if node_weights is not None:
+            node_weights.end_step(backward.in_force.steps + 1)
+        backward.note_step()
+
+
+def _list_ids(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [id(tensor) for tensor in exchanged_parameters(optimizer)]
