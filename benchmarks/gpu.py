@@ -12,7 +12,7 @@ needs no network: it compiles with CMake alone, and takes packages that the mach
 the script starts itself again for each stage with this folder on the path.
 
 Each result is a line of gpu.jsonl, written at once. A call continues where the last one stopped. The stages are: facts,
-checks at every size, sanitisers, kernels, counters (Nsight Compute), variants of the kernels, training, and the tests
+checks at every size, kernels, sanitisers, counters (Nsight Compute), variants of the kernels, training, and the tests
 marked `gpu`. Each runs in a process group that is killed if it takes too long. At the end the script compares the
 figures with the predictions in gpu_plan/predictions.py. Times are medians of CUDA events; inputs rotate
 through more memory than the L2 cache holds. Rows of other sources, and of other options, go to a file of their own.
@@ -46,14 +46,15 @@ RESULTS = machine.ROOT / "benchmarks" / "results"
 STAGES = {
     "facts": 1,
     "checks": 6,
-    "sanitisers": 6,
     "kernels": 8,
+    "sanitisers": 6,
     "counters": 4,
     "variants": 8,
     "training": 5,
     "suite": 5,
 }
-"""The stages in their order, and the minutes that each one may take."""
+"""The stages in their order, and the minutes that each one may take. Sanitisers come after the times: they are slow,
+and a device that they leave in a bad state must not cost a figure."""
 GRACE_SECONDS = 30
 """After the time of a stage, its process is killed this much later."""
 

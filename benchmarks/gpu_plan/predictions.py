@@ -52,6 +52,9 @@ PREDICTIONS = (
     Prediction("time 0.82M fp32 0.01", "topk ms", 0.012, 0.05, "five launches of few blocks: latency"),
     Prediction(_DEFAULT, "topk ms", 0.6, 1.0, "16-byte loads need a quarter of the instructions", per=_SCALAR),
     Prediction(_DEFAULT, "half ms", 0.3, 0.9, "eight loads in flight in the passes of k > d/4", per=_SERIAL),
+    Prediction(
+        "variant segments", "topk ms", 0.7, 1.1, "no tile waits for those before it; one more launch", per=_DEFAULT
+    ),
     Prediction("training step", "overhead %", -5, 25, "one rank: selection, and launches from Python"),
     Prediction("steps that the device skips", "host ms, device", 0.1, 3, "the host does not wait for the 5 ms of work"),
 )

@@ -19,6 +19,7 @@ VARIANTS = {
     "scalar loads": ("-DTOPKUBE_CUDA_VECTOR=0",),
     "one load ahead": ("-DTOPKUBE_CUDA_AHEAD=1",),
     "sixteen loads ahead": ("-DTOPKUBE_CUDA_AHEAD=16",),
+    "segments": ("-DTOPKUBE_CUDA_SEGMENTS=1",),
 }
 """Name of a variant, and the options by which nvcc compiles it (csrc/cuda/select.hpp)."""
 _ELEMENTS = 25_557_032

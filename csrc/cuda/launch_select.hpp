@@ -38,6 +38,10 @@ inline Selection lay_out(u64 length, u64 k, u32 tile_items, bool aligned, void* 
     }
   }
   const u64 filter_tiles = (length + tile_items - 1) / tile_items, collect_tiles = (length + collect_tile - 1) / collect_tile;
+  constexpr u64 warps = collect_threads / 32, most_segments = 64;
+  const u64 per_tile = std::max<u64>(1, s.capacity / filter_tiles), wanted_segments = collect_tile / per_tile / warps * warps;
+  s.tiles = filter_tiles;
+  s.group = static_cast<u32>(std::clamp(wanted_segments, warps, most_segments));
   s.state = static_cast<State*>(state);
   s.clear = arena.take<u32>(0);
   const u64 before = arena.used();
@@ -68,6 +72,7 @@ void launch_filter(gpu::Launcher& launcher, const Source& source, const Selectio
   if (s.mode == from_data && !Source::writes) return;
   launcher.launch<FilterShared>(filter<Source>, (s.length + filter_tile<Source>() - 1) / filter_tile<Source>(), filter_threads,
                                 source, s);
+  if (segments && s.mode != from_data) launcher.launch<FilterShared>(place_rank, 1, narrow_threads, s);
 }
 
 // Launches the kernels after the filter. `source` reads the filtered data and writes nothing.

@@ -5,6 +5,9 @@
 //   filter    reads the data once, appends the entries that reach the lower bound in order, and counts them in 4,096 bins
 //   narrow    runs twice: counts the bin of the k-th magnitude in finer bins, until one magnitude is left
 //   collect   writes the candidates above the k-th magnitude, and the first of those that equal it
+// A variant of the build replaces the look-back of `filter` (TOPKUBE_CUDA_SEGMENTS): a tile reserves a segment of the candidates with
+// one atomic addition, whichever tiles come before it. `place_rank` then does what the last block of `filter` does otherwise, and
+// `collect` reads the segments in the order of their tiles.
 // If there are too few or too many candidates, or if k is more than a quarter of the data, `narrow` counts the data itself (the
 // upper 14 bits, then the rest) and `collect` reads the data. These are four passes at most, as on the CPU.
 #pragma once
@@ -25,7 +28,11 @@ namespace topkube {
 #ifndef TOPKUBE_CUDA_AHEAD
 #define TOPKUBE_CUDA_AHEAD 8  // loads in flight per thread in `narrow`
 #endif
+#ifndef TOPKUBE_CUDA_SEGMENTS
+#define TOPKUBE_CUDA_SEGMENTS 0  // tiles of `filter` append candidates without waiting for one another
+#endif
 constexpr bool vector_loads = TOPKUBE_CUDA_VECTOR != 0;
+constexpr bool segments = TOPKUBE_CUDA_SEGMENTS != 0;
 constexpr u32 narrow_ahead = TOPKUBE_CUDA_AHEAD;
 
 constexpr u32 filter_steps = 16;  // items per thread in `filter`
@@ -69,7 +76,9 @@ struct Selection {
   u32* coarse;        // the bins of filter
   u32* fine;          // the bins of the first narrow
   u32* finest;        // the bins of the second narrow
-  u64* filtered;      // prefix sums of filter's tiles
+  u64* filtered;      // prefix sums of filter's tiles; or of each tile the start of its segment << 16 | its size
+  u64 tiles;          // of filter
+  u32 group;          // segments that a block of `collect` reads at a time, a multiple of its warps
   u64* collected[2];  // prefix sums of collect's tiles
   u32* clear;         // all of these must be zero at first
   u64 clear_words;
@@ -265,12 +274,34 @@ struct Places {
   }
 };
 
+// All threads of a block find the bin of the k-th magnitude among `count` candidates, and decide if the candidates are sufficient.
+TOPKUBE_DEVICE void choose_bin(const Selection& s, u64 count, BlockScratch& scratch) {
+  State& state = *s.state;
+  const u32 least = state.least, shift = above_digit(bit_width(state.most - least));
+  u64 binned = 0;
+  for (u32 i = gpu::thread(); i < coarse_bins; i += gpu::threads()) binned += gpu::observe(s.coarse + i);
+  const u64 beyond = count - block_sum(binned, scratch), rank = state.rank;
+  const bool enough = count <= s.capacity && rank <= count && rank > beyond;
+  if (enough) {
+    const Bin bin = bin_of_rank(s.coarse, coarse_bins, rank - beyond, scratch);
+    if (gpu::thread() == 0) {
+      state.base = least + (bin.number << shift);
+      state.bits = shift;
+      state.rank = bin.rank;
+    }
+  }
+  if (gpu::thread() == 0) {
+    state.mode = enough ? from_candidates : from_data;
+    state.candidates = count;
+  }
+}
+
 template <class Source>
 TOPKUBE_KERNEL(filter_threads) filter(Source source, Selection s) {
   constexpr u32 warp_items = 32 * Source::steps, tile_items = warp_items * (filter_threads / 32);
   auto& shared = gpu::shared<FilterShared>();
   State& state = *s.state;
-  const u32 tile = take_tile(&state.filter_ticket, shared.scratch), lane = gpu::lane();
+  const u32 tile = segments ? gpu::block() : take_tile(&state.filter_ticket, shared.scratch), lane = gpu::lane();
   const u64 base = u64{tile} * tile_items + u64{gpu::warp()} * warp_items;
   const u32 here = base >= s.length ? 0 : s.length - base < warp_items ? static_cast<u32>(s.length - base) : warp_items;
 
@@ -287,7 +318,13 @@ TOPKUBE_KERNEL(filter_threads) filter(Source source, Selection s) {
   const Places<Source> places(taken);
   u64 total;
   const u64 before = warps_before(places.all, shared.scratch, &total);
-  if (gpu::warp() == 0) {
+  if constexpr (segments) {
+    static_assert(tile_items < 0x10000);
+    if (gpu::thread() == 0) {
+      shared.offset = gpu::add(&state.candidates, total);
+      s.filtered[tile] = shared.offset << 16 | total;
+    }
+  } else if (gpu::warp() == 0) {
     const u64 offset = look_back(s.filtered, tile, total);
     if (lane == 0) shared.offset = offset;
   }
@@ -315,24 +352,14 @@ TOPKUBE_KERNEL(filter_threads) filter(Source source, Selection s) {
     }
   }
 
-  if (!is_last_block(&state.filter_done, shared.scratch)) return;
-  const u64 count = gpu::observe(s.filtered + gpu::blocks() - 1) & sum_mask;
-  u64 binned = 0;
-  for (u32 i = gpu::thread(); i < coarse_bins; i += gpu::threads()) binned += gpu::observe(s.coarse + i);
-  const u64 beyond = count - block_sum(binned, shared.scratch), rank = state.rank;
-  const bool enough = count <= s.capacity && rank <= count && rank > beyond;
-  if (enough) {
-    const Bin bin = bin_of_rank(s.coarse, coarse_bins, rank - beyond, shared.scratch);
-    if (gpu::thread() == 0) {
-      state.base = least + (bin.number << shift);
-      state.bits = shift;
-      state.rank = bin.rank;
-    }
-  }
-  if (gpu::thread() == 0) {
-    state.mode = enough ? from_candidates : from_data;
-    state.candidates = count;
-  }
+  if (segments || !is_last_block(&state.filter_done, shared.scratch)) return;
+  choose_bin(s, gpu::observe(s.filtered + gpu::blocks() - 1) & sum_mask, shared.scratch);
+}
+
+// Runs as one block, after `filter` with segments.
+TOPKUBE_KERNEL(narrow_threads) place_rank(Selection s) {
+  auto& shared = gpu::shared<FilterShared>();
+  choose_bin(s, s.state->candidates, shared.scratch);
 }
 
 // Calls use(load(i), true) for the elements i of this thread. A thread starts several loads before it uses the first value. All
@@ -426,6 +453,80 @@ struct CollectShared {
   u64 offsets[2];
 };
 
+// Publishes how many entries above (the lower half of `own`) and between (the upper half) a tile has. Returns through
+// `shared.offsets` how many the tiles before it have. Every thread of the block calls it, and can then read the offsets.
+TOPKUBE_DEVICE void look_back_twice(const Selection& s, u32 tile, u64 own, CollectShared& shared) {
+  if (gpu::warp() == 0) {
+    const u64 aboves = look_back(s.collected[0], tile, own & 0xffffffffu);
+    const u64 betweens = look_back(s.collected[1], tile, own >> 32);
+    if (gpu::lane() == 0) {
+      shared.offsets[0] = aboves;
+      shared.offsets[1] = betweens;
+    }
+  }
+  gpu::sync();
+}
+
+// The rule by which entries are written, and where to: every entry >= upper, and of the other entries >= lower those with numbers in
+// [first, first + wanted). A warp passes its entries in order, 32 at a time. `aboves` and `betweens` count those before.
+struct Writer {
+  u32 upper, lower;
+  u64 first, wanted, aboves, betweens;
+  template <class Write>
+  TOPKUBE_DEVICE_MEMBER void pass(bool inside, u32 magnitude, const Write& write) {
+    const u32 below = (u32{1} << gpu::lane()) - 1;
+    const bool above = inside && magnitude >= upper, between = inside && !above && magnitude >= lower;
+    const u32 above_votes = gpu::ballot(above), between_votes = gpu::ballot(between);
+    const u64 number = betweens + gpu::popcount(between_votes & below);  // the number of entries between that come before
+    if (above || (between && number >= first && number - first < wanted)) {
+      const u64 taken = number <= first ? 0 : number - first < wanted ? number - first : wanted;
+      write(aboves + gpu::popcount(above_votes & below) + taken);
+    }
+    aboves += gpu::popcount(above_votes);
+    betweens += gpu::popcount(between_votes);
+  }
+};
+
+// Does the work of `collect` on candidates in segments. A block takes `s.group` segments at a time, and a warp of the block the same
+// number of consecutive segments.
+template <class Source, class Value>
+TOPKUBE_DEVICE void collect_segments(const Selection& s, u32* indices, Value* values, float* acc, CollectShared& shared) {
+  State& state = *s.state;
+  const u32 upper = state.upper, lower = state.lower, lane = gpu::lane(), each = s.group / (collect_threads / 32);
+  const u64 wanted_first = state.first, wanted = state.wanted;
+  for (;;) {
+    const u32 group = take_tile(&state.collect_ticket, shared.scratch);
+    if (u64{group} * s.group >= s.tiles) return;
+    const u64 first = u64{group} * s.group + gpu::warp() * each, end = first + each < s.tiles ? first + each : s.tiles;
+    u64 mine = 0;  // the entries above in the lower half, the entries between in the upper half
+    for (u64 tile = first; tile < end; ++tile) {
+      const u64 start = s.filtered[tile] >> 16, size = s.filtered[tile] & 0xffffu;
+#pragma unroll 4
+      for (u64 i = lane; i < size; i += 32) {
+        const u32 magnitude = s.values[start + i] & Source::mask;
+        mine += magnitude >= upper ? u64{1} : magnitude >= lower ? u64{1} << 32 : u64{0};
+      }
+    }
+    u64 total;
+    const u64 before = warps_before(warp_sum(mine), shared.scratch, &total);
+    look_back_twice(s, group, total, shared);
+    Writer writer{
+        upper, lower, wanted_first, wanted, shared.offsets[0] + (before & 0xffffffffu), shared.offsets[1] + (before >> 32)};
+    for (u64 tile = first; tile < end; ++tile) {
+      const u64 start = s.filtered[tile] >> 16, size = s.filtered[tile] & 0xffffu;
+      for (u64 i = lane; i - lane < size; i += 32) {
+        const u32 value = i < size ? s.values[start + i] : 0;
+        writer.pass(i < size, value & Source::mask, [&](u64 at) {
+          const u32 index = s.indices[start + i];
+          indices[at] = index;
+          values[at] = static_cast<Value>(value);
+          if (acc) acc[index] = 0.0f;
+        });
+      }
+    }
+  }
+}
+
 // Writes, in order, every entry >= upper, and of the other entries >= lower those with numbers in [first, first + wanted). If
 // `acc` is not null, these entries become zero in it.
 template <class Source, class Value>
@@ -433,6 +534,10 @@ TOPKUBE_KERNEL(collect_threads) collect(Source source, Selection s, u32* indices
   auto& shared = gpu::shared<CollectShared>();
   State& state = *s.state;
   const bool data = state.mode == from_data;
+  if (segments && !data) {
+    collect_segments<Source>(s, indices, values, acc, shared);
+    return;
+  }
   const u64 length = data ? s.length : state.candidates;
   const u32 upper = state.upper, lower = state.lower, lane = gpu::lane();
   const u64 first = state.first, wanted = state.wanted;
@@ -455,35 +560,18 @@ TOPKUBE_KERNEL(collect_threads) collect(Source source, Selection s, u32* indices
       mine += u64{gpu::popcount(gpu::ballot(inside && !above && magnitude >= lower))} << 32;
     }
     u64 total;
-    u64 before = warps_before(mine, shared.scratch, &total);
-    if (gpu::warp() == 0) {
-      const u64 aboves = look_back(s.collected[0], tile, total & 0xffffffffu);
-      const u64 betweens = look_back(s.collected[1], tile, total >> 32);
-      if (lane == 0) {
-        shared.offsets[0] = aboves;
-        shared.offsets[1] = betweens;
-      }
-    }
-    gpu::sync();
-    u64 aboves = shared.offsets[0] + (before & 0xffffffffu), betweens = shared.offsets[1] + (before >> 32);
-    const u32 below = (u32{1} << lane) - 1;
+    const u64 before = warps_before(mine, shared.scratch, &total);
+    look_back_twice(s, tile, total, shared);
+    Writer writer{upper, lower, first, wanted, shared.offsets[0] + (before & 0xffffffffu), shared.offsets[1] + (before >> 32)};
 #pragma unroll
     for (u32 j = 0; j < collect_steps; ++j) {
       const u64 i = base + 32 * j;
-      const u32 magnitude = value[j] & Source::mask;
-      const bool inside = i < length, above = inside && magnitude >= upper, between = inside && !above && magnitude >= lower;
-      const u32 above_votes = gpu::ballot(above), between_votes = gpu::ballot(between);
-      const u64 number = betweens + gpu::popcount(between_votes & below);  // the number of entries between that come before
-      if (above || (between && number >= first && number - first < wanted)) {
-        const u64 taken = number <= first ? 0 : number - first < wanted ? number - first : wanted;
-        const u64 at = aboves + gpu::popcount(above_votes & below) + taken;
+      writer.pass(i < length, value[j] & Source::mask, [&](u64 at) {
         const u32 index = data ? static_cast<u32>(i) : s.indices[i];
         indices[at] = index;
         values[at] = static_cast<Value>(value[j]);
         if (acc) acc[index] = 0.0f;
-      }
-      aboves += gpu::popcount(above_votes);
-      betweens += gpu::popcount(between_votes);
+      });
     }
   }
 }

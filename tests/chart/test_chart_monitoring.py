@@ -44,6 +44,43 @@ def test_the_rules_are_those_of_the_file_with_complete_runbook_links(tmp_path: P
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+def read_alloy(text: str) -> dict[tuple[str, str], str]:
+    """Return the body of each component of an Alloy configuration, by the component's name and label. Fails if braces
+    do not match."""
+    components = re.findall(r'^([a-z_.]+) "([a-z_]+)" \{\n(.*?)^\}$', text, re.DOTALL | re.MULTILINE)
+    rest = re.sub(r'^[a-z_.]+ "[a-z_]+" \{\n.*?^\}$', "", text, flags=re.DOTALL | re.MULTILINE)
+    assert not rest.strip()
+    assert all(body.count("{") == body.count("}") for *_, body in components)
+    return {(name, label): body for name, label, body in components}
+
+
+def read_attributes(body: str) -> dict[str, Any]:
+    """Return the attributes of a body that has no blocks. Values are those of YAML, references are strings."""
+    return {name: yaml.safe_load(value) for name, value in re.findall(r"^ *(\w+) += (.*)$", body, re.MULTILINE)}
+
+
+def test_alloy_scrapes_what_prometheus_scrapes() -> None:
+    """Alloy cannot be had for tests, so its configuration is compared with that of Prometheus, which is run."""
+    page = (CHART.parents[1] / "docs/monitoring.md").read_text()
+    (prometheus,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", page, re.DOTALL)
+    (text,) = re.findall(r"```alloy\n(.*?)```", page, re.DOTALL)
+    components = read_alloy(text)
+    for config in yaml.safe_load(prometheus)["scrape_configs"]:
+        label = config["job_name"].replace("-", "_")
+        (discovery,) = config["kubernetes_sd_configs"]
+        selected_pods = read_attributes(components["discovery.kubernetes", label])
+        assert selected_pods == {"role": discovery["role"], **discovery.get("namespaces", {})}
+        body = components["discovery.relabel", label]
+        rules = [read_attributes(rule) for rule in re.findall(r"rule \{\n(.*?)\}", body, re.DOTALL)]
+        assert rules == config["relabel_configs"]
+        assert f"targets = discovery.kubernetes.{label}.targets\n" in body
+        scrape = read_attributes(components["prometheus.scrape", label])
+        assert scrape.pop("targets") == f"discovery.relabel.{label}.output"
+        assert scrape.pop("forward_to") == ["prometheus.remote_write.default.receiver"]
+        assert scrape == {name: value for name, value in config.items() if name in ("job_name", "honor_labels")}
+    assert ("prometheus.remote_write", "default") in components
+
+
 def render_rules(alerts: dict[str, Any], name: str = "topkube", **given: Any) -> dict[str, dict[str, Any]]:
     objects = render({**given, "metrics": {"alerts": {"enabled": True, **alerts}}}, name=name)
     groups = find_only("PrometheusRule", objects)["spec"]["groups"]

@@ -4,6 +4,8 @@ itself builds and tests the wheel."""
 from __future__ import annotations
 
 import importlib.util
+import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -72,6 +74,20 @@ def test_the_workflow_builds_a_wheel_for_each_python_that_may_import_topkube() -
     wheels = workflow["jobs"]["wheels"]
     assert any("cibuildwheel" in step.get("uses", "") for step in wheels["steps"])
     assert wheels["strategy"]["matrix"]["runner"] == ["ubuntu-24.04", "ubuntu-24.04-arm"]
+
+
+@pytest.mark.parametrize("folder", ["runtime", "gpu"])
+def test_the_images_of_the_runtime_have_the_libraries_of_object_stores(folder: str, tmp_path: Path) -> None:
+    dockerfile = (ROOT / "images" / folder / "Dockerfile").read_text()
+    extras = re.findall(r'^ARG EXTRAS="(.*)"$', dockerfile, re.MULTILINE)[0].split()
+    assert "train examples ${EXTRAS} >/tmp/requirements.txt" in dockerfile
+    for path in ("pyproject.toml", "images/requirements.py"):
+        shutil.copy(ROOT / path, tmp_path)
+    command = [sys.executable, tmp_path / "requirements.py", "mpich", "train", "examples", *extras]
+    ended = subprocess.run(command, check=True, capture_output=True, text=True)
+    names = {re.split(r"[>=\[]", line)[0] for line in ended.stdout.splitlines()}
+    assert names >= {"s3fs", "gcsfs", "adlfs", "huggingface_hub", "pyarrow", "zstandard", "tensorboard", "safetensors"}
+    assert "topkube" not in names, "an extra that names others must be written out"
 
 
 def test_the_workflow_builds_as_make_release_does() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import shlex
 import shutil
 import subprocess
@@ -110,6 +112,18 @@ def _check_size(folder: Path, source: GitSource) -> None:
         )
 
 
+def _check_user() -> None:
+    """Raise SourceError if the image does not know the user of this process: ssh then ends before it connects."""
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        raise SourceError(
+            f"ssh cannot run as the user {os.getuid()}, who is not in the image's /etc/passwd",
+            cause="the pod runs with a user ID that the cluster or the template chose",
+            next_step="use an https address and a token, or an image with that user",
+        ) from None
+
+
 def _write_credentials(secret: Path | None, scratch: Path) -> dict[str, str]:
     """Return the variables by which git finds the credentials in the Secret. git needs a program and, for ssh, a key
     that nobody else can read."""
@@ -124,6 +138,7 @@ def _write_credentials(secret: Path | None, scratch: Path) -> dict[str, str]:
                 cause="without the host's key, anybody on the network could send other code",
                 next_step="add known_hosts to the Secret: ssh-keyscan HOST, compared with the keys that HOST publishes",
             )
+        _check_user()
         private = scratch / "ssh-key"
         private.touch(mode=0o600)
         private.write_bytes(key.read_bytes())

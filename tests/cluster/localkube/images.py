@@ -71,8 +71,9 @@ class Image:
 VERSION = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
 TAG = os.environ.get("TOPKUBE_TEST_TAG") or VERSION
 """Two checkouts that test at the same time have different tags for their images."""
-RUNTIME = Image(f"topkube/runtime:{TAG}", "images/runtime/Dockerfile")
-RUNTIME_OPENMPI = Image(f"topkube/runtime:{TAG}-openmpi", "images/runtime/Dockerfile", ("MPI=openmpi",))
+SMALL = "EXTRAS="  # no test of a cluster needs the libraries of object stores, which every node would hold
+RUNTIME = Image(f"topkube/runtime:{TAG}", "images/runtime/Dockerfile", (SMALL,))
+RUNTIME_OPENMPI = Image(f"topkube/runtime:{TAG}-openmpi", "images/runtime/Dockerfile", ("MPI=openmpi", SMALL))
 OPERATOR = Image(f"topkube/operator:{TAG}", "images/operator/Dockerfile")
 
 

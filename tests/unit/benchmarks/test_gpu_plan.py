@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import subprocess
@@ -19,7 +18,7 @@ import torch
 
 import gpu
 import topkube
-from gpu_plan import checks, machine, timing, training, variants
+from gpu_plan import checks, machine, timing, tools, training, variants
 from gpu_plan.device import Device
 from gpu_plan.predictions import PREDICTIONS, Prediction
 from gpu_plan.programs import run_group
@@ -89,7 +88,11 @@ def test_rows_of_other_sources_are_not_continued(tmp_path: Path, monkeypatch: py
 def test_the_plan_fits_45_minutes_and_no_stage_exceeds_a_command() -> None:
     assert sum(gpu.STAGES.values()) <= 45
     assert max(gpu.STAGES.values()) <= 9
-    assert list(gpu.STAGES)[:2] == ["facts", "checks"]  # figures of wrong results are worth nothing
+    order = list(gpu.STAGES)
+    assert order[:2] == ["facts", "checks"]  # figures of wrong results are worth nothing
+    assert order.index("sanitisers") > order.index(
+        "kernels"
+    )  # a device that a sanitiser leaves behind may be slow, or hang
 
 
 def test_a_build_that_runs_out_of_time_says_how_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,35 +122,64 @@ def test_no_row_starts_after_the_deadline(tmp_path: Path) -> None:
     assert rows.left_out == ["late"]
 
 
+def _wait_for_the_end_of(process: int) -> None:
+    """Wait until the process has ended. Fails after two minutes."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        stat = Path(f"/proc/{process}/stat")
+        try:
+            if stat.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return
+        except OSError:
+            return
+        time.sleep(0.01)
+    pytest.fail("the child of the killed program still runs")
+
+
 def test_a_program_that_runs_too_long_is_killed_with_its_children(tmp_path: Path) -> None:
     child = tmp_path / "child"
     script = f"sleep 600 & echo $! > {child}.new; mv {child}.new {child}; wait"
     status, _ = run_group(["bash", "-c", script], 3)
     assert status is None
-    number = int(child.read_text())
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        stat = Path(f"/proc/{number}/stat")
-        try:
-            if stat.read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                break
-        except OSError:
-            break
-        time.sleep(0.01)
-    else:
-        pytest.fail("the child of the killed program still runs")
+    _wait_for_the_end_of(int(child.read_text()))
+
+
+def test_a_sanitiser_that_hangs_is_killed_with_its_children_and_costs_one_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f"#!/bin/sh\nsleep 600 &\necho $! >> {tmp_path}/children\nwait\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    rows = Rows(tmp_path / "rows.jsonl")
+    tools.sanitise(rows, dry=False, seconds=3)
+    stored_rows = read(rows.path)
+    assert [row["key"] for row in stored_rows] == ["sanitiser memcheck", "sanitiser racecheck"]
+    assert [row["skipped"] for row in stored_rows] == ["it did not end within 3 s"] * 2
+    for child in (tmp_path / "children").read_text().split():
+        _wait_for_the_end_of(int(child))
+
+
+def _write_wheel(folder: Path, name: str, version: str = "1.0", tag: str = "py3-none-any") -> None:
+    """Write a wheel of one module that holds its version."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as wheel:
+        info = f"{name}-{version}.dist-info"
+        wheel.writestr(f"{name}/__init__.py", f"version = {version!r}\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
+        wheel.writestr(f"{info}/RECORD", "")
 
 
 def test_wheels_are_installed_without_a_network_and_only_if_they_are_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    index = tmp_path / "index" / "topkube-absent"  # has a newer version: pip must not ask it
+    _write_wheel(index, "topkube_absent", "3.0")
+    (index / "index.html").write_text('<a href="topkube_absent-3.0-py3-none-any.whl">topkube_absent-3.0</a>')
+    monkeypatch.setenv("PIP_INDEX_URL", index.parent.as_uri())
     for name in ("topkube_absent", "numpy"):
-        with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
-            info = f"{name}-1.0.dist-info"
-            wheel.writestr(f"{name}/__init__.py", "here = True\n")
-            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-            wheel.writestr(f"{info}/RECORD", "")
+        _write_wheel(tmp_path, name)
     monkeypatch.setattr(machine, "PACKAGES", {"topkube_absent": "topkube-absent", "numpy": "numpy"})
     site = tmp_path / "site"
     other = tmp_path / "topkube_absent-1.0-py3-none-any.whl"
@@ -158,11 +190,42 @@ def test_wheels_are_installed_without_a_network_and_only_if_they_are_absent(
     (tmp_path / "kept.whl").rename(other)  # the folder also holds the wheel of another Python
     assert machine.unpack_wheels(tmp_path, site) == ["topkube-absent"]
     module = site / "topkube_absent" / "__init__.py"
-    assert module.exists()
+    assert module.read_text() == "version = '1.0'\n"
     assert not (site / "numpy").exists()
     installed = module.stat()
     assert machine.unpack_wheels(tmp_path, site) == ["topkube-absent"]
     assert module.stat() == installed  # newer files would compile the extension again
+
+
+@pytest.mark.parametrize(
+    ("python", "processor", "tag"),
+    [
+        ("3.12", "x86_64", "cp312-cp312-manylinux_2_17_x86_64"),
+        ("3.13", "aarch64", "cp313-cp313-manylinux_2_17_aarch64"),
+    ],
+)
+def test_wheels_are_collected_for_the_python_and_the_processor_of_the_other_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str, processor: str, tag: str
+) -> None:
+    shop, wheels, constraints = tmp_path / "shop", tmp_path / "wheels", tmp_path / "constraints.txt"
+    tags = [f"cp3{minor}-cp3{minor}-manylinux_2_17_{name}" for minor in (11, 12, 13) for name in ("x86_64", "aarch64")]
+    for version in ("1.0", "2.0"):  # the constraints ask for the older version
+        for each in tags:
+            _write_wheel(shop, "topkube_compiled", version, each)
+    _write_wheel(shop, "topkube_pure")
+    _write_wheel(shop, "topkube_rare", tag="cp39-cp39-win_amd64")
+    constraints.write_text("topkube-compiled==1.0\n")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(shop))
+    monkeypatch.setattr(
+        machine, "PACKAGES", {name: name for name in ("topkube_compiled", "topkube_pure", "topkube_rare")}
+    )
+    monkeypatch.setattr(machine, "_CARRIED", list(machine.PACKAGES))
+    assert machine.prepare(python, processor, wheels, constraints) == ["topkube_rare"]
+    assert sorted(wheel.name for wheel in wheels.iterdir()) == [
+        f"topkube_compiled-1.0-{tag}.whl",
+        "topkube_pure-1.0-py3-none-any.whl",
+    ]
 
 
 def test_libraries_of_a_carried_mpi_are_unpacked(tmp_path: Path) -> None:
@@ -266,26 +329,49 @@ def _find_requirements(name: str) -> set[str]:
     return known
 
 
-def test_stages_import_nothing_that_the_machine_may_lack_and_nobody_carries() -> None:
+def test_stages_import_nothing_that_the_machine_may_lack_and_nobody_carries(tmp_path: Path) -> None:
     """The machine has torch and what torch requires; `--prepare` carries the rest. The kernels are measured without
-    most of that too."""
+    most of that too. Training imports some packages only when it runs."""
     code = """
-import json, sys
-hidden = ["pydantic", "mpi4py", "typer", "rich", "aiohttp"]
-sys.modules.update(dict.fromkeys(hidden))
+import sys
+from pathlib import Path
+refused, path = set(sys.argv[1].split()), Path(sys.argv[2])
+
+class Filter:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, *arguments):
+        return None if name.partition(".")[0] in refused else self.finder.find_spec(name, *arguments)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = map(Filter, sys.meta_path)
+training_only = {"pydantic", "mpi4py", "typer", "rich", "aiohttp"} - refused
+refused |= training_only
 import gpu_plan.checks, gpu_plan.timing, gpu_plan.tools
-for name in hidden:
-    del sys.modules[name]
-import gpu_plan.training
-print(json.dumps([name.partition(".")[0] for name in sys.modules]))
+refused -= training_only
+from gpu_plan import training
+from gpu_plan.device import Device
+from gpu_plan.rows import Rows
+training.run(Device(dry=True, repeats=1), Rows(path), quick=True)
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])}
-    ended = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
-    packages = metadata.packages_distributions()
-    imported = {machine.canonical(name) for module in json.loads(ended.stdout) for name in packages.get(module, [])}
-    carried = {machine.canonical(name) for name in machine.PACKAGES.values()}
+    of_torch, carried = _find_requirements("torch"), {machine.canonical(name) for name in machine.PACKAGES.values()}
     optional = {"setuptools", "tqdm"}  # torch imports them if they are there
-    assert imported - _find_requirements("torch") - carried - optional <= {"topkube"}
+    expected = of_torch | carried | optional | {"topkube"}
+    refused = [
+        module
+        for module, packages in metadata.packages_distributions().items()
+        if not expected & {machine.canonical(package) for package in packages}
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", code, " ".join(refused), str(tmp_path / "rows.jsonl")]
+    ended = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    stored_rows = read(tmp_path / "rows.jsonl")
+    assert len(stored_rows) == 4
+    assert [row["error"] for row in stored_rows if "error" in row] == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

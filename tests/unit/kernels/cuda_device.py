@@ -18,9 +18,10 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 class Device:
     """The device on which the tested kernels run."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *options: str) -> None:
+        """`options` choose a variant of the emulated kernels."""
         self.name = name
-        self.kernels = compile_emulation() if name == "emulated" else DeviceKernels(cuda_library.load())
+        self.kernels = compile_emulation(*options) if name == "emulated" else DeviceKernels(cuda_library.load())
 
     def put(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone() if self.name == "emulated" else x.cuda()

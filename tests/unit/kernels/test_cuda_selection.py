@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from cuda_device import DTYPES, NAMES, Device, build_adversarial_inputs, have_same_bits, read_bits
-from emulation import compile_emulation
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -136,13 +135,24 @@ def test_the_order_of_blocks_does_not_matter(device: Device) -> None:
         check_topk(device, x, 4000)
 
 
-def test_every_variant_of_a_build_selects_the_same_entries() -> None:
-    """A run on a device compares variants by their times, so their results must be equal."""
-    variant = compile_emulation("-DTOPKUBE_CUDA_VECTOR=0", "-DTOPKUBE_CUDA_AHEAD=3")
-    for name in ("normal", "constant", "mostly zero", "nan"):
-        x = build_adversarial_inputs(20_011)[name]
-        for dtype, k in ((torch.float32, 200), (torch.bfloat16, 9_000)):
-            indices, values = variant.topk(x.to(dtype), k)
-            expected = kernels.topk(x.to(dtype), k)
-            assert have_same_bits(indices, expected[0])
-            assert have_same_bits(values, expected[1])
+VARIANTS = {
+    "scalar loads": ("-DTOPKUBE_CUDA_VECTOR=0", "-DTOPKUBE_CUDA_AHEAD=3"),
+    "segments": ("-DTOPKUBE_CUDA_SEGMENTS=1",),
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_every_variant_of_a_build_selects_the_same_entries(options: tuple[str, ...]) -> None:
+    """A run on a device compares variants by their times, so their results must be equal. The last length has several
+    groups of segments."""
+    device = Device("emulated", *options)
+    for length, names in ((1, ["normal"]), (4_097, ["few values"]), (20_011, ["constant", "mostly zero", "nan"])):
+        for name in names:
+            x = build_adversarial_inputs(length)[name]
+            for dtype, k in ((torch.float32, max(1, length // 100)), (torch.bfloat16, max(1, length // 2))):
+                check_topk(device, x.to(dtype), k)
+                check_mstopk(device, x.to(dtype), k, 30, 5)
+            check_compress(device, torch.flip(x, (0,)).contiguous(), x, max(1, length // 100))
+    many = build_adversarial_inputs(70_003)["heavy tails"]
+    check_topk(device, many, 14_000)
+    check_compress(device, many.half(), many, 400)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,38 @@ def test_a_wheel_that_lacks_a_device_is_refused(tmp_path: Path) -> None:
     ended = _run_check(tmp_path, "80;121", cuda_library.path())
     assert ended.returncode == 1
     assert "no machine code for sm_121" in ended.stderr
+
+
+def test_a_device_without_machine_code_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plays cuobjdump, for machines without the CUDA toolkit."""
+    program, library = tmp_path / "cuobjdump", tmp_path / "library.so"
+    program.write_text("#!/bin/sh\necho 'ELF file    1: libtopkube_cuda.1.sm_80.cubin'\n")
+    program.chmod(0o755)
+    library.touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert _run_check(tmp_path, "80", library).returncode == 0
+    ended = _run_check(tmp_path, "80;90;100", library)
+    assert ended.returncode == 1
+    assert "no machine code for sm_100, sm_90, only for sm_80" in ended.stderr
+
+
+def test_the_build_of_the_image_ends_where_kernels_are_absent() -> None:
+    lines = (ROOT / "images/gpu/Dockerfile").read_text().replace("\\\n", "").splitlines()
+    stages = [number for number, line in enumerate(lines) if line.startswith("FROM ")]
+    assert [line for line in lines if line.startswith("ARG CUDA_ARCHITECTURES")] == [
+        "ARG CUDA_ARCHITECTURES=80;86;89;90;100;120"
+    ]
+    builder, final = (
+        [line for line in lines[start:end] if line.startswith("RUN ")]
+        for start, end in zip(stages, [stages[1], None], strict=True)
+    )
+    (compile_wheel,) = (line for line in builder if " pip " in line.replace("/pip ", " pip ") and "wheel" in line)
+    assert "cmake.define.TOPKUBE_CUDA=on" in compile_wheel
+    assert "cmake.define.TOPKUBE_CUDA_ARCHITECTURES=${CUDA_ARCHITECTURES}" in compile_wheel
+    assert builder[-1].endswith('check_kernels.py /dist "${CUDA_ARCHITECTURES}"')
+    assert "cuda_library.load()" in final[-1]
+    assert not any("NVIDIA_VISIBLE_DEVICES" in line for line in lines if not line.startswith("#"))
+    assert any(line.startswith("COPY --from=builder /dist ") for line in lines)
 
 
 def test_the_sample_requests_a_gpu_for_each_rank() -> None:

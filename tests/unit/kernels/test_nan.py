@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from cuda_device import DTYPES, NAMES, Device, have_same_bits
 from topkube import kernels
 from topkube.errors import SettingsError
 
+HERE = Path(__file__).parent
 CANONICAL = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 LENGTH = 20_011
 
@@ -87,6 +92,33 @@ def test_cuda_kernels_compute_the_same_nans(device: Device, dtype: torch.dtype) 
         assert have_same_bits(left, expected_left)
 
 
+def test_the_emulated_gpu_has_one_nan_as_the_result_of_arithmetic(tmp_path: Path) -> None:
+    """Without this rule, the emulation would return the NaNs of this processor, and kernels that forget `canonical`
+    would look right."""
+    if not shutil.which("g++"):
+        pytest.skip("no g++ here to compile the emulation")
+    source, library = tmp_path / "nan.cpp", tmp_path / "nan.so"
+    source.write_text("""
+#define TOPKUBE_EMULATE_CUDA
+#include "cuda/device.hpp"
+extern "C" void compute(const float* a, const float* b, float* out) {
+  out[0] = topkube::gpu::plus(*a, *b), out[1] = topkube::gpu::minus(*a, *b), out[2] = topkube::gpu::times(*a, *b);
+}
+""")
+    folders = [f"-I{HERE}", f"-I{HERE.parents[2] / 'csrc'}"]
+    subprocess.run(["g++", "-std=c++20", "-fPIC", "-shared", *folders, str(source), "-o", str(library)], check=True)
+    compute = ctypes.CDLL(str(library)).compute
+    for a, b in (
+        (0x7FC00001, 0x3F800000),
+        (0xFFC01234, 0x3F800000),
+        (0x3F800000, 0x7F800001),
+        (0x7FC00001, 0xFFC00002),
+    ):
+        words = (ctypes.c_uint32 * 1)(a), (ctypes.c_uint32 * 1)(b), (ctypes.c_uint32 * 3)()
+        compute(*words)
+        assert list(words[2]) == [0x7FFFFFFF] * 3
+
+
 @pytest.mark.parametrize("wire", NAMES.values())
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
 def test_the_codec_computes_the_same_nans(device: Device, dtype: torch.dtype, wire: str) -> None:
@@ -108,3 +140,18 @@ def test_the_codec_computes_the_same_nans(device: Device, dtype: torch.dtype, wi
         device.kernels.scatter_add_(on_device, device.put(indices), device.put(values))
         assert have_same_bits(on_device, dense)
         assert has_only_canonical_nans(dense[::3])
+
+
+@pytest.mark.parametrize("wire", NAMES.values())
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
+def test_sums_of_rows_compute_the_same_nans(device: Device, dtype: torch.dtype, wire: str) -> None:
+    indices = torch.arange(0, 1500, 3, dtype=torch.int32).view(torch.uint32)
+    size = kernels.encoded_size(1500, 500, wire)
+    rows = torch.zeros(3, -(-size // 8) * 8, dtype=torch.uint8)
+    for seed, row in enumerate(rows):
+        kernels.encode(indices, draw_with_nans(torch.float32, seed)[:500], 1500, wire=wire, out=row[:size])
+    expected, out = torch.ones(1500, dtype=dtype), device.put(torch.ones(1500, dtype=dtype))
+    assert not kernels.sum_rows_(expected, rows, size)
+    device.kernels.sum_rows_(out, device.put(rows), size)
+    assert have_same_bits(out, expected)
+    assert has_only_canonical_nans(out)

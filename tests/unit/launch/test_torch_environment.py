@@ -63,20 +63,19 @@ def test_these_variables_do_not_count_as_torchrun() -> None:
         check_launch(1, "MPICH", launched)
 
 
-def test_a_ddp_script_runs_unchanged_on_two_nodes_as_under_torchrun(tmp_path: Path) -> None:
+def test_a_script_with_ddp_and_fsdp_runs_unchanged_on_two_nodes_as_under_torchrun(tmp_path: Path) -> None:
     """A stale RANK of the shell does no harm. Ranks are forks of a process that has imported torch."""
-    with worlds.start_forks("mpich", tmp_path, ("torch._dynamo", "torch.distributed")) as socket:
+    environment = {**os.environ, "FORKS_END_AS_PYTHON_DOES": "1"}  # FSDP has Python objects that libc's exit cannot end
+    with worlds.start_forks("mpich", tmp_path, ("torch._dynamo", "torch.distributed.fsdp")) as socket:
         script = worlds.build_fork_arguments(socket, SCRIPT)
         job = write_job(tmp_path, ["python", *script, "--out", "topkube.pt"])
-        ended = run_job(
-            job, tmp_path, environment={**os.environ, "RANK": "7", "WORLD_SIZE": "9", "MASTER_ADDR": "nowhere"}
-        )
+        stale = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_ADDR": "nowhere"}
+        ended = run_job(job, tmp_path, environment={**environment, **stale})
         assert ended.returncode == 0, ended.stdout + ended.stderr
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", "0"]
         torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--no-python", sys.executable]
-        subprocess.run(
-            [*torchrun, *script, "--out", "run.pt"], cwd=tmp_path, check=True, timeout=280, capture_output=True
-        )
+        command = [*torchrun, *script, "--out", "run.pt"]
+        subprocess.run(command, cwd=tmp_path, check=True, timeout=280, capture_output=True, env=environment)
     weights, size = torch.load(tmp_path / "topkube.pt")
     reference, _ = torch.load(tmp_path / "run.pt")
     assert size == 4

@@ -284,6 +284,20 @@ def test_credentials_of_git_come_from_the_secret(pod: _Pod, tmp_path: Path) -> N
     assert (tmp_path / "ssh-key").stat().st_mode & 0o777 == 0o600
 
 
+def test_ssh_with_a_user_that_the_image_does_not_know_is_refused(
+    pod: _Pod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ssh would end with "No user exists for uid", and the fetch would be tried again up to the limit."""
+    (pod.secret / "ssh-privatekey").write_text("key")
+    (pod.secret / "known_hosts").write_text("host key")
+    monkeypatch.setattr(repository.os, "getuid", lambda: 1_234_567)
+    with pytest.raises(SourceError, match=r"user 1234567, who is not in the image's /etc/passwd.*https") as raised:
+        repository._write_credentials(pod.secret, tmp_path)
+    assert raised.value.reason in SCRIPT_ERRORS
+    (pod.secret / "ssh-privatekey").unlink()
+    assert "GIT_ASKPASS" in repository._write_credentials(pod.secret, tmp_path)
+
+
 def _build_wheel(folder: Path, name: str, version: str, requires: str = "") -> None:
     import zipfile
 
