@@ -14,7 +14,7 @@ from typing import Any
 from topkube.job import TrainingJob
 from topkube.job.base.quantity import in_bytes
 from topkube.job.cached_dataset import dataset_id
-from topkube.job.spec import Dataset
+from topkube.job.fields.dataset import Dataset
 from topkube_operator.children.templates import ensure_list
 from topkube_operator.model.observed import Policy
 

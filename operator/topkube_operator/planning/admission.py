@@ -15,7 +15,7 @@ from topkube.errors import JobError
 from topkube.job import TrainingJob
 from topkube.job.algorithm_name import is_foreign
 from topkube.job.changes import find_refused_changes
-from topkube.job.failure_policy import USUAL_REASONS
+from topkube.job.fields.failure_policy import USUAL_REASONS
 from topkube.job.template import worker_container
 from topkube_operator.model import names
 

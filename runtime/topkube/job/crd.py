@@ -14,7 +14,8 @@ from topkube.job.base.part import KEEP, RULES, Part
 from topkube.job.base.reading import write
 from topkube.job.cached_dataset import CACHED_KIND, CACHED_PLURAL, CachedDatasetSpec, CachedDatasetStatus
 from topkube.job.changes import FIXED, WHILE_SUSPENDED
-from topkube.job.spec import Metadata, Spec
+from topkube.job.metadata import Metadata
+from topkube.job.spec import Spec
 from topkube.job.status import Status
 from topkube.job.training_job import GROUP, KIND, VERSION
 

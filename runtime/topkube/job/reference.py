@@ -11,7 +11,7 @@ from pydantic_core import PydanticUndefined
 
 from topkube.job.base.part import Part
 from topkube.job.base.problems import bare, describe_allowed, find_part
-from topkube.job.spec import Metadata
+from topkube.job.metadata import Metadata
 from topkube.job.training_job import TrainingJob
 
 _BY_KUBERNETES = "set by Kubernetes"

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 
 from topkube.job.base.part import INT32, Part
 from topkube.job.base.problems import bare
-from topkube.job.failure_policy import MOST_DISRUPTIONS
+from topkube.job.fields.failure_policy import MOST_DISRUPTIONS
 
 Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
 

@@ -15,7 +15,8 @@ from topkube.job.base.part import Part
 from topkube.job.base.problems import list_problems, show_value
 from topkube.job.base.quantity import in_bytes
 from topkube.job.base.reading import Document, check_extent, read, write
-from topkube.job.spec import Metadata, Spec
+from topkube.job.metadata import Metadata
+from topkube.job.spec import Spec
 from topkube.job.status import Status
 from topkube.job.template import worker_container
 from topkube.settings import Settings

@@ -15,7 +15,12 @@ from topkube.errors import JobError
 from topkube.job import TrainingJob
 from topkube.job.base.problems import field_names
 from topkube.job.base.quantity import in_bytes
-from topkube.job.spec import Aggregation, Checkpoint, Dataset, Metadata, RunPolicy, Spec
+from topkube.job.fields.aggregation import Aggregation
+from topkube.job.fields.checkpoint import Checkpoint
+from topkube.job.fields.dataset import Dataset
+from topkube.job.fields.run_policy import RunPolicy
+from topkube.job.metadata import Metadata
+from topkube.job.spec import Spec
 from topkube.settings import Settings
 
 PARTS = (TrainingJob, Spec, Aggregation, Dataset, Checkpoint, RunPolicy, Metadata)
