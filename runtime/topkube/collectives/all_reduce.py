@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from topkube.algorithms import Algorithm, Route, find_algorithm, package_of
+from topkube.algorithms import Algorithm, Route, find_algorithm, find_package
 from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import Array
 from topkube.collectives.call import Call, own_shard, workspace
@@ -152,7 +152,7 @@ def load_by_name(name: str) -> AllReduce:
 
 
 def _unusable(algorithm: Algorithm, reason: str) -> AlgorithmError:
-    package = package_of(algorithm.name)
+    package = find_package(algorithm.name)
     return AlgorithmError(
         f"{algorithm.implementation}, the implementation of {algorithm.name!r}"
         f"{f' in the package {package}' if package else ''}, cannot be used: {reason}",
