@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, JsonValue
 
-from topkube.job.base.part import JobName, Namespace, Part, few_entries
+from topkube.job.base.part import JobName, Namespace, Part, limit_entries
 
 
 class Metadata(Part):
@@ -14,10 +14,10 @@ class Metadata(Part):
 
     name: JobName = Field(description="name of the job; the names of its pods, logs and files contain it")
     namespace: Namespace | None = Field(default=None, description="namespace on the cluster")
-    labels: Annotated[dict[str, str], BeforeValidator(few_entries)] = Field(
+    labels: Annotated[dict[str, str], BeforeValidator(limit_entries)] = Field(
         default={}, description="labels, which queues such as Kueue read"
     )
-    annotations: Annotated[dict[str, str], BeforeValidator(few_entries)] = Field(
+    annotations: Annotated[dict[str, str], BeforeValidator(limit_entries)] = Field(
         default={}, description="annotations, for people and other tools"
     )
     finalizers: list[str] = Field(default=[], description="set by Kubernetes")

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, JsonValue, ValidationInfo, WithJsonSchema, field_validator
 
-from topkube.job.base.part import Part, Path, raise_problems, rules
-from topkube.job.base.quantity import in_bytes
+from topkube.job.base.part import Part, Path, declare_rules, raise_problems
+from topkube.job.base.quantity import parse_bytes
 from topkube.job.fields.aggregation import Aggregation
 from topkube.job.fields.checkpoint import Checkpoint
 from topkube.job.fields.dataset import Dataset
@@ -18,14 +18,14 @@ from topkube.job.fields.launcher import Launcher
 from topkube.job.fields.run_policy import RunPolicy
 from topkube.job.fields.source import Setup, Source
 from topkube.job.fields.topology import Topology
-from topkube.job.template import WORKER_TEMPLATE, memory_limit, template_problems
+from topkube.job.template import WORKER_TEMPLATE, find_memory_limit, find_template_problems
 
 
 class Spec(Part):
     """What runs, and on how many ranks."""
 
     model_config = ConfigDict(
-        json_schema_extra=rules(
+        json_schema_extra=declare_rules(
             (
                 "!has(self.runPolicy.schedulingPolicy.minAvailable) || "
                 "self.runPolicy.schedulingPolicy.minAvailable <= self.workers + (self.launcher.colocate ? 0 : 1)",
@@ -65,14 +65,14 @@ class Spec(Part):
     @field_validator("template")
     @classmethod
     def _check_template(cls, template: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
-        raise_problems(template_problems(template, info.data.get("slots_per_worker")))
+        raise_problems(find_template_problems(template, info.data.get("slots_per_worker")))
         return template
 
     @field_validator("dataset")
     @classmethod
     def _check_cache_fits_memory(cls, dataset: Dataset | None, info: ValidationInfo) -> Dataset | None:
         """Refuse a cache that needs more memory than the container may use: the kernel would kill the worker."""
-        limit = memory_limit(info.data.get("template") or {})
+        limit = find_memory_limit(info.data.get("template") or {})
         if dataset is None or limit is None:
             return dataset
         cache, sizes = dataset.cache, list[str]()
@@ -80,7 +80,7 @@ class Spec(Part):
             sizes.append(cache.size_limit or cache.memory_limit or "0")
         if cache.memory_limit:
             sizes.append(cache.memory_limit)
-        if sum(map(in_bytes, sizes)) > limit:
+        if sum(map(parse_bytes, sizes)) > limit:
             field = "sizeLimit" if cache.medium == "Memory" and cache.size_limit else "memoryLimit"
             text = f"{' and '.join(sizes)} in memory are more than the worker's memory limit of {limit:,} bytes"
             advice = "they count against it: raise resources.limits.memory, or lower the cache's limits"

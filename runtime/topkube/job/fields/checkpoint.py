@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints, field_validator
 
-from topkube.job.base.part import INT32, Allowed, ObjectName, Part, rules
+from topkube.job.base.part import INT32, Allowed, ObjectName, Part, declare_rules
 
 
 class Checkpoint(Part):
@@ -23,7 +23,7 @@ class Checkpoint(Part):
     ] = Field(
         default="checkpoints",
         description="directory in the claim",
-        json_schema_extra=rules(("!self.matches('(^|/)[.][.](/|$)')", "leaves the claim: '..' is not allowed")),
+        json_schema_extra=declare_rules(("!self.matches('(^|/)[.][.](/|$)')", "leaves the claim: '..' is not allowed")),
     )
     every_steps: int = Field(default=500, ge=1, le=INT32, description="number of steps between two checkpoints")
     keep: int = Field(default=3, ge=1, le=INT32, description="number of checkpoints to keep")

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from topkube.job.base.part import AbsolutePath, ObjectName, Part, Quantity, Uri
-from topkube.job.base.quantity import in_bytes
+from topkube.job.base.quantity import parse_bytes
 
 
 class Cache(Part):
@@ -27,7 +27,7 @@ class Cache(Part):
     @classmethod
     def _check_memory_limit(cls, memory: str | None, info: ValidationInfo) -> str | None:
         disk = info.data.get("size_limit")
-        if memory and disk and in_bytes(memory) > in_bytes(disk):
+        if memory and disk and parse_bytes(memory) > parse_bytes(disk):
             raise ValueError(f"{memory} is more than sizeLimit ({disk}); memory holds part of what the disk holds")
         return memory
 

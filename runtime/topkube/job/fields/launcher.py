@@ -6,18 +6,18 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationInfo, field_validator
 
-from topkube.job.base.part import Part, Quantity, few_entries, raise_problems, rules
+from topkube.job.base.part import Part, Quantity, declare_rules, limit_entries, raise_problems
 from topkube.job.base.quantity import parse_quantity
-from topkube.job.template import mapping_problems
+from topkube.job.template import find_mapping_problems
 
 
 class Resources(Part):
     """The resources of one container."""
 
-    requests: Annotated[dict[str, Quantity], BeforeValidator(few_entries)] = Field(
+    requests: Annotated[dict[str, Quantity], BeforeValidator(limit_entries)] = Field(
         default={}, description="amounts that the scheduler reserves, by resource, such as {cpu: 50m, memory: 96Mi}"
     )
-    limits: Annotated[dict[str, Quantity], BeforeValidator(few_entries)] = Field(
+    limits: Annotated[dict[str, Quantity], BeforeValidator(limit_entries)] = Field(
         default={},
         description="the most that the container may use, by resource; equal to requests in a Guaranteed pod",
     )
@@ -41,7 +41,7 @@ class Launcher(Part):
     """The pod that starts MPI across the workers."""
 
     model_config = ConfigDict(
-        json_schema_extra=rules(
+        json_schema_extra=declare_rules(
             (
                 "!has(self.template) || !has(self.colocate) || !self.colocate",
                 "template has no effect when colocate is true: remove one of the two",
@@ -70,5 +70,5 @@ class Launcher(Part):
     ) -> dict[str, JsonValue] | None:
         if template is not None and info.data.get("colocate"):
             raise ValueError("has no effect when colocate is true: remove one of the two")
-        raise_problems(mapping_problems(template or {}))
+        raise_problems(find_mapping_problems(template or {}))
         return template
