@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from allreduce import probes
 from allreduce.network import Network, explain_missing_tools
-from allreduce.scratch import scratch
+from allreduce.scratch import create_scratch
 from allreduce.worlds import RankWorld, Recipe
 from step import LAYOUTS, MODELS, UNSHAPED, WARM_STEPS, WORLDS, StepBench, describe_machine
 
@@ -53,9 +53,9 @@ def record(part: str, contender: str, directory: Path, network: Network) -> dict
     )
     with RankWorld(recipe, LAYOUTS[part], directory, network) as world:
         world.ask(do="steps", contender=contender, warm=WARM_STEPS, steps=TRACED_STEPS + 1)
-    from topkube.telemetry import trace
+    from topkube.telemetry import trace_files
 
-    return trace.read(folder)
+    return trace_files.read_trace(folder)
 
 
 def probe_link(network: Network) -> dict[str, float]:
@@ -140,7 +140,7 @@ def load_profile(stored: dict[str, Any]) -> Any:
 def measure(part: str, rates: list[str], rounds: int, steps: int) -> tuple[dict[str, Any], list[Row]]:
     """Return the profile of a layout, and a measured row for every link and contender."""
     with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(scratch())
+        directory = stack.enter_context(create_scratch())
         network = stack.enter_context(Network(len(LAYOUTS[part])))
         profile = build_profile([record(part, contender, directory, network) for contender in TRACED], part)
         bench = StepBench(part, MODELS[0], directory, network)

@@ -38,6 +38,7 @@ _MERGED_ENTRY_BYTES = 160
 
 
 def count_hierarchical_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of an all-reduce of each shard between nodes, in the format `dense_wire`."""
     memory = reduce_scatter_memory(workload) + all_gather_memory(workload)
     sent = all_reduce_sent(workload.dense_value_bytes * workload.elements, workload.nodes)
     if workload.dense_value_bytes < _ELEMENT_BYTES and workload.nodes > 1:
@@ -47,22 +48,26 @@ def count_hierarchical_traffic(workload: Workload) -> Traffic:
 
 
 def count_torus2d_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of a ring of nodes for each shard."""
     memory = reduce_scatter_memory(workload) + all_gather_memory(workload)
     return Traffic(all_reduce_sent(workload.array_bytes, workload.nodes), memory, 2 * (workload.nodes - 1))
 
 
 def count_flat_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of a ring of all ranks."""
     ranks = workload.nodes * workload.slots
     memory = reduce_scatter_memory(workload) + all_gather_memory(workload)
     return Traffic(all_reduce_sent(workload.array_bytes, ranks), memory, 2 * (ranks - 1))
 
 
 def count_hierarchical_nccl_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of NCCL's trees between nodes, one for each shard."""
     memory = reduce_scatter_memory(workload) + all_gather_memory(workload)
     return Traffic(all_reduce_sent(workload.array_bytes, workload.nodes), memory, _count_tree_messages(workload.nodes))
 
 
 def count_nccl_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of NCCL's tree over all ranks."""
     ranks = workload.nodes * workload.slots
     memory = reduce_scatter_memory(workload) + all_gather_memory(workload)
     return Traffic(all_reduce_sent(workload.array_bytes, ranks), memory, _count_tree_messages(workload.nodes))
@@ -74,6 +79,7 @@ def _count_tree_messages(partners: int) -> int:
 
 
 def count_hitopk_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of an all-gather of the largest entries of each shard."""
     sent = (workload.nodes - 1) * workload.slots * workload.kept(workload.slots) * workload.entry_bytes
     select = 3 * workload.array_bytes  # reads the sum and the residual, writes the residual
     write_arrays = workload.slots * workload.array_bytes
@@ -81,6 +87,7 @@ def count_hitopk_traffic(workload: Workload) -> Traffic:
 
 
 def count_naive_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of an all-gather of the largest entries of every rank."""
     ranks = workload.nodes * workload.slots
     sent = workload.slots * (ranks - workload.slots) * workload.kept() * workload.entry_bytes
     read_arrays = write_arrays = workload.slots * workload.array_bytes
@@ -88,6 +95,7 @@ def count_naive_traffic(workload: Workload) -> Traffic:
 
 
 def count_gtopk_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of a tree in which pairs of nodes add up their largest entries."""
     rounds, surplus = _count_tree_rounds(workload.nodes)
     entries = workload.slots * workload.kept(workload.slots)
     merges = (rounds + surplus) * entries * _MERGED_ENTRY_BYTES
@@ -97,6 +105,7 @@ def count_gtopk_traffic(workload: Workload) -> Traffic:
 
 
 def count_oktopk_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of two stages: entries to the owners of regions, and the largest sums to all nodes."""
     nodes, entries = workload.nodes, workload.kept(workload.slots)
     both_stages = 2 * (nodes - 1) * (entries / nodes * workload.entry_bytes + _SPLIT_HEADER_BYTES)
     rounds = max(nodes - 1, 0).bit_length()
@@ -113,11 +122,13 @@ def _count_tree_rounds(nodes: int) -> tuple[int, int]:
 
 
 def count_onebit_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of the signs and scales of all changes of the weights."""
     bits, scales = workload.elements / 8, 2 * -(-workload.elements // _SIGN_BLOCK)
     return _count_traffic_of_changes(workload, bits + scales, SIGNS_IN_TWO_STAGES_FROM)
 
 
 def count_topk1bit_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of the indices, signs and scales of the largest tenth of the changes of the weights."""
     count = -(-workload.elements // 10)
     signs, scales = count / 8, 2 * -(-count // _SIGN_BLOCK)
     indices = (3 * count + count + workload.elements / 8) / 8  # three low bits of each index; the others in unary
@@ -125,6 +136,7 @@ def count_topk1bit_traffic(workload: Workload) -> Traffic:
 
 
 def count_signsgd_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of an all-gather of the signs and scales of the node's gradient."""
     sent = (workload.nodes - 1) * (workload.elements / 8 + 2 * -(-workload.elements // _SIGN_BLOCK))
     read_and_write_shards = 8 * workload.array_bytes  # a copy, its signs, the votes, the result
     memory = reduce_scatter_memory(workload) + all_gather_memory(workload) + read_and_write_shards
@@ -132,12 +144,14 @@ def count_signsgd_traffic(workload: Workload) -> Traffic:
 
 
 def count_localsgd_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of the rounded changes of all weights."""
     return _count_traffic_of_changes(
         workload, VALUE_BYTES[workload.wire] * workload.elements, AVERAGES_IN_TWO_STAGES_FROM
     )
 
 
 def count_sparseloco_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of the indices, two bits and levels of the largest 1/32 of the changes of the weights."""
     count = -(-workload.elements // 32)
     levels, bits = 4 * -(-count // _SIGN_BLOCK), 2 * count / 8
     indices = (5 * count + count + workload.elements / 32) / 8  # five low bits of each index; the others in unary
@@ -159,6 +173,7 @@ def _count_traffic_of_changes(workload: Workload, message_bytes: float, two_stag
 
 
 def count_powersgd_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of two all-reduces, of the factors P and Q of all matrices."""
     side = min(_MATRIX_SIDE, math.sqrt(workload.elements))
     values = workload.matrix_rank * 2 * side * max(1, workload.elements / _MATRIX_SIDE**2)
     read_and_write_shards = 6 * workload.array_bytes  # the gradient and the residual, both products, the result
@@ -167,6 +182,7 @@ def count_powersgd_traffic(workload: Workload) -> Traffic:
 
 
 def count_acpsgd_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of one all-reduce, of the factor P or Q of all matrices."""
     of_both = count_powersgd_traffic(workload)
     read_and_write_shard = workload.array_bytes  # for the second product of powersgd
     return Traffic(of_both.sent / 2, of_both.memory - read_and_write_shard, of_both.messages / 2)

@@ -100,6 +100,7 @@ class CudaLibrary:
         self._raise_errors(name, self._functions[name](device, stream, *arguments))
 
     def sum(self, device: int, stream: int, out: int, code: int, inputs: Sequence[int], *arguments: Any) -> None:
+        """Launch `out` = sum(`inputs`) * scale on `stream`. `out` and `inputs` are addresses."""
         pointers = (ctypes.c_void_p * len(inputs))(*inputs)
         self.call("sum", device, stream, out, code, ctypes.addressof(pointers), len(inputs), *arguments)
 

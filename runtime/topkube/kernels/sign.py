@@ -1,5 +1,5 @@
-"""One bit per element and one scale per block of 256, of all elements or of the largest: the sign kernels, on NumPy
-arrays and torch CPU tensors."""
+"""The sign kernels, on NumPy arrays and torch CPU tensors: one bit per element and one scale per block of 256, of all
+elements or of the largest."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def estimate_exchange(
     messages = traffic.messages if machines.nodes > 1 else 0
     latency = messages * machines.latency
     link = (exchange.between - latency) * (1.0 if used_algorithm.compresses else scale)
-    inside, share = exchange.inside * scale, _share_before(used_algorithm, situation, bucket.elements)
+    inside, share = exchange.inside * scale, _estimate_share_before(used_algorithm, situation, bucket.elements)
     if host := profile.host.get(used_algorithm.name):
         inside = _correct_measurement(host, used_algorithm, situation, bucket.elements, exchange.inside)
         share = host.before
@@ -129,7 +129,7 @@ def _choose_algorithm(bucket: BucketLength, algorithm: Algorithm, nodes: int, de
     return algorithm
 
 
-def _share_before(algorithm: Algorithm, situation: Situation, elements: int) -> float:
+def _estimate_share_before(algorithm: Algorithm, situation: Situation, elements: int) -> float:
     """Return the share of the work in memory that comes before the messages: the reduction inside the node, and half of
     the rest if the algorithm selects."""
     load = situation.build_workload(algorithm, elements)

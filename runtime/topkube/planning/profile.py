@@ -37,12 +37,11 @@ class HostCost:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """One step of one rank without any exchange, in seconds. `gradients` come in the order of backward. `update` is the
-    optimizer's step, `other` the rest of the loop in the same thread, `data` the time in which the input pipeline
-    prepares a batch. `spread` is the relative standard deviation of the compute time over ranks. `host` holds measured
-    costs of the communication thread by algorithm, `latency` the measured time of one short message, None if unknown.
-    `on_cpu` is False if a GPU computes: exchanges then use the pipeline of the device.
-    """
+    """The profile of a step of a rank without any exchange, in seconds. `gradients` come in the order of backward.
+    `update` is the optimizer's step, `other` the rest of the loop in the same thread, `data` the time in which the
+    input pipeline prepares a batch. `spread` is the relative standard deviation of the compute time over ranks. `host`
+    holds measured costs of the communication thread by algorithm, `latency` the measured time of one short message,
+    None if unknown. `on_cpu` is False if a GPU computes: exchanges then use the pipeline of the device."""
 
     name: str
     forward: float

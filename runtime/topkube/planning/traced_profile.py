@@ -10,11 +10,11 @@ from typing import Any
 
 from topkube.planning.profile import Gradient, HostCost, StepProfile
 from topkube.telemetry import trace
-from topkube.telemetry.trace import TraceError
+from topkube.telemetry.trace_files import TraceError
 
 
 def read_traced_profile(content: Mapping[str, Any], name: str = "trace") -> StepProfile:
-    """Return the medians over all steps and ranks of a trace that `topkube.telemetry.trace.read` returned.
+    """Return the medians over all steps and ranks of a trace that `trace_files.read_trace` returned.
 
     Times are processor times of the thread if it computes alone, because these do not contain waits for other
     processes; with a GPU or several threads, they are wall times. Raises TraceError if the trace has no whole step, or

@@ -72,18 +72,7 @@ def read_comparison(options: PlanOptions) -> Comparison:
     aggregation = spec.aggregation if spec else None
     workers = options.workers or (spec.workers if spec else 2)
     slots = options.slots or (spec.slots_per_worker if spec else 1)
-    density = options.density if options.density is not None else (aggregation.density if aggregation else None)
-    density = DENSITY.default if density is None else density
-    wire = options.wire or (aggregation.wire if aggregation else WIRE.default)
-    if not 0 < density <= 1:
-        raise ArgumentError(f"--density is {density:g}", next_step="pass a share above 0 and at most 1, such as 0.01")
-    if wire not in WIRE.choices:
-        raise ArgumentError(f"--wire is {wire!r}", next_step=f"choose one of {', '.join(WIRE.choices)}")
-    dense_wire = options.dense_wire or (aggregation.dense_wire if aggregation else DENSE_WIRE.default)
-    if dense_wire not in DENSE_WIRE.choices:
-        raise ArgumentError(
-            f"--dense-wire is {dense_wire!r}", next_step=f"choose one of {', '.join(DENSE_WIRE.choices)}"
-        )
+    density, wire, dense_wire = _read_formats(options, aggregation)
     period = _read_period(options, aggregation)
     link = parse_number(options.link, r"(?:bit|b)(?:/s|ps)?", "--link") / 8
     memory = parse_number(options.memory.replace("GB", "G"), r"(?:/s)?", "--memory")
@@ -115,6 +104,24 @@ def read_comparison(options: PlanOptions) -> Comparison:
         matrix_rank=aggregation.matrix_rank if aggregation else MATRIX_RANK.default,
     )
     return Comparison(situation, elements, wanted, listed, profile, model)
+
+
+def _read_formats(options: PlanOptions, aggregation: Aggregation | None) -> tuple[float, str, str]:
+    """Return the density, and the formats of sparse and of dense values, that the options or the job set. Raises
+    ArgumentError if one of them is not allowed."""
+    density = options.density if options.density is not None else (aggregation.density if aggregation else None)
+    density = DENSITY.default if density is None else density
+    wire = options.wire or (aggregation.wire if aggregation else WIRE.default)
+    if not 0 < density <= 1:
+        raise ArgumentError(f"--density is {density:g}", next_step="pass a share above 0 and at most 1, such as 0.01")
+    if wire not in WIRE.choices:
+        raise ArgumentError(f"--wire is {wire!r}", next_step=f"choose one of {', '.join(WIRE.choices)}")
+    dense_wire = options.dense_wire or (aggregation.dense_wire if aggregation else DENSE_WIRE.default)
+    if dense_wire not in DENSE_WIRE.choices:
+        raise ArgumentError(
+            f"--dense-wire is {dense_wire!r}", next_step=f"choose one of {', '.join(DENSE_WIRE.choices)}"
+        )
+    return density, wire, dense_wire
 
 
 def _check_dear(options: PlanOptions, aggregation: Aggregation | None, profile: StepProfile | None) -> bool:

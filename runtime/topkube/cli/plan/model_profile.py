@@ -11,7 +11,7 @@ from topkube.errors import ArgumentError
 from topkube.planning.models import Model, find_model
 from topkube.planning.profile import StepProfile, build_uniform_profile
 from topkube.planning.traced_profile import add_host_costs, read_traced_profile
-from topkube.telemetry import trace
+from topkube.telemetry.trace_files import read_trace
 
 
 def count_parameters(options: PlanOptions) -> int:
@@ -34,7 +34,7 @@ def read_profile(options: PlanOptions) -> tuple[StepProfile | None, Model | None
     model = find_model(options.model) if options.model else None
     profile: StepProfile | None = None
     if options.traces:
-        profiles = [read_traced_profile(trace.read(path), path.name) for path in options.traces]
+        profiles = [read_traced_profile(read_trace(path), path.name) for path in options.traces]
         profile = add_host_costs(profiles[0], profiles[1:])
     compute = _read_compute_seconds(options, model)
     if compute is not None:

@@ -97,6 +97,7 @@ def name_overlap(situation: Situation) -> str:
 def build_json(
     comparison: Comparison, rows: Any, swept: Any, advice: dict[str, Any] | None, chosen: Algorithm
 ) -> dict[str, Any]:
+    """Return the whole result as plain data for --json."""
     machines, situation = comparison.machines, comparison.situation
     values: dict[str, Any] = {
         "workers": machines.nodes,

@@ -125,7 +125,7 @@ class FailureRule(Part):
     )
 
     @model_validator(mode="after")
-    def _has_condition(self) -> FailureRule:
+    def _check_condition(self) -> FailureRule:
         if self.on_exit_codes is None and self.on_reasons is None:
             raise ValueError("a rule needs onExitCodes, onReasons, or both")
         return self
