@@ -20,7 +20,7 @@ VARIANTS = {
     "one load ahead": ("-DTOPKUBE_CUDA_AHEAD=1",),
     "sixteen loads ahead": ("-DTOPKUBE_CUDA_AHEAD=16",),
 }
-"""Name of a variant, and the options by which nvcc compiles it (csrc/cuda/select.hpp)."""
+"""Name of a variant, and the options by which nvcc compiles it (csrc/cuda/selection/variants.hpp)."""
 _ELEMENTS = 25_557_032
 
 
