@@ -127,7 +127,7 @@ def test_a_damaged_buffer_is_refused_as_the_cpu_refuses_it(device: Device, data:
     damaged[where] ^= data.draw(st.integers(0, 255))
     damaged = damaged[: data.draw(st.sampled_from([buffer.size, buffer.size, 8, max(0, where)]))]
     if data.draw(st.booleans()) and damaged.size >= 24:
-        damaged[16:24] = kernels.wire._checksum(damaged)  # then only the other fields are wrong
+        damaged[16:24] = kernels.wire._compute_checksum(damaged)  # then only the other fields are wrong
     dense = torch.ones(length)
     try:
         kernels.decode_add_(dense, damaged)
