@@ -36,11 +36,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from allreduce.network import Network, explain_missing_tools
-from allreduce.scratch import scratch
+from allreduce.scratch import create_scratch
 from allreduce.worlds import RankWorld, Recipe
 from datacache import entries, remote
 from datacache.problem import CacheProblem, write_dataset
-from topkube.bench.report import machine_facts
+from topkube.bench.report import describe_machine
 from topkube.files import write_json
 
 RESULTS = Path(__file__).parent / "results" / "cache.json"
@@ -73,7 +73,7 @@ QUICK = (CacheProblem("files-150k", "files", 150_000, 300), CacheProblem("shards
 
 @dataclass(frozen=True)
 class Entry:
-    """How a contender is opened: a class of `contenders` and its arguments."""
+    """The class of a contender in `contenders`, and the arguments that open it."""
 
     label: str
     kind: str
@@ -178,10 +178,10 @@ class CacheBench:
         """Read the epoch that fills an empty cache, including opening. `link`: bytes per second of plain GETs at
         `rate`."""
         os.sync()  # otherwise it waits until the disk has written the bytes of the contenders before
-        before, (worked, had) = self.remote.sent_bytes(), _processors()
+        before, (worked, had) = self.remote.count_sent_bytes(), _processors()
         answers = self.epoch(entry, problem, 0)
         worked, had = (now - then for now, then in zip(_processors(), (worked, had), strict=True))
-        fetched, least = self.remote.sent_bytes() - before, problem.bytes(self.root)
+        fetched, least = self.remote.count_sent_bytes() - before, problem.bytes(self.root)
         if (own := self.own_shards(entry, problem)) is not None:
             least = sum(path.stat().st_size for path in own.iterdir())
         seconds = _seconds(answers)
@@ -216,11 +216,11 @@ class CacheBench:
         fetched = dict.fromkeys(seconds, 0)
         for turn in range(EPOCHS + 1):
             for entry, more, _ in turns:
-                before = self.remote.sent_bytes()
+                before = self.remote.count_sent_bytes()
                 taken = _seconds(self.epoch(entry, problem, first + turn, **more))
                 if turn or taken > PATIENCE_SECONDS / 2:  # the first epoch opens the contender if necessary
                     seconds[entry.label].append(taken)
-                    fetched[entry.label] += self.remote.sent_bytes() - before
+                    fetched[entry.label] += self.remote.count_sent_bytes() - before
             if max(sum(times) for times in seconds.values()) > PATIENCE_SECONDS:
                 break
         megabytes = problem.samples * problem.size / 1e6
@@ -369,7 +369,7 @@ def main() -> int:
         None if options.quick or options.problem or options.contender or options.fast_only else RESULTS
     )
     stored = json.loads(target.read_text()) if options.resume and target and target.exists() else {}
-    if stored.get("facts", machine_facts()) != machine_facts():
+    if stored.get("facts", describe_machine()) != describe_machine():
         print(f"{target} has figures of another machine; name another file with --json", file=sys.stderr)
         return 2
     waiting = [m for m in plan(problems, options.contender, fast_only=options.fast_only) if not m.is_stored(stored)]
@@ -384,7 +384,7 @@ def main() -> int:
     ends = begun + options.minutes * 60
     if waiting:
         with contextlib.ExitStack() as stack:
-            bench = CacheBench(stack.enter_context(scratch()), stack)
+            bench = CacheBench(stack.enter_context(create_scratch()), stack)
             stored = measure_all(bench, waiting, stored, ends, store)
     left = [measurement for measurement in waiting if not measurement.is_stored(stored)]
     if "entries" not in stored and not left and time.monotonic() + LONGEST_SECONDS <= ends:
@@ -417,7 +417,7 @@ def add_rows(
         "problems": {name: described[name] for name in names if name in described},
         "first": sorted(stored.get("first", []) + first, key=place),
         "second": sorted(stored.get("second", []) + second, key=place),
-        "facts": machine_facts(),
+        "facts": describe_machine(),
         "versions": versions(),
     }
 

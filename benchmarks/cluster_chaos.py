@@ -71,7 +71,7 @@ note("done")
 
 @dataclass
 class Findings:
-    """What the run found. Every list must be empty."""
+    """The findings of the run. Every list must be empty."""
 
     not_ended: list[str] = field(default_factory=list)
     """Jobs that had not ended when the time was up."""

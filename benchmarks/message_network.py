@@ -46,7 +46,7 @@ def exchange_top(kind: type[Kind], residuals: Sequence[Array], k: int, wire: str
     parts = [kind(residual, k, wire) for residual in residuals]
     network.run([part.exchange(comm) for part, comm in zip(parts, network.comms, strict=True)])
     for part, residual in zip(parts, residuals, strict=True):
-        residual[part.delivered_of_own()] = 0
+        residual[part.find_delivered()] = 0
         part.return_rest(residual)
     return parts, network
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from allreduce import probes
 from allreduce.network import Network, explain_missing_tools
-from allreduce.scratch import scratch
+from allreduce.scratch import create_scratch
 from allreduce.worlds import RankWorld, Recipe
 from step import LAYOUTS, MODELS, UNSHAPED, WARM_STEPS, WORLDS, StepBench, describe_machine
 
@@ -53,9 +53,9 @@ def record(part: str, contender: str, directory: Path, network: Network) -> dict
     )
     with RankWorld(recipe, LAYOUTS[part], directory, network) as world:
         world.ask(do="steps", contender=contender, warm=WARM_STEPS, steps=TRACED_STEPS + 1)
-    from topkube.telemetry import trace
+    from topkube.telemetry import trace_files
 
-    return trace.read(folder)
+    return trace_files.read_trace(folder)
 
 
 def probe_link(network: Network) -> dict[str, float]:
@@ -66,23 +66,25 @@ def probe_link(network: Network) -> dict[str, float]:
 
 def build_profile(traces: list[dict[str, Any]], part: str) -> Any:
     """Return the profile of a layout: the computation from the first trace, the costs of the host from all."""
-    from topkube.planning.profile import from_trace, with_host_costs
+    from topkube.planning.traced_profile import add_host_costs, read_traced_profile
 
-    profiles = [from_trace(trace, f"trace of {part}") for trace in traces]
-    return with_host_costs(profiles[0], profiles[1:])
+    profiles = [read_traced_profile(trace, f"trace of {part}") for trace in traces]
+    return add_host_costs(profiles[0], profiles[1:])
 
 
 def predict_milliseconds(profile: Any, row: Row, cores: int) -> float:
     """Return the predicted milliseconds of a step of a row."""
     from topkube.algorithms import DENSITY, Machines, resolve
     from topkube.planning.situation import Situation
-    from topkube.planning.step import predict
+    from topkube.planning.step import predict_step
 
     nodes, slots = map(int, row["part"].split("x"))
     machines = Machines(nodes, slots, row["bandwidth"], MEMORY, profile.latency or row["latency"])
     is_decoupled = row["contender"] == "dear"
     algorithm = resolve("dense" if is_decoupled else row["contender"], nodes, sys.maxsize, DENSITY.default)
-    return 1e3 * predict(profile, Situation(machines, cores=cores / nodes, is_decoupled=is_decoupled), algorithm).step
+    return (
+        1e3 * predict_step(profile, Situation(machines, cores=cores / nodes, is_decoupled=is_decoupled), algorithm).step
+    )
 
 
 def compute_error(row: Row) -> float:
@@ -103,16 +105,17 @@ def predict_paper() -> list[Row]:
     from topkube.algorithms import Machines, find_algorithm
     from topkube.planning.models import find_model
     from topkube.planning.situation import Situation
-    from topkube.planning.step import predict
+    from topkube.planning.step import predict_step
 
     where = Situation(Machines(16, 8, PAPER_LINK, PAPER_MEMORY))
     rows = []
     for name, batches in PAPER.items():
         model = find_model(name)
         for batch in batches:
-            profile = model.profile(model.flops * batch / PAPER_FLOPS)
+            profile = model.build_profile(model.flops * batch / PAPER_FLOPS)
             steps = {
-                algorithm: predict(profile, where, find_algorithm(algorithm)) for algorithm in ("torus2d", "hitopk")
+                algorithm: predict_step(profile, where, find_algorithm(algorithm))
+                for algorithm in ("torus2d", "hitopk")
             }
             row: Row = {"model": model.name, "batch": batch, "compute_ms": round(1e3 * profile.compute, 1)}
             for algorithm, prediction in steps.items():
@@ -137,7 +140,7 @@ def load_profile(stored: dict[str, Any]) -> Any:
 def measure(part: str, rates: list[str], rounds: int, steps: int) -> tuple[dict[str, Any], list[Row]]:
     """Return the profile of a layout, and a measured row for every link and contender."""
     with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(scratch())
+        directory = stack.enter_context(create_scratch())
         network = stack.enter_context(Network(len(LAYOUTS[part])))
         profile = build_profile([record(part, contender, directory, network) for contender in TRACED], part)
         bench = StepBench(part, MODELS[0], directory, network)

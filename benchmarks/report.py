@@ -256,7 +256,7 @@ def pictures(results: Path = RESULTS) -> dict[str, tuple[Callable[..., None], An
     return plotted
 
 
-def stale(results: Path = RESULTS) -> list[str]:
+def list_stale(results: Path = RESULTS) -> list[str]:
     """Return the files that differ from the results: the page or plots."""
     import plots
 
@@ -274,7 +274,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only list stale files")
     if parser.parse_args().check:
-        wrong = stale()
+        wrong = list_stale()
         print("\n".join(f"{path} is stale; run python benchmarks/report.py" for path in wrong))
         return 1 if wrong else 0
     IMAGES.mkdir(parents=True, exist_ok=True)

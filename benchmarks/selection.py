@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 
 from topkube import kernels
-from topkube.bench.report import BenchReport, timed
+from topkube.bench.report import BenchReport, time_runs
 from topkube.bench.select import measure
 from topkube.collectives.top_signs import TOP_SHARE
 
@@ -97,12 +97,12 @@ def report_adversarial(d: int, repeats: int) -> BenchReport:
     for name, x in build_adversarial(d):
         for density in (0.001, 0.01):
             k = kernels.entries_kept(x.size, density)
-            timing = timed(lambda x=x, k=k: kernels.topk(x, k), repeats=repeats)
+            timing = time_runs(lambda x=x, k=k: kernels.topk(x, k), repeats=repeats)
             exact = is_exact(x, k, kernels.topk(x, k)[0])
             passes = kernels.last_effort().passes
             report.add(input=name, kernel="topk", density=density, ms=timing.median * 1e3, passes=passes, exact=exact)
             zeros, gradient = np.zeros_like(x), np.empty_like(x)
-            timing = timed(
+            timing = time_runs(
                 lambda g=gradient, z=zeros, k=k: kernels.compress_(g, z, k),
                 prepare=lambda g=gradient, x=x: np.copyto(g, x),
                 repeats=repeats,
@@ -130,10 +130,10 @@ def report_mstopk(d: int, repeats: int) -> BenchReport:
     tensor = torch.from_numpy(x)
     for density in (0.001, 0.01):
         k = kernels.entries_kept(d, density)
-        timing = timed(lambda k=k: kernels.mstopk(x, k), repeats=repeats)
+        timing = time_runs(lambda k=k: kernels.mstopk(x, k), repeats=repeats)
         thresholds = kernels.last_thresholds()
         counts: list[tuple[int, int]] = []
-        peer = timed(lambda k=k, counts=counts: counts.append(run_torch_mstopk(tensor, k)), repeats=1, warmups=0)
+        peer = time_runs(lambda k=k, counts=counts: counts.append(run_torch_mstopk(tensor, k)), repeats=1, warmups=0)
         same = counts[-1] == (thresholds.above_upper, thresholds.above_lower)
         ratio = peer.median / timing.median
         report.add(density=density, ms=timing.median * 1e3, torch_ms=peer.median * 1e3, ratio=ratio, same=same)
@@ -147,25 +147,25 @@ def sign_report(d: int, repeats: int) -> BenchReport:
     x = np.random.default_rng(0).standard_normal(d, dtype=np.float32)
     work, part = x.copy(), kernels.sign_pack_(x.copy())[:2]
     report.facts |= {"path": kernels.simd(), "elements": d, "load average": round(os.getloadavg()[0], 1)}
-    bound = timed(lambda: kernels.scale_(work, 1.0), repeats=repeats).median
+    bound = time_runs(lambda: kernels.scale_(work, 1.0), repeats=repeats).median
 
     def add(kernel: str, nodes: int, seconds: float) -> None:
         report.add(kernel=kernel, nodes=nodes, ms=seconds * 1e3, bound_ms=bound * 1e3, of_bound=bound / seconds)
 
-    timing = timed(lambda: kernels.sign_pack_(work, *part), prepare=lambda: np.copyto(work, x), repeats=repeats)
+    timing = time_runs(lambda: kernels.sign_pack_(work, *part), prepare=lambda: np.copyto(work, x), repeats=repeats)
     add("sign_pack_", 1, timing.median)
     for nodes in (2, 8):
         weights = [1 / nodes] * nodes
-        timing = timed(lambda: kernels.sign_unpack_add_(work, [part] * nodes, weights), repeats=repeats)  # noqa: B023
+        timing = time_runs(lambda: kernels.sign_unpack_add_(work, [part] * nodes, weights), repeats=repeats)  # noqa: B023
         add("sign_unpack_add_", nodes, timing.median)
     count = kernels.entries_kept(d, TOP_SHARE)
     message = np.empty(kernels.top_sign_bytes(d, count), np.uint8)
-    timing = timed(lambda: kernels.topk(x, count), repeats=repeats)
+    timing = time_runs(lambda: kernels.topk(x, count), repeats=repeats)
     add("topk of the largest tenth", 1, timing.median)
     pack = lambda: kernels.top_sign_pack_(work, count, message)  # noqa: E731
-    timing = timed(pack, prepare=lambda: np.copyto(work, x), repeats=repeats)
+    timing = time_runs(pack, prepare=lambda: np.copyto(work, x), repeats=repeats)
     add("top_sign_pack_, a tenth", 1, timing.median)
-    timing = timed(lambda: kernels.top_sign_unpack_add_(work, count, message, 1.0), repeats=repeats)
+    timing = time_runs(lambda: kernels.top_sign_unpack_add_(work, count, message, 1.0), repeats=repeats)
     add("top_sign_unpack_add_, a tenth", 1, timing.median)
     return report
 
@@ -179,7 +179,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.signs:
         report = sign_report(options.elements, options.repeats)
-        Console(width=140).print(report.table())
+        Console(width=140).print(report.build_table())
         stored = json.loads(options.out.read_text()) | {"sign": json.loads(report.to_json())}
         options.out.write_text(json.dumps(stored, indent=1) + "\n")
         return
@@ -190,7 +190,7 @@ def main() -> None:
         sign_report(options.elements, options.repeats),
     ]
     for report in reports:
-        Console(width=140).print(report.table())
+        Console(width=140).print(report.build_table())
     options.out.parent.mkdir(parents=True, exist_ok=True)
     selection, mstopk, inputs, signs = (json.loads(report.to_json()) for report in reports)
     stored = selection | {"mstopk": mstopk, "adversarial": inputs, "sign": signs}

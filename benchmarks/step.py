@@ -38,7 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from allreduce.network import Network, explain_missing_tools
-from allreduce.scratch import scratch
+from allreduce.scratch import create_scratch
 from allreduce.worlds import RankWorld, Recipe, WorldFailed
 
 RESULTS = Path(__file__).parent / "results" / "step.json"
@@ -257,7 +257,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     for part in parts:
         with contextlib.ExitStack() as stack:
-            directory = stack.enter_context(scratch())
+            directory = stack.enter_context(create_scratch())
             network = stack.enter_context(Network(len(LAYOUTS[part])))
             bench = StepBench(part, options.model, directory, network, turns)
             stack.callback(bench.close)

@@ -36,7 +36,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from allreduce.network import Network, explain_missing_tools
-from allreduce.scratch import scratch
+from allreduce.scratch import create_scratch
 from allreduce.worlds import RankWorld, WorldFailed
 from step import WORLDS, describe_machine
 
@@ -404,7 +404,7 @@ def main() -> int:
     stored = read(target)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(scratch())
+        directory = stack.enter_context(create_scratch())
         bench = TargetBench(directory, stack.enter_context(Network(len(LAYOUT))))
         stack.callback(bench.close)
         if options.only != "losses":

@@ -26,7 +26,7 @@ from simulated_nodes import make_optimizer
 
 
 class Wrapped(NamedTuple):
-    """What a library makes of a model and its optimizer."""
+    """A model and its optimizer, as a library has wrapped them."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -92,7 +92,7 @@ def batches_of_rank(
 
 
 class Training:
-    """One run that is under way."""
+    """A run that is under way."""
 
     def __init__(self, backend: TopKube | Ddp, order: dict[str, Any]) -> None:
         torch.manual_seed(order["seed"])

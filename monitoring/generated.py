@@ -31,7 +31,7 @@ def write() -> None:
         path.write_text(content, encoding="utf-8")
 
 
-def stale() -> list[str]:
+def list_stale() -> list[str]:
     """Return the files whose contents are not up to date."""
     return [name for name, content in files().items() if _read(ROOT / name) != content]
 

@@ -34,7 +34,7 @@ from allreduce.bounds import Machine
 from allreduce.field import Contender
 from allreduce.network import RATES, Network, explain_missing_tools
 from allreduce.problem import SumProblem
-from allreduce.scratch import scratch
+from allreduce.scratch import create_scratch
 from allreduce.worlds import RankWorld
 from topkube.bench.report import BenchReport
 
@@ -250,7 +250,7 @@ def time_peer_settings() -> list[dict[str, Any]]:
     rows = []
     for part in ("2x2", "4x1"):
         with contextlib.ExitStack() as stack:
-            directory = stack.enter_context(scratch())
+            directory = stack.enter_context(create_scratch())
             network = stack.enter_context(Network(len(LAYOUTS[part]), "1gbit"))
             problem = directory / "problem"
             SumProblem.create(problem, LENGTH, LAYOUTS[part], ())
@@ -268,7 +268,7 @@ def time_peer_settings() -> list[dict[str, Any]]:
 
 def run(part: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(scratch())
+        directory = stack.enter_context(create_scratch())
         network = None if part == "node" else stack.enter_context(Network(len(LAYOUTS[part])))
         bench = AllreduceBench(part, directory, network, options.quick, options.contender or [])
         stack.callback(bench.close)

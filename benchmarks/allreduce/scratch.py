@@ -23,7 +23,7 @@ def _find_start(pid: int) -> str | None:
 
 
 @contextlib.contextmanager
-def scratch() -> Iterator[Path]:
+def create_scratch() -> Iterator[Path]:
     """Create a directory whose name identifies this process."""
     parent = Path(tempfile.gettempdir())
     remove_leftovers(parent)

@@ -51,7 +51,7 @@ def install() -> str | None:
 
 
 class Remote:
-    """nginx that serves `root` in `node`. `sent_bytes` counts the bytes of all bodies, without headers."""
+    """nginx that serves `root` in `node`. `count_sent_bytes` counts the bytes of all bodies, without headers."""
 
     def __init__(self, node: Node, root: Path, home: Path) -> None:
         home.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ class Remote:
                 raise NetworkError(f"nginx did not start: {self._process.stderr.read().strip()}")
             time.sleep(0.02)
 
-    def sent_bytes(self) -> int:
+    def count_sent_bytes(self) -> int:
         """Return the bytes of all bodies so far, from the log of nginx."""
         return sum(int(line.partition(" ")[0]) for line in self._log.read_text().splitlines())
 

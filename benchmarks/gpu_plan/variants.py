@@ -21,7 +21,7 @@ VARIANTS = {
     "sixteen loads ahead": ("-DTOPKUBE_CUDA_AHEAD=16",),
     "segments": ("-DTOPKUBE_CUDA_SEGMENTS=1",),
 }
-"""Name of a variant, and the options by which nvcc compiles it (csrc/cuda/select.hpp)."""
+"""Name of a variant, and the options by which nvcc compiles it (csrc/cuda/selection/variants.hpp)."""
 _ELEMENTS = 25_557_032
 
 

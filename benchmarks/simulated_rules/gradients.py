@@ -11,7 +11,7 @@ from message_network import exchange_top
 from simulated_rules.rule import BLOCK, LossOf, Nodes, Rule, RuleOptions, apply_signs
 from topkube import kernels
 from topkube.collectives.global_top import GlobalTop, TopTree
-from topkube.collectives.sparse import selected_count
+from topkube.collectives.sparse import count_selected
 from topkube.collectives.split_top import SplitTop
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.bucket import Bucket
@@ -65,7 +65,7 @@ class SimulatedHiTopK(Rule):
 
     def _exchange(self, flat: list[np.ndarray], residuals: list[np.ndarray], density: float) -> np.ndarray:
         total = np.zeros(len(flat[0]), np.float32)
-        k = min(selected_count(len(total), density), len(total))
+        k = min(count_selected(len(total), density), len(total))
         for gradient, residual in zip(flat, residuals, strict=True):
             residual += gradient * np.float32(1 / self.options.nodes)
             indices, values = kernels.topk(residual, k)
@@ -83,7 +83,7 @@ class SimulatedGTopK(SimulatedHiTopK):
     KIND: ClassVar[type[GlobalTop]] = TopTree
 
     def _exchange(self, flat: list[np.ndarray], residuals: list[np.ndarray], density: float) -> np.ndarray:
-        k = min(selected_count(len(flat[0]), density), len(flat[0]))
+        k = min(count_selected(len(flat[0]), density), len(flat[0]))
         for gradient, residual in zip(flat, residuals, strict=True):
             residual += gradient * np.float32(1 / self.options.nodes)
         parts, _ = exchange_top(self.KIND, residuals, k, "bf16")

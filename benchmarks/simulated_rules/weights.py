@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from simulated_rules.rule import BLOCK, LossOf, Nodes, Rule, RuleOptions, apply_codec, apply_signs
-from topkube.collectives.sparse import selected_count
+from topkube.collectives.sparse import count_selected
 from topkube.collectives.top_levels import TopLevels
 from topkube.collectives.top_signs import TopSigns
 from topkube.training.node_weights.guard import MEASURE_EVERY
@@ -200,12 +200,12 @@ class TopKWeights(WeightFeedback):
     has_density = True
 
     def compress_drift(self, drift: torch.Tensor) -> torch.Tensor:
-        k = min(selected_count(drift.numel(), self.options.density), drift.numel())
+        k = min(count_selected(drift.numel(), self.options.density), drift.numel())
         indices = torch.topk(drift.abs(), k, sorted=False).indices
         return torch.zeros_like(drift).index_copy_(0, indices, drift[indices].bfloat16().float())
 
     def count_payload_bytes(self, elements: int) -> float:
-        return 4.0 * min(selected_count(elements, self.options.density), elements)
+        return 4.0 * min(count_selected(elements, self.options.density), elements)
 
 
 class TopSignWeights(WeightFeedback):

@@ -66,7 +66,7 @@ def test_the_site_builds_and_every_link_works(site: Path) -> None:
 
 @pytest.mark.parametrize("module", [topkube, topkube.kernels, topkube.data], ids=lambda module: module.__name__)
 def test_the_reference_shows_every_public_name(site: Path, module: Any) -> None:
-    """It also shows the names that a module loads on first use."""
+    """The reference also shows the names that a module loads on first use."""
     name = module.__name__
     page = (site / "api" / name.removeprefix("topkube.") / "index.html").read_text()
     for public in module.__all__:

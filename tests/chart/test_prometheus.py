@@ -56,7 +56,7 @@ STORED: list[dict[str, Any]] = [
 def build_operator_metrics() -> OperatorMetrics:
     """Return metrics of an operator to which something of every kind happens before each scrape."""
 
-    def jobs() -> list[dict[str, Any]]:
+    def list_jobs() -> list[dict[str, Any]]:
         metrics.count_transition("ml", "Running")
         metrics.observe_start("ml", 2.0)
         metrics.count_restart("ml", "OOMKilled")
@@ -67,7 +67,7 @@ def build_operator_metrics() -> OperatorMetrics:
         metrics.count_created()
         return STORED
 
-    metrics = OperatorMetrics(jobs)
+    metrics = OperatorMetrics(list_jobs)
     metrics.set_leader(True)
     metrics.set_serving(4e9, True)
     metrics.watch_queue(WorkQueue())

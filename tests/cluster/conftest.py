@@ -32,7 +32,7 @@ from target import KUBELET_SECONDS, OPERATOR_NAMESPACE, PATIENCE, Namespace, Tar
 
 from topkube.cli.cluster.api import Api, Where, build_path, connect
 from topkube.errors import ClusterError
-from topkube.job.crd import cached_dataset_definition, custom_resource_definition
+from topkube.job.crd import build_cached_dataset_crd, build_crd
 from topkube_operator.watch.api_client import Cluster as Client
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -219,7 +219,7 @@ def breakable_cluster(installation: Target) -> Cluster:
 def admin(kubeconfig: Path) -> Api:
     """The API of the whole cluster, with the newest CRDs."""
     api = connect(Where(kubeconfig=kubeconfig))
-    for definition in (custom_resource_definition(rules=False), cached_dataset_definition()):
+    for definition in (build_crd(rules=False), build_cached_dataset_crd()):
         apply(api, "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition)
     return api
 

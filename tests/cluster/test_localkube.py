@@ -130,7 +130,7 @@ def test_shaped_links_have_the_chosen_rate(namespace: Namespace, breakable_clust
     serve = "head -c 2500000 /dev/zero >/tmp/zeros"
     line = [str(breakable_cluster.kubectl_program), f"--kubeconfig={target.kubeconfig}", "-n", namespace.name, "exec"]
     subprocess.run([*line, "node2", "--", "sh", "-c", serve], check=True)
-    wait_for(lambda: can_fetch(namespace, f"{second}", 5), "the pods to reach each other", 30)
+    wait_for(lambda: can_fetch(namespace, second, 5), "the pods to reach each other", 30)
     code = (
         "import time,urllib.request as u; began=time.monotonic();"
         f"u.urlopen('http://{second}:8000/zeros', timeout=60).read(); print(time.monotonic()-began)"

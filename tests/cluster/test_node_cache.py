@@ -19,7 +19,7 @@ from localkube.images import RUNTIME
 from target import GROUP, VERSION, Namespace, Target, execute, wait_for
 
 from conftest import SharedStep, read_manifest
-from topkube.job.cached_dataset import object_name
+from topkube.job.cached_dataset import name_cached_dataset
 
 SHARDS, SHARD = 8, 1 << 20
 AGENTS = "topkube-node-cache"
@@ -103,7 +103,7 @@ class Remote:
     @property
     def id(self) -> str:
         """The name of the CachedDataset of this remote."""
-        return object_name(self.uri)
+        return name_cached_dataset(self.uri)
 
 
 @pytest.fixture

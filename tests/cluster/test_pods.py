@@ -43,7 +43,7 @@ def require_two_nodes(namespace: Namespace) -> list[str]:
 
 
 def test_the_launcher_waits_for_every_worker(namespace: Namespace, node_label: str) -> None:
-    """One worker has a node, the other has none: the job reports it and waits. It runs when there is room."""
+    """If only one worker finds a node, the job reports this and waits. It runs when there is room for both."""
     first, second = require_two_nodes(namespace)
     waits = build_job("waits", build_steps(2))
     waits["spec"]["template"]["spec"]["nodeSelector"] = {node_label: "yes"}

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from topkube.algorithms import resolve
-from topkube.planning.buckets import bucket_lengths
-from topkube.planning.profile import from_trace
+from topkube.planning.buckets import plan_bucket_lengths
+from topkube.planning.traced_profile import read_traced_profile
 from topkube.telemetry import trace
 
 Event = dict[str, Any]
@@ -178,7 +178,7 @@ def test_a_run_that_is_too_short_prints_a_message(tmp_path: Path) -> None:
 
 def test_the_planner_reads_the_trace_and_plans_the_same_buckets(traced_run: tuple[str, dict[str, Any]]) -> None:
     algorithm, content = traced_run
-    profile = from_trace(content)
+    profile = read_traced_profile(content)
     assert {gradient.name for gradient in profile.gradients} == PARAMETERS
     assert profile.elements == 64 * 1024 * 2 + 1024 + 64
     steps = [step for rank in range(RANKS) for step in split_into_steps(content["traceEvents"], rank)]
@@ -186,7 +186,7 @@ def test_the_planner_reads_the_trace_and_plans_the_same_buckets(traced_run: tupl
     assert min(profile.forward, profile.backward, profile.update) > 0
     assert profile.serial <= 2 * max(processor)
     chosen = resolve(algorithm, 2, profile.elements, 0.01)
-    planned = [bucket.elements for bucket in bucket_lengths(profile, chosen, RANKS)]
+    planned = [bucket.elements for bucket in plan_bucket_lengths(profile, chosen, RANKS)]
     for events in steps:
         buckets = [e["args"] for e in events if e["cat"] == trace.BUCKET and e["ph"] == "X"]
         assert planned == [args["elements"] for args in sorted(buckets, key=lambda args: args["bucket"])]

@@ -1,4 +1,4 @@
-"""What `helm test` runs in the cluster, in the operator's image."""
+"""The script that `helm test` runs in the cluster, in the operator's image."""
 
 import json
 import os

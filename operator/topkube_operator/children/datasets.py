@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 from topkube.job import TrainingJob
-from topkube.job.base.quantity import in_bytes
-from topkube.job.cached_dataset import dataset_id
-from topkube.job.spec import Dataset
+from topkube.job.base.quantity import parse_bytes
+from topkube.job.cached_dataset import compute_dataset_id
+from topkube.job.fields.dataset import Dataset
 from topkube_operator.children.templates import ensure_list
 from topkube_operator.model.observed import Policy
 
@@ -65,13 +65,13 @@ def _choose_cache_directory(dataset: Dataset) -> str:
 def _choose_view_path(dataset: Dataset) -> str:
     """Return the path of the view in the volume. In a node cache, it is inside the dataset's folder, so that both are
     removed together."""
-    return f"datasets/{dataset_id(dataset.uri)}/view" if dataset.cache.medium == "Node" else "view"
+    return f"datasets/{compute_dataset_id(dataset.uri)}/view" if dataset.cache.medium == "Node" else "view"
 
 
 def count_shared_memory_bytes(job: TrainingJob) -> int:
     """Return the bytes of /dev/shm that the memory tier needs."""
     dataset = job.spec.dataset
-    return in_bytes(dataset.cache.memory_limit) if dataset is not None and dataset.cache.memory_limit else 0
+    return parse_bytes(dataset.cache.memory_limit) if dataset is not None and dataset.cache.memory_limit else 0
 
 
 def add_dataset(pod: dict[str, Any], container: dict[str, Any], job: TrainingJob, policy: Policy) -> None:
@@ -117,6 +117,6 @@ def _build_volume(dataset: Dataset) -> dict[str, Any]:
     limit = cache.size_limit or (cache.memory_limit if cache.medium == "Memory" else None)
     volume: dict[str, Any] = {"medium": "Memory"} if cache.medium == "Memory" else {}
     if limit:
-        size = in_bytes(limit)
+        size = parse_bytes(limit)
         volume["sizeLimit"] = str(size + size * _HEADROOM_PERCENT // 100 + _HEADROOM_BYTES)
     return {"emptyDir": volume}

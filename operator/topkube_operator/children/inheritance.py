@@ -12,7 +12,7 @@ from typing import Any
 
 from topkube.job import TrainingJob
 from topkube.job.base.quantity import parse_quantity
-from topkube.job.template import without_nulls, worker_container
+from topkube.job.template import find_worker_container, remove_nulls
 from topkube_operator.children.templates import ensure_mapping
 
 _FIELDS = (
@@ -86,7 +86,7 @@ def choose_launcher_resources(job: TrainingJob) -> dict[str, Any]:
     if job.spec.launcher.colocate and is_guaranteed(job.spec.template):
         exact = {"cpu": _GUARANTEED_CPU, "memory": memory}
         return {"requests": dict(exact), "limits": exact}
-    worker: Any = worker_container(job.spec.template)
+    worker: Any = find_worker_container(job.spec.template)
     limited = _read_resources(worker, "limits")
     limits = {name: value for name, value in (("cpu", _LIMIT_CPU), ("memory", memory)) if name in limited}
     return {"requests": dict(_REQUESTS), **({"limits": limits} if limits else {})}
@@ -100,7 +100,7 @@ def requests_gpus(container: Mapping[str, Any]) -> bool:
 
 def is_guaranteed(template: Mapping[str, Any]) -> bool:
     """Return True if Kubernetes would put a pod of this template into the QoS class Guaranteed."""
-    spec: Any = without_nulls(template).get("spec") or {}
+    spec: Any = remove_nulls(template).get("spec") or {}
     containers = [*_list_mappings(spec.get("containers")), *_list_mappings(spec.get("initContainers"))]
     return bool(containers) and all(_is_guaranteed(container) for container in containers)
 

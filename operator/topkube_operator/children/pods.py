@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from topkube.job import TrainingJob
-from topkube.job.template import without_nulls, worker_container
+from topkube.job.template import find_worker_container, remove_nulls
 from topkube.launch import contract
 from topkube_operator.children import datasets, inheritance, placement, source
 from topkube_operator.children.templates import ensure_list, ensure_mapping
@@ -128,11 +128,11 @@ def build_launcher(job: TrainingJob, uid: str, attempt: int, workers: Sequence[t
     """Return the launcher's pod of `attempt`. `workers` holds (index, attempt for which the pod was made) of each
     worker. Raises JobError if the template makes no valid pod."""
     name = names.launcher_name(job.name, uid, attempt)
-    template = without_nulls(job.spec.launcher.template or {})
+    template = remove_nulls(job.spec.launcher.template or {})
     spec = ensure_mapping(template, "spec", _OF_LAUNCHER)
     if "serviceAccountName" not in spec:
         spec.setdefault("automountServiceAccountToken", False)
-    inheritance.inherit_fields(template, without_nulls(job.spec.template))
+    inheritance.inherit_fields(template, remove_nulls(job.spec.template))
     spec.setdefault(
         "terminationGracePeriodSeconds", _choose_grace(job)
     )  # the launcher waits while ranks save their state
@@ -169,7 +169,7 @@ def build_colocated(
 
 def _choose_grace(job: TrainingJob) -> int:
     """Return the seconds that workers' pods may take to end."""
-    spec: Any = without_nulls(job.spec.template.get("spec"))
+    spec: Any = remove_nulls(job.spec.template.get("spec"))
     grace = (spec or {}).get("terminationGracePeriodSeconds")
     return grace if isinstance(grace, int) else _GRACE_SECONDS
 
@@ -200,7 +200,7 @@ def _add_launcher(
     container: dict[str, Any],
 ) -> None:
     """Make `container` the launcher."""
-    image = worker_container(job.spec.template)
+    image = find_worker_container(job.spec.template)
     settings = datasets.build_cache_settings(job, policy)
     if job.spec.checkpoint:
         settings["checkpoint_directory"] = f"{CHECKPOINTS}/{job.spec.checkpoint.path}"
@@ -261,7 +261,7 @@ def _build_pod(
     role: str = names.WORKER,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the pod of a template, and the container to wrap in it."""
-    template = without_nulls(template)
+    template = remove_nulls(template)
     path = _OF_WORKERS if role == names.WORKER else _OF_LAUNCHER
     template_metadata = ensure_mapping(template, "metadata", path)
     labels, annotations = placement.select_queue_metadata(job, uid, policy)
@@ -278,7 +278,7 @@ def _build_pod(
     if "serviceAccountName" not in spec:
         spec.setdefault("automountServiceAccountToken", False)
     if role == names.WORKER:
-        container = worker_container(template)
+        container = find_worker_container(template)
         container.setdefault("name", names.WORKER)
     else:
         containers = [entry for entry in spec["containers"] if isinstance(entry, dict)]
@@ -328,7 +328,7 @@ def _find_unset_fields(job: TrainingJob, *, of_launcher: bool = False) -> frozen
     unset = set[str]()
     for template in templates:
         spec = template.get("spec")
-        for part in (spec, worker_container(template)):
+        for part in (spec, find_worker_container(template)):
             context = part.get("securityContext") if isinstance(part, dict) else None
             unset |= {name for name, value in context.items() if value is None} if isinstance(context, dict) else set()
     return frozenset(unset)

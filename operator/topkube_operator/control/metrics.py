@@ -21,7 +21,7 @@ from prometheus_client import (
 )
 
 from topkube import __version__
-from topkube.job.failure_policy import AVOIDED_NODE_NEEDED, PENDING_TIMEOUT
+from topkube.job.fields.failure_policy import AVOIDED_NODE_NEEDED, PENDING_TIMEOUT
 from topkube.telemetry.metrics import Metric
 from topkube_operator.control import job_series
 from topkube_operator.control.job_series import PHASES, render_jobs

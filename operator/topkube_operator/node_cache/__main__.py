@@ -14,7 +14,7 @@ from pathlib import Path
 
 from topkube.errors import TopKubeError
 from topkube.job.base.part import QUANTITY
-from topkube.job.base.quantity import in_bytes
+from topkube.job.base.quantity import parse_bytes
 from topkube_operator.http.scrape_access import add_scrape_options, read_scrape_options
 from topkube_operator.node_cache.agent import LOOK_SECONDS, Agent
 from topkube_operator.node_cache.decisions import CacheLimits
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         volume = Volume(options.directory)
         limits = CacheLimits(
-            in_bytes(options.size_limit) if options.size_limit else None,
+            parse_bytes(options.size_limit) if options.size_limit else None,
             volume.measure_total_bytes() * options.free_percent // 100,
             options.idle_days * _DAY,
         )

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from topkube.job import API_VERSION
-from topkube.job.cached_dataset import CACHED_KIND, object_name
+from topkube.job.cached_dataset import CACHED_KIND, name_cached_dataset
 from topkube_operator.children.datasets import CLAIM
 from topkube_operator.model import names
 from topkube_operator.node_cache.decisions import (
@@ -161,7 +161,7 @@ class Agent:
                 self._report_dataset(name, uri, dataset)
             except ApiError as error:
                 if error.status != http.HTTPStatus.CONFLICT:  # for a conflict: another node's agent was faster
-                    self._warn_once("cluster", f"{name[0]}/{object_name(uri)}: {error}")
+                    self._warn_once("cluster", f"{name[0]}/{name_cached_dataset(uri)}: {error}")
                 continue
             self._warnings.pop("cluster", None)
             if dataset is None:
@@ -170,7 +170,7 @@ class Agent:
                 self._reports[name] = _LastReport(dataset, now)
 
     def _report_dataset(self, name: Name, uri: str, dataset: LocalDataset | None) -> None:
-        namespace, object_of_uri = name[0], object_name(uri)
+        namespace, object_of_uri = name[0], name_cached_dataset(uri)
         if name in self._deleted:
             return
         try:

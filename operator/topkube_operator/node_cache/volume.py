@@ -27,7 +27,7 @@ from typing import Any
 from topkube.data.cache.disk_tier import DiskTier
 from topkube.errors import TopKubeError
 from topkube.files import new_folder
-from topkube.job.cached_dataset import dataset_id
+from topkube.job.cached_dataset import compute_dataset_id
 from topkube_operator.node_cache.decisions import LocalDataset
 
 _log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ def _parse_dataset(namespace: str, answer: Any) -> LocalDataset | None:
     """Return the dataset that a child describes; None if the description cannot be true."""
     try:
         uri, total = str(answer["uri"]), answer["totalBytes"]
-        if not _URI.fullmatch(uri) or dataset_id(uri) != answer["id"]:
+        if not _URI.fullmatch(uri) or compute_dataset_id(uri) != answer["id"]:
             return None
         return LocalDataset(
             namespace,

@@ -13,7 +13,7 @@ from topkube.errors import JobError
 from topkube.job import TrainingJob
 from topkube.job.changes import find_refused_changes, merge_allowed_changes, outline, restore_spec
 from topkube.job.spec import Spec
-from topkube.job.template import with_nulls_of, without_nulls
+from topkube.job.template import remove_nulls, restore_nulls
 from topkube_operator.model import stored_job
 from topkube_operator.model.status import StatusDraft
 from topkube_operator.planning import admission
@@ -50,7 +50,7 @@ def choose_spec(job: Mapping[str, Any], draft: StatusDraft) -> AcceptedJob:
     Raises JobError if no spec can be followed.
     """
     data = {name: value for name, value in job.items() if name != "status"}
-    accepted, wanted, lost = draft.accepted, without_nulls(job.get("spec")), list[str]()
+    accepted, wanted, lost = draft.accepted, remove_nulls(job.get("spec")), list[str]()
     if accepted is not None:
         accepted, lost = restore_spec(accepted, wanted)
     before: TrainingJob | None = None
@@ -82,7 +82,7 @@ def choose_spec(job: Mapping[str, Any], draft: StatusDraft) -> AcceptedJob:
         return AcceptedJob(after, replaced=True)
     accepted = merge_allowed_changes(accepted, wanted)
     draft.accepted = _copy_for_status(accepted)
-    followed = {**data, "spec": with_nulls_of(accepted, job.get("spec"))}
+    followed = {**data, "spec": restore_nulls(accepted, job.get("spec"))}
     return AcceptedJob(TrainingJob.from_cluster(followed), admission.explain_change_refusal(problems))
 
 

@@ -15,8 +15,8 @@ from topkube.errors import JobError
 from topkube.job import TrainingJob
 from topkube.job.algorithm_name import is_foreign
 from topkube.job.changes import find_refused_changes
-from topkube.job.failure_policy import USUAL_REASONS
-from topkube.job.template import worker_container
+from topkube.job.fields.failure_policy import USUAL_REASONS
+from topkube.job.template import find_worker_container
 from topkube_operator.model import names
 
 # The part of the metadata that people write. The rest belongs to Kubernetes and differs between its versions.
@@ -114,7 +114,7 @@ def _warn_of_template(job: TrainingJob) -> Iterator[str]:
         yield f"spec.template.spec.restartPolicy: {pod['restartPolicy']} has no effect: the operator restarts workers"
     if pod.get("hostNetwork"):
         yield "spec.template.spec.hostNetwork: no NetworkPolicy protects MPI's ports on the node's own address"
-    if worker_container(template).get("livenessProbe"):
+    if find_worker_container(template).get("livenessProbe"):
         yield "spec.template: if a livenessProbe kills a worker, the attempt of all workers ends"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from topkube.job import TrainingJob
-from topkube.job.failure_policy import BLOCKED, PENDING_TIMEOUT
+from topkube.job.fields.failure_policy import BLOCKED, PENDING_TIMEOUT
 from topkube_operator.children import avoidance, objects, placement, pod_sets, pods, workloads
 from topkube_operator.model import names
 from topkube_operator.model.observed import Child, Observed, Pod, satisfies, select_comparable

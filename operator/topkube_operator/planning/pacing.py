@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from topkube.job.failure_policy import PENDING_TIMEOUT
+from topkube.job.fields.failure_policy import PENDING_TIMEOUT
 from topkube_operator.model.observed import Policy
 from topkube_operator.model.status import StatusDraft
 from topkube_operator.planning.causes.failures import AttemptPods

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from topkube.job import FailurePolicy
-from topkube.job.failure_policy import AVOIDED_NODE_NEEDED, PENDING_TIMEOUT
+from topkube.job.fields.failure_policy import AVOIDED_NODE_NEEDED, PENDING_TIMEOUT
 from topkube_operator.model import names
 from topkube_operator.model.observed import Observed, Pod
 from topkube_operator.model.status import StatusDraft

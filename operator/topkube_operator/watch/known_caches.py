@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from topkube.job.cached_dataset import object_name
+from topkube.job.cached_dataset import name_cached_dataset
 from topkube_operator.children.datasets import CLAIM
 from topkube_operator.watch.known_children import Name
 
@@ -61,5 +61,5 @@ class KnownCaches:
 
     def find_nodes(self, namespace: str, uri: str) -> Mapping[str, int]:
         """Return the percentage of the dataset that each node holds."""
-        cached_uri, nodes = self._cached.get((namespace, object_name(uri)), ("", {}))
+        cached_uri, nodes = self._cached.get((namespace, name_cached_dataset(uri)), ("", {}))
         return nodes if cached_uri == uri else {}

@@ -5,7 +5,16 @@ This package loads neither torch, MPI nor NumPy, because the operator imports it
 read the declaration. `collectives/` loads the implementation when an algorithm runs.
 """
 
-from topkube.algorithms.catalogue import GROUP, Package, find_algorithm, is_known, load_all, names, package_of, register
+from topkube.algorithms.catalogue import (
+    GROUP,
+    Package,
+    find_algorithm,
+    find_package,
+    is_known,
+    load_all,
+    names,
+    register,
+)
 from topkube.algorithms.choice import (
     AUTO,
     CHOICES,
@@ -109,10 +118,10 @@ __all__ = [
     "explain_dense_wire",
     "explain_overlap",
     "find_algorithm",
+    "find_package",
     "is_known",
     "load_all",
     "names",
-    "package_of",
     "rank_choices",
     "reads_dense_wire",
     "reduce_scatter_memory",

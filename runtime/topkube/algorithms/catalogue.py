@@ -34,12 +34,12 @@ class Package:
 
 def names() -> tuple[str, ...]:
     """Return the names of all algorithms: TopKube's own first. No package is loaded."""
-    return (*_OWN, *sorted({*_of_script, *_installed()} - set(_OWN)))
+    return (*_OWN, *sorted({*_of_script, *_find_entry_points()} - set(_OWN)))
 
 
 def is_known(name: object) -> bool:
     """Return True if an algorithm of this name is in the catalogue. No package is loaded."""
-    return isinstance(name, str) and (name in _OWN or name in _of_script or name in _installed())
+    return isinstance(name, str) and (name in _OWN or name in _of_script or name in _find_entry_points())
 
 
 def find_algorithm(name: str) -> Algorithm:
@@ -67,7 +67,7 @@ def load_all() -> tuple[list[Algorithm], list[AlgorithmError]]:
             algorithms.append(find_algorithm(name))
         except AlgorithmError as error:
             errors.append(error)
-    errors += [_hides_own(name) for name in sorted(set(_OWN) & set(_installed()))]
+    errors += [_explain_hidden(name) for name in sorted(set(_OWN) & set(_find_entry_points()))]
     return algorithms, errors
 
 
@@ -87,49 +87,49 @@ def register(algorithm: Algorithm) -> Algorithm:
     return algorithm
 
 
-def package_of(name: str) -> Package | None:
+def find_package(name: str) -> Package | None:
     """Return the package that declares the algorithm called `name`; None for TopKube's own and those of the script."""
-    points = () if name in _OWN or name in _of_script else _installed().get(name, ())
-    return _package(points[0]) if points else None
+    points = () if name in _OWN or name in _of_script else _find_entry_points().get(name, ())
+    return _read_package(points[0]) if points else None
 
 
 @functools.cache
-def _installed() -> dict[str, tuple[EntryPoint, ...]]:
-    """Return the entry points of all installed packages, by algorithm. Two packages may claim one name."""
+def _find_entry_points() -> dict[str, tuple[EntryPoint, ...]]:
+    """Return the entry points of all installed packages by the name of the algorithm, which several can declare."""
     points: dict[str, dict[str, EntryPoint]] = {}
     for point in entry_points(group=GROUP):
-        points.setdefault(point.name, {}).setdefault(_package(point).name, point)
+        points.setdefault(point.name, {}).setdefault(_read_package(point).name, point)
     return {name: tuple(by_package.values()) for name, by_package in points.items()}
 
 
-def _package(point: EntryPoint) -> Package:
+def _read_package(point: EntryPoint) -> Package:
     return Package(point.dist.name, point.dist.version) if point.dist is not None else Package(point.value, "")
 
 
 @functools.cache
 def _load(name: str) -> Algorithm:
-    point, *others = _installed()[name]
-    package = _package(point)
+    point, *others = _find_entry_points()[name]
+    package = _read_package(point)
     if others:
         raise AlgorithmError(
-            f"the packages {package} and {_package(others[0])} both declare the algorithm {name!r}",
+            f"the packages {package} and {_read_package(others[0])} both declare the algorithm {name!r}",
             package=package.name,
             next_step="uninstall one of them",
         )
     if not re.fullmatch(rf"{NAME}\.{NAME}", name):
-        raise _unusable(package, name, "an algorithm of another package must be called PACKAGE.NAME")
+        raise _explain_failure(package, name, "an algorithm of another package must be called PACKAGE.NAME")
     try:
         algorithm = point.load()
     except Exception as error:
-        raise _unusable(package, name, f"{type(error).__name__}: {error}") from error
+        raise _explain_failure(package, name, f"{type(error).__name__}: {error}") from error
     if not isinstance(algorithm, Algorithm):
-        raise _unusable(package, name, f"{point.value} is not a topkube.algorithms.Algorithm")
+        raise _explain_failure(package, name, f"{point.value} is not a topkube.algorithms.Algorithm")
     if algorithm.name != name:
-        raise _unusable(package, name, f"{point.value} calls itself {algorithm.name!r}")
+        raise _explain_failure(package, name, f"{point.value} calls itself {algorithm.name!r}")
     return algorithm
 
 
-def _unusable(package: Package, name: str, reason: str) -> AlgorithmError:
+def _explain_failure(package: Package, name: str, reason: str) -> AlgorithmError:
     return AlgorithmError(
         f"the package {package} declares the algorithm {name!r}, which cannot be loaded: {reason}",
         package=package.name,
@@ -138,6 +138,6 @@ def _unusable(package: Package, name: str, reason: str) -> AlgorithmError:
     )
 
 
-def _hides_own(name: str) -> AlgorithmError:
-    package = _package(_installed()[name][0])
-    return _unusable(package, name, "TopKube has an algorithm of this name, which is used instead")
+def _explain_hidden(name: str) -> AlgorithmError:
+    package = _read_package(_find_entry_points()[name][0])
+    return _explain_failure(package, name, "TopKube has an algorithm of this name, which is used instead")

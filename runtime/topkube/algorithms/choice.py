@@ -149,8 +149,8 @@ def _load_if_known(name: str) -> Algorithm | None:
 
 @functools.lru_cache(maxsize=1024)
 def _find_least_traffic(nodes: int, length: int, density: float) -> Algorithm:
-    def price(algorithm: Algorithm) -> tuple[float, float]:
+    def count_traffic(algorithm: Algorithm) -> tuple[float, float]:
         traffic = algorithm.traffic(Workload(max(nodes, 2), 1, length, density, "fp32"))
         return traffic.sent, traffic.messages
 
-    return min(_DENSE_MPI, key=price)
+    return min(_DENSE_MPI, key=count_traffic)

@@ -23,7 +23,7 @@ _ELEMENT_BYTES = 4
 
 @dataclass(frozen=True)
 class Workload:
-    """One exchange: `nodes` with `slots` ranks each reduce `elements` float32 values. `density` is the share of them
+    """An exchange: `nodes` with `slots` ranks each reduce `elements` float32 values. `density` is the share of them
     that is sent, `wire` the format of sent values, `dense_wire` that of dense values. With a `period`, traffic between
     nodes is the mean of so many steps. `matrix_rank` is the rank of the approximation of matrices."""
 

@@ -44,7 +44,7 @@ class Route(enum.StrEnum):
 
 
 class Transport(enum.StrEnum):
-    """What carries data between nodes."""
+    """The libraries that carry data between nodes."""
 
     MPI = "MPI"
     """Messages of MPI. A tensor on a GPU crosses through pinned host memory, unless MPI takes device pointers."""

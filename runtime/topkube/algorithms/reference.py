@@ -34,7 +34,7 @@ def markdown() -> str:
         "| name | family | sends | between nodes by | keeps on each rank | on a GPU |",
         "|---|---|---|---|---|---|",
     ]
-    lines += [_row(algorithm) for algorithm in OWN]
+    lines += [_format_row(algorithm) for algorithm in OWN]
     lines += [
         "",
         "## Bytes that a node sends",
@@ -47,8 +47,14 @@ def markdown() -> str:
         "| name | " + " | ".join(f"{nodes} nodes" for nodes in _NODES) + " |",
         "|---|" + "---|" * len(_NODES),
     ]
-    lines += [f"| `{algorithm.name}` | " + " | ".join(_sent(algorithm)) + " |" for algorithm in OWN]
-    lines += ["", "## Parameters", "", "| field | meaning | allowed | default | read by |", "|---|---|---|---|---|"]
+    lines += [f"| `{algorithm.name}` | " + " | ".join(_list_sent_megabytes(algorithm)) + " |" for algorithm in OWN]
+    lines += [
+        "",
+        "## Parameters",
+        "",
+        "| field | meaning | allowed | default | read by |",
+        "|---|---|---|---|---|",
+    ]
     for parameter in PARAMETERS.values():
         readers = [f"`{algorithm.name}`" for algorithm in OWN if parameter in algorithm.parameters]
         default = str(parameter.default).lower() if isinstance(parameter.default, bool) else parameter.default
@@ -57,19 +63,19 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(algorithm: Algorithm) -> str:
-    kept = [f"{state.name}, one copy per {_COPIES[state.scope]}: {state.summary}" for state in algorithm.state]
-    stages = (
+def _format_row(algorithm: Algorithm) -> str:
+    states = [f"{state.name}, one copy per {_COPIES[state.scope]}: {state.summary}" for state in algorithm.state]
+    two_stages = (
         f"; from {algorithm.two_stage_from} nodes on, reduce-scatter and all-gather" if algorithm.two_stage_from else ""
     )
-    by = f" over {algorithm.transport}" if algorithm.needs_gpu else ""
-    cells = [f"`{algorithm.name}`", algorithm.family, algorithm.sends, f"{algorithm.route}{by}{stages}"]
+    transport = f" over {algorithm.transport}" if algorithm.needs_gpu else ""
+    cells = [f"`{algorithm.name}`", algorithm.family, algorithm.sends, f"{algorithm.route}{transport}{two_stages}"]
     return (
         "| "
         + " | ".join(
             [
                 *cells,
-                "; ".join(kept) or "nothing",
+                "; ".join(states) or "nothing",
                 "only" if algorithm.needs_gpu else "yes" if algorithm.on_device else "no",
             ]
         )
@@ -80,7 +86,7 @@ def _row(algorithm: Algorithm) -> str:
 _COPIES = {"shard": "node, cut over its ranks", "rank": "rank"}
 
 
-def _sent(algorithm: Algorithm) -> Iterator[str]:
+def _list_sent_megabytes(algorithm: Algorithm) -> Iterator[str]:
     for nodes in _NODES:
         load = Workload(nodes, _SLOTS, _ELEMENTS, period=algorithm.least_period)
         sent = algorithm.traffic(load).sent / 1e6

@@ -38,25 +38,27 @@ def check_schedule(algorithm: str, warmup_steps: int, momentum_correction: bool,
     before = 0
     current = algorithm
     for number, stage in enumerate(stages):
-        where = f"stage {number + 1} of the schedule (from step {stage.from_step})"
+        stage_name = f"stage {number + 1} of the schedule (from step {stage.from_step})"
         if stage.from_step <= before:
             raise ArgumentError(
-                f"{where} does not begin after {'the first step' if before == 0 else f'step {before}'}",
+                f"{stage_name} does not begin after {'the first step' if before == 0 else f'step {before}'}",
                 next_step="order the stages by their steps, from 1 on",
             )
         if stage.from_step < warmup_steps:
             raise ArgumentError(
-                f"{where} begins within the warm-up of {warmup_steps} steps",
+                f"{stage_name} begins within the warm-up of {warmup_steps} steps",
                 next_step="let it begin after the warm-up, or leave the warm-up out",
             )
         if (stage.algorithm, stage.density, stage.period) == (None, None, None):
-            raise ArgumentError(f"{where} changes nothing", next_step="set its algorithm, its density or its period")
-        _check_change(where, current, stage, momentum_correction)
+            raise ArgumentError(
+                f"{stage_name} changes nothing", next_step="set its algorithm, its density or its period"
+            )
+        _check_change(stage_name, current, stage, momentum_correction)
         before, current = stage.from_step, stage.algorithm or current
     _check_residuals([algorithm, *(stage.algorithm for stage in stages if stage.algorithm)])
 
 
-def _check_change(where: str, current: str, stage: Stage, momentum_correction: bool) -> None:
+def _check_change(stage_name: str, current: str, stage: Stage, momentum_correction: bool) -> None:
     following = stage.algorithm or current
     changes = stage.algorithm is not None and stage.algorithm != current
     is_declared = following in CHOICES or is_known(following)
@@ -65,14 +67,14 @@ def _check_change(where: str, current: str, stage: Stage, momentum_correction: b
     for name in (current, following):
         if changes and _keeps_weights(name):
             raise ArgumentError(
-                f"{where} changes from {current} to {following}",
+                f"{stage_name} changes from {current} to {following}",
                 cause=f"with {name}, every node has weights and an optimizer state of its own, which another algorithm"
                 " cannot take over",
                 next_step="change only its period, or start another job from the weights",
             )
     if changes and momentum_correction:
         raise ArgumentError(
-            f"{where} changes the algorithm, which does not work with momentum correction",
+            f"{stage_name} changes the algorithm, which does not work with momentum correction",
             cause="the velocity of each node cannot be taken over",
             next_step="turn off momentum correction",
         )
@@ -84,7 +86,7 @@ def _check_change(where: str, current: str, stage: Stage, momentum_correction: b
         parameter.check(value)
         if not any(parameter in reader.parameters for reader in _list_algorithms(following)):
             raise ArgumentError(
-                f"{where} sets the {parameter.name}, but {following} does not read it",
+                f"{stage_name} sets the {parameter.name}, but {following} does not read it",
                 next_step=f"leave the {parameter.name} out of this stage",
             )
         if parameter is PERIOD and following not in CHOICES:

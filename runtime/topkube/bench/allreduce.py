@@ -21,7 +21,7 @@ from topkube import algorithms, collectives, world
 from topkube.algorithms import DENSITY, SELECTION, WIRE, Algorithm, Scope
 from topkube.arrays import BFLOAT16, Array
 from topkube.bench.bench_arrays import ArrayMemory, HostArrays, choose_memory
-from topkube.bench.report import BenchReport, Timing, machine_facts, timed
+from topkube.bench.report import BenchReport, Timing, describe_machine, time_runs
 from topkube.collectives.coordination import reduce
 from topkube.errors import ArgumentError
 from topkube.telemetry import phases
@@ -67,9 +67,9 @@ def command(
     """Measure all-reduce on the ranks that mpiexec started, and check the results."""
     here = world.init()
     memory = choose_memory(here, gpu)
-    report = measure(here, elements, _names(algorithms, memory), density, wire, dtype, repeats, memory)
+    report = measure(here, elements, list_names(algorithms, memory), density, wire, dtype, repeats, memory)
     if here.rank == 0:
-        Console().print(dataclasses.replace(report, columns={key: COLUMNS[key] for key in SHOWN}).table())
+        Console().print(dataclasses.replace(report, columns={key: COLUMNS[key] for key in SHOWN}).build_table())
         if json is not None:
             json.write_text(report.to_json())
 
@@ -90,7 +90,7 @@ def measure(
     if dtype not in _TYPES:
         raise ArgumentError(f"dtype is {dtype!r}", next_step=f"choose one of {', '.join(_TYPES)}")
     facts = {
-        **machine_facts(),
+        **describe_machine(),
         "ranks": " + ".join(str(len(ranks)) for ranks in here.node_ranks),
         "elements": elements,
         "type": dtype,
@@ -117,7 +117,7 @@ def measure(
         prepare()
         run()
         phases.current.take()
-        timing = timed(run, repeats=repeats, warmups=0, prepare=prepare)
+        timing = time_runs(run, repeats=repeats, warmups=0, prepare=prepare)
         _add_row(here, report, name, values.nbytes, timing, checked, error, name not in memory.peers)
     return report
 
@@ -155,7 +155,7 @@ def _add_row(
     )
 
 
-def _names(text: str, memory: ArrayMemory) -> list[str]:
+def list_names(text: str, memory: ArrayMemory) -> list[str]:
     """Return the algorithms that the text names, or all that work in `memory`; and the peers there."""
     chosen = [name.strip() for name in text.split(",") if name.strip()]
     for name in chosen:
@@ -182,14 +182,14 @@ def _check(here: World, memory: ArrayMemory, name: str, density: float, wire: st
     if not algorithm.compresses or SELECTION in algorithm.parameters:
         reduced = memory.put(inputs[here.rank])
         memory.reduce(reduced, name, density, wire)
-        wanted, sure = _reference(here, algorithm, inputs, density, _TOLERANCE[dtype])
+        wanted, sure = _compute_reference(here, algorithm, inputs, density, _TOLERANCE[dtype])
         actual = memory.read(reduced).astype(np.float64)
     elif algorithm.residual is not None:
         wanted, sure = (
             np.sum([array.astype(np.float64) / here.size for array in inputs], axis=0),
             np.ones(_CHECKED, np.bool_),
         )
-        actual = _sent_and_kept(here, algorithm, inputs[here.rank].copy(), density, wire)
+        actual = _reduce_and_add_residuals(here, algorithm, inputs[here.rank].copy(), density, wire)
     else:  # the expected result is not known, so only NaN and infinity are errors
         result = inputs[here.rank].copy()
         collectives.allreduce_(result, algorithm=name, density=density, wire=wire)
@@ -198,7 +198,7 @@ def _check(here: World, memory: ArrayMemory, name: str, density: float, wire: st
     return here.agree(error <= tolerance), error
 
 
-def _sent_and_kept(
+def _reduce_and_add_residuals(
     here: World, algorithm: Algorithm, array: Array, density: float, wire: str
 ) -> npt.NDArray[np.float64]:
     """Reduce `array` and return the result plus what all ranks kept back: the mean of all inputs, if nothing is lost. A
@@ -212,7 +212,7 @@ def _sent_and_kept(
     return total
 
 
-def _reference(
+def _compute_reference(
     here: World, algorithm: Algorithm, inputs: list[Array], density: float, margin: float
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """Return the expected mean in float64, and True for each element that is certain. Rounding decides which of two

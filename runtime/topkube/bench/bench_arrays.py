@@ -1,5 +1,5 @@
-"""Where `topkube bench allreduce` keeps its arrays, and how they are reduced there: in host memory, or on the GPU of
-each rank."""
+"""The memory of the arrays of `topkube bench allreduce`, and their reduction there: host memory, or the GPU of each
+rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from topkube.algorithms import Algorithm, find_algorithm
 from topkube.arrays import BFLOAT16, Array
 from topkube.collectives import Request, load
 from topkube.collectives.device.pipeline import DeviceAllReduce
-from topkube.collectives.device.spanning_group import all_ranks_group
+from topkube.collectives.device.spanning_group import find_all_ranks_group
 from topkube.errors import DeviceError
 from topkube.world import World
 
@@ -96,7 +96,7 @@ class DeviceArrays:
         if name in self.peers:
             if x.dtype != self._torch.float32:
                 x.mul_(1 / self._world.size)  # before the sum, which may exceed fp16
-            all_ranks_group(self._world, self._device).all_reduce(x)
+            find_all_ranks_group(self._world, self._device).all_reduce(x)
             if x.dtype == self._torch.float32:
                 x.mul_(1 / self._world.size)
         else:

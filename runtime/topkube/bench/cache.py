@@ -36,7 +36,8 @@ COLUMNS = {
 
 
 @contextmanager
-def folder() -> Iterator[Path]:
+def make_folder() -> Iterator[Path]:
+    """Yield a temporary folder, and remove it at the end."""
     path = Path(tempfile.mkdtemp(prefix="topkube-bench-cache-"))
     try:
         yield path
@@ -49,7 +50,7 @@ def measure(megabytes: int = 128, repeats: int = 5) -> BenchReport:
     epoch."""
     report = BenchReport("Batches of 256 from a warm cache, one process", COLUMNS)
     for size in SAMPLES:
-        with folder() as home:
+        with make_folder() as home:
             _measure(report, home, size, max(BATCH * 4, megabytes * 1_000_000 // size), repeats)
     return report
 
@@ -71,27 +72,27 @@ def _measure(report: BenchReport, home: Path, size: int, count: int, repeats: in
     lengths = np.full(BATCH, size, np.int64)
     buffer = np.empty(BATCH * size, np.uint8)
 
-    def array() -> None:
+    def read_array() -> None:
         for part in parts:
             data[part]
 
-    def page_cache() -> None:
+    def read_page_cache() -> None:
         """Read the same ranges, with one pread each, into one buffer."""
         for part in parts:
             n = part.size
             _kernels.gather_files(np.full(n, file, np.int32), part * size, lengths[:n], buffer[: n * size])
 
-    def in_order() -> None:
+    def read_in_order() -> None:
         view, at = buffer[: 1 << 20].data, 0
         while bytes_read := os.preadv(file, [view], at):
             at += bytes_read
 
     readers: dict[str, tuple[Callable[[], None], str]] = {
-        "NumPy array in memory": (array, ""),
-        "TopKube, memory tier": (lambda: _all(memory, order), "NumPy array in memory"),
-        "page cache, same ranges": (page_cache, ""),
-        "page cache, in order, 1 MiB": (in_order, ""),
-        "TopKube, disk tier": (lambda: _all(disk, order), "page cache, same ranges"),
+        "NumPy array in memory": (read_array, ""),
+        "TopKube, memory tier": (lambda: _read_all_batches(memory, order), "NumPy array in memory"),
+        "page cache, same ranges": (read_page_cache, ""),
+        "page cache, in order, 1 MiB": (read_in_order, ""),
+        "TopKube, disk tier": (lambda: _read_all_batches(disk, order), "page cache, same ranges"),
     }
     seconds: dict[str, list[float]] = {name: [] for name in readers}
     for turn in range(repeats + 1):
@@ -116,7 +117,7 @@ def _measure(report: BenchReport, home: Path, size: int, count: int, repeats: in
     memory.close()
 
 
-def _all(dataset: CachedDataset, sampler: DistributedSampler) -> None:
+def _read_all_batches(dataset: CachedDataset, sampler: DistributedSampler) -> None:
     for _ in dataset.batches(BATCH, sampler):
         pass
 
@@ -130,4 +131,4 @@ def command(
     report = measure(megabytes, repeats)
     if json is not None:
         json.write_text(report.to_json())
-    Console().print(report.table())
+    Console().print(report.build_table())

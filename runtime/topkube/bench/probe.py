@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from topkube import _kernels, kernels
 from topkube.arrays import Array, flat_view
-from topkube.bench.report import timed
+from topkube.bench.report import time_runs
 
 
-def reading_seconds(x: Array, repeats: int = 7) -> dict[str, float]:
+def measure_reading(x: Array, repeats: int = 7) -> dict[str, float]:
     """Return the median seconds in which one thread reads all of `x` once, by reader: a plain sum of words, the search
     for a non-finite element, and for float32 torch's sum if torch is installed. Which reader is the fastest depends on
     the processor. The shortest time is the strictest bound."""
@@ -21,18 +21,18 @@ def reading_seconds(x: Array, repeats: int = 7) -> dict[str, float]:
     try:
         import torch
     except ImportError:
-        return {name: timed(reader, repeats=repeats).median for name, reader in readers.items()}
+        return {name: time_runs(reader, repeats=repeats).median for name, reader in readers.items()}
     if view.dtype.kind == "f" and view.dtype.itemsize == 4:
         tensor = torch.from_numpy(view)
         readers["torch.sum"] = lambda: tensor.sum()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return {name: timed(reader, repeats=repeats).median for name, reader in readers.items()}
+        return {name: time_runs(reader, repeats=repeats).median for name, reader in readers.items()}
     finally:
         torch.set_num_threads(before)
 
 
-def seconds_to_add(a: Array, b: Array, repeats: int = 7) -> float:
+def measure_addition(a: Array, b: Array, repeats: int = 7) -> float:
     """Return the seconds in which one thread computes a += b: two reads and one write, 12 bytes per float32 element."""
-    return timed(lambda: kernels.add_(a, b), repeats=repeats).median
+    return time_runs(lambda: kernels.add_(a, b), repeats=repeats).median

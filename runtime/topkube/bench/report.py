@@ -27,7 +27,7 @@ class Timing:
     repeats: int
 
 
-def timed(
+def time_runs(
     run: Callable[[], object], *, repeats: int, warmups: int = 1, prepare: Callable[[], object] | None = None
 ) -> Timing:
     """Call `run` `repeats` times after `warmups` unmeasured calls. `prepare` is called before each run, unmeasured."""
@@ -44,17 +44,17 @@ def timed(
     return Timing(median(seconds), min(seconds), max(seconds), repeats)
 
 
-def machine_facts() -> dict[str, Cell]:
+def describe_machine() -> dict[str, Cell]:
     """Return facts about the machine, without which figures cannot be compared: processor, cores, system, Python."""
     return {
-        "processor": _processor(),
+        "processor": _read_processor_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "system": f"{platform.system()} {platform.release().partition('-')[0]}",
         "python": platform.python_version(),
     }
 
 
-def _processor() -> str:
+def _read_processor_name() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -66,7 +66,7 @@ def _processor() -> str:
 
 @dataclass
 class BenchReport:
-    """One measurement: `rows` are mappings with the keys of `columns`; a missing key prints as a dash.
+    """The report of a measurement: `rows` are mappings with the keys of `columns`; a missing key prints as a dash.
 
     `columns` maps each key to its heading, units included. `facts` holds the conditions of the figures: the machine,
     probed bandwidths, sizes."""
@@ -74,30 +74,31 @@ class BenchReport:
     title: str
     columns: Mapping[str, str]
     rows: list[dict[str, Cell]] = field(default_factory=list)
-    facts: dict[str, Cell] = field(default_factory=machine_facts)
+    facts: dict[str, Cell] = field(default_factory=describe_machine)
 
     def add(self, **row: Cell) -> None:
+        """Add a row. Its keys are among those of `columns`."""
         unknown = row.keys() - self.columns.keys()
         assert not unknown, f"columns {sorted(unknown)} are not among {list(self.columns)}"
         self.rows.append(row)
 
-    def table(self) -> Table:
+    def build_table(self) -> Table:
         """Return the rows as a rich table, with the facts below it."""
-        facts = " · ".join(f"{name} {_text(value)}" for name, value in self.facts.items())
+        facts = " · ".join(f"{name} {_format_cell(value)}" for name, value in self.facts.items())
         table = Table(title=self.title, caption=facts, title_justify="left", caption_justify="left")
         for key, heading in self.columns.items():
             numbers = any(isinstance(row.get(key), (int, float)) for row in self.rows)
             # In a narrow terminal, headings of numbers wrap; names are never cut.
             table.add_column(heading, justify="right" if numbers else "left", no_wrap=not numbers)
         for row in self.rows:
-            table.add_row(*(_text(row.get(key)) for key in self.columns))
+            table.add_row(*(_format_cell(row.get(key)) for key in self.columns))
         return table
 
-    def markdown(self, keys: Sequence[str] = ()) -> str:
+    def write_markdown(self, keys: Sequence[str] = ()) -> str:
         """Return the rows as a Markdown table for the docs. `keys` selects and orders columns (default: all)."""
         keys = list(keys) or list(self.columns)
         lines = [" | ".join(self.columns[key] for key in keys), " | ".join("---" for _ in keys)]
-        lines += [" | ".join(_text(row.get(key)) for key in keys) for row in self.rows]
+        lines += [" | ".join(_format_cell(row.get(key)) for key in keys) for row in self.rows]
         return "\n".join(f"| {line} |" for line in lines)
 
     def to_json(self) -> str:
@@ -111,7 +112,7 @@ class BenchReport:
         return json.dumps(content, indent=1) + "\n"
 
 
-def _text(value: Cell) -> str:
+def _format_cell(value: Cell) -> str:
     if value is None:
         return "–"
     if isinstance(value, bool):

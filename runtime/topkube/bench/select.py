@@ -14,8 +14,8 @@ from rich.console import Console
 
 from topkube import kernels
 from topkube.arrays import BFLOAT16, Array
-from topkube.bench.probe import reading_seconds, seconds_to_add
-from topkube.bench.report import BenchReport, timed
+from topkube.bench.probe import measure_addition, measure_reading
+from topkube.bench.report import BenchReport, time_runs
 from topkube.errors import ArgumentError
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16, "float16": np.dtype(np.float16)}
@@ -56,7 +56,7 @@ def measure(
     x32 = rng.standard_normal(elements, dtype=np.float32)
     x = x32.astype(DTYPES[dtype])
     acc, residual = np.zeros(elements, np.float32), rng.standard_normal(elements, dtype=np.float32)
-    readers, add = reading_seconds(x), seconds_to_add(acc, residual)
+    readers, add = measure_reading(x), measure_addition(acc, residual)
     read = min(readers.values())
 
     report = BenchReport("Selection by magnitude", COLUMNS)
@@ -71,14 +71,14 @@ def measure(
     }
     report.facts |= {f"one read by {reader} ms": round(seconds * 1e3, 3) for reader, seconds in readers.items()}
     for density, k in zip(densities, kept, strict=True):
-        rivals = _peers(x32, k, repeats) if peers else {}
+        rivals = _time_peers(x32, k, repeats) if peers else {}
         runs: list[tuple[str, Callable[[], object], Callable[[], object] | None, float]] = [
             ("topk", partial(kernels.topk, x, k, threads=threads), None, read),
-            _compress_run(x, acc, residual, k, threads, add),
+            _prepare_compress_run(x, acc, residual, k, threads, add),
             ("mstopk", partial(kernels.mstopk, x, k, threads=threads), None, read),
         ]
         for name, run, prepare, bound in runs:
-            timing = timed(run, repeats=repeats, prepare=prepare)
+            timing = time_runs(run, repeats=repeats, prepare=prepare)
             report.add(
                 kernel=name,
                 density=density,
@@ -94,7 +94,7 @@ def measure(
     return report
 
 
-def _compress_run(
+def _prepare_compress_run(
     x: Array, acc: Array, residual: Array, k: int, threads: int, bound: float
 ) -> tuple[str, Callable[[], object], Callable[[], object] | None, float]:
     """Return a call of compress_ as in training: the sum goes into the gradient's memory (float32), or into `acc`
@@ -110,11 +110,13 @@ def _compress_run(
     return "compress_", lambda: kernels.compress_(x, residual, k, out=acc, threads=threads), None, bound
 
 
-def _peers(x: Array, k: int, repeats: int) -> dict[str, float]:
+def _time_peers(x: Array, k: int, repeats: int) -> dict[str, float]:
     """Return the median seconds in which NumPy and torch find the k largest of |x|, float32, with one thread."""
     magnitude = np.abs(x)
     few = min(repeats, 3)  # they are slow, and their times vary little
-    seconds = {"argpartition": timed(lambda: np.argpartition(magnitude, x.size - k)[x.size - k :], repeats=few).median}
+    seconds = {
+        "argpartition": time_runs(lambda: np.argpartition(magnitude, x.size - k)[x.size - k :], repeats=few).median
+    }
     try:
         import torch
     except ImportError:
@@ -122,7 +124,7 @@ def _peers(x: Array, k: int, repeats: int) -> dict[str, float]:
     tensor, before = torch.from_numpy(magnitude), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        seconds["torch"] = timed(lambda: torch.topk(tensor, k), repeats=few).median
+        seconds["torch"] = time_runs(lambda: torch.topk(tensor, k), repeats=few).median
     finally:
         torch.set_num_threads(before)
     return seconds
@@ -141,6 +143,6 @@ def command(
 ) -> None:
     """Compare the selection kernels with their peers and with the memory's bound."""
     report = measure(elements, density or [0.001, 0.01], repeats=repeats, threads=threads, dtype=dtype, peers=peers)
-    Console().print(report.table())
+    Console().print(report.build_table())
     if json is not None:
         json.write_text(report.to_json())

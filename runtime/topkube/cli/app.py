@@ -300,7 +300,8 @@ def plan(
     output: OutputOption = OutputFormat.text,
 ) -> None:
     """Predict steps and scaling of each all-reduce algorithm on a cluster: a simulation from a trace or a model."""
-    from topkube.cli.plan import PlanOptions, show_plan
+    from topkube.cli.plan.command import show_plan
+    from topkube.cli.plan.options import PlanOptions
 
     show_plan(
         PlanOptions(

@@ -12,7 +12,7 @@ from typing import Any
 from topkube import __version__
 from topkube.errors import JobError
 from topkube.job import TrainingJob
-from topkube.job.template import worker_container
+from topkube.job.template import find_worker_container
 from topkube.job.training_job import API_VERSION, KIND
 from topkube.settings import Settings
 
@@ -134,7 +134,7 @@ def _add_loggers(job: TrainingJob, loggers: str | None) -> TrainingJob:
     if loggers is None:
         return job
     data = job.to_dict()
-    container = worker_container(data["spec"]["template"])
+    container = find_worker_container(data["spec"]["template"])
     others = [entry for entry in container.get("env") or [] if entry["name"] != LOG_VARIABLE]
     container["env"] = [*others, {"name": LOG_VARIABLE, "value": loggers}]
     return TrainingJob.parse(data)

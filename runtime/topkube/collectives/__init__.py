@@ -63,11 +63,11 @@ def allreduce_(
     """
     world = world or current()
     if is_tensor(array) and array.is_cuda:
-        return _on_device(world, array, op, algorithm, density, wire, selection, residual, dense_wire)
+        return _reduce_on_device(world, array, op, algorithm, density, wire, selection, residual, dense_wire)
     view = flat_view(array, "array", writable=True)
     chosen = resolve(algorithm, world, view.size, density)
-    state = _as_residual(residual, chosen, world, view.size)
-    matrices = _matrices(tuple(array.shape)) if MATRIX_RANK in chosen.parameters else ()
+    state = _check_residual(residual, chosen, world, view.size)
+    matrices = _convert_matrices(tuple(array.shape)) if MATRIX_RANK in chosen.parameters else ()
     request = Request(view, op, density, wire, selection, state, dense_wire, matrix_rank, matrices)
     finite = load(chosen).run(world, request)
     if state is not None and world.agree(finite):
@@ -78,12 +78,12 @@ def allreduce_(
     return array
 
 
-def _matrices(shape: tuple[int, ...]) -> tuple[Matrix, ...]:
+def _convert_matrices(shape: tuple[int, ...]) -> tuple[Matrix, ...]:
     length = math.prod(shape)
     return (Matrix(0, length, length // shape[0]),) if len(shape) > 1 and length else ()
 
 
-def _on_device(
+def _reduce_on_device(
     world: World,
     x: Any,
     op: str,
@@ -133,7 +133,7 @@ def resolve(algorithm: str, world: World, length: int, density: float = 0.01) ->
     return algorithms.resolve(algorithm, world.nodes, length, density)
 
 
-def _as_residual(residual: Any, algorithm: Algorithm, world: World, length: int) -> Residual | None:
+def _check_residual(residual: Any, algorithm: Algorithm, world: World, length: int) -> Residual | None:
     if residual is None or algorithm.residual is None:
         return None
     wanted = residual_length(algorithm, world, length)

@@ -10,15 +10,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from topkube.algorithms import Algorithm, Route, find_algorithm, package_of
+from topkube.algorithms import Algorithm, Route, find_algorithm, find_package
 from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import Array
 from topkube.collectives.call import Call, own_shard, workspace
 from topkube.collectives.exchange import (
     Exchange,
     Exchanges,
-    all_gather_rows,
-    all_reduce_buffer_length,
+    count_buffer_elements,
+    gather_rows,
     pairwise_all_reduce,
     ring_all_reduce,
 )
@@ -61,7 +61,7 @@ class NodeAllReduce(AllReduce):
         count_dense(world, request.nbytes)
         finite = call.reduce_scatter(request.array, request.scale(world.size))
         first, last = own_shard(world, request.length)
-        shard = Shard(world, request, request.array[first:last], world.calls, partial(_scratch, world))
+        shard = Shard(world, request, request.array[first:last], world.calls, partial(_find_scratch, world))
         if world.cross_comm is not None:
             self.exchange(call, shard)
         call.all_gather(request.array)
@@ -112,8 +112,8 @@ class ShardAllReduce(NodeAllReduce):
 def between_nodes(route: Route, comm: Any, payload: Any) -> tuple[Exchange, int]:
     """Return the exchange that carries `payload` over `comm`, and the bytes that this rank sends."""
     if route is Route.ALL_GATHER:
-        return all_gather_rows(comm, payload, 0), (comm.size - 1) * payload.shape[1]
-    room = np.empty(all_reduce_buffer_length(payload.size, comm.size), payload.dtype)
+        return gather_rows(comm, payload, 0), (comm.size - 1) * payload.shape[1]
+    room = np.empty(count_buffer_elements(payload.size, comm.size), payload.dtype)
     reduce = ring_all_reduce if comm.size > PAIRWISE_LIMIT else pairwise_all_reduce
     return reduce(comm, payload, room, 0, _ignore), 2 * (comm.size - 1) * payload.nbytes // comm.size
 
@@ -138,10 +138,10 @@ def load(algorithm: Algorithm) -> AllReduce:
     try:
         kind: Any = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise _unusable(algorithm, f"{type(error).__name__}: {error}") from error
+        raise _explain_failure(algorithm, f"{type(error).__name__}: {error}") from error
     wanted = ShardAllReduce if algorithm.on_device else AllReduce
     if not (isinstance(kind, type) and issubclass(kind, wanted)):
-        raise _unusable(algorithm, f"{name} is not a subclass of topkube.collectives.{wanted.__name__}")
+        raise _explain_failure(algorithm, f"{name} is not a subclass of topkube.collectives.{wanted.__name__}")
     implementation: AllReduce = kind(algorithm)
     return implementation
 
@@ -151,8 +151,8 @@ def load_by_name(name: str) -> AllReduce:
     return load(find_algorithm(name))
 
 
-def _unusable(algorithm: Algorithm, reason: str) -> AlgorithmError:
-    package = package_of(algorithm.name)
+def _explain_failure(algorithm: Algorithm, reason: str) -> AlgorithmError:
+    package = find_package(algorithm.name)
     return AlgorithmError(
         f"{algorithm.implementation}, the implementation of {algorithm.name!r}"
         f"{f' in the package {package}' if package else ''}, cannot be used: {reason}",
@@ -162,7 +162,7 @@ def _unusable(algorithm: Algorithm, reason: str) -> AlgorithmError:
     )
 
 
-def _scratch(world: World, name: str, length: int, dtype: str) -> Array:
+def _find_scratch(world: World, name: str, length: int, dtype: str) -> Array:
     return workspace(world, f"scratch {name}", length, dtype)
 
 

@@ -1,4 +1,4 @@
-"""One call of a collective on one rank: the check that all ranks entered the same call, the stages inside the node, the
+"""A call of a collective on a rank: the check that all ranks entered the same call, the stages inside the node, the
 waits.
 
 Every rank hashes the parameters of its call. Inside the node the hash is part of every stage; between nodes the ranks
@@ -30,7 +30,7 @@ _NEIGHBOURS_ABOVE = 16
 """With more nodes, exchanges are rings, and hashes go to both neighbours only."""
 
 
-def shard_bounds(length: int, shards: int) -> list[int]:
+def compute_shard_bounds(length: int, shards: int) -> list[int]:
     """Return the bounds of the shards of `length` elements: shard i is [bounds[i], bounds[i + 1])."""
     return [length * i // shards for i in range(shards + 1)]
 
@@ -53,7 +53,7 @@ def workspace(world: World, name: str, length: int, dtype: Any) -> Array:
 
 
 class Call:
-    """One all-reduce in progress on this rank."""
+    """An all-reduce in progress on this rank."""
 
     def __init__(self, world: World, algorithm: str, request: Request) -> None:
         world.enter()
@@ -105,7 +105,7 @@ class Call:
         return node
 
     @contextmanager
-    def _inside_node(self, sent: int, stage: str) -> Iterator[tuple[int, float]]:
+    def _run_inside_node(self, sent: int, stage: str) -> Iterator[tuple[int, float]]:
         """Yield the signature and the deadline of one stage, and convert its failures to typed errors. `stage` is its
         name in a trace."""
         self._stage += 1
@@ -117,20 +117,20 @@ class Call:
         except _kernels.NodeTimeout:
             world.give_up(self.name)
         except _kernels.NodeMismatch:
-            self._mismatch()
+            self._raise_mismatch()
         if world.local_size > 1:
             phases.current.sent(intra=sent)
 
     def all_reduce_inside(self, x: Array, scale: float) -> bool:
         """Replace x by the node's sum times `scale`. Return True if the sum is finite."""
-        with self._inside_node(x.nbytes, "all-reduce inside node") as (signature, deadline):
+        with self._run_inside_node(x.nbytes, "all-reduce inside node") as (signature, deadline):
             return bool(self._node.all_reduce(as_bytes(x), DTYPE_CODES[x.dtype], scale, signature, deadline))
 
     def reduce_scatter(self, x: Array, scale: float, out: Array | None = None, add: Array | None = None) -> bool:
         """Write the node's sum times `scale` (plus `add`) into this rank's shard of x, or into `out` (fp32). Return
         True if it is finite."""
         first, last = own_shard(self.world, x.size)
-        with self._inside_node(x.nbytes - (last - first) * x.itemsize, trace.REDUCE) as (signature, deadline):
+        with self._run_inside_node(x.nbytes - (last - first) * x.itemsize, trace.REDUCE) as (signature, deadline):
             return bool(
                 self._node.reduce_scatter(as_bytes(x), DTYPE_CODES[x.dtype], scale, out, add, signature, deadline)
             )
@@ -138,44 +138,44 @@ class Call:
     def all_gather(self, x: Array) -> None:
         """Gather all shards of x on every rank of the node."""
         first, last = own_shard(self.world, x.size)
-        with self._inside_node((last - first) * x.itemsize, trace.GATHER) as (signature, deadline):
+        with self._run_inside_node((last - first) * x.itemsize, trace.GATHER) as (signature, deadline):
             self._node.all_gather(as_bytes(x), x.itemsize, None, signature, deadline)
 
     def check_between_nodes(self) -> None:
         """Raise MismatchError unless the ranks that this rank exchanges with entered the same call. Called once, after
         the first stage inside the node and before the first message."""
         if self.greetings:
-            self.world.wait(self.greetings, self.name, self._listen)
+            self.world.wait(self.greetings, self.name, self._check_mismatch)
             self.compare_greetings()
 
     def compare_greetings(self) -> None:
         """Raise MismatchError if a hash that has arrived differs. Called when `greetings` are complete."""
         if (self._peers != self._hash).any():
-            self._mismatch()
+            self._raise_mismatch()
 
     def check_everywhere(self) -> None:
         """Raise MismatchError unless all ranks entered the same call. For a call whose messages go to any rank."""
-        with self._inside_node(0, "check of the call") as (signature, deadline):
+        with self._run_inside_node(0, "check of the call") as (signature, deadline):
             self._node.check(signature, deadline)
         self.check_between_nodes()
-        with self._inside_node(0, "check of the call") as (signature, deadline):
+        with self._run_inside_node(0, "check of the call") as (signature, deadline):
             self._node.check(signature, deadline)
 
     def wait(self, ready: Callable[[], bool], pause_seconds: float | None = None) -> None:
         """Return when `ready()` is true. Raises CollectiveTimeout after the deadline. If `pause_seconds` is given, the
         wait sleeps for that long between two calls of `ready`."""
-        self.world.wait_until(ready, self.name, self._listen, pause_seconds=pause_seconds)
+        self.world.wait_until(ready, self.name, self._check_mismatch, pause_seconds=pause_seconds)
 
     def check_others(self) -> None:
         """Join a roll call, and check if other ranks entered another call. Long waits inside the node call this."""
         self.world.check_roll_call(self.name)
-        self._listen()
+        self._check_mismatch()
 
-    def _listen(self) -> None:
+    def _check_mismatch(self) -> None:
         if self.world.control.has_seen_mismatch():
-            self._mismatch()
+            self._raise_mismatch()
 
-    def _mismatch(self) -> NoReturn:
+    def _raise_mismatch(self) -> NoReturn:
         self.world.control.report_mismatch()
         groups, listed = self.world.describe_ranks(self.world.agreement, self._description)
         raise MismatchError(

@@ -16,7 +16,7 @@ from topkube import kernels
 from topkube.arrays import BFLOAT16, Array
 from topkube.collectives.all_reduce import ShardAllReduce
 from topkube.collectives.call import Call
-from topkube.collectives.codecs import Codec, Rounded, Signs, sign_blocks, sign_row_bytes, sign_views
+from topkube.collectives.codecs import Codec, Rounded, Signs, count_sign_blocks, count_sign_row_bytes, view_signs
 from topkube.collectives.shard import Shard
 from topkube.collectives.top_levels import TopLevels
 from topkube.collectives.top_signs import TopSigns
@@ -52,7 +52,7 @@ class CodecAllReduce(ShardAllReduce):
         shard.finite.append(stage.is_finite)
         if request.residual is not None:
             change[stage.segment] += stage.owed
-        total = self._float32_of(shard)
+        total = self._find_float32_values(shard)
         total[:] = 0
         stage.add(total, sent)
         self._store(shard, total)
@@ -66,14 +66,14 @@ class CodecAllReduce(ShardAllReduce):
         return rows
 
     def unpack(self, shard: Shard, received: Any) -> None:
-        length, total = len(shard.values), self._float32_of(shard)
+        length, total = len(shard.values), self._find_float32_values(shard)
         total[:] = 0
         codec = self.codec([slice(0, length)], length, shard.request.wire)
         codec.unpack_add(total, list(received), [1.0] * len(received))
         self._store(shard, total)
 
     @staticmethod
-    def _float32_of(shard: Shard) -> Array:
+    def _find_float32_values(shard: Shard) -> Array:
         """Return the shard, or a buffer of its length if it is not float32."""
         is_wide = shard.request.dtype == "float32"
         values: Array = shard.values if is_wide else shard.scratch("float32 values", len(shard.values), "float32")
@@ -125,15 +125,15 @@ class SignSgd(ShardAllReduce):
     def pack(self, shard: Shard) -> Any:
         values = shard.scratch("values", len(shard.values), "float32")
         values[:] = shard.values
-        rows = shard.rows(max(map(sign_row_bytes, shard.lengths)))
-        scales, bits = sign_views(rows[shard.world.node], slice(0, len(values)))
+        rows = shard.rows(max(map(count_sign_row_bytes, shard.lengths)))
+        scales, bits = view_signs(rows[shard.world.node], slice(0, len(values)))
         shard.finite.append(kernels.sign_pack_(values, scales, bits)[2])
         return rows
 
     def unpack(self, shard: Shard, received: Any) -> None:
         length = len(shard.values)
-        parts = [sign_views(row, slice(0, length)) for row in received]
-        scales = np.zeros(sign_blocks(length), np.float32)
+        parts = [view_signs(row, slice(0, length)) for row in received]
+        scales = np.zeros(count_sign_blocks(length), np.float32)
         for sent, _ in parts:
             scales += sent.view(BFLOAT16).astype(np.float32)
         ones = np.ones(len(scales), np.float32).astype(BFLOAT16).view(np.uint16)

@@ -35,26 +35,26 @@ class Codec(ABC):
 
 
 class Signs(Codec):
-    """One bit per element and the mean magnitude of each block of 256 elements in bf16. Blocks start again in each of
-    `places`, the slices of the values that are sent, so the last block of a place may be shorter."""
+    """A codec with one bit per element, and the mean magnitude of each block of 256 elements in bf16. Blocks start
+    again in each of `places`, the slices of the values that are sent, so the last block of a place may be shorter."""
 
     def __init__(self, places: Sequence[slice]) -> None:
         self._parts: list[tuple[slice, int]] = []
         self.row_bytes = 0
         for place in places:
             self._parts.append((place, self.row_bytes))
-            self.row_bytes += sign_row_bytes(place.stop - place.start)
+            self.row_bytes += count_sign_row_bytes(place.stop - place.start)
 
     def pack(self, values: Array, row: Array) -> bool:
         is_finite = True
         for place, offset in self._parts:
-            scales, bits = sign_views(row[offset:], place)
+            scales, bits = view_signs(row[offset:], place)
             is_finite = kernels.sign_pack_(values[place], scales, bits)[2] and is_finite
         return is_finite
 
     def unpack_add(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
         for place, offset in self._parts:
-            kernels.sign_unpack_add_(out[place], [sign_views(row[offset:], place) for row in rows], weights)
+            kernels.sign_unpack_add_(out[place], [view_signs(row[offset:], place) for row in rows], weights)
 
 
 class Rounded(Codec):
@@ -62,7 +62,7 @@ class Rounded(Codec):
 
     def __init__(self, length: int, wire: str) -> None:
         self._dtype, self._length = _DTYPES[wire], length
-        self.row_bytes = aligned(self._dtype.itemsize * length)
+        self.row_bytes = align(self._dtype.itemsize * length)
 
     def pack(self, values: Array, row: Array) -> bool:
         if not self._length:
@@ -87,23 +87,23 @@ class Rounded(Codec):
         return values
 
 
-def sign_row_bytes(length: int) -> int:
+def count_sign_row_bytes(length: int) -> int:
     """Return the bytes of signs and scales for `length` elements: the scales, then the bits, rounded up to 8."""
-    return aligned(2 * sign_blocks(length) + -(-length // 8))
+    return align(2 * count_sign_blocks(length) + -(-length // 8))
 
 
-def sign_views(row: Array, place: slice) -> tuple[Array, Array]:
+def view_signs(row: Array, place: slice) -> tuple[Array, Array]:
     """Return the scales, (blocks,) uint16, and the bits, (ceil(length / 8),) uint8, at the start of `row`."""
     length = place.stop - place.start
-    blocks = sign_blocks(length)
+    blocks = count_sign_blocks(length)
     return row[: 2 * blocks].view("uint16"), row[2 * blocks : 2 * blocks + -(-length // 8)]
 
 
-def sign_blocks(length: int) -> int:
+def count_sign_blocks(length: int) -> int:
     """Return the number of blocks of 256 in `length` elements."""
     return -(-length // kernels.SIGN_BLOCK)
 
 
-def aligned(length: int) -> int:
+def align(length: int) -> int:
     """Return `length` in bytes, rounded up to a multiple of 8."""
     return -(-length // _ALIGNMENT) * _ALIGNMENT

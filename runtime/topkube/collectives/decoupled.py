@@ -27,11 +27,11 @@ from typing import Any
 from topkube import kernels
 from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import Array, as_bytes
-from topkube.collectives.call import Call, own_shard, shard_bounds, workspace
+from topkube.collectives.call import Call, compute_shard_bounds, own_shard, workspace
 from topkube.collectives.exchange import (
     Exchange,
     Exchanges,
-    own_segment,
+    find_own_segment,
     pairwise_all_gather,
     pairwise_reduce_scatter,
     ring_all_gather,
@@ -43,7 +43,7 @@ from topkube.collectives.overlapped import (
     UNDER_WAY,
     OverlappedAllReduce,
     Piece,
-    pause_seconds,
+    choose_pause,
     split,
 )
 from topkube.telemetry import phases
@@ -85,7 +85,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self._cross, self._node = _communicators(world)
+        self._cross, self._node = _find_communicators(world)
         self._halved: Halved | None = None
         self._narrow: dict[int, Array] = {}
         self._kept: dict[int, int] = {}
@@ -109,7 +109,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
         for piece in split(array):
             first, last = own_shard(self.world, piece.size)
             if self._cross is not None:
-                start, stop = own_segment(self._cross, last - first, nodes > PAIRWISE_LIMIT)
+                start, stop = find_own_segment(self._cross, last - first, nodes > PAIRWISE_LIMIT)
                 halved.ranges.append((position + first + start, position + first + stop))
             self._places[number] = halved, len(halved.pieces)
             halved.pieces.append((number, piece, self._narrow.pop(number, None)))
@@ -147,7 +147,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
             self._early.add(number)
             halved.begun.add(number)
             self._start_gather(halved, place)
-        return pause_seconds(self.world) if self._exchanges.are_running or self._gathering else None
+        return choose_pause(self.world) if self._exchanges.are_running or self._gathering else None
 
     def finish_gather(self, halved: Halved) -> None:
         """Return when the array is gathered. Raises CollectiveTimeout after the world's deadline."""
@@ -157,7 +157,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
             return halved.is_gathered
 
         if not halved.is_gathered:
-            halved.call.wait(complete, pause_seconds(self.world) / HURRY)
+            halved.call.wait(complete, choose_pause(self.world) / HURRY)
 
     def _advance_gathers(self) -> None:
         """Move the gathers as far as messages allow, and start those that wait."""
@@ -188,7 +188,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
         tag = self._number % TAGS
         if buffer.dtype == shard.dtype:
             reduce = ring_reduce_scatter if self.world.nodes > PAIRWISE_LIMIT else pairwise_reduce_scatter
-            return reduce(comm, shard, buffer, tag, self._saw, scale)
+            return reduce(comm, shard, buffer, tag, self._note_finite, scale)
         place = next(place for place in itertools.count() if place not in self._kept.values())
         narrow = workspace(self.world, f"halved shard {place}", shard.size, buffer.dtype)
         self._kept[self._number] = place
@@ -198,8 +198,8 @@ class DecoupledAllReduce(OverlappedAllReduce):
     def _reduce_narrow(self, comm: Any, shard: Array, narrow: Array, buffer: Array, tag: int, scale: float) -> Exchange:
         """The first half of `narrow_all_reduce`. This rank's segment of the shard also holds its result."""
         kernels.sum_(narrow, [shard], scale)
-        yield from pairwise_reduce_scatter(comm, narrow, buffer, tag, self._saw)
-        first, last = own_segment(comm, shard.size, False)
+        yield from pairwise_reduce_scatter(comm, narrow, buffer, tag, self._note_finite)
+        first, last = find_own_segment(comm, shard.size, False)
         kernels.cast_(shard[first:last], narrow[first:last])
 
     def _gather(self, number: int, piece: Array, narrow: Array | None) -> Exchange:
@@ -220,7 +220,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
     def _send_inside(self, piece: Array, shard: Array, tag: int) -> list[Any]:
         """Send this rank's shard to all ranks of the node, and receive theirs. Return the requests."""
         world = self.world
-        bounds = shard_bounds(piece.size, world.shards)
+        bounds = compute_shard_bounds(piece.size, world.shards)
         others = [(world.local_rank + i) % world.local_size for i in range(1, world.local_size)]
         owners = [other for other in others if other < world.shards]
         requests = [self._node.Irecv(as_bytes(piece[bounds[p] : bounds[p + 1]]), p, tag) for p in owners]
@@ -230,7 +230,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
         return requests
 
 
-def _communicators(world: World) -> tuple[Any, Any]:
+def _find_communicators(world: World) -> tuple[Any, Any]:
     """Return the communicators of the second half, between nodes (None for surplus ranks) and inside the node. All
     ranks create them together, on first use; the optimizers of a world share them."""
     if _COMMUNICATORS not in world.cache:

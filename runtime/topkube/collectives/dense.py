@@ -12,7 +12,7 @@ from topkube import kernels
 from topkube.arrays import Array
 from topkube.collectives.all_reduce import ShardAllReduce, count_dense
 from topkube.collectives.call import Call, own_shard, workspace
-from topkube.collectives.exchange import Exchanges, all_reduce_buffer_length, count_ring_bytes, ring_all_reduce
+from topkube.collectives.exchange import Exchanges, count_buffer_elements, count_ring_bytes, ring_all_reduce
 from topkube.collectives.overlapped import UNDER_WAY, OverlappedAllReduce, is_narrow, split
 from topkube.collectives.request import Request
 from topkube.collectives.shard import Shard
@@ -113,7 +113,7 @@ class Flat(_Dense):
             scale = 1.0
         finite, exchanges = _Finite(), Exchanges()
         pieces = split(x)
-        length = all_reduce_buffer_length(pieces[0].size, world.size)
+        length = count_buffer_elements(pieces[0].size, world.size)
         buffers = workspace(world, "ring", UNDER_WAY * length, x.dtype).reshape(UNDER_WAY, length)
         for number in range(len(pieces) + UNDER_WAY):
             if number >= UNDER_WAY:
@@ -156,6 +156,6 @@ def _start_shard(world: World, exchanges: Exchanges, x: Array, finite: _Finite) 
         return
     first, last = own_shard(world, x.size)
     shard = x[first:last]
-    buffer = workspace(world, "shard 0", all_reduce_buffer_length(shard.size, world.nodes), x.dtype)
+    buffer = workspace(world, "shard 0", count_buffer_elements(shard.size, world.nodes), x.dtype)
     exchanges.start(0, ring_all_reduce(world.cross_comm, shard, buffer, 0, finite))
     phases.current.sent(inter=count_ring_bytes(shard, world.nodes))

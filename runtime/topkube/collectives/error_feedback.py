@@ -33,10 +33,10 @@ class Residual:
     def __init__(self, length: int, momentum: float = 0.0, gain: float = 1.0, device: Any = None) -> None:
         self.momentum, self.gain = momentum, gain
         self.loss_scale = 1.0
-        self.current: Any = _zeros(length, device)
-        self.pending: Any = _zeros(length, device)
-        self.velocity: Any = _zeros(length if momentum else 0, device)
-        self.pending_velocity: Any = _zeros(len(self.velocity), device)
+        self.current: Any = _allocate_zeros(length, device)
+        self.pending: Any = _allocate_zeros(length, device)
+        self.velocity: Any = _allocate_zeros(length if momentum else 0, device)
+        self.pending_velocity: Any = _allocate_zeros(len(self.velocity), device)
         self.factors: list[Any] = []
         self.pending_factors: list[Any] = []
         self._committed_factors: list[Any] = []
@@ -66,13 +66,13 @@ class Residual:
     def prepare(self) -> None:
         """Make room for an exchange. Call it before a collective that uses this residual."""
         if not self._spare:
-            self.pending, self.pending_velocity = _empty_like(self.current), _empty_like(self.velocity)
+            self.pending, self.pending_velocity = _allocate_like(self.current), _allocate_like(self.velocity)
             self._spare = True
 
     def accumulate(self) -> None:
         """velocity = momentum * velocity + gain * gradient; residual = residual + velocity. If several exchanges add up
         to one step, the momentum counts in the first one: later ones add gain * gradient to both."""
-        library = np if isinstance(self.current, np.ndarray) else _torch()
+        library = np if isinstance(self.current, np.ndarray) else _import_torch()
         if self.gain != 1:
             self.pending_velocity *= np.float32(self.gain).item()
         if self.is_tentative:
@@ -135,15 +135,15 @@ class Residual:
         return len(self.current)
 
 
-def _zeros(length: int, device: Any) -> Any:
-    return np.zeros(length, np.float32) if device is None else _torch().zeros(length, device=device)
+def _allocate_zeros(length: int, device: Any) -> Any:
+    return np.zeros(length, np.float32) if device is None else _import_torch().zeros(length, device=device)
 
 
-def _torch() -> Any:
+def _import_torch() -> Any:
     import torch
 
     return torch
 
 
-def _empty_like(values: Any) -> Any:
-    return np.empty_like(values) if isinstance(values, np.ndarray) else _torch().empty_like(values)
+def _allocate_like(values: Any) -> Any:
+    return np.empty_like(values) if isinstance(values, np.ndarray) else _import_torch().empty_like(values)

@@ -15,7 +15,7 @@ import numpy as np
 from topkube import kernels
 from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import Array, as_bytes
-from topkube.collectives.call import Call, shard_bounds
+from topkube.collectives.call import Call, compute_shard_bounds
 from topkube.telemetry import phases, trace
 from topkube.waiting import advance_messages
 
@@ -30,6 +30,7 @@ class Exchanges:
         self._running: dict[int, tuple[Exchange, list[Any]]] = {}
 
     def start(self, number: int, exchange: Exchange) -> None:
+        """Start an exchange under a number of its own."""
         self._running[number] = (exchange if trace.active is None else trace.active.exchange(exchange), [])
         self.advance()
 
@@ -110,9 +111,9 @@ def pairwise_reduce_scatter(
     report_finite: Callable[[bool], None],
     scale: float = 1.0,
 ) -> Exchange:
-    """Reduce this rank's segment of x (`own_segment`): the first half of `pairwise_all_reduce`."""
+    """Reduce this rank's segment of x (`find_own_segment`): the first half of `pairwise_all_reduce`."""
     ranks, me = comm.size, comm.rank
-    bounds = shard_bounds(x.size, ranks)
+    bounds = compute_shard_bounds(x.size, ranks)
     segments = [x[bounds[i] : bounds[i + 1]] for i in range(ranks)]
     own = segments[me]
     others = [(me + i) % ranks for i in range(1, ranks)]
@@ -127,7 +128,7 @@ def pairwise_reduce_scatter(
 def pairwise_all_gather(comm: Any, x: Array, tag: int) -> Exchange:
     """Send this rank's segment of x to all: the second half of `pairwise_all_reduce`."""
     ranks, me = comm.size, comm.rank
-    bounds = shard_bounds(x.size, ranks)
+    bounds = compute_shard_bounds(x.size, ranks)
     segments = [x[bounds[i] : bounds[i + 1]] for i in range(ranks)]
     others = [(me + i) % ranks for i in range(1, ranks)]
     requests = [comm.Irecv(as_bytes(segments[p]), p, tag) for p in others]
@@ -164,7 +165,7 @@ def ring_all_reduce(
 ) -> Exchange:
     """Replace x by the sum over `comm` times `scale`, in two rounds of a ring (Patarasuk & Yuan, "Bandwidth optimal
     all-reduce algorithms for clusters of workstations", 2009). `buffer` holds one segment. Partial sums travel in the
-    type that `partial_sum_type` returns."""
+    type that `choose_partial_sum_type` returns."""
     yield from ring_reduce_scatter(comm, x, buffer, tag, report_finite, scale)
     yield from ring_all_gather(comm, x, tag)
 
@@ -177,11 +178,11 @@ def ring_reduce_scatter(
     report_finite: Callable[[bool], None],
     scale: float = 1.0,
 ) -> Exchange:
-    """Reduce this rank's segment of x (`own_segment`): the first round of `ring_all_reduce`."""
+    """Reduce this rank's segment of x (`find_own_segment`): the first round of `ring_all_reduce`."""
     ranks, me = comm.size, comm.rank
-    segments = _ring_segments(x, ranks)
+    segments = _list_ring_segments(x, ranks)
     right, left = (me + 1) % ranks, (me - 1) % ranks
-    if partial_sum_type(ranks, x.dtype) != x.dtype:
+    if choose_partial_sum_type(ranks, x.dtype) != x.dtype:
         yield from _wide_ring_reduce_scatter(comm, segments, tag, scale)
         report_finite(kernels.is_finite(segments[me + 1]))
         return
@@ -211,7 +212,7 @@ def _wide_ring_reduce_scatter(comm: Any, segments: Sequence[Array], tag: int, sc
             kernels.sum_(outgoing[: segment.size], [arrived, values])
 
 
-def partial_sum_type(ranks: int, dtype: np.dtype[Any]) -> np.dtype[Any]:
+def choose_partial_sum_type(ranks: int, dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the type in which partial sums travel around a ring. Every rank rounds them once. With many ranks, a
     partial sum of 16 bits would stop to grow: a bfloat16 above 256 stays the same if 1 is added to it."""
     return np.dtype(np.float32) if ranks > PAIRWISE_LIMIT and dtype.itemsize == 2 else dtype
@@ -219,38 +220,38 @@ def partial_sum_type(ranks: int, dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def count_ring_bytes(x: Array, ranks: int) -> int:
     """Return how many bytes a rank sends in `ring_all_reduce`."""
-    return (ranks - 1) * x.size * (partial_sum_type(ranks, x.dtype).itemsize + x.itemsize) // ranks
+    return (ranks - 1) * x.size * (choose_partial_sum_type(ranks, x.dtype).itemsize + x.itemsize) // ranks
 
 
 def ring_all_gather(comm: Any, x: Array, tag: int) -> Exchange:
     """Send this rank's segment of x around the ring: the second round of `ring_all_reduce`."""
     ranks, me = comm.size, comm.rank
-    segments = _ring_segments(x, ranks)
+    segments = _list_ring_segments(x, ranks)
     right, left = (me + 1) % ranks, (me - 1) % ranks
     for step in range(ranks - 1):
         outgoing, incoming = segments[me + 1 - step], segments[me - step]
         yield [comm.Irecv(as_bytes(incoming), left, tag), comm.Isend(as_bytes(outgoing), right, tag)]
 
 
-def _ring_segments(x: Array, ranks: int) -> list[Array]:
+def _list_ring_segments(x: Array, ranks: int) -> list[Array]:
     """Return the segments of x, twice, so that a number may be one or two below 0 or above the last."""
-    bounds = shard_bounds(x.size, ranks)
+    bounds = compute_shard_bounds(x.size, ranks)
     return [x[bounds[i % ranks] : bounds[i % ranks + 1]] for i in range(2 * ranks)]
 
 
-def own_segment(comm: Any, length: int, is_ring: bool) -> tuple[int, int]:
+def find_own_segment(comm: Any, length: int, is_ring: bool) -> tuple[int, int]:
     """Return the bounds of the segment that this rank has reduced after a reduce-scatter of `length` elements."""
     number = (comm.rank + is_ring) % comm.size
-    bounds = shard_bounds(length, comm.size)
+    bounds = compute_shard_bounds(length, comm.size)
     return bounds[number], bounds[number + 1]
 
 
-def all_reduce_buffer_length(length: int, ranks: int) -> int:
+def count_buffer_elements(length: int, ranks: int) -> int:
     """Return how long the buffer of either exchange must be for an array of `length`."""
     return -(-length // ranks) * max(ranks - 1, 1)
 
 
-def all_to_all_rows(comm: Any, sent: Sequence[Array], received: Sequence[Array], tag: int) -> Exchange:
+def exchange_rows(comm: Any, sent: Sequence[Array], received: Sequence[Array], tag: int) -> Exchange:
     """Send `sent[p]` to rank p and receive `received[p]` (uint8) from it, for all other ranks. Each rank has at most
     PAIRWISE_LIMIT partners at a time. An array of `sent` may occur more than once."""
     ranks, me = comm.size, comm.rank
@@ -260,7 +261,7 @@ def all_to_all_rows(comm: Any, sent: Sequence[Array], received: Sequence[Array],
         yield requests + [comm.Isend(sent[(me + d) % ranks], (me + d) % ranks, tag) for d in distances]
 
 
-def all_gather_rows(comm: Any, rows: Array, tag: int) -> Exchange:
+def gather_rows(comm: Any, rows: Array, tag: int) -> Exchange:
     """Gather `rows`, (ranks, bytes): rank r fills row r, every rank gets all rows."""
     ranks, me = comm.size, comm.rank
     if ranks <= PAIRWISE_LIMIT:

@@ -27,12 +27,12 @@ from topkube.collectives.all_reduce import NodeAllReduce, finish_exchange
 from topkube.collectives.call import Call
 from topkube.collectives.exchange import Exchange
 from topkube.collectives.shard import Shard
-from topkube.collectives.sparse import select_largest, selected_count
+from topkube.collectives.sparse import count_selected, select_largest
 from topkube.telemetry import phases
 
 
 class GlobalTop(ABC):
-    """One node's part in the selection of the k largest entries of the sum of all nodes.
+    """The part of a node in the selection of the k largest entries of the sum of all nodes.
 
     `total`, float32, holds what the node could send; the node selects k entries of it. `exchange` replaces `indices`,
     (k,) uint32 ascending, and `values`, (k,) float32, by the delivered entries: the same bits on all nodes. It adds to
@@ -51,13 +51,13 @@ class GlobalTop(ABC):
     def exchange(self, comm: Any) -> Exchange:
         """Exchange the entries with the other nodes of `comm`. All nodes have the same k and length."""
 
-    def delivered_of_own(self) -> Array:
+    def find_delivered(self) -> Array:
         """Return the indices that this node selected and that are delivered: int64."""
         indices: Array = self._own[self._are_delivered(self._own)].astype(np.int64)
         return indices
 
     def return_rest(self, residual: Array) -> None:
-        """Add what this node left out of delivered entries to `residual`. The entries of `delivered_of_own` must be
+        """Add what this node left out of delivered entries to `residual`. The entries of `find_delivered` must be
         zero in it, and all others as they were in `total`."""
         for indices, values in self._left_out:
             is_delivered = self._are_delivered(indices)
@@ -87,7 +87,7 @@ class GlobalTopAllReduce(NodeAllReduce):
     def exchange(self, call: Call, shard: Shard) -> None:
         world, request = shard.world, shard.request
         call.check_between_nodes()
-        k = min(selected_count(request.length, request.density, world.shards), len(shard.values))
+        k = min(count_selected(request.length, request.density, world.shards), len(shard.values))
         if not k:
             return
         with phases.current.timed("select"):
@@ -97,7 +97,7 @@ class GlobalTopAllReduce(NodeAllReduce):
         phases.current.sent(inter=top.sent_bytes)
         with phases.current.timed("select"):
             if request.residual is not None:
-                request.residual.clear(top.delivered_of_own())
+                request.residual.clear(top.find_delivered())
                 top.return_rest(total)
             shard.values[:] = 0
             shard.values[top.indices] = top.values.astype(shard.values.dtype)
@@ -105,7 +105,7 @@ class GlobalTopAllReduce(NodeAllReduce):
 
 
 class TopTree(GlobalTop):
-    """One node's path through the tree. `indices` and `values` are the sum of the node's subtree so far."""
+    """The path of a node through the tree. `indices` and `values` are the sum of the node's subtree so far."""
 
     def exchange(self, comm: Any) -> Exchange:
         """If the number of nodes is not a power of two, the surplus nodes first send their entries to a node of the

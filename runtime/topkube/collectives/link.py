@@ -36,9 +36,10 @@ _WHAT = "the measurement of the link"
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """What a rank measured: `rate`, the bytes per second that it sends to another node while all ranks of its node
-    send; `latency`, the seconds of a short message; `memory`, the bytes per second that all ranks of its node together
-    read and write during a reduction. A rank that does not exchange with other nodes has None for the first two."""
+    """The measurements of a rank: `rate`, the bytes per second that it sends to another node while all ranks of its
+    node send; `latency`, the seconds of a short message; `memory`, the bytes per second that all ranks of its node
+    together read and write during a reduction. A rank that does not exchange with other nodes has None for the first
+    two."""
 
     rate: float | None
     latency: float | None

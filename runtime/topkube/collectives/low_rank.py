@@ -110,7 +110,7 @@ class AcpSgd(_LowRank):
     """
 
     def factorize(self, factorization: _Factorization, last: Sequence[Array]) -> tuple[Array, list[Array], list[Array]]:
-        had_rows = [number < len(last) and _had_rows(last[number]) for number in range(factorization.count)]
+        had_rows = [number < len(last) and _holds_rows(last[number]) for number in range(factorization.count)]
         sends_rows = [not side for side in had_rows]
         with phases.current.timed("select"):
             given = factorization.begin(had_rows, [values.reshape(-1)[1:] for values in last])
@@ -127,13 +127,13 @@ class AcpSgd(_LowRank):
     def keep(self, lefts: Sequence[Array], rights: Sequence[Array], last: Sequence[Array]) -> list[Array]:
         kept = []
         for number, (left, right) in enumerate(zip(lefts, rights, strict=True)):
-            has_rows = not (number < len(last) and _had_rows(last[number]))
+            has_rows = not (number < len(last) and _holds_rows(last[number]))
             factor = left if has_rows else right
             kept.append(np.concatenate([np.array([has_rows], np.float32), factor.reshape(-1)]))
         return kept
 
 
-def _had_rows(kept: Array) -> bool:
+def _holds_rows(kept: Array) -> bool:
     """Return True if `kept`, what AcpSgd left of a matrix, holds P. It may hold a factor of `powersgd`, after a change
     of the algorithm: then both sides are right, because any first factor is."""
     return bool(kept.size) and float(kept.reshape(-1)[0]) > 0
@@ -175,17 +175,17 @@ class _Factorization:
     def parts(self, factors: Array, sides: Sequence[bool]) -> list[Array]:
         """Cut `factors` into one 2-D view per matrix."""
         views, end = [], 0
-        for length, rank in zip(self._lengths(sides), self._ranks, strict=True):
+        for length, rank in zip(self._list_lengths(sides), self._ranks, strict=True):
             views.append(factors[end : end + length * rank].reshape(length, rank))
             end += length * rank
         return views
 
-    def _lengths(self, sides: Sequence[bool]) -> list[int]:
+    def _list_lengths(self, sides: Sequence[bool]) -> list[int]:
         pairs = zip(self._matrices, sides, strict=True)
         return [matrix.rows if of_rows else matrix.columns for matrix, of_rows in pairs]
 
     def _allocate(self, name: str, sides: Sequence[bool]) -> Array:
-        count = sum(length * rank for length, rank in zip(self._lengths(sides), self._ranks, strict=True))
+        count = sum(length * rank for length, rank in zip(self._list_lengths(sides), self._ranks, strict=True))
         buffer = workspace(self._call.world, name, count, np.float32)
         buffer[:] = 0
         return buffer

@@ -22,10 +22,10 @@ from topkube.collectives.call import Call, own_shard, workspace
 from topkube.collectives.exchange import (
     Exchange,
     Exchanges,
-    all_reduce_buffer_length,
+    choose_partial_sum_type,
+    count_buffer_elements,
     narrow_all_reduce,
     pairwise_all_reduce,
-    partial_sum_type,
     ring_all_reduce,
 )
 from topkube.telemetry import phases
@@ -64,7 +64,7 @@ def is_narrow(world: World, wire: str) -> bool:
     return wire in _NARROW and 1 < world.nodes <= PAIRWISE_LIMIT
 
 
-def pause_seconds(world: World) -> float:
+def choose_pause(world: World) -> float:
     """Return how long a wait for messages between nodes may sleep, given the highest rate that this rank has seen. A
     slow rank cannot lower the rate, because longer sleeps would make it slower."""
     rate = world.cache.get(_RATE)
@@ -115,7 +115,7 @@ class OverlappedAllReduce:
             self._under_way.append(Piece(call, self._number, piece, finished if piece is pieces[-1] else None))
             self._number += 1
             if len(self._under_way) > UNDER_WAY:
-                self._finish_oldest(pause_seconds(self.world))
+                self._finish_oldest(choose_pause(self.world))
 
     def advance(self) -> float | None:
         """Move what is under way as far as messages allow. Return the seconds until the next call should come, None if
@@ -124,19 +124,19 @@ class OverlappedAllReduce:
         if self.world.local_size == 1:
             while self._under_way and not self._exchanges.is_running(self._under_way[0].number):
                 self._finish_oldest(0.0)
-        return pause_seconds(self.world) if self._exchanges.are_running else None
+        return choose_pause(self.world) if self._exchanges.are_running else None
 
     def finish(self) -> None:
         """Return when nothing is under way. Raises CollectiveTimeout after the world's deadline."""
         while self._under_way:
-            self._finish_oldest(pause_seconds(self.world) / HURRY)
+            self._finish_oldest(choose_pause(self.world) / HURRY)
 
     def take_finite(self) -> bool:
         """Return True if everything that this rank saw since the last call was finite."""
         finite, self._finite = self._finite, True
         return finite
 
-    def _saw(self, finite: bool) -> None:
+    def _note_finite(self, finite: bool) -> None:
         self._finite = self._finite and finite
 
     def _reduce_inside(self, call: Call, piece: Array, scale: float) -> float:
@@ -145,7 +145,7 @@ class OverlappedAllReduce:
         world = self.world
         if world.shards == max(map(len, world.node_ranks)) == 1:
             return scale
-        self._saw(call.reduce_scatter(piece, scale))
+        self._note_finite(call.reduce_scatter(piece, scale))
         return 1.0
 
     def _start(self, call: Call, piece: Array, scale: float, sent_type: np.dtype[Any]) -> None:
@@ -155,17 +155,19 @@ class OverlappedAllReduce:
             return
         first, last = own_shard(world, piece.size)
         shard = piece[first:last]
-        length = all_reduce_buffer_length(shard.size, world.nodes)
+        length = count_buffer_elements(shard.size, world.nodes)
         # Pieces under way use buffers of their own.
         buffer = workspace(world, f"shard {self._number % (UNDER_WAY + 1)}", length, sent_type)
         exchange = self._exchange(world.cross_comm, shard, buffer, scale)
-        element_bytes = partial_sum_type(world.nodes, sent_type).itemsize + (self.rounds - 1) * sent_type.itemsize
+        element_bytes = (
+            choose_partial_sum_type(world.nodes, sent_type).itemsize + (self.rounds - 1) * sent_type.itemsize
+        )
         sent = element_bytes * (world.nodes - 1) * shard.size // world.nodes
         phases.current.sent(inter=sent)
         if not self._exchanges.are_running:
             self._busy_since, self._busy_bytes = time.perf_counter(), 0
         self._busy_bytes += sent
-        self._exchanges.start(self._number, _after_greeting(call, exchange))
+        self._exchanges.start(self._number, _exchange_after_greeting(call, exchange))
 
     def _exchange(self, comm: Any, shard: Array, buffer: Array, scale: float) -> Exchange:
         """Return the exchange of the shard with its equals, in the type of `buffer`."""
@@ -173,9 +175,9 @@ class OverlappedAllReduce:
         if buffer.dtype != shard.dtype:
             place = self._number % (UNDER_WAY + 1)
             narrow = workspace(self.world, f"narrow shard {place}", shard.size, buffer.dtype)
-            return narrow_all_reduce(comm, shard, narrow, buffer, tag, self._saw, scale)
+            return narrow_all_reduce(comm, shard, narrow, buffer, tag, self._note_finite, scale)
         reduce = ring_all_reduce if self.world.nodes > PAIRWISE_LIMIT else pairwise_all_reduce
-        return reduce(comm, shard, buffer, tag, self._saw, scale)
+        return reduce(comm, shard, buffer, tag, self._note_finite, scale)
 
     def _advance(self) -> None:
         was_running = self._exchanges.are_running
@@ -206,7 +208,7 @@ class OverlappedAllReduce:
             piece.finished()
 
 
-def _after_greeting(call: Call, exchange: Exchange) -> Exchange:
+def _exchange_after_greeting(call: Call, exchange: Exchange) -> Exchange:
     """Yield the messages of `exchange` after other nodes have shown that they entered the same call."""
     yield call.greetings
     call.compare_greetings()

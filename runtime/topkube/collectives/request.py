@@ -1,4 +1,4 @@
-"""One all-reduce, as a caller asks for it."""
+"""The request for an all-reduce: its array and its parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Request:
-    """One all-reduce, the same on every rank.
+    """A request for an all-reduce, the same on every rank.
 
     `array` is reduced in place: a contiguous 1-D NumPy array, or a 1-D torch tensor on a device, of float32, bfloat16
     or float16. `op` is "mean" or "sum". `density`, `wire` (format of sparse values between nodes), `dense_wire` (format
@@ -55,7 +55,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """How many elements the array has."""
+        """The number of elements of the array."""
         return int(self.array.shape[0])
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 from topkube import kernels
 from topkube.algorithms import Algorithm, Scope
 from topkube.arrays import is_tensor
-from topkube.collectives.call import own_shard, shard_bounds
+from topkube.collectives.call import compute_shard_bounds, own_shard
 from topkube.collectives.request import Request
 from topkube.world import World
 
@@ -68,7 +68,7 @@ class Shard:
     @property
     def lengths(self) -> list[int]:
         """The lengths of all shards of the array, in the order of local ranks."""
-        bounds = shard_bounds(self.request.length, self.world.shards)
+        bounds = compute_shard_bounds(self.request.length, self.world.shards)
         return [stop - start for start, stop in itertools.pairwise(bounds)]
 
 

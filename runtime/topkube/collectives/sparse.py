@@ -12,9 +12,9 @@ import numpy as np
 from topkube import _kernels, kernels
 from topkube.arrays import DTYPE_CODES, Array, as_bytes, is_tensor
 from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, count_dense
-from topkube.collectives.call import Call, own_shard, shard_bounds, workspace
+from topkube.collectives.call import Call, compute_shard_bounds, own_shard, workspace
 from topkube.collectives.error_feedback import Residual
-from topkube.collectives.exchange import Exchanges, all_gather_rows
+from topkube.collectives.exchange import Exchanges, gather_rows
 from topkube.collectives.request import Request
 from topkube.collectives.shard import Shard
 from topkube.telemetry import phases
@@ -24,7 +24,7 @@ _SPARSE_INSIDE = 0.25
 """Inside the node, encoded shards are gathered in place of dense ones if they are at most this share of the bytes."""
 
 
-def selected_count(length: int, density: float, shards: int = 1) -> int:
+def count_selected(length: int, density: float, shards: int = 1) -> int:
     """Return how many entries of a shard are sent: max(1, ceil(density * length / shards))."""
     return max(1, math.ceil(round(density * length / shards, 6)))  # 0.07 * 100 is 7.000000000000001
 
@@ -43,7 +43,7 @@ class HiTopK(ShardAllReduce):
         residual = request.residual
         if residual is not None:
             shard = residual.pending
-            finite = _into_residual(call, request, residual)
+            finite = _reduce_into_residual(call, request, residual)
         elif x.dtype == np.float32:
             shard = x[first:last]
             finite = call.reduce_scatter(x, request.scale(world.size))
@@ -51,9 +51,9 @@ class HiTopK(ShardAllReduce):
             shard = workspace(world, "shard", last - first, np.float32)
             finite = call.reduce_scatter(x, request.scale(world.size), shard)
 
-        bounds = shard_bounds(x.size, world.shards)
-        k = selected_count(x.size, request.density, world.shards)
-        sizes = [_row_bytes(stop - start, k, request.wire) for start, stop in itertools.pairwise(bounds)]
+        bounds = compute_shard_bounds(x.size, world.shards)
+        k = count_selected(x.size, request.density, world.shards)
+        sizes = [_count_row_bytes(stop - start, k, request.wire) for start, stop in itertools.pairwise(bounds)]
         rows = workspace(world, "rows", world.shards * world.nodes * max(sizes), np.uint8)
         rows = rows.reshape(world.shards, world.nodes, max(sizes))
         if world.cross_comm is not None:
@@ -61,25 +61,25 @@ class HiTopK(ShardAllReduce):
             _select(shard, min(k, shard.size), request, own_row[world.node])
             call.check_between_nodes()
             exchanges = Exchanges()
-            exchanges.start(0, all_gather_rows(world.cross_comm, own_row, 0))
+            exchanges.start(0, gather_rows(world.cross_comm, own_row, 0))
             exchanges.finish(0, call)
             phases.current.sent(inter=(world.nodes - 1) * max(sizes))
         if rows.nbytes <= _SPARSE_INSIDE * x.nbytes:
             call.all_gather(rows.reshape(-1))
             with phases.current.timed("intra", "add entries"):
                 for shard_rows, start, stop in zip(rows, bounds, bounds[1:], strict=False):
-                    finite = _spread(x[start:stop], shard_rows, k, request.wire) and finite
+                    finite = _sum_rows(x[start:stop], shard_rows, k, request.wire) and finite
         else:
             if world.cross_comm is not None:
                 with phases.current.timed("intra", "add entries"):
-                    finite = _spread(x[first:last], rows[world.local_rank], k, request.wire) and finite
+                    finite = _sum_rows(x[first:last], rows[world.local_rank], k, request.wire) and finite
             call.all_gather(x)
         return finite
 
     def pack(self, shard: Shard) -> Any:
         request, residual, length = shard.request, shard.request.residual, len(shard.values)
-        k = selected_count(request.length, request.density, shard.world.shards)
-        rows = shard.rows(max(_row_bytes(part, k, request.wire) for part in shard.lengths))
+        k = count_selected(request.length, request.density, shard.world.shards)
+        rows = shard.rows(max(_count_row_bytes(part, k, request.wire) for part in shard.lengths))
         k = min(k, length)
         is_fused = residual is not None and not residual.momentum and request.selection == "topk"
         if k == 0:
@@ -90,7 +90,7 @@ class HiTopK(ShardAllReduce):
             total = shard.accumulate() if residual is not None else shard.values
             indices, values = select_largest(total, k, request.selection)
             if residual is not None:
-                residual.clear(_as_positions(indices))
+                residual.clear(_convert_to_positions(indices))
         pending = residual.pending if residual is not None else None
         own = rows[shard.world.node, : kernels.encoded_size(length, k, request.wire)]
         kernels.encode(indices, values, length, wire=request.wire, residual=pending, out=own, wait=False)
@@ -98,7 +98,7 @@ class HiTopK(ShardAllReduce):
 
     def unpack(self, shard: Shard, received: Any) -> None:
         values, request = shard.values, shard.request
-        k = min(selected_count(request.length, request.density, shard.world.shards), len(values))
+        k = min(count_selected(request.length, request.density, shard.world.shards), len(values))
         size = kernels.encoded_size(len(values), k, request.wire)
         shard.finite.append(kernels.sum_rows_(values, received, size, wait=False))
 
@@ -119,21 +119,21 @@ class Naive(AllReduce):
             elif residual is not None:
                 kernels.add_(entries, residual.current)
             finite = kernels.is_finite(entries)
-        k = min(selected_count(x.size, request.density), x.size)
-        size = _row_bytes(x.size, k, request.wire)
+        k = min(count_selected(x.size, request.density), x.size)
+        size = _count_row_bytes(x.size, k, request.wire)
         rows = workspace(world, "rows", world.size * size, np.uint8).reshape(world.size, size)
         _select(entries, k, request, rows[world.rank])
         call.check_everywhere()
         exchanges = Exchanges()
-        exchanges.start(0, all_gather_rows(world.comm, rows, 0))
+        exchanges.start(0, gather_rows(world.comm, rows, 0))
         exchanges.finish(0, call)
         neighbours = world.local_size - 1
         phases.current.sent(intra=neighbours * size, inter=(world.size - 1 - neighbours) * size)
         with phases.current.timed("intra", "add entries"):
-            return _spread(x, rows, k, request.wire) and finite
+            return _sum_rows(x, rows, k, request.wire) and finite
 
 
-def _into_residual(call: Call, request: Request, residual: Residual) -> bool:
+def _reduce_into_residual(call: Call, request: Request, residual: Residual) -> bool:
     """Write the node's sum of this rank's shard plus the residual into `residual.pending`. Return True if it is
     finite."""
     scale = request.scale(call.world.size)
@@ -145,7 +145,7 @@ def _into_residual(call: Call, request: Request, residual: Residual) -> bool:
     return finite
 
 
-def _row_bytes(length: int, k: int, wire: str) -> int:
+def _count_row_bytes(length: int, k: int, wire: str) -> int:
     """Return the bytes of a row of encoded entries: a multiple of 8, so that the next row is aligned."""
     return -(-kernels.encoded_size(length, min(k, length), wire) // 8) * 8
 
@@ -165,7 +165,7 @@ def _select(shard: Array, k: int, request: Request, row: Array) -> None:
         row[: payload.size] = payload
 
 
-def _spread(out: Array, rows: Array, k: int, wire: str) -> bool:
+def _sum_rows(out: Array, rows: Array, k: int, wire: str) -> bool:
     """Replace out by the sum of the sparse vectors in `rows`, added in their order. Return True if all values are
     finite."""
     if out.size == 0:
@@ -181,7 +181,7 @@ def select_largest(x: Any, k: int, selection: str) -> tuple[Any, Any]:
     return kernels.mstopk(x, k) if selection == "mstopk" else kernels.topk(x, k)
 
 
-def _as_positions(indices: Any) -> Any:
+def _convert_to_positions(indices: Any) -> Any:
     """Return uint32 indices as what torch takes for an index."""
     if not is_tensor(indices):
         return indices

@@ -30,7 +30,7 @@ import numpy as np
 from topkube import kernels
 from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import Array
-from topkube.collectives.exchange import Exchange, all_to_all_rows
+from topkube.collectives.exchange import Exchange, exchange_rows
 from topkube.collectives.global_top import GlobalTop, GlobalTopAllReduce
 from topkube.errors import WireError
 
@@ -48,7 +48,7 @@ Measurement = Generator[list[Any], None, Array]
 
 
 class SplitTop(GlobalTop):
-    """One node's part: what it selects, and the sums of the region that it owns."""
+    """The part of a node in Ok-Topk: the entries that it selects, and the sums of the region that it owns."""
 
     def exchange(self, comm: Any) -> Exchange:
         if comm.size == 1:
@@ -155,7 +155,7 @@ class SplitTop(GlobalTop):
         )
         if counts.max() * nodes <= _UNEVEN * self._k:
             self.sent_bytes += (nodes - 1) * sizes[me]
-            yield from all_to_all_rows(comm, [rows[me]] * nodes, rows, 0)
+            yield from exchange_rows(comm, [rows[me]] * nodes, rows, 0)
         else:
             self.sent_bytes += sum(sizes) - sizes[(me + 1) % nodes]
             yield from _send_around(comm, rows)

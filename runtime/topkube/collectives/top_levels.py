@@ -15,8 +15,8 @@ import numpy as np
 
 from topkube import kernels
 from topkube.arrays import BFLOAT16, Array
-from topkube.collectives.codecs import Codec, aligned, sign_blocks
-from topkube.collectives.sparse import selected_count
+from topkube.collectives.codecs import Codec, align, count_sign_blocks
+from topkube.collectives.sparse import count_selected
 from topkube.errors import WireError
 
 LEVEL_SHARE = 1 / 32
@@ -37,15 +37,15 @@ class TopLevels(Codec):
         for place in places:
             length = place.stop - place.start
             if length:
-                count = min(selected_count(length, LEVEL_SHARE), length)
+                count = min(count_selected(length, LEVEL_SHARE), length)
                 code = _IndexCode.of(length, count)
                 self._parts.append((place, count, code, self.row_bytes))
-                self.row_bytes += self._value_bytes(count) + code.nbytes
+                self.row_bytes += self._count_value_bytes(count) + code.nbytes
 
     def pack(self, values: Array, row: Array) -> bool:
         is_finite = True
         for place, count, code, offset in self._parts:
-            part, start = values[place], offset + self._value_bytes(count)
+            part, start = values[place], offset + self._count_value_bytes(count)
             indices, chosen = kernels.topk(part, count)
             is_finite = self._pack_values(chosen, row[offset:start]) and is_finite
             part[indices] = chosen
@@ -54,54 +54,54 @@ class TopLevels(Codec):
 
     def unpack_add(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
         for place, count, code, offset in self._parts:
-            start = offset + self._value_bytes(count)
+            start = offset + self._count_value_bytes(count)
             for row, weight in zip(rows, weights, strict=True):
                 sent = self._unpack_values(count, row[offset:start], weight)
                 kernels.scatter_add_(out[place], code.read(row[start : start + code.nbytes]), sent)
 
     @staticmethod
-    def _value_bytes(count: int) -> int:
+    def _count_value_bytes(count: int) -> int:
         """Return the bytes of `count` values: a multiple of 8."""
-        return aligned(4 * sign_blocks(count) + 2 * -(-count // 8))
+        return align(4 * count_sign_blocks(count) + 2 * -(-count // 8))
 
     def _pack_values(self, chosen: Array, row: Array) -> bool:
         """Write what is sent of `chosen`, (count,) float32, at the start of `row`, and subtract it from `chosen`.
         Return False if it contains a NaN or an infinite value, else True."""
-        count, levels = len(chosen), self._levels(len(chosen), row)
+        count, levels = len(chosen), self._view_levels(len(chosen), row)
         magnitudes = np.zeros((len(levels), kernels.SIGN_BLOCK))
         magnitudes.reshape(-1)[:count] = np.abs(chosen)
         is_value = (np.arange(magnitudes.size) < count).reshape(magnitudes.shape)
         with np.errstate(invalid="ignore"):  # NaN and infinity: all ranks skip the step
-            is_high = is_value & ~(magnitudes < _means(magnitudes, is_value)[:, None])
-            highs, lows = _means(magnitudes, is_high), _means(magnitudes, is_value & ~is_high)
+            is_high = is_value & ~(magnitudes < _average_blocks(magnitudes, is_value)[:, None])
+            highs, lows = _average_blocks(magnitudes, is_high), _average_blocks(magnitudes, is_value & ~is_high)
             levels[:] = np.stack([lows, highs], axis=1).astype(np.float32).astype(BFLOAT16)
-            self._bits(count, row)[0] = np.packbits(np.signbit(chosen))
-            self._bits(count, row)[1] = np.packbits(is_high.reshape(-1)[:count])
+            self._view_bits(count, row)[0] = np.packbits(np.signbit(chosen))
+            self._view_bits(count, row)[1] = np.packbits(is_high.reshape(-1)[:count])
             chosen -= self._unpack_values(count, row, 1.0)
         return kernels.is_finite(levels.reshape(-1))
 
     def _unpack_values(self, count: int, row: Array, weight: float) -> Array:
         """Return the `count` values at the start of `row` times `weight`, float32."""
-        is_negative, is_high = (np.unpackbits(bits, count=count).astype(bool) for bits in self._bits(count, row))
-        levels = self._levels(count, row).astype(np.float32) * np.float32(weight)
+        is_negative, is_high = (np.unpackbits(bits, count=count).astype(bool) for bits in self._view_bits(count, row))
+        levels = self._view_levels(count, row).astype(np.float32) * np.float32(weight)
         magnitudes = levels[np.arange(count) // kernels.SIGN_BLOCK, is_high.astype(np.intp)]
         values: Array = np.where(is_negative, -magnitudes, magnitudes)
         return values
 
     @staticmethod
-    def _levels(count: int, row: Array) -> Array:
+    def _view_levels(count: int, row: Array) -> Array:
         """Return the two magnitudes of each block, (blocks, 2) bfloat16."""
-        levels: Array = row[: 4 * sign_blocks(count)].view(BFLOAT16).reshape(-1, 2)
+        levels: Array = row[: 4 * count_sign_blocks(count)].view(BFLOAT16).reshape(-1, 2)
         return levels
 
     @staticmethod
-    def _bits(count: int, row: Array) -> Array:
+    def _view_bits(count: int, row: Array) -> Array:
         """Return the bits of all signs, and those of all levels: (2, ceil(count / 8)) uint8."""
-        start, octets = 4 * sign_blocks(count), -(-count // 8)
+        start, octets = 4 * count_sign_blocks(count), -(-count // 8)
         return row[start : start + 2 * octets].reshape(2, octets)
 
 
-def _means(values: Array, is_counted: Array) -> Array:
+def _average_blocks(values: Array, is_counted: Array) -> Array:
     """Return the mean of the counted values of each row, added up from the first to the last; 0 if none counts."""
     sums: Array = np.add.accumulate(np.where(is_counted, values, 0.0), axis=1)[:, -1]
     means: Array = sums / np.maximum(is_counted.sum(axis=1), 1)
@@ -130,7 +130,7 @@ class _IndexCode:
     @property
     def nbytes(self) -> int:
         """The bytes of the code: a multiple of 8."""
-        return aligned(self.low * self._plane_bytes + -(-self.high // 8))
+        return align(self.low * self._plane_bytes + -(-self.high // 8))
 
     def write(self, indices: Array, out: Array) -> None:
         """Write `indices`, (count,) uint32, into `out`, (nbytes,) uint8."""

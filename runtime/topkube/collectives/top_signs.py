@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from topkube import kernels
 from topkube.arrays import Array
 from topkube.collectives.codecs import Codec
-from topkube.collectives.sparse import selected_count
+from topkube.collectives.sparse import count_selected
 
 TOP_SHARE = 0.1
 """The share of the elements of each place that is sent."""
@@ -25,7 +25,7 @@ class TopSigns(Codec):
         for place in places:
             length = place.stop - place.start
             if length:
-                count = min(selected_count(length, TOP_SHARE), length)
+                count = min(count_selected(length, TOP_SHARE), length)
                 start = self.row_bytes
                 self.row_bytes += kernels.top_sign_bytes(length, count)
                 self._parts.append((place, count, slice(start, self.row_bytes)))

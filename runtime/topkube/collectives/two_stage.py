@@ -18,7 +18,7 @@ from topkube.arrays import Array
 from topkube.collectives.all_reduce import finish_exchange
 from topkube.collectives.call import Call, workspace
 from topkube.collectives.codecs import Codec
-from topkube.collectives.exchange import all_to_all_rows
+from topkube.collectives.exchange import exchange_rows
 from topkube.kernels import SIGN_BLOCK
 from topkube.telemetry import phases
 
@@ -75,11 +75,11 @@ class TwoStage:
         with phases.current.timed("select"):
             self.pack(change, rows)
             segments[me] = rows[me]
-        finish_exchange(call, all_to_all_rows(world.cross_comm, rows, segments, 0), self.total_bytes - row_bytes)
+        finish_exchange(call, exchange_rows(world.cross_comm, rows, segments, 0), self.total_bytes - row_bytes)
         means = self.rows(workspace(world, "rows of means", self.total_bytes, np.uint8))
         with phases.current.timed("select"):
             self.reduce(segments, weights, means[me])
-        second = all_to_all_rows(world.cross_comm, [means[me]] * self._nodes, means, 1)
+        second = exchange_rows(world.cross_comm, [means[me]] * self._nodes, means, 1)
         finish_exchange(call, second, (self._nodes - 1) * row_bytes)
         return means
 

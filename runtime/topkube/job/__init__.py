@@ -1,23 +1,20 @@
 """The TrainingJob: types, defaults, validation. One definition for the local run, the operator, admission and the CRD.
 
-`spec` and `status` hold the types. `base` has what all types share: `reading` returns the data of a YAML file and the
-line of every value, `problems` describes mistakes and what is allowed. `training_job` puts them together, and
-`reference` writes docs/trainingjob.md.
+`metadata`, `spec` and `status` define the types of the job's three parts, and `fields` the types of the spec's fields.
+`base` has what all types share: `reading` returns the data of a YAML file and the line of every value, and `problems`
+describes mistakes and what is allowed. `training_job` combines the three parts, and `reference` writes
+docs/trainingjob.md.
 """
 
-from topkube.job.failure_policy import FailurePolicy, FailureRule, OnExitCodes
-from topkube.job.source import ArchiveSource, ConfigMapSource, GitSource, Setup, Source, SourceItem
-from topkube.job.spec import (
-    Aggregation,
-    Cache,
-    Checkpoint,
-    Dataset,
-    Launcher,
-    Metadata,
-    RunPolicy,
-    SchedulingPolicy,
-    Spec,
-)
+from topkube.job.fields.aggregation import Aggregation
+from topkube.job.fields.checkpoint import Checkpoint
+from topkube.job.fields.dataset import Cache, Dataset
+from topkube.job.fields.failure_policy import FailurePolicy, FailureRule, OnExitCodes
+from topkube.job.fields.launcher import Launcher
+from topkube.job.fields.run_policy import RunPolicy, SchedulingPolicy
+from topkube.job.fields.source import ArchiveSource, ConfigMapSource, GitSource, Setup, Source, SourceItem
+from topkube.job.metadata import Metadata
+from topkube.job.spec import Spec
 from topkube.job.status import (
     CachedNode,
     CacheStatus,

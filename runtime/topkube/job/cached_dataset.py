@@ -52,12 +52,12 @@ class CachedDatasetStatus(Part):
     nodes: list[NodeShare] = Field(default=[], max_length=MOST_NODES, description="by node; the key is `name`")
 
 
-def dataset_id(uri: str) -> str:
+def compute_dataset_id(uri: str) -> str:
     """Return the name of a dataset's folder in the disk tier (16 hexadecimal digits)."""
     return xxhash.xxh3_64_hexdigest(uri.encode())
 
 
-def object_name(uri: str) -> str:
+def name_cached_dataset(uri: str) -> str:
     """Return the name of a dataset's CachedDataset: the end of its address, for people, and its ID."""
     words = re.sub(r"[^a-z0-9]+", "-", uri.partition("://")[2].lower().rstrip("/").rpartition("/")[2]).strip("-")
-    return f"{words[:40].strip('-') or 'dataset'}-{dataset_id(uri)}"
+    return f"{words[:40].strip('-') or 'dataset'}-{compute_dataset_id(uri)}"

@@ -17,7 +17,7 @@ from typing import Any
 from topkube.job.base.part import Path
 from topkube.job.base.problems import describe_problem, show_value
 from topkube.job.spec import Spec
-from topkube.job.template import without_nulls
+from topkube.job.template import remove_nulls
 
 FIXED: tuple[tuple[str, ...], ...] = (
     ("workers",),
@@ -61,22 +61,22 @@ _DIGEST, _REST_DIGEST = "topkube.dev/sha256", "topkube.dev/sha256-without-placem
 
 def find_refused_changes(old: Spec, new: Spec) -> list[str]:
     """Return the changes from `old` to `new` that are not allowed, one line per field, with the next step."""
-    before, after = (without_nulls(spec.model_dump(by_alias=True)) for spec in (old, new))
+    before, after = (remove_nulls(spec.model_dump(by_alias=True)) for spec in (old, new))
     free = old.run_policy.suspend or new.run_policy.suspend
     refused: list[str] = []
     for path in FIXED:
-        if _at(before, path) != _at(after, path):
-            refused += _describe_refused_change(path, _at(before, path), _at(after, path))
+        if _read_path(before, path) != _read_path(after, path):
+            refused += _describe_refused_change(path, _read_path(before, path), _read_path(after, path))
     for path in WHILE_SUSPENDED:
-        if not free and _at(before, path) != _at(after, path):
+        if not free and _read_path(before, path) != _read_path(after, path):
             refused.append(_describe_placement_field(path))
     for path in TEMPLATES:
-        earlier, later = _at(before, path) or {}, _at(after, path) or {}
-        if _without_placement(earlier) != _without_placement(later):
-            differences = _find_differences(_without_placement(earlier), _without_placement(later))
+        earlier, later = _read_path(before, path) or {}, _read_path(after, path) or {}
+        if _remove_placement(earlier) != _remove_placement(later):
+            differences = _find_differences(_remove_placement(earlier), _remove_placement(later))
             refused += [_describe_fixed_field((*path, *below)) for below in differences]
         elif earlier != later and not free:
-            moved = [below for below in PLACEMENT if _at(earlier, below) != _at(later, below)]
+            moved = [below for below in PLACEMENT if _read_path(earlier, below) != _read_path(later, below)]
             refused += [_describe_placement_field((*path, *below)) for below in moved]
     return refused
 
@@ -93,7 +93,10 @@ def outline(spec: Mapping[str, Any]) -> dict[str, Any]:
                 break
         else:
             if isinstance(template := part.get(name), dict):
-                part[name] = {_DIGEST: _digest(template), _REST_DIGEST: _digest(_without_placement(template))}
+                part[name] = {
+                    _DIGEST: _compute_digest(template),
+                    _REST_DIGEST: _compute_digest(_remove_placement(template)),
+                }
     return fields
 
 
@@ -104,16 +107,16 @@ def restore_spec(accepted: Mapping[str, Any], wanted: Any) -> tuple[dict[str, An
     if only its placement has changed and the job is suspended. Any other change of a template is refused.
     """
     spec, problems = copy.deepcopy(dict(accepted)), list[str]()
-    free = any(_at(value, ("runPolicy", "suspend")) is True for value in (accepted, wanted))
+    free = any(_read_path(value, ("runPolicy", "suspend")) is True for value in (accepted, wanted))
     for path in TEMPLATES:
-        known, template = _at(accepted, path), _at(wanted, path)
+        known, template = _read_path(accepted, path), _read_path(wanted, path)
         if not isinstance(known, dict) or _DIGEST not in known:
             continue
         *above, name = path
-        _at(spec, tuple(above))[name] = template
-        if known[_DIGEST] == _digest(template):
+        _read_path(spec, tuple(above))[name] = template
+        if known[_DIGEST] == _compute_digest(template):
             continue
-        if not isinstance(template, dict) or known.get(_REST_DIGEST) != _digest(_without_placement(template)):
+        if not isinstance(template, dict) or known.get(_REST_DIGEST) != _compute_digest(_remove_placement(template)):
             problems.append(_describe_fixed_field(path))
         elif not free:
             text = "where pods go can be changed only while the job is suspended: set spec.runPolicy.suspend first"
@@ -121,7 +124,7 @@ def restore_spec(accepted: Mapping[str, Any], wanted: Any) -> tuple[dict[str, An
     return spec, problems
 
 
-def _digest(value: Any) -> str:
+def _compute_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -150,16 +153,16 @@ def _describe_placement_field(path: Path) -> str:
     return describe_problem(("spec", *path), text, {})
 
 
-def _at(data: Any, path: tuple[str, ...]) -> Any:
+def _read_path(data: Any, path: tuple[str, ...]) -> Any:
     for key in path:
         data = data.get(key) if isinstance(data, Mapping) else None
     return data
 
 
-def _without_placement(template: Any) -> Any:
+def _remove_placement(template: Any) -> Any:
     rest = copy.deepcopy(template)
     for *above, name in PLACEMENT:
-        part = _at(rest, tuple(above))
+        part = _read_path(rest, tuple(above))
         if isinstance(part, dict):
             part.pop(name, None)
     if isinstance(rest, dict) and not rest.get("metadata"):

@@ -14,7 +14,8 @@ from topkube.job.base.part import KEEP, RULES, Part
 from topkube.job.base.reading import write
 from topkube.job.cached_dataset import CACHED_KIND, CACHED_PLURAL, CachedDatasetSpec, CachedDatasetStatus
 from topkube.job.changes import FIXED, WHILE_SUSPENDED
-from topkube.job.spec import Metadata, Spec
+from topkube.job.metadata import Metadata
+from topkube.job.spec import Spec
 from topkube.job.status import Status
 from topkube.job.training_job import GROUP, KIND, VERSION
 
@@ -54,16 +55,16 @@ _HEADER = "# Generated from topkube.job: {command}\n"
 Schema = dict[str, Any]
 
 
-def custom_resource_definition(rules: bool = True) -> dict[str, Any]:
+def build_crd(rules: bool = True) -> dict[str, Any]:
     """Return the definition of the TrainingJob as plain data. Without `rules` it also suits Kubernetes before 1.25."""
     names = {"kind": KIND, "plural": PLURAL, "singular": SINGULAR, "shortNames": [SHORT], "categories": ["all"]}
-    definition = _definition(names, _COLUMNS, _root(), _WIDE_COLUMNS)
+    definition = _build_definition(names, _COLUMNS, _build_root_schema(), _WIDE_COLUMNS)
     if not rules:
         _drop_rules(definition)
     return definition
 
 
-def cached_dataset_definition() -> dict[str, Any]:
+def build_cached_dataset_crd() -> dict[str, Any]:
     """Return the definition of the CachedDataset, for every version of Kubernetes."""
     names = {
         "kind": CACHED_KIND,
@@ -81,14 +82,14 @@ def cached_dataset_definition() -> dict[str, Any]:
             "apiVersion": {"type": "string", "description": f"always {GROUP}/{VERSION}"},
             "kind": {"type": "string", "description": f"always {CACHED_KIND}"},
             "metadata": {"type": "object"},
-            "spec": structural(CachedDatasetSpec),
-            "status": _reported(structural(CachedDatasetStatus)),
+            "spec": build_structural_schema(CachedDatasetSpec),
+            "status": _prepare_status(build_structural_schema(CachedDatasetStatus)),
         },
     }
-    return _definition(names, _CACHED_COLUMNS, root)
+    return _build_definition(names, _CACHED_COLUMNS, root)
 
 
-def _definition(
+def _build_definition(
     names: dict[str, Any], columns: tuple[tuple[str, ...], ...], root: Schema, wide: tuple[tuple[str, ...], ...] = ()
 ) -> dict[str, Any]:
     return {
@@ -120,19 +121,19 @@ def _definition(
     }
 
 
-def crd_yaml(rules: bool = True) -> str:
+def write_crd(rules: bool = True) -> str:
     """Return the definition of the TrainingJob as a manifest."""
     command = "topkube crd" if rules else "topkube crd --kubernetes 1.20"
-    return _HEADER.format(command=command) + write(custom_resource_definition(rules))
+    return _HEADER.format(command=command) + write(build_crd(rules))
 
 
-def cached_dataset_yaml() -> str:
+def write_cached_dataset_crd() -> str:
     """Return the definition of the CachedDataset as a manifest."""
-    return _HEADER.format(command="topkube crd --cached-datasets") + write(cached_dataset_definition())
+    return _HEADER.format(command="topkube crd --cached-datasets") + write(build_cached_dataset_crd())
 
 
-def _root() -> Schema:
-    name = structural(Metadata)["properties"]["name"]
+def _build_root_schema() -> Schema:
+    name = build_structural_schema(Metadata)["properties"]["name"]
     return {
         "type": "object",
         "description": "A training: what runs, on how many ranks, and its state.",
@@ -141,13 +142,13 @@ def _root() -> Schema:
             "apiVersion": {"type": "string", "description": f"always {GROUP}/{VERSION}"},
             "kind": {"type": "string", "description": f"always {KIND}"},
             "metadata": {"type": "object", "properties": {"name": name}},
-            "spec": _with_changes(structural(Spec)),
-            "status": _reported(structural(Status)),
+            "spec": _add_change_rules(build_structural_schema(Spec)),
+            "status": _prepare_status(build_structural_schema(Status)),
         },
     }
 
 
-def structural(part: type[Part]) -> Schema:
+def build_structural_schema(part: type[Part]) -> Schema:
     """Return the schema of a type in the form that Kubernetes accepts."""
     schema = part.model_json_schema()
     return _convert(schema, schema.get("$defs", {}))
@@ -165,7 +166,7 @@ def _convert(schema: Schema, named: dict[str, Schema]) -> Schema:
         if key in schema and key not in ("title", "$defs", "const", "additionalProperties"):
             result[key] = schema[key]
     if schema.get("type") == "object":
-        result |= _object(schema, named)
+        result |= _convert_object(schema, named)
     if "items" in schema:
         result["items"] = _convert(schema["items"], named)
     if "exclusiveMinimum" in schema:
@@ -175,7 +176,7 @@ def _convert(schema: Schema, named: dict[str, Schema]) -> Schema:
     return result
 
 
-def _object(schema: Schema, named: dict[str, Schema]) -> Schema:
+def _convert_object(schema: Schema, named: dict[str, Schema]) -> Schema:
     result: Schema = {}
     values = schema.get("additionalProperties")
     if isinstance(values, dict):
@@ -187,7 +188,7 @@ def _object(schema: Schema, named: dict[str, Schema]) -> Schema:
     return result
 
 
-def _with_changes(spec: Schema) -> Schema:
+def _add_change_rules(spec: Schema) -> Schema:
     """Add the rules for what cannot be changed in a job. Their messages are those of the webhook."""
     for path in FIXED:
         above, field = spec, spec
@@ -211,9 +212,9 @@ def _add_rule(schema: Schema, rule: str, message: str) -> None:
     schema.setdefault(RULES, []).append({"rule": rule, "message": message})
 
 
-def _reported(status: Schema) -> Schema:
+def _prepare_status(status: Schema) -> Schema:
     """Remove the defaults of a status, whose unknown fields are absent, and add the keys of its lists."""
-    for schema in _all(status):
+    for schema in _walk_schema(status):
         schema.pop("default", None)
         for name, below in schema.get("properties", {}).items():
             if name in _LIST_KEYS:
@@ -223,10 +224,10 @@ def _reported(status: Schema) -> Schema:
     return status
 
 
-def _all(schema: Schema) -> Iterator[Schema]:
+def _walk_schema(schema: Schema) -> Iterator[Schema]:
     yield schema
     for below in [*schema.get("properties", {}).values(), *([schema["items"]] if "items" in schema else [])]:
-        yield from _all(below)
+        yield from _walk_schema(below)
 
 
 def _drop_rules(data: Any) -> None:

@@ -10,8 +10,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from topkube.job.base.part import Part
-from topkube.job.base.problems import bare, describe_allowed, find_part
-from topkube.job.spec import Metadata
+from topkube.job.base.problems import describe_allowed, find_part, strip_annotation
+from topkube.job.metadata import Metadata
 from topkube.job.training_job import TrainingJob
 
 _BY_KUBERNETES = "set by Kubernetes"
@@ -51,38 +51,40 @@ This page is generated from `topkube.job`: `python -m topkube.job.reference > do
 def markdown() -> str:
     """Return the whole page."""
     lines = [_HEAD]
-    for path, part in _parts(TrainingJob, ""):
+    for path, part in _list_parts(TrainingJob, ""):
         heading = path or "The object"
-        lines += [f"## {heading}", "", _summary(part), ""]
+        lines += [f"## {heading}", "", _join_summary(part), ""]
         lines += ["| field | allowed | default | meaning |", "|---|---|---|---|"]
-        lines += [_row(field) for field in part.model_fields.values() if field.description != _BY_KUBERNETES]
+        lines += [_format_row(field) for field in part.model_fields.values() if field.description != _BY_KUBERNETES]
         lines.append("")
         if part is Metadata:
             lines += ["Fields that Kubernetes itself sets (uid, generation and so on) are accepted and kept.", ""]
     return "\n".join(lines)
 
 
-def _summary(part: type[Part]) -> str:
+def _join_summary(part: type[Part]) -> str:
     return " ".join((part.__doc__ or "").split())
 
 
-def _parts(part: type[Part], path: str) -> Iterator[tuple[str, type[Part]]]:
+def _list_parts(part: type[Part], path: str) -> Iterator[tuple[str, type[Part]]]:
     yield path, part
     for field in part.model_fields.values():
         below = find_part(field)
         if below is not None:
-            is_list = typing.get_origin(bare(field.annotation)) is list
-            yield from _parts(below, f"{path}.{field.alias}".lstrip(".") + ("[]" if is_list else ""))
+            is_list = typing.get_origin(strip_annotation(field.annotation)) is list
+            yield from _list_parts(below, f"{path}.{field.alias}".lstrip(".") + ("[]" if is_list else ""))
 
 
-def _row(field: FieldInfo) -> str:
-    is_mapping = typing.get_origin(bare(field.annotation)) is dict  # `describe_allowed` describes a value of a mapping
+def _format_row(field: FieldInfo) -> str:
+    is_mapping = (
+        typing.get_origin(strip_annotation(field.annotation)) is dict
+    )  # `describe_allowed` describes a value of a mapping
     allowed = "a mapping" if is_mapping else describe_allowed(field)
-    cells = [f"`{field.alias}`", allowed, _default(field), field.description or ""]
+    cells = [f"`{field.alias}`", allowed, _format_default(field), field.description or ""]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _default(field: FieldInfo) -> str:
+def _format_default(field: FieldInfo) -> str:
     value: Any = field.default
     if value is PydanticUndefined:
         return "required"

@@ -18,8 +18,8 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from topkube.job.base.part import INT32, Part
-from topkube.job.base.problems import bare
-from topkube.job.failure_policy import MOST_DISRUPTIONS
+from topkube.job.base.problems import strip_annotation
+from topkube.job.fields.failure_policy import MOST_DISRUPTIONS
 
 Phase = Literal["Pending", "Starting", "Running", "Restarting", "Suspended", "Succeeded", "Failed"]
 
@@ -41,7 +41,7 @@ class Reported(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _within_bounds(cls, data: Any) -> Any:
+    def _bound_values(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         bounded = dict(data)
@@ -54,7 +54,7 @@ class Reported(Part):
 def bound_value(value: Any, field: FieldInfo, *, keep_end: bool = False) -> Any:
     """Return the value within the bounds of the field: cut if necessary, or None if it is not allowed."""
     limits: dict[type, Any] = {type(limit): limit for limit in field.metadata}
-    kind = bare(field.annotation)
+    kind = strip_annotation(field.annotation)
     most = limits[annotated_types.MaxLen].max_length if annotated_types.MaxLen in limits else None
     if kind is str:
         if not isinstance(value, str):
@@ -158,7 +158,7 @@ class CacheStatus(Reported):
 
     @field_validator("nodes", mode="after")
     @classmethod
-    def _each_once(cls, nodes: list[CachedNode]) -> list[CachedNode]:
+    def _drop_repeated_nodes(cls, nodes: list[CachedNode]) -> list[CachedNode]:
         # `name` is the list's key: the API server refuses a status with a key that occurs twice.
         return list({node.name: node for node in nodes}.values())
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from topkube.job.base.part import KEEP, QUANTITY, Path, rules
-from topkube.job.base.quantity import in_bytes
+from topkube.job.base.part import KEEP, QUANTITY, Path, declare_rules
+from topkube.job.base.quantity import parse_bytes
 
 GPU = "nvidia.com/gpu"
 MOST_CONTAINERS = 100
@@ -40,7 +40,7 @@ WORKER_TEMPLATE: dict[str, Any] = {
                             "command": {"type": "array", "items": {"type": "string"}},
                         },
                     },
-                    **rules(
+                    **declare_rules(
                         (
                             "self.size() == 1 || self.exists(c, has(c.name) && c.name == 'worker')",
                             "no container is called 'worker': give this name to the container that trains",
@@ -61,55 +61,55 @@ WORKER_TEMPLATE: dict[str, Any] = {
 }
 
 
-def without_nulls(value: Any) -> Any:
+def remove_nulls(value: Any) -> Any:
     """Return a copy without nulls: null means absent, as in Kubernetes."""
     if isinstance(value, dict):
-        return {key: without_nulls(below) for key, below in value.items() if below is not None}
-    return [without_nulls(below) for below in value] if isinstance(value, list) else value
+        return {key: remove_nulls(below) for key, below in value.items() if below is not None}
+    return [remove_nulls(below) for below in value] if isinstance(value, list) else value
 
 
-def with_nulls_of(value: Any, source: Any) -> Any:
+def restore_nulls(value: Any, source: Any) -> Any:
     """Return a copy of `value` with the nulls of `source` at the places that `value` has no entry for. A null in a
     security context means that the cluster chooses the value; a stored status cannot hold nulls."""
     if isinstance(value, dict) and isinstance(source, Mapping):
         nulls = {key: None for key, below in source.items() if below is None and key not in value}
-        return {key: with_nulls_of(below, source.get(key)) for key, below in value.items()} | nulls
+        return {key: restore_nulls(below, source.get(key)) for key, below in value.items()} | nulls
     if isinstance(value, list) and isinstance(source, list) and len(value) == len(source):
-        return [with_nulls_of(below, other) for below, other in zip(value, source, strict=True)]
+        return [restore_nulls(below, other) for below, other in zip(value, source, strict=True)]
     return value
 
 
-def worker_container(template: Mapping[str, Any]) -> Any:
+def find_worker_container(template: Mapping[str, Any]) -> Any:
     """Return the container called `worker`, or the only container; None if neither exists."""
-    containers = _containers(template)
+    containers = _list_containers(template)
     if len(containers) == 1:
         return containers[0]
     named = (container for container in containers if isinstance(container, dict) and container.get("name") == "worker")
     return next(named, None)
 
 
-def memory_limit(template: Mapping[str, Any]) -> int | None:
+def find_memory_limit(template: Mapping[str, Any]) -> int | None:
     """Return the worker's memory limit in bytes; None if it has none, or if the limit is not a quantity."""
-    value: Any = worker_container(template)
+    value: Any = find_worker_container(template)
     for key in ("resources", "limits", "memory"):
         value = value.get(key) if isinstance(value, dict) else None
     text = str(value) if isinstance(value, str | int) and not isinstance(value, bool) else ""
-    return in_bytes(text) if re.fullmatch(QUANTITY, text) else None
+    return parse_bytes(text) if re.fullmatch(QUANTITY, text) else None
 
 
-def _containers(template: Mapping[str, Any]) -> list[Any]:
+def _list_containers(template: Mapping[str, Any]) -> list[Any]:
     spec = template.get("spec")
     containers = spec.get("containers") if isinstance(spec, dict) else None
     return containers if isinstance(containers, list) else []
 
 
-def template_problems(template: Mapping[str, Any], slots: int | None) -> list[tuple[Path, str]]:
+def find_template_problems(template: Mapping[str, Any], slots: int | None) -> list[tuple[Path, str]]:
     """Return everything that would keep the workers' pods from starting, as (path inside the template, text).
 
     `slots` is spec.slotsPerWorker, or None if that is itself invalid.
     """
-    mistakes = mapping_problems(template)
-    containers = _containers(template)
+    mistakes = find_mapping_problems(template)
+    containers = _list_containers(template)
     containers_path: Path = ("spec", "containers")
     if not containers:
         return [
@@ -120,7 +120,7 @@ def template_problems(template: Mapping[str, Any], slots: int | None) -> list[tu
         return [*mistakes, (containers_path, f"{len(containers)} containers are more than {MOST_CONTAINERS}")]
     for index, container in enumerate(containers):
         if isinstance(container, dict):
-            mistakes += [((*containers_path, index, *path), text) for path, text in _container_problems(container)]
+            mistakes += [((*containers_path, index, *path), text) for path, text in _find_container_problems(container)]
         else:
             mistakes.append(
                 ((*containers_path, index), "is not a mapping; allowed: a container (name, image, command, …)")
@@ -134,7 +134,7 @@ def template_problems(template: Mapping[str, Any], slots: int | None) -> list[tu
                     f"{name!r} is also the name of another container: give each container its own name",
                 )
             )
-    worker = worker_container(template)
+    worker = find_worker_container(template)
     if worker is None:
         known = ", ".join(str(name or "(no name)") for name in names)
         mistakes.append(
@@ -142,11 +142,11 @@ def template_problems(template: Mapping[str, Any], slots: int | None) -> list[tu
         )
     elif isinstance(worker, dict):
         place: Path = (*containers_path, containers.index(worker))
-        mistakes += [((*place, *path), text) for path, text in _worker_problems(worker, slots)]
+        mistakes += [((*place, *path), text) for path, text in _find_worker_problems(worker, slots)]
     return mistakes
 
 
-def mapping_problems(template: Mapping[str, Any]) -> list[tuple[Path, str]]:
+def find_mapping_problems(template: Mapping[str, Any]) -> list[tuple[Path, str]]:
     """Return the reasons why a template cannot be read: metadata, labels, annotations and spec must be mappings."""
     mistakes: list[tuple[Path, str]] = []
     for path in (("metadata",), ("metadata", "labels"), ("metadata", "annotations"), ("spec",)):
@@ -164,7 +164,7 @@ def mapping_problems(template: Mapping[str, Any]) -> list[tuple[Path, str]]:
     return mistakes
 
 
-def _container_problems(container: dict[str, Any]) -> list[tuple[Path, str]]:
+def _find_container_problems(container: dict[str, Any]) -> list[tuple[Path, str]]:
     """Return the mistakes in a container, of a worker or a sidecar."""
     mistakes: list[tuple[Path, str]] = []
     name = container.get("name")
@@ -174,11 +174,11 @@ def _container_problems(container: dict[str, Any]) -> list[tuple[Path, str]]:
     if image is not None and not isinstance(image, str):
         mistakes.append((("image",), f"{image!r} is not text: quote it"))
     for field in ("command", "args"):
-        mistakes += _words_problems(field, container.get(field))
-    return mistakes + _environment_problems(container.get("env"))
+        mistakes += _find_words_problems(field, container.get(field))
+    return mistakes + _find_environment_problems(container.get("env"))
 
 
-def _worker_problems(worker: dict[str, Any], slots: int | None) -> list[tuple[Path, str]]:
+def _find_worker_problems(worker: dict[str, Any], slots: int | None) -> list[tuple[Path, str]]:
     mistakes: list[tuple[Path, str]] = []
     if worker.get("image") in (None, ""):
         mistakes.append((("image",), "is required: the image that holds the training script and topkube"))
@@ -198,7 +198,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _words_problems(field: str, words: Any) -> list[tuple[Path, str]]:
+def _find_words_problems(field: str, words: Any) -> list[tuple[Path, str]]:
     if words is None:
         return []
     if not isinstance(words, list):
@@ -210,7 +210,7 @@ def _words_problems(field: str, words: Any) -> list[tuple[Path, str]]:
     ]
 
 
-def _environment_problems(entries: Any) -> list[tuple[Path, str]]:
+def _find_environment_problems(entries: Any) -> list[tuple[Path, str]]:
     if entries is None:
         return []
     if not isinstance(entries, list):

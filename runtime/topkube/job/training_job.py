@@ -13,11 +13,12 @@ from pydantic import Field, ValidationError
 from topkube.errors import JobError
 from topkube.job.base.part import Part
 from topkube.job.base.problems import list_problems, show_value
-from topkube.job.base.quantity import in_bytes
+from topkube.job.base.quantity import parse_bytes
 from topkube.job.base.reading import Document, check_extent, read, write
-from topkube.job.spec import Metadata, Spec
+from topkube.job.metadata import Metadata
+from topkube.job.spec import Spec
 from topkube.job.status import Status
-from topkube.job.template import worker_container
+from topkube.job.template import find_worker_container
 from topkube.settings import Settings
 
 GROUP = "topkube.dev"
@@ -42,13 +43,13 @@ class TrainingJob(Part):
 
         Raises JobError with all mistakes; unknown fields are mistakes.
         """
-        text, name = _text(source)
-        return cls._validated(read(text, name), name)
+        text, name = _read_text(source)
+        return cls._validate(read(text, name), name)
 
     @classmethod
     def parse(cls, data: Any) -> TrainingJob:
         """Return the job of plain data (as YAML or JSON is read), as strictly as `from_yaml`."""
-        return cls._validated(Document(data), "the job")
+        return cls._validate(Document(data), "the job")
 
     @classmethod
     def from_cluster(cls, data: Mapping[str, Any]) -> TrainingJob:
@@ -58,10 +59,10 @@ class TrainingJob(Part):
         try:
             return cls.model_validate(data, extra="allow", by_name=False)
         except ValidationError as error:
-            raise _invalid("the stored job", list_problems(error, cls, {})) from None
+            raise _build_mistakes_error("the stored job", list_problems(error, cls, {})) from None
 
     @classmethod
-    def _validated(cls, document: Document, name: str) -> TrainingJob:
+    def _validate(cls, document: Document, name: str) -> TrainingJob:
         data = document.data
         if not isinstance(data, dict):
             raise JobError(
@@ -82,7 +83,7 @@ class TrainingJob(Part):
         except ValidationError as error:
             mistakes = mistakes + list_problems(error, cls, document.lines)
         if mistakes:
-            raise _invalid(name, mistakes)
+            raise _build_mistakes_error(name, mistakes)
         return job
 
     @property
@@ -97,7 +98,7 @@ class TrainingJob(Part):
     @property
     def container(self) -> dict[str, Any]:
         """The container of the workers, as written."""
-        container: dict[str, Any] = worker_container(self.spec.template)
+        container: dict[str, Any] = find_worker_container(self.spec.template)
         return container
 
     @property
@@ -118,7 +119,7 @@ class TrainingJob(Part):
             data["spec"]["workers"] = workers
         if slots_per_worker is not None:
             data["spec"]["slotsPerWorker"] = slots_per_worker
-            limits = (worker_container(data["spec"]["template"]).get("resources") or {}).get("limits") or {}
+            limits = (find_worker_container(data["spec"]["template"]).get("resources") or {}).get("limits") or {}
             if "nvidia.com/gpu" in limits:
                 limits["nvidia.com/gpu"] = slots_per_worker
         return self.parse(data)
@@ -146,8 +147,8 @@ class TrainingJob(Part):
             else "",
             dataset_uri=dataset.uri if dataset else "",
             dataset_mount=dataset.mount_path if dataset else "",
-            cache_size_limit=in_bytes(cache.size_limit) if cache and cache.size_limit else 0,
-            cache_memory_limit=in_bytes(cache.memory_limit) if cache and cache.memory_limit else 0,
+            cache_size_limit=parse_bytes(cache.size_limit) if cache and cache.size_limit else 0,
+            cache_memory_limit=parse_bytes(cache.memory_limit) if cache and cache.memory_limit else 0,
             cache_prefetch=int(cache.prefetch) if cache else Settings.cache_prefetch,
             job_name=self.name,
             checkpoint_every=checkpoint.every_steps if checkpoint else Settings.checkpoint_every,
@@ -167,7 +168,7 @@ class TrainingJob(Part):
         return write(self.to_dict())
 
 
-def _text(source: str | bytes | FilePath) -> tuple[str | bytes, str]:
+def _read_text(source: str | bytes | FilePath) -> tuple[str | bytes, str]:
     if isinstance(source, bytes):
         return source, "the job"
     if isinstance(source, str):
@@ -183,7 +184,7 @@ def _text(source: str | bytes | FilePath) -> tuple[str | bytes, str]:
         ) from None
 
 
-def _invalid(name: str, problems: list[str]) -> JobError:
+def _build_mistakes_error(name: str, problems: list[str]) -> JobError:
     count = "a mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
     return JobError(
         f"{name} has {count}", problems, next_step="correct the file; docs/trainingjob.md explains every field"

@@ -17,6 +17,7 @@ MOST_ELEMENTS = 2**32 - 1
 
 
 def check_same_length(name: str, length: int, other_name: str, other: int) -> None:
+    """Raise ArgumentError if two arrays differ in length."""
     if length != other:
         raise ArgumentError(
             f"{name} has {length} elements, {other_name} has {other}", next_step="pass arrays of equal length"
@@ -34,6 +35,7 @@ def check_apart(name: str, view: Array, other_name: str, other: Array, *, same_a
 
 
 def raise_overlap(name: str, other_name: str) -> None:
+    """Raise ArgumentError: two arrays share memory."""
     raise ArgumentError(
         f"{name} and {other_name} overlap in memory",
         cause="both are views of one array",
@@ -49,6 +51,7 @@ def check_selectable(x: object, name: str) -> Array:
 
 
 def check_indexable(length: int, name: str) -> None:
+    """Raise ArgumentError if an array has more elements than 32-bit indices can name."""
     if length > MOST_ELEMENTS:
         raise ArgumentError(
             f"{name} has {length} elements; indices are 32-bit",
@@ -57,6 +60,7 @@ def check_indexable(length: int, name: str) -> None:
 
 
 def parse_whole_number(value: object, name: str) -> int:
+    """Return `value` as an int. Raises ArgumentError if it is not a whole number."""
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -64,6 +68,7 @@ def parse_whole_number(value: object, name: str) -> int:
 
 
 def check_count(k: int, d: int) -> int:
+    """Return k as an int. Raises ArgumentError if it is outside 1..d, or if d is 0."""
     k = parse_whole_number(k, "k")
     if d == 0:
         raise ArgumentError("the array is empty: there is nothing to select", next_step="skip empty arrays")
@@ -75,6 +80,7 @@ def check_count(k: int, d: int) -> int:
 
 
 def check_iterations(iterations: int) -> int:
+    """Return `iterations` if MSTopK allows them. Raises ArgumentError otherwise."""
     if not 1 <= iterations <= 1000:
         raise ArgumentError(
             f"iterations = {iterations} is outside 1..1000", next_step="leave it at 30, the paper's choice"
@@ -83,6 +89,7 @@ def check_iterations(iterations: int) -> int:
 
 
 def choose_threads(threads: int | None) -> int:
+    """Return `threads`, by default TOPKUBE_THREADS. Raises ArgumentError if it is outside 1..1024."""
     threads = SETTINGS.threads if threads is None else parse_whole_number(threads, "threads")
     if not 1 <= threads <= 1024:
         raise ArgumentError(f"threads = {threads} is outside 1..1024", next_step="pass the number of free cores")
@@ -90,12 +97,14 @@ def choose_threads(threads: int | None) -> int:
 
 
 def find_wire_code(wire: str) -> int:
+    """Return the number of a wire type. Raises ArgumentError if the type is unknown."""
     if wire not in WIRES:
         raise ArgumentError(f"wire = {wire!r} is unknown", next_step=f"choose one of {', '.join(WIRES)}")
     return WIRES[wire]
 
 
 def check_length(length: int) -> int:
+    """Return `length` as an int. Raises ArgumentError if it is outside 0..2^32-1."""
     length = parse_whole_number(length, "length")
     if not 0 <= length <= MOST_ELEMENTS:
         raise ArgumentError(f"length = {length} is outside 0..2^32-1", next_step="encode parts of fewer elements")
@@ -103,6 +112,7 @@ def check_length(length: int) -> int:
 
 
 def build_range_error(position: int, index: object, length: int) -> ArgumentError:
+    """Return the error for an index outside of the dense array."""
     return ArgumentError(
         f"indices[{position}] = {index} is outside dense (0..{length - 1})",
         cause="the indices belong to another array, or to another shard",
@@ -111,6 +121,7 @@ def build_range_error(position: int, index: object, length: int) -> ArgumentErro
 
 
 def build_order_error(position: int, index: object, length: int) -> ArgumentError:
+    """Return the error for an index that is out of order, or not below `length`."""
     return ArgumentError(
         f"indices[{position}] = {index} is out of order or not below length = {length}",
         cause="the indices are not ascending and distinct, or the length is wrong",

@@ -29,17 +29,17 @@ _int, _u32, _u64, _float, _pointer = (
     ctypes.c_float,
     ctypes.c_void_p,
 )
-_where = [_int, _pointer]  # device, stream
-_room = [_pointer, _pointer]  # workspace, needed
+_place = [_int, _pointer]  # device, stream
+_workspace = [_pointer, _pointer]  # workspace, needed
 _SIGNATURES: dict[str, list[Any]] = {
-    "topk": [*_where, _pointer, _int, _u64, _u64, _pointer, _pointer, _pointer, *_room],
-    "compress": [*_where, _pointer, _int, _pointer, _pointer, _u64, _u64, _pointer, _pointer, _pointer, *_room],
-    "mstopk": [*_where, _pointer, _int, _u64, _u64, _int, _u64, _pointer, _pointer, _pointer, *_room],
+    "topk": [*_place, _pointer, _int, _u64, _u64, _pointer, _pointer, _pointer, *_workspace],
+    "compress": [*_place, _pointer, _int, _pointer, _pointer, _u64, _u64, _pointer, _pointer, _pointer, *_workspace],
+    "mstopk": [*_place, _pointer, _int, _u64, _u64, _int, _u64, _pointer, _pointer, _pointer, *_workspace],
     "effort": [_pointer, _pointer, _pointer, _pointer, _pointer],
-    "sum": [*_where, _pointer, _int, _pointer, _u32, _int, _u64, _float],
-    "is_finite": [*_where, _pointer, _int, _u64, _pointer],
+    "sum": [*_place, _pointer, _int, _pointer, _u32, _int, _u64, _float],
+    "is_finite": [*_place, _pointer, _int, _u64, _pointer],
     "encode": [
-        *_where,
+        *_place,
         _pointer,
         _pointer,
         _int,
@@ -50,12 +50,12 @@ _SIGNATURES: dict[str, list[Any]] = {
         _pointer,
         _u64,
         _pointer,
-        *_room,
+        *_workspace,
     ],
-    "decode": [*_where, _pointer, _u64, _u64, _u64, _pointer, _pointer, _pointer, *_room],
-    "decode_add": [*_where, _pointer, _u64, _pointer, _int, _u64, _float, _pointer, *_room],
-    "sum_rows": [*_where, _pointer, _u64, _u64, _u64, _pointer, _int, _u64, _pointer, *_room],
-    "scatter_add": [*_where, _pointer, _int, _u64, _pointer, _pointer, _int, _u64, _pointer],
+    "decode": [*_place, _pointer, _u64, _u64, _u64, _pointer, _pointer, _pointer, *_workspace],
+    "decode_add": [*_place, _pointer, _u64, _pointer, _int, _u64, _float, _pointer, *_workspace],
+    "sum_rows": [*_place, _pointer, _u64, _u64, _u64, _pointer, _int, _u64, _pointer, *_workspace],
+    "scatter_add": [*_place, _pointer, _int, _u64, _pointer, _pointer, _int, _u64, _pointer],
 }
 
 
@@ -89,21 +89,22 @@ class CudaLibrary:
         """The compiler that built the library, and the devices: "nvcc 13.0: sm_80 sm_90 compute_90"."""
         return str(self._build().decode())
 
-    def needed(self, name: str, *arguments: Any) -> int:
+    def count_workspace_bytes(self, name: str, *arguments: Any) -> int:
         """Return the bytes of workspace that `call` needs with the same arguments."""
         needed = _u64(0)
-        self._check(name, self._functions[name](0, None, *arguments, None, ctypes.byref(needed)))
+        self._raise_errors(name, self._functions[name](0, None, *arguments, None, ctypes.byref(needed)))
         return max(256, needed.value)
 
     def call(self, name: str, device: int, stream: int, *arguments: Any) -> None:
         """Launch on `stream`. Raises DeviceError if CUDA refuses."""
-        self._check(name, self._functions[name](device, stream, *arguments))
+        self._raise_errors(name, self._functions[name](device, stream, *arguments))
 
     def sum(self, device: int, stream: int, out: int, code: int, inputs: Sequence[int], *arguments: Any) -> None:
+        """Launch `out` = sum(`inputs`) * scale on `stream`. `out` and `inputs` are addresses."""
         pointers = (ctypes.c_void_p * len(inputs))(*inputs)
         self.call("sum", device, stream, out, code, ctypes.addressof(pointers), len(inputs), *arguments)
 
-    def effort(self, state: bytes) -> EffortRead:
+    def read_effort(self, state: bytes) -> EffortRead:
         """Return the state that is stored in these bytes, which were copied to the host."""
         from_data, candidates = _u64(0), _u64(0)
         thresholds, above = (_float * 2)(), (_u64 * 2)()
@@ -112,7 +113,7 @@ class CudaLibrary:
         )
         return EffortRead(bool(from_data.value), candidates.value, tuple(thresholds), tuple(above))
 
-    def _check(self, name: str, code: int) -> None:
+    def _raise_errors(self, name: str, code: int) -> None:
         if code:
             raise DeviceError(
                 f"CUDA refused {name}: {self._error(code).decode()} (error {code})",
@@ -121,16 +122,16 @@ class CudaLibrary:
             )
 
 
-def path() -> Path | None:
+def find_library_path() -> Path | None:
     """Return the path of the library; None if the package was built without it."""
-    beside = Path(_kernels.__file__).with_name(NAME)
-    return beside if beside.exists() else None
+    library_path = Path(_kernels.__file__).with_name(NAME)
+    return library_path if library_path.exists() else None
 
 
 @functools.cache
 def load() -> CudaLibrary:
     """Return the library. Raises DeviceError if it is missing or does not load."""
-    library_path = path()
+    library_path = find_library_path()
     if library_path is None:
         raise DeviceError(
             "a CUDA tensor came, but this build of TopKube has no CUDA kernels",

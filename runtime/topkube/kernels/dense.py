@@ -9,7 +9,7 @@ from topkube import _kernels
 from topkube.arrays import DTYPE_CODES, as_bytes, flat_view
 from topkube.errors import ArgumentError
 from topkube.kernels.arguments import check_apart, check_same_length
-from topkube.kernels.device import device_kernels
+from topkube.kernels.device import find_device_kernels
 
 
 def sum_(out: Any, inputs: Sequence[Any], scale: float = 1.0) -> Any:
@@ -19,7 +19,7 @@ def sum_(out: Any, inputs: Sequence[Any], scale: float = 1.0) -> Any:
     and of `out`'s length; one of them may be `out` itself. Raises ArgumentError on mismatched lengths or dtypes, or
     partial overlap.
     """
-    if gpu := device_kernels(out=out, **{f"inputs[{i}]": x for i, x in enumerate(inputs)}):
+    if gpu := find_device_kernels(out=out, **{f"inputs[{i}]": x for i, x in enumerate(inputs)}):
         gpu.sum_(out, inputs, scale)
         return out
     to = flat_view(out, "out", writable=True)
@@ -48,7 +48,7 @@ def add_(out: Any, x: Any) -> Any:
 
 def scale_(x: Any, factor: float) -> Any:
     """Compute x *= factor in float32, rounded once to x's dtype. Return `x`."""
-    if device_kernels(x=x):
+    if find_device_kernels(x=x):
         return sum_(x, [x], factor)
     view = flat_view(x, "x", writable=True)
     _kernels.scale(as_bytes(view), DTYPE_CODES[view.dtype], factor)
@@ -58,7 +58,7 @@ def scale_(x: Any, factor: float) -> Any:
 def cast_(out: Any, x: Any) -> Any:
     """Compute out = x, rounded to nearest even if `out` is narrower (see dtype.hpp). Return `out`. The arrays must not
     overlap."""
-    if gpu := device_kernels(out=out, x=x):
+    if gpu := find_device_kernels(out=out, x=x):
         if out.dtype == x.dtype:
             gpu.check_copy(out, x)
             out.view(-1).copy_(x.view(-1))
@@ -78,7 +78,7 @@ def cast_(out: Any, x: Any) -> Any:
 def is_finite(x: Any) -> bool:
     """Return True if no element of `x` is NaN or infinite. An empty array is finite. Waits for the device
     if x is on a device."""
-    if gpu := device_kernels(x=x):
-        return bool(gpu.words(gpu.finite_flag(x))[0])
+    if gpu := find_device_kernels(x=x):
+        return bool(gpu.read_verdict(gpu.flag_finite(x))[0])
     view = flat_view(x, "x")
     return bool(_kernels.is_finite(as_bytes(view), DTYPE_CODES[view.dtype]))

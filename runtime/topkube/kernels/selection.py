@@ -20,7 +20,7 @@ from topkube.kernels.arguments import (
     check_selectable,
     choose_threads,
 )
-from topkube.kernels.device import DeviceKernels, device_kernels
+from topkube.kernels.device import DeviceKernels, find_device_kernels
 
 
 class Effort(NamedTuple):
@@ -48,7 +48,7 @@ def last_effort() -> Effort:
     """Return the effort of the last `topk`, `compress_` or `mstopk` of this thread. Waits for the device if the call
     was on one."""
     if isinstance(_last.effort, DeviceKernels):
-        passes, read = _last.effort.last()
+        passes, read = _last.effort.read_effort()
         return Effort(passes, read.candidates)
     return Effort(*_last.effort)
 
@@ -56,7 +56,7 @@ def last_effort() -> Effort:
 def last_thresholds() -> Thresholds:
     """Return the thresholds of the last `mstopk` of this thread. Waits for the device if the call ran on one."""
     if isinstance(_last.thresholds, DeviceKernels):
-        read = _last.thresholds.last()[1]
+        read = _last.thresholds.read_effort()[1]
         return Thresholds(read.thresholds[0], read.above[0], read.thresholds[1], read.above[1])
     return Thresholds(*_last.thresholds)
 
@@ -79,7 +79,7 @@ def topk(x: Any, k: int, *, threads: int | None = None) -> tuple[Any, Any]:
     at the threshold the lowest index wins; NaN and infinity are the largest. threads: default TOPKUBE_THREADS, of the
     CPU; the result is the same with any number. Raises ArgumentError if k is outside 1..d or x cannot be used.
     """
-    if gpu := device_kernels(x=x):
+    if gpu := find_device_kernels(x=x):
         _last.effort = gpu
         return gpu.topk(x, k)
     view = check_selectable(x, "x")
@@ -99,7 +99,7 @@ def compress_(gradient: Any, residual: Any, k: int, *, out: Any = None, threads:
     ascending; values: (k,) float32, selected as by `topk`: if acc holds a NaN or an infinity, so does `values`.
     Raises ArgumentError if an argument cannot be used; nothing is written then.
     """
-    if gpu := device_kernels(gradient=gradient, residual=residual, out=out):
+    if gpu := find_device_kernels(gradient=gradient, residual=residual, out=out):
         _last.effort = gpu
         return gpu.compress_(gradient, residual, k, out)
     source = check_selectable(gradient, "gradient")
@@ -135,7 +135,7 @@ def mstopk(x: Any, k: int, iterations: int = 30, seed: int = 0, *, threads: int 
     arguments, the result and the errors are those of `topk`. If x contains NaN or infinity, the mean has no meaning,
     and the exact top k is returned, which contains these values.
     """
-    if gpu := device_kernels(x=x):
+    if gpu := find_device_kernels(x=x):
         _last.effort = _last.thresholds = gpu
         return gpu.mstopk(x, k, iterations, seed)
     view = check_selectable(x, "x")

@@ -1,5 +1,5 @@
-"""One bit per element and one scale per block of 256, of all elements or of the largest: the sign kernels, on NumPy
-arrays and torch CPU tensors."""
+"""The sign kernels, on NumPy arrays and torch CPU tensors: one bit per element and one scale per block of 256, of all
+elements or of the largest."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sign_pack_(values: Any, scales: Any | None = None, bits: Any | None = None) 
     blocks, octets = -(-view.size // SIGN_BLOCK), -(-view.size // 8)
     scales = np.empty(blocks, _WORDS) if scales is None else scales
     bits = np.empty(octets, _BYTES) if bits is None else bits
-    to_scales, to_bits = _parts(scales, bits, "", view.size, writable=True)
+    to_scales, to_bits = _view_parts(scales, bits, "", view.size, writable=True)
     check_apart("values", view, "scales", to_scales)
     check_apart("values", view, "bits", to_bits)
     check_apart("scales", to_scales, "bits", to_bits)
@@ -52,7 +52,7 @@ def sign_unpack_add_(out: Any, parts: Sequence[tuple[Any, Any]], weights: Sequen
     """
     view = flat_view(out, "out", writable=True, dtypes=(FLOAT32,))
     check_same_length("weights", len(weights), "parts", len(parts))
-    pairs = [_parts(scales, bits, f" of parts[{i}]", view.size) for i, (scales, bits) in enumerate(parts)]
+    pairs = [_view_parts(scales, bits, f" of parts[{i}]", view.size) for i, (scales, bits) in enumerate(parts)]
     for i, (scales, bits) in enumerate(pairs):
         check_apart("out", view, f"the scales of parts[{i}]", scales)
         check_apart("out", view, f"the bits of parts[{i}]", bits)
@@ -83,7 +83,7 @@ def top_sign_pack_(values: Any, count: int, message: Any, *, threads: int | None
     csrc/cpu/sign/top_sign.hpp. threads: as in `topk`. Raises ArgumentError before anything is written.
     """
     view = flat_view(values, "values", writable=True, dtypes=(FLOAT32,))
-    to, count = _message(message, view.size, count, writable=True)
+    to, count = _view_message(message, view.size, count, writable=True)
     check_apart("values", view, "message", to)
     return bool(_kernels.top_sign_pack(as_bytes(view), count, choose_threads(threads), to))
 
@@ -96,7 +96,7 @@ def top_sign_unpack_add_(out: Any, count: int, message: Any, weight: float) -> A
     lengths and dtypes; nothing is written then.
     """
     view = flat_view(out, "out", writable=True, dtypes=(FLOAT32,))
-    data, count = _message(message, view.size, count)
+    data, count = _view_message(message, view.size, count)
     check_apart("out", view, "message", data)
     if not _kernels.top_sign_unpack_add(as_bytes(view), count, data, float(weight)):
         raise WireError(
@@ -107,7 +107,7 @@ def top_sign_unpack_add_(out: Any, count: int, message: Any, weight: float) -> A
     return out
 
 
-def _message(message: Any, length: int, count: int, writable: bool = False) -> tuple[Array, int]:
+def _view_message(message: Any, length: int, count: int, writable: bool = False) -> tuple[Array, int]:
     """Return a view of a message about `count` of `length` elements, checked, and the count."""
     check_indexable(length, "the array")
     count = check_count(count, length)
@@ -120,7 +120,7 @@ def _message(message: Any, length: int, count: int, writable: bool = False) -> t
     return view, count
 
 
-def _parts(scales: Any, bits: Any, of: str, length: int, writable: bool = False) -> tuple[Array, Array]:
+def _view_parts(scales: Any, bits: Any, of: str, length: int, writable: bool = False) -> tuple[Array, Array]:
     """Return views of scales and bits, checked for an array of `length` elements."""
     views = []
     for name, x, dtype, wanted in (

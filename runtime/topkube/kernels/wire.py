@@ -19,7 +19,7 @@ from topkube.kernels.arguments import (
     check_same_length,
     find_wire_code,
 )
-from topkube.kernels.device import NO_FAULT, device_kernels
+from topkube.kernels.device import NO_FAULT, find_device_kernels
 
 _INDEX_DTYPES = tuple(np.dtype(kind) for kind in (np.uint32, np.int64, np.int32, np.uint64))
 _UINT8 = np.dtype(np.uint8)
@@ -47,13 +47,13 @@ def scatter_add_(dense: Any, indices: Any, values: Any, *, wait: bool = True) ->
     ArgumentError if an index is outside 0..d-1 or lengths differ; nothing is written then. On a GPU the call waits for
     the check; with wait=False it does not wait, and invalid indices write nothing without an error.
     """
-    if gpu := device_kernels(dense=dense, indices=indices, values=values):
+    if gpu := find_device_kernels(dense=dense, indices=indices, values=values):
         verdict, places = gpu.scatter_add_(dense, indices, values)
-        if wait and (position := gpu.words(verdict)[0]) != NO_FAULT:
+        if wait and (position := gpu.read_verdict(verdict)[0]) != NO_FAULT:
             raise build_range_error(position, int(places[position]), dense.numel())
         return dense
     to = flat_view(dense, "dense", writable=True)
-    at, added = _indices(indices), flat_view(values, "values")
+    at, added = _flatten_indices(indices), flat_view(values, "values")
     check_same_length("values", added.size, "indices", at.size)
     check_apart("dense", to, "values", added)
     check_apart("dense", to, "indices", at)
@@ -87,12 +87,12 @@ def encode(
     (encoded_size,) uint8 or None; if given, the bytes are written there, and `out` is returned. Raises
     ArgumentError if indices are out of order or out of range; nothing is written then. On a GPU the call waits for the
     check; with wait=False it does not wait, and invalid indices make a buffer that readers refuse."""
-    if gpu := device_kernels(indices=indices, values=values, residual=residual, out=out):
+    if gpu := find_device_kernels(indices=indices, values=values, residual=residual, out=out):
         encoded, verdict, places = gpu.encode(indices, values, length, wire, residual, out)
-        if wait and (position := gpu.words(verdict)[0]) != NO_FAULT:
+        if wait and (position := gpu.read_verdict(verdict)[0]) != NO_FAULT:
             raise build_order_error(position, int(places[position]), length)
         return encoded
-    at, flat_values = _indices(indices), flat_view(values, "values")
+    at, flat_values = _flatten_indices(indices), flat_view(values, "values")
     check_same_length("values", flat_values.size, "indices", at.size)
     length, code = check_length(length), find_wire_code(wire)
     left = None if residual is None else flat_view(residual, "residual", writable=True, dtypes=(FLOAT32,))
@@ -118,7 +118,7 @@ def encode(
     )
     if position < at.size:
         raise build_order_error(position, at[position], length)
-    buffer[_CHECKSUM] = _checksum(buffer)
+    buffer[_CHECKSUM] = _compute_checksum(buffer)
     return buffer if out is None else out
 
 
@@ -129,12 +129,12 @@ def decode(buffer: Any, *, length: int | None = None) -> tuple[Any, Any]:
     buffer: bytes, or a uint8 array or tensor (on a GPU the call waits for it). Raises WireError if it is truncated,
     corrupt, in another format, or for another `length`.
     """
-    if gpu := device_kernels(buffer=buffer):
-        fault, _, entries, declared = gpu.words(gpu.check(buffer, length))
+    if gpu := find_device_kernels(buffer=buffer):
+        fault, _, entries, declared = gpu.read_verdict(gpu.check_wire(buffer, length))
         _raise_fault(buffer.numel(), fault, declared, length)
         places, flat_values, _ = gpu.decode(buffer, length, entries)
         return places, flat_values
-    raw, (_, entries) = _checked(buffer, length)
+    raw, (_, entries) = _check_buffer(buffer, length)
     indices, values = np.empty(entries, np.uint32), np.empty(entries, np.float32)
     _kernels.decode(raw, indices, as_bytes(values))
     return indices, values
@@ -148,15 +148,15 @@ def decode_add_(dense: Any, buffer: Any, scale: float = 1.0, *, wait: bool = Tru
     not dense's; nothing is written then. On a GPU the call waits for the check. With wait=False it does not wait, and
     returns a bool tensor on the device: False also if the buffer cannot be decoded; then nothing is added.
     """
-    if gpu := device_kernels(dense=dense, buffer=buffer):
+    if gpu := find_device_kernels(dense=dense, buffer=buffer):
         verdict = gpu.decode_add_(dense, buffer, scale)
         if not wait:
             return (verdict[:2] == -1).all()
-        fault, finite, _, declared = gpu.words(verdict)
+        fault, finite, _, declared = gpu.read_verdict(verdict)
         _raise_fault(buffer.numel(), fault, declared, dense.numel())
         return finite != 0
     to = flat_view(dense, "dense", writable=True)
-    raw, _ = _checked(buffer, to.size)
+    raw, _ = _check_buffer(buffer, to.size)
     check_apart("dense", to, "buffer", raw)
     return bool(_kernels.decode_add(raw, as_bytes(to), DTYPE_CODES[to.dtype], scale))
 
@@ -176,11 +176,11 @@ def sum_rows_(out: Any, rows: Any, size: int, *, wait: bool = True) -> Any:
             cause="it needs at least one row, and row_bytes must be a multiple of 8 and hold a shard",
             next_step="round the size of a row up to a multiple of 8",
         )
-    if gpu := device_kernels(out=out, rows=rows):
+    if gpu := find_device_kernels(out=out, rows=rows):
         verdicts = gpu.sum_rows_(out, rows, size)
         if not wait:
             return (verdicts[:, :2] == -1).all()
-        words = [gpu.words(verdict) for verdict in verdicts]
+        words = [gpu.read_verdict(verdict) for verdict in verdicts]
         for fault, _, _, declared in words:
             _raise_fault(size, fault, declared, out.numel())
         return all(finite != 0 for _, finite, _, _ in words)
@@ -191,7 +191,7 @@ def sum_rows_(out: Any, rows: Any, size: int, *, wait: bool = True) -> Any:
     return all(bool(np.isfinite(values).all()) for _, values in parts)
 
 
-def _indices(indices: object) -> Array:
+def _flatten_indices(indices: object) -> Array:
     view = flat_view(indices, "indices", dtypes=_INDEX_DTYPES)
     if view.dtype == np.uint32:
         return view
@@ -200,13 +200,13 @@ def _indices(indices: object) -> Array:
     return view.astype(np.uint32)
 
 
-def _checksum(buffer: Array) -> Array:
+def _compute_checksum(buffer: Array) -> Array:
     state = xxhash.xxh3_64(buffer[: _CHECKSUM.start].data)
     state.update(buffer[_CHECKSUM.stop :].data)
     return np.frombuffer(state.intdigest().to_bytes(8, "little"), np.uint8)
 
 
-def _checked(buffer: Any, length: int | None) -> tuple[Array, tuple[int, int]]:
+def _check_buffer(buffer: Any, length: int | None) -> tuple[Array, tuple[int, int]]:
     """Return a valid buffer as a uint8 view, its length and its number of entries. Raises WireError."""
     raw = (
         np.frombuffer(buffer, np.uint8)
@@ -214,7 +214,7 @@ def _checked(buffer: Any, length: int | None) -> tuple[Array, tuple[int, int]]:
         else flat_view(buffer, "buffer", dtypes=(_UINT8,))
     )
     fault, declared, entries, _ = _kernels.check_wire(raw)
-    if not fault and not np.array_equal(raw[_CHECKSUM], _checksum(raw)):
+    if not fault and not np.array_equal(raw[_CHECKSUM], _compute_checksum(raw)):
         fault = _CHECKSUM_FAULT
     _raise_fault(raw.size, fault or NO_FAULT, declared, length)
     return raw, (declared, entries)

@@ -31,7 +31,7 @@ from topkube.launch.mpi.proxies import build_proxy_command
 from topkube.launch.output.pod_output import PodOutput
 from topkube.launch.output.rank_report import RankReport, log_path, report_path, tail
 from topkube.launch.rank import find_commands, remove_shims, write_command
-from topkube.telemetry.cache_counters import read_totals, reads
+from topkube.telemetry.cache_counters import count_reads, read_totals
 from topkube.telemetry.progress import PROGRESS_FILE, StepRecord, read_records
 
 _STEP_SECONDS = 0.5
@@ -184,7 +184,7 @@ class Attempt:
         totals, report = read_totals(self.directory), self._dataset.read_report()
         if not totals and not report:
             return None
-        requests, misses = reads(totals)
+        requests, misses = count_reads(totals)
         return NodeCache(
             node=self._node,
             requests=requests,

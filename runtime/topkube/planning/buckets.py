@@ -28,16 +28,16 @@ class BucketLength:
     pieces: int
 
 
-def bucket_lengths(
+def plan_bucket_lengths(
     profile: StepProfile, algorithm: Algorithm, ranks: int, rate: float = 0.0
 ) -> tuple[BucketLength, ...]:
     """Return the buckets that the runtime plans for the gradients of `profile`, in the order of their exchanges. `rate`
     is the bytes per second that a node sends to other nodes (0: unknown)."""
-    largest = _largest(profile, algorithm.compresses, ranks)
+    largest = _find_largest_bucket(profile, algorithm.compresses, ranks)
     return _plan_buckets(profile.gradients, largest, rate if largest is None else 0.0)
 
 
-def _largest(profile: StepProfile, compresses: bool, ranks: int) -> int | None:
+def _find_largest_bucket(profile: StepProfile, compresses: bool, ranks: int) -> int | None:
     try:
         from topkube.training.exchange.buckets.fusion import choose_largest_size
     except ImportError as error:
@@ -72,17 +72,17 @@ def _plan_buckets(gradients: tuple[Gradient, ...], largest: int | None, rate: fl
     for number, bucket in enumerate(planned):
         members: list[Any] = bucket.parameters
         latest = max(latest, *(member.position for member in members))
-        pieces = _pieces(bucket.length * bucket.dtype.itemsize) if len(planned) <= _MANY_BUCKETS else 1
+        pieces = _count_pieces(bucket.length * bucket.dtype.itemsize) if len(planned) <= _MANY_BUCKETS else 1
         lengths.append(
             BucketLength(f"bucket {number}", bucket.length, bucket.dtype.itemsize, bucket.small, latest, pieces)
         )
     return tuple(lengths)
 
 
-def _pieces(nbytes: int) -> int:
-    """Return in how many pieces a dense bucket of `nbytes` bytes travels."""
+def _count_pieces(nbytes: int) -> int:
+    """Return the number of pieces in which a dense bucket of `nbytes` bytes travels."""
     import numpy as np
 
     from topkube.collectives.overlapped import split
 
-    return len(split(np.empty(nbytes, np.uint8)))  # no page of it is touched
+    return len(split(np.empty(nbytes, np.uint8)))  # never written, so it takes no memory

@@ -25,8 +25,9 @@ class TaskList(list[Task]):
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """The parts of a bucket's exchange, in seconds, in equal `pieces`."""
+class ExchangeParts:
+    """The seconds of a bucket's exchange: the work `before` its messages, `link` time, the `latency`, and the
+    work `after` its messages. The exchange has `pieces` of equal length; each piece has the whole latency."""
 
     name: str
     before: float
@@ -35,21 +36,21 @@ class Exchange:
     after: float
     pieces: int
 
-    def whole(self) -> Exchange:
+    def merge_pieces(self) -> ExchangeParts:
         """Return the exchange in a single piece."""
         return dataclasses.replace(self, pieces=1)
 
-    def half(self) -> Exchange:
-        """Return one of the two halves into which DeAR divides the exchange."""
+    def halve(self) -> ExchangeParts:
+        """Return the seconds of one half of the exchange. DeAR divides an exchange into two equal halves."""
         parts = {part: getattr(self, part) / 2 for part in ("before", "link", "latency", "after")}
         return dataclasses.replace(self, **parts)
 
 
 def add_exchanges(
-    tasks: TaskList, exchanges: Sequence[Exchange], starts: Sequence[Task], window: int, prompt: bool
+    tasks: TaskList, exchanges: Sequence[ExchangeParts], starts: Sequence[Task], window: int, is_prompt: bool
 ) -> list[Task]:
     """Add the exchanges in their order, and return the tasks that end their pieces, in this order. Up to `window`
-    further pieces start before the messages of a piece have arrived. `prompt` pieces are finished as soon as their
+    further pieces start before the messages of a piece have arrived. `is_prompt` pieces are finished as soon as their
     messages have arrived; the others when the thread has started `window` further pieces."""
     pieces = [
         (exchange, start) for exchange, start in zip(exchanges, starts, strict=True) for _ in range(exchange.pieces)
@@ -57,27 +58,27 @@ def add_exchanges(
     sent: list[Task] = []
     finished: list[Task] = []
 
-    def finish(number: int) -> None:
+    def add_finish(number: int) -> None:
         exchange = pieces[number][0]
-        lane = DELIVERY if prompt else COMMUNICATION
+        lane = DELIVERY if is_prompt else COMMUNICATION
         finished.append(tasks.add(f"finish {exchange.name}", lane, exchange.after / exchange.pieces, sent[number]))
 
     for number, (exchange, start) in enumerate(pieces):
-        waits = (finished[number - window - 1],) if prompt and number > window else ()
+        waits = (finished[number - window - 1],) if is_prompt and number > window else ()
         before = tasks.add(f"start {exchange.name}", COMMUNICATION, exchange.before / exchange.pieces, start, *waits)
         link = tasks.add(f"send {exchange.name}", LINK, exchange.link / exchange.pieces, before)
         sent.append(tasks.add(f"latency of {exchange.name}", LATENCY, exchange.latency, link))
-        if prompt:
-            finish(number)
+        if is_prompt:
+            add_finish(number)
         elif number >= window:
-            finish(number - window)
-    if not prompt:
+            add_finish(number - window)
+    if not is_prompt:
         for number in range(max(0, len(pieces) - window), len(pieces)):
-            finish(number)
+            add_finish(number)
     return finished
 
 
-def add_gather(tasks: TaskList, half: Exchange, reduced: Task) -> Task:
+def add_gather(tasks: TaskList, half: ExchangeParts, reduced: Task) -> Task:
     """Add the gather of a piece of `half` after its reduce-scatter, `reduced`. It fills gaps. Return its last task."""
     name = f"gather of {half.name}"
     start = tasks.add(f"start {name}", COMMUNICATION, half.before / half.pieces, reduced, fills_gaps=True)
@@ -87,7 +88,7 @@ def add_gather(tasks: TaskList, half: Exchange, reduced: Task) -> Task:
 
 
 def add_agreement(tasks: TaskList, situation: Situation, *after: Task) -> Task:
-    """Add the agreement of all ranks if the step is finite."""
+    """Add the messages by which all ranks agree whether the step was finite."""
     rounds = 2 * math.ceil(math.log2(situation.ranks))
     return tasks.add("agreement", LATENCY, rounds * situation.machines.latency, *after)
 
@@ -103,23 +104,23 @@ def count_window(profile: StepProfile, algorithm: Algorithm) -> int:
 
 def estimate_exchange(
     bucket: BucketLength, profile: StepProfile, situation: Situation, algorithm: Algorithm
-) -> Exchange:
-    """Return the exchange of a bucket: by the declared costs, or by those that a trace has measured."""
+) -> ExchangeParts:
+    """Return the parts of a bucket's exchange, from the declared costs, or from those that a trace has measured."""
     machines = situation.machines
-    own = _choose_algorithm(bucket, algorithm, machines.nodes, situation.density)
+    used_algorithm = _choose_algorithm(bucket, algorithm, machines.nodes, situation.density)
     is_exact = bucket.small or bucket.itemsize != 4
-    exchange = situation.estimate_cost(own, bucket.elements, is_exact)
+    exchange = situation.estimate_cost(used_algorithm, bucket.elements, is_exact)
     scale = bucket.itemsize / 4  # the catalogue counts float32
-    traffic = own.traffic(situation.workload(own, bucket.elements, is_exact))
+    traffic = used_algorithm.traffic(situation.build_workload(used_algorithm, bucket.elements, is_exact))
     messages = traffic.messages if machines.nodes > 1 else 0
     latency = messages * machines.latency
-    link = (exchange.between - latency) * (1.0 if own.compresses else scale)
-    inside, share = exchange.inside * scale, _share_before(own, situation, bucket.elements)
-    if host := profile.host.get(own.name):
-        inside = _correct_measurement(host, own, situation, bucket.elements, exchange.inside)
+    link = (exchange.between - latency) * (1.0 if used_algorithm.compresses else scale)
+    inside, share = exchange.inside * scale, _estimate_share_before(used_algorithm, situation, bucket.elements)
+    if host := profile.host.get(used_algorithm.name):
+        inside = _correct_measurement(host, used_algorithm, situation, bucket.elements, exchange.inside)
         share = host.before
-    pieces = bucket.pieces if own.overlaps and profile.on_cpu else 1
-    return Exchange(bucket.name, inside * share, link, latency, inside * (1 - share), pieces)
+    pieces = bucket.pieces if used_algorithm.overlaps and profile.on_cpu else 1
+    return ExchangeParts(bucket.name, inside * share, link, latency, inside * (1 - share), pieces)
 
 
 def _choose_algorithm(bucket: BucketLength, algorithm: Algorithm, nodes: int, density: float) -> Algorithm:
@@ -128,25 +129,25 @@ def _choose_algorithm(bucket: BucketLength, algorithm: Algorithm, nodes: int, de
     return algorithm
 
 
-def _share_before(algorithm: Algorithm, situation: Situation, elements: int) -> float:
+def _estimate_share_before(algorithm: Algorithm, situation: Situation, elements: int) -> float:
     """Return the share of the work in memory that comes before the messages: the reduction inside the node, and half of
     the rest if the algorithm selects."""
-    load = situation.workload(algorithm, elements)
+    load = situation.build_workload(algorithm, elements)
     whole = algorithm.traffic(load).memory
     if not whole:
         return 0.5
-    first = min(reduce_scatter_memory(load), whole)
-    return (first + (whole - first) / 2 if algorithm.compresses else first) / whole
+    reduction = min(reduce_scatter_memory(load), whole)
+    return (reduction + (whole - reduction) / 2 if algorithm.compresses else reduction) / whole
 
 
 def _correct_measurement(
     host: HostCost, algorithm: Algorithm, situation: Situation, elements: int, inside: float
 ) -> float:
-    """Return the measured seconds of the communication thread, corrected by what the catalogue declares to differ
-    between the traced cluster and this cluster."""
-    load = dataclasses.replace(situation.workload(algorithm, elements), nodes=host.nodes, slots=host.slots)
-    there = algorithm.traffic(load).memory / situation.machines.memory
+    """Return the measured seconds of the communication thread, plus the difference that the catalogue declares between
+    this cluster and the traced cluster."""
+    load = dataclasses.replace(situation.build_workload(algorithm, elements), nodes=host.nodes, slots=host.slots)
+    traced_seconds = algorithm.traffic(load).memory / situation.machines.memory
     measured = host.fixed + host.per_element * elements
     if not host.per_element:
         return host.fixed + inside
-    return max(measured + inside - there, measured / 4)
+    return max(measured + inside - traced_seconds, measured / 4)

@@ -1,4 +1,4 @@
-"""Recommendations for a cluster: the batch size, the number of workers, the link that makes compression useless.
+"""Recommendations for a cluster: the batch size, the number of workers, the link above which compression is useless.
 
 They follow Zou et al., "Distributed training large-scale deep architectures" (2017): memory bounds the batch of a rank,
 the smallest batch that reaches the wanted efficiency is enough, and the overhead that does not shrink with more ranks
@@ -15,51 +15,51 @@ from dataclasses import dataclass
 from topkube.algorithms import Algorithm
 from topkube.planning.profile import StepProfile
 from topkube.planning.situation import Situation
-from topkube.planning.step import Prediction, predict
+from topkube.planning.step import Prediction, predict_step
 
 NODES = tuple(2**power for power in range(1, 13))
 """The numbers of nodes in tables and pictures: 2 to 4,096."""
 _LARGEST_FACTOR = 1 << 12
 _LINK_BOUNDS = (1e5, 1e13)
 """Bytes per second between which a break-even link is searched."""
-WORTH = 0.02
-"""An algorithm that saves a smaller share of the step than this is not worth its state and its effect on training."""
+LEAST_SAVING = 0.02
+"""The share of the step that an algorithm must save to be worth its state and its effect on training."""
 _OPTIMIZER_BYTES = 16
 """Bytes per parameter of weight, gradient and the two moments of Adam, in float32."""
 
 
-def at_nodes(situation: Situation, nodes: int) -> Situation:
+def change_nodes(situation: Situation, nodes: int) -> Situation:
     """Return the situation with another number of nodes."""
     return dataclasses.replace(situation, machines=dataclasses.replace(situation.machines, nodes=nodes))
 
 
-def at_link(situation: Situation, link: float) -> Situation:
+def change_link(situation: Situation, link: float) -> Situation:
     """Return the situation with links of `link` bytes per second."""
     return dataclasses.replace(situation, machines=dataclasses.replace(situation.machines, link=link))
 
 
-def sweep(
+def predict_sweep(
     profile: StepProfile, situation: Situation, algorithms: list[Algorithm]
 ) -> list[tuple[int, list[Prediction]]]:
     """Return the predictions of all algorithms for each of NODES."""
     return [
-        (nodes, [predict(profile, at_nodes(situation, nodes), algorithm) for algorithm in algorithms])
+        (nodes, [predict_step(profile, change_nodes(situation, nodes), algorithm) for algorithm in algorithms])
         for nodes in NODES
     ]
 
 
-def most_nodes(profile: StepProfile, situation: Situation, algorithm: Algorithm, efficiency: float) -> int:
+def find_most_nodes(profile: StepProfile, situation: Situation, algorithm: Algorithm, efficiency: float) -> int:
     """Return the largest of NODES up to which the efficiency stays at least `efficiency`, with the same batch per rank;
     1 if it is lower with two nodes already."""
     most = 1
     for nodes in NODES:
-        if predict(profile, at_nodes(situation, nodes), algorithm).efficiency < efficiency:
+        if predict_step(profile, change_nodes(situation, nodes), algorithm).efficiency < efficiency:
             break
         most = nodes
     return most
 
 
-def ranks_of_fixed_batch(prediction: Prediction, ranks: int, efficiency: float) -> int:
+def count_ranks_of_fixed_batch(prediction: Prediction, ranks: int, efficiency: float) -> int:
     """Return how many ranks can share the batch of `ranks` ranks at an efficiency of `efficiency`, at least 1.
 
     Lemma 1 of Zou et al.: with the overhead ratio R of one rank that computes the whole batch, G ranks reach the
@@ -73,22 +73,26 @@ def ranks_of_fixed_batch(prediction: Prediction, ranks: int, efficiency: float) 
     return max(1, math.floor((1 + ratio - efficiency) / (efficiency * ratio) + 1e-9))
 
 
-def batch_factor(profile: StepProfile, situation: Situation, algorithm: Algorithm, efficiency: float) -> float | None:
+def find_batch_factor(
+    profile: StepProfile, situation: Situation, algorithm: Algorithm, efficiency: float
+) -> float | None:
     """Return by how much the batch of `profile` must grow for the wanted efficiency; below 1 if it can shrink; None if
     no batch reaches it. Forward and backward take time in proportion to the batch."""
-    return _bisect(
-        lambda factor: predict(profile.scaled(factor), situation, algorithm).efficiency >= efficiency,
+    return _find_smallest(
+        lambda factor: predict_step(profile.scale_batch(factor), situation, algorithm).efficiency >= efficiency,
         1 / _LARGEST_FACTOR,
         _LARGEST_FACTOR,
     )
 
 
-def most_samples(memory: float, parameters: int, activations: float, algorithm: Algorithm, situation: Situation) -> int:
+def count_most_samples(
+    memory: float, parameters: int, activations: float, algorithm: Algorithm, situation: Situation
+) -> int:
     """Return the largest batch of a rank with `memory` bytes. Weights, gradients and Adam's moments need 16 bytes per
     parameter, the algorithm its state and a copy of it, and each sample `activations` bytes."""
-    load = situation.workload(algorithm, parameters)
-    left = memory - _OPTIMIZER_BYTES * parameters - 2 * algorithm.state_bytes(load)
-    return max(0, math.floor(left / activations))
+    load = situation.build_workload(algorithm, parameters)
+    left_bytes = memory - _OPTIMIZER_BYTES * parameters - 2 * algorithm.state_bytes(load)
+    return max(0, math.floor(left_bytes / activations))
 
 
 @dataclass(frozen=True)
@@ -100,30 +104,33 @@ class BreakEven:
     is_faster: bool
 
 
-def break_even(profile: StepProfile, situation: Situation, algorithm: Algorithm, dense: Algorithm) -> BreakEven:
+def find_break_even(profile: StepProfile, situation: Situation, algorithm: Algorithm, dense: Algorithm) -> BreakEven:
     """Return the break-even link of `algorithm` against `dense` on this cluster."""
 
-    def dense_wins(link: float) -> bool:
-        there = at_link(situation, link)
-        return predict(profile, there, dense).step * (1 - WORTH) <= predict(profile, there, algorithm).step
+    def is_dense_better(link: float) -> bool:
+        changed = change_link(situation, link)
+        return (
+            predict_step(profile, changed, dense).step * (1 - LEAST_SAVING)
+            <= predict_step(profile, changed, algorithm).step
+        )
 
     slow, fast = _LINK_BOUNDS
-    if dense_wins(slow):
+    if is_dense_better(slow):
         return BreakEven(None, False)
-    link = _bisect(dense_wins, slow, fast)
+    link = _find_smallest(is_dense_better, slow, fast)
     return BreakEven(link, link is None)
 
 
-def _bisect(holds: Callable[[float], bool], low: float, high: float) -> float | None:
-    """Return the smallest value of [low, high], to 1%, for which `holds` is True; None if it is False at `high`.
-    `holds` must be False below a value and True above it."""
-    if not holds(high):
+def _find_smallest(is_reached: Callable[[float], bool], low: float, high: float) -> float | None:
+    """Return the smallest value of [low, high], to 1%, for which `is_reached` is True; None if it is False at `high`.
+    `is_reached` must be False below a value and True above it."""
+    if not is_reached(high):
         return None
-    if holds(low):
+    if is_reached(low):
         return low
     while high / low > 1.01:
         middle = math.sqrt(low * high)
-        if holds(middle):
+        if is_reached(middle):
             high = middle
         else:
             low = middle

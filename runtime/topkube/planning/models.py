@@ -49,7 +49,7 @@ class Model:
         """Bytes that backward needs for one sample."""
         return sum(layer.activations for layer in self.layers)
 
-    def profile(self, compute: float) -> StepProfile:
+    def build_profile(self, compute: float) -> StepProfile:
         """Return the profile of a step whose forward and backward take `compute` seconds, divided among the layers by
         their multiplications."""
         whole = sum(layer.flops for layer in self.layers)
@@ -64,17 +64,17 @@ class Model:
         return StepProfile(self.name, compute * FORWARD_SHARE, tuple(gradients), on_cpu=False)
 
 
-def resnet50(image: int = 224) -> Model:
+def build_resnet50(image: int = 224) -> Model:
     """Return ResNet-50 for square images of `image` pixels and 1,000 classes."""
     layers: list[Layer] = []
 
-    def convolution(name: str, inputs: int, outputs: int, kernel: int, size: int) -> None:
+    def add_convolution(name: str, inputs: int, outputs: int, kernel: int, size: int) -> None:
         flops = 2.0 * inputs * outputs * kernel**2 * size**2
         stored = 2 * outputs * size**2 * 2  # the outputs of convolution and normalization, 16 bits
         layers.append(Layer(name, ((outputs, inputs, kernel, kernel), (outputs,), (outputs,)), flops, stored))
 
     size = -(-image // 2)
-    convolution("conv1", 3, 64, 7, size)
+    add_convolution("conv1", 3, 64, 7, size)
     size, inputs = -(-size // 2), 64
     for stage, (blocks, width) in enumerate([(3, 64), (4, 128), (6, 256), (3, 512)], 1):
         for block in range(blocks):
@@ -82,82 +82,85 @@ def resnet50(image: int = 224) -> Model:
             if stage > 1 and block == 0:
                 size = -(-size // 2)
             name = f"layer{stage}.{block}"
-            convolution(f"{name}.conv1", inputs, width, 1, before)
-            convolution(f"{name}.conv2", width, width, 3, size)
-            convolution(f"{name}.conv3", width, 4 * width, 1, size)
+            add_convolution(f"{name}.conv1", inputs, width, 1, before)
+            add_convolution(f"{name}.conv2", width, width, 3, size)
+            add_convolution(f"{name}.conv3", width, 4 * width, 1, size)
             if block == 0:
-                convolution(f"{name}.downsample", inputs, 4 * width, 1, size)
+                add_convolution(f"{name}.downsample", inputs, 4 * width, 1, size)
             inputs = 4 * width
     layers.append(Layer("fc", ((1000, inputs), (1000,)), 2.0 * inputs * 1000))
     return Model(f"ResNet-50, images of {image} x {image}", tuple(layers), "image")
 
 
-def _encoder(name: str, layers: int, width: int, tokens: int, tables: list[int], head: list[Layer]) -> Model:
+def _build_transformer(name: str, layers: int, width: int, tokens: int, tables: list[int], head: list[Layer]) -> Model:
     """Return a transformer with biases, normalization before or after, and a feed-forward width of 4 x `width`."""
     attention = 4.0 * tokens**2 * width
     stored = 34.0 * tokens * width / 4
 
-    def linear(where: str, inputs: int, outputs: int, more: float = 0.0) -> Layer:
+    def build_linear_layer(where: str, inputs: int, outputs: int, more: float = 0.0) -> Layer:
         return Layer(where, ((outputs, inputs), (outputs,)), 2.0 * tokens * inputs * outputs + more, stored)
 
     body = [Layer(f"embedding{i}", ((rows, width),), 0.0) for i, rows in enumerate(tables)]
     for i in range(layers):
         body += [
             Layer(f"{i}.norm1", ((width,), (width,)), 0.0),
-            linear(f"{i}.query_key_value", width, 3 * width, attention),
-            linear(f"{i}.projection", width, width),
+            build_linear_layer(f"{i}.query_key_value", width, 3 * width, attention),
+            build_linear_layer(f"{i}.projection", width, width),
             Layer(f"{i}.norm2", ((width,), (width,)), 0.0),
-            linear(f"{i}.expand", width, 4 * width),
-            linear(f"{i}.reduce", 4 * width, width),
+            build_linear_layer(f"{i}.expand", width, 4 * width),
+            build_linear_layer(f"{i}.reduce", 4 * width, width),
         ]
     return Model(f"{name}, {tokens} tokens", (*body, *head), "sequence")
 
 
-def bert_large(tokens: int = 128) -> Model:
+def build_bert_large(tokens: int = 128) -> Model:
     """Return BERT-large with its masked-language head, which shares the matrix of the embedding."""
     head = [
         Layer("pooler", ((1024, 1024), (1024,)), 2.0 * 1024 * 1024),
         Layer("transform", ((1024, 1024), (1024,), (1024,), (1024,)), 2.0 * tokens * 1024 * 1024),
         Layer("prediction", ((30522,),), 2.0 * tokens * 1024 * 30522),
     ]
-    return _encoder("BERT-large", 24, 1024, tokens, [30522, 512, 2], head)
+    return _build_transformer("BERT-large", 24, 1024, tokens, [30522, 512, 2], head)
 
 
-def gpt2(tokens: int = 1024) -> Model:
+def build_gpt2(tokens: int = 1024) -> Model:
     """Return the smallest GPT-2, whose head shares the matrix of the embedding."""
     head = [Layer("norm", ((768,), (768,)), 2.0 * tokens * 768 * 50257)]
-    return _encoder("GPT-2", 12, 768, tokens, [50257, 1024], head)
+    return _build_transformer("GPT-2", 12, 768, tokens, [50257, 1024], head)
 
 
-def llama_7b(tokens: int = 2048) -> Model:
+def build_llama_7b(tokens: int = 2048) -> Model:
     """Return a LLaMA of 6.7 billion parameters."""
     width, inner, vocabulary = 4096, 11008, 32000
     stored = 34.0 * tokens * width / 7
 
-    def linear(name: str, inputs: int, outputs: int, more: float = 0.0) -> Layer:
+    def build_linear_layer(name: str, inputs: int, outputs: int, more: float = 0.0) -> Layer:
         return Layer(name, ((outputs, inputs),), 2.0 * tokens * inputs * outputs + more, stored)
 
     layers = [Layer("embedding", ((vocabulary, width),), 0.0)]
     for i in range(32):
         layers += [
             Layer(f"{i}.norm1", ((width,),), 0.0),
-            *(linear(f"{i}.{part}", width, width, 4.0 * tokens**2 * width / 3) for part in ("query", "key", "value")),
-            linear(f"{i}.output", width, width),
+            *(
+                build_linear_layer(f"{i}.{part}", width, width, 4.0 * tokens**2 * width / 3)
+                for part in ("query", "key", "value")
+            ),
+            build_linear_layer(f"{i}.output", width, width),
             Layer(f"{i}.norm2", ((width,),), 0.0),
-            linear(f"{i}.gate", width, inner),
-            linear(f"{i}.up", width, inner),
-            linear(f"{i}.down", inner, width),
+            build_linear_layer(f"{i}.gate", width, inner),
+            build_linear_layer(f"{i}.up", width, inner),
+            build_linear_layer(f"{i}.down", inner, width),
         ]
-    layers += [Layer("norm", ((width,),), 0.0), linear("head", width, vocabulary)]
+    layers += [Layer("norm", ((width,),), 0.0), build_linear_layer("head", width, vocabulary)]
     return Model(f"LLaMA 7B, {tokens} tokens", tuple(layers), "sequence")
 
 
 MODELS: dict[str, Callable[[], Model]] = {
-    "resnet50": resnet50,
-    "resnet50-96": lambda: resnet50(96),
-    "bert-large": bert_large,
-    "gpt2": gpt2,
-    "7b": llama_7b,
+    "resnet50": build_resnet50,
+    "resnet50-96": lambda: build_resnet50(96),
+    "bert-large": build_bert_large,
+    "gpt2": build_gpt2,
+    "7b": build_llama_7b,
 }
 
 

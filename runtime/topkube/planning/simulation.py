@@ -22,8 +22,8 @@ PROCESSOR_LANES = (COMPUTE, COMMUNICATION, DELIVERY)
 
 @dataclass(eq=False)
 class Task:
-    """Work of `seconds` in `lane`. It starts when all tasks of `after` have ended and its lane is free; if it
-    `fills_gaps`, also not before all others that can run there. `start` and `end` are seconds, set by the
+    """Work of `seconds` in `lane`. It starts when all tasks of `after` have ended and its lane is free. A task that
+    `fills_gaps` starts only if no other task can run in its lane. `start` and `end` are seconds, set by the
     simulation."""
 
     name: str
@@ -68,8 +68,8 @@ def simulate(tasks: Collection[Task], cores: float = float("inf")) -> float:
                 running[lane].start = now
         active = [*running.values(), *waiting.values()]
         if not active:
-            stuck = next(task.name for task in tasks if task._missing)
-            raise ValueError(f"the tasks wait for each other in a circle: {stuck} never starts")
+            waiting_task = next(task.name for task in tasks if task._missing)
+            raise ValueError(f"the tasks wait for each other in a circle: {waiting_task} never starts")
         working = sum(lane in PROCESSOR_LANES for lane in running)
         share = min(1.0, cores / working) if working else 1.0
         rates = [share if task.lane in PROCESSOR_LANES else 1.0 for task in active]

@@ -1,4 +1,4 @@
-"""What a step is predicted for."""
+"""The cluster and the settings for which a step is predicted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from topkube.algorithms import MATRIX_RANK, Algorithm, Cost, Machines, Workload,
 
 @dataclass(frozen=True)
 class Situation:
-    """What a step is predicted for: the cluster, the settings of the aggregation, and what overlaps.
+    """The cluster, the settings of the aggregation, and what overlaps in a step that is predicted.
 
     `dense_wire` is the format of dense values between nodes. `period` is the number of steps from one exchange of
     weights to the next (the prediction is the mean step); None stands for the smallest period of each algorithm.
@@ -35,8 +35,8 @@ class Situation:
     def ranks(self) -> int:
         return self.machines.nodes * self.machines.slots
 
-    def workload(self, algorithm: Algorithm, elements: int, small: bool = False) -> Workload:
-        """Return the exchange of `elements` values with `algorithm`; values of a `small` bucket are never rounded."""
+    def build_workload(self, algorithm: Algorithm, elements: int, small: bool = False) -> Workload:
+        """Return the workload of `elements` values with `algorithm`; values of a `small` bucket are never rounded."""
         period = algorithm.least_period if self.period is None else self.period
         machines, dense_wire = self.machines, "fp32" if small else self.dense_wire
         return Workload(
@@ -44,8 +44,8 @@ class Situation:
         )
 
     def estimate_cost(self, algorithm: Algorithm, elements: int, small: bool = False) -> Cost:
-        """Return the cost of this exchange with `algorithm`."""
-        load = self.workload(algorithm, elements, small)
+        """Return the cost of an exchange of `elements` values with `algorithm`."""
+        load = self.build_workload(algorithm, elements, small)
         return estimate_cost(
             algorithm,
             self.machines,

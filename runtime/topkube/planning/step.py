@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from topkube.algorithms import OVERLAP, Algorithm
-from topkube.planning.buckets import BucketLength, bucket_lengths
+from topkube.planning.buckets import BucketLength, plan_bucket_lengths
 from topkube.planning.exchange_tasks import (
     TaskList,
     add_agreement,
@@ -49,10 +49,10 @@ class Prediction:
         return self.alone / self.step if self.step else 1.0
 
 
-def predict(profile: StepProfile, situation: Situation, algorithm: Algorithm) -> Prediction:
+def predict_step(profile: StepProfile, situation: Situation, algorithm: Algorithm) -> Prediction:
     """Return the predicted step of `profile` with `algorithm`. Raises ArgumentError if torch is not installed, because
     the bucket rule is part of the training loop."""
-    slow, cores = slowest(profile.spread, situation.ranks), situation.cores / situation.machines.slots
+    slow, cores = estimate_slowest(profile.spread, situation.ranks), situation.cores / situation.machines.slots
     is_decoupled = situation.is_decoupled and can_decouple(profile, situation, algorithm)
     tasks = (_list_decoupled_tasks if is_decoupled else _list_tasks)(profile, situation, algorithm, slow)
     step = simulate(tasks, cores)
@@ -73,7 +73,7 @@ def can_decouple(profile: StepProfile, situation: Situation, algorithm: Algorith
     return profile.on_cpu and situation.overlap and situation.machines.nodes > 1 and OVERLAP in algorithm.parameters
 
 
-def slowest(spread: float, ranks: int) -> float:
+def estimate_slowest(spread: float, ranks: int) -> float:
     """Return the expected compute time of the slowest of `ranks`, relative to the mean, if the times are normal with
     the relative standard deviation `spread` (Blom, "Statistical estimates and transformed beta-variables", 1958)."""
     if ranks <= 1 or not spread:
@@ -95,11 +95,11 @@ def _list_tasks(profile: StepProfile, situation: Situation, algorithm: Algorithm
         update = tasks.add("update", COMPUTE, profile.update)
         finished = add_exchanges(tasks, exchanges, [update] * len(exchanges), 0, False) or [update]
     else:
-        exchanged = exchanges if situation.overlap else [exchange.whole() for exchange in exchanges]
+        exchanged = exchanges if situation.overlap else [exchange.merge_pieces() for exchange in exchanges]
         window = count_window(profile, algorithm) if situation.overlap else 0
         starts = ready if situation.overlap else [end] * len(exchanges)
-        prompt = situation.machines.slots == 1 and window > 0
-        finished = add_exchanges(tasks, exchanged, starts, window, prompt) or [end]
+        is_prompt = situation.machines.slots == 1 and window > 0
+        finished = add_exchanges(tasks, exchanged, starts, window, is_prompt) or [end]
     done = finished[-1]
     if situation.machines.nodes > 1:
         done = add_agreement(tasks, situation, done, end)
@@ -110,7 +110,7 @@ def _list_tasks(profile: StepProfile, situation: Situation, algorithm: Algorithm
 
 def _plan_buckets(profile: StepProfile, situation: Situation, algorithm: Algorithm) -> Sequence[BucketLength]:
     rate = situation.machines.link if situation.machines.nodes > 1 else 0.0
-    return bucket_lengths(profile, algorithm, situation.ranks, rate) if situation.ranks > 1 else ()
+    return plan_bucket_lengths(profile, algorithm, situation.ranks, rate) if situation.ranks > 1 else ()
 
 
 def _add_backward(
@@ -132,15 +132,15 @@ def _add_backward(
 
 
 def _list_decoupled_tasks(profile: StepProfile, situation: Situation, algorithm: Algorithm, slow: float) -> TaskList:
-    """Return the tasks of a step that begins with backward and ends with the next forward. Gathers fill gaps, so that
-    the piece that was reduced last comes first. All have ended when forward ends: every step has the same tasks."""
+    """Return the tasks of a step that begins with backward and ends with the next forward. Gathers fill gaps, and the
+    piece that was reduced last is gathered first. All tasks end before forward does: all steps have the same tasks."""
     buckets = _plan_buckets(profile, situation, algorithm)
     exchanges = [estimate_exchange(bucket, profile, situation, algorithm) for bucket in buckets]
     is_halved = [bucket.itemsize < 8 for bucket in buckets]  # float64 is exchanged as a whole, in backward
-    halves = [exchange.half() if half else exchange for exchange, half in zip(exchanges, is_halved, strict=True)]
+    halves = [exchange.halve() if half else exchange for exchange, half in zip(exchanges, is_halved, strict=True)]
     tasks = TaskList()
     ready, end = _add_backward(tasks, profile, buckets, slow)
-    reduced = add_exchanges(tasks, halves, ready, count_window(profile, algorithm), prompt=True)
+    reduced = add_exchanges(tasks, halves, ready, count_window(profile, algorithm), is_prompt=True)
     owners = [number for number, half in enumerate(halves) for _ in range(half.pieces)]
     gathers: dict[int, list[Task]] = {number: [] for number, half in enumerate(is_halved) if half}
     for number, piece in zip(owners, reduced, strict=True):

@@ -228,7 +228,7 @@ def _build_status(started: _Started, code: int | None, history: History) -> Stat
     last = history.last
     progress = None
     if last is not None:
-        total, eta = last.total_steps, history.eta_seconds()
+        total, eta = last.total_steps, history.estimate_seconds_left()
         progress = Progress(
             step=last.step,
             total_steps=total,

@@ -12,7 +12,7 @@ from topkube.data.remote.object_store import ObjectStore
 from topkube.data.remote.retry import Absent, Patience, build_final_error, is_worth_a_retry
 from topkube.errors import SourceError, TopKubeError
 from topkube.job import ArchiveSource
-from topkube.job.failure_policy import SOURCE_UNAVAILABLE
+from topkube.job.fields.failure_policy import SOURCE_UNAVAILABLE
 from topkube.source.archive import MOST_BYTES, check_digest
 
 LONGEST_SECONDS = 3600.0

@@ -13,7 +13,7 @@ from pathlib import Path
 from topkube.errors import LaunchError, SourceError
 from topkube.files import write_text
 from topkube.job import ConfigMapSource, FirstFailure, Source
-from topkube.job.failure_policy import SETUP_FAILED
+from topkube.job.fields.failure_policy import SETUP_FAILED
 from topkube.launch import contract
 from topkube.launch.host.environment import name_digest_file
 from topkube.launch.termination_message import build_ending_before_start, write_ending

@@ -14,7 +14,7 @@ from typing import Any
 
 from topkube.errors import SourceError
 from topkube.job import Setup
-from topkube.job.failure_policy import SETUP_FAILED
+from topkube.job.fields.failure_policy import SETUP_FAILED
 
 PIP_SECONDS = 3600.0
 """The limit of one call of pip."""

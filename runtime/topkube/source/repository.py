@@ -11,7 +11,7 @@ from pathlib import Path
 
 from topkube.errors import SourceError
 from topkube.job import GitSource
-from topkube.job.failure_policy import SOURCE_UNAVAILABLE
+from topkube.job.fields.failure_policy import SOURCE_UNAVAILABLE
 from topkube.settings import process_environment
 from topkube.source.archive import MOST_BYTES, MOST_FILES
 

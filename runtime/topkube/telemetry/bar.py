@@ -38,6 +38,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_rate(per_second: float) -> str:
+    """Return a rate as text: 5,120 or 3.4."""
     return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.1f}"
 
 
@@ -103,7 +104,7 @@ class ProgressDisplay:
         elif time.monotonic() - self._shown_at >= PLAIN_SECONDS:
             self._print_plain_line()
 
-    def line(self, worker: int, rank: int, text: str) -> None:
+    def show_line(self, worker: int, rank: int, text: str) -> None:
         """Show a line that a rank printed."""
         prefix = f"[worker{worker}.rank{rank}] "
         if self._live:
@@ -135,7 +136,7 @@ def describe_progress(history: History, nodes: int, ranks: int, width: int | Non
     loss = f"loss {last.loss:.4g}" if last.loss is not None and math.isfinite(last.loss) else ""
     speed = f"{format_rate(last.samples_per_second)} samples/s" if last.samples_per_second else ""
     skipped = f"{last.skipped_steps} skipped" if last.skipped_steps else ""
-    eta = history.eta_seconds()
+    eta = history.estimate_seconds_left()
     left = f"{format_duration(eta)} left" if eta and last.total_steps and last.step < last.total_steps else ""
     parts = [step, loss, speed, describe_sent_bytes(history, nodes, ranks), skipped, left]
     for least_important in (None, 3, 4, 2, 1):

@@ -48,7 +48,7 @@ def read_totals(directory: Path) -> dict[str, float]:
     return total
 
 
-def reads(totals: Mapping[str, float]) -> tuple[int, int]:
+def count_reads(totals: Mapping[str, float]) -> tuple[int, int]:
     """Return the number of samples that were read, and the number of those that were not in the node's cache."""
     hits_in_memory = totals.get("memory_requests", 0.0) - totals.get("memory_misses", 0.0)
     return int(hits_in_memory + totals.get("disk_requests", 0.0)), int(totals.get("disk_misses", 0.0))

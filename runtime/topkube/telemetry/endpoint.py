@@ -77,53 +77,55 @@ class RunCollector(Collector):
         ranks = read_ranks(self._directory())
         if not ranks:
             return
-        yield self._steps(ranks)
-        yield self._phases(ranks)
-        yield self._sent(ranks)
+        yield self._build_step_histogram(ranks)
+        yield self._build_phase_family(ranks)
+        yield self._build_sent_family(ranks)
         for metric, name in _BY_RANK.items():
-            yield self._family(
+            yield self._build_family(
                 metric, [((self._job, str(rank_values.rank)), rank_values[name]) for rank_values in ranks]
             )
         if ranks[0].rank == 0:
-            yield from self._job_wide(ranks[0])
+            yield from self._collect_job_values(ranks[0])
         if any(rank_values["cache disk_state"] != ABSENT for rank_values in ranks):
-            yield from self._cache(ranks)
+            yield from self._collect_cache(ranks)
 
-    def _job_wide(self, first: RankValues) -> Iterator[Family]:
+    def _collect_job_values(self, first: RankValues) -> Iterator[Family]:
         for metric, name in _BY_JOB.items():
-            yield self._family(metric, [((self._job,), first[name])])
-        yield self._family(metrics.ATTEMPT, [((self._job,), float(first.attempt))])
+            yield self._build_family(metric, [((self._job,), first[name])])
+        yield self._build_family(metrics.ATTEMPT, [((self._job,), float(first.attempt))])
         if first["total_steps"] > 0 and first["step"] != ABSENT:
-            yield self._family(metrics.PROGRESS, [((self._job,), min(1.0, first["step"] / first["total_steps"]))])
+            yield self._build_family(metrics.PROGRESS, [((self._job,), min(1.0, first["step"] / first["total_steps"]))])
 
-    def _cache(self, ranks: list[RankValues]) -> Iterator[Family]:
+    def _collect_cache(self, ranks: list[RankValues]) -> Iterator[Family]:
         """Yield the families of the data cache: the sums over the ranks of this pod, and the worst state of a rank."""
 
-        def values(name: str) -> list[float]:
+        def list_values(name: str) -> list[float]:
             return [value for rank_values in ranks if (value := rank_values[f"cache {name}"]) != ABSENT]
 
-        def total(name: str) -> float:
-            return sum(values(name))
+        def add_up(name: str) -> float:
+            return sum(list_values(name))
 
-        requests = {tier: total(f"{tier}_requests") for tier in metrics.TIERS}
-        misses = {tier: total(f"{tier}_misses") for tier in metrics.TIERS}
-        yield self._family(metrics.CACHE_REQUESTS, [((self._job, tier), requests[tier]) for tier in metrics.TIERS])
+        requests = {tier: add_up(f"{tier}_requests") for tier in metrics.TIERS}
+        misses = {tier: add_up(f"{tier}_misses") for tier in metrics.TIERS}
+        yield self._build_family(
+            metrics.CACHE_REQUESTS, [((self._job, tier), requests[tier]) for tier in metrics.TIERS]
+        )
         hits = [((self._job, tier), requests[tier] - misses[tier]) for tier in metrics.TIERS]
-        yield self._family(metrics.CACHE_HITS, hits)
-        read = [((self._job, source), total(f"{source}_bytes")) for source in metrics.SOURCES]
-        yield self._family(metrics.CACHE_READ_BYTES, read)
+        yield self._build_family(metrics.CACHE_HITS, hits)
+        read = [((self._job, source), add_up(f"{source}_bytes")) for source in metrics.SOURCES]
+        yield self._build_family(metrics.CACHE_READ_BYTES, read)
         for metric, name in _CACHE.items():
-            yield self._family(metric, [((self._job,), total(name))])
-        yield self._family(metrics.CACHE_MEMORY_USED, [((self._job,), max(values("memory_used_bytes")))])
-        states = {tier: metrics.TIER_STATES[int(max(values(f"{tier}_state")))] for tier in metrics.TIERS}
+            yield self._build_family(metric, [((self._job,), add_up(name))])
+        yield self._build_family(metrics.CACHE_MEMORY_USED, [((self._job,), max(list_values("memory_used_bytes")))])
+        states = {tier: metrics.TIER_STATES[int(max(list_values(f"{tier}_state")))] for tier in metrics.TIERS}
         rows = [
             ((self._job, tier, state), float(state == states[tier]))
             for tier in metrics.TIERS
             for state in metrics.TIER_STATES
         ]
-        yield self._family(metrics.CACHE_TIER_STATE, rows)
+        yield self._build_family(metrics.CACHE_TIER_STATE, rows)
 
-    def _steps(self, ranks: list[RankValues]) -> Family:
+    def _build_step_histogram(self, ranks: list[RankValues]) -> Family:
         family = HistogramMetricFamily(metrics.STEP_SECONDS.name, metrics.STEP_SECONDS.help, labels=metrics.RANK)
         bounds = [*(str(bound) for bound in STEP_BUCKETS), "+Inf"]
         for rank_values in ranks:
@@ -131,24 +133,24 @@ class RunCollector(Collector):
             family.add_metric((self._job, str(rank_values.rank)), cumulated, sum_value=rank_values["step_seconds"])
         return family
 
-    def _phases(self, ranks: list[RankValues]) -> Family:
+    def _build_phase_family(self, ranks: list[RankValues]) -> Family:
         rows = [
             ((self._job, str(rank_values.rank), phase), rank_values[f"phase {phase}"])
             for rank_values in ranks
             for phase in PHASES
         ]
-        return self._family(metrics.PHASE_SECONDS, rows)
+        return self._build_family(metrics.PHASE_SECONDS, rows)
 
-    def _sent(self, ranks: list[RankValues]) -> Family:
+    def _build_sent_family(self, ranks: list[RankValues]) -> Family:
         rows = [
             ((self._job, str(rank_values.rank), level), rank_values[f"{level}_bytes"])
             for rank_values in ranks
             for level in LEVELS
         ]
-        return self._family(metrics.SENT_BYTES, rows)
+        return self._build_family(metrics.SENT_BYTES, rows)
 
     @staticmethod
-    def _family(metric: Metric, rows: Sequence[tuple[tuple[str, ...], float]]) -> Family:
+    def _build_family(metric: Metric, rows: Sequence[tuple[tuple[str, ...], float]]) -> Family:
         kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
         family = kind(metric.name.removesuffix("_total"), metric.help, labels=metric.labels)
         for labels, value in rows:

@@ -33,7 +33,7 @@ class History:
         """Add a step. If the history already has this step or later steps, they were repeated after a restart: the new
         record replaces them."""
         while self.steps and self.steps[-1] >= record.step:
-            for column in self._columns():
+            for column in self._list_columns():
                 column.pop()
         self.steps.append(record.step)
         self.losses.append(float("nan") if record.loss is None else record.loss)
@@ -46,7 +46,7 @@ class History:
         self.times.append(record.time)
         self.last = record
 
-    def _columns(self) -> list[array[int] | array[float]]:
+    def _list_columns(self) -> list[array[int] | array[float]]:
         whole = [self.steps, self.samples, self.sent, self.between, self.dense]
         return [*whole, self.losses, self.times, *self.seconds.values()]
 
@@ -61,7 +61,7 @@ class History:
             return self.last.samples_per_second if self.last and self.last.samples_per_second else None
         return sum(self.samples[1:]) / (self.times[-1] - self.times[0])
 
-    def eta_seconds(self, recent: int = 50) -> float | None:
+    def estimate_seconds_left(self, recent: int = 50) -> float | None:
         """Return the expected seconds until the last step, by the pace of the `recent` steps; None if unknown."""
         if self.total_steps is None or len(self.times) < 2:
             return None
@@ -91,6 +91,7 @@ class ProgressReader:
         self._path, self._offset = directory / PROGRESS_FILE, 0
 
     def read(self) -> list[StepRecord]:
+        """Return the records that were added since the last call."""
         records = []
         for record, offset in read_records(self._path, self._offset):
             records.append(record)
@@ -116,7 +117,7 @@ class LogFollower:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > most:
             lines, self._rest = [*lines, self._rest], b""
-        return [_as_text(line) for line in lines]
+        return [_decode_line(line) for line in lines]
 
     def finish(self) -> Iterator[list[str]]:
         """Yield the remaining lines in parts of about 1 MiB, and then a last line without its end."""
@@ -125,9 +126,9 @@ class LogFollower:
             before = self._offset
             yield self.read()
         rest, self._rest = self._rest, b""
-        yield [_as_text(rest)] if rest else []
+        yield [_decode_line(rest)] if rest else []
 
 
-def _as_text(line: bytes) -> str:
+def _decode_line(line: bytes) -> str:
     # The progress bar of a script overwrites its line, so only the last version of the line is shown.
     return line.decode("utf-8", errors="replace").rstrip("\r").rpartition("\r")[2]

@@ -146,7 +146,7 @@ def check_loggers(names: str) -> tuple[str, ...]:
     return chosen
 
 
-def log_folder(settings: Settings, run_path: Path) -> Path:
+def find_log_folder(settings: Settings, run_path: Path) -> Path:
     """Return the folder of the loggers: TOPKUBE_LOG_DIRECTORY, or `logs` beside the checkpoints, which outlive the pods
     of a job, or `logs` in the run's directory."""
     if settings.log_directory:
@@ -163,7 +163,7 @@ class StepWriter:
         self._progress = ProgressWriter(run_path)
         self._loggers: dict[str, Logger] = {}
         for name in chosen:
-            folder = log_folder(settings, run_path)
+            folder = find_log_folder(settings, run_path)
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 self._loggers[name] = LOGGERS[name][1](settings, folder)

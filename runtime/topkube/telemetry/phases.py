@@ -49,9 +49,10 @@ class Phases:
             end = time.perf_counter_ns()
             self.add(phase, (end - start) / 1e9)
             if recorder is not None:
-                recorder.phase(phase, stage, bucket, start, end, time.thread_time_ns() - processor)
+                recorder.record_phase(phase, stage, bucket, start, end, time.thread_time_ns() - processor)
 
     def add(self, phase: str, seconds: float) -> None:
+        """Add seconds to a phase, one of PHASES."""
         assert phase in PHASES, phase
         with self._lock:
             self._seconds[phase] += seconds

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from topkube.errors import TopKubeError
 from topkube.installation import install_command
 from topkube.telemetry.history import PARTS, History
-from topkube.telemetry.summary import edge_losses, over_steps
+from topkube.telemetry.summary import average_edge_losses, describe_mean
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e8ec"
 LOSS = "#2f6fb7"
@@ -94,11 +94,11 @@ def _draw_losses(axes: Any, steps: Values, losses: Values) -> None:
     smooth = smooth_values(losses)
     axes.plot(steps, losses, color=LOSS, alpha=0.28, linewidth=1, label="each step")
     axes.plot(steps, smooth, color=LOSS, linewidth=2.2, label="smoothed")
-    _, final, count = edge_losses(losses)  # the same number as in the summary
+    _, final, count = average_edge_losses(losses)  # the same number as in the summary
     assert final is not None
     axes.plot(steps[-1:], [final], "o", color=LOSS, markersize=6, clip_on=False, zorder=5)
     axes.annotate(
-        f"{final:.4g} ({over_steps(count)})",
+        f"{final:.4g} ({describe_mean(count)})",
         (steps[-1], final),
         (-8, 10),
         textcoords="offset points",

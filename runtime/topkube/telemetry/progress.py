@@ -20,7 +20,7 @@ PROGRESS_FILE = "progress.jsonl"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One finished step of the whole job.
+    """The record of a finished step of the whole job.
 
     `samples` and the bytes are sums over all ranks. `loss` is the mean over all samples of the step; None if the script
     reports no loss or the loss is not finite. `seconds` are those of rank 0. `samples_per_second` covers the time since
@@ -55,7 +55,7 @@ class StepRecord:
     def to_json(self) -> str:
         """Return the line without its end. Numbers that JSON cannot represent (a NaN loss) become null."""
         values = dataclasses.asdict(self)
-        return json.dumps({name: _finite(value) for name, value in values.items()}, separators=(",", ":"))
+        return json.dumps({name: _replace_nonfinite(value) for name, value in values.items()}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, line: str) -> StepRecord:
@@ -64,7 +64,7 @@ class StepRecord:
         return cls(**{name: value for name, value in json.loads(line).items() if name in known})
 
 
-def _finite(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -78,6 +78,7 @@ class ProgressWriter:
         self._file: TextIO = (directory / PROGRESS_FILE).open("a", encoding="utf-8", buffering=1)
 
     def write(self, record: StepRecord) -> None:
+        """Append a record."""
         self._file.write(record.to_json() + "\n")
 
     def close(self) -> None:

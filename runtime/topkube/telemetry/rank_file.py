@@ -53,7 +53,8 @@ _SIZE = _HEADER.size + 8 * len(FIELDS) + 8
 _ATTEMPTS_TO_READ = 5
 
 
-def metrics_path(directory: Path, rank: int) -> Path:
+def build_metrics_path(directory: Path, rank: int) -> Path:
+    """Return the path of a rank's metrics file in `directory`."""
     return directory / f"metrics-{rank}.bin"
 
 
@@ -70,7 +71,7 @@ class RankMetrics:
             self[name] = ABSENT
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            with replacing(metrics_path(directory, rank)) as part:
+            with replacing(build_metrics_path(directory, rank)) as part:
                 self._file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
                 self.flush()
             # a reader sees the file of an earlier attempt, or this whole file

@@ -40,8 +40,9 @@ class Summary:
 
 
 def summarize(history: History, nodes: int, ranks: int) -> Summary:
+    """Return the summary of a run of `ranks` ranks on `nodes` nodes."""
     steps = len(history.steps)
-    first_loss, final_loss, loss_steps = edge_losses(history.losses)
+    first_loss, final_loss, loss_steps = average_edge_losses(history.losses)
     return Summary(
         steps=history.last.step if history.last else 0,
         total_steps=history.total_steps,
@@ -58,8 +59,8 @@ def summarize(history: History, nodes: int, ranks: int) -> Summary:
     )
 
 
-def edge_losses(losses: Iterable[float]) -> tuple[float | None, float | None, int]:
-    """Return the mean of the first losses and of the last losses, and over how many steps each is the mean. Losses that
+def average_edge_losses(losses: Iterable[float]) -> tuple[float | None, float | None, int]:
+    """Return the mean of the first losses and of the last losses, and the number of steps of each mean. Losses that
     are not finite do not count. Without losses: None, None, 0."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     if not finite:
@@ -68,12 +69,12 @@ def edge_losses(losses: Iterable[float]) -> tuple[float | None, float | None, in
     return sum(finite[:edge]) / edge, sum(finite[-edge:]) / edge, edge
 
 
-def over_steps(count: int) -> str:
+def describe_mean(count: int) -> str:
     """Return the words for a mean over `count` steps at the end of a run: "mean of the last 10 steps"."""
     return f"mean of the last {count} steps" if count > 1 else "the last step"
 
 
-def rows(summary: Summary, history: History, nodes: int, ranks: int, wall_seconds: float) -> list[tuple[str, str]]:
+def list_rows(summary: Summary, history: History, nodes: int, ranks: int, wall_seconds: float) -> list[tuple[str, str]]:
     """Return the summary as (name, value) pairs for a table."""
     table = [("steps", f"{summary.steps}" + (f" of {summary.total_steps}" if summary.total_steps else ""))]
     table.append(("time", format_duration(wall_seconds)))

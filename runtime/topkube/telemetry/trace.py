@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from topkube.errors import TopKubeError
 from topkube.files import write_text
 
 COMPUTE, COMMUNICATION = 1, 2
@@ -38,10 +37,6 @@ _PHASES = {
     "inter": (STAGE, "wait for messages"),
     "update": (OPTIMIZER, "optimizer"),
 }
-
-
-class TraceError(TopKubeError, ValueError):
-    """A trace cannot be read, or lacks what the reader needs."""
 
 
 class Trace:
@@ -79,7 +74,7 @@ class Trace:
         `track` is that of the calling thread by default."""
         if not self.recording:
             return
-        event = self._event("X", category, name, start, track or _track())
+        event = self._build_event("X", category, name, start, track or _find_track())
         event["dur"] = (end - start) / 1e3
         if processor is not None:
             event["tdur"] = processor / 1e3
@@ -90,13 +85,15 @@ class Trace:
     def instant(self, category: str, name: str, at: int, **args: Any) -> None:
         """Record a moment on the compute track."""
         if self.recording:
-            self._events.append({**self._event("i", category, name, at, COMPUTE), "s": "t", "args": args})
+            self._events.append({**self._build_event("i", category, name, at, COMPUTE), "s": "t", "args": args})
 
-    def _event(self, kind: str, category: str, name: str, at: int, track: int) -> dict[str, Any]:
+    def _build_event(self, kind: str, category: str, name: str, at: int, track: int) -> dict[str, Any]:
         ts = (at - self._origin) / 1e3
         return {"ph": kind, "cat": category, "name": name, "pid": self._rank, "tid": track, "ts": ts}
 
-    def phase(self, phase: str, stage: str | None, bucket: int | None, start: int, end: int, processor: int) -> None:
+    def record_phase(
+        self, phase: str, stage: str | None, bucket: int | None, start: int, end: int, processor: int
+    ) -> None:
         """Record a block of `telemetry.phases` as `stage` of `bucket`: by default of the bucket at work."""
         category, name = _PHASES.get(phase, (STAGE, phase))
         bucket = self.bucket if bucket is None and category == STAGE else bucket
@@ -130,14 +127,16 @@ class Trace:
         yield from exchange
         if self.recording:
             common = {"id": number, "args": {} if bucket is None else {"bucket": bucket}}
-            self._events.append({**self._event("b", EXCHANGE, sent, start, COMMUNICATION), **common})
-            self._events.append({**self._event("e", EXCHANGE, sent, time.perf_counter_ns(), COMMUNICATION), **common})
+            self._events.append({**self._build_event("b", EXCHANGE, sent, start, COMMUNICATION), **common})
+            self._events.append(
+                {**self._build_event("e", EXCHANGE, sent, time.perf_counter_ns(), COMMUNICATION), **common}
+            )
 
     # ---- steps
 
     def end_step(self) -> None:
         """Record the end of an optimizer step, and write the file after the last step."""
-        now, processor = time.perf_counter_ns(), _processor_seconds()
+        now, processor = time.perf_counter_ns(), _read_processor_seconds()
         if self.recording and self._step_began is not None:
             compute, communication = (after - before for after, before in zip(processor, self._processor, strict=True))
             args: dict[str, Any] = {
@@ -179,97 +178,14 @@ active: Trace | None = None
 """The recorder of this process, None if nothing is recorded."""
 
 
-def _track() -> int:
+def _find_track() -> int:
     return COMMUNICATION if threading.current_thread().name == COMMUNICATION_THREAD else COMPUTE
 
 
-def _processor_seconds() -> tuple[float, float]:
+def _read_processor_seconds() -> tuple[float, float]:
     """Return the processor seconds so far of the calling thread, which computes, and of the communication thread."""
     for thread in threading.enumerate():
         if thread.name == COMMUNICATION_THREAD and thread.ident is not None:
             clock = time.pthread_getcpuclockid(thread.ident)
             return time.thread_time(), time.clock_gettime(clock)
     return time.thread_time(), 0.0
-
-
-# ---- files
-
-MOST_READ = 64
-"""A reader of a directory needs no more ranks than this, evenly spaced."""
-_SAME = ("nodes", "ranksPerNode", "algorithm", "device")
-"""Facts that all ranks of a run share."""
-
-
-def rank_files(directory: Path) -> list[Path]:
-    """Return the files that the ranks of a run wrote, in rank order."""
-    files = [path for path in directory.glob("rank-*.json") if path.stem.removeprefix("rank-").isdigit()]
-    return sorted(files, key=lambda path: int(path.stem.removeprefix("rank-")))
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Return the trace in a file, or the merged trace of a directory, of at most MOST_READ ranks. Raises TraceError if
-    there is none, or if the file is not a trace."""
-    if path.is_dir():
-        return merge(path, MOST_READ)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TraceError(
-            f"the trace {path} cannot be read: {error}",
-            cause="the path is misspelt, or the file is not JSON",
-            next_step="write a trace: topkube run --trace FILE train.py",
-        ) from error
-    if not isinstance(content, dict) or not isinstance(content.get("traceEvents"), list):
-        raise TraceError(
-            f"{path} is not a trace: it has no traceEvents",
-            cause="the file was written by another program",
-            next_step="write a trace: topkube run --trace FILE train.py",
-        )
-    return content
-
-
-def merge(directory: Path, most: int | None = None) -> dict[str, Any]:
-    """Return one trace with the events of all ranks in `directory`, or of `most` of them, on a common time axis that
-    starts at 0. Ranks on different machines are aligned by their clocks. Raises TraceError if no rank wrote a trace, or
-    if the files are of different runs."""
-    files = rank_files(directory)
-    if most is not None and len(files) > most:
-        files = [files[number * len(files) // most] for number in range(most)]
-    if not files:
-        raise TraceError(
-            f"{directory} contains no trace of a rank",
-            cause=f"the script made at most {WARM_STEPS} steps, or it does not use topkube.DistributedOptimizer",
-            next_step="train for more steps, or wrap the optimizer in topkube.DistributedOptimizer",
-        )
-    traces = [read(path) for path in files]
-    for path, content in zip(files, traces, strict=True):
-        facts, first = content.get("otherData", {}), traces[0].get("otherData", {})
-        if "originUnixNanoseconds" not in facts or any(facts.get(name) != first.get(name) for name in _SAME):
-            raise TraceError(
-                f"{path} and {files[0]} are traces of different runs",
-                cause="a run with other workers or another algorithm wrote into the same directory before",
-                next_step="remove the directory, and record the trace again",
-            )
-    origins = [trace["otherData"]["originUnixNanoseconds"] for trace in traces]
-    shifts = [(origin - min(origins)) / 1e3 for origin in origins]
-    begin = min(
-        event["ts"] + shift
-        for trace, shift in zip(traces, shifts, strict=True)
-        for event in trace["traceEvents"]
-        if "ts" in event
-    )
-    events = [
-        {**event, "ts": round(event["ts"] + shift - begin, 3)} if "ts" in event else event
-        for trace, shift in zip(traces, shifts, strict=True)
-        for event in trace["traceEvents"]
-    ]
-    common = {key: value for key, value in traces[0]["otherData"].items() if key not in ("rank", "node")}
-    return {"displayTimeUnit": "ms", "otherData": {**common, "tracedRanks": len(traces)}, "traceEvents": events}
-
-
-def write_merged(directory: Path, path: Path) -> None:
-    """Write the merged trace of all ranks in `directory` to `path`. Raises TraceError, and OSError if the disk refuses
-    the file."""
-    content = merge(directory)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(content, separators=(",", ":")))

@@ -261,17 +261,17 @@ def case_bytes_are_counted(world: World) -> None:
 
 
 HEADER_SHARE = {"hitopk": 0.01, "gtopk": 0.01, "naive": 0.01, "topk1bit": 0.02, "sparseloco": 0.02}
-"""How far the declared bytes may be from the messages: headers, alignment and estimated lengths of indices, relative to
-the messages. The others: 64 bytes per rank."""
+"""The largest difference between declared bytes and messages, relative to the messages: headers, alignment and
+estimated lengths of indices. For other algorithms it is 64 bytes per rank."""
 
 
 def case_the_declared_bytes_are_those_of_the_messages(world: World) -> None:
-    """Of the ranks' own count, and of the cost function by which `topkube plan` predicts steps. Only `oktopk` sends
-    what depends on the values: at most what it declares, and a tenth."""
+    """The bytes of the messages, the bytes that the ranks count, and the declared bytes, by which `topkube plan`
+    predicts steps, are the same. Only the bytes of `oktopk` depend on the values: at most 1.1 times those declared."""
     if world.nodes == 1 or len(set(map(len, world.node_ranks))) > 1:
         return
     side = 512
-    load_ = Workload(world.nodes, world.local_size, side * side, density=0.05, wire="bf16")
+    workload = Workload(world.nodes, world.local_size, side * side, density=0.05, wire="bf16")
     for algorithm in IN_HOST_MEMORY:
         name, x = algorithm.name, draw_inputs(world, side * side, seed=71)[world.rank].reshape(side, side)
         phases.current.take()
@@ -282,7 +282,7 @@ def case_the_declared_bytes_are_those_of_the_messages(world: World) -> None:
         of_nodes, in_messages_of_nodes = world.sum_small(own.ravel()).reshape(own.shape)
         busiest = of_nodes.argmax()  # nodes that are left over in the tree of gtopk send less
         sent, in_messages = of_nodes[busiest], in_messages_of_nodes[busiest]
-        declared = algorithm.traffic(load_).sent
+        declared = algorithm.traffic(workload).sent
         if name not in ("flat", "naive"):  # their messages go through the communicator of all ranks
             greetings = 64 * world.size
             assert 0 <= in_messages - sent <= greetings, (name, sent, in_messages)

@@ -281,7 +281,7 @@ def case_hosts_decide_while_messages_pass_through_their_memory(world: World) -> 
 
 def case_the_benchmark_compares_with_the_peer_of_the_device(world: World) -> None:
     arrays = DeviceArrays(world, CPU)
-    names = bench._names("", arrays)
+    names = bench.list_names("", arrays)
     assert {"nccl", "hierarchical-nccl", "hitopk", "peer: gloo"} <= set(names)
     assert "naive" not in names
     for dtype in ("fp32", "bf16"):

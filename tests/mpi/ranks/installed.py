@@ -90,7 +90,7 @@ def case_at_density_1_it_is_dense(world: World) -> None:
 
 
 def case_the_benchmark_measures_and_checks_it(world: World) -> None:
-    assert NAME in bench._names("", HostArrays())
+    assert NAME in bench.list_names("", HostArrays())
     report = bench.measure(world, 200_000, [NAME, "hitopk", "hierarchical"], 0.01, "fp32", "fp32", 1)
     if world.rank == 0:
         rows = {row["algorithm"]: row for row in report.rows}

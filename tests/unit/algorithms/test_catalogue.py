@@ -45,7 +45,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     directory = tmp_path / "site"
     directory.mkdir()
     monkeypatch.syspath_prepend(str(directory))
-    caches = (catalogue._installed, catalogue._load)
+    caches = (catalogue._find_entry_points, catalogue._load)
     for cache in caches:
         cache.cache_clear()
     yield directory
@@ -138,12 +138,12 @@ def test_an_installed_algorithm_is_in_the_catalogue_and_in_jobs(site: Path) -> N
     assert is_foreign("acme.stride-k")
     assert "is not known here" in list_warnings(parse_job("acme.stride-k"))[0]
     install_page(site)
-    catalogue._installed.cache_clear()
+    catalogue._find_entry_points.cache_clear()
     assert "acme_topkube" not in sys.modules
     assert algorithms.names()[-1] == "acme.stride-k"
     assert "acme_topkube" not in sys.modules, "listing names must not load packages"
     assert find_algorithm("acme.stride-k").on_device
-    assert str(algorithms.package_of("acme.stride-k")) == "acme-topkube 1.0"
+    assert str(algorithms.find_package("acme.stride-k")) == "acme-topkube 1.0"
     assert list_warnings(parse_job("acme.stride-k")) == []
     with pytest.raises(JobError, match=r"'acme.stridek' is not one of auto, .*did you mean acme.stride-k\?"):
         parse_job("acme.stridek")

@@ -90,7 +90,7 @@ def test_a_killed_run_leaves_its_directory_to_the_next(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     leftover, strangers = tmp_path / f"topkube-allreduce-{ended.pid}-1234-x", tmp_path / "topkube-allreduce-notes"
-    with scratch.scratch() as directory:
+    with scratch.create_scratch() as directory:
         running = tmp_path / directory.name
         for path in (leftover, strangers, running):
             path.mkdir()

@@ -402,7 +402,7 @@ def test_predictions_are_about_rows_that_the_plan_measures() -> None:
 
 
 def test_every_variant_is_a_choice_that_the_kernels_offer() -> None:
-    source = (machine.ROOT / "csrc/cuda/select.hpp").read_text()
+    source = (machine.ROOT / "csrc/cuda/selection/variants.hpp").read_text()
     for defines in variants.VARIANTS.values():
         for option in defines:
             assert f"#ifndef {option.removeprefix('-D').partition('=')[0]}\n" in source

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from allreduce import bounds
 from topkube.algorithms import OWN, Machines, estimate_cost, find_algorithm, resolve
 from topkube.cli.app import run_app
-from topkube.planning.profile import from_trace
+from topkube.planning.traced_profile import read_traced_profile
 
 SAMPLE = Path(__file__).parents[3] / "manifests" / "samples" / "char-gpt.yaml"
 nodes, slots, lengths = st.integers(2, 200), st.integers(1, 8), st.integers(100_000, 10**9)
@@ -248,7 +248,7 @@ def test_a_trace_with_dear_has_its_updates_in_forward(tmp_path: Path, capsys: An
         assert profile["latencySeconds"] == pytest.approx(latency)
     assert profile["forwardSeconds"] == pytest.approx(0.009)
     assert profile["updateSeconds"] == pytest.approx(0.003)
-    assert from_trace(content).forward_seconds == pytest.approx((0.009 * 5 / 7, 0.009 * 2 / 7))
+    assert read_traced_profile(content).forward_seconds == pytest.approx((0.009 * 5 / 7, 0.009 * 2 / 7))
 
 
 def test_a_trace_describes_the_step(tmp_path: Path, capsys: Any) -> None:

@@ -20,7 +20,7 @@ from topkube.telemetry.bar import (
 from topkube.telemetry.history import History, LogFollower, ProgressReader, split
 from topkube.telemetry.plot import PlotError, average_groups, draw, smooth_values
 from topkube.telemetry.progress import ProgressWriter, StepRecord
-from topkube.telemetry.summary import rows, summarize
+from topkube.telemetry.summary import list_rows, summarize
 
 
 def build_record(step: int, **fields: object) -> StepRecord:
@@ -63,8 +63,11 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
 def test_the_remaining_time_follows_from_the_speed() -> None:
     steps = build_history(*(build_record(n) for n in range(1, 21)))
     assert steps.samples_per_second == pytest.approx(16)
-    assert steps.eta_seconds() == pytest.approx(40)
-    assert build_history(build_record(1, total_steps=None), build_record(2, total_steps=None)).eta_seconds() is None
+    assert steps.estimate_seconds_left() == pytest.approx(40)
+    assert (
+        build_history(build_record(1, total_steps=None), build_record(2, total_steps=None)).estimate_seconds_left()
+        is None
+    )
 
 
 def test_bytes_are_compared_where_they_cross_between_nodes() -> None:
@@ -143,7 +146,7 @@ def test_the_plot_ends_with_the_loss_of_the_summary(monkeypatch: pytest.MonkeyPa
     draw(steps, tmp_path / "plot.png", "a run")
     final = summarize(steps, 1, 1).final_loss
     assert written == [f"{final:.4g} (mean of the last 10 steps)"]
-    assert ("loss", f"2.929 → {final:.4g} (means of the first and the last 10 steps)") in rows(
+    assert ("loss", f"2.929 → {final:.4g} (means of the first and the last 10 steps)") in list_rows(
         summarize(steps, 1, 1), steps, 1, 1, 1.0
     )
 

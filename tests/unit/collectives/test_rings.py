@@ -9,13 +9,13 @@ import pytest
 
 from message_network import PlayedNetwork
 from topkube.arrays import BFLOAT16
-from topkube.collectives.exchange import all_reduce_buffer_length, pairwise_all_reduce, ring_all_reduce
+from topkube.collectives.exchange import count_buffer_elements, pairwise_all_reduce, ring_all_reduce
 
 
 def reduce(exchange: Any, arrays: list[Any], scale: float) -> tuple[list[Any], int]:
     """Return the result of each rank, and the bytes that rank 0 sent."""
     network, results = PlayedNetwork(len(arrays)), [array.copy() for array in arrays]
-    room = all_reduce_buffer_length(len(arrays[0]), len(arrays))
+    room = count_buffer_elements(len(arrays[0]), len(arrays))
     network.run(
         [
             exchange(comm, result, np.empty(room, result.dtype), 0, lambda _: None, scale)

@@ -13,13 +13,18 @@ from thorough import choose
 
 from topkube.errors import JobError
 from topkube.job import TrainingJob
-from topkube.job.base.problems import field_names
-from topkube.job.base.quantity import in_bytes
-from topkube.job.spec import Aggregation, Checkpoint, Dataset, Metadata, RunPolicy, Spec
+from topkube.job.base.problems import list_field_names
+from topkube.job.base.quantity import parse_bytes
+from topkube.job.fields.aggregation import Aggregation
+from topkube.job.fields.checkpoint import Checkpoint
+from topkube.job.fields.dataset import Dataset
+from topkube.job.fields.run_policy import RunPolicy
+from topkube.job.metadata import Metadata
+from topkube.job.spec import Spec
 from topkube.settings import Settings
 
 PARTS = (TrainingJob, Spec, Aggregation, Dataset, Checkpoint, RunPolicy, Metadata)
-NAMES = sorted({name for part in PARTS for name in field_names(part)})
+NAMES = sorted({name for part in PARTS for name in list_field_names(part)})
 YAML_TOKENS = [*"{}[]:-?,&*!|>'\"#%@`\n\t ", "&a ", "*a", "<<: ", "- ", ": ", "1e3", "---\n", "!!int ", "~", *NAMES]
 WORDS = [
     *NAMES,
@@ -196,6 +201,6 @@ def test_one_damaged_field_is_one_named_problem(data: dict[str, Any], draw: st.D
     st.sampled_from([("", 1), ("k", 1000), ("Mi", 2**20), ("Gi", 2**30), ("e2", 100), ("P", 10**15)]),
 )
 def test_quantities_are_converted_to_bytes(number: int, unit: tuple[str, int]) -> None:
-    assert in_bytes(f"{number}{unit[0]}") == number * unit[1]
-    assert in_bytes("1.5Gi") == 3 * 2**29
-    assert in_bytes("1500m") == 2
+    assert parse_bytes(f"{number}{unit[0]}") == number * unit[1]
+    assert parse_bytes("1.5Gi") == 3 * 2**29
+    assert parse_bytes("1500m") == 2

@@ -17,6 +17,6 @@ def device(request: pytest.FixtureRequest) -> Any:
     if request.param == "cuda":
         if not torch.cuda.is_available():
             pytest.skip("no GPU here")
-        if cuda_library.path() is None:
+        if cuda_library.find_library_path() is None:
             pytest.skip("this build has no CUDA kernels")
     return Device(request.param)

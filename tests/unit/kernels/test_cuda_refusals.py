@@ -15,7 +15,7 @@ from cuda_device import Device, have_same_bits
 from topkube import kernels
 from topkube.errors import ArgumentError, DeviceError
 from topkube.kernels import cuda_library
-from topkube.kernels.device import device_kernels
+from topkube.kernels.device import find_device_kernels
 
 
 def test_without_the_cuda_build_a_cuda_tensor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,12 +43,12 @@ def test_a_library_that_does_not_load_is_reported(monkeypatch: pytest.MonkeyPatc
 def test_tensors_of_two_devices_are_refused() -> None:
     here, elsewhere = torch.zeros(3), torch.zeros(3, device="meta")
     with pytest.raises(ArgumentError, match=r"dense lies on meta, values on cpu.*values.to\(dense.device\)"):
-        device_kernels(dense=elsewhere, values=here)
+        find_device_kernels(dense=elsewhere, values=here)
     with pytest.raises(ArgumentError, match=r"values on the CPU \(it is a ndarray\)"):
-        device_kernels(dense=elsewhere, values=np.zeros(3))
+        find_device_kernels(dense=elsewhere, values=np.zeros(3))
     with pytest.raises(ArgumentError, match="kernels run on CPU and CUDA"):
         kernels.topk(elsewhere, 1)
-    assert device_kernels(dense=here, values=np.zeros(3)) is None
+    assert find_device_kernels(dense=here, values=np.zeros(3)) is None
 
 
 def test_arguments_are_refused_as_on_the_cpu(device: Device) -> None:
@@ -109,7 +109,7 @@ def test_the_build_has_cuda_kernels_where_nvcc_is() -> None:
 
 
 def test_a_call_without_a_driver_is_a_typed_error() -> None:
-    if cuda_library.path() is None or torch.cuda.is_available():
+    if cuda_library.find_library_path() is None or torch.cuda.is_available():
         pytest.skip("needs the library and no GPU")
     with pytest.raises(DeviceError, match=r"CUDA refused is_finite: .*\(error \d+\).*topkube doctor"):
         cuda_library.load().call("is_finite", 0, 0, 0, 0, 0, 0)

@@ -43,7 +43,7 @@ def check_mstopk(device: Device, x: torch.Tensor, k: int, iterations: int, seed:
     expected_indices, expected_values = kernels.mstopk(x, k, iterations, seed)
     assert have_same_bits(indices, expected_indices)
     assert have_same_bits(values, expected_values)
-    read, thresholds = device.kernels.last()[1], kernels.last_thresholds()
+    read, thresholds = device.kernels.read_effort()[1], kernels.last_thresholds()
     assert (*read.thresholds, *read.above) == (
         thresholds.upper, thresholds.lower, thresholds.above_upper, thresholds.above_lower,
     )  # fmt: skip
@@ -122,7 +122,7 @@ def test_a_selection_that_cannot_use_its_candidates_takes_at_most_four_passes(de
     ways = set()
     for x in build_adversarial_inputs(40_003).values():
         check_topk(device, x, 400)
-        passes, read = device.kernels.last()
+        passes, read = device.kernels.read_effort()
         ways.add((passes, read.from_the_data))
     assert ways == {(1, False), (4, True)}
 

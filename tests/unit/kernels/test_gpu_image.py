@@ -34,11 +34,13 @@ def test_a_wheel_without_kernels_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    CUOBJDUMP is None or cuda_library.path() is None, reason="no CUDA toolkit, or a build without kernels"
+    CUOBJDUMP is None or cuda_library.find_library_path() is None, reason="no CUDA toolkit, or a build without kernels"
 )
 def test_a_wheel_that_lacks_a_device_is_refused(tmp_path: Path) -> None:
-    assert _run_check(tmp_path, "80;90", cuda_library.path()).stdout.endswith("machine code for sm_80, sm_90\n")
-    ended = _run_check(tmp_path, "80;121", cuda_library.path())
+    assert _run_check(tmp_path, "80;90", cuda_library.find_library_path()).stdout.endswith(
+        "machine code for sm_80, sm_90\n"
+    )
+    ended = _run_check(tmp_path, "80;121", cuda_library.find_library_path())
     assert ended.returncode == 1
     assert "no machine code for sm_121" in ended.stderr
 

@@ -189,7 +189,7 @@ def test_callers_are_checked_by_their_address(
 def test_the_termination_message_explains_why_a_worker_cannot_reach_the_launcher(
     tmp_path: Path, asked_to_end: bool
 ) -> None:
-    """By itself after the time that the plan gives, or when its pod is deleted; and even if it is killed."""
+    """The worker writes it by itself after the time in the plan, when its pod is deleted, and even if it is killed."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         port = nobody.getsockname()[1]

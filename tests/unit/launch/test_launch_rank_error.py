@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from topkube.job.failure_policy import USUAL_REASONS
+from topkube.job.fields.failure_policy import USUAL_REASONS
 from topkube.launch.output.rank_report import RankReport, tail
 from topkube.launch.termination_message import find_reason
 

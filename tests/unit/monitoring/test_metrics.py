@@ -16,7 +16,7 @@ from topkube.errors import LaunchError
 from topkube.telemetry import metrics
 from topkube.telemetry.endpoint import MetricsEndpoint
 from topkube.telemetry.phases import PHASES, Snapshot
-from topkube.telemetry.rank_file import ABSENT, CACHE, RankMetrics, metrics_path, read_ranks
+from topkube.telemetry.rank_file import ABSENT, CACHE, RankMetrics, build_metrics_path, read_ranks
 from topkube.training.reporting.norms import Norms
 
 GAUGES = {"step": 1, "total_steps": 4, "density": 0.01, "skipped_steps": 0, "differing_ranks": 0, "last_step": 1e9}
@@ -163,10 +163,10 @@ def test_eight_ranks_are_one_cheap_scrape(tmp_path: Path, endpoint: MetricsEndpo
 def test_damaged_and_foreign_files_are_ignored(tmp_path: Path) -> None:
     for rank in range(4):
         RankMetrics(tmp_path, rank).step(0.1, build_snapshot(), 8, GAUGES)
-    whole = metrics_path(tmp_path, 1).read_bytes()
-    metrics_path(tmp_path, 1).write_bytes(whole[:-9])
-    metrics_path(tmp_path, 2).write_bytes(b"x" * len(whole))
-    metrics_path(tmp_path, 3).write_bytes(whole[:-8] + b"\xff" * 8)  # an incomplete write
+    whole = build_metrics_path(tmp_path, 1).read_bytes()
+    build_metrics_path(tmp_path, 1).write_bytes(whole[:-9])
+    build_metrics_path(tmp_path, 2).write_bytes(b"x" * len(whole))
+    build_metrics_path(tmp_path, 3).write_bytes(whole[:-8] + b"\xff" * 8)  # an incomplete write
     (tmp_path / "metrics-9.bin").mkdir()
     assert [rank_metrics.rank for rank_metrics in read_ranks(tmp_path)] == [0]
 

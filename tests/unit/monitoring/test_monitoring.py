@@ -9,12 +9,12 @@ import pytest
 
 from monitoring.catalog import SOURCES, find_metric
 from monitoring.dashboards import DASHBOARDS
-from monitoring.generated import stale
+from monitoring.generated import list_stale
 from monitoring.grafana import Dashboard, Panel
 
 
 def test_generated_files_are_fresh() -> None:
-    assert stale() == [], "python -m monitoring writes them"
+    assert list_stale() == [], "python -m monitoring writes them"
 
 
 def test_metrics_have_base_units_and_one_producer_each() -> None:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from topkube.algorithms import OWN, Algorithm, Machines, estimate_cost, find_algorithm
 from topkube.planning import guidelines
-from topkube.planning.buckets import bucket_lengths
+from topkube.planning.buckets import plan_bucket_lengths
 from topkube.planning.models import find_model
-from topkube.planning.profile import Gradient, HostCost, StepProfile, uniform
+from topkube.planning.profile import Gradient, HostCost, StepProfile, build_uniform_profile
 from topkube.planning.simulation import COMMUNICATION, COMPUTE, INPUT, LATENCY, LINK, PROCESSOR_LANES, Task, simulate
 from topkube.planning.situation import Situation
-from topkube.planning.step import Prediction, predict, slowest
+from topkube.planning.step import Prediction, estimate_slowest, predict_step
 
 seconds = st.floats(1e-5, 0.5)
 
@@ -60,7 +60,7 @@ algorithms = st.sampled_from(OWN)
 @settings(deadline=None)
 @given(profiles(), situations(), algorithms)
 def test_a_step_is_never_faster_than_its_parts(profile: StepProfile, where: Situation, algorithm: Algorithm) -> None:
-    prediction = predict(profile, where, algorithm)
+    prediction = predict_step(profile, where, algorithm)
     least = max(prediction.compute + profile.update + profile.other, prediction.wire)
     assert prediction.step >= least * (1 - 1e-9)
     assert 0 < prediction.efficiency <= 1 + 1e-9
@@ -75,8 +75,8 @@ def test_a_faster_link_is_never_slower(
 ) -> None:
     where = dataclasses.replace(where, cores=math.inf)
     profile = dataclasses.replace(profile, bucket_bytes=1 << 22)  # otherwise buckets change with the link
-    faster = guidelines.at_link(where, where.machines.link * factor)
-    assert predict(profile, faster, algorithm).step <= predict(profile, where, algorithm).step * (1 + 1e-9)
+    faster = guidelines.change_link(where, where.machines.link * factor)
+    assert predict_step(profile, faster, algorithm).step <= predict_step(profile, where, algorithm).step * (1 + 1e-9)
 
 
 @settings(deadline=None)
@@ -85,7 +85,7 @@ def test_without_overlap_a_step_is_the_sum_of_its_parts(
     profile: StepProfile, where: Situation, algorithm: Algorithm
 ) -> None:
     where = dataclasses.replace(where, cores=math.inf, overlap=False)
-    prediction = predict(profile, where, algorithm)
+    prediction = predict_step(profile, where, algorithm)
     assert prediction.step == pytest.approx(sum(task.seconds for task in prediction.tasks))
 
 
@@ -97,12 +97,12 @@ def test_a_step_of_one_bucket_follows_the_closed_formula(elements: int, time: fl
     profile = StepProfile("one", time, (Gradient("weight", elements, 2 * time),), update=time, on_cpu=True)
     agreement = 2 * math.ceil(math.log2(where.ranks)) * where.machines.latency
     exchange = estimate_cost(find_algorithm("hitopk"), where.machines, elements, where.density, where.wire).seconds
-    assert predict(profile, where, find_algorithm("hitopk")).step == pytest.approx(4 * time + exchange + agreement)
+    assert predict_step(profile, where, find_algorithm("hitopk")).step == pytest.approx(4 * time + exchange + agreement)
 
 
 @given(profiles(), algorithms)
 def test_one_rank_alone_exchanges_nothing(profile: StepProfile, algorithm: Algorithm) -> None:
-    alone = predict(profile, Situation(Machines(1, 1, 1e9, 1e10)), algorithm)
+    alone = predict_step(profile, Situation(Machines(1, 1, 1e9, 1e10)), algorithm)
     assert alone.step == pytest.approx(profile.serial)
     assert alone.efficiency == pytest.approx(1)
 
@@ -121,7 +121,7 @@ def predict_both(profile: StepProfile) -> tuple[float, float]:
     """Return the seconds of a step on two nodes without DeAR and with it. Work in memory takes no time."""
     machines = Machines(2, 1, LINK_RATE, math.inf, LATENCY_SECONDS)
     steps = (Situation(machines, is_decoupled=dear) for dear in (False, True))
-    plain, dear = (predict(profile, where, HIERARCHICAL).step for where in steps)
+    plain, dear = (predict_step(profile, where, HIERARCHICAL).step for where in steps)
     return plain, dear
 
 
@@ -183,7 +183,7 @@ def test_dear_changes_nothing_if_the_runtime_does_not_use_it(change: dict[str, o
     machines = Machines(int(str(change.get("nodes", 2))), 1, LINK_RATE, math.inf, LATENCY_SECONDS)
     overlap, algorithm = bool(change.get("overlap", True)), find_algorithm(str(change.get("algorithm", "hierarchical")))
     plain, dear = (Situation(machines, overlap=overlap, is_decoupled=dear) for dear in (False, True))
-    assert predict(profile, dear, algorithm).step == predict(profile, plain, algorithm).step
+    assert predict_step(profile, dear, algorithm).step == predict_step(profile, plain, algorithm).step
 
 
 @settings(deadline=None)
@@ -191,8 +191,8 @@ def test_dear_changes_nothing_if_the_runtime_does_not_use_it(change: dict[str, o
 def test_dear_does_the_same_work_and_is_not_slower(profile: StepProfile, where: Situation) -> None:
     """Its gathers have forward to hide behind too. It can cost a piece of one, which delays a reduce-scatter."""
     where = dataclasses.replace(where, cores=math.inf)
-    plain = predict(profile, where, HIERARCHICAL)
-    dear = predict(profile, dataclasses.replace(where, is_decoupled=True), HIERARCHICAL)
+    plain = predict_step(profile, where, HIERARCHICAL)
+    dear = predict_step(profile, dataclasses.replace(where, is_decoupled=True), HIERARCHICAL)
 
     def work(prediction: Prediction, *lanes: str) -> float:
         return sum(task.seconds for task in prediction.tasks if task.lane in lanes)
@@ -242,22 +242,22 @@ def test_tasks_that_wait_for_each_other_are_refused() -> None:
 
 
 def test_a_slow_input_pipeline_bounds_the_step() -> None:
-    profile = dataclasses.replace(uniform(10**6, 0.1), data=0.5)
+    profile = dataclasses.replace(build_uniform_profile(10**6, 0.1), data=0.5)
     where = Situation(Machines(1, 1, 1e9, 1e10))
-    assert predict(profile, where, find_algorithm("hitopk")).step == pytest.approx(0.5)
+    assert predict_step(profile, where, find_algorithm("hitopk")).step == pytest.approx(0.5)
     serial = dataclasses.replace(where, is_input_pipelined=False)
-    assert predict(profile, serial, find_algorithm("hitopk")).step == pytest.approx(0.6)
+    assert predict_step(profile, serial, find_algorithm("hitopk")).step == pytest.approx(0.6)
 
 
 def test_the_slowest_of_more_ranks_is_slower() -> None:
-    assert slowest(0.1, 1) == slowest(0, 4096) == 1
-    assert slowest(0.1, 4) == pytest.approx(1.103, abs=0.002)
-    assert slowest(0.1, 4096) == pytest.approx(1.354, abs=0.01)
+    assert estimate_slowest(0.1, 1) == estimate_slowest(0, 4096) == 1
+    assert estimate_slowest(0.1, 4) == pytest.approx(1.103, abs=0.002)
+    assert estimate_slowest(0.1, 4096) == pytest.approx(1.354, abs=0.01)
 
 
 def test_dense_training_on_a_processor_has_more_buckets_than_sparse() -> None:
-    profile = dataclasses.replace(uniform(25_000_000, 0.1), on_cpu=True)
-    dense, sparse = (bucket_lengths(profile, find_algorithm(name), 4) for name in ("hierarchical", "hitopk"))
+    profile = dataclasses.replace(build_uniform_profile(25_000_000, 0.1), on_cpu=True)
+    dense, sparse = (plan_bucket_lengths(profile, find_algorithm(name), 4) for name in ("hierarchical", "hitopk"))
     assert len(dense) > len(sparse) > 1
     assert sum(bucket.elements for bucket in dense) == sum(bucket.elements for bucket in sparse) == 25_000_000
     assert [bucket.last for bucket in dense] == sorted(bucket.last for bucket in dense)
@@ -278,48 +278,50 @@ def test_built_in_models_have_the_published_sizes(name: str, parameters: int, bi
     model = find_model(name)
     assert model.parameters == parameters
     assert model.flops / 3e9 == pytest.approx(billions, rel=0.02)
-    profile = model.profile(0.3)
+    profile = model.build_profile(0.3)
     assert profile.elements == parameters
     assert profile.forward == pytest.approx(0.1)
     assert profile.backward == pytest.approx(0.2)
 
 
 def test_the_break_even_link_is_where_the_gain_ends() -> None:
-    profile = find_model("resnet50").profile(0.05)
+    profile = find_model("resnet50").build_profile(0.05)
     where = Situation(Machines(16, 1, 1e9, 3e11))
     dense, sparse = find_algorithm("hierarchical"), find_algorithm("hitopk")
-    even = guidelines.break_even(profile, where, sparse, dense)
+    even = guidelines.find_break_even(profile, where, sparse, dense)
     assert even.link is not None
 
     def predict_gain(link: float) -> float:
-        there = guidelines.at_link(where, link)
-        return predict(profile, there, dense).step / predict(profile, there, sparse).step
+        there = guidelines.change_link(where, link)
+        return predict_step(profile, there, dense).step / predict_step(profile, there, sparse).step
 
     assert predict_gain(even.link / 2) > 1.03
-    assert predict_gain(even.link) == pytest.approx(1 / (1 - guidelines.WORTH), abs=0.01)
-    assert predict_gain(even.link * 2) < 1 / (1 - guidelines.WORTH)
-    many = guidelines.at_nodes(where, 4096)
-    assert guidelines.break_even(profile, many, find_algorithm("naive"), dense) == guidelines.BreakEven(None, False)
+    assert predict_gain(even.link) == pytest.approx(1 / (1 - guidelines.LEAST_SAVING), abs=0.01)
+    assert predict_gain(even.link * 2) < 1 / (1 - guidelines.LEAST_SAVING)
+    many = guidelines.change_nodes(where, 4096)
+    assert guidelines.find_break_even(profile, many, find_algorithm("naive"), dense) == guidelines.BreakEven(
+        None, False
+    )
 
 
 def test_the_recommended_batch_and_workers_are_the_first_that_suffice() -> None:
-    profile, sparse = find_model("resnet50").profile(0.02), find_algorithm("hierarchical")
+    profile, sparse = find_model("resnet50").build_profile(0.02), find_algorithm("hierarchical")
     where = Situation(Machines(16, 8, 3e9, 3e11))
-    factor = guidelines.batch_factor(profile, where, sparse, 0.8)
+    factor = guidelines.find_batch_factor(profile, where, sparse, 0.8)
     assert factor is not None
-    assert predict(profile.scaled(factor), where, sparse).efficiency >= 0.8
-    assert predict(profile.scaled(factor * 0.97), where, sparse).efficiency < 0.8
-    larger = profile.scaled(2 * factor)
-    nodes = guidelines.most_nodes(larger, where, sparse, 0.8)
-    assert predict(larger, guidelines.at_nodes(where, nodes), sparse).efficiency >= 0.8
-    assert predict(larger, guidelines.at_nodes(where, 2 * nodes), sparse).efficiency < 0.8
+    assert predict_step(profile.scale_batch(factor), where, sparse).efficiency >= 0.8
+    assert predict_step(profile.scale_batch(factor * 0.97), where, sparse).efficiency < 0.8
+    larger = profile.scale_batch(2 * factor)
+    nodes = guidelines.find_most_nodes(larger, where, sparse, 0.8)
+    assert predict_step(larger, guidelines.change_nodes(where, nodes), sparse).efficiency >= 0.8
+    assert predict_step(larger, guidelines.change_nodes(where, 2 * nodes), sparse).efficiency < 0.8
 
 
 def test_ranks_of_a_fixed_batch_follow_lemma_1_of_the_guidelines() -> None:
     """With the overhead ratio R, G ranks reach the efficiency (1 + R) / (1 + G R)."""
     profile = StepProfile("x", 1.0, (Gradient("w", 1, 2.0),), update=0.3)
-    alone = predict(profile, Situation(Machines(1, 1, 1e9, 1e10)), find_algorithm("hitopk"))
-    ranks = guidelines.ranks_of_fixed_batch(alone, 1, 0.8)
+    alone = predict_step(profile, Situation(Machines(1, 1, 1e9, 1e10)), find_algorithm("hitopk"))
+    ranks = guidelines.count_ranks_of_fixed_batch(alone, 1, 0.8)
     efficiency = [(1 + 0.1) / (1 + count * 0.1) for count in (ranks, ranks + 1)]
     assert efficiency[0] >= 0.8 > efficiency[1]
 
@@ -327,5 +329,5 @@ def test_ranks_of_a_fixed_batch_follow_lemma_1_of_the_guidelines() -> None:
 def test_memory_bounds_the_batch() -> None:
     where, model = Situation(Machines(2, 8, 1e9, 1e10)), find_model("7b")
     sparse = find_algorithm("hitopk")
-    assert guidelines.most_samples(80e9, model.parameters, model.activations, sparse, where) == 0
-    assert guidelines.most_samples(141e9, model.parameters, model.activations, sparse, where) == 2
+    assert guidelines.count_most_samples(80e9, model.parameters, model.activations, sparse, where) == 0
+    assert guidelines.count_most_samples(141e9, model.parameters, model.activations, sparse, where) == 2

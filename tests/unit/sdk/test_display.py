@@ -30,7 +30,7 @@ def test_statuses_become_a_history_with_rate_loss_and_time_left() -> None:
     assert list(history.losses[:2]) == [2.5, 1.25]
     assert math.isnan(history.losses[2])
     assert history.samples_per_second == 50.0
-    assert history.eta_seconds() == 25.0
+    assert history.estimate_seconds_left() == 25.0
     assert describe_progress(history, 2, 4) == "step 50/100  50 samples/s  25 s left"
 
 

@@ -17,7 +17,7 @@ import pytest
 from topkube.data.remote.retry import Patience
 from topkube.errors import SourceError
 from topkube.job import ArchiveSource, ConfigMapSource, GitSource, Setup, Source
-from topkube.job.failure_policy import SCRIPT_ERRORS
+from topkube.job.fields.failure_policy import SCRIPT_ERRORS
 from topkube.launch import contract
 from topkube.launch.host.environment import list_source_variables, read_source_digest
 from topkube.settings import Settings

@@ -15,7 +15,7 @@ from topkube.launch.local import rank_environment
 from topkube.launch.mpi import mpi_library
 from topkube.settings import Settings, wandb_mode
 from topkube.telemetry import loggers
-from topkube.telemetry.loggers import StepWriter, check_loggers, log_folder
+from topkube.telemetry.loggers import StepWriter, check_loggers, find_log_folder
 from topkube.telemetry.progress import StepRecord
 
 RECORDS = [
@@ -123,9 +123,9 @@ def test_mistakes_are_reported_before_ranks_start(monkeypatch: pytest.MonkeyPatc
 
 def test_logs_are_next_to_the_checkpoints(tmp_path: Path) -> None:
     """On a cluster, they are on the volume of the checkpoints."""
-    assert log_folder(Settings(), tmp_path) == tmp_path / "logs"
-    assert log_folder(Settings(checkpoint_directory="/claim/gpt"), tmp_path) == Path("/claim/gpt/logs")
-    assert log_folder(Settings(log_directory="/mine", checkpoint_directory="/claim"), tmp_path) == Path("/mine")
+    assert find_log_folder(Settings(), tmp_path) == tmp_path / "logs"
+    assert find_log_folder(Settings(checkpoint_directory="/claim/gpt"), tmp_path) == Path("/claim/gpt/logs")
+    assert find_log_folder(Settings(log_directory="/mine", checkpoint_directory="/claim"), tmp_path) == Path("/mine")
 
 
 def test_the_option_reaches_the_ranks_and_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,8 +69,8 @@ class FakeGraphs:
             return kernels if graphs.emulates else None
 
         monkeypatch.setattr(CudaLibrary, "call", observe)
-        monkeypatch.setattr(selection, "device_kernels", choose)
-        monkeypatch.setattr(wire, "device_kernels", choose)
+        monkeypatch.setattr(selection, "find_device_kernels", choose)
+        monkeypatch.setattr(wire, "find_device_kernels", choose)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
 

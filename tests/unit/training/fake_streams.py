@@ -198,7 +198,7 @@ def play_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
             super().__init__(device)
             self.is_cuda, self.stream = True, FakeStream("exchange", fake)
 
-        def host_number(self) -> torch.Tensor:
+        def allocate_host_number(self) -> torch.Tensor:
             fake.host_memory.append(torch.empty(()))
             return fake.host_memory[-1]
 

@@ -17,7 +17,7 @@ import topkube
 from topkube import mpi_exit
 from topkube.collectives.device import node_group as node_group_module
 from topkube.collectives.device import spanning_group
-from topkube.collectives.device.node_group import node_group, refuse_mig
+from topkube.collectives.device.node_group import find_node_group, refuse_mig
 from topkube.errors import ArgumentError, DeviceError
 from topkube.processors import bind_near_pci, find_processors_near_pci
 from topkube.settings import Settings
@@ -99,14 +99,14 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_watchdog_of_nccl_waits_twice_as_long_as_topkube(nccl: World) -> None:
-    group = node_group(nccl, torch.device("cuda", 0))
+    group = find_node_group(nccl, torch.device("cuda", 0))
     assert group._group.options._timeout == timedelta(seconds=120)
 
 
 def test_a_build_of_torch_without_nccl_is_refused(nccl: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     with pytest.raises(DeviceError, match=r"this build of torch has no NCCL.*install a build of torch for CUDA"):
-        node_group(nccl, torch.device("cuda", 0))
+        find_node_group(nccl, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def test_ranks_of_other_nodes_meet_at_an_address_that_they_reach(
 
 
 def test_a_process_has_one_communicator_per_device_and_ends_it(nccl: World) -> None:
-    group = node_group(nccl, torch.device("cuda", 0))
-    assert node_group(nccl, torch.device("cuda", 0)) is group
+    group = find_node_group(nccl, torch.device("cuda", 0))
+    assert find_node_group(nccl, torch.device("cuda", 0)) is group
     communicator = group._group
     for close in nccl.at_end:
         close()
@@ -156,7 +156,7 @@ def test_a_process_has_one_communicator_per_device_and_ends_it(nccl: World) -> N
 
 
 def test_two_series_of_collectives_do_not_mix(nccl: World) -> None:
-    group = node_group(nccl, torch.device("cuda", 0))
+    group = find_node_group(nccl, torch.device("cuda", 0))
     training, script = object(), object()
     group.claim(training)
     group.claim(training)
@@ -170,7 +170,7 @@ def test_two_series_of_collectives_do_not_mix(nccl: World) -> None:
 def test_a_default_group_of_nccl_beside_ours_is_refused(
     nccl: World, monkeypatch: pytest.MonkeyPatch, backend: str, is_refused: bool
 ) -> None:
-    group = node_group(nccl, torch.device("cuda", 0))
+    group = find_node_group(nccl, torch.device("cuda", 0))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)

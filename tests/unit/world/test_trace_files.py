@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from topkube.telemetry import phases, trace
-from topkube.telemetry.trace import Trace, TraceError
+from topkube.telemetry.trace import Trace
+from topkube.telemetry.trace_files import MOST_READ, TraceError, list_rank_files, merge_traces, read_trace
 
 FACTS = {"nodes": 2, "ranksPerNode": [1, 1], "algorithm": "dense", "device": "cpu"}
 
@@ -32,7 +33,7 @@ def test_the_wanted_steps_are_recorded_and_then_nothing(tmp_path: Path) -> None:
     recorder = record_trace(tmp_path, 0)
     assert trace.active is None
     assert not recorder.recording
-    events = trace.read(tmp_path / "rank-0.json")["traceEvents"]
+    events = read_trace(tmp_path / "rank-0.json")["traceEvents"]
     assert [e["name"] for e in events if e.get("cat") == trace.STEP] == ["step 3", "step 4"]
     assert len([e for e in events if e.get("cat") == trace.DATA]) == 2
     before = (tmp_path / "rank-0.json").read_bytes()
@@ -45,7 +46,7 @@ def test_a_rank_that_ends_early_keeps_its_whole_steps(tmp_path: Path) -> None:
     for _ in range(trace.WARM_STEPS + 3):
         recorder.end_step()
     recorder.close()
-    assert len([e for e in trace.read(tmp_path)["traceEvents"] if e.get("cat") == trace.STEP]) == 3
+    assert len([e for e in read_trace(tmp_path)["traceEvents"] if e.get("cat") == trace.STEP]) == 3
 
 
 def test_ranks_are_aligned_by_their_clocks(tmp_path: Path) -> None:
@@ -58,7 +59,7 @@ def test_ranks_are_aligned_by_their_clocks(tmp_path: Path) -> None:
             if "ts" in event:
                 event["ts"] = 100.0
         path.write_text(json.dumps(content))
-    merged = trace.merge(tmp_path)
+    merged = merge_traces(tmp_path)
     assert {e["ts"] for e in merged["traceEvents"] if "ts" in e and e["pid"] == 0} == {0.0}
     assert {e["ts"] for e in merged["traceEvents"] if "ts" in e and e["pid"] == 1} == {5000.0}
     assert merged["otherData"]["tracedRanks"] == 2
@@ -68,15 +69,15 @@ def test_traces_of_different_runs_are_refused(tmp_path: Path) -> None:
     record_trace(tmp_path, 0)
     record_trace(tmp_path, 1, algorithm="hitopk")
     with pytest.raises(TraceError, match="different runs"):
-        trace.read(tmp_path)
+        read_trace(tmp_path)
 
 
 def test_few_of_many_ranks_are_read(tmp_path: Path) -> None:
-    for rank in range(trace.MOST_READ + 10):
+    for rank in range(MOST_READ + 10):
         record_trace(tmp_path, rank, steps=1)
     (tmp_path / "rank-notes.json").write_text("{}")
-    assert len(trace.rank_files(tmp_path)) == trace.MOST_READ + 10
-    assert trace.read(tmp_path)["otherData"]["tracedRanks"] == trace.MOST_READ
+    assert len(list_rank_files(tmp_path)) == MOST_READ + 10
+    assert read_trace(tmp_path)["otherData"]["tracedRanks"] == MOST_READ
 
 
 def test_a_disk_that_refuses_the_file_does_not_end_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from topkube.job import TrainingJob
-from topkube.job.failure_policy import (
+from topkube.job.fields.failure_policy import (
     AVOIDED_NODE_NEEDED,
     HARDWARE_FAULT,
     SCRIPT_ERRORS,

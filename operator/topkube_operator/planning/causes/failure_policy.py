@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from topkube.job import FailurePolicy, FailureRule
-from topkube.job.failure_policy import AVOIDED_NODE_NEEDED, SCRIPT_ERRORS, Action
+from topkube.job.fields.failure_policy import AVOIDED_NODE_NEEDED, SCRIPT_ERRORS, Action
 from topkube.timestamps import format_timestamp, parse_timestamp
 from topkube_operator.model import names
 from topkube_operator.model.observed import Observed, Pod

@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. Training does not work here if a check has the state "fail"."""
+    """A line of the report. Training does not work here if a check has the state "fail"."""
 
     name: str
     state: Literal["ok", "warn", "fail"]

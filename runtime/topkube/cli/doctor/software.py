@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from topkube.algorithms import load_all, package_of
+from topkube.algorithms import find_package, load_all
 from topkube.cli.doctor.check import Check, report_ok
 from topkube.errors import TopKubeError
 from topkube.installation import install_command, reinstall_command
@@ -64,10 +64,10 @@ def check_cuda_kernels() -> Iterator[Check]:
 def check_algorithms() -> Iterator[Check]:
     """List TopKube's own algorithms, then those of each package, then the packages whose algorithms cannot be used."""
     algorithms, errors = load_all()
-    own = [algorithm.name for algorithm in algorithms if package_of(algorithm.name) is None]
+    own = [algorithm.name for algorithm in algorithms if find_package(algorithm.name) is None]
     by_package: dict[str, list[str]] = {}
     for algorithm in algorithms:
-        if package := package_of(algorithm.name):
+        if package := find_package(algorithm.name):
             by_package.setdefault(str(package), []).append(algorithm.name)
     yield report_ok(
         "algorithms",

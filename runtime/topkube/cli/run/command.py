@@ -23,7 +23,7 @@ from topkube.launch.mpi import mpi_library
 from topkube.processors import count_cores
 from topkube.settings import Settings, process_environment
 from topkube.telemetry.history import History
-from topkube.telemetry.loggers import check_loggers, log_folder
+from topkube.telemetry.loggers import check_loggers, find_log_folder
 
 
 def run_job(options: RunOptions) -> int:
@@ -54,7 +54,7 @@ def run_job(options: RunOptions) -> int:
             say(console, f"metrics for Prometheus at http://127.0.0.1:{endpoint.port}/metrics")
         _announce(console, job, mpi, directory)
         if loggers:
-            say(console, f"{', '.join(loggers)}: {log_folder(Settings.from_environment(environment), directory)}")
+            say(console, f"{', '.join(loggers)}: {find_log_folder(Settings.from_environment(environment), directory)}")
         failure = watch.run()
         report_run(watch, failure)
     if signals.received is not None:

@@ -16,9 +16,9 @@ from topkube.cli.run.summary import PartsOfStep, RankEnd, RunSummary
 from topkube.cli.run.watch import Watch
 from topkube.errors import LaunchError
 from topkube.job import TrainingJob
-from topkube.telemetry import trace
 from topkube.telemetry.plot import PlotError, draw
-from topkube.telemetry.summary import rows, summarize
+from topkube.telemetry.summary import list_rows, summarize
+from topkube.telemetry.trace_files import TraceError, write_merged_trace
 
 TRACES = "traces"
 """The folder of the run's directory in which ranks write their traces."""
@@ -27,8 +27,8 @@ TRACES = "traces"
 def _write_trace(directory: Path, path: Path, console: Console) -> Path | None:
     """Write the trace of all ranks to `path`. Return None, with a warning, if there is none or the disk refuses it."""
     try:
-        trace.write_merged(directory, path)
-    except (trace.TraceError, OSError) as error:
+        write_merged_trace(directory, path)
+    except (TraceError, OSError) as error:
         say(console, f"warning: no trace was written to {path}: {error}")
         return None
     return path
@@ -76,7 +76,7 @@ def report_run(watch: Watch, failure: LaunchError | None) -> None:
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column(overflow="fold")
     if history.steps:
-        for name, value in rows(summary, history, nodes, job.ranks, watch.wall_seconds):
+        for name, value in list_rows(summary, history, nodes, job.ranks, watch.wall_seconds):
             table.add_row(name, value)
     table.add_row("logs", f"{directory}/rank-*.log")
     if plotted:

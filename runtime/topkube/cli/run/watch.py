@@ -103,7 +103,7 @@ class Watch:
     def _show(self, display: ProgressDisplay, lines: list[tuple[int, list[str]]]) -> None:
         for rank, texts in lines:
             for text in texts:
-                display.line(self.local.find_node(rank), rank, text)
+                display.show_line(self.local.find_node(rank), rank, text)
         if self._progress is not None:
             try:
                 for record in self._progress.read():

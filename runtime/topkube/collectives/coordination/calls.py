@@ -76,7 +76,7 @@ def allgather(array: Any, *, world: World | None = None) -> Any:
     kind = f"{'tensor' if tensor else 'array'} dtype={source.dtype} shape=(*, {', '.join(map(str, rest))})"
     with _call(world, "allgather()", kind) as world:
         host = source.detach().contiguous().cpu() if tensor else np.ascontiguousarray(source)
-        raw: Bytes = _tensor_bytes(host) if tensor else host.reshape(-1).view(np.uint8)
+        raw: Bytes = _view_tensor_bytes(host) if tensor else host.reshape(-1).view(np.uint8)
         lengths = _gather_numbers(world, [source.shape[0], raw.size], "allgather()")
         joined = _gather_bytes(world, raw, lengths[:, 1], "allgather()")
         shape = (int(lengths[:, 0].sum()), *rest)
@@ -85,7 +85,7 @@ def allgather(array: Any, *, world: World | None = None) -> Any:
         import torch
 
         result = torch.empty(shape, dtype=source.dtype)
-        _tensor_bytes(result)[:] = joined
+        _view_tensor_bytes(result)[:] = joined
         return result.to(source.device)
 
 
@@ -96,11 +96,11 @@ def broadcast_object(obj: Any, root: int = 0, *, world: World | None = None) -> 
     _check_root(here, root)
     with _call(here, f"broadcast_object(root={root})") as world:
         what = f"broadcast_object(root={root})"
-        payload, problem = _pickled(obj) if world.rank == root else (np.empty(0, np.uint8), "")
+        payload, problem = _pickle(obj) if world.rank == root else (np.empty(0, np.uint8), "")
         header = np.array([payload.size, bool(problem)], np.int64)
         world.wait([world.calls_comm.Ibcast(header, root=root)], what, series=WaitSeries.CALL)
         if header[1]:
-            raise _unsendable(world, [root], problem)
+            raise _explain_unsendable(world, [root], problem)
         if world.rank != root:
             payload = np.empty(int(header[0]), np.uint8)
         for start in range(0, payload.size, CHUNK):
@@ -116,10 +116,10 @@ def gather_object(obj: Any, root: int = 0, *, world: World | None = None) -> lis
     _check_root(here, root)
     with _call(here, f"gather_object(root={root})") as world:
         what = f"gather_object(root={root})"
-        payload, problem = _pickled(obj)
+        payload, problem = _pickle(obj)
         rows = _gather_numbers(world, [payload.size, bool(problem)], what)
         if rows[:, 1].any():
-            raise _unsendable(world, np.flatnonzero(rows[:, 1]).tolist(), problem)
+            raise _explain_unsendable(world, np.flatnonzero(rows[:, 1]).tolist(), problem)
         payloads = _gather_to_root(world, payload, rows[:, 0].tolist(), root, what)
         if world.rank != root:
             return None
@@ -195,7 +195,7 @@ def _check_root(world: World, root: int) -> None:
 # ---- numbers and bytes
 
 
-def _tensor_bytes(tensor: Any) -> Bytes:
+def _view_tensor_bytes(tensor: Any) -> Bytes:
     """Return the bytes of a contiguous CPU tensor, as a view."""
     import torch
 
@@ -263,7 +263,7 @@ def _gather_to_root(world: World, own: Bytes, lengths: list[int], root: int, wha
 # ---- objects
 
 
-def _pickled(obj: Any) -> tuple[Bytes, str]:
+def _pickle(obj: Any) -> tuple[Bytes, str]:
     """Return the pickle of `obj`, or the reason why there is none."""
     try:
         return np.frombuffer(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), np.uint8), ""
@@ -271,7 +271,7 @@ def _pickled(obj: Any) -> tuple[Bytes, str]:
         return np.empty(0, np.uint8), f"{type(error).__name__}: {error}"
 
 
-def _unsendable(world: World, ranks: Sequence[int], problem: str) -> ArgumentError:
+def _explain_unsendable(world: World, ranks: Sequence[int], problem: str) -> ArgumentError:
     return ArgumentError(
         f"the object of {names_of(world.names(ranks))} cannot be pickled" + (f": {problem}" if problem else ""),
         cause="it holds a lambda, an open file, a generator or a lock",

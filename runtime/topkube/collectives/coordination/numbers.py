@@ -27,15 +27,15 @@ class Reducible:
         self._op, self._tensor, self._device = op, is_tensor(value), None
         if self._tensor:
             self._dtype, self._device = value.dtype, value.device
-            host = _host(value)
+            host = _copy_to_host(value)
         elif isinstance(value, bool | int | float | np.ndarray | np.generic):
             try:
                 host = np.asarray(value)
             except OverflowError:
-                raise _beyond(value) from None
+                raise _explain_overflow(value) from None
             self._dtype = host.dtype
         else:
-            raise _no_number(type(value).__name__)
+            raise _explain_type(type(value).__name__)
         self._python = (
             type(value) if isinstance(value, bool | int | float) and not isinstance(value, np.generic) else None
         )
@@ -44,12 +44,12 @@ class Reducible:
         self.description = f"{kind}{f' dtype={self._dtype}' if self._tensor else ''} shape={tuple(self._shape)}"
         if host.dtype.kind in "iub":
             if host.dtype.kind == "u" and host.size and int(host.max()) > _INT64.max:
-                raise _beyond(int(host.max()))
+                raise _explain_overflow(int(host.max()))
             self._whole, numbers = True, host.reshape(-1).astype(np.int64)
         elif host.dtype.kind == "f" or host.dtype.name == "bfloat16":
             self._whole, numbers = False, host.reshape(-1).astype(np.float64)
         else:
-            raise _no_number(f"{kind} of {host.dtype}")
+            raise _explain_type(f"{kind} of {host.dtype}")
         self._adds = op in ("sum", "mean")
         self.sent: npt.NDArray[Any] = numbers
         if self._whole and self._adds:
@@ -60,16 +60,16 @@ class Reducible:
         if self._whole and self._adds:
             high, low = np.split(combined, 2)
             if self._op == "mean":
-                return self._returned((high.astype(np.float64) * 2.0**32 + low) / ranks)
+                return self._restore_kind((high.astype(np.float64) * 2.0**32 + low) / ranks)
             high = high + (low >> 32)
             if high.size and (high.max() >= 1 << 31 or high.min() < -(1 << 31)):
-                raise _beyond("the sum")
-            return self._returned((high << 32) | (low & _LOW))
+                raise _explain_overflow("the sum")
+            return self._restore_kind((high << 32) | (low & _LOW))
         if self._op == "mean":
             combined = combined / ranks
-        return self._returned(combined, keep=True)
+        return self._restore_kind(combined, keep=True)
 
-    def _returned(self, flat: npt.NDArray[Any], keep: bool = False) -> Any:
+    def _restore_kind(self, flat: npt.NDArray[Any], keep: bool = False) -> Any:
         """Return `flat` in the value's shape and kind; with `keep` also in its type."""
         if self._python is not None:
             number = flat.reshape(-1)[0].item()
@@ -84,25 +84,25 @@ class Reducible:
         return tensor.to(self._device, self._dtype if keep else tensor.dtype)
 
 
-def _host(tensor: Any) -> npt.NDArray[Any]:
+def _copy_to_host(tensor: Any) -> npt.NDArray[Any]:
     """Return a tensor's values as a NumPy array."""
     import torch
 
     if tensor.is_complex() or tensor.layout is not torch.strided:
-        raise _no_number(f"tensor of {tensor.dtype}, {tensor.layout}")
+        raise _explain_type(f"tensor of {tensor.dtype}, {tensor.layout}")
     host = tensor.detach().cpu()
     array: npt.NDArray[Any] = (host.double() if tensor.is_floating_point() else host).numpy()
     return array
 
 
-def _beyond(value: Any) -> ArgumentError:
+def _explain_overflow(value: Any) -> ArgumentError:
     return ArgumentError(
         f"{value if isinstance(value, str) else f'the integer {value}'} exceeds int64",
         next_step="pass float(value): float64 holds larger numbers, rounded",
     )
 
 
-def _no_number(kind: str) -> ArgumentError:
+def _explain_type(kind: str) -> ArgumentError:
     return ArgumentError(
         f"reduce takes numbers, arrays and tensors of integers or real numbers, not a {kind}",
         next_step="pass one of these, or use topkube.gather_object",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+from topkube.collectives.all_reduce import ShardAllReduce
 from topkube.collectives.device.memory import DeviceMemory
 from topkube.collectives.shard import Shard
 
@@ -107,3 +108,15 @@ class WorkGraphs:
             file=sys.stderr,
             flush=True,
         )
+
+
+def describe_work(all_reduce: ShardAllReduce, shard: Shard) -> tuple[Hashable, ...]:
+    """Return what decides which kernels the work on a shard launches, and on which memory."""
+    request, values, residual = shard.request, shard.values, shard.request.residual
+    state: tuple[Hashable, ...] = ()
+    if residual is not None:
+        buffers = residual.current, residual.pending, residual.velocity, residual.pending_velocity
+        addresses = (buffer.data_ptr() for buffer in buffers)
+        state = (residual.momentum, residual.gain, residual.is_tentative, *addresses)
+    parameters = request.length, request.op, request.density, request.wire, request.dense_wire, request.selection
+    return all_reduce.algorithm.name, values.data_ptr(), len(values), values.dtype, *parameters, *state

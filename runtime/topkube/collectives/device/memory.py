@@ -60,6 +60,11 @@ class DeviceMemory:
         cuda: Any = torch.cuda
         self.stream: Any = cuda.Stream(device, priority=-1) if self.is_cuda else None
 
+    @property
+    def float32(self) -> Any:
+        """torch's float32."""
+        return self._torch.float32
+
     def on_stream(self) -> Any:
         """Return a context in which torch works on this stream."""
         return self._torch.cuda.stream(self.stream) if self.is_cuda else nullcontext()
@@ -70,7 +75,7 @@ class DeviceMemory:
         if self.is_cuda:
             self._torch.cuda.set_device(self.device)
 
-    def caller_mark(self) -> Mark | None:
+    def mark_caller(self) -> Mark | None:
         """Return a mark at the end of torch's current stream on the device; None without streams."""
         if not self.is_cuda:
             return None
@@ -112,7 +117,7 @@ class DeviceMemory:
             buffer = slot.buffers[name] = self._torch.empty(needed, dtype=self._torch.uint8, device=self.device)
         return buffer[:needed].view(dtype)
 
-    def host_twin(self, slot: Slot, x: Any) -> Any:
+    def find_host_memory(self, slot: Slot, x: Any) -> Any:
         """Return pinned memory of the shape and type of `x`, once the device has read what was there before. Returns
         `x` itself if it is a CPU tensor."""
         if not self.is_cuda:
@@ -127,11 +132,11 @@ class DeviceMemory:
             slot.buffers["host"] = buffer
         return buffer[:needed].view(x.dtype).view_as(x)
 
-    def host_number(self) -> Any:
+    def allocate_host_number(self) -> Any:
         """Return pinned host memory for a float32 number, shape ()."""
         return self._torch.empty((), pin_memory=self.is_cuda)
 
-    def any_false(self, flags: list[Any]) -> Any:
+    def flag_any_false(self, flags: list[Any]) -> Any:
         """Return 1.0 if a flag is False, else 0.0: a float32 tensor of one element on the device. `flags` are bool or
         tensors on the device. Does not wait for the device."""
         tensors = [flag for flag in flags if not isinstance(flag, bool)]
@@ -143,11 +148,11 @@ class DeviceMemory:
 
     def read_later(self, flag: Any) -> DeviceFlag:
         """Begin to copy a float32 tensor of shape () to the host."""
-        host = self.host_number()
+        host = self.allocate_host_number()
         host.copy_(flag, non_blocking=True)
         return DeviceFlag(flag, host, self.mark())
 
-    def all_true(self, flags: list[Any]) -> bool:
+    def read_all_true(self, flags: list[Any]) -> bool:
         """Return True if all flags are, given as bool or as tensors on the device. Waits for the device."""
         tensors = [flag for flag in flags if not isinstance(flag, bool)]
         return all(flag for flag in flags if isinstance(flag, bool)) and (

@@ -17,7 +17,7 @@ _PATH_BYTES = 256
 _NAME_BYTES = 64
 
 
-def node_group(world: World, device: Any) -> NodeGroup:
+def find_node_group(world: World, device: Any) -> NodeGroup:
     """Return the group of this node's ranks for `device`. Training and `allreduce_` share it, because NCCL takes memory
     and threads for each communicator, and because collectives of two communicators may wait for each other."""
     key = f"node group on {device}"

@@ -10,8 +10,7 @@ in the stream, and no message of MPI carries data. On CPU tensors the same code 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 from topkube.algorithms import OWN, Route
 from topkube.arrays import flat_view
 from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, between_nodes, count_dense
-from topkube.collectives.call import Call, own_shard, shard_bounds
+from topkube.collectives.call import Call
 from topkube.collectives.device.cuda_aware import mpi_takes_device_pointers
-from topkube.collectives.device.graphs import WorkGraphs
+from topkube.collectives.device.graphs import WorkGraphs, describe_work
 from topkube.collectives.device.memory import DeviceFlag, DeviceMemory, Mark, Slot
-from topkube.collectives.device.node_group import NodeGroup, node_group
+from topkube.collectives.device.node_group import NodeGroup, find_node_group
+from topkube.collectives.device.node_stages import gather_in_node, reduce_in_node
 from topkube.collectives.device.rank_group import RankGroup
-from topkube.collectives.device.spanning_group import all_ranks_group, cross_group
+from topkube.collectives.device.spanning_group import find_all_ranks_group, find_cross_group
 from topkube.collectives.exchange import Exchanges
 from topkube.collectives.request import Request
 from topkube.collectives.shard import Shard
@@ -90,11 +90,11 @@ class DeviceAllReduce:
                 next_step=f"choose one of {', '.join(able)} on a GPU",
             )
         if self._group is None:
-            self._group = node_group(self.world, self.device)
+            self._group = find_node_group(self.world, self.device)
         self._group.claim(self)
-        under_way = self._first_half(all_reduce, request, finished)
+        under_way = self._reduce_and_pack(all_reduce, request, finished)
         self._finish_previous()
-        self._post(under_way)
+        self._start_messages(under_way)
         self._under_way = under_way
 
     def flush(self) -> bool:
@@ -102,7 +102,7 @@ class DeviceAllReduce:
         device."""
         self._finish_previous()
         with self.on_stream():
-            finite = self.memory.all_true(self._finite)
+            finite = self.memory.read_all_true(self._finite)
         self._end_series()
         return finite
 
@@ -112,9 +112,9 @@ class DeviceAllReduce:
         either had one node only, or NCCL between nodes."""
         self._finish_previous()
         with self.on_stream():
-            some = self.memory.any_false(self._finite)
-            self._add_over_ranks(some)
-            flag = self.memory.read_later((some > 0).float().reshape(()))
+            not_finite = self.memory.flag_any_false(self._finite)
+            self._add_over_ranks(not_finite)
+            flag = self.memory.read_later((not_finite > 0).float().reshape(()))
         self._end_series()
         return flag
 
@@ -151,7 +151,7 @@ class DeviceAllReduce:
 
     def ready(self) -> Mark | None:
         """Return a mark in the caller's stream, for `after`."""
-        return self.memory.caller_mark()
+        return self.memory.mark_caller()
 
     def after(self, mark: Mark | None) -> None:
         """Make what is begun next wait for the mark."""
@@ -164,8 +164,8 @@ class DeviceAllReduce:
 
     # ---- halves
 
-    def _first_half(self, all_reduce: ShardAllReduce, request: Request, finished: Callable[[], None]) -> _UnderWay:
-        """Reduce inside the node, pack the shard, and copy it to the memory from which it is sent."""
+    def _reduce_and_pack(self, all_reduce: ShardAllReduce, request: Request, finished: Callable[[], None]) -> _UnderWay:
+        """Reduce inside the node, pack the shard, and copy the message to the memory from which it is sent."""
         world, memory = self.world, self.memory
         call = Call(world, f"{all_reduce.algorithm.name} on {self.device.type}", request)
         count_dense(world, request.nbytes)
@@ -178,10 +178,13 @@ class DeviceAllReduce:
                 padded = values = self._reduce_all(request.array, request.scale(world.size))
         else:
             with self.on_stream(), phases.current.timed("intra"):
-                padded, values = self._reduce(slot, request.array, request.scale(world.size))
+                assert self._group is not None
+                padded, values = reduce_in_node(
+                    world, self._group, memory, slot, request.array, request.scale(world.size)
+                )
             if world.local_size > 1:
                 phases.current.sent(intra=(world.local_size - 1) * request.nbytes // world.local_size)
-        shard = Shard(world, request, values, world.calls, partial(self._scratch, slot), self._finite)
+        shard = Shard(world, request, values, world.calls, partial(self._find_scratch, slot), self._finite)
         under_way = _UnderWay(all_reduce, call, slot, padded, shard, finished)
         if world.cross_comm is None:
             return under_way
@@ -192,7 +195,7 @@ class DeviceAllReduce:
             elif world.nodes > 1:
                 is_gathered = all_reduce.algorithm.route is Route.ALL_GATHER
                 direct = self._direct and is_gathered
-                under_way.carried = packed if direct else memory.host_twin(slot, packed)
+                under_way.carried = packed if direct else memory.find_host_memory(slot, packed)
                 if memory.is_cuda and not direct:
                     own = world.node if is_gathered else slice(None)
                     under_way.carried[own].copy_(packed[own], non_blocking=True)
@@ -202,38 +205,14 @@ class DeviceAllReduce:
     def _pack(self, all_reduce: ShardAllReduce, shard: Shard) -> Any:
         if self.graphs is None or not all_reduce.is_repeatable:
             return all_reduce.pack(shard)
-        return self.graphs.run(("pack", *_describe(all_reduce, shard)), shard, all_reduce.pack)
+        return self.graphs.run(("pack", *describe_work(all_reduce, shard)), shard, all_reduce.pack)
 
     def _unpack(self, all_reduce: ShardAllReduce, shard: Shard, packed: Any) -> None:
         if self.graphs is None or not all_reduce.is_repeatable:
             all_reduce.unpack(shard, packed)
             return
-        key = ("unpack", packed.data_ptr(), packed.shape, *_describe(all_reduce, shard))
+        key = ("unpack", packed.data_ptr(), packed.shape, *describe_work(all_reduce, shard))
         self.graphs.run(key, shard, lambda same: all_reduce.unpack(same, packed))
-
-    def _reduce(self, slot: Slot, flat: Any, scale: float) -> tuple[Any, Any]:
-        """Return (the array in equal parts, this rank's shard of the node's sum times `scale`)."""
-        assert self._group is not None
-        world = self.world
-        narrow = flat.dtype != self._torch.float32
-        if narrow and scale != 1:
-            flat.mul_(scale)  # before the sum: that of all ranks may exceed fp16
-        if world.local_size == 1:
-            padded = shard = flat
-        elif world.local_size != world.shards:  # nodes of different sizes: shards and ranks do not match
-            self._group.all_reduce(flat)
-            first, last = own_shard(world, flat.numel())
-            padded, shard = flat, flat[first:last]
-        else:
-            part = -(-flat.numel() // world.shards)
-            padded = self._in_parts(slot, flat, part)
-            shard = self.memory.buffer(slot, "shard", part, flat.dtype)
-            self._group.reduce_scatter(shard, padded)
-            first, last = own_shard(world, flat.numel())
-            shard = shard[: last - first]
-        if not narrow and scale != 1:
-            shard.mul_(scale)
-        return padded, shard
 
     def _reduce_all(self, flat: Any, scale: float) -> Any:
         """Replace `flat` by the sum over all ranks times `scale`, and return it."""
@@ -244,7 +223,7 @@ class DeviceAllReduce:
             assert self._group is not None
             self._group.all_reduce(flat)
         else:
-            self._claim_between(all_ranks_group(world, self.device)).all_reduce(flat)
+            self._claim_between(find_all_ranks_group(world, self.device)).all_reduce(flat)
         if not narrow and scale != 1:
             flat.mul_(scale)
         sent = 2 * (world.size - 1) * flat.numel() * flat.element_size() // world.size
@@ -257,7 +236,7 @@ class DeviceAllReduce:
         world = self.world
         if all_reduce.over_all_ranks or world.nodes == 1 or not packed.numel():
             return
-        self._claim_between(cross_group(world, self.device)).all_reduce(packed)
+        self._claim_between(find_cross_group(world, self.device)).all_reduce(packed)
         nbytes = packed.numel() * packed.element_size()
         phases.current.sent(inter=2 * (world.nodes - 1) * nbytes // world.nodes)
 
@@ -268,7 +247,7 @@ class DeviceAllReduce:
         self._between = group
         return group
 
-    def _post(self, under_way: _UnderWay) -> None:
+    def _start_messages(self, under_way: _UnderWay) -> None:
         """Start the messages, once the device has made what they carry."""
         world, call = self.world, under_way.call
         if world.nodes == 1 or under_way.all_reduce.algorithm.needs_gpu:
@@ -280,7 +259,7 @@ class DeviceAllReduce:
             with phases.current.timed("select"):
                 call.wait(under_way.sent.query)
         route = under_way.all_reduce.algorithm.route
-        exchange, sent = between_nodes(route, world.cross_comm, _for_mpi(under_way.carried))
+        exchange, sent = between_nodes(route, world.cross_comm, _convert_for_mpi(under_way.carried))
         under_way.exchanges = Exchanges()
         under_way.exchanges.start(0, exchange)
         phases.current.sent(inter=sent)
@@ -301,56 +280,16 @@ class DeviceAllReduce:
                     under_way.slot.read = self.memory.mark()
                 self._unpack(under_way.all_reduce, under_way.shard, under_way.packed)
             if not under_way.all_reduce.over_all_ranks:
-                self._gather(under_way)
+                assert self._group is not None
+                flat = under_way.shard.request.array
+                gather_in_node(self.world, self._group, self.memory, under_way.slot, flat, under_way.padded)
             under_way.finished()
 
-    def _gather(self, under_way: _UnderWay) -> None:
-        assert self._group is not None
-        world, flat, padded = self.world, under_way.shard.request.array, under_way.padded
-        if world.local_size == 1:
-            return
-        if world.local_size != world.shards:
-            for root, (start, stop) in enumerate(itertools.pairwise(shard_bounds(flat.numel(), world.shards))):
-                self._group.broadcast(flat[start:stop], root)
-            return
-        part = padded.numel() // world.shards
-        shard = self.memory.buffer(under_way.slot, "shard", part, flat.dtype)  # begins with under_way.shard.values
-        self._group.all_gather(padded, shard)
-        if padded is not flat:
-            for i, (start, stop) in enumerate(itertools.pairwise(shard_bounds(flat.numel(), world.shards))):
-                flat[start:stop].copy_(padded[i * part : i * part + stop - start])
-        phases.current.sent(intra=(world.local_size - 1) * part * flat.element_size())
-
-    # ---- memory
-
-    def _in_parts(self, slot: Slot, flat: Any, part: int) -> Any:
-        """Return `flat` itself if it is cut into equal parts; else a copy whose parts are padded by an element."""
-        shards = self.world.shards
-        if flat.numel() == part * shards:
-            return flat
-        padded = self.memory.buffer(slot, "padded", part * shards, flat.dtype)
-        for i, (start, stop) in enumerate(itertools.pairwise(shard_bounds(flat.numel(), shards))):
-            padded[i * part : i * part + stop - start].copy_(flat[start:stop])
-            padded[i * part + stop - start : (i + 1) * part].zero_()
-        return padded
-
-    def _scratch(self, slot: Slot, name: str, length: int, dtype: str) -> Any:
+    def _find_scratch(self, slot: Slot, name: str, length: int, dtype: str) -> Any:
         return self.memory.buffer(slot, f"scratch {name}", length, dtype)
 
 
-def _describe(all_reduce: ShardAllReduce, shard: Shard) -> tuple[Hashable, ...]:
-    """Return what decides which kernels the work on a shard launches, and on which memory."""
-    request, values, residual = shard.request, shard.values, shard.request.residual
-    state: tuple[Hashable, ...] = ()
-    if residual is not None:
-        buffers = residual.current, residual.pending, residual.velocity, residual.pending_velocity
-        addresses = (buffer.data_ptr() for buffer in buffers)
-        state = (residual.momentum, residual.gain, residual.is_tentative, *addresses)
-    parameters = request.length, request.op, request.density, request.wire, request.dense_wire, request.selection
-    return all_reduce.algorithm.name, values.data_ptr(), len(values), values.dtype, *parameters, *state
-
-
-def _for_mpi(x: Any) -> Any:
+def _convert_for_mpi(x: Any) -> Any:
     """Return what mpi4py takes: NumPy on the host (bfloat16 too), the tensor itself on a device, which has CUDA's array
     interface."""
     if x.is_cuda:

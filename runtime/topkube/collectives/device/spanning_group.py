@@ -23,18 +23,18 @@ _ELSEWHERE = ("192.0.2.1", 9)
 """An address that no machine has (RFC 5737). The route to it leaves through the interface that other nodes know."""
 
 
-def all_ranks_group(world: World, device: Any) -> SpanningGroup:
+def find_all_ranks_group(world: World, device: Any) -> SpanningGroup:
     """Return the group of all ranks for `device`, which is made once. All ranks call this together."""
-    return _shared(world, device, "all ranks", world.comm)
+    return _find_shared_group(world, device, "all ranks", world.comm)
 
 
-def cross_group(world: World, device: Any) -> SpanningGroup:
+def find_cross_group(world: World, device: Any) -> SpanningGroup:
     """Return the group of the ranks with this local rank on all nodes, which is made once. Surplus ranks do not call
     this; all others call it together."""
-    return _shared(world, device, "equal ranks of all nodes", world.cross_comm)
+    return _find_shared_group(world, device, "equal ranks of all nodes", world.cross_comm)
 
 
-def _shared(world: World, device: Any, name: str, comm: Any) -> SpanningGroup:
+def _find_shared_group(world: World, device: Any, name: str, comm: Any) -> SpanningGroup:
     key = f"group of {name} on {device}"
     if key not in world.cache:
         world.cache[key] = group = SpanningGroup(world, device, comm)

@@ -42,7 +42,7 @@ _OF_EVERY_CLASS = frozenset(
 def describe(value: Any) -> list[str]:
     """Return texts that change whenever the behaviour of `value` (a function, class or constant) may change. Raises
     DatasetError, which names the object that cannot be described."""
-    return list(_Walk().value(value, "decode"))
+    return list(_Walk().describe(value, "decode"))
 
 
 class _Walk:
@@ -52,64 +52,64 @@ class _Walk:
         self._visited: dict[int, tuple[int, Any]] = {}
         """By id: the number of the visit, and the object. Holding the object keeps its id from being reused."""
 
-    def value(self, value: Any, name: str) -> Iterator[str]:
+    def describe(self, value: Any, name: str) -> Iterator[str]:
         """Yield the parts of `value`, which the code calls `name`."""
         if value is None or isinstance(value, _PLAIN):
             if isinstance(value, enum.Enum):
-                yield from self.value(type(value), name)
+                yield from self.describe(type(value), name)
             yield f"{type(value).__name__} {value!r}"
             return
         if id(value) in self._visited:
             yield f"again {self._visited[id(value)][0]}"
             return
         self._visited[id(value)] = (len(self._visited), value)
-        yield from self._compound(value, name)
+        yield from self._describe_compound(value, name)
 
-    def _compound(self, value: Any, name: str) -> Iterator[str]:
+    def _describe_compound(self, value: Any, name: str) -> Iterator[str]:
         own = getattr(value, "fingerprint", None) if not isinstance(value, (type, types.ModuleType)) else None
         if isinstance(own, str):
             yield f"fingerprint {own}"
         elif isinstance(value, (tuple, list)):
             yield f"{type(value).__name__} {len(value)}"
             for position, element in enumerate(value):
-                yield from self.value(element, f"{name}[{position}]")
+                yield from self.describe(element, f"{name}[{position}]")
         elif isinstance(value, dict):
             yield f"{type(value).__name__} {len(value)}"
             for key, element in value.items():
-                yield from self.value(key, f"a key of {name}")
-                yield from self.value(element, f"{name}[{key!r}]")
+                yield from self.describe(key, f"a key of {name}")
+                yield from self.describe(element, f"{name}[{key!r}]")
         elif isinstance(value, (set, frozenset)):  # sorted: the order must not depend on the hash seed
             yield f"{type(value).__name__} {len(value)}"
-            yield from sorted("\1".join(_Walk().value(element, f"an element of {name}")) for element in value)
+            yield from sorted("\1".join(_Walk().describe(element, f"an element of {name}")) for element in value)
         elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
             yield f"array {value.dtype.str} {value.shape} {xxhash.xxh3_128_hexdigest(np.ascontiguousarray(value).data)}"
         elif isinstance(value, (np.dtype, re.Pattern, pathlib.PurePath)) or _is_torch_constant(value):
             yield f"{type(value).__name__} {value!r}"
         elif isinstance(value, enum.Enum):
-            yield from self.value(type(value), name)
+            yield from self.describe(type(value), name)
             yield str(value)
         elif isinstance(value, logging.Logger):
             yield "logger"
         elif isinstance(value, functools.partial):
             yield "partial"
             for part in (value.func, value.args, value.keywords):
-                yield from self.value(part, name)
+                yield from self.describe(part, name)
         elif isinstance(value, types.ModuleType):
-            yield from self._module(value, name, ())
+            yield from self._describe_module(value, name, ())
         elif isinstance(value, types.FunctionType):
-            yield from self._function(value, name)
+            yield from self._describe_function(value, name)
         elif isinstance(value, type):
-            yield from self._class(value, name)
+            yield from self._describe_class(value, name)
         elif isinstance(inner := getattr(value, "__wrapped__", None), types.FunctionType):  # functools.lru_cache
-            yield from self._function(inner, name)
+            yield from self._describe_function(inner, name)
         elif isinstance(value, (types.BuiltinFunctionType, np.ufunc)) or _is_installed(
             getattr(type(value), "__module__", "")
         ):
-            yield from self._installed_object(value, name)
+            yield from self._describe_installed(value, name)
         else:
-            raise _unknown_object_error(value, name)
+            raise _build_unknown_error(value, name)
 
-    def _installed_object(self, value: Any, name: str) -> Iterator[str]:
+    def _describe_installed(self, value: Any, name: str) -> Iterator[str]:
         """Describe a function of a library that is not written in Python."""
         module, called = (
             getattr(value, "__module__", None),
@@ -119,57 +119,57 @@ class _Walk:
             module = "numpy"
         bound = getattr(value, "__self__", None)
         if not callable(value) or not called or not (bound is None or isinstance(bound, (types.ModuleType, type))):
-            raise _unknown_object_error(value, name)
+            raise _build_unknown_error(value, name)
         if module is None and isinstance(bound, type):
             module = bound.__module__
         if not module or not _is_installed(module):
-            raise _unknown_object_error(value, name)
-        yield f"{module}.{called} {_version(module)}"
+            raise _build_unknown_error(value, name)
+        yield f"{module}.{called} {_find_version(module)}"
 
-    def _function(self, function: types.FunctionType, name: str) -> Iterator[str]:
+    def _describe_function(self, function: types.FunctionType, name: str) -> Iterator[str]:
         if _is_installed(function.__module__ or ""):
-            yield f"{function.__module__}.{function.__qualname__} {_version(function.__module__)}"
+            yield f"{function.__module__}.{function.__qualname__} {_find_version(function.__module__)}"
             return
-        yield f"function {_qualified_name(function)}"
-        yield from self.value(function.__defaults__, f"the defaults of {name}")
-        yield from self.value(function.__kwdefaults__, f"the defaults of {name}")
+        yield f"function {_find_qualified_name(function)}"
+        yield from self.describe(function.__defaults__, f"the defaults of {name}")
+        yield from self.describe(function.__kwdefaults__, f"the defaults of {name}")
         for inner_name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 inner = cell.cell_contents
             except ValueError:
-                raise _unknown_object_error(None, inner_name) from None
-            yield from self.value(inner, inner_name)
-        yield from self._code(function.__code__, function.__globals__)
+                raise _build_unknown_error(None, inner_name) from None
+            yield from self.describe(inner, inner_name)
+        yield from self._describe_code(function.__code__, function.__globals__)
 
-    def _code(self, code: types.CodeType, names: dict[str, Any]) -> Iterator[str]:
+    def _describe_code(self, code: types.CodeType, names: dict[str, Any]) -> Iterator[str]:
         yield from (code.co_code.hex(), code.co_exceptiontable.hex(), *code.co_names)
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
-                yield from self._code(constant, names)
+                yield from self._describe_code(constant, names)
             else:
-                yield from _Walk().value(constant, "a constant")
+                yield from _Walk().describe(constant, "a constant")
         for step in dis.get_instructions(code):
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 name = str(step.argval)
                 if name in names:
-                    yield from self._global(names[name], name, code)
+                    yield from self._describe_global(names[name], name, code)
                 elif hasattr(builtins, name):
                     if name in _UNBOUNDED:
-                        raise _unknown_object_error(getattr(builtins, name), name)
+                        raise _build_unknown_error(getattr(builtins, name), name)
                     yield f"builtins.{name}"
                 elif step.opname == "LOAD_GLOBAL":
-                    raise _unknown_object_error(None, name)
+                    raise _build_unknown_error(None, name)
             elif step.opname == "IMPORT_NAME":
-                yield from self._imported(str(step.argval), names, code)
+                yield from self._describe_import(str(step.argval), names, code)
 
-    def _global(self, value: Any, name: str, code: types.CodeType) -> Iterator[str]:
+    def _describe_global(self, value: Any, name: str, code: types.CodeType) -> Iterator[str]:
         yield f"global {name}"
         if isinstance(value, types.ModuleType):
-            yield from self._module(value, name, code.co_names)
+            yield from self._describe_module(value, name, code.co_names)
         else:
-            yield from self.value(value, name)
+            yield from self.describe(value, name)
 
-    def _imported(self, name: str, names: dict[str, Any], code: types.CodeType) -> Iterator[str]:
+    def _describe_import(self, name: str, names: dict[str, Any], code: types.CodeType) -> Iterator[str]:
         """Describe a module that the function imports when it is called."""
         yield f"import {name}"
         if name.partition(".")[0] in sys.stdlib_module_names:
@@ -180,37 +180,37 @@ class _Walk:
                 module = importlib.import_module(called)
             except ImportError:
                 continue
-            yield from self._module(module, called, code.co_names)
+            yield from self._describe_module(module, called, code.co_names)
             return
-        raise _unknown_object_error(None, name)
+        raise _build_unknown_error(None, name)
 
-    def _module(self, module: types.ModuleType, name: str, named: tuple[str, ...]) -> Iterator[str]:
+    def _describe_module(self, module: types.ModuleType, name: str, named: tuple[str, ...]) -> Iterator[str]:
         """Describe a library by its version, and another module by those of its attributes that the code names."""
         if _is_installed(module.__name__):
-            yield f"{module.__name__} {_version(module.__name__)}"
+            yield f"{module.__name__} {_find_version(module.__name__)}"
             return
         reached = [attribute for attribute in dict.fromkeys(named) if attribute in vars(module)]
         if not reached:
-            raise _unknown_object_error(module, name)
+            raise _build_unknown_error(module, name)
         yield f"module {module.__name__}"
         for attribute in reached:
             value = vars(module)[attribute]
             yield f"{name}.{attribute}"
             if isinstance(value, types.ModuleType):
-                yield from self._module(value, f"{name}.{attribute}", named)
+                yield from self._describe_module(value, f"{name}.{attribute}", named)
             else:
-                yield from self.value(value, f"{name}.{attribute}")
+                yield from self.describe(value, f"{name}.{attribute}")
 
-    def _class(self, kind: type, name: str) -> Iterator[str]:
+    def _describe_class(self, kind: type, name: str) -> Iterator[str]:
         if _is_installed(kind.__module__):
-            yield f"{kind.__module__}.{kind.__qualname__} {_version(kind.__module__)}"
+            yield f"{kind.__module__}.{kind.__qualname__} {_find_version(kind.__module__)}"
             return
-        yield f"class {_qualified_name(kind)}"
+        yield f"class {_find_qualified_name(kind)}"
         if issubclass(kind, enum.Enum):
             yield from (str((name, member.value)) for name, member in kind.__members__.items())
             return
         for base in kind.__bases__:
-            yield from self.value(base, base.__name__)
+            yield from self.describe(base, base.__name__)
         for attribute, value in sorted(vars(kind).items()):
             if attribute in _OF_EVERY_CLASS or attribute.startswith("_abc_"):
                 continue
@@ -223,7 +223,7 @@ class _Walk:
                 value = value.func
             elif isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType)):
                 continue
-            yield from self.value(value, f"{name}.{attribute}")
+            yield from self.describe(value, f"{name}.{attribute}")
 
 
 @functools.cache
@@ -239,7 +239,7 @@ def _is_installed(module: str) -> bool:
 
 
 @functools.cache
-def _version(module: str) -> str:
+def _find_version(module: str) -> str:
     """Return the version of the library to which the module belongs."""
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names:
@@ -255,7 +255,7 @@ def _version(module: str) -> str:
     return xxhash.xxh3_128_hexdigest(pathlib.Path(file).read_bytes()) if file else ""
 
 
-def _qualified_name(value: Any) -> str:
+def _find_qualified_name(value: Any) -> str:
     module = "__main__" if value.__module__ in _SCRIPT else value.__module__
     return f"{module}.{value.__qualname__}"
 
@@ -265,7 +265,7 @@ def _is_torch_constant(value: Any) -> bool:
     return kind.__module__ == "torch" and kind.__name__ in ("dtype", "device", "layout", "memory_format", "Size")
 
 
-def _unknown_object_error(value: Any, name: str) -> DatasetError:
+def _build_unknown_error(value: Any, name: str) -> DatasetError:
     what = "which is not defined yet" if value is None else f"which is a {type(value).__name__}"
     return DatasetError(
         f"decode has no automatic fingerprint: it uses {name!r}, {what}",

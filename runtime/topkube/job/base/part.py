@@ -38,7 +38,7 @@ class Part(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_fields(cls, data: Any) -> Any:
+    def _limit_fields(cls, data: Any) -> Any:
         # Each unknown field is a mistake of its own, with a proposal. For a mapping with very many fields, that would
         # take long, so it is a single mistake.
         if isinstance(data, dict) and len(data) > MOST_FIELDS:
@@ -51,12 +51,12 @@ class Part(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_means_absent(cls, data: Any) -> Any:
+    def _drop_nulls(cls, data: Any) -> Any:
         # As in Kubernetes: an empty `aggregation:` takes the defaults.
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     @model_serializer(mode="wrap")
-    def _with_unknown_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _keep_unknown_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # Fields of a newer version are kept when an older version reads and writes the object.
         return {**serialize(self), **(self.__pydantic_extra__ or {})}
 
@@ -84,18 +84,16 @@ def raise_problems(mistakes: Sequence[tuple[Path, str]]) -> None:
         raise PydanticCustomError("problems", "problems", {"problems": list(mistakes)})
 
 
-def few_entries(data: Any) -> Any:
+def limit_entries(data: Any) -> Any:
     """Refuse a mapping of more than MOST_ENTRIES entries before each of them is checked."""
     if isinstance(data, dict) and len(data) > MOST_ENTRIES:
         raise_problems([((), f"has {len(data)} entries, more than {MOST_ENTRIES}")])
     return data
 
 
-def rules(*entries: tuple[str, str]) -> dict[str, Any]:
-    """Return CEL rules of a type for its JSON schema, from (rule, message). Kubernetes 1.25 and newer checks them
-    itself.
-
-    A validator in Python checks the same as each rule.
+def declare_rules(*entries: tuple[str, str]) -> dict[str, Any]:
+    """Return the CEL rules of a type for its JSON schema, from (rule, message). Kubernetes 1.25 and newer checks them.
+    For older versions, a validator in Python checks the same as each rule.
     """
     return {RULES: [{"rule": rule, "message": message} for rule, message in entries]}
 
@@ -141,7 +139,7 @@ Uri = Annotated[
 ]
 
 
-def _number_as_text(value: Any) -> Any:
+def _write_number_as_text(value: Any) -> Any:
     whole = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
     return str(int(value)) if whole else value
 
@@ -149,7 +147,7 @@ def _number_as_text(value: Any) -> Any:
 QUANTITY = r"^\+?([0-9]+(\.[0-9]*)?|\.[0-9]+)(Ki|Mi|Gi|Ti|Pi|Ei|m|k|M|G|T|P|E|[eE][+-]?[0-9]{1,2})?$"
 Quantity = Annotated[
     str,
-    BeforeValidator(_number_as_text),
+    BeforeValidator(_write_number_as_text),
     StringConstraints(max_length=64, pattern=QUANTITY),
     Allowed(
         "a Kubernetes quantity of bytes, such as 500Gi, 64Mi or 2T (Ki, Mi, Gi … are powers of 1024; k, M, G … of 1000)"

@@ -34,7 +34,7 @@ def format_path(path: Path) -> str:
 
 
 def describe_problem(path: Path, text: str, lines: Lines) -> str:
-    """Return one problem, with the line of the value, or of the mapping that lacks the value."""
+    """Return a problem with its path and the line of the value, or of the mapping that lacks the value."""
     for length in range(len(path), 0, -1):
         if path[:length] in lines:
             return f"{format_path(path)} (line {lines[path[:length]]}): {text}"
@@ -49,43 +49,43 @@ def list_problems(error: ValidationError, model: type[Part], lines: Lines) -> li
         if len(path) > DEEPEST:
             problems.append((path[:2], f"is nested too deeply: use fewer than {DEEPEST} levels"))
             continue
-        for below, text in entry.get("ctx", {}).get("problems", [((), _problem(entry, path, model))]):
+        for below, text in entry.get("ctx", {}).get("problems", [((), _explain_error(entry, path, model))]):
             problems.append(((*path, *below), text))
-    problems.sort(key=lambda problem: _line(problem[0], lines))
+    problems.sort(key=lambda problem: _find_line(problem[0], lines))
     return [describe_problem(path, text, lines) for path, text in problems]
 
 
-def _line(path: Path, lines: Lines) -> int:
+def _find_line(path: Path, lines: Lines) -> int:
     return next((lines[path[:length]] for length in range(len(path), 0, -1) if path[:length] in lines), 0)
 
 
-def _problem(entry: Any, path: Path, model: type[Part]) -> str:
+def _explain_error(entry: Any, path: Path, model: type[Part]) -> str:
     kind, value = entry["type"], entry["input"]
     if kind == "value_error":
         return str(entry["ctx"]["error"])
     if kind == "extra_forbidden":
-        parent = _part(path[:-1], model)
-        names = field_names(parent) if parent else []
-        guess = _nearest(str(path[-1]), names) or _moved(str(path[-1]), model)
+        parent = _find_part_at(path[:-1], model)
+        names = list_field_names(parent) if parent else []
+        guess = _suggest_name(str(path[-1]), names) or _suggest_path(str(path[-1]), model)
         return f"unknown field{guess}; allowed: {', '.join(names)}"
-    field = _field(path, model)
+    field = _find_field(path, model)
     if field is None:
         return f"{show_value(value)}: {entry['msg']}"
     if kind == "missing":
         return f"is required: {field.description}"
-    guess = _nearest(value, choices(field)) if isinstance(value, str) else ""
+    guess = _suggest_name(value, list_choices(field)) if isinstance(value, str) else ""
     return f"{show_value(value)} is not {describe_allowed(field)}{guess}"
 
 
-def _nearest(name: str, names: Sequence[str]) -> str:
+def _suggest_name(name: str, names: Sequence[str]) -> str:
     lower = {known.lower(): known for known in names}
     squeezed = name.lower().replace("_", "").replace("-", "")
     near = difflib.get_close_matches(squeezed, lower, 1, 0.5) or [known for known in lower if known in squeezed]
     return f"; did you mean {lower[near[0]]}?" if near else ""
 
 
-def _moved(name: str, model: type[Part]) -> str:
-    place = _elsewhere(to_camel(name), model)
+def _suggest_path(name: str, model: type[Part]) -> str:
+    place = _find_path_of(to_camel(name), model)
     return f"; it belongs to {format_path(place)}" if place else ""
 
 
@@ -103,14 +103,14 @@ def show_value(value: Any) -> str:
 
 
 def describe_allowed(field: FieldInfo) -> str:
-    """Return what a field may hold, in words."""
-    for metadata in _metadata(field):
+    """Return the allowed values of a field, in words."""
+    for metadata in _list_metadata(field):
         if isinstance(metadata, Allowed):
             return metadata.words
-    options = choices(field)
+    options = list_choices(field)
     if options:
         return "one of " + ", ".join(options)
-    kind = bare(field.annotation)
+    kind = strip_annotation(field.annotation)
     if typing.get_origin(kind) is list:
         return "a list"
     if kind is bool:
@@ -118,18 +118,18 @@ def describe_allowed(field: FieldInfo) -> str:
     if kind is str:
         return "text (quote it if it looks like a number)"
     if kind in (int, float):
-        return ("a whole number" if kind is int else "a number") + _bounds(field)
+        return ("a whole number" if kind is int else "a number") + _describe_bounds(field)
     return "a mapping"
 
 
-def _metadata(field: FieldInfo) -> list[Any]:
+def _list_metadata(field: FieldInfo) -> list[Any]:
     metadata = list(field.metadata)
     for part in (field.annotation, *typing.get_args(field.annotation)):
         metadata += getattr(part, "__metadata__", ())
     return metadata
 
 
-def _bounds(field: FieldInfo) -> str:
+def _describe_bounds(field: FieldInfo) -> str:
     low = high = ""
     for metadata in field.metadata:
         match metadata:
@@ -142,16 +142,16 @@ def _bounds(field: FieldInfo) -> str:
     return low + (" and" if low and high else "") + high
 
 
-def choices(field: FieldInfo) -> list[str]:
+def list_choices(field: FieldInfo) -> list[str]:
     """Return the values of a Literal (optional or not) or of OneOf; an empty list for any other field."""
-    for metadata in _metadata(field):
+    for metadata in _list_metadata(field):
         if isinstance(metadata, OneOf):
             return list(metadata.names)
-    kind = bare(field.annotation)
+    kind = strip_annotation(field.annotation)
     return [str(value) for value in typing.get_args(kind)] if typing.get_origin(kind) is Literal else []
 
 
-def bare(annotation: Any) -> Any:
+def strip_annotation(annotation: Any) -> Any:
     """Return the annotation without Annotated and without None."""
     while True:
         if typing.get_origin(annotation) is typing.Annotated:
@@ -162,26 +162,26 @@ def bare(annotation: Any) -> Any:
             return annotation
 
 
-def field_names(model: type[Part]) -> list[str]:
+def list_field_names(model: type[Part]) -> list[str]:
     """Return the names of the fields in YAML."""
     return [field.alias or name for name, field in model.model_fields.items()]
 
 
-def _field(path: Path, model: type[Part]) -> FieldInfo | None:
-    parent = _part(path[:-1], model) if path else None
-    return _named(str(path[-1]), parent) if parent else None
+def _find_field(path: Path, model: type[Part]) -> FieldInfo | None:
+    parent = _find_part_at(path[:-1], model) if path else None
+    return _find_field_by_name(str(path[-1]), parent) if parent else None
 
 
-def _named(name: str, model: type[Part]) -> FieldInfo | None:
+def _find_field_by_name(name: str, model: type[Part]) -> FieldInfo | None:
     return next((field for key, field in model.model_fields.items() if name in (field.alias, key)), None)
 
 
-def _part(path: Path, model: type[Part]) -> type[Part] | None:
+def _find_part_at(path: Path, model: type[Part]) -> type[Part] | None:
     """Return the type of the mapping at `path`; None if it is not a `Part`."""
     for key in path:
         if isinstance(key, int):
             continue
-        field = _named(key, model)
+        field = _find_field_by_name(key, model)
         below = find_part(field) if field else None
         if below is None:
             return None
@@ -191,20 +191,20 @@ def _part(path: Path, model: type[Part]) -> type[Part] | None:
 
 def find_part(field: FieldInfo) -> type[Part] | None:
     """Return the `Part` that a field holds, itself or in a list; None if it holds none."""
-    kind = bare(field.annotation)
+    kind = strip_annotation(field.annotation)
     if typing.get_origin(kind) is list:
-        kind = bare(typing.get_args(kind)[0])
+        kind = strip_annotation(typing.get_args(kind)[0])
     return kind if isinstance(kind, type) and issubclass(kind, Part) else None
 
 
-def _elsewhere(name: str, model: type[Part], path: Path = ()) -> Path | None:
+def _find_path_of(name: str, model: type[Part], path: Path = ()) -> Path | None:
     """Return the path of a field of this name in `model`; None if there is none."""
     for field in model.model_fields.values():
         own_path = (*path, str(field.alias))
         if field.alias == name:
             return own_path
         below = find_part(field)
-        path_below = _elsewhere(name, below, own_path) if below and own_path != ("status",) else None
+        path_below = _find_path_of(name, below, own_path) if below and own_path != ("status",) else None
         if path_below:
             return path_below
     return None

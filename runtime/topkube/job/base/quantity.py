@@ -28,7 +28,7 @@ def parse_quantity(value: Any) -> Decimal | None:
     return Decimal(number) * (Decimal(10) ** int(exponent) if exponent else _SCALES[unit or ""])
 
 
-def in_bytes(quantity: str) -> int:
+def parse_bytes(quantity: str) -> int:
     """Return the bytes of a valid quantity, rounded up as Kubernetes does. '64Mi' -> 67108864."""
     exact = parse_quantity(quantity)
     assert exact is not None, quantity

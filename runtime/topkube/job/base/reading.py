@@ -108,7 +108,7 @@ def read(text: str | bytes, name: str) -> Document:
             next_step="keep one TrainingJob per file",
         )
     builder = _Builder(loader)
-    data = builder.value(nodes[0], ())
+    data = builder.read_value(nodes[0], ())
     return Document(data, builder.lines, builder.mistakes)
 
 
@@ -125,7 +125,7 @@ class _Builder:
         self.loader, self.lines, self.mistakes = loader, dict[Path, int](), list[str]()
         self._values = 0
 
-    def value(self, node: yaml.Node, path: Path) -> Any:
+    def read_value(self, node: yaml.Node, path: Path) -> Any:
         self.lines.setdefault(path, node.start_mark.line + 1)
         self._values += 1
         if self._values > MOST_VALUES:
@@ -141,17 +141,17 @@ class _Builder:
                 next_step="use fewer levels",
             )
         if isinstance(node, yaml.MappingNode) and node.tag == _PREFIX + "map":
-            return self._mapping(node, path)
+            return self._read_mapping(node, path)
         if isinstance(node, yaml.SequenceNode) and node.tag == _PREFIX + "seq":
-            return [self.value(child, (*path, index)) for index, child in enumerate(node.value)]
+            return [self.read_value(child, (*path, index)) for index, child in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node, path)
-        return self._wrong(path, f"the tag {_short(node.tag)} is not allowed: remove it")
+            return self._read_scalar(node, path)
+        return self._add_mistake(path, f"the tag {_shorten(node.tag)} is not allowed: remove it")
 
-    def _wrong(self, path: Path, text: str) -> None:
+    def _add_mistake(self, path: Path, text: str) -> None:
         self.mistakes.append(describe_problem(path, text, self.lines))
 
-    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+    def _read_mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
         result: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         first: dict[str, int] = {}
@@ -162,28 +162,28 @@ class _Builder:
                 continue
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _PREFIX + "str":
                 quoted = f': quote it, "{key_node.value}"' if isinstance(key_node, yaml.ScalarNode) else ""
-                self._wrong((*path, f"line {line}"), f"this key is not text{quoted}")
+                self._add_mistake((*path, f"line {line}"), f"this key is not text{quoted}")
                 continue
             key = key_node.value
             if key in first:
-                self._wrong((*path, key), f"occurs twice, at lines {first[key]} and {line}: keep one")
+                self._add_mistake((*path, key), f"occurs twice, at lines {first[key]} and {line}: keep one")
                 continue
             first[key] = line
             self.lines[*path, key] = line
-            result[key] = self.value(value_node, (*path, key))
+            result[key] = self.read_value(value_node, (*path, key))
         return {**merged, **result}
 
     def _merge(self, node: yaml.Node, path: Path, merged: dict[str, Any]) -> None:
         sources = node.value if isinstance(node, yaml.SequenceNode) else [node]
         for source in sources:
-            value = self.value(source, path)
+            value = self.read_value(source, path)
             if not isinstance(value, dict):
-                self._wrong(path, "<< must name a mapping")
+                self._add_mistake(path, "<< must name a mapping")
                 continue
             for key, below in value.items():
                 merged.setdefault(key, below)
 
-    def _scalar(self, node: yaml.ScalarNode, path: Path) -> Any:
+    def _read_scalar(self, node: yaml.ScalarNode, path: Path) -> Any:
         kind = node.tag.removeprefix(_PREFIX)
         if kind in ("str", "timestamp", "value"):
             return node.value
@@ -191,14 +191,16 @@ class _Builder:
             try:
                 value = self.loader.construct_object(node)
             except (ValueError, KeyError, IndexError, OverflowError, yaml.YAMLError):
-                return self._wrong(path, f"{_short(node.value)} is not a valid {kind}: quote it if it is text")
+                return self._add_mistake(path, f"{_shorten(node.value)} is not a valid {kind}: quote it if it is text")
             if isinstance(value, float) and not math.isfinite(value):
-                return self._wrong(path, f"{_short(node.value)} is not a finite number")
+                return self._add_mistake(path, f"{_shorten(node.value)} is not a finite number")
             if isinstance(value, int) and abs(value) >= 2**63:
-                return self._wrong(path, f"{_short(node.value)} does not fit in 64 bits: quote it if it is text")
+                return self._add_mistake(
+                    path, f"{_shorten(node.value)} does not fit in 64 bits: quote it if it is text"
+                )
             return value
-        return self._wrong(path, f"the tag {_short(node.tag)} is not allowed: remove it")
+        return self._add_mistake(path, f"the tag {_shorten(node.tag)} is not allowed: remove it")
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "…"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from topkube.job.failure_policy import HARDWARE_FAULT
+from topkube.job.fields.failure_policy import HARDWARE_FAULT
 from topkube.launch.output.rank_report import RankReport
 
 _USAGE_CODE = 2

@@ -232,7 +232,7 @@ def case_replays_leave_running_statistics_alone(world: World) -> None:
 
 
 def case_a_rank_without_a_batch_trains_a_normalized_model(world: World) -> None:
-    """It computes with samples of the dataset, and its statistics do not change."""
+    """The rank computes with samples of the dataset, and its statistics do not change."""
     data = torch.utils.data.TensorDataset(*(part.float() for part in draw_images(3, 1)))
     sampler: Any = [0, 1, 2] if topkube.rank() == 0 else []
     loader = torch.utils.data.DataLoader(data, batch_size=3, sampler=sampler)

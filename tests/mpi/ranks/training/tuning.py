@@ -1,4 +1,4 @@
-"""What `auto` and `dense` choose on real ranks: the same on all of them, switched together, kept in the state."""
+"""The choices of `auto` and `dense` on real ranks: the same on all ranks, switched together, kept in the state."""
 
 from __future__ import annotations
 

@@ -16,12 +16,16 @@ from topkube import _kernels
 
 @settings(max_examples=80)
 @given(st.integers(1, 40), st.integers(0, 200), st.integers(0, 63), st.data())
-def test_rows_and_records_are_those_that_numpy_gathers(held: int, length: int, shift: int, data: st.DataObject) -> None:
-    source = np.random.default_rng(held).integers(0, 256, held * length + shift, np.uint8)
-    rows = np.array(data.draw(st.lists(st.integers(0, held - 1), max_size=30)), np.int64)
+def test_rows_and_records_are_those_that_numpy_gathers(
+    row_count: int, length: int, shift: int, data: st.DataObject
+) -> None:
+    source = np.random.default_rng(row_count).integers(0, 256, row_count * length + shift, np.uint8)
+    rows = np.array(data.draw(st.lists(st.integers(0, row_count - 1), max_size=30)), np.int64)
     out = np.zeros(shift + rows.size * length + 7, np.uint8)
     _kernels.gather_rows(source, length, rows, out[shift:-7])
-    np.testing.assert_array_equal(out[shift:-7], source[: held * length].reshape(held, length)[rows].reshape(-1))
+    np.testing.assert_array_equal(
+        out[shift:-7], source[: row_count * length].reshape(row_count, length)[rows].reshape(-1)
+    )
     assert not out[:shift].any()
     assert not out[-7:].any()
 

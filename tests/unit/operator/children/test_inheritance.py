@@ -1,4 +1,4 @@
-"""What a launcher takes over from the workers' template, and pods on clusters that choose users and limits."""
+"""The fields that a launcher takes from the workers' template, and pods on clusters that choose users and limits."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_launcher_has_the_workers_labels_but_those_that_keep_workers_apart() -
 
 @pytest.mark.parametrize("of_pod", [True, False])
 def test_a_null_user_leaves_the_user_and_the_group_to_the_cluster(of_pod: bool) -> None:
-    """As OpenShift's restricted-v2 needs it, which admits no user but those of the namespace's range."""
+    """OpenShift's restricted-v2 needs this: it admits only the users of the namespace's range."""
     template = _build_template()
     part = template["spec"] if of_pod else template["spec"]["containers"][0]
     part["securityContext"] = {"runAsUser": None}

@@ -12,7 +12,7 @@ from simulated import build_job
 from thorough import choose
 
 from topkube.job import TrainingJob
-from topkube.job.template import without_nulls
+from topkube.job.template import remove_nulls
 from topkube_operator.children import pods
 from topkube_operator.model.observed import Policy
 
@@ -141,7 +141,7 @@ def find_lost_paths(made: Any, wanted_object: Any, path: str = "") -> list[str]:
 
 def remove_command(template: dict[str, Any]) -> Any:
     """Return the parts that must be kept: all but null fields and the wrapped command."""
-    kept = without_nulls(template)
+    kept = remove_nulls(template)
     for container in kept["spec"]["containers"]:
         if container["name"] == "worker":
             del container["command"]
@@ -183,7 +183,7 @@ def test_every_field_of_a_workers_template_is_in_its_pods(
 def test_every_field_of_a_launchers_template_is_in_its_pod(template: dict[str, Any]) -> None:
     job = parse_job(launcher={"template": template})
     pod = pods.build_launcher(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
-    assert find_lost_paths(pod, without_nulls(template)) == []
+    assert find_lost_paths(pod, remove_nulls(template)) == []
 
 
 @given(PLAIN, PLAIN)

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from simulated import START, Simulated, start_running_job
 
 from topkube.errors import LaunchError
-from topkube.job.crd import custom_resource_definition
+from topkube.job.crd import build_crd
 from topkube.launch import contract
 from topkube_operator.children import credentials
 from topkube_operator.control import launcher_poller
 from topkube_operator.planning import planner
 
 SEED, UID = b"s" * 32, "uid-1"
-STATUS = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
+STATUS = build_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
 Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 LARGEST_STATUS = 64 << 10
 

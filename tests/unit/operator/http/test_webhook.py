@@ -126,7 +126,7 @@ def test_a_review_contains_nothing_about_claims() -> None:
 
 
 def test_a_body_that_no_object_can_have_is_refused() -> None:
-    """An object and its old self, of 1.5 MiB each, are taken; more is not even read."""
+    """An object and its old version, of 1.5 MiB each, are accepted. A larger body is not read."""
 
     async def run_scenario() -> None:
         async with serve(SECRET, ["127.0.0.1"], ignore_bundle, host="127.0.0.1", port=0) as port:
@@ -161,14 +161,14 @@ def test_bodies_without_length_and_compressed_bodies_are_refused() -> None:
 
 
 def test_large_reviews_do_not_delay_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large one is under way and others wait; a small one is answered all the same."""
-    held, entered = threading.Event(), threading.Event()
+    """A small review is answered while a large review is under way and others wait."""
+    released, entered = threading.Event(), threading.Event()
     answer_review = webhook.answer_review
 
     def answer_when_released(body: bytes) -> tuple[int, str]:
         if len(body) > webhook.SMALL_BODY:
             entered.set()
-            assert held.wait(120)
+            assert released.wait(120)
         return answer_review(body)
 
     monkeypatch.setattr(webhook, "answer_review", answer_when_released)
@@ -182,7 +182,7 @@ def test_large_reviews_do_not_delay_small_ones(monkeypatch: pytest.MonkeyPatch) 
                 assert await asyncio.to_thread(entered.wait, 120)
                 assert (await post(port, json.dumps(build_review(JOB)), trust))[0] == 200
             finally:
-                held.set()
+                released.set()
             assert {status for status, _ in await asyncio.gather(*waiting)} == {200}
 
     asyncio.run(run_scenario())
@@ -190,15 +190,15 @@ def test_large_reviews_do_not_delay_small_ones(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_review_that_waits_too_long_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhook, "WAIT_SECONDS", 0.1)
-    held = threading.Event()
-    monkeypatch.setattr(webhook, "answer_review", lambda body: (held.wait(120), (200, "{}"))[1])
+    released = threading.Event()
+    monkeypatch.setattr(webhook, "answer_review", lambda body: (released.wait(120), (200, "{}"))[1])
 
     async def run_scenario() -> None:
         async with serve(SECRET, ["127.0.0.1"], ignore_bundle, host="127.0.0.1", port=0) as port:
             try:
                 assert (await post(port, "{}", build_trust(Authority.derive(SECRET).bundle)))[0] == 503
             finally:
-                held.set()
+                released.set()
 
     asyncio.run(run_scenario())
 

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from stored_datasets import store_dataset
 
-from topkube.job.cached_dataset import dataset_id, object_name
+from topkube.job.cached_dataset import compute_dataset_id, name_cached_dataset
 from topkube_operator.node_cache import agent as agents
 from topkube_operator.node_cache.agent import Agent
 from topkube_operator.node_cache.decisions import (
@@ -85,7 +85,7 @@ def test_a_dataset_lives_from_the_claim_to_its_deletion(volume: Volume, api: Pla
     assert volume.list_namespaces() == {"team-a"}
     store_dataset(volume.root, "team-a", "s3://bucket/data")
     agent.run_once()
-    key = ("team-a", object_name("s3://bucket/data"))
+    key = ("team-a", name_cached_dataset("s3://bucket/data"))
     assert (api.objects[key]["status"]["where"], api.objects[key]["status"]["cachedPercent"]) == ("n1", 100)
     writes = api.writes
     agent.run_once()
@@ -94,7 +94,7 @@ def test_a_dataset_lives_from_the_claim_to_its_deletion(volume: Volume, api: Pla
     assert api.writes == writes, "an agent that was killed goes on by looking"
     api.objects[key]["spec"]["pinned"] = True
     full = Agent(cluster, volume, "n1", CacheLimits(size=10))
-    full._wishes = {("team-a", dataset_id("s3://bucket/data")): True}
+    full._wishes = {("team-a", compute_dataset_id("s3://bucket/data")): True}
     full.run_once()
     assert volume.read_datasets("team-a")[0].pinned
     del api.objects[key]

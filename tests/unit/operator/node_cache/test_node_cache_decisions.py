@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkube.job.cached_dataset import CachedDatasetStatus, object_name
+from topkube.job.cached_dataset import CachedDatasetStatus, name_cached_dataset
 from topkube_operator.node_cache.decisions import (
     CacheLimits,
     CacheState,
@@ -172,5 +172,5 @@ def test_the_shown_percentage_is_that_of_the_emptiest_node() -> None:
 
 @given(st.from_regex(r"[a-z][a-z0-9+.-]{0,5}://\S{1,80}", fullmatch=True))
 def test_every_address_has_a_name_that_kubernetes_takes(uri: str) -> None:
-    assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", object_name(uri))
-    assert len(object_name(uri)) <= 63
+    assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name_cached_dataset(uri))
+    assert len(name_cached_dataset(uri)) <= 63

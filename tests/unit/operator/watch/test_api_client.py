@@ -41,7 +41,7 @@ def test_retry_after_is_read_and_bounded(header: str | timedelta | None, least: 
 
 
 def test_our_finalizer_is_removed_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one call that depends on no version: other controllers write the pod too."""
+    """One call removes it, and depends on no version: other controllers write the pod too."""
     sent: dict[str, Any] = {}
 
     def call(method: str, path: str, body: Any, **more: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated import build_job
 
-from topkube.job.cached_dataset import object_name
+from topkube.job.cached_dataset import name_cached_dataset
 from topkube.timestamps import format_timestamp
 from topkube_operator.model import names
 from topkube_operator.model.observed import Observed, Pod, Policy
@@ -271,7 +271,7 @@ def _build_claim(namespace: str, phase: str = "Bound", **metadata: Any) -> dict[
 
 def _build_cached_dataset(uri: str, nodes: dict[str, int]) -> dict[str, Any]:
     nodes_status = [{"name": name, "percent": percent} for name, percent in nodes.items()]
-    metadata = {"name": object_name(uri), "namespace": "team"}
+    metadata = {"name": name_cached_dataset(uri), "namespace": "team"}
     return {"metadata": metadata, "spec": {"uri": uri}, "status": {"nodes": nodes_status}}
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
-from topkube.job.base.part import INT32, LABEL, Allowed, Part, rules
+from topkube.job.base.part import INT32, LABEL, Allowed, Part, declare_rules
 
 Action = Literal["Fail", "Restart", "Ignore"]
 
@@ -108,7 +108,7 @@ class FailureRule(Part):
     """What to do after some failures. All conditions of a rule must match."""
 
     model_config = ConfigDict(
-        json_schema_extra=rules(
+        json_schema_extra=declare_rules(
             ("has(self.onExitCodes) || has(self.onReasons)", "a rule needs onExitCodes, onReasons, or both")
         )
     )
@@ -125,7 +125,7 @@ class FailureRule(Part):
     )
 
     @model_validator(mode="after")
-    def _has_condition(self) -> FailureRule:
+    def _check_condition(self) -> FailureRule:
         if self.on_exit_codes is None and self.on_reasons is None:
             raise ValueError("a rule needs onExitCodes, onReasons, or both")
         return self

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-from topkube.job.base.part import Allowed, ObjectName, Part, Path, Uri, raise_problems, rules
+from topkube.job.base.part import Allowed, ObjectName, Part, Path, Uri, declare_rules, raise_problems
 
 MOST_ITEMS = 256
 MOST_REQUIREMENTS, LONGEST_REQUIREMENT = 64, 256
@@ -18,7 +18,9 @@ RelativePath = Annotated[
     StringConstraints(max_length=512, pattern=r"^[^/\x00-\x1f\\][^\x00-\x1f\\]*$"),
     Allowed("a relative path without '..'"),
 ]
-_STAYS_INSIDE = rules(("!self.matches('(^|/)[.][.](/|$)')", "leaves the folder of the source: '..' is not allowed"))
+_STAYS_INSIDE = declare_rules(
+    ("!self.matches('(^|/)[.][.](/|$)')", "leaves the folder of the source: '..' is not allowed")
+)
 Sha256 = Annotated[
     str,
     StringConstraints(max_length=64, pattern=r"^[0-9a-f]{64}$"),
@@ -45,7 +47,7 @@ class SourceItem(Part):
 
     @field_validator("path")
     @classmethod
-    def _path_inside(cls, path: str) -> str:
+    def _check_path(cls, path: str) -> str:
         return _check_inside(path)
 
 
@@ -53,7 +55,7 @@ class ConfigMapSource(Part):
     """Code in a ConfigMap of the job's namespace: its keys as files, or an archive in one of its keys."""
 
     model_config = ConfigDict(
-        json_schema_extra=rules(
+        json_schema_extra=declare_rules(
             ("!has(self.items) || !has(self.archive)", "items has no effect with archive: remove one of the two"),
             ("!has(self.sha256) || has(self.archive)", "sha256 is the checksum of archive: name the archive's key too"),
         )
@@ -71,11 +73,11 @@ class ConfigMapSource(Part):
 
     @field_validator("archive")
     @classmethod
-    def _known_archive(cls, key: str | None) -> str | None:
+    def _check_archive(cls, key: str | None) -> str | None:
         return _check_archive_name(key) if key is not None else None
 
     @model_validator(mode="after")
-    def _fields_that_fit(self) -> ConfigMapSource:
+    def _check_fields_fit(self) -> ConfigMapSource:
         if self.items is not None and self.archive is not None:
             raise ValueError("items has no effect with archive: remove one of the two")
         if self.sha256 is not None and self.archive is None:
@@ -96,7 +98,7 @@ class ArchiveSource(Part):
 
     @field_validator("uri")
     @classmethod
-    def _known_archive(cls, uri: str) -> str:
+    def _check_uri(cls, uri: str) -> str:
         return _check_archive_name(uri)
 
 
@@ -135,7 +137,7 @@ class Source(Part):
     """The code of the job. Each worker fetches it before it starts, and the ranks run in its folder."""
 
     model_config = ConfigDict(
-        json_schema_extra=rules(
+        json_schema_extra=declare_rules(
             (
                 "[has(self.configMap), has(self.archive), has(self.git)].filter(given, given).size() == 1",
                 "needs one of configMap, archive and git",
@@ -150,7 +152,7 @@ class Source(Part):
     git: GitSource | None = Field(default=None, description="code in a git repository; the image must have git")
 
     @model_validator(mode="after")
-    def _exactly_one(self) -> Source:
+    def _check_one_source(self) -> Source:
         if [self.config_map, self.archive, self.git].count(None) != 2:
             raise ValueError("needs one of configMap, archive and git")
         return self

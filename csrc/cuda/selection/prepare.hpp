@@ -1,0 +1,63 @@
+// `prepare`: clears the workspace, and computes bounds of the k-th magnitude from a sample.
+#pragma once
+
+#include "../../cpu/selection/sampling.hpp"
+#include "../block.hpp"
+#include "sources.hpp"
+
+namespace topkube {
+
+TOPKUBE_DEVICE u32 bit_width(u32 value) {
+  u32 width = 0;
+  while (value) {
+    value >>= 1;
+    ++width;
+  }
+  return width;
+}
+
+template <class Source>
+TOPKUBE_KERNEL(prepare_threads) prepare(Source source, Selection s) {
+  auto& scratch = gpu::shared<BlockScratch>();
+  for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < s.clear_words; i += u64{gpu::blocks()} * gpu::threads()) {
+    s.clear[i] = 0;
+  }
+  if (gpu::block() != 0) return;
+  u32 least = 0, most = Source::mask;
+  if (s.samples) {
+    u32 sample[samples_per_thread];
+#pragma unroll
+    for (u32 j = 0; j < samples_per_thread; ++j) {
+      const u64 i = gpu::thread() + u64{j} * gpu::threads();
+      // An unused place counts as the smallest magnitude, which reaches only a bound of 0.
+      sample[j] = i < s.samples ? source.peek(sample_position(i, s.stratum)) & Source::mask : 0;
+    }
+    // Finds, bit by bit, the magnitudes that `low_rank` and `high_rank` samples reach.
+    u32 low = 0, high = 0, above_low = most_samples, above_high = s.high_rank ? most_samples : 0;
+    for (u32 bit = Source::width; bit-- > 0 && (above_low > s.low_rank || above_high > s.high_rank);) {
+      const u32 try_low = low | u32{1} << bit, try_high = high | u32{1} << bit;
+      u32 reached = 0;
+#pragma unroll
+      for (u32 j = 0; j < samples_per_thread; ++j) {
+        reached += (sample[j] >= try_low ? 1u : 0u) + (sample[j] >= try_high ? 0x10000u : 0u);
+      }
+      reached = block_total(reached, scratch);
+      const u32 reach_low = reached & 0xffffu, reach_high = reached >> 16;
+      if (reach_low >= s.low_rank) low = try_low, above_low = reach_low;
+      if (reach_high >= s.high_rank) high = try_high, above_high = reach_high;
+    }
+    least = low;
+    if (s.high_rank) most = high;
+  }
+  if (gpu::thread() == 0) {
+    State state{};
+    state.mode = s.mode;
+    state.least = least;
+    state.most = most;
+    state.rank = s.k;
+    state.bits = Source::width;
+    *s.state = state;
+  }
+}
+
+}  // namespace topkube

@@ -1,0 +1,23 @@
+// The variants of the selection kernels that a build can choose.
+#pragma once
+
+#include "../device.hpp"
+
+namespace topkube {
+
+// Variants that a build can choose (-DTOPKUBE_CUDA_DEFINES="-DTOPKUBE_CUDA_VECTOR=0"), to compare them on a device. They return the
+// same bits.
+#ifndef TOPKUBE_CUDA_VECTOR
+#define TOPKUBE_CUDA_VECTOR 1  // load 16 bytes per instruction, if arrays are aligned
+#endif
+#ifndef TOPKUBE_CUDA_AHEAD
+#define TOPKUBE_CUDA_AHEAD 8  // loads in flight per thread in `narrow`
+#endif
+#ifndef TOPKUBE_CUDA_SEGMENTS
+#define TOPKUBE_CUDA_SEGMENTS 0  // tiles of `filter` append candidates without waiting for one another
+#endif
+constexpr bool vector_loads = TOPKUBE_CUDA_VECTOR != 0;
+constexpr bool segments = TOPKUBE_CUDA_SEGMENTS != 0;
+constexpr u32 narrow_ahead = TOPKUBE_CUDA_AHEAD;
+
+}  // namespace topkube

@@ -1,0 +1,188 @@
+"""The traffic of one exchange with each of TopKube's own algorithms, as their declarations state it.
+
+Each function takes a `Workload` and returns its `Traffic`: bytes between nodes, bytes through memory, and messages that
+wait for one another.
+"""
+
+from __future__ import annotations
+
+import math
+
+from topkube.algorithms.cost import (
+    VALUE_BYTES,
+    Traffic,
+    Workload,
+    all_gather_memory,
+    all_gather_messages,
+    all_reduce_messages,
+    all_reduce_sent,
+    reduce_scatter_memory,
+    two_stage_messages,
+    two_stage_sent,
+)
+
+_ELEMENT_BYTES = 4
+_SIGN_BLOCK = 256
+"""Elements that share a scale (csrc/cpu/sign/sign.hpp)."""
+SIGNS_IN_TWO_STAGES_FROM = 8
+"""With fewer nodes, an all-gather of signs sends at most 3.5 times the bytes of two stages, and compresses once."""
+AVERAGES_IN_TWO_STAGES_FROM = 3
+"""With two nodes, an all-gather sends as many bytes as two stages."""
+_MATRIX_SIDE = 1024
+"""The cost of a low rank depends on the shapes of matrices. Costs are those of square matrices of this size, or of one
+square matrix for fewer elements."""
+_SPLIT_HEADER_BYTES = 36
+"""Header of a message of `oktopk`, with its padding."""
+_MERGED_ENTRY_BYTES = 160
+"""Memory traffic per entry of a message that is added to another one: both are decoded, sorted, added and selected."""
+
+
+def count_hierarchical_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of an all-reduce of each shard between nodes, in the format `dense_wire`."""
+    memory = reduce_scatter_memory(workload) + all_gather_memory(workload)
+    sent = all_reduce_sent(workload.dense_value_bytes * workload.elements, workload.nodes)
+    if workload.dense_value_bytes < _ELEMENT_BYTES and workload.nodes > 1:
+        # Shards are rounded before the exchange, and widened after it.
+        memory += 2 * (_ELEMENT_BYTES + workload.dense_value_bytes) * workload.elements
+    return Traffic(sent, memory, all_reduce_messages(workload.nodes))
+
+
+def count_torus2d_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of a ring of nodes for each shard."""
+    memory = reduce_scatter_memory(workload) + all_gather_memory(workload)
+    return Traffic(all_reduce_sent(workload.array_bytes, workload.nodes), memory, 2 * (workload.nodes - 1))
+
+
+def count_flat_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of a ring of all ranks."""
+    ranks = workload.nodes * workload.slots
+    memory = reduce_scatter_memory(workload) + all_gather_memory(workload)
+    return Traffic(all_reduce_sent(workload.array_bytes, ranks), memory, 2 * (ranks - 1))
+
+
+def count_hierarchical_nccl_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of NCCL's trees between nodes, one for each shard."""
+    memory = reduce_scatter_memory(workload) + all_gather_memory(workload)
+    return Traffic(all_reduce_sent(workload.array_bytes, workload.nodes), memory, _count_tree_messages(workload.nodes))
+
+
+def count_nccl_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of NCCL's tree over all ranks."""
+    ranks = workload.nodes * workload.slots
+    memory = reduce_scatter_memory(workload) + all_gather_memory(workload)
+    return Traffic(all_reduce_sent(workload.array_bytes, ranks), memory, _count_tree_messages(workload.nodes))
+
+
+def _count_tree_messages(partners: int) -> int:
+    """Return how many messages wait for one another if a sum travels up a tree and down again."""
+    return 2 * math.ceil(math.log2(max(partners, 2)))
+
+
+def count_hitopk_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of an all-gather of the largest entries of each shard."""
+    sent = (workload.nodes - 1) * workload.slots * workload.kept(workload.slots) * workload.entry_bytes
+    select = 3 * workload.array_bytes  # reads the sum and the residual, writes the residual
+    write_arrays = workload.slots * workload.array_bytes
+    return Traffic(sent, reduce_scatter_memory(workload) + select + write_arrays, all_gather_messages(workload.nodes))
+
+
+def count_naive_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of an all-gather of the largest entries of every rank."""
+    ranks = workload.nodes * workload.slots
+    sent = workload.slots * (ranks - workload.slots) * workload.kept() * workload.entry_bytes
+    read_arrays = write_arrays = workload.slots * workload.array_bytes
+    return Traffic(sent, read_arrays + write_arrays, all_gather_messages(ranks))
+
+
+def count_gtopk_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of a tree in which pairs of nodes add up their largest entries."""
+    rounds, surplus = _count_tree_rounds(workload.nodes)
+    entries = workload.slots * workload.kept(workload.slots)
+    merges = (rounds + surplus) * entries * _MERGED_ENTRY_BYTES
+    read_and_write_shards = 5 * workload.array_bytes  # the sum and the residual, the selection, the result
+    memory = reduce_scatter_memory(workload) + all_gather_memory(workload) + read_and_write_shards + merges
+    return Traffic((rounds + surplus) * entries * workload.entry_bytes, memory, rounds + 2 * surplus)
+
+
+def count_oktopk_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of two stages: entries to the owners of regions, and the largest sums to all nodes."""
+    nodes, entries = workload.nodes, workload.kept(workload.slots)
+    both_stages = 2 * (nodes - 1) * (entries / nodes * workload.entry_bytes + _SPLIT_HEADER_BYTES)
+    rounds = max(nodes - 1, 0).bit_length()
+    measurement_bytes = rounds * (8 * min(nodes, 64) + 2 * 4 * 128) + 8 * (nodes - 1)  # quantiles, histograms, counts
+    memory = reduce_scatter_memory(workload) + all_gather_memory(workload) + 5 * workload.array_bytes
+    memory += workload.slots * entries * _MERGED_ENTRY_BYTES if nodes > 1 else 0
+    return Traffic(workload.slots * (both_stages + measurement_bytes), memory, two_stage_messages(nodes) + 4 * rounds)
+
+
+def _count_tree_rounds(nodes: int) -> tuple[int, int]:
+    """Return how many rounds a tree of pairs has, and 1 if nodes are left over that join before and after them."""
+    rounds = max(nodes, 1).bit_length() - 1
+    return rounds, int(nodes > 1 << rounds)
+
+
+def count_onebit_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of the signs and scales of all changes of the weights."""
+    bits, scales = workload.elements / 8, 2 * -(-workload.elements // _SIGN_BLOCK)
+    return _count_traffic_of_changes(workload, bits + scales, SIGNS_IN_TWO_STAGES_FROM)
+
+
+def count_topk1bit_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of the indices, signs and scales of the largest tenth of the changes of the weights."""
+    count = -(-workload.elements // 10)
+    signs, scales = count / 8, 2 * -(-count // _SIGN_BLOCK)
+    indices = (3 * count + count + workload.elements / 8) / 8  # three low bits of each index; the others in unary
+    return _count_traffic_of_changes(workload, signs + scales + indices, SIGNS_IN_TWO_STAGES_FROM)
+
+
+def count_signsgd_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of an all-gather of the signs and scales of the node's gradient."""
+    sent = (workload.nodes - 1) * (workload.elements / 8 + 2 * -(-workload.elements // _SIGN_BLOCK))
+    read_and_write_shards = 8 * workload.array_bytes  # a copy, its signs, the votes, the result
+    memory = reduce_scatter_memory(workload) + all_gather_memory(workload) + read_and_write_shards
+    return Traffic(sent, memory, all_gather_messages(workload.nodes))
+
+
+def count_localsgd_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of the rounded changes of all weights."""
+    return _count_traffic_of_changes(
+        workload, VALUE_BYTES[workload.wire] * workload.elements, AVERAGES_IN_TWO_STAGES_FROM
+    )
+
+
+def count_sparseloco_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of the indices, two bits and levels of the largest 1/32 of the changes of the weights."""
+    count = -(-workload.elements // 32)
+    levels, bits = 4 * -(-count // _SIGN_BLOCK), 2 * count / 8
+    indices = (5 * count + count + workload.elements / 32) / 8  # five low bits of each index; the others in unary
+    return _count_traffic_of_changes(workload, levels + bits + indices, SIGNS_IN_TWO_STAGES_FROM)
+
+
+def _count_traffic_of_changes(workload: Workload, message_bytes: float, two_stage_from: int) -> Traffic:
+    """Return the traffic of an exchange of weight changes. `message_bytes` is the length of the encoded changes."""
+    if workload.nodes < two_stage_from:
+        sent, messages = (workload.nodes - 1) * message_bytes, all_gather_messages(workload.nodes)
+    else:
+        sent, messages = two_stage_sent(message_bytes, workload.nodes), two_stage_messages(workload.nodes)
+    # The change of the weights, the part of it that is sent, the sum of all nodes.
+    read_and_write_shards = 5 * workload.array_bytes
+    of_gradients = reduce_scatter_memory(workload) + all_gather_memory(workload)
+    return Traffic(
+        sent / workload.period, of_gradients + read_and_write_shards / workload.period, messages / workload.period
+    )
+
+
+def count_powersgd_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of two all-reduces, of the factors P and Q of all matrices."""
+    side = min(_MATRIX_SIDE, math.sqrt(workload.elements))
+    values = workload.matrix_rank * 2 * side * max(1, workload.elements / _MATRIX_SIDE**2)
+    read_and_write_shards = 6 * workload.array_bytes  # the gradient and the residual, both products, the result
+    memory = reduce_scatter_memory(workload) + all_gather_memory(workload) + read_and_write_shards
+    return Traffic(all_reduce_sent(4 * values, workload.nodes), memory, 2 * all_reduce_messages(workload.nodes))
+
+
+def count_acpsgd_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of one all-reduce, of the factor P or Q of all matrices."""
+    of_both = count_powersgd_traffic(workload)
+    read_and_write_shard = workload.array_bytes  # for the second product of powersgd
+    return Traffic(of_both.sent / 2, of_both.memory - read_and_write_shard, of_both.messages / 2)

@@ -1,0 +1,41 @@
+"""`topkube plan`: compare the algorithms, print the results, and draw the picture."""
+
+from __future__ import annotations
+
+import json
+
+from topkube.cli.plan.comparison import read_comparison
+from topkube.cli.plan.options import PlanOptions
+from topkube.cli.plan.report import describe_situation, print_recommendations, print_sweep, print_table
+from topkube.cli.plan.results import build_json, predict_exchange, recommend
+from topkube.errors import ArgumentError
+from topkube.planning import guidelines
+from topkube.planning.picture import draw_sweep
+
+
+def show_plan(options: PlanOptions) -> None:
+    """Print tables and recommendations, or JSON; draw the picture. Raises ArgumentError, TraceError and PlotError."""
+    comparison = read_comparison(options)
+    chosen = comparison.resolve(comparison.wanted)
+    rows = [predict_exchange(comparison, algorithm, algorithm == chosen) for algorithm in comparison.listed]
+    swept = (
+        guidelines.predict_sweep(comparison.profile, comparison.situation, comparison.listed)
+        if comparison.profile
+        else []
+    )
+    if options.plot is not None:
+        if comparison.profile is None:
+            raise ArgumentError("--plot needs the time of a step", next_step="add --compute SECONDS or --trace FILE")
+        draw_sweep(
+            swept,
+            options.plot,
+            f"{comparison.profile.name}: {describe_situation(comparison, options, with_nodes=False)}",
+        )
+    advice = recommend(comparison, options, chosen) if comparison.profile else None
+    if options.json:
+        print(json.dumps(build_json(comparison, rows, swept, advice, chosen), indent=1))
+        return
+    print_table(comparison, rows, options)
+    if advice is not None:
+        print_sweep(swept)
+        print_recommendations(advice, options)

@@ -1,0 +1,167 @@
+"""What `topkube plan` compares: algorithms on a cluster, for a model, from the options and the TrainingJob."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+
+from topkube import algorithms
+from topkube.algorithms import (
+    AUTO,
+    CHOICES,
+    DENSE_WIRE,
+    DENSITY,
+    MATRIX_RANK,
+    PERIOD,
+    WIRE,
+    Algorithm,
+    BucketSize,
+    Choice,
+    Machines,
+    rank_choices,
+)
+from topkube.cli.plan.model_profile import count_parameters, read_profile
+from topkube.cli.plan.options import PlanOptions, parse_number
+from topkube.errors import ArgumentError
+from topkube.job import Aggregation, TrainingJob
+from topkube.planning.models import Model
+from topkube.planning.profile import StepProfile
+from topkube.planning.situation import Situation
+
+_LATENCY = 50e-6
+"""The latency of a message between nodes, in seconds, if no trace has measured it."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The algorithms to compare, and the cluster and the model for which they are compared.
+
+    `wanted` is the name that the TrainingJob sets, `auto` without a TrainingJob. `profile` is None if the time of a
+    step is unknown, and `model` is None if the model is not built in.
+    """
+
+    situation: Situation
+    elements: int
+    wanted: str
+    listed: list[Algorithm]
+    profile: StepProfile | None
+    model: Model | None
+
+    @property
+    def machines(self) -> Machines:
+        return self.situation.machines
+
+    def resolve(self, name: str) -> Algorithm:
+        """Return the algorithm called `name`, or what the name stands for on this cluster."""
+        if name not in CHOICES:
+            return algorithms.find_algorithm(name)
+        return _find_choice(name, self.machines, self.elements, self.situation.dense_wire).algorithm
+
+
+def _find_choice(name: str, machines: Machines, elements: int, dense_wire: str) -> Choice:
+    """Return what `auto` or `dense` stands for, as the ranks choose it from their measurements."""
+    return rank_choices(name, machines, [BucketSize(elements)], dense_wire)[0]
+
+
+def read_comparison(options: PlanOptions) -> Comparison:
+    """Return the comparison that the options and their TrainingJob ask for. Options override the TrainingJob. Warnings
+    go to stderr. Raises ArgumentError for a wrong value, and the errors of the TrainingJob and of the trace."""
+    job = TrainingJob.from_yaml(options.job) if options.job else None
+    spec = job.spec if job else None
+    aggregation = spec.aggregation if spec else None
+    workers = options.workers or (spec.workers if spec else 2)
+    slots = options.slots or (spec.slots_per_worker if spec else 1)
+    density, wire, dense_wire = _read_formats(options, aggregation)
+    period = _read_period(options, aggregation)
+    link = parse_number(options.link, r"(?:bit|b)(?:/s|ps)?", "--link") / 8
+    memory = parse_number(options.memory.replace("GB", "G"), r"(?:/s)?", "--memory")
+    if options.device not in (None, "cpu", "gpu"):
+        raise ArgumentError(f"--device is {options.device!r}", next_step="choose cpu or gpu")
+    profile, model = read_profile(options)
+    elements = profile.elements if profile else model.parameters if model else count_parameters(options)
+    latency = profile.latency if profile and profile.latency else _LATENCY
+    cores = options.cores or (profile.cores if profile and profile.cores else math.inf)
+    machines = Machines(workers, slots, link, memory, latency)
+    listed, errors = algorithms.load_all()
+    for error in errors:
+        print(f"warning: {error}", file=sys.stderr)
+    wanted = aggregation.algorithm if aggregation else AUTO
+    if period is not None:
+        listed = _select_allowed(listed, period, wanted)
+    if wanted in CHOICES:
+        dense_wire = _find_choice(wanted, machines, elements, dense_wire).dense_wire
+    listed = [algorithm for algorithm in listed if not algorithm.needs_gpu or algorithm.name == wanted]
+    situation = Situation(
+        machines,
+        density,
+        wire,
+        cores,
+        options.overlap,
+        dense_wire=dense_wire,
+        period=period,
+        is_decoupled=_check_dear(options, aggregation, profile),
+        matrix_rank=aggregation.matrix_rank if aggregation else MATRIX_RANK.default,
+    )
+    return Comparison(situation, elements, wanted, listed, profile, model)
+
+
+def _read_formats(options: PlanOptions, aggregation: Aggregation | None) -> tuple[float, str, str]:
+    """Return the density, and the formats of sparse and of dense values, that the options or the job set. Raises
+    ArgumentError if one of them is not allowed."""
+    density = options.density if options.density is not None else (aggregation.density if aggregation else None)
+    density = DENSITY.default if density is None else density
+    wire = options.wire or (aggregation.wire if aggregation else WIRE.default)
+    if not 0 < density <= 1:
+        raise ArgumentError(f"--density is {density:g}", next_step="pass a share above 0 and at most 1, such as 0.01")
+    if wire not in WIRE.choices:
+        raise ArgumentError(f"--wire is {wire!r}", next_step=f"choose one of {', '.join(WIRE.choices)}")
+    dense_wire = options.dense_wire or (aggregation.dense_wire if aggregation else DENSE_WIRE.default)
+    if dense_wire not in DENSE_WIRE.choices:
+        raise ArgumentError(
+            f"--dense-wire is {dense_wire!r}", next_step=f"choose one of {', '.join(DENSE_WIRE.choices)}"
+        )
+    return density, wire, dense_wire
+
+
+def _check_dear(options: PlanOptions, aggregation: Aggregation | None, profile: StepProfile | None) -> bool:
+    """Return True if an option or the job asks for DeAR. Raises ArgumentError if DeAR has no effect here."""
+    wanted = aggregation is not None and aggregation.overlap == "dear" if options.dear is None else options.dear
+    if not wanted:
+        return False
+    source = "--dear is set" if options.dear else "the job has overlap: dear"
+    if not options.overlap:
+        raise ArgumentError(
+            f"{source}, and exchanges do not overlap", next_step="leave out --no-overlap, or add --no-dear"
+        )
+    if profile is not None and not profile.on_cpu:
+        raise ArgumentError(
+            f"{source}, and the gradients are on a GPU",
+            cause="DeAR works with gradients in host memory only; without a trace, ranks compute on GPUs",
+            next_step="add --device cpu, or --no-dear",
+        )
+    return True
+
+
+def _read_period(options: PlanOptions, aggregation: Aggregation | None) -> int | None:
+    """Return the period that an option or the job sets; None if neither does."""
+    if options.period is not None:
+        PERIOD.check(options.period)
+        return options.period
+    return aggregation.period if aggregation and "period" in aggregation.model_fields_set else None
+
+
+def _select_allowed(listed: list[Algorithm], period: int, wanted: str) -> list[Algorithm]:
+    """Return the algorithms that allow the period, and print why the others are left out. Raises ArgumentError if the
+    algorithm `wanted` does not allow it."""
+    allowed = []
+    for algorithm in listed:
+        try:
+            algorithm.check_period(period)
+        except ArgumentError as error:
+            if algorithm.name == wanted:
+                raise
+            print(f"warning: {algorithm.name} is left out: {error.what}", file=sys.stderr)
+        else:
+            allowed.append(algorithm)
+    return allowed

@@ -1,0 +1,63 @@
+"""The options of `topkube plan`, and how their numbers and units are read."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from topkube.errors import ArgumentError
+
+_SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+_EXAMPLES = {
+    "--parameters": "25.6M or 7B",
+    "--link": "10Gbit/s or 400Mbit",
+    "--memory": "20GB/s",
+    "--compute": "0.15 (seconds) or 60TFLOP/s",
+    "--device-memory": "16GB",
+}
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options of the command line."""
+
+    job: Path | None
+    model: str | None
+    traces: tuple[Path, ...]
+    parameters: str | None
+    link: str
+    memory: str
+    compute: str | None
+    batch: int | None
+    device_memory: str | None
+    workers: int | None
+    slots: int | None
+    cores: int | None
+    device: str | None
+    data: float
+    spread: float | None
+    density: float | None
+    wire: str | None
+    dense_wire: str | None
+    period: int | None
+    overlap: bool
+    dear: bool | None
+    plot: Path | None
+    json: bool
+
+
+def parse_number(text: str, unit: str, option: str) -> float:
+    """Return the number that `text`, the value of `option`, states: 25600000.0 for '25.6M'.
+
+    `unit` is the pattern of a unit that may follow, such as bit/s. Raises ArgumentError with an example of the option.
+    """
+    match = re.fullmatch(rf"([0-9.]+(?:e-?[0-9]+)?)\s*([kMGBT]?)(?:{unit})?", text.strip())
+    try:
+        value = float(match[1]) * _SCALES[match[2]] if match else 0.0
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise ArgumentError(f"{option} is {text!r}", next_step=f"write it as {_EXAMPLES[option]}")
+    return value

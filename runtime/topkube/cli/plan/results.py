@@ -1,0 +1,131 @@
+"""The results of `topkube plan`: predicted exchanges and steps, and recommendations; all of them as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from topkube.algorithms import DENSE, OVERLAP, Algorithm
+from topkube.cli.plan.comparison import Comparison
+from topkube.cli.plan.options import PlanOptions, parse_number
+from topkube.planning import guidelines
+from topkube.planning.profile import StepProfile
+from topkube.planning.situation import Situation
+from topkube.planning.step import Prediction, can_decouple, predict_step
+
+EFFICIENCY = 0.8
+"""The scaling efficiency that the recommendations must reach."""
+
+
+def _compare_overlaps(profile: StepProfile, situation: Situation, algorithm: Algorithm) -> dict[str, float] | None:
+    """Return the seconds of a step by the name of the overlap; None if DeAR has no effect."""
+    if not can_decouple(profile, situation, algorithm):
+        return None
+    steps = (
+        predict_step(profile, dataclasses.replace(situation, is_decoupled=dear), algorithm).step
+        for dear in (False, True)
+    )
+    return dict(zip(OVERLAP.choices, steps, strict=True))
+
+
+def predict_exchange(comparison: Comparison, algorithm: Algorithm, chosen: bool) -> dict[str, Any]:
+    """Return the row of an algorithm in the table: its exchange, and its step if the time of a step is known."""
+    situation = comparison.situation
+    exchange = situation.estimate_cost(algorithm, comparison.elements)
+    row: dict[str, Any] = {
+        "algorithm": algorithm.name,
+        "chosen": chosen,
+        "sentBytes": round(exchange.sent),
+        "betweenSeconds": exchange.between,
+        "insideSeconds": exchange.inside,
+        "exchangeSeconds": exchange.seconds,
+        "stateBytes": algorithm.state_bytes(situation.build_workload(algorithm, comparison.elements)),
+    }
+    if comparison.profile is not None:
+        row |= _describe_step(predict_step(comparison.profile, situation, algorithm))
+    return row
+
+
+def _describe_step(prediction: Prediction) -> dict[str, float]:
+    return {"stepSeconds": prediction.step, "efficiency": prediction.efficiency}
+
+
+def recommend(comparison: Comparison, options: PlanOptions, chosen: Algorithm) -> dict[str, Any]:
+    """Return the recommendations by name. A batch is a number of samples per rank with --batch, and a multiple of the
+    present batch without it."""
+    assert comparison.profile is not None
+    profile, situation, dense = comparison.profile, comparison.situation, comparison.resolve(DENSE)
+    fastest = min(comparison.listed, key=lambda algorithm: predict_step(profile, situation, algorithm).step)
+    prediction = predict_step(profile, situation, chosen)
+    factor = guidelines.find_batch_factor(profile, situation, chosen, EFFICIENCY)
+    largest_batch = None
+    if options.device_memory is not None and comparison.model is not None:
+        memory = parse_number(options.device_memory.replace("GB", "G").replace("Gi", "G"), "B?", "--device-memory")
+        largest_batch = guidelines.count_most_samples(
+            memory, comparison.elements, comparison.model.activations, chosen, situation
+        )
+    break_even_links = {
+        algorithm.name: guidelines.find_break_even(profile, situation, algorithm, dense)
+        for algorithm in comparison.listed
+        if algorithm.compresses
+    }
+    return {
+        "efficiency": EFFICIENCY,
+        "fastest": fastest.name,
+        "algorithm": chosen.name,
+        "nodes": guidelines.find_most_nodes(profile, situation, chosen, EFFICIENCY),
+        "ranksOfThisTotalBatch": guidelines.count_ranks_of_fixed_batch(prediction, situation.ranks, EFFICIENCY),
+        "batchFactor": factor,
+        "batch": math.ceil(factor * options.batch) if factor is not None and options.batch else None,
+        "largestBatchInMemory": largest_batch,
+        "overlap": _compare_overlaps(profile, situation, chosen),
+        "breakEven": {
+            name: {"linkBitsPerSecond": None if row.link is None else row.link * 8, "fasterOnAllLinks": row.is_faster}
+            for name, row in break_even_links.items()
+        },
+    }
+
+
+def name_overlap(situation: Situation) -> str:
+    """Return the name of what exchanges overlap with: "backward", "dear" or "none"."""
+    if not situation.overlap:
+        return "none"
+    return "dear" if situation.is_decoupled else OVERLAP.default
+
+
+def build_json(
+    comparison: Comparison, rows: Any, swept: Any, advice: dict[str, Any] | None, chosen: Algorithm
+) -> dict[str, Any]:
+    """Return the whole result as plain data for --json."""
+    machines, situation = comparison.machines, comparison.situation
+    values: dict[str, Any] = {
+        "workers": machines.nodes,
+        "slotsPerWorker": machines.slots,
+        "parameters": comparison.elements,
+        "density": situation.density,
+        "wire": situation.wire,
+        "denseWire": situation.dense_wire,
+        "period": situation.period,
+        "overlap": name_overlap(situation),
+        "wanted": comparison.wanted,
+        "chosen": chosen.name,
+        "algorithms": rows,
+    }
+    if comparison.profile is not None:
+        profile = comparison.profile
+        values["profile"] = {
+            "name": profile.name,
+            "forwardSeconds": profile.forward,
+            "backwardSeconds": profile.backward,
+            "updateSeconds": profile.update,
+            "otherSeconds": profile.other,
+            "spread": profile.spread,
+            "latencySeconds": machines.latency,
+        }
+        values["nodes"] = [
+            {"nodes": nodes, "algorithms": {row.algorithm.name: _describe_step(row) for row in predictions}}
+            for nodes, predictions in swept
+        ]
+        values["advice"] = advice
+    return values

@@ -1,0 +1,88 @@
+"""Selection by magnitude, on tensors of a device."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from topkube.errors import ArgumentError
+from topkube.kernels.arguments import check_count, check_indexable, check_iterations, check_same_length
+from topkube.kernels.cuda_library import STATE_BYTES, CudaLibrary, EffortRead
+from topkube.kernels.device.launches import Launches
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SelectionKernels(Launches):
+    """The functions of topkube.kernels.selection on tensors of a device, and the effort of the last selection."""
+
+    def __init__(self, library: CudaLibrary) -> None:
+        super().__init__(library)
+        self._last = threading.local()
+
+    def topk(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.check_floats(x, "x")
+        check_indexable(x.numel(), "x")
+        k = check_count(k, x.numel())
+        indices, values = self.allocate_entries(x, k, x.dtype)
+        self._launch_selection(
+            "topk", x, x.data_ptr(), self.dtype_codes[x.dtype], x.numel(), k, indices.data_ptr(), values.data_ptr()
+        )
+        self._last.passes = (3, 3) if _skips_candidates(k, x.numel()) else (1, 4)
+        return indices, values
+
+    def compress_(
+        self, gradient: torch.Tensor, residual: torch.Tensor, k: int, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        float32 = self.torch.float32
+        self.check_floats(gradient, "gradient")
+        check_indexable(gradient.numel(), "gradient")
+        self.check_floats(residual, "residual", (float32,))
+        if out is None and gradient.dtype != float32:
+            raise ArgumentError(
+                f"gradient has dtype {gradient.dtype}: the sum with the residual is float32 and does not fit it",
+                next_step="pass out=torch.empty(gradient.numel(), device=gradient.device)",
+            )
+        acc = gradient if out is None else out
+        self.check_floats(acc, "out", (float32,))
+        check_same_length("residual", residual.numel(), "gradient", gradient.numel())
+        check_same_length("out", acc.numel(), "gradient", gradient.numel())
+        self.check_apart("gradient", gradient, "residual", residual)
+        self.check_apart("out", acc, "residual", residual)
+        self.check_apart("gradient", gradient, "out", acc, same_allowed=True)
+        k = check_count(k, gradient.numel())
+        indices, values = self.allocate_entries(gradient, k, float32)
+        self._launch_selection(
+            "compress", gradient, gradient.data_ptr(), self.dtype_codes[gradient.dtype], residual.data_ptr(),
+            acc.data_ptr(), gradient.numel(), k, indices.data_ptr(), values.data_ptr(),
+        )  # fmt: skip
+        self._last.passes = (4, 4) if _skips_candidates(k, gradient.numel()) else (1, 4)
+        return indices, values
+
+    def mstopk(self, x: torch.Tensor, k: int, iterations: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.check_floats(x, "x")
+        check_indexable(x.numel(), "x")
+        k, iterations = check_count(k, x.numel()), check_iterations(iterations)
+        indices, values = self.allocate_entries(x, k, x.dtype)
+        self._launch_selection(
+            "mstopk", x, x.data_ptr(), self.dtype_codes[x.dtype], x.numel(), k, iterations, seed % 2**64,
+            indices.data_ptr(), values.data_ptr(),
+        )  # fmt: skip
+        self._last.passes = (5, 5) if _skips_candidates(min(k + 1, x.numel()), x.numel()) else (2, 6)
+        return indices, values
+
+    def read_effort(self) -> tuple[int, EffortRead]:
+        """Return the passes over memory of this thread's last selection, and its state. Waits for the selection."""
+        read = self.library.read_effort(bytes(self._last.state.cpu().numpy()))
+        return self._last.passes[read.from_the_data], read
+
+    def _launch_selection(self, name: str, like: Any, *arguments: Any) -> None:
+        state = self.allocate(like, STATE_BYTES, self.torch.uint8)
+        self.launch(name, like, *arguments, state.data_ptr())
+        self._last.state = state
+
+
+def _skips_candidates(k: int, length: int) -> bool:
+    """Return True if the selection does not collect candidates first (csrc/cuda/launch_select.hpp)."""
+    return length > 16384 and k > length // 4

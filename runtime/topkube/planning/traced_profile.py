@@ -1,0 +1,241 @@
+"""Read the profile of a step from a trace that `topkube run --trace` wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from statistics import fmean, median, pstdev
+from typing import Any
+
+from topkube.planning.profile import Gradient, HostCost, StepProfile
+from topkube.telemetry import trace
+from topkube.telemetry.trace_files import TraceError
+
+
+def read_traced_profile(content: Mapping[str, Any], name: str = "trace") -> StepProfile:
+    """Return the medians over all steps and ranks of a trace that `trace_files.read_trace` returned.
+
+    Times are processor times of the thread if it computes alone, because these do not contain waits for other
+    processes; with a GPU or several threads, they are wall times. Raises TraceError if the trace has no whole step, or
+    if its events are not those of TopKube.
+    """
+    try:
+        return _read_events(content, name)
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise TraceError(
+            f"{name} cannot be used: {type(error).__name__}: {error}",
+            cause="another program or another version of TopKube wrote it",
+            next_step="write a trace: topkube run --trace FILE train.py",
+        ) from error
+
+
+def _read_events(content: Mapping[str, Any], name: str) -> StepProfile:
+    facts, events = content.get("otherData", {}), content["traceEvents"]
+    clock = "tdur" if facts.get("device", "cpu") == "cpu" and facts.get("threads", 1) == 1 else "dur"
+    steps = [step for rank in _group_by_rank(events).values() for step in _list_steps(rank)]
+    if not steps:
+        raise TraceError(
+            f"{name} has no whole training step",
+            cause="it was not written by TopKube, or the run was too short",
+            next_step="write a trace: topkube run --trace FILE train.py",
+        )
+    forward = median(
+        max(_sum_seconds(step, trace.FORWARD, "forward", clock) - _sum_late_updates(step, clock), 0.0) for step in steps
+    )
+    update = median(_sum_seconds(step, trace.OPTIMIZER, None, clock) for step in steps)
+    gradients = _read_gradients(steps, clock)
+    computed = sum(gradient.seconds for gradient in gradients) + forward + update
+    whole = median(_find_step_event(step)["args"]["compute_cpu_ms"] / 1e3 for step in steps)
+    other = max(0.0, whole - computed) if clock == "tdur" else 0.0
+    per_rank = [
+        median(_find_step_event(step)["args"]["compute_cpu_ms"] for step in _list_steps(rank))
+        for rank in _group_by_rank(events).values()
+    ]
+    nodes, slots = int(facts.get("nodes", 1)), max(facts.get("ranksPerNode", [1]))
+    return StepProfile(
+        name=name,
+        forward=forward,
+        gradients=gradients,
+        update=update,
+        other=other,
+        spread=pstdev(per_rank) / fmean(per_rank) if len(per_rank) > 1 and clock == "tdur" else 0.0,
+        host=_measure_host_costs(steps, nodes, slots),
+        latency=_measure_latency(steps, 1 if facts.get("overlap") == "dear" else 2),
+        on_cpu=facts.get("device", "cpu") == "cpu",
+        cores=facts.get("cores") if clock == "tdur" else None,
+        bucket_bytes=facts.get("bucketBytes"),
+    )
+
+
+def add_host_costs(profile: StepProfile, others: Iterable[StepProfile]) -> StepProfile:
+    """Return `profile` with the host costs that other traces of the same training add. Costs that were measured with
+    large buckets come first."""
+    host = dict(profile.host)
+    for other in others:
+        for algorithm, measured in other.host.items():
+            if algorithm not in host or not host[algorithm].per_element:
+                host[algorithm] = measured
+    return dataclasses.replace(profile, host=host)
+
+
+Event = Mapping[str, Any]
+_LARGE_ELEMENTS = 1 << 16
+"""A bucket with fewer elements shows the fixed cost of a bucket only."""
+
+
+def _group_by_rank(events: Iterable[Event]) -> dict[int, list[Event]]:
+    ranks: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if "ts" in event and "cat" in event:
+            ranks[event["pid"]].append(event)
+    return ranks
+
+
+def _list_steps(events: list[Event]) -> list[list[Event]]:
+    """Return the events of each step of a rank, in order of time."""
+    ordered = sorted(events, key=lambda event: event["ts"])
+    bounds = [(e["ts"], e["ts"] + e["dur"]) for e in ordered if e["cat"] == trace.STEP]
+    return [[event for event in ordered if start <= event["ts"] < end] for start, end in bounds]
+
+
+def _find_step_event(step: list[Event]) -> Event:
+    return next(event for event in step if event["cat"] == trace.STEP)
+
+
+def _sum_seconds(step: list[Event], category: str, name: str | None, clock: str) -> float:
+    events = (e for e in step if e["cat"] == category and e["ph"] == "X" and (name is None or e["name"] == name))
+    return sum(float(e.get(clock, e["dur"])) for e in events) / 1e6
+
+
+def _sum_late_updates(step: list[Event], clock: str) -> float:
+    """Return the seconds of updates that DeAR made during forward."""
+    forwards = [e for e in step if e["cat"] == trace.FORWARD and e["name"] == "forward"]
+    return sum(
+        float(e.get(clock, e["dur"])) / 1e6
+        for e in step
+        if e["cat"] == trace.OPTIMIZER and any(f["ts"] <= e["ts"] < f["ts"] + f["dur"] for f in forwards)
+    )
+
+
+def _measure_layers(steps: list[list[Event]], category: str, without: tuple[str, ...], clock: str) -> dict[str, float]:
+    """Return the median seconds of each layer in forward or backward. Events called as in `without` are no layers."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for step in steps:
+        layers: dict[str, float] = defaultdict(float)
+        for event in step:
+            if event["cat"] == category and event["ph"] == "X" and event["name"] not in without:
+                layers[event["name"]] += event.get(clock, event["dur"]) / 1e6
+        for layer, value in layers.items():
+            seconds[layer].append(value)
+    return {layer: median(values) for layer, values in seconds.items()}
+
+
+def _read_gradients(steps: list[list[Event]], clock: str) -> tuple[Gradient, ...]:
+    """Return the gradients in the order of the first step, with median times. A layer's times are those of its backward
+    and forward events; its gradients share them by their elements."""
+    order: list[Event] = []
+    names: set[str] = set()
+    for event in steps[0]:
+        if event["cat"] == trace.GRADIENT and event["args"]["parameter"] not in names:
+            order.append(event)
+            names.add(event["args"]["parameter"])
+    if not order:
+        raise TraceError(
+            "the trace contains no gradients",
+            cause="the traced steps ran no backward, for example because they accumulate gradients",
+            next_step="trace steps that call backward() and optimizer.step()",
+        )
+    backward = _measure_layers(steps, trace.BACKWARD, ("backward", "wait for exchanges"), clock)
+    forward = _measure_layers(steps, trace.FORWARD, ("forward",), clock)
+    sizes: dict[str, int] = defaultdict(int)
+    for event in order:
+        sizes[_name_layer(event)] += event["args"]["elements"]
+    gradients = []
+    for event in order:
+        args, layer = event["args"], _name_layer(event)
+        share = args["elements"] / sizes[layer] if sizes[layer] else 0.0
+        gradients.append(
+            Gradient(
+                args["parameter"],
+                args["elements"],
+                backward.get(layer, 0.0) * share,
+                args["itemsize"],
+                bool(args["small"]),
+                forward.get(layer, 0.0) * share if forward else None,
+            )
+        )
+    return tuple(gradients)
+
+
+def _name_layer(event: Event) -> str:
+    name: str = event["args"]["parameter"]
+    return name.rpartition(".")[0] or name
+
+
+def _measure_host_costs(steps: list[list[Event]], nodes: int, slots: int) -> dict[str, HostCost]:
+    """Return the cost of a bucket by algorithm. The processor time of the communication thread in a step is divided
+    among its buckets as the parts of it that were measured per bucket."""
+    rows: dict[str, list[tuple[int, float, float]]] = defaultdict(list)  # elements, seconds, seconds before messages
+    for step in steps:
+        blocks = {e["args"]["bucket"]: e for e in step if e["cat"] == trace.BUCKET and e["ph"] == "X"}
+        if not blocks or any("tdur" not in block for block in blocks.values()):
+            continue
+        stages: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for event in step:
+            if event["cat"] == trace.STAGE and "bucket" in event["args"]:
+                stages[event["args"]["bucket"]][event["name"]] += event.get("tdur", 0.0)
+        outside = {
+            number: sum(
+                e.get("tdur", 0.0)
+                for e in step
+                if e["cat"] == trace.STAGE
+                and e["args"].get("bucket") == number
+                and not block["ts"] <= e["ts"] < block["ts"] + block["dur"]
+            )
+            for number, block in blocks.items()
+        }
+        measured = {number: block["tdur"] + outside[number] for number, block in blocks.items()}
+        whole = _find_step_event(step)["args"]["communication_cpu_ms"] * 1e3
+        factor = max(1.0, whole / sum(measured.values())) if sum(measured.values()) else 1.0
+        for number, block in blocks.items():
+            late = sum(stages[number][name] for name in (trace.GATHER, "add entries"))
+            total = measured[number] * factor / 1e6
+            after = min(total, late / 1e6)
+            rows[block["args"]["algorithm"]].append((block["args"]["elements"], total, total - after))
+    costs = {}
+    for algorithm, entries in rows.items():
+        fixed, per_element = _fit_line([(elements, seconds) for elements, seconds, _ in entries])
+        total = sum(seconds for _, seconds, _ in entries)
+        before = sum(early for _, _, early in entries) / total if total else 0.5
+        costs[algorithm] = HostCost(nodes, slots, fixed, per_element, before)
+    return costs
+
+
+def _fit_line(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """Return (intercept, slope) of the median seconds over sizes, both at least 0, by least squares."""
+    sizes = sorted({size for size, _ in points})
+    medians = [median(seconds for size, seconds in points if size == wanted) for wanted in sizes]
+    if len(sizes) == 1:
+        return (0.0, medians[0] / sizes[0]) if sizes[0] >= _LARGE_ELEMENTS else (medians[0], 0.0)
+    x, y = fmean(sizes), fmean(medians)
+    slope = sum((a - x) * (b - y) for a, b in zip(sizes, medians, strict=True)) / sum((a - x) ** 2 for a in sizes)
+    slope = max(0.0, slope)
+    intercept = max(0.0, y - slope * x)
+    return intercept, slope if intercept else sum(medians) / sum(sizes)
+
+
+def _measure_latency(steps: list[list[Event]], rounds: int) -> float | None:
+    """Return the seconds of a short message, from the shortest exchange, which has `rounds` rounds."""
+    ends: dict[str, float] = {}
+    seconds = []
+    for step in steps:
+        for event in step:
+            if event["cat"] == trace.EXCHANGE and event["ph"] == "e":
+                ends[event["id"]] = event["ts"]
+        exchanges = [
+            ends[e["id"]] - e["ts"] for e in step if e["cat"] == trace.EXCHANGE and e["ph"] == "b" and e["id"] in ends
+        ]
+        if exchanges:
+            seconds.append(min(exchanges) / (rounds * 1e6))
+    return median(seconds) if seconds else None
