@@ -19,7 +19,7 @@ from topkube.kernels.device import find_device_kernels
 
 
 def test_without_the_cuda_build_a_cuda_tensor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_library, "path", lambda: None)
+    monkeypatch.setattr(cuda_library, "find_library_path", lambda: None)
     cuda_library.load.cache_clear()
     try:
         with pytest.raises(DeviceError, match=r"no CUDA kernels.*nvcc.*TOPKUBE_CUDA=on"):
@@ -31,7 +31,7 @@ def test_without_the_cuda_build_a_cuda_tensor_is_refused(monkeypatch: pytest.Mon
 def test_a_library_that_does_not_load_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     broken = tmp_path / cuda_library.NAME
     broken.write_bytes(b"not a library")
-    monkeypatch.setattr(cuda_library, "path", lambda: broken)
+    monkeypatch.setattr(cuda_library, "find_library_path", lambda: broken)
     cuda_library.load.cache_clear()
     try:
         with pytest.raises(DeviceError, match="do not load"):

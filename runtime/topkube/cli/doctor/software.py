@@ -52,7 +52,7 @@ def check_kernels() -> Iterator[Check]:
 def check_cuda_kernels() -> Iterator[Check]:
     """Report whether this build has CUDA kernels, which compiler made them, and whether they load."""
     library = importlib.import_module("topkube.kernels.cuda_library")
-    if library.path() is None:
+    if library.find_library_path() is None:
         yield report_ok("cuda kernels", "not in this build, which was made without nvcc; CPU tensors do not need them")
         return
     try:
