@@ -170,7 +170,9 @@ class Worker:
         if self._is_unreachable:
             return UNREACHABLE_CODE
         code = self._last.exit_code if self._last is not None else 0
-        return code or (128 + signal.SIGTERM if self._terminated is not None and not self._run_is_over else 0)
+        if self._terminated is not None and not self._run_is_over and code in (0, 128 + signal.SIGKILL):
+            return 128 + signal.SIGTERM  # mpiexec kills ranks that still save when others have ended
+        return code
 
     def _serve_metrics(self) -> None:
         """Serve /metrics of the current ranks until this process ends. If the port is in use, the job trains without
