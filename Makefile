@@ -44,6 +44,7 @@ lint: $(VENV)/.ready ## ruff, mypy --strict, import contracts, clang-format
 	$(RUN) ruff format --check .
 	$(RUN) ruff check .
 	$(RUN) mypy
+	$(RUN) mypy --config-file tests/cluster/mypy.ini tests/cluster tests/chart benchmarks
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/clang-format --dry-run --Werror $(shell find csrc -name '*.[ch]pp' -o -name '*.cu')
 

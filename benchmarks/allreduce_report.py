@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tables import number, table
+from tables import format_number, format_table
 
 WHOLE = 25_557_032
 LAYOUTS = {"2x2": "2 nodes × 2 ranks", "4x1": "4 nodes × 1 rank"}
@@ -14,7 +14,7 @@ LINKS = {"100mbit": "100 Mbit/s", "1gbit": "1 Gbit/s", "10gbit": "10 Gbit/s", "u
 Row = dict[str, Any]
 
 
-def section(stored: dict[str, Any]) -> dict[str, str]:
+def build_section(stored: dict[str, Any]) -> dict[str, str]:
     rows: list[Row] = stored["rows"]
     tables = []
     for part, layout in LAYOUTS.items():
@@ -32,9 +32,9 @@ def section(stored: dict[str, Any]) -> dict[str, str]:
     node = [
         [
             format_contender(row),
-            number(row["ms"]),
-            f"{number(row['ms_min'])}–{number(row['ms_max'])}",
-            number(row["bound_ms"]),
+            format_number(row["ms"]),
+            f"{format_number(row['ms_min'])}–{format_number(row['ms_max'])}",
+            format_number(row["bound_ms"]),
             f"{row['of_bound']:.0f}%",
             format_gain(row, "against_dense"),
         ]
@@ -44,7 +44,7 @@ def section(stored: dict[str, Any]) -> dict[str, str]:
         "HEADLINE": describe_headline(rows),
         "TABLES": "\n\n".join(tables),
         "SMALL": "\n\n".join(small),
-        "NODE": table(["contender", "ms", "min–max", "bound, ms", "of bound", "× best peer"], node),
+        "NODE": format_table(["contender", "ms", "min–max", "bound, ms", "of bound", "× best peer"], node),
         "LOSSES": format_losses(rows),
         "CROSSING": describe_crossing(rows),
         "FACTS": format_facts(stored["facts"]),
@@ -52,16 +52,16 @@ def section(stored: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def pictures(stored: dict[str, Any]) -> dict[str, tuple[Callable[..., None], Any]]:
+def list_pictures(stored: dict[str, Any]) -> dict[str, tuple[Callable[..., None], Any]]:
     """Return the file name of each plot, the function that draws the plot, and its data."""
     import plots
 
     rows: list[Row] = stored["rows"]
     whole = [row for row in rows if row["elements"] == WHOLE and row["part"] in LAYOUTS]
     return {
-        "allreduce.png": (plots.headline, select_rows(rows, "2x2", "1gbit", WHOLE)),
-        "allreduce-links.png": (plots.links, whole),
-        "allreduce-sizes.png": (plots.sizes, [row for row in rows if row["rate"] == "1gbit"]),
+        "allreduce.png": (plots.draw_headline, select_rows(rows, "2x2", "1gbit", WHOLE)),
+        "allreduce-links.png": (plots.draw_links, whole),
+        "allreduce-sizes.png": (plots.draw_sizes, [row for row in rows if row["rate"] == "1gbit"]),
     }
 
 
@@ -84,9 +84,9 @@ def format_contenders(rows: list[Row]) -> str:
     cells = [
         [
             format_contender(row),
-            number(row["ms"]),
-            f"{number(row['ms_min'])}–{number(row['ms_max'])}",
-            number(row["bound_ms"]),
+            format_number(row["ms"]),
+            f"{format_number(row['ms_min'])}–{format_number(row['ms_max'])}",
+            format_number(row["bound_ms"]),
             f"{row['of_bound']:.0f}%",
             f"{row['sent_mb']:.2f}",
             f"{row['formula_mb']:.2f}",
@@ -96,7 +96,7 @@ def format_contenders(rows: list[Row]) -> str:
         for row in sorted(rows, key=lambda row: row["ms"])
     ]
     headings = ["contender", "ms", "min–max", "bound, ms", "of bound", "sent, MB", "formula, MB", "× best dense peer"]
-    return table([*headings, "× torch.topk + all-gather"], cells)
+    return format_table([*headings, "× torch.topk + all-gather"], cells)
 
 
 def select_rows(rows: list[Row], part: str, rate: str | None, elements: int) -> list[Row]:
@@ -116,16 +116,16 @@ def describe_headline(rows: list[Row]) -> str:
     text = (
         f"![All-reduce over 1 Gbit/s](images/allreduce.png)\n\n"
         f"Between 2 nodes × 2 ranks over 1 Gbit/s, summing {WHOLE:,} float32 (ResNet-50's parameters) takes the best "
-        f"dense peer ({best['contender']}) {number(best['ms'])} ms. `hitopk` at a density of 1% takes "
-        f"{number(sparse['ms'])} ms: {sparse['against_dense']:.1f}× faster than that peer, "
+        f"dense peer ({best['contender']}) {format_number(best['ms'])} ms. `hitopk` at a density of 1% takes "
+        f"{format_number(sparse['ms'])} ms: {sparse['against_dense']:.1f}× faster than that peer, "
         f"{sparse['against_topk']:.1f}× faster than torch.topk and an all-gather, "
         f"{sparse['of_bound']:.0f}% of its bound. "
-        f"Dense `hierarchical` takes {number(dense['ms'])} ms, {dense['of_bound']:.0f}% of its bound."
+        f"Dense `hierarchical` takes {format_number(dense['ms'])} ms, {dense['of_bound']:.0f}% of its bound."
     )
     node = find_contender(select_rows(rows, "node", None, WHOLE), "TopKube hierarchical")
     if node:
         text += (
-            f" Between two ranks of one node `hierarchical` takes {number(node['ms'])} ms, "
+            f" Between two ranks of one node `hierarchical` takes {format_number(node['ms'])} ms, "
             f"{node['against_dense']:.1f}× faster than the best peer."
         )
     return text
@@ -148,8 +148,8 @@ def format_losses(rows: list[Row]) -> str:
                     [
                         f"{LAYOUTS[part]}, {LINKS[rate]}",
                         format_size(elements),
-                        number(sparse["ms"]),
-                        f"{number(dense[0]['ms'])} ({dense[0]['contender']})",
+                        format_number(sparse["ms"]),
+                        f"{format_number(dense[0]['ms'])} ({dense[0]['contender']})",
                         f"{gain:.2f}×",
                         verdict,
                     ]
@@ -158,7 +158,7 @@ def format_losses(rows: list[Row]) -> str:
     summary = (
         f"Sparse loses in {len(lost)} of these {len(cells)} exchanges." if lost else "Sparse loses in none of these."
     )
-    return table(["exchange", "array", "hitopk 1%, ms", "best dense, ms", "gain", ""], cells) + f"\n\n{summary}"
+    return format_table(["exchange", "array", "hitopk 1%, ms", "best dense, ms", "gain", ""], cells) + f"\n\n{summary}"
 
 
 def describe_crossing(rows: list[Row]) -> str:
@@ -168,12 +168,13 @@ def describe_crossing(rows: list[Row]) -> str:
     if sparse is None or dense is None:
         return ""
     fixed = sparse["ms"] - sparse["inter_ms"]
-    speed = (dense["formula_mb"] - sparse["formula_mb"]) * 8 / fixed
+    speed = format_number((dense["formula_mb"] - sparse["formula_mb"]) * 8 / fixed)
+    ms, dense_mb = format_number(fixed), format_number(dense["formula_mb"])
     return (
-        f"On this machine, all stages of `hitopk` except the link take {number(fixed)} ms for the whole array. Dense "
-        f"sends {number(dense['formula_mb'])} MB per node, sparse {sparse['formula_mb']:.2f} MB. At about "
-        f"**{number(speed)} Gbit/s** the link carries the difference in {number(fixed)} ms. From there on dense, which "
-        f"overlaps its stages inside the node with the link, is as fast."
+        f"On this machine, all stages of `hitopk` except the link take {ms} ms for the whole array. Dense sends"
+        f" {dense_mb} MB per node, sparse {sparse['formula_mb']:.2f} MB. At about **{speed} Gbit/s** the link carries"
+        f" the difference in {ms} ms. From there on dense, which overlaps its stages inside the node with the link,"
+        " is as fast."
     )
 
 
@@ -192,9 +193,9 @@ def format_tuning(rows: list[Row]) -> str:
     if not rows:
         return ""
     cells = [
-        [row["world"], row["part"], row["settings"] or "as installed", number(row["ms"])]
+        [row["world"], row["part"], row["settings"] or "as installed", format_number(row["ms"])]
         for row in sorted(rows, key=lambda row: (row["part"], row["ms"]))
     ]
-    return "All settings that were tried, on the whole array:\n\n" + table(
+    return "All settings that were tried, on the whole array:\n\n" + format_table(
         ["world", "layout", "settings", "ms at 1 Gbit/s"], cells
     )

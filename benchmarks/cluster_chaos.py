@@ -30,7 +30,7 @@ from typing import Any
 import kubernetes
 from kubernetes.client.exceptions import ApiException
 
-from on_cluster import about, running  # finds the modules of tests/cluster
+from on_cluster import describe_measurement, find_running_cluster  # finds the modules of tests/cluster
 
 from conftest import _has_account, _install_operator  # isort: skip
 from jobs import build_job  # isort: skip
@@ -158,19 +158,19 @@ class Chaos:
             self.done[name] += 1
             self.history.append({"at": time.time(), "what": name})
 
-    def _running(self, role: str) -> Any:
+    def _choose_running_pod(self, role: str) -> Any:
         pods = [pod for pod in self.namespace.list_pods(role) if pod.status.phase == "Running"]
         return self.random.choice(pods) if pods else None
 
     def _kill_container(self, role: str) -> bool:
-        pod = self._running(role)
+        pod = self._choose_running_pod(role)
         if pod is None:
             return False
         self.target.kill_container(pod, role)
         return True
 
     def _kill_rank(self) -> bool:
-        pod = self._running("worker")
+        pod = self._choose_running_pod("worker")
         ranks = find_commands(self.target.find_container(pod, "worker").list_processes()) if pod is not None else []
         if not ranks:
             return False
@@ -178,7 +178,7 @@ class Chaos:
         return True
 
     def _delete_pod(self) -> bool:
-        pod = self._running(self.random.choice(("worker", "launcher")))
+        pod = self._choose_running_pod(self.random.choice(("worker", "launcher")))
         if pod is None:
             return False
         self.target.core.delete_namespaced_pod(pod.metadata.name, self.namespace.name)
@@ -258,7 +258,7 @@ def check_log(name: str, text: str, ended: tuple[str, float] | None, findings: F
 
 
 def run(minutes: float, seed: int, every: float) -> dict[str, Any]:
-    target, cluster = running()
+    target, cluster = find_running_cluster()
     _install_operator(target)
     namespace = Namespace(target, f"chaos-{uuid.uuid4().hex[:6]}")
     metadata = kubernetes.client.V1ObjectMeta(name=namespace.name)
@@ -303,7 +303,7 @@ def run(minutes: float, seed: int, every: float) -> dict[str, Any]:
         print(f"namespace {namespace.name} is kept for inspection", file=sys.stderr)
     return {
         "what": f"{submitted} jobs of 2 workers while things are broken at random",
-        **about(target),
+        **describe_measurement(target),
         "command": f"python benchmarks/cluster_chaos.py --minutes {minutes:g} --seed {seed}",
         "seed": seed,
         "seconds": took,

@@ -24,7 +24,7 @@ from typing import Any
 
 import kubernetes
 
-from on_cluster import about, running  # finds the modules of tests/cluster
+from on_cluster import describe_measurement, find_running_cluster  # finds the modules of tests/cluster
 
 from jobs import build_job  # isort: skip
 from target import Namespace, Target, create_shared_claim, wait_for  # isort: skip
@@ -67,7 +67,7 @@ class RecoveryRun:
         command = ["python", "-c", ENDS, *MODEL]
         wait_for(self._has_account, "the service account", 30)
         self.name = self.namespace.create(build_job("again", command, workers=2, slots=2, checkpoint=checkpoint))
-        wait_for(lambda: len(self.steps(1)) > EVERY_STEPS + 5, "steps and a checkpoint", 180)
+        wait_for(lambda: len(self.list_step_ends(1)) > EVERY_STEPS + 5, "steps and a checkpoint", 180)
 
     def _has_account(self) -> bool:
         accounts = self.target.core.list_namespaced_service_account(self.namespace.name).items
@@ -77,13 +77,13 @@ class RecoveryRun:
         self.target.core.delete_namespace(self.namespace.name)
         self.target.core.delete_persistent_volume(self.namespace.name)
 
-    def logs(self) -> str:
+    def read_logs(self) -> str:
         pods = self.namespace.list_pods("worker")
         return "\n".join(self.namespace.read_log(pod.metadata.name) for pod in pods)
 
-    def steps(self, attempt: int) -> list[float]:
+    def list_step_ends(self, attempt: int) -> list[float]:
         """Return when the steps of the attempt ended, in Unix time."""
-        return [float(text) for text in re.findall(rf"step-end {attempt} ([\d.]+)", self.logs())]
+        return [float(text) for text in re.findall(rf"step-end {attempt} ([\d.]+)", self.read_logs())]
 
     def kill(self, victim: str) -> float:
         """Send SIGKILL and return the time. Worker 1 or its ranks are killed, because the log of worker 0 is needed."""
@@ -91,32 +91,32 @@ class RecoveryRun:
         pod = self.namespace.list_pods(role)[-1]
         at = time.time()
         if victim == "rank":
-            os.kill(self._a_rank(pod), signal.SIGKILL)
+            os.kill(self._find_rank(pod), signal.SIGKILL)
         else:
             self.target.kill_container(pod, role)
         return at
 
-    def _a_rank(self, pod: Any) -> int:
+    def _find_rank(self, pod: Any) -> int:
         """Return the process id of a rank on this machine."""
         return find_commands(self.target.find_container(pod, "worker").list_processes())[0]
 
 
-def recovery(target: Target, folder: Path, victim: str) -> dict[str, float]:
+def measure_recovery(target: Target, folder: Path, victim: str) -> dict[str, float]:
     """Return the seconds from the kill to the end of the next step, and the number of lost steps."""
     run = RecoveryRun(target, folder)
     try:
         at = run.kill(victim)
-        wait_for(lambda: run.steps(2), "a step of the second attempt", 120)
-        resumed = re.search(r"resumed at step (\d+)", run.logs())
+        wait_for(lambda: run.list_step_ends(2), "a step of the second attempt", 120)
+        resumed = re.search(r"resumed at step (\d+)", run.read_logs())
         status = run.namespace.read_status(run.name)
-        assert resumed is not None, run.logs()[-2000:]
+        assert resumed is not None, run.read_logs()[-2000:]
         assert status["restarts"] + status["disruptions"] == 1, status
-        return {"seconds": run.steps(2)[0] - at, "steps_lost": len(run.steps(1)) - int(resumed[1])}
+        return {"seconds": run.list_step_ends(2)[0] - at, "steps_lost": len(run.list_step_ends(1)) - int(resumed[1])}
     finally:
         run.close()
 
 
-def deletion(target: Target, folder: Path) -> float:
+def measure_deletion(target: Target, folder: Path) -> float:
     """Return the seconds from deleting a running job until nothing of it is left."""
     run = RecoveryRun(target, folder)
     try:
@@ -134,12 +134,12 @@ def main() -> None:
     parser.add_argument("--only", choices=[*VICTIMS, "delete"], action="append", help="only these, results added")
     parser.add_argument("--json", type=Path, default=RESULTS, help="the file for the result (%(default)s)")
     args = parser.parse_args()
-    target, cluster = running()
+    target, cluster = find_running_cluster()
     folder = cluster.layout.state / "volumes"
     result: dict[str, Any] = json.loads(args.json.read_text()) if args.only and args.json.exists() else {}
     result |= {
         "what": "char_gpt as a TrainingJob: from SIGKILL to the end of the next attempt's first step, seconds",
-        **about(target),
+        **describe_measurement(target),
         "every_steps": EVERY_STEPS,
         "target_seconds": TARGET_SECONDS,
         "arguments": MODEL,
@@ -148,9 +148,9 @@ def main() -> None:
         rounds: list[dict[str, float]] = []
         for _ in range(args.rounds):
             if victim == "delete":
-                rounds.append({"seconds": deletion(target, folder)})
+                rounds.append({"seconds": measure_deletion(target, folder)})
             else:
-                rounds.append(recovery(target, folder, victim))
+                rounds.append(measure_recovery(target, folder, victim))
             print(victim, rounds[-1], flush=True)
         result[victim] = {
             "median_seconds": statistics.median(round_result["seconds"] for round_result in rounds),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tables import number, table
+from tables import format_number, format_table
 
 
-def operator_section(stored: dict[str, Any]) -> dict[str, str]:
+def build_operator_section(stored: dict[str, Any]) -> dict[str, str]:
     targets, many, idle = stored["targets"], stored.get("many"), stored.get("idle")
     rows = []
     for key in ("start_2", "start_64"):
@@ -15,7 +15,7 @@ def operator_section(stored: dict[str, Any]) -> dict[str, str]:
         words = f"one job of {start['workers']} workers: from sending it to its last pod"
         rows.append([words, f"{start['seconds']:.2f} s", f"{targets[key]:g} s"])
         if "floor_seconds" in start:
-            rows.append(_floor_row(start["floor_seconds"], start["seconds"], "s", 2))
+            rows.append(_format_floor_row(start["floor_seconds"], start["seconds"], "s", 2))
     if many:
         words = (
             f"{many['jobs']} jobs of {many['workers']} workers at once: all {many['jobs'] * (many['workers'] + 1)} pods"
@@ -28,7 +28,7 @@ def operator_section(stored: dict[str, Any]) -> dict[str, str]:
                 f"{targets['many_created']:g} s",
             ]
         )
-        rows.append(_floor_row(many["floor_seconds"], many["statuses_seconds"], "s", 1))
+        rows.append(_format_floor_row(many["floor_seconds"], many["statuses_seconds"], "s", 1))
     if idle:
         words = f"{idle['jobs']:,} finished jobs with {idle['pods']:,} pods at rest"
         rows.append([f"{words}: share of a core", f"{idle['cpu_percent']:.2f}%", f"{targets['idle_cpu_percent']:g}%"])
@@ -41,15 +41,15 @@ def operator_section(stored: dict[str, Any]) -> dict[str, str]:
     loads = [stored[key]["load"] for key in ("start_2", "start_64", "many", "idle") if "load" in stored.get(key, {})]
     if loads:
         facts += f" · load average before each part: {', '.join(f'{load:.1f}' for load in loads)}"
-    return {"OPERATOR": f"{table(['', 'measured', 'target'], rows)}\n\n{facts}"}
+    return {"OPERATOR": f"{format_table(['', 'measured', 'target'], rows)}\n\n{facts}"}
 
 
-def _floor_row(floor: float, measured: float, unit: str, digits: int) -> list[str]:
+def _format_floor_row(floor: float, measured: float, unit: str, digits: int) -> list[str]:
     words = f"a plain client that creates the same objects; the operator: {measured / floor:.1f}×"
     return [words, f"{floor:.{digits}f} {unit}", ""]
 
 
-def recovery_section(stored: dict[str, Any]) -> dict[str, str]:
+def build_recovery_section(stored: dict[str, Any]) -> dict[str, str]:
     names = {
         "worker": "a worker's pod: all of its processes",
         "rank": "one rank",
@@ -80,15 +80,15 @@ def recovery_section(stored: dict[str, Any]) -> dict[str, str]:
         "most lost steps, at most a checkpoint's interval",
     ]
     facts = f"Kubernetes {stored['kubernetes']} · cores: {stored['machine']['cores']} · {stored['when']}"
-    return {"RECOVERY": f"{table(headings, rows)}\n\n{facts}"}
+    return {"RECOVERY": f"{format_table(headings, rows)}\n\n{facts}"}
 
 
-def step_section(stored: dict[str, Any]) -> dict[str, str]:
+def build_step_section(stored: dict[str, Any]) -> dict[str, str]:
     rows = [
         [
             f"`{name}`",
-            number(1e3 * seconds),
-            ", ".join(number(1e3 * seconds) for seconds in stored["rounds"][name]),
+            format_number(1e3 * seconds),
+            ", ".join(format_number(1e3 * seconds) for seconds in stored["rounds"][name]),
         ]
         for name, seconds in stored["median_seconds"].items()
     ]
@@ -100,10 +100,10 @@ def step_section(stored: dict[str, Any]) -> dict[str, str]:
     gain = f"**{stored['dense_over_hitopk']:.1f}× as fast per step** with `hitopk` at 1% as with `dense`."
     facts = f"Kubernetes {stored['kubernetes']} · cores: {stored['machine']['cores']} · {stored['when']}"
     headings = ["spec.aggregation.algorithm", "ms per step", "of each job"]
-    return {"STEP": f"{about}\n\n{table(headings, rows)}\n\n{gain}\n\n{facts}"}
+    return {"STEP": f"{about}\n\n{format_table(headings, rows)}\n\n{gain}\n\n{facts}"}
 
 
-def launch_section(stored: dict[str, Any]) -> dict[str, str]:
+def build_launch_section(stored: dict[str, Any]) -> dict[str, str]:
     rows = []
     for run in stored["runs"]:
         start, floor, ratio = run["start_seconds"], run["floor_seconds"], run.get("times_the_floor")
@@ -121,10 +121,10 @@ def launch_section(stored: dict[str, Any]) -> dict[str, str]:
         )
     headings = ["", "start, s", "floor, s", "start / floor", "launcher's CPU, s", "all workers' CPU, s", "date"]
     facts = " · ".join(f"{name}: {value}" for name, value in stored["machine"].items())
-    return {"LAUNCH": f"{table(headings, rows)}\n\n{facts}"}
+    return {"LAUNCH": f"{format_table(headings, rows)}\n\n{facts}"}
 
 
-def chaos_section(stored: dict[str, Any]) -> dict[str, str]:
+def build_chaos_section(stored: dict[str, Any]) -> dict[str, str]:
     promises = {
         "not_ended": "jobs that did not end",
         "wrong_end": "jobs with a wrong end",
@@ -144,15 +144,15 @@ def chaos_section(stored: dict[str, Any]) -> dict[str, str]:
     )
     facts = f"Kubernetes {stored['kubernetes']} · cores: {stored['machine']['cores']} · seed {stored['seed']}"
     return {
-        "CHAOS": f"{about}\n\n{table(['what was broken', 'times'], hits)}\n\n"
-        f"{table(['broken promises', 'found'], kept)}\n\n{facts} · {stored['when']}"
+        "CHAOS": f"{about}\n\n{format_table(['what was broken', 'times'], hits)}\n\n"
+        f"{format_table(['broken promises', 'found'], kept)}\n\n{facts} · {stored['when']}"
     }
 
 
 SECTIONS = {
-    "operator-scale": operator_section,
-    "cluster-recovery": recovery_section,
-    "cluster-chaos": chaos_section,
-    "cluster-step": step_section,
-    "launch-scale": launch_section,
+    "operator-scale": build_operator_section,
+    "cluster-recovery": build_recovery_section,
+    "cluster-chaos": build_chaos_section,
+    "cluster-step": build_step_section,
+    "launch-scale": build_launch_section,
 }

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import kubernetes
 
-from on_cluster import about, running  # finds the modules of tests/cluster
+from on_cluster import describe_measurement, find_running_cluster  # finds the modules of tests/cluster
 
 from jobs import build_job  # isort: skip
 from target import Namespace, wait_for  # isort: skip
@@ -48,7 +48,7 @@ if topkube.rank() == 0:
 """
 
 
-def step_seconds(namespace: Namespace, algorithm: str, steps: int, skip: int) -> tuple[list[float], int, str]:
+def measure_step_seconds(namespace: Namespace, algorithm: str, steps: int, skip: int) -> tuple[list[float], int, str]:
     """Run a job to its end. Return the seconds of each step after the first `skip`, the number of parameters, and the
     last line that the job printed."""
     name = f"step-{algorithm}-{uuid.uuid4().hex[:4]}"
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="how often both are run (%(default)s)")
     parser.add_argument("--json", type=Path, default=RESULTS, help="the file for the result (%(default)s)")
     args = parser.parse_args()
-    target, cluster = running()
+    target, cluster = find_running_cluster()
     place = f"bench-{uuid.uuid4().hex[:6]}"
     target.core.create_namespace(kubernetes.client.V1Namespace(metadata=kubernetes.client.V1ObjectMeta(name=place)))
     namespace = Namespace(target, place)
@@ -83,7 +83,7 @@ def main() -> None:
     try:
         for _ in range(args.rounds):
             for algorithm, rounds in rounds_of.items():
-                seconds, parameters, words[algorithm] = step_seconds(namespace, algorithm, args.steps, skip=5)
+                seconds, parameters, words[algorithm] = measure_step_seconds(namespace, algorithm, args.steps, skip=5)
                 rounds.append(seconds)
                 print(
                     f"{algorithm}: {statistics.median(seconds) * 1e3:.0f} ms per step; {words[algorithm]}", flush=True
@@ -94,7 +94,7 @@ def main() -> None:
     medians = {name: statistics.median(list(itertools.chain(*rounds))) for name, rounds in rounds_of.items()}
     result = {
         "what": "char_gpt as a TrainingJob on a real Kubernetes, seconds per step",
-        **about(target),
+        **describe_measurement(target),
         "nodes": WORKERS,
         "ranks_per_node": SLOTS,
         "rate": args.rate,

@@ -88,7 +88,7 @@ AGGREGATIONS = {CORRECTED: "hitopk", WITHOUT: FORGETFUL.name}
 def train(name: str, optimizer_name: str, condition: str, seed: int, steps: int, learning_rate: float) -> TrainedRun:
     """Train one run. All ranks call this function."""
     torch.manual_seed(seed)
-    model, dataset, loss_of, held_out = tasks.task(name)
+    model, dataset, loss_of, held_out = tasks.build_task(name)
     topkube.broadcast_parameters(model)
     plain = (
         torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import yaml
 from kubernetes.client.exceptions import ApiException
 
-from on_cluster import running  # finds the modules of tests/cluster
+from on_cluster import find_running_cluster  # finds the modules of tests/cluster
 
 from jobs import build_job  # isort: skip
 from localkube import images  # isort: skip
@@ -52,7 +52,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 folder = Path("/tmp/images")
-folder.mkdir()
+folder.mkdir(exist_ok=True)  # an attempt may run in the pods of the last one
 for number, image in enumerate(np.random.default_rng(0).integers(0, 255, (3000, 3072), np.uint8)):
     (folder / f"{number:04}.bin").write_bytes(image.tobytes())
     os.utime(folder / f"{number:04}.bin", (0, 0))
@@ -143,7 +143,7 @@ def main() -> None:
     args = parser.parse_args()
     if BINARY is None:
         sys.exit("prometheus is not installed. Next: apt-get install prometheus")
-    target, cluster = running()
+    target, cluster = find_running_cluster()
     with (
         tempfile.TemporaryDirectory() as folder,
         namespaces(target) as place,

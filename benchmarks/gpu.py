@@ -59,7 +59,7 @@ GRACE_SECONDS = 30
 """After the time of a stage, its process is killed this much later."""
 
 
-def missing(dry: bool) -> list[str]:
+def list_missing(dry: bool) -> list[str]:
     """Return what is missing on this machine, each with the next step."""
     problems = []
     if importlib.util.find_spec("torch") is None:
@@ -74,7 +74,7 @@ def missing(dry: bool) -> list[str]:
     problems += [
         f"{', '.join(absent)} missing, needed for: {kind}. Next: gpu.py --prepare where pip works"
         for kind in machine.NEEDED
-        if (absent := machine.absent(kind))
+        if (absent := machine.list_absent_modules(kind))
     ]
     problems += [
         f"there is no {program}. Next: install {program}"
@@ -90,7 +90,7 @@ def run_stage(name: str, args: argparse.Namespace) -> None:
     if name == "counters":
         tools.profile(rows, args.dry)
     elif name == "suite":
-        tools.suite(rows, args.dry)
+        tools.run_tests(rows, args.dry)
     elif name == "sanitisers":
         tools.sanitise(rows, args.dry)
     else:
@@ -102,7 +102,7 @@ def _run_on_device(name: str, args: argparse.Namespace, rows: Rows) -> None:
 
     device = Device(args.dry, 5 if args.quick else 21)
     if name == "facts":
-        rows.measure("facts", lambda: {**device.facts(), **_driver(), "date": datetime.date.today().isoformat()})
+        rows.measure("facts", lambda: {**device.facts(), **_read_driver(), "date": datetime.date.today().isoformat()})
     elif name == "checks":
         from gpu_plan import checks
 
@@ -121,7 +121,7 @@ def _run_on_device(name: str, args: argparse.Namespace, rows: Rows) -> None:
         training.run(device, rows, args.quick)
 
 
-def _driver() -> Row:
+def _read_driver() -> Row:
     query = [
         "nvidia-smi",
         "--query-gpu=driver_version,clocks.max.sm,clocks.max.mem,power.limit",
@@ -154,7 +154,7 @@ def run_all(args: argparse.Namespace) -> int:
     if (work / "site" / "lib" / "libmpi.so.12").exists():
         environment.setdefault("MPI4PY_LIBMPI", str(work / "site" / "lib" / "libmpi.so.12"))
     print(f"wheels used: {', '.join(carried) or 'none'}", flush=True)
-    lacking = missing(args.dry)
+    lacking = list_missing(args.dry)
     for line in lacking:
         print(f"missing: {line}", flush=True)
     has_nvcc, has_torch = machine.find_nvcc() is not None, importlib.util.find_spec("torch") is not None
@@ -185,7 +185,9 @@ def run_all(args: argparse.Namespace) -> int:
             break
         start = time.monotonic()
         status, _ = run_group(
-            _stage_command(name, args, work, min(left, minutes)), 60 * min(left, minutes) + GRACE_SECONDS, environment
+            _build_stage_command(name, args, work, min(left, minutes)),
+            60 * min(left, minutes) + GRACE_SECONDS,
+            environment,
         )
         print(f"stage {name}: {time.monotonic() - start:.0f} s", flush=True)
         if status != 0:
@@ -194,7 +196,7 @@ def run_all(args: argparse.Namespace) -> int:
     return finish(args, failed)
 
 
-def _stage_command(name: str, args: argparse.Namespace, work: Path, minutes: float) -> list[str]:
+def _build_stage_command(name: str, args: argparse.Namespace, work: Path, minutes: float) -> list[str]:
     options = ["--stage", name, "--out", str(args.out), "--work", str(work), "--minutes", str(minutes)]
     flags = [option for option in ("--dry", "--quick") if getattr(args, option[2:])]
     return [sys.executable, __file__, *options, *flags]

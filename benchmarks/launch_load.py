@@ -29,7 +29,7 @@ from pods import KEY, PYTHONS, UID, PlayedJob  # noqa: E402  the tests' stand-in
 
 from topkube.launch.connection.link import FRAME_BYTES, Link  # noqa: E402
 from topkube.launch.connection.messages import Hello  # noqa: E402
-from topkube.launch.contract import JOIN_PATH, worker_token  # noqa: E402
+from topkube.launch.contract import JOIN_PATH, compute_worker_token  # noqa: E402
 
 _HEARTBEATS_SECONDS = 10.0
 _PRINTS = """
@@ -52,14 +52,14 @@ def read_resident_mib(pid: int) -> int:
 
 async def run_session(client: aiohttp.ClientSession, index: int, port: int) -> None:
     """Simulate a worker that calls until it is accepted, and then stays connected."""
-    headers = {"Authorization": f"Bearer {worker_token(KEY, UID, index, 1)}"}
+    headers = {"Authorization": f"Bearer {compute_worker_token(KEY, UID, index, 1)}"}
     url = f"https://127.0.0.1:{port}{JOIN_PATH}?index={index}&attempt=1"
     hello = Hello(session=str(index), ip=f"127.60.{index >> 8}.{index & 255}", slots=1, python="p", time=time.time())
     while True:
         try:
             async with asyncio.timeout(10):
                 socket = await client.ws_connect(url, headers=headers, max_msg_size=FRAME_BYTES)
-                await socket.send_str(hello.text())
+                await socket.send_str(hello.to_json())
                 await socket.receive()
             break
         except (TimeoutError, aiohttp.ClientError, OSError):

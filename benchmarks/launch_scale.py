@@ -61,7 +61,7 @@ from topkube.launch.connection.messages import (  # noqa: E402
     read,
 )
 from topkube.launch.connection.tunnel import Tunnel  # noqa: E402
-from topkube.launch.contract import JOIN_PATH, worker_token  # noqa: E402
+from topkube.launch.contract import JOIN_PATH, compute_worker_token  # noqa: E402
 from topkube.launch.host.processes import prepare_to_die_with_parent  # noqa: E402
 from topkube.launch.mpi.mpi_library import Mpi, find_mpi  # noqa: E402
 from topkube.launch.mpi.proxies import build_proxy_command  # noqa: E402
@@ -92,11 +92,11 @@ class Programs:
     host: Path
     settings: dict[str, str]
 
-    def on_host(self, mpi: Mpi, index: int, command: list[str]) -> list[str]:
+    def wrap_for_host(self, mpi: Mpi, index: int, command: list[str]) -> list[str]:
         return [str(self.host), f"w{index}", *command] if mpi.implementation == "OpenMPI" else command
 
-    def environment(self, mpi: Mpi, directory: Path) -> dict[str, str]:
-        return {**mpi.environment(), **self.settings, "TOPKUBE_RUN_DIRECTORY": str(directory)}
+    def build_environment(self, mpi: Mpi, directory: Path) -> dict[str, str]:
+        return {**mpi.build_environment(), **self.settings, "TOPKUBE_RUN_DIRECTORY": str(directory)}
 
 
 @dataclass
@@ -113,12 +113,12 @@ class SimulatedWorker:
     proxy: subprocess.Popen[bytes] | None = None
 
     async def call(self, client: aiohttp.ClientSession) -> None:
-        headers = {"Authorization": f"Bearer {worker_token(KEY, UID, self.index, 1)}"}
+        headers = {"Authorization": f"Bearer {compute_worker_token(KEY, UID, self.index, 1)}"}
         url = f"https://127.0.0.1:{self.port}{JOIN_PATH}?index={self.index}&attempt=1"
         socket = await client.ws_connect(url, headers=headers, max_msg_size=FRAME_BYTES)
         program = str(self.programs.rank)
         hello = Hello(session=str(self.index), ip=self.ip, slots=1, python=program, mpi=str(self.mpi), time=time.time())
-        await socket.send_str(hello.text())
+        await socket.send_str(hello.to_json())
         answer = read(await socket.receive_str())
         assert isinstance(answer, Welcome)
         self.link = Link(self.take, lambda stream, data: self.tunnel.take(stream, data))
@@ -129,7 +129,7 @@ class SimulatedWorker:
         if isinstance(message, Start):
             self.starting = asyncio.create_task(self.start(message))
         elif isinstance(message, Close):
-            self.tunnel.closed(message.stream)
+            self.tunnel.close_stream(message.stream)
         elif isinstance(message, End):
             if self.proxy is not None and self.proxy.poll() is None:
                 self.proxy.kill()
@@ -141,14 +141,14 @@ class SimulatedWorker:
         temporary = self.directory / f"t{self.index}"
         temporary.mkdir()
         environment = {"PATH": os.environ["PATH"], "HOME": str(temporary), "TMPDIR": str(temporary)}
-        environment |= {**start.environment, **self.programs.environment(self.mpi, self.directory)}
+        environment |= {**start.environment, **self.programs.build_environment(self.mpi, self.directory)}
         with (self.directory / f"proxy-{self.index}.log").open("wb") as log:
             self.proxy = subprocess.Popen(
-                self.programs.on_host(self.mpi, self.index, command),
+                self.programs.wrap_for_host(self.mpi, self.index, command),
                 env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/",
             )  # fmt: skip
         self.link.send(Running())
-        await ended(self.proxy)
+        await wait_for_end(self.proxy)
         now = time.time()
         code = self.proxy.wait()
         report = {"rank": self.index, "host": "", "command": [], "started": now, "ended": now, "exit_code": code}
@@ -156,7 +156,7 @@ class SimulatedWorker:
         self.link.send(ProxyEnded(exit_code=code))
 
 
-async def ended(process: subprocess.Popen[bytes]) -> None:
+async def wait_for_end(process: subprocess.Popen[bytes]) -> None:
     """Wait until the process ends, without a thread and without polling."""
     descriptor, is_over = os.pidfd_open(process.pid), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -236,7 +236,7 @@ async def measure_launch(
 def measure_floor(mpi: Mpi, workers: int, programs: Programs, directory: Path, seconds: float) -> dict[str, object]:
     """Measure the same proxies and ranks, started by mpiexec itself."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(directory), "TMPDIR": str(directory)}
-    environment |= programs.environment(mpi, directory)
+    environment |= programs.build_environment(mpi, directory)
     command = [str(mpi.mpiexec)]
     if mpi.implementation == "MPICH":
         command += ["-launcher", "fork", "-hosts", ",".join(list_addresses(workers)), "-bind-to", "none"]
@@ -245,11 +245,8 @@ def measure_floor(mpi: Mpi, workers: int, programs: Programs, directory: Path, s
         agent.write_text(f'#!/bin/sh\nhost=$1; shift; exec {programs.host} "$host" /bin/sh -c "$*"\n')
         agent.chmod(0o755)
         command += ["--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "plm_ssh_no_tree_spawn", "1"]
-        command += [
-            "--prtemca",
-            "plm_ssh_num_concurrent",
-            str(workers + 1),
-        ]  # by default the 129th waits for another to end
+        # By default, the proxy of the 129th worker waits until another proxy ends.
+        command += ["--prtemca", "plm_ssh_num_concurrent", str(workers + 1)]
         command += ["--prtemca", "prte_if_do_not_resolve", "1", "--allow-run-as-root", "--bind-to", "none"]
         command += ["--leave-session-attached", "--map-by", ":OVERSUBSCRIBE"]
         command += ["--host", ",".join(f"w{index}:1" for index in range(workers))]

@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from topkube.data.base.open_datasets import statistics as cache_statistics
+from topkube.data.base.open_datasets import sum_statistics
 from topkube.telemetry.endpoint import MetricsEndpoint
 from topkube.telemetry.phases import PHASES, Snapshot
 from topkube.telemetry.rank_file import CACHE, RankMetrics
@@ -58,7 +58,7 @@ def measure() -> dict[str, object]:
         ranks = [RankMetrics(directory, rank) for rank in range(RANKS)]
 
         def step() -> None:
-            ranks[0].cache(cache_statistics())  # training does this once per second, this benchmark every step
+            ranks[0].cache(sum_statistics())  # training does this once per second, this benchmark every step
             ranks[0].step(0.1, OWN, 8, GAUGES)
 
         step_seconds = measure_median(step, 5000)
@@ -76,7 +76,7 @@ def measure() -> dict[str, object]:
         }
         for n in range(JOBS)
     ]
-    probes = Probes(0, OperatorMetrics(lambda: jobs).text, str, str, "127.0.0.1")
+    probes = Probes(0, OperatorMetrics(lambda: jobs).render, str, str, "127.0.0.1")
     probes.start()
     operator_series = count_series(scrape(probes.port))
     operator_seconds = measure_median(lambda: scrape(probes.port), 50)

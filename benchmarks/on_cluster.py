@@ -16,7 +16,7 @@ from localkube.layout import Layout
 from target import Target
 
 
-def running() -> tuple[Target, Cluster]:
+def find_running_cluster() -> tuple[Target, Cluster]:
     """Return the running cluster. End the program if no cluster is running."""
     cluster = Cluster.find_running(Layout.from_environment())
     if cluster is None:
@@ -24,7 +24,7 @@ def running() -> tuple[Target, Cluster]:
     return Target(cluster.layout.kubeconfig, cluster), cluster
 
 
-def about(target: Target) -> dict[str, Any]:
+def describe_measurement(target: Target) -> dict[str, Any]:
     """Return when and on which machine and cluster a result was measured."""
     return {
         "when": time.strftime("%Y-%m-%d", time.gmtime()),

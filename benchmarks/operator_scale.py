@@ -50,7 +50,8 @@ from played_nodes import NAMESPACE, create_finished_job, job  # noqa: E402
 from topkube.job import KIND  # noqa: E402
 from topkube_operator.control.plan_executor import CALLS  # noqa: E402
 from topkube_operator.model import names  # noqa: E402
-from topkube_operator.watch.api_client import ApiError, Cluster  # noqa: E402
+from topkube_operator.watch.api_client import Cluster  # noqa: E402
+from topkube_operator.watch.api_connection import ApiError  # noqa: E402
 
 OPERATOR = "topkube-system"
 METRICS = 18099
@@ -92,7 +93,7 @@ def prepare(cluster: Cluster) -> None:
         cluster.call("POST", f"/api/v1/namespaces/{name}/serviceaccounts", account)
     crd = yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text())
     cluster.call("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd)
-    until(lambda: served(cluster), "the CRD")
+    wait_until(lambda: served(cluster), "the CRD")
 
 
 def served(cluster: Cluster) -> bool:
@@ -103,7 +104,7 @@ def served(cluster: Cluster) -> bool:
     return True
 
 
-def until(true: Callable[[], object], what: str, seconds: float = 120.0) -> None:
+def wait_until(true: Callable[[], object], what: str, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         if time.monotonic() > end:
@@ -117,14 +118,14 @@ def operator(kubeconfig: str) -> Iterator[int]:
     command = [sys.executable, "-m", "topkube_operator", "--kubeconfig", kubeconfig, "--metrics-port", str(METRICS)]
     process = subprocess.Popen([*command, "--operator-namespace", OPERATOR, "--log-level", "warning"])
     try:
-        until(lambda: metric("topkube_leader") == 1, "the operator to lead")
+        wait_until(lambda: read_metric("topkube_leader") == 1, "the operator to lead")
         yield process.pid
     finally:
         process.terminate()
         process.wait(30)
 
 
-def metric(name: str) -> float | None:
+def read_metric(name: str) -> float | None:
     try:
         text = urllib.request.urlopen(f"http://127.0.0.1:{METRICS}/metrics", timeout=5).read().decode()
     except OSError:
@@ -172,13 +173,13 @@ def start(cluster: Cluster, workers: int, repeats: int) -> dict[str, Any]:
         begun = time.monotonic()
         cluster.create(job(name, workers))
         own_pods = lambda name=name: [pod for pod in watch.seen if pod.startswith(name + "-")]  # noqa: E731
-        until(lambda own_pods=own_pods: len(own_pods()) == workers + 1, f"the pods of {name}")
+        wait_until(lambda own_pods=own_pods: len(own_pods()) == workers + 1, f"the pods of {name}")
         if number:  # the first job warms up connections
             seconds.append(max(watch.seen[pod] for pod in own_pods()) - begun)
-        children = all_children(cluster)
+        children = list_children(cluster)
         remove(cluster, name)
         if number:
-            floors.append(floor(cluster, [job(name, workers)], children))
+            floors.append(measure_floor(cluster, [job(name, workers)], children))
     return {
         "workers": workers,
         "seconds": statistics.median(seconds),
@@ -189,7 +190,7 @@ def start(cluster: Cluster, workers: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def all_children(cluster: Cluster) -> list[dict[str, Any]]:
+def list_children(cluster: Cluster) -> list[dict[str, Any]]:
     """Return all objects that belong to jobs."""
     return [
         {"apiVersion": version, "kind": kind, **item}
@@ -202,7 +203,7 @@ def remove(cluster: Cluster, *jobs: str) -> None:
     """Suspend jobs, so that the operator deletes their pods (there is no garbage collector), and delete the jobs."""
     for name in jobs:
         cluster.patch(KIND, NAMESPACE, name, {"spec": {"runPolicy": {"suspend": True}}})
-    until(lambda: not cluster.list("Pod", NAMESPACE)[0], "the pods to go")
+    wait_until(lambda: not cluster.list("Pod", NAMESPACE)[0], "the pods to go")
     for name in jobs:
         job = cluster.get(KIND, NAMESPACE, name)
         cluster.delete(KIND, NAMESPACE, name, job["metadata"]["uid"])
@@ -213,21 +214,23 @@ def create_all(cluster: Cluster, jobs: list[dict[str, Any]]) -> None:
         list(pool.map(cluster.create, jobs))
 
 
-def many(cluster: Cluster, kubeconfig: str, jobs: int, workers: int) -> dict[str, Any]:
+def measure_many_jobs(cluster: Cluster, kubeconfig: str, jobs: int, workers: int) -> dict[str, Any]:
     listed = [job(f"many-{number}", workers) for number in range(jobs)]
     load, watch = os.getloadavg()[0], PodWatch(cluster)
     begun = time.monotonic()
     create_all(cluster, listed)
     sent = time.monotonic() - begun
-    until(lambda: len(watch.seen) == jobs * (workers + 1), "all pods")
+    wait_until(lambda: len(watch.seen) == jobs * (workers + 1), "all pods")
     pods = max(watch.seen.values()) - begun
-    until(lambda: all(is_complete(item, workers) for item in cluster.list(KIND, NAMESPACE)[0]), "every status")
+    wait_until(lambda: all(is_complete(item, workers) for item in cluster.list(KIND, NAMESPACE)[0]), "every status")
     statuses = time.monotonic() - begun
-    children = all_children(cluster)
+    children = list_children(cluster)
     ended: dict[str, float] = {}
     begun = time.monotonic()
     with kubelets(kubeconfig):
-        until(lambda: all(succeeded(item, workers) for item in cluster.list(KIND, NAMESPACE)[0]), "every success")
+        wait_until(
+            lambda: all(has_succeeded(item, workers) for item in cluster.list(KIND, NAMESPACE)[0]), "every success"
+        )
         ended["seconds"] = time.monotonic() - begun
     remove_ended(cluster)
     return {
@@ -237,17 +240,17 @@ def many(cluster: Cluster, kubeconfig: str, jobs: int, workers: int) -> dict[str
         "pods_seconds": pods,
         "statuses_seconds": statuses,
         "succeeded_seconds": ended["seconds"],
-        "floor_seconds": floor(cluster, listed, children),
+        "floor_seconds": measure_floor(cluster, listed, children),
         "load": load,
     }
 
 
-def floor(cluster: Cluster, jobs: list[dict[str, Any]], children: list[dict[str, Any]]) -> float:
+def measure_floor(cluster: Cluster, jobs: list[dict[str, Any]], children: list[dict[str, Any]]) -> float:
     """Return the seconds in which a plain client creates jobs that the operator ignores, and then children like
     these."""
     managed = {"runPolicy": {"managedBy": "example.com/nobody"}}
-    alike = [{**item, "metadata": renamed(item), "spec": {**item["spec"], **managed}} for item in jobs]
-    manifests = [{**item, "metadata": renamed(item)} for item in children]
+    alike = [{**item, "metadata": rename(item), "spec": {**item["spec"], **managed}} for item in jobs]
+    manifests = [{**item, "metadata": rename(item)} for item in children]
     for item in manifests:
         item.pop("status", None)
         if item["kind"] == "Service":
@@ -264,7 +267,7 @@ def floor(cluster: Cluster, jobs: list[dict[str, Any]], children: list[dict[str,
     return seconds
 
 
-def renamed(manifest: dict[str, Any]) -> dict[str, Any]:
+def rename(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata of a copy without an owner."""
     kept = {name: manifest["metadata"][name] for name in ("namespace", "annotations") if name in manifest["metadata"]}
     return {**kept, "name": f"bare-{manifest['metadata']['name']}"}
@@ -299,7 +302,7 @@ def is_complete(job: dict[str, Any], workers: int) -> bool:
     )
 
 
-def succeeded(job: dict[str, Any], workers: int) -> bool:
+def has_succeeded(job: dict[str, Any], workers: int) -> bool:
     status = job.get("status") or {}
     counts = status.get("replicaStatuses", {})
     return (
@@ -309,23 +312,23 @@ def succeeded(job: dict[str, Any], workers: int) -> bool:
     )
 
 
-def idle(cluster: Cluster, kubeconfig: str, jobs: int, workers: int, seconds: float) -> dict[str, Any]:
+def measure_idle(cluster: Cluster, kubeconfig: str, jobs: int, workers: int, seconds: float) -> dict[str, Any]:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: create_finished_job(cluster, f"done-{number}", workers), range(jobs)))
     load, floor_percent = os.getloadavg()[0], measure_played_watcher(kubeconfig, seconds)
     with operator(kubeconfig) as process:
-        until(lambda: quiet(cluster), "the operator to reconcile all jobs", 180)
-        before, begun = cpu_seconds(process), time.monotonic()
+        wait_until(lambda: is_quiet(cluster), "the operator to reconcile all jobs", 180)
+        before, begun = read_cpu_seconds(process), time.monotonic()
         time.sleep(seconds)
-        percent = 100 * (cpu_seconds(process) - before) / (time.monotonic() - begun)
+        percent = 100 * (read_cpu_seconds(process) - before) / (time.monotonic() - begun)
         scrape = time.monotonic()
-        assert metric("topkube_leader") == 1
+        assert read_metric("topkube_leader") == 1
         scrape = time.monotonic() - scrape
         return {
             "jobs": jobs,
             "pods": jobs * (workers + 1),
             "cpu_percent": percent,
-            "rss_mb": rss_mb(process),
+            "rss_mb": read_rss_mb(process),
             "scrape_seconds": scrape,
             "measured_seconds": seconds,
             "floor_cpu_percent": floor_percent,
@@ -355,9 +358,9 @@ def measure_played_watcher(kubeconfig: str, seconds: float) -> float:
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"synced\n", "the played watcher has listed nothing"
-        before, begun = cpu_seconds(process.pid), time.monotonic()
+        before, begun = read_cpu_seconds(process.pid), time.monotonic()
         time.sleep(seconds)
-        return 100 * (cpu_seconds(process.pid) - before) / (time.monotonic() - begun)
+        return 100 * (read_cpu_seconds(process.pid) - before) / (time.monotonic() - begun)
     finally:
         process.kill()
         process.wait(10)
@@ -366,7 +369,7 @@ def measure_played_watcher(kubeconfig: str, seconds: float) -> float:
 _last: dict[str, float] = {}
 
 
-def quiet(cluster: Cluster) -> bool:
+def is_quiet(cluster: Cluster) -> bool:
     """Return True if the number of reconciles has not changed for three seconds."""
     text = urllib.request.urlopen(f"http://127.0.0.1:{METRICS}/metrics", timeout=5).read().decode()
     total = sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("topkube_reconciles_total{"))
@@ -376,12 +379,12 @@ def quiet(cluster: Cluster) -> bool:
     return total > 0 and time.monotonic() - _last["since"] > 3
 
 
-def cpu_seconds(process: int) -> float:
+def read_cpu_seconds(process: int) -> float:
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def rss_mb(process: int) -> float:
+def read_rss_mb(process: int) -> float:
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
 
@@ -407,9 +410,9 @@ def main() -> None:
                     results["start_2"] = start(cluster, 2, 7)
                     results["start_64"] = start(cluster, 64, 5)
                 if "many" in parts:
-                    results["many"] = many(cluster, kubeconfig, options.jobs, 4)
+                    results["many"] = measure_many_jobs(cluster, kubeconfig, options.jobs, 4)
         if "idle" in parts:
-            results["idle"] = idle(cluster, kubeconfig, options.finished, 2, 30.0)
+            results["idle"] = measure_idle(cluster, kubeconfig, options.finished, 2, 30.0)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps({part: results[part] for part in results if part not in ("machine", "targets")}, indent=1))

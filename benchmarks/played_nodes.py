@@ -13,7 +13,8 @@ from typing import Any
 
 from topkube.job import KIND
 from topkube_operator.model import names
-from topkube_operator.watch.api_client import ApiError, Cluster
+from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_connection import ApiError
 
 NAMESPACE = "scale"
 
@@ -84,8 +85,8 @@ def create_finished_job(cluster: Cluster, name: str, workers: int) -> None:
     """Create a finished job and its pods, in the state that the operator stores at the end of a job."""
     made_job = cluster.create(job(name, workers))
     uid = made_job["metadata"]["uid"]
-    pods = [(names.launcher_name(name, uid, 1), names.LAUNCHER, "")]
-    pods += [(names.worker_name(name, uid, index, 1), names.WORKER, str(index)) for index in range(workers)]
+    pods = [(names.name_launcher_pod(name, uid, 1), names.LAUNCHER, "")]
+    pods += [(names.name_worker_pod(name, uid, index, 1), names.WORKER, str(index)) for index in range(workers)]
     for pod, role, index in pods:
         labels = {names.JOB_NAME: name, names.ROLE: role, names.ATTEMPT: "1", names.WORKER_INDEX: index or "0"}
         manifest = {

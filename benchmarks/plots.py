@@ -50,7 +50,7 @@ def digest(data: object) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def drawn_from(path: Path) -> str:
+def read_digest(path: Path) -> str:
     """Return the digest in a plot that `save` wrote."""
     with Image.open(path) as picture:
         return str(picture.info.get("Figures", ""))
@@ -61,7 +61,7 @@ def save(figure: Figure, path: Path, data: object) -> None:
     pyplot.close(figure)
 
 
-def milliseconds(value: float) -> str:
+def format_milliseconds(value: float) -> str:
     if value >= 10_000:
         return f"{value / 1000:.1f} s"
     if value >= 1000:
@@ -69,7 +69,7 @@ def milliseconds(value: float) -> str:
     return f"{value:.0f} ms" if value >= 10 else f"{value:.1f} ms"
 
 
-def bars(axes: Axes, rows: Sequence[Row], title: str) -> None:
+def draw_bars(axes: Axes, rows: Sequence[Row], title: str) -> None:
     """Plot the time of each contender, the slowest on top; the dark tick is its bound."""
     rows = sorted(rows, key=lambda row: row["ms"])
     places = range(len(rows))
@@ -77,37 +77,37 @@ def bars(axes: Axes, rows: Sequence[Row], title: str) -> None:
     axes.barh(places, times, color=[KINDS[row["kind"]] for row in rows], height=0.72, zorder=2)
     for place, row in zip(places, rows, strict=True):
         axes.plot([row["bound_ms"]] * 2, [place - 0.36, place + 0.36], color=INK, linewidth=2.2, zorder=3)
-        axes.text(row["ms"] * 1.06, place, milliseconds(row["ms"]), va="center", fontsize=9)
+        axes.text(row["ms"] * 1.06, place, format_milliseconds(row["ms"]), va="center", fontsize=9)
     axes.set_xscale("log")
     axes.set_xlim(min(row["bound_ms"] for row in rows) * 0.6, max(times) * 2.1)
     axes.set_yticks(list(places), [str(row["contender"]) for row in rows])
     for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
         tick.set_fontweight("bold" if row["kind"].startswith("ours") else "normal")
     axes.tick_params(axis="y", length=0)
-    axes.xaxis.set_major_formatter(lambda value, _: milliseconds(value).replace(".0 ", " ").replace(".00 ", " "))
+    axes.xaxis.set_major_formatter(lambda value, _: format_milliseconds(value).replace(".0 ", " ").replace(".00 ", " "))
     axes.xaxis.set_minor_formatter(lambda value, _: "")
     axes.grid(axis="x", color=FAINT, zorder=0)
     axes.set_title(title)
 
 
-def legend(figure: Figure, kinds: Sequence[str], **place: Any) -> None:
+def draw_legend(figure: Figure, kinds: Sequence[str], **place: Any) -> None:
     handles: list[Any] = [Rectangle((0, 0), 1, 1, color=KINDS[kind]) for kind in kinds]
     handles.append(Line2D([], [], color=INK, linewidth=2.2, marker="|", linestyle="none", markersize=11, mew=2.2))
     figure.legend(handles, [*(NAMES[kind] for kind in kinds), "bound of the same exchange"], frameon=False, **place)
 
 
-def headline(rows: list[Row], path: Path) -> None:
+def draw_headline(rows: list[Row], path: Path) -> None:
     """Plot the whole array with 2 nodes x 2 ranks at 1 Gbit/s, for the README."""
     aside = ("naive", "torus", "(MPICH)")
     shown = [row for row in rows if not any(word in row["contender"] for word in aside)]
     figure, axes = pyplot.subplots(figsize=(9.6, 5.0), layout="constrained")
     elements = f"{shown[0]['elements']:,}"
-    bars(axes, shown, f"All-reduce of {elements} float32 over 1 Gbit/s, 2 nodes × 2 ranks (log scale)")
-    legend(figure, list(KINDS), loc="outside lower center", ncols=5, fontsize=9)
+    draw_bars(axes, shown, f"All-reduce of {elements} float32 over 1 Gbit/s, 2 nodes × 2 ranks (log scale)")
+    draw_legend(figure, list(KINDS), loc="outside lower center", ncols=5, fontsize=9)
     save(figure, path, rows)
 
 
-def links(rows: list[Row], path: Path) -> None:
+def draw_links(rows: list[Row], path: Path) -> None:
     """Plot every layout and link speed."""
     parts = [part for part in ("2x2", "4x1") if any(row["part"] == part for row in rows)]
     rates = [rate for rate in LINKS if any(row["rate"] == rate for row in rows)]
@@ -119,12 +119,12 @@ def links(rows: list[Row], path: Path) -> None:
             nodes, ranks = part.split("x")
             here = [row for row in rows if (row["part"], row["rate"]) == (part, rate)]
             if here:
-                bars(axes, here, f"{LINKS[rate]}, {nodes} nodes × {ranks} rank{'s' if ranks != '1' else ''}")
-    legend(figure, list(KINDS), loc="outside lower center", ncols=5)
+                draw_bars(axes, here, f"{LINKS[rate]}, {nodes} nodes × {ranks} rank{'s' if ranks != '1' else ''}")
+    draw_legend(figure, list(KINDS), loc="outside lower center", ncols=5)
     save(figure, path, rows)
 
 
-def sizes(rows: list[Row], path: Path) -> None:
+def draw_sizes(rows: list[Row], path: Path) -> None:
     """Plot the time against the size of the array at 1 Gbit/s."""
     chosen = {
         "TopKube hitopk 1%": (OURS, "-", "o"),
@@ -158,7 +158,9 @@ def sizes(rows: list[Row], path: Path) -> None:
         axes.set_xlabel("array, MiB (float32)")
         axes.set_xticks([length * 4 / 2**20 for length in lengths], [f"{length * 4 / 2**20:.2g}" for length in lengths])
         axes.minorticks_off()
-        axes.yaxis.set_major_formatter(lambda value, _: milliseconds(value).replace(".0 ", " ").replace(".00 ", " "))
+        axes.yaxis.set_major_formatter(
+            lambda value, _: format_milliseconds(value).replace(".0 ", " ").replace(".00 ", " ")
+        )
         axes.grid(color=FAINT)
         nodes, ranks = part.split("x")
         axes.set_title(f"1 Gbit/s, {nodes} nodes × {ranks} rank{'s' if ranks != '1' else ''}")

@@ -30,9 +30,10 @@ from step import LAYOUTS, MODELS, UNSHAPED, WARM_STEPS, WORLDS, StepBench, descr
 
 RESULTS = Path(__file__).parent / "results" / "prediction.json"
 RATES = (UNSHAPED, "1gbit", "200mbit", "100mbit")
-TRACED = ("dense", "hitopk")
-CONTENDERS = (*TRACED, "dear")
-"""DeAR is predicted from the trace of a run without it."""
+TRACED = ("dense", "hitopk", "onebit")
+VARIANTS = {"dear": "dense", "onebit_delayed": "onebit"}
+"""Contenders that are predicted from the trace of another contender."""
+CONTENDERS = (*TRACED, *VARIANTS)
 TRACED_STEPS = 8
 MEMORY = 20e9
 """Bytes per second, the default of `topkube plan`. Measured costs of the host replace most of it."""
@@ -80,11 +81,12 @@ def predict_milliseconds(profile: Any, row: Row, cores: int) -> float:
 
     nodes, slots = map(int, row["part"].split("x"))
     machines = Machines(nodes, slots, row["bandwidth"], MEMORY, profile.latency or row["latency"])
-    is_decoupled = row["contender"] == "dear"
-    algorithm = resolve("dense" if is_decoupled else row["contender"], nodes, sys.maxsize, DENSITY.default)
-    return (
-        1e3 * predict_step(profile, Situation(machines, cores=cores / nodes, is_decoupled=is_decoupled), algorithm).step
+    contender = row["contender"]
+    algorithm = resolve(VARIANTS.get(contender, contender), nodes, sys.maxsize, DENSITY.default)
+    where = Situation(
+        machines, cores=cores / nodes, is_decoupled=contender == "dear", delay=int(contender == "onebit_delayed")
     )
+    return 1e3 * predict_step(profile, where, algorithm).step
 
 
 def compute_error(row: Row) -> float:

@@ -6,14 +6,14 @@ from statistics import median
 from typing import Any
 
 from step_report import format_facts
-from tables import number, table
+from tables import format_number, format_table
 
 LINKS = {"unshaped": "not shaped", "1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s", "100mbit": "100 Mbit/s"}
 GOAL = 0.10
 """The error that predictions should not exceed."""
 
 
-def section(stored: dict[str, Any]) -> dict[str, str]:
+def build_section(stored: dict[str, Any]) -> dict[str, str]:
     """Return the table of predicted and measured steps, the errors in a sentence, and the cluster of the paper."""
     rows = [row for rate in LINKS for row in stored["rows"] if row["rate"] == rate]
     cells = [
@@ -21,9 +21,9 @@ def section(stored: dict[str, Any]) -> dict[str, str]:
             row["part"].replace("x", " × "),
             LINKS[row["rate"]],
             row["contender"],
-            number(row["predicted_ms"]),
-            number(row["ms"]),
-            f"{number(row['ms_min'])}–{number(row['ms_max'])}",
+            format_number(row["predicted_ms"]),
+            format_number(row["ms"]),
+            f"{format_number(row['ms_min'])}–{format_number(row['ms_max'])}",
             f"{row['error']:+.1%}",
         ]
         for row in sorted(rows, key=lambda row: (row["part"], row["contender"]))
@@ -36,7 +36,7 @@ def section(stored: dict[str, Any]) -> dict[str, str]:
         f"within {GOAL:.0%}."
     )
     return {
-        "PREDICTION": table(headings, cells),
+        "PREDICTION": format_table(headings, cells),
         "PREDICTION_ERRORS": summary,
         "PREDICTION_FACTS": format_facts(stored["facts"]),
         "PREDICTION_PAPER": _format_paper(stored["paper"]),
@@ -48,9 +48,9 @@ def _format_paper(rows: list[dict[str, Any]]) -> str:
         [
             row["model"],
             str(row["batch"]),
-            number(row["compute_ms"]),
-            f"{number(row['torus2d_ms'])} ({row['torus2d_efficiency']:.0%})",
-            f"{number(row['hitopk_ms'])} ({row['hitopk_efficiency']:.0%})",
+            format_number(row["compute_ms"]),
+            f"{format_number(row['torus2d_ms'])} ({row['torus2d_efficiency']:.0%})",
+            f"{format_number(row['hitopk_ms'])} ({row['hitopk_efficiency']:.0%})",
             f"{row['faster']:.0%}",
         ]
         for row in rows
@@ -63,4 +63,4 @@ def _format_paper(rows: list[dict[str, Any]]) -> str:
         "hitopk 1%, ms",
         "hitopk is faster by",
     ]
-    return table(headings, cells)
+    return format_table(headings, cells)

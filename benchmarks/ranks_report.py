@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tables import number, table
+from tables import format_number, format_table
 
 
-def section(stored: dict[str, Any]) -> dict[str, str]:
+def build_section(stored: dict[str, Any]) -> dict[str, str]:
     """Return the table of the seconds of each phase."""
     phases = [
         ("init", 1, "start a world, s"),
@@ -28,14 +28,14 @@ def section(stored: dict[str, Any]) -> dict[str, str]:
         rows.append(
             [
                 f"{row['ranks']}, {len(row['nodes'])} nodes of {of}, {mpi}",
-                *(number(seconds[name] / times) for name, times, _ in phases),
-                number(row["cpu_seconds_per_rank"]),
+                *(format_number(seconds[name] / times) for name, times, _ in phases),
+                format_number(row["cpu_seconds_per_rank"]),
                 f"{row['memory_mib']['median']:.0f} (most {row['memory_mib']['most']:.0f})",
-                number(row["window_mib_per_node"]),
-                number(row["files_per_rank"]),
+                format_number(row["window_mib_per_node"]),
+                format_number(row["files_per_rank"]),
             ]
         )
     headings = ["ranks, nodes, MPI", *(heading for _, _, heading in phases)]
     headings += ["CPU time per rank, s", "memory per rank, MiB", "window per node, MiB", "files per rank"]
     facts = " · ".join(f"{name}: {value}" for name, value in stored["machine"].items())
-    return {"RANKS": f"{table(headings, rows)}\n\n{facts}"}
+    return {"RANKS": f"{format_table(headings, rows)}\n\n{facts}"}

@@ -24,8 +24,9 @@ import ranks_report
 import simulated_report
 import step_report
 import target_loss_report
+import timeline_report
 from datacache import section as cache
-from tables import number, table
+from tables import format_number, format_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -42,21 +43,21 @@ def load(name: str, results: Path = RESULTS) -> dict[str, Any] | None:
     return stored
 
 
-def generic(report: dict[str, Any]) -> str:
+def format_report(report: dict[str, Any]) -> str:
     """Return a `topkube.bench` report with all of its columns."""
     used = {key for row in report["rows"] for key, value in row.items() if value is not None}
     columns = {key: heading for key, heading in report["columns"].items() if key in used}
-    body = [[number(row.get(key)) for key in columns] for row in report["rows"]]
-    facts = " · ".join(f"{name}: {number(value)}" for name, value in report.get("facts", {}).items())
-    return table(list(columns.values()), body) + (f"\n\n{facts}" if facts else "")
+    body = [[format_number(row.get(key)) for key in columns] for row in report["rows"]]
+    facts = " · ".join(f"{name}: {format_number(value)}" for name, value in report.get("facts", {}).items())
+    return format_table(list(columns.values()), body) + (f"\n\n{facts}" if facts else "")
 
 
-def select_section(stored: dict[str, Any]) -> dict[str, str]:
+def build_select_section(stored: dict[str, Any]) -> dict[str, str]:
     parts = [stored, stored["mstopk"], stored["adversarial"], *([stored["sign"]] if "sign" in stored else [])]
-    return {"SELECT": "\n\n".join(f"**{part['title']}**\n\n{generic(part)}" for part in parts)}
+    return {"SELECT": "\n\n".join(f"**{part['title']}**\n\n{format_report(part)}" for part in parts)}
 
 
-def convergence_section(stored: dict[str, Any]) -> dict[str, str]:
+def build_convergence_section(stored: dict[str, Any]) -> dict[str, str]:
     cells = []
     for row in stored["compared"]:
         low, high = row["interval_percent"]
@@ -64,7 +65,7 @@ def convergence_section(stored: dict[str, Any]) -> dict[str, str]:
         cells.append(
             [
                 f"{row['model']}, {row['optimizer']}, {row['condition']}",
-                number(row["seeds"]),
+                format_number(row["seeds"]),
                 f"{row['dense_loss']:.4f}",
                 f"{row['loss']:.4f}",
                 f"{row['difference_percent']:+.2f}%",
@@ -80,10 +81,10 @@ def convergence_section(stored: dict[str, Any]) -> dict[str, str]:
         + (", ".join(f"{of} {each}" for of, each in value.items()) if isinstance(value, dict) else str(value))
         for name, value in about.items()
     )
-    return {"CONVERGENCE": f"{table(headings, cells)}\n\n{listed}."}
+    return {"CONVERGENCE": f"{format_table(headings, cells)}\n\n{listed}."}
 
 
-def overhead_section(stored: dict[str, Any]) -> dict[str, str]:
+def build_overhead_section(stored: dict[str, Any]) -> dict[str, str]:
     time, memory = stored["time"], stored["memory"]
     steps = [
         [
@@ -104,22 +105,22 @@ def overhead_section(stored: dict[str, Any]) -> dict[str, str]:
                 f"One rank, char_gpt with {time['parameters']:,} parameters, batch {time['batch']}, "
                 f"context {time['context']}, {time['torch_threads']} torch thread; "
                 f"medians of {time['steps']} interleaved steps.",
-                table(["loop", "ms per step", "above plain torch", "allowed"], steps),
+                format_table(["loop", "ms per step", "above plain torch", "allowed"], steps),
                 f"Peak memory above plain torch, {memory['parameters']:,} parameters, one rank:",
-                table(["loop", "MB above plain torch", "two shards and two buckets, MB"], above),
+                format_table(["loop", "MB above plain torch", "two shards and two buckets, MB"], above),
             ]
         )
     }
 
 
-def gpu_section(stored: dict[str, Any]) -> dict[str, str]:
+def build_gpu_section(stored: dict[str, Any]) -> dict[str, str]:
     columns = ["topk", "compress_", "mstopk"]
     cells = [
         [
             f"{row['size']}, {row['density']:g}",
-            number(row["read ms"]),
-            number(row["read GB/s"]),
-            *(number(row[f"{name} ms"]) for name in columns),
+            format_number(row["read ms"]),
+            format_number(row["read GB/s"]),
+            *(format_number(row[f"{name} ms"]) for name in columns),
             f"{row['topk % of a read']:.0f}%",
             f"{row['compress_ % of 12 bytes']:.0f}%",
             f"{row['topk × torch.topk']:.1f}×",
@@ -133,21 +134,21 @@ def gpu_section(stored: dict[str, Any]) -> dict[str, str]:
         f"{stored['device']}, torch {stored['torch']}, {stored['date']}, `{stored['command']}`; medians of CUDA "
         "events, float32, inputs rotating through more memory than the L2 cache."
     )
-    text = f"{about}\n\n{table(headings, cells)}"
+    text = f"{about}\n\n{format_table(headings, cells)}"
     if step := stored.get("step"):
         text += (
             f"\n\nA char_gpt step on one GPU ({step['parameters']:,} parameters, batch {step['batch']}, context "
-            f"{step['context']}, bf16 autocast): {number(step['dense ms'])} ms without compression, "
-            f"{number(step['hitopk 1% ms'])} ms with `hitopk` forced on at 1%: {step['overhead %']:+.1f}%."
+            f"{step['context']}, bf16 autocast): {format_number(step['dense ms'])} ms without compression, "
+            f"{format_number(step['hitopk 1% ms'])} ms with `hitopk` forced on at 1%: {step['overhead %']:+.1f}%."
         )
     return {"GPU": text}
 
 
-def cache_section(stored: dict[str, Any]) -> dict[str, str]:
-    return cache.filled(stored)
+def build_cache_section(stored: dict[str, Any]) -> dict[str, str]:
+    return cache.fill_section(stored)
 
 
-def metrics_section(stored: dict[str, Any]) -> dict[str, str]:
+def build_metrics_section(stored: dict[str, Any]) -> dict[str, str]:
     worker, operator, limits = stored["worker"], stored["operator"], stored["limits"]
     step = f"{1e3 * stored['step_seconds']:.0f} ms"
     bookkeeping = f"bookkeeping of a step, {1e6 * stored['step_bookkeeping_seconds']:.0f} µs: share of {step}"
@@ -167,20 +168,20 @@ def metrics_section(stored: dict[str, Any]) -> dict[str, str]:
             f"{1e3 * limits['operator_scrape_seconds']:.0f} ms",
         ],
     ]
-    return {"METRICS": table(["", "measured", "allowed"], rows)}
+    return {"METRICS": format_table(["", "measured", "allowed"], rows)}
 
 
-def checkpoints_section(stored: dict[str, Any]) -> dict[str, str]:
+def build_checkpoints_section(stored: dict[str, Any]) -> dict[str, str]:
     rows = [
-        ["a step of this training", number(stored["step_seconds"])],
+        ["a step of this training", format_number(stored["step_seconds"])],
         [
             "**a save stops training**, median (most)",
-            f"**{number(stored['stall_seconds'])}** ({number(stored['stall_seconds_most'])})",
+            f"**{format_number(stored['stall_seconds'])}** ({format_number(stored['stall_seconds_most'])})",
         ],
-        ["the first save, which also creates the buffers", number(stored["stall_seconds_first"])],
-        ["a save that training waits for (`run.save()`)", number(stored["save_and_wait_seconds"])],
-        ["the same bytes written and synced, without a checksum", number(stored["plain_write_seconds"])],
-        ["a resume", number(stored["load_seconds"])],
+        ["the first save, which also creates the buffers", format_number(stored["stall_seconds_first"])],
+        ["a save that training waits for (`run.save()`)", format_number(stored["save_and_wait_seconds"])],
+        ["the same bytes written and synced, without a checksum", format_number(stored["plain_write_seconds"])],
+        ["a resume", format_number(stored["load_seconds"])],
     ]
     world = " + ".join(str(ranks) for ranks in stored["ranks"])
     about = (
@@ -189,23 +190,24 @@ def checkpoints_section(stored: dict[str, Any]) -> dict[str, str]:
         f"The machine did other work at the same time (load {stored['load']}), so this does not show how much slower "
         "steps are while the files are written."
     )
-    return {"CHECKPOINTS": f"{about}\n\n{table(['', 'seconds'], rows)}"}
+    return {"CHECKPOINTS": f"{about}\n\n{format_table(['', 'seconds'], rows)}"}
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], dict[str, str]]] = {
-    "allreduce": allreduce_report.section,
-    "select": select_section,
-    "convergence": convergence_section,
-    "simulated_nodes": simulated_report.section,
-    "overhead": overhead_section,
-    "gpu": gpu_section,
-    "cache": cache_section,
-    "metrics": metrics_section,
-    "checkpoints": checkpoints_section,
-    "ranks": ranks_report.section,
-    "step": step_report.section,
-    "target_loss": target_loss_report.section,
-    "prediction": prediction_report.section,
+    "allreduce": allreduce_report.build_section,
+    "select": build_select_section,
+    "convergence": build_convergence_section,
+    "simulated_nodes": simulated_report.build_section,
+    "overhead": build_overhead_section,
+    "gpu": build_gpu_section,
+    "cache": build_cache_section,
+    "metrics": build_metrics_section,
+    "checkpoints": build_checkpoints_section,
+    "ranks": ranks_report.build_section,
+    "step": step_report.build_section,
+    "timeline": timeline_report.build_section,
+    "target_loss": target_loss_report.build_section,
+    "prediction": prediction_report.build_section,
     **cluster_report.SECTIONS,
 }
 
@@ -233,26 +235,32 @@ def render(results: Path = RESULTS) -> str:
     return text
 
 
-def pictures(results: Path = RESULTS) -> dict[str, tuple[Callable[..., None], Any]]:
+def list_pictures(results: Path = RESULTS) -> dict[str, tuple[Callable[..., None], Any]]:
     """Return the file name of each plot, the function that draws it, and the data that it shows."""
     import plots
 
     plotted: dict[str, tuple[Callable[..., None], Any]] = {}
     stored = load("allreduce", results)
     if stored:
-        plotted.update(allreduce_report.pictures(stored))
+        plotted.update(allreduce_report.list_pictures(stored))
     stored = load("convergence", results)
     if stored:
         plotted["convergence.png"] = (plots.convergence, stored["runs"])
     stored = load("simulated_nodes", results)
     if stored:
-        plotted["simulated-nodes.png"] = (simulated_report.picture, stored["compared"])
+        plotted["simulated-nodes.png"] = (simulated_report.draw_picture, stored["compared"])
+    stored = load("timeline", results)
+    if stored:
+        plotted["step-timeline.png"] = (timeline_report.draw_picture, stored)
     stored = load("target_loss", results)
     if stored:
-        plotted["target-loss.png"] = (target_loss_report.picture, {name: stored[name] for name in ("runs", "times")})
+        plotted["target-loss.png"] = (
+            target_loss_report.draw_picture,
+            {name: stored[name] for name in ("runs", "times")},
+        )
     stored = load("cache", results)
     if stored:
-        plotted["cache.png"] = (cache.picture, stored)
+        plotted["cache.png"] = (cache.draw_picture, stored)
     return plotted
 
 
@@ -263,9 +271,9 @@ def list_stale(results: Path = RESULTS) -> list[str]:
     wrong = []
     if not DOCUMENT.exists() or DOCUMENT.read_text() != render(results):
         wrong.append(str(DOCUMENT.relative_to(ROOT)))
-    for name, (_, rows) in pictures(results).items():
+    for name, (_, rows) in list_pictures(results).items():
         path = IMAGES / name
-        if not path.exists() or plots.drawn_from(path) != plots.digest(rows):
+        if not path.exists() or plots.read_digest(path) != plots.digest(rows):
             wrong.append(str(path.relative_to(ROOT)))
     return wrong
 
@@ -279,7 +287,7 @@ def main() -> int:
         return 1 if wrong else 0
     IMAGES.mkdir(parents=True, exist_ok=True)
     DOCUMENT.write_text(render())
-    for name, (draw, rows) in pictures().items():
+    for name, (draw, rows) in list_pictures().items():
         draw(rows, IMAGES / name)
     return 0
 

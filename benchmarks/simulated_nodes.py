@@ -103,7 +103,7 @@ def train(
     """Train once. Returns the result; the loss is that of the weights that all nodes agree on. The learning rate is
     that of the task times `rate`."""
     torch.manual_seed(seed)
-    model, dataset, loss_of, held_out = tasks.task(model_name)
+    model, dataset, loss_of, held_out = tasks.build_task(model_name)
     learning_rate = rate * tasks.LEARNING_RATE[model_name, optimizer_name]
     nodes = Nodes(model, options.nodes, lambda model: make_optimizer(optimizer_name, model, learning_rate))
     rule: Rule = RULES[rule_name](nodes, options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tables import number, table
+from tables import format_number, format_table
 
 Row = dict[str, Any]
 OPTIMIZERS = ("adamw", "sgd")
@@ -17,7 +17,7 @@ def _format_label(row: Row) -> str:
     return row["rule"] if row["period"] == 1 else f"{row['rule']}, every {row['period']} steps"
 
 
-def section(stored: dict[str, Any]) -> dict[str, str]:
+def build_section(stored: dict[str, Any]) -> dict[str, str]:
     """Return the table of all rules and models at the learning rates of the tasks, and the table of the guard's numbers
     at all rates."""
     rows = sorted(
@@ -38,17 +38,17 @@ def _format_rules(rows: list[Row]) -> str:
         cells.append(
             [
                 f"{row['model']}, {row['optimizer']}",
-                number(row["nodes"]),
-                number(row["steps"]),
+                format_number(row["nodes"]),
+                format_number(row["steps"]),
                 _format_label(row),
                 f"{row['times_fewer_bytes']:.1f}×",
-                number(row["seeds"]),
+                format_number(row["seeds"]),
                 f"{row['difference_percent']:+.2f}%",
                 f"{interval[0]:+.1f} to {interval[1]:+.1f}%" if interval else "–",
             ]
         )
     headings = ["model, optimizer", "nodes", "steps", "rule", "fewer bytes", "seeds", "difference", "95% interval"]
-    return table(headings, cells)
+    return format_table(headings, cells)
 
 
 def _format_pools(rows: list[Row]) -> str:
@@ -66,8 +66,18 @@ def _format_pools(rows: list[Row]) -> str:
         if len(pool) == len(OPTIMIZERS) and len(pairs) > len(OPTIMIZERS) and interval:
             fewest = min(row["times_fewer_bytes"] for row in pool)
             shown = f"{interval[0]:+.1f} to {interval[1]:+.1f}%"
-            cells.append([model, number(nodes), label, f"{fewest:.1f}×", number(len(pairs)), f"{mean:+.2f}%", shown])
-    return table(["model", "nodes", "rule", "fewer bytes", "pairs", "difference", "95% interval"], cells)
+            cells.append(
+                [
+                    model,
+                    format_number(nodes),
+                    label,
+                    f"{fewest:.1f}×",
+                    format_number(len(pairs)),
+                    f"{mean:+.2f}%",
+                    shown,
+                ]
+            )
+    return format_table(["model", "nodes", "rule", "fewer bytes", "pairs", "difference", "95% interval"], cells)
 
 
 def _format_guard(rows: list[Row]) -> str:
@@ -75,7 +85,7 @@ def _format_guard(rows: list[Row]) -> str:
         [
             f"{row['model']}, {row['optimizer']}, {row['steps']} steps",
             _format_label(row),
-            number(row["rate"]),
+            format_number(row["rate"]),
             *(f"{row[key]:.4f}" for key in ("dense_loss", "loss")),
             *(f"{value:.2f}" for value in row["unsent"]),
             *(f"{value:.3f}" for value in row["spread"]),
@@ -83,10 +93,10 @@ def _format_guard(rows: list[Row]) -> str:
         for row in sorted(rows, key=lambda row: row["spread"][1])
     ]
     headings = ["model, optimizer", "rule", "learning rate ×", "dense loss", "loss", "unsent, median", "largest"]
-    return table([*headings, "spread, median", "largest"], cells)
+    return format_table([*headings, "spread, median", "largest"], cells)
 
 
-def picture(rows: list[Row], path: Path) -> None:
+def draw_picture(rows: list[Row], path: Path) -> None:
     """Plot the difference to dense against the length of the run, and for each model against the bytes saved."""
     from matplotlib import pyplot
 

@@ -1,12 +1,13 @@
 """Compares the training step of TopKube with DistributedDataParallel and its communication hooks.
 
     python benchmarks/step.py [--part 2x1|2x2|4x1 ...] [--rate unshaped|1gbit|100mbit ...] [--contender NAME ...]
-        [--model gpt|timed]
-    python benchmarks/step.py --minimal      two nodes, nine contenders, three links: about eight minutes
+        [--model gpt|resnet50|timed]
+    python benchmarks/step.py --minimal      two nodes, ten contenders, three links: about nine minutes
     python benchmarks/step.py --quick
 
 Nodes are network namespaces, as in benchmarks/allreduce; this needs root. A GPT of 4.8 million parameters trains on
-one thread per rank. With `--model timed`, the layers of a model of 6.3 million parameters sleep instead of computing,
+one thread per rank. With `--model resnet50`, it is ResNet-50 (25.6 million parameters) with four images of 64 x 64
+pixels per rank. With `--model timed`, the layers of a model of 6.3 million parameters sleep instead of computing,
 as if another device computed: 60 ms in forward and 120 ms in backward. Contenders alternate: each makes a few steps per
 round. A step lasts until the slowest rank has made it. Results are medians over all steps of all rounds, with an
 interval that contains the true median with a probability of 95%, if steps are independent. `auto` is measured when its
@@ -46,12 +47,12 @@ SCRIPT = Path(__file__).with_name("step_rank.py")
 UNSHAPED = "unshaped"
 RATES = (UNSHAPED, "1gbit", "100mbit")
 LAYOUTS = {"2x1": (1, 1), "2x2": (2, 2), "4x1": (1, 1, 1, 1)}
-OURS = ("dense", "dense_bf16", "dear", "dear_bf16", "hitopk", "onebit", "topk1bit", "auto")
+OURS = ("dense", "dense_bf16", "dear", "dear_bf16", "hitopk", "onebit", "onebit_delayed", "topk1bit", "auto")
 PEERS = ("ddp", "fp16", "powersgd1", "powersgd2", "powersgd4")
 PLAIN = "plain"
-MINIMAL = (PLAIN, "ddp", "fp16", "powersgd1", "dense", "dear", "auto", "onebit", "topk1bit")
+MINIMAL = (PLAIN, "ddp", "fp16", "powersgd1", "dense", "dear", "auto", "onebit", "onebit_delayed", "topk1bit")
 MINIMAL_PARTS, MINIMAL_RATES, MINIMAL_ROUNDS, MINIMAL_STEPS = ("2x1",), ("1gbit", UNSHAPED, "100mbit"), 3, 5
-MODELS = ("gpt", "timed")
+MODELS = ("gpt", "resnet50", "timed")
 WORLDS = {
     "mpich": Recipe(
         "mpich",
@@ -84,7 +85,7 @@ class Turns:
             if all(earlier.get(name) == self._stored[name] for name in ("sources", "steps")):
                 self._stored = earlier
 
-    def of(self, *key: str) -> list[Row]:
+    def find_samples(self, *key: str) -> list[Row]:
         """Return the samples of the turns of a row, the first turn first."""
         turns: list[Row] = self._stored["turns"].get(" ".join(key), [])
         return turns
@@ -141,7 +142,7 @@ class StepBench:
         self._rate = rate
         for world in self._worlds.values():
             world.ask(do="link", rate=rate)
-        samples = {contender: list(turns.of(*self._key(rate, contender))) for contender in contenders}
+        samples = {contender: list(turns.find_samples(*self._key(rate, contender))) for contender in contenders}
         for turn in range(rounds):
             first = turn % len(contenders)
             for contender in contenders[first:] + contenders[:first]:
@@ -150,7 +151,7 @@ class StepBench:
                         samples[contender].append(self._run_once(contender, steps))
                         turns.add(samples[contender][-1], *self._key(rate, contender))
                     except WorldFailed as error:
-                        print(f"{contender} is left out: {str(error).splitlines()[-1]}", file=sys.stderr)
+                        print(f"{contender} is left out: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
                         del samples[contender]
                         self._worlds.pop(choose_world(contender)).close()
         rows = [self._build_row(rate, contender, taken) for contender, taken in samples.items() if taken]
@@ -214,11 +215,11 @@ def compare(rows: list[Row]) -> None:
 def merge(stored: list[Row], new: list[Row]) -> list[Row]:
     """Return the stored rows with those of `new` in place of the rows for the same layout, link and contender."""
 
-    def key(row: Row) -> tuple[str, ...]:
+    def build_key(row: Row) -> tuple[str, ...]:
         return row["part"], row.get("model", MODELS[0]), row["rate"], row["contender"]
 
-    replaced = {key(row) for row in new}
-    return [row for row in stored if key(row) not in replaced] + new
+    replaced = {build_key(row) for row in new}
+    return [row for row in stored if build_key(row) not in replaced] + new
 
 
 def describe_machine() -> dict[str, Any]:

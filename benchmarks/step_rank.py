@@ -18,13 +18,19 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from allreduce import orders
+from resnet import CLASSES, ResNet50
 from topkube.examples.char_gpt import GPT, VOCABULARY
 
 BATCH, CONTEXT = 4, 128
 LAYERS, WIDTH = 6, 256
+IMAGES, SIDE = 4, 64
+"""Images of a batch, and pixels per side."""
 TIMED_LAYERS, TIMED_WIDTH, FORWARD_SECONDS = 12, 724, 0.005
 POWERSGD_START = 2
 """The first step that PowerSGD compresses. The smallest number that it allows."""
+ONE_BUCKET_MB = 1024
+"""The bucket of DDP with PowerSGD. With several buckets, the hook's exchanges begin in the order in which earlier ones
+end, which differs between ranks: gloo then ends with "Received data size doesn't match"."""
 Step = Callable[[], None]
 
 
@@ -55,14 +61,28 @@ class TimedModel(torch.nn.Module):
         return ((x - targets) ** 2).mean()
 
 
+class Classifier(torch.nn.Module):
+    """ResNet-50 and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = ResNet50()
+
+    def forward(self, images: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self.network(images), targets)
+
+
 def build_model_and_data(rank: int, name: str) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
-    """Return a GPT of 4.8 million parameters or a TimedModel of 6.3 million, the same on all ranks, and this rank's
-    batch."""
+    """Return a GPT of 4.8 million parameters, ResNet-50, or a TimedModel of 6.3 million parameters, the same on all
+    ranks, and this rank's batch."""
     torch.manual_seed(0)
     if name == "timed":
         return TimedModel(), torch.ones(1, TIMED_WIDTH), torch.zeros(1, TIMED_WIDTH)
-    model = GPT(layers=LAYERS, width=WIDTH, context=CONTEXT)
     generator = torch.Generator().manual_seed(rank)
+    if name == "resnet50":
+        images = torch.randn(IMAGES, 3, SIDE, SIDE, generator=generator)
+        return Classifier(), images, torch.randint(CLASSES, (IMAGES,), generator=generator)
+    model = GPT(layers=LAYERS, width=WIDTH, context=CONTEXT)
     codes = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1), generator=generator)
     return model, codes[:, :-1].contiguous(), codes[:, 1:].contiguous()
 
@@ -108,8 +128,12 @@ class TopKube:
         """Return a function that makes a step, and a function that ends the training."""
         model, codes, targets = build_model_and_data(self.rank, name)
         inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        algorithm, _, dense_wire = contender.partition("_")
-        options = {"density": 0.01, "wire": "bf16", "warmup_steps": 0, "dense_wire": dense_wire or "fp32"}
+        algorithm, _, variant = contender.partition("_")
+        options: dict[str, Any] = {"density": 0.01, "wire": "bf16", "warmup_steps": 0}
+        if variant == "delayed":
+            options["delay"] = 1
+        elif variant:
+            options["dense_wire"] = variant
         if algorithm == "dear":
             algorithm, options["overlap"] = "dense", "dear"
         optimizer = self.topkube.DistributedOptimizer(inner, model.named_parameters(), aggregation=algorithm, **options)
@@ -143,8 +167,9 @@ class Ddp:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         if contender == "plain":
             return step_of(model, optimizer, codes, targets), lambda: None
-        parallel = DistributedDataParallel(model)
-        if contender.startswith("powersgd"):
+        is_powersgd = contender.startswith("powersgd")
+        parallel = DistributedDataParallel(model, **({"bucket_cap_mb": ONE_BUCKET_MB} if is_powersgd else {}))
+        if is_powersgd:
             state = powerSGD_hook.PowerSGDState(
                 None,
                 matrix_approximation_rank=int(contender.removeprefix("powersgd")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tables import number, table
+from tables import format_number, format_table
 
 NAMES = {
     "plain": "no exchange",
@@ -14,6 +14,7 @@ NAMES = {
     "dear_bf16": "**TopKube dense, DeAR, bf16**",
     "hitopk": "**TopKube hitopk, 1%, bf16**",
     "onebit": "**TopKube onebit**",
+    "onebit_delayed": "**TopKube onebit, delay 1**",
     "topk1bit": "**TopKube topk1bit**",
     "auto": "**TopKube auto**",
     "ddp": "DDP",
@@ -22,11 +23,11 @@ NAMES = {
     "powersgd2": "DDP, PowerSGD rank 2",
     "powersgd4": "DDP, PowerSGD rank 4",
 }
-MODELS = {"gpt": "", "timed": ", layers that sleep"}
+MODELS = {"gpt": "", "resnet50": ", ResNet-50", "timed": ", layers that sleep"}
 LINKS = {"unshaped": "link not shaped", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 
 
-def section(stored: dict[str, Any]) -> dict[str, str]:
+def build_section(stored: dict[str, Any]) -> dict[str, str]:
     """Return a table for each layout and link, and the facts of the run."""
     tables = []
     for model, words in MODELS.items():
@@ -52,14 +53,14 @@ def _format_table(rows: list[dict[str, Any]]) -> str:
     cells = [
         [
             NAMES[row["contender"]],
-            number(row["ms"]),
-            f"{number(row['ms_low'])}–{number(row['ms_high'])}" if "ms_low" in row else "–",
-            f"{number(row['ms_min'])}–{number(row['ms_max'])}",
+            format_number(row["ms"]),
+            f"{format_number(row['ms_low'])}–{format_number(row['ms_high'])}" if "ms_low" in row else "–",
+            f"{format_number(row['ms_min'])}–{format_number(row['ms_max'])}",
             f"{row['against_ddp']:.2f}×" if row["against_ddp"] else "–",
             f"{row['sent_mb']:.2f}",
-            number(row["main_cpu_ms"]),
-            number(row["other_cpu_ms"]),
-            number(row["wakeups"]),
+            format_number(row["main_cpu_ms"]),
+            format_number(row["other_cpu_ms"]),
+            format_number(row["wakeups"]),
         ]
         for row in sorted(rows, key=lambda row: row["ms"])
     ]
@@ -73,4 +74,4 @@ def _format_table(rows: list[dict[str, Any]]) -> str:
         "computing thread, ms",
         "other threads, ms",
     ]
-    return table([*headings, "wakeups"], cells)
+    return format_table([*headings, "wakeups"], cells)

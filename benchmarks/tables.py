@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 
-def table(headings: list[str], rows: list[list[str]]) -> str:
+def format_table(headings: list[str], rows: list[list[str]]) -> str:
     """Return a Markdown table; columns after the first are right-aligned."""
     lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def number(value: object) -> str:
+def format_number(value: object) -> str:
     """Return a number with three significant figures."""
     if value is None:
         return "–"

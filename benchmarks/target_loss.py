@@ -90,7 +90,7 @@ PEERS = tuple(name for name, contender in CONTENDERS.items() if contender.world 
 # ---- the arithmetic
 
 
-def steps_to_target(evaluations: list[list[float]], target: float) -> float | None:
+def find_steps_to_target(evaluations: list[list[float]], target: float) -> float | None:
     """Return after how many steps the loss reaches the target for the first time, on straight lines between the
     evaluations [step, loss]; None if it does not."""
     before: list[float] | None = None
@@ -104,7 +104,7 @@ def steps_to_target(evaluations: list[list[float]], target: float) -> float | No
     return None
 
 
-def seconds_to_target(steps: float, ms: float, dense_steps: int, dense_ms: float) -> float:
+def compute_seconds_to_target(steps: float, ms: float, dense_steps: int, dense_ms: float) -> float:
     """Return the time of `steps` steps of `ms` milliseconds, of which the first `dense_steps` take `dense_ms`."""
     first = min(steps, dense_steps)
     return (first * dense_ms + (steps - first) * ms) / 1e3
@@ -119,7 +119,7 @@ def compare(runs: list[Row], times: list[Row]) -> list[Row]:
     """
     rows = []
     turns_of = {(row["optimizer"], row["rate"], row["contender"]): row["turns_ms"] for row in times}
-    for optimizer, length in _kinds_of(runs):
+    for optimizer, length in _list_kinds(runs):
         own = [run for run in runs if (run["optimizer"], run["steps"]) == (optimizer, length)]
         finals = {run["seed"]: run["evaluations"][-1][1] for run in own if run["contender"] == DDP}
         for margin in MARGINS:
@@ -127,7 +127,7 @@ def compare(runs: list[Row], times: list[Row]) -> list[Row]:
             for run in own:
                 if run["seed"] in finals:
                     target = finals[run["seed"]] * (1 + margin / 100)
-                    reached = steps_to_target(run["evaluations"], target)
+                    reached = find_steps_to_target(run["evaluations"], target)
                     steps.setdefault(run["contender"], {})[run["seed"]] = reached
             for rate in RATES:
                 turns = {name: turns_of[optimizer, rate, name] for name in steps if (optimizer, rate, name) in turns_of}
@@ -136,7 +136,7 @@ def compare(runs: list[Row], times: list[Row]) -> list[Row]:
     return rows
 
 
-def _kinds_of(runs: list[Row]) -> list[tuple[str, int]]:
+def _list_kinds(runs: list[Row]) -> list[tuple[str, int]]:
     """Return the optimizers and lengths of the runs."""
     return sorted({(run["optimizer"], run["steps"]) for run in runs})
 
@@ -158,7 +158,7 @@ def _compare_on_link(
         if reached is None:
             return None
         dense_steps = round(DENSE_SHARE * length) if CONTENDERS[name].is_dense_first else 0
-        return seconds_to_target(reached, ms[name], dense_steps, ms[DDP])
+        return compute_seconds_to_target(reached, ms[name], dense_steps, ms[DDP])
 
     def against_best(name: str, seed: int, ms: dict[str, float]) -> float:
         of_peers = [seconds(peer, seed, ms) for peer in PEERS if peer in turns]
@@ -202,7 +202,7 @@ def compare_losses(runs: list[Row]) -> list[Row]:
     from simulated_nodes import compute_interval
 
     rows: list[Row] = []
-    for optimizer, length in _kinds_of(runs):
+    for optimizer, length in _list_kinds(runs):
         own = [run for run in runs if (run["optimizer"], run["steps"]) == (optimizer, length)]
         last = {(run["contender"], run["seed"]): run["evaluations"][-1][1] for run in own}
         for name in CONTENDERS:
@@ -345,14 +345,14 @@ def find_missing_runs(
     return [key for key in wanted if key not in stored]
 
 
-def key_of_time(row: Row) -> tuple[Any, ...]:
+def build_time_key(row: Row) -> tuple[Any, ...]:
     return row["contender"], row["model"], row["optimizer"], row["rate"]
 
 
 def merge_times(stored: list[Row], new: list[Row]) -> list[Row]:
     """Return the stored rows, with those of `new` in place of rows for the same contender, optimizer and link."""
-    replaced = {key_of_time(row) for row in new}
-    return [row for row in stored if key_of_time(row) not in replaced] + new
+    replaced = {build_time_key(row) for row in new}
+    return [row for row in stored if build_time_key(row) not in replaced] + new
 
 
 def read(path: Path | None) -> dict[str, Any]:
@@ -384,9 +384,9 @@ def write(path: Path | None, stored: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("losses", "times"), help="measure only this part")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, action="append", help="only this one; may be repeated")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, action="append", help="only this optimizer; may be repeated")
     parser.add_argument("--rate", choices=RATES, action="append", help="only this link; may be repeated")
-    parser.add_argument("--contender", choices=CONTENDERS, action="append", help="only this one; may be repeated")
+    parser.add_argument("--contender", choices=CONTENDERS, action="append", help="only this contender; may be repeated")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each contender (%(default)s)")
     parser.add_argument("--steps", type=int, default=STEPS, help="length of a run (%(default)s)")
     parser.add_argument("--turns", type=int, default=5, help="turns of each contender on a link (%(default)s)")

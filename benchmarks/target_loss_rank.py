@@ -98,7 +98,7 @@ class Training:
         torch.manual_seed(order["seed"])
         name, steps = order["model"], order["steps"]
         self._backend = backend
-        self._model, dataset, self._loss_of, self._held_out = tasks.task(name)
+        self._model, dataset, self._loss_of, self._held_out = tasks.build_task(name)
         plain = make_optimizer(order["optimizer"], self._model, tasks.LEARNING_RATE[name, order["optimizer"]])
         self._wrapped = backend.wrap(self._model, plain, order["exchange"])
         rise = max(1, steps // 20)

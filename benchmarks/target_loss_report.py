@@ -6,42 +6,42 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tables import number, table
-from target_loss import CONTENDERS, DDP, DENSE_SHARE, MARGINS, OPTIMIZERS, RATES, seconds_to_target
+from tables import format_number, format_table
+from target_loss import CONTENDERS, DDP, DENSE_SHARE, MARGINS, OPTIMIZERS, RATES, compute_seconds_to_target
 
 Row = dict[str, Any]
 LINKS = {"100mbit": "100 Mbit/s", "200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
 TITLES = {"adamw": "AdamW", "sgd": "SGD"}
 
 
-def section(stored: dict[str, Any]) -> dict[str, str]:
+def build_section(stored: dict[str, Any]) -> dict[str, str]:
     """Return a table for each optimizer and link, and the facts of the runs."""
     tables = []
-    for optimizer, length, rate in sorted({_kind_of(row) for row in stored["compared"]}):
-        rows = [row for row in stored["compared"] if _kind_of(row) == (optimizer, length, rate)]
+    for optimizer, length, rate in sorted({_find_kind(row) for row in stored["compared"]}):
+        rows = [row for row in stored["compared"] if _find_kind(row) == (optimizer, length, rate)]
         times = [row for row in stored["times"] if (row["optimizer"], LINKS[row["rate"]]) == (optimizer, rate)]
         measured = "; ".join(sorted({f"{row['date']}, load {row['load']:g}" for row in times}))
         title = f"**{rate}, {TITLES[optimizer]}, runs of {length:,} steps** (times: {measured})"
-        tables.append(f"{title}\n\n{_table(rows, times)}")
+        tables.append(f"{title}\n\n{_format_times(rows, times)}")
     facts = " · ".join(f"{name}: {value}" for name, value in stored["facts"].items())
     return {
         "TARGET_LOSS": "\n\n".join(tables),
-        "LAST_LOSSES": _table_of_losses(stored["losses"]),
+        "LAST_LOSSES": _format_losses(stored["losses"]),
         "TARGET_LOSS_FACTS": facts,
     }
 
 
-def _kind_of(row: Row) -> tuple[str, int, str]:
+def _find_kind(row: Row) -> tuple[str, int, str]:
     return row["optimizer"], row["length"], LINKS[row["rate"]]
 
 
-def _table_of_losses(rows: list[Row]) -> str:
+def _format_losses(rows: list[Row]) -> str:
     cells = []
     for row in rows:
         interval = row["interval_percent"]
         cells.append(
             [
-                f"{TITLES[row['optimizer']]}, {row['length']:,} steps, {_name_of(row['contender'])}",
+                f"{TITLES[row['optimizer']]}, {row['length']:,} steps, {_format_name(row['contender'])}",
                 str(row["seeds"]),
                 f"{row['ddp_loss']:.4f}",
                 f"{row['loss']:.4f}",
@@ -49,15 +49,15 @@ def _table_of_losses(rows: list[Row]) -> str:
                 f"{interval[0]:+.2f} to {interval[1]:+.2f}%" if interval else "–",
             ]
         )
-    return table(["", "seeds", "DDP's last loss", "last loss", "difference", "95% interval"], cells)
+    return format_table(["", "seeds", "DDP's last loss", "last loss", "difference", "95% interval"], cells)
 
 
-def _name_of(contender: str) -> str:
+def _format_name(contender: str) -> str:
     label = CONTENDERS[contender].label
     return f"**{label}**" if CONTENDERS[contender].world == "mpich" else label
 
 
-def _table(rows: list[Row], times: list[Row]) -> str:
+def _format_times(rows: list[Row], times: list[Row]) -> str:
     time_of = {row["contender"]: row for row in times}
     by_margin = {(row["contender"], row["margin_percent"]): row for row in rows}
     cells = []
@@ -66,29 +66,33 @@ def _table(rows: list[Row], times: list[Row]) -> str:
         if (name, MARGINS[0]) not in by_margin:
             continue
         line = [
-            _name_of(name),
+            _format_name(name),
             f"{median(turns):.1f} ({min(turns):.1f}–{max(turns):.1f})",
             f"{time_of[name]['sent_kb']:,.0f}",
             str(by_margin[name, MARGINS[0]]["seeds"]),
         ]
         for margin in MARGINS:
-            line += _cells_of(by_margin[name, margin])
+            line += _format_cells(by_margin[name, margin])
         cells.append(line)
     headings = ["", "step, ms (turns)", "sent per node, KB", "seeds"]
     for margin in MARGINS:
         headings += [f"steps to DDP's loss +{margin:g}%", "seconds", "× the best peer (range)"]
-    return table(headings, cells)
+    return format_table(headings, cells)
 
 
-def _cells_of(row: Row) -> list[str]:
+def _format_cells(row: Row) -> list[str]:
     if row["seconds"] is None:
         missed = row["seeds"] - row["reached"]
         return ["not reached" if missed == row["seeds"] else f"missed by {missed} of {row['seeds']} seeds", "–", "–"]
     low, high = row["range"]
-    return [number(round(row["steps"])), number(row["seconds"]), f"{row['against_best']:.2f} ({low:.2f}–{high:.2f})"]
+    return [
+        format_number(round(row["steps"])),
+        format_number(row["seconds"]),
+        f"{row['against_best']:.2f} ({low:.2f}–{high:.2f})",
+    ]
 
 
-def picture(stored: dict[str, Any], path: Path) -> None:
+def draw_picture(stored: dict[str, Any], path: Path) -> None:
     """Plot the held-out loss against the time over each link: AdamW, the first seed, the longest runs."""
     from matplotlib import pyplot
 
@@ -119,7 +123,7 @@ def picture(stored: dict[str, Any], path: Path) -> None:
                 continue
             dense_steps = round(DENSE_SHARE * runs[name]["steps"]) if CONTENDERS[name].is_dense_first else 0
             points = [
-                (seconds_to_target(step, times[name, rate], dense_steps, times[DDP, rate]), loss)
+                (compute_seconds_to_target(step, times[name, rate], dense_steps, times[DDP, rate]), loss)
                 for step, loss in runs[name]["evaluations"]
             ]
             axes.plot(*zip(*points, strict=True), color=colour, linestyle=style, label=CONTENDERS[name].label)

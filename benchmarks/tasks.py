@@ -59,7 +59,7 @@ class BatchNormCNN(nn.Sequential):
         super().__init__(first, nn.BatchNorm2d(channels), relu, second, nn.BatchNorm2d(2 * channels), *rest)
 
 
-def task(name: str) -> Task:
+def build_task(name: str) -> Task:
     """Return the task of this name, with fresh weights from torch's generator."""
     if name.startswith("char"):
         return _build_text_task(name)

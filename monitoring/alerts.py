@@ -81,11 +81,11 @@ class Alert:
     thresholds: Mapping[str, float] = field(default_factory=dict)
     """The default of each threshold in the expression, by name."""
 
-    def rule(self) -> dict[str, Any]:
+    def build_rule(self) -> dict[str, Any]:
         """Return Prometheus's alerting rule, for all releases and with the default thresholds."""
         return {
             "alert": self.name,
-            "expr": self.expression_for_all(),
+            "expr": self.fill_expression(),
             "for": self.lasting,
             "labels": {"severity": self.severity},
             "annotations": {
@@ -94,13 +94,13 @@ class Alert:
             },
         }
 
-    def template(self) -> dict[str, Any]:
+    def build_template(self) -> dict[str, Any]:
         """Return the rule with its placeholders, from which the chart makes the rule of a release."""
-        rule = {**self.rule(), "expr": self.expression}
+        rule = {**self.build_rule(), "expr": self.expression}
         rule["annotations"] = {**rule["annotations"], "runbook_url": f"runbooks/{self.runbook}/"}
         return {**rule, "thresholds": dict(self.thresholds)}
 
-    def expression_for_all(self) -> str:
+    def fill_expression(self) -> str:
         """Return the expression for all releases, with the default thresholds."""
         expression = self.expression
         for placeholder in SELECTORS:
@@ -378,19 +378,19 @@ GROUPS = {"topkube-jobs": JOBS, "topkube-cache": CACHE, "topkube-nodes": NODES, 
 ALERTS = tuple(alert for group in GROUPS.values() for alert in group)
 
 
-def rules() -> str:
+def build_rules() -> str:
     """Return the rules file, which Prometheus loads as it is."""
-    groups = [{"name": name, "rules": [alert.rule() for alert in group]} for name, group in GROUPS.items()]
+    groups = [{"name": name, "rules": [alert.build_rule() for alert in group]} for name, group in GROUPS.items()]
     return _as_yaml({"groups": groups})
 
 
-def templates() -> str:
+def build_templates() -> str:
     """Return the file from which the chart makes the rules of a release."""
-    groups = [{"name": name, "rules": [alert.template() for alert in group]} for name, group in GROUPS.items()]
+    groups = [{"name": name, "rules": [alert.build_template() for alert in group]} for name, group in GROUPS.items()]
     return _as_yaml({"groups": groups})
 
 
-def markdown() -> str:
+def build_markdown() -> str:
     """Return docs/alerts.md."""
     lines = [_HEAD]
     for alert in ALERTS:

@@ -10,22 +10,22 @@ from monitoring.dashboards import DASHBOARDS
 ROOT = Path(__file__).parents[1]
 
 
-def files() -> dict[str, str]:
+def build_files() -> dict[str, str]:
     """Return the contents by path from the repository's root."""
-    dashboards = {f"charts/topkube/dashboards/{dashboard.uid}.json": dashboard.json() for dashboard in DASHBOARDS}
+    dashboards = {f"charts/topkube/dashboards/{dashboard.uid}.json": dashboard.to_json() for dashboard in DASHBOARDS}
     return {
-        "docs/metrics.md": reference.markdown(),
-        "docs/chart-values.md": values.markdown(ROOT / "charts/topkube/values.yaml"),
+        "docs/metrics.md": reference.build_markdown(),
+        "docs/chart-values.md": values.build_markdown(ROOT / "charts/topkube/values.yaml"),
         **dashboards,
-        "charts/topkube/files/alerts.yaml": alerts.rules(),
-        "charts/topkube/files/alert-templates.yaml": alerts.templates(),
-        "docs/alerts.md": alerts.markdown(),
+        "charts/topkube/files/alerts.yaml": alerts.build_rules(),
+        "charts/topkube/files/alert-templates.yaml": alerts.build_templates(),
+        "docs/alerts.md": alerts.build_markdown(),
     }
 
 
 def write() -> None:
     """Write all generated files."""
-    for name, content in files().items():
+    for name, content in build_files().items():
         path = ROOT / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
@@ -33,7 +33,7 @@ def write() -> None:
 
 def list_stale() -> list[str]:
     """Return the files whose contents are not up to date."""
-    return [name for name, content in files().items() if _read(ROOT / name) != content]
+    return [name for name, content in build_files().items() if _read(ROOT / name) != content]
 
 
 def _read(path: Path) -> str | None:

@@ -39,7 +39,7 @@ class Panel:
     most: float | None = None
     logarithmic: bool = False
 
-    def json(self, number: int, x: int, y: int) -> dict[str, Any]:
+    def to_json(self, number: int, x: int, y: int) -> dict[str, Any]:
         """Return Grafana's panel at column x, line y."""
         instant = self.kind != "timeseries"
         targets = [
@@ -116,7 +116,7 @@ class Variable:
     series: str
     several: bool = True
 
-    def json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         query = f"label_values({self.series}, {self.label})"
         everything = {"text": "All", "value": "$__all"}
         return {
@@ -149,7 +149,7 @@ class Dashboard:
         for row in self.rows:
             yield from row.panels
 
-    def json(self) -> str:
+    def to_json(self) -> str:
         """Return the file that Grafana imports."""
         source = {"name": "datasource", "label": "data source", "type": "datasource", "query": "prometheus"}
         page = {
@@ -163,12 +163,12 @@ class Dashboard:
             "schemaVersion": 39,
             "time": {"from": "now-1h", "to": "now"},
             "links": [{"type": "dashboards", "title": "TopKube", "tags": ["topkube"], "keepTime": True}],
-            "templating": {"list": [source, *(variable.json() for variable in self.variables)]},
-            "panels": list(self._laid_out()),
+            "templating": {"list": [source, *(variable.to_json() for variable in self.variables)]},
+            "panels": list(self._lay_out_panels()),
         }
         return json.dumps(page, indent=1) + "\n"
 
-    def _laid_out(self) -> Iterator[dict[str, Any]]:
+    def _lay_out_panels(self) -> Iterator[dict[str, Any]]:
         number, y = 1, 0
         for row in self.rows:
             yield {
@@ -183,6 +183,6 @@ class Dashboard:
             for panel in row.panels:
                 if x + panel.width > WIDTH:
                     x, y, tallest = 0, y + tallest, 0
-                yield panel.json(number, x, y)
+                yield panel.to_json(number, x, y)
                 number, x, tallest = number + 1, x + panel.width, max(tallest, panel.height)
             y += tallest

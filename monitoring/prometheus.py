@@ -32,12 +32,12 @@ class Prometheus:
 
     def query(self, expression: str) -> list[Series]:
         """Return the current values. Raises QueryError."""
-        return [_series(result, [result["value"]]) for result in self.ask("query", query=expression)["result"]]
+        return [_parse_series(result, [result["value"]]) for result in self.ask("query", query=expression)["result"]]
 
     def query_range(self, expression: str, start: float, end: float, step: float) -> list[Series]:
         """Return the values from `start` to `end` (Unix seconds), one per `step`. Raises QueryError."""
         answer = self.ask("query_range", query=expression, start=start, end=end, step=step)
-        return [_series(result, result["values"]) for result in answer["result"]]
+        return [_parse_series(result, result["values"]) for result in answer["result"]]
 
     def ask(self, what: str, **parameters: Any) -> Any:
         """Return the `data` of the answer to /api/v1/WHAT. Raises QueryError."""
@@ -51,7 +51,7 @@ class Prometheus:
             raise QueryError(f"{parameters.get('query', what)}: {json.load(error)['error']}") from None
 
 
-def _series(result: Mapping[str, Any], values: list[list[Any]]) -> Series:
+def _parse_series(result: Mapping[str, Any], values: list[list[Any]]) -> Series:
     return Series(result["metric"], tuple((float(time), float(value)) for time, value in values))
 
 

@@ -17,7 +17,7 @@ This page is generated: `python -m monitoring` writes it.
 """
 
 
-def markdown() -> str:
+def build_markdown() -> str:
     """Return the whole page."""
     lines = [_HEAD]
     for source in SOURCES:

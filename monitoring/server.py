@@ -22,7 +22,7 @@ INTERVAL = "60s"
 """The value of $__rate_interval. It contains two scrapes of `prometheus`, even on a busy machine."""
 
 
-def target(name: str, address: str, *, honor_labels: bool = False, **labels: str) -> dict[str, Any]:
+def build_target(name: str, address: str, *, honor_labels: bool = False, **labels: str) -> dict[str, Any]:
     """A scrape job with one target, and the labels that Kubernetes would give it."""
     return {
         "job_name": name,
@@ -31,7 +31,7 @@ def target(name: str, address: str, *, honor_labels: bool = False, **labels: str
     }
 
 
-def files(name: str, path: Path) -> dict[str, Any]:
+def build_file_target(name: str, path: Path) -> dict[str, Any]:
     """A scrape job whose targets, as [{"targets": [...], "labels": {...}}], are in a JSON file that may change."""
     return {"job_name": name, "file_sd_configs": [{"files": [str(path)], "refresh_interval": "1s"}]}
 

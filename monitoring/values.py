@@ -33,7 +33,7 @@ class Value:
     meaning: str
 
 
-def values(text: str) -> Iterator[Value]:
+def list_values(text: str) -> Iterator[Value]:
     """Yield all values of a values.yaml that have a comment, in the order of the file."""
     data = yaml.safe_load(text)
     parents: list[tuple[int, str]] = []
@@ -51,11 +51,11 @@ def values(text: str) -> Iterator[Value]:
         parents.append((depth, stripped.partition(":")[0]))
         if comment:
             path = [name for _, name in parents]
-            yield Value(".".join(path), _shown(data, path), " ".join(comment))
+            yield Value(".".join(path), _format_default(data, path), " ".join(comment))
         comment = []
 
 
-def _shown(data: Any, path: list[str]) -> str:
+def _format_default(data: Any, path: list[str]) -> str:
     for name in path:
         data = data[name]
     if data in ("", None):
@@ -63,10 +63,10 @@ def _shown(data: Any, path: list[str]) -> str:
     return yaml.safe_dump(data, default_flow_style=True, width=1000).strip().removesuffix("...").strip()
 
 
-def markdown(path: Path) -> str:
+def build_markdown(path: Path) -> str:
     """Return docs/chart-values.md."""
     rows = [
         f"| `{value.path}` | {f'`{value.default}`' if value.default else ''} | {value.meaning} |\n"
-        for value in values(path.read_text(encoding="utf-8"))
+        for value in list_values(path.read_text(encoding="utf-8"))
     ]
     return _HEAD + "".join(rows)

@@ -15,7 +15,7 @@ VALUE_BYTES = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates measured in the same run: bytes per second; `wire_seconds` maps the bytes of a message to seconds."""
+    """Rates measured in the same run: bytes per second; `find_wire_seconds` maps the bytes of a message to seconds."""
 
     read: float
     update: float
@@ -23,7 +23,7 @@ class Machine:
     link_bytes: tuple[int, ...] = ()
     link_seconds: tuple[float, ...] = ()
 
-    def wire_seconds(self, sent: float) -> float:
+    def find_wire_seconds(self, sent: float) -> float:
         """Return the seconds of the next larger measured message; beyond the largest message, in proportion to it."""
         if not self.link_bytes or not sent:
             return 0.0
@@ -83,7 +83,7 @@ def _count_gather_bytes(d: int, m: int, n: int) -> float:
 def bound_dense(d: int, m: int, n: int, sent: float, machine: Machine) -> Bound:
     """Return the bound of a dense exchange: the slower of memory and link, because both can work at the same time."""
     memory = (_count_reduce_bytes(d, m, n) + _count_gather_bytes(d, m, n)) / machine.update
-    wire = machine.wire_seconds(sent)
+    wire = machine.find_wire_seconds(sent)
     return Bound(sent, max(memory, wire), memory, wire)
 
 
@@ -94,5 +94,5 @@ def bound_sparse(d: int, m: int, n: int, sent: float, machine: Machine, *, hiera
     reduced = _count_reduce_bytes(d, m, n) / machine.update if hierarchical else 0.0
     selected = 4 * d * (m if hierarchical else m * n) / machine.read
     cleared = 4 * d * m * n / machine.update
-    wire = machine.wire_seconds(sent)
+    wire = machine.find_wire_seconds(sent)
     return Bound(sent, reduced + selected + max(cleared, wire), reduced + selected + cleared, wire)

@@ -20,7 +20,7 @@ from topkube.data.remote.object_store import ObjectStore
 store = ObjectStore(sys.argv[1])
 shards = Shards(store.uri, list_dataset(store, DiskTier(Path(sys.argv[2]))))
 assert len(shards.listing) == int(sys.argv[3])
-keys = len(shards.keys())
+keys = len(shards.list_keys())
 seconds = time.perf_counter() - start
 peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
 print(seconds, int(peak.split()[1]) * 1024, keys)

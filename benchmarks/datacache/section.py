@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tables import table
+from tables import format_table
 
 Row = dict[str, Any]
 LINKS = {"1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}
@@ -20,18 +20,18 @@ def describe(problem: dict[str, Any]) -> str:
     )
 
 
-def _bold(row: Row) -> str:
+def _make_bold(row: Row) -> str:
     if row["contender"].startswith("TopKube"):
         return f"**{row['contender']}**"
     return str(row["contender"]) + (f" (returned {row['repeated']:,} samples twice)" if row.get("repeated") else "")
 
 
-def filled(stored: dict[str, Any]) -> dict[str, str]:
+def fill_section(stored: dict[str, Any]) -> dict[str, str]:
     """Return the values of the template's placeholders."""
     first = [
         [
             describe(stored["problems"][row["problem"]]),
-            _bold(row),
+            _make_bold(row),
             LINKS[row["link"]],
             f"{row['seconds']:.2f}",
             f"{row['mb_per_s']:.0f}",
@@ -45,7 +45,7 @@ def filled(stored: dict[str, Any]) -> dict[str, str]:
     second = [
         [
             describe(stored["problems"][row["problem"]]),
-            _bold(row),
+            _make_bold(row),
             f"{row['mb_per_s']:,.0f}",
             f"{row['min']:,.0f}–{row['max']:,.0f}",
             f"{row['percent']:.0f}% of {row['of']}" if row["of"] else "",
@@ -56,11 +56,11 @@ def filled(stored: dict[str, Any]) -> dict[str, str]:
     works = ["work of the ranks"] if "processor_seconds" in stored["first"][0] else []
     entries, facts = stored["entries"], stored["facts"]
     return {
-        "CACHE_FIRST": table(
+        "CACHE_FIRST": format_table(
             ["dataset", "contender", "link", "seconds", "MB/s", "of the link", "fetched", *works, "processors"],
             first,
         ),
-        "CACHE_SECOND": table(["dataset", "contender", "MB/s", "min–max", "", "MB fetched"], second),
+        "CACHE_SECOND": format_table(["dataset", "contender", "MB/s", "min–max", "", "MB fetched"], second),
         "CACHE_IMPORTS": "" if stored.get("imports_are_timed", True) else "; imports of Python modules are not",
         "CACHE_LINK": ", ".join(sorted({f"{rate:.0f}" for rate in stored["link_mb_per_s"].values()})),
         "CACHE_ENTRIES": (
@@ -77,7 +77,7 @@ def filled(stored: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def picture(stored: dict[str, Any], path: Path) -> None:
+def draw_picture(stored: dict[str, Any], path: Path) -> None:
     """Plot first epochs relative to the link and second epochs relative to memory, with one column per dataset."""
     from matplotlib import pyplot
 

@@ -16,12 +16,12 @@ _BEYOND_2_31 = 2_200_000_000
 
 def run(device: Device, rows: Rows, quick: bool) -> None:
     """Check every case. Raises nothing: a wrong result is a row whose `wrong` is not empty."""
-    for name, make, density in _cases(device, quick):
-        rows.measure(f"check {name} {density:g}", lambda make=make, density=density: _checked(make(), density))
+    for name, make, density in _list_cases(device, quick):
+        rows.measure(f"check {name} {density:g}", lambda make=make, density=density: _check_case(make(), density))
         device.free()
 
 
-def _cases(device: Device, quick: bool) -> Iterator[tuple[str, Callable[[], torch.Tensor], float]]:
+def _list_cases(device: Device, quick: bool) -> Iterator[tuple[str, Callable[[], torch.Tensor], float]]:
     def unaligned() -> torch.Tensor:
         return device.normal(device.elements(25_557_032) + 3)[3:]
 
@@ -50,18 +50,21 @@ def _cases(device: Device, quick: bool) -> Iterator[tuple[str, Callable[[], torc
         yield "2.2G bf16", normal(_BEYOND_2_31, torch.bfloat16), 0.001
 
 
-def positions(indices: torch.Tensor) -> torch.Tensor:
+def convert_indices(indices: torch.Tensor) -> torch.Tensor:
     """Return uint32 indices as int64, which torch takes as an index."""
     return indices.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
 
 
-def _checked(x: torch.Tensor, density: float) -> Row:
+def _check_case(x: torch.Tensor, density: float) -> Row:
     elements, checks = x.numel(), {}
     k = kernels.entries_kept(elements, density)
     indices, values = kernels.topk(x, k)
-    at = positions(indices)
+    at = convert_indices(indices)
     checks["topk: indices ascend"] = bool((at[1:] > at[:-1]).all())
-    checks["topk: values are those of the array"] = _same(x[at], values)
+    checks["topk: values are those of the array"] = _have_same_bits(x[at], values)
+    previous = kernels.PreviousThreshold(x.device)
+    again = [kernels.topk(x, k, previous=previous) for _ in range(2)]  # the second begins at the threshold of the first
+    checks["topk: the same after itself"] = all(_have_equal_entries((indices, values), entries) for entries in again)
     finite = bool(values.isfinite().all())
     if finite:
         least = values.abs().min()
@@ -70,10 +73,10 @@ def _checked(x: torch.Tensor, density: float) -> Row:
     buffer = kernels.encode(indices, values, elements, wire="fp32")
     if finite:
         decoded, exact = kernels.decode(buffer, length=elements)
-        checks["codec: indices"] = _same(torch.as_tensor(decoded), indices)
-        checks["codec: values"] = _same(torch.as_tensor(exact), values.float())
+        checks["codec: indices"] = _have_same_bits(torch.as_tensor(decoded), indices)
+        checks["codec: values"] = _have_same_bits(torch.as_tensor(exact), values.float())
         taken, kept = kernels.mstopk(x, k)
-        checks["mstopk: values are those of the array"] = _same(x[positions(taken)], kept)
+        checks["mstopk: values are those of the array"] = _have_same_bits(x[convert_indices(taken)], kept)
         upper = kernels.last_thresholds().upper
         reached = int((x.float().abs() >= upper).sum())
         checks["mstopk: above the threshold"] = int((kept.float().abs() >= upper).sum()) == reached
@@ -83,13 +86,17 @@ def _checked(x: torch.Tensor, density: float) -> Row:
         whole[whole.isnan()] = torch.nan  # 0x7fc00000, as the kernels write it
         left = x.clone()
         indices, values = kernels.compress_(left, residual, k)
-        at = positions(indices)
-        checks["compress_: values"] = _same(whole[at], values)
+        at = convert_indices(indices)
+        checks["compress_: values"] = _have_same_bits(whole[at], values)
         whole[at] = 0
-        checks["compress_: what is left"] = _same(whole, left)
+        checks["compress_: what is left"] = _have_same_bits(whole, left)
     return {"elements": elements, "k": k, "wrong": [name for name, is_right in checks.items() if not is_right]}
 
 
-def _same(a: torch.Tensor, b: Any) -> bool:
+def _have_equal_entries(a: tuple[torch.Tensor, ...], b: tuple[Any, ...]) -> bool:
+    return all(_have_same_bits(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _have_same_bits(a: torch.Tensor, b: Any) -> bool:
     """Return True if two tensors have the same bits."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -68,33 +68,37 @@ def prepare(python: str, processor: str, folder: Path, constraints: Path = ROOT 
     folder.mkdir(parents=True, exist_ok=True)
     tags = [f"manylinux_2_{minor}_{processor}" for minor in _GLIBC] + [f"manylinux2014_{processor}"]
     platforms = [word for tag in tags for word in ("--platform", tag)]
-    pinned = pinned_versions(constraints)
+    pinned = read_pinned_versions(constraints)
     failed = []
     for module in _CARRIED:
         name = PACKAGES[module]
         command = [
             *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"),
             *("--python-version", python, "--implementation", "cp", *platforms),
-            *("--dest", str(folder), name + (f"=={pinned[canonical(name)]}" if canonical(name) in pinned else "")),
+            *(
+                "--dest",
+                str(folder),
+                name + (f"=={pinned[normalize_name(name)]}" if normalize_name(name) in pinned else ""),
+            ),
         ]
         if subprocess.run(command, check=False).returncode:
             failed.append(name)
     return failed
 
 
-def pinned_versions(constraints: Path) -> dict[str, str]:
+def read_pinned_versions(constraints: Path) -> dict[str, str]:
     """Return the version of each package that the constraints file fixes."""
     lines = constraints.read_text().splitlines() if constraints.exists() else []
     pairs = (line.split("#")[0].strip().partition("==") for line in lines)
-    return {canonical(name): version.strip() for name, separator, version in pairs if separator}
+    return {normalize_name(name): version.strip() for name, separator, version in pairs if separator}
 
 
-def canonical(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Return a package's name in the form in which package indexes compare names: "Foo_Bar" becomes "foo-bar"."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def absent(kind: str) -> list[str]:
+def list_absent_modules(kind: str) -> list[str]:
     """Return the modules that this kind of stage needs and that cannot be imported here."""
     return [module for module in NEEDED[kind] if importlib.util.find_spec(module) is None]
 
@@ -103,8 +107,8 @@ def unpack_wheels(folder: Path, site: Path) -> list[str]:
     """Install carried wheels of modules that are absent into `site`, without a network. Return the names of the
     packages. A module that the machine has keeps its version. What an earlier call has installed stays untouched:
     newer headers of nanobind would compile the extension again."""
-    wanted = {canonical(PACKAGES[module]) for module in PACKAGES if importlib.util.find_spec(module) is None}
-    carried = {canonical(wheel.name.split("-")[0]) for wheel in folder.glob("*.whl")}
+    wanted = {normalize_name(PACKAGES[module]) for module in PACKAGES if importlib.util.find_spec(module) is None}
+    carried = {normalize_name(wheel.name.split("-")[0]) for wheel in folder.glob("*.whl")}
     installed = []
     for name in sorted(wanted & carried):  # pip chooses the wheel of this Python: the folder may hold those of several
         mark = site / f".installed-{name}"
@@ -123,7 +127,7 @@ def unpack_wheels(folder: Path, site: Path) -> list[str]:
 
 
 def _has_package(wheel: Path, name: str) -> bool:
-    return canonical(wheel.name.split("-")[0]) == name
+    return normalize_name(wheel.name.split("-")[0]) == name
 
 
 def _unpack_libraries(name: str, folder: Path, site: Path) -> None:

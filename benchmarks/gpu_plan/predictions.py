@@ -43,6 +43,7 @@ class Prediction:
 
 _FP32, _BF16 = "time 110M fp32 0.01", "time 110M bf16 0.01"
 _DEFAULT, _SCALAR, _SERIAL = "variant default", "variant scalar loads", "variant one load ahead"
+_SAMPLING = "variant no reuse"
 PREDICTIONS = (
     Prediction(_FP32, "topk % of a read", 50, 85, "one pass with 16-byte loads; the rest reads 1.5% of the entries"),
     Prediction(_FP32, "compress_ % of 12 bytes", 60, 90, "one pass that reads 8 and writes 4 bytes per element"),
@@ -54,6 +55,16 @@ PREDICTIONS = (
     Prediction(_DEFAULT, "half ms", 0.3, 0.9, "eight loads in flight in the passes of k > d/4", per=_SERIAL),
     Prediction(
         "variant segments", "topk ms", 0.7, 1.1, "no tile waits for those before it; one more launch", per=_DEFAULT
+    ),
+    Prediction(
+        "variant cluster", "topk ms", 0.85, 1.3, "two launches less, but 8 blocks read the candidates", per=_DEFAULT
+    ),
+    Prediction("variant cluster", "small topk ms", 0.6, 1.0, "8,192 entries: launches are most of it", per=_DEFAULT),
+    Prediction(
+        _DEFAULT, "small topk again ms", 0.5, 0.95, "no block reads 8,192 scattered samples first", per=_SAMPLING
+    ),
+    Prediction(
+        _DEFAULT, "topk again ms", 0.85, 1.02, "the sample is a tenth of it; a third more candidates", per=_SAMPLING
     ),
     Prediction("training step", "overhead %", -5, 25, "one rank: selection, and launches from Python"),
     Prediction("steps that the device skips", "host ms, device", 0.1, 3, "the host does not wait for the 5 ms of work"),

@@ -24,11 +24,13 @@ def run(device: Device, rows: Rows, quick: bool) -> None:
         for dtype_name, dtype in DTYPES.items():
             for density in DENSITIES[-1:] if quick else DENSITIES:
                 key = f"time {name} {dtype_name} {density:g}"
-                rows.measure(key, lambda a=(name, elements, dtype_name, dtype, density): _measured(device, *a))
+                rows.measure(key, lambda a=(name, elements, dtype_name, dtype, density): _measure_kernel(device, *a))
                 device.free()
 
 
-def _measured(device: Device, name: str, elements: int, dtype_name: str, dtype: torch.dtype, density: float) -> Row:
+def _measure_kernel(
+    device: Device, name: str, elements: int, dtype_name: str, dtype: torch.dtype, density: float
+) -> Row:
     elements = device.elements(elements)
     copies = max(1, min(64, _ROTATED_BYTES // (dtype.itemsize * elements)))
     inputs = [device.normal(elements, dtype) for _ in range(copies)]
@@ -107,7 +109,7 @@ def torch_mstopk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return indices, x[indices]
 
 
-def short_of_goals(rows: list[Row]) -> list[str]:
+def list_missed_goals(rows: list[Row]) -> list[str]:
     """Return a line for each result that misses its goal."""
     return [
         f"{row['size']} {row['dtype']} at {row['density']:g}: {name} is {row[name]:.1f}, the goal is {goal}"

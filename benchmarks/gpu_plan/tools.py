@@ -14,7 +14,8 @@ from gpu_plan.rows import Row, Rows
 _SAMPLE = (
     "import torch, topkube.kernels as k; x = torch.randn(300_000).cuda();"
     "i, v = k.topk(x, 3000); k.compress_(x, torch.zeros_like(x), 3000); k.mstopk(x, 3000);"
-    "k.decode(k.encode(i, v, x.numel(), wire='bf16')); torch.cuda.synchronize()"
+    "k.decode(k.encode(i, v, x.numel(), wire='bf16')); p = k.PreviousThreshold('cuda');"
+    "k.topk(x, 3000, previous=p); k.topk(x, 3000, previous=p); torch.cuda.synchronize()"
 )
 _COUNTERS = (
     "dram__throughput.avg.pct_of_peak_sustained_elapsed,sm__throughput.avg.pct_of_peak_sustained_elapsed,"
@@ -25,7 +26,7 @@ _BEFORE_THE_KILL = 15
 """Seconds after the deadline of a stage, before its process is killed (gpu.py: GRACE_SECONDS)."""
 
 
-def suite(rows: Rows, dry: bool, seconds: float = 300) -> None:
+def run_tests(rows: Rows, dry: bool, seconds: float = 300) -> None:
     """Run the tests that are marked `gpu`: they compare every kernel with the CPU, bit for bit."""
     folders = [str(ROOT / "tests/unit" / name) for name in ("kernels", "training/test_training_devices.py")]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", "-p", "no:cacheprovider", *folders]

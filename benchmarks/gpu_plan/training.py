@@ -33,7 +33,7 @@ def run(device: Device, rows: Rows, quick: bool) -> None:
 def _check_two_backwards(device: Device) -> Row:
     """Compare gradients of two synchronised backwards per step with a reference on the same device: memory that the
     allocator reuses too early changes them."""
-    weights = [torch.nn.Parameter(_matrix(device, 4_000_000)) for _ in range(6)]
+    weights = [torch.nn.Parameter(_make_matrix(device, 4_000_000)) for _ in range(6)]
     named = [(f"weight{i}", weight) for i, weight in enumerate(weights)]
     options: dict[str, Any] = {"aggregation": "hitopk", "density": 1.0, "warmup_steps": 0, "wire": "fp32"}
     optimizer = topkube.DistributedOptimizer(torch.optim.SGD(weights, lr=0.0), named, **options)
@@ -52,7 +52,7 @@ def _check_two_backwards(device: Device) -> Row:
     return {"wrong gradients": wrong, "wrong": ["gradients"] if wrong else []}
 
 
-def _matrix(device: Device, elements: int) -> torch.Tensor:
+def _make_matrix(device: Device, elements: int) -> torch.Tensor:
     """Return random numbers in two dimensions: gradients with one dimension are never selected from."""
     return device.normal(device.elements(elements)).view(-1, 100)
 
@@ -91,7 +91,7 @@ def _check_graphs(device: Device) -> Row:
     """Compare steps whose buckets are recorded as CUDA graphs with steps without graphs, bit by bit."""
     results, stopped, recorded = [], "", 0
     for has_graphs in (True, False):
-        weights = [torch.nn.Parameter(_matrix(device, 1_000_000).zero_()) for _ in range(3)]
+        weights = [torch.nn.Parameter(_make_matrix(device, 1_000_000).zero_()) for _ in range(3)]
         named = [(f"weight{i}", weight) for i, weight in enumerate(weights)]
         settings = Settings(device_graphs=has_graphs, node_exchange="torch")
         options: dict[str, Any] = {"aggregation": "hitopk", "density": 0.01, "warmup_steps": 0, "wire": "bf16"}

@@ -11,28 +11,34 @@ import torch
 from gpu_plan import machine
 from gpu_plan.device import Device
 from gpu_plan.rows import Row, Rows
+from topkube.kernels import PreviousThreshold
 from topkube.kernels.cuda_library import CudaLibrary
 from topkube.kernels.device import DeviceKernels
 
 VARIANTS = {
     "default": (),
+    "cluster": ("-DTOPKUBE_CUDA_CLUSTER=1",),
     "scalar loads": ("-DTOPKUBE_CUDA_VECTOR=0",),
     "one load ahead": ("-DTOPKUBE_CUDA_AHEAD=1",),
     "sixteen loads ahead": ("-DTOPKUBE_CUDA_AHEAD=16",),
     "segments": ("-DTOPKUBE_CUDA_SEGMENTS=1",),
+    "no reuse": ("-DTOPKUBE_CUDA_REUSE=0",),
 }
-"""Name of a variant, and the options by which nvcc compiles it (csrc/cuda/selection/variants.hpp)."""
-_ELEMENTS = 25_557_032
+"""Name of a variant, and the options by which nvcc compiles it (csrc/cuda/selection/variants.hpp).
+
+The dry mode compiles the second: only nvcc can compile the launch of a cluster."""
+_ELEMENTS, _SMALL = 25_557_032, 819_200
 
 
 def run(device: Device, rows: Rows, quick: bool, work: Path) -> None:
     """Compile and time every variant. The dry mode compiles one of them, if there is nvcc, and launches nothing."""
-    for name, defines in list(VARIANTS.items())[: 2 if quick or device.dry else None]:
-        rows.measure(f"variant {name}", lambda a=(name, defines): _measure(device, *a, work, rows.deadline + 60))
+    for name in list(VARIANTS)[: 2 if quick or device.dry else None]:
+        rows.measure(f"variant {name}", lambda name=name: _measure(device, name, work, rows.deadline + 60))
         device.free()
 
 
-def _measure(device: Device, name: str, defines: tuple[str, ...], work: Path, end: float) -> Row:
+def _measure(device: Device, name: str, work: Path, end: float) -> Row:
+    defines = VARIANTS[name]
     if machine.find_nvcc() is None:
         return {"defines": defines, "skipped": "there is no nvcc"}
     if device.dry and not defines:
@@ -44,13 +50,13 @@ def _measure(device: Device, name: str, defines: tuple[str, ...], work: Path, en
         return {"defines": defines, "build": loaded.build}
     kernels = DeviceKernels(loaded)
     x, residual = device.normal(_ELEMENTS), device.normal(_ELEMENTS)
-    sum_ = torch.empty_like(x)
-    narrow = x.to(torch.bfloat16)
+    sum_, narrow, small = torch.empty_like(x), x.to(torch.bfloat16), x[:_SMALL]
+    previous, previous_of_small = PreviousThreshold(x.device), PreviousThreshold(x.device)
 
     def milliseconds(launch: Callable[[], object]) -> float:
         return device.milliseconds(lambda _: launch())
 
-    few, half = _ELEMENTS // 100, _ELEMENTS // 2
+    few, half, fewest = _ELEMENTS // 100, _ELEMENTS // 2, _SMALL // 100
     return {
         "defines": defines,
         "build": loaded.build,
@@ -59,4 +65,7 @@ def _measure(device: Device, name: str, defines: tuple[str, ...], work: Path, en
         "compress_ ms": milliseconds(lambda: kernels.compress_(x, residual, few, sum_)),
         "mstopk ms": milliseconds(lambda: kernels.mstopk(x, few, 30, 0)),
         "half ms": milliseconds(lambda: kernels.topk(x, half)),
+        "topk again ms": milliseconds(lambda: kernels.topk(x, few, previous)),
+        "small topk ms": milliseconds(lambda: kernels.topk(small, fewest)),
+        "small topk again ms": milliseconds(lambda: kernels.topk(small, fewest, previous_of_small)),
     }

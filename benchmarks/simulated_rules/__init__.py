@@ -11,6 +11,7 @@ from simulated_rules.gradients import (
 )
 from simulated_rules.rule import Nodes, Rule, RuleOptions
 from simulated_rules.weights import (
+    DelayedSignWeights,
     DiLoCo,
     LocalAveraging,
     SignWeights,
@@ -31,6 +32,7 @@ RULES: dict[str, type[Rule]] = {
     "acpsgd": AcpSGD,
     "local-averaging": LocalAveraging,
     "sign-weights": SignWeights,
+    "sign-weights-delayed": DelayedSignWeights,
     "sign-weights-two-stage": SignWeightsTwoStage,
     "topk-weights": TopKWeights,
     "topk1bit": TopSignWeights,

@@ -53,7 +53,7 @@ class SimulatedHiTopK(Rule):
             flat = [
                 torch.cat([row[parameter.index].reshape(-1) for parameter in bucket.parameters]).numpy() for row in rows
             ]
-            if bucket.small or density == 1:
+            if bucket.is_always_dense or density == 1:
                 mean = np.sum(flat, axis=0) / np.float32(count)
                 self.sent_bytes += self.count_ring_bytes(bucket.length, 4)
             else:
@@ -122,7 +122,7 @@ class PowerSGD(Rule):
 
     def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
         super().__init__(nodes, options)
-        self._small = [parameter.small for parameter in nodes.list_named_parameters(0)]
+        self._small = [parameter.is_always_dense for parameter in nodes.list_named_parameters(0)]
         self._errors: dict[tuple[int, int], torch.Tensor] = {}
         self._factors: dict[int, torch.Tensor] = {}
 

@@ -12,7 +12,7 @@ import torch
 
 from topkube.collectives.codecs import Codec, Signs
 from topkube.training.exchange.buckets.parameter import Parameter
-from topkube.training.node_weights.guard import Guard
+from topkube.training.node_weights.guard import DriftGuard
 
 LossOf = Callable[[int, torch.nn.Module], torch.Tensor]
 """(node, model) -> the loss of the node's batch."""
@@ -42,7 +42,7 @@ class GuardValues:
     def add(self, change: float, left: float, agreed: float) -> None:
         """Add a measurement: the mean squares of nodes of the change before an exchange, of its unsent part after it,
         and the squares of the agreed weights."""
-        guard = Guard(1, "")
+        guard = DriftGuard(1, "")
         guard.check_drift(change, left, agreed)
         assert guard.unsent_ratio is not None
         assert guard.weight_spread is not None

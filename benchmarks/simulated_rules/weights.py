@@ -18,10 +18,14 @@ class LocalAveraging(Rule):
     """Every node trains alone; every `period` steps the weights are averaged in bf16."""
 
     has_period = True
+    is_delayed: ClassVar[bool] = False
+    """True if what other nodes send is applied one step later, after the gradients of that step were computed."""
 
     def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
         super().__init__(nodes, options)
         nodes.separate()
+        self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Parameters, and their weights after the exchange that is under way."""
         self.weights = [parameter.detach().clone() for parameter in nodes.list_parameters(0)]
         """The weights that all nodes agree on: those after the last exchange."""
         self._exchanges = 0
@@ -54,11 +58,20 @@ class LocalAveraging(Rule):
             weight += self.average(index, sent)
             for parameter, moved, delivered in zip(own, drift, sent, strict=True):
                 left = moved - delivered
-                parameter.copy_(weight + left)
+                self._arriving.append((parameter, weight + left))
                 if is_measured:
                     squares += torch.stack([(part * part).sum() for part in (moved, left, weight)]).double()
         if is_measured:
             self.guard_values.add(*(squares / self.options.nodes).tolist())
+        if not self.is_delayed:
+            self.apply_arriving()
+
+    @torch.no_grad()
+    def apply_arriving(self) -> None:
+        """Write the weights after the last exchange into the parameters."""
+        for parameter, weights in self._arriving:
+            parameter.copy_(weights)
+        self._arriving.clear()
 
     def average(self, index: int, sent: list[torch.Tensor]) -> torch.Tensor:
         """Return what the weights of tensor `index` move by, if nodes sent `sent`."""
@@ -89,7 +102,7 @@ class WeightFeedback(LocalAveraging):
     def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
         super().__init__(nodes, options)
         named = nodes.list_named_parameters(0)
-        self._small = [parameter.small for parameter in named]
+        self._small = [parameter.is_always_dense for parameter in named]
         self._adam = isinstance(nodes.optimizers[0], torch.optim.AdamW)
         generator = torch.Generator().manual_seed(0)
         self._entries = [torch.randperm(parameter.length, generator=generator)[: self.PROBES] for parameter in named]
@@ -102,6 +115,7 @@ class WeightFeedback(LocalAveraging):
         self._step = step
         self._seen: list[list[torch.Tensor]] = []
         rows = [self.compute_gradients(node, loss_of) for node in range(self.options.nodes)]
+        self.apply_arriving()
         if self._adam:
             self._probe(rows)
         for node, gradients in enumerate(rows):
@@ -176,6 +190,12 @@ class SignWeights(WeightFeedback):
         return elements / 8 + 2 * -(-elements // BLOCK)
 
 
+class DelayedSignWeights(SignWeights):
+    """A rule like sign-weights, whose exchange is applied one step later: it overlaps with forward and backward."""
+
+    is_delayed = True
+
+
 class SignWeightsTwoStage(SignWeights):
     """A rule like sign-weights, in which owners of segments compress the mean again and keep the rest."""
 
@@ -225,7 +245,7 @@ class SparseLoCo(LocalAveraging):
 
     def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
         super().__init__(nodes, options)
-        self._small = [parameter.small for parameter in nodes.list_named_parameters(0)]
+        self._small = [parameter.is_always_dense for parameter in nodes.list_named_parameters(0)]
 
     def compress(self, index: int, drift: list[torch.Tensor]) -> list[torch.Tensor]:
         if self._small[index]:

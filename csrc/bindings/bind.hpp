@@ -3,7 +3,7 @@
 // Arrays arrive as one-dimensional, contiguous views of bytes, and their dtype as a separate code, because NumPy itself has no
 // bfloat16. The Python functions in topkube/kernels/ have checked dtypes, lengths, overlap and writability. The bindings check
 // again what memory safety needs. They never take ownership: the caller's arrays live as long as the call, and results are
-// written into arrays that the caller allocated.
+// written into arrays that the caller allocated. Only `map_file` returns an array: a mapping, which ends with the array.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,9 +1,13 @@
 #include "bindings/bind.hpp"
 #include "cpu/records/gather.hpp"
+#include "cpu/records/mapping.hpp"
 #include "cpu/records/tar.hpp"
+
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -34,6 +38,14 @@ void check_rows(const Longs& rows, int64_t held) {
   for (size_t i = 0; i < rows.size(); ++i)
     if (rows.data()[i] < 0 || rows.data()[i] >= held) throw std::out_of_range("a record lies outside the source");
 }
+
+struct Mapping {
+  const uint8_t* start;
+  size_t bytes;
+  ~Mapping() { unmap_file(start, bytes); }
+};
+
+using MappedBytes = nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>, nb::c_contig>;
 
 }  // namespace
 
@@ -98,6 +110,25 @@ void bind_records(nb::module_& m) {
       done = write_rows(file, length, rows.data(), rows.size(), source.data(), error);
     }
     return std::pair<size_t, int>(done, error);
+  });
+  m.def("map_file", [](int file, size_t bytes, size_t alignment) {
+    const size_t page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+    require(bytes > 0 && bytes <= PTRDIFF_MAX - alignment, "a mapping has at least one byte, and fits into the address space");
+    require(alignment >= page && (alignment & (alignment - 1)) == 0, "the alignment must be a power of two and at least one page");
+    const uint8_t* start = map_file(file, bytes, alignment);
+    if (start == nullptr) {
+      PyErr_SetFromErrno(PyExc_OSError);
+      throw nb::python_error();
+    }
+    std::unique_ptr<Mapping> mapping(new Mapping{start, bytes});
+    nb::capsule owner(mapping.get(), [](void* held) noexcept { delete static_cast<Mapping*>(held); });
+    mapping.release();
+    return MappedBytes(start, {bytes}, owner);
+  });
+  m.def("collapse_pages", [](ConstBytes mapped, size_t start, size_t bytes) {
+    require(start <= mapped.size() && bytes <= mapped.size() - start, "the range lies outside the mapping");
+    nb::gil_scoped_release free;
+    return collapse_pages(mapped.data() + start, bytes);
   });
   m.def("scan_tar", [](int file, int64_t size, int64_t at, ConstBytes header, Lengths lengths, Bytes names) {
     require(header.size() == kTarBlock && at >= 0 && size >= 0, "the header must have 512 bytes, and offsets must not be negative");

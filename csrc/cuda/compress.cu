@@ -6,17 +6,16 @@ namespace {
 
 template <class T>
 u64 compress(gpu::Launcher* launcher, const void* gradient, const float* residual, float* acc, u64 length, u64 k, u32* indices,
-             float* values, void* state, void* workspace) {
+             float* values, void* previous, void* state, void* workspace) {
   using Source = Sums<T>;
   Arena arena(workspace);
-  const Selection s = lay_out(length, k, filter_tile<Source>(), are_aligned(gradient, residual, acc), state, arena);
+  const Selection s = lay_out(length, k, filter_tile<Source>(), are_aligned(gradient, residual, acc), previous, state, arena);
   if (launcher) {
     const Source source{static_cast<const typename T::Item*>(gradient), residual, acc};
     const Bits<F32> sums{reinterpret_cast<const u32*>(acc)};
     launch_prepare(*launcher, source, s);
     launch_filter(*launcher, source, s);
-    launch_narrow(*launcher, sums, s);
-    launch_collect(*launcher, sums, s, indices, reinterpret_cast<u32*>(values), acc);
+    launch_rest(*launcher, sums, s, indices, reinterpret_cast<u32*>(values), acc);
   }
   return arena.used();
 }
@@ -27,10 +26,11 @@ u64 compress(gpu::Launcher* launcher, const void* gradient, const float* residua
 using namespace topkube;
 
 TOPKUBE_API topkube_cuda_compress(int device, void* stream, const void* gradient, int dtype, const float* residual, float* acc,
-                                  u64 length, u64 k, u32* indices, float* values, void* state, void* workspace, u64* needed) {
+                                  u64 length, u64 k, u32* indices, float* values, void* previous, void* state, void* workspace,
+                                  u64* needed) {
   return with_dtype(dtype, [&](auto type) {
     return plan_or_run(device, stream, workspace, needed, [&](gpu::Launcher* launcher) {
-      return compress<decltype(type)>(launcher, gradient, residual, acc, length, k, indices, values, state, workspace);
+      return compress<decltype(type)>(launcher, gradient, residual, acc, length, k, indices, values, previous, state, workspace);
     });
   });
 }

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../cpu/dtype.hpp"
-#include "block.hpp"
+#include "block_reduce.hpp"
 
 namespace topkube {
 

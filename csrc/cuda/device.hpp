@@ -36,6 +36,15 @@ TOPKUBE_DEVICE u32 lane() { return threadIdx.x & 31u; }
 TOPKUBE_DEVICE u32 warp() { return threadIdx.x >> 5; }
 
 TOPKUBE_DEVICE void sync() { __syncthreads(); }
+// Waits for all threads of a grid that `launch_cluster` has launched, and orders their memory. Only devices since sm_90 have
+// clusters; `can_launch_clusters` keeps such kernels from other devices.
+TOPKUBE_DEVICE void sync_cluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+  __trap();
+#endif
+}
 TOPKUBE_DEVICE void sync_warp() { __syncwarp(); }  // orders memory among the threads of a warp; ballot and shuffle do not
 TOPKUBE_DEVICE u32 ballot(bool flag) { return __ballot_sync(0xffffffffu, flag); }
 template <class T>
@@ -89,22 +98,44 @@ using Stream = cudaStream_t;
 class Launcher {
  public:
   explicit Launcher(void* stream) : stream_(static_cast<Stream>(stream)) {
-    int device = 0;
-    note(cudaGetDevice(&device));
-    note(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device));
+    note(cudaGetDevice(&device_));
+    note(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device_));
   }
 
   template <class Shared = Nothing, class... Parameters, class... Arguments>
   void launch(void (*kernel)(Parameters...), u64 blocks, u32 threads, Arguments... arguments) {
     if (error_ != cudaSuccess || blocks == 0) return;
     constexpr std::size_t bytes = sizeof(Shared) == 1 ? 0 : sizeof(Shared);
-    if (bytes > 48 * 1024) {
-      note(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                static_cast<int>(bytes)));
-      if (error_ != cudaSuccess) return;
-    }
+    allow_shared(kernel, bytes);
+    if (error_ != cudaSuccess) return;
     kernel<<<static_cast<u32>(blocks), threads, bytes, stream_>>>(arguments...);
     note(cudaGetLastError());
+  }
+
+  // Returns true if the device has thread block clusters.
+  bool can_launch_clusters() {
+    int supported = 0;
+    note(cudaDeviceGetAttribute(&supported, cudaDevAttrClusterLaunch, device_));
+    return supported != 0;
+  }
+
+  // Launches a grid of one cluster.
+  template <class Shared, class... Parameters, class... Arguments>
+  void launch_cluster(void (*kernel)(Parameters...), u32 threads, Arguments... arguments) {
+    allow_shared(kernel, sizeof(Shared));
+    if (error_ != cudaSuccess) return;
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = cluster_blocks;
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(cluster_blocks);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = sizeof(Shared);
+    config.stream = stream_;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    note(cudaLaunchKernelEx(&config, kernel, arguments...));
   }
 
   // Returns a number of blocks that fills the device, but not more blocks than the work needs.
@@ -116,12 +147,20 @@ class Launcher {
   int error() const { return static_cast<int>(error_); }
 
  private:
+  static constexpr u32 cluster_blocks = 8;  // every device with clusters can run so many
+
+  template <class Kernel>
+  void allow_shared(Kernel kernel, std::size_t bytes) {
+    if (bytes <= 48 * 1024 || error_ != cudaSuccess) return;
+    note(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(bytes)));
+  }
   void note(cudaError_t error) {
     if (error_ == cudaSuccess) error_ = error;
   }
 
   Stream stream_;
-  int multiprocessors_ = 1;
+  int device_ = 0, multiprocessors_ = 1;
   cudaError_t error_ = cudaSuccess;
 };
 

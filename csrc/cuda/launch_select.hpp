@@ -15,9 +15,10 @@ bool are_aligned(Pointers... pointers) {
   return ((reinterpret_cast<std::uintptr_t>(pointers) % 16 == 0) && ...);
 }
 
-// `k`: the rank to find. Uses the formulas of csrc/cpu/selection/candidates.cpp: how many samples are expected above the k-th
-// magnitude, the bounds 4 standard deviations away, and room for the candidates above the lower bound.
-inline Selection lay_out(u64 length, u64 k, u32 tile_items, bool aligned, void* state, Arena& arena) {
+// `k`: the rank to find. Uses the formulas of csrc/cpu/selection/filter.cpp: how many samples are expected above the k-th
+// magnitude, the bounds 4 standard deviations away, and room for the candidates above the lower bound. Bounds from the previous
+// selection leave twice the entries that are selected, or as many as a sample leaves, and there is room for twice as many again.
+inline Selection lay_out(u64 length, u64 k, u32 tile_items, bool aligned, void* previous, void* state, Arena& arena) {
   Selection s{};
   s.aligned = aligned;
   s.length = length;
@@ -35,6 +36,10 @@ inline Selection lay_out(u64 length, u64 k, u32 tile_items, bool aligned, void* 
       s.low_rank = std::min(s.samples, static_cast<u32>(low));
       s.high_rank = high >= 1 ? static_cast<u32>(high) : 0;
       s.capacity = std::min(length, static_cast<u64>((low + 5 * std::sqrt(low) + 8) * per_sample));
+      if (reuse && previous) {
+        s.aim = std::max(2 * k, static_cast<u64>(low * per_sample));
+        s.capacity = std::max(s.capacity, std::min(length, 2 * s.aim));
+      }
     }
   }
   const u64 filter_tiles = (length + tile_items - 1) / tile_items, collect_tiles = (length + collect_tile - 1) / collect_tile;
@@ -43,6 +48,7 @@ inline Selection lay_out(u64 length, u64 k, u32 tile_items, bool aligned, void* 
   s.tiles = filter_tiles;
   s.group = static_cast<u32>(std::clamp(wanted_segments, warps, most_segments));
   s.state = static_cast<State*>(state);
+  s.previous = static_cast<PreviousThreshold*>(previous);
   s.clear = arena.take<u32>(0);
   const u64 before = arena.used();
   s.coarse = arena.take<u32>(coarse_bins);
@@ -88,6 +94,20 @@ template <class Source, class Value>
 void launch_collect(gpu::Launcher& launcher, const Source& source, const Selection& s, u32* indices, Value* values, float* acc) {
   launcher.launch<CollectShared>(collect<Source, Value>, launcher.blocks_for(s.length, collect_tile, 8), collect_threads, source, s,
                                  indices, values, acc);
+}
+
+// Launches all kernels after the filter.
+template <class Source, class Value>
+void launch_rest(gpu::Launcher& launcher, const Source& source, const Selection& s, u32* indices, Value* values, float* acc) {
+  if constexpr (cluster) {
+    const bool is_small = s.mode == from_candidates && s.capacity <= cluster_candidates && s.length <= cluster_length;
+    if (is_small && launcher.can_launch_clusters()) {
+      launcher.launch_cluster<FinishShared>(finish<Source, Value>, finish_threads, source, s, indices, values, acc);
+      return;
+    }
+  }
+  launch_narrow(launcher, source, s);
+  launch_collect(launcher, source, s, indices, values, acc);
 }
 
 }  // namespace topkube

@@ -5,7 +5,7 @@
 // sums in parallel. Only the scrambles, one multiplication per block, remain for one warp.
 #pragma once
 
-#include "block.hpp"
+#include "block_reduce.hpp"
 
 namespace topkube {
 

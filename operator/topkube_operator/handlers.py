@@ -76,7 +76,7 @@ def build_registry(operator: Operator, hook: WebhookOptions) -> kopf.OperatorReg
         settings.process.ultimate_exiting_timeout = 20
         await asyncio.to_thread(operator.start)
         assert operator.controller is not None
-        poller = LauncherPoller(operator.cache, operator.controller, operator.policy, operator.acting)
+        poller = LauncherPoller(operator.cache, operator.controller, operator.policy, operator.is_acting)
         task = asyncio.create_task(poller.run(), name="progress")
         stack.callback(task.cancel)
         if hook.names:

@@ -86,6 +86,13 @@ def write_rows(file: int, length: int, rows: Array, source: Array) -> tuple[int,
     """Records of `length` bytes each, from `source`, to a file at row * length, by pwrite. rows: int64. Returns the
     records written and, where one failed, its errno."""
 
+def map_file(file: int, size: int, alignment: int) -> Array:
+    """The first `size` bytes of an open file, mapped read-only at a multiple of `alignment` (bytes, a power of two).
+    Raises OSError."""
+
+def collapse_pages(mapped: Array, start: int, size: int) -> int:
+    """Moves the pages of mapped[start : start + size] into huge pages. Returns 0, or the errno of the kernel."""
+
 def scan_tar(file: int, size: int, at: int, header: Array, lengths: Array, names: Array) -> tuple[int, int]:
     """The consecutive members of a tar from byte `at` on whose headers are valid and differ from `header` (512 bytes)
     in nothing but name, owner, length, time and checksum; at most as many as `lengths` (int64) has elements. Writes

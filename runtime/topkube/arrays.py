@@ -33,14 +33,14 @@ def is_tensor(x: object) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
-def flat_view(x: object, name: str, *, writable: bool = False, dtypes: tuple[np.dtype[Any], ...] = FLOATS) -> Array:
+def view_flat(x: object, name: str, *, writable: bool = False, dtypes: tuple[np.dtype[Any], ...] = FLOATS) -> Array:
     """Return a one-dimensional NumPy view of a contiguous NumPy array or torch CPU tensor, without a copy.
 
     Raises ArgumentError if `x` is neither, is on another device, is not contiguous or not aligned, is read-only
     although it must be writable, or has a dtype outside `dtypes`. `name` is the parameter's name in the message.
     """
     if is_tensor(x):
-        array = _tensor_view(x, name)
+        array = _view_tensor(x, name)
     elif isinstance(x, np.ndarray):
         array = x
     else:
@@ -71,7 +71,7 @@ def flat_view(x: object, name: str, *, writable: bool = False, dtypes: tuple[np.
     return array.reshape(-1)
 
 
-def _tensor_view(x: Any, name: str) -> Array:
+def _view_tensor(x: Any, name: str) -> Array:
     torch = sys.modules["torch"]
     if x.device.type != "cpu":
         raise ArgumentError(
@@ -85,7 +85,7 @@ def _tensor_view(x: Any, name: str) -> Array:
     return detached.numpy()  # type: ignore[no-any-return]
 
 
-def like(values: Array, original: object) -> Any:
+def view_like(values: Array, original: object) -> Any:
     """Return a torch tensor that shares the memory of `values` if `original` is a torch tensor, else `values`
     itself."""
     if not is_tensor(original):

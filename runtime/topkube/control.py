@@ -47,7 +47,7 @@ ANSWER = np.dtype([("rank", np.int32), ("counts", np.int64, (SERIES,)), ("what",
 """One rank's answer: how many waits of each series it has entered, and what it waits for."""
 
 
-def neighbours(rank: int, size: int) -> list[int]:
+def list_neighbours(rank: int, size: int) -> list[int]:
     """Return the ranks that `rank` sends to: all others among up to 64 ranks, otherwise the ranks at distances 1, 2, 4,
     ... in both directions."""
     if size <= _DIRECT:
@@ -57,7 +57,7 @@ def neighbours(rank: int, size: int) -> list[int]:
     return sorted(around - {rank})
 
 
-def names_of(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """Return "rank 3" or "ranks 1, 3": at most eight numbers, then the count of the other ranks."""
     listed = ", ".join(str(rank) for rank in ranks[:_LISTED])
     listed += f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
@@ -78,7 +78,7 @@ def build_timeout(
         )
     waited = f"{place} did not complete within {deadline_seconds:g} s"
     shown = list(other_waits.items())[:_LISTED_WAITS]
-    elsewhere = "; ".join(f"{names_of(ranks)} waited for {other}" for other, ranks in shown)
+    elsewhere = "; ".join(f"{name_ranks(ranks)} waited for {other}" for other, ranks in shown)
     elsewhere = f" ({elsewhere})" if elsewhere else ""
     if not missing:
         return CollectiveTimeout(
@@ -87,7 +87,7 @@ def build_timeout(
             next_step="run `topkube bench allreduce` under mpiexec, or raise TOPKUBE_DEADLINE_SECONDS",
         )
     return CollectiveTimeout(
-        f"{waited}: {names_of(missing)} never arrived{elsewhere}",
+        f"{waited}: {name_ranks(missing)} never arrived{elsewhere}",
         tuple(missing),
         cause="a rank failed, hangs, or skipped a collective that others entered",
         next_step="read that rank's output; every rank must enter the same collectives in the same order",
@@ -114,7 +114,7 @@ class Roll:
         answers, self._new_answers = np.array(self._new_answers, ANSWER), []
         return answers
 
-    def missing(self, size: int, series: int = 0, number: int = 0) -> list[int]:
+    def list_missing(self, size: int, series: int = 0, number: int = 0) -> list[int]:
         """Return the ranks of `size` that have not entered wait `number` of `series`, or have not answered. Number 0
         means before the first wait."""
         return [
@@ -123,7 +123,7 @@ class Roll:
             if rank not in self.answers or int(self.answers[rank]["counts"][series]) < number
         ]
 
-    def other_waits(self, what: str) -> dict[str, list[int]]:
+    def group_other_waits(self, what: str) -> dict[str, list[int]]:
         """Return the ranks that wait for something other than `what`, by what they wait for."""
         places: dict[str, list[int]] = {}
         for rank in sorted(self.answers):
@@ -175,7 +175,7 @@ class Control:
         with self._lock:
             if not self._reports:
                 nothing = np.zeros(1, np.int64)
-                around = neighbours(self._comm.rank, self._comm.size)
+                around = list_neighbours(self._comm.rank, self._comm.size)
                 self._reports = [nothing, *(self._comm.Isend(nothing, rank, self._mismatch_tag) for rank in around)]
 
     def has_seen_mismatch(self) -> bool:
@@ -191,7 +191,7 @@ class Control:
         from mpi4py import MPI
 
         comm, status, sends = self._comm, MPI.Status(), list[tuple[Answers, Any]]()
-        around = neighbours(comm.rank, comm.size)
+        around = list_neighbours(comm.rank, comm.size)
 
         def send_new() -> None:
             answers = roll.take_new()

@@ -24,7 +24,7 @@ from typing import Any
 def replacing(path: Path) -> Iterator[Path]:
     """Yield the hidden name under which the caller writes a file. Rename the file to `path` when the block ends, and
     remove it if the block or the rename raises an error. An earlier file at `path` is replaced."""
-    part = _hidden(path)
+    part = _name_hidden(path)
     try:
         yield part
         os.replace(part, path)
@@ -56,7 +56,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     """Yield the hidden name under which the caller creates and fills a folder. Rename the folder to `path` when the
     block ends, and remove it if the block or the rename raises an error. Raises FileExistsError if there is a folder at
     `path` that is not empty, for example because another process was faster."""
-    part = _hidden(path)
+    part = _name_hidden(path)
     try:
         yield part
         os.rename(part, path)
@@ -77,5 +77,5 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _hidden(path: Path) -> Path:
+def _name_hidden(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.urandom(8).hex()}.part")

@@ -26,7 +26,7 @@ class Heartbeat:
         with contextlib.suppress(OSError):
             directory.mkdir(parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-            self._file = os.open(_path(directory, rank), flags, 0o644)
+            self._file = os.open(_find_path(directory, rank), flags, 0o644)
 
     def beat(self) -> None:
         """Count a collective. Any thread may call this."""
@@ -42,9 +42,9 @@ class Heartbeat:
 def read(directory: Path, rank: int) -> int:
     """Return the number of collectives that the rank has entered; 0 if there is no file."""
     with contextlib.suppress(OSError, struct.error):
-        return int(_COUNT.unpack(_path(directory, rank).read_bytes())[0])
+        return int(_COUNT.unpack(_find_path(directory, rank).read_bytes())[0])
     return 0
 
 
-def _path(directory: Path, rank: int) -> Path:
+def _find_path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.pulse"

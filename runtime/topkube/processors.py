@@ -15,8 +15,8 @@ def count_cores(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
 
 def limit_to_cgroup(usable: int, cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many of `usable` processors the cgroup (version 2 or 1) grants, at least 1."""
-    limits = [line.split() for line in _lines(cgroups / "cpu.max")]
-    limits += [[*_lines(cgroups / "cpu/cpu.cfs_quota_us"), *_lines(cgroups / "cpu/cpu.cfs_period_us")]]
+    limits = [line.split() for line in _read_lines(cgroups / "cpu.max")]
+    limits += [[*_read_lines(cgroups / "cpu/cpu.cfs_quota_us"), *_read_lines(cgroups / "cpu/cpu.cfs_period_us")]]
     for quota, period in (limit for limit in limits if len(limit) == 2):
         if quota.isdigit() and int(period):  # neither "max" nor -1
             return max(1, min(usable, round(int(quota) / int(period))))
@@ -46,7 +46,7 @@ def find_processors_near_pci(address: str, devices: Path = Path("/sys/bus/pci/de
     """Return the processors of the NUMA node that the PCI device `address` ("0000:3b:00.0") is attached to; an empty
     set if the kernel does not report them."""
     processors: set[int] = set()
-    for part in ",".join(_lines(devices / address / "local_cpulist")).split(","):
+    for part in ",".join(_read_lines(devices / address / "local_cpulist")).split(","):
         first, _, last = part.strip().partition("-")
         if first.isdigit() and (last or first).isdigit():
             processors.update(range(int(first), int(last or first) + 1))
@@ -61,7 +61,7 @@ def bind_near_pci(address: str, devices: Path = Path("/sys/bus/pci/devices")) ->
         os.sched_setaffinity(0, near)
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
     except OSError:

@@ -27,16 +27,16 @@ class RollCall:
     def write(self, directory: Path) -> None:
         """Write rank-N.roll-call.json atomically. Errors of the disk are ignored: the timeout is about to be raised."""
         with contextlib.suppress(OSError):
-            write_json(_path(directory, self.rank), dataclasses.asdict(self))
+            write_json(_find_path(directory, self.rank), dataclasses.asdict(self))
 
     @classmethod
     def read(cls, directory: Path, rank: int, since: float = 0.0) -> RollCall | None:
         """Return the rank's last roll call after `since` (Unix time); None if there is none."""
         with contextlib.suppress(OSError, ValueError, TypeError):
-            roll_call = cls(**json.loads(_path(directory, rank).read_text(encoding="utf-8")))
+            roll_call = cls(**json.loads(_find_path(directory, rank).read_text(encoding="utf-8")))
             return roll_call if roll_call.time >= since else None
         return None
 
 
-def _path(directory: Path, rank: int) -> Path:
+def _find_path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.roll-call.json"

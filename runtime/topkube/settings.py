@@ -2,7 +2,7 @@
 
 `topkube run` (and, on a cluster, the operator) sets them from the TrainingJob; a person may set them by hand for a
 script that is started with plain `mpiexec`. Code takes a `Settings`. No other module reads `os.environ`: a ruff rule
-(`banned-api` in pyproject.toml) refuses it. Code that starts a child process passes on `process_environment()`.
+(`banned-api` in pyproject.toml) refuses it. Code that starts a child process passes on `copy_environment()`.
 """
 
 from __future__ import annotations
@@ -139,6 +139,11 @@ class Settings:
     )
     outer_learning_rate: float = _setting(
         "TOPKUBE_OUTER_LEARNING_RATE", 0.7, "factor on the mean change of all nodes (diloco)"
+    )
+    delay: int = _setting(
+        "TOPKUBE_DELAY",
+        0,
+        "1: with error feedback in the weights, an exchange overlaps with the next step, which does not see its result",
     )
     outer_momentum: float = _setting(
         "TOPKUBE_OUTER_MOMENTUM", 0.9, "Nesterov momentum of the mean change of all nodes (diloco)"
@@ -280,20 +285,20 @@ class Settings:
         return Path(self.run_directory) if self.run_directory else None
 
 
-def set_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+def list_set_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the variables of `Settings` that are set, as text."""
     environment = os.environ if environment is None else environment
     names = (entry.metadata["variable"] for entry in dataclasses.fields(Settings))
     return {name: environment[name] for name in names if name in environment}
 
 
-def process_environment() -> dict[str, str]:
+def copy_environment() -> dict[str, str]:
     """Return a copy of this process's environment, to pass on to a child process. To read a variable, add a function to
     this module."""
     return dict(os.environ)
 
 
-def kubeconfig_paths() -> list[Path]:
+def list_kubeconfig_paths() -> list[Path]:
     """Return the files that KUBECONFIG names, as kubectl reads it."""
     return [Path(name) for name in os.environ.get("KUBECONFIG", "").split(os.pathsep) if name]
 
@@ -337,7 +342,7 @@ def read_launched_ranks(environment: Mapping[str, str] | None = None) -> Launche
     return Launched(processes=processes)
 
 
-def torch_local_size(environment: Mapping[str, str] | None = None) -> int:
+def read_torch_local_size(environment: Mapping[str, str] | None = None) -> int:
     """Return LOCAL_WORLD_SIZE, the ranks of this node, which torchrun and TopKube's launch layer set; 0 if it is not
     set."""
     text = (os.environ if environment is None else environment).get("LOCAL_WORLD_SIZE", "")
@@ -355,7 +360,7 @@ class TorchPlace:
     nodes: int
 
 
-def torch_place(environment: Mapping[str, str] | None = None) -> TorchPlace | None:
+def read_torch_place(environment: Mapping[str, str] | None = None) -> TorchPlace | None:
     """Return the place of this process by the variables that torchrun and TopKube's launch layer set (RANK, WORLD_SIZE,
     LOCAL_WORLD_SIZE, GROUP_WORLD_SIZE); None if one of them is not set."""
     environment = os.environ if environment is None else environment
@@ -364,7 +369,7 @@ def torch_place(environment: Mapping[str, str] | None = None) -> TorchPlace | No
     return TorchPlace(*map(int, texts)) if all(text.isdigit() for text in texts) else None
 
 
-def wandb_mode(environment: Mapping[str, str] | None = None) -> str | None:
+def choose_wandb_mode(environment: Mapping[str, str] | None = None) -> str | None:
     """Return the mode of Weights & Biases: offline, or None if WANDB_MODE or WANDB_API_KEY is set, so that the library
     decides."""
     environment = os.environ if environment is None else environment
@@ -389,7 +394,7 @@ def tune_messages() -> None:
     os.environ.setdefault("UCX_TCP_TX_SEG_SIZE", "64k")
 
 
-def nccl_orders_launches(environment: Mapping[str, str] | None = None) -> bool:
+def does_nccl_order_launches(environment: Mapping[str, str] | None = None) -> bool:
     """Return True if NCCL_LAUNCH_ORDER_IMPLICIT=1 makes NCCL run the collectives of all its groups in the order in
     which the process starts them."""
     environment = os.environ if environment is None else environment

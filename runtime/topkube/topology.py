@@ -19,7 +19,7 @@ def group_by_home(homes: Sequence[Hashable]) -> Nodes:
     return tuple(map(tuple, ranks.values()))
 
 
-def node_of_ranks(nodes: Nodes) -> list[int]:
+def find_nodes_of_ranks(nodes: Nodes) -> list[int]:
     """Return the number of each rank's node."""
     homes = [0] * sum(map(len, nodes))
     for number, ranks in enumerate(nodes):

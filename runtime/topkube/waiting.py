@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from topkube.control import Control, names_of
+from topkube.control import Control, name_ranks
 from topkube.errors import CollectiveTimeout
 
 _YIELD_SECONDS = 100e-6
@@ -100,8 +100,8 @@ def meet(comm: Any, deadline_seconds: float) -> None:
     def check(waited: float) -> None:
         if waited < deadline_seconds and not control.has_begun():
             return
-        missing = control.call((), "topkube.init()").missing(comm.size)
-        absent = f"{names_of(missing)} did not call it" if missing else "although all ranks called it"
+        missing = control.call((), "topkube.init()").list_missing(comm.size)
+        absent = f"{name_ranks(missing)} did not call it" if missing else "although all ranks called it"
         raise CollectiveTimeout(
             f"topkube.init() did not complete within {deadline_seconds:g} s: {absent}",
             tuple(missing),

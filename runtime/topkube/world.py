@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from topkube.control import Control, build_timeout, names_of
+from topkube.control import Control, build_timeout, name_ranks
 from topkube.errors import CollectiveError, WorldError
 from topkube.heartbeat import Heartbeat
 from topkube.installation import install_command
@@ -29,7 +29,7 @@ from topkube.mpi_exit import end_together, forget_exit, take_over_finalize
 from topkube.processors import count_own_threads, limit_to_cgroup
 from topkube.roll_call import RollCall
 from topkube.settings import Settings, read_launched_ranks, tune_messages
-from topkube.topology import Nodes, group_by_home, node_of_ranks, parse_declared_nodes
+from topkube.topology import Nodes, find_nodes_of_ranks, group_by_home, parse_declared_nodes
 from topkube.waiting import advance_messages, meet, wait_until
 
 _DESCRIPTION_BYTES = 160
@@ -42,7 +42,8 @@ class WaitSeries(IntEnum):
     """The series of waits that a rank counts. Each series has the same order on all ranks, and a separate thread."""
 
     COLLECTIVE = 0
-    """All-reduces and their waits: on the communication thread during training, otherwise on the script's thread."""
+    """All-reduces and their waits: on the communication thread during training, otherwise on the script's thread. In
+    the world of delayed exchanges of weights, on their thread."""
     AGREEMENT = 1
     """Agreements of training (`training/ranks/agreement.py`)."""
     CALL = 2
@@ -199,15 +200,15 @@ class World:
         waited_for, number = time.monotonic() - self.entered[series], self.counts[series]
         place, own = f"{what} ({series.name.lower()} {number})", self.members[self.rank]
         roll = self.control.call(self.counts, place)
-        missing = self.names(roll.missing(self.size, series, number))
+        missing = self.translate_ranks(roll.list_missing(self.size, series, number))
         if not missing and waited_for < self.deadline_seconds / 2:
             missing = (own,)
         if self.run_directory is not None:
             RollCall(own, what, number, list(missing), waited_for, time.time()).write(self.run_directory)
-        other_waits = {other: self.names(ranks) for other, ranks in roll.other_waits(place).items()}
+        other_waits = {other: self.translate_ranks(ranks) for other, ranks in roll.group_other_waits(place).items()}
         raise build_timeout(place, own, missing, other_waits, self.deadline_seconds)
 
-    def names(self, ranks: Sequence[int]) -> tuple[int, ...]:
+    def translate_ranks(self, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the numbers that `ranks` of this world have in the world of all ranks."""
         return tuple(self.members[rank] for rank in ranks)
 
@@ -224,7 +225,7 @@ class World:
         groups: dict[str, list[int]] = {}
         for rank, row in enumerate(everyone):
             groups.setdefault(row.tobytes().rstrip(b"\0").decode(errors="replace"), []).append(self.members[rank])
-        listed = "; ".join(f"{names_of(ranks)}: {what}" for what, ranks in list(groups.items())[:_LISTED])
+        listed = "; ".join(f"{name_ranks(ranks)}: {what}" for what, ranks in list(groups.items())[:_LISTED])
         return len(groups), listed + (f"; and {len(groups) - _LISTED} more" if len(groups) > _LISTED else "")
 
 
@@ -285,21 +286,23 @@ def init(settings: Settings | None = None) -> World:
     return _world
 
 
-def sub_world(parent: World, ranks: Sequence[int]) -> World | None:
+def sub_world(parent: World, ranks: Sequence[int], has_window: bool = True) -> World | None:
     """Return the world of `ranks` of `parent`, in their order, on these ranks, and None on other ranks. All ranks of
-    `parent` must call this function; `topkube.new_world` first checks that they agree."""
+    `parent` must call this function; `topkube.new_world` first checks that they agree. A world without a window
+    (`has_window`) needs no shared memory; its ranks exchange between nodes only."""
     from mpi4py import MPI
 
     member = {rank: number for number, rank in enumerate(ranks)}
     comm = parent.comm.Split(0 if parent.rank in member else MPI.UNDEFINED, member.get(parent.rank, 0))
     if comm == MPI.COMM_NULL:
         return None
-    homes = node_of_ranks(parent.node_ranks)
+    homes = find_nodes_of_ranks(parent.node_ranks)
     world = _join(
         MPI,
         comm,
         [homes[rank] for rank in ranks],
-        parent.names(ranks),
+        parent.translate_ranks(ranks),
+        has_window=has_window,
         deadline_seconds=parent.deadline_seconds,
         run_directory=parent.run_directory,
         heartbeat=parent.heartbeat,
@@ -312,10 +315,18 @@ def sub_world(parent: World, ranks: Sequence[int]) -> World | None:
     return world
 
 
-def _join(MPI: Any, comm: Any, homes: Sequence[int], members: tuple[int, ...], crowding: float, **more: Any) -> World:
+def _join(
+    MPI: Any,
+    comm: Any,
+    homes: Sequence[int],
+    members: tuple[int, ...],
+    crowding: float,
+    has_window: bool = True,
+    **more: Any,
+) -> World:
     """Return the world of all ranks of `comm`; `homes` has the node of each rank. All ranks must call this function."""
     node_ranks = group_by_home(homes)
-    node = node_of_ranks(node_ranks)[comm.rank]
+    node = find_nodes_of_ranks(node_ranks)[comm.rank]
     node_comm = comm.Split(node, comm.rank)
     shards = min(map(len, node_ranks))
     cross = comm.Split(node_comm.rank if node_comm.rank < shards else MPI.UNDEFINED, comm.rank)
@@ -334,7 +345,7 @@ def _join(MPI: Any, comm: Any, homes: Sequence[int], members: tuple[int, ...], c
         control=Control(comm.Dup(), crowding),
         agreement=comm.Dup(),
         calls_comm=comm.Dup(),
-        window=_share_window(MPI, node_comm),
+        window=_share_window(MPI, node_comm) if has_window else np.zeros(0, np.uint8),
         members=members,
         crowding=crowding,
         **more,

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from rendered import CHART, EVERYTHING, find_only, read_pod_spec, render, select_kind
 
-from monitoring.values import values
+from monitoring.values import list_values
 
 VERSIONS = ["1.27", "1.32", "1.37"]
 """Versions whose schemas the objects must match. The test cluster itself runs 1.20."""
@@ -90,7 +90,7 @@ def test_every_value_is_documented_and_in_the_schema() -> None:
                 yield here
 
     text = (CHART / "values.yaml").read_text()
-    documented = {value.path: value for value in values(text)}
+    documented = {value.path: value for value in list_values(text)}
     assert set(list_leaves(yaml.safe_load(text))) == set(documented)
     assert all(value.meaning.endswith(".") for value in documented.values())
 

@@ -190,11 +190,11 @@ def test_the_alerts_page_lists_every_alert_with_its_severity() -> None:
 
 def test_the_first_command_of_the_quickstart_runs() -> None:
     """Run `topkube doctor`, which takes seconds. `make demo` and tests/unit/cli/test_run.py run the training itself."""
-    quick = [
+    commands = [
         shlex.split(line, comments=True) for line in read_commands(DOCS / "quickstart.md") if line == "topkube doctor"
     ]
-    assert quick
-    for command in quick:
+    assert commands
+    for command in commands:
         run = subprocess.run(
             [sys.executable, "-m", "topkube.cli", *command[1:]], capture_output=True, text=True, timeout=280
         )
@@ -256,4 +256,4 @@ def test_the_tests_that_the_page_on_gpus_names_exist() -> None:
 
 def test_the_reference_of_algorithms_is_fresh() -> None:
     page = (DOCS / "algorithms.md").read_text()
-    assert page == algorithms_page.markdown(), "python -m topkube.algorithms.reference > docs/algorithms.md"
+    assert page == algorithms_page.build_markdown(), "python -m topkube.algorithms.reference > docs/algorithms.md"

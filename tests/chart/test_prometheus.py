@@ -21,7 +21,7 @@ from monitoring.dashboards import DASHBOARDS
 from monitoring.grafana import Dashboard, Panel
 from monitoring.pictures import draw
 from monitoring.prometheus import Prometheus, QueryError, fill_variables
-from monitoring.server import BINARY, INTERVAL, prometheus, target, wait_until
+from monitoring.server import BINARY, INTERVAL, build_target, prometheus, wait_until
 from topkube_operator.control.metrics import OperatorMetrics
 from topkube_operator.http.probes import Probes
 from topkube_operator.node_cache.decisions import LocalDataset
@@ -136,23 +136,26 @@ def run_training(directory: Path, name: str) -> Iterator[str]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """A Prometheus that has seen some seconds of two real runs of two ranks on two nodes."""
     directory = tmp_path_factory.mktemp("prometheus")
-    probes = Probes(0, build_operator_metrics().text, str, str, "127.0.0.1")
-    agent_probes = Probes(0, build_agent_metrics().text, str, str, "127.0.0.1")
+    probes = Probes(0, build_operator_metrics().render, str, str, "127.0.0.1")
+    agent_probes = Probes(0, build_agent_metrics().render, str, str, "127.0.0.1")
     with contextlib.ExitStack() as stack:
         for server in (probes, agent_probes):
             server.start()
             stack.callback(server.stop)
         addresses = {name: stack.enter_context(run_training(directory / name, name)) for name in ALGORITHMS}
         targets = [
-            *(target(name, address, namespace="ml", pod=f"{name}-worker-0-1") for name, address in addresses.items()),
-            target(
+            *(
+                build_target(name, address, namespace="ml", pod=f"{name}-worker-0-1")
+                for name, address in addresses.items()
+            ),
+            build_target(
                 "operator",
                 f"127.0.0.1:{probes.port}",
                 honor_labels=True,
                 pod="topkube-operator-0",
                 namespace="topkube-system",
             ),
-            target(
+            build_target(
                 "node-cache",
                 f"127.0.0.1:{agent_probes.port}",
                 honor_labels=True,
@@ -216,7 +219,7 @@ def test_every_metric_and_label_of_dashboards_and_alerts_is_in_the_scrape(server
     for series in server.ask("series", **{"match[]": '{__name__=~"topkube_.*|process_.*"}'}):
         labels.setdefault(series["__name__"], set()).update(series)
     expressions = [query.expression for _, panel in PANELS for query in panel.queries]
-    for expression in [*expressions, *(alert.expression_for_all() for alert in ALERTS)]:
+    for expression in [*expressions, *(alert.fill_expression() for alert in ALERTS)]:
         for name, selector in re.findall(r"\b((?:topkube|process)_\w+)(\{[^}]*\})?", expression):
             assert name in labels, expression
             assert set(re.findall(r'(\w+)[=!]~?"', selector)) <= labels[name], expression

@@ -18,7 +18,8 @@ import kueue_protocol
 import pytest
 from target import wait_for
 
-from topkube_operator.watch.api_client import ApiError, Cluster
+from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_connection import ApiError
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from operating import Jobs, is_gone
 from play import apply
 from target import KUBELET_SECONDS, OPERATOR_NAMESPACE, PATIENCE, Namespace, Target, wait_for
 
-from topkube.cli.cluster.api import Api, Where, build_path, connect
+from topkube.cli.cluster.api import Api, ClusterLocation, build_path, connect
 from topkube.errors import ClusterError
 from topkube.job.crd import build_cached_dataset_crd, build_crd
 from topkube_operator.watch.api_client import Cluster as Client
@@ -200,7 +200,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.when == "call":
         item.failed = report.failed  # type: ignore[attr-defined]
@@ -218,7 +220,7 @@ def breakable_cluster(installation: Target) -> Cluster:
 @pytest.fixture(scope="session")
 def admin(kubeconfig: Path) -> Api:
     """The API of the whole cluster, with the newest CRDs."""
-    api = connect(Where(kubeconfig=kubeconfig))
+    api = connect(ClusterLocation(kubeconfig=kubeconfig))
     for definition in (build_crd(rules=False), build_cached_dataset_crd()):
         apply(api, "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", definition)
     return api
@@ -242,7 +244,7 @@ def api(admin: Api, kubeconfig: Path) -> Iterator[Api]:
     while not any(account["metadata"]["name"] == "default" for account in admin.get(accounts).get("items") or ()):
         assert time.monotonic() < deadline, "the namespace has no service account: pods would be refused"
         time.sleep(0.05)
-    yield connect(Where(kubeconfig=kubeconfig, namespace=name))
+    yield connect(ClusterLocation(kubeconfig=kubeconfig, namespace=name))
     try:
         admin.request("DELETE", build_path(None, "namespaces", name))
     except ClusterError as error:

@@ -14,7 +14,7 @@ import yaml
 from releases import REPOSITORY
 from target import Target
 
-from monitoring.server import files
+from monitoring.server import build_file_target
 
 
 @functools.cache
@@ -67,7 +67,9 @@ class ScrapeTargets:
     def __init__(self, on: Target, folder: Path, namespaces: Collection[str]) -> None:
         self._on, self._namespaces = on, namespaces
         self._files = {"workers": folder / "workers.json", "operator": folder / "operator.json"}
-        self.jobs = [{**files(name, path), "honor_labels": name == "operator"} for name, path in self._files.items()]
+        self.jobs = [
+            {**build_file_target(name, path), "honor_labels": name == "operator"} for name, path in self._files.items()
+        ]
         self.refresh()
 
     def refresh(self) -> None:

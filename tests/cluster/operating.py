@@ -20,7 +20,8 @@ from aiohttp import web
 from target import wait_for
 
 from topkube.job import KIND
-from topkube_operator.watch.api_client import ApiError, Cluster
+from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_connection import ApiError
 
 IMAGE = os.environ.get("TOPKUBE_TEST_RUNTIME") or "topkube/runtime:0.1.0"
 TERMINAL = ("Succeeded", "Failed")

@@ -218,7 +218,7 @@ def test_every_alert_is_evaluated_and_every_metric_and_label_named_is_scraped(se
     for series in server.ask("series", **{"match[]": '{__name__=~"topkube_.*|process_.*"}'}):
         labels.setdefault(series["__name__"], set()).update(series)
     expressions = [query.expression for panel in PANELS for query in panel.queries]
-    for expression in [*expressions, *(alert.expression_for_all() for alert in ALERTS)]:
+    for expression in [*expressions, *(alert.fill_expression() for alert in ALERTS)]:
         for name, selector in re.findall(r"\b((?:topkube|process)_\w+)(\{[^}]*\})?", expression):
             if name.startswith("topkube_node_cache_"):
                 continue  # this release has no cache on nodes

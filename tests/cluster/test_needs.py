@@ -34,12 +34,12 @@ def test_a_test_skips_if_gpus_are_missing() -> None:
 
 
 def test_a_test_skips_if_a_node_that_lists_all_images_lacks_one_of_them() -> None:
-    there = ("docker.io/topkube/runtime:1",)
-    needs.require_image(_build_target(_build_node("a", images=there)), "topkube/runtime:1")
+    images = ("docker.io/topkube/runtime:1",)
+    needs.require_image(_build_target(_build_node("a", images=images)), "topkube/runtime:1")
     needs.require_image(_build_target(_build_node("a", images=("x",) * 50)), "topkube/runtime:1")
     needs.require_image(_build_target(_build_node("a"), local=object()), "topkube/runtime:1")
     with pytest.raises(pytest.skip.Exception, match="b lacks it"):
-        needs.require_image(_build_target(_build_node("a", images=there), _build_node("b")), "topkube/runtime:1")
+        needs.require_image(_build_target(_build_node("a", images=images), _build_node("b")), "topkube/runtime:1")
 
 
 def test_a_test_skips_if_the_folder_of_the_node_cache_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

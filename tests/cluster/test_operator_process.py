@@ -10,7 +10,8 @@ from localkube.cluster import Cluster as LocalCluster
 from operating import Jobs, KillingProxy, Operator, build_shell_job
 from target import wait_for
 
-from topkube_operator.watch.api_client import ApiError, Cluster
+from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_connection import ApiError
 
 pytestmark = pytest.mark.alone
 
@@ -20,10 +21,10 @@ def test_killed_at_each_of_its_writes_the_operator_brings_the_job_to_its_end(
 ) -> None:
     """The operator gets SIGKILL before and after each write. The first attempt fails and the second succeeds. One
     restart is counted, and each pod is created once."""
-    with KillingProxy(jobs.cluster, tmp_path) as guillotine:
-        operator = Operator(str(guillotine.kubeconfig), jobs.namespace, "--no-leader-election")
-        guillotine.victim = operator
-        created = build_shell_job("hydra", '[ "$TOPKUBE_ATTEMPT" = 2 ]', workers=1, runPolicy={"backoffLimit": 1})
+    with KillingProxy(jobs.cluster, tmp_path) as proxy:
+        operator = Operator(str(proxy.kubeconfig), jobs.namespace, "--no-leader-election")
+        proxy.victim = operator
+        created = build_shell_job("killed", '[ "$TOPKUBE_ATTEMPT" = 2 ]', workers=1, runPolicy={"backoffLimit": 1})
         jobs.create(created)
         seen: set[tuple[str, str]] = set()
         with operator.keep_running():
@@ -32,17 +33,17 @@ def test_killed_at_each_of_its_writes_the_operator_brings_the_job_to_its_end(
                 if not operator.is_alive():
                     operator.start()
                 seen.update((name, pod["metadata"]["uid"]) for name, pod in jobs.list_pods().items())
-                phase = jobs.read_status("hydra").get("phase")
-                assert phase != "Failed", (jobs.read_status("hydra"), guillotine.kills)
+                phase = jobs.read_status("killed").get("phase")
+                assert phase != "Failed", (jobs.read_status("killed"), proxy.kills)
                 return phase == "Succeeded" and not jobs.list_children("Secret")
 
             wait_for(is_over, "the job to end", 280)
-        assert len(guillotine.kills) > 26, guillotine.kills
-    status = jobs.read_status("hydra")
-    assert (status["attempt"], status["restarts"], status["disruptions"]) == (2, 1, 0), guillotine.kills
-    made = [jobs.build_pod_name("hydra", part) for part in ("launcher-1", "launcher-2", "worker-0-1")]
-    assert sorted(name for name, _ in seen) == made
-    assert made[1] in jobs.list_pods()
+        assert len(proxy.kills) > 26, proxy.kills
+    status = jobs.read_status("killed")
+    assert (status["attempt"], status["restarts"], status["disruptions"]) == (2, 1, 0), proxy.kills
+    pod_names = [jobs.build_pod_name("killed", part) for part in ("launcher-1", "launcher-2", "worker-0-1")]
+    assert sorted(name for name, _ in seen) == pod_names
+    assert pod_names[1] in jobs.list_pods()
 
 
 def test_ranks_that_make_no_step_end_the_attempt(jobs: Jobs, kubeconfig: Path) -> None:

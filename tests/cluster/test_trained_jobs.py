@@ -81,9 +81,9 @@ def list_published(folder: Path) -> list[Path]:
 
 def test_the_sample_trains_and_its_checkpoint_holds_the_weights(namespace: Namespace, checkpoints: Path) -> None:
     """The job passes all phases and reports progress. A worker is killed, and the run continues from its checkpoint."""
-    small = ["--steps", "200", "--layers", "2", "--width", "64", "--batch-size", "4"]
+    arguments = ["--steps", "200", "--layers", "2", "--width", "64", "--batch-size", "4"]
     checkpoint = {"claimName": "checkpoints", "path": "gpt", "everySteps": 10, "keep": 2}
-    name = namespace.create(build_sample_job(small, checkpoint=checkpoint))
+    name = namespace.create(build_sample_job(arguments, checkpoint=checkpoint))
     seen = namespace.watch_phases(name)
     wait_for(lambda: list_published(checkpoints), "a first checkpoint", 120)
     at = int(list_published(checkpoints)[-1].name[5:13])
@@ -159,10 +159,9 @@ def test_a_job_runs_with_open_mpi(namespace: Namespace) -> None:
 
 def test_a_checkpoint_is_taken_on_sigterm(namespace: Namespace, checkpoints: Path) -> None:
     """Suspending a job sends SIGTERM: the last step is saved in a checkpoint, and the resumed job continues from it."""
-    small = ["--steps", "100000", "--layers", "1", "--width", "32", "--heads", "2", "--batch-size", "2"]
+    arguments = ["--steps", "100000", "--layers", "1", "--width", "32", "--heads", "2", "--batch-size", "2"]
     checkpoint = {"claimName": "checkpoints", "path": "gpt", "everySteps": 50_000}
-    patient = build_sample_job(small, workers=1, checkpoint=checkpoint)
-    name = namespace.create(patient)
+    name = namespace.create(build_sample_job(arguments, workers=1, checkpoint=checkpoint))
     wait_for(lambda: (namespace.read_status(name).get("progress") or {}).get("step", 0) > 0, "steps", 90)
     namespace.patch(name, {"spec": {"runPolicy": {"suspend": True}}})
     namespace.wait_phase(name, "Suspended")

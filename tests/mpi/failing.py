@@ -56,6 +56,23 @@ def skip_barrier(world: World) -> None:
         topkube.barrier()
 
 
+def skip_step_with_delayed_exchange(world: World) -> None:
+    """Begin a delayed exchange of weights on rank 0, which rank 1 never joins. The error comes where rank 0 waits."""
+    import torch
+
+    world.comm.Barrier()  # loading torch may take longer than the deadline
+    model = torch.nn.Linear(64, 64)
+    topkube.broadcast_parameters(model)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = topkube.DistributedOptimizer(plain, model.named_parameters(), aggregation="onebit", delay=1)
+    for step in range(2):
+        model(torch.ones(1, 64)).sum().backward()
+        if world.rank != 1 or step == 0:
+            optimizer.step()
+    if world.rank != 1:
+        optimizer.state_dict()
+
+
 def wait_elsewhere(world: World) -> None:
     """Wait in an all-reduce on rank 1, and in a barrier on the other ranks."""
     if world.rank == 1:
@@ -154,12 +171,12 @@ def raise_in_a_forked_child(world: World) -> None:
 def _end_during_an_all_reduce(world: World, joins: bool, status: int = 0) -> None:
     """End the program of rank 0 while its communication thread waits in an all-reduce. If `joins` is true, the other
     ranks then call the same all-reduce."""
-    from topkube.training.ranks.communication_thread import schedule  # loads torch, which other cases do without
+    from topkube.training.ranks import communication_thread  # loads torch, which other cases do without
 
     ending = Path(sys.argv[2]) / "ending"
     if world.rank == 0:
         inside = threading.Event()
-        world.cache["submitted"] = schedule().submit(lambda: (inside.set(), topkube.allreduce_(make_ones())))
+        world.cache["submitted"] = communication_thread.submit(lambda: (inside.set(), topkube.allreduce_(make_ones())))
         inside.wait()
         atexit.register(ending.touch)  # runs first
         if status:
@@ -191,6 +208,7 @@ CASES: dict[str, Callable[[World], None]] = {
     "absent-from-a-ring": build_absence(lambda world: 2, "flat"),
     "absent-from-an-agreement": skip_agreement,
     "absent-from-a-barrier": skip_barrier,
+    "absent-from-a-delayed-exchange": skip_step_with_delayed_exchange,
     "absent-from-a-sub-world": skip_all_reduce_of_a_sub_world,
     "absent-from-the-making-of-a-sub-world": skip_creation_of_a_sub_world,
     "elsewhere": wait_elsewhere,

@@ -1,6 +1,6 @@
 """A program that looks like a training to its launcher: all ranks make steps together, report progress, and save a
-state every five steps and on SIGTERM. `marching.py STEPS SECONDS [RANK:STEP:DEED …]`: RANK does DEED at STEP. A step
-takes SECONDS."""
+state every five steps and on SIGTERM. `marching.py STEPS SECONDS [RANK:STEP:FAULT …]`: RANK fails with FAULT at STEP. A
+step takes SECONDS."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from topkube.settings import Settings
 from topkube.telemetry.progress import ProgressWriter, StepRecord
 
 
-def carry_out(deed: str) -> None:
-    name, _, value = deed.partition("=")
+def cause(fault: str) -> None:
+    """Make this rank fail, or sleep."""
+    name, _, value = fault.partition("=")
     if name == "raise":
         raise ValueError(value)
     if name == "exit":
@@ -35,7 +36,7 @@ def carry_out(deed: str) -> None:
 
 def main() -> None:
     steps, seconds = int(sys.argv[1]), float(sys.argv[2])
-    deeds = {(int(rank), int(step)): deed for rank, step, deed in (word.split(":") for word in sys.argv[3:])}
+    faults = {(int(rank), int(step)): fault for rank, step, fault in (word.split(":") for word in sys.argv[3:])}
     world, settings = MPI.COMM_WORLD, Settings.from_environment()
     saved = Path(settings.checkpoint_directory or ".") / "step"
     step = int(world.bcast(saved.read_text() if world.rank == 0 and saved.exists() else "0"))
@@ -44,8 +45,8 @@ def main() -> None:
     writer = ProgressWriter(Path(settings.run_directory)) if world.rank == 0 else None
     print(f"from step {step} in attempt {settings.attempt} as process {os.getpid()}", flush=True)
     while step < steps:
-        if (world.rank, step) in deeds and settings.attempt == 1:
-            carry_out(deeds[world.rank, step])
+        if (world.rank, step) in faults and settings.attempt == 1:
+            cause(faults[world.rank, step])
         flag = np.zeros(1)
         request = world.Iallreduce(stop, flag)
         while not request.Test():  # a call that blocks would use a processor for as long as another rank hangs

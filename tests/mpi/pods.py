@@ -31,7 +31,7 @@ from topkube.launch.contract import (
     LauncherStatus,
     LaunchPlan,
     WorkerPlan,
-    worker_token,
+    compute_worker_token,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,7 +201,7 @@ class PlayedJob:
         self.attempt += 1
         for index in replaced:
             self.attempts_made[index] = self.attempt
-        environment = {"TOPKUBE_LAUNCH": self.build_plan(**more).text(), "TOPKUBE_CREDENTIALS": str(self.secret)}
+        environment = {"TOPKUBE_LAUNCH": self.build_plan(**more).to_json(), "TOPKUBE_CREDENTIALS": str(self.secret)}
         self.launcher = Pod(f"launcher-{self.attempt}", ["launch"], environment, self.directory, self.mpi)
         self._pods.append(self.launcher)
         return self.launcher
@@ -214,7 +214,7 @@ class PlayedJob:
         secret = self.directory / f"{name}-secret"
         secret.mkdir(exist_ok=True)
         (secret / "tls.crt").write_bytes((self.secret / "tls.crt").read_bytes())
-        (secret / "token").write_text(worker_token(KEY, UID, index, self.attempts_made[index]))
+        (secret / "token").write_text(compute_worker_token(KEY, UID, index, self.attempts_made[index]))
         temporary = self.directory / f"{name}-tmp"
         temporary.mkdir(exist_ok=True)
         plan = WorkerPlan(
@@ -223,7 +223,7 @@ class PlayedJob:
         )  # fmt: skip
         environment = {
             **self.environment,
-            "TOPKUBE_WORKER": plan.text(),
+            "TOPKUBE_WORKER": plan.to_json(),
             "TOPKUBE_CREDENTIALS": str(secret),
             "TOPKUBE_POD_IP": self.choose_address(index),
             "TMPDIR": str(temporary),

@@ -50,6 +50,7 @@ def failing_world(forks: Callable[[str], Path], tmp_path: Path) -> FailingWorld:
         ("mpich", "3", "absent-from-an-agreement", 1),
         ("mpich", "3", "absent-from-a-barrier", 1),
         ("mpich", "2,1", "absent-from-the-making-of-a-sub-world", 1),
+        ("mpich", "1,1", "absent-from-a-delayed-exchange", 1),
         ("openmpi", "3", "absent-from-a-barrier", 1),
         ("openmpi", "2,2", "absent-on-another-node", 3),
     ],

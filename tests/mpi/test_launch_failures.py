@@ -18,8 +18,8 @@ from topkube.job import FirstFailure
 MARCHING = str(Path(__file__).parent / "marching.py")
 
 
-def build_marching_command(mpi: str, steps: int, seconds: float, *deeds: str) -> list[str]:
-    return [str(PYTHONS[mpi]), MARCHING, str(steps), str(seconds), *deeds]
+def build_marching_command(mpi: str, steps: int, seconds: float, *faults: str) -> list[str]:
+    return [str(PYTHONS[mpi]), MARCHING, str(steps), str(seconds), *faults]
 
 
 def wait_for_failure(job: PlayedJob, seconds: float = 90) -> FirstFailure:
@@ -47,7 +47,7 @@ def wait_for_step(job: PlayedJob, least: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("mpi", "deed", "reason", "code", "message"),
+    ("mpi", "fault", "reason", "code", "message"),
     [
         ("MPICH", "3:3:raise=a bad batch", "Error", 1, "ValueError: a bad batch"),
         ("MPICH", "1:3:crash", "SIGSEGV", 139, "Segmentation fault"),
@@ -55,12 +55,12 @@ def wait_for_step(job: PlayedJob, least: int) -> int:
     ],
 )
 def test_the_first_failing_rank_is_named(
-    tmp_path: Path, mpi: str, deed: str, reason: str, code: int, message: str
+    tmp_path: Path, mpi: str, fault: str, reason: str, code: int, message: str
 ) -> None:
-    with PlayedJob(tmp_path, build_marching_command(mpi, 1000, 0.01, deed), mpi=mpi) as job:
+    with PlayedJob(tmp_path, build_marching_command(mpi, 1000, 0.01, fault), mpi=mpi) as job:
         job.start()
         failure = wait_for_failure(job)
-        rank = int(deed[0])
+        rank = int(fault[0])
         assert (failure.rank, failure.pod, failure.reason) == (rank, f"j-worker-{rank // 2}-1", reason), (
             job.read_all_output()
         )

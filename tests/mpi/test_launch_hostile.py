@@ -16,10 +16,10 @@ from pods import KEY, PYTHONS, UID, PlayedJob, wait_until, write_certificate
 
 from topkube.launch.connection.messages import Hello
 from topkube.launch.connection.rendezvous import UNKNOWN_CALLERS_PER_ADDRESS
-from topkube.launch.contract import JOIN_PATH, STATUS_PATH, worker_token
+from topkube.launch.contract import JOIN_PATH, STATUS_PATH, compute_worker_token
 from topkube.launch.mpi.mpiexec import find_listening_addresses
 
-TOKEN = worker_token(KEY, UID, 0, 1)
+TOKEN = compute_worker_token(KEY, UID, 0, 1)
 UPGRADE = (
     "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
     "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
@@ -68,7 +68,7 @@ def build_hello(busy: bool = False) -> bytes:
     message = Hello(
         session="s", busy=busy, ip="127.77.0.9", slots=2, python="/bin/python", mpi="MPICH 5.0.2", time=time.time()
     )
-    text = message.text().encode()
+    text = message.to_json().encode()
     return bytes([0x81, 0x80 | 126]) + len(text).to_bytes(2, "big") + b"\0\0\0\0" + text
 
 
@@ -79,9 +79,9 @@ def build_hello(busy: bool = False) -> bytes:
         ("wrong", "index=0&attempt=1"),
         (TOKEN[:-1], "index=0&attempt=1"),
         (TOKEN, "index=1&attempt=1"),  # another worker's
-        (worker_token(KEY, UID, 0, 2), "index=0&attempt=2"),  # a pod that this run does not expect
-        (worker_token(KEY, UID, 7, 1), "index=7&attempt=1"),
-        (worker_token(KEY, "another job", 0, 1), "index=0&attempt=1"),
+        (compute_worker_token(KEY, UID, 0, 2), "index=0&attempt=2"),  # a pod that this run does not expect
+        (compute_worker_token(KEY, UID, 7, 1), "index=7&attempt=1"),
+        (compute_worker_token(KEY, "another job", 0, 1), "index=0&attempt=1"),
         (TOKEN, "index=-1&attempt=1"),
         (TOKEN, "index=%00&attempt=1"),
         (TOKEN, ""),

@@ -20,7 +20,7 @@ def test_mpiexec_asks_for_every_proxy_at_once(mpi: str, workers: int, tmp_path: 
         hosts = [f"127.60.{index // 250}.{index % 250 + 2}" for index in range(workers)]
         mpiexec = Mpiexec(find_mpi(PYTHONS[mpi].parent), hosts, 1, ["/bin/true"], tmp_path)
         try:
-            return {number: parameters async for number, _, parameters in mpiexec.proxies()}
+            return {number: parameters async for number, _, parameters in mpiexec.iterate_proxies()}
         finally:
             await mpiexec.end()
 

@@ -82,7 +82,7 @@ struct Lanes {
     const __m256 is_nan = _mm256_cmp_ps(sum, sum, _CMP_UNORD_Q);
     return _mm256_blendv_epi8(_mm256_castps_si256(sum), set(canonical_nan), _mm256_castps_si256(is_nan));
   }
-  // Both values are at most 2^31, so a signed comparison with threshold - 1 is correct.
+  // Magnitudes are below 2^31 and thresholds at most 2^31, so a signed comparison with threshold - 1 is correct.
   static Mask at_least(Vector magnitude, Vector threshold) {
     return _mm256_cmpgt_epi32(magnitude, _mm256_sub_epi32(threshold, _mm256_set1_epi32(1)));
   }
@@ -128,7 +128,7 @@ struct Lanes {
     const auto is_nan = (Vector)(sum != sum);
     return ((Vector)sum & ~is_nan) | (set(canonical_nan) & is_nan);
   }
-  // Both values are at most 2^31, so a signed comparison with threshold - 1 is correct.
+  // Magnitudes are below 2^31 and thresholds at most 2^31, so a signed comparison with threshold - 1 is correct.
   static Mask at_least(Vector magnitude, Vector threshold) { return (Mask)magnitude > (Mask)(threshold - 1); }
   template <class MaskAt>
   static std::uint64_t word(const MaskAt& mask_at) {

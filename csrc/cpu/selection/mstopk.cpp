@@ -5,8 +5,10 @@
 // magnitude once and counts nothing per probe. Each probe is exactly the fp32 number of the algorithm.
 #include <limits>
 
-#include "cpu/selection/candidates.hpp"
+#include "cpu/selection/filter.hpp"
+#include "cpu/selection/radix_select.hpp"
 #include "cpu/selection/select.hpp"
+#include "cpu/selection/select_candidates.hpp"
 
 namespace topkube {
 namespace {

@@ -13,8 +13,8 @@ static constexpr std::uint64_t mixed(std::uint64_t value) {  // the finaliser of
   return value ^ (value >> 31);
 }
 
-// Returns the share `hash` / 2^32 of `stratum`, a number below 2^48. A product of both would overflow for strata of 2^32 and more:
-// 8,192 samples have such strata in arrays of more than 537 million elements.
+// Returns floor(stratum * hash / 2^32). `stratum` is below 2^48. The product has two halves, because it would overflow if `stratum` is
+// 2^32 or more: with 8,192 samples, in arrays of more than 537 million elements.
 static constexpr std::uint64_t jitter(std::uint32_t hash, std::uint64_t stratum) {
   return hash * (stratum >> 32) + (hash * (stratum & 0xffffffffu) >> 32);
 }

@@ -1,6 +1,8 @@
 #include "cpu/selection/select.hpp"
 
-#include "cpu/selection/candidates.hpp"
+#include "cpu/selection/filter.hpp"
+#include "cpu/selection/radix_select.hpp"
+#include "cpu/selection/select_candidates.hpp"
 
 namespace topkube {
 namespace {

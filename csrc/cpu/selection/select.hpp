@@ -1,8 +1,7 @@
 // Selection by magnitude: exact top-k, error feedback fused with it, and MSTopK. docs/kernels.md explains the method.
 //
 // Magnitudes are compared as integers (the bits without the sign): the order is total, and NaN and infinity are the largest.
-// Results go to arrays of k entries that the caller owns. Results do not depend on the path or on the number of threads, with one
-// exception: if two NaNs are added, either may be kept.
+// Results go to arrays of k entries that the caller owns. Results do not depend on the path or on the number of threads.
 #pragma once
 
 #include <cstddef>

@@ -44,17 +44,19 @@ struct Writer {
   }
 };
 
-// Does the work of `collect` on candidates in segments. A block takes `s.group` segments at a time, and a warp of the block the same
-// number of consecutive segments.
+// Does the work of `collect_entries` on candidates in segments. A block takes `s.group` segments at a time, and each of its warps
+// takes consecutive segments of them.
 template <class Source, class Value>
 TOPKUBE_DEVICE void collect_segments(const Selection& s, u32* indices, Value* values, float* acc, CollectShared& shared) {
   State& state = *s.state;
-  const u32 upper = state.upper, lower = state.lower, lane = gpu::lane(), each = s.group / (collect_threads / 32);
+  const u32 upper = state.upper, lower = state.lower, lane = gpu::lane();
+  const u32 warps = gpu::threads() / 32, each = (s.group + warps - 1) / warps;
   const u64 wanted_first = state.first, wanted = state.wanted;
   for (;;) {
     const u32 group = take_tile(&state.collect_ticket, shared.scratch);
     if (u64{group} * s.group >= s.tiles) return;
-    const u64 first = u64{group} * s.group + gpu::warp() * each, end = first + each < s.tiles ? first + each : s.tiles;
+    const u64 begin = u64{group} * s.group, limit = begin + s.group < s.tiles ? begin + s.group : s.tiles;
+    const u64 first = begin + gpu::warp() * each, end = first + each < limit ? first + each : limit;
     u64 mine = 0;  // the entries above in the lower half, the entries between in the upper half
     for (u64 tile = first; tile < end; ++tile) {
       const u64 start = s.filtered[tile] >> 16, size = s.filtered[tile] & 0xffffu;
@@ -87,8 +89,8 @@ TOPKUBE_DEVICE void collect_segments(const Selection& s, u32* indices, Value* va
 // Writes, in order, every entry >= upper, and of the other entries >= lower those with numbers in [first, first + wanted). If
 // `acc` is not null, these entries become zero in it.
 template <class Source, class Value>
-TOPKUBE_KERNEL(collect_threads) collect(Source source, Selection s, u32* indices, Value* values, float* acc) {
-  auto& shared = gpu::shared<CollectShared>();
+TOPKUBE_DEVICE void collect_entries(const Source& source, const Selection& s, u32* indices, Value* values, float* acc,
+                                    CollectShared& shared) {
   State& state = *s.state;
   const bool data = state.mode == from_data;
   if (segments && !data) {
@@ -100,8 +102,9 @@ TOPKUBE_KERNEL(collect_threads) collect(Source source, Selection s, u32* indices
   const u64 first = state.first, wanted = state.wanted;
   for (;;) {
     const u32 tile = take_tile(&state.collect_ticket, shared.scratch);
-    if (u64{tile} * collect_tile >= length) return;
-    const u64 base = u64{tile} * collect_tile + gpu::warp() * (32 * collect_steps) + lane;
+    const u64 start = u64{tile} * (gpu::threads() * collect_steps);
+    if (start >= length) return;
+    const u64 base = start + gpu::warp() * (32 * collect_steps) + lane;
     u32 value[collect_steps];
     u64 mine = 0;  // the entries above in the lower half, the entries between in the upper half
 #pragma unroll
@@ -131,6 +134,11 @@ TOPKUBE_KERNEL(collect_threads) collect(Source source, Selection s, u32* indices
       });
     }
   }
+}
+
+template <class Source, class Value>
+TOPKUBE_KERNEL(collect_threads) collect(Source source, Selection s, u32* indices, Value* values, float* acc) {
+  collect_entries(source, s, indices, values, acc, gpu::shared<CollectShared>());
 }
 
 }  // namespace topkube

@@ -1,6 +1,8 @@
 // `filter`: reads the data once, and appends the entries that reach the lower bound.
 #pragma once
 
+#include "histogram_rank.hpp"
+#include "look_back.hpp"
 #include "prepare.hpp"
 
 namespace topkube {

@@ -27,22 +27,23 @@ struct NarrowShared {
 };
 
 // The k-th magnitude is known: selects all magnitudes above it, and `rank` of those that equal it.
-TOPKUBE_DEVICE void settle(State& state, u32 magnitude, u64 rank) {
+TOPKUBE_DEVICE void settle(const Selection& s, u32 magnitude, u64 rank) {
+  State& state = *s.state;
   state.upper = magnitude + 1;
   state.lower = magnitude;
   state.first = 0;
   state.wanted = rank;
+  keep_threshold(s, magnitude);
 }
 
 // `round` is 0 or 1. Counts the magnitudes in [base, base + 2^bits); the bits above `shift` are the bin.
 template <class Source>
-TOPKUBE_KERNEL(narrow_threads) narrow(Source source, Selection s, u32 round) {
-  auto& shared = gpu::shared<NarrowShared>();
+TOPKUBE_DEVICE void narrow_bins(const Source& source, const Selection& s, u32 round, NarrowShared& shared) {
   State& state = *s.state;
   const u32 base = state.base, bits = state.bits;
   u32* bins = round == 0 ? s.fine : s.finest;
   if (bits == 0) {  // only one magnitude is left
-    if (round == 1 && gpu::block() == 0 && gpu::thread() == 0) settle(state, base, state.rank);
+    if (round == 1 && gpu::block() == 0 && gpu::thread() == 0) settle(s, base, state.rank);
     return;
   }
   u32 size, shift = 0;
@@ -87,8 +88,13 @@ TOPKUBE_KERNEL(narrow_threads) narrow(Source source, Selection s, u32 round) {
     state.base = base + (bin.number << shift);
     state.bits = shift;
     state.rank = bin.rank;
-    if (round == 1) settle(state, state.base, bin.rank);
+    if (round == 1) settle(s, state.base, bin.rank);
   }
+}
+
+template <class Source>
+TOPKUBE_KERNEL(narrow_threads) narrow(Source source, Selection s, u32 round) {
+  narrow_bins(source, s, round, gpu::shared<NarrowShared>());
 }
 
 }  // namespace topkube

@@ -1,8 +1,8 @@
-// `prepare`: clears the workspace, and computes bounds of the k-th magnitude from a sample.
+// `prepare`: clears the workspace, and computes bounds of the k-th magnitude from the previous selection or from a sample.
 #pragma once
 
 #include "../../cpu/selection/sampling.hpp"
-#include "../block.hpp"
+#include "../block_reduce.hpp"
 #include "sources.hpp"
 
 namespace topkube {
@@ -16,6 +16,28 @@ TOPKUBE_DEVICE u32 bit_width(u32 value) {
   return width;
 }
 
+// Returns true if the bounds can come from the previous selection.
+TOPKUBE_DEVICE bool has_previous(const Selection& s) {
+  return reuse && s.samples && s.previous && s.previous->length == s.length && s.previous->k == s.k;
+}
+
+// Keeps the k-th magnitude for the next selection. The margin follows the number of candidates, so that it fits data of any
+// distribution. After a fallback it keeps nothing: the next selection samples.
+TOPKUBE_DEVICE void keep_threshold(const Selection& s, u32 magnitude) {
+  if (!reuse || !s.previous) return;
+  const State& state = *s.state;
+  PreviousThreshold kept{};
+  if (s.samples && state.mode == from_candidates) {
+    const u32 margin = magnitude - state.least;
+    kept.length = s.length;
+    kept.k = s.k;
+    kept.magnitude = magnitude;
+    // Too many candidates: the margin shrinks as their number should. Too few: it grows by a quarter.
+    kept.margin = state.candidates > s.aim ? static_cast<u32>(margin * s.aim / state.candidates) : margin + margin / 4 + 1;
+  }
+  *s.previous = kept;
+}
+
 template <class Source>
 TOPKUBE_KERNEL(prepare_threads) prepare(Source source, Selection s) {
   auto& scratch = gpu::shared<BlockScratch>();
@@ -24,7 +46,13 @@ TOPKUBE_KERNEL(prepare_threads) prepare(Source source, Selection s) {
   }
   if (gpu::block() != 0) return;
   u32 least = 0, most = Source::mask;
-  if (s.samples) {
+  const bool reused = has_previous(s);
+  if (reused) {
+    const u32 magnitude = s.previous->magnitude & Source::mask, margin = s.previous->margin;
+    const u64 above = u64{magnitude} + 2 * u64{margin};  // further away than `least`: larger magnitudes are fewer
+    least = magnitude > margin ? magnitude - margin : 0;
+    most = above < most ? static_cast<u32>(above) : most;
+  } else if (s.samples) {
     u32 sample[samples_per_thread];
 #pragma unroll
     for (u32 j = 0; j < samples_per_thread; ++j) {
@@ -56,6 +84,7 @@ TOPKUBE_KERNEL(prepare_threads) prepare(Source source, Selection s) {
     state.most = most;
     state.rank = s.k;
     state.bits = Source::width;
+    state.reused = reused ? 1u : 0u;
     *s.state = state;
   }
 }

@@ -14,6 +14,14 @@ constexpr u32 samples_per_thread = 32, most_samples = prepare_threads * samples_
 static_assert(most_samples < 0x10000);  // two sample counts fit in one word
 constexpr u64 everything = 16384;       // up to this length every entry is a candidate
 
+// What a selection keeps for the next selection from the same place, whose k-th magnitude is usually near. All zero: nothing. Any
+// other contents are safe too: they only determine which entries become candidates.
+struct PreviousThreshold {
+  u64 length, k;          // the next selection must have the same
+  u32 magnitude, margin;  // the k-th magnitude, and how far below it the next filter begins
+};
+static_assert(sizeof(PreviousThreshold) <= 32);  // the size that topkube/kernels allocates
+
 enum Mode : u32 { from_candidates = 0, from_data = 1 };
 
 // Values that the kernels pass to each other. At the end, the host reads from them how much work was done.
@@ -32,6 +40,7 @@ struct State {
   u32 largest;  // mstopk: the largest magnitude as bits of an fp32
   u32 nonfinite;
   float thresholds[2];
+  u32 reused;  // 1 if the bounds come from the previous selection
 };
 static_assert(sizeof(State) <= 256);  // the size that topkube/kernels allocates
 
@@ -42,6 +51,8 @@ struct Selection {
   bool aligned;   // all arrays that `filter` reads and writes are aligned to 16 bytes
   u32 samples, low_rank, high_rank;
   u64 stratum, capacity;
+  PreviousThreshold* previous;  // null if the caller keeps nothing
+  u64 aim;                      // how many candidates the bounds from the previous selection should leave
   State* state;
   u32* coarse;        // the bins of filter
   u32* fine;          // the bins of the first narrow

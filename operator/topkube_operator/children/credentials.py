@@ -47,7 +47,9 @@ class Credentials:
             contract.OPERATOR_TOKEN_FILE: self.operator_token,
         }
         for index, attempt in workers:
-            plain[contract.token_item(index, attempt)] = contract.worker_token(self.token_key, self.uid, index, attempt)
+            plain[contract.name_token_item(index, attempt)] = contract.compute_worker_token(
+                self.token_key, self.uid, index, attempt
+            )
         return {name: base64.b64encode(text.encode()).decode() for name, text in plain.items()}
 
 

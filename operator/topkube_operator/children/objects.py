@@ -25,7 +25,7 @@ NAMESPACE_NAME = "kubernetes.io/metadata.name"
 def build_secret(job: TrainingJob, uid: str, workers: Iterable[tuple[int, int]], policy: Policy) -> dict[str, Any]:
     """Return the Secret with the credentials. `workers` holds (index, attempt for which the pod was made)."""
     data = credentials.derive(policy.seed, uid).build_secret_data(workers)
-    return _build_child(job, uid, "v1", "Secret", names.secret_name(job.name)) | {"type": "Opaque", "data": data}
+    return _build_child(job, uid, "v1", "Secret", names.name_secret(job.name)) | {"type": "Opaque", "data": data}
 
 
 def build_service(job: TrainingJob, uid: str, attempt: int, address: str = "") -> dict[str, Any]:
@@ -51,7 +51,7 @@ def build_service(job: TrainingJob, uid: str, attempt: int, address: str = "") -
 def build_network_policies(job: TrainingJob, uid: str, policy: Policy) -> list[dict[str, Any]]:
     """Return two policies, because workers and launcher open different ports. Neither has the job's own name, because
     another job may be named like a policy of this job."""
-    own = {names.JOB_NAME: names.job_label(job.name)}
+    own = {names.JOB_NAME: names.name_job_label(job.name)}
     workers = {"matchLabels": {**own, names.ROLE: names.WORKER}}
     launcher = {"matchLabels": {**own, names.ROLE: names.LAUNCHER}}
     if job.spec.launcher.colocate:
@@ -62,12 +62,12 @@ def build_network_policies(job: TrainingJob, uid: str, policy: Policy) -> list[d
     peers = {"podSelector": workers}
     rules = [
         (
-            names.child_name(job.name, names.WORKER),
+            names.name_child(job.name, names.WORKER),
             workers,
             [{"from": [peers]}, {"from": scrapers, "ports": _build_tcp_ports(contract.METRICS_PORT)}],
         ),
         (
-            names.child_name(job.name, names.LAUNCHER),
+            names.name_child(job.name, names.LAUNCHER),
             launcher,
             [{"from": [peers, operator], "ports": _build_tcp_ports(contract.LAUNCHER_PORT)}],
         ),
@@ -86,7 +86,7 @@ def _build_tcp_ports(port: int) -> list[dict[str, Any]]:
 def build_pod_group(job: TrainingJob, uid: str, gang: Gang, resources: Mapping[str, str]) -> dict[str, Any]:
     """Return the PodGroup of the job. `resources` is what the members request together."""
     group = placement.build_pod_group(job, gang, resources)
-    return _build_child(job, uid, group["apiVersion"], group["kind"], names.group_name(job.name, uid)) | {
+    return _build_child(job, uid, group["apiVersion"], group["kind"], names.name_pod_group(job.name, uid)) | {
         "spec": group["spec"]
     }
 
@@ -101,11 +101,14 @@ def _build_launcher_labels(job: TrainingJob, uid: str, attempt: int) -> dict[str
     role = {names.ROLE: names.LAUNCHER}
     if job.spec.launcher.colocate:
         role = {names.ROLE: names.WORKER, names.WORKER_INDEX: "0"}
-    return {names.JOB_NAME: names.job_label(job.name), names.JOB_UID: uid, **role, names.ATTEMPT: str(attempt)}
+    return {names.JOB_NAME: names.name_job_label(job.name), names.JOB_UID: uid, **role, names.ATTEMPT: str(attempt)}
 
 
 def _build_child(job: TrainingJob, uid: str, version: str, kind: str, name: str) -> dict[str, Any]:
-    labels: Mapping[str, str] = {names.JOB_NAME: names.job_label(job.name), "app.kubernetes.io/managed-by": "topkube"}
+    labels: Mapping[str, str] = {
+        names.JOB_NAME: names.name_job_label(job.name),
+        "app.kubernetes.io/managed-by": "topkube",
+    }
     return {
         "apiVersion": version,
         "kind": kind,

@@ -54,7 +54,7 @@ def select_queue_metadata(job: TrainingJob, uid: str, policy: Policy) -> tuple[d
     if is_admitted_as_a_whole(job, policy):
         labels = {key: value for key, value in labels.items() if not key.startswith("kueue.x-k8s.io/")}
     if names.KUEUE_QUEUE in labels:
-        labels.setdefault(names.KUEUE_GROUP, names.group_name(job.name, uid))
+        labels.setdefault(names.KUEUE_GROUP, names.name_pod_group(job.name, uid))
     if names.KUEUE_GROUP in labels:
         annotations.setdefault(_KUEUE_TOTAL, str(count_pods(job)))  # Kueue refuses pods of a group without it
     return labels, annotations
@@ -106,7 +106,7 @@ def place_together(pod: dict[str, Any], job: TrainingJob, uid: str) -> None:
 
 def _build_worker_labels(job: TrainingJob, uid: str) -> dict[str, str]:
     """Return the labels of this job's workers. Workers of an earlier job of the same name neither repel nor attract."""
-    return {names.JOB_NAME: names.job_label(job.name), names.JOB_UID: uid, names.ROLE: names.WORKER}
+    return {names.JOB_NAME: names.name_job_label(job.name), names.JOB_UID: uid, names.ROLE: names.WORKER}
 
 
 def prefer_warm_nodes(pod: dict[str, Any], warm: Mapping[str, int]) -> None:
@@ -141,11 +141,11 @@ def join_gang(manifest: dict[str, Any], job: TrainingJob, uid: str, gang: Gang |
     metadata = manifest["metadata"]
     pod.setdefault("schedulerName", scheduler or _GROUP_KINDS[gang][1])
     if gang == "volcano":
-        metadata["annotations"]["scheduling.k8s.io/group-name"] = names.group_name(job.name, uid)
+        metadata["annotations"]["scheduling.k8s.io/group-name"] = names.name_pod_group(job.name, uid)
         if policy.queue:
             metadata["annotations"]["scheduling.volcano.sh/queue-name"] = policy.queue
     else:
-        metadata["labels"]["scheduling.x-k8s.io/pod-group"] = names.group_name(job.name, uid)
+        metadata["labels"]["scheduling.x-k8s.io/pod-group"] = names.name_pod_group(job.name, uid)
 
 
 def count_members(job: TrainingJob) -> int:

@@ -60,7 +60,7 @@ def build_worker(
     `address` is the address of the launcher's Service. `warm` holds the percentage of the dataset by node. Raises
     JobError if the template makes no valid pod.
     """
-    name = names.worker_name(job.name, uid, index, attempt)
+    name = names.name_worker_pod(job.name, uid, index, attempt)
     launches = index == 0 and job.spec.launcher.colocate
     pod, container = _build_pod(job, uid, job.spec.template, name, attempt, policy)
     metadata, spec = pod["metadata"], pod["spec"]
@@ -86,7 +86,7 @@ def build_worker(
     )
     fetcher = source.build_source_container(job, container, name, index, attempt) if source.has_code(job) else None
     container["command"] = ["topkube", "worker", "--", *container["command"]]
-    _add_environment(container, {contract.WORKER_VARIABLE: plan.text()})
+    _add_environment(container, {contract.WORKER_VARIABLE: plan.to_json()})
     _restrict(container, spec, _find_unset_fields(job))
     _add_scratch_volumes(spec, container, job.spec.slots_per_worker, datasets.count_shared_memory_bytes(job))
     if fetcher is not None:
@@ -100,7 +100,7 @@ def build_worker(
         container,
         {
             "name": _PREFIX + "token",
-            "secret": _build_secret_source(job, {contract.token_item(index, attempt): contract.TOKEN_FILE}),
+            "secret": _build_secret_source(job, {contract.name_token_item(index, attempt): contract.TOKEN_FILE}),
         },
         contract.CREDENTIALS_DIRECTORY,
         read_only=True,
@@ -127,15 +127,14 @@ def build_worker(
 def build_launcher(job: TrainingJob, uid: str, attempt: int, workers: Sequence[tuple[int, int]], policy: Policy) -> Any:
     """Return the launcher's pod of `attempt`. `workers` holds (index, attempt for which the pod was made) of each
     worker. Raises JobError if the template makes no valid pod."""
-    name = names.launcher_name(job.name, uid, attempt)
+    name = names.name_launcher_pod(job.name, uid, attempt)
     template = remove_nulls(job.spec.launcher.template or {})
     spec = ensure_mapping(template, "spec", _OF_LAUNCHER)
     if "serviceAccountName" not in spec:
         spec.setdefault("automountServiceAccountToken", False)
     inheritance.inherit_fields(template, remove_nulls(job.spec.template))
-    spec.setdefault(
-        "terminationGracePeriodSeconds", _choose_grace(job)
-    )  # the launcher waits while ranks save their state
+    # The launcher waits while ranks save their state.
+    spec.setdefault("terminationGracePeriodSeconds", _choose_grace(job))
     containers = ensure_list(spec, "containers", f"{_OF_LAUNCHER}.spec")
     if not any(isinstance(entry, dict) and entry.get("name") == names.LAUNCHER for entry in containers):
         if len(containers) == 1 and isinstance(containers[0], dict) and "name" not in containers[0]:
@@ -200,7 +199,7 @@ def _add_launcher(
     container: dict[str, Any],
 ) -> None:
     """Make `container` the launcher."""
-    image = find_worker_container(job.spec.template)
+    worker = find_worker_container(job.spec.template)
     settings = datasets.build_cache_settings(job, policy)
     if job.spec.checkpoint:
         settings["checkpoint_directory"] = f"{CHECKPOINTS}/{job.spec.checkpoint.path}"
@@ -210,7 +209,7 @@ def _add_launcher(
         uid=uid,
         attempt=attempt,
         workers=tuple(
-            contract.ExpectedWorker(index=index, attempt=made, pod=names.worker_name(job.name, uid, index, made))
+            contract.ExpectedWorker(index=index, attempt=made, pod=names.name_worker_pod(job.name, uid, index, made))
             for index, made in workers
         ),
         slots=job.spec.slots_per_worker,
@@ -225,12 +224,12 @@ def _add_launcher(
         check_address=_checks_address(job, policy),
         environment=job.environment(**settings),
     )
-    container.setdefault("image", image["image"])
-    if "imagePullPolicy" in image:
-        container.setdefault("imagePullPolicy", image["imagePullPolicy"])
+    container.setdefault("image", worker["image"])
+    if "imagePullPolicy" in worker:
+        container.setdefault("imagePullPolicy", worker["imagePullPolicy"])
     container.setdefault("command", ["topkube", "launch"])
     container.setdefault("resources", inheritance.choose_launcher_resources(job))
-    _add_environment(container, {contract.PLAN_VARIABLE: plan.text().replace("$", "$$")})
+    _add_environment(container, {contract.PLAN_VARIABLE: plan.to_json().replace("$", "$$")})
     _hide_gpus(container)
     _restrict(container, pod["spec"], _find_unset_fields(job, of_launcher=True))
     container["securityContext"].setdefault("readOnlyRootFilesystem", True)
@@ -271,7 +270,11 @@ def _build_pod(
         "labels": {**ensure_mapping(template_metadata, "labels", f"{path}.metadata"), **labels},
         "annotations": {**ensure_mapping(template_metadata, "annotations", f"{path}.metadata"), **annotations},
     }
-    metadata["labels"] |= {names.JOB_NAME: names.job_label(job.name), names.JOB_UID: uid, names.ATTEMPT: str(attempt)}
+    metadata["labels"] |= {
+        names.JOB_NAME: names.name_job_label(job.name),
+        names.JOB_UID: uid,
+        names.ATTEMPT: str(attempt),
+    }
     spec = template["spec"]
     spec["restartPolicy"] = "Never"
     spec.setdefault("enableServiceLinks", False)
@@ -367,7 +370,7 @@ def _mount_volume(
     mounts = ensure_list(container, "volumeMounts", _CONTAINER)
     if any(isinstance(mount, dict) and str(mount.get("mountPath")).rstrip("/") == path for mount in mounts):
         return
-    volume["name"] = names.child_name(volume["name"])
+    volume["name"] = names.name_child(volume["name"])
     ensure_list(pod, "volumes", _POD).append(volume)
     mounts.append({"name": volume["name"], "mountPath": path, **({"readOnly": True} if read_only else {})})
 
@@ -376,7 +379,7 @@ def _build_secret_source(job: TrainingJob, files: dict[str, str]) -> dict[str, A
     """Return the job's Secret with the items that one pod may read: the certificate and `files` (item: file name)."""
     items = {contract.CERTIFICATE_FILE: contract.CERTIFICATE_FILE, **files}
     return {
-        "secretName": names.secret_name(job.name),
+        "secretName": names.name_secret(job.name),
         "defaultMode": 0o444,
         "items": [{"key": key, "path": path} for key, path in items.items()],
     }

@@ -61,7 +61,7 @@ def build_source_container(
     entries[:] = [
         entry for entry in entries if not (isinstance(entry, dict) and entry.get("name") == contract.SOURCE_VARIABLE)
     ]
-    entries.append({"name": contract.SOURCE_VARIABLE, "value": plan.text().replace("$", "$$")})
+    entries.append({"name": contract.SOURCE_VARIABLE, "value": plan.to_json().replace("$", "$$")})
     archive = job.spec.source.archive if job.spec.source is not None else None
     if archive is not None and archive.secret_name:
         ensure_list(built, "envFrom", _CONTAINER).append({"secretRef": {"name": archive.secret_name}})

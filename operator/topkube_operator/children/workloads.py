@@ -38,14 +38,14 @@ _POD_FIELDS = (
 _CONTAINER_FIELDS = ("name", "image", "resources", "restartPolicy")
 
 
-def workload_name(job: str) -> str:
+def name_workload(job: str) -> str:
     """Return the name of a job's Workload."""
-    return names.child_name(job, "workload")
+    return names.name_child(job, "workload")
 
 
 def find_workload(job: TrainingJob, observed: Observed) -> Child | None:
     """Return the job's Workload; None if there is none."""
-    return observed.children.get((WORKLOAD, workload_name(job.name)))
+    return observed.children.get((WORKLOAD, name_workload(job.name)))
 
 
 def find_priority_reference(job: TrainingJob) -> tuple[str, str] | None:
@@ -68,9 +68,13 @@ def build_workload(
         value = (objects.get(reference) or {}).get("value")
         if isinstance(value, int):
             spec |= {"priority": value, **_build_priority_fields(reference, policy.workloads)}
-    labels = {names.JOB_NAME: names.job_label(job.name), _UID_LABEL: uid, "app.kubernetes.io/managed-by": "topkube"}
+    labels = {
+        names.JOB_NAME: names.name_job_label(job.name),
+        _UID_LABEL: uid,
+        "app.kubernetes.io/managed-by": "topkube",
+    }
     metadata = {
-        "name": workload_name(job.name),
+        "name": name_workload(job.name),
         "namespace": job.metadata.namespace,
         "labels": labels,
         "ownerReferences": [names.build_owner_reference(job.name, uid)],

@@ -18,7 +18,8 @@ from topkube_operator.control.job_memory import JobMemory
 from topkube_operator.model.observed import Child, Trouble
 from topkube_operator.model.plan import Deletion, GroupEnd, Release, StatusPatch
 from topkube_operator.planning.contests import describe_contest
-from topkube_operator.watch.api_client import ApiError, Cluster
+from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_connection import ApiError
 from topkube_operator.watch.owner import Owner, find_owner
 from topkube_operator.watch.watch_cache import WatchCache
 from topkube_operator.watch.work_queue import Key
@@ -73,7 +74,7 @@ class ChildWriter:
             memory.create_from = time.monotonic() + 1.0
         else:
             requested = max(trouble.wait for trouble in troubles.values()) * random.uniform(1.0, 1.2)
-            back_off = memory.back_off() if self._cache.job(key) is not None else 1.0
+            back_off = memory.back_off() if self._cache.find_job(key) is not None else 1.0
             memory.create_from = time.monotonic() + max(back_off, requested)
 
     def _change_pod(self, key: Key, pod: Release | GroupEnd, change: Callable[[str, str, str], dict[str, Any]]) -> None:
@@ -125,7 +126,7 @@ class ChildWriter:
         kind, metadata = manifest["kind"], manifest["metadata"]
         name = (metadata["namespace"], metadata["name"])
         try:
-            child = self._cache.child(kind, name, owner) if kind != "Pod" else None
+            child = self._cache.find_child(kind, name, owner) if kind != "Pod" else None
             message = self._describe_contest(manifest, memory)
             answer = self._cluster.create(manifest) if child is None else self._change(child, manifest)
             self._cache.put(kind, answer)

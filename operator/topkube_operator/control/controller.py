@@ -22,7 +22,7 @@ from topkube_operator.control.plan_executor import ControlContext, PlanExecutor
 from topkube_operator.model.observed import LauncherReport, Observed, Policy
 from topkube_operator.model.plan import Release
 from topkube_operator.planning import planner
-from topkube_operator.watch.api_client import ApiError
+from topkube_operator.watch.api_connection import ApiError
 from topkube_operator.watch.owner import Owner
 from topkube_operator.watch.work_queue import Key
 
@@ -87,7 +87,7 @@ class Controller:
         """Make all jobs due, because this replica has begun to lead."""
         with self._lock:
             self._memories.clear()
-        for job in self._cache.jobs():
+        for job in self._cache.list_jobs():
             self._queue.add((job["metadata"]["namespace"], job["metadata"]["name"]))
 
     def _find_memory(self, key: Key, uid: str) -> JobMemory:
@@ -136,7 +136,7 @@ class Controller:
 
     def _back_off(self, key: Key) -> float:
         """Count a failure of the job. Return the seconds until the next try."""
-        job = self._cache.job(key)
+        job = self._cache.find_job(key)
         return 1.0 if job is None else self._find_memory(key, job["metadata"]["uid"]).back_off()
 
     def reconcile(self, key: Key) -> bool:
@@ -145,7 +145,7 @@ class Controller:
         if self._acting():
             self._remove_stuck_pods(key)
         for turn in range(_MAX_ROUNDS):
-            job = self._cache.job(key)
+            job = self._cache.find_job(key)
             if job is None:
                 self._forget(key)
                 if not self._acting():
@@ -206,7 +206,7 @@ class Controller:
     def _release_orphans(self, key: Key) -> None:
         """Remove our finalizer from pods whose job is gone. Pods may be listed before their jobs are, so ask the API
         server for the job."""
-        job = self._cache.job(key)
+        job = self._cache.find_job(key)
         orphans = self._cache.find_unreleased_pods(key, job["metadata"]["uid"] if job is not None else "")
         if not orphans:
             return

@@ -16,7 +16,8 @@ from typing import Any
 from topkube.job import API_VERSION, KIND
 from topkube.timestamps import format_timestamp
 from topkube_operator.model.status import Event
-from topkube_operator.watch.api_client import ApiError, Cluster
+from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_connection import ApiError
 
 _log = logging.getLogger(__name__)
 _REMEMBERED = 4096

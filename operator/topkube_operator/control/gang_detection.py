@@ -12,7 +12,8 @@ from typing import Any
 
 from topkube_operator.model import stored_job
 from topkube_operator.model.observed import Gang, Policy
-from topkube_operator.watch.api_client import ApiError, Cluster
+from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_connection import ApiError
 
 _log = logging.getLogger(__name__)
 _GANGS: dict[Gang, tuple[str, str]] = {

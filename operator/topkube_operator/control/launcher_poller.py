@@ -88,7 +88,7 @@ class LauncherPoller:
     def _find_launchers(self) -> list[tuple[Key, str, Pod, str]]:
         """Return the running launchers of the jobs that this operator manages, and the domains of their workers."""
         launchers: list[tuple[Key, str, Pod, str]] = []
-        for job in self._cache.jobs():
+        for job in self._cache.list_jobs():
             status, metadata = job.get("status"), job["metadata"]
             if not isinstance(status, dict) or status.get("phase") not in (
                 "Pending",
@@ -233,7 +233,7 @@ def _build_tls_context(seed: bytes, uid: str) -> ssl.SSLContext:
 
 
 def _build_report(status: contract.LauncherStatus) -> LauncherReport:
-    data = status.data()
+    data = status.to_dict()
     return LauncherReport(
         attempt=status.attempt,
         state=status.state,

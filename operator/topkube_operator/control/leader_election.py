@@ -15,7 +15,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from topkube.timestamps import format_microtime
-from topkube_operator.watch.api_client import ApiError, Cluster
+from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_connection import ApiError
 
 _log = logging.getLogger(__name__)
 _LEASE = 12.0
@@ -44,13 +45,13 @@ class LeaderElection:
     def start(self) -> None:
         self._thread.start()
 
-    def acting(self) -> bool:
+    def is_acting(self) -> bool:
         """Return True if this replica may write now."""
         return time.monotonic() < self._until
 
     def stop(self) -> None:
         """Stop acting, and release the Lease."""
-        led = self.acting()
+        led = self.is_acting()
         self._until = 0.0
         self._stopped.set()
         if self._thread.is_alive():
@@ -75,11 +76,11 @@ class LeaderElection:
                 _log.warning("the Lease could not be renewed: %s", error)
             except Exception:
                 _log.exception("the election failed and starts again")
-            if self.acting() != self._announced:
-                self._announced = self.acting()
+            if self.is_acting() != self._announced:
+                self._announced = self.is_acting()
                 _log.info("this replica %s", "leads" if self._announced else "does not lead any more")
                 self._changed(self._announced)
-            pause = _RENEW_EVERY if self.acting() else _CHECK_EVERY
+            pause = _RENEW_EVERY if self.is_acting() else _CHECK_EVERY
             self._stopped.wait(pause)
 
     def _hold(self) -> bool:

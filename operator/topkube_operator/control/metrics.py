@@ -157,7 +157,7 @@ class OperatorMetrics:
         self._review = self._histogram(REVIEW_SECONDS, _CALL_BUCKETS)
         self._published, self._expiry = self._gauge(PUBLISHED), self._gauge(EXPIRY)
 
-    def text(self) -> bytes:
+    def render(self) -> bytes:
         """Return the answer of /metrics, in Prometheus's text format."""
         jobs = list(self._jobs())
         self._keep_namespaces({str((job.get("metadata") or {}).get("namespace", "")) for job in jobs})

@@ -24,7 +24,8 @@ from topkube_operator.http.certificates import Authority
 from topkube_operator.http.probes import Probes
 from topkube_operator.http.scrape_access import ScrapeOptions, TokenCheck
 from topkube_operator.model.observed import Policy
-from topkube_operator.watch.api_client import ApiError, Cluster
+from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_connection import ApiError
 from topkube_operator.watch.watch_cache import WatchCache
 from topkube_operator.watch.watchers import CHILDREN, Watchers
 from topkube_operator.watch.work_queue import WorkQueue
@@ -64,7 +65,7 @@ class Operator:
         self.identity = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.cache = WatchCache(options.fault_conditions)
         self.metrics = OperatorMetrics(self._list_served_jobs, namespace=options.namespace, release=options.release)
-        self.cluster = Cluster(options.kubeconfig, self.acting, self.metrics.observe_call)
+        self.cluster = Cluster(options.kubeconfig, self.is_acting, self.metrics.observe_call)
         self.queue = WorkQueue(self.metrics.observe_queued)
         self.metrics.watch_queue(self.queue)
         self.recorder = EventRecorder(self.cluster, self.identity)
@@ -75,16 +76,16 @@ class Operator:
         self._election: LeaderElection | None = None
         self._stopping = False
 
-    def acting(self) -> bool:
+    def is_acting(self) -> bool:
         """Return True if this replica may write: it leads, and has listed everything."""
         if self._stopping or self.watchers is None or not self.watchers.is_synced():
             return False
-        return self._election is None or self._election.acting()
+        return self._election is None or self._election.is_acting()
 
     def _list_served_jobs(self) -> Iterable[Mapping[str, Any]]:
         """Return the jobs whose series this replica serves. Replicas that stand by serve none, because they would serve
         the same series again."""
-        return self.cache.jobs() if self.acting() else ()
+        return self.cache.list_jobs() if self.is_acting() else ()
 
     def start(self) -> None:
         """Start all parts. Raises TopKubeError if the cluster refuses what the operator needs."""
@@ -97,13 +98,13 @@ class Operator:
         )
         detector = GangDetector(self.cluster, self.policy, self._watch_kind)
         context = ControlContext(self.cluster, self.cache, self.queue, self.recorder, self.metrics)
-        self.controller = Controller(context, detector.find_policy, self.acting)
+        self.controller = Controller(context, detector.find_policy, self.is_acting)
         kinds = [*CHILDREN, *(["PodGroup"] if gang else []), *(["Workload"] if workloads else [])]
         self.watchers = Watchers(self.cluster, self.cache, options.namespaces, kinds, self.controller.wake)
         names = (socket.gethostname(), "localhost")
         self.probes = Probes(
             options.metrics_port,
-            self.metrics.text,
+            self.metrics.render,
             self.find_health_problem,
             self.find_readiness_problem,
             tls=options.scrape.build_context(Authority.derive(self.seed), names),
@@ -143,7 +144,7 @@ class Operator:
         """Return a problem that a restart of the operator would solve; empty if there is none."""
         if self.watchers is not None and not self.watchers.is_alive():
             return "a watcher has not heard from the API server for three minutes"
-        if self.queue.find_oldest() > _STUCK_SECONDS and self.acting():
+        if self.queue.find_oldest() > _STUCK_SECONDS and self.is_acting():
             return f"a job has been waiting for {self.queue.find_oldest():.0f} seconds"
         return ""
 
@@ -159,7 +160,7 @@ class Operator:
             self.cache.remove_job(key, metadata["uid"])
             self.queue.add(key)
             return
-        if kind == "ADDED" and self.cache.job(key) is None:  # jobs that existed before this replica have no kind
+        if kind == "ADDED" and self.cache.find_job(key) is None:  # jobs that existed before this replica have no kind
             self.metrics.count_created()
         if self.cache.put_job(job):
             self.queue.add(key)

@@ -23,7 +23,8 @@ from topkube_operator.model.plan import Plan
 from topkube_operator.model.status import Event
 from topkube_operator.planning import admission
 from topkube_operator.planning.causes.pod_failures import LOG_TAIL_BYTES, LOG_TAIL_LINES
-from topkube_operator.watch.api_client import ApiError, Cluster
+from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_connection import ApiError
 from topkube_operator.watch.owner import Owner
 from topkube_operator.watch.watch_cache import WatchCache
 from topkube_operator.watch.work_queue import Key, WorkQueue
@@ -61,7 +62,7 @@ class PlanExecutor:
     def read_logs(self, key: Key, plan: Plan, memory: JobMemory) -> None:
         """Read the log tails that the planner needs into `memory`."""
         for request in plan.logs:
-            text = self._cluster.log_tail(key[0], request.pod, request.container, LOG_TAIL_LINES, LOG_TAIL_BYTES)
+            text = self._cluster.read_log_tail(key[0], request.pod, request.container, LOG_TAIL_LINES, LOG_TAIL_BYTES)
             memory.logs[request.pod] = text
 
     def read_objects(self, plan: Plan, memory: JobMemory) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from topkube.job import API_VERSION, KIND
-from topkube.launch.contract import UID_LETTERS, child_name, worker_name
+from topkube.launch.contract import UID_LETTERS, name_child, name_worker_pod
 
 MANAGER = "topkube.dev/operator"
 """Our value of spec.runPolicy.managedBy. Another controller manages the jobs that have another value."""
@@ -11,7 +11,7 @@ FIELD_MANAGER = "topkube-operator"
 
 JOB_NAME = "topkube.dev/job-name"
 JOB_UID = "topkube.dev/job-uid"
-"""Label of pods. Selectors use it where pods of an earlier job of the same name must not count."""
+"""Label of pods. Selectors use it to leave out pods of an earlier job of the same name."""
 ROLE = "topkube.dev/role"
 WORKER_INDEX = "topkube.dev/worker-index"
 ATTEMPT = "topkube.dev/attempt"
@@ -40,22 +40,22 @@ LAUNCHER = "launcher"
 WORKER = "worker"
 
 
-def launcher_name(job: str, job_uid: str, attempt: int) -> str:
-    return child_name(job, LAUNCHER, attempt, job_uid[:UID_LETTERS])
+def name_launcher_pod(job: str, job_uid: str, attempt: int) -> str:
+    return name_child(job, LAUNCHER, attempt, job_uid[:UID_LETTERS])
 
 
-def group_name(job: str, job_uid: str) -> str:
+def name_pod_group(job: str, job_uid: str) -> str:
     """Return the name of the group that the job's pods form for a gang scheduler or for Kueue."""
-    return child_name(job, job_uid[:UID_LETTERS])
+    return name_child(job, job_uid[:UID_LETTERS])
 
 
-def secret_name(job: str) -> str:
-    return child_name(job, "credentials")
+def name_secret(job: str) -> str:
+    return name_child(job, "credentials")
 
 
-def job_label(job: str) -> str:
+def name_job_label(job: str) -> str:
     """Return the job's name as the value of a label."""
-    return child_name(job)
+    return name_child(job)
 
 
 def build_owner_reference(name: str, uid: str) -> dict[str, object]:
@@ -72,10 +72,10 @@ def build_owner_reference(name: str, uid: str) -> dict[str, object]:
 
 __all__ = [
     "build_owner_reference",
-    "child_name",
-    "group_name",
-    "job_label",
-    "launcher_name",
-    "secret_name",
-    "worker_name",
+    "name_child",
+    "name_job_label",
+    "name_launcher_pod",
+    "name_pod_group",
+    "name_secret",
+    "name_worker_pod",
 ]

@@ -16,7 +16,7 @@ from topkube.errors import TopKubeError
 from topkube.job.base.part import QUANTITY
 from topkube.job.base.quantity import parse_bytes
 from topkube_operator.http.scrape_access import add_scrape_options, read_scrape_options
-from topkube_operator.node_cache.agent import LOOK_SECONDS, Agent
+from topkube_operator.node_cache.agent import POLL_SECONDS, Agent
 from topkube_operator.node_cache.decisions import CacheLimits
 from topkube_operator.node_cache.metrics import AgentMetrics
 from topkube_operator.node_cache.metrics_server import MetricsServer
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 server.keep_running()
         except OSError as error:
             log.warning("the cache directory cannot be used: %s", error)
-        stop.wait(LOOK_SECONDS)
+        stop.wait(POLL_SECONDS)
     if server is not None:
         server.stop()
     return 0

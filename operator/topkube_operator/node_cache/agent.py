@@ -25,10 +25,11 @@ from topkube_operator.node_cache.decisions import (
 )
 from topkube_operator.node_cache.metrics import AgentMetrics
 from topkube_operator.node_cache.volume import UnusableFolder, Volume
-from topkube_operator.watch.api_client import ApiError, Cluster
+from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_connection import ApiError
 
 _log = logging.getLogger(__name__)
-LOOK_SECONDS = 2.0
+POLL_SECONDS = 2.0
 CLUSTER_SECONDS = 10.0
 """How often the cluster is asked for claims and wishes while nothing changes on the disk."""
 

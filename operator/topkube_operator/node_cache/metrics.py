@@ -111,10 +111,10 @@ class AgentMetrics:
         """Count a call to the API server. `status` is 0 without an answer."""
         self._calls.labels(*self._own, str(status) if status else "unreachable").inc()
 
-    def text(self) -> bytes:
+    def render(self) -> bytes:
         """Return the metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
     def write(self, path: Path) -> None:
         """Store the metrics in a file, atomically. Raises OSError."""
-        write_bytes(path, self.text())
+        write_bytes(path, self.render())

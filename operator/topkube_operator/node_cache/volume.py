@@ -105,7 +105,7 @@ class Volume:
 
         def apply_in_folder(tier: DiskTier) -> list[str]:
             removed = []
-            for folder in tier.datasets():
+            for folder in tier.list_folders():
                 if folder.name in to_evict and folder.remove():
                     removed.append(folder.name)
                 elif folder.name in to_pin or folder.name in to_unpin:
@@ -119,7 +119,7 @@ def _preload() -> None:
     """Load everything that a child needs, because a confined child sees no libraries."""
     with tempfile.TemporaryDirectory() as scratch:
         tier = DiskTier(Path(scratch))
-        folder = tier.dataset("file:///rehearsal")
+        folder = tier.open_folder("file:///rehearsal")
         os.close(folder.publish("0" * 32, 1, lambda file: os.truncate(file, 1)))
         _describe_datasets(tier)
         folder.remove()
@@ -130,14 +130,14 @@ def _describe_datasets(tier: DiskTier) -> list[dict[str, Any]]:
         {
             "id": folder.name,
             "uri": folder.uri,
-            "cachedBytes": folder.log.total(),
-            "shards": int(folder.entries().size),
+            "cachedBytes": folder.log.sum_shard_bytes(),
+            "shards": int(folder.list_records().size),
             "totalBytes": folder.read_summary().get("bytes"),
             "lastUsed": folder.last_used,
-            "inUse": folder.in_use,
-            "pinned": folder.pinned,
+            "inUse": folder.is_in_use,
+            "pinned": folder.is_pinned,
         }
-        for folder in tier.datasets()
+        for folder in tier.list_folders()
     ]
 
 

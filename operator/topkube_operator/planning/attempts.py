@@ -49,7 +49,7 @@ def find_current(job: TrainingJob, uid: str, draft: StatusDraft, observed: Obser
         launcher,
         tuple(newest.get(index) for index in range(count)),
         tuple(
-            newest[index].name if index in newest else names.worker_name(job.name, uid, index, number)
+            newest[index].name if index in newest else names.name_worker_pod(job.name, uid, index, number)
             for index in range(count)
         ),
     )
@@ -75,7 +75,7 @@ def plan_creation(job: TrainingJob, uid: str, draft: StatusDraft, observed: Obse
         stage = [
             pods.build_worker(job, uid, index, number, address, observed.policy, observed.warm)
             for index in missing
-            if names.worker_name(job.name, uid, index, number) not in existing
+            if names.name_worker_pod(job.name, uid, index, number) not in existing
         ]
         if colocate:
             head = pods.build_colocated(job, uid, number, workers, observed.policy, observed.warm)
@@ -165,7 +165,7 @@ def _find_kept_workers(
             kept[pod.index] = pod
         elif pod.index not in kept or kept[pod.index].attempt < pod.attempt:
             fits = pod.shape == shape and pod.launcher_address == address and pod.name not in lost
-            fits = fits and pod.name == names.worker_name(job.name, uid, pod.index, pod.attempt)
+            fits = fits and pod.name == names.name_worker_pod(job.name, uid, pod.index, pod.attempt)
             fits = fits and not gives_back and pod.node not in bad and (bool(pod.node) or not pod.avoids_nodes)
             if fits and is_reusable(pod, observed):
                 kept[pod.index] = pod

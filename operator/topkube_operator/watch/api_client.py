@@ -1,7 +1,6 @@
-"""The API server: list, watch, create, server-side apply, patch, delete. The only module that imports `kubernetes`.
+"""The API server: list, watch, create, server-side apply, patch, delete.
 
-The client works with plain dictionaries, because the generated models would take longer than the calls. Every write
-asks `acting` first, which refuses the write if this replica does not lead.
+Every write asks `acting` first, which refuses the write if this replica does not lead.
 """
 
 from __future__ import annotations
@@ -9,23 +8,15 @@ from __future__ import annotations
 import http
 import json
 import logging
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any
-from urllib.parse import urlencode
 
-import kubernetes.client
-import kubernetes.config
 import urllib3
-from kubernetes.config.config_exception import ConfigException
 
-from topkube.errors import TopKubeError
 from topkube.job import API_VERSION, KIND
 from topkube.job.cached_dataset import CACHED_KIND, CACHED_PLURAL
 from topkube_operator.model import names
+from topkube_operator.watch.api_connection import ApiConnection, ApiError, ignore_call
 
 _log = logging.getLogger(__name__)
 _PATHS = {
@@ -41,44 +32,24 @@ _PATHS = {
     KIND: (API_VERSION, "trainingjobs"),
     CACHED_KIND: (API_VERSION, CACHED_PLURAL),
 }
-_CONNECTIONS = 48
-_TIMEOUT = urllib3.Timeout(connect=3, read=10)
 _LONGEST_LOG = 1 << 20
-_LONGEST_WAIT = 300.0
 _WATCH_SECONDS = 50
 """How often a watch is renewed. A broken connection that reports no error is noticed after this time at the latest."""
 
 
-class ApiError(TopKubeError):
-    """The API server refused a call, or could not be reached (status 0). The cluster has not changed.
-
-    `status` is HTTP's status. `wait` is the minimum number of seconds that the server asks us to wait (Retry-After).
-    """
-
-    def __init__(self, status: int, what: str, reason: str = "", wait: float = 0.0) -> None:
-        self.status, self.reason, self.wait = status, reason, wait
-        super().__init__(what)
-
-
-def _ignore_call(method: str, status: int, seconds: float | None) -> None:
-    pass
-
-
 class Cluster:
-    """One API server. Safe for many threads. `observe` receives the method, HTTP's status (0: no answer) and the
-    seconds of each call (None: a watch)."""
+    """The objects of one cluster, by kind. Safe for many threads. `observe` receives the method, HTTP's status (0: no
+    answer) and the seconds of each call (None: a watch)."""
 
     def __init__(
         self,
         kubeconfig: str = "",
         acting: Callable[[], bool] = lambda: True,
-        observe: Callable[[str, int, float | None], None] = _ignore_call,
+        observe: Callable[[str, int, float | None], None] = ignore_call,
     ) -> None:
-        self.configuration = _load_configuration(kubeconfig)
-        self._client = kubernetes.client.ApiClient(self.configuration)
-        self._pool: urllib3.PoolManager = self._client.rest_client.pool_manager
+        self.connection = ApiConnection(kubeconfig, observe)
         self._paths = dict(_PATHS)
-        self.acting, self._observe = acting, observe
+        self.acting = acting
 
     # Reading.
 
@@ -110,7 +81,9 @@ class Cluster:
             **({"labelSelector": selector} if selector else {}),
         }
         timeout = urllib3.Timeout(connect=3, read=_WATCH_SECONDS + 10)
-        response = self._send("GET", self._build_path(kind, namespace), query=query, timeout=timeout, stream=True)
+        response = self.connection.send(
+            "GET", self._build_path(kind, namespace), query=query, timeout=timeout, stream=True
+        )
         try:
             rest = b""
             for piece in response.stream(65536, decode_content=False):
@@ -128,7 +101,7 @@ class Cluster:
             response.close()
             response.release_conn()
 
-    def log_tail(self, namespace: str, pod: str, container: str, lines: int, max_bytes: int) -> str:
+    def read_log_tail(self, namespace: str, pod: str, container: str, lines: int, max_bytes: int) -> str:
         """Return the last lines of a container's log, at most `max_bytes` bytes; empty if there is no log."""
         query = {
             "container": container,
@@ -138,7 +111,7 @@ class Cluster:
         }
         path = self._build_path("Pod", namespace, pod) + "/log"
         try:
-            response = self._send("GET", path, query=query, timeout=urllib3.Timeout(connect=3, read=4))
+            response = self.connection.send("GET", path, query=query, timeout=urllib3.Timeout(connect=3, read=4))
         except ApiError as error:
             _log.info("no log of %s/%s: %s", namespace, pod, error)
             return ""
@@ -149,7 +122,7 @@ class Cluster:
         longer than a second."""
         path = f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}"
         try:
-            response = self._send("GET", path, timeout=urllib3.Timeout(total=1))
+            response = self.connection.send("GET", path, timeout=urllib3.Timeout(total=1))
         except ApiError:
             return None
         claim: dict[str, Any] = json.loads(response.data)
@@ -227,115 +200,24 @@ class Cluster:
             hook.setdefault("clientConfig", {})["caBundle"] = bundle
         self.call("PUT", path, stored)
 
-    # The wire.
+    # Calls.
 
-    def call(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        query: Mapping[str, str] | None = None,
-        content: str = "application/json",
-        accept: str = "",
-    ) -> dict[str, Any]:
-        """Make one call, even if this replica does not lead. Raises ApiError."""
-        response = self._send(method, path, body, query=query, content=content, accept=accept)
-        data: dict[str, Any] = json.loads(response.data)
-        return data
+    @property
+    def configuration(self) -> Any:
+        """The address of the API server and the credentials, as `kubernetes.client.Configuration`."""
+        return self.connection.configuration
+
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+        """Make one call, even if this replica does not lead (see `ApiConnection.call`). Raises ApiError."""
+        return self.connection.call(method, path, body, **options)
 
     def _write(self, method: str, path: str, body: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         if not self.acting():
             raise ApiError(0, "this replica does not lead: nothing was written", "NotLeading")
         return self.call(method, path, body, **options)
 
-    def _send(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        query: Mapping[str, str] | None = None,
-        content: str = "application/json",
-        accept: str = "",
-        timeout: urllib3.Timeout = _TIMEOUT,
-        stream: bool = False,
-    ) -> urllib3.BaseHTTPResponse:
-        headers = {"Accept": accept or "application/json", "User-Agent": "topkube-operator"}
-        if body is not None:
-            headers["Content-Type"] = content
-        data = None if body is None else _to_json(body)
-        # Adds the token. A token from a file or a plug-in is renewed.
-        self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, None)
-        begun = time.monotonic()
-        try:
-            response = self._pool.request(
-                method,
-                self.configuration.host + path + (f"?{urlencode(query)}" if query else ""),
-                body=data,
-                headers=headers,
-                timeout=timeout,
-                preload_content=not stream,
-                retries=False,
-                redirect=False,
-            )
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            self._observe(method, 0, None)
-            raise ApiError(0, f"the API server cannot be reached: {error}") from None
-        self._observe(method, response.status, None if stream else time.monotonic() - begun)
-        if response.status >= 400:
-            raise _read_error(response, method, path)
-        return response
-
     def _build_path(self, kind: str, namespace: str | None, name: str = "") -> str:
         version, plural = self._paths[kind]
         base = f"/api/{version}" if "/" not in version else f"/apis/{version}"
         scope = f"/namespaces/{namespace}" if namespace and kind != "Node" else ""
         return f"{base}{scope}/{plural}" + (f"/{name}" if name else "")
-
-
-def _to_json(body: Mapping[str, Any]) -> bytes:
-    """Return the body as JSON. Raises ApiError if the body contains a number that JSON does not have."""
-    try:
-        return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
-    except ValueError as error:
-        raise ApiError(0, f"nothing was written: the object cannot be written as JSON: {error}", "NotJSON") from None
-
-
-def _read_error(response: urllib3.BaseHTTPResponse, method: str, path: str) -> ApiError:
-    try:
-        status = json.loads(response.data)
-        message, reason = str(status.get("message")), str(status.get("reason"))
-    except (ValueError, AttributeError, urllib3.exceptions.HTTPError):
-        message, reason = f"{method} {path}: status {response.status}", ""
-    response.release_conn()
-    return ApiError(response.status, message, reason, _parse_retry_after(response.headers.get("Retry-After")))
-
-
-def _parse_retry_after(retry_after: str | None) -> float:
-    """Return a Retry-After header in bounded seconds; 0 if there is none. API servers send seconds, proxies also send
-    dates."""
-    if not retry_after:
-        return 0.0
-    try:
-        seconds = float(retry_after)
-    except ValueError:
-        try:
-            seconds = (parsedate_to_datetime(retry_after) - datetime.now(UTC)).total_seconds()
-        except (TypeError, ValueError):
-            return 0.0
-    return min(max(seconds, 0.0), _LONGEST_WAIT) if math.isfinite(seconds) else 0.0
-
-
-def _load_configuration(kubeconfig: str) -> kubernetes.client.Configuration:
-    configuration = kubernetes.client.Configuration()
-    if kubeconfig:
-        kubernetes.config.load_kube_config(kubeconfig, client_configuration=configuration)
-    else:
-        try:
-            kubernetes.config.load_incluster_config(client_configuration=configuration)
-        except ConfigException:
-            kubernetes.config.load_kube_config(client_configuration=configuration)
-    configuration.connection_pool_maxsize = _CONNECTIONS
-    kubernetes.client.Configuration.set_default(configuration)  # kopf reads its credentials from there
-    return configuration

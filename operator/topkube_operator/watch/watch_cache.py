@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
 from typing import Any
 
 from topkube_operator.model import stored_job
-from topkube_operator.model.nodes import NodeFailure, read_node_failures
 from topkube_operator.model.observed import Child, LauncherReport, Observed, Pod, Policy, Trouble
-from topkube_operator.planning.causes.bad_nodes import REMEMBERED
 from topkube_operator.watch.known_caches import KnownCaches
 from topkube_operator.watch.known_children import Entry, KnownChildren, Name
+from topkube_operator.watch.known_jobs import KnownJobs, read_version
 from topkube_operator.watch.known_nodes import KnownNodes
 from topkube_operator.watch.owner import Owner, find_owner
 from topkube_operator.watch.removals import Removals
@@ -29,11 +27,9 @@ class WatchCache:
     def __init__(self, fault_conditions: Iterable[str] = ()) -> None:
         """`fault_conditions` are further condition types of nodes that report a fault if their status is True."""
         self._lock = threading.RLock()
-        self._jobs: dict[Key, dict[str, Any]] = {}
+        self._jobs = KnownJobs()
         self._children = KnownChildren()
         self._nodes = KnownNodes(fault_conditions)
-        self._node_failures: dict[str, tuple[NodeFailure, ...]] = {}
-        """Failures that began on a node, by the UID of the job that had them."""
         self._caches = KnownCaches()
         self._removals = Removals()
 
@@ -41,49 +37,30 @@ class WatchCache:
 
     def put_job(self, job: Mapping[str, Any]) -> bool:
         """Store a job. Return True if it is newer than the known job."""
-        metadata = job["metadata"]
-        key = (metadata["namespace"], metadata["name"])
         with self._lock:
-            known = self._jobs.get(key)
-            if metadata["uid"] in self._removals:
-                return False
-            if (
-                known is not None
-                and known["metadata"]["uid"] == metadata["uid"]
-                and _read_version(known) >= _read_version(job)
-            ):
-                return False
-            slim = {name: value for name, value in metadata.items() if name != "managedFields"}
-            self._jobs[key] = {**job, "metadata": slim}
-            if known is not None:
-                self._node_failures.pop(known["metadata"]["uid"], None)
-            if failures := read_node_failures(metadata["uid"], job.get("status")):
-                self._node_failures[metadata["uid"]] = failures
-            return True
+            return job["metadata"]["uid"] not in self._removals and self._jobs.put(job)
 
     def remove_job(self, key: Key, uid: str) -> None:
+        """Forget a job, and ignore its late events."""
         with self._lock:
-            known = self._jobs.get(key)
-            if known is not None and known["metadata"]["uid"] == uid:
-                del self._jobs[key]
-                self._node_failures.pop(uid, None)
+            self._jobs.remove(key, uid)
             self._removals.add(uid, None, key[1])
 
-    def job(self, key: Key) -> dict[str, Any] | None:
+    def find_job(self, key: Key) -> dict[str, Any] | None:
+        """Return a job, as stored; None if there is none."""
         with self._lock:
-            return self._jobs.get(key)
+            return self._jobs.find(key)
 
-    def jobs(self) -> list[dict[str, Any]]:
+    def list_jobs(self) -> list[dict[str, Any]]:
         """Return all jobs, as stored."""
         with self._lock:
-            return list(self._jobs.values())
+            return self._jobs.list_all()
 
     def forget_versions(self) -> None:
         """Treat the next version of every object as newer than the known version. Resource versions go back if the
         cluster's data were restored from a backup. Removed objects may exist again."""
         with self._lock:
-            for key, job in self._jobs.items():
-                self._jobs[key] = {**job, "metadata": {**job["metadata"], "resourceVersion": "0"}}
+            self._jobs.forget_versions()
             self._children.forget_versions()
             self._removals.clear()
 
@@ -97,15 +74,15 @@ class WatchCache:
         with self._lock:
             known = self._children.find(kind, name)
             if owner is None:  # the object never was a child, or somebody has removed its owner
-                if known is None or known.version >= _read_version(manifest):
+                if known is None or known.version >= read_version(metadata):
                     return None
                 self._children.drop(kind, name, known)
                 return known.owner.key
-            is_old = known is not None and known.uid == uid and known.version >= _read_version(manifest)
+            is_old = known is not None and known.uid == uid and known.version >= read_version(metadata)
             if is_old or uid in self._removals:
                 return None
             value = Pod.from_object(manifest) if kind == "Pod" else Child.from_object(kind, manifest)
-            self._children.put(kind, name, Entry(_read_version(manifest), uid, owner, value))
+            self._children.put(kind, name, Entry(read_version(metadata), uid, owner, value))
             return owner.key
 
     def remove(self, kind: str, name: Name, uid: str) -> Key | None:
@@ -133,7 +110,7 @@ class WatchCache:
                     changed.add(self.remove(kind, name, uid))
         return {key for key in changed if key is not None}
 
-    def child(self, kind: str, name: Name, owner: Owner) -> Child | None:
+    def find_child(self, kind: str, name: Name, owner: Owner) -> Child | None:
         """Return the child of this name; None if there is none, or if the child belongs to another job than `owner`."""
         with self._lock:
             known = self._children.find(kind, name)
@@ -201,11 +178,11 @@ class WatchCache:
     def put_claim(self, claim: Mapping[str, Any]) -> set[Key]:
         """Store whether a namespace's claim is bound. If that has changed, return the namespace's jobs."""
         with self._lock:
-            return self._find_keys(claim["metadata"]["namespace"]) if self._caches.put_claim(claim) else set()
+            return self._jobs.list_keys(claim["metadata"]["namespace"]) if self._caches.put_claim(claim) else set()
 
     def remove_claim(self, name: Name) -> set[Key]:
         with self._lock:
-            return self._find_keys(name[0]) if self._caches.remove_claim(name) else set()
+            return self._jobs.list_keys(name[0]) if self._caches.remove_claim(name) else set()
 
     def replace_claims(self, namespace: str | None, claims: Iterable[Mapping[str, Any]]) -> set[Key]:
         """Store a complete list of claims. Return the keys of changed jobs."""
@@ -218,9 +195,6 @@ class WatchCache:
             for name in unlisted:
                 changed |= self.remove_claim(name)
         return changed
-
-    def _find_keys(self, namespace: str) -> set[Key]:
-        return {key for key in self._jobs if key[0] == namespace}
 
     def put_cached(self, dataset: Mapping[str, Any]) -> None:
         """Store which nodes hold a part of a dataset."""
@@ -265,11 +239,11 @@ class WatchCache:
             lost = {pod.node for pod in (*pods, *last_seen.values()) if pod.node and self._nodes.is_lost(pod.node)}
             removed_at = {name: time for name, (time, _) in removed.items()}
             node_faults = dict(self._nodes.faults)
-            node_failures = self._find_failures_of_others(owner.uid)
+            node_failures = self._jobs.find_failures_of_others(owner.uid)
             nodes = self._nodes.count_schedulable()
             suspects = {*node_faults, *(failure.node for failure in node_failures)}
             suspects |= {pod.node for pod in (*pods, *last_seen.values())}
-            suspects |= {failure.node for failure in self._node_failures.get(owner.uid, ())}
+            suspects |= {failure.node for failure in self._jobs.find_failures(owner.uid)}
             hostnames = {name: self._nodes.hostnames[name] for name in suspects if name in self._nodes.hostnames}
             namespace = job["metadata"]["namespace"] if job is not None else ""
             has_cache = self._caches.has_cache(namespace)
@@ -297,19 +271,3 @@ class WatchCache:
             node_faults=node_faults,
             node_failures=node_failures,
         )
-
-    def _find_failures_of_others(self, uid: str) -> tuple[NodeFailure, ...]:
-        """Return the recent failures of all jobs except the job with UID `uid`."""
-        oldest = datetime.now(UTC) - REMEMBERED
-        return tuple(
-            failure
-            for job, failures in self._node_failures.items()
-            if job != uid
-            for failure in failures
-            if failure.at > oldest
-        )
-
-
-def _read_version(manifest: Mapping[str, Any]) -> int:
-    text = str(manifest["metadata"].get("resourceVersion") or "0")
-    return int(text) if text.isdigit() else 0

@@ -12,13 +12,14 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from topkube.job import KIND
 from topkube.job.cached_dataset import CACHED_KIND
 from topkube_operator.model import names
-from topkube_operator.watch.api_client import ApiError, Cluster
+from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_connection import ApiError
+from topkube_operator.watch.known_jobs import read_version
 from topkube_operator.watch.watch_cache import WatchCache
 from topkube_operator.watch.work_queue import Key
 
@@ -195,7 +196,7 @@ class Watchers:
         deletion that happens while a watch is interrupted, and a watch from before a restore is silent."""
         changed: set[Key] = set()
         for namespace in self._namespaces:
-            before = [job for job in self._cache.jobs() if namespace in (None, job["metadata"]["namespace"])]
+            before = [job for job in self._cache.list_jobs() if namespace in (None, job["metadata"]["namespace"])]
             objects, version = self._cluster.list(KIND, namespace, metadata_only=True)
             restores = self._restores
             self._check_version(KIND, namespace, version)
@@ -209,19 +210,14 @@ class Watchers:
                 if metadata["uid"] not in listed:
                     self._cache.remove_job((metadata["namespace"], metadata["name"]), metadata["uid"])
                     changed.add((metadata["namespace"], metadata["name"]))
-            known = {job["metadata"]["uid"]: _read_version(job["metadata"]) for job in self._cache.jobs()}
+            known = {job["metadata"]["uid"]: read_version(job["metadata"]) for job in self._cache.list_jobs()}
             for manifest in objects:
                 metadata = manifest["metadata"]
-                if known.get(metadata["uid"], -1) < _read_version(metadata):
+                if known.get(metadata["uid"], -1) < read_version(metadata):
                     job = self._cluster.get(KIND, metadata["namespace"], metadata["name"])
                     if self._cache.put_job(job):
                         changed.add((metadata["namespace"], metadata["name"]))
         return changed
-
-
-def _read_version(metadata: Mapping[str, Any]) -> int:
-    text = str(metadata.get("resourceVersion") or "")
-    return int(text) if text.isdigit() else 0
 
 
 def _find_selector(kind: str) -> str:

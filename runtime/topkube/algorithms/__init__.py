@@ -23,6 +23,7 @@ from topkube.algorithms.choice import (
     Choice,
     compresses,
     describe,
+    explain_delay,
     explain_dense_wire,
     explain_overlap,
     rank_choices,
@@ -54,6 +55,7 @@ from topkube.algorithms.declaration import (
 )
 from topkube.algorithms.own import OWN
 from topkube.algorithms.parameters import (
+    DELAY,
     DENSE_WIRE,
     DENSITY,
     MATRIX_RANK,
@@ -73,6 +75,7 @@ from topkube.algorithms.schedule import MOST_STAGES, Stage, check_schedule
 __all__ = [
     "AUTO",
     "CHOICES",
+    "DELAY",
     "DENSE",
     "DENSE_WIRE",
     "DENSITY",
@@ -115,6 +118,7 @@ __all__ = [
     "compresses",
     "describe",
     "estimate_cost",
+    "explain_delay",
     "explain_dense_wire",
     "explain_overlap",
     "find_algorithm",

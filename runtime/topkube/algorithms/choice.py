@@ -10,7 +10,7 @@ from topkube.algorithms.catalogue import find_algorithm, is_known
 from topkube.algorithms.cost import Machines, Workload, estimate_cost
 from topkube.algorithms.declaration import Algorithm, Family
 from topkube.algorithms.own import OWN
-from topkube.algorithms.parameters import DENSE_WIRE, DENSITY, OVERLAP
+from topkube.algorithms.parameters import DELAY, DENSE_WIRE, DENSITY, OVERLAP
 from topkube.errors import AlgorithmError
 
 AUTO, DENSE = "auto", "dense"
@@ -27,8 +27,8 @@ _DENSE_MPI = tuple(algorithm for algorithm in _DENSE_OWN if not algorithm.needs_
 
 @dataclass(frozen=True)
 class BucketSize:
-    """The size of a bucket: `elements` values of `itemsize` bytes. Values of a `small` bucket are never rounded to a
-    16-bit format."""
+    """The size of a bucket: `elements` values of `itemsize` bytes. Values of a `small` bucket (biases, norms) are
+    never rounded to a 16-bit format."""
 
     elements: int
     itemsize: int = 4
@@ -136,6 +136,18 @@ def explain_overlap(names: Sequence[str]) -> str:
             return (
                 f"{name} has no reduce-scatter between nodes that could be separate from its all-gather; choose the"
                 f" algorithm {DENSE} or {AUTO}, or leave overlap at {OVERLAP.default}"
+            )
+    return ""
+
+
+def explain_delay(names: Sequence[str]) -> str:
+    """Return why exchanges of the algorithms called `names` cannot be delayed, and what to do; "" if they can."""
+    for name in names:
+        algorithm = None if name in CHOICES else _load_if_known(name)
+        if name in CHOICES or (algorithm is not None and DELAY not in algorithm.parameters):
+            return (
+                f"{name} does not read it: only algorithms with error feedback in the weights can apply an exchange"
+                f" later; choose such an algorithm, or leave delay at {DELAY.default}"
             )
     return ""
 

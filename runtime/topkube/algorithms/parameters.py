@@ -100,6 +100,14 @@ OUTER_LEARNING_RATE = AlgorithmParameter(
 OUTER_MOMENTUM = AlgorithmParameter(
     "outer_momentum", "Nesterov momentum of the mean change of all nodes", 0.9, at_least=0, at_most=0.999
 )
+DELAY = AlgorithmParameter(
+    "delay",
+    "steps after which the weights of a node get the result of an exchange: with 1, the exchange overlaps with the next"
+    " forward and backward",
+    0,
+    at_least=0,
+    at_most=1,
+)
 MATRIX_RANK = AlgorithmParameter(
     "matrix_rank",
     "rank of the approximation of each matrix: m rows of n columns are sent as (m + n) times this many values",
@@ -128,6 +136,7 @@ PARAMETERS = {
         PERIOD,
         OUTER_LEARNING_RATE,
         OUTER_MOMENTUM,
+        DELAY,
         MATRIX_RANK,
         OVERLAP,
     )

@@ -24,7 +24,7 @@ and model, and its loss.
 _ELEMENTS, _SLOTS, _NODES = 25_600_000, 8, (2, 8, 16, 64)
 
 
-def markdown() -> str:
+def build_markdown() -> str:
     """Return the page."""
     lines = [_HEAD, "| name | what it does |", "|---|---|"]
     lines += [f"| `{name}` | {sentence} |" for name, sentence in CHOICES.items()]
@@ -94,4 +94,4 @@ def _list_sent_megabytes(algorithm: Algorithm) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    print(build_markdown(), end="")

@@ -101,7 +101,7 @@ class DeviceArrays:
                 x.mul_(1 / self._world.size)
         else:
             engine = self._engine
-            engine.after(engine.ready())
+            engine.wait_for(engine.mark_caller())
             engine.begin(load(find_algorithm(name)), Request(x, density=density, wire=wire))
             engine.flush()
             engine.follow()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from topkube import _kernels, kernels
-from topkube.arrays import Array, flat_view
+from topkube.arrays import Array, view_flat
 from topkube.bench.report import time_runs
 
 
@@ -13,7 +13,7 @@ def measure_reading(x: Array, repeats: int = 7) -> dict[str, float]:
     """Return the median seconds in which one thread reads all of `x` once, by reader: a plain sum of words, the search
     for a non-finite element, and for float32 torch's sum if torch is installed. Which reader is the fastest depends on
     the processor. The shortest time is the strictest bound."""
-    view = flat_view(x, "x")
+    view = view_flat(x, "x")
     readers: dict[str, Callable[[], object]] = {
         "sum of words": lambda: _kernels.read_all(view.view("uint8")),
         "is_finite": lambda: kernels.is_finite(view),

@@ -294,6 +294,15 @@ def plan(
             help="With DeAR, the all-gather and the update overlap with the next forward (default: the job's).",
         ),
     ] = None,
+    delay: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=1,
+            metavar="STEPS",
+            help="With 1, exchanges of weights, as of onebit, overlap with the next step (default: the job's).",
+        ),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw step time and scaling from 2 to 4,096 nodes.")
     ] = None,
@@ -326,6 +335,7 @@ def plan(
             period=period,
             overlap=overlap,
             dear=dear,
+            delay=delay,
             plot=plot,
             json=output is OutputFormat.json,
         )

@@ -64,13 +64,13 @@ def warm(
         _print({"shards": done.total, "cached": done.shards, "remoteBytes": done.remote_bytes})
     else:
         print(f"{done.shards} of {done.total} shards are cached; {_format_size(done.remote_bytes)} were fetched")
-    raise typer.Exit(0 if done.complete else 1)
+    raise typer.Exit(0 if done.is_complete else 1)
 
 
 @cache.command()
 def ls(directory: DirectoryOption = None, output: OutputOption = OutputFormat.text) -> None:
     """List the datasets in the cache."""
-    rows = [describe_dataset(folder) for folder in _open_tier(directory).datasets()]
+    rows = [describe_dataset(folder) for folder in _open_tier(directory).list_folders()]
     if output is OutputFormat.json:
         _print(rows)
         return
@@ -89,15 +89,15 @@ def describe_dataset(folder: DatasetFolder) -> dict[str, Any]:
     """Return the row of a dataset for `ls`."""
     from topkube.data.remote.addresses import redact
 
-    entries = folder.entries()
+    entries = folder.list_records()
     return {
         "id": folder.name,
         "uri": redact(folder.uri),
         "shards": int(entries.size),
         "bytes": int(entries["size"].sum()),
         "lastUsed": datetime.fromtimestamp(folder.last_used, UTC).isoformat(timespec="seconds"),
-        "pinned": folder.pinned,
-        "inUse": folder.in_use,
+        "pinned": folder.is_pinned,
+        "inUse": folder.is_in_use,
     }
 
 
@@ -106,7 +106,9 @@ def check(datasets: Which = None, directory: DirectoryOption = None, output: Out
     """Read every shard and compare its checksum. Take damaged shards out of use, and exit with code 1."""
     folders = _choose_datasets(_open_tier(directory), datasets, all_by_default=True)
     damaged: dict[str, list[str]] = {}
-    with _show_progress("checking", sum(int(folder.entries()["size"].sum()) for folder in folders), output) as advance:
+    with _show_progress(
+        "checking", sum(int(folder.list_records()["size"].sum()) for folder in folders), output
+    ) as advance:
         for folder in folders:
             if damaged_shards := folder.check(advance):
                 damaged[folder.uri] = damaged_shards
@@ -140,8 +142,8 @@ def evict(
     removed, kept = [], []
     for folder in folders:
         row = describe_dataset(folder)
-        if (folder.pinned and not force) or not folder.remove(force=force):
-            kept.append({**row, "reason": "pinned" if folder.pinned else "in use"})
+        if (folder.is_pinned and not force) or not folder.remove(force=force):
+            kept.append({**row, "reason": "pinned" if folder.is_pinned else "in use"})
         else:
             removed.append(row)
     if output is OutputFormat.json:
@@ -174,12 +176,20 @@ def manifest(
     checksums: Annotated[
         bool, typer.Option("--checksums", help="Add the checksum of every object (reads all objects).")
     ] = False,
+    index: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also write the index of all samples of tar shards to this file; store it beside the manifest as "
+            "manifest.index (reads all shards).",
+        ),
+    ] = None,
 ) -> None:
     """Print a manifest of a dataset. Store it beside the data as manifest.jsonl: then opening the dataset lists
     nothing."""
     from topkube.data.manifest import generate_manifest
 
-    for line in generate_manifest(uri, samples, checksums):
+    for line in generate_manifest(uri, samples, checksums, index):
         sys.stdout.write(line)
 
 
@@ -195,7 +205,7 @@ def _open_tier(directory: Path | None) -> DiskTier:
 
 
 def _choose_datasets(tier: DiskTier, names: list[str] | None, *, all_by_default: bool = False) -> list[DatasetFolder]:
-    folders = tier.datasets()
+    folders = tier.list_folders()
     if not names and all_by_default:
         return folders
     from topkube.data.opening import resolve_address

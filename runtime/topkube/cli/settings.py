@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from topkube.settings import Settings, set_variables
+from topkube.settings import Settings, list_set_variables
 
 
 def show_settings(markdown: bool) -> None:
@@ -16,7 +16,7 @@ def show_settings(markdown: bool) -> None:
     from rich.table import Table
 
     table = Table("variable", "default", "now", "what it does", box=None, pad_edge=False, header_style="bold")
-    values = set_variables()
+    values = list_set_variables()
     for entry in dataclasses.fields(Settings):
         variable = entry.metadata["variable"]
         table.add_row(variable, str(entry.default), values.get(variable, ""), _describe_variable(entry))

@@ -9,7 +9,7 @@ import numpy as np
 
 from topkube import algorithms
 from topkube.algorithms import MATRIX_RANK, Algorithm
-from topkube.arrays import Array, flat_view, is_tensor
+from topkube.arrays import Array, is_tensor, view_flat
 from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, load
 from topkube.collectives.device.pipeline import DeviceAllReduce
 from topkube.collectives.error_feedback import Residual
@@ -64,7 +64,7 @@ def allreduce_(
     world = world or current()
     if is_tensor(array) and array.is_cuda:
         return _reduce_on_device(world, array, op, algorithm, density, wire, selection, residual, dense_wire)
-    view = flat_view(array, "array", writable=True)
+    view = view_flat(array, "array", writable=True)
     chosen = resolve(algorithm, world, view.size, density)
     state = _check_residual(residual, chosen, world, view.size)
     matrices = _convert_matrices(tuple(array.shape)) if MATRIX_RANK in chosen.parameters else ()
@@ -74,7 +74,7 @@ def allreduce_(
         state.accept()
         state.commit()
         if state is not residual:
-            flat_view(residual, "residual", writable=True)[:] = state.current
+            view_flat(residual, "residual", writable=True)[:] = state.current
     return array
 
 
@@ -111,7 +111,7 @@ def _reduce_on_device(
             )
         state = Residual(0)
         state.current, state.pending = residual, residual.new_empty(wanted)
-    engine.after(engine.ready())
+    engine.wait_for(engine.mark_caller())
     engine.begin(load(chosen), Request(x.view(-1), op, density, wire, selection, state, dense_wire))
     finite = engine.flush()
     engine.follow()
@@ -140,7 +140,7 @@ def _check_residual(residual: Any, algorithm: Algorithm, world: World, length: i
     if isinstance(residual, Residual):
         state, residual_size = residual, residual.current.size
     else:
-        view: Array = flat_view(residual, "residual", writable=True, dtypes=(np.dtype(np.float32),))
+        view: Array = view_flat(residual, "residual", writable=True, dtypes=(np.dtype(np.float32),))
         state, residual_size = Residual(0), view.size
         state.current, state.pending = view, np.empty_like(view)
     if residual_size != wanted:

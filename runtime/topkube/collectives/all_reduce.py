@@ -13,7 +13,7 @@ import numpy as np
 from topkube.algorithms import Algorithm, Route, find_algorithm, find_package
 from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import Array
-from topkube.collectives.call import Call, own_shard, workspace
+from topkube.collectives.call import Call, find_own_shard, reserve_workspace
 from topkube.collectives.exchange import (
     Exchange,
     Exchanges,
@@ -60,7 +60,7 @@ class NodeAllReduce(AllReduce):
         call = Call(world, self.algorithm.name, request)
         count_dense(world, request.nbytes)
         finite = call.reduce_scatter(request.array, request.scale(world.size))
-        first, last = own_shard(world, request.length)
+        first, last = find_own_shard(world, request.length)
         shard = Shard(world, request, request.array[first:last], world.calls, partial(_find_scratch, world))
         if world.cross_comm is not None:
             self.exchange(call, shard)
@@ -109,13 +109,14 @@ class ShardAllReduce(NodeAllReduce):
                 self.unpack(shard, packed)
 
 
-def between_nodes(route: Route, comm: Any, payload: Any) -> tuple[Exchange, int]:
-    """Return the exchange that carries `payload` over `comm`, and the bytes that this rank sends."""
+def between_nodes(route: Route, comm: Any, payload: Any, tag: int = 0) -> tuple[Exchange, int]:
+    """Return the exchange that carries `payload` over `comm`, and the bytes that this rank sends. Exchanges that are
+    under way at the same time need different tags."""
     if route is Route.ALL_GATHER:
-        return gather_rows(comm, payload, 0), (comm.size - 1) * payload.shape[1]
+        return gather_rows(comm, payload, tag), (comm.size - 1) * payload.shape[1]
     room = np.empty(count_buffer_elements(payload.size, comm.size), payload.dtype)
     reduce = ring_all_reduce if comm.size > PAIRWISE_LIMIT else pairwise_all_reduce
-    return reduce(comm, payload, room, 0, _ignore), 2 * (comm.size - 1) * payload.nbytes // comm.size
+    return reduce(comm, payload, room, tag, _ignore), 2 * (comm.size - 1) * payload.nbytes // comm.size
 
 
 def finish_exchange(call: Call, exchange: Exchange, sent: int) -> None:
@@ -163,7 +164,7 @@ def _explain_failure(algorithm: Algorithm, reason: str) -> AlgorithmError:
 
 
 def _find_scratch(world: World, name: str, length: int, dtype: str) -> Array:
-    return workspace(world, f"scratch {name}", length, dtype)
+    return reserve_workspace(world, f"scratch {name}", length, dtype)
 
 
 def _ignore(finite: bool) -> None:

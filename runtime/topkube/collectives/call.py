@@ -35,14 +35,14 @@ def compute_shard_bounds(length: int, shards: int) -> list[int]:
     return [length * i // shards for i in range(shards + 1)]
 
 
-def own_shard(world: World, length: int) -> tuple[int, int]:
+def find_own_shard(world: World, length: int) -> tuple[int, int]:
     """Return the bounds of this rank's shard of `length` elements; it is empty for surplus ranks."""
     if world.local_rank >= world.shards:
         return 0, 0
     return length * world.local_rank // world.shards, length * (world.local_rank + 1) // world.shards
 
 
-def workspace(world: World, name: str, length: int, dtype: Any) -> Array:
+def reserve_workspace(world: World, name: str, length: int, dtype: Any) -> Array:
     """Return a buffer that is kept from call to call: allocating pages costs more than the work in them."""
     bytes_needed = length * np.dtype(dtype).itemsize
     buffer: Array | None = world.cache.get(name)
@@ -129,7 +129,7 @@ class Call:
     def reduce_scatter(self, x: Array, scale: float, out: Array | None = None, add: Array | None = None) -> bool:
         """Write the node's sum times `scale` (plus `add`) into this rank's shard of x, or into `out` (fp32). Return
         True if it is finite."""
-        first, last = own_shard(self.world, x.size)
+        first, last = find_own_shard(self.world, x.size)
         with self._run_inside_node(x.nbytes - (last - first) * x.itemsize, trace.REDUCE) as (signature, deadline):
             return bool(
                 self._node.reduce_scatter(as_bytes(x), DTYPE_CODES[x.dtype], scale, out, add, signature, deadline)
@@ -137,7 +137,7 @@ class Call:
 
     def all_gather(self, x: Array) -> None:
         """Gather all shards of x on every rank of the node."""
-        first, last = own_shard(self.world, x.size)
+        first, last = find_own_shard(self.world, x.size)
         with self._run_inside_node((last - first) * x.itemsize, trace.GATHER) as (signature, deadline):
             self._node.all_gather(as_bytes(x), x.itemsize, None, signature, deadline)
 

@@ -28,9 +28,9 @@ class CodecAllReduce(ShardAllReduce):
     (two_stage.py). The part of the sum that the owner of a segment does not send becomes a part of its residual."""
 
     @abstractmethod
-    def codec(self, places: Sequence[slice], length: int, wire: str, small: bool = False) -> Codec:
-        """Return the codec for `length` values, of which those in `places` belong to one tensor each. `small` is True
-        if the tensors are small (biases, norms)."""
+    def codec(self, places: Sequence[slice], length: int, wire: str, is_always_dense: bool = False) -> Codec:
+        """Return the codec for `length` values, of which those in `places` belong to one tensor each. `is_always_dense`
+        is True for small tensors (biases, norms), which are only rounded."""
 
     def exchange(self, call: Call, shard: Shard) -> None:
         world, least_nodes = shard.world, self.algorithm.two_stage_from
@@ -89,30 +89,30 @@ class OneBit(CodecAllReduce):
     """Every node sends the signs of its values, and the mean magnitude of each block of 256. Small tensors are rounded
     to bf16 instead."""
 
-    def codec(self, places: Sequence[slice], length: int, wire: str, small: bool = False) -> Codec:
-        return Rounded(length, "bf16") if small else Signs(places)
+    def codec(self, places: Sequence[slice], length: int, wire: str, is_always_dense: bool = False) -> Codec:
+        return Rounded(length, "bf16") if is_always_dense else Signs(places)
 
 
 class TopKOneBit(CodecAllReduce):
     """Every node sends the indices, the signs and the mean magnitude of the largest tenth of its values. Small tensors
     are rounded to bf16 instead."""
 
-    def codec(self, places: Sequence[slice], length: int, wire: str, small: bool = False) -> Codec:
-        return Rounded(length, "bf16") if small else TopSigns(places)
+    def codec(self, places: Sequence[slice], length: int, wire: str, is_always_dense: bool = False) -> Codec:
+        return Rounded(length, "bf16") if is_always_dense else TopSigns(places)
 
 
 class SparseLoCo(CodecAllReduce):
     """Every node sends the indices of the largest 1/32 of its values, with two bits each (Sarfi et al., "Communication
     efficient LLM pre-training with SparseLoCo", 2025). Small tensors are rounded to bf16 instead."""
 
-    def codec(self, places: Sequence[slice], length: int, wire: str, small: bool = False) -> Codec:
-        return Rounded(length, "bf16") if small else TopLevels(places)
+    def codec(self, places: Sequence[slice], length: int, wire: str, is_always_dense: bool = False) -> Codec:
+        return Rounded(length, "bf16") if is_always_dense else TopLevels(places)
 
 
 class LocalSgd(CodecAllReduce):
     """Every node sends all its values, rounded to `wire`."""
 
-    def codec(self, places: Sequence[slice], length: int, wire: str, small: bool = False) -> Codec:
+    def codec(self, places: Sequence[slice], length: int, wire: str, is_always_dense: bool = False) -> Codec:
         return Rounded(length, wire)
 
 

@@ -8,7 +8,7 @@ sends some elements only. The algorithms in codec_all_reduce.py send such rows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -32,6 +32,10 @@ class Codec(ABC):
     @abstractmethod
     def unpack_add(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
         """Add to `out`, float32, the decoded rows times `weights`, in the order of the rows."""
+
+
+CodecOf = Callable[[list[slice], int], Codec]
+"""(places of tensors, length) -> the codec for that many values."""
 
 
 class Signs(Codec):

@@ -27,7 +27,7 @@ from typing import Any
 from topkube import kernels
 from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import Array, as_bytes
-from topkube.collectives.call import Call, compute_shard_bounds, own_shard, workspace
+from topkube.collectives.call import Call, compute_shard_bounds, find_own_shard, reserve_workspace
 from topkube.collectives.exchange import (
     Exchange,
     Exchanges,
@@ -107,7 +107,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
         number, position, nodes = self._number, 0, self.world.nodes
         self.begin(call, array, factor, wire=wire)
         for piece in split(array):
-            first, last = own_shard(self.world, piece.size)
+            first, last = find_own_shard(self.world, piece.size)
             if self._cross is not None:
                 start, stop = find_own_segment(self._cross, last - first, nodes > PAIRWISE_LIMIT)
                 halved.ranges.append((position + first + start, position + first + stop))
@@ -190,7 +190,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
             reduce = ring_reduce_scatter if self.world.nodes > PAIRWISE_LIMIT else pairwise_reduce_scatter
             return reduce(comm, shard, buffer, tag, self._note_finite, scale)
         place = next(place for place in itertools.count() if place not in self._kept.values())
-        narrow = workspace(self.world, f"halved shard {place}", shard.size, buffer.dtype)
+        narrow = reserve_workspace(self.world, f"halved shard {place}", shard.size, buffer.dtype)
         self._kept[self._number] = place
         self._narrow[self._number] = narrow
         return self._reduce_narrow(comm, shard, narrow, buffer, tag, scale)
@@ -205,7 +205,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
     def _gather(self, number: int, piece: Array, narrow: Array | None) -> Exchange:
         """Gather a piece: each shard between nodes, then all shards inside the node."""
         world, tag = self.world, number % TAGS
-        first, last = own_shard(world, piece.size)
+        first, last = find_own_shard(world, piece.size)
         shard = piece[first:last]
         if self._cross is not None:
             sent = shard if narrow is None else narrow

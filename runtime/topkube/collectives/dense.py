@@ -11,7 +11,7 @@ import numpy as np
 from topkube import kernels
 from topkube.arrays import Array
 from topkube.collectives.all_reduce import ShardAllReduce, count_dense
-from topkube.collectives.call import Call, own_shard, workspace
+from topkube.collectives.call import Call, find_own_shard, reserve_workspace
 from topkube.collectives.exchange import Exchanges, count_buffer_elements, count_ring_bytes, ring_all_reduce
 from topkube.collectives.overlapped import UNDER_WAY, OverlappedAllReduce, is_narrow, split
 from topkube.collectives.request import Request
@@ -114,7 +114,7 @@ class Flat(_Dense):
         finite, exchanges = _Finite(), Exchanges()
         pieces = split(x)
         length = count_buffer_elements(pieces[0].size, world.size)
-        buffers = workspace(world, "ring", UNDER_WAY * length, x.dtype).reshape(UNDER_WAY, length)
+        buffers = reserve_workspace(world, "ring", UNDER_WAY * length, x.dtype).reshape(UNDER_WAY, length)
         for number in range(len(pieces) + UNDER_WAY):
             if number >= UNDER_WAY:
                 exchanges.finish(number - UNDER_WAY, call)
@@ -154,8 +154,8 @@ def _start_shard(world: World, exchanges: Exchanges, x: Array, finite: _Finite) 
     """Start the exchange of this rank's shard of x, around a ring of its equals on other nodes."""
     if world.cross_comm is None:
         return
-    first, last = own_shard(world, x.size)
+    first, last = find_own_shard(world, x.size)
     shard = x[first:last]
-    buffer = workspace(world, "shard 0", count_buffer_elements(shard.size, world.nodes), x.dtype)
+    buffer = reserve_workspace(world, "shard 0", count_buffer_elements(shard.size, world.nodes), x.dtype)
     exchanges.start(0, ring_all_reduce(world.cross_comm, shard, buffer, 0, finite))
     phases.current.sent(inter=count_ring_bytes(shard, world.nodes))

@@ -9,7 +9,7 @@ from topkube.telemetry import phases
 from topkube.world import World
 
 
-def mean_of_doubles(world: World, x: Array) -> bool:
+def average_doubles(world: World, x: Array) -> bool:
     """Replace `x`, 1-D float64, by its mean over all ranks. Returns True if the result is finite.
 
     Each rank receives its segment from all ranks, adds in rank order (the same bits on every rank) and sends the mean

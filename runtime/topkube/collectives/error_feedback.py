@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from topkube.kernels import PreviousThreshold
+
 
 class Residual:
     """The unsent part of one shard: what training still owes, and the copies that a step in progress needs.
@@ -28,6 +30,9 @@ class Residual:
 
     `factors` are small arrays that an algorithm keeps from one exchange to the next beside the residual: the factors of
     a low rank, one array per matrix. A collective leaves their successors in `pending_factors`.
+
+    `threshold` is where the next selection on a GPU begins. It never changes a result, so it is neither undone nor
+    saved.
     """
 
     def __init__(self, length: int, momentum: float = 0.0, gain: float = 1.0, device: Any = None) -> None:
@@ -39,6 +44,7 @@ class Residual:
         self.pending_velocity: Any = _allocate_zeros(len(self.velocity), device)
         self.factors: list[Any] = []
         self.pending_factors: list[Any] = []
+        self.threshold = PreviousThreshold(device)
         self._committed_factors: list[Any] = []
         self._committed: tuple[Any, Any] | None = None
         self._spare = True

@@ -214,7 +214,7 @@ def _wide_ring_reduce_scatter(comm: Any, segments: Sequence[Array], tag: int, sc
 
 def choose_partial_sum_type(ranks: int, dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the type in which partial sums travel around a ring. Every rank rounds them once. With many ranks, a
-    partial sum of 16 bits would stop to grow: a bfloat16 above 256 stays the same if 1 is added to it."""
+    partial sum of 16 bits would stop growing: a bfloat16 above 256 stays the same if 1 is added to it."""
     return np.dtype(np.float32) if ranks > PAIRWISE_LIMIT and dtype.itemsize == 2 else dtype
 
 

@@ -28,7 +28,7 @@ from topkube import kernels
 from topkube.algorithms import Route
 from topkube.arrays import Array
 from topkube.collectives.all_reduce import AllReduce, between_nodes, count_dense
-from topkube.collectives.call import Call, own_shard, workspace
+from topkube.collectives.call import Call, find_own_shard, reserve_workspace
 from topkube.collectives.exchange import Exchanges
 from topkube.collectives.request import Matrix, Request
 from topkube.telemetry import phases
@@ -61,12 +61,12 @@ class _LowRank(AllReduce):
     def run(self, world: World, request: Request) -> bool:
         call, x, residual = Call(world, self.algorithm.name, request), request.array, request.residual
         count_dense(world, request.nbytes)
-        first, last = own_shard(world, request.length)
+        first, last = find_own_shard(world, request.length)
         if residual is not None:
             own = residual.pending
             finite = call.reduce_scatter(x, request.scale(world.size), own, residual.current)
         else:
-            own = workspace(world, "shard", last - first, np.float32)
+            own = reserve_workspace(world, "shard", last - first, np.float32)
             finite = call.reduce_scatter(x, request.scale(world.size), own)
         call.check_between_nodes()
         factorization = _Factorization(call, request, own, first, last)
@@ -186,7 +186,7 @@ class _Factorization:
 
     def _allocate(self, name: str, sides: Sequence[bool]) -> Array:
         count = sum(length * rank for length, rank in zip(self._list_lengths(sides), self._ranks, strict=True))
-        buffer = workspace(self._call.world, name, count, np.float32)
+        buffer = reserve_workspace(self._call.world, name, count, np.float32)
         buffer[:] = 0
         return buffer
 
@@ -240,7 +240,7 @@ class _Factorization:
         """Replace `factors` by their sum over all ranks: inside the node, between nodes, inside the node."""
         call, world = self._call, self._call.world
         call.reduce_scatter(factors, 1.0)
-        start, stop = own_shard(world, factors.size)
+        start, stop = find_own_shard(world, factors.size)
         if world.cross_comm is not None and world.nodes > 1:
             exchange, sent = between_nodes(Route.ALL_REDUCE, world.cross_comm, factors[start:stop])
             exchanges = Exchanges()

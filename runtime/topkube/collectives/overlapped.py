@@ -18,7 +18,7 @@ import numpy as np
 
 from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import BFLOAT16, Array
-from topkube.collectives.call import Call, own_shard, workspace
+from topkube.collectives.call import Call, find_own_shard, reserve_workspace
 from topkube.collectives.exchange import (
     Exchange,
     Exchanges,
@@ -153,11 +153,11 @@ class OverlappedAllReduce:
         world = self.world
         if world.cross_comm is None:
             return
-        first, last = own_shard(world, piece.size)
+        first, last = find_own_shard(world, piece.size)
         shard = piece[first:last]
         length = count_buffer_elements(shard.size, world.nodes)
         # Pieces under way use buffers of their own.
-        buffer = workspace(world, f"shard {self._number % (UNDER_WAY + 1)}", length, sent_type)
+        buffer = reserve_workspace(world, f"shard {self._number % (UNDER_WAY + 1)}", length, sent_type)
         exchange = self._exchange(world.cross_comm, shard, buffer, scale)
         element_bytes = (
             choose_partial_sum_type(world.nodes, sent_type).itemsize + (self.rounds - 1) * sent_type.itemsize
@@ -174,7 +174,7 @@ class OverlappedAllReduce:
         tag = self._number % TAGS
         if buffer.dtype != shard.dtype:
             place = self._number % (UNDER_WAY + 1)
-            narrow = workspace(self.world, f"narrow shard {place}", shard.size, buffer.dtype)
+            narrow = reserve_workspace(self.world, f"narrow shard {place}", shard.size, buffer.dtype)
             return narrow_all_reduce(comm, shard, narrow, buffer, tag, self._note_finite, scale)
         reduce = ring_all_reduce if self.world.nodes > PAIRWISE_LIMIT else pairwise_all_reduce
         return reduce(comm, shard, buffer, tag, self._note_finite, scale)

@@ -10,7 +10,7 @@ from typing import Any
 from topkube import kernels
 from topkube.algorithms import Algorithm, Scope
 from topkube.arrays import is_tensor
-from topkube.collectives.call import compute_shard_bounds, own_shard
+from topkube.collectives.call import compute_shard_bounds, find_own_shard
 from topkube.collectives.request import Request
 from topkube.world import World
 
@@ -77,7 +77,7 @@ def residual_range(algorithm: Algorithm, world: World, length: int) -> tuple[int
     if the algorithm keeps none, or if the rank has no shard."""
     if algorithm.residual is None:
         return 0, 0
-    return own_shard(world, length) if algorithm.residual.scope is Scope.SHARD else (0, length)
+    return find_own_shard(world, length) if algorithm.residual.scope is Scope.SHARD else (0, length)
 
 
 def residual_length(algorithm: Algorithm, world: World, length: int) -> int:
@@ -86,7 +86,7 @@ def residual_length(algorithm: Algorithm, world: World, length: int) -> int:
     return stop - start
 
 
-def residual_copies(algorithm: Algorithm, world: World) -> tuple[int, int]:
+def count_residual_copies(algorithm: Algorithm, world: World) -> tuple[int, int]:
     """Return how many residuals each element has in the whole world, and the number of the copy that this rank holds a
     part of: one per node, or one per rank."""
     state = algorithm.residual

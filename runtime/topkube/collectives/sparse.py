@@ -12,7 +12,7 @@ import numpy as np
 from topkube import _kernels, kernels
 from topkube.arrays import DTYPE_CODES, Array, as_bytes, is_tensor
 from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, count_dense
-from topkube.collectives.call import Call, compute_shard_bounds, own_shard, workspace
+from topkube.collectives.call import Call, compute_shard_bounds, find_own_shard, reserve_workspace
 from topkube.collectives.error_feedback import Residual
 from topkube.collectives.exchange import Exchanges, gather_rows
 from topkube.collectives.request import Request
@@ -39,7 +39,7 @@ class HiTopK(ShardAllReduce):
     def run(self, world: World, request: Request) -> bool:
         call, x = Call(world, self.algorithm.name, request), request.array
         count_dense(world, request.nbytes)
-        first, last = own_shard(world, x.size)
+        first, last = find_own_shard(world, x.size)
         residual = request.residual
         if residual is not None:
             shard = residual.pending
@@ -48,13 +48,13 @@ class HiTopK(ShardAllReduce):
             shard = x[first:last]
             finite = call.reduce_scatter(x, request.scale(world.size))
         else:
-            shard = workspace(world, "shard", last - first, np.float32)
+            shard = reserve_workspace(world, "shard", last - first, np.float32)
             finite = call.reduce_scatter(x, request.scale(world.size), shard)
 
         bounds = compute_shard_bounds(x.size, world.shards)
         k = count_selected(x.size, request.density, world.shards)
         sizes = [_count_row_bytes(stop - start, k, request.wire) for start, stop in itertools.pairwise(bounds)]
-        rows = workspace(world, "rows", world.shards * world.nodes * max(sizes), np.uint8)
+        rows = reserve_workspace(world, "rows", world.shards * world.nodes * max(sizes), np.uint8)
         rows = rows.reshape(world.shards, world.nodes, max(sizes))
         if world.cross_comm is not None:
             own_row = rows[world.local_rank]
@@ -85,10 +85,13 @@ class HiTopK(ShardAllReduce):
         if k == 0:
             indices, values = shard.scratch("no indices", 0, "uint32"), shard.scratch("no values", 0, "float32")
         elif residual is not None and is_fused:
-            indices, values = kernels.compress_(shard.values, residual.current, k, out=residual.pending)
+            indices, values = kernels.compress_(
+                shard.values, residual.current, k, out=residual.pending, previous=residual.threshold
+            )
         else:
             total = shard.accumulate() if residual is not None else shard.values
-            indices, values = select_largest(total, k, request.selection)
+            previous = residual.threshold if residual is not None else None
+            indices, values = select_largest(total, k, request.selection, previous)
             if residual is not None:
                 residual.clear(_convert_to_positions(indices))
         pending = residual.pending if residual is not None else None
@@ -111,7 +114,7 @@ class Naive(AllReduce):
         call, x = Call(world, self.algorithm.name, request), request.array
         count_dense(world, request.nbytes)
         residual, scale = request.residual, request.scale(world.size)
-        entries = workspace(world, "entries", x.size, np.float32) if residual is None else residual.pending
+        entries = reserve_workspace(world, "entries", x.size, np.float32) if residual is None else residual.pending
         with phases.current.timed("select"):
             kernels.sum_(entries if residual is None else residual.arriving, [x], scale)
             if residual is not None and residual.momentum:
@@ -121,7 +124,7 @@ class Naive(AllReduce):
             finite = kernels.is_finite(entries)
         k = min(count_selected(x.size, request.density), x.size)
         size = _count_row_bytes(x.size, k, request.wire)
-        rows = workspace(world, "rows", world.size * size, np.uint8).reshape(world.size, size)
+        rows = reserve_workspace(world, "rows", world.size * size, np.uint8).reshape(world.size, size)
         _select(entries, k, request, rows[world.rank])
         call.check_everywhere()
         exchanges = Exchanges()
@@ -176,9 +179,12 @@ def _sum_rows(out: Array, rows: Array, k: int, wire: str) -> bool:
     return all(kernels.is_finite(values) for _, values in parts)
 
 
-def select_largest(x: Any, k: int, selection: str) -> tuple[Any, Any]:
+def select_largest(
+    x: Any, k: int, selection: str, previous: kernels.PreviousThreshold | None = None
+) -> tuple[Any, Any]:
     """Return (indices, values) of k entries of `x`: the largest, or those that MSTopK takes for the largest."""
-    return kernels.mstopk(x, k) if selection == "mstopk" else kernels.topk(x, k)
+    select = kernels.mstopk if selection == "mstopk" else kernels.topk
+    return select(x, k, previous=previous)
 
 
 def _convert_to_positions(indices: Any) -> Any:

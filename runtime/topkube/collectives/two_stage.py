@@ -10,20 +10,17 @@ with double-pass error-compensated compression", 2019, with owners in place of o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from topkube.arrays import Array
 from topkube.collectives.all_reduce import finish_exchange
-from topkube.collectives.call import Call, workspace
-from topkube.collectives.codecs import Codec
+from topkube.collectives.call import Call, reserve_workspace
+from topkube.collectives.codecs import CodecOf
 from topkube.collectives.exchange import exchange_rows
 from topkube.kernels import SIGN_BLOCK
 from topkube.telemetry import phases
-
-CodecOf = Callable[[list[slice], int], Codec]
-"""(places of tensors, length) -> the codec for that many values."""
 
 
 class TwoStage:
@@ -69,14 +66,14 @@ class TwoStage:
         sent. `weights` has one factor per node. Return the rows that all owners sent of the mean, for `add`."""
         world, me = call.world, self._node
         row_bytes = self.codecs[me].row_bytes
-        rows = self.rows(workspace(world, "rows of owners", self.total_bytes, np.uint8))
-        arrived = workspace(world, "rows of the segment", self._nodes * row_bytes, np.uint8)
+        rows = self.rows(reserve_workspace(world, "rows of owners", self.total_bytes, np.uint8))
+        arrived = reserve_workspace(world, "rows of the segment", self._nodes * row_bytes, np.uint8)
         segments = list(arrived.reshape(self._nodes, row_bytes))
         with phases.current.timed("select"):
             self.pack(change, rows)
             segments[me] = rows[me]
         finish_exchange(call, exchange_rows(world.cross_comm, rows, segments, 0), self.total_bytes - row_bytes)
-        means = self.rows(workspace(world, "rows of means", self.total_bytes, np.uint8))
+        means = self.rows(reserve_workspace(world, "rows of means", self.total_bytes, np.uint8))
         with phases.current.timed("select"):
             self.reduce(segments, weights, means[me])
         second = exchange_rows(world.cross_comm, [means[me]] * self._nodes, means, 1)

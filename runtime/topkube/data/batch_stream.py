@@ -1,4 +1,4 @@
-"""An iterable dataset: a rank's part of an epoch as a stream of batches."""
+"""An iterable dataset: the samples of a rank in an epoch, as a stream of batches."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class BatchSource(Protocol):
 class Batches(IterableDataset[Any]):
     """The samples that `sampler` assigns to this rank, in the order of the sampler.
 
-    A training loop can iterate over it directly; then `ahead` threads prepare up to `ahead` batches. In a DataLoader
-    (`batch_size=None`) each of W workers prepares every W-th batch, and the loader returns them in the sampler's order.
-    With `drop_last` every rank gets the same number of batches, and all of them are full. Persistent workers that were
-    forked see changes of the sampler's epoch and position.
+    A training loop can iterate over this object directly. Then `ahead` threads prepare up to `ahead` batches. In a
+    DataLoader (`batch_size=None`) with W workers, each worker prepares every W-th batch, and the loader returns the
+    batches in the sampler's order. With `drop_last`, every rank gets the same number of batches, and all batches are
+    full. Persistent workers that were forked see changes of the sampler's epoch and position.
     """
 
     def __init__(
@@ -61,17 +61,19 @@ class Batches(IterableDataset[Any]):
         return (self._read_batch(part) for part in parts)
 
     def _split_batches(self, indices: Longs) -> list[Longs]:
+        """Return the indices of each batch."""
         size = self.batch_size or 1
         end = self.sampler.common_length // size * size if self.drop_last else indices.size
         return [indices[start : start + size] for start in range(0, end, size)]
 
     def _read_batch(self, indices: Longs) -> Any:
-        # The sampler's indices are in range, so `batch` need not check them. A transform needs single samples.
+        # The sampler's indices are valid, so `batch` reads them without a check. A transform needs single samples.
         if self.dataset.transform is None:
             return collate(self.dataset.batch(indices))
         return collate(self.dataset.__getitems__(indices))
 
     def _read_ahead(self, parts: list[Longs]) -> Iterator[Any]:
+        """Yield the batches in order. Threads read the next batches meanwhile."""
         waiting: deque[Future[Any]] = deque()
         with ThreadPoolExecutor(self.ahead, "topkube-batch") as pool:
             try:

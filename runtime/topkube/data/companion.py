@@ -1,8 +1,9 @@
 """The companion: a process in a worker's pod that fills the cache and shows the dataset's files under the mountPath.
 
-`topkube worker` starts it when the pod starts; the ranks do not depend on it. When a rank opens a `CachedDataset`, the
-companion stops fetching, because the dataset fills the cache in the order in which the ranks read. Scripts that read
-plain files never open a CachedDataset; for them the companion also fetches the shards of the other workers.
+`topkube worker` starts the companion when the pod starts. The ranks do not depend on it. When a rank opens a
+`CachedDataset`, the companion stops fetching, because the dataset fills the cache in the order in which the ranks read.
+Scripts that read plain files never open a CachedDataset. For these scripts, the companion also fetches the shards of
+the other workers.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from topkube.files import write_text
 from topkube.settings import Settings
 
 PLAIN_SECONDS = 15.0
-"""If the ranks have not opened a dataset this long after their start, they read plain files."""
+"""If the ranks have not opened a dataset this long after their start, it is assumed that they read plain files."""
 _POLL_SECONDS = 0.25
 _PAUSES = (1.0, 30.0)
 """The first and the longest pause after an error of the remote."""
 
 
 class Companion:
-    """The companion of one pod. `share=(i, n)`: this is worker i of n.
+    """The companion of one pod. `share=(i, n)`: the pod is worker i of n.
 
-    runs: the worker's directory, in which the folder of an attempt shows that ranks have started. sessions: the
-    directory with the shared state of open datasets. report: a file that gets the size of the cache for the job's
-    status. asked: a file whose text is copied into the report, which proves that the report is newer.
+    runs: the worker's directory. A folder of an attempt in it shows that ranks have started. sessions: the directory
+    with the shared state of open datasets. report: a file to which the companion writes the size of the cache for the
+    job's status. asked: a file whose text is copied into the report; the text proves that the report is newer than it.
     """
 
     def __init__(
@@ -61,17 +62,19 @@ class Companion:
         self._runs, self._sessions = runs, sessions
         self._report, self._asked = report, asked
         self._prefetch, self._plain_seconds = prefetch, plain_seconds
-        self._numbers = {cache.shards.key(number): number for number in range(len(cache.shards))}
+        self._number_of_key = {cache.shards.compute_key(number): number for number in range(len(cache.shards))}
         self._records_seen = 0
         self._arrived: set[int] = set()
         """Shards that have been published and are not in the view yet."""
         self._shown: set[int] = set()
-        self._started: float | None = None
-        self._reported = ""
+        self._start_time: float | None = None
+        """The time at which the first attempt of the ranks was seen."""
+        self._last_report = ""
         self._view_is_full = False
         self._stop = threading.Event()
 
     def stop(self) -> None:
+        """End `run` after the shards that are being fetched."""
         self._stop.set()
 
     def run(self) -> None:
@@ -105,8 +108,8 @@ class Companion:
     # ---- filling
 
     def _list_shards_to_fetch(self) -> Iterator[int]:
-        """Yield the shards that this worker fetches: its share and then, for readers of plain files, all others. Yield
-        -1 while it is not known whether the ranks read plain files."""
+        """Yield the shards that this worker fetches: its share, and then all others if the ranks read plain files.
+        Yield -1 while it is unknown if the ranks read plain files."""
         first, count = self._share
         yield from range(first, len(self._cache.shards), count)
         while not self._ranks_read_files():
@@ -116,6 +119,7 @@ class Companion:
                 yield number
 
     def _may_fetch(self) -> bool:
+        """Return True if this process should begin to fetch a shard now."""
         return self._prefetch and self._cache.state == OPEN and not self._ranks_read_samples()
 
     def _fetch(self, number: int) -> None:
@@ -124,20 +128,21 @@ class Companion:
 
     def _ranks_read_samples(self) -> bool:
         """Return True if a rank of this pod has opened a CachedDataset."""
-        if self._cache.node_state.fillers:
+        if self._cache.node_state.filler_count:
             return True
-        own = f"session-{self._cache.name}"
+        own_session = f"session-{self._cache.name}"
         sessions = self._sessions.glob("session-*.users") if self._sessions is not None else ()
-        return any(path.stem != own for path in sessions)
+        return any(path.stem != own_session for path in sessions)
 
     def _ranks_read_files(self) -> bool:
-        """Return True if the ranks read plain files: they have not opened a CachedDataset for long enough."""
+        """Return True if the ranks have run for some time and have not opened a CachedDataset, so that they probably
+        read plain files. Also return True if the job has one worker, because its share is the whole dataset."""
         if self._share[1] == 1:
             return True
-        if self._started is None and self._runs is not None and any(self._runs.glob("attempt-*")):
-            self._started = time.monotonic()
-        old = self._started is not None and time.monotonic() - self._started > self._plain_seconds
-        return old and not self._ranks_read_samples()
+        if self._start_time is None and self._runs is not None and any(self._runs.glob("attempt-*")):
+            self._start_time = time.monotonic()
+        is_late = self._start_time is not None and time.monotonic() - self._start_time > self._plain_seconds
+        return is_late and not self._ranks_read_samples()
 
     # ---- showing
 
@@ -145,11 +150,11 @@ class Companion:
         """Add the shards that have arrived since the last call to the view."""
         if self._view is None or self._view.is_complete or self._cache.folder is None:
             return
-        records = self._cache.folder.log.all()
+        records = self._cache.folder.log.read_all()
         if len(records) < self._records_seen:  # the dataset was removed from the cache and is filled again
             self._records_seen = 0
         for record in records[self._records_seen :]:
-            number = self._numbers.get(read_key(record))
+            number = self._number_of_key.get(read_key(record))
             if number is not None and record["kind"] == PUBLISHED and number not in self._shown:
                 self._arrived.add(number)
         self._records_seen = len(records)
@@ -168,13 +173,13 @@ class Companion:
             self._arrived.discard(number)
             self._shown.add(number)
         if len(self._shown) == len(self._cache.shards):
-            self._view.complete()
+            self._view.mark_complete()
 
     def _may_copy(self, number: int) -> bool:
         """Return True if the files of the shard may be added to the view.
 
-        An object that is a shard takes no space. Small files are copies: they are not added if nobody reads them or if
-        they would take the space of shards.
+        An object that is a shard takes no space. Small files are copied. They are not added if the ranks do not read
+        plain files, or if the copies would take the space that shards need.
         """
         shards = self._cache.shards
         shard = shards[number]
@@ -185,7 +190,8 @@ class Companion:
         assert self._cache.folder is not None
         tier, total = self._cache.folder.tier, shards.listing.bytes
         limit = tier.limits.size
-        if (limit is None or 2 * total <= limit) and total + shard.size <= tier.free() + self._count_copied_bytes():
+        fits_limit = limit is None or 2 * total <= limit
+        if fits_limit and total + shard.size <= tier.count_free_bytes() + self._count_copied_bytes():
             return True
         self._view_is_full = True
         _report_problem(
@@ -195,28 +201,30 @@ class Companion:
         return False
 
     def _count_copied_bytes(self) -> int:
+        """Return the bytes of all shards in the view."""
         return int(sum(self._cache.shards.sizes[number] for number in self._shown))
 
     # ---- reporting
 
     def _write_report(self) -> None:
+        """Write the report if it has changed."""
         if self._report is None or self._cache.folder is None:
             return
         asked = ""
         if self._asked is not None:
             with contextlib.suppress(OSError):  # read first, so that the report is newer than this text
                 asked = self._asked.read_text(encoding="utf-8")
-        cached = self._cache.folder.log.total()
+        cached = self._cache.folder.log.sum_shard_bytes()
         text = json.dumps(
             {
                 "cachedBytes": cached,
                 "totalBytes": self._cache.shards.listing.bytes,
-                "remoteBytes": int(self._cache.counters.totals()["remote_bytes"]),
+                "remoteBytes": int(self._cache.counters.sum_rows()["remote_bytes"]),
                 "asked": asked,
             }
         )
-        if text != self._reported:
-            self._reported = text
+        if text != self._last_report:
+            self._last_report = text
             write_text(self._report, text)
 
 
@@ -233,13 +241,13 @@ def main(arguments: list[str] | None = None) -> int:
     stop = threading.Event()
     companion: list[Companion] = []
 
-    def end(*_: object) -> None:
+    def stop_companion(*_: object) -> None:
         stop.set()
         for running in companion:
             running.stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+        signal.signal(number, stop_companion)
     cache, pause = None, _PAUSES[0]
     while cache is None and not stop.is_set():
         try:

@@ -16,9 +16,9 @@ import xxhash
 
 from topkube.data.base.batch import ArrayOf, Batch, Decode, merge_batches
 from topkube.data.base.open_datasets import register
-from topkube.data.base.open_files import is_pressure
+from topkube.data.base.open_files import is_files_pressure
 from topkube.data.base.rank_place import RankPlace, find_place
-from topkube.data.cache.fingerprint import fingerprint as fingerprint_of
+from topkube.data.cache.fingerprint import compute_fingerprint
 from topkube.data.cache.memory_tier import Frozen, MemoryTier
 from topkube.data.cache.node_state import STATES
 from topkube.data.cache.row_groups import RowGroups, count_parquet_rows
@@ -58,21 +58,22 @@ class CachedDataset:
     uri: a folder of files, of tar shards (WebDataset), or of Parquet or Arrow files; a manifest (.jsonl); or the
     mountPath of the job's dataset. A raw sample is the bytes of a file, a dict of the fields of a sample in a tar (its
     name is the value of `__key__`), or a dict of the columns of a row.
-    decode: a deterministic function of the raw sample. The memory tier stores its results. `fingerprint` identifies
-    the function if its code does not (see `fingerprint.py`).
+    decode: a deterministic function of the raw sample. The memory tier stores its results.
+    fingerprint: a text that identifies `decode`. It is needed if the code of `decode` does not show everything that it
+    uses (see `fingerprint.py`).
     transform: a function that is applied whenever a sample is read; its results are not stored. Use it for random
     augmentation.
     size_limit: bytes per node on disk; 0 means no limit. memory_limit: bytes per node in memory; 0 means no memory
     tier.
     prefetch: fill the cache in the background; the ranks share the work.
-    early_samples: request a file, or a row group of a Parquet shard, alone if it is needed before its shard is in the
-    cache and its bytes can be checked (see `early_samples.py` and `early_groups.py`). The first batches come sooner,
-    and the remote sends these bytes twice.
-    wait_seconds: how long a reader waits for another process that fetches the same shard but makes no progress. Then
-    the reader fetches the shard itself.
+    early_samples: request a file, a sample of a tar shard with an index (`topkube cache manifest --index`), or a row
+    group of a Parquet shard alone if it is needed before its shard is in the cache and its bytes can be checked (see
+    `early_samples.py` and `early_groups.py`). The first batches come sooner, and the remote sends these bytes twice.
+    wait_seconds: how long a reader waits for another process that fetches the same shard without progress. After this
+    time, the reader fetches the shard itself.
 
-    With several ranks the constructor is a collective: every rank calls it. Raises DatasetError for invalid arguments
-    or data, StoreError if the remote fails, CacheError if another user or program owns the directory.
+    With several ranks, the constructor is a collective: every rank must call it. Raises DatasetError for invalid
+    arguments or data, StoreError if the remote fails, CacheError if another user or program owns the directory.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class CachedDataset:
         self._settings = settings or Settings.from_environment()
         self.uri = resolve_address(os.fspath(uri), self._settings)
         self.decode, self.transform = decode, transform
-        self._fingerprint = fingerprint if fingerprint is not None else fingerprint_of(decode)
+        self._fingerprint = fingerprint if fingerprint is not None else compute_fingerprint(decode)
         self._memory_limit = self._settings.cache_memory_limit if memory_limit is None else memory_limit
         self._memory_folder = choose_memory_folder(memory_directory, self._settings)
         self._early_samples = early_samples
@@ -118,7 +119,7 @@ class CachedDataset:
     # ---- opening
 
     def _open(self, place: RankPlace, prefetch: bool) -> None:
-        """Open the tiers and start filling them. A collective if `place` has several ranks."""
+        """Open the tiers and start to fill them. If `place` has several ranks, this is a collective."""
         self._place = place
         self.cache = open_cache(
             self.uri,
@@ -150,37 +151,38 @@ class CachedDataset:
         register(self)
 
     def _count_samples(self) -> Longs:
-        """Return the number of samples of each shard. Ranks share the reading of shards whose content must be
-        counted."""
+        """Return the number of samples of each shard. If shards must be read to count their samples, each rank reads a
+        part of these shards."""
         store, shards = self.cache.store, self.cache.shards
-        counts = shards.counts().copy()
+        counts = shards.count_samples().copy()
         unknown = np.flatnonzero(counts == UNKNOWN)
         if not unknown.size:
             return counts
-        first: TopKubeError | None = None
+        failure: TopKubeError | None = None
         in_cache = shards.format == "arrow" or (shards.format == "parquet" and shards.has_compressed)
         groups = RowGroups(self.cache) if in_cache else None
         for number in unknown.tolist():
-            if self._place.home_rank(number) != self._place.rank:
+            if self._place.find_home_rank(number) != self._place.rank:
                 continue
             try:
-                if shards.format == "parquet" and not shards.compression(number):
+                if shards.format == "parquet" and not shards.find_compression(number):
                     counts[number] = count_parquet_rows(store, shards.listing[number])
                 elif groups is not None:
-                    counts[number] = groups.count(number)
+                    counts[number] = groups.count_rows(number)
                 else:
-                    counts[number] = len(self.cache.index(number))
-            except TopKubeError as failure:
-                first = failure
+                    counts[number] = len(self.cache.load_index(number))
+            except TopKubeError as error:
+                failure = error
                 break
         if self._place.world is not None:
-            first = share_failure(self._place.world.comm, first)
+            failure = share_failure(self._place.world.comm, failure)
             counts = share_counts(self._place.world.comm, counts)
-        if first is not None:
-            raise first
+        if failure is not None:
+            raise failure
         return counts
 
     def _open_memory_tier(self) -> MemoryTier | None:
+        """Return the memory tier. Return None, with a warning, if its directory cannot be used."""
         name = f"{self.cache.name}-{self._fingerprint}"
         try:
             return MemoryTier(self._memory_folder, name, len(self._reader), self._memory_limit)
@@ -189,8 +191,8 @@ class CachedDataset:
             return None
 
     def _start_memory_filler(self) -> MemoryFiller | None:
-        """Fill memory in the background if samples are decoded without Python, which would slow down the training
-        loop."""
+        """Fill the memory tier in the background if `decode` is an ArrayOf. Another function would run in Python, and
+        slow down the training loop."""
         if self._memory is None or self.filler is None or (decode := self._array_decode) is None:
             return None
         return MemoryFiller(
@@ -221,13 +223,14 @@ class CachedDataset:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int] | Longs) -> Sequence[Any]:
-        """Return several samples. The DataLoader of torch reads a whole batch with this method."""
+        """Return several samples. Negative indices count from the end. The DataLoader of torch reads a whole batch with
+        this method."""
         samples = self.batch(convert_indices(indices, len(self)))
         return samples if self.transform is None else [self.transform(sample) for sample in samples]
 
     def batch(self, indices: Longs) -> Sequence[Any]:
-        """Return decoded samples, before `transform`: a Batch if they are stored in columns, else a list. `collate`
-        accepts both."""
+        """Return decoded samples without `transform`: a Batch if they are stored in columns, else a list. `collate`
+        accepts both. All indices must be valid and not negative."""
         memory = self._memory
         if memory is None:
             return self._decode(indices)
@@ -242,7 +245,7 @@ class CachedDataset:
             self._reads.end()
 
     def _read_tiers(self, memory: MemoryTier, indices: Longs) -> Sequence[Any]:
-        """Return decoded samples from the memory tier; those that it does not have are decoded and stored in it."""
+        """Return decoded samples from the memory tier. Samples that it does not have are decoded and stored in it."""
         present = memory.has(indices)
         hits = int(np.count_nonzero(present))
         self.counters.add("memory_requests", indices.size)
@@ -272,29 +275,31 @@ class CachedDataset:
         except Frozen as error:
             self._report_frozen_memory(error)
         except OSError as error:
-            if not is_pressure(error):
+            if not is_files_pressure(error):
                 raise
         return fresh
 
     @staticmethod
     def _join(present: npt.NDArray[np.bool_], kept: Batch, fresh: Sequence[Any]) -> Sequence[Any]:
-        """Return one batch of the samples from memory (`kept`, where `present` is true) and of the others (`fresh`)."""
-        if isinstance(fresh, Batch) and fresh.schema == kept.schema and kept.schema.fixed:
+        """Return one batch: the next sample of `kept` at every position where `present` is true, else the next sample
+        of `fresh`."""
+        if isinstance(fresh, Batch) and fresh.schema == kept.schema and kept.schema.has_fixed_shape:
             return merge_batches(present, kept, fresh)
         kept_samples, fresh_samples = iter(kept), iter(fresh)
         return [next(kept_samples) if is_kept else next(fresh_samples) for is_kept in present.tolist()]
 
     @property
     def _array_decode(self) -> ArrayOf | None:
-        """The `decode` function if it decodes whole batches at once."""
+        """The `decode` function if it decodes whole batches at once; else None."""
         return (
             self.decode if isinstance(self.decode, ArrayOf) and self.cache.shards.format in ("files", "tar") else None
         )
 
     def _decode(self, indices: Longs) -> Sequence[Any]:
+        """Read samples from their shards and decode them."""
         if (decode := self._array_decode) is not None:
-            return self._reader.arrays(indices, decode)
-        raw = self._reader.samples(indices)
+            return self._reader.read_arrays(indices, decode)
+        raw = self._reader.read_samples(indices)
         return raw if self.decode is None else [self.decode(sample) for sample in raw]
 
     # ---- order
@@ -315,7 +320,7 @@ class CachedDataset:
 
     def expect(self, order: Longs) -> None:
         """Fetch shards in the order in which these samples will be read. DistributedSampler calls this method."""
-        if self.filler is not None and self.filler.running and os.getpid() == self._process:
+        if self.filler is not None and self.filler.is_running and os.getpid() == self._process:
             shards = self._reader.find_shards(order)
             _, first = np.unique(shards, return_index=True)
             self.filler.prefer(shards[np.sort(first)])
@@ -328,14 +333,15 @@ class CachedDataset:
         drop_last: bool = False,
         ahead: int = 0,
     ) -> Batches:
-        """Return an iterable of this rank's samples in the sampler's order, in collated batches; single samples if
-        `batch_size` is None. See `Batches`."""
+        """Return an iterable of this rank's samples in the sampler's order, in collated batches. If `batch_size` is
+        None, it yields single samples. See `Batches`."""
         from topkube.data.batch_stream import Batches  # loads torch
 
         return Batches(self, batch_size, sampler or DistributedSampler(self), drop_last=drop_last, ahead=ahead)
 
     def warm(self, progress: Callable[[int], None] | None = None) -> None:
-        """Wait until every shard of this rank's share is in the node's cache, or the cache is full."""
+        """Wait until every shard of this rank's share is in the node's cache, or the cache is full. `progress` gets the
+        number of shards that are finished."""
         filler = self.filler or DiskFiller(self.cache, self._place)
         if self.filler is None:
             filler.start()
@@ -350,10 +356,10 @@ class CachedDataset:
     def statistics(self) -> dict[str, float]:
         """Return all counters (telemetry.cache_counters.NAMES) of this process and its workers, and the states of the
         tiers and the bytes in memory."""
-        statistics = self.counters.totals()
+        statistics = self.counters.sum_rows()
         statistics["disk_state"] = self.node_state.state
         statistics["memory_state"] = self.node_state.memory_state
-        statistics["memory_used_bytes"] = self._memory.used if self._memory is not None else 0
+        statistics["memory_used_bytes"] = self._memory.used_bytes if self._memory is not None else 0
         return statistics
 
     def __repr__(self) -> str:
@@ -363,8 +369,8 @@ class CachedDataset:
         )
 
     def close(self) -> None:
-        """Stop filling and release the tiers. Without this call that happens when the process ends. Raises Changed if a
-        sample that was read early differs from its shard."""
+        """Stop filling and release the tiers. Without this call, they are released when the process ends. Raises
+        Changed if a sample that was read early differs from its shard."""
         try:
             self._reader.verify_early()
         finally:
@@ -378,12 +384,13 @@ class CachedDataset:
         return {name: getattr(self, name) for name in _DESCRIPTION}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Open the dataset in a spawned worker: without a filler, and without collectives."""
+        """Open the dataset in a spawned worker, without a filler and without collectives."""
         self.__dict__.update(state)
         self._open(RankPlace(), prefetch=False)
 
 
 def _close(cache: ShardCache, filler: DiskFiller | None, process: int) -> None:
+    """Stop filling and release the cache, in the process that has opened it."""
     if os.getpid() != process:
         return
     if filler is not None:

@@ -2,47 +2,109 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
 from topkube.data.cache.row_groups import count_parquet_rows, count_rows_of_file
+from topkube.data.formats.checked_index import compute_checked_index
 from topkube.data.formats.compression import Compression, decompress, find_compression
 from topkube.data.formats.shards import Shards
 from topkube.data.formats.tar import index_tar
 from topkube.data.opening import resolve_address
-from topkube.data.remote.listing import UNKNOWN, RemoteObject, format_manifest
+from topkube.data.remote.listing import UNKNOWN, IndexPart, Listing, RemoteObject, format_manifest
 from topkube.data.remote.object_store import ObjectStore
+from topkube.data.remote.object_version import is_proven_same
+from topkube.errors import DatasetError
+from topkube.files import replacing
 from topkube.settings import Settings
 
 
-def generate_manifest(uri: str, samples: bool = False, checksums: bool = False) -> Iterator[str]:
-    """Yield the lines of a manifest of the objects that the store lists at `uri`.
+def generate_manifest(
+    uri: str, samples: bool = False, checksums: bool = False, index: Path | None = None
+) -> Iterator[str]:
+    """Yield the lines of a manifest of the objects that the store lists at `uri`, also if there is a manifest already.
+    If `uri` names a manifest, the objects are those that it names. Sizes and versions are those that the store states
+    now. The samples, the checksum and the index of an object are copied from the present manifest if a strong etag
+    proves that the object is the same.
 
     `samples`: add the number of samples of each shard; this reads the footers of Parquet files and the whole content
-    of tar shards. `checksums`: add the checksum of each object; this reads the whole content. Raises DatasetError,
-    StoreError.
+    of tar shards. `checksums`: add the checksum of each object; this reads the whole content. `index`: write the sample
+    indexes of tar shards that are not compressed to this file, with the checksum of every sample, and add the places of
+    the indexes and the numbers of samples to the manifest; this reads the whole content. The file is complete after the
+    last line. Raises DatasetError, StoreError.
     """
     store = ObjectStore(resolve_address(uri, Settings.from_environment()))
-    shards = Shards(store.uri, store.listing())
-    for remote_object in shards.listing:
-        yield from format_manifest([_complete_object(store, shards.format, remote_object, samples, checksums)])
+    listing, earlier = store.read_current_listing()
+    shards = Shards(store.uri, listing)
+    if index is not None and shards.format != "tar":
+        raise DatasetError(
+            f"the dataset {store.uri} has no tar shards, so there is nothing to index",
+            cause=f"its format is {shards.format}; a listing or a footer is the index of other formats",
+            next_step="write the manifest without --index",
+        )
+    with _open_index_file(index) as index_file:
+        wanted = _Wanted(samples or index is not None, checksums, index_file)
+        for remote_object in _copy_facts(shards.listing, earlier):
+            yield from format_manifest([_complete_object(store, shards.format, remote_object, wanted)])
 
 
-def _complete_object(
-    store: ObjectStore, format: str, remote_object: RemoteObject, samples: bool, checksums: bool
-) -> RemoteObject:
-    """Return the object with its sample count and checksum, if they are wanted."""
-    samples = samples and remote_object.samples == UNKNOWN and format in ("tar", "parquet")
+def _copy_facts(listing: Listing, earlier: Listing | None) -> Iterator[RemoteObject]:
+    """Yield the objects of `listing`. An object that is proven to be the same in `earlier` has the samples, the
+    checksum and the index that are listed there."""
+    at, count = 0, len(earlier) if earlier is not None else 0
+    for remote_object in listing:
+        while earlier is not None and at < count and earlier.paths[at] < remote_object.path:
+            at += 1
+        if earlier is not None and at < count and earlier.paths[at] == remote_object.path:
+            previous = earlier[at]
+            if previous.size == remote_object.size and is_proven_same(previous.version, remote_object.version):
+                yield previous
+                continue
+        yield remote_object
+
+
+@contextlib.contextmanager
+def _open_index_file(path: Path | None) -> Iterator[BinaryIO | None]:
+    """Yield the index file for writing; None if `path` is None. At the end, the file replaces an older file."""
+    if path is None:
+        yield None
+        return
+    try:
+        with replacing(path) as part, part.open("wb") as file:
+            yield file
+    except OSError as error:
+        raise DatasetError(
+            f"the index file {path} cannot be written ({error.strerror or error})",
+            cause="its folder does not exist, is read-only or is full",
+            next_step="write it to another folder, and store it beside the manifest",
+        ) from None
+
+
+class _Wanted(NamedTuple):
+    """The parts that are added to each object of a manifest. `index_file`: None if no indexes are wanted."""
+
+    samples: bool
+    checksums: bool
+    index_file: BinaryIO | None
+
+
+def _complete_object(store: ObjectStore, format: str, remote_object: RemoteObject, wanted: _Wanted) -> RemoteObject:
+    """Return the object with the wanted parts: its number of samples, its checksum and its index."""
     compression = find_compression(remote_object.path) if format != "files" else ""
-    if samples and format == "parquet" and not compression:
-        remote_object, samples = remote_object._replace(samples=count_parquet_rows(store, remote_object)), False
-    if not checksums and not samples:
+    index_file = wanted.index_file if not compression else None
+    must_count = wanted.samples and remote_object.samples == UNKNOWN and format in ("tar", "parquet")
+    if must_count and format == "parquet" and not compression:
+        remote_object, must_count = remote_object._replace(samples=count_parquet_rows(store, remote_object)), False
+    needs_content = must_count or index_file is not None
+    if not wanted.checksums and not needs_content:
         return remote_object
-    file = os.memfd_create("topkube-manifest", os.MFD_CLOEXEC) if samples else -1
+    file = os.memfd_create("topkube-manifest", os.MFD_CLOEXEC) if needs_content else -1
     state = xxhash.xxh3_128()
 
     def receive(offset: int, data: Any) -> None:
@@ -52,13 +114,25 @@ def _complete_object(
 
     try:
         store.fetch(remote_object, receive)
-        if file >= 0:
+        if index_file is not None:
+            remote_object = _index_object(file, remote_object, index_file)
+        elif must_count:
             count = _count_samples(file, remote_object, format, compression)
             remote_object = remote_object._replace(samples=count)
     finally:
         if file >= 0:
             os.close(file)
-    return remote_object._replace(checksum=state.hexdigest()) if checksums else remote_object
+    return remote_object._replace(checksum=state.hexdigest()) if wanted.checksums else remote_object
+
+
+def _index_object(file: int, remote_object: RemoteObject, index_file: BinaryIO) -> RemoteObject:
+    """Add the index of the tar shard in `file` to the index file. Return the object with the place of its index and its
+    number of samples."""
+    index = index_tar(file, remote_object.size, remote_object.path)
+    packed = compute_checked_index(file, index).pack()
+    part = IndexPart(index_file.tell(), len(packed), xxhash.xxh3_128_hexdigest(packed))
+    index_file.write(packed)
+    return remote_object._replace(samples=len(index), sample_index=part)
 
 
 def _count_samples(file: int, remote_object: RemoteObject, format: str, compression: Compression) -> int:
@@ -77,5 +151,5 @@ def _count_samples(file: int, remote_object: RemoteObject, format: str, compress
 def _write_at(file: int, offset: int, data: Any) -> None:
     view = memoryview(data)
     while view:
-        done = os.pwrite(file, view, offset)
-        view, offset = view[done:], offset + done
+        count = os.pwrite(file, view, offset)
+        view, offset = view[count:], offset + count

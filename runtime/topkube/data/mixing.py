@@ -57,7 +57,7 @@ class MixedDataset:
         return [str(getattr(dataset, "identity", "")) for dataset in self.datasets]
 
     def expect(self, order: Longs) -> None:
-        """Pass on to every dataset the order in which its samples will be read."""
+        """Announce to every dataset the order in which its samples will be read."""
         owners = np.searchsorted(self.starts, order, "right") - 1
         for number, dataset in enumerate(self.datasets):
             if hasattr(dataset, "expect"):
@@ -68,9 +68,9 @@ class MixedSampler(DistributedSampler):
     """A sampler that takes a share of every epoch from each dataset of a MixedDataset.
 
     weights: one positive number per dataset. An epoch has `samples` samples (default: the samples of all datasets).
-    Dataset i contributes weights[i] / sum(weights) of them, rounded so that the shares add up. An epoch continues in
-    each dataset where the previous epoch stopped, through one permutation of the dataset after the other: each sample
-    is used once before any sample is used again. The stream depends on the seed, the weights and the datasets only, so
+    Dataset i contributes weights[i] / sum(weights) of them, rounded so that the shares add up. Each dataset has a
+    stream of permutations. An epoch continues the stream at the place where the previous epoch stopped, so each sample
+    is used once before any sample is used again. The stream depends only on the seed, the weights and the datasets, so
     it can be resumed with any number of ranks, as with DistributedSampler. Raises ArgumentError.
     """
 
@@ -97,7 +97,7 @@ class MixedSampler(DistributedSampler):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Samples of each dataset in an epoch."""
+        """The number of samples of each dataset in an epoch."""
         return tuple(self._shares.tolist())
 
     def _count_samples(self) -> int:
@@ -116,7 +116,7 @@ class MixedSampler(DistributedSampler):
         return order
 
     def _take_from_stream(self, number: int, start: int, count: int) -> Longs:
-        """Return samples start to start + count of the dataset's endless stream of permutations."""
+        """Return samples `start` to `start + count` - 1 of the endless stream of permutations of dataset `number`."""
         dataset: Any = self.dataset
         inner = dataset.datasets[number]
         size = len(inner)
@@ -133,8 +133,8 @@ class MixedSampler(DistributedSampler):
 
 
 def _compute_shares(weights: Sequence[float], samples: int) -> Longs:
-    """Return whole numbers in proportion to the weights; they add up to `samples` (largest remainders are rounded
-    up)."""
+    """Return whole numbers in proportion to the weights that add up to `samples`. The numbers with the largest
+    remainders are rounded up."""
     exact = np.array(weights) / sum(weights) * samples
     shares = np.floor(exact).astype(np.int64)
     lacking = samples - int(shares.sum())

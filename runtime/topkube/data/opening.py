@@ -24,8 +24,8 @@ from topkube.errors import DatasetError, TopKubeError
 from topkube.files import new_folder
 from topkube.settings import Settings
 
-_LISTING_FORMAT = 2
-"""The format of listings in the cache. A listing of another format is read from its manifest again."""
+_LISTING_FORMAT = 3
+"""The format of listings in the cache. If a listing has another format, its manifest is read again."""
 _SESSION_FORMAT = 2
 """The format of the state that processes share. Another version of TopKube on this node uses its own state."""
 AnyPath = str | os.PathLike[str]
@@ -49,8 +49,9 @@ def open_cache(
 ) -> ShardCache:
     """Open the cache of the dataset at `uri` (see `resolve_address`).
 
-    The arguments are those of CachedDataset; `settings` has the values of arguments that are None. `memory` is the
-    folder of the memory tier. A collective if `place` has several ranks.
+    The arguments have the meaning that they have for CachedDataset. `cache_directory`, `size_limit` and `free_bytes`
+    come from `settings` if they are None. `memory` is the folder of the memory tier. If `place` has several ranks, this
+    is a collective. Raises DatasetError, StoreError or CacheError, on all ranks.
     """
     size_limit = settings.cache_size_limit if size_limit is None else size_limit
     for name, value in (("size_limit", size_limit), ("memory_limit", memory_limit)):
@@ -64,25 +65,27 @@ def open_cache(
     listing = _list_on_rank_0(lambda: list_dataset(store, tier), place)
     shards = Shards(uri, listing, format, group_bytes)
     check_limits(shards, size_limit, memory_limit, place.local_size)
-    if tier is not None and tier.writable and place.local_rank == 0:
+    if tier is not None and tier.is_writable and place.local_rank == 0:
         _write_summary(tier, shards)
-    about = f"{_SESSION_FORMAT}\0{directory.resolve()}\0{uri}\0{listing.digest()}\0{shards.format}\0{len(shards)}"
-    name = xxhash.xxh3_64_hexdigest(about.encode())
-    node_state = NodeState(memory or choose_memory_folder(None, settings), name, shards.files)
+    identity = (
+        f"{_SESSION_FORMAT}\0{directory.resolve()}\0{uri}\0{listing.compute_digest()}\0{shards.format}\0{len(shards)}"
+    )
+    name = xxhash.xxh3_64_hexdigest(identity.encode())
+    node_state = NodeState(memory or choose_memory_folder(None, settings), name, shards.file_count)
     return ShardCache(
         store, shards, tier, node_state, CacheCounters(settings.run_path), name, stall_seconds=wait_seconds
     )
 
 
 def _write_summary(tier: DiskTier, shards: Shards) -> None:
-    """Write a summary of the listing to the dataset's folder. If the listing has changed and nobody uses the dataset,
-    remove the shards that are no longer listed."""
+    """Write a summary of the listing to the dataset's folder. If the listing has changed and no process uses the
+    dataset, remove the shards that are no longer listed."""
     with contextlib.suppress(OSError):
-        folder = tier.dataset(shards.uri)
-        summary = {"bytes": shards.listing.bytes, "shards": len(shards), "listing": shards.listing.digest()}
+        folder = tier.open_folder(shards.uri)
+        summary = {"bytes": shards.listing.bytes, "shards": len(shards), "listing": shards.listing.compute_digest()}
         previous = folder.read_summary()
-        if previous.get("listing", summary["listing"]) != summary["listing"] and folder.log.total():
-            folder.evict_if_unused(shards.keys())
+        if previous.get("listing", summary["listing"]) != summary["listing"] and folder.log.sum_shard_bytes():
+            folder.evict_if_unused(shards.list_keys())
         folder.write_summary(summary)
 
 
@@ -92,7 +95,7 @@ def choose_cache_folder(directory: AnyPath | None, settings: Settings) -> Path:
 
 
 def choose_memory_folder(directory: AnyPath | None, settings: Settings) -> Path:
-    """Return the directory of the memory tier. Every user has its own."""
+    """Return the directory of the memory tier. Every user has a separate directory."""
     return Path(directory or settings.cache_memory_directory) / f"topkube-{os.geteuid()}"
 
 
@@ -112,42 +115,42 @@ def _list_on_rank_0(list_objects: Callable[[], Listing], place: RankPlace) -> Li
 
 
 def resolve_address(uri: str, settings: Settings) -> str:
-    """Return the address of a dataset. The mountPath stands for the address in the job's spec; a local path becomes a
-    file:// address."""
+    """Return the address of a dataset. The mountPath of the job is replaced by the address in the job's spec. A local
+    path becomes a file:// address."""
     if settings.dataset_uri and uri.rstrip("/") == settings.dataset_mount.rstrip("/"):
         uri = settings.dataset_uri
     if "://" not in uri:
-        uri = Path(uri).expanduser().absolute().as_uri().replace("%20", " ")
+        uri = f"file://{Path(uri).expanduser().absolute()}"
     return uri
 
 
 def list_dataset(store: ObjectStore, tier: DiskTier | None) -> Listing:
-    """Return the listing of the dataset. The cache stores a listing that comes from a manifest until the manifest
-    changes, so that the next job opens the dataset at once."""
+    """Return the listing of the dataset. If the listing comes from a manifest, the cache stores it until the manifest
+    changes. So the next job opens the dataset without reading the manifest."""
     version = store.read_manifest_version()
     if version is None or tier is None:
-        return store.listing()
+        return store.read_listing()
     name = xxhash.xxh3_128_hexdigest(f"{_LISTING_FORMAT}\0{store.manifest_uri}\0{version}".encode())
     try:
-        folder = tier.dataset(store.uri).path / "listings"
+        folder = tier.open_folder(store.uri).path / "listings"
         with contextlib.suppress(OSError, ValueError):
             return Listing.load(folder / name)
-        listing = store.listing()
+        listing = store.read_listing()
         with new_folder(folder / name) as part:
             listing.save(part)
     except OSError:
-        return store.listing()
+        return store.read_listing()
     return listing
 
 
-def check_limits(shards: Shards, size_limit: int, memory_limit: int, workers: int) -> None:
+def check_limits(shards: Shards, size_limit: int, memory_limit: int, ranks_per_node: int) -> None:
     """Raise DatasetError if a limit has no room for the shards that all ranks of a node fetch at the same time."""
     largest = int(shards.sizes.max())
     for name, limit in (("size_limit", size_limit), ("memory_limit", memory_limit)):
-        if 0 < limit < largest * workers:
+        if 0 < limit < largest * ranks_per_node:
             raise DatasetError(
-                f"{name} is {limit:,} bytes; the largest shard has {largest:,} bytes and {workers} "
-                f"{'rank of this node fetches' if workers == 1 else 'ranks of this node fetch'} at the same time",
-                cause=f"the limit must be at least {largest * workers:,} bytes",
+                f"{name} is {limit:,} bytes; the largest shard has {largest:,} bytes and {ranks_per_node} "
+                f"{'rank' if ranks_per_node == 1 else 'ranks'} of this node can fetch at the same time",
+                cause=f"the limit must be at least {largest * ranks_per_node:,} bytes",
                 next_step="raise the limit, or divide the dataset into smaller shards",
             )

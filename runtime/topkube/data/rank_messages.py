@@ -24,14 +24,14 @@ def share_listing(comm: Any, listing: Listing | None) -> Listing:
     packed = None
     if listing is not None:
         buffer = io.BytesIO()
-        np.savez(buffer, allow_pickle=False, **listing.columns())
+        np.savez(buffer, allow_pickle=False, **listing.to_columns())
         packed = buffer.getvalue()
     with np.load(io.BytesIO(_broadcast_bytes(comm, packed, 0)), allow_pickle=False) as columns:
         return Listing.from_columns(columns)
 
 
 def share_counts(comm: Any, counts: Longs) -> Longs:
-    """Return, for every element, the largest count of all ranks."""
+    """Return the largest count of all ranks, for every element."""
     from mpi4py import MPI
 
     result = np.empty_like(counts)
@@ -40,7 +40,7 @@ def share_counts(comm: Any, counts: Longs) -> Longs:
 
 
 def share_failure(comm: Any, failure: TopKubeError | None) -> TopKubeError | None:
-    """Return the failure of the first rank that has one, on every rank; None if no rank has."""
+    """Return, on every rank, the failure of the first rank that has a failure; None if no rank has a failure."""
     from mpi4py import MPI
 
     first = np.array([comm.rank if failure is not None else comm.size], np.int64)
@@ -58,7 +58,7 @@ def share_failure(comm: Any, failure: TopKubeError | None) -> TopKubeError | Non
 
 
 def _broadcast_bytes(comm: Any, data: bytes | None, root: int) -> bytes:
-    """Return the bytes of rank `root`."""
+    """Return the bytes of rank `root` on every rank."""
     size = np.array([len(data) if data is not None and comm.rank == root else 0], np.int64)
     comm.Bcast(size, root)
     buffer = np.empty(int(size[0]), np.uint8)

@@ -1,4 +1,4 @@
-"""The sampler: one permutation of the whole dataset per epoch, whose samples are assigned to the ranks in turn."""
+"""The sampler: each epoch has a permutation of the whole dataset, whose samples are assigned to the ranks in turn."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class DistributedSampler:
     shuffles all samples at once, as for datasets without shards.
 
     The permutation depends only on `seed` and the epoch, so the samples of a step are the same for any number of
-    ranks. No sample is added or repeated: ranks may get different numbers of samples, which `run.progress` and
-    `optimizer.join` handle. `drop_last` leaves out the samples that cannot be divided evenly, also after a resume with
-    another number of ranks. `shuffle=False` keeps the order of the dataset.
+    ranks. No sample is added or repeated. Therefore ranks may get different numbers of samples, which `run.progress`
+    and `optimizer.join` support. `drop_last` leaves out the samples that cannot be divided evenly, also after a resume
+    with another number of ranks. `shuffle=False` keeps the order of the dataset.
 
     Raises ArgumentError for a position outside the epoch and for the state of another dataset.
     """
@@ -46,6 +46,7 @@ class DistributedSampler:
 
     @property
     def epoch(self) -> int:
+        """The current epoch. `set_epoch` begins another epoch."""
         return int(self._state[0])
 
     @epoch.setter
@@ -67,12 +68,12 @@ class DistributedSampler:
         if not 0 <= samples <= count:
             raise ArgumentError(
                 f"position {samples} is outside the epoch, which has {count} samples",
-                cause="the position of another dataset, or samples that were counted twice",
+                cause="the position belongs to another dataset, or samples were counted twice",
                 next_step="count the samples of all ranks, each sample once",
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin `epoch`, which has its own permutation. If it is the current epoch, the position stays."""
+        """Begin an epoch, which has its own permutation. If `epoch` is the current epoch, the position stays."""
         if epoch != self.epoch:
             self._state[:] = epoch, 0
 
@@ -85,7 +86,8 @@ class DistributedSampler:
         return iter(self.indices().tolist())
 
     def indices(self) -> Longs:
-        """Return the samples that are left for this rank in this epoch, in order."""
+        """Return the samples that are left for this rank in this epoch, in order, and announce the order of all ranks'
+        samples to the dataset."""
         place = find_place()
         left = self._order_samples()[self.position :]
         left = left[: self._count_left(place.size)]
@@ -140,8 +142,8 @@ class DistributedSampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position in `state`. Raises ArgumentError, and changes nothing, if `state` was taken in the
-        middle of an epoch of another dataset or in another order. A state of an older version of TopKube does not
-        contain the dataset or the order; it is accepted without this check."""
+        middle of an epoch with another dataset or another order. A state of an older version of TopKube does not
+        contain the dataset and the order. It is accepted without this check."""
         for name in ("epoch", "position", "seed"):
             if type(value := state.get(name)) is not int or value < 0:
                 raise ArgumentError(
@@ -149,12 +151,12 @@ class DistributedSampler:
                     cause="a damaged checkpoint, or a state that is not a sampler's",
                     next_step="resume from another checkpoint",
                 )
-        position, own = int(state["position"]), self._describe_order()
-        different = [name for name in own if name in state and state[name] != own[name]]
+        position, order = int(state["position"]), self._describe_order()
+        different = [name for name in order if name in state and state[name] != order[name]]
         if position and different:
             raise ArgumentError(
                 "the sampler's state belongs to another order of samples: "
-                + ", ".join(f"{name} is {own[name]!r}, was {state[name]!r}" for name in different),
+                + ", ".join(f"{name} is {order[name]!r}, was {state[name]!r}" for name in different),
                 cause="the dataset, its shards or the sampler's arguments have changed since the state was taken; "
                 "samples would be skipped or repeated",
                 next_step="open the dataset as before, or begin with the next epoch (`set_epoch`)",
@@ -165,8 +167,8 @@ class DistributedSampler:
 
 
 def permute_by_shard(starts: Longs, window: int, random: np.random.Generator) -> Longs:
-    """Return all samples: shards in random order, samples shuffled among `window` consecutive shards. starts: the first
-    sample of each shard, (shards + 1,)."""
+    """Return all samples: the shards are in random order, and samples are shuffled among `window` consecutive shards.
+    starts: the first sample of each shard, then the number of samples, (shards + 1,)."""
     order, shards = [], random.permutation(starts.size - 1)
     for first in range(0, shards.size, window):
         window_shards = shards[first : first + window]

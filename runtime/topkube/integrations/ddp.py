@@ -15,7 +15,7 @@ from topkube import kernels
 from topkube.algorithms import CHOICES
 from topkube.errors import ArgumentError, TrainingError
 from topkube.kernels.selection import entries_kept
-from topkube.settings import Settings, torch_local_size
+from topkube.settings import Settings, read_torch_local_size
 from topkube.telemetry import phases
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.autograd.loss_scale import find_loss_scale, watch_scalers
@@ -58,10 +58,10 @@ def ddp_hook(
             next_step='call torch.distributed.init_process_group("gloo") first',
         )
     settings = Settings.from_environment()
-    values = AggregationSettings.of(
+    values = AggregationSettings.from_settings(
         settings, algorithm=aggregation, density=density, wire=wire, warmup_steps=warmup_steps
     )
-    local = ranks_per_node or torch_local_size() or 1
+    local = ranks_per_node or read_torch_local_size() or 1
     _compare_settings(values, local)
     if values.algorithm not in (HITOPK, *CHOICES):
         raise ArgumentError(

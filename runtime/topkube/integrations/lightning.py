@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from topkube.errors import ArgumentError, TrainingError
 from topkube.integrations.ddp import check_device, ddp_hook
 from topkube.integrations.step_reports import StepReports
-from topkube.settings import Settings, torch_place
+from topkube.settings import Settings, read_torch_place
 
 NAME = "topkube"
 """The name of the strategy for `Trainer(strategy=...)`. It is known after an import of this module."""
@@ -42,7 +42,7 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]  # mypy does not rea
         warmup_steps: int | None = None,
         **more: Any,
     ) -> None:
-        place = torch_place()
+        place = read_torch_place()
         if place is None:
             raise TrainingError(
                 "this process has no rank",

@@ -48,7 +48,7 @@ This page is generated from `topkube.job`: `python -m topkube.job.reference > do
 """
 
 
-def markdown() -> str:
+def build_markdown() -> str:
     """Return the whole page."""
     lines = [_HEAD]
     for path, part in _list_parts(TrainingJob, ""):
@@ -94,4 +94,4 @@ def _format_default(field: FieldInfo) -> str:
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    print(build_markdown(), end="")

@@ -11,6 +11,7 @@ from topkube import _kernels
 from topkube.errors import SettingsError
 from topkube.kernels.arguments import SETTINGS
 from topkube.kernels.dense import add_, cast_, is_finite, scale_, sum_
+from topkube.kernels.previous_threshold import PreviousThreshold
 from topkube.kernels.selection import (
     Effort,
     Thresholds,
@@ -34,6 +35,7 @@ from topkube.kernels.wire import decode, decode_add_, encode, encoded_size, scat
 __all__ = [
     "SIGN_BLOCK",
     "Effort",
+    "PreviousThreshold",
     "Thresholds",
     "add_",
     "cast_",

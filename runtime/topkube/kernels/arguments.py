@@ -6,7 +6,7 @@ import operator
 
 import numpy as np
 
-from topkube.arrays import DTYPE_CODES, Array, flat_view
+from topkube.arrays import DTYPE_CODES, Array, view_flat
 from topkube.errors import ArgumentError
 from topkube.settings import Settings
 
@@ -45,7 +45,7 @@ def raise_overlap(name: str, other_name: str) -> None:
 
 def check_selectable(x: object, name: str) -> Array:
     """Return a flat view with few enough elements for 32-bit indices."""
-    view = flat_view(x, name)
+    view = view_flat(x, name)
     check_indexable(view.size, name)
     return view
 

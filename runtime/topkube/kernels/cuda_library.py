@@ -19,6 +19,7 @@ from topkube.installation import reinstall_command
 
 NAME = "libtopkube_cuda.so"
 STATE_BYTES = 256
+PREVIOUS_BYTES = 32
 VERDICT_WORDS = 4
 MOST_INPUTS = 16
 
@@ -30,12 +31,13 @@ _int, _u32, _u64, _float, _pointer = (
     ctypes.c_void_p,
 )
 _place = [_int, _pointer]  # device, stream
+_selected = [_pointer, _pointer, _pointer, _pointer]  # indices, values, previous, state
 _workspace = [_pointer, _pointer]  # workspace, needed
 _SIGNATURES: dict[str, list[Any]] = {
-    "topk": [*_place, _pointer, _int, _u64, _u64, _pointer, _pointer, _pointer, *_workspace],
-    "compress": [*_place, _pointer, _int, _pointer, _pointer, _u64, _u64, _pointer, _pointer, _pointer, *_workspace],
-    "mstopk": [*_place, _pointer, _int, _u64, _u64, _int, _u64, _pointer, _pointer, _pointer, *_workspace],
-    "effort": [_pointer, _pointer, _pointer, _pointer, _pointer],
+    "topk": [*_place, _pointer, _int, _u64, _u64, *_selected, *_workspace],
+    "compress": [*_place, _pointer, _int, _pointer, _pointer, _u64, _u64, *_selected, *_workspace],
+    "mstopk": [*_place, _pointer, _int, _u64, _u64, _int, _u64, *_selected, *_workspace],
+    "effort": [_pointer, _pointer, _pointer, _pointer, _pointer, _pointer],
     "sum": [*_place, _pointer, _int, _pointer, _u32, _int, _u64, _float],
     "is_finite": [*_place, _pointer, _int, _u64, _pointer],
     "encode": [
@@ -61,9 +63,11 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 @dataclass(frozen=True)
 class EffortRead:
-    """The state of a selection, after its stream has finished."""
+    """The state of a selection, after its stream has finished. `is_reused` is True if it began at the threshold of the
+    previous selection."""
 
     from_the_data: bool
+    is_reused: bool
     candidates: int
     thresholds: tuple[float, float]
     above: tuple[int, int]
@@ -106,12 +110,10 @@ class CudaLibrary:
 
     def read_effort(self, state: bytes) -> EffortRead:
         """Return the state that is stored in these bytes, which were copied to the host."""
-        from_data, candidates = _u64(0), _u64(0)
+        from_data, reused, candidates = _u64(0), _u64(0), _u64(0)
         thresholds, above = (_float * 2)(), (_u64 * 2)()
-        self._functions["effort"](
-            state, ctypes.byref(from_data), ctypes.byref(candidates), ctypes.byref(thresholds), ctypes.byref(above)
-        )
-        return EffortRead(bool(from_data.value), candidates.value, tuple(thresholds), tuple(above))
+        self._functions["effort"](state, *map(ctypes.byref, (from_data, reused, candidates, thresholds, above)))
+        return EffortRead(bool(from_data.value), bool(reused.value), candidates.value, tuple(thresholds), tuple(above))
 
     def _raise_errors(self, name: str, code: int) -> None:
         if code:

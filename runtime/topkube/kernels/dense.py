@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from topkube import _kernels
-from topkube.arrays import DTYPE_CODES, as_bytes, flat_view
+from topkube.arrays import DTYPE_CODES, as_bytes, view_flat
 from topkube.errors import ArgumentError
 from topkube.kernels.arguments import check_apart, check_same_length
 from topkube.kernels.device import find_device_kernels
@@ -22,8 +22,8 @@ def sum_(out: Any, inputs: Sequence[Any], scale: float = 1.0) -> Any:
     if gpu := find_device_kernels(out=out, **{f"inputs[{i}]": x for i, x in enumerate(inputs)}):
         gpu.sum_(out, inputs, scale)
         return out
-    to = flat_view(out, "out", writable=True)
-    views = [flat_view(x, f"inputs[{i}]") for i, x in enumerate(inputs)]
+    to = view_flat(out, "out", writable=True)
+    views = [view_flat(x, f"inputs[{i}]") for i, x in enumerate(inputs)]
     if not views:
         raise ArgumentError("inputs is empty", next_step="pass at least one array")
     for i, view in enumerate(views):
@@ -50,7 +50,7 @@ def scale_(x: Any, factor: float) -> Any:
     """Compute x *= factor in float32, rounded once to x's dtype. Return `x`."""
     if find_device_kernels(x=x):
         return sum_(x, [x], factor)
-    view = flat_view(x, "x", writable=True)
+    view = view_flat(x, "x", writable=True)
     _kernels.scale(as_bytes(view), DTYPE_CODES[view.dtype], factor)
     return x
 
@@ -65,7 +65,7 @@ def cast_(out: Any, x: Any) -> Any:
         else:
             gpu.sum_(out, [x])
         return out
-    to, view = flat_view(out, "out", writable=True), flat_view(x, "x")
+    to, view = view_flat(out, "out", writable=True), view_flat(x, "x")
     check_same_length("x", view.size, "out", to.size)
     check_apart("out", to, "x", view)
     if to.dtype == view.dtype:
@@ -80,5 +80,5 @@ def is_finite(x: Any) -> bool:
     if x is on a device."""
     if gpu := find_device_kernels(x=x):
         return bool(gpu.read_verdict(gpu.flag_finite(x))[0])
-    view = flat_view(x, "x")
+    view = view_flat(x, "x")
     return bool(_kernels.is_finite(as_bytes(view), DTYPE_CODES[view.dtype]))

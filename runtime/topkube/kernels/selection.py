@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from topkube import _kernels
-from topkube.arrays import DTYPE_CODES, as_bytes, flat_view, like
+from topkube.arrays import DTYPE_CODES, as_bytes, view_flat, view_like
 from topkube.errors import ArgumentError
 from topkube.kernels.arguments import (
     FLOAT32,
@@ -21,6 +21,7 @@ from topkube.kernels.arguments import (
     choose_threads,
 )
 from topkube.kernels.device import DeviceKernels, find_device_kernels
+from topkube.kernels.previous_threshold import PreviousThreshold
 
 
 class Effort(NamedTuple):
@@ -71,25 +72,34 @@ def entries_kept(length: int, density: float) -> int:
     return min(length, max(1, math.ceil(round(density * length, 6))))  # 0.07 * 100 is 7.000000000000001
 
 
-def topk(x: Any, k: int, *, threads: int | None = None) -> tuple[Any, Any]:
+def topk(x: Any, k: int, *, threads: int | None = None, previous: PreviousThreshold | None = None) -> tuple[Any, Any]:
     """Return exactly the k entries of largest magnitude: (indices, values).
 
     x: d elements of float32, bfloat16 or float16, NumPy or torch (CPU or CUDA), any shape, contiguous; indices count
     in its flat view. indices: (k,) uint32, ascending. values: (k,), x's dtype, with their signs. Of equal magnitudes
     at the threshold the lowest index wins; NaN and infinity are the largest. threads: default TOPKUBE_THREADS, of the
-    CPU; the result is the same with any number. Raises ArgumentError if k is outside 1..d or x cannot be used.
+    CPU; the result is the same with any number. previous: where a GPU begins to search; the result is the same with
+    any contents. Raises ArgumentError if k is outside 1..d or x cannot be used.
     """
     if gpu := find_device_kernels(x=x):
         _last.effort = gpu
-        return gpu.topk(x, k)
+        return gpu.topk(x, k, previous)
     view = check_selectable(x, "x")
     k, threads = check_count(k, view.size), choose_threads(threads)
     indices, values = np.empty(k, np.uint32), np.empty(k, view.dtype)
     _last.effort = _kernels.topk(as_bytes(view), DTYPE_CODES[view.dtype], threads, indices, as_bytes(values))
-    return like(indices, x), like(values, x)
+    return view_like(indices, x), view_like(values, x)
 
 
-def compress_(gradient: Any, residual: Any, k: int, *, out: Any = None, threads: int | None = None) -> tuple[Any, Any]:
+def compress_(
+    gradient: Any,
+    residual: Any,
+    k: int,
+    *,
+    out: Any = None,
+    threads: int | None = None,
+    previous: PreviousThreshold | None = None,
+) -> tuple[Any, Any]:
     """Compute acc = residual + gradient and return its k largest entries as (indices, values), in one pass.
 
     acc, with the selected entries cleared, is left in `gradient`'s memory (float32), or in `out` if it is passed: it is
@@ -97,19 +107,20 @@ def compress_(gradient: Any, residual: Any, k: int, *, out: Any = None, threads:
     step by keeping `residual`. gradient: (d,) float32, bfloat16 or float16; residual: (d,) float32; out: (d,) float32,
     required with a 16-bit gradient. None of them overlap (`out` may be `gradient` itself). indices: (k,) uint32
     ascending; values: (k,) float32, selected as by `topk`: if acc holds a NaN or an infinity, so does `values`.
+    threads, previous: as for `topk`.
     Raises ArgumentError if an argument cannot be used; nothing is written then.
     """
     if gpu := find_device_kernels(gradient=gradient, residual=residual, out=out):
         _last.effort = gpu
-        return gpu.compress_(gradient, residual, k, out)
+        return gpu.compress_(gradient, residual, k, out, previous)
     source = check_selectable(gradient, "gradient")
-    old = flat_view(residual, "residual", dtypes=(FLOAT32,))
+    old = view_flat(residual, "residual", dtypes=(FLOAT32,))
     if out is None and source.dtype != FLOAT32:
         raise ArgumentError(
             f"gradient has dtype {source.dtype}: the sum with the residual is float32 and does not fit its memory",
             next_step="pass out=numpy.empty(gradient.size, numpy.float32)",
         )
-    acc = flat_view(
+    acc = view_flat(
         gradient if out is None else out, "gradient" if out is None else "out", writable=True, dtypes=(FLOAT32,)
     )
     check_same_length("residual", old.size, "gradient", source.size)
@@ -122,10 +133,18 @@ def compress_(gradient: Any, residual: Any, k: int, *, out: Any = None, threads:
     _last.effort = _kernels.compress(
         as_bytes(source), DTYPE_CODES[source.dtype], as_bytes(old), as_bytes(acc), threads, indices, as_bytes(values)
     )
-    return like(indices, gradient), like(values, gradient)
+    return view_like(indices, gradient), view_like(values, gradient)
 
 
-def mstopk(x: Any, k: int, iterations: int = 30, seed: int = 0, *, threads: int | None = None) -> tuple[Any, Any]:
+def mstopk(
+    x: Any,
+    k: int,
+    iterations: int = 30,
+    seed: int = 0,
+    *,
+    threads: int | None = None,
+    previous: PreviousThreshold | None = None,
+) -> tuple[Any, Any]:
     """Return approximately the k largest magnitudes, by "Towards Scalable Distributed Training of Deep Learning on
     Public Cloud Clusters", Algorithm 1 (MSTopK): (indices, values), exactly k of them, indices ascending.
 
@@ -137,7 +156,7 @@ def mstopk(x: Any, k: int, iterations: int = 30, seed: int = 0, *, threads: int 
     """
     if gpu := find_device_kernels(x=x):
         _last.effort = _last.thresholds = gpu
-        return gpu.mstopk(x, k, iterations, seed)
+        return gpu.mstopk(x, k, iterations, seed, previous)
     view = check_selectable(x, "x")
     k, threads, iterations = check_count(k, view.size), choose_threads(threads), check_iterations(iterations)
     indices, values = np.empty(k, np.uint32), np.empty(k, view.dtype)
@@ -145,4 +164,4 @@ def mstopk(x: Any, k: int, iterations: int = 30, seed: int = 0, *, threads: int 
         as_bytes(view), DTYPE_CODES[view.dtype], iterations, seed % 2**64, threads, indices, as_bytes(values)
     )
     _last.effort, _last.thresholds = (passes, candidates), thresholds
-    return like(indices, x), like(values, x)
+    return view_like(indices, x), view_like(values, x)

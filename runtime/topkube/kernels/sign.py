@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from topkube import _kernels
-from topkube.arrays import Array, as_bytes, flat_view
+from topkube.arrays import Array, as_bytes, view_flat
 from topkube.errors import ArgumentError, WireError
 from topkube.kernels.arguments import (
     FLOAT32,
@@ -32,7 +32,7 @@ def sign_pack_(values: Any, scales: Any | None = None, bits: Any | None = None) 
     of its block. `is_finite` is False if a scale is NaN or infinite, as a NaN or infinite element makes it. Both
     outputs are allocated unless they are passed. Raises ArgumentError before anything is written.
     """
-    view = flat_view(values, "values", writable=True, dtypes=(FLOAT32,))
+    view = view_flat(values, "values", writable=True, dtypes=(FLOAT32,))
     blocks, octets = -(-view.size // SIGN_BLOCK), -(-view.size // 8)
     scales = np.empty(blocks, _WORDS) if scales is None else scales
     bits = np.empty(octets, _BYTES) if bits is None else bits
@@ -50,7 +50,7 @@ def sign_unpack_add_(out: Any, parts: Sequence[tuple[Any, Any]], weights: Sequen
     scale is multiplied by its weight in float32, the products are summed in the list's order, and the sum is added to
     `out`. Raises ArgumentError before anything is written.
     """
-    view = flat_view(out, "out", writable=True, dtypes=(FLOAT32,))
+    view = view_flat(out, "out", writable=True, dtypes=(FLOAT32,))
     check_same_length("weights", len(weights), "parts", len(parts))
     pairs = [_view_parts(scales, bits, f" of parts[{i}]", view.size) for i, (scales, bits) in enumerate(parts)]
     for i, (scales, bits) in enumerate(pairs):
@@ -82,7 +82,7 @@ def top_sign_pack_(values: Any, count: int, message: Any, *, threads: int | None
     by content and address of static files", 1974), which has the same length for any indices. Its format is in
     csrc/cpu/sign/top_sign.hpp. threads: as in `topk`. Raises ArgumentError before anything is written.
     """
-    view = flat_view(values, "values", writable=True, dtypes=(FLOAT32,))
+    view = view_flat(values, "values", writable=True, dtypes=(FLOAT32,))
     to, count = _view_message(message, view.size, count, writable=True)
     check_apart("values", view, "message", to)
     return bool(_kernels.top_sign_pack(as_bytes(view), count, choose_threads(threads), to))
@@ -95,7 +95,7 @@ def top_sign_unpack_add_(out: Any, count: int, message: Any, weight: float) -> A
     Raises WireError if the message does not contain `count` ascending indices of `out`, and ArgumentError for other
     lengths and dtypes; nothing is written then.
     """
-    view = flat_view(out, "out", writable=True, dtypes=(FLOAT32,))
+    view = view_flat(out, "out", writable=True, dtypes=(FLOAT32,))
     data, count = _view_message(message, view.size, count)
     check_apart("out", view, "message", data)
     if not _kernels.top_sign_unpack_add(as_bytes(view), count, data, float(weight)):
@@ -111,7 +111,7 @@ def _view_message(message: Any, length: int, count: int, writable: bool = False)
     """Return a view of a message about `count` of `length` elements, checked, and the count."""
     check_indexable(length, "the array")
     count = check_count(count, length)
-    view, wanted = flat_view(message, "message", writable=writable, dtypes=(_BYTES,)), top_sign_bytes(length, count)
+    view, wanted = view_flat(message, "message", writable=writable, dtypes=(_BYTES,)), top_sign_bytes(length, count)
     if view.size != wanted:
         raise ArgumentError(
             f"message has {view.size} bytes; {count} of {length} elements need {wanted}",
@@ -127,7 +127,7 @@ def _view_parts(scales: Any, bits: Any, of: str, length: int, writable: bool = F
         ("scales", scales, _WORDS, -(-length // SIGN_BLOCK)),
         ("bits", bits, _BYTES, -(-length // 8)),
     ):
-        view = flat_view(x, f"{name}{of}", writable=writable, dtypes=(dtype,))
+        view = view_flat(x, f"{name}{of}", writable=writable, dtypes=(dtype,))
         if view.size != wanted:
             raise ArgumentError(
                 f"{name}{of} has {view.size} elements; an array of {length} elements needs {wanted}",

@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from topkube import _kernels
-from topkube.arrays import DTYPE_CODES, Array, as_bytes, flat_view
+from topkube.arrays import DTYPE_CODES, Array, as_bytes, view_flat
 from topkube.errors import ArgumentError, WireError
 from topkube.kernels.arguments import (
     FLOAT32,
@@ -52,8 +52,8 @@ def scatter_add_(dense: Any, indices: Any, values: Any, *, wait: bool = True) ->
         if wait and (position := gpu.read_verdict(verdict)[0]) != NO_FAULT:
             raise build_range_error(position, int(places[position]), dense.numel())
         return dense
-    to = flat_view(dense, "dense", writable=True)
-    at, added = _flatten_indices(indices), flat_view(values, "values")
+    to = view_flat(dense, "dense", writable=True)
+    at, added = _flatten_indices(indices), view_flat(values, "values")
     check_same_length("values", added.size, "indices", at.size)
     check_apart("dense", to, "values", added)
     check_apart("dense", to, "indices", at)
@@ -92,10 +92,10 @@ def encode(
         if wait and (position := gpu.read_verdict(verdict)[0]) != NO_FAULT:
             raise build_order_error(position, int(places[position]), length)
         return encoded
-    at, flat_values = _flatten_indices(indices), flat_view(values, "values")
+    at, flat_values = _flatten_indices(indices), view_flat(values, "values")
     check_same_length("values", flat_values.size, "indices", at.size)
     length, code = check_length(length), find_wire_code(wire)
-    left = None if residual is None else flat_view(residual, "residual", writable=True, dtypes=(FLOAT32,))
+    left = None if residual is None else view_flat(residual, "residual", writable=True, dtypes=(FLOAT32,))
     if left is not None:
         if left.size != length:
             raise ArgumentError(
@@ -105,7 +105,7 @@ def encode(
         check_apart("residual", left, "values", flat_values)
         check_apart("residual", left, "indices", at)
     size = _kernels.encoded_size(length, at.size, code)
-    buffer = np.empty(size, np.uint8) if out is None else flat_view(out, "out", writable=True, dtypes=(_UINT8,))
+    buffer = np.empty(size, np.uint8) if out is None else view_flat(out, "out", writable=True, dtypes=(_UINT8,))
     check_same_length("out", buffer.size, "the encoded shard", size)
     position = _kernels.encode(
         at,
@@ -155,7 +155,7 @@ def decode_add_(dense: Any, buffer: Any, scale: float = 1.0, *, wait: bool = Tru
         fault, finite, _, declared = gpu.read_verdict(verdict)
         _raise_fault(buffer.numel(), fault, declared, dense.numel())
         return finite != 0
-    to = flat_view(dense, "dense", writable=True)
+    to = view_flat(dense, "dense", writable=True)
     raw, _ = _check_buffer(buffer, to.size)
     check_apart("dense", to, "buffer", raw)
     return bool(_kernels.decode_add(raw, as_bytes(to), DTYPE_CODES[to.dtype], scale))
@@ -184,7 +184,7 @@ def sum_rows_(out: Any, rows: Any, size: int, *, wait: bool = True) -> Any:
         for fault, _, _, declared in words:
             _raise_fault(size, fault, declared, out.numel())
         return all(finite != 0 for _, finite, _, _ in words)
-    to, raw = flat_view(out, "out", writable=True), flat_view(rows, "rows", dtypes=(_UINT8,))
+    to, raw = view_flat(out, "out", writable=True), view_flat(rows, "rows", dtypes=(_UINT8,))
     check_apart("out", to, "rows", raw)
     parts = [decode(row[:size], length=to.size) for row in raw.reshape(rows.shape)]
     _kernels.spread(as_bytes(to), DTYPE_CODES[to.dtype], parts)
@@ -192,7 +192,7 @@ def sum_rows_(out: Any, rows: Any, size: int, *, wait: bool = True) -> Any:
 
 
 def _flatten_indices(indices: object) -> Array:
-    view = flat_view(indices, "indices", dtypes=_INDEX_DTYPES)
+    view = view_flat(indices, "indices", dtypes=_INDEX_DTYPES)
     if view.dtype == np.uint32:
         return view
     if view.size and (view.min() < 0 or view.max() >= 2**32):
@@ -211,7 +211,7 @@ def _check_buffer(buffer: Any, length: int | None) -> tuple[Array, tuple[int, in
     raw = (
         np.frombuffer(buffer, np.uint8)
         if isinstance(buffer, (bytes, bytearray, memoryview))
-        else flat_view(buffer, "buffer", dtypes=(_UINT8,))
+        else view_flat(buffer, "buffer", dtypes=(_UINT8,))
     )
     fault, declared, entries, _ = _kernels.check_wire(raw)
     if not fault and not np.array_equal(raw[_CHECKSUM], _compute_checksum(raw)):

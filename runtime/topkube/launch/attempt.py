@@ -29,7 +29,7 @@ from topkube.launch.host.processes import (
 from topkube.launch.mpi.mpi_library import Mpi
 from topkube.launch.mpi.proxies import build_proxy_command
 from topkube.launch.output.pod_output import PodOutput
-from topkube.launch.output.rank_report import RankReport, log_path, report_path, tail
+from topkube.launch.output.rank_report import RankReport, find_log_path, read_tail, report_path
 from topkube.launch.rank import find_commands, remove_shims, write_command
 from topkube.telemetry.cache_counters import count_reads, read_totals
 from topkube.telemetry.progress import PROGRESS_FILE, StepRecord, read_records
@@ -89,7 +89,7 @@ class Attempt:
         write_command(directory, command, os.getcwd())
         temporary = str(directory.parent)
         environment = {**environment, **start.environment, "TOPKUBE_RUN_DIRECTORY": str(directory)}
-        environment.update(mpi.environment())
+        environment.update(mpi.build_environment())
         set_defaults(environment, len(start.ranks))
         environment.setdefault(torch_environment.MASTER_PORT, str(torch_environment.DEFAULT_PORT))
         disable_single_copy(environment)
@@ -106,7 +106,7 @@ class Attempt:
             )
         except OSError as error:
             raise LaunchError(f"{words[0]} cannot be run: {error.strerror}", exit_code=126) from None
-        self._logs = {rank: output.follow(log_path(directory, rank), rank) for rank in start.ranks}
+        self._logs = {rank: output.follow(find_log_path(directory, rank), rank) for rank in start.ranks}
 
     @property
     def oom_kills(self) -> int:
@@ -194,7 +194,7 @@ class Attempt:
         )
 
     def _report_ends(self) -> list[Message]:
-        ended = self.proxy.poll() is not None and not list_descendants(but=self._dataset.pids())
+        ended = self.proxy.poll() is not None and not list_descendants(but=self._dataset.list_pids())
         open_ranks = [rank for rank in self.ranks if rank not in self.reports]
         reported = [rank for rank in open_ranks if report_path(self.directory, rank).exists()]
         messages: list[Message] = [self._keep_report(self._read_report(rank)) for rank in reported]
@@ -225,12 +225,12 @@ class Attempt:
                 f"{report.lost_bytes} bytes of rank {report.rank}'s output are lost: {report.lost_why}. Likely cause: "
                 "the pod's disk is full. Next: print less, or raise the container's ephemeral-storage limit"
             )
-        return Report(report=dataclasses.asdict(report.brief(_REPORT_CHARACTERS)), oom_kills=self.oom_kills)
+        return Report(report=dataclasses.asdict(report.shorten(_REPORT_CHARACTERS)), oom_kills=self.oom_kills)
 
     def _build_missing_report(self, rank: int) -> RankReport:
         """Return a report for a rank whose shim was killed together with it."""
         now = time.time()
-        lines, traceback = tail(log_path(self.directory, rank))
+        lines, traceback = read_tail(find_log_path(self.directory, rank))
         return RankReport(
             rank=rank,
             host="",
@@ -247,7 +247,9 @@ class Attempt:
 
     def are_ranks_known(self) -> bool:
         """Return True if every rank has a report or still runs. A rank whose process has ended reports soon."""
-        return len(self.reports) + len(find_commands(list_descendants(but=self._dataset.pids()))) >= len(self.ranks)
+        return len(self.reports) + len(find_commands(list_descendants(but=self._dataset.list_pids()))) >= len(
+            self.ranks
+        )
 
     def stop(self, grace_seconds: float) -> None:
         """Send SIGTERM to the ranks, and SIGKILL to all after `grace_seconds`. 0 kills at once."""
@@ -268,7 +270,7 @@ class Attempt:
         now = time.monotonic()
         self._kill_at, self._end_at = min(self._kill_at, now), now + _KEEPERS_SECONDS
         self._killed = time.time()
-        below = list_descendants(but=self._dataset.pids())
+        below = list_descendants(but=self._dataset.list_pids())
         signal_all(remove_shims(below), signal.SIGKILL)
 
     def kill(self) -> None:
@@ -284,7 +286,7 @@ class Attempt:
             log.finish(report.log_bytes if report is not None else None)
 
     def _end(self, seconds: float) -> None:
-        left = kill_descendants(self._dataset.pids(), seconds)
+        left = kill_descendants(self._dataset.list_pids(), seconds)
         self.proxy.poll()
         late = time.monotonic() - self._end_at > _STUCK_SECONDS or seconds >= _STUCK_SECONDS
         if left and late and left != self._stuck:

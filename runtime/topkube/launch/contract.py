@@ -69,7 +69,7 @@ TOKEN_KEY_FILE = "launcher.key"
 OPERATOR_TOKEN_FILE = "operator.token"
 """In the launcher's pod only."""
 TOKEN_FILE = "token"
-"""In a worker's pod: its own token, item `token_item(index, attempt)` of the Secret."""
+"""In a worker's pod: its own token, item `name_token_item(index, attempt)` of the Secret."""
 LONGEST_NAME = 63
 """The longest value of a label, and the longest hostname."""
 UID_LETTERS = 5
@@ -93,7 +93,7 @@ MOST_REFUSALS, REASON_CHARACTERS = 8, 400
 _LONG_TEXT = VARIABLE_BYTES // 4  # quotation may double it
 
 
-def child_name(*parts: str | int) -> str:
+def name_child(*parts: str | int) -> str:
     """Return the parts joined by '-'. A name that is too long for a label or hostname is cut and gets a hash."""
     name = "-".join(str(part) for part in parts)
     if len(name) <= LONGEST_NAME:
@@ -102,21 +102,21 @@ def child_name(*parts: str | int) -> str:
     return f"{name[: LONGEST_NAME - 9].rstrip('-.')}-{digest}"
 
 
-def worker_name(job: str, job_uid: str, index: int, attempt: int) -> str:
+def name_worker_pod(job: str, job_uid: str, index: int, attempt: int) -> str:
     """Return the name of the pod of worker `index` that was created in `attempt`.
 
     It ends in letters of the job's UID: a pod of an earlier job of the same name, which may take long to end, has
     another name.
     """
-    return child_name(job, "worker", index, attempt, job_uid[:UID_LETTERS])
+    return name_child(job, "worker", index, attempt, job_uid[:UID_LETTERS])
 
 
-def token_item(index: int, attempt: int) -> str:
+def name_token_item(index: int, attempt: int) -> str:
     """Return the key in the Secret of the token of worker `index` that was created in `attempt`."""
     return f"worker-{index}-{attempt}"
 
 
-def worker_token(key: str, job_uid: str, index: int, attempt: int) -> str:
+def compute_worker_token(key: str, job_uid: str, index: int, attempt: int) -> str:
     """Return the token of the worker pod `index` that was created in `attempt` (64 hexadecimal digits).
 
     `key` is the content of launcher.key; white space around it is ignored.
@@ -131,7 +131,8 @@ class Message(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="ignore", alias_generator=to_camel, validate_by_name=True, validate_by_alias=True
     )
-    called: ClassVar[str] = "a message"
+    what: ClassVar[str] = "a message"
+    """The name of the message in errors."""
 
     @classmethod
     def read(cls, text: str | bytes) -> Self:
@@ -144,17 +145,17 @@ class Message(BaseModel):
                 for entry in error.errors()[:5]
             )
             raise LaunchError(
-                f"{cls.called} is invalid: {problems}",
+                f"{cls.what} is invalid: {problems}",
                 exit_code=2,
                 cause="it was written by hand, or by an operator of another version",
                 next_step="use the operator and the image of the same release",
             ) from None
 
-    def text(self) -> str:
+    def to_json(self) -> str:
         """Return the message as JSON on one line, without fields that are None."""
         return self.model_dump_json(by_alias=True, exclude_none=True)
 
-    def data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the message as plain data with the names of YAML, without fields that are None."""
         return self.model_dump(by_alias=True, exclude_none=True)
 
@@ -171,7 +172,7 @@ class ExpectedWorker(Message):
 class LaunchPlan(Message):
     """The plan of a launcher. A launcher's pod runs one attempt."""
 
-    called: ClassVar[str] = f"the launch plan ({PLAN_VARIABLE})"
+    what: ClassVar[str] = f"the launch plan ({PLAN_VARIABLE})"
 
     name: str
     namespace: str
@@ -212,7 +213,7 @@ class LaunchPlan(Message):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_attempts(cls, data: Any) -> Any:
+    def _derive_workers(cls, data: Any) -> Any:
         if not isinstance(data, dict) or "workers" in data or not isinstance(data.get("made"), list):
             return data
         name, uid = str(data.get("name")), str(data.get("uid"))
@@ -220,30 +221,30 @@ class LaunchPlan(Message):
             {
                 "index": index,
                 "attempt": made,
-                "pod": worker_name(name, uid, index, made) if isinstance(made, int) else "",
+                "pod": name_worker_pod(name, uid, index, made) if isinstance(made, int) else "",
             }
             for index, made in enumerate(data["made"])
         ]
         return {**data, "workers": workers}
 
-    def ordered_by(self, domains: Sequence[int]) -> Self:
+    def reorder(self, domains: Sequence[int]) -> Self:
         """Return the plan with consecutive ranks for the workers of each domain. `domains` holds a number per worker,
         by index."""
         order = sorted(range(len(self.workers)), key=lambda index: (domains[index], index))
         return self.model_copy(update={"order": tuple(order)})
 
-    def worker_of(self, rank: int) -> ExpectedWorker:
+    def find_worker(self, rank: int) -> ExpectedWorker:
         """Return the worker that runs a rank."""
         position = min(rank // self.slots, len(self.workers) - 1)
         return self.workers[self.order[position] if self.order else position]
 
-    def text(self) -> str:
-        text = super().text()
+    def to_json(self) -> str:
+        text = super().to_json()
         if len(text) <= _LONG_TEXT:
             return text
         derived = tuple(
             ExpectedWorker(
-                index=index, attempt=worker.attempt, pod=worker_name(self.name, self.uid, index, worker.attempt)
+                index=index, attempt=worker.attempt, pod=name_worker_pod(self.name, self.uid, index, worker.attempt)
             )
             for index, worker in enumerate(self.workers)
         )
@@ -264,7 +265,7 @@ def parse_domains(text: str, workers: int) -> tuple[int, ...] | None:
 class WorkerPlan(Message):
     """The plan of a worker. A worker outlives attempts: the launcher sends the attempt when the worker joins."""
 
-    called: ClassVar[str] = f"the worker's plan ({WORKER_VARIABLE})"
+    what: ClassVar[str] = f"the worker's plan ({WORKER_VARIABLE})"
 
     name: str
     namespace: str
@@ -288,7 +289,7 @@ class WorkerPlan(Message):
 
     @field_validator("launcher")
     @classmethod
-    def _bracketed(cls, launcher: str) -> str:
+    def _add_brackets(cls, launcher: str) -> str:
         host, _, port = launcher.rpartition(":")
         return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else launcher
 
@@ -296,7 +297,7 @@ class WorkerPlan(Message):
 class SourcePlan(Message):
     """The plan of a worker's init container: the source that it fetches, and the packages that it installs."""
 
-    called: ClassVar[str] = f"the plan of the source ({SOURCE_VARIABLE})"
+    what: ClassVar[str] = f"the plan of the source ({SOURCE_VARIABLE})"
 
     pod: str
     attempt: int = Field(ge=1)
@@ -318,7 +319,7 @@ class LauncherStatus(Message):
     """The launcher's answer to the operator. Any code may run in its pod, so the fields have limits, here and in
     `topkube.job.status`."""
 
-    called: ClassVar[str] = "the launcher's status"
+    what: ClassVar[str] = "the launcher's status"
 
     attempt: int = Field(ge=0, le=INT32)
     state: State
@@ -339,7 +340,7 @@ class Ending(Message):
     """The termination message of a launcher's or a worker's container. Any code may write it, so the fields have
     limits, here and in `topkube.job.status`."""
 
-    called: ClassVar[str] = "the termination message"
+    what: ClassVar[str] = "the termination message"
 
     attempt: int = Field(ge=0, le=INT32)
     """The attempt that the launcher ran, or the last attempt of the worker."""
@@ -359,13 +360,13 @@ class Ending(Message):
     """Bytes that ranks printed and that no log contains, because a disk was full or no process read the pod's output. A
     launcher reports the sum of all workers. Training is not affected."""
 
-    def message(self) -> str:
+    def to_message(self) -> str:
         """Return the ending as JSON of at most TERMINATION_MESSAGE_BYTES bytes. If it is too long, the cache is left
         out first, then the start of the log tail, then the end of the failure's message."""
         ending = self
-        if ending.cache is not None and len(ending.text().encode()) > TERMINATION_MESSAGE_BYTES:
+        if ending.cache is not None and len(ending.to_json().encode()) > TERMINATION_MESSAGE_BYTES:
             ending = ending.model_copy(update={"cache": None})
-        while (excess := len((text := ending.text()).encode()) - TERMINATION_MESSAGE_BYTES) > 0:
+        while (excess := len((text := ending.to_json()).encode()) - TERMINATION_MESSAGE_BYTES) > 0:
             failure = ending.first_failure
             if failure is None or not (failure.log_tail or failure.message):
                 break

@@ -65,7 +65,7 @@ class DatasetProcess:
         except OSError as error:
             self._say(f"{self._command[0]} cannot be run: {error.strerror}")
 
-    def pids(self) -> frozenset[int]:
+    def list_pids(self) -> frozenset[int]:
         """Return the process ids that do not belong to ranks."""
         return frozenset() if self._process is None else frozenset([self._process.pid])
 

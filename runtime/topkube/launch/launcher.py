@@ -105,7 +105,7 @@ class JobLauncher:
     ) -> None:
         self.plan, self._mpi, self._say = plan, mpi, output.say
         self.members = Members(plan, lambda: self._state, output.say)
-        self._rendezvous = Rendezvous(plan, credentials, own_address, self.members.join, self.status)
+        self._rendezvous = Rendezvous(plan, credentials, own_address, self.members.join, self.build_status)
         self._state: State = "Waiting"
         self._failure: FirstFailure | None = None
         self._mpiexec: Mpiexec | None = None
@@ -113,7 +113,7 @@ class JobLauncher:
         self.port = 0
         self._tick = max(_TICK_SECONDS, len(plan.workers) * _MEMBER_SECONDS)
 
-    def status(self) -> LauncherStatus:
+    def build_status(self) -> LauncherStatus:
         """Return the answer to the operator's request."""
         present = {member.index for member in self.members.by_index.values() if member.closed is None}
         return LauncherStatus(
@@ -122,7 +122,7 @@ class JobLauncher:
             joined=len(present),
             missing=tuple(worker.index for worker in self.plan.workers if worker.index not in present),
             refused=self._list_refused(present),
-            progress=self.members.steps.progress(),
+            progress=self.members.steps.build_progress(),
             first_failure=self._failure,
             cache=combine_caches(self.members.caches.values()),
         )
@@ -166,7 +166,7 @@ class JobLauncher:
             exit_code=code,
             oom_kills=sum(member.oom_kills for member in members),
             first_failure=self._failure,
-            progress=self.members.steps.progress(),
+            progress=self.members.steps.build_progress(),
             cache=combine_caches(self.members.caches.values()),
             lost_output_bytes=sum(member.lost_output_bytes for member in members),
         )
@@ -215,7 +215,7 @@ class JobLauncher:
         """Order the ranks by the workers' domains, if the plan asks for that."""
         domains = self._rendezvous.domains
         if domains is not None and self.plan.domains_seconds:
-            self.plan = self.plan.ordered_by(domains)
+            self.plan = self.plan.reorder(domains)
             self._say(f"ranks are ordered by the workers' {len(set(domains))} domains")
         elif self.plan.domains_seconds:
             self._say("the operator has not sent the workers' domains in time: ranks are in the order of the workers")
@@ -236,7 +236,7 @@ class JobLauncher:
             "TOPKUBE_JOB_NAME": self.plan.name,
             "TOPKUBE_JOB_UID": self.plan.uid,
         }
-        async for number, port, parameters in self._mpiexec.proxies():
+        async for number, port, parameters in self._mpiexec.iterate_proxies():
             member = members[number]
             member.tunnel = Tunnel(member.link, port)
             ranks = tuple(range(number * slots, (number + 1) * slots))

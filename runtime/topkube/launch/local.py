@@ -25,7 +25,7 @@ from topkube.launch.host.processes import (
     signal_all,
 )
 from topkube.launch.mpi.mpi_library import Mpi
-from topkube.launch.output.rank_report import RankReport, diagnose, first_failure, read_all
+from topkube.launch.output.rank_report import RankReport, diagnose, read_all, select_first_failure
 from topkube.launch.rank import write_command
 from topkube.settings import Settings
 
@@ -47,7 +47,7 @@ _PERSONAL = (
 """Settings that a TrainingJob does not contain: they come from the environment of `topkube run`."""
 
 
-def rank_environment(
+def build_rank_environment(
     job: TrainingJob, mpi: Mpi, run_directory: Path, inherited: Mapping[str, str], deadline_seconds: float | None = None
 ) -> dict[str, str]:
     """Return the environment of the ranks: `inherited`, then the container's plain entries, then the job's settings.
@@ -57,7 +57,7 @@ def rank_environment(
     fields = Settings.__dataclass_fields__
     determined = {fields[name].metadata["variable"] for name in fields if name not in _PERSONAL}
     environment = {name: value for name, value in inherited.items() if name not in determined}
-    environment.update(mpi.environment())
+    environment.update(mpi.build_environment())
     set_defaults(environment, job.ranks)
     environment.update({name: value for name, value in job.plain_environment.items() if name not in determined})
     environment.update(
@@ -76,7 +76,7 @@ def rank_environment(
     return environment
 
 
-def rank_command(job: TrainingJob, environment: Mapping[str, str]) -> list[str]:
+def build_rank_command(job: TrainingJob, environment: Mapping[str, str]) -> list[str]:
     """Return the job's command for this machine: `python` is this Python, and $(NAME) is replaced as in Kubernetes."""
     command = [expand_variables(word, environment) for word in job.command]
     if command[0] in ("python", "python3"):
@@ -103,7 +103,7 @@ class LocalRun:
     def __init__(self, job: TrainingJob, mpi: Mpi, run_directory: Path, environment: Mapping[str, str]) -> None:
         self.job, self.mpi, self.directory = job, mpi, run_directory
         self._environment = dict(environment)
-        self._command = rank_command(job, environment)
+        self._command = build_rank_command(job, environment)
         check_arguments(self._command, environment)
         self._mpiexec: subprocess.Popen[bytes] | None = None
         self._others: frozenset[int] = frozenset()
@@ -115,7 +115,7 @@ class LocalRun:
         # As in pods: the command does not go through mpiexec and its proxies, which have limits of their own.
         write_command(self.directory, self._command, os.getcwd())
         shim = [sys.executable, "-m", "topkube.launch.rank", "--no-echo"]
-        command = self.mpi.command(self.job.ranks, shim)
+        command = self.mpi.build_command(self.job.ranks, shim)
         with (self.directory / MPIEXEC_LOG).open("wb") as log:
             self._mpiexec = subprocess.Popen(
                 command,
@@ -175,7 +175,7 @@ class LocalRun:
 
     def find_failed_report(self) -> RankReport | None:
         """Return the report of the rank that failed first; None if no rank failed."""
-        return first_failure(read_all(self.directory, self.job.ranks))
+        return select_first_failure(read_all(self.directory, self.job.ranks))
 
     def describe_lost_output(self) -> list[str]:
         """Return a line for each rank whose log lacks output of the rank."""
@@ -185,7 +185,7 @@ class LocalRun:
             if report.lost_bytes
         ]
 
-    def failure(self) -> LaunchError | None:
+    def find_failure(self) -> LaunchError | None:
         """Return why the run failed, with the traceback and the exit code of the rank that failed first; None if it did
         not fail."""
         report = self.find_failed_report()

@@ -212,7 +212,7 @@ class Members:
             member = self._admit(index, hello)
             received, resumed = 0, False
         try:
-            await socket.send_str(self._build_welcome(member.link.received, resumed).text())
+            await socket.send_str(self._build_welcome(member.link.received, resumed).to_json())
             member.closed = None
             await member.link.run(socket, received)
         except (LaunchError, ConnectionError) as error:
@@ -239,7 +239,7 @@ class Members:
         if hello.busy:
             # It still runs ranks of an attempt whose launcher is gone. The welcome makes it end them and call again.
             # If it joined now, it would count as present and leave at once.
-            await socket.send_str(self._build_welcome(0, resumed=False).text())
+            await socket.send_str(self._build_welcome(0, resumed=False).to_json())
             await socket.close(code=1013, message=b"end what you run, then call again")
             return True
         return False

@@ -29,19 +29,19 @@ from topkube.launch.host.environment import list_source_variables
 from topkube.launch.host.memory_kills import count_memory_kills
 from topkube.launch.host.network_devices import list_network_variables
 from topkube.launch.host.processes import find_parent, prepare_to_die_with_parent
-from topkube.launch.host.torch_environment import list_accelerate_variables, rank_variables
+from topkube.launch.host.torch_environment import build_rank_variables, list_accelerate_variables
 from topkube.launch.output.rank_log import Copy, Echo, RankLogWriter
 from topkube.launch.output.rank_report import (
     RankReport,
     find_abort_code,
-    log_path,
+    find_log_path,
+    name_signal,
+    read_tail,
     reserve,
-    signal_name,
-    tail,
     was_killed_for_memory,
 )
 from topkube.roll_call import RollCall
-from topkube.settings import Settings, process_environment, read_launched_rank
+from topkube.settings import Settings, copy_environment, read_launched_rank
 
 COMMAND_FILE = "command.json"
 """The file in the run's directory with the command of the ranks and its working directory."""
@@ -81,11 +81,11 @@ def main(arguments: list[str]) -> NoReturn:
     die_with_parent(front)
     os.setsid()
     rank = read_launched_rank() or 0
-    variables = rank_variables(rank, settings)
+    variables = build_rank_variables(rank, settings)
     if variables:
-        variables |= list_accelerate_variables(process_environment())
-    variables |= list_network_variables(variables, process_environment())
-    variables |= list_source_variables(settings, process_environment())
+        variables |= list_accelerate_variables(copy_environment())
+    variables |= list_network_variables(variables, copy_environment())
+    variables |= list_source_variables(settings, copy_environment())
     code = Keeper(command, rank, settings.run_path, echo, front, variables).run()
     os._exit(code)
 
@@ -185,7 +185,7 @@ class Keeper:
                 close_fds=False,  # MPI reaches its launcher through an inherited socket
                 process_group=0,
                 preexec_fn=prepare_to_die_with_parent(signal.SIGKILL),
-                env={**process_environment(), **self.variables},
+                env={**copy_environment(), **self.variables},
             )
         except OSError as error:
             text = _explain_start_failure(self.command, error)
@@ -261,7 +261,7 @@ class Keeper:
     ) -> None:
         if self.directory is None or log is None:
             return
-        lines, traceback = tail(log_path(self.directory, self.rank))
+        lines, traceback = read_tail(find_log_path(self.directory, self.rank))
         told_to_end, aborted = self._told_to_end, find_abort_code(lines)
         if self._front_ended:
             # MPI ended this rank first. With MPICH the rank may have asked for that: MPI_Abort waits to be killed.
@@ -275,10 +275,10 @@ class Keeper:
             started=started,
             ended=ended,
             exit_code=code,
-            signal=signal_name(number) if number else None,
+            signal=name_signal(number) if number else None,
             told_to_end=told_to_end,
             aborted=aborted is not None,
-            out_of_memory=kernel_killed and was_killed_for_memory(signal_name(number) if number else None, code, lines),
+            out_of_memory=kernel_killed and was_killed_for_memory(name_signal(number) if number else None, code, lines),
             not_started=not_started,
             missing=roll_call.missing if roll_call and code else [],
             traceback=traceback if code else None,
@@ -322,7 +322,7 @@ def _explain_start_failure(command: list[str], error: OSError) -> str:
         return f"the program {command[0][:_PROGRAM_CHARACTERS]!r} does not exist"
     if error.errno == errno.E2BIG:
         try:
-            check_arguments(command, process_environment())
+            check_arguments(command, copy_environment())
         except LaunchError as problem:
             return str(problem)
     return f"the program {command[0][:_PROGRAM_CHARACTERS]!r} cannot be run: {error.strerror}"

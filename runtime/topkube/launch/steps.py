@@ -81,7 +81,7 @@ class Steps:
         self._records.append(record)
         self._moved = time.monotonic()
 
-    def progress(self) -> Progress | None:
+    def build_progress(self) -> Progress | None:
         """Return status.progress; None before the first step."""
         if not self._records:
             return None

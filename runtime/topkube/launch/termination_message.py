@@ -12,7 +12,7 @@ from topkube.errors import LaunchError
 from topkube.job import FirstFailure
 from topkube.launch.contract import Ending
 from topkube.launch.output.rank_error import classify_error
-from topkube.launch.output.rank_report import RankReport, diagnose, first_failure
+from topkube.launch.output.rank_report import RankReport, diagnose, select_first_failure
 
 LOG_TAIL_BYTES = 4096
 TERMINATED = 128 + signal.SIGTERM
@@ -63,7 +63,7 @@ def join_last_lines(lines: Iterable[str]) -> str | None:
 
 def describe_first_failure(reports: Iterable[RankReport], pod: Callable[[int], str], place: str) -> FirstFailure | None:
     """Return the first failure among the reports of a worker; None if there is none. See `describe`."""
-    report = first_failure(reports)
+    report = select_first_failure(reports)
     return describe(report, pod, place) if report is not None else None
 
 
@@ -85,10 +85,10 @@ def build_ending_by_error(error: Exception, attempt: int) -> Ending:
 def write_ending(termination_log: Path, ending: Ending, quiet: bool = False) -> None:
     """Write the termination message. If the file cannot be written (outside a container), print it, unless `quiet`."""
     try:
-        termination_log.write_text(ending.message(), encoding="utf-8")
+        termination_log.write_text(ending.to_message(), encoding="utf-8")
     except OSError:
         if not quiet:
-            print(f"topkube: {ending.text()}", file=sys.stderr, flush=True)
+            print(f"topkube: {ending.to_json()}", file=sys.stderr, flush=True)
 
 
 def clear_ending(termination_log: Path) -> None:

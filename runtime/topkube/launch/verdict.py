@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from topkube.job import FirstFailure
 from topkube.launch.contract import LaunchPlan
 from topkube.launch.members import Member
-from topkube.launch.output.rank_report import RankReport, first_failure
+from topkube.launch.output.rank_report import RankReport, select_first_failure
 from topkube.launch.termination_message import TERMINATED, describe, join_last_lines
 
 _SETTLE_SECONDS = 0.7
@@ -108,10 +108,10 @@ def find_first_failure(plan: LaunchPlan, members: Iterable[Member]) -> FirstFail
             message = f"worker {member.index} could not start its ranks: {member.proxy.problem}"[:_MESSAGE_CHARACTERS]
             code = member.proxy.exit_code or 1
             candidates.append((0.0, FirstFailure(pod=pod, reason="LaunchFailed", exit_code=code, message=message)))
-    report = first_failure(reports)
+    report = select_first_failure(reports)
     if report is not None:
         failure = describe(
-            report, lambda rank: find_pod_name(plan, rank), f"worker {plan.worker_of(report.rank).index}"
+            report, lambda rank: find_pod_name(plan, rank), f"worker {plan.find_worker(report.rank).index}"
         )
         candidates.append((report.ended, failure))
     return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else None
@@ -135,7 +135,7 @@ def describe_unexplained_end(code: int | None, members: Iterable[Member], lines:
 
 def find_pod_name(plan: LaunchPlan, rank: int) -> str:
     """Return the name of the pod in which `rank` runs."""
-    return plan.worker_of(rank).pod
+    return plan.find_worker(rank).pod
 
 
 def _release(text: str) -> list[str]:

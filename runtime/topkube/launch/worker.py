@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from topkube.launch.connection.messages import (
     Terminating,
 )
 from topkube.launch.connection.session import Session
+from topkube.launch.connection.tasks import run_task
 from topkube.launch.contract import METRICS_PORT, UNREACHABLE_CODE, Ending, WorkerPlan
 from topkube.launch.dataset import DatasetProcess
 from topkube.launch.host import shared_memory
@@ -99,9 +99,9 @@ def run_worker(command: list[str]) -> int:
             raise
         finally:
             worker.dataset.end()
-            shared_memory.clean(worker.shared_before)
+            shared_memory.remove_dead_segments(worker.shared_before)
         lost = worker.print_rest()
-    write_ending(termination_log, worker.ending(code, lost))
+    write_ending(termination_log, worker.build_ending(code, lost))
     return code
 
 
@@ -130,7 +130,7 @@ class Worker:
         self._calls = Calls(plan, credentials.tls, self._say)
         self._mpi, self._problem = _find_mpi()
         self._source_digest = read_source_digest(Path(settings.source_directory)) if settings.source_directory else ""
-        self.shared_before = frozenset() if os.getpid() == 1 else shared_memory.names()
+        self.shared_before = frozenset() if os.getpid() == 1 else shared_memory.list_segments()
         self._attempt: Attempt | None = None
         self._ending: End | None = None
         self._check_requested = False
@@ -195,7 +195,7 @@ class Worker:
             stall, most = _LAST_SECONDS, max(0.0, left) + _LAST_SECONDS
         return self._lost_bytes + self.output.close(stall, most)
 
-    def ending(self, code: int, lost: int = 0) -> Ending:
+    def build_ending(self, code: int, lost: int = 0) -> Ending:
         """Return the termination message. `lost` is the number of bytes of the ranks' output that are lost."""
         last = self._last
         reports = [*last.reports.values()] if last is not None else []
@@ -255,7 +255,7 @@ class Worker:
         if self._calls.problem is None:
             return
         if before is None or before.reason != self._calls.problem.reason:
-            write_ending(self._termination_log, self.ending(UNREACHABLE_CODE), quiet=True)
+            write_ending(self._termination_log, self.build_ending(UNREACHABLE_CODE), quiet=True)
         most = self.plan.unreachable_seconds
         if most and self._calls.seconds > most and self._attempt is None and self._terminated is None:
             self._is_unreachable = True
@@ -290,16 +290,11 @@ class Worker:
 
     def _on_message(self, message: AnyMessage) -> None:
         if isinstance(message, Start):
-            self._run_task(self._start(message))
+            run_task(self._tasks, self._start(message))
         elif isinstance(message, End):
-            self._run_task(self._end(message))
+            run_task(self._tasks, self._end(message))
         elif isinstance(message, CheckRanks):
             self._check_requested = True
-
-    def _run_task(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _start(self, start: Start) -> None:
         """Start an attempt, or report to the launcher why it cannot start."""
@@ -311,7 +306,7 @@ class Worker:
                 raise self._problem or LaunchError("there is no MPI")
             if self._attempt is not None or self._terminated is not None:
                 raise LaunchError("this worker is still ending its previous ranks")
-            stale = shared_memory.clean(self.shared_before)
+            stale = shared_memory.remove_dead_segments(self.shared_before)
             if stale:
                 self._say(f"removed {len(stale)} stale shared-memory segments")
             self._last_number = session.welcome.attempt
@@ -370,7 +365,9 @@ class Worker:
             if (now := time.monotonic()) - last_check > 1:
                 last_check = now
                 self.dataset.start_if_needed()
-                reap_orphans(self.dataset.pids() | ({self._attempt.proxy.pid} if self._attempt is not None else set()))
+                reap_orphans(
+                    self.dataset.list_pids() | ({self._attempt.proxy.pid} if self._attempt is not None else set())
+                )
                 if self._session.is_connected and self._session.lost_seconds:
                     await self._session.drop_connection()
 
@@ -396,7 +393,7 @@ class Worker:
             self._say("asked to end: the ranks save their state and end")
             self._session.send(Terminating())
             self._attempt.stop(self.plan.grace_seconds)
-        self._run_task(self._report_end())
+        run_task(self._tasks, self._report_end())
 
     async def _report_end(self) -> None:
         await self._wait_for_attempt()
@@ -410,7 +407,7 @@ class Worker:
 def _find_mpi() -> tuple[mpi_library.Mpi | None, LaunchError | None]:
     try:
         mpi = mpi_library.find_mpi()
-        mpi_library.check_match(mpi, mpi_library.library())
+        mpi_library.check_match(mpi, mpi_library.read_library())
         return mpi, None
     except LaunchError as error:
         return None, error

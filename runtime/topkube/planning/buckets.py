@@ -23,7 +23,7 @@ class BucketLength:
     name: str
     elements: int
     itemsize: int
-    small: bool
+    is_always_dense: bool
     last: int
     pieces: int
 
@@ -62,7 +62,7 @@ def _plan_buckets(gradients: tuple[Gradient, ...], largest: int | None, rate: fl
             position=position,
             length=gradient.elements,
             dtype=types[gradient.itemsize],
-            small=gradient.small or gradient.elements < SMALL_ELEMENTS or gradient.itemsize == 8,
+            is_always_dense=gradient.is_always_dense or gradient.elements < SMALL_ELEMENTS or gradient.itemsize == 8,
             has_rows=False,
         )
         for position, gradient in enumerate(gradients)
@@ -74,7 +74,9 @@ def _plan_buckets(gradients: tuple[Gradient, ...], largest: int | None, rate: fl
         latest = max(latest, *(member.position for member in members))
         pieces = _count_pieces(bucket.length * bucket.dtype.itemsize) if len(planned) <= _MANY_BUCKETS else 1
         lengths.append(
-            BucketLength(f"bucket {number}", bucket.length, bucket.dtype.itemsize, bucket.small, latest, pieces)
+            BucketLength(
+                f"bucket {number}", bucket.length, bucket.dtype.itemsize, bucket.is_always_dense, latest, pieces
+            )
         )
     return tuple(lengths)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from topkube import algorithms
-from topkube.algorithms import DENSE, Algorithm, reduce_scatter_memory
+from topkube.algorithms import DENSE, Algorithm, all_gather_memory, reduce_scatter_memory
 from topkube.planning.buckets import BucketLength
 from topkube.planning.profile import HostCost, StepProfile
 from topkube.planning.simulation import COMMUNICATION, DELIVERY, LATENCY, LINK, Task
@@ -108,7 +108,7 @@ def estimate_exchange(
     """Return the parts of a bucket's exchange, from the declared costs, or from those that a trace has measured."""
     machines = situation.machines
     used_algorithm = _choose_algorithm(bucket, algorithm, machines.nodes, situation.density)
-    is_exact = bucket.small or bucket.itemsize != 4
+    is_exact = bucket.is_always_dense or bucket.itemsize != 4
     exchange = situation.estimate_cost(used_algorithm, bucket.elements, is_exact)
     scale = bucket.itemsize / 4  # the catalogue counts float32
     traffic = used_algorithm.traffic(situation.build_workload(used_algorithm, bucket.elements, is_exact))
@@ -123,8 +123,23 @@ def estimate_exchange(
     return ExchangeParts(bucket.name, inside * share, link, latency, inside * (1 - share), pieces)
 
 
+def estimate_weight_exchange(
+    bucket: BucketLength, profile: StepProfile, situation: Situation, algorithm: Algorithm
+) -> tuple[float, ExchangeParts]:
+    """Return the seconds in which the ranks of a node reduce the gradients of a bucket in each step, and the parts of
+    one exchange of its weights between nodes, which happens once in a period."""
+    mean = estimate_exchange(bucket, profile, situation, algorithm)
+    load = situation.build_workload(algorithm, bucket.elements)
+    inside, scale = mean.before + mean.after, bucket.itemsize / 4
+    of_gradients = (reduce_scatter_memory(load) + all_gather_memory(load)) * scale / situation.machines.memory
+    of_gradients = min(of_gradients, inside)
+    half = (inside - of_gradients) * load.period / 2
+    link, latency = mean.link * load.period, mean.latency * load.period
+    return of_gradients, ExchangeParts(mean.name, half, link, latency, half, 1)
+
+
 def _choose_algorithm(bucket: BucketLength, algorithm: Algorithm, nodes: int, density: float) -> Algorithm:
-    if bucket.small and algorithm.compresses:
+    if bucket.is_always_dense and algorithm.compresses:
         return algorithms.resolve(DENSE, nodes, bucket.elements, density)
     return algorithm
 

@@ -58,9 +58,9 @@ class Model:
             seconds = compute * (1 - FORWARD_SHARE) * layer.flops / whole
             sizes = [math.prod(shape) for shape in layer.shapes]
             for number, (shape, size) in enumerate(zip(layer.shapes, sizes, strict=True)):
-                small = len(shape) <= 1
+                is_always_dense = len(shape) <= 1
                 share = seconds * size / sum(sizes)
-                gradients.append(Gradient(f"{layer.name}.{number}", size, share, small=small))
+                gradients.append(Gradient(f"{layer.name}.{number}", size, share, is_always_dense=is_always_dense))
         return StepProfile(self.name, compute * FORWARD_SHARE, tuple(gradients), on_cpu=False)
 
 
@@ -97,8 +97,8 @@ def _build_transformer(name: str, layers: int, width: int, tokens: int, tables: 
     attention = 4.0 * tokens**2 * width
     stored = 34.0 * tokens * width / 4
 
-    def build_linear_layer(where: str, inputs: int, outputs: int, more: float = 0.0) -> Layer:
-        return Layer(where, ((outputs, inputs), (outputs,)), 2.0 * tokens * inputs * outputs + more, stored)
+    def build_linear_layer(name: str, inputs: int, outputs: int, more: float = 0.0) -> Layer:
+        return Layer(name, ((outputs, inputs), (outputs,)), 2.0 * tokens * inputs * outputs + more, stored)
 
     body = [Layer(f"embedding{i}", ((rows, width),), 0.0) for i, rows in enumerate(tables)]
     for i in range(layers):

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 class Gradient:
     """A gradient of `elements` values of `itemsize` bytes. `seconds` is the time of backward from the gradient before
     it, or from the begin of backward; `forward` is the time of forward from the first use of its parameter to that of
-    the next parameter, None if unknown. A `small` gradient is always exchanged dense, and so are gradients with few
-    elements (training/exchange/buckets/fusion.py)."""
+    the next parameter, None if unknown. A gradient that `is_always_dense` is never compressed, and neither is a
+    gradient with few elements (training/exchange/buckets/fusion.py)."""
 
     name: str
     elements: int
     seconds: float
     itemsize: int = 4
-    small: bool = False
+    is_always_dense: bool = False
     forward: float | None = None
 
 

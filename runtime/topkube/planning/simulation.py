@@ -1,10 +1,10 @@
 """A discrete-event simulation of tasks that wait for each other.
 
 A task runs in a lane: a thread, or the link. A lane runs its tasks one at a time, in the order in which they were
-added. It runs a task that fills a gap only if none of the others can run at that moment: of those that can run, the
-task that was added last. The processor lanes share `cores`: while more of them work than there are cores, each is
-slower. If cores suffice and nothing fills gaps, every start is the maximum of earlier ends, so a shorter task never
-makes the whole longer.
+added. A task that fills a gap runs only if no other task of its lane can run at that moment. If several such tasks can
+run, the task that was added last runs. The processor lanes share `cores`: while more of them work than there are cores,
+each is slower. If cores suffice and nothing fills gaps, every start is the maximum of earlier ends, so a shorter task
+never makes the whole longer.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from topkube.algorithms import MATRIX_RANK, Algorithm, Cost, Machines, Workload, estimate_cost
+from topkube.algorithms import DELAY, MATRIX_RANK, Algorithm, Cost, Machines, Workload, estimate_cost
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,9 @@ class Situation:
     weights to the next (the prediction is the mean step); None stands for the smallest period of each algorithm.
     `cores` are the processor cores of a node that its ranks share, infinite if a thread never waits for a core.
     `overlap` is False if exchanges begin after backward and follow one another. `is_decoupled` is True with DeAR, for
-    the algorithms that support it. `is_input_pipelined` is False if the step waits until its batch is prepared.
-    `matrix_rank` is the rank of the approximation of matrices.
+    the algorithms that support it. `delay` is 1 if exchanges of weights overlap with the next step, for the algorithms
+    that support it. `is_input_pipelined` is False if the step waits until its batch is prepared. `matrix_rank` is the
+    rank of the approximation of matrices.
     """
 
     machines: Machines
@@ -30,22 +31,24 @@ class Situation:
     period: int | None = None
     is_decoupled: bool = False
     matrix_rank: int = MATRIX_RANK.default
+    delay: int = DELAY.default
 
     @property
     def ranks(self) -> int:
         return self.machines.nodes * self.machines.slots
 
-    def build_workload(self, algorithm: Algorithm, elements: int, small: bool = False) -> Workload:
-        """Return the workload of `elements` values with `algorithm`; values of a `small` bucket are never rounded."""
+    def build_workload(self, algorithm: Algorithm, elements: int, is_always_dense: bool = False) -> Workload:
+        """Return the workload of `elements` values with `algorithm`. Values of a bucket that `is_always_dense` are
+        never rounded."""
         period = algorithm.least_period if self.period is None else self.period
-        machines, dense_wire = self.machines, "fp32" if small else self.dense_wire
+        machines, dense_wire = self.machines, "fp32" if is_always_dense else self.dense_wire
         return Workload(
             machines.nodes, machines.slots, elements, self.density, self.wire, dense_wire, period, self.matrix_rank
         )
 
-    def estimate_cost(self, algorithm: Algorithm, elements: int, small: bool = False) -> Cost:
+    def estimate_cost(self, algorithm: Algorithm, elements: int, is_always_dense: bool = False) -> Cost:
         """Return the cost of an exchange of `elements` values with `algorithm`."""
-        load = self.build_workload(algorithm, elements, small)
+        load = self.build_workload(algorithm, elements, is_always_dense)
         return estimate_cost(
             algorithm,
             self.machines,

@@ -8,6 +8,9 @@ catalogue of algorithms declares bytes and messages. A trace replaces its estima
 With DeAR (training/exchange/late/), an exchange has two halves, each with half of its work, bytes and
 latency. The reduce-scatters overlap with backward. Gathers run while the link would idle in backward, and overlap with
 the next forward. Forward waits at the first use of a bucket's parameters, and updates them.
+
+With a delay (training/node_weights/), nodes exchange the weights that a step has left while the next step computes its
+gradients. That step adds the result before its update.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from topkube.algorithms import OVERLAP, Algorithm
+from topkube.algorithms import DELAY, OVERLAP, Algorithm
 from topkube.planning.buckets import BucketLength, plan_bucket_lengths
 from topkube.planning.exchange_tasks import (
     TaskList,
@@ -25,16 +28,18 @@ from topkube.planning.exchange_tasks import (
     add_gather,
     count_window,
     estimate_exchange,
+    estimate_weight_exchange,
 )
 from topkube.planning.profile import StepProfile
-from topkube.planning.simulation import COMPUTE, INPUT, LINK, Task, simulate
+from topkube.planning.simulation import COMMUNICATION, COMPUTE, INPUT, LATENCY, LINK, Task, simulate
 from topkube.planning.situation import Situation
 
 
 @dataclass(frozen=True)
 class Prediction:
     """A predicted step. Times are seconds. `alone` is the step of one rank that exchanges nothing, `compute` forward
-    and backward of the slowest rank, `wire` the time in which the link is busy."""
+    and backward of the slowest rank, `wire` the time in which the link is busy. `tasks` are those of a step with an
+    exchange."""
 
     algorithm: Algorithm
     step: float
@@ -53,16 +58,22 @@ def predict_step(profile: StepProfile, situation: Situation, algorithm: Algorith
     """Return the predicted step of `profile` with `algorithm`. Raises ArgumentError if torch is not installed, because
     the bucket rule is part of the training loop."""
     slow, cores = estimate_slowest(profile.spread, situation.ranks), situation.cores / situation.machines.slots
-    is_decoupled = situation.is_decoupled and can_decouple(profile, situation, algorithm)
-    tasks = (_list_decoupled_tasks if is_decoupled else _list_tasks)(profile, situation, algorithm, slow)
-    step = simulate(tasks, cores)
+    steps = 1  # in which there is one exchange
+    if situation.delay and can_delay(situation, algorithm):
+        tasks, others = (_list_delayed_tasks(profile, situation, algorithm, slow, has) for has in (True, False))
+        steps = situation.build_workload(algorithm, profile.elements).period
+        step = (simulate(tasks, cores) + (steps - 1) * simulate(others, cores)) / steps
+    else:
+        is_decoupled = situation.is_decoupled and can_decouple(profile, situation, algorithm)
+        tasks = (_list_decoupled_tasks if is_decoupled else _list_tasks)(profile, situation, algorithm, slow)
+        step = simulate(tasks, cores)
     alone = profile.serial if situation.is_input_pipelined else profile.serial + profile.data
     return Prediction(
         algorithm,
         step,
         max(alone, profile.data),
         profile.compute * slow,
-        sum(task.seconds for task in tasks if task.lane == LINK),
+        sum(task.seconds for task in tasks if task.lane == LINK) / steps,
         tuple(tasks),
     )
 
@@ -71,6 +82,11 @@ def can_decouple(profile: StepProfile, situation: Situation, algorithm: Algorith
     """Return True if DeAR has an effect: it needs several nodes, gradients in host memory, and an algorithm that
     supports it."""
     return profile.on_cpu and situation.overlap and situation.machines.nodes > 1 and OVERLAP in algorithm.parameters
+
+
+def can_delay(situation: Situation, algorithm: Algorithm) -> bool:
+    """Return True if a delay has an effect: it needs several nodes, and an algorithm that supports it."""
+    return situation.overlap and situation.machines.nodes > 1 and DELAY in algorithm.parameters
 
 
 def estimate_slowest(spread: float, ranks: int) -> float:
@@ -126,6 +142,36 @@ def _add_backward(
         first = bucket.last + 1
     rest = sum(gradient.seconds for gradient in profile.gradients[first:]) * slow
     return ready, tasks.add("end of backward", COMPUTE, rest)
+
+
+# ---- with a delay
+
+
+def _list_delayed_tasks(
+    profile: StepProfile, situation: Situation, algorithm: Algorithm, slow: float, has_exchange: bool
+) -> TaskList:
+    """Return the tasks of a step during which the weights of the step before travel, if it `has_exchange`. The step
+    adds what has arrived when its gradients are agreed on. All steps with an exchange have the same tasks."""
+    tasks = TaskList()
+    buckets = _plan_buckets(profile, situation, algorithm)
+    costs = [estimate_weight_exchange(bucket, profile, situation, algorithm) for bucket in buckets]
+    arrived: list[Task] = []
+    for _, exchange in costs if has_exchange else ():
+        before = tasks.add(f"start {exchange.name}", COMMUNICATION, exchange.before)
+        link = tasks.add(f"send {exchange.name}", LINK, exchange.link, before)
+        arrived.append(tasks.add(f"latency of {exchange.name}", LATENCY, exchange.latency, link))
+    data = tasks.add("data", INPUT, profile.data)
+    tasks.add("forward", COMPUTE, profile.forward * slow, *(() if situation.is_input_pipelined else (data,)))
+    ready, end = _add_backward(tasks, profile, buckets, slow)
+    reduced = [
+        tasks.add(f"reduce {bucket.name}", COMMUNICATION, seconds, gradient)
+        for bucket, (seconds, _), gradient in zip(buckets, costs, ready, strict=True)
+    ]
+    agreed = add_agreement(tasks, situation, end, *reduced[-1:])
+    for (_, exchange), last in zip(costs, arrived, strict=False):  # there are none without an exchange
+        tasks.add(f"finish {exchange.name}", COMPUTE, exchange.after, agreed, last)
+    tasks.add("update", COMPUTE, profile.update + profile.other, agreed)
+    return tasks
 
 
 # ---- with DeAR

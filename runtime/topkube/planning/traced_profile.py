@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median, pstdev
 from typing import Any
 
+from topkube.algorithms import OWN
 from topkube.planning.profile import Gradient, HostCost, StepProfile
 from topkube.telemetry import trace
 from topkube.telemetry.trace_files import TraceError
@@ -60,7 +61,7 @@ def _read_events(content: Mapping[str, Any], name: str) -> StepProfile:
         update=update,
         other=other,
         spread=pstdev(per_rank) / fmean(per_rank) if len(per_rank) > 1 and clock == "tdur" else 0.0,
-        host=_measure_host_costs(steps, nodes, slots),
+        host=_measure_host_costs(steps, nodes, slots, _find_weight_exchange(facts, nodes), gradients),
         latency=_measure_latency(steps, 1 if facts.get("overlap") == "dear" else 2),
         on_cpu=facts.get("device", "cpu") == "cpu",
         cores=facts.get("cores") if clock == "tdur" else None,
@@ -119,7 +120,8 @@ def _sum_late_updates(step: list[Event], clock: str) -> float:
 
 
 def _measure_layers(steps: list[list[Event]], category: str, without: tuple[str, ...], clock: str) -> dict[str, float]:
-    """Return the median seconds of each layer in forward or backward. Events called as in `without` are no layers."""
+    """Return the median seconds of each layer in forward or backward. Events with a name in `without` are not
+    layers."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for step in steps:
         layers: dict[str, float] = defaultdict(float)
@@ -173,9 +175,22 @@ def _name_layer(event: Event) -> str:
     return name.rpartition(".")[0] or name
 
 
-def _measure_host_costs(steps: list[list[Event]], nodes: int, slots: int) -> dict[str, HostCost]:
+def _find_weight_exchange(facts: Mapping[str, Any], nodes: int) -> str | None:
+    """Return the algorithm of the trace if its nodes exchanged weights in steps, else None."""
+    name = facts.get("algorithm")
+    return name if nodes > 1 and any(known.in_weights for known in OWN if known.name == name) else None
+
+
+def _measure_host_costs(
+    steps: list[list[Event]], nodes: int, slots: int, weight_exchange: str | None, gradients: Sequence[Gradient]
+) -> dict[str, HostCost]:
     """Return the cost of a bucket by algorithm. The processor time of the communication thread in a step is divided
-    among its buckets as the parts of it that were measured per bucket."""
+    among its buckets as the parts of it that were measured per bucket. With a `weight_exchange`, it is the cost of that
+    algorithm instead: nodes exchange all weights together, without buckets."""
+    if weight_exchange is not None:
+        elements = sum(gradient.elements for gradient in gradients)
+        total = fmean(_find_step_event(step)["args"]["communication_cpu_ms"] for step in steps) / 1e3
+        return {weight_exchange: HostCost(nodes, slots, 0.0, total / elements, 0.5)}
     rows: dict[str, list[tuple[int, float, float]]] = defaultdict(list)  # elements, seconds, seconds before messages
     for step in steps:
         blocks = {e["args"]["bucket"]: e for e in step if e["cat"] == trace.BUCKET and e["ph"] == "X"}

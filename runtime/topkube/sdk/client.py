@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from topkube.cli.cluster.api import Where
+from topkube.cli.cluster.api import ClusterLocation
 from topkube.cli.script_job import IMAGE, make_job_name
 from topkube.errors import ClusterError, JobError
 from topkube.job import API_VERSION, KIND, TrainingJob
@@ -54,7 +54,9 @@ class TrainingClient:
         elif backend == "cluster":
             from topkube.sdk.cluster import ClusterBackend
 
-            self._backend = ClusterBackend(Where(Path(kubeconfig) if kubeconfig else None, context, namespace))
+            self._backend = ClusterBackend(
+                ClusterLocation(Path(kubeconfig) if kubeconfig else None, context, namespace)
+            )
         else:
             raise ClusterError(f"there is no backend {backend!r}", next_step='use "cluster" or "local"')
 

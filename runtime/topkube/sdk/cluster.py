@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from topkube.cli.cluster import delete, logs, submit, suspend, sync
-from topkube.cli.cluster.api import Where, connect
-from topkube.cli.cluster.jobs import Watch, find_job, list_jobs
+from topkube.cli.cluster.api import ClusterLocation, connect
+from topkube.cli.cluster.jobs import JobWatch, find_job, list_jobs
 from topkube.cli.cluster.log_options import LogOptions
 from topkube.errors import ClusterError
 from topkube.job import TrainingJob
@@ -20,9 +20,9 @@ class ClusterBackend:
     """A backend for the cluster and the namespace of `where`. Raises ClusterError if there is no kubeconfig, or no
     client for Kubernetes."""
 
-    def __init__(self, where: Where) -> None:
+    def __init__(self, where: ClusterLocation) -> None:
         self._api = connect(where)
-        self._where = Where(where.kubeconfig, where.context, self._api.namespace)
+        self._where = ClusterLocation(where.kubeconfig, where.context, self._api.namespace)
 
     def submit(self, job: TrainingJob, code: PackedSource, packages: tuple[str, ...]) -> None:
         if any(stored["metadata"]["name"] == job.name for stored in list_jobs(self._api)):
@@ -39,7 +39,7 @@ class ClusterBackend:
         return [TrainingJob.from_cluster(job) for job in list_jobs(self._api)]
 
     def watch(self, name: str, seconds: float | None, history: History) -> Iterator[TrainingJob]:
-        for stored in Watch(self._api, name, seconds).read_states():
+        for stored in JobWatch(self._api, name, seconds).read_states():
             if stored is None:
                 raise ClusterError(f"the job {name} was deleted before it ended", status=404)
             job = TrainingJob.from_cluster(stored)

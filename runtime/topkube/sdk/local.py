@@ -24,9 +24,9 @@ from pathlib import Path
 
 from topkube.errors import ClusterError
 from topkube.job import FirstFailure, Progress, Status, TrainingJob
-from topkube.launch.output.rank_report import log_path
+from topkube.launch.output.rank_report import find_log_path
 from topkube.sdk.backend import ENDED, read_phase
-from topkube.settings import process_environment
+from topkube.settings import copy_environment
 from topkube.source.archive import unpack
 from topkube.source.packing import ARCHIVE_KEY, PackedSource
 from topkube.telemetry.history import History, LogFollower, ProgressReader
@@ -127,7 +127,7 @@ class LocalBackend:
     def logs(self, name: str, follow: bool) -> Iterator[str]:
         started = self._find(name)
         slots, ranks = started.job.spec.slots_per_worker, started.job.ranks
-        followers = [LogFollower(log_path(started.run_folder, rank)) for rank in range(ranks)]
+        followers = [LogFollower(find_log_path(started.run_folder, rank)) for rank in range(ranks)]
 
         def add_prefix(rank: int, lines: list[str]) -> Iterator[str]:
             yield from (f"[worker{rank // slots}.rank{rank}] {line}" for line in lines)
@@ -205,7 +205,7 @@ def _start(folder: Path) -> subprocess.Popen[bytes]:
 
 def _build_environment() -> dict[str, str]:
     """Return the environment of `topkube run`. Its Python finds the topkube of this process, also from a checkout."""
-    environment = process_environment()
+    environment = copy_environment()
     paths = [path for path in sys.path if path and os.path.isdir(os.path.join(path, "topkube"))]
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH", "")])])
     return environment
@@ -248,7 +248,7 @@ def _build_status(started: _Started, code: int | None, history: History) -> Stat
 
 
 def _has_logs(started: _Started) -> bool:
-    return log_path(started.run_folder, 0).exists()
+    return find_log_path(started.run_folder, 0).exists()
 
 
 def _read_first_failure(started: _Started, code: int) -> FirstFailure:

@@ -12,7 +12,7 @@ from pathlib import Path
 from topkube.errors import SourceError
 from topkube.job import GitSource
 from topkube.job.fields.failure_policy import SOURCE_UNAVAILABLE
-from topkube.settings import process_environment
+from topkube.settings import copy_environment
 from topkube.source.archive import MOST_BYTES, MOST_FILES
 
 FETCH_SECONDS = 1800.0
@@ -45,7 +45,7 @@ def fetch_commit(source: GitSource, folder: Path, secret: Path | None, scratch: 
             f"{source.commit[:12]}",
         )
     environment = {
-        **process_environment(),
+        **copy_environment(),
         "GIT_TERMINAL_PROMPT": "0",
         "GIT_CONFIG_NOSYSTEM": "1",
         **_write_credentials(secret, scratch),

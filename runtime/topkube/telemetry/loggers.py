@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from topkube.errors import SettingsError
 from topkube.installation import install_command
-from topkube.settings import Settings, wandb_mode
+from topkube.settings import Settings, choose_wandb_mode
 from topkube.telemetry.progress import ProgressWriter, StepRecord
 
 _FOLDER = "logs"
@@ -105,7 +105,7 @@ class WeightsAndBiases:
         import wandb
 
         name = settings.job_name or "topkube"
-        mode: Any = wandb_mode()
+        mode: Any = choose_wandb_mode()
         self._run: Any = wandb.init(
             dir=str(folder),
             project=name,

@@ -1,7 +1,8 @@
 """The trace of a few steps of one rank, in the Trace Event Format, which Perfetto and chrome://tracing open.
 
 A process of the trace is a rank. It has two tracks: `compute`, the thread that runs the script, and `communication`,
-the thread that exchanges buckets. Messages between nodes travel while both threads do other work, so they are
+the thread that exchanges buckets. A third track, `delayed exchange`, has the thread of delayed exchanges of weights, if
+there are any. Messages between nodes travel while the threads do other work, so they are
 asynchronous events, which viewers show on tracks of their own. `ts` and `dur` are microseconds; `tdur` is the processor
 time of the thread. Categories and their events are listed in docs/trace.md.
 
@@ -11,6 +12,7 @@ No event is recorded unless `active` is set: a hook costs one comparison.
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import sys
 import threading
@@ -22,9 +24,10 @@ from typing import Any
 
 from topkube.files import write_text
 
-COMPUTE, COMMUNICATION = 1, 2
-COMMUNICATION_THREAD = "topkube-communication"
-"""The name of the thread that exchanges buckets."""
+COMPUTE, COMMUNICATION, DELAYED = 1, 2, 3
+COMMUNICATION_THREAD, DELAYED_THREAD = "topkube-communication", "topkube-delayed-exchange"
+"""The names of the thread that exchanges buckets, and of the thread of delayed exchanges of weights."""
+_TRACKS = {COMMUNICATION_THREAD: COMMUNICATION, DELAYED_THREAD: DELAYED}
 WARM_STEPS = 3
 """Steps before the first traced step: buckets are planned and buffers are allocated in them."""
 STEP, DATA, FORWARD, BACKWARD, GRADIENT = "step", "data", "forward", "backward", "gradient"
@@ -45,15 +48,15 @@ class Trace:
 
     def __init__(self, directory: Path, rank: int, node: int, steps: int, facts: dict[str, Any]) -> None:
         self.recording = False
-        self.bucket: int | None = None
-        """The number of the bucket whose exchange the communication thread starts or runs."""
+        self._bucket: int | None = None
+        self._has_delayed_track = False
         self._path = directory / f"rank-{rank}.json"
         self._rank, self._facts = rank, {**facts, "rank": rank, "node": node}
         self._left_to_skip, self._left = WARM_STEPS, steps
         self._origin, self._wall_origin = time.perf_counter_ns(), time.time_ns()
         self._events: list[dict[str, Any]] = []
         self._step_began: int | None = None
-        self._step = self._exchanges = 0
+        self._step, self._exchanges = 0, itertools.count(1)
         self._processor = (0.0, 0.0)
         self._name_track(COMPUTE, "compute")
         self._name_track(COMMUNICATION, "communication")
@@ -65,6 +68,12 @@ class Trace:
     def _name_track(self, track: int, name: str) -> None:
         self._events.append({"ph": "M", "name": "thread_name", "pid": self._rank, "tid": track, "args": {"name": name}})
 
+    @property
+    def bucket(self) -> int | None:
+        """The number of the bucket whose exchange the communication thread starts or runs. It is None in the thread of
+        delayed exchanges, which have no bucket."""
+        return None if _find_track() == DELAYED else self._bucket
+
     # ---- events
 
     def span(
@@ -74,7 +83,11 @@ class Trace:
         `track` is that of the calling thread by default."""
         if not self.recording:
             return
-        event = self._build_event("X", category, name, start, track or _find_track())
+        track = track or _find_track()
+        if track == DELAYED and not self._has_delayed_track:
+            self._has_delayed_track = True
+            self._name_track(DELAYED, "delayed exchange")
+        event = self._build_event("X", category, name, start, track)
         event["dur"] = (end - start) / 1e3
         if processor is not None:
             event["tdur"] = processor / 1e3
@@ -112,17 +125,16 @@ class Trace:
     @contextmanager
     def bucket_block(self, number: int, **args: Any) -> Iterator[None]:
         """Record that the communication thread works on bucket `number`."""
-        self.bucket = number
+        self._bucket = number
         try:
             with self.block(BUCKET, f"bucket {number}", bucket=number, **args):
                 yield
         finally:
-            self.bucket = None
+            self._bucket = None
 
     def exchange(self, exchange: Iterable[Any], sent: str = BETWEEN) -> Generator[Any, None, None]:
         """Yield from `exchange`, and record it from its first message to its last as an asynchronous event."""
-        self._exchanges += 1
-        number, bucket = f"{self._rank}.{self._exchanges}", self.bucket
+        number, bucket = f"{self._rank}.{next(self._exchanges)}", self.bucket
         start = time.perf_counter_ns()
         yield from exchange
         if self.recording:
@@ -179,13 +191,11 @@ active: Trace | None = None
 
 
 def _find_track() -> int:
-    return COMMUNICATION if threading.current_thread().name == COMMUNICATION_THREAD else COMPUTE
+    return _TRACKS.get(threading.current_thread().name, COMPUTE)
 
 
 def _read_processor_seconds() -> tuple[float, float]:
-    """Return the processor seconds so far of the calling thread, which computes, and of the communication thread."""
-    for thread in threading.enumerate():
-        if thread.name == COMMUNICATION_THREAD and thread.ident is not None:
-            clock = time.pthread_getcpuclockid(thread.ident)
-            return time.thread_time(), time.clock_gettime(clock)
-    return time.thread_time(), 0.0
+    """Return the processor seconds so far of the calling thread, which computes, and of the threads that exchange."""
+    exchanging = (thread.ident for thread in threading.enumerate() if thread.name in _TRACKS)
+    clocks = (time.pthread_getcpuclockid(ident) for ident in exchanging if ident is not None)
+    return time.thread_time(), sum(map(time.clock_gettime, clocks))

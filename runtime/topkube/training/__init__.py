@@ -1,4 +1,4 @@
-"""The training loop: buckets, schedule, the distributed optimizer, checkpoints."""
+"""The training loop: the distributed optimizer, the exchange of gradients, runs with checkpoints."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from topkube.training.checkpoint.format.decoding import decode
 from topkube.training.checkpoint.format.encoding import encode
 from topkube.training.distributed import DistributedOptimizer
 from topkube.training.node_weights.node_weights import refuse_if_nodes_differ
-from topkube.training.ranks.agreement import agreement, digest, find_differing_ranks, names_of
+from topkube.training.ranks.agreement import digest, find_differing_ranks, name_ranks, open_agreement
 from topkube.world import World, current
 
 CHUNK = 64 * 2**20
@@ -69,7 +69,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root: int = 0) -
         state = optimizer.shared_state() if isinstance(optimizer, DistributedOptimizer) else optimizer.state_dict()
         torch.save(encode(state), file)
         payload = np.frombuffer(file.getvalue(), np.uint8).copy()
-    length = int(agreement().maximum([float(payload.size)])[0])
+    length = int(open_agreement().maximum([float(payload.size)])[0])
     if world.rank != root:
         payload = np.empty(length, np.uint8)
     _broadcast(world, payload, root)
@@ -111,10 +111,10 @@ def _broadcast(world: World, raw: Any, root: int) -> None:
 
 
 def _check_equal(world: World, described: Iterable[tuple[str, tuple[int, ...], str]]) -> None:
-    different = find_differing_ranks(agreement().gather([digest(list(described))])[:, 0])
+    different = find_differing_ranks(open_agreement().gather([digest(list(described))])[:, 0])
     if different:
         raise MismatchError(
-            f"ranks hold different parameters or buffers: {names_of(different)} differ from the other ranks",
+            f"ranks hold different parameters or buffers: {name_ranks(different)} differ from the other ranks",
             cause="the model depends on the rank",
             next_step="build the same model with the same arguments on every rank",
         )

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from topkube.errors import ArgumentError
 from topkube.training.batches.replays import STATISTICS
 from topkube.training.broadcast import remove_expansion
-from topkube.training.ranks.model_collectives import model_collectives
+from topkube.training.ranks.model_collectives import open_model_collectives
 from topkube.world import World, current
 
 
@@ -47,7 +47,7 @@ def _broadcast(world: World, model: torch.nn.Module, root: int) -> None:
     described = [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in named]
     parts = [_copy_bytes(buffer) for _, buffer in named]
     own = np.concatenate(parts) if parts else np.empty(0, np.uint8)
-    message = model_collectives(world).broadcast(own, root, "the broadcast of buffers", repr(described))
+    message = open_model_collectives(world).broadcast(own, root, "the broadcast of buffers", repr(described))
     start = 0
     for (name, buffer), part in zip(named, parts, strict=True):
         received = message[start : start + part.size]

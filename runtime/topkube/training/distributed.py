@@ -13,11 +13,11 @@ from topkube.algorithms import Stage
 from topkube.errors import ArgumentError, TrainingError
 from topkube.settings import Settings
 from topkube.training.batches.samples import Samples
-from topkube.training.batches.uneven_batches import Turns
+from topkube.training.batches.uneven_batches import UnevenBatches
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.tuning.tuning import Tuning
 from topkube.training.gradient_clipping import clip_gradients
-from topkube.training.node_weights.guard import Guard
+from topkube.training.node_weights.guard import DriftGuard
 from topkube.training.optimizer_parts import build_parts
 from topkube.training.optimizer_state import OptimizerState
 from topkube.training.optimizer_step import OptimizerStep
@@ -31,24 +31,32 @@ class DistributedOptimizer(OptimizerWrapper):
     """A distributed optimizer around `optimizer`. Use it in place of `optimizer`, also with LR schedulers and
     GradScaler.
 
-    `named_parameters` names every parameter of `optimizer`, as `model.named_parameters()` does. `aggregation` is
-    "auto", "dense" or the name of an algorithm; `density` the share of a large tensor that is sent; `warmup_steps` the
-    steps over which the density falls from 1 to `density`; `wire` "fp32", "bf16" or "fp16"; `selection` "topk" or
-    "mstopk"; `momentum_correction` moves the momentum of SGD, Adam or AdamW before the selection (`momentum.py`), if
-    the exchange is sparse; `period` the steps from one exchange of the weights to the next (onebit, topk1bit,
-    localsgd, diloco); `outer_learning_rate` and `outer_momentum` those of the mean change of all nodes (diloco);
-    `matrix_rank` the rank of the approximation of each matrix (powersgd, acpsgd); `schedule` the stages
-    (`topkube.algorithms.Stage`) of algorithms, densities and periods that follow;
-    `bucket_bytes` the most bytes of a fused bucket (by default chosen from the sizes of the tensors and the link);
-    `dense_wire` "fp32", "bf16" or "fp16", the format of dense gradients between nodes; `overlap` "backward" or "dear",
-    which updates parameters during the next forward (see `finish_step`). Arguments that are None come
-    from the job's spec.aggregation (`Settings`). `world` holds the ranks that exchange: all ranks by default, or a
-    part of them (`topkube.new_world`) if another library already reduces among the others. Parameters that are
-    DTensors (FSDP2, tensor parallelism) need such a world, of ranks that hold the same shard.
+    Arguments that are None come from the job's spec.aggregation (`Settings`).
+
+    named_parameters: the names of all parameters of `optimizer`, as `model.named_parameters()` returns them.
+    aggregation: "auto", "dense" or the name of an algorithm.
+    density: the share of a large tensor that is sent.
+    warmup_steps: the steps over which the density falls from 1 to `density`.
+    wire: "fp32", "bf16" or "fp16", the format of the values that compressing algorithms send between nodes.
+    selection: "topk" or "mstopk".
+    momentum_correction: if True and the exchange is sparse, the momentum of SGD, Adam or AdamW is applied before the
+    selection (`momentum.py`).
+    period: the steps from one exchange of the weights to the next (onebit, topk1bit, localsgd, diloco).
+    dense_wire: "fp32", "bf16" or "fp16", the format of dense gradients between nodes.
+    outer_learning_rate, outer_momentum: the learning rate and the momentum that apply to the mean change of all nodes
+    (diloco).
+    matrix_rank: the rank of the approximation of each matrix (powersgd, acpsgd).
+    delay: 1 lets the exchange of weights overlap with the next step, which does not see its result yet.
+    overlap: "backward", or "dear", which updates parameters during the next forward (see `finish_step`).
+    schedule: the stages (`topkube.algorithms.Stage`) of algorithms, densities and periods that follow.
+    bucket_bytes: the most bytes of a fused bucket. By default, the sizes of the tensors and the link decide.
+    world: the ranks that exchange, by default all ranks. Pass a part of them (`topkube.new_world`) if another library
+    already reduces among the others. Parameters that are DTensors (FSDP2, tensor parallelism) need such a world, of
+    ranks that hold the same shard.
 
     Aggregation comes before the optimizer: momentum and Adam's moments see mean gradients, the same on all ranks, so
-    the optimizer's state is the same everywhere. It needs memory for two shards of float32 (the residual and its
-    copy) and a staging bucket. All ranks compare a checksum of the weights at the first step and at intervals
+    the optimizer's state is the same everywhere. It needs memory for two shards of float32 (the residual and its copy)
+    and a staging bucket. All ranks compare a checksum of the weights at the first step and at intervals
     (TOPKUBE_CHECK_WEIGHTS).
 
     Raises WorldError before `init()`; ArgumentError for invalid parameters; TrainingError for use that cannot produce
@@ -69,6 +77,7 @@ class DistributedOptimizer(OptimizerWrapper):
         dense_wire: str | None = None,
         outer_learning_rate: float | None = None,
         outer_momentum: float | None = None,
+        delay: int | None = None,
         matrix_rank: int | None = None,
         overlap: str | None = None,
         schedule: Sequence[Stage] | None = None,
@@ -85,7 +94,7 @@ class DistributedOptimizer(OptimizerWrapper):
                 next_step="use SGD, AdamW or another optimizer that needs only gradients",
             )
         settings = settings or Settings.from_environment()
-        chosen = AggregationSettings.of(
+        chosen = AggregationSettings.from_settings(
             settings,
             algorithm=aggregation,
             density=density,
@@ -97,6 +106,7 @@ class DistributedOptimizer(OptimizerWrapper):
             dense_wire=dense_wire,
             outer_learning_rate=outer_learning_rate,
             outer_momentum=outer_momentum,
+            delay=delay,
             matrix_rank=matrix_rank,
             overlap=overlap,
             schedule=None if schedule is None else tuple(schedule),
@@ -149,7 +159,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @property
     def counted_skipped_steps(self) -> int:
-        """As `skipped_steps`, without the last step if the device decides about it. Does not wait."""
+        """The number of skipped steps, without the last step if the device decides about it. Does not wait."""
         return self._backward.gradients.skipped_steps
 
     @property
@@ -158,9 +168,9 @@ class DistributedOptimizer(OptimizerWrapper):
         return self._backward.weights.check.differing
 
     @property
-    def turns(self) -> Turns:
-        """The batches of all ranks, in step."""
-        return self._backward.turns
+    def turns(self) -> UnevenBatches:
+        """The batches of all ranks, which `batch` and `join` announce."""
+        return self._backward.batches
 
     @property
     def norms(self) -> Norms | None:
@@ -177,7 +187,7 @@ class DistributedOptimizer(OptimizerWrapper):
         return self._backward.plan.tuning
 
     @property
-    def guard(self) -> Guard | None:
+    def guard(self) -> DriftGuard | None:
         """What error feedback in the weights keeps back, measured at intervals, and the period in force; None for other
         algorithms."""
         return self._node_weights.guard if self._node_weights is not None else None
@@ -262,7 +272,7 @@ class DistributedOptimizer(OptimizerWrapper):
         `samples`, a number or a function of the batch, is the number of samples in a batch. Raises TrainingError if
         that number is needed and not certain. With `device`, a GPU, the tensors of the next batch are copied there
         while it computes the current step."""
-        return self.turns.iterate_batches(loader, samples=samples, device=device)
+        return self.turns.iterate(loader, samples=samples, device=device)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make the wrapped optimizer's step; do nothing if all ranks agreed that a gradient is not finite.

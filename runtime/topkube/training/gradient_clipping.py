@@ -15,7 +15,7 @@ def clip_gradients(parts: OptimizerParts, max_norm: float) -> float:
     backward, late = parts.backward, parts.late
     gradients = [p.tensor.grad for p in backward.parameters if p.tensor.grad is not None]
     if late is not None:
-        norm = late.clip(max_norm, backward.world.rank == 0, gradients, backward.turns.sum_over_ranks)
+        norm = late.clip(max_norm, backward.world.rank == 0, gradients, backward.batches.agreement.sum)
         if norm is not None:
             return norm
         late.finish()
@@ -23,7 +23,7 @@ def clip_gradients(parts: OptimizerParts, max_norm: float) -> float:
         return float(torch.nn.utils.clip_grad_norm_([p.tensor for p in backward.parameters], max_norm))
     own = sum(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 for gradient in gradients)
     ranks = backward.world.size
-    norm = math.sqrt(backward.turns.run_agreement(lambda agreement: agreement([own / ranks]))[0])
+    norm = math.sqrt(backward.batches.agreement.sum([own / ranks])[0])
     factor = max_norm / (norm + 1e-6)
     if not factor >= 1:
         for gradient in gradients:

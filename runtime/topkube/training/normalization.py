@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from topkube.errors import ArgumentError, WorldError
 from topkube.training.batches.uneven_batches import find_batch_scale, is_replay_batch
-from topkube.training.ranks.model_collectives import ModelCollectives, model_collectives
+from topkube.training.ranks.model_collectives import ModelCollectives, open_model_collectives
 from topkube.world import World, current
 
 _torch_forward = torch.nn.SyncBatchNorm.forward
@@ -44,7 +44,7 @@ def _forward(module: torch.nn.SyncBatchNorm, input: torch.Tensor) -> torch.Tenso
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _training_forward(module: torch.nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
     world = _find_world()
-    return _torch_forward(module, x) if world is None else _normalize(module, x, model_collectives(world))
+    return _torch_forward(module, x) if world is None else _normalize(module, x, open_model_collectives(world))
 
 
 def _find_world() -> World | None:

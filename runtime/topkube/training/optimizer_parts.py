@@ -27,7 +27,7 @@ from topkube.world import World
 
 @dataclass(frozen=True)
 class OptimizerParts:
-    """What works around the torch optimizer `inner`: the exchange of gradients during backward (`backward`), the
+    """The parts around the torch optimizer `inner`: the exchange of gradients during backward (`backward`), the
     refusal of steps that the script makes on `inner` (`guard`), and, if the settings ask for them, error feedback in
     the weights, momentum correction, and updates during the next forward."""
 
@@ -64,7 +64,7 @@ def build_parts(
     backward = Backward(world, parameters, aggregation, momentum, settings, is_copy, node_world, check)
     if not is_copy:
         tensors: list[tuple[str, torch.Tensor]] = [(p.name, p.tensor) for p in parameters]
-        backward.queue.traced = start_trace(world, tensors, aggregation, settings)
+        backward.queue.step_trace = start_trace(world, tensors, aggregation, settings)
     if node_weights is None and correction is None and not aggregation.schedule:
         backward.gradients.decisions.watch(optimizer)
     guard = StepGuard(optimizer)
@@ -90,9 +90,9 @@ def _build_late_updates(
             next_step="leave overlap at backward",
         )
     check_optimizer(optimizer)
-    if backward.exchange.halves is None:  # one node has no exchange between nodes
+    if backward.exchange.reduced_parts is None:  # one node has no exchange between nodes
         return None
-    return LateUpdates(backward.exchange.halves, optimizer, guard.allowed)
+    return LateUpdates(backward.exchange.reduced_parts, optimizer, guard.allow_step)
 
 
 def _check_own_steps(optimizer: torch.optim.Optimizer, algorithm: str) -> None:

@@ -8,7 +8,7 @@ from topkube.errors import TrainingError
 from topkube.telemetry import phases
 from topkube.training.optimizer_parts import OptimizerParts
 from topkube.training.optimizers.wrapper import exchanged_parameters
-from topkube.training.reporting.steps import StepReports
+from topkube.training.reporting.steps import StepReporter
 
 
 class OptimizerStep:
@@ -17,7 +17,7 @@ class OptimizerStep:
 
     def __init__(self, parts: OptimizerParts) -> None:
         self._parts = parts
-        self._reports = StepReports(parts.backward.world)
+        self._reports = StepReporter(parts.backward.world)
         self._exchanged: list[int] = []
         self.note_parameters()
 
@@ -36,8 +36,8 @@ class OptimizerStep:
             backward.note_skipped_step()
         counted = backward.in_force.steps, backward.gradients.skipped_steps
         self._reports.report_step(*counted, backward.density_used, backward.plan.tuning.summary or None)
-        if backward.queue.traced is not None and not backward.queue.traced.end_step():
-            backward.queue.traced = None
+        if backward.queue.step_trace is not None and not backward.queue.step_trace.end_step():
+            backward.queue.step_trace = None
 
     def _check(self) -> None:
         if self._parts.backward.has_unsynchronized:
@@ -59,17 +59,18 @@ class OptimizerStep:
         parts, backward, node_weights = self._parts, self._parts.backward, self._parts.node_weights
         backward.check_exchanged()
         if node_weights is not None:
+            node_weights.apply_exchange()
             node_weights.guard.set_period(parts.aggregation.at(backward.in_force.steps).period)
             node_weights.begin_step(backward.in_force.steps)
         backward.weights.compare_first()
-        with parts.guard.allowed(), phases.current.timed("update"):
+        with parts.guard.allow_step(), phases.current.timed("update"):
             if node_weights is not None:
                 with node_weights.corrected():
                     parts.inner.step()
             elif parts.correction is not None:
                 parts.correction.step(backward.list_sparse_parameters())
             elif parts.late is None:
-                with backward.gradients.decisions.passed_on():
+                with backward.gradients.decisions.passing_flag():
                     parts.inner.step()
         if parts.late is not None:
             parts.late.step()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,14 +21,13 @@ from topkube.training.batches.samples import Samples
 from topkube.training.batches.uneven_batches import Sums
 from topkube.training.checkpoint.format.weights_file import write_weights
 from topkube.training.checkpoint.stages import Stages
+from topkube.training.checkpoint.stop_signal import StopSignal
 from topkube.training.distributed import DistributedOptimizer
-from topkube.training.ranks.communication_thread import schedule
+from topkube.training.ranks import communication_thread
+from topkube.training.reporting.batch_loss import BatchLoss
 from topkube.training.run_checkpoints import RunCheckpoints
 from topkube.training.run_reports import RunReports
 from topkube.world import current
-
-_CACHE_CHECK_SECONDS = 1.0
-"""Time between two reads of the data cache's counters."""
 
 
 def checkpointing(
@@ -84,26 +82,25 @@ class Run:
         self._checkpoints: RunCheckpoints | None = None
         if settings.checkpoint_directory:
             self._checkpoints = RunCheckpoints(self._world, settings, model, optimizer, sampler, more)
-        self._due = self._stop = False
+        self._due = False
+        self._stop_signal = StopSignal()
         self._generators: dict[str, Any] | None = None
         self._passes_asked = 0
         self._total: int | None = None
-        self._loss: torch.Tensor | float | None = None
-        self._turn: Future[Sums] | None = None
+        self._loss = BatchLoss(model)
+        self._announced: Future[Sums] | None = None
+        """The agreement of all ranks on the current batch."""
         self._reports = RunReports(self._world, settings, optimizer)
-        self._hook: Any = None
-        self._previous_handler: Any = None
 
     # ---- the context
 
     def __enter__(self) -> Run:
-        self._hook = self._model.register_forward_hook(self._take_loss)
+        self._loss.watch()
         try:
             if self._checkpoints is not None:
                 if (resumed := self._checkpoints.resume()) is not None:
                     (self.step, self.epoch), self._generators = resumed
-                if threading.current_thread() is threading.main_thread():
-                    self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+                self._stop_signal.watch()
             self._reports.open()
         except BaseException:
             self._detach()
@@ -125,14 +122,9 @@ class Run:
 
     def _detach(self) -> None:
         """Undo what the run attached to the model, the world and the process. Nothing keeps the run alive then."""
-        self._hook.remove()
-        if self._previous_handler is not None:
-            signal.signal(signal.SIGTERM, self._previous_handler)
-            self._previous_handler = None
+        self._loss.unwatch()
+        self._stop_signal.unwatch()
         self._reports.close()
-
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        self._stop = True
 
     # ---- batches
 
@@ -167,7 +159,7 @@ class Run:
                     raise TrainingError(
                         "the loader returned no batch on any rank", next_step="check the dataset's length"
                     )
-            schedule().run(lambda: None)  # waits until the communication thread has written its records
+            communication_thread.run(lambda: None)  # waits until the communication thread has written its records
             if self._checkpoints is not None:
                 self._checkpoints.finish()
                 self._note_checkpoints()
@@ -178,14 +170,14 @@ class Run:
     def _iterate_pass(
         self, loader: Iterable[Any], total: int | None, samples: Samples, device: torch.device | None
     ) -> Iterator[Any]:
-        turns = self._optimizer.turns
-        opened = self._restore_generators
-        for batch in turns.iterate_batches(loader, self._list_announced, self._on_announced, opened, samples, device):
+        batches = self._optimizer.turns
+        restore = self._restore_generators
+        for batch in batches.iterate(loader, self._list_announced, self._note_announced, restore, samples, device):
             yield batch
             self._end_step()
             if total is not None and self.step >= total:
-                self._on_announced(turns.announce(0, *self._list_announced()))
-                turns.end()
+                self._note_announced(batches.announce(0, *self._list_announced()))
+                batches.end()
                 return
         self.epoch += 1
         if self._sampler is not None:
@@ -195,21 +187,20 @@ class Run:
         """Return the numbers that accompany the announcement of a batch: 1 if the run must stop, 1 if this rank has
         finished the current stage of a save, and the numbers of the previous step."""
         stage_done = self._checkpoints is not None and self._checkpoints.is_stage_done
-        return (float(self._stop), float(stage_done), *self._reports.numbers)
+        return (float(self._stop_signal.has_come), float(stage_done), *self._reports.numbers)
 
-    def _on_announced(self, turn: Future[Sums]) -> None:
-        self._turn = turn
-        self._reports.write_after(turn)
+    def _note_announced(self, sums: Future[Sums]) -> None:
+        self._announced = sums
+        self._reports.write_after(sums)
 
     def _end_step(self) -> None:
-        assert self._turn is not None
+        assert self._announced is not None
         self._optimizer.turns.forget_replay()
-        sums = self._turn.result()
+        sums = self._announced.result()
         samples, stop, stage_done = int(sums[0]), bool(sums[1]), sums[2] == self._world.size
         self.step += 1
-        loss, self._loss = self._loss, None
         newest, failed = self._newest_checkpoint, self.failed_checkpoints
-        self._reports.end_step(self.step, self._total, self.epoch, samples, loss, newest, failed)
+        self._reports.end_step(self.step, self._total, self.epoch, samples, self._loss.take(), newest, failed)
         if self._sampler is not None:
             self._sampler.advance(self._optimizer.turns.drawn)
         self._checkpoint(stop, stage_done)
@@ -231,12 +222,8 @@ class Run:
     def loss(self, value: torch.Tensor) -> torch.Tensor:
         """Note the loss of this rank's batch for the progress report, and return it:
         `run.loss(criterion(...)).backward()`. A model whose output is its loss, as a single number, needs no call."""
-        self._loss = value.detach()
+        self._loss.note(value)
         return value
-
-    def _take_loss(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(output, torch.Tensor) and output.ndim == 0 and output.requires_grad:
-            self._loss = output.detach()
 
     # ---- checkpoints
 

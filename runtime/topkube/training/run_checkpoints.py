@@ -22,8 +22,8 @@ from topkube.training.checkpoint.resumption import (
     list_optimizer_names,
     load_all_or_none,
 )
-from topkube.training.checkpoint.retention import warn
 from topkube.training.distributed import DistributedOptimizer
+from topkube.training.reporting.warning import warn
 from topkube.world import World
 
 Position = tuple[int, int]
@@ -126,11 +126,7 @@ class RunCheckpoints:
         except StorageError as error:
             self.failed += 1
             if not self._failure_reported and self._world.rank == 0:
-                print(
-                    f"topkube: warning: training continues without this checkpoint: {error}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                warn(f"training continues without this checkpoint: {error}")
             self._failure_reported = True
 
     def _begin(self, position: Position) -> int | None:
@@ -173,7 +169,7 @@ class RunCheckpoints:
                     item.load_state_dict(its_state)
                 except Exception as error:
                     raise CheckpointError(
-                        f"the checkpoint {loaded.place.name} in {directory} belongs to another model or optimizer:"
+                        f"the checkpoint {loaded.name} in {directory} belongs to another model or optimizer:"
                         f" {type(item).__name__}: {error}",
                         cause="the script changed, or another job writes to this directory",
                         next_step="use another directory for this run (spec.checkpoint.path), or the script that"
@@ -181,13 +177,11 @@ class RunCheckpoints:
                     ) from error
 
         with load_all_or_none([item for item, _ in pairs]):
-            self._store.run_on_all_ranks(
-                load, f"the checkpoint {loaded.place.name} in {directory} cannot be resumed from"
-            )
+            self._store.run_on_all_ranks(load, f"the checkpoint {loaded.name} in {directory} cannot be resumed from")
         self._optimizer.restore_node_weights()
         self.saved = self._begun = shared["step"], shared["epoch"]
         if self._world.rank == 0:
             for name in self._more.keys() - shared["more"].keys():
-                warn(f"the checkpoint {loaded.place.name} contains no state of {name}, which starts from the beginning")
-            print(f"topkube: resumed at step {self.saved[0]} from {loaded.place.name}", flush=True)
+                warn(f"the checkpoint {loaded.name} contains no state of {name}, which starts from the beginning")
+            print(f"topkube: resumed at step {self.saved[0]} from {loaded.name}", flush=True)
         return self.saved, own.get("generators")

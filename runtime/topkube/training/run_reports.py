@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from topkube.collectives.link import measure_link_rate
-from topkube.data.base.open_datasets import statistics
+from topkube.data.base.open_datasets import sum_statistics
 from topkube.settings import Settings
 from topkube.telemetry import phases
 from topkube.telemetry.loggers import StepWriter
@@ -80,15 +80,15 @@ class RunReports:
         total: int | None,
         epoch: int,
         samples: int,
-        loss: torch.Tensor | float | None,
+        loss: torch.Tensor | None,
         checkpoint_step: int | None,
         failed_checkpoints: int,
     ) -> None:
         """Note the end of step number `step`, in which all ranks had `samples`. `loss` is the mean of this rank's
         batch, None if it is unknown."""
         own, now = phases.current.take(), time.perf_counter()
-        turns = self._optimizer.turns
-        weight = turns.samples if loss is not None else 0
+        own_samples = self._optimizer.turns.samples
+        weight = own_samples if loss is not None else 0
         total_loss = weight * float(loss) if loss is not None and weight else 0.0
         self.numbers = (total_loss, float(weight), own.intra_bytes, own.inter_bytes, own.dense_bytes)
         self._record = StepRecord(
@@ -108,8 +108,8 @@ class RunReports:
         if self._metrics is not None:
             if now >= self._cache_checked + _CACHE_CHECK_SECONDS:
                 self._cache_checked = now
-                self._metrics.cache(statistics())
-            self._metrics.step(now - self._last_time, own, turns.samples, self._list_gauges(self._record))
+                self._metrics.cache(sum_statistics())
+            self._metrics.step(now - self._last_time, own, own_samples, self._list_gauges(self._record))
         self._last_time = now
 
     def note_checkpoints(self, checkpoint_step: int | None, failed_checkpoints: int) -> None:
@@ -119,11 +119,12 @@ class RunReports:
                 self._record, checkpoint_step=checkpoint_step, failed_checkpoints=failed_checkpoints
             )
 
-    def write_after(self, turn: Future[Sums]) -> None:
-        """Write the record of the last step as soon as `turn` holds the numbers of all ranks, after other numbers."""
+    def write_after(self, announced: Future[Sums]) -> None:
+        """Write the record of the last step as soon as `announced` holds the numbers of all ranks, the last of its
+        numbers."""
         record, self._record, count = self._record, None, len(self.numbers)
         if record is not None:
-            turn.add_done_callback(lambda done: self._write(record, *done.result()[-count:].tolist()))
+            announced.add_done_callback(lambda done: self._write(record, *done.result()[-count:].tolist()))
 
     def write_alone(self) -> None:
         """Write the record of the last step, if it is not written yet, with the numbers of this rank only: the script

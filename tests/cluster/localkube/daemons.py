@@ -28,10 +28,10 @@ def run(
     return done.stdout.decode(errors="replace")
 
 
-def wait_until(look: Callable[[], object], what: str, seconds: float = 300.0, interval: float = 0.1) -> None:
-    """Return as soon as `look` returns a true result. Raises TimeoutError that names `what`."""
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 300.0, interval: float = 0.1) -> None:
+    """Return as soon as `condition` returns a true result. Raises TimeoutError that names `what`."""
     deadline = time.monotonic() + seconds
-    while not look():
+    while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {seconds:.0f} s in vain for {what}")
         time.sleep(interval)

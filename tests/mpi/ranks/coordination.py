@@ -14,8 +14,8 @@ from ranks.allreduce import EXACT, assert_near, draw_inputs
 from topkube import collectives
 from topkube.collectives.coordination import calls, ordered
 from topkube.errors import ArgumentError
-from topkube.training.ranks.agreement import Agreement, agreement
-from topkube.training.ranks.communication_thread import schedule
+from topkube.training.ranks import communication_thread
+from topkube.training.ranks.agreement import Agreement, open_agreement
 from topkube.world import World
 
 LARGEST = np.iinfo(np.int64).max
@@ -144,7 +144,8 @@ def case_objects_that_cannot_be_pickled_are_refused_on_all_ranks(world: World) -
 def case_calls_may_be_made_while_gradients_are_exchanged(world: World) -> None:
     work = np.ones(300_000, np.float32)
     futures = [
-        schedule().submit(lambda: topkube.allreduce_(work.copy(), op="sum", algorithm="hierarchical")) for _ in range(5)
+        communication_thread.submit(lambda: topkube.allreduce_(work.copy(), op="sum", algorithm="hierarchical"))
+        for _ in range(5)
     ]
     for number in range(20):
         assert topkube.reduce(number) == number * world.size
@@ -168,8 +169,8 @@ def check_all_calls(world: World | None) -> None:
     assert topkube.reduce(world.members[world.rank], world=world) == sum(world.members)
     assert topkube.allgather(world.rank, world=world).tolist() == list(range(world.size))
     assert topkube.broadcast_object(world.members[world.rank], world=world) == world.members[0]
-    assert agreement(world) is agreement(world)
-    assert agreement(world)([1.0, world.rank]).tolist() == [world.size, sum(range(world.size))]
+    assert open_agreement(world) is open_agreement(world)
+    assert open_agreement(world).sum([1.0, world.rank]).tolist() == [world.size, sum(range(world.size))]
 
 
 def draw_input(rank: int, length: int) -> np.ndarray:
@@ -226,4 +227,4 @@ def case_an_agreement_of_many_numbers_adds_them_in_rank_order(world: World) -> N
         total += row
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ordered, "GATHERED", 100)
-        assert np.array_equal(Agreement(world)(own[world.rank].tolist()), total)
+        assert np.array_equal(Agreement(world).sum(own[world.rank].tolist()), total)

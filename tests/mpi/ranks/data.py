@@ -145,7 +145,7 @@ def case_a_warm_node_sends_its_shards_to_a_cold_node(world: World) -> None:
                 memory=folder / "memory-warm",
                 free_bytes=0,
             )
-            assert warm(cache).complete
+            assert warm(cache).is_complete
             cache.close()
         world.comm.Barrier()
         dataset = open_dataset(world, folder)

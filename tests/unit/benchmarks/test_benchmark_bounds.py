@@ -26,9 +26,9 @@ def test_bytes_between_nodes_follow_the_formulas() -> None:
 
 
 def test_a_wire_bound_scales_from_the_probe_of_its_message_size() -> None:
-    assert GIGABIT.wire_seconds(1_000_000) == pytest.approx(0.008)
-    assert GIGABIT.wire_seconds(500_000) == pytest.approx(0.004)
-    assert GIGABIT.wire_seconds(100_000_000) == pytest.approx(0.8)
+    assert GIGABIT.find_wire_seconds(1_000_000) == pytest.approx(0.008)
+    assert GIGABIT.find_wire_seconds(500_000) == pytest.approx(0.004)
+    assert GIGABIT.find_wire_seconds(100_000_000) == pytest.approx(0.8)
 
 
 def test_dense_is_bound_by_the_slower_of_link_and_memory_sparse_by_their_sum() -> None:

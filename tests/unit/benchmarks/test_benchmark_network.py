@@ -73,15 +73,15 @@ def test_nothing_outlives_a_killed_owner() -> None:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(BENCHMARKS)},
     )  # fmt: skip
     assert owner.stdout is not None
-    held = [int(pid) for pid in owner.stdout.readline().split()]
-    assert len(held) == 3
+    pids = [int(pid) for pid in owner.stdout.readline().split()]
+    assert len(pids) == 3
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     owner.stdout.close()
     assert owner.stdin is not None
     owner.stdin.close()
     deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in held):
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, "a node outlived its owner"
         time.sleep(0.01)
 

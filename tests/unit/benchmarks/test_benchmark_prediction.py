@@ -37,16 +37,19 @@ def test_every_row_gets_a_prediction_and_its_error() -> None:
         build_row("hitopk", 330.0),
         build_row("dense", 400.0, "100mbit"),
         build_row("dear", 390.0),
+        build_row("onebit", 330.0, "100mbit"),
+        build_row("onebit_delayed", 310.0, "100mbit"),
     ]
     stored = {"facts": {"processors": 2}, "profiles": {"2x1": dataclasses.asdict(PROFILE)}, "rows": rows}
     prediction.predict_rows(stored)
     assert rows[0]["predicted_ms"] > rows[1]["predicted_ms"] > 300
     assert rows[0]["predicted_ms"] > rows[3]["predicted_ms"] > 300
+    assert rows[4]["predicted_ms"] > rows[5]["predicted_ms"] > 300
     assert rows[0]["error"] == pytest.approx(rows[0]["predicted_ms"] / 400 - 1, abs=1e-3)
-    section = prediction_report.section({**stored, "paper": prediction.predict_paper()})
-    assert section["PREDICTION"].count("| 2 × 1 |") == 4
+    section = prediction_report.build_section({**stored, "paper": prediction.predict_paper()})
+    assert section["PREDICTION"].count("| 2 × 1 |") == 6
     assert f"{rows[0]['error']:+.1%}" in section["PREDICTION"]
-    assert "of 4 rows" in section["PREDICTION_ERRORS"]
+    assert "of 6 rows" in section["PREDICTION_ERRORS"]
 
 
 def test_the_cluster_of_the_paper_is_predicted_by_this_version() -> None:

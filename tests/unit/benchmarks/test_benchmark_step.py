@@ -37,7 +37,7 @@ def test_a_row_that_is_measured_again_replaces_the_stored_row() -> None:
 def test_the_page_shows_every_contender_fastest_first() -> None:
     rows = [build_row(contender, float(ms)) for ms, contender in enumerate((step.PLAIN, *step.OURS, *step.PEERS), 1)]
     step.compare(rows)
-    text = step_report.section({"rows": rows[::-1], "facts": {"load": 0.1}})["TRAINING_STEP"]
+    text = step_report.build_section({"rows": rows[::-1], "facts": {"load": 0.1}})["TRAINING_STEP"]
     places = [text.index(f"| {step_report.NAMES[r['contender']]} |") for r in rows]
     assert places == sorted(places)
     assert "2 nodes × 1, 1 Gbit/s" in text
@@ -50,11 +50,11 @@ def test_an_interrupted_run_continues_with_the_turns_that_are_missing(
     turns = step.Turns(path, 5)
     turns.add({"seconds": [1.0]}, "2x1", "gpt", "1gbit", "dense")
     again = step.Turns(path, 5)
-    assert again.of("2x1", "gpt", "1gbit", "dense") == [{"seconds": [1.0]}]
-    assert again.of("2x1", "gpt", "1gbit", "ddp") == []
-    assert step.Turns(path, 6).of("2x1", "gpt", "1gbit", "dense") == []
+    assert again.find_samples("2x1", "gpt", "1gbit", "dense") == [{"seconds": [1.0]}]
+    assert again.find_samples("2x1", "gpt", "1gbit", "ddp") == []
+    assert step.Turns(path, 6).find_samples("2x1", "gpt", "1gbit", "dense") == []
     monkeypatch.setattr(step, "digest_sources", lambda: "other sources")
-    assert step.Turns(path, 5).of("2x1", "gpt", "1gbit", "dense") == []
+    assert step.Turns(path, 5).find_samples("2x1", "gpt", "1gbit", "dense") == []
     again.forget()
     assert not path.exists()
 

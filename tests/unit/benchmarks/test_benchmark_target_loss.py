@@ -8,16 +8,16 @@ import target_loss
 import target_loss_report
 
 
-def run(contender: str, evaluations: list[list[float]], seed: int = 0) -> target_loss.Row:
+def build_run(contender: str, evaluations: list[list[float]], seed: int = 0) -> target_loss.Row:
     return {"contender": contender, "optimizer": "adamw", "seed": seed, "steps": 100, "evaluations": evaluations}
 
 
-def times(contender: str, *turns_ms: float) -> target_loss.Row:
+def build_times(contender: str, *turns_ms: float) -> target_loss.Row:
     figures = {"model": "char_gpt", "sent_kb": 1.0, "date": "2026-01-01", "load": 0.5}
     return {"contender": contender, "optimizer": "adamw", "rate": "100mbit", "turns_ms": list(turns_ms), **figures}
 
 
-def row_of(rows: list[target_loss.Row], contender: str, margin: float) -> target_loss.Row:
+def find_row(rows: list[target_loss.Row], contender: str, margin: float) -> target_loss.Row:
     return next(row for row in rows if (row["contender"], row["margin_percent"]) == (contender, margin))
 
 
@@ -33,63 +33,69 @@ def row_of(rows: list[target_loss.Row], contender: str, margin: float) -> target
     ids=["between two evaluations", "at the last", "at the first", "the first time", "never"],
 )
 def test_steps_lie_on_a_line_between_evaluations(evaluations: list[list[float]], steps: float | None) -> None:
-    assert target_loss.steps_to_target(evaluations, 2.5) == (None if steps is None else pytest.approx(steps))
+    assert target_loss.find_steps_to_target(evaluations, 2.5) == (None if steps is None else pytest.approx(steps))
 
 
 def test_dense_steps_at_the_beginning_have_a_time_of_their_own() -> None:
-    assert target_loss.seconds_to_target(100, 20.0, 0, 50.0) == pytest.approx(2.0)
-    assert target_loss.seconds_to_target(100, 20.0, 10, 50.0) == pytest.approx(2.3)
-    assert target_loss.seconds_to_target(5, 20.0, 10, 50.0) == pytest.approx(0.25)
+    assert target_loss.compute_seconds_to_target(100, 20.0, 0, 50.0) == pytest.approx(2.0)
+    assert target_loss.compute_seconds_to_target(100, 20.0, 10, 50.0) == pytest.approx(2.3)
+    assert target_loss.compute_seconds_to_target(5, 20.0, 10, 50.0) == pytest.approx(0.25)
 
 
 def test_a_contender_is_compared_with_the_fastest_peer_that_reaches_the_target() -> None:
     """DDP ends at 2.0, so the targets are 2.02 and 2.1. PowerSGD has the shortest step and reaches only 2.1."""
     runs = [
-        run("ddp", [[50, 2.12], [100, 2.0]]),
-        run("powersgd4", [[50, 2.2], [100, 2.1]]),
-        run("onebit", [[50, 2.22], [100, 2.02]]),
+        build_run("ddp", [[50, 2.12], [100, 2.0]]),
+        build_run("powersgd4", [[50, 2.2], [100, 2.1]]),
+        build_run("onebit", [[50, 2.22], [100, 2.02]]),
     ]
-    rows = target_loss.compare(runs, [times("ddp", 40.0), times("powersgd4", 10.0), times("onebit", 20.0)])
-    ddp, onebit = row_of(rows, "ddp", 1.0), row_of(rows, "onebit", 1.0)
+    rows = target_loss.compare(
+        runs, [build_times("ddp", 40.0), build_times("powersgd4", 10.0), build_times("onebit", 20.0)]
+    )
+    ddp, onebit = find_row(rows, "ddp", 1.0), find_row(rows, "onebit", 1.0)
     assert ddp["steps"] == pytest.approx(50 + 50 * 0.1 / 0.12)
     assert ddp["against_best"] == pytest.approx(1.0)
     assert onebit["seconds"] == pytest.approx(2.0)
     assert onebit["against_best"] == pytest.approx(ddp["seconds"] / 2.0)
-    assert row_of(rows, "powersgd4", 1.0)["seconds"] is None
-    powersgd = row_of(rows, "powersgd4", 5.0)
+    assert find_row(rows, "powersgd4", 1.0)["seconds"] is None
+    powersgd = find_row(rows, "powersgd4", 5.0)
     assert powersgd["seconds"] == pytest.approx(0.1 * 4.0 + 0.9 * 1.0)  # the first tenth of the run is dense
-    assert row_of(rows, "onebit", 5.0)["against_best"] == pytest.approx(1.3 / (0.02 * (50 + 50 * 0.12 / 0.2)))
+    assert find_row(rows, "onebit", 5.0)["against_best"] == pytest.approx(1.3 / (0.02 * (50 + 50 * 0.12 / 0.2)))
 
 
 def test_a_run_that_misses_the_target_leaves_the_contender_without_a_time() -> None:
-    runs = [run(name, [[100, 2.0]], seed) for name in ("ddp", "onebit") for seed in (0, 1)]
+    runs = [build_run(name, [[100, 2.0]], seed) for name in ("ddp", "onebit") for seed in (0, 1)]
     runs[-1]["evaluations"] = [[100, 2.03]]
-    rows = target_loss.compare(runs, [times("ddp", 40.0), times("onebit", 20.0)])
-    missed = row_of(rows, "onebit", 1.0)
+    rows = target_loss.compare(runs, [build_times("ddp", 40.0), build_times("onebit", 20.0)])
+    missed = find_row(rows, "onebit", 1.0)
     assert (missed["seeds"], missed["reached"], missed["seconds"]) == (2, 1, None)
-    assert row_of(rows, "onebit", 5.0)["reached"] == 2
+    assert find_row(rows, "onebit", 5.0)["reached"] == 2
 
 
 def test_the_range_spans_all_seeds_and_turns() -> None:
-    runs = [run(name, [[100, 2.0]], seed) for name in ("ddp", "onebit") for seed in (0, 1)]
-    rows = target_loss.compare(runs, [times("ddp", 40.0, 60.0, 50.0), times("onebit", 20.0, 20.0, 10.0)])
-    onebit = row_of(rows, "onebit", 1.0)
+    runs = [build_run(name, [[100, 2.0]], seed) for name in ("ddp", "onebit") for seed in (0, 1)]
+    rows = target_loss.compare(runs, [build_times("ddp", 40.0, 60.0, 50.0), build_times("onebit", 20.0, 20.0, 10.0)])
+    onebit = find_row(rows, "onebit", 1.0)
     assert onebit["against_best"] == pytest.approx(2.5)
     assert onebit["range"] == pytest.approx([2.0, 5.0])
 
 
 def test_times_that_are_measured_again_replace_the_stored_times() -> None:
-    stored = [times("ddp", 1.0), times("onebit", 2.0)]
-    merged = target_loss.merge_times(stored, [times("onebit", 9.0)])
+    stored = [build_times("ddp", 1.0), build_times("onebit", 2.0)]
+    merged = target_loss.merge_times(stored, [build_times("onebit", 9.0)])
     assert [(row["contender"], row["turns_ms"]) for row in merged] == [("ddp", [1.0]), ("onebit", [9.0])]
 
 
 def test_the_page_shows_who_misses_the_target() -> None:
-    runs = [run("ddp", [[50, 3.0], [100, 2.0]]), run("powersgd4", [[100, 2.05]]), run("onebit", [[100, 2.0]])]
-    measured = [times("ddp", 40.0), times("powersgd4", 10.0), times("onebit", 20.0)]
+    runs = [
+        build_run("ddp", [[50, 3.0], [100, 2.0]]),
+        build_run("powersgd4", [[100, 2.05]]),
+        build_run("onebit", [[100, 2.0]]),
+    ]
+    measured = [build_times("ddp", 40.0), build_times("powersgd4", 10.0), build_times("onebit", 20.0)]
     stored = {"facts": {}, "runs": runs, "times": measured}
     stored |= {"compared": target_loss.compare(runs, measured), "losses": target_loss.compare_losses(runs)}
-    tables = target_loss_report.section(stored)
+    tables = target_loss_report.build_section(stored)
     lines = tables["TARGET_LOSS"].splitlines()
     assert [line.split(" | ")[0] for line in lines[4:]] == ["| DDP, PowerSGD rank 4", "| **TopKube onebit**", "| DDP"]
     assert "not reached | – | –" in lines[4]
@@ -99,7 +105,7 @@ def test_the_page_shows_who_misses_the_target() -> None:
 
 def test_last_losses_are_compared_with_ddp_of_the_same_seed() -> None:
     ends = {("ddp", 0): 2.0, ("ddp", 1): 4.0, ("onebit", 0): 2.02, ("onebit", 1): 4.12, ("onebit", 2): 9.0}
-    runs = [run(name, [[100, loss]], seed) for (name, seed), loss in ends.items()]
+    runs = [build_run(name, [[100, loss]], seed) for (name, seed), loss in ends.items()]
     (onebit,) = target_loss.compare_losses(runs)
     assert onebit["each_seed"] == pytest.approx([1.0, 3.0])
     assert onebit["difference_percent"] == pytest.approx(2.0)
@@ -107,22 +113,22 @@ def test_last_losses_are_compared_with_ddp_of_the_same_seed() -> None:
 
 
 def test_runs_of_another_length_are_compared_apart() -> None:
-    runs = [run("ddp", [[100, 2.0]]), run("onebit", [[100, 3.0]])]
-    longer = [{**run(name, [[200, 1.0]]), "steps": 200} for name in ("ddp", "onebit")]
-    rows = target_loss.compare(runs + longer, [times("ddp", 40.0), times("onebit", 20.0)])
+    runs = [build_run("ddp", [[100, 2.0]]), build_run("onebit", [[100, 3.0]])]
+    longer = [{**build_run(name, [[200, 1.0]]), "steps": 200} for name in ("ddp", "onebit")]
+    rows = target_loss.compare(runs + longer, [build_times("ddp", 40.0), build_times("onebit", 20.0)])
     reached = {row["length"]: row["reached"] for row in rows if row["contender"] == "onebit"}
     assert reached == {100: 0, 200: 1}
     assert [row["difference_percent"] for row in target_loss.compare_losses(runs + longer)] == pytest.approx([50, 0])
 
 
 def test_an_interrupted_benchmark_continues_with_what_is_missing() -> None:
-    runs = [run("ddp", [[100, 2.0]])]
+    runs = [build_run("ddp", [[100, 2.0]])]
     assert target_loss.find_missing_runs(runs, ["ddp", "onebit"], ["adamw"], seeds=2, steps=100) == [
         ("onebit", "adamw", 0, 100),
         ("ddp", "adamw", 1, 100),
         ("onebit", "adamw", 1, 100),
     ]
-    measured, names = [times("ddp", 1.0)], ["ddp", "onebit"]
+    measured, names = [build_times("ddp", 1.0)], ["ddp", "onebit"]
     assert target_loss.find_missing_times(measured, ["ddp"], "adamw", "100mbit", again=False) == []
     assert target_loss.find_missing_times(measured, ["ddp"], "adamw", "100mbit", again=True) == ["ddp"]
     assert target_loss.find_missing_times(measured, ["ddp"], "adamw", "1gbit", again=False) == ["ddp"]

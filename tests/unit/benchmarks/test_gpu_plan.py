@@ -250,7 +250,7 @@ def test_each_stage_is_a_process_that_imports_what_was_built(tmp_path: Path, mon
         return 0, ""
 
     monkeypatch.setattr(machine, "build", lambda *_: package)
-    monkeypatch.setattr(gpu, "missing", lambda _: [])
+    monkeypatch.setattr(gpu, "list_missing", lambda _: [])
     monkeypatch.setattr(gpu, "run_group", start)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delenv("MPI4PY_LIBMPI", raising=False)
@@ -273,7 +273,7 @@ def test_another_package_than_the_one_that_was_built_is_refused(
     """An editable installation answers before PYTHONPATH does."""
     installed = tmp_path / "installed" / "topkube" / "__init__.py"
     monkeypatch.setattr(machine, "build", lambda *_: tmp_path / "package")
-    monkeypatch.setattr(gpu, "missing", lambda _: [])
+    monkeypatch.setattr(gpu, "list_missing", lambda _: [])
     monkeypatch.setattr(gpu, "run_group", lambda *_: pytest.fail("a stage was started"))
     answer = subprocess.CompletedProcess([], 0, stdout=f"{installed}\n")
     monkeypatch.setattr(gpu.subprocess, "run", lambda *_, **__: answer)
@@ -299,7 +299,7 @@ def test_the_checks_of_streams_and_graphs_end_in_the_dry_mode(monkeypatch: pytes
 def test_versions_are_those_of_the_constraints(tmp_path: Path) -> None:
     constraints = tmp_path / "constraints.txt"
     constraints.write_text("# comment\npydantic-core==2.1  # why\nTyping_Extensions==4.0\nloose>=1\n")
-    assert machine.pinned_versions(constraints) == {"pydantic-core": "2.1", "typing-extensions": "4.0"}
+    assert machine.read_pinned_versions(constraints) == {"pydantic-core": "2.1", "typing-extensions": "4.0"}
 
 
 def test_the_dry_mode_checks_and_times_on_the_cpu(tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def _find_requirements(name: str) -> set[str]:
         known.add(package)
         with suppress(metadata.PackageNotFoundError):
             lines = [line for line in metadata.requires(package) or [] if "extra ==" not in line]
-            required = {machine.canonical(re.split(r"[ ;<>=!~(\[]", line)[0]) for line in lines}
+            required = {machine.normalize_name(re.split(r"[ ;<>=!~(\[]", line)[0]) for line in lines}
             open_names += required - known
     return known
 
@@ -357,13 +357,16 @@ from gpu_plan.device import Device
 from gpu_plan.rows import Rows
 training.run(Device(dry=True, repeats=1), Rows(path), quick=True)
 """
-    of_torch, carried = _find_requirements("torch"), {machine.canonical(name) for name in machine.PACKAGES.values()}
+    of_torch, carried = (
+        _find_requirements("torch"),
+        {machine.normalize_name(name) for name in machine.PACKAGES.values()},
+    )
     optional = {"setuptools", "tqdm"}  # torch imports them if they are there
     expected = of_torch | carried | optional | {"topkube"}
     refused = [
         module
         for module, packages in metadata.packages_distributions().items()
-        if not expected & {machine.canonical(package) for package in packages}
+        if not expected & {machine.normalize_name(package) for package in packages}
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", code, " ".join(refused), str(tmp_path / "rows.jsonl")]

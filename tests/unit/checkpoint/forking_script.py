@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 from topkube.training.checkpoint.format import state_file
-from topkube.training.checkpoint.format.state_file import _Checked, read_state, write_state
+from topkube.training.checkpoint.format.state_file import _CheckedFile, read_state, write_state
 from topkube.training.checkpoint.save import run_in_thread
 
 
 def main(path: Path) -> None:
     state = {"values": [torch.full((1000,), float(number)) for number in range(50)]}
     reached, forked = threading.Event(), threading.Event()
-    write, count = _Checked.write, 0
+    write, count = _CheckedFile.write, 0
 
-    def write_when_allowed(self: _Checked, data: Any) -> int:
+    def write_when_allowed(self: _CheckedFile, data: Any) -> int:
         nonlocal count
         count += 1
         done = write(self, data)
@@ -30,7 +30,7 @@ def main(path: Path) -> None:
             forked.wait(200)
         return done
 
-    _Checked.write = write_when_allowed  # type: ignore[method-assign]
+    _CheckedFile.write = write_when_allowed  # type: ignore[method-assign]
     writing = run_in_thread(lambda: write_state(path, state))
     reached.wait(200)
     child = os.fork()

@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     second.claim()
     loaded = second.load(0, 1)
     assert loaded is not None
-    assert (loaded.place.step, float(loaded.shared["value"])) == (20, 2.0)
+    assert (loaded.checkpoint.step, float(loaded.shared["value"])) == (20, 2.0)
     warning = capfd.readouterr().err
     assert "step-00000030.run-00001" in warning
     assert "going back" in warning

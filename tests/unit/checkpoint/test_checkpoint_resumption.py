@@ -215,8 +215,8 @@ def test_a_run_on_gpus_continues_with_the_same_random_numbers(tmp_path: Path, mo
     def run(steps: int) -> None:
         model, optimizer = build_training()
         settings = topkube.settings.Settings(checkpoint_directory=str(tmp_path), checkpoint_every=100)
-        with topkube.checkpointing(model, optimizer, settings=settings) as its_run:
-            for x in its_run.progress(Drawing(), total=steps):
+        with topkube.checkpointing(model, optimizer, settings=settings) as training_run:
+            for x in training_run.progress(Drawing(), total=steps):
                 model(x).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()

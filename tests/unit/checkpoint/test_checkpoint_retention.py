@@ -44,7 +44,7 @@ def test_a_run_in_a_copied_folder_continues_and_so_does_the_next_run(tmp_path: P
     assert list_names(tmp_path / "new") == ["step-00000012.run-00004", "step-00000014.run-00004"]
     resumed = open_store(tmp_path / "new").load(0, 1)
     assert resumed is not None
-    assert resumed.place.step == 14
+    assert resumed.checkpoint.step == 14
 
 
 def test_an_older_checkpoint_is_removed_only_if_enough_newer_checkpoints_are_known_to_be_whole(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_the_newest_whole_checkpoint_is_found_and_none_that_was_found_damaged_is
                         current.load(0, 1)
                     return
                 loaded = current.load(0, 1)
-                assert (loaded.place.name if loaded else None) == whole
+                assert (loaded.checkpoint.name if loaded else None) == whole
                 passed = newest_first[: newest_first.index(whole)] if whole else []
                 damaged_folders.update(passed)
             present = {name.removeprefix("damaged-") for name in list_names(tmp_path)}

@@ -24,7 +24,7 @@ from topkube.cli.doctor.check import Check
 from topkube.cli.doctor.mpi import start_two_ranks
 from topkube.cli.doctor.software import check_python
 from topkube.cli.settings import build_settings_page
-from topkube.job.reference import markdown
+from topkube.job.reference import build_markdown
 from topkube.launch.mpi.mpi_library import Mpi
 from topkube.settings import Settings
 from topkube.telemetry.loggers import LOGGERS
@@ -112,7 +112,7 @@ def test_every_option_is_in_the_docs() -> None:
 @pytest.mark.parametrize(
     ("page", "fresh", "command"),
     [
-        ("trainingjob.md", markdown, "python -m topkube.job.reference > docs/trainingjob.md"),
+        ("trainingjob.md", build_markdown, "python -m topkube.job.reference > docs/trainingjob.md"),
         ("settings.md", build_settings_page, "topkube settings --markdown > docs/settings.md"),
     ],
 )
@@ -184,7 +184,7 @@ def test_doctor_reports_a_check_that_raises_and_continues(
 
 def test_doctor_notices_ranks_that_do_not_meet() -> None:
     class Alone(Mpi):
-        def command(self, ranks: int, program: list[str]) -> list[str]:
+        def build_command(self, ranks: int, program: list[str]) -> list[str]:
             return ["sh", "-c", "echo hello 1 1; echo hello 1 1"]
 
     check = start_two_ranks(Alone("MPICH", "1", Path("mpiexec")))
@@ -195,7 +195,7 @@ def test_doctor_notices_ranks_that_do_not_meet() -> None:
 
 def test_the_doctor_does_not_wait_for_an_mpiexec_that_ignores_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     class Deaf(Mpi):
-        def command(self, ranks: int, program: list[str]) -> list[str]:
+        def build_command(self, ranks: int, program: list[str]) -> list[str]:
             return ["sh", "-c", "trap '' TERM; while :; do sleep 1; done"]
 
     monkeypatch.setattr(mpi_checks, "HELLO_SECONDS", 0.5)

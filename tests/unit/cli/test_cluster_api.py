@@ -15,7 +15,7 @@ import pytest
 from cluster_answers import Answer, Answers, build_status, write_kubeconfig
 
 from topkube.cli.app import run_app
-from topkube.cli.cluster.api import Where, connect
+from topkube.cli.cluster.api import ClusterLocation, connect
 from topkube.errors import ClusterError
 
 REFUSALS: list[tuple[Answer, list[str]]] = [
@@ -82,10 +82,10 @@ def test_an_unusable_kubeconfig_is_reported(
 
 def test_the_namespace_is_the_contexts_unless_given(tmp_path: Path) -> None:
     config = write_kubeconfig(tmp_path / "config", "http://127.0.0.1:1", namespace="team")
-    assert connect(Where(kubeconfig=config)).namespace == "team"
-    assert connect(Where(kubeconfig=config, namespace="other")).namespace == "other"
+    assert connect(ClusterLocation(kubeconfig=config)).namespace == "team"
+    assert connect(ClusterLocation(kubeconfig=config, namespace="other")).namespace == "other"
     with pytest.raises(ClusterError, match="known: here"):
-        connect(Where(kubeconfig=config, context="there"))
+        connect(ClusterLocation(kubeconfig=config, context="there"))
 
 
 def test_warnings_of_the_server_are_shown(start_server: Callable[[Answers], Path], tmp_path: Path, capsys: Any) -> None:

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from allreduce import bounds
 from topkube.algorithms import OWN, Machines, estimate_cost, find_algorithm, resolve
 from topkube.cli.app import run_app
+from topkube.planning.situation import Situation
+from topkube.planning.step import predict_step
 from topkube.planning.traced_profile import read_traced_profile
 
 SAMPLE = Path(__file__).parents[3] / "manifests" / "samples" / "char-gpt.yaml"
@@ -219,6 +221,28 @@ def test_dear_is_predicted_and_compared_with_the_step_without_it(tmp_path: Path,
     assert read_plan(str(job), *options, "--no-dear", capsys=capsys)["overlap"] == "backward"
 
 
+def test_a_delay_is_predicted_and_compared_with_the_step_without_it(tmp_path: Path, capsys: Any) -> None:
+    options = ["--model", "resnet50", "--compute", "0.3", "--device", "cpu", "--link", "400Mbit/s", "--workers", "4"]
+    plain = read_plan(*options, capsys=capsys)
+    delayed = read_plan(*options, "--delay", "1", capsys=capsys)
+    assert (plain["delay"], delayed["delay"]) == (0, 1)
+    steps = [{row["algorithm"]: row["stepSeconds"] for row in plan["algorithms"]} for plan in (plain, delayed)]
+    changed = {"onebit", "topk1bit", "localsgd", "diloco", "sparseloco"}
+    assert {name for name, seconds in steps[0].items() if steps[1][name] != seconds} == changed
+    assert steps[1]["onebit"] < 0.8 * steps[0]["onebit"]
+    assert plain["advice"]["delay"] is None  # auto takes an algorithm without a delay
+    job = tmp_path / "job.yaml"
+    job.write_text(SAMPLE.read_text().replace("algorithm: hitopk", "algorithm: onebit\n    delay: 1"))
+    of_job = read_plan(str(job), *options, "--slots", "1", capsys=capsys)
+    assert of_job["delay"] == 1
+    assert of_job["advice"]["delay"] == {"0": steps[0]["onebit"], "1": steps[1]["onebit"]}
+    assert read_plan(str(job), *options, "--delay", "0", capsys=capsys)["delay"] == 0
+    assert run_app(["plan", str(job), *options]) == 0
+    printed = capsys.readouterr().out
+    assert ", delay 1; link 400Mbit/s" in printed
+    assert "delay: a step of onebit takes " in printed
+
+
 def test_a_low_rank_is_that_of_the_job(tmp_path: Path, capsys: Any) -> None:
     sent = []
     for rank in (4, 12):
@@ -265,6 +289,19 @@ def test_a_trace_describes_the_step(tmp_path: Path, capsys: Any) -> None:
     assert rows["hierarchical"] > 12e6 * 8 / 100e6
     faster = read_plan("--trace", str(path), "--compute", "0.004", "--link", "100Mbit/s", capsys=capsys)
     assert faster["profile"]["forwardSeconds"] == pytest.approx(0.001)
+
+
+def test_a_trace_of_onebit_measures_the_exchange_of_weights() -> None:
+    content = build_trace()
+    content["otherData"] |= {"nodes": 2, "ranksPerNode": [1, 1], "algorithm": "onebit"}
+    profile = read_traced_profile(content)
+    step = {
+        delay: predict_step(profile, Situation(Machines(2, 1, 1e15, 20e9), delay=delay), find_algorithm("onebit")).step
+        for delay in (0, 1)
+    }
+    agreement = 2 * 50e-6
+    assert step[0] == pytest.approx(0.050 + 50e-6 + 0.003 + agreement)
+    assert step[1] == pytest.approx(0.050 + 0.0015 + agreement)  # what is added to the weights is not hidden
 
 
 def build_trace() -> dict[str, Any]:
@@ -318,6 +355,7 @@ def test_the_plot_is_a_png_file(tmp_path: Path) -> None:
         (["--model", "gpt2", "--compute", "0.1", "--device-memory", "much"], "--device-memory is 'much'"),
         (["--model", "gpt2", "--compute", "0.1", "--dear"], "--dear is set, and the gradients are on a GPU"),
         (["--dear", "--no-overlap"], "--dear is set, and exchanges do not overlap"),
+        (["--delay", "1", "--no-overlap"], "--delay is 1, and exchanges do not overlap"),
     ],
 )
 def test_options_that_contradict_or_miss_each_other_are_refused(options: list[str], message: str, capsys: Any) -> None:

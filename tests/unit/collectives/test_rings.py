@@ -28,7 +28,7 @@ def reduce(exchange: Any, arrays: list[Any], scale: float) -> tuple[list[Any], i
 @pytest.mark.parametrize(("dtype", "large"), [(BFLOAT16, 256.0), (np.float16, 2048.0), (np.float32, 2.0**24)])
 @pytest.mark.parametrize("ranks", [17, 20])
 def test_partial_sums_keep_small_values(dtype: Any, large: float, ranks: int) -> None:
-    """To `large`, the type cannot add 1. With many ranks, partial sums are wider, so that the ones count."""
+    """The type cannot add 1 to `large`. With many ranks, partial sums have a wider type, so that no 1 is lost."""
     arrays = [np.full(3 * ranks + 5, large if rank == 0 else 1.0, np.float32).astype(dtype) for rank in range(ranks)]
     around, sent = reduce(ring_all_reduce, arrays, 0.5)
     wanted, _ = reduce(pairwise_all_reduce, arrays, 0.5)

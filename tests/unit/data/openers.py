@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from topkube.data.dataset import CachedDataset
 from topkube.data.remote.retry import Patience
 
 HASTY = Patience(retries=3, pause_seconds=0.01, stall_seconds=1.0)
+PATIENT = Patience(retries=1, pause_seconds=0.01, stall_seconds=60)
 
 
 class Opener:
@@ -49,6 +51,18 @@ def check_samples(dataset: CachedDataset, data: npt.NDArray[np.uint8]) -> None:
 def list_shard_files(cache: Path) -> list[Path]:
     """Return every shard file of a cache, without the indexes."""
     return [path for path in cache.glob("datasets/*/shards/*/*") if path.suffix != ".index"]
+
+
+def release_when_waiting(dataset: CachedDataset, release: Callable[[], object]) -> None:
+    """Call `release` in a thread when a reader waits for a shard of the dataset."""
+    waiting, open_samples = threading.Event(), dataset.cache.open_samples
+
+    def signal_and_open(*arguments: object) -> object:
+        waiting.set()
+        return open_samples(*arguments)  # type: ignore[arg-type]
+
+    dataset.cache.open_samples = signal_and_open  # type: ignore[method-assign,assignment]
+    threading.Thread(target=lambda: (waiting.wait(60), release())).start()
 
 
 def wait_until(met: Callable[[], object]) -> None:

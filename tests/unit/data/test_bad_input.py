@@ -42,7 +42,7 @@ def test_an_empty_dataset_is_refused(tmp_path: Path, remote: Remote, open_datase
 @pytest.mark.parametrize("path", ["../up", "/etc/passwd", "a/../../b", "a\\..\\b", "a/./b", "", "nul\0"])
 def test_a_listing_that_leaves_the_dataset_is_refused(path: str) -> None:
     with pytest.raises(DatasetError, match="outside the dataset"):
-        Listing.of([RemoteObject(path, 1, "v")], "file:///x")
+        Listing.from_objects([RemoteObject(path, 1, "v")], "file:///x")
     with pytest.raises(DatasetError, match="outside the dataset"):
         read_manifest([json.dumps({"path": path, "size": 1})], "m", "v")
 
@@ -104,7 +104,7 @@ def test_a_tar_that_would_unpack_elsewhere_is_refused(remote: Remote, open_datas
     with pytest.raises(DatasetError, match="would leave the folder"):
         open_dataset(remote.uri)
     assert not list(open_dataset.cache.rglob("*.bin"))
-    assert DiskTier(open_dataset.cache).used() == 0
+    assert DiskTier(open_dataset.cache).count_used_bytes() == 0
 
 
 def test_links_in_a_tar_are_refused(remote: Remote, open_dataset: Opener) -> None:
@@ -118,7 +118,7 @@ def test_links_in_a_tar_are_refused(remote: Remote, open_dataset: Opener) -> Non
 
 @pytest.mark.parametrize("key", ["../../etc", "0" * 31, "0" * 33, "G" * 32, "0" * 30 + "/x", ""])
 def test_an_invalid_key_touches_no_file(tmp_path: Path, key: str) -> None:
-    folder = DiskTier(tmp_path / "cache").dataset("file:///x")
+    folder = DiskTier(tmp_path / "cache").open_folder("file:///x")
     for act in (folder.open, folder.evict, folder.quarantine):
         with pytest.raises(DatasetError, match="not the key of a shard"):
             act(key)

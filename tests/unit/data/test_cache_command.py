@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from remotes import write_files, write_tars
 
 from topkube.cli.app import run_app
+from topkube.data.formats.checked_index import unpack_checked_index
 
 
 class Command:
@@ -72,6 +75,38 @@ def test_a_manifest_counts_samples(command: Command, tmp_path: Path) -> None:
     write_tars(tmp_path / "source", [5, 6])
     lines = [json.loads(line) for line in command("manifest", tmp_path / "source", "--samples").splitlines()]
     assert [(line["path"], line["samples"]) for line in lines] == [("000.tar", 5), ("001.tar", 6)]
+
+
+def test_a_manifest_names_the_index_of_every_plain_tar(command: Command, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    write_tars(source, [5, 6, 2])
+    (source / "002.tar.gz").write_bytes(gzip.compress((source / "002.tar").read_bytes()))
+    (source / "002.tar").unlink()
+    lines = command("manifest", source, "--index", source / "manifest.index")
+    entries = [json.loads(line) for line in lines.splitlines()]
+    assert [(entry["path"], entry["samples"]) for entry in entries] == [
+        ("000.tar", 5),
+        ("001.tar", 6),
+        ("002.tar.gz", 2),
+    ]
+    assert "index" not in entries[2]
+    packed = (source / "manifest.index").read_bytes()
+    for entry in entries[:2]:
+        start, size, checksum = entry["index"]
+        part = packed[start : start + size]
+        assert xxhash.xxh3_128_hexdigest(part) == checksum
+        assert len(unpack_checked_index(part, entry["size"]).index) == entry["samples"]
+    assert entries[0]["index"][1] + entries[1]["index"][1] == len(packed)
+    assert command("manifest", source, "--index", source / "manifest.index") == lines, "the index is not a shard"
+
+
+def test_an_index_is_refused_where_it_is_of_no_use(command: Command, tmp_path: Path) -> None:
+    write_files(tmp_path / "files", 2)
+    assert "has no tar shards" in command("manifest", tmp_path / "files", "--index", tmp_path / "i", code=2)
+    assert not (tmp_path / "i").exists()
+    write_tars(tmp_path / "tars", [2])
+    absent = tmp_path / "absent" / "i"
+    assert "cannot be written" in command("manifest", tmp_path / "tars", "--index", absent, code=2)
 
 
 def test_mistakes_are_explained(command: Command, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_a_worker_fetches_its_share_and_the_rest_only_for_plain_scripts(pod: Pod
 def test_the_companion_stops_fetching_for_ranks_that_read_samples(pod: Pod, remote: Remote) -> None:
     write_tars(remote.folder, [2] * 6)
     ranks = pod.open()
-    ranks.node_state.count_fillers(+1)
+    ranks.node_state.change_filler_count(+1)
     (pod.runs / "attempt-1").mkdir()
     with pod.run_companion((0, 2), plain_seconds=0.0):
         ranks.open(3, ranks.fetch_from_store)
@@ -164,7 +164,7 @@ def test_a_changed_dataset_replaces_the_old_files(pod: Pod, remote: Remote) -> N
         wait_until((pod.view / COMPLETE).exists)
         assert pod.read_files() == read_source(remote)
         assert cache.folder is not None
-        held = cache.folder.log.total()
+        held = cache.folder.log.sum_shard_bytes()
         assert held == sum(map(len, read_source(remote).values())), "shards of the old listing are gone"
         assert cache.folder.read_summary()["bytes"] == held
 

@@ -358,7 +358,7 @@ def test_memory_is_filled_when_nobody_reads(
     dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20, prefetch=True)
     assert dataset._memory is not None
     wait_until(lambda: len(asked) > 3)
-    assert not dataset._memory.used
+    assert not dataset._memory.used_bytes
     is_idle.set()
     wait_until(lambda: dataset._memory.has(np.arange(20)).all())
 
@@ -390,7 +390,7 @@ def test_samples_that_two_processes_store_take_space_once(tmp_path: Path) -> Non
     try:
         for indices in ([0, 1, 2, 3], [2, 3, 4, 4]):
             tier.admit(np.array(indices), batch)
-        assert tier.used == 5 * RECORD.record_bytes
+        assert tier.used_bytes == 5 * RECORD.record_bytes
     finally:
         tier.close()
 
@@ -405,3 +405,9 @@ def test_arrays_of_too_many_dimensions_are_refused_and_take_no_space(tmp_path: P
     with pytest.raises(DatasetError, match="6 dimensions"):
         dataset.__getitems__(range(4))
     assert dataset.statistics()["memory_used_bytes"] == 0
+
+
+def test_the_path_of_a_local_dataset_may_have_any_characters(tmp_path: Path, open_dataset: Opener) -> None:
+    folder = tmp_path / "été #1 100% a?b"
+    data = write_files(folder, 4)
+    np.testing.assert_array_equal(open_dataset(folder, decode=RECORD)[3], data[3])

@@ -20,7 +20,7 @@ class Device:
 
     def __init__(self, name: str, *options: str) -> None:
         """`options` choose a variant of the emulated kernels."""
-        self.name = name
+        self.name, self.place = name, "cpu" if name == "emulated" else "cuda"
         self.kernels = compile_emulation(*options) if name == "emulated" else DeviceKernels(cuda_library.load())
 
     def put(self, x: torch.Tensor) -> torch.Tensor:
@@ -54,6 +54,7 @@ def build_adversarial_inputs(d: int) -> dict[str, torch.Tensor]:
         "denormals": rng.integers(0, 4096, d, dtype=np.uint32).view(np.float32),
         "heavy tails": (rng.standard_cauchy(d) ** 3).astype(np.float32),
         "mostly zero": quarter,
+        "99.5% zeros": np.where(rng.random(d) < 0.005, normal, 0).astype(np.float32),
         "nan": nan,
         "any bits": rng.integers(0, 2**32, d, dtype=np.uint32).view(np.float32),
     }

@@ -58,10 +58,11 @@ int main() {
       for (int round = 0; round < 40; ++round) {
         Bytes data(length * item);
         for (std::uint8_t& byte : data) byte = static_cast<std::uint8_t>(random());
-        // Any bits, but no NaN to add: which of two survives is left open.
+        // Any bits in odd rounds, also a NaN in both addends: every path must compute the same NaN from them.
         const bool any = round % 2;
         std::vector<float> residual(length), values(length);
         for (std::size_t i = 0; i < length; ++i) residual[i] = static_cast<float>(random() % 2001) / 64 - 15;
+        for (std::size_t i = round; any && i < length; i += 5) residual[i] = float_of(0xffc00000u | static_cast<std::uint32_t>(random()));
         if (!any) {
           for (std::size_t i = 0; i < length; ++i) values[i] = residual[(i * 7) % length] / 3;
           b.narrow[dtype](data.data(), values.data(), length, 1.0f);

@@ -51,11 +51,12 @@ class Emulator {
   u32 blocks = 0, threads = 0;
   Fiber* now = nullptr;
 
-  void run(u64 grid, u32 size, std::size_t shared_bytes, const std::function<void()>& body) {
+  // If `is_cluster`, all blocks are alive at the same time.
+  void run(u64 grid, u32 size, std::size_t shared_bytes, const std::function<void()>& body, bool is_cluster = false) {
     blocks = static_cast<u32>(grid);
     threads = size;
     body_ = &body;
-    const u32 resident = static_cast<u32>(std::min<u64>(grid, 1 + random_() % 4));
+    const u32 resident = static_cast<u32>(is_cluster ? grid : std::min<u64>(grid, 1 + random_() % 4));
     std::vector<Block> alive(resident);
     while (fibers_.size() < std::size_t{resident} * size) fibers_.push_back(std::make_unique<Fiber>());
     u32 next = 0, left = 0;
@@ -130,6 +131,15 @@ class Emulator {
     while (block.generation == generation) give_way();
   }
 
+  void sync_cluster() {
+    const u32 generation = cluster_generation_;
+    if (++cluster_arrived_ == blocks * threads) {
+      cluster_arrived_ = 0;
+      ++cluster_generation_;
+    }
+    while (cluster_generation_ == generation) give_way();
+  }
+
  private:
   static constexpr std::size_t stack_bytes = 32 * 1024;
 
@@ -161,6 +171,7 @@ class Emulator {
   }
 
   std::mt19937 random_;
+  u32 cluster_arrived_ = 0, cluster_generation_ = 0;
   std::vector<std::unique_ptr<Fiber>> fibers_;
   const std::function<void()>* body_ = nullptr;
   jmp_buf scheduler_;
@@ -174,6 +185,7 @@ inline u32 lane() { return thread() & 31u; }
 inline u32 warp() { return thread() >> 5; }
 
 inline void sync() { Emulator::self().sync(); }
+inline void sync_cluster() { Emulator::self().sync_cluster(); }
 inline u32 ballot(bool flag) {
   return Emulator::self().together(flag, [](const u64* values, u32 members) {
     u32 bits = 0;
@@ -262,6 +274,12 @@ class Launcher {
     if (!blocks) return;
     ++launches;
     Emulator::self().run(blocks, threads, sizeof(Shared), [&] { kernel(arguments...); });
+  }
+  bool can_launch_clusters() const { return true; }
+  template <class Shared, class... Parameters, class... Arguments>
+  void launch_cluster(void (*kernel)(Parameters...), u32 threads, Arguments... arguments) {  // a cluster of three blocks
+    ++launches;
+    Emulator::self().run(3, threads, sizeof(Shared), [&] { kernel(arguments...); }, true);
   }
   static inline u64 launches = 0;
   u64 blocks_for(u64 items, u64 items_per_block, u32) const {  // a GPU of six blocks: loops over a grid go round

@@ -51,8 +51,8 @@ def _compute_digest(command: list[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def count_launches() -> int:
-    """Return how many kernels the emulation has launched in this process."""
-    count = ctypes.CDLL(str(compile_emulation().library.path)).topkube_emulated_launches
+def count_launches(*options: str) -> int:
+    """Return how many kernels the emulation that was compiled with `options` has launched in this process."""
+    count = ctypes.CDLL(str(compile_emulation(*options).library.path)).topkube_emulated_launches
     count.argtypes, count.restype = [], ctypes.c_uint64
     return int(count())

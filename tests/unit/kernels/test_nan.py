@@ -76,6 +76,15 @@ def test_a_computed_nan_is_canonical_on_every_path(path: str, dtype: torch.dtype
     assert has_only_canonical_nans(left)
 
 
+def test_signs_of_the_largest_elements_leave_canonical_nans(path: str) -> None:
+    source, sums = draw_with_nans(torch.float32, 1), draw_with_nans(torch.float32, 2)
+    indices, _ = kernels.topk(source, 300)
+    message = torch.zeros(kernels.top_sign_bytes(LENGTH, 300), dtype=torch.uint8)
+    assert not kernels.top_sign_pack_(source, 300, message)
+    kernels.top_sign_unpack_add_(sums, 300, message, 0.5)
+    assert has_only_canonical_nans(sums[indices.to(torch.int64)])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
 def test_cuda_kernels_compute_the_same_nans(device: Device, dtype: torch.dtype) -> None:
     a, b, residual = draw_with_nans(dtype, 1), draw_with_nans(dtype, 2), draw_with_nans(torch.float32, 4)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from topkube.errors import LaunchError
 from topkube.job import TrainingJob
-from topkube.launch.local import expand_variables, rank_environment
+from topkube.launch.local import build_rank_environment, expand_variables
 from topkube.launch.mpi import mpi_library
-from topkube.launch.output.rank_report import RankReport, diagnose, find_abort_code, first_failure, tail
+from topkube.launch.output.rank_report import RankReport, diagnose, find_abort_code, read_tail, select_first_failure
 from topkube.settings import read_launched_rank
 
 SHIM = [sys.executable, "-m", "topkube.launch.rank"]
@@ -65,20 +65,20 @@ def test_two_mpis_are_refused() -> None:
 
 
 def test_the_library_is_the_one_that_mpiexec_belongs_to() -> None:
-    assert mpi_library.library().split()[0] == mpi_library.find_mpi().implementation
+    assert mpi_library.read_library().split()[0] == mpi_library.find_mpi().implementation
 
 
 def test_a_library_that_does_not_load_is_an_error(tmp_path: Path) -> None:
     python = write_program(tmp_path, "python", "")
     python.write_text("#!/bin/sh\necho 'RuntimeError: cannot load MPI library' >&2; exit 1\n")
     with pytest.raises(LaunchError, match="mpi4py finds no MPI library: RuntimeError: cannot load MPI library"):
-        mpi_library.library(str(python))
+        mpi_library.read_library(str(python))
 
 
 def test_the_command_lines_and_variables_of_both_mpis() -> None:
-    assert MPICH.command(4, ["a", "b"])[-4:] == ["-n", "4", "a", "b"]
-    assert "--oversubscribe" in OPEN_MPI.command(4, ["a"])
-    assert OPEN_MPI.environment()["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
+    assert MPICH.build_command(4, ["a", "b"])[-4:] == ["-n", "4", "a", "b"]
+    assert "--oversubscribe" in OPEN_MPI.build_command(4, ["a"])
+    assert OPEN_MPI.build_environment()["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
     names = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "OTHER")
     assert [read_launched_rank({name: "3"}) for name in names] == [3, 3, 3, None]
 
@@ -99,7 +99,7 @@ def test_the_job_outweighs_the_shell_but_not_its_personal_settings(tmp_path: Pat
     )
     shell = {"TOPKUBE_DENSITY": "0.9", "TOPKUBE_ATTEMPT": "4", "TOPKUBE_SIMD": "portable", "OTHER": "1"}
     shell["TOPKUBE_CACHE_DIRECTORY"] = "/disk/cache"  # where `topkube cache` looks as well
-    environment = rank_environment(job, MPICH, tmp_path, shell, deadline_seconds=9)
+    environment = build_rank_environment(job, MPICH, tmp_path, shell, deadline_seconds=9)
     assert "TOPKUBE_DENSITY" not in environment  # the job's value is the default
     assert "TOPKUBE_ATTEMPT" not in environment
     assert environment["TOPKUBE_SIMD"] == "portable"
@@ -213,35 +213,35 @@ def build_report(rank: int, at: float, code: int = 1, **fields: Any) -> RankRepo
 def test_the_first_failure_is_the_earliest_that_was_not_ordered() -> None:
     finished, victim = build_report(0, 1.0, code=0), build_report(1, 2.0, code=143, signal="SIGTERM", told_to_end=True)
     first, second = build_report(2, 3.0, code=7), build_report(3, 4.0)
-    assert first_failure([second, victim, finished, first]) is first
-    assert first_failure([finished, victim]) is None
+    assert select_first_failure([second, victim, finished, first]) is first
+    assert select_first_failure([finished, victim]) is None
 
 
 def test_ranks_that_fall_silently_with_an_abort_are_not_its_cause() -> None:
     aborted = build_report(3, 5.02, aborted=True, traceback="Traceback…\nValueError: boom")
     fell, earlier = build_report(1, 5.0), build_report(2, 2.0, code=7)
-    assert first_failure([fell, aborted]) is aborted
-    assert first_failure([fell, aborted, earlier]) is earlier
+    assert select_first_failure([fell, aborted]) is aborted
+    assert select_first_failure([fell, aborted, earlier]) is earlier
 
 
 def test_a_rank_that_aborts_as_its_peer_is_killed_is_not_the_cause() -> None:
     killed, aborts = build_report(1, 5.01, code=137, signal="SIGKILL"), build_report(0, 5.0, code=134, signal="SIGABRT")
-    assert first_failure([aborts, killed]) is killed
+    assert select_first_failure([aborts, killed]) is killed
     crashed = build_report(0, 2.0, code=134, signal="SIGABRT")
-    assert first_failure([crashed, killed]) is crashed
-    assert first_failure([aborts]) is aborts
+    assert select_first_failure([crashed, killed]) is crashed
+    assert select_first_failure([aborts]) is aborts
 
 
 def test_a_rank_that_open_mpi_ends_as_its_peer_leaves_is_not_the_cause() -> None:
     left, lost = build_report(2, 5.01, code=7), build_report(0, 5.0, code=14)
-    assert first_failure([lost, left]) is left
+    assert select_first_failure([lost, left]) is left
     killed = build_report(2, 5.01, code=137, signal="SIGKILL")
-    assert first_failure([lost, killed]) is killed
+    assert select_first_failure([lost, killed]) is killed
     much_later = build_report(2, 9.0, code=7)
-    assert first_failure([lost, much_later]) is lost
+    assert select_first_failure([lost, much_later]) is lost
     raised = build_report(0, 5.0, code=14, traceback="Traceback…\nSystemExit: 14")
-    assert first_failure([raised, left]) is raised
-    assert first_failure([lost]) is lost
+    assert select_first_failure([raised, left]) is raised
+    assert select_first_failure([lost]) is lost
 
 
 def test_each_way_to_end_has_its_own_advice() -> None:
@@ -269,11 +269,11 @@ def test_the_last_traceback_is_found_whole(tmp_path: Path) -> None:
         "Traceback (most recent call last):\n  File b\nValueError: two\n  lines"
     )
     log.write_text(f"before\nTraceback (most recent call last):\n  File z\nOSError: old\nretrying\n{chained}\nafter\n")
-    lines, traceback = tail(log)
+    lines, traceback = read_tail(log)
     assert traceback == chained
     assert lines[-1] == "after"
     assert build_report(0, 1.0, traceback=traceback).error == "ValueError: two"
-    assert tail(tmp_path / "none") == ([], None)
+    assert read_tail(tmp_path / "none") == ([], None)
 
 
 @given(
@@ -286,7 +286,7 @@ def test_any_log_has_a_tail(data: bytes, pieces: list[bytes]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "log"
         log.write_bytes(data + b"\n" + b"".join(pieces))
-        lines, traceback = tail(log)
+        lines, traceback = read_tail(log)
         assert len(lines) <= 20
         assert traceback is None or traceback.startswith("Traceback")
         assert build_report(0, 1.0, traceback=traceback).error != ""

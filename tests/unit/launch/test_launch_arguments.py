@@ -72,7 +72,7 @@ def test_a_worker_with_arguments_that_are_too_long_fails_before_it_calls(
         name="j", namespace="n", uid="u", index=0, attempt=3, pod="j-worker-0-3", launcher="10.0.0.1:7077"
     )
     for name, value in (
-        ("TOPKUBE_WORKER", plan.text()),
+        ("TOPKUBE_WORKER", plan.to_json()),
         ("TOPKUBE_CREDENTIALS", str(tmp_path)),
         ("TOPKUBE_TERMINATION_LOG", str(tmp_path / "words")),
     ):

@@ -177,7 +177,7 @@ def test_callers_are_checked_by_their_address(
     workers = [{"index": 0, "attempt": 1, "pod": "p"}]
     plan = LaunchPlan.model_validate({"name": "j", "namespace": "n", "uid": "u", "attempt": 1, "workers": workers})
     plan = plan.model_copy(update={"check_address": check})
-    assert LaunchPlan.read(plan.text()).check_address == check
+    assert LaunchPlan.read(plan.to_json()).check_address == check
     known = LauncherCredentials.load(write_credentials(tmp_path / "c"))
     rendezvous = Rendezvous(plan, known, "10.0.0.1", None, None)  # type: ignore[arg-type]
     problem = rendezvous._find_address_problem(caller, claimed)
@@ -198,7 +198,7 @@ def test_the_termination_message_explains_why_a_worker_cannot_reach_the_launcher
         words = tmp_path / "termination"
         environment = {
             **os.environ,
-            "TOPKUBE_WORKER": plan.text(),
+            "TOPKUBE_WORKER": plan.to_json(),
             "TOPKUBE_CREDENTIALS": str(write_credentials(tmp_path / "c")),
             "TOPKUBE_TERMINATION_LOG": str(words),
             "TMPDIR": str(tmp_path),

@@ -18,9 +18,9 @@ from topkube.launch.contract import (
     ExpectedWorker,
     LauncherStatus,
     LaunchPlan,
+    compute_worker_token,
+    name_worker_pod,
     parse_domains,
-    worker_name,
-    worker_token,
 )
 
 WORKERS = (
@@ -31,8 +31,8 @@ PLAN = LaunchPlan(name="a", namespace="team", uid="1234", attempt=2, workers=WOR
 
 
 def test_a_plan_survives_the_environment_and_newer_fields() -> None:
-    assert LaunchPlan.read(PLAN.text()) == PLAN
-    assert LaunchPlan.read(PLAN.text()[:-1] + ', "fromTheFuture": {"a": 1}}') == PLAN
+    assert LaunchPlan.read(PLAN.to_json()) == PLAN
+    assert LaunchPlan.read(PLAN.to_json()[:-1] + ', "fromTheFuture": {"a": 1}}') == PLAN
     nested = '{"attempt": 1, "state": "Waiting", "progress": {"step": 3, "fromTheFuture": 1}}'
     progress = LauncherStatus.read(nested).progress
     assert progress is not None
@@ -44,11 +44,11 @@ def test_a_plan_survives_the_environment_and_newer_fields() -> None:
 def test_the_plan_of_ten_thousand_workers_fits_a_variable(name: str, attempts: tuple[int, ...]) -> None:
     attempt_numbers = [attempts[index % len(attempts)] for index in range(10_000)]
     workers = tuple(
-        ExpectedWorker(index=index, attempt=number, pod=worker_name(name, PLAN.uid, index, number))
+        ExpectedWorker(index=index, attempt=number, pod=name_worker_pod(name, PLAN.uid, index, number))
         for index, number in enumerate(attempt_numbers)
     )
     plan = PLAN.model_copy(update={"name": name, "workers": workers, "attempt": 12345})
-    text = plan.text()
+    text = plan.to_json()
     assert len(f"TOPKUBE_LAUNCH={text}\0".encode()) < VARIABLE_BYTES
     assert LaunchPlan.read(text) == plan
     subprocess.run(["true"], env={"TOPKUBE_LAUNCH": text}, check=True)
@@ -61,7 +61,7 @@ def test_invalid_attempts_are_named_too() -> None:
 
 def test_a_malformed_plan_is_named_field_by_field() -> None:
     with pytest.raises(LaunchError, match=r"TOPKUBE_LAUNCH.*workers\.0\.index.*slots") as error:
-        LaunchPlan.read(PLAN.text().replace('"index":0', '"index":-1').replace('"slots":2', '"slots":0'))
+        LaunchPlan.read(PLAN.to_json().replace('"index":0', '"index":-1').replace('"slots":2', '"slots":0'))
     assert error.value.exit_code == 2
     with pytest.raises(LaunchError, match="TOPKUBE_LAUNCH"):
         LaunchPlan.read("{")
@@ -69,14 +69,14 @@ def test_a_malformed_plan_is_named_field_by_field() -> None:
 
 def test_a_token_belongs_to_one_worker_of_one_attempt_of_one_job() -> None:
     tokens = {
-        worker_token(key, uid, index, attempt)
+        compute_worker_token(key, uid, index, attempt)
         for key in ("k", "l")
         for uid in ("u", "v")
         for index in (1, 11)
         for attempt in (1, 11)
     }
     assert len(tokens) == 16
-    assert worker_token("k\n", "u", 1, 1) == worker_token("k", "u", 1, 1)
+    assert compute_worker_token("k\n", "u", 1, 1) == compute_worker_token("k", "u", 1, 1)
 
 
 @given(st.text(max_size=4096), st.text(max_size=6000))
@@ -84,7 +84,7 @@ def test_the_termination_message_fits_the_limit_of_kubernetes(tail: str, message
     failure = FirstFailure(
         pod="a-worker-0-1", rank=3, reason="OOMKilled", exit_code=137, message=message, log_tail=tail
     )
-    text = Ending(attempt=1, state="Failed", exit_code=137, first_failure=failure).message()
+    text = Ending(attempt=1, state="Failed", exit_code=137, first_failure=failure).to_message()
     assert len(text.encode()) <= TERMINATION_MESSAGE_BYTES
     kept = Ending.read(text).first_failure
     assert kept is not None
@@ -101,10 +101,10 @@ def test_the_contract_imports_neither_torch_nor_mpi() -> None:
 def test_ranks_are_ordered_by_domain() -> None:
     workers = tuple(ExpectedWorker(index=index, attempt=1, pod=f"j-worker-{index}-1") for index in range(4))
     plan = LaunchPlan(name="j", namespace="n", uid="u", attempt=1, workers=workers, slots=2)
-    assert [plan.worker_of(rank).index for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    ordered = plan.ordered_by((1, 0, 1, 0))
+    assert [plan.find_worker(rank).index for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    ordered = plan.reorder((1, 0, 1, 0))
     assert ordered.order == (1, 3, 0, 2)
-    assert [ordered.worker_of(rank).index for rank in (*range(8), 99)] == [1, 1, 3, 3, 0, 0, 2, 2, 2]
+    assert [ordered.find_worker(rank).index for rank in (*range(8), 99)] == [1, 1, 3, 3, 0, 0, 2, 2, 2]
 
 
 @pytest.mark.parametrize("text", ["", "0", "0,1,2", "0,x", "0,-1", "0,1e5", "0,123456", "0," + "1" * 9000])

@@ -71,7 +71,7 @@ def test_processors_are_counted_in_both_versions_of_cgroups(tmp_path: Path, monk
 
 def test_only_dead_segments_of_our_own_are_removed(tmp_path: Path) -> None:
     kept = write_file(tmp_path / "before", "x")
-    keep = shared_memory.names(tmp_path)
+    keep = shared_memory.list_segments(tmp_path)
     dead, mapped, held = (write_file(tmp_path / name, "x" * 4096) for name in ("dead", "mapped", "held"))
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(kept)
@@ -84,11 +84,11 @@ def test_only_dead_segments_of_our_own_are_removed(tmp_path: Path) -> None:
         assert other.stdout is not None
         other.stdout.readline()
         file.close()
-        assert shared_memory.clean(keep, tmp_path) == ["dead"]
+        assert shared_memory.remove_dead_segments(keep, tmp_path) == ["dead"]
         assert not dead.exists()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "folder", "held", "link", "mapped"]
         other.communicate()
-    assert shared_memory.clean(frozenset(), tmp_path / "none") == []
+    assert shared_memory.remove_dead_segments(frozenset(), tmp_path / "none") == []
 
 
 def build_report(**more: object) -> RankReport:
@@ -151,7 +151,7 @@ def test_progress_has_the_newest_checkpoint_and_when_it_was_first_reported() -> 
     counted = Steps()
     for step, saved, failed in ((1, None, 0), (2, 2, 0), (3, 2, 0), (4, 2, 1)):
         counted.add(StepRecord(step, 10, checkpoint_step=saved, failed_checkpoints=failed, time=60.0 * step))
-    progress = counted.progress()
+    progress = counted.build_progress()
     assert progress is not None
     assert (progress.checkpoint_step, progress.checkpoint_at) == (2, "1970-01-01T00:02:00Z")
     assert progress.failed_checkpoints == 1
@@ -161,19 +161,19 @@ def test_progress_has_the_newest_checkpoint_and_when_it_was_first_reported() -> 
 def test_the_choice_of_auto_is_reported_and_cut_to_its_length(written: Any, reported: str | None) -> None:
     counted = Steps()
     counted.add(StepRecord(1, 10, choice=written, time=60.0))
-    progress = counted.progress()
+    progress = counted.build_progress()
     assert progress is not None
     assert progress.choice == reported
 
 
 def test_progress_has_an_eta_and_stalls_are_seen(clock: Clock) -> None:
     counted = Steps()
-    assert counted.progress() is None
+    assert counted.build_progress() is None
     counted.start()
     assert counted.describe_stall(0, 0) == ""
     for step in range(1, 11):
         counted.add(StepRecord(step=step, total_steps=110, loss=1.5, samples_per_second=2.0, time=100.0 + 2 * step))
-    progress = counted.progress()
+    progress = counted.build_progress()
     assert progress is not None
     assert (progress.step, progress.total_steps, progress.percent, progress.eta_seconds) == (10, 110, 9, 200)
     assert (progress.loss, progress.updated_at) == ("1.5", "1970-01-01T00:02:00Z")
@@ -182,7 +182,7 @@ def test_progress_has_an_eta_and_stalls_are_seen(clock: Clock) -> None:
     clock.now += 20
     assert "the last was step 10" in counted.describe_stall(10, 0)
     counted.add(StepRecord(step=11, total_steps=None))
-    assert counted.progress().eta_seconds is None
+    assert counted.build_progress().eta_seconds is None
     fresh = Steps()
     fresh.start()
     clock.now += 20
@@ -197,7 +197,7 @@ def test_a_script_that_reports_no_steps_is_seen_by_its_collectives_and_who_is_be
     assert counted.describe_stall(10, 1000) == "", "no step yet: the time for the first one counts"
     assert counted.describe_stall(1000, 10) == ""
     clock.now += 20
-    counted.note_activity({}, True)  # a thread that prints is no sign of life where collectives are counted
+    counted.note_activity({}, True)  # a thread that prints is no sign of life if collectives are counted
     counted.note_activity({0: 7}, False)  # and neither is the same count
     words = counted.describe_stall(1000, 10)
     assert "waited for: rank 1, 3 (collective 5 of 7)" in words

@@ -82,14 +82,14 @@ def test_four_thousand_workers_are_gathered_and_their_status_is_answered_at_once
     before = time.process_time()
     asyncio.run(launcher._wait_for_workers())
     for _ in range(10):
-        status = launcher.status()
+        status = launcher.build_status()
     assert time.process_time() - before < 20
     assert (status.joined, status.missing, status.refused) == (4096, (), ())
     for member in launcher.members.by_index.values():
         member.closed = time.monotonic()
-    status = launcher.status()
+    status = launcher.build_status()
     assert len(status.refused) == MOST_REFUSALS
-    assert LauncherStatus.read(status.text()) == status
+    assert LauncherStatus.read(status.to_json()) == status
     failure = describe_missing_workers(launcher.plan, [], launcher._rendezvous.refused)
     assert "4096 of 4096 workers did not join" in (failure.message or "")
     assert "the launcher rejects them: worker 0: why" in (failure.message or "")
@@ -104,7 +104,7 @@ def test_success_waits_until_all_output_is_printed(tmp_path: Path) -> None:
     async def wait_for_endings() -> None:
         out = asyncio.create_task(launcher._wait_for_output())
         await asyncio.sleep(0)
-        assert all(list_sent_frames(member) == [End(grace_seconds=0.0, over=True).text()] for member in members)
+        assert all(list_sent_frames(member) == [End(grace_seconds=0.0, over=True).to_json()] for member in members)
         launcher.members.receive(members[0], Ended())
         launcher.members.receive(members[1], Ended(lost_output_bytes=1234))
         done, _ = await asyncio.wait([out], timeout=0.3)
@@ -157,6 +157,6 @@ def test_a_step_record_with_an_unknown_field_is_read() -> None:
     assert record is not None
     steps = Steps()
     steps.add(record)
-    progress = steps.progress()
+    progress = steps.build_progress()
     assert progress is not None
     assert (progress.step, progress.percent) == (3, 30)

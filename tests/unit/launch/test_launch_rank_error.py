@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from topkube.job.fields.failure_policy import USUAL_REASONS
-from topkube.launch.output.rank_report import RankReport, tail
+from topkube.launch.output.rank_report import RankReport, read_tail
 from topkube.launch.termination_message import find_reason
 
 ARGUMENTS = "import argparse; parser = argparse.ArgumentParser(); parser.parse_args()"
@@ -48,7 +48,7 @@ def test_the_reason_of_an_error_comes_from_the_output_of_python(
         ended = subprocess.run(
             [sys.executable, "-E", *arguments], cwd=tmp_path, stdout=file, stderr=file, check=False, timeout=60
         )
-    lines, traceback = tail(log)
+    lines, traceback = read_tail(log)
     report = RankReport(
         0, "host", ["python"], started=1.0, ended=2.0, exit_code=ended.returncode, traceback=traceback, tail=lines
     )

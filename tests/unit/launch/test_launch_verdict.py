@@ -18,7 +18,7 @@ from topkube.launch.connection.messages import CheckRanks, Hello, Report
 from topkube.launch.contract import ExpectedWorker, LaunchPlan
 from topkube.launch.host.processes import list_descendants
 from topkube.launch.members import CLOSED_SECONDS, Member
-from topkube.launch.output.rank_report import RankReport, first_failure
+from topkube.launch.output.rank_report import RankReport, select_first_failure
 from topkube.launch.rank import find_commands
 from topkube.launch.termination_message import describe
 from topkube.launch.verdict import describe_unfit_worker, is_settled
@@ -115,7 +115,7 @@ def test_the_first_of_50000_failures_is_the_rank_that_aborted() -> None:
     ]
     aborted = RankReport(rank=50_000, host="", command=[], started=0.0, ended=5.9, exit_code=1, aborted=True)
     before = time.process_time()
-    assert first_failure([*fallen, aborted]) is aborted
+    assert select_first_failure([*fallen, aborted]) is aborted
     assert time.process_time() - before < 30, "if each report is compared with every other, this takes an hour"
 
 
@@ -151,7 +151,7 @@ def test_a_report_is_short_on_its_way_to_the_launcher() -> None:
     trace = "Traceback (most recent call last)\n" + "  File x\n" * 50_000 + "ValueError: why"
     report = RankReport(
         rank=1, host="", command=[], started=0, ended=1, exit_code=1, traceback=trace, tail=lines
-    ).brief(8192)
+    ).shorten(8192)
     assert report.tail[-19:] == lines[-19:]
     assert report.error == "ValueError: why"
     assert len(json.dumps(dataclasses.asdict(report))) < 64 << 10

@@ -13,7 +13,7 @@ import worlds
 from local_runs import run_job, write_job
 
 from topkube.errors import WorldError
-from topkube.launch.host.torch_environment import list_accelerate_variables, rank_variables
+from topkube.launch.host.torch_environment import build_rank_variables, list_accelerate_variables
 from topkube.launch_check import check_launch
 from topkube.settings import Settings, read_launched_ranks
 
@@ -27,13 +27,13 @@ CASES = [
 
 @pytest.mark.parametrize(("counts", "ranks", "rank", "expected"), CASES)
 def test_a_rank_gets_the_variables_of_torchrun(counts: str, ranks: int, rank: int, expected: dict[str, str]) -> None:
-    variables = rank_variables(rank, Settings(ranks_per_node=counts, expected_ranks=ranks))
+    variables = build_rank_variables(rank, Settings(ranks_per_node=counts, expected_ranks=ranks))
     assert {name: variables[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(("counts", "ranks"), [("", 0), ("", 4), ("2,2", 3), ("2,x", 2)])
 def test_without_a_known_number_of_ranks_nothing_is_set(counts: str, ranks: int) -> None:
-    assert rank_variables(0, Settings(ranks_per_node=counts, expected_ranks=ranks)) == {}
+    assert build_rank_variables(0, Settings(ranks_per_node=counts, expected_ranks=ranks)) == {}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_accelerate_uses_the_cpu_only_without_a_device(
 
 def test_these_variables_do_not_count_as_torchrun() -> None:
     """Each process of torchrun is alone in MPI; the ranks of TopKube's launch layer are not."""
-    variables = rank_variables(1, Settings(ranks_per_node="2,2", expected_ranks=4))
+    variables = build_rank_variables(1, Settings(ranks_per_node="2,2", expected_ranks=4))
     launched = read_launched_ranks(variables)
     check_launch(4, "MPICH", launched, expected_ranks=4)
     with pytest.raises(WorldError, match="but not by MPI"):

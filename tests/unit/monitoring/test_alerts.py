@@ -85,7 +85,7 @@ def test_placeholders_are_filled_and_thresholds_used() -> None:
         assert set(re.findall(r"<(\w+)>", alert.expression)) == {*alert.thresholds} | (
             set(SELECTORS) & set(re.findall(r"<(\w+)>", alert.expression))
         )
-        assert "<" not in re.sub(r"<(?= |=)", "", alert.expression_for_all()), alert.name
+        assert "<" not in re.sub(r"<(?= |=)", "", alert.fill_expression()), alert.name
         for match in re.finditer(r"\btopkube_\w+", alert.expression):
             placeholder = re.match(r"\{<(\w+)>", alert.expression[match.end() :])
             assert placeholder is not None, f"{alert.name}: {match[0]} has no selector for the chart's release"

@@ -41,7 +41,7 @@ def read_and_write(page: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
 def test_grafana_has_every_field_of_a_dashboard(dashboard: Dashboard) -> None:
-    page = json.loads(dashboard.json())
+    page = json.loads(dashboard.to_json())
     assert set(find_lost_values(page, read_and_write(page))) <= NOT_IN_THE_SCHEMA
 
 
@@ -55,7 +55,7 @@ def test_grafana_has_every_field_of_a_dashboard(dashboard: Dashboard) -> None:
     ],
 )
 def test_a_misspelt_field_of_a_panel_is_noticed(kind: str, path: str) -> None:
-    page = json.loads(DASHBOARDS[0].json())
+    page = json.loads(DASHBOARDS[0].to_json())
     panel = next(panel for panel in page["panels"] if panel["type"] == kind)
     *parents, name = path.split(".")
     for parent in parents:

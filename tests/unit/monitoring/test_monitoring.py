@@ -116,7 +116,7 @@ def test_series_of_operators_and_agents_are_not_mixed(dashboard: Dashboard, pane
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
 def test_a_dashboard_is_complete_and_its_choices_reach_every_panel(dashboard: Dashboard) -> None:
-    page = json.loads(dashboard.json())
+    page = json.loads(dashboard.to_json())
     variables = [variable["name"] for variable in page["templating"]["list"]]
     assert variables[0] == "datasource"
     ids = [panel["id"] for panel in page["panels"]]

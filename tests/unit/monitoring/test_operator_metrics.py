@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from topkube_operator.control.job_series import PHASES
 from topkube_operator.control.metrics import METRICS, OperatorMetrics
 from topkube_operator.control.operator import Operator, OperatorOptions
-from topkube_operator.watch.api_client import ApiError
+from topkube_operator.watch.api_connection import ApiError
 from topkube_operator.watch.work_queue import WorkQueue
 
 
@@ -25,7 +25,7 @@ def build_job(name: str, phase: str | None = None, **status: Any) -> dict[str, A
 def scrape(metrics: OperatorMetrics) -> dict[tuple[str, ...], float]:
     """Return the samples: (name, label values in the order of the labels' names) and the value."""
     samples_by_name = {}
-    for family in text_string_to_metric_families(metrics.text().decode()):
+    for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
             samples_by_name[sample.name, *(value for _, value in sorted(sample.labels.items()))] = sample.value
     return samples_by_name
@@ -160,7 +160,7 @@ def test_every_metric_is_served_with_its_labels() -> None:
     metrics.set_serving(1e9, True)
     metrics.observe_review("allowed", 0.1)
     metrics.observe_call("GET", 200, 0.1)
-    families = text_string_to_metric_families(metrics.text().decode())
+    families = text_string_to_metric_families(metrics.render().decode())
     samples = [sample for family in families for sample in family.samples]
     served = {
         (metric.name, frozenset(metric.labels) - {"le"}) for metric in samples if metric.name.startswith("topkube_")
@@ -174,7 +174,7 @@ def test_a_thousand_jobs_are_served_within_a_second() -> None:
     seconds = []
     for _ in range(5):
         start = time.process_time()
-        metrics.text()
+        metrics.render()
         seconds.append(time.process_time() - start)
     assert min(seconds) < 1
 
@@ -218,7 +218,7 @@ def test_only_the_replica_that_acts_serves_the_series_of_jobs(tmp_path: Path, mo
     samples = scrape(operator.metrics)
     assert not any("ml" in key for key in samples)
     assert samples["topkube_jobs_created_total", "home", "r"] == 0, "the job existed before this replica"
-    monkeypatch.setattr(operator, "acting", lambda: True)
+    monkeypatch.setattr(operator, "is_acting", lambda: True)
     assert scrape(operator.metrics)["topkube_jobs", "ml", "Running"] == 1
     new = {**stored, "metadata": {**stored["metadata"], "name": "b", "uid": "2"}}
     operator.receive_job("ADDED", new)

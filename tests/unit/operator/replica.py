@@ -17,7 +17,7 @@ from topkube_operator.control.metrics import OperatorMetrics
 from topkube_operator.control.plan_executor import ControlContext
 from topkube_operator.model import names
 from topkube_operator.model.observed import Policy
-from topkube_operator.watch.api_client import ApiError
+from topkube_operator.watch.api_connection import ApiError
 from topkube_operator.watch.watch_cache import WatchCache
 from topkube_operator.watch.work_queue import WorkQueue
 
@@ -96,7 +96,7 @@ class Server:
                 del self.objects[kind, namespace, name]
             return item
 
-    def log_tail(self, *_: object) -> str:
+    def read_log_tail(self, *_: object) -> str:
         return ""
 
     def remove_finalizer(self, namespace: str, pod: str, uid: str) -> Manifest:
@@ -148,7 +148,7 @@ class Replica:
         server: Any = self.server
         self.notes = Notes()
         recorder: Any = self.notes
-        context = ControlContext(server, self.store, self.queue, recorder, OperatorMetrics(self.store.jobs))
+        context = ControlContext(server, self.store, self.queue, recorder, OperatorMetrics(self.store.list_jobs))
         self.controller = Controller(context, lambda _: Policy(seed=b"s" * 32), lambda: self.server.acting)
         self.controller.start()
 

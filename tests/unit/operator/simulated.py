@@ -365,7 +365,7 @@ class Simulated:
                     "firstFailure": failure,
                 }
             )
-            self.end(pod.name, code, "launcher", ended_message=ending.message())
+            self.end(pod.name, code, "launcher", ended_message=ending.to_message())
 
     def report_state(self, state: str, missing: tuple[int, ...] = ()) -> None:
         """Let the launcher of the current attempt answer the operator."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topkube.algorithms import OWN, Algorithm, Machines, estimate_cost, find_algorithm
+from topkube.algorithms import DELAY, OWN, Algorithm, Machines, estimate_cost, find_algorithm
 from topkube.planning import guidelines
 from topkube.planning.buckets import plan_bucket_lengths
 from topkube.planning.models import find_model
@@ -24,7 +24,7 @@ seconds = st.floats(1e-5, 0.5)
 @st.composite
 def profiles(draw: st.DrawFn) -> StepProfile:
     gradients = tuple(
-        Gradient(str(number), draw(st.integers(1, 5_000_000)), draw(seconds), small=draw(st.booleans()))
+        Gradient(str(number), draw(st.integers(1, 5_000_000)), draw(seconds), is_always_dense=draw(st.booleans()))
         for number in range(draw(st.integers(1, 12)))
     )
     host = {}
@@ -202,6 +202,56 @@ def test_dear_does_the_same_work_and_is_not_slower(profile: StepProfile, where: 
     assert dear.step >= max(dear.compute + profile.update + profile.other, dear.wire) * (1 - 1e-9)
     piece = max((task.seconds for task in dear.tasks if "gather of" in task.name), default=0.0)
     assert dear.step <= (plain.step + 4 * piece) * (1 + 1e-9)  # a piece has four tasks
+
+
+DELAYED = [algorithm for algorithm in OWN if DELAY in algorithm.parameters]
+ONEBIT = find_algorithm("onebit")
+
+
+def predict_onebit(link: float, period: int = 1, delay: int = 1) -> float:
+    """Return the seconds of a step on two nodes. Its exchange sends 132,814 bytes. Work in memory takes no time."""
+    profile = dataclasses.replace(layers(1, forward=0.1, backward=0.2), update=0.01)
+    machines = Machines(2, 1, link, math.inf, LATENCY_SECONDS)
+    return predict_step(profile, Situation(machines, period=period, delay=delay), ONEBIT).step
+
+
+def test_a_delayed_exchange_costs_what_the_next_step_does_not_hide() -> None:
+    fast, slow = 1e6, 2e5
+    alone = 0.3 + AGREEMENT + 0.01
+    assert predict_onebit(fast, delay=0) == pytest.approx(alone + 0.132814 + LATENCY_SECONDS)
+    assert predict_onebit(fast) == pytest.approx(alone)
+    late = 5 * 0.132814 + LATENCY_SECONDS + 0.01
+    assert predict_onebit(slow) == pytest.approx(late)
+    assert predict_onebit(slow, period=4) == pytest.approx((late + 3 * alone) / 4)
+
+
+@settings(deadline=None)
+@given(profiles(), situations(), st.sampled_from(DELAYED), st.sampled_from([None, 2, 5]))
+def test_a_delay_never_costs_time(
+    profile: StepProfile, where: Situation, algorithm: Algorithm, period: int | None
+) -> None:
+    def predict(where: Situation) -> tuple[Prediction, Prediction]:
+        situations = (dataclasses.replace(where, period=period, delay=delay) for delay in (0, 1))
+        plain, delayed = (predict_step(profile, situation, algorithm) for situation in situations)
+        return plain, delayed
+
+    plain, delayed = predict(where)
+    assert delayed.wire == pytest.approx(plain.wire)
+    assert delayed.step <= plain.step * (1 + 1e-9)
+    assert delayed.step >= max(delayed.compute + profile.update + profile.other, delayed.wire) * (1 - 1e-9)
+    profile = dataclasses.replace(profile, host={})
+    instant = dataclasses.replace(where.machines, link=math.inf, memory=math.inf, latency=0.0)
+    plain, delayed = predict(dataclasses.replace(where, machines=instant))
+    assert delayed.step == pytest.approx(plain.step)
+
+
+@pytest.mark.parametrize("change", [{"nodes": 1}, {"overlap": False}, {"algorithm": "hitopk"}])
+def test_a_delay_changes_nothing_if_the_runtime_does_not_use_it(change: dict[str, object]) -> None:
+    machines = Machines(int(str(change.get("nodes", 2))), 2, 1e6, 1e10, LATENCY_SECONDS)
+    overlap, algorithm = bool(change.get("overlap", True)), find_algorithm(str(change.get("algorithm", "onebit")))
+    plain, delayed = (Situation(machines, overlap=overlap, delay=delay) for delay in (0, 1))
+    profile = layers(10, 0.02, 0.02)
+    assert predict_step(profile, delayed, algorithm).step == predict_step(profile, plain, algorithm).step
 
 
 def test_threads_share_cores() -> None:

@@ -64,7 +64,7 @@ class _Pod:
 
     def fetch(self, source: Source | None = None, setup: Setup | None = None) -> None:
         plan = contract.SourcePlan(pod="train-worker-0-1", attempt=1, index=0, source=source, setup=setup)
-        plan = contract.SourcePlan.read(plan.text())
+        plan = contract.SourcePlan.read(plan.to_json())
         fetch.fetch_and_install(plan, self.source, self.packages, self.files, self.secret)
 
 
@@ -356,7 +356,7 @@ def test_packages_of_the_image_that_must_stay_are_not_replaced(
 def test_a_failure_becomes_the_termination_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = contract.SourcePlan(pod="train-worker-1-3", attempt=3, index=1, setup=Setup(requirements=["x"], wheels="no"))
     log = tmp_path / "log"
-    monkeypatch.setenv("TOPKUBE_SOURCE", plan.text())
+    monkeypatch.setenv("TOPKUBE_SOURCE", plan.to_json())
     monkeypatch.setenv("TOPKUBE_TERMINATION_LOG", str(log))
     monkeypatch.setattr(contract, "SOURCE_DIRECTORY", str(tmp_path / "source"))
     run = fetch.fetch_and_install
@@ -379,7 +379,7 @@ def test_only_commands_of_ranks_import_from_the_source() -> None:
 
 def test_plans_of_other_versions_are_read() -> None:
     source = Source(config_map=ConfigMapSource(name="code"))
-    plan = json.loads(contract.SourcePlan(pod="p", attempt=1, index=0, source=source).text())
+    plan = json.loads(contract.SourcePlan(pod="p", attempt=1, index=0, source=source).to_json())
     plan |= {"newer": 1}
     plan["source"]["configMap"]["newer"] = 2
     assert contract.SourcePlan.read(json.dumps(plan)).source == source

@@ -11,9 +11,9 @@ import pytest
 
 from topkube.cli.script_job import Target, load_job
 from topkube.errors import SettingsError
-from topkube.launch.local import rank_environment
+from topkube.launch.local import build_rank_environment
 from topkube.launch.mpi import mpi_library
-from topkube.settings import Settings, wandb_mode
+from topkube.settings import Settings, choose_wandb_mode
 from topkube.telemetry import loggers
 from topkube.telemetry.loggers import StepWriter, check_loggers, find_log_folder
 from topkube.telemetry.progress import StepRecord
@@ -77,7 +77,7 @@ def test_weights_and_biases_writes_an_offline_run(tmp_path: Path, monkeypatch: p
     ("environment", "mode"), [({}, "offline"), ({"WANDB_API_KEY": "key"}, None), ({"WANDB_MODE": "online"}, None)]
 )
 def test_weights_and_biases_is_offline_without_a_key(environment: dict[str, str], mode: str | None) -> None:
-    assert wandb_mode(environment) == mode
+    assert choose_wandb_mode(environment) == mode
 
 
 class Failing:
@@ -136,5 +136,5 @@ def test_the_option_reaches_the_ranks_and_the_job(tmp_path: Path, monkeypatch: p
     again = load_job(Target("job.yaml", loggers="wandb"))
     for written, names in ((job, "tensorboard,mlflow"), (again, "wandb")):
         assert json.dumps(written.to_dict()).count("TOPKUBE_LOG") == 1
-        environment = rank_environment(written, mpi_library.find_mpi(), tmp_path / "run", {})
+        environment = build_rank_environment(written, mpi_library.find_mpi(), tmp_path / "run", {})
         assert Settings.from_environment(environment).log == names

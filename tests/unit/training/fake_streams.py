@@ -207,9 +207,9 @@ def play_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     monkeypatch.setattr(torch.cuda, "stream", fake.stream)
     monkeypatch.setattr(torch.cuda, "set_device", fake.set_device)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: fake.record_stream(tensor, stream))
-    submit = communication_thread.Schedule.submit
+    submit = communication_thread.CommunicationThread.submit
     monkeypatch.setattr(
-        communication_thread.Schedule, "submit", lambda self, work: submit(self, fake.run_watched(work))
+        communication_thread.CommunicationThread, "submit", lambda self, work: submit(self, fake.run_watched(work))
     )
     monkeypatch.setenv(Settings.__dataclass_fields__["node_exchange"].metadata["variable"], "torch")
     topkube.init()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from topkube.training.ranks.communication_thread import Schedule
+from topkube.training.ranks.communication_thread import CommunicationThread
 
 
 @pytest.mark.parametrize(("is_awaited", "left"), [(True, 0), (False, 2)])
 def test_the_end_waits_for_messages_that_other_ranks_wait_for(is_awaited: bool, left: int) -> None:
-    schedule, calls = Schedule(), [3]
+    thread, calls = CommunicationThread(), [3]
 
     def advance() -> float | None:
         calls[0] -= 1
         return None if calls[0] == 0 else 60.0 if calls[0] == 2 else 0.0
 
-    schedule.submit(lambda: schedule.advance_meanwhile(advance, is_awaited)).result()
-    schedule.close(60)
+    thread.submit(lambda: thread.advance_meanwhile(advance, is_awaited)).result()
+    thread.close(60)
     assert calls == [left]

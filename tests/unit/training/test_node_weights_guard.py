@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from topkube.training.node_weights.guard import MEASURE_EVERY, MOST_SPREAD, MOST_UNSENT, Guard
+from topkube.training.node_weights.guard import MEASURE_EVERY, MOST_SPREAD, MOST_UNSENT, DriftGuard
 
 
 def test_the_guard_measures_unsent_changes_and_the_distance_of_nodes() -> None:
-    guard = Guard(4, "onebit")
+    guard = DriftGuard(4, "onebit")
     assert guard.unsent_ratio is guard.weight_spread is None
     assert guard.check_drift(change=25.0, left=16.0, agreed=2500.0) == ""
     assert guard.unsent_ratio == pytest.approx(4 / 3)
@@ -34,7 +34,7 @@ def test_the_guard_measures_unsent_changes_and_the_distance_of_nodes() -> None:
 def test_beyond_a_limit_the_guard_halves_the_period_and_warns_once_at_a_period_of_one(
     change: float, left: float, agreed: float
 ) -> None:
-    guard = Guard(6, "onebit")
+    guard = DriftGuard(6, "onebit")
     messages = [guard.check_drift(change, left, agreed) for _ in range(4)]
     assert guard.period == 1
     assert "onebit now exchanges every 3 steps" in messages[0]
@@ -44,18 +44,18 @@ def test_beyond_a_limit_the_guard_halves_the_period_and_warns_once_at_a_period_o
 
 
 def test_the_guard_measures_the_first_of_every_sixteen_exchanges() -> None:
-    guard = Guard(5, "onebit")
+    guard = DriftGuard(5, "onebit")
     due = [steps for steps in range(5, 1000, 5) if guard.is_due(steps)]
     assert due == [5 + 5 * MEASURE_EVERY * i for i in range(len(due))]
     assert len(due) == 13
 
 
 def test_a_shortened_period_is_kept_unless_the_job_changes_its_own() -> None:
-    guard = Guard(8, "onebit")
+    guard = DriftGuard(8, "onebit")
     guard.check_drift(1.0, 1.0, 1.0)
     saved = guard.save()
     for period, wanted in ((8, 4), (2, 2)):
-        again = Guard(period, "onebit")
+        again = DriftGuard(period, "onebit")
         again.load(saved)
         assert again.period == wanted
     again.load(None)

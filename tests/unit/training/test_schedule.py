@@ -9,13 +9,13 @@ from topkube.errors import ArgumentError
 from topkube.job import TrainingJob
 from topkube.settings import Settings
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.node_weights.guard import Guard
+from topkube.training.node_weights.guard import DriftGuard
 
 SPARSE_THEN_DENSE = (Stage(100, density=0.1), Stage(200, algorithm="dense"))
 
 
 def build_settings(algorithm: str = "hitopk", **options: object) -> AggregationSettings:
-    return AggregationSettings.of(Settings(), algorithm=algorithm, **options)
+    return AggregationSettings.from_settings(Settings(), algorithm=algorithm, **options)
 
 
 def test_stages_take_effect_at_their_step_and_keep_the_rest() -> None:
@@ -24,7 +24,7 @@ def test_stages_take_effect_at_their_step_and_keep_the_rest() -> None:
     assert in_force == [(50, "hitopk", 0.01), (99, "hitopk", 0.01), (100, "hitopk", 0.1), (199, "hitopk", 0.1),
                         (200, "dense", 0.1)]  # fmt: skip
     assert whole.at(0).density_at(0) == 1
-    assert [step for step in range(300) if whole.begins_at(step)] == [100, 200]
+    assert [step for step in range(300) if whole.begins_stage_at(step)] == [100, 200]
 
 
 def test_a_dense_stage_takes_the_format_of_dense_values() -> None:
@@ -47,7 +47,7 @@ def test_the_ranks_get_the_schedule_of_the_job() -> None:
         }
     )
     settings = Settings.from_environment(job.environment())
-    assert AggregationSettings.of(settings).schedule == SPARSE_THEN_DENSE
+    assert AggregationSettings.from_settings(settings).schedule == SPARSE_THEN_DENSE
 
 
 MISTAKES: list[tuple[str, tuple[Stage, ...], dict[str, object], str]] = [
@@ -78,11 +78,11 @@ def test_mistakes_in_a_schedule_are_refused(
 @pytest.mark.parametrize("text", ["[", "3", "[3]", '[{"step": 3}]', '[{"algorithm": "dense"}]'])
 def test_a_malformed_variable_is_refused(text: str) -> None:
     with pytest.raises(ArgumentError, match="is not a list of stages"):
-        AggregationSettings.of(Settings(schedule=text))
+        AggregationSettings.from_settings(Settings(schedule=text))
 
 
 def test_a_new_period_replaces_the_one_that_the_guard_has_shortened() -> None:
-    guard = Guard(8, "onebit")
+    guard = DriftGuard(8, "onebit")
     guard.check_drift(1e9, 1e9, 1.0)
     assert guard.period == 4
     guard.set_period(8)

@@ -33,7 +33,7 @@ class Launches(TorchDispatchMode):
 
 def _count_launches(parameters: int, stashed: bool) -> list[str]:
     world = topkube.world.init()
-    bucket = Bucket(torch.float32, small=False)
+    bucket = Bucket(torch.float32, is_always_dense=False)
     for i in range(parameters):
         parameter = Parameter(i, f"w{i}", torch.nn.Parameter(torch.zeros(64, 32)))
         parameter.tensor.grad = torch.full((64, 32), float(i + 1))

@@ -36,7 +36,9 @@ def test_buckets_hold_every_parameter_once_and_are_closed_in_order(
     placed = [p.index for bucket in buckets for p in bucket.parameters]
     assert sorted(placed) == [p.index for p in parameters if p.tensor.numel()]
     for bucket in buckets:
-        assert {(p.tensor.dtype, p.small) for p in bucket.parameters} == {(bucket.dtype, bucket.small)}
+        assert {(p.tensor.dtype, p.is_always_dense) for p in bucket.parameters} == {
+            (bucket.dtype, bucket.is_always_dense)
+        }
         assert bucket.length == sum(p.tensor.numel() for p in bucket.parameters)
         assert len(bucket.parameters) == 1 or bucket.length * bucket.dtype.itemsize <= size
         assert [p.index for p in bucket.parameters] == sorted(p.index for p in bucket.parameters)
@@ -60,7 +62,7 @@ def test_buckets_that_overlap_begin_small_and_end_small(
         p.index for p in parameters if p.tensor.numel()
     ]
     for dtype in torch.float32, torch.bfloat16:
-        large = [bucket for bucket in planned if bucket.dtype == dtype and not bucket.small]
+        large = [bucket for bucket in planned if bucket.dtype == dtype and not bucket.is_always_dense]
         total = sum(bucket.length for bucket in large) * dtype.itemsize
         for bucket, is_edge in zip(large, [True, *[False] * (len(large) - 2), True], strict=False):
             most = bound if is_edge else max(bound, total // fusion.BUCKETS)
@@ -71,7 +73,11 @@ def test_a_gpt_overlaps_all_but_a_small_part() -> None:
     """One bucket for all tensors would begin when backward ends."""
     model = GPT(layers=6, width=256)
     parameters = [Parameter(i, name, p) for i, (name, p) in enumerate(reversed(list(model.named_parameters())))]
-    large = [b.length * 4 for b in fill_buckets(parameters, ends=fusion.find_overlap_ends(parameters)) if not b.small]
+    large = [
+        b.length * 4
+        for b in fill_buckets(parameters, ends=fusion.find_overlap_ends(parameters))
+        if not b.is_always_dense
+    ]
     assert len(large) >= 8
     assert max(large) <= sum(large) / 8
     assert large[0] <= fusion.LEAST_BUCKET_BYTES
@@ -87,7 +93,7 @@ def test_a_fast_link_has_fewer_buckets() -> None:
         return [
             b.length * 4
             for b in fill_buckets(parameters, ends=fusion.find_overlap_ends(parameters, rate))
-            if not b.small
+            if not b.is_always_dense
         ]
 
     assert plan_sizes(12e6) == plan_sizes(0.0)
@@ -98,9 +104,9 @@ def test_a_fast_link_has_fewer_buckets() -> None:
 
 
 def test_the_density_falls_from_1_to_its_target_exponentially() -> None:
-    aggregation = AggregationSettings.of(Settings(), density=0.01, warmup_steps=4)
+    aggregation = AggregationSettings.from_settings(Settings(), density=0.01, warmup_steps=4)
     assert [round(aggregation.density_at(step), 4) for step in range(6)] == [1, 0.3162, 0.1, 0.0316, 0.01, 0.01]
-    assert AggregationSettings.of(Settings(), density=0.01, warmup_steps=0).density_at(0) == 0.01
+    assert AggregationSettings.from_settings(Settings(), density=0.01, warmup_steps=0).density_at(0) == 0.01
 
 
 @pytest.mark.parametrize(
@@ -117,12 +123,14 @@ def test_the_density_falls_from_1_to_its_target_exponentially() -> None:
 )
 def test_a_wrong_setting_is_named_with_the_allowed_values(given: dict[str, object], word: str) -> None:
     with pytest.raises(ArgumentError, match=word):
-        AggregationSettings.of(Settings(), **given)
+        AggregationSettings.from_settings(Settings(), **given)
 
 
 def test_settings_that_are_not_passed_come_from_the_job() -> None:
     settings = Settings(algorithm="naive", density=0.2, warmup_steps=7, wire="fp16")
-    assert AggregationSettings.of(settings, density=0.5) == AggregationSettings("naive", 0.5, 7, "fp16", "topk")
+    assert AggregationSettings.from_settings(settings, density=0.5) == AggregationSettings(
+        "naive", 0.5, 7, "fp16", "topk"
+    )
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 60), st.integers(1, 4))
@@ -147,10 +155,12 @@ def test_redistributed_residuals_keep_their_sum(old: int, new: int, length: int,
 def test_a_dense_wire_needs_a_dense_algorithm() -> None:
     """Sparse values have a format of their own, and their dense warm-up stays exact."""
     for algorithm in ("dense", "auto", "hierarchical"):
-        assert AggregationSettings.of(Settings(), algorithm=algorithm, dense_wire="bf16").dense_wire == "bf16"
+        assert (
+            AggregationSettings.from_settings(Settings(), algorithm=algorithm, dense_wire="bf16").dense_wire == "bf16"
+        )
     for algorithm in ("hitopk", "torus2d", "onebit"):
         with pytest.raises(ArgumentError, match="does not read it"):
-            AggregationSettings.of(Settings(), algorithm=algorithm, dense_wire="bf16")
+            AggregationSettings.from_settings(Settings(), algorithm=algorithm, dense_wire="bf16")
 
 
 @pytest.mark.parametrize(("nodes", "is_rounded"), [(2, True), (16, True), (17, False), (4096, False)])

@@ -30,6 +30,6 @@ def test_a_loss_that_is_not_finite_stays_valid_json() -> None:
     assert json.loads(line)["loss"] is None
 
 
-def test_names_of_a_later_version_are_passed_over() -> None:
+def test_fields_of_a_later_version_are_ignored() -> None:
     line = json.dumps({**json.loads(StepRecord(3, 5).to_json()), "colour": "blue"})
     assert StepRecord.from_json(line) == StepRecord(3, 5)

@@ -34,8 +34,8 @@ def measure_and_choose(
         nodes=nodes, rank=1, shards=2, node_ranks=[(0, 1)] * nodes, cache={}, run_directory=None, size=2 * nodes
     )
     monkeypatch.setattr(machines, "_measure", lambda *_: build_machines(link, nodes, nccl))
-    settings = AggregationSettings.of(Settings(), algorithm=name, dense_wire=wire)
-    tuned = Tuning(world, settings, lambda ask: ask(None))  # type: ignore[arg-type]
+    settings = AggregationSettings.from_settings(Settings(), algorithm=name, dense_wire=wire)
+    tuned = Tuning(world, settings, None)  # type: ignore[arg-type]
     tuned.choose(BUCKETS)
     return tuned
 

@@ -6,14 +6,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from topkube.arrays import flat_view, like
+from topkube.arrays import view_flat, view_like
 from topkube.errors import ArgumentError
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_a_view_shares_memory_and_is_flat(dtype: type) -> None:
     x = np.zeros((3, 4), dtype)
-    view = flat_view(x, "x", writable=True)
+    view = view_flat(x, "x", writable=True)
     view[5] = 1
     assert x[1, 1] == 1
     assert view.shape == (12,)
@@ -23,10 +23,10 @@ def test_a_tensor_is_viewed_without_a_copy_and_comes_back() -> None:
     torch = pytest.importorskip("torch")
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         x = torch.zeros(2, 3, dtype=dtype, requires_grad=True)
-        view = flat_view(x, "x", writable=True)
+        view = view_flat(x, "x", writable=True)
         view[4] = 2
         assert x[1, 1].item() == 2
-        back = like(view, x)
+        back = view_like(view, x)
         assert back.dtype == dtype
         assert back.data_ptr() == x.data_ptr()
 
@@ -49,5 +49,5 @@ def test_the_error_names_why_an_array_cannot_be_used() -> None:
         (3.0, "is a float"),
     ]:
         with pytest.raises(ArgumentError, match="x ") as caught:
-            flat_view(x, "x", writable=True)
+            view_flat(x, "x", writable=True)
         assert message in str(caught.value)

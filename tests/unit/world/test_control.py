@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkube.control import ANSWER, Answers, Roll, names_of, neighbours
+from topkube.control import ANSWER, Answers, Roll, list_neighbours, name_ranks
 
 
 def build_answer(rank: int, collectives: int = 5, what: bytes = b"all-reduce") -> Answers:
@@ -23,7 +23,7 @@ def build_answer(rank: int, collectives: int = 5, what: bytes = b"all-reduce") -
 def count_hops(size: int, silent: set[int], first: int) -> tuple[set[int], int]:
     """Return the ranks that hear news of rank `first`, and the number of hops until the last rank hears it."""
     informed, latest, count = {first}, {first}, 0
-    while latest := {other for rank in latest for other in neighbours(rank, size)} - informed - silent:
+    while latest := {other for rank in latest for other in list_neighbours(rank, size)} - informed - silent:
         informed |= latest
         count += 1
     return informed, count
@@ -34,8 +34,8 @@ def test_news_reaches_all_ranks_in_few_hops_and_messages(size: int) -> None:
     informed, count = count_hops(size, set(), first=size // 3)
     assert informed == set(range(size))
     assert count <= 6
-    assert len(neighbours(0, size)) <= 63  # messages of one rank; 24 at 4,096
-    everyone = [set(neighbours(rank, size)) for rank in range(size)]
+    assert len(list_neighbours(0, size)) <= 63  # messages of one rank; 24 at 4,096
+    everyone = [set(list_neighbours(rank, size)) for rank in range(size)]
     assert all(rank in everyone[other] for rank in range(size) for other in everyone[rank])
 
 
@@ -66,11 +66,11 @@ def test_a_roll_call_finds_the_silent_ranks_and_those_behind(data: st.DataObject
     rolls = {rank: Roll(build_answer(rank, 4 if rank in behind else 5)) for rank in range(size) if rank not in silent}
     while answers := {rank: answers for rank, roll in rolls.items() if (answers := roll.take_new()).size}:
         for rank, rows in answers.items():
-            for other in neighbours(rank, size):
+            for other in list_neighbours(rank, size):
                 if other in rolls:
                     rolls[other].add(rows)
     for roll in rolls.values():
-        assert roll.missing(size, 0, 5) == sorted(silent | behind)
+        assert roll.list_missing(size, 0, 5) == sorted(silent | behind)
 
 
 def test_a_roll_of_4096_ranks_names_the_missing_one_and_those_that_wait_elsewhere() -> None:
@@ -81,10 +81,10 @@ def test_a_roll_of_4096_ranks_names_the_missing_one_and_those_that_wait_elsewher
     assert not roll.add(build_answer(7))
     assert len(roll.take_new()) == 4095
     assert not len(roll.take_new())
-    assert roll.missing(4096, 0, 5) == [2049]
-    assert roll.other_waits("all-reduce") == {"barrier()": [7, 9]}
+    assert roll.list_missing(4096, 0, 5) == [2049]
+    assert roll.group_other_waits("all-reduce") == {"barrier()": [7, 9]}
 
 
 def test_many_ranks_are_named_in_one_line() -> None:
-    assert names_of([3]) == "rank 3"
-    assert names_of(range(100)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more"
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks(range(100)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from topkube.errors import WorldError
 from topkube.launch_check import check_launch
 from topkube.settings import Launched, read_launched_ranks
-from topkube.topology import group_by_home, node_of_ranks, parse_declared_nodes
+from topkube.topology import find_nodes_of_ranks, group_by_home, parse_declared_nodes
 
 
 def test_accessors_before_init_name_the_call_to_make() -> None:
@@ -98,7 +98,7 @@ def test_nodes_hold_every_rank_once_in_the_order_of_their_first(homes: list[int]
     assert sorted(rank for ranks in nodes for rank in ranks) == list(range(len(homes)))
     assert [ranks[0] for ranks in nodes] == sorted(ranks[0] for ranks in nodes)
     assert all(list(ranks) == sorted(ranks) and len({homes[rank] for rank in ranks}) == 1 for ranks in nodes)
-    assert [homes[nodes[number][0]] for number in node_of_ranks(nodes)] == homes
+    assert [homes[nodes[number][0]] for number in find_nodes_of_ranks(nodes)] == homes
 
 
 def test_declared_nodes_follow_rank_order() -> None:

@@ -20,7 +20,7 @@ def suspend(steps: PlanSteps) -> None:
 def wait_for_admission(steps: PlanSteps) -> None:
     """Keep the job without pods until Kueue admits its Workload, for the first time or after an eviction."""
     reason, message = queueing.describe_waiting(steps.workload)
-    key = (workloads.WORKLOAD, workloads.workload_name(steps.job.name))
+    key = (workloads.WORKLOAD, workloads.name_workload(steps.job.name))
     trouble = steps.observed.troubles.get(key)
     if steps.workload is None and trouble is not None:
         reason, message = trouble.reason, f"{' '.join(key)}: {trouble.message}"

@@ -28,7 +28,7 @@ _INSTALL = install_command("cluster")
 
 
 @dataclass(frozen=True)
-class Where:
+class ClusterLocation:
     """The cluster and namespace that a command uses; None stands for kubectl's default."""
 
     kubeconfig: Path | None = None
@@ -73,7 +73,7 @@ class Api:
         finally:
             answer.release_conn()
         if answer.status >= 400:
-            raise _describe_refusal(answer.status, text, method, path, self.namespace)
+            raise _build_refusal_error(answer.status, text, method, path, self.namespace)
         warnings = [_parse_warning(value) for name, value in answer.headers.iteritems() if name.lower() == "warning"]
         try:
             return Answer(json.loads(text), warnings)
@@ -91,7 +91,7 @@ class Api:
 
         answer = self._send("GET", path, query, None, JSON, silent_seconds)
         if answer.status >= 400:
-            raise _describe_refusal(answer.status, answer.read(), "GET", path, self.namespace)
+            raise _build_refusal_error(answer.status, answer.read(), "GET", path, self.namespace)
         rest = b""
         try:
             for piece in answer.stream(1 << 16, decode_content=False):
@@ -139,7 +139,7 @@ class Api:
         )
 
 
-def connect(where: Where) -> Api:
+def connect(where: ClusterLocation) -> Api:
     """Return a connection. Raises ClusterError if the client, the kubeconfig or the context is missing."""
     import yaml
 
@@ -155,9 +155,8 @@ def connect(where: Where) -> Api:
     file = str(where.kubeconfig) if where.kubeconfig else None
     configuration = client.Configuration()
     location = file or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
-    known = Path(file) if file else None
     try:
-        if known is None and not _has_kubeconfig(kube_config.KUBE_CONFIG_DEFAULT_LOCATION):
+        if file is None and not _has_kubeconfig(kube_config.KUBE_CONFIG_DEFAULT_LOCATION):
             return _connect_in_cluster(configuration, where, kube_config.KUBE_CONFIG_DEFAULT_LOCATION)
         contexts, active = config.list_kube_config_contexts(file)
         chosen = (
@@ -174,14 +173,8 @@ def connect(where: Where) -> Api:
             cause="the context is not in the file, or the file is incomplete",
             next_step="kubectl config get-contexts",
         ) from None
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        KeyError,
-        yaml.YAMLError,
-    ) as error:  # the client raises these for a damaged file
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, yaml.YAMLError) as error:
+        # The client raises these for a damaged file.
         raise ClusterError(
             f"the kubeconfig {location} cannot be read: {_read_first_line(error)}",
             cause="it is not a kubeconfig",
@@ -191,14 +184,14 @@ def connect(where: Where) -> Api:
     return Api(configuration, namespace)
 
 
-def _connect_in_cluster(configuration: Any, where: Where, looked: str) -> Api:
+def _connect_in_cluster(configuration: Any, where: ClusterLocation, location: str) -> Api:
     from kubernetes import config
 
     try:
         config.load_incluster_config(client_configuration=configuration)
     except config.ConfigException:
         raise ClusterError(
-            f"no cluster is configured: {looked} does not exist",
+            f"no cluster is configured: {location} does not exist",
             cause="no kubeconfig has been set up on this machine",
             next_step="export KUBECONFIG=FILE, or pass --kubeconfig FILE; without a cluster: topkube run JOB.yaml",
         ) from None
@@ -219,7 +212,7 @@ def _list_context_names(file: str | None) -> list[str]:
         return []
 
 
-def _describe_refusal(status: int, text: bytes, method: str, path: str, namespace: str) -> TopKubeError:
+def _build_refusal_error(status: int, text: bytes, method: str, path: str, namespace: str) -> TopKubeError:
     """Return the typed error for the server's refusal."""
     try:
         response = json.loads(text)

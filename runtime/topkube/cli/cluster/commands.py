@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from topkube.cli import options
-from topkube.cli.cluster.api import Where
+from topkube.cli.cluster.api import ClusterLocation
 from topkube.cli.options import OutputFormat, OutputOption
 
 Kubeconfig = Annotated[
@@ -89,7 +89,7 @@ def submit(
     )
     chosen = SubmitOptions(
         target=target,
-        where=Where(kubeconfig, context, namespace),
+        where=ClusterLocation(kubeconfig, context, namespace),
         requirements=requirements,
         dry_run=dry_run,
         manifest=output is options.ManifestOutput.yaml,
@@ -118,7 +118,7 @@ def status(
     """Show a job: phase, progress, pods, why it failed, events."""
     from topkube.cli.cluster.status import StatusOptions, show_status
 
-    where = Where(kubeconfig, context, namespace)
+    where = ClusterLocation(kubeconfig, context, namespace)
     raise typer.Exit(show_status(StatusOptions(job, where, all_namespaces, watch, output is OutputFormat.json)))
 
 
@@ -141,7 +141,7 @@ def logs(
     from topkube.cli.cluster.log_options import LogOptions
     from topkube.cli.cluster.logs import show_logs
 
-    where = Where(kubeconfig, context, namespace)
+    where = ClusterLocation(kubeconfig, context, namespace)
     raise typer.Exit(show_logs(LogOptions(job, where, follow, worker, tail, timestamps, output is OutputFormat.json)))
 
 
@@ -158,7 +158,7 @@ def suspend(
     """Suspend jobs: their ranks save a checkpoint and their pods end; the jobs stay."""
     from topkube.cli.cluster.suspend import SuspendOptions, set_suspended
 
-    where = Where(kubeconfig, context, namespace)
+    where = ClusterLocation(kubeconfig, context, namespace)
     raise typer.Exit(set_suspended(SuspendOptions(jobs, where, suspend=True, wait=wait, timeout_seconds=timeout)))
 
 
@@ -171,7 +171,9 @@ def resume(
     """Resume suspended jobs: they continue from their newest checkpoint."""
     from topkube.cli.cluster.suspend import SuspendOptions, set_suspended
 
-    raise typer.Exit(set_suspended(SuspendOptions(jobs, Where(kubeconfig, context, namespace), suspend=False)))
+    raise typer.Exit(
+        set_suspended(SuspendOptions(jobs, ClusterLocation(kubeconfig, context, namespace), suspend=False))
+    )
 
 
 def delete(
@@ -185,4 +187,4 @@ def delete(
     """Delete jobs and everything that belongs to them."""
     from topkube.cli.cluster.delete import DeleteOptions, delete_jobs
 
-    raise typer.Exit(delete_jobs(DeleteOptions(jobs, Where(kubeconfig, context, namespace), wait, timeout)))
+    raise typer.Exit(delete_jobs(DeleteOptions(jobs, ClusterLocation(kubeconfig, context, namespace), wait, timeout)))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from topkube.cli.cluster.api import Api, Where, connect, ignore_missing
+from topkube.cli.cluster.api import Api, ClusterLocation, connect, ignore_missing
 from topkube.cli.cluster.jobs import build_job_path, find_job, list_pods, print_line
 from topkube.errors import ClusterError
 
@@ -18,7 +18,7 @@ class DeleteOptions:
     """The options of the command line."""
 
     jobs: list[str]
-    where: Where
+    where: ClusterLocation
     wait: bool = True
     timeout_seconds: float = 300.0
 

@@ -155,7 +155,7 @@ def find_exit_code(job: dict[str, Any]) -> int:
 
 
 @dataclass
-class Watch:
+class JobWatch:
     """The stored states of one job, over broken connections."""
 
     api: Api

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from topkube.cli.cluster.api import Where
+from topkube.cli.cluster.api import ClusterLocation
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class LogOptions:
     """The options of the command line."""
 
     job: str
-    where: Where
+    where: ClusterLocation
     follow: bool = True
     workers: list[int] | None = None
     """None: all workers and the launcher."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from topkube.cli.cluster.log_options import LogOptions
-from topkube.cli.cluster.log_streams import Source
+from topkube.cli.cluster.log_streams import LogSource
 
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta", "bright_yellow")
 _RANK = re.compile(r"\[rank (\d+)\] ")
@@ -26,7 +26,7 @@ class Printer:
         self._out = Console(highlight=False)
         self._notes = Console(stderr=True, highlight=False)
 
-    def print_line(self, source: Source, stamp: str, raw: bytes) -> None:
+    def print_line(self, source: LogSource, stamp: str, raw: bytes) -> None:
         index = source.index
         rank, text = _split_rank(index, raw)
         if self.options.json:
@@ -69,7 +69,7 @@ class Collector(Printer):
     def __init__(self, options: LogOptions, put: Callable[[str], None]) -> None:
         self.options, self._put = options, put
 
-    def print_line(self, source: Source, stamp: str, raw: bytes) -> None:
+    def print_line(self, source: LogSource, stamp: str, raw: bytes) -> None:
         rank, text = _split_rank(source.index, raw)
         self._put(_build_prefix(source.index, rank) + text)
 

@@ -19,7 +19,7 @@ from topkube.cli.cluster.jobs import find_main_container, list_pods, read_contai
 from topkube.cli.cluster.log_options import LogOptions
 from topkube.errors import ClusterError
 
-LOOK_SECONDS = 0.5
+RETRY_SECONDS = 0.5
 """The pause before a stream that broke is requested again."""
 SILENT_SECONDS = 3600.0
 """The time without a line after which a stream is requested again."""
@@ -31,7 +31,7 @@ _STAMP = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d
 
 
 @dataclass(frozen=True)
-class Source:
+class LogSource:
     """A container of a pod whose log is shown."""
 
     pod: dict[str, Any]
@@ -47,20 +47,20 @@ class Source:
         return -1 if self.container == _LAUNCHER else read_index(self.pod)
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         return read_container_state(self.pod, self.container)[0] == "waiting"
 
 
-def list_sources(pods: list[dict[str, Any]], options: LogOptions) -> list[Source]:
+def list_sources(pods: list[dict[str, Any]], options: LogOptions) -> list[LogSource]:
     sources = []
     for pod in pods:
         launchers = [container["name"] for container in pod["spec"]["containers"] if container.get("name") == _LAUNCHER]
-        sources += [Source(pod, name) for name in dict.fromkeys([find_main_container(pod), *launchers])]
+        sources += [LogSource(pod, name) for name in dict.fromkeys([find_main_container(pod), *launchers])]
     return [source for source in sources if options.workers is None or source.index in options.workers]
 
 
 @dataclass
-class Following:
+class LogStreams:
     """The streams of all pods, with a thread for each."""
 
     api: Api
@@ -68,7 +68,7 @@ class Following:
     uid: str | None
     """The job's UID."""
     seen: dict[tuple[str, str], threading.Thread] = field(default_factory=dict)
-    _lines: queue.Queue[tuple[Source, str, bytes]] = field(default_factory=lambda: queue.Queue(10_000))
+    _lines: queue.Queue[tuple[LogSource, str, bytes]] = field(default_factory=lambda: queue.Queue(10_000))
     _full: bool = False
 
     def follow_new_containers(self) -> Iterator[str]:
@@ -80,7 +80,7 @@ class Following:
                 raise
             return
         for source in sources:
-            if source.key in self.seen or source.waits:
+            if source.key in self.seen or source.is_waiting:
                 continue
             if (
                 len(self.seen) >= MOST_STREAMS
@@ -93,7 +93,7 @@ class Following:
             self.seen[source.key] = threading.Thread(target=self._read, args=(source,), daemon=True)
             self.seen[source.key].start()
 
-    def take_lines(self, seconds: float) -> Iterator[tuple[Source, str, bytes]]:
+    def take_lines(self, seconds: float) -> Iterator[tuple[LogSource, str, bytes]]:
         """Yield lines as they arrive, for at most `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
@@ -107,12 +107,12 @@ class Following:
         """Return True if all streams have ended and all their lines were taken."""
         return not any(thread.is_alive() for thread in self.seen.values()) and self._lines.empty()
 
-    def _read(self, source: Source) -> None:
+    def _read(self, source: LogSource) -> None:
         for stamp, text in read_lines(self.api, source, self.options, follow=True):
             self._lines.put((source, stamp, text))
 
 
-def read_lines(api: Api, source: Source, options: LogOptions, follow: bool) -> Iterator[tuple[str, bytes]]:
+def read_lines(api: Api, source: LogSource, options: LogOptions, follow: bool) -> Iterator[tuple[str, bytes]]:
     """Yield (time stamp, line) of a container. With `follow`, continue until the container ends."""
     path = build_path(api.namespace, "pods", source.pod["metadata"]["name"])
     query: dict[str, Any] = {
@@ -142,7 +142,7 @@ def read_lines(api: Api, source: Source, options: LogOptions, follow: bool) -> I
         if not follow or not _is_running(api, path, source):
             return
         query = {**query, "tailLines": None, "sinceTime": last or None}
-        time.sleep(LOOK_SECONDS)
+        time.sleep(RETRY_SECONDS)
 
 
 def _normalize_stamp(stamp: str) -> str:
@@ -151,7 +151,7 @@ def _normalize_stamp(stamp: str) -> str:
     return f"{seconds}.{fraction:<09}"
 
 
-def _is_running(api: Api, path: str, source: Source) -> bool:
+def _is_running(api: Api, path: str, source: LogSource) -> bool:
     try:
         pod = api.get(path)
     except ClusterError as error:

@@ -13,7 +13,7 @@ from topkube.cli.cluster.api import Api, connect
 from topkube.cli.cluster.jobs import (
     OVER,
     WAIT_CODE,
-    Watch,
+    JobWatch,
     find_exit_code,
     find_job,
     find_waiting_reason,
@@ -22,9 +22,9 @@ from topkube.cli.cluster.jobs import (
 )
 from topkube.cli.cluster.log_options import LogOptions
 from topkube.cli.cluster.log_printers import Collector, Printer
-from topkube.cli.cluster.log_streams import Following, list_sources, read_lines
+from topkube.cli.cluster.log_streams import LogStreams, list_sources, read_lines
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 """The longest wait for lines before the state of the job is checked again."""
 DRAIN_SECONDS = 10.0
 """The time in which the last lines must arrive after the job has ended."""
@@ -46,7 +46,7 @@ def read_log_lines(options: LogOptions) -> Iterator[str]:
     def put(entry: str | BaseException | None) -> None:
         while not closed.is_set():
             with contextlib.suppress(queue.Full):
-                return collected.put(entry, timeout=LOOK_SECONDS)
+                return collected.put(entry, timeout=POLL_SECONDS)
         raise _Closed
 
     def collect() -> None:
@@ -93,17 +93,17 @@ def _show(api: Api, options: LogOptions, printer: Printer) -> int:
 
 
 def _follow(api: Api, options: LogOptions, uid: str | None, printer: Printer) -> int:
-    following = Following(api, options, uid)
+    streams = LogStreams(api, options, uid)
     announced = {"phase": "", "attempt": 0}
     last: dict[str, Any] | None = None
     watched: queue.SimpleQueue[dict[str, Any] | Exception | None] = queue.SimpleQueue()
-    watch = Watch(api, options.job, options.timeout_seconds)
+    watch = JobWatch(api, options.job, options.timeout_seconds)
     threading.Thread(target=_watch, args=(watch, watched), daemon=True).start()
     ended_at: float | None = None
     while True:
-        for note in following.follow_new_containers():
+        for note in streams.follow_new_containers():
             printer.print_note(note)
-        for source, stamp, text in following.take_lines(LOOK_SECONDS):
+        for source, stamp, text in streams.take_lines(POLL_SECONDS):
             printer.print_line(source, stamp, text)
         while not watched.empty():
             change = watched.get()
@@ -122,16 +122,16 @@ def _follow(api: Api, options: LogOptions, uid: str | None, printer: Printer) ->
                 _announce(last, announced, printer)
         if last is not None and read_phase(last) in OVER:
             ended_at = ended_at or time.monotonic()
-            if following.has_ended() or time.monotonic() - ended_at > DRAIN_SECONDS:
-                for source, stamp, text in following.take_lines(0):
+            if streams.has_ended() or time.monotonic() - ended_at > DRAIN_SECONDS:
+                for source, stamp, text in streams.take_lines(0):
                     printer.print_line(source, stamp, text)
-                if not following.seen:
+                if not streams.seen:
                     _show_kept_failure(last, options, printer)
                 _note_failure(last, options.job, printer)
                 return find_exit_code(last)
 
 
-def _watch(watch: Watch, watched: queue.SimpleQueue[dict[str, Any] | Exception | None]) -> None:
+def _watch(watch: JobWatch, watched: queue.SimpleQueue[dict[str, Any] | Exception | None]) -> None:
     try:
         for job in watch.read_states():
             watched.put(job)

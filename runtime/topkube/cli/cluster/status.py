@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from topkube.algorithms import AUTO, DENSITY, describe
-from topkube.cli.cluster.api import Api, Where, connect
+from topkube.cli.cluster.api import Api, ClusterLocation, connect
 from topkube.cli.cluster.jobs import (
     OVER,
-    Watch,
+    JobWatch,
     find_job,
     find_waiting_reason,
     join_lines,
@@ -44,7 +44,7 @@ class StatusOptions:
     """The options of the command line."""
 
     job: str | None
-    where: Where
+    where: ClusterLocation
     everywhere: bool = False
     watch: bool = False
     json: bool = False
@@ -103,7 +103,7 @@ def _follow(api: Api, options: StatusOptions, name: str) -> int:
     live = None if options.json or not console.is_terminal else Live(console=console, refresh_per_second=4)
     printed = ""
     with live or contextlib.nullcontext():
-        for job in Watch(api, name).read_states():
+        for job in JobWatch(api, name).read_states():
             if job is None:
                 print(f"the job {name} was deleted", file=sys.stderr)
                 return 1

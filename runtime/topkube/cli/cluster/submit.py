@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from topkube.cli.cluster import sync
-from topkube.cli.cluster.api import APPLY, FIELD_MANAGER, Api, Where, connect
+from topkube.cli.cluster.api import APPLY, FIELD_MANAGER, Api, ClusterLocation, connect
 from topkube.cli.cluster.jobs import (
     OVER,
     WAIT_CODE,
-    Watch,
+    JobWatch,
     build_job_path,
     find_exit_code,
     find_waiting_reason,
@@ -33,7 +33,7 @@ class SubmitOptions:
     """The options of the command line."""
 
     target: Target
-    where: Where
+    where: ClusterLocation
     requirements: Path | None = None
     """A file with pip requirements for spec.setup."""
     dry_run: bool = False
@@ -74,7 +74,7 @@ def submit_job(options: SubmitOptions) -> int:
         from topkube.cli.cluster import logs
         from topkube.cli.cluster.log_options import LogOptions
 
-        where = Where(options.where.kubeconfig, options.where.context, api.namespace)
+        where = ClusterLocation(options.where.kubeconfig, options.where.context, api.namespace)
         return logs.show_logs(LogOptions(job.name, where, timeout_seconds=options.timeout_seconds))
     return wait_for_end(api, job.name, options.timeout_seconds) if options.wait else 0
 
@@ -196,7 +196,7 @@ def wait_for_end(api: Api, name: str, seconds: float | None) -> int:
     """Wait for the job's end, with a line per phase on stderr. Return the exit code."""
     printed = ""
     try:
-        for job in Watch(api, name, seconds).read_states():
+        for job in JobWatch(api, name, seconds).read_states():
             if job is None:
                 raise ClusterError(f"the job {name} was deleted before it ended", status=404)
             state = ": ".join(part for part in (read_phase(job), find_waiting_reason(job)) if part)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from topkube.cli.cluster.api import FIELD_MANAGER, MERGE, Api, Where, connect
+from topkube.cli.cluster.api import FIELD_MANAGER, MERGE, Api, ClusterLocation, connect
 from topkube.cli.cluster.jobs import OVER, build_job_path, find_job, list_pods, print_line, read_phase
 from topkube.cli.cluster.status import describe_newest_checkpoint
 from topkube.errors import ClusterError
@@ -21,7 +21,7 @@ class SuspendOptions:
     """The options of the command line."""
 
     jobs: list[str]
-    where: Where
+    where: ClusterLocation
     suspend: bool
     wait: bool = True
     timeout_seconds: float = 300.0

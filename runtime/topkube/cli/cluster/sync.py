@@ -9,7 +9,7 @@ from topkube.cli.cluster.api import APPLY, FIELD_MANAGER, Api, build_path, ignor
 from topkube.cli.cluster.jobs import JOB_LABEL
 from topkube.errors import ClusterError, JobError
 from topkube.job import API_VERSION, KIND, TrainingJob
-from topkube.launch.contract import child_name
+from topkube.launch.contract import name_child
 from topkube.source.packing import ARCHIVE_KEY, PackedSource
 
 
@@ -45,14 +45,14 @@ def add_code(job: TrainingJob, packed: PackedSource | None, requirements: tuple[
 
 def name_config_map(job: str, packed: PackedSource) -> str:
     """Return the name of the ConfigMap: other code has another name, because a ConfigMap may not change under a job."""
-    return child_name(job, "source", packed.sha256[:10])
+    return name_child(job, "source", packed.sha256[:10])
 
 
 def build_config_map(job: TrainingJob, packed: PackedSource, namespace: str | None, uid: str = "") -> dict[str, Any]:
     """Return the ConfigMap. With the job's `uid`, it belongs to the job and is deleted with it."""
     metadata: dict[str, Any] = {
         "name": name_config_map(job.name, packed),
-        "labels": {JOB_LABEL: child_name(job.name), "app.kubernetes.io/managed-by": "topkube"},
+        "labels": {JOB_LABEL: name_child(job.name), "app.kubernetes.io/managed-by": "topkube"},
     }
     if namespace:
         metadata["namespace"] = namespace

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from topkube.cli.doctor.check import Check, report_ok
-from topkube.settings import kubeconfig_paths
+from topkube.settings import list_kubeconfig_paths
 
 
 def check_cluster() -> Iterator[Check]:
     """Report which cluster the kubeconfig names, and whether it answers."""
-    config = next((path for path in [*kubeconfig_paths(), Path.home() / ".kube" / "config"] if path.is_file()), None)
+    config = next(
+        (path for path in [*list_kubeconfig_paths(), Path.home() / ".kube" / "config"] if path.is_file()), None
+    )
     inside = Path("/var/run/secrets/kubernetes.io/serviceaccount/token").exists()
     kubectl = shutil.which("kubectl")
     if config is None and not inside:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from topkube.cli.doctor.check import Check, report_ok
 from topkube.errors import TopKubeError
 from topkube.launch.mpi import mpi_library
-from topkube.settings import process_environment
+from topkube.settings import copy_environment
 
 HELLO_SECONDS = 60
 _END_SECONDS = 10
@@ -28,7 +28,7 @@ def check_mpi() -> Iterator[Check]:
         yield Check("mpiexec", "fail", error.what, error.next_step)
         return
     try:
-        loaded = mpi_library.library()
+        loaded = mpi_library.read_library()
         mpi_library.check_match(mpi, loaded)
         yield report_ok("mpi library", f"{loaded}, the same as mpiexec's")
     except TopKubeError as error:
@@ -39,14 +39,14 @@ def check_mpi() -> Iterator[Check]:
 
 def start_two_ranks(mpi: mpi_library.Mpi) -> Check:
     """Start two ranks that add 1 + 1, and report whether they formed one world."""
-    command = mpi.command(2, [sys.executable, "-c", _HELLO])
+    command = mpi.build_command(2, [sys.executable, "-c", _HELLO])
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
         text=True,
-        env={**process_environment(), **mpi.environment()},
+        env={**copy_environment(), **mpi.build_environment()},
         start_new_session=True,
     )
     try:

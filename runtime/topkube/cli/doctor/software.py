@@ -15,8 +15,7 @@ from topkube.errors import TopKubeError
 from topkube.installation import install_command, reinstall_command
 
 _TORCH_SECONDS = 120
-
-_TORCH_SECONDS = 120
+"""The most that a process may take to import torch."""
 
 
 def check_python() -> Iterator[Check]:

@@ -10,6 +10,7 @@ from topkube import algorithms
 from topkube.algorithms import (
     AUTO,
     CHOICES,
+    DELAY,
     DENSE_WIRE,
     DENSITY,
     MATRIX_RANK,
@@ -102,6 +103,7 @@ def read_comparison(options: PlanOptions) -> Comparison:
         period=period,
         is_decoupled=_check_dear(options, aggregation, profile),
         matrix_rank=aggregation.matrix_rank if aggregation else MATRIX_RANK.default,
+        delay=_check_delay(options, aggregation),
     )
     return Comparison(situation, elements, wanted, listed, profile, model)
 
@@ -141,6 +143,18 @@ def _check_dear(options: PlanOptions, aggregation: Aggregation | None, profile: 
             next_step="add --device cpu, or --no-dear",
         )
     return True
+
+
+def _check_delay(options: PlanOptions, aggregation: Aggregation | None) -> int:
+    """Return the delay that an option or the job sets. Raises ArgumentError if exchanges must not overlap."""
+    job_delay = aggregation.delay if aggregation else DELAY.default
+    delay = job_delay if options.delay is None else options.delay
+    if delay and not options.overlap:
+        source = f"--delay is {delay}" if options.delay else f"the job has delay: {delay}"
+        raise ArgumentError(
+            f"{source}, and exchanges do not overlap", next_step="leave out --no-overlap, or add --delay 0"
+        )
+    return delay
 
 
 def _read_period(options: PlanOptions, aggregation: Aggregation | None) -> int | None:

@@ -44,6 +44,7 @@ class PlanOptions:
     period: int | None
     overlap: bool
     dear: bool | None
+    delay: int | None
     plot: Path | None
     json: bool
 

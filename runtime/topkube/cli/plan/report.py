@@ -25,6 +25,8 @@ def describe_situation(comparison: Comparison, options: PlanOptions, with_nodes:
         settings += f", period {situation.period}"
     if name_overlap(situation) != OVERLAP.default:
         settings += f", overlap {name_overlap(situation)}"
+    if situation.delay:
+        settings += f", delay {situation.delay}"
     return f"{ranks}, {comparison.elements:,} parameters, {settings}; link {options.link}, memory {options.memory}"
 
 
@@ -86,6 +88,9 @@ def print_recommendations(advice: dict[str, Any], options: PlanOptions) -> None:
     if (steps := advice["overlap"]) is not None:
         ratio, texts = steps["backward"] / steps["dear"], {key: _format_seconds(value) for key, value in steps.items()}
         print(f"overlap: a step of {name} takes {texts['dear']} with dear, {texts['backward']} without: {ratio:.2f}x")
+    if (steps := advice["delay"]) is not None:
+        ratio, texts = steps["0"] / steps["1"], {key: _format_seconds(value) for key, value in steps.items()}
+        print(f"delay: a step of {name} takes {texts['1']} with delay 1, {texts['0']} without: {ratio:.2f}x")
     if advice["largestBatchInMemory"] is not None:
         print(f"batch: {options.device_memory} hold at most {advice['largestBatchInMemory']:,} samples per rank")
     for algorithm, row in advice["breakEven"].items():

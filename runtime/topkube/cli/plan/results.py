@@ -12,7 +12,7 @@ from topkube.cli.plan.options import PlanOptions, parse_number
 from topkube.planning import guidelines
 from topkube.planning.profile import StepProfile
 from topkube.planning.situation import Situation
-from topkube.planning.step import Prediction, can_decouple, predict_step
+from topkube.planning.step import Prediction, can_decouple, can_delay, predict_step
 
 EFFICIENCY = 0.8
 """The scaling efficiency that the recommendations must reach."""
@@ -27,6 +27,16 @@ def _compare_overlaps(profile: StepProfile, situation: Situation, algorithm: Alg
         for dear in (False, True)
     )
     return dict(zip(OVERLAP.choices, steps, strict=True))
+
+
+def _compare_delays(profile: StepProfile, situation: Situation, algorithm: Algorithm) -> dict[str, float] | None:
+    """Return the seconds of a step by the delay; None if a delay has no effect."""
+    if not can_delay(situation, algorithm):
+        return None
+    return {
+        str(delay): predict_step(profile, dataclasses.replace(situation, delay=delay), algorithm).step
+        for delay in (0, 1)
+    }
 
 
 def predict_exchange(comparison: Comparison, algorithm: Algorithm, chosen: bool) -> dict[str, Any]:
@@ -80,6 +90,7 @@ def recommend(comparison: Comparison, options: PlanOptions, chosen: Algorithm) -
         "batch": math.ceil(factor * options.batch) if factor is not None and options.batch else None,
         "largestBatchInMemory": largest_batch,
         "overlap": _compare_overlaps(profile, situation, chosen),
+        "delay": _compare_delays(profile, situation, chosen),
         "breakEven": {
             name: {"linkBitsPerSecond": None if row.link is None else row.link * 8, "fasterOnAllLinks": row.is_faster}
             for name, row in break_even_links.items()
@@ -108,6 +119,7 @@ def build_json(
         "denseWire": situation.dense_wire,
         "period": situation.period,
         "overlap": name_overlap(situation),
+        "delay": situation.delay,
         "wanted": comparison.wanted,
         "chosen": chosen.name,
         "algorithms": rows,

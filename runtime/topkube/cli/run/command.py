@@ -14,14 +14,20 @@ from rich.console import Console
 
 from topkube.cli.run.options import RunOptions
 from topkube.cli.run.report import TRACES, describe, report_run, say
-from topkube.cli.run.watch import Signals, Watch
+from topkube.cli.run.watch import RunWatch, Signals
 from topkube.cli.script_job import Target, load_job
 from topkube.job import TrainingJob
 from topkube.job.algorithm_name import is_foreign
-from topkube.launch.local import LocalRun, create_fresh_directory, is_this_python, rank_command, rank_environment
+from topkube.launch.local import (
+    LocalRun,
+    build_rank_command,
+    build_rank_environment,
+    create_fresh_directory,
+    is_this_python,
+)
 from topkube.launch.mpi import mpi_library
 from topkube.processors import count_cores
-from topkube.settings import Settings, process_environment
+from topkube.settings import Settings, copy_environment
 from topkube.telemetry.history import History
 from topkube.telemetry.loggers import check_loggers, find_log_folder
 
@@ -35,16 +41,16 @@ def run_job(options: RunOptions) -> int:
     loggers = check_loggers(options.target.loggers or "")
     mpi = mpi_library.find_mpi()
     directory = create_fresh_directory(options.run_directory, job, time.localtime())
-    environment = rank_environment(job, mpi, directory, process_environment(), options.collective_deadline_seconds)
+    environment = build_rank_environment(job, mpi, directory, copy_environment(), options.collective_deadline_seconds)
     if options.trace is not None:
         shutil.rmtree(directory / TRACES, ignore_errors=True)  # of an earlier run in this directory
         environment["TOPKUBE_TRACE_DIRECTORY"] = str((directory / TRACES).resolve())
-    if is_this_python(rank_command(job, environment)):
-        mpi_library.check_match(mpi, mpi_library.library())
+    if is_this_python(build_rank_command(job, environment)):
+        mpi_library.check_match(mpi, mpi_library.read_library())
     console = Console(stderr=options.json)
     history = History()
     with Signals() as signals, contextlib.ExitStack() as stack:
-        watch = Watch(options, job, LocalRun(job, mpi, directory, environment), history, console, signals)
+        watch = RunWatch(options, job, LocalRun(job, mpi, directory, environment), history, console, signals)
         if options.metrics_port is not None:
             from topkube.telemetry.endpoint import MetricsEndpoint
 

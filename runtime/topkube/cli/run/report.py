@@ -13,7 +13,7 @@ from rich.table import Table
 
 from topkube import algorithms
 from topkube.cli.run.summary import PartsOfStep, RankEnd, RunSummary
-from topkube.cli.run.watch import Watch
+from topkube.cli.run.watch import RunWatch
 from topkube.errors import LaunchError
 from topkube.job import TrainingJob
 from topkube.telemetry.plot import PlotError, draw
@@ -34,7 +34,7 @@ def _write_trace(directory: Path, path: Path, console: Console) -> Path | None:
     return path
 
 
-def report_run(watch: Watch, failure: LaunchError | None) -> None:
+def report_run(watch: RunWatch, failure: LaunchError | None) -> None:
     """Draw the plot, write the trace and summary.json, and print the results as a table or JSON."""
     options, job, history, console = watch.options, watch.job, watch.history, watch.console
     directory, nodes = watch.local.directory, job.spec.workers

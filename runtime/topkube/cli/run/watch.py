@@ -13,11 +13,11 @@ from topkube.cli.run.options import RunOptions
 from topkube.errors import LaunchError
 from topkube.job import TrainingJob
 from topkube.launch.local import GRACE_SECONDS, LocalRun
-from topkube.launch.output.rank_report import log_path
+from topkube.launch.output.rank_report import find_log_path
 from topkube.telemetry.bar import ProgressDisplay
 from topkube.telemetry.history import History, LogFollower, ProgressReader
 
-LOOK_SECONDS = 0.15
+READ_SECONDS = 0.15
 """Seconds between two reads of the ranks' logs and progress."""
 DEADLINE_CODE = 124
 """Exit code of a run that its deadline ended, like that of timeout(1)."""
@@ -46,7 +46,7 @@ class Signals:
         self.count += 1
 
 
-class Watch:
+class RunWatch:
     """A run that is followed to its end: the ranks' output and progress, signals, and the deadline."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Watch:
         self.options, self.job, self.local, self.history, self.console = options, job, run, history, console
         self.signals = signals
         self.wall_seconds = 0.0
-        self._logs = [LogFollower(log_path(run.directory, rank)) for rank in range(job.ranks)]
+        self._logs = [LogFollower(find_log_path(run.directory, rank)) for rank in range(job.ranks)]
         self._progress: ProgressReader | None = ProgressReader(run.directory)
 
     def run(self) -> LaunchError | None:
@@ -65,7 +65,7 @@ class Watch:
         handled, late, failed_at = 0, False, float("inf")
         display = ProgressDisplay(self.console, self.history, self.job.name, self.job.spec.workers, self.job.ranks)
         with self.local, display:
-            while not self.local.wait(LOOK_SECONDS):
+            while not self.local.wait(READ_SECONDS):
                 self._show(display, [(rank, log.read()) for rank, log in enumerate(self._logs)])
                 now = time.monotonic()
                 while self.signals.count > handled:
@@ -98,7 +98,7 @@ class Watch:
                 cause="the job has too many steps for it, or ranks hang",
                 next_step=f"raise --deadline, or read {self.local.directory}/rank-0.log",
             )
-        return self.local.failure()
+        return self.local.find_failure()
 
     def _show(self, display: ProgressDisplay, lines: list[tuple[int, list[str]]]) -> None:
         for rank, texts in lines:

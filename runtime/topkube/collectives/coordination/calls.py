@@ -22,7 +22,7 @@ import xxhash
 from topkube.arrays import is_tensor
 from topkube.collectives.coordination.numbers import Reducible
 from topkube.collectives.coordination.ordered import fold
-from topkube.control import names_of
+from topkube.control import name_ranks
 from topkube.errors import ArgumentError, CollectiveError, MismatchError
 from topkube.world import WaitSeries, World, current, sub_world
 
@@ -54,7 +54,7 @@ def reduce(value: Any, op: str = "sum", *, world: World | None = None) -> Any:
     reducible = Reducible(value, op)
     with _call(world, f"reduce(op={op})", reducible.description) as world:
         what = f"reduce(op={op})"
-        return reducible.result(
+        return reducible.restore(
             fold(world, world.calls_comm, reducible.sent, WaitSeries.CALL, what, _OPS[op]), world.size
         )
 
@@ -273,7 +273,8 @@ def _pickle(obj: Any) -> tuple[Bytes, str]:
 
 def _explain_unsendable(world: World, ranks: Sequence[int], problem: str) -> ArgumentError:
     return ArgumentError(
-        f"the object of {names_of(world.names(ranks))} cannot be pickled" + (f": {problem}" if problem else ""),
+        f"the object of {name_ranks(world.translate_ranks(ranks))} cannot be pickled"
+        + (f": {problem}" if problem else ""),
         cause="it holds a lambda, an open file, a generator or a lock",
         next_step="send plain data: numbers, strings, lists, dictionaries, arrays",
     )

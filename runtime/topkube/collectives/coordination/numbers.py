@@ -55,7 +55,7 @@ class Reducible:
         if self._whole and self._adds:
             self.sent = np.concatenate([numbers >> 32, numbers & _LOW])
 
-    def result(self, combined: npt.NDArray[Any], ranks: int) -> Any:
+    def restore(self, combined: npt.NDArray[Any], ranks: int) -> Any:
         """Return the reduction, given what `ranks` ranks combined."""
         if self._whole and self._adds:
             high, low = np.split(combined, 2)

@@ -2,8 +2,7 @@
 
 MPI's own all-reduce may add in any order. Here every rank gets all values and adds them up itself. If there are too
 many values, each rank adds its own to a partial result and sends it to the next rank, from rank 0 on, and the last rank
-sends the result to all. Memory, connections
-and messages never grow with the square of the ranks."""
+sends the result to all. Memory, connections and messages never grow with the square of the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ask the MPI library if it takes device pointers. A library that does not would crash on a device pointer."""
+"""The support of the MPI library for device pointers. A library without it would crash on such a pointer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import functools
 
 @functools.cache
 def mpi_takes_device_pointers() -> bool:
-    """Return what MPIX_Query_cuda_support reports, an extension that Open MPI and MPICH have."""
+    """Return True if MPI takes device pointers: Open MPI and MPICH report it by the extension
+    MPIX_Query_cuda_support."""
     from mpi4py import MPI
 
     try:

@@ -117,6 +117,6 @@ def describe_work(all_reduce: ShardAllReduce, shard: Shard) -> tuple[Hashable, .
     if residual is not None:
         buffers = residual.current, residual.pending, residual.velocity, residual.pending_velocity
         addresses = (buffer.data_ptr() for buffer in buffers)
-        state = (residual.momentum, residual.gain, residual.is_tentative, *addresses)
+        state = (residual.momentum, residual.gain, residual.is_tentative, residual.threshold.address, *addresses)
     parameters = request.length, request.op, request.density, request.wire, request.dense_wire, request.selection
     return all_reduce.algorithm.name, values.data_ptr(), len(values), values.dtype, *parameters, *state

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from topkube.collectives.call import compute_shard_bounds, own_shard
+from topkube.collectives.call import compute_shard_bounds, find_own_shard
 from topkube.collectives.device.memory import DeviceMemory, Slot
 from topkube.collectives.device.node_group import NodeGroup
 from topkube.telemetry import phases
@@ -30,14 +30,14 @@ def reduce_in_node(
         padded = shard = flat
     elif world.local_size != world.shards:  # nodes of different sizes: shards and ranks do not match
         group.all_reduce(flat)
-        first, last = own_shard(world, flat.numel())
+        first, last = find_own_shard(world, flat.numel())
         padded, shard = flat, flat[first:last]
     else:
         part = -(-flat.numel() // world.shards)
         padded = _cut_in_parts(memory, slot, flat, part, world.shards)
         shard = memory.buffer(slot, "shard", part, flat.dtype)
         group.reduce_scatter(shard, padded)
-        first, last = own_shard(world, flat.numel())
+        first, last = find_own_shard(world, flat.numel())
         shard = shard[: last - first]
     if not narrow and scale != 1:
         shard.mul_(scale)

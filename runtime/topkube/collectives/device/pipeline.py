@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from topkube.algorithms import OWN, Route
-from topkube.arrays import flat_view
+from topkube.arrays import view_flat
 from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, between_nodes, count_dense
 from topkube.collectives.call import Call
 from topkube.collectives.device.cuda_aware import mpi_takes_device_pointers
@@ -120,13 +120,13 @@ class DeviceAllReduce:
 
     def note_finite(self, flag: Any) -> None:
         """Count a flag of the caller's stream among those of this series: a bool tensor of shape ()."""
-        self.after(self.ready())
+        self.wait_for(self.mark_caller())
         self.memory.borrow(flag)
         self._finite.append(flag)
 
     def lend(self, tensor: Any) -> None:
         """Keep the memory of a tensor of this stream until the caller's stream has done its work with it."""
-        self.memory.lend(tensor, self.ready())
+        self.memory.lend(tensor, self.mark_caller())
 
     def _add_over_ranks(self, x: Any) -> None:
         """Replace `x` by its sum over all ranks, on the stream, by the groups that the series has used. Without shards
@@ -149,11 +149,11 @@ class DeviceAllReduce:
         """Make the caller's stream wait for the work of this stream; the host does not wait."""
         self.memory.follow()
 
-    def ready(self) -> Mark | None:
-        """Return a mark in the caller's stream, for `after`."""
+    def mark_caller(self) -> Mark | None:
+        """Return a mark in the caller's stream, for `wait_for`."""
         return self.memory.mark_caller()
 
-    def after(self, mark: Mark | None) -> None:
+    def wait_for(self, mark: Mark | None) -> None:
         """Make what is begun next wait for the mark."""
         if mark is not None:
             self.memory.wait_for(mark)
@@ -294,4 +294,4 @@ def _convert_for_mpi(x: Any) -> Any:
     interface."""
     if x.is_cuda:
         return x
-    return x.numpy() if x.dim() > 1 else flat_view(x, "shard", writable=True)
+    return x.numpy() if x.dim() > 1 else view_flat(x, "shard", writable=True)

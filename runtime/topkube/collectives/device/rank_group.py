@@ -12,7 +12,7 @@ from typing import Any
 
 from topkube.errors import ArgumentError, DeviceError
 from topkube.mpi_exit import exit_status
-from topkube.settings import nccl_orders_launches
+from topkube.settings import does_nccl_order_launches
 from topkube.world import World
 
 
@@ -76,7 +76,7 @@ class RankGroup:
 
     def _refuse_second_nccl(self) -> None:
         distributed = self._distributed
-        if not distributed.is_initialized() or distributed.get_world_size() == 1 or nccl_orders_launches():
+        if not distributed.is_initialized() or distributed.get_world_size() == 1 or does_nccl_order_launches():
             return
         if "nccl" in str(distributed.get_backend()):
             raise DeviceError(

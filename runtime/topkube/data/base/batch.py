@@ -29,11 +29,13 @@ class Leaf:
     shape: tuple[int, ...] | None
 
     @property
-    def fixed(self) -> bool:
+    def has_fixed_shape(self) -> bool:
+        """True if all samples have the same shape."""
         return self.shape is not None
 
     @cached_property
     def record_bytes(self) -> int:
+        """The bytes of the leaf in one sample. Its shape must be fixed."""
         assert self.shape is not None
         return int(np.dtype(self.dtype).itemsize * np.prod(self.shape, dtype=np.int64))
 
@@ -46,10 +48,12 @@ class Schema:
     leaves: tuple[Leaf, ...]
 
     def to_data(self) -> dict[str, Any]:
+        """Return the schema as data for JSON."""
         return {"form": self.form, "leaves": [[leaf.name, leaf.kind, leaf.dtype, leaf.shape] for leaf in self.leaves]}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Schema:
+        """Return the schema from the data that `to_data` returned."""
         return cls(
             data["form"],
             tuple(
@@ -59,17 +63,18 @@ class Schema:
         )
 
     @property
-    def fixed(self) -> bool:
-        return all(leaf.fixed for leaf in self.leaves)
+    def has_fixed_shape(self) -> bool:
+        """True if all leaves have a fixed shape."""
+        return all(leaf.has_fixed_shape for leaf in self.leaves)
 
     @cached_property
     def is_one_array(self) -> bool:
-        """True if a sample is one leaf of fixed size, and not in a container."""
-        return self.form == "single" and self.fixed
+        """True if a sample is a single leaf of fixed shape, and not in a container."""
+        return self.form == "single" and self.has_fixed_shape
 
     @cached_property
     def record_bytes(self) -> int:
-        """Bytes of one sample. All leaves must be fixed."""
+        """The bytes of one sample. All leaves must have a fixed shape."""
         return sum(leaf.record_bytes for leaf in self.leaves)
 
 
@@ -77,8 +82,8 @@ _SCALARS = {bool: "bool", int: "int64", float: "float64"}
 
 
 def split_sample(sample: Any) -> tuple[str, list[str], list[Any]]:
-    """Return the sample's form, and the names and values of its leaves. Raises DatasetError for a dict whose keys are
-    not text."""
+    """Return the form of the sample (see `Schema`), and the names and values of its leaves. Raises DatasetError for a
+    dict whose keys are not text."""
     if isinstance(sample, Mapping):
         for key in sample:
             if type(key) is not str:
@@ -145,10 +150,12 @@ def fits_schema(schema: Schema, sample: Any) -> bool:
         return False
     for leaf, value in zip(schema.leaves, values, strict=True):
         try:
-            own = describe_leaf(leaf.name, value)
+            described = describe_leaf(leaf.name, value)
         except DatasetError:
             return False
-        if (own.kind, own.dtype) != (leaf.kind, leaf.dtype) or (leaf.fixed and own.shape != leaf.shape):
+        if (described.kind, described.dtype) != (leaf.kind, leaf.dtype):
+            return False
+        if leaf.has_fixed_shape and described.shape != leaf.shape:
             return False
     return True
 
@@ -187,8 +194,8 @@ def assemble_sample(schema: Schema, values: Sequence[Any]) -> Any:
 class Batch(Sequence[Any]):
     """`count` samples in columns.
 
-    Column i belongs to leaf i of the schema: an array with one row per sample if the leaf is fixed, else a list of
-    arrays.
+    Column i belongs to leaf i of the schema: an array with one row per sample if the leaf has a fixed shape, else a
+    list of arrays.
     """
 
     def __init__(self, schema: Schema, columns: Sequence[Array | list[Array]], count: int) -> None:
@@ -218,7 +225,7 @@ class Batch(Sequence[Any]):
 
 def merge_batches(from_first: npt.NDArray[np.bool_], first: Batch, second: Batch) -> Batch:
     """Return one batch: the next sample of `first` at every position where `from_first` is true, else the next sample
-    of `second`. Both have the same schema, and all its leaves are fixed."""
+    of `second`. Both batches have the same schema, and all its leaves have a fixed shape."""
     columns = []
     for leaf, first_column, second_column in zip(first.schema.leaves, first.columns, second.columns, strict=True):
         assert leaf.shape is not None
@@ -229,17 +236,17 @@ def merge_batches(from_first: npt.NDArray[np.bool_], first: Batch, second: Batch
 
 
 def collate(samples: Any) -> Any:
-    """Collate samples like torch's default; the `collate_fn` for a DataLoader over a CachedDataset.
+    """Collate samples as torch's default function does. It is the `collate_fn` for a DataLoader over a CachedDataset.
 
-    Samples that are stored in columns become tensors without building each sample. bytes and text stay lists.
+    Samples that are stored in columns become tensors without building each sample. Bytes and text become lists.
     """
     if not isinstance(samples, Batch):
         return _collate_default(samples)
-    if samples.schema.is_one_array and type(samples.columns[0]) is np.ndarray:  # the shortest way, for small batches
+    if samples.schema.is_one_array and type(samples.columns[0]) is np.ndarray:  # the fastest path, for small batches
         return _build_tensor(samples.columns[0])
     values = []
     for leaf, column in zip(samples.schema.leaves, samples.columns, strict=True):
-        if leaf.fixed and isinstance(column, np.ndarray):
+        if leaf.has_fixed_shape and isinstance(column, np.ndarray):
             values.append(_build_tensor(column))
         elif leaf.kind in ("bytes", "text"):
             values.append([restore_value(leaf, stored) for stored in column])
@@ -258,7 +265,8 @@ def _collate_default(samples: Any) -> Any:
 class ArrayOf:
     """A `decode` function for samples that are one array each; it decodes a whole batch at once.
 
-    The array is the content of a file, or of one `field` of each sample in a tar, read as `dtype` in `shape`.
+    The array is the content of a file, or the content of one `field` of each sample in a tar. It has the type `dtype`
+    and the shape `shape`.
     """
 
     def __init__(self, dtype: Any, shape: Sequence[int], field: str | None = None) -> None:
@@ -274,13 +282,14 @@ class ArrayOf:
         return np.frombuffer(data, self.dtype).reshape(self.shape)
 
     def size_error(self, length: int) -> DatasetError:
+        """Return the error for a sample of `length` bytes."""
         return DatasetError(
             f"a sample has {length:,} bytes; {self.dtype} in {self.shape} has {self.record_bytes:,}",
             next_step="pass the dtype and shape of the arrays in the files",
         )
 
     def decode_many(self, data: npt.NDArray[np.uint8], count: int) -> Batch:
-        """Return the batch of `count` samples whose bytes are `data`, one sample after the other."""
+        """Return the batch of `count` samples whose bytes follow each other in `data`."""
         return Batch(self.schema, [data.view(self.dtype).reshape(count, *self.shape)], count)
 
 
@@ -305,12 +314,12 @@ def _read_numbers(tensor: Any) -> Array:
 
 
 def _build_tensor(array: Array) -> Any:
-    return _from_numpy()(array if array.flags.writeable else array.copy())
+    return _load_from_numpy()(array if array.flags.writeable else array.copy())
 
 
 @cache
-def _from_numpy() -> Callable[[Array], Any]:
-    """Return torch.from_numpy. An import statement in `_tensor` would run for every batch."""
+def _load_from_numpy() -> Callable[[Array], Any]:
+    """Return torch.from_numpy, imported once. An import statement in `_build_tensor` would run for every batch."""
     import torch
 
     return torch.from_numpy

@@ -24,8 +24,8 @@ class BatchBuffers:
     def __init__(self) -> None:
         self._local = threading.local()
 
-    def bytes(self, size: int) -> npt.NDArray[np.uint8]:
-        """Return an array of `size` bytes with undefined content."""
+    def take(self, size: int) -> npt.NDArray[np.uint8]:
+        """Return an array of `size` bytes with undefined content: a free array, or a new array."""
         if size < _SMALLEST_REUSED:
             return np.empty(size, np.uint8)
         buffers: list[npt.NDArray[np.uint8]] = getattr(self._local, "buffers", [])

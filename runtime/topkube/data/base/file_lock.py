@@ -11,15 +11,16 @@ from types import TracebackType
 
 
 class FileLock:
-    """An flock on the file `path`, which is created. The lock has one exclusive holder or several shared holders;
-    threads count as holders too."""
+    """An flock on the file `path`, which is created if it does not exist. The lock has one exclusive holder or several
+    shared holders. Two objects of the same process are two holders."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: int | None = None
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
+        """True between `acquire` and `release` of this object."""
         return self._file is not None
 
     def acquire(self, *, shared: bool = False, wait: bool = True) -> bool:
@@ -43,19 +44,20 @@ class FileLock:
                 raise
             if (at_path.st_dev, at_path.st_ino) == (locked.st_dev, locked.st_ino):
                 self._file = file
-                _held.add(self)
+                _held_locks.add(self)
                 return True
             os.close(file)
 
     def release(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:  # forks no longer close this descriptor, whose number may be reused
-            fcntl.flock(file, fcntl.LOCK_UN)  # a fork may hold a copy of the descriptor
+        """Release the lock if it is held."""
+        file, self._file = self._file, None  # first: a fork must not close a number that is reused
+        if file is not None:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a fork may have a copy of the descriptor
             os.close(file)
-            _held.discard(self)
+            _held_locks.discard(self)
 
     def forget(self) -> None:
-        """Close the copy of the descriptor that a fork inherited. The parent keeps the lock."""
+        """Close the copy of the descriptor that this fork inherited. The parent keeps the lock."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -70,13 +72,13 @@ class FileLock:
         self.release()
 
 
-_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
+_held_locks: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
-def _after_fork() -> None:
-    for lock in list(_held):
+def _forget_held_locks() -> None:
+    for lock in list(_held_locks):
         lock.forget()
-    _held.clear()
+    _held_locks.clear()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_forget_held_locks)

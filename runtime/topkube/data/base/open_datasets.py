@@ -6,24 +6,26 @@ import weakref
 from typing import Protocol
 
 _LEVELS = ("disk_state", "memory_state", "memory_used_bytes")
+"""Values that are not added: the sum has the largest value of all datasets."""
 
 
-class Counted(Protocol):
+class DatasetWithCounters(Protocol):
     """A dataset with a cache."""
 
     def statistics(self) -> dict[str, float]: ...
 
 
-_open: weakref.WeakSet[Counted] = weakref.WeakSet()
+_open: weakref.WeakSet[DatasetWithCounters] = weakref.WeakSet()
 
 
-def register(dataset: Counted) -> None:
-    """Include this dataset in `statistics` until the dataset is deleted."""
+def register(dataset: DatasetWithCounters) -> None:
+    """Include this dataset in `sum_statistics` until the dataset is deleted."""
     _open.add(dataset)
 
 
-def statistics() -> dict[str, float]:
-    """Return the sums over all open datasets, and the worst of their states. Empty if no dataset is open."""
+def sum_statistics() -> dict[str, float]:
+    """Return the sums of the counters over all open datasets, and the worst of their states. Empty if no dataset is
+    open."""
     total: dict[str, float] = {}
     for dataset in list(_open):
         for name, value in dataset.statistics().items():

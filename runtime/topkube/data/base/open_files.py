@@ -7,14 +7,14 @@ import resource
 
 from topkube.errors import StoreError
 
-_LEAST = 8
+_LEAST_FILES = 8
 
 
 class FilesPressure(Exception):
     """The process or the machine cannot open another file. The volume of the cache works."""
 
 
-def is_pressure(error: OSError) -> bool:
+def is_files_pressure(error: OSError) -> bool:
     """Return True if a file could not be opened because too many files are open."""
     return error.errno in (errno.EMFILE, errno.ENFILE)
 
@@ -22,10 +22,10 @@ def is_pressure(error: OSError) -> bool:
 def limit_open_files(most: int, parts: int) -> int:
     """Return how many files a part of the cache may keep open: the limit divided by `parts`, at most `most`."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(_LEAST, min(most, most if soft == resource.RLIM_INFINITY else soft // parts))
+    return max(_LEAST_FILES, min(most, most if soft == resource.RLIM_INFINITY else soft // parts))
 
 
-def too_many_files_error() -> StoreError:
+def build_too_many_files_error() -> StoreError:
     """Return the error for a process that cannot open another file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = min(hard, 65536) if hard > 0 else 65536

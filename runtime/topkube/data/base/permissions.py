@@ -42,7 +42,7 @@ def set_cache_access(directory: Path, sharing: str) -> None:
     """Set who may enter the directory of a cache. The directory is empty or is already a cache.
 
     `sharing` is private (only this user), group (this user and the group of the directory, also for files that are
-    created later), or auto: private if the directory belongs to this user and nobody else may write to it, else
+    created later), or auto: private if the directory belongs to this user and no other user may write to it, else
     unchanged. Raises CacheError for a directory that another user controls, and OSError.
     """
     status = os.stat(directory)

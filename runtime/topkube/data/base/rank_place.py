@@ -12,7 +12,7 @@ from topkube.world import current
 
 @dataclass(frozen=True)
 class RankPlace:
-    """The place of a rank. `world` is None if there is one rank."""
+    """The place of a rank. `node_ranks` has the ranks of each node. `world` is None if there is one rank."""
 
     rank: int = 0
     size: int = 1
@@ -23,14 +23,15 @@ class RankPlace:
 
     @property
     def local_size(self) -> int:
+        """The number of ranks on this node."""
         return len(self.node_ranks[self.node])
 
-    def home_rank(self, shard: int) -> int:
+    def find_home_rank(self, shard: int) -> int:
         """Return the rank that fetches the shard from the remote."""
         nodes = len(self.node_ranks)
         return self._pick_rank(shard % nodes, shard // nodes)
 
-    def filling_rank(self, shard: int) -> int:
+    def find_filling_rank(self, shard: int) -> int:
         """Return the rank that puts the shard into the cache of this node."""
         return self._pick_rank(self.node, shard // len(self.node_ranks))
 

@@ -1,6 +1,6 @@
 """The counters of the cache, in a table that a rank shares with the workers of its data loader.
 
-Every process has its own row in shared memory, so counting needs no lock. Telemetry reads `totals()`. The names are
+Every process has its own row in shared memory, so counting needs no lock. Telemetry reads `sum_rows()`. The names are
 those of the metrics.
 """
 
@@ -20,8 +20,8 @@ _REQUESTS, _BYTES = _COLUMNS["memory_requests"], _COLUMNS["memory_bytes"]
 
 
 class CacheCounters:
-    """The table of one dataset object and its forks. The table is a file in `directory` for other processes to read, if
-    a directory is given and can be written."""
+    """The table of one dataset object and its forks. If `directory` is given and can be written, the table is a file in
+    it, which other processes can read."""
 
     def __init__(self, directory: Path | None = None) -> None:
         memory = _map_memory(directory)
@@ -31,22 +31,24 @@ class CacheCounters:
         self._row: tuple[int, int] = (self._main, 0)
 
     def add(self, name: str, amount: float = 1.0) -> None:
-        self._cells[self._own_row() * len(NAMES) + _COLUMNS[name]] += amount
+        """Add `amount` to the counter `name` of this process."""
+        self._cells[self._find_row() * len(NAMES) + _COLUMNS[name]] += amount
 
     def add_memory_hits(self, samples: int, size: int) -> None:
-        """Count a batch that the memory tier had: its samples and bytes."""
-        first = self._own_row() * len(NAMES)
+        """Count the samples and bytes of a batch that came from the memory tier."""
+        first = self._find_row() * len(NAMES)
         self._cells[first + _REQUESTS] += samples
         self._cells[first + _BYTES] += size
 
-    def _own_row(self) -> int:
+    def _find_row(self) -> int:
+        """Return the row of this process: row 0 for the process that created the table, another row for a fork."""
         process = os.getpid()
         if self._row[0] != process:
             self._row = (process, 1 + process % (ROWS - 1))
         return self._row[1]
 
-    def totals(self) -> dict[str, float]:
-        """Return the sums over this process and its forks."""
+    def sum_rows(self) -> dict[str, float]:
+        """Return the sum of each counter over this process and its forks."""
         return dict(zip(NAMES, self._table.sum(axis=0).tolist(), strict=True))
 
 

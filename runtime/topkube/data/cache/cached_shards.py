@@ -1,7 +1,7 @@
-"""The shards of a dataset in the disk tier of this node, and what happens if the tier's volume fails.
+"""The shards of a dataset in the disk tier of this node, and the reaction to failures of the tier's volume.
 
-A shard is verified once per node after the dataset was opened. If the volume is full or fails, the tier is frozen or
-dropped, and readers continue with the remote.
+After the dataset was opened, each shard is verified once per node. If the volume is full or fails, the tier is frozen
+or dropped, and readers continue with the remote.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ import os
 import sys
 import time
 
-from topkube.data.base.open_files import FilesPressure, is_pressure
+from topkube.data.base.open_files import FilesPressure, is_files_pressure
 from topkube.data.base.shared_counters import CacheCounters
 from topkube.data.cache.dataset_folder import DatasetFolder
 from topkube.data.cache.disk_tier import DiskTier
 from topkube.data.cache.node_state import DROPPED, FROZEN, NodeState
 from topkube.data.cache.open_shards import ShardFile
-from topkube.data.cache.shard_file import digest
+from topkube.data.cache.shard_file import compute_digest
 from topkube.data.formats.shards import DataShard, Shards
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 
 
 class CachedShards:
-    """The cached shards of one dataset. Without a tier there are none."""
+    """The cached shards of one dataset. If `tier` is None, no shard is cached."""
 
     def __init__(self, shards: Shards, tier: DiskTier | None, node_state: NodeState, counters: CacheCounters) -> None:
         self._shards, self._node_state, self._counters = shards, node_state, counters
         self.folder: DatasetFolder | None = None
-        self._use = None
+        self._use_lock = None
         if tier is None:
             node_state.degrade(DROPPED)
             return
         try:
-            self.folder = tier.dataset(shards.uri)
-            self._use = self.folder.use()
+            self.folder = tier.open_folder(shards.uri)
+            self._use_lock = self.folder.use()
         except OSError as error:
             self._degrade(FROZEN if self.folder is not None else DROPPED, error)
-        if not tier.writable:
+        if not tier.is_writable:
             self._degrade(FROZEN, OSError(errno.EROFS, "the volume is read-only"))
 
     def _degrade(self, state: int, error: OSError) -> None:
-        """Freeze or drop the tier. One process of the node reports that once."""
+        """Freeze or drop the tier. Only one process of the node reports the change."""
         if not self._node_state.degrade(state):
             return
         what = {FROZEN: "takes no more shards", DROPPED: "is no longer used"}[state]
@@ -57,7 +57,7 @@ class CachedShards:
     def handle_volume_error(self, error: OSError) -> None:
         """Freeze or drop the tier after an error of its volume. Raises FilesPressure if the volume works but too many
         files are open."""
-        if is_pressure(error):
+        if is_files_pressure(error):
             raise FilesPressure from error
         self._degrade(FROZEN if error.errno in _NO_ROOM else DROPPED, error)
 
@@ -66,20 +66,20 @@ class CachedShards:
         if self.folder is None or self._node_state.state == DROPPED:
             return False
         try:
-            return self.folder.shard_path(key).exists()
+            return self.folder.get_shard_path(key).exists()
         except OSError:
             return False
 
     def open(self, shard: DataShard) -> ShardFile | None:
-        """Open the shard in the disk tier; None if it is not there. A shard is verified once per node after the dataset
-        was opened. A damaged shard is quarantined."""
+        """Open the shard in the disk tier. Return None if the tier does not have it. The shard is verified unless a
+        process of this node has verified it since the dataset was opened. A damaged shard is quarantined."""
         if self.folder is None or self._node_state.state == DROPPED:
             return None
         try:
             file = self.folder.open(shard.key)
             if file is None:
                 return None
-            opened = ShardFile(shard, file, cached=True)
+            opened = ShardFile(shard, file, is_cached=True)
             if self._node_state.is_verified(shard.number):
                 return opened
             begun = time.monotonic()
@@ -107,8 +107,8 @@ class CachedShards:
         if not self._shards.listing.checksums[shard.start : shard.stop].any():
             return True
         at = 0
-        for remote_object in self._shards.objects(shard):
-            if remote_object.checksum and digest(file, remote_object.size, at) != remote_object.checksum:
+        for remote_object in self._shards.list_objects(shard):
+            if remote_object.checksum and compute_digest(file, remote_object.size, at) != remote_object.checksum:
                 return False
             at += remote_object.size
         return True
@@ -117,13 +117,13 @@ class CachedShards:
         """Verify the shard again under its lock, because another process may have replaced it. Quarantine it if it is
         damaged."""
         assert self.folder is not None
-        lock = self.folder.lock(shard.key)
+        lock = self.folder.get_lock(shard.key)
         lock.acquire()
         try:
             file = self.folder.open(shard.key)
             if file is None:
                 return None
-            opened = ShardFile(shard, file, cached=True)
+            opened = ShardFile(shard, file, is_cached=True)
             if self.is_good(shard, file):
                 return opened
             self._counters.add("corruptions")
@@ -133,7 +133,8 @@ class CachedShards:
             lock.release()
 
     def make_folder_again(self) -> bool:
-        """Make the folder of a dataset that another process has removed. Return False if the volume fails."""
+        """Create the folder of the dataset again, after another process has removed it. Return False if the volume
+        fails."""
         assert self.folder is not None
         try:
             self.folder.make()
@@ -143,14 +144,14 @@ class CachedShards:
         return True
 
     def evict_outdated(self) -> int:
-        """Remove the shards that the listing no longer has. Return their number."""
+        """Remove the shards that are no longer in the listing. Return the number of removed shards."""
         assert self.folder is not None
         try:
-            return self.folder.evict_all_but(self._shards.keys())
+            return self.folder.evict_all_but(self._shards.list_keys())
         except OSError:
             return 0
 
     def close(self) -> None:
         """Stop using the dataset."""
-        if self._use is not None and self._use.held:
-            self._use.release()
+        if self._use_lock is not None and self._use_lock.is_held:
+            self._use_lock.release()

@@ -1,4 +1,4 @@
-"""A dataset's folder in the disk tier: its use, its shards and their removal. disk_tier.py has the layout."""
+"""The folder of a dataset in the disk tier: its locks, shards and removal. disk_tier.py describes its files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from topkube.data.base.file_lock import FileLock
 from topkube.data.cache.publication import Fill, ShardPublisher
 from topkube.data.cache.record_log import RecordLog, Records, read_hash, read_key
-from topkube.data.cache.shard_file import digest
+from topkube.data.cache.shard_file import compute_digest
 from topkube.data.cache.stored_index import pack_index
 from topkube.data.formats.sample_index import SampleIndex
 from topkube.errors import DatasetError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _SUMMARY = "summary.json"
 _QUARANTINED = 2
-"""Damaged shards kept for inspection, per dataset."""
+"""The number of damaged shards that are kept for inspection, per dataset."""
 _KEY = re.compile(r"[0-9a-f]{32}")
 
 
@@ -65,7 +65,7 @@ class DatasetFolder:
         write_json(self.path / "dataset.json", {"uri": self.uri})
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Store a summary of the newest listing for other programs. A volume that is full does not store it."""
+        """Store a summary of the newest listing for other programs. If the volume is full, nothing is stored."""
         with contextlib.suppress(OSError):
             if self.read_summary() != summary:
                 write_json(self.path / _SUMMARY, summary)
@@ -81,39 +81,43 @@ class DatasetFolder:
     # ---- use
 
     def use(self) -> FileLock:
-        """Protect the dataset from removal until the returned lock is released, and store the time of use."""
+        """Store the time of use, and protect the dataset from removal until the returned lock is released."""
         lock = FileLock(self.path / "in-use")
         lock.acquire(shared=True)
         self.touch()
         return lock
 
     def touch(self) -> None:
+        """Store the current time as the time of last use."""
         with contextlib.suppress(OSError):
             os.utime(self.path / "dataset.json")
 
     @property
-    def in_use(self) -> bool:
+    def is_in_use(self) -> bool:
+        """True if a process uses the dataset, or if the lock cannot be opened."""
         lock = FileLock(self.path / "in-use")
         try:
-            free = lock.acquire(wait=False)
+            is_free = lock.acquire(wait=False)
         except OSError:
             return True
         lock.release()
-        return not free
+        return not is_free
 
     @property
     def last_used(self) -> float:
+        """The time of last use, in seconds since 1970; 0 if it is unknown."""
         try:
             return (self.path / "dataset.json").stat().st_mtime
         except OSError:
             return 0.0
 
     @property
-    def pinned(self) -> bool:
+    def is_pinned(self) -> bool:
+        """True if the dataset is never removed to make room."""
         return (self.path / "pinned").exists()
 
     def pin(self, pinned: bool = True) -> None:
-        """Pin the dataset, or undo this. A pinned dataset is never removed to make room."""
+        """Pin the dataset, or unpin it if `pinned` is false. A pinned dataset is never removed to make room."""
         if pinned:
             (self.path / "pinned").touch()
         else:
@@ -121,35 +125,38 @@ class DatasetFolder:
 
     # ---- shards
 
-    def shard_path(self, key: str) -> Path:
+    def get_shard_path(self, key: str) -> Path:
+        """Return the path of a published shard. Raises DatasetError if `key` is not a key."""
         if not _KEY.fullmatch(key):
             raise DatasetError(f"{key!r} is not the key of a shard", next_step="pass 32 hexadecimal digits")
         return self.path / "shards" / key[:2] / key
 
-    def index_path(self, key: str) -> Path:
-        return self.shard_path(key).with_name(f"{key}.index")
+    def get_index_path(self, key: str) -> Path:
+        """Return the path of the sample index of a shard."""
+        return self.get_shard_path(key).with_name(f"{key}.index")
 
     def keep_index(self, key: str, index: SampleIndex) -> None:
         """Store the sample index of a shard. The index counts against the limits like a shard. Raises Full, OSError."""
-        path, data = self.index_path(key), pack_index(index)
+        path, data = self.get_index_path(key), pack_index(index)
         reservation = self.tier.reserve(len(data), path.with_name(f".{key}.{uuid.uuid4().hex}.part"), self)
         try:
             write_bytes(path, data)
             with FileLock(self.tier.directory / "space.lock"):
-                self.log.note_index(key, len(data))
+                self.log.append_index(key, len(data))
                 reservation.settle()
         finally:
             reservation.release()
 
-    def lock(self, key: str) -> FileLock:
-        """Return the lock that a process holds while it fetches the shard."""
+    def get_lock(self, key: str) -> FileLock:
+        """Return the lock that a process must hold while it fetches or replaces the shard."""
         assert _KEY.fullmatch(key)
         return FileLock(self.path / "locks" / key)
 
     def open(self, key: str) -> int | None:
-        """Return a descriptor for reading, None if the cache does not have the shard."""
+        """Return a descriptor for reading; None if the cache does not have the shard. Raises OSError, also if the whole
+        volume is gone."""
         try:
-            return os.open(self.shard_path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            return os.open(self.get_shard_path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             if self.tier.is_gone:
                 raise OSError(errno.ENODEV, "the cache's volume is gone", str(self.tier.directory)) from None
@@ -159,7 +166,7 @@ class DatasetFolder:
         """Return True if the open shard has the size and the hash of its record."""
         record = self.log.find(key)
         size = os.fstat(file).st_size
-        return record is not None and int(record["size"]) == size and read_hash(record) == digest(file, size)
+        return record is not None and int(record["size"]) == size and read_hash(record) == compute_digest(file, size)
 
     def publish(
         self,
@@ -173,48 +180,49 @@ class DatasetFolder:
         """Write and publish a shard, and return a descriptor for reading.
 
         `fill` writes exactly `size` bytes to the descriptor that it gets, and returns their checksums; None if no
-        checksum is known. If `size` is negative, it may write any number of bytes, and calls `reserve_more` before each
-        write. The bytes are read again only if no checksum was computed when they were received. `announce` is called
-        before other processes can open the shard. Raises Full, OSError of the volume, StoreError if the checksums
-        differ, and the errors of `fill`. After an error nothing is left on the volume.
+        checksum is known. If `size` is negative, `fill` may write any number of bytes, and calls `reserve_more` before
+        each write. The bytes are read again only if no checksum was computed when they were received. `announce` is
+        called before other processes can open the shard. Raises Full, OSError of the volume, StoreError if the
+        checksums differ, and the errors of `fill`. After an error nothing is left on the volume.
         """
         return self._publisher.publish(key, size, fill, samples, announce)
 
-    def is_published(self, file: int) -> bool:
-        """Return True if `publish` writes the file now."""
-        return self._publisher.is_published(file)
+    def is_being_published(self, file: int) -> bool:
+        """Return True while `publish` writes this file."""
+        return self._publisher.is_being_published(file)
 
     def reserve_more(self, file: int, size: int) -> None:
         """Reserve space for `size` bytes in the file that `publish` has passed to `fill`. Raises Full, OSError."""
         self._publisher.reserve_more(file, size)
 
     def quarantine(self, key: str) -> None:
-        """Take a damaged shard out of use. The last few damaged shards are kept for inspection."""
-        path, folder = self.shard_path(key), self.path / "quarantine"
+        """Move a damaged shard to the folder `quarantine`. The last damaged shards are kept there for inspection."""
+        path, folder = self.get_shard_path(key), self.path / "quarantine"
         self.log.remove(key)
         with contextlib.suppress(FileNotFoundError):
             os.rename(path, folder / f"{time.time_ns()}-{key}")
-        self.index_path(key).unlink(missing_ok=True)
+        self.get_index_path(key).unlink(missing_ok=True)
         for old in sorted(folder.iterdir())[:-_QUARANTINED]:
             old.unlink(missing_ok=True)
 
     def evict(self, key: str) -> int:
-        """Remove a shard; return its bytes. A process that has the shard open can still read it."""
-        for path in (self.shard_path(key), self.index_path(key)):
+        """Remove a shard. Return its number of bytes. A process that has the shard open can still read it."""
+        for path in (self.get_shard_path(key), self.get_index_path(key)):
             path.unlink(missing_ok=True)
         return self.log.remove(key)
 
     def evict_all_but(self, keys: Collection[str]) -> int:
         """Remove all shards except those with these keys; return the number of removed shards."""
         kept, count = set(keys), 0
-        for record in self.log.live():
+        for record in self.log.read_live():
             if (key := read_key(record)) not in kept:
                 self.evict(key)
                 count += 1
         return count
 
     def evict_if_unused(self, keys: Collection[str]) -> int:
-        """Do `evict_all_but` if no job uses the dataset: another job may still read shards of its older listing."""
+        """Call `evict_all_but` if no job uses the dataset, because another job may still read shards of an older
+        listing. Return the number of removed shards."""
         lock = FileLock(self.path / "in-use")
         if not lock.acquire(wait=False):
             return 0
@@ -234,17 +242,17 @@ class DatasetFolder:
         shutil.rmtree(trash, ignore_errors=True)
         return True
 
-    def entries(self) -> Records:
+    def list_records(self) -> Records:
         """Return the records of all shards in the cache."""
-        return self.log.live()
+        return self.log.read_live()
 
     def check(self, progress: Callable[[int], None] = lambda bytes_read: None) -> list[str]:
-        """Read every shard, quarantine damaged shards and return their keys. The record of a shard without a file is
-        removed. `progress` gets the bytes of each shard that was read."""
+        """Read every shard and quarantine the damaged shards. Return the keys of the damaged shards. If a shard has no
+        file, its record is removed. `progress` gets the bytes of each shard that was read."""
         damaged = []
-        for record in self.entries():
+        for record in self.list_records():
             key = read_key(record)
-            with self.lock(key):  # no other process publishes or quarantines it meanwhile
+            with self.get_lock(key):  # no other process publishes or quarantines it meanwhile
                 file = self.open(key)
                 if file is None:
                     self.log.remove(key)

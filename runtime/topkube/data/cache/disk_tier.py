@@ -1,16 +1,16 @@
 """The disk tier: shards on a volume of the node, shared by ranks and by jobs.
 
     DIRECTORY/topkube-cache.json            marks the directory as a cache, and names its format
-    DIRECTORY/space.lock reservations/      which process is about to write how much
+    DIRECTORY/space.lock reservations/      the bytes that each process is about to write
     DIRECTORY/datasets/ID/dataset.json      the URI of the dataset; its modification time is the time of last use
     DIRECTORY/datasets/ID/summary.json      bytes and shards of the newest listing
     DIRECTORY/datasets/ID/records           size and xxh3-128 of every shard (record_log.py)
     DIRECTORY/datasets/ID/shards/XX/KEY     a whole shard; XX are the first two digits of the key
     DIRECTORY/datasets/ID/locks/KEY quarantine/ in-use pinned
 
-This module has the directory and the reservation of space; dataset_folder.py has the folder of a dataset, and
-publication.py the publication of shards. Files of dead writers are removed: the kernel has released the locks of these
-writers.
+This module manages the directory and reserves space. dataset_folder.py manages the folder of a dataset, and
+publication.py publishes shards. If a writer dies, the kernel releases its locks. Therefore other processes recognise
+its files and remove them.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Full(OSError):
 class DiskLimits:
     """The space that a disk tier may use.
 
-    `size`: the most bytes of all datasets; None means no limit except the volume. `free`: bytes of the volume that
-    stay free. If `free` is None, `free_percent` of the volume stay free; if that is 0, 5% of the volume and at most
-    1 GiB.
+    `size`: the most bytes of all datasets; None means no limit except the volume. `free`: the bytes of the volume that
+    stay free. If `free` is None, `free_percent` of the volume stay free. If `free_percent` is 0 too, 5% of the volume
+    stay free, but at most 1 GiB.
     """
 
     size: int | None = None
@@ -64,7 +64,7 @@ class Reservation:
     lock: FileLock
 
     def settle(self) -> None:
-        """Set the reserved size to 0, because the shard now has a record. Works on a full volume: written in place."""
+        """Set the reserved size to 0, because the shard now has a record. This also works if the volume is full."""
         self.write(0)
 
     def write(self, size: int) -> None:
@@ -76,22 +76,23 @@ class Reservation:
             os.close(file)
 
     def release(self) -> None:
+        """Remove the reservation."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
         self.lock.release()
 
 
 class DiskTier:
-    """A cache directory. Raises CacheError if the directory is used for something else, OSError if it is unusable."""
+    """A cache directory. Raises CacheError if another program uses the directory, OSError if it cannot be used."""
 
     def __init__(self, directory: Path, limits: DiskLimits | None = None, sharing: str = "auto") -> None:
         self.directory, self.limits = directory, limits or DiskLimits()
-        self.writable = True
+        self.is_writable = True
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except FileExistsError:
             raise CacheError(f"{directory} is not a directory", next_step="use another cache directory") from None
-        self._claim(sharing)
+        self._mark_directory(sharing)
         try:
             for name in ("datasets", "reservations"):
                 (directory / name).mkdir(exist_ok=True)
@@ -100,26 +101,26 @@ class DiskTier:
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT):
                 raise
-            self.writable = False
+            self.is_writable = False
 
     @property
     def is_gone(self) -> bool:
         """True if the volume no longer exists."""
         return not (self.directory / _MARK).exists()
 
-    def _claim(self, sharing: str) -> None:
-        """Mark an empty directory as a cache. Raises CacheError for a directory with other content or a newer format,
-        and changes nothing. `sharing`: who may enter the directory (base/permissions.py)."""
+    def _mark_directory(self, sharing: str) -> None:
+        """Mark an empty directory as a cache. Raises CacheError, and changes nothing, if the directory has other
+        content or a newer format. `sharing`: the users who may enter the directory (base/permissions.py)."""
         mark = self.directory / _MARK
         try:
             stored = json.loads(mark.read_text())
             stored_format = stored["format"] if stored.get("kind") == "topkube-cache" else None
         except FileNotFoundError:
-            others = [path.name for path in self.directory.iterdir() if path.name != "lost+found"]
-            others = [name for name in others if not name.startswith(f".{_MARK}")]
-            if others and not mark.exists():
+            other_names = [path.name for path in self.directory.iterdir() if path.name != "lost+found"]
+            other_names = [name for name in other_names if not name.startswith(f".{_MARK}")]
+            if other_names and not mark.exists():
                 raise CacheError(
-                    f"{self.directory} is not a cache: it contains {', '.join(sorted(others)[:3])}",
+                    f"{self.directory} is not a cache: it contains {', '.join(sorted(other_names)[:3])}",
                     cause="another program uses the directory",
                     next_step="use an empty directory; nothing here was touched",
                 ) from None
@@ -144,22 +145,23 @@ class DiskTier:
 
     # ---- space
 
-    def used(self) -> int:
+    def count_used_bytes(self) -> int:
         """Return the bytes of all published shards and of their indexes."""
-        return sum(folder.log.total() + folder.log.sum_index_bytes() for folder in self.datasets())
+        return sum(folder.log.sum_shard_bytes() + folder.log.sum_index_bytes() for folder in self.list_folders())
 
-    def reserved(self) -> int:
+    def count_reserved_bytes(self) -> int:
         """Return the bytes of all shards that are being written."""
-        return sum(size for size, _ in self._reservations())
+        return sum(size for size, _ in self._read_reservations())
 
-    def _reservations(self) -> Iterator[tuple[int, Path]]:
+    def _read_reservations(self) -> Iterator[tuple[int, Path]]:
+        """Yield the bytes and the file of each reservation."""
         for path in (self.directory / "reservations").iterdir():
             with contextlib.suppress(OSError, ValueError):
                 size, _, part = path.read_text().partition(" ")
                 yield int(size), self.directory / part
 
-    def free(self) -> int:
-        """Return the bytes that may still be written to the volume."""
+    def count_free_bytes(self) -> int:
+        """Return the bytes that may still be written to the volume; negative if too little of it is free."""
         volume = os.statvfs(self.directory)
         total, floor = volume.f_blocks * volume.f_frsize, self.limits.free
         if floor is None:
@@ -172,7 +174,7 @@ class DiskTier:
         datasets that are neither pinned nor in use. Raises Full."""
         with FileLock(self.directory / "space.lock"):
             self._remove_leftovers()
-            while (reason := self._reason_against(size)) is not None:
+            while (reason := self._explain_refusal(size)) is not None:
                 if not self._evict_oldest(owner):
                     raise Full(errno.ENOSPC, reason)
             path = self.directory / "reservations" / uuid.uuid4().hex
@@ -182,26 +184,28 @@ class DiskTier:
             return Reservation(path, lock)
 
     def grow(self, reservation: Reservation, size: int, owner: DatasetFolder) -> None:
-        """Raise a reservation to `size` bytes, like `reserve`. Raises Full."""
+        """Increase a reservation to `size` bytes, and remove datasets as `reserve` does. Raises Full."""
         with FileLock(self.directory / "space.lock"):
             more = size - int(reservation.path.read_text().partition(" ")[0])
-            while (reason := self._reason_against(more)) is not None:
+            while (reason := self._explain_refusal(more)) is not None:
                 if not self._evict_oldest(owner):
                     raise Full(errno.ENOSPC, reason)
             reservation.write(size)
 
-    def _reason_against(self, size: int) -> str | None:
-        """Return why `size` more bytes do not fit; None if they do."""
+    def _explain_refusal(self, size: int) -> str | None:
+        """Return the reason why `size` more bytes do not fit; None if they fit."""
         limit = self.limits.size
-        if limit is not None and self.used() + self.reserved() + size > limit:
+        if limit is not None and self.count_used_bytes() + self.count_reserved_bytes() + size > limit:
             return f"the limit of {limit:,} bytes is reached"
-        if size > self.free():
+        if size > self.count_free_bytes():
             return "the volume has only the space that must stay free"
         return None
 
     def _evict_oldest(self, owner: DatasetFolder) -> bool:
-        for folder in sorted(self.datasets(), key=lambda folder: folder.last_used):
-            if folder.path != owner.path and not folder.pinned and folder.remove():
+        """Remove the least recently used dataset that may be removed, and count the eviction for `owner`. Return False
+        if there is no such dataset."""
+        for folder in sorted(self.list_folders(), key=lambda folder: folder.last_used):
+            if folder.path != owner.path and not folder.is_pinned and folder.remove():
                 owner.evictions += 1
                 return True
         return False
@@ -226,7 +230,7 @@ class DiskTier:
 
     # ---- datasets
 
-    def datasets(self) -> list[DatasetFolder]:
+    def list_folders(self) -> list[DatasetFolder]:
         """Return the folders of all datasets."""
         try:
             names = sorted(path.name for path in (self.directory / "datasets").iterdir())
@@ -234,8 +238,8 @@ class DiskTier:
             return []
         return [folder for name in names if not name.startswith(".") and (folder := DatasetFolder.read(self, name))]
 
-    def dataset(self, uri: str) -> DatasetFolder:
-        """Return the dataset's folder. Create it if it does not exist."""
+    def open_folder(self, uri: str) -> DatasetFolder:
+        """Return the folder of the dataset with this address. Create the folder if it does not exist."""
         name = xxhash.xxh3_64_hexdigest(uri.encode())
         folder = DatasetFolder(self, name, uri)
         if not (folder.path / "dataset.json").exists():

@@ -1,8 +1,9 @@
 """Row groups of Parquet shards that are read before their shard is in the cache.
 
 The footer of a Parquet file is the index of its row groups, so a group can be requested alone. This is done only if the
-store sends nothing but the listed version (If-Match, If-Unmodified-Since); a checksum of the whole file cannot check a
-range. When the shard is whole, the ranges that were read are compared with it. A difference raises Changed.
+store sends nothing but the listed version (If-Match, If-Unmodified-Since), because a checksum of the whole file cannot
+check a range. When the shard is in the cache, the ranges that were read early are compared with it. A difference raises
+Changed.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from topkube.data.cache.early_samples import early_error
-from topkube.data.cache.shard_file import digest
+from topkube.data.cache.early_samples import build_early_error
+from topkube.data.cache.shard_file import compute_digest
 from topkube.data.remote.listing import Longs, RemoteObject
 from topkube.data.remote.retry import Changed
 from topkube.errors import StoreError
@@ -24,17 +25,17 @@ if TYPE_CHECKING:
 
 _FOOTER_BYTES = 64 << 10
 _LEAST_GROUPS = 4
-"""A group is read early only if its shard has the bytes of this many such groups. Otherwise the shard is about as
-fast."""
+"""A group is read early only if its shard is at least this many times larger. For a smaller shard, waiting takes about
+as long as the request."""
 
 
 class _RemoteFile(io.RawIOBase):
-    """A remote object that is read in ranges. `ranges`: start, stop and xxh3-128 of every range that was requested."""
+    """A remote object as a file for Arrow. `ranges`: start, stop and xxh3-128 of every range that was requested."""
 
     def __init__(self, cache: ShardCache, remote_object: RemoteObject) -> None:
         self._cache, self._object, self._at = cache, remote_object, 0
         self._held: list[tuple[int, bytes]] = []
-        """The first byte and the bytes of ranges that are read from."""
+        """Ranges from which `read` takes bytes: the position and the bytes of each range."""
         self.ranges: list[tuple[int, int, str]] = []
         self.error: Exception | None = None
         """The error of the store that ended a read."""
@@ -69,15 +70,15 @@ class _RemoteFile(io.RawIOBase):
     def read(self, size: int = -1) -> bytes:
         start, stop = self._at, self._object.size if size < 0 else min(self._at + size, self._object.size)
         self._at = max(start, stop)
-        for turn in range(2):
+        for attempt in range(2):  # the second attempt reads from the range that the first attempt has requested
             for first, data in self._held:
                 if first <= start and stop <= first + len(data):
                     return data[start - first : stop - first]
-            if start >= stop or turn:
+            if start >= stop or attempt:
                 break
             try:
                 self.hold(start, stop)
-            except Exception as error:  # Arrow may replace it
+            except Exception as error:  # Arrow may raise another error in its place
                 self.error = error
                 raise
         return b""
@@ -94,19 +95,20 @@ class EarlyGroups:
         """Shards that cannot be read early."""
 
     def can_read(self, number: int) -> bool:
-        """Return True if the shard is missing, fillers are at work, and ranges of it can be checked."""
+        """Return True if the shard is not in the cache, fillers are at work, and ranges of the shard can be checked."""
         cache = self._cache
-        if number in self._refused or not cache.node_state.fillers or cache.has_samples(number):
+        if number in self._refused or not cache.node_state.filler_count or cache.has_samples(number):
             return False
         shard = cache.shards[number]
-        if cache.shards.compression(number) or not cache.store.can_check_range(cache.shards.listing[shard.start]):
+        if cache.shards.find_compression(number) or not cache.store.can_check_range(cache.shards.listing[shard.start]):
             self._refused.add(number)
             return False
         return True
 
     def find_first_rows(self, number: int) -> Longs | None:
-        """Return the first row of each group of the shard, and the number of rows. None if the remote does not send its
-        footer; then the shard is awaited. Raises Changed, and the errors of Arrow."""
+        """Return the first row of each group of the shard, then the number of rows: (groups + 1,). Return None if the
+        remote does not send the footer; then the caller waits for the shard. Raises Changed, and the errors of
+        Arrow."""
         opened = self._open(number)
         if opened is None:
             return None
@@ -115,8 +117,8 @@ class EarlyGroups:
         return np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
 
     def read_group(self, number: int, group: int) -> Any | None:
-        """Return a row group as an Arrow table; None if the group is large, or if the remote does not send it. Raises
-        Changed, and the errors of Arrow."""
+        """Return a row group as an Arrow table. Return None if the group is a large part of its shard, or if the remote
+        does not send it. Raises Changed, and the errors of Arrow."""
         opened = self._open(number)
         if opened is None:
             return None
@@ -131,13 +133,14 @@ class EarlyGroups:
             remote_file.hold(start, stop)
             return file.read_row_group(group, use_threads=False)
         except Exception as error:
-            self._handle(number, remote_file.error or error)
+            self._refuse_or_raise(number, remote_file.error or error)
             return None
         finally:
             remote_file.release()
 
     def _open(self, number: int) -> tuple[Any, _RemoteFile] | None:
-        """Return the Parquet file of the shard, opened by its footer."""
+        """Return the shard as a Parquet file, and the remote object behind it. Return None if the remote does not send
+        the footer."""
         if number not in self._files:
             remote_object = self._cache.shards.listing[self._cache.shards[number].start]
             remote_file = _RemoteFile(self._cache, remote_object)
@@ -145,25 +148,28 @@ class EarlyGroups:
                 remote_file.hold(max(0, remote_object.size - _FOOTER_BYTES), remote_object.size)
                 file = self._arrow.parquet.ParquetFile(self._arrow.PythonFile(remote_file, "r"), pre_buffer=False)
             except Exception as error:
-                self._handle(number, remote_file.error or error)
+                self._refuse_or_raise(number, remote_file.error or error)
                 return None
             finally:
                 remote_file.release()
             self._files[number] = (file, remote_file)
         return self._files[number]
 
-    def _handle(self, number: int, error: Exception) -> None:
-        """Raise the error, unless it is one of the store: the fetch of the shard succeeds or reports it."""
+    def _refuse_or_raise(self, number: int, error: Exception) -> None:
+        """After an error of the store, read no more of the shard early: the fetch of the whole shard will succeed or
+        report the error. Raise all other errors."""
         if not isinstance(error, StoreError) or isinstance(error, Changed):
             raise error
         self._refused.add(number)
 
     def verify(self) -> None:
-        """Compare the ranges that were read with the shards that have become whole since. Raises Changed. After an
-        error of the store or the disk they are compared again later."""
+        """Compare the ranges that were read early with their shards, if the shards are in the cache now. Raises Changed
+        if a range differs. After an error of the store or the disk, the next call compares the same ranges again."""
         cache = self._cache
         for number in [number for number in self._files if cache.has_samples(number)]:
             opened = cache.open_samples(number)
-            ranges = self._files.pop(number)[1].ranges
-            if any(digest(opened.file, stop - start, start) != expected for start, stop, expected in ranges):
-                raise early_error(cache.shards.listing.paths[cache.shards[number].start])
+            ranges = self._files[number][1].ranges
+            digests = [compute_digest(opened.file, stop - start, start) for start, stop, _ in ranges]
+            del self._files[number]
+            if digests != [expected for _, _, expected in ranges]:
+                raise build_early_error(cache.shards.listing.paths[cache.shards[number].start])

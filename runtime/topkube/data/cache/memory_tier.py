@@ -2,8 +2,8 @@
 
 The tier consists of files in memory (tmpfs): a column of records per leaf of the schema, and a presence byte and a
 checksum per sample. Readers map the files read-only. A writer first reserves the sample and its space, then writes with
-pwrite (a full tmpfs is then an error, not a SIGBUS), and then marks the sample as present. Samples that a process had
-reserved when it died are read from the disk tier. Stored samples never move or change, so readers need no lock.
+pwrite (if tmpfs is full, this is an error, not a SIGBUS), and then marks the sample as present. If a process dies, the
+samples that it had reserved are read from the disk tier. Stored samples never move or change, so readers need no lock.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from topkube.data.base.batch import Array, Batch, Leaf, Schema, fits_schema, inf
 from topkube.data.base.batch_buffers import BatchBuffers
 from topkube.data.base.file_lock import FileLock
 from topkube.data.base.permissions import make_private_folder
+from topkube.data.cache.huge_pages import HugePages, count_huge_pages, map_column
 from topkube.data.remote.listing import Longs
 from topkube.errors import DatasetError
 from topkube.files import write_json
@@ -47,18 +48,20 @@ class MemoryTier:
         self.samples, self.limit = samples, limit
         self._owner = os.getpid()
         self.folder = directory / f"memory-{name}"
-        self._user = FileLock(directory / f"memory-{name}.users")
+        self._user_lock = FileLock(directory / f"memory-{name}.users")
         make_private_folder(directory)
-        if self._user.acquire(wait=False):
+        if self._user_lock.acquire(wait=False):
             _remove(self.folder)
-            self._user.release()
-        self._user.acquire(shared=True)
+            self._user_lock.release()
+        self._user_lock.acquire(shared=True)
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        self.frozen = False
+        self.is_frozen = False
         self.schema: Schema | None = None
         self._columns: list[_Column] = []
         self._only_column: _Column | None = None
         """The column if samples have one leaf of fixed size."""
+        self._huge_pages: list[HugePages] = []
+        """The columns whose pages this process still moves."""
         self._cells = _map(self.folder / "cells", 16, write=True).view(np.int64)
         self.present = _map(self.folder / "present", samples, write=True)
         """A byte per sample: the sample is absent, present, or being written."""
@@ -66,7 +69,7 @@ class MemoryTier:
         self._read_schema()
 
     @property
-    def used(self) -> int:
+    def used_bytes(self) -> int:
         """The bytes of all samples that are present or being written."""
         return int(self._cells[_USED])
 
@@ -80,27 +83,38 @@ class MemoryTier:
                 for number, leaf in enumerate(schema.leaves)
             ]
             self.schema = schema
-            if schema.fixed and len(self._columns) == 1:
+            self._huge_pages = [pages for column in self._columns if (pages := column.find_huge_pages(self.present))]
+            if schema.has_fixed_shape and len(self._columns) == 1:
                 self._only_column = self._columns[0]
 
     def gather(self, indices: Longs) -> Batch:
         """Return these samples. All of them must be present."""
         self._read_schema()
         assert self.schema is not None
-        return Batch(self.schema, [column.gather(indices) for column in self._columns], indices.size)
+        batch = Batch(self.schema, [column.gather(indices) for column in self._columns], indices.size)
+        self._use_huge_pages()
+        return batch
 
     def gather_present(self, indices: Longs) -> Batch | None:
-        """Return these samples if all of them are present, in one pass. None if a sample is missing, or if samples have
-        several leaves or no fixed size; then use `has` and `gather`."""
+        """Return these samples in one pass. Return None if a sample is absent, or if samples have several leaves or
+        differ in size. The caller then uses `has` and `gather`."""
         column = self._only_column
         if column is None:
             return None
         assert self.schema is not None
         count, size = indices.size, column.record_bytes
-        out = column.buffers.bytes(count * size)
+        out = column.buffers.take(count * size)
         if not _kernels.gather_set_rows(self.present, column.bytes, size, np.ascontiguousarray(indices), out):
             return None
+        self._use_huge_pages()
         return Batch(self.schema, [out.view(column.dtype).reshape(count, *column.shape)], count)
+
+    def _use_huge_pages(self) -> None:
+        """Move one page of the columns into a huge page, from which batches are read faster."""
+        for pages in self._huge_pages[:1]:
+            pages.advance()
+            if pages.is_over:  # threads read at the same time, so the list is replaced and not changed
+                self._huge_pages = [other for other in self._huge_pages if not other.is_over]
 
     def has(self, indices: Longs) -> npt.NDArray[np.bool_]:
         """Return, for each of these samples, True if it is present."""
@@ -108,61 +122,62 @@ class MemoryTier:
         return is_present
 
     def admit(self, indices: Longs, samples: Sequence[Any]) -> None:
-        """Store those of these samples for which there is room. Raises Frozen (an OSError) the first time that there is
-        no room, DatasetError for samples that cannot be stored."""
-        if self.frozen or not indices.size:
+        """Store as many of these samples as fit. Raises Frozen (an OSError) the first time that a sample does not fit,
+        DatasetError for samples that cannot be stored."""
+        if self.is_frozen or not indices.size:
             return
         if self.schema is None:
             self._agree_on_schema(samples)
         assert self.schema is not None
-        if isinstance(samples, Batch) and samples.schema == self.schema and self.schema.fixed:
+        if isinstance(samples, Batch) and samples.schema == self.schema and self.schema.has_fixed_shape:
             had_room = self._admit_batch(indices, samples)
         else:
             kept = [at for at in range(indices.size) if fits_schema(self.schema, samples[at])]
             rows = [[to_array(value) for value in split_sample(samples[at])[2]] for at in kept]
             had_room = self._admit_each(indices[kept], rows)
         if not had_room:
-            self.frozen = True
+            self.is_frozen = True
             raise Frozen(errno.ENOSPC, f"the limit of {self.limit:,} bytes is reached")
 
     def _reserve(self, indices: Longs, sizes: Longs) -> tuple[Longs, bool]:
         """Reserve the absent samples and their space. Return the positions of the reserved samples in `indices`, and
-        True if there was room for all absent samples."""
+        True if all absent samples fit."""
         _, first = np.unique(indices, return_index=True)
         first.sort()
         with self._lock_tier():
-            free = first[self.present[indices[first]] == _ABSENT]
-            total = np.cumsum(sizes[free])
-            reserved = free[: int(np.searchsorted(total, self.limit - self.used, "right"))]
+            absent = first[self.present[indices[first]] == _ABSENT]
+            total = np.cumsum(sizes[absent])
+            reserved = absent[: int(np.searchsorted(total, self.limit - self.used_bytes, "right"))]
             self._cells[_USED] += sizes[reserved].sum()
             self.present[indices[reserved]] = _WRITING
-        return reserved, reserved.size == free.size
+        return reserved, reserved.size == absent.size
 
     def _settle(self, samples: Longs, sizes: Longs, stored: int, error: int) -> None:
-        """Mark the first `stored` reserved samples as present and release the others. Raises Frozen for an errno."""
+        """Mark the first `stored` reserved samples as present. If `error` is an errno, release the others and raise
+        Frozen."""
         self.present[samples[:stored]] = _PRESENT
         if error:
-            self.frozen = True
+            self.is_frozen = True
             with self._lock_tier():
                 self.present[samples[stored:]] = _ABSENT
                 self._cells[_USED] -= sizes[stored:].sum()
             raise Frozen(error, os.strerror(error))
 
     def _admit_batch(self, indices: Longs, batch: Batch) -> bool:
-        """Store whole columns at once. Return True if there was room for all samples."""
+        """Store a batch, whole columns at once. Return True if there was room for all samples."""
         assert self.schema is not None
         size = self.schema.record_bytes
         sizes = np.full(indices.size, size)
-        reserved, whole = self._reserve(indices, sizes)
+        reserved, had_room = self._reserve(indices, sizes)
         samples = np.ascontiguousarray(indices[reserved])
         columns = [to_array(column) for column in batch.columns]
         if reserved.size < indices.size:
             columns = [column[reserved] for column in columns]
         stored, error = reserved.size, 0
         for column, rows in zip(self._columns, columns, strict=True):
-            done, failed = column.put_rows(samples[:stored], rows[:stored])
-            if done < stored:
-                stored, error = done, failed
+            written, write_error = column.put_rows(samples[:stored], rows[:stored])
+            if written < stored:
+                stored, error = written, write_error
         if len(columns) == 1 and size:
             view = _view(columns[0])
             sums = [xxhash.xxh3_64_intdigest(view[at : at + size]) for at in range(0, stored * size, size)]
@@ -170,24 +185,24 @@ class MemoryTier:
             sums = [_compute_checksum([column[at] for column in columns]) for at in range(stored)]
         self._sums[samples[:stored]] = np.array(sums, np.uint64)
         self._settle(samples, sizes[reserved], stored, error)
-        return whole
+        return had_room
 
     def _admit_each(self, indices: Longs, rows: list[list[Array]]) -> bool:
         """Store samples, given as lists of the arrays of their leaves. Return True if there was room for all
         samples."""
         assert self.schema is not None
         most = max((array.ndim for row in rows for array in row), default=0)
-        if most > _DIMENSIONS and not self.schema.fixed:
+        if most > _DIMENSIONS and not self.schema.has_fixed_shape:
             raise DatasetError(f"decode returned an array of {most} dimensions", next_step=f"use at most {_DIMENSIONS}")
         sizes = np.array([sum(array.nbytes for array in row) for row in rows], np.int64)
-        reserved, whole = self._reserve(indices, sizes)
+        reserved, had_room = self._reserve(indices, sizes)
         samples, rows = indices[reserved], [rows[at] for at in reserved.tolist()]
         with self._lock_tier():
             offset = int(self._cells[_BUMP])
             self._cells[_BUMP] += sum(
-                row[at].nbytes for row in rows for at, leaf in enumerate(self.schema.leaves) if not leaf.fixed
+                row[at].nbytes for row in rows for at, leaf in enumerate(self.schema.leaves) if not leaf.has_fixed_shape
             )
-        stored, failed = 0, 0
+        stored, write_error = 0, 0
         try:
             for sample, row in zip(samples.tolist(), rows, strict=True):
                 for column, array in zip(self._columns, row, strict=True):
@@ -195,12 +210,12 @@ class MemoryTier:
                 self._sums[sample] = _compute_checksum(row)
                 stored += 1
         except OSError as error:
-            failed = error.errno or errno.EIO
-        self._settle(samples, sizes[reserved], stored, failed)
-        return whole
+            write_error = error.errno or errno.EIO
+        self._settle(samples, sizes[reserved], stored, write_error)
+        return had_room
 
     def _agree_on_schema(self, samples: Sequence[Any]) -> None:
-        """Set the schema for all processes to that of these samples, if there is no schema yet."""
+        """If the tier has no schema yet, store the schema of these samples for all processes."""
         with self._lock_tier():
             self._read_schema()
             if self.schema is None:
@@ -223,38 +238,48 @@ class MemoryTier:
 
     def close(self) -> None:
         """End the use by this process. The last user frees the memory."""
-        if os.getpid() != self._owner or not self._user.held:
+        if os.getpid() != self._owner or not self._user_lock.is_held:
             return
-        self._user.release()
+        self._user_lock.release()
         with contextlib.suppress(OSError):
-            if self._user.acquire(wait=False):
+            if self._user_lock.acquire(wait=False):
                 _remove(self.folder)
-                self._user.path.unlink(missing_ok=True)
-                self._user.release()
+                self._user_lock.path.unlink(missing_ok=True)
+                self._user_lock.release()
 
 
 class _Column:
-    """The records of one leaf. A record of fixed size is at sample * size; other records are at the next free place."""
+    """The records of one leaf. A record of fixed size is at sample * size. Other records are stored in the order of
+    their writes, and their places are stored too."""
 
     def __init__(self, path: Path, leaf: Leaf, samples: int, limit: int) -> None:
         self.leaf = leaf
         self.dtype = np.dtype(leaf.dtype)
         self.buffers = BatchBuffers()
         self.shape = leaf.shape or ()
-        self.record_bytes = leaf.record_bytes if leaf.fixed else 0
+        self.record_bytes = leaf.record_bytes if leaf.has_fixed_shape else 0
         """The bytes of a record of fixed size."""
-        self.bytes = _map(path, samples * self.record_bytes if leaf.fixed else limit, sparse=True)
+        self.bytes = _map(path, samples * self.record_bytes if leaf.has_fixed_shape else limit, sparse=True)
+        self._moved = _map(path.with_name(f"{path.name}.huge"), count_huge_pages(self.bytes.size), write=True)
         self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        if leaf.fixed:
+        if leaf.has_fixed_shape:
             self._rows = self.bytes.view(self.dtype).reshape(samples, *self.shape)
         else:
             places = path.with_name(f"{path.name}.places")
             # offset, length, number of dimensions, the dimensions
             self._places = _map(places, samples * 64, write=True).view(np.int64).reshape(samples, 8)
 
+    def find_huge_pages(self, present: npt.NDArray[np.uint8]) -> HugePages | None:
+        """Return the object that moves this column into huge pages. Return None if the column is too small, or if its
+        records differ in size, because the samples of a page are then unknown."""
+        if not self.record_bytes or not count_huge_pages(self.bytes.size):
+            return None
+        return HugePages(self.bytes, self.record_bytes, present, self._moved)
+
     def gather(self, indices: Longs) -> Array | list[Array]:
-        if self.leaf.fixed:
-            out = self.buffers.bytes(indices.size * self.record_bytes)
+        """Return the records of these samples: one array if the leaf has a fixed shape, else a list of arrays."""
+        if self.leaf.has_fixed_shape:
+            out = self.buffers.take(indices.size * self.record_bytes)
             _kernels.gather_rows(self.bytes, self.record_bytes, np.ascontiguousarray(indices), out)
             return out.view(self.dtype).reshape(indices.size, *self.shape)
         places = self._places[indices]
@@ -268,7 +293,8 @@ class _Column:
         ]
 
     def get(self, sample: int) -> Array:
-        if self.leaf.fixed:
+        """Return the record of one sample."""
+        if self.leaf.has_fixed_shape:
             return np.ascontiguousarray(self._rows[sample])
         arrays = self.gather(np.array([sample]))
         assert isinstance(arrays, list)
@@ -276,7 +302,7 @@ class _Column:
 
     def put(self, sample: int, array: Array, offset: int) -> int:
         """Write a record. Return the offset for the next record of variable size."""
-        if self.leaf.fixed:
+        if self.leaf.has_fixed_shape:
             self._write(array, sample * self.record_bytes)
             return offset
         self._write(array, offset)
@@ -284,15 +310,15 @@ class _Column:
         return offset + array.nbytes
 
     def put_rows(self, samples: Longs, rows: Array) -> tuple[int, int]:
-        """Write one record of fixed size per sample. Return how many were written, and the errno that stopped it or
-        0."""
+        """Write one record of fixed size per sample. Return the number of records that were written, and the errno of
+        the first write that failed; 0 if all were written."""
         return _kernels.write_rows(self._file, self.record_bytes, samples, _view_bytes(rows))
 
     def _write(self, array: Array, offset: int) -> None:
         view = _view(np.ascontiguousarray(array))
         while view:
-            done = os.pwrite(self._file, view, offset)
-            view, offset = view[done:], offset + done
+            count = os.pwrite(self._file, view, offset)
+            view, offset = view[count:], offset + count
 
     def __del__(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
@@ -326,6 +352,8 @@ def _map(path: Path, size: int, *, write: bool = False, sparse: bool = False) ->
                 os.ftruncate(file, size)
             else:
                 os.posix_fallocate(file, 0, size)
+        if sparse:
+            return map_column(file, size)
         memory = mmap.mmap(file, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if write else 0))
     finally:
         os.close(file)

@@ -1,5 +1,6 @@
-"""The state that all processes that use a dataset on a node share, in a small file in memory: when each shard was
-verified, the state of the tiers, and how many ranks are filling the cache. The last user removes the file."""
+"""The state that the processes of a node share while they use a dataset: the time of the last verification of each
+shard, the states of the tiers, and the number of ranks that fill the cache. It is a small file in memory. The last user
+removes it."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from topkube.data.base.file_lock import FileLock
 from topkube.data.base.permissions import make_private_folder
 
 OPEN, FROZEN, DROPPED = 0, 1, 2
-"""States of the disk tier: it takes shards; it only serves the shards it has; it is not used."""
+"""States of a tier. OPEN: it takes shards. FROZEN: it only serves the shards that it has. DROPPED: it is not used."""
 STATES = ("open", "frozen", "dropped")
 _LOOK_SECONDS = 1.0
-"""How often a process looks for fillers that were killed."""
+"""The seconds between two searches of a process for fillers that were killed."""
 _CELLS = 8
 _STATE, _PROGRESS, _FILLERS, _MEMORY_STATE = range(4)
 
@@ -33,17 +34,17 @@ class NodeState:
         size = 8 * (_CELLS + shards)
         self._opened = time.monotonic()
         self._path = directory / f"session-{name}"
-        self._user: FileLock | None = FileLock(directory / f"session-{name}.users")
+        self._user_lock: FileLock | None = FileLock(directory / f"session-{name}.users")
         self._owner = os.getpid()
-        self._filling = FileLock(directory / f"session-{name}.fillers")
-        """Held, shared, by every process that fills the tier."""
+        self._filler_lock = FileLock(directory / f"session-{name}.fillers")
+        """Every process that fills the tier holds this lock (shared)."""
         self._own_fillers, self._looked = 0, 0.0
         try:
             make_private_folder(directory)
-            if self._user.acquire(wait=False):  # nobody uses it: an existing file is a leftover
+            if self._user_lock.acquire(wait=False):  # no process uses the file, so an existing file is a leftover
                 self._path.unlink(missing_ok=True)
-                self._user.release()
-            self._user.acquire(shared=True)
+                self._user_lock.release()
+            self._user_lock.acquire(shared=True)
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 os.posix_fallocate(file, 0, size)
@@ -58,31 +59,33 @@ class NodeState:
                     file=sys.stderr,
                     flush=True,
                 )
-            self._user = None
+            self._user_lock = None
             memory = mmap.mmap(-1, size)
         self._cells = np.frombuffer(memory, np.int64, _CELLS)
         self._verified = np.frombuffer(memory, np.float64, shards, 8 * _CELLS)
-        """When the last verification of each shard began (monotonic clock of the machine); 0 for never."""
+        """The start of the last verification of each shard (monotonic clock of the machine); 0 if there was none."""
 
     def is_verified(self, shard: int) -> bool:
-        """Return True if a process on this node has verified the shard since this object was created. The
-        current bytes may differ from those of an earlier verification."""
+        """Return True if a process on this node has verified the shard since this object was created. Earlier
+        verifications do not count, because the bytes may have changed since."""
         return bool(self._verified[shard] >= self._opened)
 
     def set_verified(self, shard: int, begun: float) -> None:
-        """Store that the shard's checksum was right; `begun`: time.monotonic() before its bytes were read."""
+        """Store that the checksum of the shard was right. `begun`: time.monotonic() before its bytes were read."""
         self._verified[shard] = begun
 
     def clear_verified(self, shard: int) -> None:
-        """Have the shard verified again before its next use."""
+        """Store that the shard must be verified again before its next use."""
         self._verified[shard] = 0
 
     @property
     def state(self) -> int:
+        """The state of the disk tier: OPEN, FROZEN or DROPPED."""
         return int(self._cells[_STATE])
 
     def degrade(self, state: int) -> bool:
-        """Lower the disk tier's state. Return True for the one process that must report the change."""
+        """Change the state of the disk tier to FROZEN or DROPPED. Return True in the only process that must report the
+        change; False if the tier already has this state or a worse state."""
         with self._lock_state():
             if self._cells[_STATE] >= state:
                 return False
@@ -90,7 +93,7 @@ class NodeState:
             return True
 
     def freeze_memory_tier(self) -> bool:
-        """Freeze the memory tier. Return True for the one process that must report the change."""
+        """Freeze the memory tier. Return True in the only process that must report the change."""
         with self._lock_state():
             if self._cells[_MEMORY_STATE]:
                 return False
@@ -99,29 +102,32 @@ class NodeState:
 
     @property
     def memory_state(self) -> int:
+        """The state of the memory tier: OPEN or FROZEN."""
         return int(self._cells[_MEMORY_STATE])
 
     @property
     def progress(self) -> int:
-        """A count of fetched bytes. A process that waits for another checks that the count grows."""
+        """The bytes that the processes of this node have fetched. While a process waits for another process, it checks
+        that this number grows."""
         return int(self._cells[_PROGRESS])
 
     def advance(self, count: int) -> None:
+        """Add `count` fetched bytes to `progress`."""
         self._cells[_PROGRESS] += count  # a lost update does no harm
 
     @property
-    def fillers(self) -> int:
-        """The number of ranks that are filling the tier. Ranks that were killed count until all of them are dead, and
-        for at most _LOOK_SECONDS more."""
+    def filler_count(self) -> int:
+        """The number of ranks that fill the tier. Ranks that were killed are counted until no living rank fills the
+        tier, and at most _LOOK_SECONDS longer."""
         count = int(self._cells[_FILLERS])
-        if count and self._user is not None and time.monotonic() - self._looked > _LOOK_SECONDS:
+        if count and self._user_lock is not None and time.monotonic() - self._looked > _LOOK_SECONDS:
             self._looked = time.monotonic()
             count = self._forget_dead_fillers()
         return count
 
     def _forget_dead_fillers(self) -> int:
-        """Set the number of fillers to 0 if no living process fills the tier. Return the number."""
-        lock = FileLock(self._filling.path)
+        """Set the number of fillers to 0 if no living process fills the tier. Return the number after that."""
+        lock = FileLock(self._filler_lock.path)
         try:
             if lock.acquire(wait=False):
                 self._cells[_FILLERS] = 0  # a process that begins to fill waits for this lock before it counts itself
@@ -130,30 +136,30 @@ class NodeState:
             pass
         return int(self._cells[_FILLERS])
 
-    def count_fillers(self, change: int) -> None:
-        """Add `change` to the number of ranks that are filling the tier: 1 before this process begins to fill, -1 when
-        it ends."""
-        if self._user is not None and not self._own_fillers:
-            self._filling.acquire(shared=True)
+    def change_filler_count(self, change: int) -> None:
+        """Add `change` to the number of ranks that fill the tier: 1 before this process begins to fill, -1 after its
+        end."""
+        if self._user_lock is not None and not self._own_fillers:
+            self._filler_lock.acquire(shared=True)
         self._own_fillers += change
         with self._lock_state():
             self._cells[_FILLERS] += change
         if not self._own_fillers:
-            self._filling.release()
+            self._filler_lock.release()
 
     def _lock_state(self) -> contextlib.AbstractContextManager[object]:
-        if self._user is None:
+        if self._user_lock is None:
             return contextlib.nullcontext()
         return FileLock(self._path.with_name(f"{self._path.name}.change"))
 
     def close(self) -> None:
         """End the use by this process. The last user removes the files."""
-        if self._user is None or os.getpid() != self._owner:
+        if self._user_lock is None or os.getpid() != self._owner:
             return
-        self._user.release()
+        self._user_lock.release()
         with contextlib.suppress(OSError):
-            if self._user.acquire(wait=False):
+            if self._user_lock.acquire(wait=False):
                 change = self._path.with_name(f"{self._path.name}.change")
-                for path in (self._path, change, self._filling.path, self._user.path):
+                for path in (self._path, change, self._filler_lock.path, self._user_lock.path):
                     path.unlink(missing_ok=True)
-                self._user.release()
+                self._user_lock.release()

@@ -23,8 +23,8 @@ _MEMORY_BYTES = 1 << 30
 class ShardFile:
     """A whole shard that is open for reading. It is closed when the last reference is gone."""
 
-    def __init__(self, shard: DataShard, file: int, *, cached: bool) -> None:
-        self.shard, self.file, self.cached = shard, file, cached
+    def __init__(self, shard: DataShard, file: int, *, is_cached: bool) -> None:
+        self.shard, self.file, self.is_cached = shard, file, is_cached
 
     def __del__(self) -> None:
         with contextlib.suppress(OSError):
@@ -39,8 +39,8 @@ class OpenShards:
         self._cached: OrderedDict[int, ShardFile] = OrderedDict()
         self._in_memory: OrderedDict[int, ShardFile] = OrderedDict()
         self._most_cached = limit_open_files(_OPEN_FILES, 4)
-        self.holders: list[Callable[[], None]] = []
-        """Functions that close shards kept open elsewhere. They are called if the process has too many open files."""
+        self.closers: list[Callable[[], None]] = []
+        """Functions that close shards which other objects keep open. They are called if too many files are open."""
         self._lock = threading.Lock()
         self._process = os.getpid()
 
@@ -54,9 +54,9 @@ class OpenShards:
         return None
 
     def keep(self, number: int, opened: ShardFile) -> ShardFile:
-        """Keep the shard open for later. Return it, or the file of another thread that was faster."""
+        """Keep the shard open for later. Return the shard, or the file that another thread has kept meanwhile."""
         with self._guard():
-            kept = self._cached if opened.cached else self._in_memory
+            kept = self._cached if opened.is_cached else self._in_memory
             if number in kept:
                 return kept[number]
             kept[number] = opened
@@ -70,16 +70,16 @@ class OpenShards:
         return sum(file.shard.size for file in self._in_memory.values())
 
     def forget(self, number: int) -> None:
-        """Do not use the file of this shard again."""
+        """Remove the file of this shard, so that the shard is opened again before its next use."""
         with self._guard():
             self._cached.pop(number, None)
             self._in_memory.pop(number, None)
 
     def close_idle(self) -> None:
-        """Close the cached shards that are kept open for later, here and in `holders`."""
+        """Close the cached shards that are kept open for later, here and in `closers`."""
         with self._guard():
             self._cached.clear()
-        for close in list(self.holders):
+        for close in list(self.closers):
             close()
 
     def clear(self) -> None:

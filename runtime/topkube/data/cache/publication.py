@@ -1,7 +1,7 @@
 """The publication of shards in a dataset's folder.
 
-A shard is written under a temporary name, hashed, synced, recorded and then renamed. So a file with its final name is
-whole.
+A shard is written under a temporary name, hashed, synced, recorded and then renamed. Therefore a file with its final
+name is whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from topkube.data.base.file_lock import FileLock
-from topkube.data.cache.shard_file import Received, digest
+from topkube.data.cache.shard_file import ReceivedChecksums, compute_digest
 from topkube.errors import StoreError
 from topkube.files import sync_directory
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from topkube.data.cache.dataset_folder import DatasetFolder
     from topkube.data.cache.disk_tier import Reservation
 
-Fill = Callable[[int], Received | None]
+Fill = Callable[[int], ReceivedChecksums | None]
+"""A function that writes a shard to a descriptor, and returns its checksums (see `DatasetFolder.publish`)."""
 
 
 def _ignore_step(step: str) -> None:
@@ -42,8 +43,8 @@ class ShardPublisher:
         """The reservations of files that are being written."""
 
     def publish(self, key: str, size: int, fill: Fill, samples: int, announce: Callable[[], object]) -> int:
-        """Do what `DatasetFolder.publish` describes."""
-        final = self._folder.shard_path(key)
+        """Write and publish a shard (see `DatasetFolder.publish`)."""
+        final = self._folder.get_shard_path(key)
         final.parent.mkdir(exist_ok=True)
         part = final.with_name(f".{key}.{uuid.uuid4().hex}.part")
         reservation = self._tier.reserve(max(size, 0), part, self._folder)
@@ -55,13 +56,13 @@ class ShardPublisher:
                 os.posix_fallocate(file, 0, size)
             step("created")
             self._growing[file] = reservation
-            received = fill(file) or Received()
+            received = fill(file) or ReceivedChecksums()
             step("filled")
             if size < 0:
                 size = os.fstat(file).st_size
             if os.fstat(file).st_size != size:
                 raise OSError(errno.EIO, f"{os.fstat(file).st_size} bytes were written instead of {size}")
-            hashed = received.digest or digest(file, size)
+            hashed = received.digest or compute_digest(file, size)
             if received.expected and hashed != received.expected:
                 raise StoreError(
                     f"the shard {key} has the digest {hashed}, its source has {received.expected}",
@@ -98,11 +99,12 @@ class ShardPublisher:
             raise FileNotFoundError(errno.ENOENT, "another process removed the shard", str(final))
         return reading
 
-    def is_published(self, file: int) -> bool:
-        """Return True if `publish` writes the file now."""
+    def is_being_published(self, file: int) -> bool:
+        """Return True while `publish` writes this file."""
         return file in self._growing
 
     def reserve_more(self, file: int, size: int) -> None:
-        """Reserve space for `size` bytes in the file that `publish` has passed to `fill`. Raises Full, OSError."""
+        """Increase the reserved space to `size` bytes in all, in the file that `publish` has passed to `fill`. Raises
+        Full, OSError."""
         self._tier.grow(self._growing[file], size, self._folder)
         os.posix_fallocate(file, 0, size)

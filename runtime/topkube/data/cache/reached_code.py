@@ -1,12 +1,14 @@
-"""Describes everything that a function reaches: its code, defaults, closures and globals, and what those reach.
+"""Describes everything that a function reaches: its code, defaults, closures and globals, and the objects they reach.
 
-Code of the user's project (files that do not belong to an installed library) is described by its content, a library by
-its name and version. Nothing is called or changed.
+Code of the user's project (files that do not belong to an installed library) is described by its content. A library is
+described by its name and version. No function of the user is called. Modules that a function imports when it runs are
+imported, which runs their top-level code.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dis
 import enum
 import functools
@@ -30,27 +32,27 @@ _PLAIN = (bool, int, float, complex, str, bytes, bytearray, range, slice, types.
 _SCRIPT = ("__main__", "__mp_main__")
 """The module name of the script, also in a spawned process."""
 _UNBOUNDED = ("globals", "locals", "vars", "eval", "exec", "__import__", "open", "input")
-"""Builtins with which code can reach objects that it does not name."""
+"""Builtin functions with which code can reach objects that it does not name."""
 _LIBRARIES = tuple(
     path for name in ("stdlib", "platstdlib", "purelib", "platlib") if (path := sysconfig.get_paths().get(name))
 )
-_OF_EVERY_CLASS = frozenset(
+_ATTRIBUTES_OF_EVERY_CLASS = frozenset(
     ("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__")
 )
 
 
 def describe(value: Any) -> list[str]:
     """Return texts that change whenever the behaviour of `value` (a function, class or constant) may change. Raises
-    DatasetError, which names the object that cannot be described."""
+    DatasetError with the name of an object that cannot be described."""
     return list(_Walk().describe(value, "decode"))
 
 
 class _Walk:
-    """A walk that visits every object once."""
+    """A walk over everything that an object reaches. It describes every object once."""
 
     def __init__(self) -> None:
         self._visited: dict[int, tuple[int, Any]] = {}
-        """By id: the number of the visit, and the object. Holding the object keeps its id from being reused."""
+        """For each id: the number of the visit, and the object. While the object is stored, its id cannot be reused."""
 
     def describe(self, value: Any, name: str) -> Iterator[str]:
         """Yield the parts of `value`, which the code calls `name`."""
@@ -66,9 +68,10 @@ class _Walk:
         yield from self._describe_compound(value, name)
 
     def _describe_compound(self, value: Any, name: str) -> Iterator[str]:
-        own = getattr(value, "fingerprint", None) if not isinstance(value, (type, types.ModuleType)) else None
-        if isinstance(own, str):
-            yield f"fingerprint {own}"
+        is_instance = not isinstance(value, (type, types.ModuleType))
+        fingerprint = getattr(value, "fingerprint", None) if is_instance else None
+        if isinstance(fingerprint, str):
+            yield f"fingerprint {fingerprint}"
         elif isinstance(value, (tuple, list)):
             yield f"{type(value).__name__} {len(value)}"
             for position, element in enumerate(value):
@@ -111,20 +114,19 @@ class _Walk:
 
     def _describe_installed(self, value: Any, name: str) -> Iterator[str]:
         """Describe a function of a library that is not written in Python."""
-        module, called = (
-            getattr(value, "__module__", None),
-            getattr(value, "__qualname__", getattr(value, "__name__", "")),
-        )
+        module = getattr(value, "__module__", None)
+        qualified_name = getattr(value, "__qualname__", getattr(value, "__name__", ""))
         if isinstance(value, np.ufunc):
             module = "numpy"
-        bound = getattr(value, "__self__", None)
-        if not callable(value) or not called or not (bound is None or isinstance(bound, (types.ModuleType, type))):
+        owner = getattr(value, "__self__", None)
+        belongs_to_instance = owner is not None and not isinstance(owner, (types.ModuleType, type))
+        if not callable(value) or not qualified_name or belongs_to_instance:
             raise _build_unknown_error(value, name)
-        if module is None and isinstance(bound, type):
-            module = bound.__module__
+        if module is None and isinstance(owner, type):
+            module = owner.__module__
         if not module or not _is_installed(module):
             raise _build_unknown_error(value, name)
-        yield f"{module}.{called} {_find_version(module)}"
+        yield f"{module}.{qualified_name} {_find_version(module)}"
 
     def _describe_function(self, function: types.FunctionType, name: str) -> Iterator[str]:
         if _is_installed(function.__module__ or ""):
@@ -175,17 +177,25 @@ class _Walk:
         if name.partition(".")[0] in sys.stdlib_module_names:
             return
         package = names.get("__package__") or ""
-        for called in dict.fromkeys((name, f"{package}.{name}".strip("."))):
+        for module_name in dict.fromkeys((name, f"{package}.{name}".strip("."))):
+            if not module_name:  # of `from . import`
+                continue
             try:
-                module = importlib.import_module(called)
+                module = importlib.import_module(module_name)
             except ImportError:
                 continue
-            yield from self._describe_module(module, called, code.co_names)
+            if not _is_installed(module.__name__):
+                _import_submodules(module, code.co_names)
+            yield from self._describe_module(module, module_name, code.co_names)
             return
-        raise _build_unknown_error(None, name)
+        raise DatasetError(
+            f"decode has no automatic fingerprint: it imports {name or '.'!r}, which cannot be imported here",
+            cause="the module is not installed, or its import fails",
+            next_step="install the module, or pass fingerprint='...' and change that text whenever decode changes",
+        )
 
     def _describe_module(self, module: types.ModuleType, name: str, named: tuple[str, ...]) -> Iterator[str]:
-        """Describe a library by its version, and another module by those of its attributes that the code names."""
+        """Describe a library by its version, and another module by the attributes in `named` that it has."""
         if _is_installed(module.__name__):
             yield f"{module.__name__} {_find_version(module.__name__)}"
             return
@@ -212,7 +222,7 @@ class _Walk:
         for base in kind.__bases__:
             yield from self.describe(base, base.__name__)
         for attribute, value in sorted(vars(kind).items()):
-            if attribute in _OF_EVERY_CLASS or attribute.startswith("_abc_"):
+            if attribute in _ATTRIBUTES_OF_EVERY_CLASS or attribute.startswith("_abc_"):
                 continue
             yield attribute
             if isinstance(value, (staticmethod, classmethod)):
@@ -226,11 +236,19 @@ class _Walk:
             yield from self.describe(value, f"{name}.{attribute}")
 
 
+def _import_submodules(package: types.ModuleType, names: tuple[str, ...]) -> None:
+    """Import the submodules of a package that have one of these names, as `from package import name` does."""
+    for name in names if hasattr(package, "__path__") else ():
+        if name not in vars(package):
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(f"{package.__name__}.{name}")
+
+
 @functools.cache
 def _is_installed(module: str) -> bool:
     """Return True if the module belongs to Python or to an installed library."""
     top = module.partition(".")[0]
-    if top in _SCRIPT:  # its file may be that of a launcher
+    if top in _SCRIPT:  # the file of this module may belong to a launcher
         return False
     if top in sys.stdlib_module_names or top == "topkube":
         return True

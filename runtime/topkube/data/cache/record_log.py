@@ -1,7 +1,7 @@
 """The index of a dataset's folder: a log with a record of 64 bytes for every published or removed shard.
 
-The log is read as one array, so a million records load in milliseconds. A torn or damaged record is ignored. The record
-is on disk before the shard gets its final name; the cache does not use a shard without a record.
+The log is read as one array, so a million records load in milliseconds. An incomplete or damaged record is ignored. The
+record of a shard is on disk before the shard gets its final name. The cache does not use a shard without a record.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RECORD = np.dtype(
 )
 assert RECORD.itemsize == 64
 PUBLISHED, REMOVED, INDEXED = 0x544B0001, 0x544B0002, 0x544B0003
-"""Kinds of records. INDEXED: the shard's sample index has `size` bytes; older versions of TopKube ignore it."""
+"""Kinds of records. INDEXED: the sample index of the shard has `size` bytes. Older versions of TopKube ignore it."""
 Records = npt.NDArray[Any]
 _SUMMED = RECORD.itemsize - 8
 
@@ -50,60 +50,62 @@ class RecordLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._seen: tuple[tuple[int, int], Records] | None = None
-        self._indexes: tuple[Records, int] | None = None
+        self._last_read: tuple[tuple[int, int], Records] | None = None
+        """The state (inode and size) of the file at the last read, and its records."""
+        self._index_bytes: tuple[Records, int] | None = None
+        """The last result of `sum_index_bytes`, and the records to which it belongs."""
 
-    def all(self) -> Records:
+    def read_all(self) -> Records:
         """Return every valid record, in order."""
         try:
             stat = os.stat(self.path)
         except FileNotFoundError:
             return np.empty(0, RECORD)
         state = (stat.st_ino, stat.st_size)
-        if self._seen is not None and self._seen[0] == state:
-            return self._seen[1]
+        if self._last_read is not None and self._last_read[0] == state:
+            return self._last_read[1]
         count = stat.st_size // RECORD.itemsize
         records: Records = np.memmap(self.path, RECORD, "r", shape=(count,)) if count else np.empty(0, RECORD)
-        good = (records["kind"] >= PUBLISHED) & (records["kind"] <= INDEXED)
-        if count <= 4096:  # in a large log the checksum is checked when a record is used
-            good &= np.fromiter((_is_valid(record) for record in records), bool, count)
-        if not good.all():
-            records = records[good]
-        self._seen = (state, records)
+        is_good = (records["kind"] >= PUBLISHED) & (records["kind"] <= INDEXED)
+        if count <= 4096:  # in a large log, the checksum of a record is compared when the record is used
+            is_good &= np.fromiter((_is_valid(record) for record in records), bool, count)
+        if not is_good.all():
+            records = records[is_good]
+        self._last_read = (state, records)
         return records
 
-    def live(self) -> Records:
+    def read_live(self) -> Records:
         """Return the newest record of every shard in the cache."""
         records = self._select_shard_records()
         removed = records["kind"] == REMOVED
         if not removed.any():
             return records
-        gone = np.isin(records["key"][:, 0], records["key"][removed, 0])
-        last: dict[bytes, int] = {}
-        for index in np.flatnonzero(gone):
-            last[records["key"][index].tobytes()] = int(index)
-        kept = [index for index in last.values() if records["kind"][index] == PUBLISHED]
-        return records[np.sort(np.concatenate((np.flatnonzero(~gone), np.array(kept, np.int64))))]
+        was_removed = np.isin(records["key"][:, 0], records["key"][removed, 0])  # and may be in the cache again
+        newest: dict[bytes, int] = {}
+        for index in np.flatnonzero(was_removed):
+            newest[records["key"][index].tobytes()] = int(index)
+        kept = [index for index in newest.values() if records["kind"][index] == PUBLISHED]
+        return records[np.sort(np.concatenate((np.flatnonzero(~was_removed), np.array(kept, np.int64))))]
 
-    def total(self) -> int:
+    def sum_shard_bytes(self) -> int:
         """Return the bytes of all shards in the cache."""
         return int(self._select_shard_records()["size"].sum())
 
     def sum_index_bytes(self) -> int:
         """Return the bytes of the sample indexes of all shards in the cache."""
-        records = self.all()
-        if self._indexes is None or self._indexes[0] is not records:
+        records = self.read_all()
+        if self._index_bytes is None or self._index_bytes[0] is not records:
             indexes = records[records["kind"] == INDEXED][::-1]
             if indexes.size:
                 _, last = np.unique(indexes["key"][:, 0], return_index=True)
                 indexes = indexes[last]
-                indexes = indexes[np.isin(indexes["key"][:, 0], self.live()["key"][:, 0])]
-            self._indexes = (records, int(indexes["size"].sum()))
-        return self._indexes[1]
+                indexes = indexes[np.isin(indexes["key"][:, 0], self.read_live()["key"][:, 0])]
+            self._index_bytes = (records, int(indexes["size"].sum()))
+        return self._index_bytes[1]
 
     def _select_shard_records(self) -> Records:
         """Return the records that publish or remove a shard."""
-        records = self.all()
+        records = self.read_all()
         indexes = records["kind"] == INDEXED
         return records[~indexes] if indexes.any() else records
 
@@ -118,7 +120,8 @@ class RecordLog:
         return records[at[-1]]
 
     def append(self, key: str, digest: str, size: int, samples: int = -1) -> None:
-        """Record that a shard of `size` bytes with the xxh3-128 `digest` is published. `samples`: -1 if not known."""
+        """Record that a shard of `size` bytes with the xxh3-128 `digest` is published. `samples`: the number of its
+        samples; -1 if it is unknown."""
         with FileLock(self.path):
             rows = []
             old = self.find(key)
@@ -126,8 +129,9 @@ class RecordLog:
                 rows.append(_build_row(REMOVED, key, "0" * 32, -int(old["size"])))
             self._write([*rows, _build_row(PUBLISHED, key, digest, size, samples)])
 
-    def note_index(self, key: str, size: int) -> None:
-        """Record the size of a shard's index. A crash may lose the record; then the index is created again."""
+    def append_index(self, key: str, size: int) -> None:
+        """Record the size of a shard's index. If the machine crashes, the record may be lost. Then the index is created
+        again."""
         with FileLock(self.path):
             self._write([_build_row(INDEXED, key, "0" * 32, size)], synced=False)
 
@@ -144,10 +148,10 @@ class RecordLog:
         file = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             end = os.fstat(file).st_size
-            end -= end % RECORD.itemsize  # overwrite the partial record of a killed writer
+            end -= end % RECORD.itemsize  # overwrites the incomplete record of a writer that was killed
             data = b"".join(rows)
             byte_count = os.pwrite(file, data, end)
-            if byte_count < len(data):  # the disk is full; readers ignore the partial record
+            if byte_count < len(data):  # the disk is full; readers ignore the incomplete record
                 raise OSError(28, "no room for an index record")
             if synced:
                 os.fsync(file)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from topkube.data.base.open_files import is_pressure, limit_open_files, too_many_files_error
+from topkube.data.base.open_files import build_too_many_files_error, is_files_pressure, limit_open_files
 from topkube.data.cache.early_groups import EarlyGroups
 from topkube.data.remote.listing import Longs, RemoteObject
 from topkube.data.remote.retry import Changed
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _FILES = 64
 _KEPT_BYTES = 512 << 20
-"""The most bytes of decoded row groups per process. A shuffle reads from many row groups in turn."""
+"""The most bytes of decoded row groups that a process keeps. A shuffled batch has rows of many row groups."""
 _FOOTER_BYTES = 64 << 10
 
 
@@ -71,8 +71,8 @@ def count_rows_of_file(file: int, name: str) -> int:
 
 
 class RowGroups:
-    """A reader of rows that decodes whole row groups. Threads may share it. `early`: read groups of Parquet shards
-    before their shard is in the cache, if that is possible (early_groups.py)."""
+    """A reader of rows that decodes whole row groups. Threads may share it. `early`: if possible, read groups of a
+    Parquet shard before the shard is in the cache (early_groups.py)."""
 
     def __init__(self, cache: ShardCache, *, early: bool = False) -> None:
         self._cache, self._arrow, self._process = cache, _import_arrow(), os.getpid()
@@ -83,8 +83,8 @@ class RowGroups:
         self._most_files = limit_open_files(_FILES, 8)
         self._lock = threading.Lock()
 
-    def _file(self, number: int) -> tuple[Any, Longs]:
-        """Return the open file of a shard, and the first row of each of its groups."""
+    def _open_file(self, number: int) -> tuple[Any, Longs]:
+        """Return the open file of a shard, and the first row of each of its groups, then the number of rows."""
         if number not in self._files:
             shard = self._cache.open_samples(number)
             # A new open file has its own position. Forks share the position of an inherited descriptor.
@@ -104,13 +104,13 @@ class RowGroups:
 
     @contextlib.contextmanager
     def _translate_errors(self, number: int) -> Iterator[None]:
-        """Replace errors of Arrow, and of Python for values that it cannot represent, by DatasetError with the name of
-        the shard."""
+        """Replace errors of Arrow, and errors of Python for values that it cannot represent, by DatasetError with the
+        name of the shard."""
         try:
             yield
         except (self._arrow.ArrowException, OSError, ValueError, TypeError, OverflowError) as error:
-            if isinstance(error, OSError) and is_pressure(error):
-                raise too_many_files_error() from None
+            if isinstance(error, OSError) and is_files_pressure(error):
+                raise build_too_many_files_error() from None
             name = self._cache.shards.listing.paths[self._cache.shards[number].start]
             raise DatasetError(f"{name} cannot be read: {error}", next_step="compare it with its source") from None
 
@@ -121,17 +121,17 @@ class RowGroups:
         return self._lock
 
     def close_files(self) -> None:
-        """Close all files unless a thread reads from them. Decoded groups stay."""
+        """Close all files unless a thread reads from them. Decoded groups are kept."""
         if self._lock.acquire(blocking=False):
             self._files.clear()
             self._lock.release()
 
-    def count(self, number: int) -> int:
+    def count_rows(self, number: int) -> int:
         """Return the number of rows of the shard."""
         with self._guard():
-            return int(self._file(number)[1][-1])
+            return int(self._open_file(number)[1][-1])
 
-    def _group(self, number: int, group: int) -> Any:
+    def _read_group(self, number: int, group: int) -> Any:
         """Return the row group as an Arrow table."""
         key = (number, group)
         if key not in self._groups:
@@ -140,7 +140,7 @@ class RowGroups:
                 with self._translate_errors(number):
                     table = early.read_group(number, group)
             if table is None:
-                file = self._file(number)[0]
+                file = self._open_file(number)[0]
                 with self._translate_errors(number):
                     table = file.read_row_group(group) if hasattr(file, "read_row_group") else file.get_batch(group)
             self._groups[key] = table
@@ -151,20 +151,21 @@ class RowGroups:
         return self._groups[key]
 
     def _find_early(self, number: int) -> EarlyGroups | None:
-        """Return the reader of groups of the shard if they are read before the shard is in the cache."""
+        """Return the reader of early groups if it can read groups of this shard now; else None."""
         early = self._early
         return early if early is not None and number not in self._files and early.can_read(number) else None
 
-    def _first_rows(self, number: int) -> Longs:
-        """Return the first row of each group of the shard, and the number of rows."""
+    def _find_first_rows(self, number: int) -> Longs:
+        """Return the first row of each group of the shard, then the number of rows: (groups + 1,)."""
         if (early := self._find_early(number)) is not None:
             with self._translate_errors(number):
                 if (first_rows := early.find_first_rows(number)) is not None:
                     return first_rows
-        return self._file(number)[1]
+        return self._open_file(number)[1]
 
     def verify_early(self) -> None:
-        """Compare the groups that were read early with the shards that are in the cache by now. Raises Changed."""
+        """Compare the groups that were read early with their shards, if the shards are in the cache now. Raises
+        Changed if a group differs."""
         if self._early is None:
             return
         with self._guard():
@@ -175,19 +176,19 @@ class RowGroups:
                 self._bytes = 0
                 raise
 
-    def rows(self, numbers: Longs, rows: Longs) -> list[dict[str, Any]]:
-        """Return row rows[i] of shard numbers[i] for every i, as dicts of columns. A group is decoded once for all its
-        rows."""
+    def read_rows(self, numbers: Longs, rows: Longs) -> list[dict[str, Any]]:
+        """Return row rows[i] of shard numbers[i] for every i, as dicts of columns. Each group is decoded once for all
+        rows that it has."""
         result: list[dict[str, Any]] = [{}] * rows.size
         self.verify_early()
         with self._guard():
             places: dict[tuple[int, int], list[tuple[int, int]]] = {}
             for at, (number, row) in enumerate(zip(numbers.tolist(), rows.tolist(), strict=True)):
-                starts = self._first_rows(number)
+                starts = self._find_first_rows(number)
                 group = int(np.searchsorted(starts, row, "right")) - 1
                 places.setdefault((number, group), []).append((at, row - int(starts[group])))
             for (number, group), wanted in places.items():
-                table = self._group(number, group)
+                table = self._read_group(number, group)
                 with self._translate_errors(number):
                     taken = table.take([row for _, row in wanted]).to_pylist()
                 for (at, _), row in zip(wanted, taken, strict=True):

@@ -1,4 +1,4 @@
-"""The reader of raw samples: it finds their shards and positions, and reads the bytes of many samples at once."""
+"""The reader of raw samples. It finds their shards and positions, and reads the bytes of many samples at once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from topkube.data.cache.early_samples import EarlySamples
 from topkube.data.cache.open_shards import ShardFile
 from topkube.data.cache.row_groups import RowGroups
 from topkube.data.cache.shard_cache import ShardCache
+from topkube.data.formats.checked_index import CheckedIndex
 from topkube.data.formats.sample_index import ABSENT, SampleIndex
 from topkube.data.remote.listing import Longs
 from topkube.errors import DatasetError, StoreError
@@ -28,7 +30,7 @@ NAME = "__key__"
 """The key of a tar sample's name."""
 _INDEXES = 64
 _HELD = 300
-"""The most shards that a reader keeps open."""
+"""The most shards that a reader holds open."""
 _TRIES = 4
 
 
@@ -40,9 +42,18 @@ class _HeldShards:
         self.descriptors = np.full(shards, -1, np.int32)
 
 
+class _SampleBytes(NamedTuple):
+    """The bytes of samples, one after the other, and the length of each. `early`: the indexes of the shards whose
+    samples were read before the shards were in the cache."""
+
+    data: npt.NDArray[np.uint8]
+    lengths: Longs
+    early: Mapping[int, SampleIndex] = MappingProxyType({})
+
+
 class SampleReader:
     """Reads the samples of a dataset. Shard i has `counts[i]` samples. `field`: read only this field of tar samples.
-    `early`: read samples before their shard is in the cache, if that is possible (early_samples.py)."""
+    `early`: if possible, read samples before their shard is in the cache (early_samples.py)."""
 
     def __init__(self, cache: ShardCache, counts: Longs, field: str | None = None, *, early: bool = False) -> None:
         self.cache = cache
@@ -53,17 +64,18 @@ class SampleReader:
         self._held = _HeldShards(counts.size)
         self._most_held = limit_open_files(_HELD, 4)
         close_held = weakref.WeakMethod(self._close_held)
-        cache.open_shards.holders.append(lambda: (method := close_held()) and method())
-        self._known = np.zeros(counts.size, bool)
+        cache.open_shards.closers.append(lambda: (method := close_held()) and method())
+        self._is_located = np.zeros(counts.size, bool)
+        """True for each shard whose samples have entries in `_offsets` and `_lengths`."""
         self._offsets = np.zeros(len(self), np.int64)
         self._lengths = np.zeros(len(self), np.int64)
-        self._early = EarlySamples(cache) if early and cache.shards.format == "files" else None
+        self._early = EarlySamples(cache) if early and cache.shards.format in ("files", "tar") else None
         self._row_groups = RowGroups(cache, early=early) if cache.shards.format in ("parquet", "arrow") else None
         self._lock = threading.Lock()
         self._process = os.getpid()
 
     def _close_held(self) -> None:
-        """Forget the open shards. They are closed when reads in progress end."""
+        """Stop holding shards open. A shard is closed when the last read that uses it ends."""
         self._held = _HeldShards(len(self.cache.shards))
         if self._row_groups is not None:
             self._row_groups.close_files()
@@ -76,41 +88,45 @@ class SampleReader:
         return np.searchsorted(self.starts, indices, "right") - 1
 
     def _locate_samples(self, number: int) -> None:
-        """Load the offsets and lengths of the shard's samples, or of their `field`."""
-        if self._known[number]:
+        """Load the offsets and lengths of the shard's samples, or of the field of each sample that is read."""
+        if self._is_located[number]:
             return
-        index = self._index(number)
+        index = self._load_index(number)
         first, last = int(self.starts[number]), int(self.starts[number + 1])
         if len(index) != last - first:
             raise DatasetError(
-                f"{self._object(number)} has {len(index)} samples, but {last - first} in the manifest",
+                f"{self._get_path(number)} has {len(index)} samples, but {last - first} in the manifest",
                 cause="the shard was written again after its manifest",
                 next_step="write the manifest again (`topkube cache manifest`)",
             )
-        if self._field is None or index.fields == ("",):
-            offsets, lengths = index.offsets, index.sizes
-        else:
-            try:
-                column = index.fields.index(self._field)
-            except ValueError:
-                raise DatasetError(
-                    f"{self._object(number)} has no field {self._field!r}",
-                    cause=f"the fields of its samples are {', '.join(index.fields)}",
-                    next_step="use one of these fields",
-                ) from None
-            lengths = index.lengths[:, column]
-            if (lengths == ABSENT).any():
-                missing = index.names[int(np.argmax(lengths == ABSENT))]
-                raise DatasetError(f"{missing!r} in {self._object(number)} has no field {self._field!r}")
-            offsets = index.offsets + index.starts[:, column]
-        self._offsets[first:last], self._lengths[first:last] = offsets, lengths
-        self._known[number] = True
+        starts, lengths = self._find_fields(number, index)
+        self._offsets[first:last], self._lengths[first:last] = index.offsets + starts, lengths
+        self._is_located[number] = True
 
-    def _index(self, number: int) -> SampleIndex:
+    def _find_fields(self, number: int, index: SampleIndex) -> tuple[Longs | int, Longs]:
+        """Return the start of the field in each sample of the shard, and the lengths of the fields. If whole samples
+        are read, return 0 and the lengths of the samples."""
+        if self._field is None or index.fields == ("",):
+            return 0, index.sizes
+        try:
+            column = index.fields.index(self._field)
+        except ValueError:
+            raise DatasetError(
+                f"{self._get_path(number)} has no field {self._field!r}",
+                cause=f"the fields of its samples are {', '.join(index.fields)}",
+                next_step="use one of these fields",
+            ) from None
+        lengths = index.lengths[:, column]
+        if (lengths == ABSENT).any():
+            missing = index.names[int(np.argmax(lengths == ABSENT))]
+            raise DatasetError(f"{missing!r} in {self._get_path(number)} has no field {self._field!r}")
+        return index.starts[:, column], lengths
+
+    def _load_index(self, number: int) -> SampleIndex:
         with self._guard():
             index = self._indexes.get(number)
         if index is None:
-            index = self.cache.index(number)
+            index = self.cache.load_index(number)
             with self._guard():
                 self._indexes[number] = index
                 while len(self._indexes) > _INDEXES:
@@ -122,64 +138,80 @@ class SampleReader:
             self._process, self._lock = os.getpid(), threading.Lock()
         return self._lock
 
-    def _object(self, number: int) -> str:
+    def _get_path(self, number: int) -> str:
         return self.cache.shards.listing.paths[self.cache.shards[number].start]
 
-    def read(self, indices: Longs) -> tuple[npt.NDArray[np.uint8], Longs]:
-        """Return the bytes of the samples, one after the other, and the length of each sample. Raises StoreError."""
+    def _read_all(self, indices: Longs) -> _SampleBytes:
+        """Return the bytes of the samples. Raises StoreError."""
         numbers = self.find_shards(indices)
         self.cache.counters.add("disk_requests", indices.size)
         if self._early is not None:
             self._early.verify()
-            is_early = self._find_early(numbers)
-            if is_early.any() and (read := self._read_partly_early(indices, numbers, is_early)) is not None:
+            indexes = self._find_early(indices, numbers)
+            if indexes and (read := self._read_partly_early(indices, numbers, indexes)) is not None:
                 return read
-        return self._read_from_shards(indices, numbers)
+        return _SampleBytes(*self._read_from_shards(indices, numbers))
 
-    def _find_early(self, numbers: Longs) -> npt.NDArray[np.bool_]:
-        """Return, for each sample of these shards, True if it is read before its shard is in the cache."""
+    def _find_early(self, indices: Longs, numbers: Longs) -> dict[int, CheckedIndex]:
+        """Return the indexes of the shards whose samples are read before the shards are in the cache."""
         assert self._early is not None
         is_open = self._held.descriptors.take(numbers) >= 0
-        early = [number for number in np.unique(numbers[~is_open]).tolist() if self._early.can_read(number)]
-        return np.isin(numbers, early)
+        wanted = {
+            number: np.unique(indices[numbers == number]) - self.starts[number]
+            for number in np.unique(numbers[~is_open]).tolist()
+        }
+        return self._early.load_indexes(wanted) if wanted else {}
 
     def _read_partly_early(
-        self, indices: Longs, numbers: Longs, is_early: npt.NDArray[np.bool_]
-    ) -> tuple[npt.NDArray[np.uint8], Longs] | None:
-        """Read some of these samples before their shards are in the cache. Return None if that is not possible."""
+        self, indices: Longs, numbers: Longs, indexes: Mapping[int, CheckedIndex]
+    ) -> _SampleBytes | None:
+        """Read the samples of the shards in `indexes` before these shards are in the cache, and the other samples from
+        their shards. Return None if that is not possible."""
         assert self._early is not None
-        for number in np.unique(numbers[is_early]).tolist():
-            self._locate_samples(number)
-        whole = np.flatnonzero(~is_early)
-        data, whole_lengths = self._read_from_shards(indices[whole], numbers[whole])
-        lengths = self._lengths.take(indices)
-        ends = np.cumsum(lengths)
-        starts, out = ends - lengths, np.empty(int(ends[-1]), np.uint8)
-        early = np.flatnonzero(is_early)
-        positions = indices[early] - self.starts[numbers[early]]
-        if not self._early.read(numbers[early], positions, starts[early], out):
+        is_early = np.isin(numbers, list(indexes))
+        early, whole = np.flatnonzero(is_early), np.flatnonzero(~is_early)
+        starts, lengths, sizes = np.zeros((3, indices.size), np.int64)
+        for number, checked in indexes.items():
+            places = np.flatnonzero(numbers == number)
+            positions = indices[places] - self.starts[number]
+            field_starts, field_lengths = self._find_fields(number, checked.index)
+            starts[places] = np.broadcast_to(field_starts, field_lengths.shape)[positions]
+            lengths[places], sizes[places] = field_lengths[positions], checked.index.sizes[positions]
+        regions = np.empty(int(sizes.sum()), np.uint8)
+        region_starts = np.cumsum(sizes) - sizes
+        if not self._early.read(
+            indexes, numbers[early], indices[early] - self.starts[numbers[early]], region_starts[early], regions
+        ):
             return None
         self.cache.counters.add("disk_misses", early.size)
+        data, lengths[whole] = self._read_from_shards(indices[whole], numbers[whole])
+        ends = np.cumsum(lengths)
+        out = np.empty(int(ends[-1]), np.uint8)
+        for place in early.tolist():
+            first = int(region_starts[place] + starts[place])
+            out[ends[place] - lengths[place] : ends[place]] = regions[first : first + int(lengths[place])]
         at = 0
-        for place, length in zip(whole.tolist(), whole_lengths.tolist(), strict=True):
-            out[starts[place] : starts[place] + length] = data[at : at + length]
-            at += length
-        return out, lengths
+        for place in whole.tolist():
+            out[ends[place] - lengths[place] : ends[place]] = data[at : at + int(lengths[place])]
+            at += int(lengths[place])
+        return _SampleBytes(out, lengths, {number: checked.index for number, checked in indexes.items()})
 
     def verify_early(self) -> None:
-        """Compare the samples that were read early with the shards that are in the cache by now. Raises Changed."""
+        """Compare the samples that were read early with their shards, if the shards are in the cache now. Raises
+        Changed if a sample differs."""
         if self._early is not None:
             self._early.verify()
         if self._row_groups is not None:
             self._row_groups.verify_early()
 
     def _read_held(self, indices: Longs, length: int) -> npt.NDArray[np.uint8] | None:
-        """Return the bytes of samples whose shards this reader holds open, in one pass. None if a shard is not open, or
-        if a sample has another length or cannot be read; then `read` opens the shard or raises the error."""
-        if self._early is not None and self._early.is_waiting:
+        """Return the bytes of samples whose shards this reader holds open, in one pass. Return None if a shard is not
+        open, or if a sample has another length or cannot be read. Then `_read_all` opens the shard or raises the
+        error."""
+        if self._early is not None and self._early.has_unverified:
             return None
         held = self._held  # this reference keeps the files open until the read ends
-        out = self._buffers.bytes(indices.size * length)
+        out = self._buffers.take(indices.size * length)
         if not _kernels.gather_samples(
             self.starts, held.descriptors, self._offsets, self._lengths, np.ascontiguousarray(indices), length, out
         ):
@@ -189,6 +221,7 @@ class SampleReader:
         return out
 
     def _read_from_shards(self, indices: Longs, numbers: Longs) -> tuple[npt.NDArray[np.uint8], Longs]:
+        """Return the bytes of the samples, one after the other, and the length of each."""
         most = self._most_held
         if indices.size <= most or np.unique(numbers).size <= most:
             return self._read(indices, numbers)
@@ -196,22 +229,22 @@ class SampleReader:
         return np.concatenate([data for data, _ in parts]), np.concatenate([lengths for _, lengths in parts])
 
     def _read(self, indices: Longs, numbers: Longs) -> tuple[npt.NDArray[np.uint8], Longs]:
-        """Read samples whose shards may all be open at the same time."""
+        """Read samples of so few shards that all of them can be open at the same time."""
         counters = self.cache.counters
-        for turn in range(_TRIES):
+        for attempt in range(_TRIES):
             held = self._held  # this reference keeps the files open until the read ends
             opened = held.descriptors.take(numbers)
             if opened.size and opened.min() < 0:
-                held = self._open_shards(held, numbers, count_misses=turn == 0)
+                held = self._open_shards(held, numbers, count_misses=attempt == 0)
                 opened = held.descriptors.take(numbers)
             lengths = self._lengths.take(indices)
             total = int(lengths.sum())
-            out = self._buffers.bytes(total)
-            done, error = _kernels.gather_files(opened, self._offsets.take(indices), lengths, out)
-            if done == indices.size:
+            out = self._buffers.take(total)
+            read_count, error = _kernels.gather_files(opened, self._offsets.take(indices), lengths, out)
+            if read_count == indices.size:
                 counters.add("disk_bytes", total)
                 return out, lengths
-            self.cache.report_lost(int(numbers[done]), error)
+            self.cache.report_lost(int(numbers[read_count]), error)
             self._held = _HeldShards(len(self.cache.shards))
         raise StoreError(
             f"a shard of {self.cache.shards.uri} could not be read {_TRIES} times in a row",
@@ -220,41 +253,42 @@ class SampleReader:
         )
 
     def _open_shards(self, held: _HeldShards, numbers: Longs, *, count_misses: bool) -> _HeldShards:
-        """Open those of these shards that are not in `held`. Return the object that holds all of them."""
+        """Open the shards that are not in `held`. Return the object that holds all of these shards."""
         unique = np.unique(numbers)
         if len(held.files) + unique.size > self._most_held:  # other threads may be reading from the old object
             held = self._held = _HeldShards(len(self.cache.shards))
         for number in unique.tolist():
             if number in held.files:
                 continue
-            missed = count_misses and not self.cache.has_samples(number)
+            is_miss = count_misses and not self.cache.has_samples(number)
             file = self.cache.open_samples(number)
-            if missed:
+            if is_miss:
                 self.cache.counters.add("disk_misses", int((numbers == number).sum()))
             self._locate_samples(number)
             with self._guard():  # another thread may have opened the shard and be reading from it
                 if number not in held.files:
                     held.files[number] = file
                     held.descriptors[number] = file.file
-            if not file.cached:  # do not keep a shard in memory for long
+            if not file.is_cached:  # do not keep a shard in memory for long
                 self._held = _HeldShards(len(self.cache.shards))
         return held
 
-    def samples(self, indices: Longs) -> list[Any]:
+    def read_samples(self, indices: Longs) -> list[Any]:
         """Return raw samples: the bytes of a file, a dict of the fields of a tar sample (with its name as `__key__`),
         or a dict of the columns of a row."""
         if self._row_groups is not None:
             numbers = self.find_shards(indices)
             self.cache.counters.add("disk_requests", indices.size)
-            return self._row_groups.rows(numbers, indices - self.starts[numbers])
-        data, lengths = self.read(indices)
+            return self._row_groups.read_rows(numbers, indices - self.starts[numbers])
+        data, lengths, early = self._read_all(indices)
         view, ends = data.data, np.cumsum(lengths)
         regions = [view[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
         if self.cache.shards.format == "files":
             return [bytes(region) for region in regions]
         samples = []
         for region, index, number in zip(regions, indices.tolist(), self.find_shards(indices).tolist(), strict=True):
-            shard, at = self._index(number), index - int(self.starts[number])
+            shard = early[number] if number in early else self._load_index(number)
+            at = index - int(self.starts[number])
             sample: dict[str, Any] = {NAME: shard.names[at]}
             for field, start, length in zip(
                 shard.fields, shard.starts[at].tolist(), shard.lengths[at].tolist(), strict=True
@@ -264,18 +298,19 @@ class SampleReader:
             samples.append(sample)
         return samples
 
-    def arrays(self, indices: Longs, decode: ArrayOf) -> Batch:
-        """Return samples that `decode` has decoded at once. The field of `decode` must be that of this reader."""
-        if (held := self._read_held(indices, decode.record_bytes)) is not None:
-            return decode.decode_many(held, indices.size)
-        data, lengths = self.read(indices)
+    def read_arrays(self, indices: Longs, decode: ArrayOf) -> Batch:
+        """Return samples that `decode` decodes as one batch. `decode` must have the same field as this reader."""
+        if (held_bytes := self._read_held(indices, decode.record_bytes)) is not None:
+            return decode.decode_many(held_bytes, indices.size)
+        data, lengths, _ = self._read_all(indices)
         if (lengths != decode.record_bytes).any():
             raise decode.size_error(int(lengths[lengths != decode.record_bytes][0]))
         return decode.decode_many(data, indices.size)
 
 
 def convert_indices(indices: Sequence[int] | Longs, count: int) -> Longs:
-    """Return sample numbers as an array; negative numbers count from the end. Raises IndexError."""
+    """Return the numbers of samples as an array without negative numbers, which count from the end of the `count`
+    samples. Raises IndexError."""
     array = np.asarray(indices, np.int64)
     if array.size and (array.min() < -count or array.max() >= count):
         raise IndexError(f"sample {array.max() if array.max() >= count else array.min()} of {count}")

@@ -1,10 +1,11 @@
-"""The cache of one dataset. A shard comes from the disk tier; a missing shard is fetched from the remote into the tier,
-or into memory if the tier takes no more shards. The readers see no difference except in time.
+"""The cache of one dataset. A shard comes from the disk tier. A missing shard is fetched from the remote into the tier,
+or into memory if the tier takes no more shards. Readers get the same bytes in all cases.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import time
@@ -13,7 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from topkube.data.base.open_files import FilesPressure, is_pressure, too_many_files_error
+import numpy as np
+
+from topkube.data.base.open_files import FilesPressure, build_too_many_files_error, is_files_pressure
 from topkube.data.base.shared_counters import CacheCounters
 from topkube.data.cache.cached_shards import CachedShards
 from topkube.data.cache.dataset_folder import DatasetFolder
@@ -21,7 +24,7 @@ from topkube.data.cache.disk_tier import DiskLimits, DiskTier, Full
 from topkube.data.cache.node_state import DROPPED, OPEN, NodeState
 from topkube.data.cache.open_shards import OpenShards, ShardFile
 from topkube.data.cache.record_log import read_hash
-from topkube.data.cache.shard_file import ArrivingShard, Received, ShardWriter, digest
+from topkube.data.cache.shard_file import ArrivingShard, ReceivedChecksums, ShardWriter, compute_digest
 from topkube.data.cache.stored_index import read_index
 from topkube.data.formats.compression import decompress
 from topkube.data.formats.sample_index import SampleIndex, index_files
@@ -30,11 +33,13 @@ from topkube.data.formats.tar import index_tar
 from topkube.data.remote.object_store import ObjectStore
 from topkube.errors import DatasetError
 
-ShardSource = Callable[[DataShard, int], Received]
-"""A function that writes a shard's bytes to a descriptor, from the remote or from another node, and returns their
-checksums."""
+ShardSource = Callable[[DataShard, int], ReceivedChecksums]
+"""A function that writes the bytes of a shard to a descriptor and returns their checksums. The bytes come from the
+remote or from another node."""
 _RESERVED_AT_ONCE = 64 << 20
 """The bytes that are reserved at once for a shard that is being decompressed."""
+_ASSEMBLED_BYTES = 16 << 20
+"""A group of files of at most this size is assembled in memory before it is written."""
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.005, 0.02
 _TRIES = 4
 
@@ -59,7 +64,7 @@ class ShardCache:
         self.stall_seconds = stall_seconds
         self.open_shards = OpenShards()
         self.is_exchanged = False
-        """True if other nodes may read shards while they arrive."""
+        """True if shards are sent to other nodes while they arrive."""
         self._arriving: dict[int, ArrivingShard] = {}
         self._cached = CachedShards(shards, tier, node_state, counters)
 
@@ -81,27 +86,28 @@ class ShardCache:
         return self._open(self.shards[number], source)
 
     def open_samples(self, number: int, source: ShardSource | None = None) -> ShardFile:
-        """Open the file from which the samples of the shard are read: like `open`, but decompressed."""
-        return self._open(self.shards.samples_shard(number), source)
+        """Open the shard as `open` does, but decompressed: the samples are read from the result."""
+        return self._open(self.shards.get_samples_shard(number), source)
 
     def _open(self, shard: DataShard, source: ShardSource | None) -> ShardFile:
+        """Return the shard if this process has it open; otherwise open it and keep it open."""
         return self.open_shards.find(shard.number) or self.open_shards.keep(
             shard.number, self._open_with_retries(shard, source)
         )
 
     def _open_with_retries(self, shard: DataShard, source: ShardSource | None) -> ShardFile:
-        for turn in range(_TRIES):
+        for attempt in range(_TRIES):
             try:
                 return self._cached.open(shard) or self._fetch_or_wait(shard, source)
             except FilesPressure:
                 self.open_shards.close_idle()
-                time.sleep(_POLL_SECONDS * turn)  # other threads may close files meanwhile
-        raise too_many_files_error()
+                time.sleep(_POLL_SECONDS * attempt)  # other threads may close files meanwhile
+        raise build_too_many_files_error()
 
     def report_lost(self, number: int, error: int) -> None:
-        """Report that an open shard could not be read: `error` is the errno, 0 if the file is too short. The next
-        `open` verifies the shard again, or reads it from the remote."""
-        number = self.shards.samples_shard(number).number
+        """Report that an open shard could not be read. `error`: the errno; 0 if the file is too short. The next `open`
+        verifies the shard again, or reads it from the remote."""
+        number = self.shards.get_samples_shard(number).number
         self.open_shards.forget(number)
         self.node_state.clear_verified(number)
         if error:
@@ -109,43 +115,44 @@ class ShardCache:
 
     def has(self, number: int) -> bool:
         """Return True if the disk tier has the shard as it is stored."""
-        return self._cached.has(self.shards.key(number))
+        return self._cached.has(self.shards.compute_key(number))
 
     def has_samples(self, number: int) -> bool:
         """Return True if the disk tier has the file from which the samples of the shard are read."""
-        return self._cached.has(self.shards.samples_shard(number).key)
+        return self._cached.has(self.shards.get_samples_shard(number).key)
 
     def _fetch_or_wait(self, shard: DataShard, source: ShardSource | None) -> ShardFile:
         """Fetch the shard, or wait for another process that fetches it. This process takes over if there was no
         progress for `stall_seconds`."""
         begun = progress_time = time.monotonic()
         progress = self.node_state.progress
-        waited, pause = False, _POLL_SECONDS
+        has_waited, pause = False, _POLL_SECONDS
         while self.folder is not None and self.state == OPEN:
             now = time.monotonic()
             if self.node_state.progress != progress:
                 progress, progress_time = self.node_state.progress, now
-            late = now - progress_time > self.stall_seconds
-            lock = self.folder.lock(shard.key)
+            is_stalled = now - progress_time > self.stall_seconds
+            lock = self.folder.get_lock(shard.key)
             try:
                 # Readers leave shards to the fillers of this node, if there are fillers and they make progress.
-                has_lock = (source is not None or not self.node_state.fillers or late) and lock.acquire(wait=False)
+                may_fetch = source is not None or not self.node_state.filler_count or is_stalled
+                has_lock = may_fetch and lock.acquire(wait=False)
             except OSError as error:
                 self._cached.handle_volume_error(error)
                 break
-            if has_lock or late:
+            if has_lock or is_stalled:
                 try:
                     if opened := self._cached.open(shard):
                         return opened
-                    if waited:
-                        self.counters.add("takeovers", late)
+                    if has_waited:
+                        self.counters.add("takeovers", is_stalled)
                     opened = self._fetch_to_tier(shard, source)
                     if opened is not None:
                         return opened
                     break
                 finally:
                     lock.release()
-            waited, pause = True, min(pause * 1.2, _LONGEST_POLL_SECONDS)
+            has_waited, pause = True, min(pause * 1.2, _LONGEST_POLL_SECONDS)
             time.sleep(pause)
             if opened := self._cached.open(shard):
                 self.counters.add("waits_seconds", time.monotonic() - begun)
@@ -158,26 +165,26 @@ class ShardCache:
 
         indexes: list[SampleIndex] = []
 
-        def fill(file: int) -> Received:
+        def fill(file: int) -> ReceivedChecksums:
             received = self._fill(shard, file, source)
-            if self.shards.format == "tar" and shard.number == self._samples_number(shard):
+            if self.shards.format == "tar" and shard.number == self._find_samples_number(shard):
                 indexes[:] = [self._read_index(shard, file)]  # a shard that cannot be read by sample is not cached
             return received
 
-        before, begun = self.folder.evictions, time.monotonic()
+        old_evictions, begun = self.folder.evictions, time.monotonic()
 
-        def announce() -> None:  # a process that waits for the shard opens it at once, and need not read it again
+        def announce() -> None:  # a process that waits for the shard opens it at once, without another verification
             self.node_state.set_verified(shard.number, begun)
 
-        for turn in range(2):
+        for attempt in range(2):
             try:
                 file = self.folder.publish(shard.key, shard.size, fill, announce=announce)
             except FileNotFoundError:  # another process removed the dataset
-                if turn or not self._cached.make_folder_again():
+                if attempt or not self._cached.make_folder_again():
                     return None
                 continue
             except Full as error:
-                if turn == 0 and self._cached.evict_outdated():
+                if attempt == 0 and self._cached.evict_outdated():
                     continue
                 self._cached.handle_volume_error(error)
                 return None
@@ -187,8 +194,8 @@ class ShardCache:
             with contextlib.suppress(OSError):
                 for index in indexes:
                     self.folder.keep_index(shard.key, index)
-            self.counters.add("evictions", self.folder.evictions - before)
-            return ShardFile(shard, file, cached=True)
+            self.counters.add("evictions", self.folder.evictions - old_evictions)
+            return ShardFile(shard, file, is_cached=True)
         return None
 
     def _fetch_to_memory(self, shard: DataShard, source: ShardSource | None) -> ShardFile:
@@ -196,42 +203,44 @@ class ShardCache:
         try:
             file = os.memfd_create(f"topkube-{shard.key}", os.MFD_CLOEXEC)
         except OSError as error:
-            if is_pressure(error):
+            if is_files_pressure(error):
                 raise FilesPressure from error
             raise
-        opened = ShardFile(shard, file, cached=False)
+        opened = ShardFile(shard, file, is_cached=False)
         self._fill(shard, opened.file, source)
         opened.shard = replace(shard, size=os.fstat(file).st_size)
         return opened
 
-    def _samples_number(self, shard: DataShard) -> int:
-        return self.shards.samples_shard(shard.number % len(self.shards)).number
+    def _find_samples_number(self, shard: DataShard) -> int:
+        """Return the number of the shard from which the samples of this shard are read."""
+        return self.shards.get_samples_shard(shard.number % len(self.shards)).number
 
-    def _fill(self, shard: DataShard, file: int, source: ShardSource | None) -> Received:
+    def _fill(self, shard: DataShard, file: int, source: ShardSource | None) -> ReceivedChecksums:
         """Write the bytes of the shard to the descriptor: from the source, or decompressed from the cached shard."""
         if self.shards.is_decompressed(shard):
             return self._decompress(shard, file, source)
         with self._time_fetch():
             return (source or self.fetch_from_store)(shard, file)
 
-    def _decompress(self, shard: DataShard, file: int, source: ShardSource | None) -> Received:
+    def _decompress(self, shard: DataShard, file: int, source: ShardSource | None) -> ReceivedChecksums:
         """Write the decompressed bytes of the cached shard to the descriptor. If the cached shard was damaged after its
         last verification, it is fetched again."""
         number = shard.number - len(self.shards)
-        for turn in range(2):
+        for attempt in range(2):
             compressed = self.open(number, source or self.fetch_from_store)
             try:
                 return self._decompress_file(compressed, file)
             except DatasetError:
-                if turn or not compressed.cached or self._cached.is_good(compressed.shard, compressed.file):
+                if attempt or not compressed.is_cached or self._cached.is_good(compressed.shard, compressed.file):
                     raise
                 self.open_shards.forget(number)
                 self.node_state.clear_verified(number)
         raise AssertionError
 
-    def _decompress_file(self, compressed: ShardFile, file: int) -> Received:
+    def _decompress_file(self, compressed: ShardFile, file: int) -> ReceivedChecksums:
         shard = compressed.shard
-        reserved = -1 if self.folder is not None and self.folder.is_published(file) else None
+        in_tier = self.folder is not None and self.folder.is_being_published(file)
+        reserved = -1 if in_tier else None
         with ShardWriter(file) as writer:
 
             def write(offset: int, data: Any) -> None:
@@ -247,12 +256,12 @@ class ShardCache:
             size = decompress(
                 compressed.file,
                 shard.size,
-                self.shards.compression(shard.number),
+                self.shards.find_compression(shard.number),
                 self.shards.listing.paths[shard.start],
                 write,
             )
             os.ftruncate(file, size)
-            return Received(digest=writer.digest(size))
+            return ReceivedChecksums(digest=writer.compute_digest(size))
 
     @contextlib.contextmanager
     def _time_fetch(self) -> Iterator[None]:
@@ -261,32 +270,38 @@ class ShardCache:
         self.counters.add("fetches")
         self.counters.add("fetch_seconds", time.monotonic() - start)
 
-    def fetch_from_store(self, shard: DataShard, file: int) -> Received:
-        """Fetch the shard's bytes from the remote. The manifest may have a checksum if the shard is one object."""
+    def fetch_from_store(self, shard: DataShard, file: int) -> ReceivedChecksums:
+        """Fetch the bytes of the shard from the remote, and write them to the descriptor. Return their checksums."""
 
         def progress(count: int) -> None:
             self.node_state.advance(count)
             self.counters.add("remote_bytes", count)
 
-        objects = self.shards.objects(shard)
+        objects = self.shards.list_objects(shard)
         with ShardWriter(file) as writer:
             if len(objects) == 1:
-                with self._show(shard, file, writer) as arriving:
+                with self._announce_arrival(shard, file, writer) as arriving:
                     self.store.fetch(objects[0], writer.write, progress=progress)
-                    received = Received(objects[0].checksum, writer.digest(shard.size))
+                    received = ReceivedChecksums(objects[0].checksum, writer.compute_digest(shard.size))
                     if arriving is not None:
                         arriving.digest = received.digest
                     return received
-            ends, offsets = 0, []
-            for remote_object in objects:
-                offsets.append(ends)
-                ends += remote_object.size
-            self.store.fetch_many(objects, offsets, writer.write, progress)
-            return Received(digest=writer.digest(shard.size))
+            offsets = [0, *itertools.accumulate(remote_object.size for remote_object in objects)][:-1]
+            if shard.size > _ASSEMBLED_BYTES:
+                self.store.fetch_many(objects, offsets, writer.write, progress)
+            else:  # files arrive in any order; one large write is faster than a write per file, also for later readers
+                whole = np.empty(shard.size, np.uint8).data
+
+                def assemble(offset: int, data: Any) -> None:
+                    whole[offset : offset + len(data)] = data
+
+                self.store.fetch_many(objects, offsets, assemble, progress)
+                writer.write(0, whole)
+            return ReceivedChecksums(digest=writer.compute_digest(shard.size))
 
     @contextlib.contextmanager
-    def _show(self, shard: DataShard, file: int, writer: ShardWriter) -> Iterator[ArrivingShard | None]:
-        """Let other threads read the shard while it arrives."""
+    def _announce_arrival(self, shard: DataShard, file: int, writer: ShardWriter) -> Iterator[ArrivingShard | None]:
+        """Within this context, other threads can read the shard while it arrives (`find_arriving`)."""
         arriving = None
         if self.is_exchanged:
             with contextlib.suppress(OSError):  # too many open files: other nodes wait for the whole shard
@@ -300,28 +315,28 @@ class ShardCache:
                     del self._arriving[shard.number]
 
     def find_arriving(self, number: int) -> ArrivingShard | None:
-        """Return the shard if this process is fetching it from the remote."""
+        """Return the shard if this process is fetching it from the remote; else None."""
         return self._arriving.get(number)
 
-    def digest(self, opened: ShardFile) -> str:
-        """Return the xxh3-128 of an open shard: that of its record, else that of its bytes."""
-        if opened.cached and self.folder is not None:
+    def find_digest(self, opened: ShardFile) -> str:
+        """Return the xxh3-128 of an open shard: from its record if there is a record, else computed from its bytes."""
+        if opened.is_cached and self.folder is not None:
             record = self.folder.log.find(opened.shard.key)
             if record is not None:
                 return read_hash(record)
-        return digest(opened.file, opened.shard.size)
+        return compute_digest(opened.file, opened.shard.size)
 
     # ---- samples
 
-    def index(self, number: int) -> SampleIndex:
+    def load_index(self, number: int) -> SampleIndex:
         """Return the positions of the shard's samples. Raises DatasetError for a damaged or unsafe shard."""
-        shard = self.shards.samples_shard(number)
+        shard = self.shards.get_samples_shard(number)
         if self.shards.format == "files":
             return self._read_index(shard, -1)
         if (
             self.folder is not None
             and self.state != DROPPED
-            and (stored := read_index(self.folder.index_path(shard.key)))
+            and (stored := read_index(self.folder.get_index_path(shard.key)))
         ):
             return stored
         opened = self.open_samples(number)  # this reference keeps the file open if another thread replaces it
@@ -351,8 +366,8 @@ class ShardCache:
 
 
 def open_tier(directory: Path, limits: DiskLimits, sharing: str = "auto") -> DiskTier | None:
-    """Open the disk tier. Return None, with a warning, if its volume cannot be used. Raises CacheError if the directory
-    is used for something else."""
+    """Open the disk tier. If its volume cannot be used, print a warning and return None. Raises CacheError if another
+    program uses the directory."""
     try:
         return DiskTier(directory, limits, sharing)
     except OSError as error:

@@ -18,7 +18,7 @@ _RULES = 2
 def pack_index(index: SampleIndex) -> bytes:
     """Return the stored form of the index: its checksum, then its columns."""
     buffer = io.BytesIO()
-    np.savez(buffer, allow_pickle=False, **index.columns())
+    np.savez(buffer, allow_pickle=False, **index.to_columns())
     data = buffer.getvalue()
     return xxhash.xxh3_128_digest(data, seed=_RULES) + data
 

@@ -32,20 +32,23 @@ class DiskFiller:
     def __init__(self, cache: ShardCache, place: RankPlace) -> None:
         self._cache, self._place = cache, place
         total = len(cache.shards)
-        self.share = [number for number in range(total) if place.filling_rank(number) == place.rank]
+        self.share = [number for number in range(total) if place.find_filling_rank(number) == place.rank]
         """The shards that this rank puts into the cache of its node."""
         self._waiting: list[int] = self.share[::-1]
+        """The shards that are not being fetched yet; the last is the next."""
         self._change = threading.Condition()
         self._busy = 0
         self._stopping = False
         self._threads: list[threading.Thread] = []
-        self._running = False
+        self._is_running = False
         self.failure: TopKubeError | None = None
+        """The first error."""
         self._exchange = ShardExchange(cache, place) if len(place.node_ranks) > 1 else None
 
     def start(self) -> None:
-        self._running = True
-        self._cache.node_state.count_fillers(+1)
+        """Start the threads that fetch shards."""
+        self._is_running = True
+        self._cache.node_state.change_filler_count(+1)
         self._threads = [
             threading.Thread(target=self._run, name=f"topkube-fill-{at}", daemon=True) for at in range(THREADS)
         ]
@@ -54,24 +57,25 @@ class DiskFiller:
 
     def prefer(self, order: Longs) -> None:
         """Fetch shards in this order, first to last, and all other shards afterwards."""
-        rank = np.full(len(self._cache.shards), order.size, np.int64)
-        rank[order] = np.arange(order.size)
+        position = np.full(len(self._cache.shards), order.size, np.int64)
+        position[order] = np.arange(order.size)
         with self._change:
-            self._waiting.sort(key=lambda number: -rank[number])
+            self._waiting.sort(key=lambda number: -position[number])
 
     def _run(self) -> None:
+        """Fetch shards until no shard is left, the tier takes no more shards, or `close` is called."""
         cache = self._cache
         while True:
             with self._change:
                 if self._stopping or cache.state != OPEN or not self._waiting:
                     self._waiting.clear()
-                    self._leave()
+                    self._end_if_last()
                     return
                 number = self._waiting.pop()
                 self._busy += 1
             try:
                 if not cache.has_samples(number):
-                    cache.open_samples(number, self._source(number))
+                    cache.open_samples(number, self._choose_source(number))
             except Exception as error:
                 if not isinstance(error, TopKubeError):  # the thread must continue, because readers wait for this rank
                     error = StoreError(
@@ -87,36 +91,31 @@ class DiskFiller:
                     self._busy -= 1
                     self._change.notify_all()
 
-    def _leave(self) -> None:
-        """End the filling when the last thread ends: readers no longer wait for this rank. The caller holds the
-        condition."""
-        if self._running and not self._busy:
-            self._running = False
-            self._cache.node_state.count_fillers(-1)
+    def _end_if_last(self) -> None:
+        """If this is the last thread that ends, report that this rank no longer fills the tier, so that readers do not
+        wait for it. The caller holds the condition."""
+        if self._is_running and not self._busy:
+            self._is_running = False
+            self._cache.node_state.change_filler_count(-1)
             self._change.notify_all()
 
-    def _source(self, number: int) -> ShardSource:
-        home = self._place.home_rank(number)
+    def _choose_source(self, number: int) -> ShardSource:
+        """Return the source of a shard: the remote if this rank must fetch it for the job, else another rank."""
+        home = self._place.find_home_rank(number)
         if self._exchange is None or home == self._place.rank:
             return self._cache.fetch_from_store
-        return self._exchange.source(home)
+        return self._exchange.build_source(home)
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """True until this rank's share has been fetched or has failed."""
-        return self._running
-
-    @property
-    def done(self) -> int:
-        """The number of shards of this rank's share that have been fetched or have failed."""
-        with self._change:
-            return len(self.share) - len(self._waiting) - self._busy
+        return self._is_running
 
     def wait(self, progress: Callable[[int], None] | None = None) -> None:
-        """Wait until this rank's share has been fetched or has failed. `progress` gets the number of finished shards.
-        Raises the first error of the store."""
+        """Wait until this rank's share has been fetched or has failed. `progress` gets the number of shards that have
+        been fetched or have failed. Raises the first error of the store."""
         with self._change:
-            while self._running:
+            while self._is_running:
                 self._change.wait(0.2)
                 if progress is not None:
                     progress(len(self.share) - len(self._waiting) - self._busy)
@@ -124,7 +123,7 @@ class DiskFiller:
             raise self.failure
 
     def close(self) -> None:
-        """Stop after the shards that are being fetched."""
+        """Fetch no more shards. Wait, at most 10 s per thread, for the shards that are being fetched."""
         with self._change:
             self._stopping = True
             self._waiting.clear()

@@ -1,7 +1,8 @@
 """A view of a dataset as read-only files with their own names, for scripts that read plain files.
 
-The view grows while shards arrive. An object that is a shard is a hard link into the cache and takes no space. Small
-files, which the cache stores together in a shard, are copies. A file gets its name when it is whole.
+The view grows while shards arrive. If an object is a shard, its file in the view is a hard link into the cache and
+takes no space. Small files, which the cache stores together in a shard, are copied. A file gets its name when it is
+whole.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from topkube.files import replacing, write_text
 COMPLETE = ".topkube-complete"
 """A file in the view that exists when all files of the dataset are there. It contains the digest of the listing."""
 _BEING_WRITTEN_SECONDS = 600.0
-"""Another pod may still be writing a hidden file that is younger than this."""
+"""A hidden file that is younger than this may belong to another pod that is still writing it."""
 
 
 class FileView:
@@ -29,7 +30,7 @@ class FileView:
     def __init__(self, cache: ShardCache, directory: Path) -> None:
         self._cache, self.directory = cache, directory
         directory.mkdir(parents=True, exist_ok=True)
-        self._version = cache.shards.listing.digest()
+        self._version = cache.shards.listing.compute_digest()
         if (directory / COMPLETE).exists() and (directory / COMPLETE).read_text() != self._version:
             (directory / COMPLETE).unlink()
         self.is_complete = (directory / COMPLETE).exists()
@@ -46,38 +47,38 @@ class FileView:
             recent = time.time() - _BEING_WRITTEN_SECONDS
             for path in existing:
                 with contextlib.suppress(FileNotFoundError):
-                    being_written = path.name.startswith(".") and path.lstat().st_ctime > recent
-                    if path.relative_to(self.directory).as_posix() not in listed and not being_written:
+                    may_be_written = path.name.startswith(".") and path.lstat().st_ctime > recent
+                    if path.relative_to(self.directory).as_posix() not in listed and not may_be_written:
                         path.unlink()
 
     def show(self, number: int) -> None:
         """Add the objects of a shard to the view. Raises OSError if the directory is full, StoreError."""
         cache, shard = self._cache, self._cache.shards[number]
-        single = shard.stop - shard.start == 1
-        if single and self._is_shown(shard):
+        is_one_object = shard.stop - shard.start == 1
+        if is_one_object and self._is_shown(shard):
             return
         opened, at = cache.open(number, cache.fetch_from_store), 0
-        for remote_object in cache.shards.objects(shard):
+        for remote_object in cache.shards.list_objects(shard):
             check_path(remote_object.path, cache.shards.uri)
             target = self.directory / remote_object.path
             target.parent.mkdir(parents=True, exist_ok=True)
             with replacing(target) as part:
-                if not (single and opened.cached and self._link(shard.key, part)):
+                if not (is_one_object and opened.is_cached and self._link(shard.key, part)):
                     _copy(opened.file, at, remote_object.size, part)
             at += remote_object.size
 
-    def complete(self) -> None:
-        """Mark the view as complete."""
+    def mark_complete(self) -> None:
+        """Mark the view as complete: all files of the dataset are there."""
         write_text(self.directory / COMPLETE, self._version)
         self.is_complete = True
 
     def _is_shown(self, shard: DataShard) -> bool:
-        """Return True if the file of the shard, which has one object, is already a link to it."""
+        """Return True if the view already has a link to the shard, which has one object."""
         if self._cache.folder is None:
             return False
         path = self._cache.shards.listing.paths[shard.start]
         try:
-            return os.path.samefile(self.directory / path, self._cache.folder.shard_path(shard.key))
+            return os.path.samefile(self.directory / path, self._cache.folder.get_shard_path(shard.key))
         except OSError:
             return False
 
@@ -85,7 +86,7 @@ class FileView:
         """Link the shard to `part`. Return False if the file systems do not allow that."""
         assert self._cache.folder is not None
         try:
-            source = self._cache.folder.shard_path(key)
+            source = self._cache.folder.get_shard_path(key)
             os.link(source, part)
         except OSError as error:
             if error.errno in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT):
@@ -95,13 +96,14 @@ class FileView:
 
 
 def _copy(file: int, start: int, size: int, part: Path) -> None:
+    """Copy `size` bytes of an open file, from `start` on, to the new file `part`."""
     out = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)
     try:
         end = start + size
         while start < end:
-            done = os.sendfile(out, file, start, end - start)
-            if done == 0:
+            count = os.sendfile(out, file, start, end - start)
+            if count == 0:
                 raise OSError(errno.EIO, "the shard is shorter than its listing", str(part))
-            start += done
+            start += count
     finally:
         os.close(out)

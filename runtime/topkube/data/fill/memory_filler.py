@@ -1,8 +1,8 @@
 """Fills the memory tier in the background, after the disk tier has been filled.
 
-A node reads only its part of the samples in an epoch. Without this filler, the other samples are decoded when they are
-first read: after e epochs on N nodes, a share of (1 - 1/N)^e is still missing in memory. The filler waits while this
-process reads samples, because the reader stores them too and needs the processor.
+A node reads only its part of the samples in an epoch. Without this filler, a sample is decoded when the node reads it
+for the first time. After e epochs on N nodes, a share of (1 - 1/N)^e would still be missing in memory. The filler waits
+while this process reads samples, because the reader stores samples too and needs the processor.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from topkube.data.remote.listing import Longs
 from topkube.errors import TopKubeError
 
 _CHUNK_BYTES = 2 << 20
-"""The bytes that are decoded at once. The training loop may wait that long for its processor."""
+"""The bytes that are decoded at once. Meanwhile, the training loop may have to wait for its processor."""
 _LEAST_PAUSE_SECONDS = 0.001
 _IDLE_SECONDS = 0.02
-"""The filler continues if nothing was read for this time. A loop that only reads has shorter gaps between batches."""
+"""The filler continues if no sample was read for this time. A loop that only reads has shorter gaps between batches."""
 
 
 class ReadsInProgress:
@@ -32,19 +32,20 @@ class ReadsInProgress:
     def __init__(self) -> None:
         self._threads: set[int] = set()
         self.last_end = 0.0
-        """When a read ended last. A short read may set it instead of calling `begin` and `end`."""
+        """The time at which the last read ended. A short read may set it instead of calling `begin` and `end`."""
 
     def begin(self) -> None:
         """Count the calling thread as reading, until it calls `end`."""
         self._threads.add(threading.get_ident())
 
     def end(self) -> None:
+        """Count the calling thread as not reading."""
         self._threads.discard(threading.get_ident())
         self.last_end = time.monotonic()
 
     @property
     def are_over(self) -> bool:
-        """True if no thread reads and nothing was read for _IDLE_SECONDS."""
+        """True if no thread reads, and the last read ended more than _IDLE_SECONDS ago."""
         return not self._threads and time.monotonic() - self.last_end > _IDLE_SECONDS
 
 
@@ -52,8 +53,8 @@ class MemoryFiller:
     """A thread that stores the samples of `shards` in the memory tier. `shards` is this rank's share of the dataset.
 
     starts: the first sample of each shard, (shards + 1,). store: a method that decodes samples and stores them in the
-    tier; only a weak reference to its object is held. reads: the thread pauses until they are over. It sleeps at least
-    half of the time, because training needs the processor.
+    tier; only a weak reference to its object is held. reads: the reads of this process; the thread waits until they are
+    over. The thread sleeps at least half of the time, because training needs the processor.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class MemoryFiller:
                         pass
                     missing = chunk[~self._tier.has(chunk)]
                     store = self._store()
-                    if store is None or self._stop.is_set() or self._tier.frozen:
+                    if store is None or self._stop.is_set() or self._tier.is_frozen:
                         return
                     if missing.size:
                         begun = time.monotonic()

@@ -16,46 +16,46 @@ import numpy.typing as npt
 CHUNK_BYTES = 2 << 20
 REQUEST, GOODBYE, FIRST_REPLY, REPLIES = 1, 2, 16, 30_000
 HEADER = 2
-"""The elements at the start of a reply: the shard's number and its size. The digest at its end has two halves."""
+"""The number of elements in the header of a reply: the number of the shard, and its size."""
 NO_SIZE = (1 << 64) - 1
-"""The size in a header if this rank cannot send the shard."""
-UNDER_WAY = 2
-"""The number of chunks of a shard that are posted at the same time."""
+"""The size in the header if the rank cannot send the shard."""
+MOST_POSTED = 2
+"""The most chunks of a shard that are posted at the same time."""
 _SPARE_BUFFERS = 8
 Words = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
 
 
 class MessageBuffers:
-    """The buffers of chunks, and the buffers that MPI may still use."""
+    """Buffers for chunks, and the buffers of cancelled requests, which MPI may still use."""
 
     def __init__(self) -> None:
         self.abandoned: list[tuple[Any, Any]] = []
-        """Cancelled requests and their buffers, which MPI may write to until the requests are complete."""
+        """Cancelled requests and their buffers. MPI may write to the buffers until the requests are complete."""
         self._spare: list[Bytes] = []
-        """Buffers of CHUNK_BYTES that are used again: new pages cost as much time as filling them."""
+        """Buffers of CHUNK_BYTES that are reused, because getting new pages takes as long as filling them."""
 
     def count_next(self, left: int) -> int:
-        """Return the bytes of the next chunk of a shard of which `left` bytes are left."""
+        """Return the number of bytes of the next chunk, if `left` bytes of the shard are left."""
         return min(CHUNK_BYTES, left)
 
     def take(self, left: int) -> Bytes:
-        """Return a buffer for the next chunk of a shard of which `left` bytes are left."""
+        """Return a buffer for the next chunk, if `left` bytes of the shard are left."""
         if left >= CHUNK_BYTES and self._spare:
             return self._spare.pop()
         return np.empty(self.count_next(left), np.uint8)
 
     def give_back(self, buffer: Any) -> None:
-        """Keep the buffer of a completed request for another chunk."""
+        """Keep the buffer of a complete request for another chunk."""
         if buffer.nbytes == CHUNK_BYTES and len(self._spare) < _SPARE_BUFFERS:
             self._spare.append(buffer)
 
     def abandon(self, requests: Iterable[tuple[Any, Any]]) -> None:
-        """Keep the buffers of requests until MPI has completed the requests."""
+        """Keep cancelled requests and their buffers until MPI has completed the requests."""
         self.abandoned += requests
 
     def drop_completed(self) -> None:
-        """Forget abandoned buffers whose requests are complete."""
+        """Release the abandoned buffers whose requests are complete."""
         self.abandoned = [(request, buffer) for request, buffer in self.abandoned if not request.Test()]
 
 

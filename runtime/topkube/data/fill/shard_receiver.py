@@ -15,10 +15,10 @@ from topkube.data.cache.shard_file import ShardWriter
 from topkube.data.fill.shard_messages import (
     FIRST_REPLY,
     HEADER,
+    MOST_POSTED,
     NO_SIZE,
     REPLIES,
     REQUEST,
-    UNDER_WAY,
     MessageBuffers,
     Words,
 )
@@ -30,20 +30,22 @@ if TYPE_CHECKING:
 
 
 class Pull:
-    """A shard that this rank receives. The result of `done` is the digest of the sender's copy."""
+    """A shard that this rank receives. `digest` is a future: its result is the digest of the sender's copy."""
 
     def __init__(self, home: int, shard: DataShard, writer: ShardWriter) -> None:
         self.home_rank, self.shard, self.writer = home, shard, writer
-        self.done: Future[str] = Future()
+        self.digest: Future[str] = Future()
         self.header: Words = np.empty(HEADER, np.uint64)
         self.chunks: deque[tuple[Any, Any, int]] = deque()
         """The posted receives: request, buffer, offset."""
         self.tag = 0
         self.posted = self.received = 0
+        """The bytes for which receives have been posted, and the bytes that have arrived."""
         self.header_request: Any = None
         self.ending: tuple[Any, Words] | None = None
         """The posted receive of the digest, and its buffer."""
-        self.moved = time.monotonic()
+        self.progress_time = time.monotonic()
+        """The time of the last progress."""
 
 
 class ShardReceiver:
@@ -53,38 +55,40 @@ class ShardReceiver:
         self._cache, self._comm, self._buffers = cache, comm, buffers
         self.pulls: list[Pull] = []
         self.retired: set[tuple[int, int]] = set()
-        """The ranks and tags of pulls that were given up. These tags are not used again, since messages may follow."""
-        self.replies = 0
+        """The ranks and tags of pulls that were given up. These tags are not reused, because messages may follow."""
+        self.reply_count = 0
+        """The number of replies that have been requested; it determines the tag of the next reply."""
 
     def request(self, pull: Pull) -> None:
-        """Ask the home rank for a shard."""
-        if pull.done.cancelled():
+        """Request a shard from its home rank."""
+        if pull.digest.cancelled():
             return
-        while (pull.home_rank, tag := FIRST_REPLY + self.replies % REPLIES) in self.retired:
-            self.replies += 1
+        while (pull.home_rank, tag := FIRST_REPLY + self.reply_count % REPLIES) in self.retired:
+            self.reply_count += 1
             if len(self.retired) >= REPLIES:
                 fail_pull(pull, StoreError("other ranks left too many requests without an answer"))
                 return
         pull.tag = tag
-        self.replies += 1
+        self.reply_count += 1
         pull.header_request = self._comm.Irecv(pull.header, pull.home_rank, pull.tag)
         self._comm.Isend(np.array([pull.shard.number, pull.tag], np.int64), pull.home_rank, REQUEST).Wait()
-        pull.moved = time.monotonic()
+        pull.progress_time = time.monotonic()
         self.pulls.append(pull)
 
-    def make_progress(self, gone: Collection[int]) -> bool:
-        """Test all pulls once. Return True if there was progress. Ranks in `gone` answer no more."""
-        moved, now = False, time.monotonic()
+    def make_progress(self, departed: Collection[int]) -> bool:
+        """Test all pulls once. Return True if there was progress. The ranks in `departed` answer no more."""
+        has_progress, now = False, time.monotonic()
         for pull in list(self.pulls):
-            if pull.done.cancelled():
+            if pull.digest.cancelled():
                 self._give_up(pull)
             elif self._receive(pull):
-                moved, pull.moved = True, now
-            elif now - pull.moved > self._cache.stall_seconds or pull.home_rank in gone:
+                has_progress, pull.progress_time = True, now
+            elif now - pull.progress_time > self._cache.stall_seconds or pull.home_rank in departed:
                 self._give_up(pull)
-        return moved
+        return has_progress
 
     def _receive(self, pull: Pull) -> bool:
+        """Take what has arrived of a shard, and post the next receives. Return True if there was progress."""
         from mpi4py import MPI
 
         if pull.header_request is not None:
@@ -97,7 +101,7 @@ class ShardReceiver:
                 self.pulls.remove(pull)
                 fail_pull(pull, StoreError(f"rank {pull.home_rank} has no shard {pull.shard.number}"))
                 return True
-        moved, status = False, MPI.Status()
+        has_progress, status = False, MPI.Status()
         while pull.chunks and pull.chunks[0][0].Test(status):
             _, buffer, offset = pull.chunks.popleft()
             if status.Get_count(MPI.BYTE) != buffer.nbytes:
@@ -112,14 +116,15 @@ class ShardReceiver:
             self._buffers.give_back(buffer)
             self._cache.node_state.advance(buffer.size)
             self._cache.counters.add("peer_bytes", buffer.size)
-            moved = True
-        while pull.posted < pull.shard.size and len(pull.chunks) < UNDER_WAY:
+            has_progress = True
+        while pull.posted < pull.shard.size and len(pull.chunks) < MOST_POSTED:
             buffer = self._buffers.take(pull.shard.size - pull.posted)
             pull.chunks.append((self._comm.Irecv(buffer, pull.home_rank, pull.tag), buffer, pull.posted))
             pull.posted += buffer.size
-        return self._receive_digest(pull) if pull.received == pull.shard.size else moved
+        return self._receive_digest(pull) if pull.received == pull.shard.size else has_progress
 
     def _receive_digest(self, pull: Pull) -> bool:
+        """Receive the digest that follows the bytes, and end the pull. Return True if there was progress."""
         from mpi4py import MPI
 
         if pull.ending is None:
@@ -135,12 +140,12 @@ class ShardReceiver:
             return True
         self.pulls.remove(pull)
         with contextlib.suppress(InvalidStateError):  # another thread has just cancelled it
-            pull.done.set_result("".join(f"{half:016x}" for half in halves.tolist()))
+            pull.digest.set_result("".join(f"{half:016x}" for half in halves.tolist()))
         return True
 
     def _give_up(self, pull: Pull, error: Exception | None = None) -> None:
-        """Stop receiving. MPI may still write to the buffers of matched requests. The tag is not used again, because
-        the sender may continue for a while."""
+        """Stop receiving a shard. MPI may still write to the buffers of matched requests, so the buffers are kept. The
+        tag is not reused, because the sender may continue for a while."""
         posted = [(pull.header_request, pull.header)] if pull.header_request is not None else []
         posted += [(request, buffer) for request, buffer, _ in pull.chunks]
         posted += [pull.ending] if pull.ending is not None else []
@@ -151,7 +156,7 @@ class ShardReceiver:
         self.pulls.remove(pull)
         fail_pull(pull, error or StoreError(f"rank {pull.home_rank} does not answer"))
 
-    def fail(self) -> None:
+    def fail_all(self) -> None:
         """End all pulls with an error, because the exchange has ended."""
         for pull in self.pulls:
             fail_pull(pull, StoreError("the exchange between nodes has ended"))
@@ -159,6 +164,6 @@ class ShardReceiver:
 
 
 def fail_pull(pull: Pull, error: Exception) -> None:
-    """End a pull with an error, unless it has ended."""
+    """End a pull with an error, unless it has already ended."""
     with contextlib.suppress(InvalidStateError):  # it was cancelled
-        pull.done.set_exception(error)
+        pull.digest.set_exception(error)

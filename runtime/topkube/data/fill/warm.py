@@ -15,15 +15,16 @@ from topkube.data.fill.file_view import FileView
 
 
 @dataclass(frozen=True)
-class Warmed:
-    """The result of warming: `shards` of `total` shards are in the cache; `remote_bytes` were fetched."""
+class WarmResult:
+    """The result of `warm`: `shards` of `total` shards are in the cache, and `remote_bytes` were fetched."""
 
     total: int
     shards: int
     remote_bytes: int
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
+        """True if all shards are in the cache."""
         return self.shards == self.total
 
 
@@ -34,12 +35,12 @@ def warm(
     view: Path | None = None,
     progress: Callable[[int], None] = lambda size: None,
     stop: threading.Event | None = None,
-) -> Warmed:
+) -> WarmResult:
     """Fetch shards into the disk tier until all are there, the tier is full, or `stop` is set.
 
-    `share=(i, n)`: only every n-th shard from shard i on, for n nodes that exchange shards when they train. `view`: a
-    directory in which the dataset's files are shown too. `progress` gets the bytes of every shard that is done. Raises
-    StoreError.
+    `share=(i, n)`: fetch only every n-th shard, from shard i on, because n nodes exchange shards when they train.
+    `view`: a directory in which the dataset's files are shown too. `progress` gets the bytes of each shard after the
+    shard was fetched. Raises StoreError.
     """
     shards = range(share[0], len(cache.shards), share[1])
     file_view = FileView(cache, view) if view is not None else None
@@ -54,7 +55,7 @@ def warm(
         progress(int(cache.shards.sizes[number]))
 
     with ThreadPoolExecutor(THREADS, "topkube-warm") as pool:
-        for done in [pool.submit(fetch_shard, number) for number in shards]:
-            done.result()
+        for future in [pool.submit(fetch_shard, number) for number in shards]:
+            future.result()
     cached = sum(cache.has(number) for number in shards)
-    return Warmed(len(shards), cached, int(cache.counters.totals()["remote_bytes"]))
+    return WarmResult(len(shards), cached, int(cache.counters.sum_rows()["remote_bytes"]))

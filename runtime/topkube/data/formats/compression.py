@@ -15,18 +15,19 @@ ENDINGS: dict[str, Compression] = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd"
 MOST_TIMES = 200
 """A shard may become this many times larger. Samples and tables become 1 to 20 times larger; damaged or hostile shards
 become thousands of times larger."""
-_ALWAYS_BYTES = 1 << 20
+_ALWAYS_ALLOWED_BYTES = 1 << 20
 """A decompressed shard may have this many bytes even if the compressed shard is very small."""
 _READ_BYTES = 256 << 10
 _WRITE_BYTES = 1 << 20
 _ZSTD_READ_BYTES = 2 << 10
-"""A block of Zstandard takes 4 bytes and may become 128 KiB, so at most 64 MiB come at once."""
+"""The compressed bytes that are decompressed at once. A block of Zstandard has at least 4 bytes and becomes at most
+128 KiB, so the result has at most 64 MiB."""
 _ZSTD_WINDOW = 128 << 20
 Write = Callable[[int, Any], None]
 
 
 def find_compression(path: str) -> Compression:
-    """Return the compression of a file with this name; empty if it is not compressed."""
+    """Return the compression that the name of a file shows; empty if the file is not compressed."""
     return next((kind for ending, kind in ENDINGS.items() if path.endswith(ending)), "")
 
 
@@ -34,7 +35,7 @@ def decompress(file: int, size: int, kind: Compression, name: str, write: Write)
     """Decompress the shard in `file`, which has `size` bytes, and return the size of the result. `write(offset, bytes)`
     gets the result in order. Raises DatasetError if the shard is damaged, is truncated, is followed by other bytes, or
     becomes more than MOST_TIMES larger."""
-    most, total = max(size * MOST_TIMES, _ALWAYS_BYTES), 0
+    most, total = max(size * MOST_TIMES, _ALWAYS_ALLOWED_BYTES), 0
 
     def receive(data: bytes) -> None:
         nonlocal total
@@ -58,11 +59,11 @@ def _decompress_gzip(file: int, size: int, name: str, receive: Callable[[bytes],
             data = os.pread(file, min(_READ_BYTES, size - at), at) if at < size else b""
             at += len(data)
             if not data:
-                raise _truncated_error(name)
+                raise _build_truncated_error(name)
         try:
             result = member.decompress(data, _WRITE_BYTES)
         except zlib.error as error:
-            raise _damaged_error(name, error) from None
+            raise _build_damaged_error(name, error) from None
         if result:
             receive(result)
         data = member.unconsumed_tail
@@ -72,7 +73,7 @@ def _decompress_gzip(file: int, size: int, name: str, receive: Callable[[bytes],
         while not data and at < size:
             data = os.pread(file, min(_READ_BYTES, size - at), at)
             if not data:
-                raise _truncated_error(name)
+                raise _build_truncated_error(name)
             at += len(data)
             data = data.lstrip(b"\0")
         if not data:
@@ -88,21 +89,21 @@ def _decompress_zstd(file: int, size: int, name: str, receive: Callable[[bytes],
             f"the library zstandard is needed for {name}", cause=str(error), next_step=install_command("zstd")
         ) from None
     reader = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
-    frame, is_new, at, data, held = reader.decompressobj(), True, 0, b"", b""
+    frame, is_new, at, data, read_ahead = reader.decompressobj(), True, 0, b"", b""
     while True:
         if not data:
-            if not held:
-                held = os.pread(file, min(_READ_BYTES, size - at), at) if at < size else b""
-                at += len(held)
-            data, held = held[:_ZSTD_READ_BYTES], held[_ZSTD_READ_BYTES:]
+            if not read_ahead:
+                read_ahead = os.pread(file, min(_READ_BYTES, size - at), at) if at < size else b""
+                at += len(read_ahead)
+            data, read_ahead = read_ahead[:_ZSTD_READ_BYTES], read_ahead[_ZSTD_READ_BYTES:]
             if not data:
                 if is_new and at >= size > 0:
                     return
-                raise _truncated_error(name)
+                raise _build_truncated_error(name)
         try:
             result = frame.decompress(data)
         except zstandard.ZstdError as error:
-            raise _damaged_error(name, error) from None
+            raise _build_damaged_error(name, error) from None
         is_new = False
         for start in range(0, len(result), _WRITE_BYTES):
             receive(result[start : start + _WRITE_BYTES])
@@ -112,7 +113,7 @@ def _decompress_zstd(file: int, size: int, name: str, receive: Callable[[bytes],
             frame, is_new = reader.decompressobj(), True
 
 
-def _truncated_error(name: str) -> DatasetError:
+def _build_truncated_error(name: str) -> DatasetError:
     return DatasetError(
         f"{name} is truncated: its compressed data ends too early",
         cause="the upload was interrupted",
@@ -120,7 +121,7 @@ def _truncated_error(name: str) -> DatasetError:
     )
 
 
-def _damaged_error(name: str, error: Exception) -> DatasetError:
+def _build_damaged_error(name: str, error: Exception) -> DatasetError:
     return DatasetError(
         f"{name} cannot be decompressed: {error}",
         cause="the shard is damaged, has other bytes after its end, or has another format than its name says",

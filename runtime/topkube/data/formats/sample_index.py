@@ -35,7 +35,7 @@ class SampleIndex:
     def __len__(self) -> int:
         return self.offsets.size
 
-    def columns(self) -> dict[str, npt.NDArray[Any]]:
+    def to_columns(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays that `load` reads, by name, for `numpy.savez`."""
         return {
             "names": self.names.blob,
@@ -72,28 +72,31 @@ class IndexBuilder:
     def __init__(self) -> None:
         self._names: list[str] = []
         self._first_parts: list[int] = []
-        """For each sample, the number of fields of all samples before it."""
+        """For each sample, the number of fields that all samples before it have together."""
         self._fields: dict[str, int] = {}
-        self._seen: set[str] = set()
-        """The fields of the last sample."""
+        self._last_fields: set[str] = set()
+        """The fields of the last sample that was begun."""
         self._columns, self._offsets, self._lengths = array("q"), array("q"), array("q")
 
     def begin(self, name: str) -> None:
+        """Begin the next sample."""
         self._names.append(name)
         self._first_parts.append(len(self._offsets))
-        self._seen.clear()
+        self._last_fields.clear()
 
     def add(self, field: str, offset: int, length: int) -> bool:
-        """Add a field to the last sample. Return False if the sample already has a field of that name."""
-        if field in self._seen:
+        """Add a field to the sample that was begun last. Return False if it already has a field of that name. `offset`:
+        the first byte of the field in the shard."""
+        if field in self._last_fields:
             return False
-        self._seen.add(field)
+        self._last_fields.add(field)
         self._columns.append(self._fields.setdefault(field, len(self._fields)))
         self._offsets.append(offset)
         self._lengths.append(length)
         return True
 
     def finish(self) -> SampleIndex:
+        """Return the index of all samples."""
         count, width = len(self._names), max(1, len(self._fields))
         columns, offsets, lengths = (
             np.array(values, np.int64) for values in (self._columns, self._offsets, self._lengths)
@@ -106,7 +109,12 @@ class IndexBuilder:
         field_lengths = np.full((count, width), ABSENT, np.int64)
         field_starts[samples, columns], field_lengths[samples, columns] = offsets - begins[samples], lengths
         return SampleIndex(
-            Texts.of(self._names), begins, ends - begins, tuple(self._fields) or ("",), field_starts, field_lengths
+            Texts.from_strings(self._names),
+            begins,
+            ends - begins,
+            tuple(self._fields) or ("",),
+            field_starts,
+            field_lengths,
         )
 
 
@@ -115,7 +123,7 @@ def index_files(paths: list[str], sizes: Longs) -> SampleIndex:
     ends = np.cumsum(sizes)
     count = sizes.size
     return SampleIndex(
-        Texts.of(paths),
+        Texts.from_strings(paths),
         (ends - sizes).astype(np.int64),
         sizes.astype(np.int64),
         ("",),

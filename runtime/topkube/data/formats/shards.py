@@ -35,14 +35,14 @@ _DECOMPRESSED = "decompressed"
 
 @dataclass(frozen=True)
 class DataShard:
-    """A shard: the concatenated bytes of objects `start` to `stop - 1` of the listing."""
+    """A shard: the concatenated bytes of objects `start` to `stop - 1` of the listing. `key`: its name in the cache."""
 
     number: int
     key: str
     start: int
     stop: int
     size: int
-    """The bytes of the objects; UNKNOWN_SIZE for the decompressed bytes before they are in a file."""
+    """The number of bytes; UNKNOWN_SIZE for a decompressed shard before it is in a file."""
 
 
 class Shards:
@@ -69,71 +69,74 @@ class Shards:
 
     def __getitem__(self, number: int) -> DataShard:
         start, stop = int(self._starts[number]), int(self._stops[number])
-        return DataShard(number, self.key(number), start, stop, int(self.sizes[number]))
+        return DataShard(number, self.compute_key(number), start, stop, int(self.sizes[number]))
 
-    def key(self, number: int, fingerprint: str = "") -> str:
-        """Return 32 hexadecimal digits that change with the URI, with the paths, sizes and versions of the shard's
-        objects, and with the fingerprint of the transform."""
+    def compute_key(self, number: int, form: str = "") -> str:
+        """Return the name of a shard in the cache: 32 hexadecimal digits that change with the URI, with the paths,
+        sizes and versions of the shard's objects, and with `form`: empty for the shard as the remote has it."""
         start, stop = int(self._starts[number]), int(self._stops[number])
-        state = xxhash.xxh3_128(f"{self.uri}\0{fingerprint}\0{stop - start}\0".encode())
+        state = xxhash.xxh3_128(f"{self.uri}\0{form}\0{stop - start}\0".encode())
         listing = self.listing
         for texts in (listing.paths, listing.versions):
             ends = texts.ends[start:stop] - (texts.ends[start - 1] if start else 0)
             state.update(ends.astype("<i8").tobytes())
-            state.update(texts.between(start, stop))
+            state.update(texts.view_bytes(start, stop))
         state.update(listing.sizes[start:stop].astype("<i8").tobytes())
         return state.hexdigest()
 
-    def keys(self) -> list[str]:
-        """Return the keys of all files that the cache may have: those of shards, and of decompressed shards."""
-        keys = [self.key(number) for number in range(len(self))]
+    def list_keys(self) -> list[str]:
+        """Return the keys of all files that the cache may have: of the shards, and of the decompressed shards."""
+        keys = [self.compute_key(number) for number in range(len(self))]
         if self.has_compressed:
-            keys += [self.key(number, _DECOMPRESSED) for number in range(len(self)) if self.compression(number)]
+            keys += [
+                self.compute_key(number, _DECOMPRESSED) for number in range(len(self)) if self.find_compression(number)
+            ]
         return keys
 
     @property
-    def files(self) -> int:
+    def file_count(self) -> int:
         """The number of files that the cache may have. File i < len(self) has the bytes of shard i; file len(self) + i
         has its decompressed bytes."""
         return 2 * len(self) if self.has_compressed else len(self)
 
-    def compression(self, number: int) -> Compression:
-        """Return how shard `number` is compressed; empty if it is not."""
+    def find_compression(self, number: int) -> Compression:
+        """Return the compression of shard `number`; empty if the shard is not compressed."""
         return find_compression(self.listing.paths[int(self._starts[number])]) if self.has_compressed else ""
 
-    def samples_shard(self, number: int) -> DataShard:
-        """Return the file from which the samples of shard `number` are read: the shard itself, or the shard after it
-        was decompressed, with the number len(self) + number."""
+    def get_samples_shard(self, number: int) -> DataShard:
+        """Return the shard from which the samples of shard `number` are read: the shard itself, or the decompressed
+        shard, which has the number len(self) + number."""
         shard = self[number]
-        if not self.compression(number):
+        if not self.find_compression(number):
             return shard
-        return replace(shard, number=len(self) + number, key=self.key(number, _DECOMPRESSED), size=UNKNOWN_SIZE)
+        return replace(shard, number=len(self) + number, key=self.compute_key(number, _DECOMPRESSED), size=UNKNOWN_SIZE)
 
     def is_decompressed(self, shard: DataShard) -> bool:
+        """Return True if the shard has the decompressed bytes of a compressed shard."""
         return shard.number >= len(self)
 
-    def objects(self, shard: DataShard) -> list[RemoteObject]:
+    def list_objects(self, shard: DataShard) -> list[RemoteObject]:
+        """Return the objects whose bytes the shard has, in order."""
         return [self.listing[index] for index in range(shard.start, shard.stop)]
 
-    def counts(self) -> Longs:
-        """Return the number of samples of each shard; UNKNOWN if its content must be read to count them."""
+    def count_samples(self) -> Longs:
+        """Return the number of samples of each shard; UNKNOWN for a shard whose content must be read to count them."""
         if self.format == "files":
             return self._stops - self._starts
         return np.asarray(self.listing.samples)
 
 
 def _detect_format(listing: Listing) -> Format:
-    """Return the format by the names: tar, Parquet or Arrow if all objects have its ending, else plain files."""
-    blob_end = listing.paths.ends
-    sample = {listing.paths[int(index)] for index in np.linspace(0, blob_end.size - 1, 64).astype(int)}
-    if refused := [path for path in sample if path.endswith(_REFUSED)]:
+    """Return the format that the names show: tar, Parquet or Arrow if all names have its endings, else files."""
+    some_paths = {listing.paths[int(index)] for index in np.linspace(0, len(listing) - 1, 64).astype(int)}
+    if refused := [path for path in some_paths if path.endswith(_REFUSED)]:
         raise DatasetError(
             f"{refused[0]!r} has a compression that is not supported",
             cause="a shard may be compressed with gzip (.tar.gz, .tgz) or Zstandard (.tar.zst)",
             next_step="store plain .tar shards; formats like JPEG and PNG are already compressed",
         )
     for name, endings in _ENDINGS.items():
-        if all(path.endswith(endings) for path in sample) and all(
+        if all(path.endswith(endings) for path in some_paths) and all(
             listing.paths[index].endswith(endings) for index in range(len(listing))
         ):
             return name  # type: ignore[return-value]

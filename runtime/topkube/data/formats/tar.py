@@ -21,41 +21,41 @@ from topkube.errors import DatasetError
 _BLOCK = 512
 _SKIPPED = frozenset((b"5", b"V", b"D"))
 """Folders and volume labels."""
-_WINDOW = 1 << 20
-_NAMES_BYTES = 1 << 20
-"""The most bytes of an extended header or a long name."""
+_WINDOW_BYTES = 1 << 20
+_MOST_HEADER_BYTES = 1 << 20
+"""The most bytes of an extended header or of a long name."""
 _DIGITS = re.compile(r"[0-9]{1,18}")
-_CLOSE = 32 << 10
+_CLOSE_BYTES = 32 << 10
 """Headers that are closer than this are read together, with the bytes between them."""
 _SCANS = True
 """False if every header is parsed on its own, as tests do for comparison."""
 _FIRST_SCAN, _SCANNED_AT_ONCE = 16, 1 << 14
-"""The most members of the first call of the kernel, and of the calls after it."""
-_FIELDS = 256
+"""The most members that the first call of the kernel scans, and the most that each later call scans."""
+_MOST_FIELDS = 256
 """The most fields that the samples of a shard may have."""
 
 
 class _Window:
-    """A buffer for small reads of a file with few system calls."""
+    """A buffer that serves many small reads of a file with few system calls."""
 
     def __init__(self, file: int) -> None:
         self._file, self._start, self._data = file, 0, b""
         self._last = 0
 
-    def __call__(self, offset: int, length: int) -> bytes:
+    def read(self, offset: int, length: int) -> bytes:
+        """Return `length` bytes of the file from `offset` on; fewer at the end of the file."""
         at = offset - self._start
         if at < 0 or at + length > len(self._data):
-            # after a jump the next member is probably large too, so read only a little
-            ahead = _WINDOW if 0 <= offset - self._last <= _CLOSE else 16 * _BLOCK
+            # members before a jump are large; the next member is probably large too, so read only its header
+            ahead = _WINDOW_BYTES if 0 <= offset - self._last <= _CLOSE_BYTES else 16 * _BLOCK
             self._start, self._data, at = offset, os.pread(self._file, max(length, ahead), offset), 0
         self._last = offset
         return self._data[at : at + length]
 
 
 def _scan_members(file: int, size: int, at: int, header: bytes, name: str) -> Iterator[tuple[str, int, int]]:
-    """Yield path, offset and length of the members that follow at byte `at`, as long as their headers are valid and
-    differ from `header` in nothing but name, owner, length, time and checksum. Raises DatasetError for an unsafe
-    path."""
+    """Yield path, offset and length of the members from byte `at` on, until a header is invalid or differs from
+    `header` in more than name, owner, length, time and checksum. Raises DatasetError for an unsafe path."""
     prefix, kind = _read_prefix(header), header[156:157]
     expected, count = np.frombuffer(header, np.uint8), _FIRST_SCAN
     while _SCANS:
@@ -83,26 +83,26 @@ def index_tar(file: int, size: int, name: str) -> SampleIndex:
     """Return the index of the samples of the tar in `file`, which has `size` bytes. Raises DatasetError for a damaged
     or unsafe archive."""
     builder = IndexBuilder()
-    add, stem = builder.add, None
-    fields: dict[str, str] = {}
+    add, last_name = builder.add, None
+    fields: dict[str, str] = {}  # the fields of all samples, and the path of the first member that has each of them
     for path, offset, length, _ in read_members(file, size, name):
         folder, _, base = path.rpartition("/")
-        first, dot, field = base.partition(".")
-        if not first:
+        stem, dot, field = base.partition(".")
+        if not stem:
             continue  # files like .DS_Store
-        key = f"{folder}/{first}" if folder else first
-        if key != stem:
-            builder.begin(key)
-            stem = key
+        sample_name = f"{folder}/{stem}" if folder else stem
+        if sample_name != last_name:
+            builder.begin(sample_name)
+            last_name = sample_name
         if not dot:
             field = ""
         if field not in fields:
             fields[field] = path
-            if len(fields) > _FIELDS:
+            if len(fields) > _MOST_FIELDS:
                 first_path, second_path, *_ = fields.values()
                 raise DatasetError(
-                    f"the samples of {name} have more than {_FIELDS} fields: {first_path!r} and {second_path!r} are "
-                    "different fields",
+                    f"the samples of {name} have more than {_MOST_FIELDS} fields: {first_path!r} and {second_path!r} "
+                    "are different fields",
                     cause="the name of a sample ends at the first dot, and the rest is the name of the field "
                     "(WebDataset); every number after the first dot is a field of its own",
                     next_step="write the shard again without dots in the names of samples",
@@ -119,13 +119,13 @@ def index_tar(file: int, size: int, name: str) -> SampleIndex:
 def read_members(file: int, size: int, name: str) -> Iterator[tuple[str, int, int, int]]:
     """Yield path, offset, length and mode of every regular file in the tar in `file`, which has `size` bytes. The path
     is relative, and no part of it is `..`. Raises DatasetError for a damaged or unsafe archive."""
-    read, at = _Window(file), 0
+    window, at = _Window(file), 0
     long_name: str | None = None
     extended: dict[str, str] = {}
     while True:
-        header = read(at, _BLOCK) if at + _BLOCK <= size else b""
+        header = window.read(at, _BLOCK) if at + _BLOCK <= size else b""
         if len(header) == _BLOCK and header.count(0) == _BLOCK:
-            return _check_end(read, at, size, name)
+            return _check_end(window, at, size, name)
         if not header:
             raise DatasetError(
                 f"{name} ends at byte {size} without the two blocks of zeros that end an archive",
@@ -145,13 +145,13 @@ def read_members(file: int, size: int, name: str) -> Iterator[tuple[str, int, in
                 f"{name} is truncated: a member ends at byte {end} of {size}", next_step="upload the shard again"
             )
         if kind in (b"L", b"x", b"g"):
-            if length > _NAMES_BYTES:
+            if length > _MOST_HEADER_BYTES:
                 raise DatasetError(
-                    f"{name} has an extended header of {length:,} bytes at byte {at}, more than {_NAMES_BYTES:,}",
+                    f"{name} has an extended header of {length:,} bytes at byte {at}, more than {_MOST_HEADER_BYTES:,}",
                     cause="a damaged or hostile archive",
                     next_step="compare it with its source",
                 )
-            data = read(at, length)
+            data = window.read(at, length)
             if kind == b"L":
                 long_name = data.rstrip(b"\0").decode("utf-8", "surrogateescape")
             elif kind == b"x":
@@ -180,11 +180,11 @@ def read_members(file: int, size: int, name: str) -> Iterator[tuple[str, int, in
         at = -(-end // _BLOCK) * _BLOCK
 
 
-def _check_end(read: _Window, at: int, size: int, name: str) -> None:
+def _check_end(window: _Window, at: int, size: int, name: str) -> None:
     """Raise DatasetError unless two blocks of zeros begin at `at`, and only zeros follow them."""
     start, end = at, min(at + 2 * _BLOCK, size)
     while at < end:
-        part = read(at, min(end - at, _WINDOW))
+        part = window.read(at, min(end - at, _WINDOW_BYTES))
         if part.count(0) != len(part) or not part:
             raise DatasetError(
                 f"{name} has more data after the zeros at byte {start}",
@@ -212,6 +212,7 @@ def _check_global_header(records: dict[str, str], name: str) -> None:
 
 
 def _check_member(path: str, kind: bytes, extended: dict[str, str], name: str) -> None:
+    """Raise DatasetError for a member that is not a regular file, is stored in parts, or has an unsafe path."""
     sparse = [key for key in extended if key.startswith("GNU.sparse.")]
     if sparse or kind == b"S":
         raise DatasetError(
@@ -241,6 +242,7 @@ def _is_unsafe(path: str) -> bool:
 
 
 def _read_path(header: bytes) -> str:
+    """Return the path in a header without extensions."""
     return _read_prefix(header) + header[:100].partition(b"\0")[0].decode("utf-8", "surrogateescape")
 
 
@@ -251,7 +253,8 @@ def _read_prefix(header: bytes) -> str:
 
 
 def _parse_number(field: bytes) -> int:
-    if field[0] & 0x80:  # GNU: binary, for files past 8 GiB
+    """Return the number in a field of a header; -1 if the field is invalid."""
+    if field[0] & 0x80:  # GNU: binary, for files of more than 8 GiB
         return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
     try:
         return int(field.strip(b" \0") or b"0", 8)
@@ -268,8 +271,8 @@ def _has_valid_checksum(header: bytes) -> bool:
 
 
 def _sum_bytes(part: bytes) -> int:
-    """Return the sum of at most 256 bytes. It is the low half of their Adler-32, minus 1, and smaller than its modulus
-    65,521."""
+    """Return the sum of at most 256 bytes: the low half of their Adler-32, minus 1. The sum is smaller than 65,521, the
+    modulus of Adler-32."""
     return (zlib.adler32(part) & 0xFFFF) - 1
 
 

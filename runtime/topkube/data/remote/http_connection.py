@@ -26,12 +26,13 @@ from topkube.data.remote.retry import Patience, StatusError
 from topkube.data.remote.transfer import Transfer, Write
 
 _PIECE_BYTES = 256 << 10
-"""The bytes that are received and written at once. They stay in the processor's cache between the two."""
+"""The bytes that are received and written at once. They are still in the processor's cache when they are written."""
 _WAKE_BYTES = 128 << 10
 """The kernel wakes the reader of a large body after this many bytes, so that it is not woken for every packet."""
 _PORTS = {"http": 80, "https": 443}
 _TARGET = re.compile(r"[!-~]+")
-_CONNECTING, _SHAKING, _SENDING, _HEAD, _BODY = range(5)
+_CONNECTING, _SHAKING_HANDS, _SENDING, _HEAD, _BODY = range(5)
+"""The stages of a connection. In the last two, it receives the head and the body of a response."""
 
 
 class NotPlain(Exception):
@@ -57,14 +58,15 @@ class HttpServer:
         if not _TARGET.fullmatch(parts.netloc) or "@" in parts.netloc or not self.host:
             raise NotPlain(f"the host {parts.netloc!r}")
         self.tls = _build_tls_context() if parts.scheme == "https" else None
-        own = {"Host": parts.netloc, "Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "topkube"}
-        given = {name.title(): value for name, value in headers.items()}
-        if given.keys() & {"Host", "Range", "Connection", "Content-Length", "Transfer-Encoding"}:
+        own_headers = {"Host": parts.netloc, "Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "topkube"}
+        more_headers = {name.title(): value for name, value in headers.items()}
+        if more_headers.keys() & {"Host", "Range", "Connection", "Content-Length", "Transfer-Encoding"}:
             raise NotPlain("headers that change the request")
-        self._headers = "".join(f"{format_header(name, value)}\r\n" for name, value in {**own, **given}.items())
+        all_headers = {**own_headers, **more_headers}
+        self._headers = "".join(f"{format_header(name, value)}\r\n" for name, value in all_headers.items())
         self.buffer = memoryview(bytearray(_PIECE_BYTES))
-        self.preferred: tuple[Any, ...] | None = None
-        """The address of the last connection that was made."""
+        self.preferred_address: tuple[Any, ...] | None = None
+        """The address of the last connection that was made; None before the first connection."""
 
     def build_request(self, transfer: Transfer, end: int) -> bytes:
         """Return the request for bytes `transfer.at` to `end`."""
@@ -72,17 +74,19 @@ class HttpServer:
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         if (parts.scheme, parts.netloc) != self._origin or not _TARGET.fullmatch(target):
             raise NotPlain(f"the address {transfer.reading.url}")
-        more = "".join(f"{format_header(name, value)}\r\n" for name, value in transfer.headers(end).items())
-        return f"GET {target} HTTP/1.1\r\n{self._headers}{more}\r\n".encode("utf-8", "surrogateescape")
+        own_lines = "".join(f"{format_header(name, value)}\r\n" for name, value in transfer.build_headers(end).items())
+        return f"GET {target} HTTP/1.1\r\n{self._headers}{own_lines}\r\n".encode("utf-8", "surrogateescape")
 
     def connect(self) -> Connection:
         """Begin a connection to the address of the last connection, or to the first address that accepts it."""
-        return Connection(self, self.preferred) if self.preferred is not None else self.connect_next(None)
+        return (
+            Connection(self, self.preferred_address) if self.preferred_address is not None else self.connect_next(None)
+        )
 
     def connect_next(self, failed: tuple[Any, ...] | None) -> Connection:
         """Begin a connection to the address after `failed`, or to the first address. Raises OSError if there is no
         other address."""
-        self.preferred = None
+        self.preferred_address = None
         addresses: list[tuple[Any, ...]] = list(socket.getaddrinfo(self.host, self._port, type=socket.SOCK_STREAM))
         if failed in addresses:
             addresses = addresses[addresses.index(failed) + 1 :]
@@ -102,14 +106,15 @@ class Connection:
         self._server = server
         self.address = address
         self.is_reused = False
-        self.keep = True
-        family, kind, protocol, _, where = address
+        self.stays_open = True
+        """False if the connection cannot be used after the current response."""
+        family, kind, protocol, _, socket_address = address
         self.socket: Any = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._stage = _CONNECTING
         self._wants_write = False
         self._wake = 1
-        code = self.socket.connect_ex(where)
+        code = self.socket.connect_ex(socket_address)
         if code not in (0, errno.EINPROGRESS):
             self.socket.close()
             raise OSError(code, os.strerror(code))
@@ -122,17 +127,18 @@ class Connection:
         """Start the request for bytes `transfer.at` to `end`."""
         self.transfer, self.end = transfer, end
         self._request = self._server.build_request(transfer, end)
-        self.received_any = False
+        self.has_received = False
         self._head = b""
         stall_seconds = self._server.patience.stall_seconds
-        self.stalls, self.ends = now + stall_seconds, now + 2 * stall_seconds
-        if self._stage > _SHAKING:
+        self.stall_deadline, self.deadline = now + stall_seconds, now + 2 * stall_seconds
+        if self._stage > _SHAKING_HANDS:
             self._stage = _SENDING
             self._send()
 
     @property
     def events(self) -> int:
-        if self._stage in (_CONNECTING, _SENDING) or (self._stage == _SHAKING and self._wants_write):
+        """The events of the socket for which this connection waits."""
+        if self._stage in (_CONNECTING, _SENDING) or (self._stage == _SHAKING_HANDS and self._wants_write):
             return selectors.EVENT_WRITE
         return selectors.EVENT_READ
 
@@ -142,14 +148,14 @@ class Connection:
             code = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
                 raise OSError(code, os.strerror(code))
-            self._server.preferred = self.address
+            self._server.preferred_address = self.address
             self._stage = _SENDING
             if self._server.tls is not None:
                 self.socket = self._server.tls.wrap_socket(
                     self.socket, server_hostname=self._server.host, do_handshake_on_connect=False
                 )
-                self._stage = _SHAKING
-        if self._stage == _SHAKING:
+                self._stage = _SHAKING_HANDS
+        if self._stage == _SHAKING_HANDS:
             self._wants_write = False
             try:
                 self.socket.do_handshake()
@@ -173,11 +179,11 @@ class Connection:
                 return False
             if not count:
                 raise Unfit("the server closed the connection before the end of its response")
-            self.stalls = time.monotonic() + self._server.patience.stall_seconds
-            self.received_any = True
+            self.stall_deadline = time.monotonic() + self._server.patience.stall_seconds
+            self.has_received = True
             if self._receive(view[:count], write, progress):
                 return True
-            if self._server.tls is None and count < len(view):  # more would have come with the same call
+            if self._server.tls is None and count < len(view):  # the socket has no more bytes now
                 self._set_wake()
                 return False
 
@@ -192,6 +198,7 @@ class Connection:
         return True
 
     def _receive(self, data: memoryview, write: Write, progress: Callable[[int], None]) -> bool:
+        """Take the next bytes of the response. Return True if the range has arrived."""
         if self._stage == _HEAD:
             searched = max(0, len(self._head) - 3)
             head = self._head + bytes(data)
@@ -205,7 +212,7 @@ class Connection:
             self._check(parse_head(head[: length - 4]))
             self._stage = _BODY
             if len(data) > self._left:
-                raise Unfit("more bytes came than the response has")
+                raise Unfit("the server sent more bytes than its response has")
             if not data:
                 self._set_wake()
                 return False
@@ -221,7 +228,7 @@ class Connection:
         if transfer.at < self.end:
             return False
         if self._left:  # the rest of a whole object
-            self.keep = False
+            self.stays_open = False
         self._wake_after(1)
         self._stage = _SENDING
         return True
@@ -242,12 +249,13 @@ class Connection:
         self._skipped = check_range(response, transfer.reading, transfer.at, self.end)
         transfer.reading.confirm(headers)
         self._left = int(headers["Content-Length"])
-        self.keep = headers.get("Connection", "").lower() != "close"
+        self.stays_open = headers.get("Connection", "").lower() != "close"
 
     def _set_wake(self) -> None:
         self._wake_after(min(self._left, _WAKE_BYTES) if self._stage == _BODY else 1)
 
     def _wake_after(self, count: int) -> None:
+        """Let the kernel wake this thread when `count` bytes have arrived; after every packet if `count` is small."""
         count = count if count >= _WAKE_BYTES // 8 and self._server.tls is None else 1
         if count != self._wake:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)

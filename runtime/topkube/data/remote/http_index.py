@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
@@ -14,15 +14,16 @@ from topkube.errors import DatasetError
 _DEPTH = 32
 """The most levels of folders."""
 _FOLDERS = 100_000
+"""The most folders."""
 
 
 def walk_index_pages(
-    read: Callable[[str], bytes], base: str, uri: str, hidden: str
+    read: Callable[[str], bytes], base: str, uri: str, hidden: Collection[str]
 ) -> tuple[list[RemoteObject], list[str]]:
     """Return the objects in the folder `base` (an address that ends with a slash) and in the folders below it, and the
     paths whose sizes the pages do not show.
 
-    `read` returns the page of an address. The object `hidden` at the top is not part of the dataset. Every folder is
+    `read` returns the page of an address. The objects `hidden` at the top are not part of the dataset. Every folder is
     read once. Raises DatasetError for a path that leaves the dataset and for an endless tree of folders.
     """
     objects: list[RemoteObject] = []
@@ -51,14 +52,14 @@ def walk_index_pages(
             check_path(path, uri)
             if entry["type"] == "directory":
                 add_folder(path + "/")
-            elif path != hidden:
+            elif path not in hidden:
                 objects.append(RemoteObject(path, int(entry["size"]), str(entry["mtime"])))
         for name in names:
             path = folder + name
             check_path(path.rstrip("/"), uri)
             if path.endswith("/"):
                 add_folder(path)
-            elif path != hidden:
+            elif path not in hidden:
                 unsized.append(path)
     return objects, unsized
 
@@ -70,13 +71,14 @@ def parse_json_index(page: bytes) -> list[dict[str, Any]] | None:
         return None
     try:
         entries = json.loads(page)
+        # `+ ""` raises TypeError unless the name is text
         return [e for e in entries if e["name"] + "" and (e["type"] == "directory" or (e["size"] >= 0 and e["mtime"]))]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
 def find_links(page: bytes, base: str) -> list[str]:
-    """Return the names to which the links of a page lead, for targets directly below the page."""
+    """Return the names in the links of a page, of files and folders directly below the page."""
     names = []
     for raw in re.findall(rb"""<a\s[^>]*?href\s*=\s*["']([^"'?#]+)["']""", page, re.IGNORECASE):
         link = urlsplit(raw.decode("utf-8", "replace")).path

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from topkube.data.remote.listing import RemoteObject
-from topkube.data.remote.object_version import build_condition, changed_error, check_version, read_header_version
+from topkube.data.remote.object_version import build_changed_error, build_condition, check_version, read_header_version
 from topkube.errors import DatasetError, StoreError
 
 PAGE_BYTES = 64 << 20
@@ -34,7 +34,7 @@ class Unfit(OSError):
 
 @dataclass
 class Reading:
-    """An object that is read in several ranges. All ranges must come from one version, also if the listing has no
+    """An object that is read in several ranges. All ranges must come from the same version, even if the listing has no
     version."""
 
     listed: RemoteObject
@@ -46,12 +46,14 @@ class Reading:
         check_version(self.listed.version, headers, self.url)
         version = read_header_version(headers)
         if self.version and version != self.version:
-            raise changed_error(self.url, f"its ranges come from {self.version} and {version or 'an unknown version'}")
+            raise build_changed_error(
+                self.url, f"its ranges come from {self.version} and {version or 'an unknown version'}"
+            )
         self.version = version
 
 
 async def read_range(filesystem: Any, reading: Reading, start: int, end: int) -> bytes:
-    """Return bytes start to end of the object. Raises Changed, StoreError, Unfit, and the errors of aiohttp."""
+    """Return bytes `start` to `end` - 1 of the object. Raises Changed, StoreError, Unfit, and the errors of aiohttp."""
     remote_object, url = reading.listed, reading.url
     headers = build_condition(remote_object.version)
     if not (start == 0 and end == remote_object.size):
@@ -66,27 +68,29 @@ async def read_range(filesystem: Any, reading: Reading, start: int, end: int) ->
             skipped -= count
         data: bytes = await response.content.readexactly(end - start)
         if (response.status == 206 or end == remote_object.size) and await response.content.read(1):
-            raise Unfit(f"more than the {end - start:,} requested bytes came")
+            raise Unfit(f"the server sent more than the {end - start:,} requested bytes")
         return data
 
 
 def check_range(response: Any, reading: Reading, start: int, end: int) -> int:
-    """Return how many bytes of the body come before `start`. Raises Changed, Unfit."""
+    """Check status, range and length of a response for bytes `start` to `end` - 1. Return how many bytes of the body
+    come before `start`: 0, or `start` if the server sends the whole object. Raises Changed, Unfit."""
     size, length = reading.listed.size, response.headers.get("Content-Length")
     if response.status == 206:
         content_range = response.headers.get("Content-Range", "")
         match = _RANGE.fullmatch(content_range)
         if match is None or (int(match[1]), int(match[2]) + 1) != (start, end):
-            raise Unfit(f"{content_range or 'a response without Content-Range'} came; {start}-{end - 1} was requested")
+            sent = content_range or "a response without Content-Range"
+            raise Unfit(f"the server sent {sent}; bytes {start}-{end - 1} were requested")
         if match[3] != "*" and int(match[3]) != size:
-            raise changed_error(reading.url, f"it has {int(match[3]):,} bytes, the listing has {size:,}")
+            raise build_changed_error(reading.url, f"it has {int(match[3]):,} bytes, the listing has {size:,}")
         if length is not None and length != str(end - start):
-            raise Unfit(f"{length} bytes came for a range of {end - start}")
+            raise Unfit(f"the server sent {length} bytes for a range of {end - start}")
         return 0
     if response.status != 200:
-        raise Unfit(f"the status {response.status} came")
+        raise Unfit(f"the server sent the status {response.status}")
     if length is not None and length != str(size):  # the whole object
-        raise changed_error(reading.url, f"it has {length} bytes, the listing has {size:,}")
+        raise build_changed_error(reading.url, f"it has {length} bytes, the listing has {size:,}")
     return start
 
 
@@ -95,14 +99,14 @@ def check_content(headers: Mapping[str, str], url: str) -> None:
     encoding = headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise StoreError(
-            f"{url} came with Content-Encoding: {encoding}",
+            f"the server sent {url} with Content-Encoding: {encoding}",
             cause="the server or a proxy compresses files although the request does not allow it; lengths and ranges "
             "then refer to the compressed bytes",
             next_step="switch compression off for these files (nginx: `gzip off;`; object stores: remove the object's "
             "Content-Encoding metadata)",
         )
     if is_page(headers) and not url.endswith(_PAGE_NAMES):
-        raise Unfit("an HTML page came in place of the object: an error page, or the login page of a network")
+        raise Unfit("the server sent an HTML page in place of the object: an error, or the login page of a network")
 
 
 def is_page(headers: Mapping[str, str]) -> bool:
@@ -131,9 +135,9 @@ async def describe(filesystem: Any, url: str) -> dict[str, Any]:
     for method in ("HEAD", "GET"):
         try:
             async with _open_response(filesystem, method, url, {}) as response:
-                encoded = response.headers.get("Content-Encoding", "identity") not in ("", "identity")
+                is_encoded = response.headers.get("Content-Encoding", "identity") not in ("", "identity")
                 length = response.headers.get("Content-Length", "")
-                size = int(length) if length.isdigit() and not encoded else None
+                size = int(length) if length.isdigit() and not is_encoded else None
                 if size is None and method == "HEAD":
                     continue
                 return {

@@ -37,9 +37,9 @@ class SocketClient:
     def read(
         self, transfers: Iterator[Transfer], connections: int, write: Write, progress: Callable[[int], None]
     ) -> None:
-        """Read all transfers over at most this number of connections. `write` gets every byte once, and those of an
+        """Read all transfers over at most `connections` connections. `write` gets every byte once, and the bytes of an
         object in order. Raises StoreError, Changed, NotPlain, and the errors of `write`."""
-        _Read(self, transfers, connections, write, progress).run()
+        _ReadLoop(self, transfers, connections, write, progress).run()
 
     def take_connection(self) -> Connection:
         """Return an idle connection, or begin a new one."""
@@ -52,14 +52,14 @@ class SocketClient:
         return self.server.connect()
 
     def give_back(self, connection: Connection) -> None:
-        if connection.keep:
+        if connection.stays_open:
             self._idle.append(connection)
         else:
             connection.close()
 
 
-class _Read:
-    """The state of one call of SocketClient.read."""
+class _ReadLoop:
+    """The loop that one call of SocketClient.read runs, and its state."""
 
     def __init__(
         self,
@@ -73,30 +73,30 @@ class _Read:
         self._write, self._progress = write, progress
         self._selector = selectors.DefaultSelector()
         self._active: dict[Connection, int] = {}
-        """The connections with a request, and the events that are selected for them."""
-        self._again: deque[tuple[float, Transfer]] = deque()
-        """Transfers that are tried again, and the earliest time of that."""
+        """The connections with a request, and the events of their sockets for which the selector waits."""
+        self._retries: deque[tuple[float, Transfer]] = deque()
+        """Transfers that are tried again, and the earliest time of the next try."""
 
     def run(self) -> None:
         try:
             while True:
                 self._start_transfers()
                 if not self._active:
-                    if not self._again:
+                    if not self._retries:
                         return
-                    time.sleep(max(0.0, min(when for when, _ in self._again) - time.monotonic()))
+                    time.sleep(max(0.0, min(when for when, _ in self._retries) - time.monotonic()))
                     continue
                 now = time.monotonic()
-                until = min(min(c.stalls, c.ends) for c in self._active)
-                if self._again and len(self._active) < self._connections:
-                    until = min(until, *(when for when, _ in self._again))
+                until = min(min(c.stall_deadline, c.deadline) for c in self._active)
+                if self._retries and len(self._active) < self._connections:
+                    until = min(until, *(when for when, _ in self._retries))
                 for key, _ in self._selector.select(max(0.0, until - now)):
                     self._advance(key.data)
                 now = time.monotonic()
-                for connection in [c for c in self._active if now >= min(c.stalls, c.ends)]:
-                    if now < connection.ends:
-                        self._advance(connection)  # a few bytes may have come without waking this thread
-                    if connection in self._active and now >= min(connection.stalls, connection.ends):
+                for connection in [c for c in self._active if now >= min(c.stall_deadline, c.deadline)]:
+                    if now < connection.deadline:
+                        self._advance(connection)  # a few bytes may have arrived without waking this thread
+                    if connection in self._active and now >= min(connection.stall_deadline, connection.deadline):
                         self._fail(connection, TimeoutError("the server is too slow"))
         finally:
             for connection in self._active:
@@ -106,10 +106,10 @@ class _Read:
     def _start_transfers(self) -> None:
         now = time.monotonic()
         while len(self._active) < self._connections:
-            ready = next((at for at, (when, _) in enumerate(self._again) if when <= now), None)
+            ready = next((at for at, (when, _) in enumerate(self._retries) if when <= now), None)
             if ready is not None:
-                transfer = self._again[ready][1]
-                del self._again[ready]
+                transfer = self._retries[ready][1]
+                del self._retries[ready]
             else:
                 following = next(self._transfers, None)
                 if following is None:
@@ -129,7 +129,7 @@ class _Read:
             connection.begin(transfer, transfer.choose_range_end(self._client.range_bytes), time.monotonic())
         except OSError as error:
             connection.close()
-            self._retry_unless_stale(connection, transfer, error)
+            self._retry_transfer(connection, transfer, error)
             return
         except BaseException:
             connection.close()
@@ -138,9 +138,9 @@ class _Read:
         self._selector.register(connection.socket, connection.events, connection)
 
     def _advance(self, connection: Connection) -> None:
-        before = connection.socket
+        old_socket = connection.socket
         try:
-            done = connection.advance(self._guarded_write, self._progress)
+            has_range = connection.advance(self._guarded_write, self._progress)
         except _WriteError as error:
             raise error.error from None
         except NotPlain:
@@ -148,10 +148,10 @@ class _Read:
         except Exception as error:
             self._fail(connection, error)
             return
-        if connection.socket is not before:  # the TLS socket has taken over the descriptor
-            self._selector.unregister(before)
+        if connection.socket is not old_socket:  # the TLS socket has taken over the descriptor
+            self._selector.unregister(old_socket)
             self._selector.register(connection.socket, connection.events, connection)
-        if done and self._finish_range(connection):
+        if has_range and self._finish_range(connection):
             return
         if connection.events != self._active[connection]:
             self._active[connection] = connection.events
@@ -164,10 +164,10 @@ class _Read:
             raise _WriteError(error) from None
 
     def _finish_range(self, connection: Connection) -> bool:
-        """Start the next range of the transfer. Return True if the connection has no transfer any more."""
+        """Start the next range of the transfer. Return True if the connection has no transfer after this call."""
         transfer = connection.transfer
         transfer.finish_range()
-        if transfer.at < transfer.stop and connection.keep:
+        if transfer.at < transfer.stop and connection.stays_open:
             connection.is_reused = True
             try:
                 connection.begin(transfer, transfer.choose_range_end(self._client.range_bytes), time.monotonic())
@@ -179,7 +179,7 @@ class _Read:
         del self._active[connection]
         self._client.give_back(connection)
         if transfer.at < transfer.stop:
-            self._again.append((0.0, transfer))
+            self._retries.append((0.0, transfer))
         return True
 
     def _fail(self, connection: Connection, error: Exception) -> None:
@@ -190,12 +190,13 @@ class _Read:
             with contextlib.suppress(OSError):
                 self._begin(self._client.server.connect_next(connection.address), connection.transfer)
                 return
-        self._retry_unless_stale(connection, connection.transfer, error)
+        self._retry_transfer(connection, connection.transfer, error)
 
-    def _retry_unless_stale(self, connection: Connection, transfer: Transfer, error: Exception) -> None:
-        """Try again. It is not counted as a try if the server closed a connection that it had kept open before."""
-        if connection.is_reused and not connection.received_any and not isinstance(error, TimeoutError):
-            self._again.append((0.0, transfer))
+    def _retry_transfer(self, connection: Connection, transfer: Transfer, error: Exception) -> None:
+        """Try again. If the server closed a connection that was open since an earlier request, before it sent a byte,
+        this does not count as a failed try."""
+        if connection.is_reused and not connection.has_received and not isinstance(error, TimeoutError):
+            self._retries.append((0.0, transfer))
             return
         self._retry(transfer, error)
 
@@ -206,7 +207,7 @@ class _Read:
         pause = patience.pause_seconds * 2**transfer.tries * random.uniform(0.5, 1.5)
         transfer.tries += 1
         transfer.rewind()
-        self._again.append((time.monotonic() + pause, transfer))
+        self._retries.append((time.monotonic() + pause, transfer))
 
 
 class _WriteError(Exception):

@@ -1,16 +1,17 @@
 """The remote store: lists a dataset and reads ranges of its objects, with any protocol of fsspec.
 
-A read is retried range by range, with growing pauses, and ends with the bytes or with StoreError. If an object has
+A read is retried range by range, with growing pauses. It returns the bytes or raises StoreError. If an object has
 changed since the listing, its bytes are never mixed with older bytes.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import fsspec
@@ -20,8 +21,8 @@ from topkube.data.remote.addresses import check_address
 from topkube.data.remote.http_connection import NotPlain
 from topkube.data.remote.http_reading import Reading, Unfit, read_range
 from topkube.data.remote.http_sockets import SocketClient
-from topkube.data.remote.listing import Listing, RemoteObject
-from topkube.data.remote.object_version import build_condition, changed_error, is_same_version
+from topkube.data.remote.listing import IndexPart, Listing, RemoteObject
+from topkube.data.remote.object_version import build_changed_error, build_condition, is_same_version
 from topkube.data.remote.retry import Patience
 from topkube.data.remote.s3_reading import check_object
 from topkube.data.remote.store_access import CONCURRENT, HTTP, S3, StoreAccess, run_until_failure
@@ -30,6 +31,14 @@ from topkube.data.remote.transfer import Transfer, Write
 
 RANGE_BYTES = 4 << 20
 """The most bytes of one request."""
+
+
+class ByteRange(NamedTuple):
+    """Bytes `start` to `stop` - 1 of an object."""
+
+    remote_object: RemoteObject
+    start: int
+    stop: int
 
 
 class ObjectStore:
@@ -45,17 +54,23 @@ class ObjectStore:
         self._access = StoreAccess(uri, self.options, self.patience)
         self.protocol = self._access.protocol
         self.root: str = self.filesystem._strip_protocol(find_base(uri))
-        self.manifest_uri = self._build_listing().manifest_uri
+        listing = self._build_listing()
+        self.manifest_uri, self.index_uri = listing.manifest_uri, listing.index_uri
 
     @property
     def filesystem(self) -> Any:
         """The fsspec file system of this thread."""
         return self._access.filesystem
 
-    def listing(self) -> Listing:
+    def read_listing(self) -> Listing:
         """Return all objects: those of the manifest if there is one, else those that the store lists. Raises
         DatasetError, StoreError."""
         return self._build_listing().read()
+
+    def read_current_listing(self) -> tuple[Listing, Listing | None]:
+        """Return the objects as the store describes them now, and the listing of the manifest, None if there is no
+        valid manifest. Raises DatasetError, StoreError."""
+        return self._build_listing().read_current()
 
     def read_manifest_version(self) -> str | None:
         """Return the version of the manifest, None if there is no manifest. Raises StoreError if the store does not
@@ -65,13 +80,13 @@ class ObjectStore:
     def _build_listing(self) -> StoreListing:
         return StoreListing(self._access, self.root, self._fetch)
 
-    def url(self, path: str) -> str:
+    def build_url(self, path: str) -> str:
         """Return the object's address in the form that fsspec takes."""
         name = quote(path) if self.protocol in HTTP else path
         return f"{self.root.rstrip('/')}/{name}"
 
     def read(self, remote_object: RemoteObject, start: int = 0, stop: int | None = None) -> bytes:
-        """Return bytes start to stop of an object."""
+        """Return bytes `start` to `stop` - 1 of an object; to its end if `stop` is None."""
         parts: list[bytes] = []
         self.fetch(remote_object, lambda _, data: parts.append(bytes(data)), start, stop)
         return b"".join(parts)
@@ -84,9 +99,9 @@ class ObjectStore:
         stop: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Read bytes start to stop of an object in ranges, and pass the bytes in order to `write(offset, bytes)`, each
-        byte once. `progress` gets the number of bytes. Raises StoreError, Changed."""
-        reading = Reading(remote_object, self.url(remote_object.path))
+        """Read bytes `start` to `stop` - 1 of an object in ranges. Pass every byte once, and in order, to
+        `write(offset, bytes)`. `progress` gets the number of bytes. Raises StoreError, Changed."""
+        reading = Reading(remote_object, self.build_url(remote_object.path))
         self._fetch([Transfer(reading, start, remote_object.size if stop is None else stop)], write, progress)
 
     def fetch_many(
@@ -94,14 +109,38 @@ class ObjectStore:
     ) -> None:
         """Read many small objects at the same time. objects[i] is written at offsets[i], each byte once. Raises
         StoreError, Changed."""
+        ranges = [ByteRange(remote_object, 0, remote_object.size) for remote_object in objects]
+        self.fetch_ranges(ranges, offsets, write, progress)
+
+    def fetch_ranges(
+        self, ranges: Sequence[ByteRange], offsets: Sequence[int], write: Write, progress: Callable[[int], None]
+    ) -> None:
+        """Read many small ranges at the same time. ranges[i] is written at offsets[i], each byte once. Raises
+        StoreError, Changed."""
         self._fetch(
             [
-                Transfer(Reading(remote_object, self.url(remote_object.path)), 0, remote_object.size, offset)
-                for remote_object, offset in zip(objects, offsets, strict=True)
+                Transfer(Reading(remote_object, self.build_url(remote_object.path)), start, stop, offset - start)
+                for (remote_object, start, stop), offset in zip(ranges, offsets, strict=True)
             ],
             write,
             progress,
         )
+
+    def read_index_parts(self, parts: Sequence[IndexPart], size: int) -> list[bytes]:
+        """Return parts of the index file, which has `size` bytes. The caller compares their checksums. Raises
+        StoreError, Absent, Changed."""
+        index_file = RemoteObject(self.index_uri.rpartition("/")[2], size, "")
+        data, offsets, transfers = bytearray(sum(part.size for part in parts)), [0], list[Transfer]()
+        for part in parts:
+            reading = Reading(index_file, self.index_uri)
+            transfers.append(Transfer(reading, part.start, part.start + part.size, offsets[-1] - part.start))
+            offsets.append(offsets[-1] + part.size)
+
+        def receive(offset: int, piece: Any) -> None:
+            data[offset : offset + len(piece)] = piece
+
+        self._fetch(transfers, receive, None)
+        return [bytes(data[start:stop]) for start, stop in itertools.pairwise(offsets)]
 
     def can_check(self, remote_object: RemoteObject) -> bool:
         """Return True if the object is checked when it is read alone: the listing has its checksum, or the store sends
@@ -121,7 +160,9 @@ class ObjectStore:
                 remaining = []
             except NotPlain:  # from now on the HTTP library reads everything
                 self._is_plain = False
-                remaining = [transfer for transfer in transfers if transfer.at < transfer.stop or transfer.held]
+                remaining = [
+                    transfer for transfer in transfers if transfer.at < transfer.stop or transfer.has_held_bytes
+                ]
         for transfer in remaining:
             transfer.rewind()
         if len(remaining) > 1 and self._access.is_asynchronous:
@@ -137,8 +178,8 @@ class ObjectStore:
         than the headers."""
         if self.protocol not in HTTP or not self._is_plain:
             return None
-        held: tuple[int, SocketClient] | None = getattr(self._local, "client", None)
-        if held is None or held[0] != os.getpid():  # a fork must not use the connections of its parent
+        stored: tuple[int, SocketClient] | None = getattr(self._local, "client", None)
+        if stored is None or stored[0] != os.getpid():  # a fork must not use the connections of its parent
             if not set(self.options) <= {"headers"} or fsspec.config.conf.get(self.protocol):
                 self._is_plain = False
                 return None
@@ -147,9 +188,9 @@ class ObjectStore:
             except NotPlain:
                 self._is_plain = False
                 return None
-            held = self._local.client = (os.getpid(), client)
-        held[1].range_bytes = RANGE_BYTES
-        return held[1]
+            stored = self._local.client = (os.getpid(), client)
+        stored[1].range_bytes = RANGE_BYTES
+        return stored[1]
 
     def _fetch_ranges(self, transfer: Transfer, write: Write, progress: Callable[[int], None]) -> None:
         reading = transfer.reading
@@ -230,13 +271,13 @@ def _ignore(count: int) -> None:
 
 def _check_length(data: bytes, start: int, end: int) -> bytes:
     if len(data) != end - start:
-        raise Unfit(f"{len(data):,} bytes came; {end - start:,} were requested")
+        raise Unfit(f"the store sent {len(data):,} bytes; {end - start:,} were requested")
     return data
 
 
 def _check_description(reading: Reading, version: str, size: int | None, is_page: bool) -> None:
     remote_object = reading.listed
     if size is not None and size != remote_object.size:
-        raise changed_error(reading.url, f"it has {size:,} bytes, the listing has {remote_object.size:,}")
+        raise build_changed_error(reading.url, f"it has {size:,} bytes, the listing has {remote_object.size:,}")
     if not is_same_version(remote_object.version, version):
-        raise changed_error(reading.url, f"its version is {version}, the listing has {remote_object.version}")
+        raise build_changed_error(reading.url, f"its version is {version}, the listing has {remote_object.version}")

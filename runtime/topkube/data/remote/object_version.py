@@ -29,15 +29,16 @@ def read_header_version(headers: Mapping[str, str]) -> str:
 
 
 def read_info_version(info: Mapping[str, Any]) -> str:
-    """Return the version in the `info` of an fsspec file system about an object; empty if there is none."""
+    """Return the version in the `info` of an fsspec file system about an object; empty if there is none. The mtime 0 is
+    a version: reproducible images give it to all files, and each node has other values of `created`."""
     for name in ("ETag", "etag", "mtime", "LastModified", "Last-Modified", "last_modified", "created"):
-        if info.get(name):
+        if info.get(name) not in (None, ""):
             return str(info[name])
     return ""
 
 
 def build_condition(version: str) -> dict[str, str]:
-    """Return HTTP headers with which the server sends only this version. A weak etag never matches If-Match, so the
+    """Return the HTTP headers of a request that accepts only this version. A weak etag never matches If-Match, so the
     time of the last change is sent instead."""
     weak, tag, modified = _split(version)
     if tag and not weak:
@@ -63,7 +64,7 @@ def check_version(version: str, headers: Mapping[str, str], name: str) -> None:
                 "(`topkube cache manifest --checksums`)",
             )
         if _strip_tag(answered) != _strip_tag(listed):
-            raise changed_error(name, f"{header} is {answered}, the listing has {listed}")
+            raise build_changed_error(name, f"{header} is {answered}, the listing has {listed}")
 
 
 def is_same_version(listed: str, match: str) -> bool:
@@ -79,8 +80,15 @@ def is_same_version(listed: str, match: str) -> bool:
     return True
 
 
-def changed_error(name: str, how: str) -> Changed:
-    """Return the error for an object that is no longer the listed object."""
+def is_proven_same(listed: str, match: str) -> bool:
+    """Return True if both versions are the same strong etag: the objects then have the same bytes. A time or a weak
+    etag proves nothing, because two versions may share it."""
+    is_weak, tag, _ = _split(listed)
+    return bool(tag) and not is_weak and listed == match
+
+
+def build_changed_error(name: str, how: str) -> Changed:
+    """Return the error for an object that is no longer the listed object. `how`: the difference."""
     return Changed(
         f"{name} is no longer the object that was listed ({how})",
         cause="it was replaced while the job was running",

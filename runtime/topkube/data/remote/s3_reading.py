@@ -8,7 +8,7 @@ from email.utils import format_datetime
 from typing import Any
 
 from topkube.data.remote.http_reading import Reading, Unfit
-from topkube.data.remote.object_version import changed_error
+from topkube.data.remote.object_version import build_changed_error
 
 
 def check_object(response: Mapping[str, Any], reading: Reading, start: int, end: int) -> None:
@@ -16,13 +16,13 @@ def check_object(response: Mapping[str, Any], reading: Reading, start: int, end:
     content_range, size = str(response.get("ContentRange") or ""), reading.listed.size
     if content_range:
         if content_range.partition("/")[0] != f"bytes {start}-{end - 1}":
-            raise Unfit(f"the range {content_range} came; bytes {start}-{end - 1} were requested")
+            raise Unfit(f"the store sent the range {content_range}; bytes {start}-{end - 1} were requested")
         if content_range.partition("/")[2] not in ("*", str(size)):
-            raise changed_error(
+            raise build_changed_error(
                 reading.url, f"it has {content_range.partition('/')[2]} bytes, the listing has {size:,}"
             )
     elif response.get("ContentLength", end - start) != end - start:
-        raise Unfit(f"{response['ContentLength']:,} bytes came; {end - start:,} were requested")
+        raise Unfit(f"the store sent {response['ContentLength']:,} bytes; {end - start:,} were requested")
     headers = {"ETag": str(response.get("ETag") or "")}
     if isinstance(last_modified := response.get("LastModified"), datetime):
         headers["Last-Modified"] = format_datetime(last_modified.astimezone(UTC), usegmt=True)

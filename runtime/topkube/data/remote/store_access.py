@@ -35,10 +35,10 @@ class StoreAccess:
 
     @property
     def filesystem(self) -> Any:
-        """The fsspec file system of this thread. A fork gets a new one, because its event loop does not survive."""
-        held = getattr(self._local, "filesystem", None)
-        if held is not None and held[0] == os.getpid():
-            return held[1]
+        """The fsspec file system of this thread. A fork gets another, because no event loop runs in it."""
+        stored = getattr(self._local, "filesystem", None)
+        if stored is not None and stored[0] == os.getpid():
+            return stored[1]
         try:
             options = dict(self.options)
             if self.protocol in S3:
@@ -101,13 +101,14 @@ class StoreAccess:
         raise AssertionError
 
     def describe(self, url: str) -> tuple[str, int | None, bool]:
-        """Return version, size (None if unknown), and True for an HTML page."""
+        """Return the version of an object, its size (None if unknown), and False: fsspec does not tell whether the
+        store sent an HTML page. Raises the errors of fsspec."""
         self.filesystem.invalidate_cache()
         info = self.filesystem.info(url)
         return read_info_version(info), info.get("size"), False
 
     async def async_describe(self, url: str) -> tuple[str, int | None, bool]:
-        """Do the same as `describe`, on the loop of an asynchronous file system."""
+        """Return what `describe` returns, on the loop of an asynchronous file system."""
         if self.protocol in HTTP:
             description = await describe(self.filesystem, url)
             return description["version"], description["size"], description["page"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import quote
@@ -17,25 +18,53 @@ from topkube.data.remote.object_version import read_info_version
 from topkube.data.remote.retry import Absent
 from topkube.data.remote.store_access import HTTP, LOCAL, StoreAccess
 from topkube.data.remote.transfer import Transfer, Write
-from topkube.errors import DatasetError
+from topkube.errors import DatasetError, StoreError
 
 MANIFEST = "manifest.jsonl"
+INDEX_ENDING = ".index"
+"""The index file of a manifest has the name of the manifest with this ending."""
+_HIDDEN = (MANIFEST, f"manifest{INDEX_ENDING}")
 Fetch = Callable[[Sequence[Transfer], Write, Callable[[int], None] | None], None]
 
 
 class StoreListing:
-    """Lists the objects below `root`. `fetch` reads the manifest like any other object."""
+    """Lists the objects below `root`. `fetch` is the function that reads the manifest, as it reads other objects."""
 
     def __init__(self, access: StoreAccess, root: str, fetch: Fetch) -> None:
         self._access, self._root, self._fetch = access, root, fetch
         self._is_explicit = has_manifest(access.uri)
+        """True if the address names the manifest, so the manifest must exist."""
         self.manifest_uri = access.uri if self._is_explicit else f"{find_base(access.uri)}/{MANIFEST}"
+        self.index_uri = self.manifest_uri.rpartition(".")[0] + INDEX_ENDING
 
     def read(self) -> Listing:
-        """Return all objects: those of the manifest if there is one, else those that the store lists. Raises
+        """Return all objects: those in the manifest if there is a manifest, else those that the store lists. Raises
         DatasetError, StoreError."""
         listing = self._read_manifest()
-        return listing if listing is not None else Listing.of(self._list_objects(), self._access.uri)
+        return listing if listing is not None else Listing.from_objects(self._list_objects(), self._access.uri)
+
+    def read_current(self) -> tuple[Listing, Listing | None]:
+        """Return the objects as the store describes them now, and the listing of the manifest, None if there is no
+        valid manifest. If the address names a manifest, the objects are those that the manifest names, else all that
+        the store lists. Raises DatasetError, StoreError."""
+        if self._is_explicit:
+            manifest = self.read()
+            paths = [remote_object.path for remote_object in manifest]
+            return Listing.from_objects(self._describe_objects(paths), self._access.uri), manifest
+        earlier = None
+        with contextlib.suppress(DatasetError):  # a manifest that is damaged or empty is about to be written again
+            earlier = self._read_manifest()
+        try:
+            return Listing.from_objects(self._list_objects(), self._access.uri), earlier
+        except (DatasetError, StoreError) as error:
+            if earlier is None:
+                raise
+            raise type(error)(
+                error.what,
+                cause=error.cause,
+                next_step=f"if the store does not list its folders, name the manifest ({self.manifest_uri}): then only"
+                " the objects that it names are described",
+            ) from error
 
     def read_version(self) -> str | None:
         """Return the version of the manifest, None if there is no manifest. Raises StoreError if the store does not
@@ -86,9 +115,9 @@ class StoreListing:
             self._find_local if self._access.protocol in LOCAL else self._find, None, self._access.uri
         )
         return [
-            RemoteObject(name[len(self._root) :].lstrip("/"), int(info.get("size") or 0), read_info_version(info))
+            RemoteObject(path, int(info.get("size") or 0), read_info_version(info))
             for name, info in details.items()
-            if info.get("type") == "file"
+            if info.get("type") == "file" and (path := name[len(self._root) :].lstrip("/")) not in _HIDDEN
         ]
 
     def _find(self) -> dict[str, Any]:
@@ -96,7 +125,7 @@ class StoreListing:
         return details
 
     def _find_local(self) -> dict[str, Any]:
-        """List files like `_find`, but raise an error for a folder that cannot be read. `_find` skips such a folder."""
+        """List files as `_find` does. Raises OSError for a folder that cannot be read, which `_find` would skip."""
         details, folders = {}, [self._root]
         while folders:
             folder = folders.pop()
@@ -117,13 +146,21 @@ class StoreListing:
             )
             return page
 
-        objects, unsized = walk_index_pages(read, base, self._access.uri, MANIFEST)
-        described = sync(
-            self._access.filesystem.loop, self._access.async_describe_all, [base + quote(name) for name in unsized]
-        )
-        return objects + [
-            RemoteObject(name, -1 if size is None else size, version)
-            for name, (version, size, _) in zip(unsized, described, strict=True)
+        objects, unsized = walk_index_pages(read, base, self._access.uri, _HIDDEN)
+        return objects + self._describe_objects(unsized)
+
+    def _describe_objects(self, paths: Sequence[str]) -> list[RemoteObject]:
+        """Return the objects of these paths, with the sizes and versions that the store states for each of them."""
+        base, access = self._root.rstrip("/") + "/", self._access
+        urls = [base + (quote(path) if access.protocol in HTTP else path) for path in paths]
+        described: Iterable[tuple[str, int | None, bool]]
+        if access.is_asynchronous:
+            described = sync(access.filesystem.loop, access.async_describe_all, urls)
+        else:
+            described = (access.call_patiently(partial(access.describe, url), None, url) for url in urls)
+        return [
+            RemoteObject(path, -1 if size is None else size, version)
+            for path, (version, size, _) in zip(paths, described, strict=True)
         ]
 
 

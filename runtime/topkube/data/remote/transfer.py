@@ -13,12 +13,13 @@ from topkube.data.remote.object_version import build_condition
 from topkube.data.remote.retry import Changed
 
 Write = Callable[[int, Any], None]
-"""A function that gets (offset, bytes). The bytes are a view of a buffer that is used again after the call."""
+"""A function that writes bytes at an offset: (offset, bytes). The bytes are a view of a buffer that is reused after the
+call."""
 
 
 @dataclass
 class Transfer:
-    """The read of bytes `start` to `stop` of an object. Byte i is written at `base + i`."""
+    """The read of bytes `start` to `stop` - 1 of an object. Byte i is written at `base + i`."""
 
     reading: Reading
     start: int
@@ -42,8 +43,8 @@ class Transfer:
         return min(self._range_start + most, self.stop)
 
     def add(self, data: Any, end: int, write: Write, progress: Callable[[int], None]) -> None:
-        """Take the bytes from `at` on, of a range that ends at `end`. If the response has a version, another try can
-        resume after these bytes, so they are written at once. Otherwise they are written when the range is complete."""
+        """Take the next bytes of a range that ends at `end`. If the response has a version, another try can resume
+        after these bytes, so they are written at once. Otherwise they are written when the range is complete."""
         self.at += len(data)
         if not self.reading.version:
             self._held += data
@@ -60,12 +61,12 @@ class Transfer:
         self._range_start, self.tries = self.at, 0
 
     def rewind(self) -> None:
-        """Prepare another try. Bytes that are not written are read again."""
+        """Prepare another try. Bytes that have arrived but are not written are read again."""
         self.at -= len(self._held)
         self._held = bytearray()
 
     @property
-    def held(self) -> bool:
+    def has_held_bytes(self) -> bool:
         """True if bytes have arrived that are not written."""
         return bool(self._held)
 
@@ -80,7 +81,7 @@ class Transfer:
                 "(`topkube cache manifest --checksums`)",
             )
 
-    def headers(self, end: int) -> dict[str, str]:
+    def build_headers(self, end: int) -> dict[str, str]:
         """Return the headers of the request for bytes `at` to `end`."""
         headers = build_condition(self.reading.listed.version or self.reading.version)
         if not (self.at == 0 and end == self.reading.listed.size):

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from topkube.algorithms import (
     AUTO,
     CHOICES,
+    DELAY,
     DENSE_WIRE,
     DENSITY,
     MATRIX_RANK,
@@ -24,6 +25,7 @@ from topkube.algorithms import (
     AlgorithmParameter,
     Stage,
     check_schedule,
+    explain_delay,
     explain_dense_wire,
     explain_overlap,
     find_algorithm,
@@ -67,6 +69,7 @@ class Aggregation(Part):
     period: int = _declare_field(PERIOD)
     outer_learning_rate: float = _declare_field(OUTER_LEARNING_RATE)
     outer_momentum: float = _declare_field(OUTER_MOMENTUM)
+    delay: int = _declare_field(DELAY)
     matrix_rank: int = _declare_field(MATRIX_RANK)
     overlap: Annotated[str, OneOf(OVERLAP.choices)] = _declare_field(OVERLAP)
     schedule: list[ScheduleStage] = Field(
@@ -101,4 +104,6 @@ class Aggregation(Part):
             raise_problems([(("denseWire",), text)])
         if self.overlap != OVERLAP.default and (reason := explain_overlap(used)):
             raise_problems([(("overlap",), f"'{self.overlap}' does not work: {reason}")])
+        if self.delay and (reason := explain_delay(used)):
+            raise_problems([(("delay",), f"{self.delay} has no effect: {reason}")])
         return self

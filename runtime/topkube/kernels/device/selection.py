@@ -9,6 +9,7 @@ from topkube.errors import ArgumentError
 from topkube.kernels.arguments import check_count, check_indexable, check_iterations, check_same_length
 from topkube.kernels.cuda_library import STATE_BYTES, CudaLibrary, EffortRead
 from topkube.kernels.device.launches import Launches
+from topkube.kernels.previous_threshold import PreviousThreshold
 
 if TYPE_CHECKING:
     import torch
@@ -21,19 +22,27 @@ class SelectionKernels(Launches):
         super().__init__(library)
         self._last = threading.local()
 
-    def topk(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def topk(
+        self, x: torch.Tensor, k: int, previous: PreviousThreshold | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.check_floats(x, "x")
         check_indexable(x.numel(), "x")
         k = check_count(k, x.numel())
         indices, values = self.allocate_entries(x, k, x.dtype)
         self._launch_selection(
-            "topk", x, x.data_ptr(), self.dtype_codes[x.dtype], x.numel(), k, indices.data_ptr(), values.data_ptr()
-        )
+            "topk", x, x.data_ptr(), self.dtype_codes[x.dtype], x.numel(), k, indices.data_ptr(), values.data_ptr(),
+            previous=previous,
+        )  # fmt: skip
         self._last.passes = (3, 3) if _skips_candidates(k, x.numel()) else (1, 4)
         return indices, values
 
     def compress_(
-        self, gradient: torch.Tensor, residual: torch.Tensor, k: int, out: torch.Tensor | None
+        self,
+        gradient: torch.Tensor,
+        residual: torch.Tensor,
+        k: int,
+        out: torch.Tensor | None,
+        previous: PreviousThreshold | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         float32 = self.torch.float32
         self.check_floats(gradient, "gradient")
@@ -55,19 +64,21 @@ class SelectionKernels(Launches):
         indices, values = self.allocate_entries(gradient, k, float32)
         self._launch_selection(
             "compress", gradient, gradient.data_ptr(), self.dtype_codes[gradient.dtype], residual.data_ptr(),
-            acc.data_ptr(), gradient.numel(), k, indices.data_ptr(), values.data_ptr(),
+            acc.data_ptr(), gradient.numel(), k, indices.data_ptr(), values.data_ptr(), previous=previous,
         )  # fmt: skip
         self._last.passes = (4, 4) if _skips_candidates(k, gradient.numel()) else (1, 4)
         return indices, values
 
-    def mstopk(self, x: torch.Tensor, k: int, iterations: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def mstopk(
+        self, x: torch.Tensor, k: int, iterations: int, seed: int, previous: PreviousThreshold | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.check_floats(x, "x")
         check_indexable(x.numel(), "x")
         k, iterations = check_count(k, x.numel()), check_iterations(iterations)
         indices, values = self.allocate_entries(x, k, x.dtype)
         self._launch_selection(
             "mstopk", x, x.data_ptr(), self.dtype_codes[x.dtype], x.numel(), k, iterations, seed % 2**64,
-            indices.data_ptr(), values.data_ptr(),
+            indices.data_ptr(), values.data_ptr(), previous=previous,
         )  # fmt: skip
         self._last.passes = (5, 5) if _skips_candidates(min(k + 1, x.numel()), x.numel()) else (2, 6)
         return indices, values
@@ -77,9 +88,11 @@ class SelectionKernels(Launches):
         read = self.library.read_effort(bytes(self._last.state.cpu().numpy()))
         return self._last.passes[read.from_the_data], read
 
-    def _launch_selection(self, name: str, like: Any, *arguments: Any) -> None:
+    def _launch_selection(self, name: str, like: Any, *arguments: Any, previous: PreviousThreshold | None) -> None:
+        """Launch with the address of the previous threshold (0 if there is none) and that of a new state."""
+        begin = 0 if previous is None else previous.find_address(like)
         state = self.allocate(like, STATE_BYTES, self.torch.uint8)
-        self.launch(name, like, *arguments, state.data_ptr())
+        self.launch(name, like, *arguments, begin, state.data_ptr())
         self._last.state = state
 
 

@@ -51,7 +51,7 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Send a message as soon as there is a connection, without waiting."""
-        self._keep(message.text())
+        self._keep(message.to_json())
 
     def send_bytes(self, stream: int, data: bytes) -> None:
         """Send bytes of the tunnelled connection `stream`, like a message."""

@@ -15,7 +15,7 @@ import resource
 import socket
 from asyncio.sslproto import SSLProtocol
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
@@ -23,14 +23,15 @@ from topkube.errors import LaunchError
 from topkube.launch.connection.credentials import LauncherCredentials
 from topkube.launch.connection.link import FRAME_BYTES
 from topkube.launch.connection.messages import Hello, read
+from topkube.launch.connection.tasks import run_task
 from topkube.launch.contract import (
     DOMAINS_HEADER,
     JOIN_PATH,
     STATUS_PATH,
     LauncherStatus,
     LaunchPlan,
+    compute_worker_token,
     parse_domains,
-    worker_token,
 )
 
 HEAD_SECONDS = 10.0
@@ -70,7 +71,7 @@ class Rendezvous:
         """The domain of each worker, by index; None until the operator has sent them."""
         self._workers = {str(worker.index): worker for worker in plan.workers}
         self._tokens = {
-            worker.index: worker_token(credentials.token_key, plan.uid, worker.index, worker.attempt)
+            worker.index: compute_worker_token(credentials.token_key, plan.uid, worker.index, worker.attempt)
             for worker in plan.workers
         }
         self._web: web.Server | None = None
@@ -95,7 +96,7 @@ class Rendezvous:
                 cause="another process of this pod uses the port",
                 next_step="change the port of that process",
             ) from None
-        self._run_task(self._accept(self._listener))
+        run_task(self._tasks, self._accept(self._listener))
         port: int = self._listener.getsockname()[1]
         return port
 
@@ -108,11 +109,6 @@ class Rendezvous:
             self._listener.close()
         if self._web is not None:
             await self._web.shutdown(1.0)
-
-    def _run_task(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -132,7 +128,7 @@ class Rendezvous:
             handler = self._web()
             self._waiting[handler] = host
             self._unknown[host] += 1
-            self._run_task(self._await_request(connection, handler))
+            run_task(self._tasks, self._await_request(connection, handler))
 
     def _note_request(self, handler: web.RequestHandler) -> None:
         """Stop counting a connection as unknown: its request has arrived, or it is gone."""
@@ -176,7 +172,7 @@ class Rendezvous:
             return _refuse(405, "GET")
         if text := request.headers.get(DOMAINS_HEADER):
             self.domains = parse_domains(text, len(self._workers)) or self.domains
-        return web.Response(text=self._status().text(), content_type="application/json")
+        return web.Response(text=self._status().to_json(), content_type="application/json")
 
     async def _answer_join(self, request: web.BaseRequest) -> web.StreamResponse:
         index, attempt = request.query.get("index", ""), request.query.get("attempt", "")

@@ -48,7 +48,7 @@ class Session:
             socket = await client.ws_connect(
                 url, headers=headers, params=query, max_msg_size=FRAME_BYTES, autoping=True, timeout=_CLOSE
             )
-            await socket.send_str(hello().text())
+            await socket.send_str(hello().to_json())
             incoming = await socket.receive()
         answer = read(incoming.data) if incoming.type == aiohttp.WSMsgType.TEXT else None
         if isinstance(answer, Welcome):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from topkube.processors import count_cores, count_threads_per_rank
-from topkube.settings import Settings, process_environment
+from topkube.settings import Settings, copy_environment
 
 
 def set_defaults(environment: dict[str, str], ranks: int) -> None:
@@ -23,7 +23,7 @@ def read_container_environment() -> dict[str, str]:
     """Return the environment that ranks inherit from the worker's container: all variables, except those for the worker
     itself."""
     own = {"TOPKUBE_WORKER", "TOPKUBE_LAUNCH", "TOPKUBE_SOURCE", "TOPKUBE_CREDENTIALS", "TOPKUBE_TERMINATION_LOG"}
-    return {name: value for name, value in process_environment().items() if name not in own}
+    return {name: value for name, value in copy_environment().items() if name not in own}
 
 
 def disable_single_copy(environment: dict[str, str]) -> None:

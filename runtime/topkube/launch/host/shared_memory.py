@@ -11,7 +11,7 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def names(directory: Path = SHARED_MEMORY) -> frozenset[str]:
+def list_segments(directory: Path = SHARED_MEMORY) -> frozenset[str]:
     """Return the names of the present segments."""
     try:
         return frozenset(os.listdir(directory))
@@ -19,10 +19,10 @@ def names(directory: Path = SHARED_MEMORY) -> frozenset[str]:
         return frozenset()
 
 
-def clean(keep: frozenset[str], directory: Path = SHARED_MEMORY) -> list[str]:
+def remove_dead_segments(keep: frozenset[str], directory: Path = SHARED_MEMORY) -> list[str]:
     """Remove this user's segments that no living process maps or has open, except `keep`. Return their names."""
     candidates = set[str]()
-    for name in names(directory) - keep:
+    for name in list_segments(directory) - keep:
         with contextlib.suppress(OSError):
             status = (directory / name).lstat()
             if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():

@@ -23,7 +23,7 @@ _ACCELERATOR_DEVICES = (
 """Patterns of files in /dev that show an accelerator."""
 
 
-def rank_variables(rank: int, settings: Settings) -> dict[str, str]:
+def build_rank_variables(rank: int, settings: Settings) -> dict[str, str]:
     """Return the variables of `rank`: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK for its node, and
     TORCHELASTIC_RUN_ID, by which libraries recognize a launcher that sets all of them. Return nothing if the launcher's
     number of ranks is unknown, as with plain mpiexec."""

@@ -26,7 +26,7 @@ class Mpi:
     def __str__(self) -> str:
         return f"{self.implementation} {self.version}"
 
-    def command(self, ranks: int, program: list[str]) -> list[str]:
+    def build_command(self, ranks: int, program: list[str]) -> list[str]:
         """Return the command line that starts `ranks` copies of `program` on this machine, not bound to cores. There
         may be more ranks than cores."""
         if self.implementation == "MPICH":
@@ -35,7 +35,7 @@ class Mpi:
             options = ["--oversubscribe", "--bind-to", "none", "--host", f"localhost:{ranks}", "-n", str(ranks)]
         return [str(self.mpiexec), *options, *program]
 
-    def environment(self) -> dict[str, str]:
+    def build_environment(self) -> dict[str, str]:
         """Return the variables that mpiexec and its proxies need. Without the first two, Open MPI refuses to run as
         root, and containers often have only root. The third makes Open MPI treat no usable address as private: without
         it, a prted whose host has only private addresses, as in pods, does not try its own loopback address, which
@@ -99,7 +99,7 @@ def find_wanted(implementation: str) -> Mpi:
     return mpi
 
 
-def library(python: str = sys.executable) -> str:
+def read_library(python: str = sys.executable) -> str:
     """Return the MPI that mpi4py loads in `python`, for example 'MPICH 5.0.2' or 'OpenMPI 5.0.11'.
 
     Raises LaunchError if it loads none.

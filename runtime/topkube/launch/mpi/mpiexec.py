@@ -24,7 +24,7 @@ from topkube.launch.mpi.proxies import (
     parse_agent_parameters,
     parse_hydra_parameters,
 )
-from topkube.settings import process_environment
+from topkube.settings import copy_environment
 
 _START_SECONDS, _PROXY_SECONDS = 60.0, 0.05
 """The time in which mpiexec must print the parameters of its proxies: at least, and for each proxy."""
@@ -63,7 +63,7 @@ class Mpiexec:
         code = self._process.returncode
         return code if code >= 0 else 128 - code
 
-    async def proxies(self) -> AsyncIterator[tuple[int, int, ProxyParameters]]:
+    async def iterate_proxies(self) -> AsyncIterator[tuple[int, int, ProxyParameters]]:
         """Start mpiexec, and yield for each worker, in any order: its number, the control port, and the parameters of
         its proxy. Raises LaunchError if mpiexec does not start all proxies."""
         self._agent.write_text(AGENT, encoding="ascii")
@@ -131,8 +131,8 @@ class Mpiexec:
         self._lines.put_nowait(HYDRA_END)
 
     def _build_environment(self) -> dict[str, str]:
-        environment = {name: value for name, value in process_environment().items() if name in _INHERITED}
-        environment.update(self._mpi.environment())
+        environment = {name: value for name, value in copy_environment().items() if name in _INHERITED}
+        environment.update(self._mpi.build_environment())
         environment.update({"HOME": str(self._directory), "TMPDIR": str(self._directory)})
         library = find_loopback_library()
         if library is not None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from topkube.launch.output.rank_report import log_path
+from topkube.launch.output.rank_report import find_log_path
 
 _READ_BYTES = 64 << 10
 _READS = 16
@@ -31,7 +31,9 @@ class RankLogWriter:
         self.written_bytes = self.lost_bytes = 0
         self.lost_why = ""
         self._unreported = 0
-        self._file = os.open(log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = os.open(
+            find_log_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
+        )
 
     def write(self, data: bytes) -> None:
         """Append `data`. Never raises an error."""

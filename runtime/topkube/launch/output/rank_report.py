@@ -33,7 +33,7 @@ _MOST = 1 << 62
 _CHILD_KILLED = ("killed by signal: Killed", "BrokenProcessPool", "died with <Signals.SIGKILL")
 
 
-def log_path(directory: Path, rank: int) -> Path:
+def find_log_path(directory: Path, rank: int) -> Path:
     """Return the path of the rank's log in the run directory."""
     return directory / f"rank-{rank}.log"
 
@@ -79,7 +79,7 @@ class RankReport:
         try:
             _overwrite(part, dataclasses.asdict(self))
         except OSError:
-            _overwrite(part, dataclasses.asdict(self.brief(_BRIEF_BYTES)))
+            _overwrite(part, dataclasses.asdict(self.shorten(_BRIEF_BYTES)))
         part.replace(path)
 
     @classmethod
@@ -87,7 +87,7 @@ class RankReport:
         """Read a report. Raises OSError, and ValueError if the file does not contain a report."""
         return cls.parse(json.loads(path.read_text()))
 
-    def brief(self, most: int) -> RankReport:
+    def shorten(self, most: int) -> RankReport:
         """Return the report with at most `most` characters of the traceback (its end), and as many of the tail."""
         tail, left = list[str](), most
         for line in reversed(self.tail):
@@ -167,7 +167,7 @@ def read_all(directory: Path, ranks: int) -> list[RankReport]:
     return [RankReport.read(path) for path in paths if path.exists()]
 
 
-def first_failure(reports: Iterable[RankReport]) -> RankReport | None:
+def select_first_failure(reports: Iterable[RankReport]) -> RankReport | None:
     """Return the report of the rank that failed first, by time; None if no rank failed. Ranks that were stopped from
     outside do not count. Ranks that failed at the same moment as another rank do not count if that rank explains their
     failure: ranks that ended without a message when another rank aborted (MPICH's library ends them with 1 when it
@@ -197,7 +197,7 @@ def _has_lost_peer(report: RankReport) -> bool:
     return _is_silent(report) and report.exit_code in _OPEN_MPI_LOST_PEER
 
 
-def tail(log: Path) -> tuple[list[str], str | None]:
+def read_tail(log: Path) -> tuple[list[str], str | None]:
     """Return the last lines of a log, and the last Python traceback in them; None if there is none."""
     try:
         with log.open("rb") as file:
@@ -299,7 +299,7 @@ def _explain_signal(name: str, log: str) -> tuple[str, str]:
     return "something outside the job sent this signal", log
 
 
-def signal_name(number: int) -> str:
+def name_signal(number: int) -> str:
     """Return the name of a signal, for example 'SIGKILL'."""
     try:
         return signal.Signals(number).name

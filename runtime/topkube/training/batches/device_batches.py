@@ -50,7 +50,7 @@ def _copy_to_device(batches: Iterator[CountedBatch], device: torch.device, ahead
     """Yield `batches` on `device`. If `ahead` is True, the copy of the next batch begins before a batch is yielded."""
     stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def start() -> tuple[CountedBatch, Any] | None:
+    def begin_next() -> tuple[CountedBatch, Any] | None:
         taken = next(batches, None)
         if taken is None:
             return None
@@ -58,16 +58,16 @@ def _copy_to_device(batches: Iterator[CountedBatch], device: torch.device, ahead
             on_device = map_tensors(taken.batch, lambda tensor: _begin_copy(tensor, device))
             return CountedBatch(on_device, taken.samples, taken.drawn), stream.record_event()
 
-    following = start()
+    following = begin_next()
     while following is not None:
         counted, copied = following
-        following = start() if ahead else None
+        following = begin_next() if ahead else None
         current = torch.cuda.current_stream(device)
         current.wait_event(copied)
         map_tensors(counted.batch, lambda tensor: _keep_until_used(tensor, current))  # noqa: B023  # called at once
         yield counted
         if not ahead:
-            following = start()
+            following = begin_next()
 
 
 def _begin_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

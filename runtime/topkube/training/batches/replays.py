@@ -1,4 +1,4 @@
-"""Running statistics stay unchanged while a rank replays a batch of weight zero."""
+"""The running statistics of models, which stay unchanged while a rank replays a batch of weight zero."""
 
 from __future__ import annotations
 

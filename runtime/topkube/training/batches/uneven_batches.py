@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,20 +23,23 @@ from topkube.training.batches.device_batches import begin_batches, to_device
 from topkube.training.batches.generators import read_generators, set_generators
 from topkube.training.batches.replays import KeptStatistics
 from topkube.training.batches.samples import SampleCounter, Samples
-from topkube.training.ranks.agreement import Agreement, agreement
-from topkube.training.ranks.communication_thread import schedule
+from topkube.training.ranks.agreement import Agreement
+from topkube.training.ranks.queued_agreement import QueuedAgreement
 from topkube.world import World
 
 Sums = npt.NDArray[np.float64]
-T = TypeVar("T")
 _END = object()
 
 
-class Turns:
-    """The batches of all ranks of `world`, in step. The agreement on a batch runs at the same time as forward."""
+class UnevenBatches:
+    """The batches of all ranks of `world`, which have unequal numbers of samples, and of which some ranks have more
+    than others. All ranks announce each batch; their agreement on it runs at the same time as forward.
+
+    `samples` is the number of samples of this rank's announced batch. `agreement` is for other numbers on which the
+    ranks agree in order with their batches."""
 
     def __init__(self, world: World) -> None:
-        self.world, self.agree = world, agreement(world)
+        self.world, self.agreement = world, QueuedAgreement(world)
         self._size = world.size
         self.samples = 0
         self._sums: Future[Sums] | None = None
@@ -55,8 +58,8 @@ class Turns:
         has_batch = samples > 0 if has_batch is None else has_batch
         numbers = (float(samples), float(samples if drawn is None else drawn), float(has_batch), *more)
 
-        def summed() -> Sums:
-            sums = self.agree(numbers) if self._size > 1 else np.array(numbers)
+        def add_up(agreement: Agreement) -> Sums:
+            sums = agreement.sum(numbers)
             self._drawn, self._ranks = int(sums[1]), int(sums[2])
             return np.delete(sums, (1, 2))
 
@@ -64,7 +67,7 @@ class Turns:
         self._statistics.release()
         if has_batch:
             self._statistics.forget_models()
-        self._sums = schedule().submit(summed) if self._size > 1 else _make_done(summed())
+        self._sums = self.agreement.submit(add_up)
         return self._sums
 
     def batch(self, samples: int) -> int:
@@ -87,31 +90,12 @@ class Turns:
         """True if this rank's batch has weight zero, while batches of other ranks count."""
         return not self.samples and self._sums is not None and bool(self._sums.result()[0])
 
-    def sum_over_ranks(self, values: Iterable[float]) -> Sums:
-        """Return the sums of `values` over all ranks. The communication thread computes them after all earlier work."""
-        numbers = [float(value) for value in values]
-        if self._size == 1:
-            return np.array(numbers)
-        return schedule().run(lambda: self.agree(numbers))
-
-    def run_agreement(self, ask: Callable[[Agreement], T]) -> T:
-        """Run an agreement of all ranks in the communication thread, after all earlier work, and return its result."""
-        return schedule().run(lambda: ask(self.agree))
-
-    def maximum(self, values: Iterable[float]) -> Sums:
-        """Return the largest of all ranks' numbers, element by element. The communication thread finds them after all
-        earlier work."""
-        numbers = [float(value) for value in values]
-        if self._size == 1:
-            return np.array(numbers)
-        return schedule().run(lambda: self.agree.maximum(numbers))
-
     def find_scale(self) -> float:
         """Return the factor for gradients of the announced batch; 1 if no batch is announced or all batches are
         equal."""
         if self._sums is None:  # another optimizer of these ranks may have announced the batch
             other = _announced() if _announced is not None else None
-            if other is None or other is self or other.agree is not self.agree or other._sums is None:
+            if other is None or other is self or other.world is not self.world or other._sums is None:
                 return 1.0
             return other.find_scale()
         total = float(self._sums.result()[0])
@@ -138,30 +122,30 @@ class Turns:
             set_generators(self._before_replay)
             self._before_replay = None
 
-    def iterate_batches(
+    def iterate(
         self,
         loader: Iterable[Any],
-        more: Callable[[], Sequence[float]] = tuple,
-        seen: Callable[[Future[Sums]], None] = lambda _: None,
-        opened: Callable[[], None] = lambda: None,
+        list_numbers: Callable[[], Sequence[float]] = tuple,
+        on_announced: Callable[[Future[Sums]], None] = lambda _: None,
+        on_opened: Callable[[], None] = lambda: None,
         samples: Samples = None,
         device: torch.device | None = None,
     ) -> Iterator[Any]:
-        """Yield the batches of `loader`, on `device` if it is a GPU (`device_batches.py`). Each is announced with
-        `more()`, and `seen` is called with every agreement. A rank that has no more batches gets its last batch again,
-        with weight zero, until all ranks have finished. `samples` is the number of samples in a batch
-        (`samples.py`)."""
+        """Yield the batches of `loader`, on `device` if it is a GPU (`device_batches.py`). Each is announced with the
+        numbers of `list_numbers()`, and `on_announced` is called with every agreement; `on_opened` is called when the
+        loader's iterator exists. A rank that has no more batches gets its last batch again, with weight zero, until all
+        ranks have finished. `samples` is the number of samples in a batch (`samples.py`)."""
         iterator: Iterator[Any] = begin_batches(loader, SampleCounter(loader, samples), device)
         last: Any = _END
-        opened()
+        on_opened()
         try:
             while True:
                 with phases.current.timed("data"):
                     counted = next(iterator, None)
                     batch = _END if counted is None else counted.batch
                     count, drawn = (0, 0) if counted is None else (counted.samples, counted.drawn)
-                    sums = self.announce(count, *more(), drawn=drawn, has_batch=counted is not None)
-                    seen(sums)
+                    sums = self.announce(count, *list_numbers(), drawn=drawn, has_batch=counted is not None)
+                    on_announced(sums)
                     if batch is _END:
                         sums.result()
                         if not self._ranks:
@@ -180,27 +164,21 @@ class Turns:
             self.end()
 
 
-def _make_done(sums: Sums) -> Future[Sums]:
-    future: Future[Sums] = Future()
-    future.set_result(sums)
-    return future
-
-
-_announced: weakref.ref[Turns] | None = None
-"""The Turns whose batch was announced last in this process."""
+_announced: weakref.ref[UnevenBatches] | None = None
+"""The batches that were announced last in this process."""
 
 
 def find_batch_scale() -> float:
-    """Return the factor by which the gradients of this rank's batch count (`Turns.find_scale`), for any optimizer to
-    which the batch was announced; 1 if no batch is announced."""
-    turns = _announced() if _announced is not None else None
-    return turns.find_scale() if turns is not None else 1.0
+    """Return the factor by which the gradients of this rank's batch count (`UnevenBatches.find_scale`), for any
+    optimizer to which the batch was announced; 1 if no batch is announced."""
+    batches = _announced() if _announced is not None else None
+    return batches.find_scale() if batches is not None else 1.0
 
 
 def is_replay_batch() -> bool:
     """Return True if this rank's batch has weight zero, while batches of other ranks count."""
-    turns = _announced() if _announced is not None else None
-    return turns is not None and turns.is_replay
+    batches = _announced() if _announced is not None else None
+    return batches is not None and batches.is_replay
 
 
 def _make_any_batch(loader: Iterable[Any]) -> Any:

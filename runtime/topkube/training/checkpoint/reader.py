@@ -10,10 +10,11 @@ from typing import Any
 from topkube.errors import CheckpointError
 from topkube.training.checkpoint.format.manifest import NAME, SHARED_FILE, name_rank_file, read_manifest
 from topkube.training.checkpoint.format.state_file import Damaged, read_state
-from topkube.training.checkpoint.place import Place, list_published
+from topkube.training.checkpoint.published import PublishedCheckpoint, list_published
 from topkube.training.checkpoint.residual_shares import compute_shares, recut
-from topkube.training.checkpoint.retention import Retention, warn
-from topkube.training.checkpoint.stages import PassedOver, Stages
+from topkube.training.checkpoint.retention import Retention
+from topkube.training.checkpoint.stages import CheckpointSkipped, Stages
+from topkube.training.reporting.warning import warn
 from topkube.world import World
 
 
@@ -22,9 +23,13 @@ class Loaded:
     """A checkpoint that was read. `shared` is the same on all ranks; `own` holds this rank's "residuals" and, in the
     world that wrote them, random "generators"."""
 
-    place: Place
+    checkpoint: PublishedCheckpoint
     shared: dict[str, Any]
     own: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.checkpoint.name
 
 
 class CheckpointReader:
@@ -36,27 +41,27 @@ class CheckpointReader:
     def read_newest(self, copy: int, copies: int, check: Callable[[Loaded], None]) -> Loaded | None:
         """Return the newest checkpoint that is complete and that `check` accepts; None if there is no checkpoint. All
         ranks call this together (see `CheckpointStore.load`)."""
-        places = sorted(list_published(self._directory), reverse=True) if self._world.rank == 0 else []
-        count = int(self._stages.gather([len(places)])[0, 0])
+        checkpoints = sorted(list_published(self._directory), reverse=True) if self._world.rank == 0 else []
+        count = int(self._stages.gather([len(checkpoints)])[0, 0])
         for number in range(count):
             numbers = [0, 0, 0]
             if self._world.rank == 0:
-                numbers = [places[number].run, places[number].step, places[number].again]
-            place = Place(*(int(value) for value in self._stages.gather(numbers)[0]))
+                numbers = [checkpoints[number].run, checkpoints[number].step, checkpoints[number].again]
+            checkpoint = PublishedCheckpoint(*(int(value) for value in self._stages.gather(numbers)[0]))
             loaded: list[Loaded] = []
 
-            def read(place: Place = place, loaded: list[Loaded] = loaded) -> None:
-                loaded.append(self._read(place, copy, copies))
+            def read(checkpoint: PublishedCheckpoint = checkpoint, loaded: list[Loaded] = loaded) -> None:
+                loaded.append(self._read(checkpoint, copy, copies))
                 check(loaded[0])
 
             try:
-                self._stages.run(read, f"the checkpoint {self._directory / place.name} cannot be read")
-            except PassedOver as passed:
-                self._retention.damaged.add(place)
+                self._stages.run(read, f"the checkpoint {self._directory / checkpoint.name} cannot be read")
+            except CheckpointSkipped as passed:
+                self._retention.damaged.add(checkpoint)
                 if passed.reason:
                     warn(f"{passed.reason}; going back to the previous checkpoint")
                 continue
-            self._retention.proven.add(place)
+            self._retention.proven.add(checkpoint)
             return loaded[0]
         if count:
             raise CheckpointError(
@@ -66,8 +71,8 @@ class CheckpointReader:
             )
         return None
 
-    def _read(self, place: Place, copy: int, copies: int) -> Loaded:
-        path = self._directory / place.name
+    def _read(self, checkpoint: PublishedCheckpoint, copy: int, copies: int) -> Loaded:
+        path = self._directory / checkpoint.name
         manifest = read_manifest(path)
 
         def read_file(name: str) -> dict[str, Any]:
@@ -85,7 +90,7 @@ class CheckpointReader:
         if self._world.node_ranks == manifest.node_ranks:
             own = read_file(name_rank_file(self._world.rank))
             if old_copies in (None, copies):
-                return Loaded(place, read_file(SHARED_FILE), own)
+                return Loaded(checkpoint, read_file(SHARED_FILE), own)
         wanted = range(1) if old_copies is None else compute_shares(old_copies, copy, copies)
         saved = (read_residuals(rank) for old in wanted for rank in manifest.list_ranks(old))
-        return Loaded(place, read_file(SHARED_FILE), {**own, "residuals": recut(saved, copy, copies)})
+        return Loaded(checkpoint, read_file(SHARED_FILE), {**own, "residuals": recut(saved, copy, copies)})

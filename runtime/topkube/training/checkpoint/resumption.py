@@ -48,18 +48,18 @@ def check_contents(loaded: Loaded) -> None:
     """Raise Damaged unless `loaded` holds everything that a run resumes from."""
     for name, kinds in _FIELDS.items():
         if name not in loaded.shared:
-            raise Damaged(f"{loaded.place.name}/shared.pt holds no {name!r}: it is not a checkpoint of a run")
+            raise Damaged(f"{loaded.name}/shared.pt holds no {name!r}: it is not a checkpoint of a run")
         if not isinstance(loaded.shared[name], kinds):
-            raise Damaged(f"{loaded.place.name}/shared.pt holds a {type(loaded.shared[name]).__name__} as {name!r}")
+            raise Damaged(f"{loaded.name}/shared.pt holds a {type(loaded.shared[name]).__name__} as {name!r}")
     if not isinstance(loaded.shared["optimizer"].get("topkube"), Mapping):
-        raise Damaged(f"{loaded.place.name}/shared.pt holds no state of a DistributedOptimizer")
+        raise Damaged(f"{loaded.name}/shared.pt holds no state of a DistributedOptimizer")
     if problem := _find_problem(loaded.own.get("residuals")):
-        raise Damaged(f"{loaded.place.name} holds residuals {problem}")
+        raise Damaged(f"{loaded.name} holds residuals {problem}")
     if "generators" in loaded.own:
         try:
             check_generators(loaded.own["generators"])
         except Exception as error:
-            raise Damaged(f"{loaded.place.name} holds states that are not those of generators: {error}") from error
+            raise Damaged(f"{loaded.name} holds states that are not those of generators: {error}") from error
 
 
 def _find_problem(residuals: Any) -> str:
@@ -88,10 +88,10 @@ def check_optimizer(loaded: Loaded, optimizer: torch.optim.Optimizer, directory:
         return
     was, now = _join_names(saved), _join_names(own)
     raise CheckpointError(
-        f"the checkpoint {loaded.place.name} in {directory} holds the state of {was}, this script trains with {now}",
+        f"the checkpoint {loaded.name} in {directory} holds the state of {was}, this script trains with {now}",
         cause="the script's optimizer changed since the checkpoint was written",
         next_step=f"train with {was} again; or give the run a directory of its own (spec.checkpoint.path) and load"
-        f" torch.load('{directory}/{loaded.place.name}/shared.pt', weights_only=True)['model'] into the model: {now}"
+        f" torch.load('{directory}/{loaded.name}/shared.pt', weights_only=True)['model'] into the model: {now}"
         " then starts afresh from these weights",
     )
 

@@ -7,11 +7,11 @@ Damaged checkpoints are kept under another name. Checkpoints that this version c
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 from topkube.training.checkpoint.format.manifest import is_whole
-from topkube.training.checkpoint.place import Place, list_published, list_unfinished
+from topkube.training.checkpoint.published import PublishedCheckpoint, list_published, list_unfinished
+from topkube.training.reporting.warning import warn
 
 
 class Retention:
@@ -19,29 +19,29 @@ class Retention:
     damaged. Rank 0 uses it."""
 
     def __init__(self, directory: Path, keep: int) -> None:
-        self.proven: set[Place] = set()
-        self.damaged: set[Place] = set()
+        self.proven: set[PublishedCheckpoint] = set()
+        self.damaged: set[PublishedCheckpoint] = set()
         self._directory, self._keep = directory, keep
-        self._written: set[Place] = set()
-        self._left: set[Place] = set()
+        self._written: set[PublishedCheckpoint] = set()
+        self._reported: set[PublishedCheckpoint] = set()
 
-    def note_written(self, place: Place) -> None:
+    def note_written(self, checkpoint: PublishedCheckpoint) -> None:
         """Note a checkpoint that this run has published."""
-        self._written.add(place)
-        self.proven.add(place)
+        self._written.add(checkpoint)
+        self.proven.add(checkpoint)
 
     def apply(self) -> None:
         """Rename damaged checkpoints and remove superseded checkpoints. If that fails, print a warning."""
-        places = list_published(self._directory)
-        for place in self.damaged.intersection(places):
-            self._set_aside(place)
-        self.proven.intersection_update(places)
+        checkpoints = list_published(self._directory)
+        for checkpoint in self.damaged.intersection(checkpoints):
+            self._set_aside(checkpoint)
+        self.proven.intersection_update(checkpoints)
         kept = sorted(self.proven)[-self._keep :]
         if len(kept) < self._keep:
             return
-        for place in sorted(set(places) - self.damaged):
-            if place < kept[0] and (place in self._written or self._is_ours(place)):
-                self._remove(place)
+        for checkpoint in sorted(set(checkpoints) - self.damaged):
+            if checkpoint < kept[0] and (checkpoint in self._written or self._can_read(checkpoint)):
+                self._remove(checkpoint)
 
     def sweep(self, run: int, current: Path) -> None:
         """Remove the folders that unfinished saves and removals of `run` and earlier runs have left, except
@@ -50,35 +50,30 @@ class Retention:
             if folder != current:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _is_ours(self, place: Place) -> bool:
-        if place not in self._left and not is_whole(self._directory / place.name):
-            self._left.add(place)
-            warn(f"the old checkpoint {self._directory / place.name} stays: this version cannot read its manifest")
-        return place not in self._left
+    def _can_read(self, checkpoint: PublishedCheckpoint) -> bool:
+        if checkpoint not in self._reported and not is_whole(self._directory / checkpoint.name):
+            self._reported.add(checkpoint)
+            warn(f"the old checkpoint {self._directory / checkpoint.name} stays: this version cannot read its manifest")
+        return checkpoint not in self._reported
 
-    def _set_aside(self, place: Place) -> None:
-        path = self._directory / place.name
+    def _set_aside(self, checkpoint: PublishedCheckpoint) -> None:
+        path = self._directory / checkpoint.name
         try:
-            path.rename(self._directory / place.set_aside)
+            path.rename(self._directory / checkpoint.set_aside)
         except OSError as error:
-            if place not in self._left:
+            if checkpoint not in self._reported:
                 warn(f"the damaged checkpoint {path} cannot be renamed: {error.strerror}")
-            self._left.add(place)
+            self._reported.add(checkpoint)
             return
-        self.damaged.discard(place)
-        warn(f"the damaged checkpoint {path} is kept as {place.set_aside}; remove it when you do not need it")
+        self.damaged.discard(checkpoint)
+        warn(f"the damaged checkpoint {path} is kept as {checkpoint.set_aside}; remove it when you do not need it")
 
-    def _remove(self, place: Place) -> None:
+    def _remove(self, checkpoint: PublishedCheckpoint) -> None:
         """Rename the checkpoint to a hidden name, then remove it: a half-removed checkpoint would look damaged."""
-        path, hidden = self._directory / place.name, self._directory / place.hidden
+        path, hidden = self._directory / checkpoint.name, self._directory / checkpoint.hidden
         try:
             path.rename(hidden)
         except OSError as error:
             warn(f"the old checkpoint {path} cannot be removed: {error.strerror}")
             return
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-def warn(text: str) -> None:
-    """Print a warning."""
-    print(f"topkube: warning: {text}", file=sys.stderr, flush=True)

@@ -24,7 +24,7 @@ from typing import Any
 from topkube.errors import CheckpointError
 from topkube.files import new_folder, sync_directory
 from topkube.training.checkpoint.format.state_file import write_new_text
-from topkube.training.checkpoint.place import find_last_run
+from topkube.training.checkpoint.published import find_last_run
 
 _NAME = re.compile(r"\.run-(\d+)")
 _KEPT = 16

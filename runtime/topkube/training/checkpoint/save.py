@@ -46,12 +46,12 @@ class Save:
     is_publishing: bool = False
 
     @classmethod
-    def begin(cls, step: int, folder: Path, states: dict[str, Any], first: Callable[[], None]) -> Save:
-        """Start to write `states`, file name -> encoded state, after `first`."""
+    def begin(cls, step: int, folder: Path, states: dict[str, Any], prepare: Callable[[], None]) -> Save:
+        """Start to write `states`, file name -> encoded state, after `prepare`."""
         tally, written = Tally(), dict[str, FileDigest]()
 
         def write() -> None:
-            first()
+            prepare()
             while states:
                 name = next(iter(states))
                 written[name] = write_state(folder / name, states.pop(name), tally)

@@ -11,16 +11,16 @@ import numpy.typing as npt
 
 from topkube.errors import CheckpointError, StorageError
 from topkube.training.checkpoint.format.state_file import Damaged, is_missing
-from topkube.training.ranks.agreement import agreement, names_of
-from topkube.training.ranks.communication_thread import schedule
+from topkube.training.ranks import communication_thread
+from topkube.training.ranks.agreement import name_ranks, open_agreement
 from topkube.world import World
 
-_WELL, _DAMAGED, _STORAGE, _OTHER = range(4)
+_SUCCEEDED, _DAMAGED, _STORAGE, _OTHER = range(4)
 """The outcome of a stage on a rank."""
 
 
-class PassedOver(Exception):
-    """The files of a checkpoint are damaged; `reason` is empty if only other ranks have found damage."""
+class CheckpointSkipped(Exception):
+    """All ranks skip a checkpoint, because files are damaged. `reason` is empty if only other ranks saw the damage."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -38,8 +38,8 @@ class Stages:
         in order with the exchanges of gradients, so that the order is the same on all ranks."""
         if self._world.size == 1:
             return np.array([values], np.float64)
-        agree = agreement()
-        return schedule().run(lambda: agree.gather(values))
+        agree = open_agreement()
+        return communication_thread.run(lambda: agree.gather(values))
 
     def run(self, stage: Callable[[], None], what: str) -> None:
         """Run a stage on every rank. Raises as `report` does."""
@@ -53,34 +53,34 @@ class Stages:
     def report(
         self, problem: BaseException | None, what: str, numbers: Sequence[float] = ()
     ) -> npt.NDArray[np.float64]:
-        """Return the `numbers` of all ranks if `problem` is None on every rank, shape (ranks, len(numbers)). Else
-        raises on all ranks: PassedOver if files are damaged, StorageError if every failure is the storage's, else
-        CheckpointError."""
+        """Return the `numbers` of all ranks, shape (ranks, len(numbers)), if `problem` is None on every rank.
+        Otherwise raises on all ranks: CheckpointSkipped if files are damaged, StorageError if every failure is the
+        storage's, else CheckpointError."""
         rows = self.gather([_classify(problem), *numbers])
-        failed = [int(rank) for rank in np.flatnonzero(rows[:, 0] != _WELL)]
+        failed = [int(rank) for rank in np.flatnonzero(rows[:, 0] != _SUCCEEDED)]
         if failed:
-            self._fail(problem, what, {int(kind) for kind in rows[:, 0]} - {_WELL}, failed)
+            self._fail(problem, what, {int(kind) for kind in rows[:, 0]} - {_SUCCEEDED}, failed)
         return rows[:, 1:]
 
     def _fail(self, problem: BaseException | None, what: str, kinds: set[int], failed: list[int]) -> NoReturn:
         if isinstance(problem, CheckpointError) and (_OTHER not in kinds or not isinstance(problem, StorageError)):
             raise problem
         if kinds == {_DAMAGED}:
-            raise PassedOver(str(problem) if problem is not None else "")
+            raise CheckpointSkipped(str(problem) if problem is not None else "")
         error = CheckpointError if _OTHER in kinds else StorageError
         if problem is not None:
             cause, next_step = _find_advice(problem)
             raise error(f"{what}: {problem}", cause=cause, next_step=next_step) from problem
         raise error(
-            f"{what}: {names_of(failed)} failed",
+            f"{what}: {name_ranks(failed)} failed",
             cause="no space, no permission, or a directory that not all nodes share",
-            next_step=f"read the output of {names_of(failed)}",
+            next_step=f"read the output of {name_ranks(failed)}",
         )
 
 
 def _classify(problem: BaseException | None) -> int:
     if problem is None:
-        return _WELL
+        return _SUCCEEDED
     if isinstance(problem, Damaged):
         return _DAMAGED
     return _STORAGE if isinstance(problem, OSError | StorageError) else _OTHER

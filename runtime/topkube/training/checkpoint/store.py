@@ -26,12 +26,13 @@ from topkube.training.checkpoint.format.encoding import encode
 from topkube.training.checkpoint.format.manifest import NAME, SHARED_FILE, Manifest, name_rank_file
 from topkube.training.checkpoint.format.state_file import FileDigest, write_new_text
 from topkube.training.checkpoint.host_copies import HostCopies, NoRoom
-from topkube.training.checkpoint.place import Place, list_published, name_unfinished
+from topkube.training.checkpoint.published import PublishedCheckpoint, list_published, name_unfinished
 from topkube.training.checkpoint.reader import CheckpointReader, Loaded
-from topkube.training.checkpoint.retention import Retention, warn
+from topkube.training.checkpoint.retention import Retention
 from topkube.training.checkpoint.run_claim import Claim
 from topkube.training.checkpoint.save import Save, await_files
 from topkube.training.checkpoint.stages import Stages
+from topkube.training.reporting.warning import warn
 from topkube.world import World
 
 _CHECK_SECONDS = 0.25
@@ -214,11 +215,12 @@ class CheckpointStore:
         write_new_text(save.folder / NAME, manifest.format_text(save.step, self._job, self._attempt, time.time()))
         sync_directory(save.folder)
         self._claim.check()
-        same = [place for place in list_published(self.directory) if (place.run, place.step) == (self._run, save.step)]
-        place = Place(self._run, save.step, 1 + max((place.again for place in same), default=-1))
-        save.folder.rename(self.directory / place.name)
+        run, step = self._run, save.step
+        earlier = [other.again for other in list_published(self.directory) if (other.run, other.step) == (run, step)]
+        checkpoint = PublishedCheckpoint(run, step, 1 + max(earlier, default=-1))
+        save.folder.rename(self.directory / checkpoint.name)
         sync_directory(self.directory)
-        self._retention.note_written(place)
+        self._retention.note_written(checkpoint)
         self._retention.apply()
 
     def _wait(self, save: Save) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from topkube.errors import TrainingError
-from topkube.training.batches.uneven_batches import Turns
+from topkube.training.batches.uneven_batches import UnevenBatches
 from topkube.training.exchange.buckets.bucket_plan import BucketPlan
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.exchange.reduction.residuals import Residuals
@@ -13,10 +13,13 @@ from topkube.training.exchange.reduction.residuals import Residuals
 
 class Accumulation:
     """The accumulation of the gradients of `parameters`. A gradient that was exchanged before is set aside, so that the
-    next exchange sends only what this rank has added since. Gradients count by the samples of their batch (`turns`)."""
+    next exchange sends only what this rank has added since. Gradients count by the samples of their batch, which
+    `batches` holds."""
 
-    def __init__(self, parameters: list[Parameter], turns: Turns, plan: BucketPlan, residuals: Residuals) -> None:
-        self._parameters, self._turns, self._plan, self._residuals = parameters, turns, plan, residuals
+    def __init__(
+        self, parameters: list[Parameter], batches: UnevenBatches, plan: BucketPlan, residuals: Residuals
+    ) -> None:
+        self._parameters, self._batches, self._plan, self._residuals = parameters, batches, plan, residuals
 
     def prepare(self, parameter: Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
         """Prepare `.grad` for a gradient that torch is about to add. Return the gradient's replacement, or None to add
@@ -33,8 +36,8 @@ class Accumulation:
             parameter.stash, parameter.is_aggregated, parameter.tensor.grad = parameter.tensor.grad, False, None
         else:  # accumulated under no_sync(), or assigned by the script: this rank's own
             parameter.is_aggregated = False
-        parameter.arrives = parameter.tensor.grad is None
-        scale = self._turns.find_scale()
+        parameter.grad_was_none = parameter.tensor.grad is None
+        scale = self._batches.find_scale()
         if scale == 0:
             parameter.is_weightless = parameter.tensor.grad is None and parameter.stash is None
             return torch.zeros_like(gradient)  # 0 * NaN would be NaN
@@ -65,7 +68,7 @@ class Accumulation:
     def adopt_assigned(self) -> None:
         """Take the gradients that the script assigned as this rank's own, for an exchange without a backward."""
         if self._residuals.are_tentative:
-            self._residuals.discard_of(lambda parameter: not parameter.holds_delivered)
+            self._residuals.discard_parameters(lambda parameter: not parameter.holds_delivered)
         for parameter in self._parameters:
             if parameter.tensor.grad is None:
                 parameter.is_aggregated, parameter.stash = False, None
@@ -82,7 +85,7 @@ class Accumulation:
             if all(parameter.is_zero for parameter in self._parameters):
                 self._residuals.discard()
             else:
-                self._residuals.discard_of(lambda parameter: parameter.tensor.grad is None)
+                self._residuals.discard_parameters(lambda parameter: parameter.tensor.grad is None)
 
     def forget(self) -> None:
         """Note that gradients were zeroed: changes of residuals since the last step are undone."""
@@ -93,7 +96,7 @@ class Accumulation:
     def commit(self) -> None:
         """Note that the optimizer made its step: changes of residuals become final."""
         if self._residuals.are_tentative:
-            self._residuals.discard_of(lambda parameter: parameter.tensor.grad is None)
+            self._residuals.discard_parameters(lambda parameter: parameter.tensor.grad is None)
         self._residuals.commit()
         self._note_used()
 

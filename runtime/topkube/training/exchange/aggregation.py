@@ -1,4 +1,4 @@
-"""The aggregation settings: the job's spec.aggregation, checked, and the density warm-up, and
+"""The aggregation settings: the job's spec.aggregation, checked, with the density during the warm-up and the stages of
 the schedule."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from topkube.algorithms import (
     CHOICES,
+    DELAY,
     DENSE,
     DENSE_WIRE,
     DENSITY,
@@ -24,6 +25,7 @@ from topkube.algorithms import (
     WIRE,
     Stage,
     check_schedule,
+    explain_delay,
     explain_dense_wire,
     explain_overlap,
     find_algorithm,
@@ -41,6 +43,7 @@ _CHECKED = (
     PERIOD,
     OUTER_LEARNING_RATE,
     OUTER_MOMENTUM,
+    DELAY,
     MATRIX_RANK,
     OVERLAP,
 )
@@ -57,19 +60,20 @@ class AggregationSettings:
     selection: str
     momentum_correction: bool = False
     bucket_bytes: int | None = None
-    """The most bytes of a bucket; None: chosen from the sizes of the tensors."""
+    """The most bytes of a bucket; None if they are chosen from the sizes of the tensors."""
     period: int = 1
     dense_wire: str = "fp32"
     outer_learning_rate: float = OUTER_LEARNING_RATE.default
     outer_momentum: float = OUTER_MOMENTUM.default
+    delay: int = DELAY.default
     matrix_rank: int = MATRIX_RANK.default
     overlap: str = OVERLAP.default
     schedule: tuple[Stage, ...] = ()
-    """What changes at which number of updates, in their order."""
+    """The stages that follow, in the order in which they begin."""
 
     @classmethod
-    def of(cls, settings: Settings, **arguments: object) -> AggregationSettings:
-        """Return the aggregation with `arguments`; arguments that are None come from `settings`. Raises
+    def from_settings(cls, settings: Settings, **arguments: object) -> AggregationSettings:
+        """Return the settings in `arguments`; those that are None come from the job's `settings`. Raises
         ArgumentError."""
         values: dict[str, object] = {
             entry.name: getattr(settings, entry.name, None) for entry in dataclasses.fields(cls)
@@ -98,6 +102,9 @@ class AggregationSettings:
         if self.is_decoupled and (problem := explain_overlap(self.algorithms)):
             reason, _, advice = problem.partition("; ")
             raise ArgumentError(f"overlap is {self.overlap}, but {reason}", next_step=advice)
+        if self.delay and (problem := explain_delay(self.algorithms)):
+            reason, _, advice = problem.partition("; ")
+            raise ArgumentError(f"delay is {self.delay}, but {reason}", next_step=advice)
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise ArgumentError(f"bucket_bytes is {self.bucket_bytes}, below 1", next_step="pass 1 or more")
 
@@ -114,13 +121,13 @@ class AggregationSettings:
     @property
     def within_node(self) -> AggregationSettings:
         """The aggregation of gradients within a node, if what was not sent stays in the node's weights."""
-        return dataclasses.replace(self, algorithm=DENSE, warmup_steps=0, schedule=())
+        return dataclasses.replace(self, algorithm=DENSE, warmup_steps=0, delay=0, schedule=())
 
     def at(self, step: int) -> AggregationSettings:
         """Return the aggregation in force after `step` updates."""
         return _apply_stages(self, sum(stage.from_step <= step for stage in self.schedule))
 
-    def begins_at(self, step: int) -> bool:
+    def begins_stage_at(self, step: int) -> bool:
         """Return True if a stage of the schedule begins after `step` updates."""
         return any(stage.from_step == step for stage in self.schedule)
 

@@ -13,19 +13,18 @@ from dataclasses import replace
 
 import torch
 
-from topkube.collectives.device.memory import DeviceFlag
 from topkube.errors import TrainingError
 from topkube.settings import Settings
 from topkube.telemetry import phases
-from topkube.training.batches.uneven_batches import Turns
+from topkube.training.batches.uneven_batches import UnevenBatches
 from topkube.training.exchange.accumulation import Accumulation
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.exchange.autograd.backward_pass import backward_pass
+from topkube.training.exchange.autograd.backward_pass import current_pass
 from topkube.training.exchange.autograd.gradient_hooks import GradientHooks
 from topkube.training.exchange.bucket_queue import BucketQueue
 from topkube.training.exchange.buckets.bucket_plan import BucketPlan
 from topkube.training.exchange.buckets.parameter import Parameter
-from topkube.training.exchange.end_agreement import EndReport, agree_at_end
+from topkube.training.exchange.end_of_backward import EndOfBackward
 from topkube.training.exchange.late.late_updates import LateUpdates
 from topkube.training.exchange.reduction.bucket_exchange import BucketExchange
 from topkube.training.exchange.reduction.devices import find_exchange_device
@@ -34,17 +33,16 @@ from topkube.training.exchange.settings_in_force import SettingsInForce
 from topkube.training.exchange.step.step_gradients import StepGradients
 from topkube.training.exchange.step.weights_check import WeightsCheck
 from topkube.training.exchange.step.weights_comparison import WeightsComparison
-from topkube.training.ranks.communication_thread import schedule
 from topkube.world import World
 
 
 class Backward:
     """The exchange of an optimizer's gradients.
 
-    `in_force` has the number of updates, and `gradients` those that the next step uses. `density_used` is the density
-    of the last exchange. `synchronizes` is False while gradients only accumulate, and `has_unsynchronized` is True if
-    some gradients were not exchanged. `number` orders the optimizers of a process. With a `node_world`, gradients are
-    exchanged among its ranks only; agreements are those of all ranks of `world`.
+    `in_force` has the number of updates, and `gradients` holds the gradients that the next step uses. `synchronizes` is
+    False while gradients only accumulate, and `has_unsynchronized` is True if some gradients were not exchanged.
+    `number` orders the optimizers of a process. With a `node_world`, gradients are exchanged among its ranks only;
+    agreements are those of all ranks of `world`.
     """
 
     def __init__(
@@ -58,10 +56,10 @@ class Backward:
         node_world: World | None = None,
         weights_check: WeightsCheck | None = None,
     ) -> None:
-        self.density_used = 1.0
         self.synchronizes, self.has_unsynchronized = True, False
         self.world, self.parameters = world, parameters
-        self.turns = Turns(world)
+        self.batches = UnevenBatches(world)
+        agreement = self.batches.agreement
         within = aggregation.within_node if aggregation.in_weights else aggregation
         if node_world is not None:
             settings = replace(settings, finite_check="host")  # the ranks of one node do not decide alone
@@ -72,23 +70,38 @@ class Backward:
             world,
             parameters,
             aggregation,
-            self.turns.run_agreement,
+            agreement,
             self.exchange.measure_nccl_link,
             settings.finite_check,
         )
         self.in_force = SettingsInForce(world, aggregation, self.exchange.algorithms, self.plan)
         self.queue = BucketQueue(world, self.plan, self.exchange, self.in_force)
         check = weights_check or WeightsCheck(parameters, settings.check_weights, settings.check_weights_every)
-        self.weights = WeightsComparison(self.turns, check)
-        self.gradients = StepGradients(self.turns, parameters, self.exchange, self.plan, self.in_force, self.weights)
-        self._accumulation = Accumulation(parameters, self.turns, self.plan, self.exchange.residuals)
+        self.weights = WeightsComparison(agreement, check)
+        self.gradients = StepGradients(agreement, parameters, self.exchange, self.plan, self.in_force, self.weights)
+        self._end = EndOfBackward(
+            parameters,
+            agreement,
+            self.plan,
+            self.exchange,
+            self.in_force,
+            self.queue,
+            self.gradients,
+            self.weights,
+        )
+        self._accumulation = Accumulation(parameters, self.batches, self.plan, self.exchange.residuals)
         self._seen: list[int] = []
         """The indices of the parameters without a bucket whose gradients this backward has produced, in their order."""
         self._first_gradient = 0.0
         self.late: LateUpdates | None = None
         """What the next forward finishes, with DeAR."""
         self._hooks = GradientHooks(self, parameters)
-        self.number = 0 if is_copy else backward_pass().register(self)
+        self.number = 0 if is_copy else current_pass.register(self)
+
+    @property
+    def density_used(self) -> float:
+        """The density of the last exchange."""
+        return self._end.density_used
 
     def list_sparse_parameters(self) -> list[torch.nn.Parameter]:
         """Return the parameters whose gradients leave residuals."""
@@ -103,13 +116,13 @@ class Backward:
     def end(self) -> None:
         """Exchange no more gradients."""
         self._hooks.remove()
-        backward_pass().remove(self)
+        current_pass.remove(self)
 
     # ---- around the optimizer's step
 
     def check_exchanged(self) -> None:
         """Raise TrainingError if a gradient that the optimizer is about to use was never exchanged."""
-        if backward_pass().is_broken_off(self):
+        if current_pass.is_broken_off(self):
             raise TrainingError(
                 "the last backward() did not finish: its gradients were not aggregated over all ranks",
                 cause="an exception in backward() that the script caught",
@@ -151,16 +164,16 @@ class Backward:
 
     def prepare_gradient(self, parameter: Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Prepare the accumulation of a gradient. Return its replacement, or None to accumulate the gradient itself."""
-        backward_pass().reach(self)
+        current_pass.reach(self)
         if gradient is None or not parameter.tensor.requires_grad:  # nothing is accumulated
             return None
         return self._accumulation.prepare(parameter, gradient)
 
     def take_gradient(self, parameter: Parameter) -> None:
         """Note that a gradient was accumulated, and hand over its bucket if it is full."""
-        if self.queue.traced is not None:
+        if self.queue.step_trace is not None:
             itemsize = parameter.dtype.itemsize
-            self.queue.traced.note_gradient(parameter.name, parameter.length, itemsize, parameter.small)
+            self.queue.step_trace.note_gradient(parameter.name, parameter.length, itemsize, parameter.is_always_dense)
         if not self.synchronizes:
             parameter.copy_shared_gradient()
             self.has_unsynchronized = True
@@ -172,7 +185,7 @@ class Backward:
             return
         if not (self.exchange.is_overlapped(bucket) and bucket.take_in(parameter)):
             parameter.copy_shared_gradient()
-        if not backward_pass().has_several:
+        if not current_pass.has_several:
             bucket.waiting -= 1
             self.queue.hand_over_full()
 
@@ -181,11 +194,11 @@ class Backward:
     def begin(self) -> None:
         """Begin a backward pass of this optimizer, before its first gradient is accumulated."""
         self._first_gradient = time.perf_counter()
-        self.turns.note_forward_end(self._first_gradient)
-        if self.queue.traced is not None:
-            self.queue.traced.begin_backward()
+        self.batches.note_forward_end(self._first_gradient)
+        if self.queue.step_trace is not None:
+            self.queue.step_trace.begin_backward()
         self.finish_late()  # parameters that forward did not use
-        self.queue.loss_scale = backward_pass().loss_scale
+        self.queue.loss_scale = current_pass.loss_scale
         self._accumulation.undo_discarded()
         has_gradients = not all(parameter.tensor.grad is None for parameter in self.parameters)
         self.gradients.begin_backward(has_gradients)
@@ -204,114 +217,23 @@ class Backward:
     def finish(self) -> None:
         """Finish the backward pass, in the thread that called it: exchange the remaining buckets, and agree if the
         gradients are finite. Then run the script's hooks on the aggregated gradients."""
-        if self.queue.traced is not None:
-            self.queue.traced.end_gradients()
+        if self.queue.step_trace is not None:
+            self.queue.step_trace.end_gradients()
         if self.synchronizes:
             self._exchange_all()
         phases.current.add("backward", time.perf_counter() - self._first_gradient)
-        if self.queue.traced is not None:
-            self.queue.traced.end_backward()
-        called = self._hooks.run_deferred(self.synchronizes)
-        stolen = [p.name for p in called if p.tensor.grad is None]
-        if stolen and self.exchange.residuals.are_tentative:
+        if self.queue.step_trace is not None:
+            self.queue.step_trace.end_backward()
+        hooked = self._hooks.run_deferred(self.synchronizes)
+        cleared = [p.name for p in hooked if p.tensor.grad is None]
+        if cleared and self.exchange.residuals.are_tentative:
             raise TrainingError(
-                f"a hook set the gradient of {stolen[0]} to None at the end of backward()",
+                f"a hook set the gradient of {cleared[0]} to None at the end of backward()",
                 cause="an optimizer that steps inside backward(): the distributed optimizer cannot see that step, so it"
                 " cannot update its residuals",
                 next_step='use aggregation="dense" for it, or call optimizer.step() after backward()',
             )
 
     def _exchange_all(self) -> None:
-        """Exchange the remaining buckets, and agree on the step. All ranks call this together."""
-        self._seen += [p.index for p in self.parameters if p.is_local and self.plan.find_bucket(p) is None]
-        if not self.plan.is_agreed:
-            self._agree_on_plan()
-        self.gradients.settle()
-        self.density_used = self.in_force.density
-        self.queue.hand_over_rest()
-        digest = self.weights.take_digest()
-        nonfinite, left_out = self.queue.finish()
-        agreed = agree_at_end(self.turns, self.plan.comparison, self._report(nonfinite is True, digest))
-        has_idle, can_hold = agreed.has_idle, agreed.can_hold
-        if isinstance(nonfinite, bool):
-            nonfinite = agreed.is_nonfinite
-        elif not self.gradients.may_leave_to_device:
-            nonfinite = nonfinite.read()
-        if self.plan.update_trainable() or agreed.has_unplanned:
-            new = self.plan.extend(self._seen)
-            of_late = self.queue.exchange_more([b for b in [*left_out, *new] if self.plan.is_active(b)])
-            largest = self.turns.maximum([_read(nonfinite) or _read(of_late), True])
-            nonfinite, has_idle, can_hold = bool(largest[0] > 0), True, False
-        if self.late is not None and self.exchange.halves is not None:
-            if nonfinite or has_idle or not can_hold:
-                schedule().run(self.exchange.halves.gather_now)
-            else:
-                self.late.hold(self.exchange.halves.take())
+        self._end.run(self._seen, self.late, self._hooks.are_deferred)
         self.has_unsynchronized = False
-        self.gradients.end_backward(nonfinite, has_idle)
-        self._tune(agreed.is_saved)
-        if digest is not None:
-            self.weights.report(digest, agreed.has_equal_weights, False)
-
-    def _agree_on_plan(self) -> None:
-        """Plan the buckets, the same on all ranks, after the first backward since the optimizer was created or
-        loaded."""
-        if self.world.size > 1:  # a rank may have loaded a state for all ranks
-            self.in_force.steps = int(self.turns.maximum([self.in_force.steps])[0])
-        self.plan.agree(self._seen)
-        self.exchange.algorithms.adopt(self.plan.tuning.choice)
-        self.weights.expect_first_step()
-
-    def _report(self, is_nonfinite: bool, digest: float | None) -> EndReport:
-        """Return what this rank reports at the end of a backward, with the digest of its weights, if they are
-        compared."""
-        trainable = self.plan.list_trainable()
-        is_saved, self.plan.tuning.is_saved = self.plan.tuning.is_saved, False
-        return EndReport(
-            is_nonfinite=is_nonfinite,
-            has_idle=any(p.is_weightless or p.is_created or self._will_be_created(p) for p in trainable),
-            has_unplanned=any(self.plan.find_bucket(self.parameters[index]) is None for index in self._seen),
-            is_saved=is_saved,
-            can_hold=self._can_hold(),
-            steps=self.in_force.steps,
-            trainable_digest=self.plan.comparison.digest_trainable(),
-            weights_digest=0.0 if digest is None else digest,
-            loss_scale=self._host_loss_scale(),
-        )
-
-    def _host_loss_scale(self) -> float:
-        """Return the factor of a gradient scaler on the last loss; 1 if there is none, or if the host would have to
-        wait for a device to know it."""
-        scale = self.queue.loss_scale
-        return 1.0 if isinstance(scale, torch.Tensor) and scale.device.type != "cpu" else float(scale)
-
-    def _can_hold(self) -> bool:
-        """Return True if every use of the gradients on this rank, before they are gathered, is noticed."""
-        halves = self.exchange.halves
-        if self.late is None or halves is None or not self.late.can_hold:
-            return False
-        if backward_pass().has_several or self._hooks.are_deferred or self.gradients.measures_norms:
-            return False
-        return all(part.is_in_place for part in halves.parts)
-
-    def _will_be_created(self, parameter: Parameter) -> bool:
-        """Return True if a gather that comes later creates this gradient."""
-        return self.late is not None and parameter.tensor.grad is None
-
-    def _tune(self, is_saved: bool) -> None:
-        """Compare the exchanges so far with their prediction, when that is due, and change what `auto` or `dense`
-        stands for. `is_saved` is True if a rank has saved its state since the last exchange."""
-        tuning = self.plan.tuning
-        if is_saved:
-            tuning.note_saved()
-        if self.late is not None:
-            tuning.settle()  # the times of two halves do not show if the prediction was right
-        measured = tuning.note_step(time.perf_counter())
-        if measured is not None and tuning.decide(self.turns.maximum(measured).tolist(), self.plan.list_sizes()):
-            self.exchange.algorithms.adopt(tuning.choice)
-            if not self.exchange.residuals.are_kept:  # residuals lie by bucket
-                self.plan.plan_again()
-
-
-def _read(flag: bool | DeviceFlag) -> bool:
-    return flag if isinstance(flag, bool) else flag.read()

@@ -13,7 +13,7 @@ from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.bucket_plan import BucketPlan
 from topkube.training.exchange.reduction.bucket_exchange import BucketExchange
 from topkube.training.exchange.settings_in_force import SettingsInForce
-from topkube.training.ranks.communication_thread import schedule
+from topkube.training.ranks import communication_thread
 from topkube.training.reporting.step_trace import StepTrace
 from topkube.world import World
 
@@ -27,7 +27,7 @@ class BucketQueue:
         self._world, self._plan, self._exchange, self._in_force = world, plan, exchange, in_force
         self.futures: list[Future[bool]] = []
         self.loss_scale: torch.Tensor | float = 1.0
-        self.traced: StepTrace | None = None
+        self.step_trace: StepTrace | None = None
         """The recorder of a trace, None if no trace is recorded."""
         self._left_out: list[Bucket] = []
 
@@ -48,21 +48,21 @@ class BucketQueue:
             self.futures.append(self._submit(bucket))
         else:  # all its parameters were frozen when the ranks last compared
             self._left_out.append(bucket)
-            self.futures.append(_done(True))
+            self.futures.append(communication_thread.make_done(True))
 
     def _submit(self, bucket: Bucket) -> Future[bool]:
         density, is_warming_up = self._in_force.density, self._in_force.is_warming_up
         algorithms = self._exchange.algorithms
         scale = self.loss_scale if algorithms.is_sparse(bucket) else 1.0  # it may be on a device: not read yet
         run = self._exchange.run
-        if self.traced is not None:
+        if self.step_trace is not None:
             number = next(n for n, planned in enumerate(self._plan.buckets) if planned is bucket)
             algorithm = algorithms.choose(bucket, density, is_warming_up).algorithm.name
-            run = self.traced.around_exchange(run, number, bucket.length, bucket.dtype.itemsize, algorithm, density)
+            run = self.step_trace.around_exchange(run, number, bucket.length, bucket.dtype.itemsize, algorithm, density)
         if self._world.size == 1 and not algorithms.large.compresses:  # nothing to send: no thread is needed
-            return _done(run(bucket, density, is_warming_up))
-        mark = self._exchange.ready()
-        return schedule().submit(lambda: run(bucket, density, is_warming_up, mark, scale))
+            return communication_thread.make_done(run(bucket, density, is_warming_up))
+        mark = self._exchange.mark_caller()
+        return communication_thread.submit(lambda: run(bucket, density, is_warming_up, mark, scale))
 
     def finish(self) -> tuple[bool | DeviceFlag, list[Bucket]]:
         """Wait for all buckets. Return True if a value was not finite, or a flag of the device (see `exchange_more`);
@@ -80,11 +80,11 @@ class BucketQueue:
         finite = all([future.result() for future in futures])
         if self._exchange.agrees_on_device(self._plan.buckets):
             assert finite  # the flag has it
-            flag = schedule().run(self._exchange.flush_undecided)
+            flag = communication_thread.run(self._exchange.flush_undecided)
             self._exchange.follow()
             return flag
         if self._exchange.is_pipelined:
-            finite = schedule().run(self._exchange.flush) and finite
+            finite = communication_thread.run(self._exchange.flush) and finite
             self._exchange.follow()
         return not finite
 
@@ -92,7 +92,7 @@ class BucketQueue:
         """Wait for the buckets that an unfinished backward had handed over: they would still write into `.grad`."""
         wait(self.futures)
         if self.futures and self._exchange.is_pipelined:
-            wait([schedule().submit(self._exchange.flush)])
+            wait([communication_thread.submit(self._exchange.flush)])
 
     def abandon(self) -> None:
         """Undo the exchanges of a backward that did not finish. Raises TrainingError if other ranks have already
@@ -101,11 +101,11 @@ class BucketQueue:
         for future in handed_over:
             future.result()
         if self._exchange.is_pipelined:
-            schedule().run(self._exchange.flush)
+            communication_thread.run(self._exchange.flush)
             self._exchange.follow()
         self._exchange.residuals.reject()
-        if self._exchange.halves is not None:
-            self._exchange.halves.take()
+        if self._exchange.reduced_parts is not None:
+            self._exchange.reduced_parts.take()
         if handed_over and self._world.size > 1:
             raise TrainingError(
                 f"backward() began after another backward() that did not finish: {len(handed_over)} of"
@@ -113,9 +113,3 @@ class BucketQueue:
                 cause="an exception in backward()",
                 next_step="end the process on an exception: the ranks are out of step",
             )
-
-
-def _done(finite: bool) -> Future[bool]:
-    future: Future[bool] = Future()
-    future.set_result(finite)
-    return future

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from topkube.errors import TrainingError
-from topkube.training.batches.uneven_batches import Turns
 from topkube.training.exchange.buckets.rank_comparison import RankComparison
-from topkube.training.ranks.agreement import find_differing_ranks, names_of
+from topkube.training.ranks.agreement import find_differing_ranks, name_ranks
+from topkube.training.ranks.queued_agreement import QueuedAgreement
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,20 @@ class EndAgreement:
     has_equal_weights: bool
 
 
-def agree_at_end(turns: Turns, comparison: RankComparison, own: EndReport) -> EndAgreement:
-    """Return what all ranks of `turns` report together. All ranks call this together. Raises TrainingError on all ranks
+def agree_at_end(agreement: QueuedAgreement, comparison: RankComparison, own: EndReport) -> EndAgreement:
+    """Return what all ranks report together. All ranks call this together. Raises TrainingError on all ranks
     if their steps, their trainable parameters or the factors of their gradient scalers differ."""
     trainable, weights, scale = own.trainable_digest, own.weights_digest, own.loss_scale
     numbers = [own.is_nonfinite, own.has_idle, trainable, -trainable, weights, -weights, own.has_unplanned]
     numbers += [own.steps, -own.steps, own.is_saved, not own.can_hold]
     numbers += [scale, -scale] if scale != 1 else [-math.inf, -math.inf]  # a rank without a scaler may send zeros
-    largest = turns.maximum(numbers)
+    largest = agreement.maximum(numbers)
     if largest[7] != -largest[8]:
-        _raise_different_steps(turns, own.steps)
+        _raise_different_steps(agreement, own.steps)
     if largest[2] != -largest[3]:
         comparison.raise_different_trainable()
     if largest[11] != -largest[12] and largest[11] > -math.inf:
-        _raise_different_scales(turns, scale)
+        _raise_different_scales(agreement, scale)
     return EndAgreement(
         is_nonfinite=bool(largest[0] > 0),
         has_idle=bool(largest[1] > 0),
@@ -70,21 +70,21 @@ def agree_at_end(turns: Turns, comparison: RankComparison, own: EndReport) -> En
     )
 
 
-def _raise_different_steps(turns: Turns, steps: int) -> None:
-    rows = turns.run_agreement(lambda agreement: agreement.gather([steps]))[:, 0]
+def _raise_different_steps(agreement: QueuedAgreement, steps: int) -> None:
+    rows = agreement.gather([steps])[:, 0]
     ranks = find_differing_ranks(rows)
     raise TrainingError(
-        f"{names_of(ranks)} made a different number of optimizer steps than the other ranks ({int(rows.min())} to"
+        f"{name_ranks(ranks)} made a different number of optimizer steps than the other ranks ({int(rows.min())} to"
         f" {int(rows.max())})",
         cause="step() is called on some ranks only, or ranks loaded different states",
         next_step="call step() on every rank after the same backward()",
     )
 
 
-def _raise_different_scales(turns: Turns, scale: float) -> None:
-    rows = turns.run_agreement(lambda agreement: agreement.gather([scale]))[:, 0]
+def _raise_different_scales(agreement: QueuedAgreement, scale: float) -> None:
+    rows = agreement.gather([scale])[:, 0]
     raise TrainingError(
-        f"the gradient scalers of {names_of(find_differing_ranks(rows))} have another factor than those of the other"
+        f"the gradient scalers of {name_ranks(find_differing_ranks(rows))} have another factor than those of the other"
         f" ranks ({rows.min():g} to {rows.max():g}): the mean of their gradients has no meaning",
         cause="a rank has loaded the state of its GradScaler, or created it with another factor",
         next_step="load the same state of the scaler on every rank",

@@ -32,7 +32,7 @@ class SettingsInForce:
         self._steps = steps
         if not self._aggregation.schedule:
             return
-        in_force, begins = self._aggregation.at(steps), self._aggregation.begins_at(steps)
+        in_force, begins = self._aggregation.at(steps), self._aggregation.begins_stage_at(steps)
         self._algorithms.change_to(in_force.within_node if in_force.in_weights else in_force, begins)
         self._plan.tuning.change_to(in_force, self._plan.list_sizes())
         self._algorithms.adopt(self._plan.tuning.choice)

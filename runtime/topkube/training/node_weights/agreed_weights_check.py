@@ -9,8 +9,8 @@ from topkube.arrays import Array
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.exchange.step.weights_check import WeightsCheck
 from topkube.training.node_weights.exchange import WeightExchange
-from topkube.training.ranks.agreement import Agreement, agreement, digest, find_differing_ranks, names_of
-from topkube.training.ranks.communication_thread import schedule
+from topkube.training.ranks import communication_thread
+from topkube.training.ranks.agreement import Agreement, digest, find_differing_ranks, name_ranks, open_agreement
 from topkube.world import World
 
 
@@ -26,8 +26,12 @@ class AgreedWeightsCheck(WeightsCheck):
 
     def digest(self) -> float:
         """Return a digest of the agreed weights (with one node: of its weights). It is the same on all ranks if all
-        nodes have the same agreed weights and the ranks of each node the same weights. A collective of the node."""
-        rows = schedule().run(lambda: agreement(self._node_world).gather([self._digest_shards(), self._digest_own()]))
+        nodes have the same agreed weights and the ranks of each node the same weights. A collective of the node. Waits
+        for a delayed exchange, which changes the agreed weights."""
+        self._exchange.wait_for_delayed()
+        rows = communication_thread.run(
+            lambda: open_agreement(self._node_world).gather([self._digest_shards(), self._digest_own()])
+        )
         shards = rows[: self._world.shards, 0].tolist()
         is_equal = len(set(rows[:, 1].tolist())) == 1
         if self._world.nodes == 1:
@@ -44,7 +48,7 @@ class AgreedWeightsCheck(WeightsCheck):
         ranks = find_differing_ranks(agreement.gather([digest])[:, 0])
         self.differing = len(ranks)
         start = "ranks start from different weights" if first else "weights differ"
-        return f"{start}: {names_of(ranks)} have other weights than their node, or agree on other weights"
+        return f"{start}: {name_ranks(ranks)} have other weights than their node, or agree on other weights"
 
 
 def _digest_arrays(arrays: list[Array]) -> float:

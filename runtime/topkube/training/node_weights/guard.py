@@ -12,7 +12,6 @@ limit.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +43,7 @@ def sum_squares(values: Array) -> float:
     return float(np.dot(values, values))
 
 
-class Guard:
+class DriftGuard:
     """The guard of one optimizer. `period` is the number of steps between exchanges in force, at most the job's.
     `unsent_ratio` and `weight_spread` are None before the first measurement."""
 
@@ -89,11 +88,7 @@ class Guard:
         return {"period": self.period, "wanted": self._wanted}
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """Load what `save` returned. The job's period counts if it has changed since, or with None."""
+        """Load what `save` returned. If the job's period has changed since, or `state` is None, the job's period is in
+        force."""
         is_same = state is not None and state["wanted"] == self._wanted
         self.period = state["period"] if state is not None and is_same else self._wanted
-
-
-def warn(text: str) -> None:
-    """Print a warning on this rank."""
-    print(f"topkube: warning: {text}", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from topkube.collectives.call import own_shard
+from topkube.collectives.call import find_own_shard
 from topkube.kernels import SIGN_BLOCK
 from topkube.training.exchange.buckets.fusion import BUCKET_BYTES
 from topkube.training.exchange.buckets.parameter import Parameter
@@ -22,7 +22,7 @@ _ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """Elements [begin, end) of a flattened parameter. They are at [at, at + end - begin) of this rank's shard."""
 
     parameter: Parameter
@@ -43,10 +43,10 @@ class Piece:
 @dataclass
 class Chunk:
     """Parameters that are exchanged together: `parameters[i]` begins at element starts[i]. `length` is a multiple of
-    256 times the number of shards. All tensors of a chunk are small (sent as bf16), or none (sent as signs)."""
+    256 times the number of shards. All tensors of a chunk are small (sent as bf16), or none of them is."""
 
     number: int
-    small: bool
+    is_always_dense: bool
     parameters: list[Parameter] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     length: int = 0
@@ -54,7 +54,7 @@ class Chunk:
     """The first element of this rank's shard."""
     last: int = 0
     """The end of this rank's shard."""
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[ShardPiece] = field(default_factory=list)
     """The parts of parameters in this rank's shard."""
 
     @property
@@ -65,27 +65,27 @@ class Chunk:
     def close(self, world: World) -> None:
         """Note that the chunk has all its parameters, and find this rank's shard."""
         self.length = _round_up(self.length, SIGN_BLOCK * world.shards)
-        self.first, self.last = own_shard(world, self.length)
+        self.first, self.last = find_own_shard(world, self.length)
         self.pieces = list(self._find_pieces())
 
-    def _find_pieces(self) -> Iterator[Piece]:
+    def _find_pieces(self) -> Iterator[ShardPiece]:
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             low, high = max(start, self.first), min(start + parameter.length, self.last)
             if low < high:
-                yield Piece(parameter, low - start, high - start, low - self.first)
+                yield ShardPiece(parameter, low - start, high - start, low - self.first)
 
 
 def cut_into_chunks(parameters: Sequence[Parameter], world: World, chunk_bytes: int = BUCKET_BYTES) -> list[Chunk]:
     """Return the chunks of `parameters`, of at most `chunk_bytes` (float32) each; a larger tensor has its own chunk."""
     chunks: list[Chunk] = []
-    for small in (False, True):
+    for is_always_dense in (False, True):
         current: Chunk | None = None
         for parameter in parameters:
-            if parameter.small is not small or parameter.length == 0:
+            if parameter.is_always_dense is not is_always_dense or parameter.length == 0:
                 continue
             room = _round_up(parameter.length, SIGN_BLOCK)
             if current is None or _ELEMENT_BYTES * (current.length + room) > chunk_bytes:
-                current = Chunk(len(chunks), small)
+                current = Chunk(len(chunks), is_always_dense)
                 chunks.append(current)
             current.parameters.append(parameter)
             current.starts.append(current.length)

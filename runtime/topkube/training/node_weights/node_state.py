@@ -14,14 +14,17 @@ from topkube.errors import TrainingError
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.exchange.reduction.residuals import Pieces
 from topkube.training.node_weights.exchange import WeightExchange
-from topkube.training.node_weights.guard import Guard
-from topkube.training.node_weights.layout import Chunk, Piece
+from topkube.training.node_weights.guard import DriftGuard
+from topkube.training.node_weights.layout import Chunk, ShardPiece
 from topkube.training.node_weights.outer_momentum import KEY
 from topkube.training.node_weights.second_moment import SecondMoment
-from topkube.training.ranks.communication_thread import schedule
+from topkube.training.ranks import communication_thread
+
+DELAYED = "delayed"
+"""The key of what a delayed exchange will add to a parameter, among the states of the parameter in a checkpoint."""
 
 
-class NodeState:
+class NodeWeightsState:
     """The state of this rank's node, of which each rank saves its shards. A loaded state waits until the model and the
     optimizer have loaded theirs (`restore`)."""
 
@@ -30,12 +33,14 @@ class NodeState:
         exchange: WeightExchange,
         parameters: list[Parameter],
         optimizer: torch.optim.Optimizer,
-        guard: Guard,
+        guard: DriftGuard,
         second_moment: SecondMoment | None,
     ) -> None:
         self._world, self._exchange, self._parameters = exchange.world, exchange, parameters
         self._optimizer, self._guard, self._second_moment = optimizer, guard, second_moment
         self._loaded: Mapping[str, Any] | None = None
+        self.own_weights: Mapping[str, torch.Tensor] = {}
+        """The node's own weights by parameter name, while the parameters hold the agreed weights (`consensus`)."""
 
     @property
     def copies(self) -> int:
@@ -51,16 +56,22 @@ class NodeState:
         """Return this rank's part of the node's state, keyed by parameter name: what was not sent, under "NAME", and
         the node's optimizer state, under "NAME KEY". "owners" holds, by name, what this node owes as the owner of
         segments: a part of the mean of all nodes. "weight" is the node's share of the ranks, and "differ" is True if
-        nodes have different weights."""
+        nodes have different weights. "delayed" is True if the parameters do not have the result of a delayed exchange
+        yet: it is under "NAME delayed", and what was not sent is the sum of both."""
+        is_delayed = self._exchange.wait_for_delayed()
         pieces: Pieces = {}  # none before the first step
         owners: Pieces = {}
         for chunk, agreed in zip(self._exchange.chunks, self._exchange.agreed, strict=False):
             for piece in chunk.pieces:
-                own = piece.view(piece.parameter.tensor).numpy()
-                pieces[piece.parameter.name] = _list_differences(piece, own, agreed[piece.place])
+                name = piece.parameter.name
+                own = piece.view(self.own_weights.get(name, piece.parameter.tensor)).numpy()
+                pieces[name] = _list_differences(piece, own, agreed[piece.place])
+                if is_delayed:
+                    change = self._exchange.find_delayed(chunk)[piece.place]
+                    pieces[f"{name} {DELAYED}"] = [(piece.begin, torch.from_numpy(change.copy()))]
                 if self._exchange.outer is not None:
-                    name, entries = self._exchange.outer.save(chunk, piece)
-                    pieces[name] = entries
+                    key, entries = self._exchange.outer.save(chunk, piece)
+                    pieces[key] = entries
                 for key, values in self._list_state(piece.parameter):
                     pieces[f"{piece.parameter.name} {key}"] = [(piece.begin, piece.view(values).clone())]
             if (stage := self._exchange.stages[chunk.number]) is not None:
@@ -69,6 +80,8 @@ class NodeState:
         differ = bool(self._exchange.agreed)  # also on a rank without a shard, which has no pieces
         weight = self._exchange.weights[self._world.node]
         state = {"pieces": pieces, "weight": weight, "differ": differ, "owners": owners, "guard": self._guard.save()}
+        if is_delayed:
+            state["delayed"] = True
         if self._second_moment is not None and differ:
             state["second_moment"] = self._second_moment.save()
         return state
@@ -80,6 +93,8 @@ class NodeState:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Note the state that `save` returned, or its redistribution (checkpoint/residual_shares.py), for `restore`."""
+        self._exchange.wait_for_delayed()
+        self._exchange.forget_delayed()
         self._exchange.agreed = []
         is_of_nodes = state.get("differ", False) or ("mass" in state and state["pieces"])
         self._loaded = dict(state) if is_of_nodes else None
@@ -95,14 +110,14 @@ class NodeState:
             return
         state, self._loaded = self._loaded, None
         self._exchange.capture()
-        schedule().run(lambda: self._restore(state))
+        communication_thread.run(lambda: self._restore(state))
         if self._world.nodes == 1:
             self._exchange.agreed = []
 
     @torch.no_grad()
     def _restore(self, state: Mapping[str, Any]) -> None:
         pieces = state["pieces"]
-        own = []
+        own, delayed = [], []
         for chunk, agreed in zip(self._exchange.chunks, self._exchange.agreed, strict=True):
             shard = agreed.copy()
             self._restore_owed(state, chunk, shard)
@@ -111,12 +126,19 @@ class NodeState:
                 if "mass" in state:  # of another world: all that was not sent stays the same
                     change = np.zeros_like(shard[piece.place])
                     _add_entries(change, piece, entries)
+                    _add_entries(change, piece, pieces.get(f"{piece.parameter.name} {DELAYED}", []))
                     shard[piece.place] += change / np.float32(self._exchange.weights[self._world.node])
                 else:
                     _add_entries(shard[piece.place], piece, entries)
+            if state.get("delayed"):
+                delayed.append(np.zeros_like(shard))
+                for piece in chunk.pieces:
+                    _add_entries(delayed[-1][piece.place], piece, pieces.get(f"{piece.parameter.name} {DELAYED}", []))
             own.append(shard)
             self._restore_outer(state, chunk)
         self._exchange.place(own)
+        if state.get("delayed"):
+            self._exchange.restore_delayed(delayed)
         self._restore_optimizer(pieces, float(state.get("mass", 1.0)))
 
     def _restore_owed(self, state: Mapping[str, Any], chunk: Chunk, own: Array) -> None:
@@ -178,7 +200,7 @@ class NodeState:
         return tensors
 
 
-def _list_differences(piece: Piece, own: Array, agreed: Array) -> list[tuple[int, torch.Tensor]]:
+def _list_differences(piece: ShardPiece, own: Array, agreed: Array) -> list[tuple[int, torch.Tensor]]:
     """Return own - agreed as pieces that give `own` bit for bit when they are added to `agreed` in their order. One
     difference is not always enough, because it is rounded."""
     entries = []
@@ -201,7 +223,7 @@ def _list_owed(chunk: Chunk, stage: TwoStage) -> Iterator[tuple[str, tuple[int, 
             yield piece.parameter.name, (piece.begin + low - piece.at, torch.from_numpy(values.copy()))
 
 
-def _add_entries(target: Array, piece: Piece, entries: list[tuple[int, torch.Tensor]]) -> None:
+def _add_entries(target: Array, piece: ShardPiece, entries: list[tuple[int, torch.Tensor]]) -> None:
     """Add the part of each entry that lies in the piece to `target`, in the order of the entries."""
     for first, values in entries:
         low, high = max(piece.begin, first), min(piece.end, first + values.numel())

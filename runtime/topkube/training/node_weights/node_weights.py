@@ -1,10 +1,11 @@
-"""The weights of a node beside the weights that all nodes agree on: during steps and during evaluation."""
+"""The weights of a node and the weights that all nodes agree on: during steps and during evaluation."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,15 +13,17 @@ import torch
 from topkube.algorithms import find_algorithm
 from topkube.errors import TrainingError
 from topkube.telemetry import phases
+from topkube.telemetry.trace import DELAYED_THREAD
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.node_weights.exchange import WeightExchange
-from topkube.training.node_weights.guard import Guard, Squares, warn
-from topkube.training.node_weights.node_state import NodeState
+from topkube.training.node_weights.guard import DriftGuard, Squares
+from topkube.training.node_weights.node_state import NodeWeightsState
 from topkube.training.node_weights.requirements import check_parameters
 from topkube.training.node_weights.second_moment import SecondMoment
-from topkube.training.ranks.agreement import agreement
-from topkube.training.ranks.communication_thread import schedule
+from topkube.training.ranks import communication_thread
+from topkube.training.ranks.agreement import open_agreement
+from topkube.training.reporting.warning import warn
 from topkube.world import World, sub_world
 
 _all: weakref.WeakSet[NodeWeights] = weakref.WeakSet()
@@ -36,6 +39,17 @@ def find_node_world(world: World) -> World:
             existing = sub_world(world, ranks) or existing
         assert existing is not None
         world.cache["world of the node"] = existing
+    return existing
+
+
+def find_delayed_world(world: World) -> World:
+    """Return the world of the delayed exchanges among the ranks of `world`. All ranks create it together, on first
+    use."""
+    existing: World | None = world.cache.get("world of delayed exchanges")
+    if existing is None:
+        existing = world.cache["world of delayed exchanges"] = sub_world(world, range(world.size), has_window=False)
+        assert existing is not None
+        existing.at_end.append(partial(communication_thread.finish, DELAYED_THREAD))
     return existing
 
 
@@ -58,15 +72,17 @@ class NodeWeights:
         algorithm = find_algorithm(aggregation.algorithm)
         check_parameters(parameters, algorithm.name)
         self.world, self.node_world = world, find_node_world(world)
-        self.exchange = WeightExchange(world, parameters, aggregation)
+        self._is_delayed = aggregation.delay > 0 and world.nodes > 1
+        delayed_world = find_delayed_world(world) if self._is_delayed else None
+        self.exchange = WeightExchange(world, parameters, aggregation, delayed_world)
         self._parameters, self._optimizer = parameters, optimizer
-        self.guard = Guard(aggregation.period, algorithm.name)
+        self.guard = DriftGuard(aggregation.period, algorithm.name)
         self._second_moment = (
             SecondMoment(world, parameters, self.exchange.weights, optimizer)
             if world.nodes > 1 and algorithm.corrects_second_moment and SecondMoment.supports(optimizer)
             else None
         )
-        self.state = NodeState(self.exchange, parameters, optimizer, self.guard, self._second_moment)
+        self.state = NodeWeightsState(self.exchange, parameters, optimizer, self.guard, self._second_moment)
         self._in_consensus = False
         self._versions: list[int] = []
         """The versions of the parameters when this class or the optimizer last wrote them."""
@@ -81,11 +97,8 @@ class NodeWeights:
     # ---- the step
 
     def begin_step(self, steps: int) -> None:
-        """Prepare the optimizer's step after `steps` steps. All ranks call this together."""
-        if self._in_consensus:
-            raise TrainingError(
-                "step() was called inside optimizer.consensus()", next_step="call step() after the context has ended"
-            )
+        """Prepare the optimizer's step after `steps` steps: `apply_exchange` was called. All ranks call this
+        together."""
         if self.state.is_loaded:
             raise TrainingError(
                 "the node's weights were loaded but not restored: the gradients are those of other weights",
@@ -97,7 +110,7 @@ class NodeWeights:
             self._note_versions()
         self._warn_of_changes()
         if self._second_moment is not None and self._second_moment.is_due(steps):
-            schedule().run(self._second_moment.exchange)
+            communication_thread.run(self._second_moment.exchange)
 
     def corrected(self) -> Any:
         """Return a context for the step of the wrapped optimizer, in which its second moment is corrected."""
@@ -112,32 +125,56 @@ class NodeWeights:
         length = sum(4 * parameter.length for parameter in self._parameters if parameter.tensor.grad is not None)
         counted = 2 * (node_ranks - 1) * length // node_ranks  # when the node reduced the gradients
         phases.current.sent(dense=2 * (ranks - 1) * length // ranks - counted)
-        if steps % self.guard.period == 0:
-            schedule().run(self._measured_exchange if self.guard.is_due(steps) else self.exchange.run)
+        self._note_versions()
+        if steps % self.guard.period:
+            return
+        exchange = partial(self._run_measured if self.guard.is_due(steps) else self.exchange.run)
+        if self._is_delayed:
+            self.exchange.keep_weights()
+            thread = communication_thread.open_thread(DELAYED_THREAD)
+            self.exchange.note_delayed(thread.submit(partial(exchange, is_delayed=True)))
+        else:
+            communication_thread.run(exchange)
+            self._note_versions()
+
+    def apply_exchange(self) -> None:
+        """Wait for a delayed exchange, and add its result to the parameters. Does nothing if there is none. All ranks
+        call this together. Raises TrainingError inside `consensus`."""
+        self._refuse_in_consensus("step()")
+        if not self.exchange.wait_for_delayed():
+            return
+        self._warn_of_changes()
+        communication_thread.run(self.exchange.apply)
+        self.exchange.forget_delayed()
         self._note_versions()
 
     def _note_versions(self) -> None:
         self._versions = [parameter.tensor._version for parameter in self._parameters]
 
     def _warn_of_changes(self) -> None:
-        """Warn once, on rank 0, if something else than a step has changed weights since nodes have weights of their
-        own. The agreed weights do not have that change yet."""
+        """Warn once, on rank 0, if something other than a step has changed weights since nodes have weights of their
+        own. The agreed weights do not contain that change yet."""
         if self._has_warned or not self.differ:
             return
-        changed = [p.name for p, v in zip(self._parameters, self._versions, strict=True) if p.tensor._version != v]
-        if changed:
+        if changed := self._find_changed():
             self._has_warned = True
             if self.world.rank == 0:
                 warn(
-                    f"{changed[0]} was changed between two steps. {self.exchange.algorithm.name} sends that as it sends"
+                    f"{changed} was changed between two steps. {self.exchange.algorithm.name} sends that as it sends"
                     " the changes of steps, so the agreed weights (checkpoints, optimizer.consensus()) follow later. To"
                     " load other weights, call optimizer.unwrap() on all ranks, load them, and wrap the optimizer again"
                 )
 
-    def _measured_exchange(self) -> None:
+    def _find_changed(self) -> str:
+        """Return the name of a parameter that something other than a step has changed, "" if there is none."""
+        pairs = zip(self._parameters, self._versions, strict=True)
+        return next((parameter.name for parameter, version in pairs if parameter.tensor._version != version), "")
+
+    def _run_measured(self, is_delayed: bool = False) -> None:
         squares, weight = Squares(), self.exchange.weights[self.world.node]
-        self.exchange.run(squares)
-        total = agreement(self.world)([weight * part for part in (squares.change, squares.left, squares.agreed)])
+        self.exchange.run(squares, is_delayed)
+        world = self.exchange.delayed_world if is_delayed else self.world
+        total = open_agreement(world).sum([weight * part for part in (squares.change, squares.left, squares.agreed)])
         problem = self.guard.check_drift(*total.tolist())
         if problem and self.world.rank == 0:
             warn(problem)
@@ -145,8 +182,11 @@ class NodeWeights:
     def end(self) -> None:
         """Write the weights that all nodes agree on into the parameters, and forget what was not sent. All ranks call
         this together."""
+        self._refuse_in_consensus("unwrap()")
+        self.exchange.wait_for_delayed()
+        self.exchange.forget_delayed()
         if self.differ:
-            schedule().run(lambda: self.exchange.place(self.exchange.agreed))
+            communication_thread.run(lambda: self.exchange.place(self.exchange.agreed))
             self.exchange.agreed = []
 
     # ---- equal weights
@@ -156,6 +196,7 @@ class NodeWeights:
         """Return a context in which the parameters hold the weights that all nodes agree on. All ranks enter it
         together. When it ends, the node's own weights return, and it raises TrainingError if weights were changed."""
         self._check_restored()
+        self.exchange.wait_for_delayed()
         self._warn_of_changes()
         if not self.differ:
             outer, self._in_consensus = self._in_consensus, True
@@ -164,9 +205,9 @@ class NodeWeights:
             finally:
                 self._in_consensus = outer
             return
-        own = [parameter.tensor.detach().clone() for parameter in self._parameters]
-        schedule().run(lambda: self.exchange.place(self.exchange.agreed))
-        self._in_consensus = True
+        own = {parameter.name: parameter.tensor.detach().clone() for parameter in self._parameters}
+        communication_thread.run(lambda: self.exchange.place(self.exchange.agreed))
+        self._in_consensus, self.state.own_weights = True, own
         versions = [parameter.tensor._version for parameter in self._parameters]
         try:
             yield
@@ -175,9 +216,9 @@ class NodeWeights:
                 p.name for p, version in zip(self._parameters, versions, strict=True) if p.tensor._version != version
             ]
             with torch.no_grad():
-                for parameter, weights in zip(self._parameters, own, strict=True):
-                    parameter.tensor.copy_(weights)
-            self._in_consensus = False
+                for parameter in self._parameters:
+                    parameter.tensor.copy_(own[parameter.name])
+            self._in_consensus, self.state.own_weights = False, {}
             self._note_versions()
         if changed:
             raise TrainingError(
@@ -191,6 +232,12 @@ class NodeWeights:
         if self.state.is_loaded:
             self.state.restore()
             self._note_versions()
+
+    def _refuse_in_consensus(self, call: str) -> None:
+        if self._in_consensus:
+            raise TrainingError(
+                f"{call} was called inside optimizer.consensus()", next_step=f"call {call} after the context has ended"
+            )
 
     def _check_restored(self) -> None:
         if self.state.is_loaded:

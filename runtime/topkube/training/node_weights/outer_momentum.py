@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from topkube.arrays import Array
-from topkube.training.node_weights.layout import Chunk, Piece
+from topkube.training.node_weights.layout import Chunk, ShardPiece
 
 KEY = "outer_momentum"
 """The key of the outer momentum among the states of a parameter in a checkpoint."""
@@ -21,7 +21,7 @@ KEY = "outer_momentum"
 
 class OuterMomentum:
     """The outer momentum of this rank's shards, one per chunk (float32). It has the same bits on all nodes, because the
-    changes have."""
+    changes have the same bits."""
 
     def __init__(self, chunks: Sequence[Chunk], learning_rate: float, momentum: float) -> None:
         self._learning_rate, self._momentum = np.float32(learning_rate), np.float32(momentum)
@@ -40,7 +40,7 @@ class OuterMomentum:
         for values in self.values:
             values[:] = 0
 
-    def save(self, chunk: Chunk, piece: Piece) -> tuple[str, list[tuple[int, torch.Tensor]]]:
+    def save(self, chunk: Chunk, piece: ShardPiece) -> tuple[str, list[tuple[int, torch.Tensor]]]:
         """Return the momentum of a part of a parameter: (name, entries), as a checkpoint has it."""
         values = self.values[chunk.number][piece.place]
         return f"{piece.parameter.name} {KEY}", [(piece.begin, torch.from_numpy(values.copy()))]

@@ -14,18 +14,13 @@ def check_parameters(parameters: list[Parameter], algorithm: str) -> None:
     """Raise ArgumentError for parameters that cannot be exchanged in this way."""
     for parameter in parameters:
         tensor: Any = parameter.tensor
-        problem = (
-            "is a DTensor"
-            if is_sharded(tensor)
-            else f"is on {tensor.device}"
-            if tensor.device.type != "cpu"
-            else f"has dtype {tensor.dtype}"
-            if tensor.dtype != torch.float32
-            else f"has gradients of {parameter.gradient_dtype}"
-            if parameter.gradient_dtype != torch.float32
-            else ""
-        )
-        if problem:
+        problems = {
+            "is a DTensor": is_sharded(tensor),
+            f"is on {tensor.device}": tensor.device.type != "cpu",
+            f"has dtype {tensor.dtype}": tensor.dtype != torch.float32,
+            f"has gradients of {parameter.gradient_dtype}": parameter.gradient_dtype != torch.float32,
+        }
+        if problem := next((text for text, is_present in problems.items() if is_present), None):
             raise ArgumentError(
                 f"{algorithm} does not support this model: parameter {parameter.name} {problem}",
                 cause=f"{algorithm} exchanges weights that are float32 tensors in host memory",

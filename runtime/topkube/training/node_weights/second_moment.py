@@ -18,11 +18,9 @@ import torch
 from topkube import kernels
 from topkube.algorithms import Route
 from topkube.arrays import BFLOAT16, Array
-from topkube.collectives.all_reduce import between_nodes
-from topkube.collectives.call import Call, workspace
-from topkube.collectives.exchange import Exchange, Exchanges
+from topkube.collectives.all_reduce import between_nodes, finish_exchange
+from topkube.collectives.call import Call, reserve_workspace
 from topkube.collectives.request import Request
-from topkube.telemetry import phases
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.world import World
 
@@ -98,7 +96,7 @@ class SecondMoment:
                 self._add_rows(call, own[place], mean[place])
             else:
                 mean[place] = values[place] * np.float32(self._weights[world.node])
-                self._finish(call, *between_nodes(Route.ALL_REDUCE, world.cross_comm, mean[place]))
+                finish_exchange(call, *between_nodes(Route.ALL_REDUCE, world.cross_comm, mean[place]))
         call.all_gather(mean)
         count = int(self._bounds[-1])
         return values[:count], mean[:count]
@@ -106,19 +104,12 @@ class SecondMoment:
     def _add_rows(self, call: Call, own: Array, mean: Array) -> None:
         """Gather the `own` entries (bf16) of all nodes and add them to `mean`, weighted, in the order of the nodes."""
         world, row_bytes = self._world, 2 * len(own)
-        rows = workspace(world, "rows of second moments", world.nodes * row_bytes, np.uint8)
+        rows = reserve_workspace(world, "rows of second moments", world.nodes * row_bytes, np.uint8)
         rows = rows.reshape(world.nodes, row_bytes)
         rows[world.node].view(BFLOAT16)[:] = own
-        self._finish(call, *between_nodes(Route.ALL_GATHER, world.cross_comm, rows))
+        finish_exchange(call, *between_nodes(Route.ALL_GATHER, world.cross_comm, rows))
         for row, weight in zip(rows, self._weights, strict=True):
             mean += row.view(BFLOAT16).astype(np.float32) * np.float32(weight)
-
-    @staticmethod
-    def _finish(call: Call, exchange: Exchange, sent: int) -> None:
-        exchanges = Exchanges()
-        exchanges.start(0, exchange)
-        exchanges.finish(0, call)
-        phases.current.sent(inter=sent)
 
     @contextmanager
     @torch.no_grad()

@@ -23,8 +23,8 @@ class LAMB(LayerwiseOptimizer):
     """Adam's direction r = m / (sqrt(v) + eps) + weight_decay * w, both moments corrected for their start, scaled per
     layer by |w| / |r|.
 
-    Tensors of at most one dimension make Adam's steps with `lr`, without decay. `parallel` as in LARS. Moments are
-    float32.
+    Tensors of at most one dimension make Adam's steps with `lr`, without decay. `parallel` has the same meaning as in
+    LARS. Moments are float32.
     """
 
     def __init__(

@@ -46,11 +46,11 @@ def compute_trust_ratio(weight: float, update: float) -> float:
     return weight / update if weight > 0 and 0 < update < math.inf and weight < math.inf else 1.0
 
 
-def check_range(name: str, value: float, *, least: float = 0.0, below: float = math.inf) -> float:
+def check_range(name: str, value: float, *, least: float = 0.0, below: float = math.inf) -> None:
+    """Raise ArgumentError unless least <= value < below."""
     if not least <= value < below:
         limit = f"at least {least:g}" + ("" if below == math.inf else f" and below {below:g}")
         raise ArgumentError(f"{name} = {value} must be {limit}", next_step=f"choose another {name}")
-    return value
 
 
 def list_with_gradients(group: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from topkube.errors import ArgumentError
-from topkube.training.ranks.agreement import agreement
+from topkube.training.ranks.agreement import open_agreement
 from topkube.world import current
 
 Tensors = Sequence[torch.Tensor]
@@ -54,7 +54,7 @@ def map(
     values = np.zeros((layers, numbers))
     if own:
         values[own] = _check_shape(function(own), len(own), numbers)
-    gathered = agreement()(values.reshape(-1).tolist())  # adds zeros to one rank's number, so its bits stay
+    gathered = open_agreement().sum(values.reshape(-1).tolist())  # adds zeros to one rank's number, so its bits stay
     return [[float(x) for x in row] for row in gathered.reshape(layers, numbers)]
 
 

@@ -14,7 +14,7 @@ from topkube.training.optimizers.wrapper import OptimizerWrapper
 
 
 class StepGuard:
-    """Refuse every step of `optimizer`, and of the optimizers inside it, outside `allowed()`: the exchange would not
+    """Refuse every step of `optimizer`, and of the optimizers inside it, outside `allow_step()`: the exchange would not
     notice the step, which raises TrainingError. The guard ends with `remove()`, or when nothing refers to it any more.
     """
 
@@ -36,7 +36,7 @@ class StepGuard:
         self._hook = innermost.register_step_pre_hook(refuse)
 
     @contextmanager
-    def allowed(self) -> Iterator[None]:
+    def allow_step(self) -> Iterator[None]:
         """Return a context in which the optimizer may step."""
         self._stepping = True
         try:

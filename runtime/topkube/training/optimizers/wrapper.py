@@ -1,4 +1,4 @@
-"""An optimizer around another."""
+"""An optimizer that wraps another optimizer."""
 
 from __future__ import annotations
 

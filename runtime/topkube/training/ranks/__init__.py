@@ -1,1 +1,1 @@
-"""Agreements of ranks during training, the communication thread, and collectives inside a model."""
+"""What connects the ranks during training: agreements, the communication thread, and collectives inside a model."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import xxhash
 
 from topkube.collectives.coordination.ordered import fold
-from topkube.control import names_of as names_of
+from topkube.control import name_ranks as name_ranks
 from topkube.world import WaitSeries, World, current
 
 _WHAT = "the agreement on a step"
@@ -28,7 +28,7 @@ class Agreement:
             self._wait(request, "the start of training")
             self._comm = comm
 
-    def __call__(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
+    def sum(self, values: Sequence[float]) -> npt.NDArray[np.float64]:
         """Return the sums of `values` in rank order, as float64: the same bits on every rank. Raises CollectiveTimeout
         after the world's deadline."""
         own = np.array(values, np.float64)
@@ -87,7 +87,7 @@ def find_differing_ranks(column: npt.NDArray[np.float64]) -> list[int]:
     return [int(rank) for rank in np.flatnonzero(column != most)]
 
 
-def agreement(world: World | None = None) -> Agreement:
+def open_agreement(world: World | None = None) -> Agreement:
     """Return the agreement of `world` (by default the current world). All ranks create it together, on first use.
     Raises WorldError before `init()`."""
     world = world or current()

@@ -1,10 +1,11 @@
 """The communication thread of the process, which runs all exchanges of training in one order.
 
-Collectives match by order, so all communication of training goes through this queue, first in, first out. `submit`
-never waits: a gradient stays in `.grad` until it is exchanged, and the thread stages one bucket at a time, so a long
-queue needs no memory.
+Collectives match by order, so all communication of training goes through the thread's queue, first in, first out.
+`submit` never waits: a gradient stays in `.grad` until it is exchanged, and the thread stages one bucket at a time, so
+a long queue needs no memory. Delayed exchanges of weights have a thread and a world of their own (`open_thread`), so
+that agreements and gradients of the next step do not wait for them.
 
-The thread must not outlive the interpreter: a thread that returns from a kernel or from MPI while Python ends aborts
+A thread must not outlive the interpreter: a thread that returns from a kernel or from MPI while Python ends aborts
 the process. The end of the program therefore waits for the current work, up to the deadline of a collective. If the
 script exits with a status, it waits only briefly, because the other ranks are about to be ended.
 """
@@ -33,17 +34,17 @@ _LEAVE_SECONDS = 5.0
 """How long the thread may take to leave its waits, which check for the end ten times per second."""
 
 
-class Schedule:
-    """A queue of work that a thread runs in order, until `close`. A script that fails does not wait for the thread,
+class CommunicationThread:
+    """A thread that runs its queue of work in order, until `close`. A script that fails does not wait for the thread,
     which is a daemon: the end of the script ends all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = COMMUNICATION_THREAD) -> None:
         self._queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._closing = False
         self._advance: Callable[[], float | None] | None = None
         self._is_awaited = False
         self._leaves = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=COMMUNICATION_THREAD, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
@@ -61,6 +62,11 @@ class Schedule:
         next call; new work is not delayed. If other ranks may wait for it at the end of the program (`is_awaited`),
         the end waits too. Called in the thread itself."""
         self._advance, self._is_awaited = advance, is_awaited
+
+    def finish(self) -> None:
+        """Wait for all earlier work, unless the thread ends. Errors stay in the futures of the work."""
+        if self._thread.is_alive() and not self._closing:
+            self.run(lambda: None)
 
     def close(self, seconds: float) -> None:
         """End the thread. It finishes the queued work first, for up to `seconds`, and then leaves its waits."""
@@ -119,29 +125,62 @@ def _report_at_end(error: BaseException) -> None:
     error, because its frames hold the buffers of unfinished messages, which must outlive the interpreter."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))
     if not exit_status():
-        what = "the program ended while gradients were exchanged"
+        what = "the program ended during an exchange"
         cause = error if isinstance(error, TopKubeError) else f"{type(error).__name__}: {error}"
         print(f"topkube: warning: {what}: {cause}", file=sys.stderr, flush=True)
 
 
-_schedule: Schedule | None = None
+_threads: dict[str, CommunicationThread] = {}
+"""The threads of this process by name."""
 
 
-def schedule() -> Schedule:
-    """Return the process's schedule, which starts on first use."""
-    global _schedule
-    if _schedule is None:
-        _schedule = Schedule()
-        atexit.register(_close)  # runs before the end of MPI, which `init` has registered earlier
-    return _schedule
+def submit(work: Callable[[], T]) -> Future[T]:
+    """Add `work` to the queue of the process's communication thread. The future holds its result, or the error that it
+    raised."""
+    return open_thread().submit(work)
+
+
+def run(work: Callable[[], T]) -> T:
+    """Run `work` in the process's communication thread after all earlier work, and return its result. Raises the error
+    that it raised."""
+    return open_thread().run(work)
+
+
+def advance_meanwhile(advance: Callable[[], float | None], is_awaited: bool = False) -> None:
+    """Call `advance` while the queue of the process's communication thread is empty (see
+    `CommunicationThread.advance_meanwhile`)."""
+    open_thread().advance_meanwhile(advance, is_awaited)
+
+
+def make_done(result: T) -> Future[T]:
+    """Return a future that holds `result` already, for work that needs no thread."""
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
+
+
+def open_thread(name: str = COMMUNICATION_THREAD) -> CommunicationThread:
+    """Return the process's thread called `name`, by default the communication thread. It starts on first use."""
+    if name not in _threads:
+        if not _threads:
+            atexit.register(_close)  # runs before the end of MPI, which `init` has registered earlier
+        _threads[name] = CommunicationThread(name)
+    return _threads[name]
+
+
+def finish(name: str) -> None:
+    """Wait for the work of the process's thread called `name`, if it has started."""
+    if name in _threads:
+        _threads[name].finish()
 
 
 def _close() -> None:
-    """Close the schedule at the end of the program."""
-    if _schedule is None or not is_rank():
+    """End the threads at the end of the program."""
+    if not is_rank():
         return
     seconds = _BRIEFLY_SECONDS
     if not exit_status():
         with contextlib.suppress(WorldError):  # after `shutdown`
             seconds = current().deadline_seconds + _LEAVE_SECONDS
-    _schedule.close(seconds)
+    for thread in _threads.values():
+        thread.close(seconds)

@@ -58,7 +58,7 @@ class ModelCollectives:
             raise _make_mismatch_error(what) from error
 
 
-def model_collectives(world: World) -> ModelCollectives:
+def open_model_collectives(world: World) -> ModelCollectives:
     """Return the ModelCollectives of `world`. All ranks create it together, on first use."""
     if _KEY not in world.cache:
         world.cache[_KEY] = ModelCollectives(world)

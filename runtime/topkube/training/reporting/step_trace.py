@@ -121,7 +121,7 @@ class StepTrace:
         self._backward = self._last = self._forward_end or self._read_clocks()
         self._forward_end = self._segment = None
 
-    def note_gradient(self, name: str, elements: int, itemsize: int, small: bool) -> None:
+    def note_gradient(self, name: str, elements: int, itemsize: int, is_always_dense: bool) -> None:
         """Record that a gradient of `elements` values of `itemsize` bytes is ready."""
         if not self._recorder.recording or self._backward is None:
             return
@@ -130,7 +130,7 @@ class StepTrace:
             self._end_segment()
             self._segment = (layer, *self._last)
         self._last = now
-        args = {"parameter": name, "elements": elements, "itemsize": itemsize, "small": small}
+        args = {"parameter": name, "elements": elements, "itemsize": itemsize, "small": is_always_dense}
         self._recorder.instant(trace.GRADIENT, "gradient ready", now[0], **args)
 
     def _end_segment(self) -> None:

@@ -12,7 +12,7 @@ REPORTER = "reporter of steps"
 optimizer."""
 
 
-class StepReports:
+class StepReporter:
     """The step reports of an optimizer, on rank 0."""
 
     def __init__(self, world: World) -> None:

@@ -65,7 +65,7 @@ def case_a_batch_of_weight_zero_cannot_spoil_a_step(world: World) -> None:
     assert optimizer.steps == 1
 
 
-def case_the_sampler_deals_out_everything_once(world: World) -> None:
+def case_the_sampler_distributes_every_sample_once(world: World) -> None:
     sampler = topkube.data.DistributedSampler(range(23), seed=3)
     first = topkube.world.current().comm.allgather(list(sampler))
     assert sorted(itertools.chain(*first)) == list(range(23))

@@ -135,7 +135,7 @@ def case_gathers_begin_in_backward_while_the_link_is_idle(world: World) -> None:
 
     def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
         exchange = optimizer._backward.exchange
-        pieces = exchange._overlapped
+        pieces = getattr(exchange._overlapped, "_decoupled", None)
         is_early = isinstance(pieces, decoupled.DecoupledAllReduce) and step > 0
         is_alone, makes_early = bool(step % 2), step % 2 == 0 or world.rank == 0
 
@@ -146,10 +146,10 @@ def case_gathers_begin_in_backward_while_the_link_is_idle(world: World) -> None:
 
         def wait_for_gather(gradient: torch.Tensor) -> None:
             if is_early and makes_early:
-                wait_for(lambda: any(part.halved.begun for part in exchange.halves.parts))
+                wait_for(lambda: any(part.halved.begun for part in exchange.reduced_parts.parts))
                 begun.append(step)
             if is_early and not is_alone:
-                wait_for(lambda: any(part.halved.is_gathered for part in exchange.halves.parts))
+                wait_for(lambda: any(part.halved.is_gathered for part in exchange.reduced_parts.parts))
 
         def enter(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
             output.register_hook(wait_for_gather)

@@ -13,7 +13,7 @@ from torch import nn
 import topkube
 from ranks.training.scene import are_equal_on_all_ranks, build_optimizer
 from topkube.errors import MismatchError
-from topkube.training.ranks.model_collectives import model_collectives
+from topkube.training.ranks.model_collectives import open_model_collectives
 from topkube.world import World
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -188,7 +188,7 @@ def case_one_value_per_channel_is_refused_on_all_ranks(world: World) -> None:
 
 
 def case_different_layers_are_noticed(world: World) -> None:
-    collectives = model_collectives(world)
+    collectives = open_model_collectives(world)
     message = ""
     try:
         collectives.sum(torch.ones(2).double().numpy(), "one layer" if topkube.rank() else "another layer")

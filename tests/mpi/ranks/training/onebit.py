@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -21,10 +24,11 @@ from ranks.training.onebit_scene import (
     train,
 )
 from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_loss, copy_weights
+from topkube.collectives import one_stage
 from topkube.errors import ArgumentError, TrainingError
 from topkube.settings import Settings
 from topkube.telemetry import phases
-from topkube.training.node_weights import guard, node_weights
+from topkube.training.node_weights import exchange, guard, layout, node_weights
 from topkube.training.optimizers.lamb import LAMB
 from topkube.training.optimizers.lars import LARS
 from topkube.training.optimizers.mixed_precision import MasterWeights
@@ -34,8 +38,13 @@ from topkube.world import World
 def case_nothing_is_lost(world: World) -> None:
     """At learning rate 1 without momentum, the change of the agreed weights plus what is owed is the sum of all mean
     gradients."""
+    for delay in (0, 1):
+        lose_nothing(world, delay)
+
+
+def lose_nothing(world: World, delay: int) -> None:
     model = build_network()
-    optimizer = build_onebit(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+    optimizer = build_onebit(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0), delay=delay)
     start, total = copy_weights(model), [np.zeros(tuple(p.shape)) for p in model.parameters()]
     for step in range(6):
         (0.01 * compute_loss(model, *draw_batch(world.rank, step))).backward()
@@ -52,8 +61,13 @@ def case_nothing_is_lost(world: World) -> None:
 
 
 def case_a_nan_on_one_rank_changes_nothing_anywhere(world: World) -> None:
+    for delay in (0, 1):
+        skip_a_step(world, delay)
+
+
+def skip_a_step(world: World, delay: int) -> None:
     model = build_network()
-    optimizer = build_onebit(model, build_adamw)
+    optimizer = build_onebit(model, build_adamw, delay=delay)
     train(world, model, optimizer, range(2))
     before, x = copy_weights(model), read_agreed_weights(optimizer, model)
     moments = [state["exp_avg_sq"].clone() for state in optimizer.state.values()]
@@ -72,8 +86,13 @@ def case_a_nan_on_one_rank_changes_nothing_anywhere(world: World) -> None:
 
 
 def case_a_grad_scaler_skips_on_all_nodes(world: World) -> None:
+    for delay in (0, 1):
+        scale_gradients(world, delay)
+
+
+def scale_gradients(world: World, delay: int) -> None:
     model = build_network()
-    optimizer = build_onebit(model)
+    optimizer = build_onebit(model, delay=delay)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in range(4):
         loss = compute_loss(model, *draw_batch(world.rank, step))
@@ -98,11 +117,155 @@ def case_the_same_run_gives_the_same_bits(world: World) -> None:
     assert results[0] == results[1]
 
 
+def case_chunks_and_parts_that_overlap_give_the_same_bits(world: World) -> None:
+    """Small chunks and parts are under way at the same time, the second larger than the first. The signs do not depend
+    on how the tensors are cut."""
+    results = []
+    for chunk_bytes, part_elements in ((25 * 2**20, 2**19), (20_000, 2**19), (20_000, 1), (200_000, 1)):
+        cut = functools.partial(layout.cut_into_chunks, chunk_bytes=chunk_bytes)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exchange, "cut_into_chunks", cut)
+            patch.setattr(one_stage, "PART_ELEMENTS", part_elements)
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(n, m) for n, m in ((24, 64), (64, 64), (64, 200), (200, 100), (100, 1))))
+            optimizer = build_onebit(model)
+        train(world, model, optimizer, range(6))
+        results.append(read_bits(optimizer, model))
+        optimizer.unwrap()
+    assert all(bits == results[0] for bits in results)
+
+
+def case_nothing_of_the_next_step_waits_for_a_delayed_exchange(world: World) -> None:
+    """An exchange begins when the next backward has ended: with the announcement of a batch, the gradients within a
+    node, the agreement of all ranks, and calls of the script."""
+    model = build_network()
+    optimizer = build_onebit(model, delay=1)
+    steps, waited, numbers = 3, [], itertools.count(1)
+    has_computed = [threading.Event() for _ in range(steps + 1)]
+    run = exchange.WeightExchange.run
+
+    def run_after_next_backward(*arguments: object, **options: object) -> None:
+        waited.append(has_computed[next(numbers)].wait(60))
+        run(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange.WeightExchange, "run", run_after_next_backward)
+        for x, y in optimizer.join([draw_batch(world.rank, step) for step in range(steps)]):
+            compute_loss(model, x, y).backward()
+            has_computed[optimizer.steps].set()
+            optimizer.step()
+            optimizer.zero_grad()
+            total = topkube.allreduce_(np.full(9, world.rank, np.float32), op="sum", algorithm="hierarchical")
+            assert (total == sum(range(world.size))).all()
+            topkube.broadcast_parameters(nn.Linear(2, 2))
+        has_computed[steps].set()
+        with optimizer.consensus():
+            assert are_equal_on_all_ranks(copy_weights(model))
+    assert waited == [True] * (steps if world.nodes > 1 else 0)
+    optimizer.unwrap()
+    assert are_equal_on_all_ranks(copy_weights(model))
+
+
+def case_a_delayed_exchange_sends_what_the_step_has_left(world: World) -> None:
+    """A script puts other weights into the model for an evaluation, while the exchange begins."""
+    results = []
+    run = exchange.WeightExchange.run
+    for swaps in (True, False):
+        model = build_network()
+        optimizer = build_onebit(model, build_adamw, delay=1)
+        for step in range(3):
+            has_swapped = threading.Event()
+
+            def run_after_swap(*arguments: object, event: threading.Event = has_swapped, **options: object) -> None:
+                assert event.wait(60)
+                run(*arguments, **options)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(exchange.WeightExchange, "run", run_after_swap)
+                train(world, model, optimizer, range(step, step + 1))
+                own = copy_weights(model)
+                if swaps:
+                    for parameter in model.parameters():
+                        parameter.data.fill_(100.0)
+                has_swapped.set()
+                optimizer._node_weights.exchange.wait_for_delayed()
+            for parameter, weights in zip(model.parameters(), own, strict=True):
+                parameter.data.copy_(weights)
+        results.append(read_bits(optimizer, model))
+        optimizer.unwrap()
+    assert results[0] == results[1]
+
+
+def case_optimizers_with_delayed_exchanges_train_as_alone(world: World) -> None:
+    """Two optimizers with delayed exchanges and a dense optimizer take turns."""
+
+    def train_together(seeds: tuple[int, ...]) -> dict[int, list[bytes]]:
+        models, optimizers = {}, {}
+        for seed in seeds:
+            torch.manual_seed(seed)
+            models[seed] = nn.Sequential(nn.Linear(24, 64 + seed), nn.Tanh(), nn.Linear(64 + seed, 1))
+            options = {"aggregation": "hierarchical"} if seed == 2 else {"delay": 1}
+            optimizers[seed] = build_onebit(models[seed], build_adamw, **options)
+        for step in range(5):
+            for seed in seeds:
+                train(world, models[seed], optimizers[seed], range(step, step + 1))
+        bits = {seed: read_bits(optimizers[seed], models[seed]) for seed in seeds}
+        for optimizer in optimizers.values():
+            optimizer.unwrap()
+        return bits
+
+    together = train_together((0, 1, 2))
+    assert all(train_together((seed,))[seed] == together[seed] for seed in together)
+
+
+def case_consensus_does_not_change_a_delayed_training(world: World) -> None:
+    results = []
+    for looks in (True, False):
+        model = build_network()
+        optimizer = build_onebit(model, build_adamw, delay=1)
+        for step in range(5):
+            train(world, model, optimizer, range(step, step + 1))
+            if looks:
+                read_agreed_weights(optimizer, model)
+                optimizer.state_dict()
+        results.append(read_bits(optimizer, model))
+        optimizer.unwrap()
+    assert results[0] == results[1]
+
+
+def case_changes_of_weights_during_a_delayed_exchange_are_kept(world: World) -> None:
+    """A script changes weights between two steps, in a way that torch notices and in a way that it does not."""
+    for change in (lambda weight: weight.detach().add_(0.5), lambda weight: weight.data.add_(0.5)):
+        model = build_network()
+        optimizer = build_onebit(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0), delay=1)
+        train(world, model, optimizer, range(2))
+        before = sum_weights_and_rest(world, optimizer, model)
+        change(model[0].weight)
+        (0 * compute_loss(model, *draw_batch(world.rank, 2))).backward()
+        optimizer.step()
+        after = sum_weights_and_rest(world, optimizer, model)
+        for number, (old, new) in enumerate(zip(before, after, strict=True)):
+            np.testing.assert_allclose(new - old, 0.5 * (number == 0), rtol=0, atol=2e-6)
+        optimizer.unwrap()
+
+
+def sum_weights_and_rest(world: World, optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[np.ndarray]:
+    """Return, for each parameter, the agreed weights plus the mean of what nodes have not sent."""
+    agreed = [weights.double().numpy() for weights in read_agreed_weights(optimizer, model)]
+    rest = sum_unsent_changes(world, optimizer, model)
+    return [x + left if world.nodes > 1 else x for x, left in zip(agreed, rest, strict=True)]
+
+
 def case_accumulated_gradients_make_one_step(world: World) -> None:
+    for delay in (0, 1):
+        accumulate_gradients(world, delay)
+
+
+def accumulate_gradients(world: World, delay: int) -> None:
     results = []
     for accumulates in (True, False):
         model = build_network()
-        optimizer = build_onebit(model)
+        optimizer = build_onebit(model, delay=delay)
         for step in range(0, 6, 2):
             with optimizer.no_sync() if accumulates else contextlib.nullcontext():
                 compute_loss(model, *draw_batch(world.rank, step)).backward()
@@ -117,8 +280,13 @@ def case_accumulated_gradients_make_one_step(world: World) -> None:
 
 def case_uneven_batches_end_together(world: World) -> None:
     """Rank 0 has one batch more than the others: its node alone has a gradient in the last step."""
+    for delay in (0, 1):
+        end_together(world, delay)
+
+
+def end_together(world: World, delay: int) -> None:
     model = build_network()
-    optimizer = build_onebit(model)
+    optimizer = build_onebit(model, delay=delay)
     count = 4 if world.rank == 0 else 3
     for x, y in optimizer.join([draw_batch(world.rank, step) for step in range(count)]):
         compute_loss(model, x, y).backward()
@@ -204,9 +372,14 @@ def case_the_guard_shortens_the_period_on_all_ranks(world: World) -> None:
 # ---- equal weights, and what does not work
 
 
-def case_consensus_gives_equal_weights_and_takes_them_back(world: World) -> None:
+def case_consensus_has_equal_weights_and_restores_own_weights(world: World) -> None:
+    for delay in (0, 1):
+        enter_consensus(world, delay)
+
+
+def enter_consensus(world: World, delay: int) -> None:
     model = build_network()
-    optimizer = build_onebit(model)
+    optimizer = build_onebit(model, delay=delay)
     with optimizer.consensus():
         pass
     train(world, model, optimizer, range(3))
@@ -215,6 +388,10 @@ def case_consensus_gives_equal_weights_and_takes_them_back(world: World) -> None
         assert are_equal_on_all_ranks(copy_weights(model))
         with pytest.raises(TrainingError, match=r"inside optimizer\.consensus"):
             optimizer.step()
+        with pytest.raises(TrainingError, match=r"inside optimizer\.consensus"):
+            optimizer.unwrap()
+    saved = optimizer.state_dict()["topkube"]["residuals"]
+    assert saved.get("delayed", False) == (delay > 0 and world.nodes > 1)
     for a, b in zip(copy_weights(model), own, strict=True):
         assert torch.equal(a, b)
     if world.nodes > 1:
@@ -288,6 +465,10 @@ def case_optimizers_that_do_not_work_with_onebit_are_refused(world: World) -> No
         build_onebit(model, momentum_correction=True)
     with pytest.raises(ArgumentError, match="the period of diloco is 1, but it must be at least 2"):
         build_onebit(model, aggregation="diloco")
+    with pytest.raises(ArgumentError, match="delay is 1, but dense does not read it"):
+        build_onebit(model, aggregation="dense", delay=1)
+    with pytest.raises(ArgumentError, match="delay is 2"):
+        build_onebit(model, delay=2)
     with pytest.raises(ArgumentError, match="period is 0"):
         build_onebit(model, period=0)
     with pytest.raises(ArgumentError, match=r"has dtype torch\.bfloat16"):

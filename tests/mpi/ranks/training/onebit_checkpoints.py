@@ -53,17 +53,19 @@ def read_state(model: nn.Module, optimizer: topkube.DistributedOptimizer) -> lis
 
 
 def case_a_resumed_run_has_the_same_bits_as_an_uninterrupted_run(world: World) -> None:
-    """The checkpoints of steps 4 and 7 lie on an exchange and, for a period of 2, between two exchanges."""
-    for period, ends in ((1, (7, 10)), (2, (7, 18, 20))):
+    """The checkpoints of steps 4 and 7 lie on an exchange and, for a period of 2, between two exchanges. With a delay,
+    the result of the exchange is not in the weights yet."""
+    for period, delay, ends in ((1, 0, (7, 10)), (2, 0, (7, 18, 20)), (1, 1, (7, 10)), (2, 1, (7, 8, 20))):
+        options = {"period": period, "delay": delay}
         with make_shared_directory(world) as directory:
-            whole = read_state(*run_until(world, f"{directory}/whole", ends[-1], period=period))
+            whole = read_state(*run_until(world, f"{directory}/whole", ends[-1], **options))
             for end in ends[:-1]:
-                run_until(world, f"{directory}/parts", end, period=period)
-            parts = read_state(*run_until(world, f"{directory}/parts", ends[-1], period=period))
-            assert whole == parts
+                run_until(world, f"{directory}/parts", end, **options)
+            parts = read_state(*run_until(world, f"{directory}/parts", ends[-1], **options))
+            assert whole == parts, options
 
 
-def case_a_resumed_run_of_diloco_goes_on_bit_for_bit(world: World) -> None:
+def case_a_resumed_run_of_diloco_continues_bit_for_bit(world: World) -> None:
     """The outer momentum is in the checkpoint; step 5 lies between two exchanges."""
     with make_shared_directory(world) as directory:
         whole = read_state(*run_until(world, f"{directory}/whole", 9, **DILOCO))
@@ -83,18 +85,24 @@ def case_a_checkpoint_holds_the_agreed_weights(world: World) -> None:
 
 
 def case_a_state_loaded_by_hand_must_be_restored(world: World) -> None:
+    """The script saves the model and the optimizer in one context, with the weights that all nodes agree on."""
+    for delay in (0, 1):
+        restore_by_hand(world, delay)
+
+
+def restore_by_hand(world: World, delay: int) -> None:
     model = build_network()
-    optimizer = build_onebit(model, build_adamw)
+    optimizer = build_onebit(model, build_adamw, delay=delay)
     train(world, model, optimizer, range(3))
     with optimizer.consensus():
         x = {name: value.clone() for name, value in model.state_dict().items()}
-    state = copy.deepcopy(optimizer.state_dict())  # torch's own state is not copied
+        state = copy.deepcopy(optimizer.state_dict())  # torch's own state is not copied
     train(world, model, optimizer, range(3, 6))
     wanted = read_state(model, optimizer)
     optimizer.unwrap()
 
     other = build_network()
-    again = build_onebit(other, build_adamw)
+    again = build_onebit(other, build_adamw, delay=delay)
     again.load_state_dict(state)
     other.load_state_dict(x)
     if world.nodes > 1:
@@ -147,12 +155,18 @@ def leave_checkpoint(world: World, directory: str) -> None:
         torch.from_numpy(world.comm.allreduce(optimizer.state[p]["exp_avg_sq"].double().numpy()) / world.size)
         for p in model.parameters()
     ]
+    owed = [torch.from_numpy(rest) for rest in left]
+    state: dict[str, Any] = {"x": x, "owed": owed, "second": second, "two_stage": world.nodes >= 8}
     leave_residuals_of_a_schedule(world, directory)
+    delayed = run_until(world, f"{directory}/delayed", 6, delay=1)
+    state["delayed"] = [
+        x.double() + torch.from_numpy(rest)
+        for x, rest in zip(read_agreed_weights(*delayed[::-1]), sum_unsent_changes(world, *delayed[::-1]), strict=True)
+    ]
     saved_momentum = sum_outer_momentum(world, *run_until(world, f"{directory}/diloco", 6, **DILOCO))
     if world.rank == 0:
         torch.save(saved_momentum, f"{directory}/momentum.pt")
-        state = {"x": x, "owed": [torch.from_numpy(rest) for rest in left], "second": second}
-        torch.save(state | {"two_stage": world.nodes >= 8}, f"{directory}/left.pt")
+        torch.save(state, f"{directory}/left.pt")
 
 
 def take_up(world: World, directory: str) -> None:
@@ -179,7 +193,21 @@ def take_up(world: World, directory: str) -> None:
             optimizer.zero_grad()
         assert are_equal_on_all_ranks(read_agreed_weights(optimizer, model))
     take_up_outer_momentum(world, directory)
+    take_up_delayed(world, directory, left["delayed"])
     take_up_residuals_of_a_schedule(world, directory)
+
+
+def take_up_delayed(world: World, directory: str, wanted: list[torch.Tensor]) -> None:
+    """Resume a run whose last exchange was not in the weights: nothing is lost or counted twice."""
+    model, optimizer = run_until(world, f"{directory}/delayed", 6, delay=1)
+    owners = sum_owed_by_owners(world, optimizer, model)
+    for parameter, owner, total in zip(model.parameters(), owners, wanted, strict=True):
+        mean = world.comm.allreduce(parameter.detach().double().numpy()) / world.size
+        np.testing.assert_allclose(mean + owner, total.numpy(), rtol=0, atol=1e-6)
+    optimizer.unwrap()
+    model, optimizer = run_until(world, f"{directory}/delayed", 9, delay=1)
+    assert are_equal_on_all_ranks(read_agreed_weights(optimizer, model))
+    optimizer.unwrap()
 
 
 def take_up_outer_momentum(world: World, directory: str) -> None:

@@ -30,8 +30,13 @@ class Definition:
     """The algorithm in float64, for all nodes of `world` on one process. Only sent values are rounded, as on real
     ranks."""
 
-    def __init__(self, world: World, model: nn.Module, make: Any, period: int = 1, algorithm: str = "onebit") -> None:
+    def __init__(
+        self, world: World, model: nn.Module, make: Any, period: int = 1, algorithm: str = "onebit", delay: int = 0
+    ) -> None:
         self.world, self.period, self.algorithm = world, period, find_algorithm(algorithm)
+        self.is_delayed = delay > 0
+        self.arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """The weights of nodes, and their values after an exchange that is applied after the next gradients."""
         self.shares = [len(ranks) / world.size for ranks in world.node_ranks]
         self.x = [p.detach().double() for p in model.parameters()]
         self.owed = [torch.zeros_like(p) for p in self.x]
@@ -58,6 +63,7 @@ class Definition:
 
     def step(self, model: nn.Module, step: int) -> None:
         rows = [self.compute_gradients(model, node, step) for node in range(self.world.nodes)]
+        self.apply_arriving()
         for node, gradients in enumerate(rows):
             for parameter, gradient in zip(self.own[node], gradients, strict=True):
                 parameter.grad = gradient
@@ -140,7 +146,15 @@ class Definition:
                 mean = 0.7 * (mean + 0.9 * self.outer[index])
             x += mean
             for own, change, part in zip(self.own, changes, sent, strict=True):
-                own[index].copy_(x + (change - part))
+                self.arriving.append((own[index], x + (change - part)))
+        if not self.is_delayed:
+            self.apply_arriving()
+
+    @torch.no_grad()
+    def apply_arriving(self) -> None:
+        for own, values in self.arriving:
+            own.copy_(values)
+        self.arriving.clear()
 
     @torch.no_grad()
     def adopt(self, own: list[list[torch.Tensor]], x: list[torch.Tensor], owed: list[torch.Tensor]) -> None:
@@ -181,13 +195,15 @@ def assert_follows(weights: list[torch.Tensor], wanted: list[torch.Tensor]) -> N
     assert int((error > 2e-6).sum()) <= 20 + 2 * 256, (int((error > 2e-6).sum()), float(error.max()))
 
 
-def follow_definition(world: World, make: Any, period: int, steps: int, algorithm: str = "onebit") -> None:
+def follow_definition(
+    world: World, make: Any, period: int, steps: int, algorithm: str = "onebit", delay: int = 0
+) -> None:
     """Train, and compare every step with the definition, which rank 0 computes for all nodes."""
     if world.nodes == 1:
         return  # nothing is sent between nodes, and nothing is compressed
     model = build_network()
-    optimizer = build_onebit(model, make, period=period, aggregation=algorithm)
-    definition = Definition(world, build_network(), make, period, algorithm) if world.rank == 0 else None
+    optimizer = build_onebit(model, make, period=period, aggregation=algorithm, delay=delay)
+    definition = Definition(world, build_network(), make, period, algorithm, delay) if world.rank == 0 else None
     for step in range(steps):
         train(world, model, optimizer, range(step, step + 1))
         everyone = world.comm.gather([tensor.numpy() for tensor in copy_weights(model)])
@@ -233,6 +249,13 @@ def case_adamw_follows_the_definition(world: World) -> None:
 def case_a_period_of_four_follows_the_definition(world: World) -> None:
     follow_definition(world, build_sgd, 4, steps=9)
     follow_definition(world, build_adamw, 4, steps=9)
+
+
+def case_a_delayed_exchange_follows_the_definition(world: World) -> None:
+    """Nodes apply the result of an exchange after the next gradients."""
+    follow_definition(world, build_sgd, 1, steps=8, delay=1)
+    follow_definition(world, build_adamw, 2, steps=7, delay=1)
+    follow_definition(world, build_sgd, 2, steps=7, algorithm="diloco", delay=1)
 
 
 def case_topk1bit_follows_its_definition(world: World) -> None:

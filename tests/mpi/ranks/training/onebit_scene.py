@@ -56,7 +56,10 @@ def sum_unsent_changes(world: World, optimizer: topkube.DistributedOptimizer, mo
     """Return the unsent changes of all nodes, as a mean weighted by ranks, plus the unsent means of the owners."""
     saved = optimizer.state_dict()["topkube"]["residuals"]
     own = sum_over_ranks(world, saved["pieces"], model, saved["weight"])
-    return [a + b for a, b in zip(own, sum_owed_by_owners(world, optimizer, model), strict=True)]
+    arriving = {name: saved["pieces"].get(f"{name} delayed", []) for name, _ in model.named_parameters()}
+    delayed = sum_over_ranks(world, arriving, model, saved["weight"])
+    owners = sum_owed_by_owners(world, optimizer, model)
+    return [a + b + c for a, b, c in zip(own, delayed, owners, strict=True)]
 
 
 def sum_owed_by_owners(world: World, optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[np.ndarray]:

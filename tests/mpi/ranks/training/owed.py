@@ -215,12 +215,12 @@ def case_scaled_gradients_that_are_exchanged_on_demand_lose_nothing(world: World
 
 def case_two_scalers_in_one_backward_are_refused(world: World) -> None:
     model = build_network()
-    distributed_ = build_optimizer(model)
+    optimizer = build_optimizer(model)
     first, second = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (4.0, 8.0))
     loss = compute_loss(model, *draw_samples(4))
     with pytest.raises(TrainingError, match=r"scaled by [48] and by [48]"):
         (first.scale(loss) + second.scale(compute_loss(model, *draw_samples(4)))).backward()
-    distributed_.unwrap()
+    optimizer.unwrap()
 
 
 def case_the_residual_of_a_frozen_layer_waits(world: World) -> None:

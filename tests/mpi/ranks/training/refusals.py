@@ -236,7 +236,7 @@ def case_ranks_that_step_differently_are_named(world: World) -> None:
 
 
 def case_scalers_with_other_factors_are_named(world: World) -> None:
-    """A rank that has no scaler is none of them: it may send a loss of zero."""
+    """A rank without a scaler is not named, because it may send a loss of zero."""
     model = build_network()
     optimizer = build_optimizer(model)
     x, y = draw_samples(4 * topkube.size())

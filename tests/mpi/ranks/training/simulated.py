@@ -102,7 +102,9 @@ def case_the_warm_up_is_simulated(world: World) -> None:
     compare_with_simulation(world, "hitopk", 6)
 
 
-def compare_weights(world: World, kind: str, period: int, tolerance: float, name: str = "onebit") -> None:
+def compare_weights(
+    world: World, kind: str, period: int, tolerance: float, name: str = "onebit", delay: int = 0
+) -> None:
     """Train with onebit and with the rule sign-weights, or with the rule of the algorithm's name: the agreed weights
     must be equal to rounding."""
     makes = {
@@ -112,8 +114,9 @@ def compare_weights(world: World, kind: str, period: int, tolerance: float, name
     model = build_network()
     start = copy_weights(model)
     rule = name if name != "onebit" else "sign-weights" if world.nodes < 8 else "sign-weights-two-stage"
+    rule = "sign-weights-delayed" if delay else rule
     optimizer = topkube.DistributedOptimizer(
-        makes[kind](model), model.named_parameters(), aggregation=name, period=period
+        makes[kind](model), model.named_parameters(), aggregation=name, period=period, delay=delay
     )
     for step in range(STEPS):
         compute_loss(model, *draw_batch(world.node, step)).backward()
@@ -162,6 +165,12 @@ def case_sparseloco_is_simulated(world: World) -> None:
 
 def case_onebit_is_simulated(world: World) -> None:
     compare_weights(world, "sgd", 1, 1e-6)
+
+
+def case_a_delayed_exchange_is_simulated(world: World) -> None:
+    if world.nodes < 8:  # from there on it has two stages
+        compare_weights(world, "sgd", 1, 1e-6, delay=1)
+        compare_weights(world, "adamw", 2, 1e-5, delay=1)
 
 
 def case_onebit_every_four_steps_is_simulated(world: World) -> None:

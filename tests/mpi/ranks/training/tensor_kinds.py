@@ -24,7 +24,7 @@ from ranks.training.scene import (
 )
 from topkube.errors import TrainingError
 from topkube.training.exchange.reduction import sparse_gradients
-from topkube.training.ranks.agreement import agreement
+from topkube.training.ranks.agreement import open_agreement
 from topkube.world import World
 
 
@@ -97,7 +97,7 @@ def case_sparse_embeddings_train(world: World) -> None:
 
 
 def case_gradients_have_the_type_that_a_script_chose(world: World) -> None:
-    """With grad_dtype, 16-bit copy_weights have float32 gradients: nothing is rounded on the way."""
+    """With grad_dtype, 16-bit weights have float32 gradients: nothing is rounded on the way."""
 
     class Weigh(torch.autograd.Function):
         @staticmethod
@@ -147,7 +147,7 @@ def case_expanded_buffers_are_broadcast(world: World) -> None:
     model.register_buffer("positions", torch.full((1, 3, 1), float(topkube.rank())).expand(4, 3, 5))
     topkube.broadcast_parameters(model)
     assert model.positions.eq(0).all()
-    assert agreement().gather([1.0]).shape == (topkube.size(), 1)
+    assert open_agreement().gather([1.0]).shape == (topkube.size(), 1)
 
 
 class Shared(nn.Module):

@@ -22,6 +22,7 @@ def case_the_weights_follow_the_definition(world: World) -> None:
     assert world.nodes >= 8
     follow_definition(world, build_sgd, 1, steps=4)
     follow_definition(world, build_adamw, 2, steps=4)
+    follow_definition(world, build_sgd, 1, steps=3, delay=1)
 
 
 def case_nothing_is_lost(world: World) -> None:
@@ -36,8 +37,8 @@ def case_a_nan_on_one_rank_changes_nothing_anywhere(world: World) -> None:
     onebit.case_a_nan_on_one_rank_changes_nothing_anywhere(world)
 
 
-def case_consensus_gives_equal_weights_and_takes_them_back(world: World) -> None:
-    onebit.case_consensus_gives_equal_weights_and_takes_them_back(world)
+def case_consensus_has_equal_weights_and_restores_own_weights(world: World) -> None:
+    onebit.case_consensus_has_equal_weights_and_restores_own_weights(world)
 
 
 def case_allreduce_has_two_stages_too(world: World) -> None:
@@ -77,10 +78,11 @@ def case_runs_repeat_bit_for_bit(world: World) -> None:
     assert results[0] == results[1]
 
 
-def case_a_resumed_run_goes_on_bit_for_bit(world: World) -> None:
+def case_a_resumed_run_continues_bit_for_bit(world: World) -> None:
     """The checkpoint has what the owners of segments owe."""
-    with make_shared_directory(world) as directory:
-        whole = read_state(*run_until(world, f"{directory}/whole", 8))
-        run_until(world, f"{directory}/parts", 5)
-        parts = read_state(*run_until(world, f"{directory}/parts", 8))
-        assert whole == parts
+    for delay in (0, 1):
+        with make_shared_directory(world) as directory:
+            whole = read_state(*run_until(world, f"{directory}/whole", 8, delay=delay))
+            run_until(world, f"{directory}/parts", 5, delay=delay)
+            parts = read_state(*run_until(world, f"{directory}/parts", 8, delay=delay))
+            assert whole == parts

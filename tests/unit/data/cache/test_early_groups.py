@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 
 import pytest
 import xxhash
-from openers import Opener, wait_until
+from openers import PATIENT, Opener, release_when_waiting, wait_until
 from remotes import Answer, Remote
 
+from topkube.data.cache import early_groups
 from topkube.data.dataset import CachedDataset
-from topkube.data.remote.retry import Changed, Patience
+from topkube.data.remote.retry import Changed
 from topkube.errors import DatasetError
 
-PATIENT = Patience(retries=1, pause_seconds=0.01, stall_seconds=60)
 ROWS = [{"id": at, "text": f"row {at:04} " + "x" * 100} for at in range(2000)]
 
 
@@ -61,17 +63,6 @@ class LateTable:
 
     def release(self) -> None:
         self._arrives.set()
-
-    def release_when_waiting(self, dataset: CachedDataset) -> None:
-        """Release the shard when a reader waits for it."""
-        waiting, open_samples = threading.Event(), dataset.cache.open_samples
-
-        def open_and_tell(*given: object) -> object:
-            waiting.set()
-            return open_samples(*given)  # type: ignore[arg-type]
-
-        dataset.cache.open_samples = open_and_tell  # type: ignore[method-assign,assignment]
-        threading.Thread(target=lambda: (waiting.wait(60), self.release())).start()
 
 
 @pytest.fixture
@@ -121,6 +112,26 @@ def test_two_contents_are_noticed_at_the_latest_when_the_dataset_is_closed(late:
         dataset.close()
 
 
+def test_groups_are_compared_again_if_their_shard_could_not_be_read(
+    late: LateTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late.lie = change_a_row
+    dataset = late.open()
+    dataset[250]
+    late.release()
+    dataset.warm()
+    with monkeypatch.context() as patch:
+        patch.setattr(early_groups, "compute_digest", raise_disk_error)
+        with pytest.raises(OSError, match="Input/output error"):
+            dataset[5]
+    with pytest.raises(Changed, match="had other bytes"):
+        dataset[5]
+
+
+def raise_disk_error(file: int, size: int, start: int) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 def test_another_version_raises_an_error(late: LateTable) -> None:
     dataset = late.open()
     late.lie = lambda answer: answer.headers.update(ETag='"other"')
@@ -131,7 +142,7 @@ def test_another_version_raises_an_error(late: LateTable) -> None:
 def test_ranges_that_do_not_arrive_are_awaited_with_the_shard(late: LateTable) -> None:
     dataset = late.open()
     late.lie = lambda answer: setattr(answer, "status", HTTPStatus.INTERNAL_SERVER_ERROR)
-    late.release_when_waiting(dataset)
+    release_when_waiting(dataset, late.release)
     assert dataset[250] == ROWS[250]
 
 
@@ -146,7 +157,7 @@ def test_a_damaged_footer_is_an_error_with_the_name_of_the_shard(late: LateTable
 def test_ranges_that_cannot_be_checked_are_not_read(late: LateTable, manifest: dict[str, object]) -> None:
     late.write_manifest(**{name: xxhash.xxh3_128_hexdigest(late.path.read_bytes()) for name in manifest})
     dataset = late.open()
-    late.release_when_waiting(dataset)
+    release_when_waiting(dataset, late.release)
     assert dataset[250] == ROWS[250]
     assert not late.ranges
 
@@ -154,6 +165,6 @@ def test_ranges_that_cannot_be_checked_are_not_read(late: LateTable, manifest: d
 def test_a_group_that_is_most_of_its_shard_is_not_read_alone(remote: Remote, open_dataset: Opener) -> None:
     late = LateTable(remote, open_dataset, group_rows=1000)
     dataset = late.open()
-    late.release_when_waiting(dataset)
+    release_when_waiting(dataset, late.release)
     assert dataset[250] == ROWS[250]
     assert len(late.ranges) == 1, "the footer"

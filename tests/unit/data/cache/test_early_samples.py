@@ -11,14 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from openers import Opener, check_samples, wait_until
+from openers import PATIENT, Opener, check_samples, release_when_waiting, wait_until
 from remotes import Answer, Remote, write_files
 
 from topkube.data.dataset import CachedDataset
-from topkube.data.remote.retry import Changed, Patience
+from topkube.data.remote.retry import Changed
 from topkube.errors import StoreError
 
-PATIENT = Patience(retries=1, pause_seconds=0.01, stall_seconds=60)
 LATE, EARLY = "a/00000.bin", "a/00003.bin"
 
 
@@ -55,17 +54,6 @@ class LateShard:
 
     def release(self) -> None:
         self._arrives.set()
-
-    def release_when_waiting(self, dataset: CachedDataset) -> None:
-        """Release the shard when a reader waits for it."""
-        waiting, open_samples = threading.Event(), dataset.cache.open_samples
-
-        def signal_and_open(*given: object) -> object:
-            waiting.set()
-            return open_samples(*given)  # type: ignore[arg-type]
-
-        dataset.cache.open_samples = signal_and_open  # type: ignore[method-assign,assignment]
-        threading.Thread(target=lambda: (waiting.wait(60), self.release())).start()
 
 
 @pytest.fixture
@@ -128,7 +116,7 @@ def test_samples_are_compared_again_if_their_shard_could_not_be_read(
     late_shard.release()
     dataset.warm()
     with monkeypatch.context() as patch:
-        patch.setattr(dataset.cache, "index", raise_store_error)
+        patch.setattr(dataset.cache, "load_index", raise_store_error)
         with pytest.raises(StoreError, match="no longer reachable"):
             dataset[5]
     with pytest.raises(Changed, match="had other bytes"):
@@ -179,7 +167,7 @@ EVASIONS: dict[str, Callable[[Answer], None]] = {
 def test_after_a_response_that_cannot_be_checked_the_shard_is_awaited(evasion: str, late_shard: LateShard) -> None:
     late_shard.lie = EVASIONS[evasion]
     dataset = late_shard.open()
-    late_shard.release_when_waiting(dataset)
+    release_when_waiting(dataset, late_shard.release)
     assert bytes(dataset[3]) == late_shard.data[3].tobytes()
     assert dataset.cache.has(0)
 
@@ -187,14 +175,14 @@ def test_after_a_response_that_cannot_be_checked_the_shard_is_awaited(evasion: s
 def test_without_checksum_and_version_nothing_is_read_early(late_shard: LateShard) -> None:
     late_shard.write_manifest(checksums=False)
     dataset = late_shard.open()
-    late_shard.release_when_waiting(dataset)
+    release_when_waiting(dataset, late_shard.release)
     assert bytes(dataset[3]) == late_shard.data[3].tobytes()
     assert late_shard.remote.requests[EARLY] == 1
 
 
 def test_nothing_is_read_early_unless_it_is_wanted(late_shard: LateShard) -> None:
     dataset = late_shard.open(early_samples=False)
-    late_shard.release_when_waiting(dataset)
+    release_when_waiting(dataset, late_shard.release)
     assert bytes(dataset[3]) == late_shard.data[3].tobytes()
     assert late_shard.remote.requests[EARLY] == 1
 

@@ -14,7 +14,7 @@ from openers import Opener
 from remotes import Remote, write_tars
 
 from topkube.data import ArrayOf
-from topkube.data.cache.fingerprint import fingerprint
+from topkube.data.cache.fingerprint import compute_fingerprint
 from topkube.errors import DatasetError
 
 
@@ -25,8 +25,8 @@ def build_module(source: str, name: str = "script") -> types.ModuleType:
     return module_object
 
 
-def compute_fingerprint(source: str) -> str:
-    return fingerprint(build_module(source).decode)
+def compute_source_fingerprint(source: str) -> str:
+    return compute_fingerprint(build_module(source).decode)
 
 
 BASE = """
@@ -72,8 +72,8 @@ BASE = """
 )
 def test_a_change_of_what_decode_reaches_changes_its_fingerprint(old: str, new: str) -> None:
     assert old in BASE
-    assert compute_fingerprint(BASE) == compute_fingerprint(BASE)
-    assert compute_fingerprint(BASE) != compute_fingerprint(BASE.replace(old, new))
+    assert compute_source_fingerprint(BASE) == compute_source_fingerprint(BASE)
+    assert compute_source_fingerprint(BASE) != compute_source_fingerprint(BASE.replace(old, new))
 
 
 def test_a_helper_in_another_module_of_the_project_counts_by_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +87,34 @@ def test_a_helper_in_another_module_of_the_project_counts_by_its_code(monkeypatc
             "def decode(raw):\n    import my_helpers\n    return my_helpers.scaled(raw)",
             "def decode(raw):\n    from my_helpers import scaled\n    return scaled(raw)",
         ):
-            fingerprints.append(compute_fingerprint(how))  # noqa: PERF401
+            fingerprints.append(compute_source_fingerprint(how))  # noqa: PERF401
     assert len(set(fingerprints)) == 8
+
+
+@pytest.mark.parametrize("where", ["my_package", "."])
+def test_a_submodule_that_decode_imports_counts_by_its_code(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fingerprints = set()
+    for scale in (2, 3):
+        folder = tmp_path / str(scale) / "my_package"
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("")
+        (folder / "helpers.py").write_text(f"def scaled(x): return x * {scale}")
+        with monkeypatch.context() as changed:
+            changed.syspath_prepend(folder.parent)
+            for name in ("helpers", "gone"):
+                source = f"def decode(raw):\n    from {where} import {name}\n    return {name}.scaled(raw)"
+                module = build_module(source)
+                module.__package__ = "my_package"
+                if name == "helpers":
+                    fingerprints.add(compute_fingerprint(module.decode))
+                else:
+                    with pytest.raises(DatasetError, match="no automatic fingerprint"):
+                        compute_fingerprint(module.decode)
+        for name in ("my_package", "my_package.helpers"):
+            del sys.modules[name]
+    assert len(fingerprints) == 2
 
 
 @pytest.mark.parametrize(
@@ -105,19 +131,20 @@ def test_a_helper_in_another_module_of_the_project_counts_by_its_code(monkeypatc
 )
 def test_code_that_cannot_be_described_needs_an_explicit_fingerprint(source: str) -> None:
     with pytest.raises(DatasetError, match=r"no automatic fingerprint: it uses '\w+'.*fingerprint="):
-        compute_fingerprint(source)
+        compute_source_fingerprint(source)
 
 
 def test_functions_that_call_each_other_are_visited_once() -> None:
     source = "def decode(x): return other(x - 1)\ndef other(x): return decode(x) if x else 0"
-    assert compute_fingerprint(source) != compute_fingerprint(source.replace("else 0", "else 1"))
+    assert compute_source_fingerprint(source) != compute_source_fingerprint(source.replace("else 0", "else 1"))
 
 
 def test_a_decode_has_one_fingerprint_in_all_processes(tmp_path: Path) -> None:
     """Ranks with different fingerprints would not share the memory tier, so sets and addresses must not matter."""
     script = tmp_path / "script.py"
     source = (
-        textwrap.dedent(BASE) + "\nfrom topkube.data.cache.fingerprint import fingerprint\nprint(fingerprint(decode))\n"
+        textwrap.dedent(BASE)
+        + "\nfrom topkube.data.cache.fingerprint import compute_fingerprint\nprint(compute_fingerprint(decode))\n"
     )
     script.write_text(source)
     outputs = {
@@ -130,8 +157,8 @@ def test_a_decode_has_one_fingerprint_in_all_processes(tmp_path: Path) -> None:
 
 
 def test_the_fingerprint_of_an_object_is_used() -> None:
-    assert fingerprint(ArrayOf("uint8", (3,))) != fingerprint(ArrayOf("uint8", (4,)))
-    assert fingerprint(None) == ""
+    assert compute_fingerprint(ArrayOf("uint8", (3,))) != compute_fingerprint(ArrayOf("uint8", (4,)))
+    assert compute_fingerprint(None) == ""
 
 
 def test_a_decode_with_a_changed_global_gets_its_own_samples(remote: Remote, open_dataset: Opener) -> None:

@@ -33,7 +33,7 @@ def test_the_least_recently_used_datasets_are_evicted_but_never_pinned_or_used_d
         check_samples(open_dataset(tmp_path / name, decode=RECORD, size_limit=limit), data[name])
         open_dataset.close()
     tier = DiskTier(open_dataset.cache)
-    folders = {folder.uri.rpartition("/")[2]: folder for folder in tier.datasets()}
+    folders = {folder.uri.rpartition("/")[2]: folder for folder in tier.list_folders()}
     folders["pinned"].pin()
     for age, name in enumerate(("new", "old", "pinned")):
         os.utime(folders[name].path / "dataset.json", (1000 - age, 1000 - age))
@@ -42,7 +42,7 @@ def test_the_least_recently_used_datasets_are_evicted_but_never_pinned_or_used_d
     last = open_dataset(tmp_path / "last", decode=RECORD, size_limit=limit)
     check_samples(last, data["last"])
     last.warm()  # a shard can be read a moment before it is counted
-    assert {folder.uri.rpartition("/")[2] for folder in tier.datasets()} == {"pinned", "new", "next", "last"}
+    assert {folder.uri.rpartition("/")[2] for folder in tier.list_folders()} == {"pinned", "new", "next", "last"}
     assert last.statistics()["evictions"] == 1
 
 
@@ -54,7 +54,7 @@ def test_within_a_job_the_tier_takes_shards_until_it_is_full_and_then_freezes(
     for _ in range(2):
         check_samples(dataset, data)
     assert dataset.node_state.state == FROZEN
-    assert DiskTier(open_dataset.cache).used() <= 100_000
+    assert DiskTier(open_dataset.cache).count_used_bytes() <= 100_000
     shards = range(len(dataset.cache.shards))
     wait_until(lambda: sum(map(dataset.cache.has, shards)) == 3)  # readers do not wait for the last shard
     assert capfd.readouterr().err.count("takes no more shards") == 1
@@ -129,22 +129,22 @@ def test_indexes_count_against_the_limit(tmp_path: Path, open_dataset: Opener) -
     tier = DiskTier(open_dataset.cache)
     on_disk = sum(path.stat().st_size for path in open_dataset.cache.glob("datasets/*/shards/*/*"))
     shards = int(whole.cache.shards.sizes.sum())
-    assert tier.used() == on_disk > shards
+    assert tier.count_used_bytes() == on_disk > shards
     open_dataset.close()
-    (folder,) = tier.datasets()
-    assert folder.log.total() == shards
+    (folder,) = tier.list_folders()
+    assert folder.log.sum_shard_bytes() == shards
     folder.remove()
     limit = shards + (on_disk - shards) // 2
     limited = open_dataset(tmp_path / "source", size_limit=limit)
     assert len(limited) == 320
     limited.warm()
     used = sum(path.stat().st_size for path in open_dataset.cache.glob("datasets/*/shards/*/*"))
-    assert used == DiskTier(open_dataset.cache).used() <= limit
+    assert used == DiskTier(open_dataset.cache).count_used_bytes() <= limit
     assert [int(sample["cls"]) for sample in limited.__getitems__(range(320))] == list(range(320))
     for number in range(8):
         if limited.cache.has(number) and limited.cache.folder is not None:
-            limited.cache.folder.evict(limited.cache.shards.key(number))
-    assert DiskTier(open_dataset.cache).used() == 0
+            limited.cache.folder.evict(limited.cache.shards.compute_key(number))
+    assert DiskTier(open_dataset.cache).count_used_bytes() == 0
 
 
 @pytest.mark.parametrize("tier", ["size_limit", "memory_limit"])
@@ -158,7 +158,7 @@ def test_limits_below_the_largest_shard_are_refused_with_the_numbers(
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_limits_count_every_rank_of_the_node(ranks: int) -> None:
-    shards = Shards("u", Listing.of([RemoteObject("a", 600, "v"), RemoteObject("b", 1000, "v")], "u"), "tar")
+    shards = Shards("u", Listing.from_objects([RemoteObject("a", 600, "v"), RemoteObject("b", 1000, "v")], "u"), "tar")
     check_limits(shards, 1000 * ranks, 1000 * ranks, ranks)
     for limits in ((1000 * ranks - 1, 0), (0, 1000 * ranks - 1)):
         with pytest.raises(DatasetError, match=rf"largest shard has 1,000 bytes.*at least {1000 * ranks:,} bytes"):
@@ -167,7 +167,7 @@ def test_limits_count_every_rank_of_the_node(ranks: int) -> None:
 
 @pytest.mark.parametrize("at", ["recorded", "renamed", "published"])
 def test_a_shard_never_counts_twice_against_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
-    folder = DiskTier(tmp_path / "cache", DiskLimits(2000, 0)).dataset("file:///x")
+    folder = DiskTier(tmp_path / "cache", DiskLimits(2000, 0)).open_folder("file:///x")
     held = []
 
     def look_for_room(step: str) -> None:

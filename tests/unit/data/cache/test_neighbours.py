@@ -154,7 +154,7 @@ def test_a_folder_that_is_set_up_for_others_stays_so(tmp_path: Path) -> None:
 def test_a_cache_of_a_group_can_be_written_by_all_of_it(tmp_path: Path) -> None:
     if not supports_access_lists(tmp_path / "rehearsal"):
         pytest.skip("this volume knows no access lists")
-    folder = DiskTier(tmp_path / "cache", sharing="group").dataset("file:///x")
+    folder = DiskTier(tmp_path / "cache", sharing="group").open_folder("file:///x")
     os.close(folder.publish("0" * 32, 10, lambda file: os.posix_fallocate(file, 0, 10)))
     for path in list_everything(tmp_path / "cache"):
         assert read_mode(path) & 0o007 == 0, path

@@ -65,8 +65,8 @@ def test_a_fault_in_a_filling_thread_is_named_and_leaves_nobody_waiting(
     def raise_fault(self: DiskFiller, number: int) -> None:
         raise RuntimeError("oops")
 
-    monkeypatch.setattr(DiskFiller, "_source", raise_fault)
+    monkeypatch.setattr(DiskFiller, "_choose_source", raise_fault)
     dataset = open_dataset(tmp_path / "source", decode=RECORD, wait_seconds=60)
     check_samples(dataset, data)
-    assert dataset.node_state.fillers == 0
+    assert dataset.node_state.filler_count == 0
     assert "RuntimeError: oops" in capfd.readouterr().err

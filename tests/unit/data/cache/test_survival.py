@@ -47,7 +47,7 @@ def test_a_kill_at_any_step_of_a_publication_loses_at_most_that_shard(
     assert len(files) == len(dataset.cache.shards)
     assert not any(path.suffix == ".part" for path in files)
     assert not list((open_dataset.cache / "reservations").iterdir())
-    assert DiskTier(open_dataset.cache).used() == data.nbytes
+    assert DiskTier(open_dataset.cache).count_used_bytes() == data.nbytes
     assert dataset.statistics()["corruptions"] == 0
 
 
@@ -81,23 +81,23 @@ def test_processes_that_were_killed_while_they_filled_do_not_count(
     ready, tell = os.pipe()
 
     def fill() -> None:
-        NodeState(tmp_path / "memory", "0", 4).count_fillers(+1)
+        NodeState(tmp_path / "memory", "0", 4).change_filler_count(+1)
         os.write(tell, b"x")
         signal.pause()
 
     filling = [fork(fill), fork(fill)]
     assert os.read(ready, 1) + os.read(ready, 1) == b"xx"
-    assert state.fillers == 2
+    assert state.filler_count == 2
     os.kill(filling[0], signal.SIGKILL)
     assert wait_for_end(filling[0]) == -signal.SIGKILL
-    assert state.fillers, "another process still fills the tier"
+    assert state.filler_count, "another process still fills the tier"
     os.kill(filling[1], signal.SIGKILL)
     assert wait_for_end(filling[1]) == -signal.SIGKILL
-    assert state.fillers == 0
-    state.count_fillers(+1)
-    assert state.fillers == 1
-    state.count_fillers(-1)
-    assert state.fillers == 0
+    assert state.filler_count == 0
+    state.change_filler_count(+1)
+    assert state.filler_count == 1
+    state.change_filler_count(-1)
+    assert state.filler_count == 0
     state.close()
     assert not list((tmp_path / "memory").iterdir())
     os.close(ready), os.close(tell)
@@ -105,15 +105,15 @@ def test_processes_that_were_killed_while_they_filled_do_not_count(
 
 def test_temporaries_of_living_writers_are_left_alone(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path / "cache", DiskLimits(free=0))
-    folder = tier.dataset("file:///x")
-    part = folder.shard_path("0" * 32).with_name("part")
+    folder = tier.open_folder("file:///x")
+    part = folder.get_shard_path("0" * 32).with_name("part")
     part.parent.mkdir()
     reservation = tier.reserve(1000, part, folder)
     part.write_bytes(b"being written")
-    assert DiskTier(tmp_path / "cache").reserved() == 1000
+    assert DiskTier(tmp_path / "cache").count_reserved_bytes() == 1000
     assert part.exists()
     reservation.lock.release()  # like the kernel when the writer dies
-    assert DiskTier(tmp_path / "cache").reserved() == 0
+    assert DiskTier(tmp_path / "cache").count_reserved_bytes() == 0
     assert not part.exists()
 
 
@@ -193,7 +193,7 @@ def test_a_shard_stays_open_while_it_is_indexed(
         return read_index(shard, file)
 
     monkeypatch.setattr(cache, "_read_index", close_idle_and_index)
-    assert len(cache.index(0)) == 5
+    assert len(cache.load_index(0)) == 5
 
 
 def test_a_shard_that_one_thread_reads_is_not_closed_by_another_that_opens_it_too(
@@ -238,7 +238,7 @@ def test_a_changed_object_has_a_new_key_and_old_bytes_are_not_used(remote: Remot
     check_samples(first, data)
     changed = write_tars(remote.folder, [10], seed=1)
     second = open_dataset(remote.uri, decode=decode)
-    assert second.cache.shards.key(0) != first.cache.shards.key(0)
+    assert second.cache.shards.compute_key(0) != first.cache.shards.compute_key(0)
     check_samples(second, changed)
     check_samples(first, data)  # the running job continues with its listing
 
@@ -400,7 +400,7 @@ def test_two_jobs_share_a_dataset_while_a_third_evicts_it(remote: Remote, open_d
 
     def evict() -> None:
         while not stop.exists():
-            for folder in DiskTier(open_dataset.cache).datasets():
+            for folder in DiskTier(open_dataset.cache).list_folders():
                 folder.remove(force=True)
                 time.sleep(0.005)
 

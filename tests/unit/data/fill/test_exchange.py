@@ -16,7 +16,8 @@ import xxhash
 from mpi4py import MPI
 from openers import wait_until
 
-from topkube.data.cache.shard_file import ArrivingShard, Received, ShardWriter
+from topkube.data.cache import shard_file
+from topkube.data.cache.shard_file import ArrivingShard, ReceivedChecksums, ShardWriter
 from topkube.data.fill import shard_exchange, shard_messages
 from topkube.data.fill.shard_exchange import ShardExchange
 from topkube.data.formats.shards import DataShard
@@ -121,13 +122,13 @@ class Bench:
         place: Any = SimpleNamespace(rank=0, size=2, world=SimpleNamespace(comm=self.comm))
         self.exchange = ShardExchange(self.cache, place)
 
-    def _from_store(self, shard: DataShard, file: int) -> Received:
+    def _from_store(self, shard: DataShard, file: int) -> ReceivedChecksums:
         self.from_remote += 1
         os.pwrite(file, b"remote".ljust(shard.size), 0)
-        return Received("the manifest's")
+        return ReceivedChecksums("the manifest's")
 
-    def receive_shard(self, file: int) -> Received:
-        return self.exchange.source(1)(SHARD, file)
+    def receive_shard(self, file: int) -> ReceivedChecksums:
+        return self.exchange.build_source(1)(SHARD, file)
 
 
 @pytest.fixture
@@ -172,6 +173,7 @@ class Arrival:
 
     def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shard_messages, "CHUNK_BYTES", 10)
+        monkeypatch.setattr(shard_file, "PIECE_BYTES", 5)
         self.comm, self.fetched = bench.comm, threading.Event()
         self.file = tempfile.TemporaryFile()  # noqa: SIM115
         self.writer = ShardWriter(self.file.fileno())
@@ -274,10 +276,10 @@ def test_a_tag_is_not_used_again_after_a_timeout(bench: Bench) -> None:
     with tempfile.TemporaryFile() as file:
         bench.receive_shard(file.fileno())
         (retired,) = bench.exchange._receiver.retired
-        bench.exchange._receiver.replies += shard_messages.REPLIES - 1
+        bench.exchange._receiver.reply_count += shard_messages.REPLIES - 1
         bench.comm.open = True
         bench.receive_shard(file.fileno())
-    assert (bench.exchange._receiver.replies - 1) % shard_messages.REPLIES == (
+    assert (bench.exchange._receiver.reply_count - 1) % shard_messages.REPLIES == (
         retired[1] - shard_messages.FIRST_REPLY
     ) + 1
 
@@ -295,10 +297,10 @@ def test_a_writer_knows_the_checksum_only_of_bytes_in_order() -> None:
     with tempfile.TemporaryFile() as file, ShardWriter(file.fileno()) as writer:
         writer.write(0, b"ab")
         writer.write(2, b"cd")
-        assert writer.digest(4) == xxhash.xxh3_128_hexdigest(b"abcd")
-        assert writer.digest(3) == writer.digest(5) == ""
+        assert writer.compute_digest(4) == xxhash.xxh3_128_hexdigest(b"abcd")
+        assert writer.compute_digest(3) == writer.compute_digest(5) == ""
         writer.write(2, b"xy")
-        assert writer.digest(4) == ""
+        assert writer.compute_digest(4) == ""
 
 
 def test_a_request_or_the_end_wakes_an_exchange_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:

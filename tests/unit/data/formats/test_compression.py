@@ -181,7 +181,7 @@ def test_samples_of_compressed_shards_are_read(
     dataset.warm()
     assert len(list_shard_files(open_dataset.cache)) == 6  # each shard as it is stored, and decompressed
     sizes = sum(path.stat().st_size for path in open_dataset.cache.glob("datasets/*/shards/*/*"))
-    assert DiskTier(open_dataset.cache).used() == sizes
+    assert DiskTier(open_dataset.cache).count_used_bytes() == sizes
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
@@ -246,7 +246,7 @@ def test_decompressed_shards_count_against_the_limit(
     dataset = open_dataset(folder, decode=RECORD, size_limit=limit)
     check_samples(dataset, data)
     assert dataset.node_state.state == FROZEN
-    assert DiskTier(open_dataset.cache).used() <= limit
+    assert DiskTier(open_dataset.cache).count_used_bytes() <= limit
     dataset.close()
     assert capfd.readouterr().err.count("takes no more shards") == 1
     assert not list(open_dataset.cache.glob("reservations/*"))
@@ -277,12 +277,12 @@ def test_a_check_reads_decompressed_shards_and_an_eviction_removes_them(tmp_path
     dataset = open_dataset(tmp_path / "source", decode=RECORD)
     dataset[0]
     open_dataset.close()
-    (folder,) = DiskTier(open_dataset.cache).datasets()
+    (folder,) = DiskTier(open_dataset.cache).list_folders()
     large = max(list_shard_files(open_dataset.cache), key=lambda path: path.stat().st_size)
     large.chmod(0o600)
     large.write_bytes(bytes(large.stat().st_size))
     assert folder.check() == [large.name]
-    assert dataset.cache.shards.keys() == [dataset.cache.shards.key(0), large.name]
+    assert dataset.cache.shards.list_keys() == [dataset.cache.shards.compute_key(0), large.name]
     assert folder.evict_all_but([]) == 1
     assert not list_shard_files(open_dataset.cache)
 

@@ -22,13 +22,13 @@ def test_a_drip_ends_by_its_deadline(remote: Remote, what: str) -> None:
     """Single bytes reset the stall timeout, and 10 KB would take ten minutes."""
     write_tars(remote.folder, [1])
     store = ObjectStore(remote.uri, patience=SHORT)
-    (entry,) = ObjectStore(remote.uri, patience=CALM).listing()
+    (entry,) = ObjectStore(remote.uri, patience=CALM).read_listing()
     if what == "manifest":
         (remote.folder / "manifest.jsonl").write_text('{"path": "000.tar", "size": 10240}\n' * 300)
     name = {"object": "000.tar", "manifest": "manifest.jsonl", "page": ""}[what]
     remote.faults[name] = ["drip"] * 10
     begun = time.monotonic()
-    read = store.listing if what != "object" else lambda: store.read(entry)
+    read = store.read_listing if what != "object" else lambda: store.read(entry)
     with pytest.raises(StoreError, match="could not be read in 2 tries"):
         read()
     assert time.monotonic() - begun < 60
@@ -39,7 +39,7 @@ def test_endlessly_nested_folders_are_refused(remote: Remote, json_index: bool) 
     page = b'[{"name": "again", "type": "directory"}]' if json_index else b'<a href="again/">again</a>'
     remote.page = lambda path: page if "manifest" not in path else None
     with pytest.raises(DatasetError, match="endless tree of folders"):
-        ObjectStore(remote.uri, patience=CALM).listing()
+        ObjectStore(remote.uri, patience=CALM).read_listing()
     assert sum(remote.requests.values()) < 50
 
 
@@ -48,7 +48,7 @@ def test_endlessly_many_folders_are_refused(remote: Remote, monkeypatch: pytest.
     page = b"".join(b'<a href="%d/">x</a>' % at for at in range(5))
     remote.page = lambda path: page if "manifest" not in path else None
     with pytest.raises(DatasetError, match="endless tree of folders"):
-        ObjectStore(remote.uri, patience=CALM).listing()
+        ObjectStore(remote.uri, patience=CALM).read_listing()
 
 
 @pytest.mark.parametrize("name", ["..", "../x", "a/../../x", ".", "%2e%2e", "a\\b"])
@@ -60,7 +60,7 @@ def test_a_page_that_leads_out_of_the_dataset_is_not_followed(remote: Remote, na
     if json_index and "%" in name:
         page = page.replace(b"%2e", b".")
     with pytest.raises((DatasetError, StoreError), match=r"outside the dataset|is empty|does not exist"):
-        ObjectStore(remote.uri, patience=CALM).listing()
+        ObjectStore(remote.uri, patience=CALM).read_listing()
     assert set(remote.requests) == {""}
 
 
@@ -71,7 +71,7 @@ def test_a_folder_that_is_linked_twice_is_read_once(remote: Remote) -> None:
         b'[{"name": "a", "type": "directory"}, {"name": "a", "type": "directory"}, {"name": "a/", "type": "directory"}]'
     )
     remote.page = lambda path: page if path == "" else None
-    assert [entry.path for entry in ObjectStore(remote.uri, patience=CALM).listing()] == ["a/x.bin"]
+    assert [entry.path for entry in ObjectStore(remote.uri, patience=CALM).read_listing()] == ["a/x.bin"]
 
 
 PAGES = [
@@ -90,14 +90,14 @@ PAGES = [
 def test_an_invalid_index_page_is_a_typed_error(remote: Remote, page: bytes) -> None:
     remote.page = lambda path: page if path == "" else None
     with pytest.raises(DatasetError, match="is empty"):
-        ObjectStore(remote.uri, patience=CALM).listing()
+        ObjectStore(remote.uri, patience=CALM).read_listing()
 
 
 def test_a_page_without_end_is_refused(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("topkube.data.remote.http_reading.PAGE_BYTES", 1000)
     remote.page = lambda path: b"x" * 5000 if path == "" else None
     with pytest.raises(DatasetError, match="has more than 1,000 bytes"):
-        ObjectStore(remote.uri, patience=CALM).listing()
+        ObjectStore(remote.uri, patience=CALM).read_listing()
 
 
 def test_a_manifest_that_cannot_be_read_is_not_ignored(remote: Remote, open_dataset: Opener) -> None:

@@ -358,7 +358,7 @@ def test_many_objects_share_connections(tmp_path: Path) -> None:
         for number, part in enumerate(parts):
             (tmp_path / f"{number:03}").write_bytes(part)
         store = ObjectStore(remote.uri, patience=PATIENCE)
-        objects = list(store.listing())
+        objects = list(store.read_listing())
         whole = bytearray(300_000)
 
         def write(offset: int, data: Any) -> None:

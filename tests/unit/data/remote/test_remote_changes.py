@@ -67,8 +67,8 @@ def mark_compressed(answer: Answer) -> None:
         ("weak", remove_version, "has no ETag"),
         ("none", change_time, "no longer the object that was listed"),
         ("none", remove_version, "has no Last-Modified"),
-        ("strong", send_login_page, "an HTML page came in place of the object"),
-        ("strong", mark_compressed, "came with Content-Encoding: gzip.*nginx"),
+        ("strong", send_login_page, "the server sent an HTML page in place of the object"),
+        ("strong", mark_compressed, "with Content-Encoding: gzip.*nginx"),
     ],
 )
 def test_a_response_that_is_not_the_listed_version_is_refused(
@@ -106,7 +106,7 @@ def test_a_response_with_another_range_is_refused(
     monkeypatch.setattr("topkube.data.remote.object_store.RANGE_BYTES", 1000)
     data = write_files(remote.folder, 2)
     store = ObjectStore(remote.uri, patience=HASTY)
-    (entry, *_) = store.listing()
+    (entry, *_) = store.read_listing()
     remote.alter = lambda path, answer: change(answer) if answer.start == 1000 else None
     with pytest.raises(StoreError, match=r"requested|no longer the object"):
         store.read(entry)
@@ -119,7 +119,7 @@ def test_a_server_without_range_support_can_be_read(remote: Remote, monkeypatch:
     data = write_files(remote.folder, 2)
     remote.ranges = False
     store = ObjectStore(remote.uri, patience=HASTY)
-    assert store.read(store.listing()[0]) == data[0].tobytes()
+    assert store.read(store.read_listing()[0]) == data[0].tobytes()
 
 
 def test_ranges_of_an_object_come_from_one_version_even_if_the_listing_has_none(
@@ -130,7 +130,7 @@ def test_ranges_of_an_object_come_from_one_version_even_if_the_listing_has_none(
     name = "b/00000.bin"
     (remote.folder / "manifest.jsonl").write_text(json.dumps({"path": name, "size": 3072}) + "\n")
     store = ObjectStore(remote.uri, patience=HASTY)
-    (entry,) = store.listing()
+    (entry,) = store.read_listing()
 
     def replace(path: str, answer: Answer) -> None:
         if answer.start == 1000:
@@ -204,9 +204,68 @@ def test_a_cached_shard_that_differs_from_the_manifest_is_fetched_again(remote: 
     assert dataset.statistics()["corruptions"] == 1
 
 
+@pytest.mark.parametrize("address", ["folder", "manifest", "local folder"])
+def test_a_manifest_that_is_written_again_describes_the_objects_as_they_are_now(remote: Remote, address: str) -> None:
+    """One object was replaced by another of equal length, one removed, one added. Only a strong etag proves that an
+    object is still the same, and only then its checksum is copied."""
+    from topkube.data.manifest import generate_manifest
+
+    write_files(remote.folder, 4)
+    manifest = remote.folder / "manifest.jsonl"
+    uri = str(remote.folder) if address == "local folder" else remote.uri
+    manifest.write_text("".join(generate_manifest(uri, checksums=True)))
+    time_before = (remote.folder / PATH).stat().st_mtime_ns
+    (remote.folder / PATH).write_bytes(b"n" * 3072)
+    os.utime(remote.folder / PATH, ns=(time_before + 10**9, time_before + 10**9))
+    (remote.folder / "b/00009.bin").write_bytes(b"new")
+    if address != "manifest":
+        (remote.folder / "b/00003.bin").unlink()
+
+    again = list(generate_manifest(f"{uri}/manifest.jsonl" if address == "manifest" else uri))
+    manifest.unlink()
+    now = {entry["path"]: entry for entry in map(json.loads, generate_manifest(uri, checksums=True))}
+    entries = {entry["path"]: entry for entry in map(json.loads, again)}
+    last = "b/00003.bin" if address == "manifest" else "b/00009.bin"
+    assert list(entries) == [PATH, "a/00001.bin", "b/00002.bin", last]
+    assert {path: entry["etag"] for path, entry in entries.items()} == {path: now[path]["etag"] for path in entries}
+    unchanged = set() if address == "local folder" else set(entries) - {PATH, "b/00009.bin"}
+    assert {path for path, entry in entries.items() if "xxh3" in entry} == unchanged
+    assert all(entries[path]["xxh3"] == now[path]["xxh3"] for path in unchanged)
+
+
+def test_a_manifest_that_is_damaged_or_cannot_be_compared_with_a_list_is_written_again(remote: Remote) -> None:
+    """A shell empties the file before the command runs. A store that lists nothing needs the manifest's name."""
+    from topkube.data.manifest import generate_manifest
+
+    write_files(remote.folder, 4)
+    lines = list(generate_manifest(remote.uri))
+    manifest = remote.folder / "manifest.jsonl"
+    for damaged in ("", "{"):
+        manifest.write_text(damaged)
+        assert list(generate_manifest(remote.uri)) == lines
+    manifest.write_text("".join(lines))
+    remote.page = lambda path: b"<html>hello" if (remote.folder / path).is_dir() else None
+    with pytest.raises(DatasetError, match=r"name the manifest .*manifest\.jsonl"):
+        list(generate_manifest(remote.uri))
+    assert list(generate_manifest(f"{remote.uri}/manifest.jsonl")) == lines
+
+
 @pytest.mark.parametrize("checksum", ["x", "0" * 31, 7, "G" * 32])
 def test_an_invalid_checksum_is_refused(checksum: object) -> None:
     from topkube.data.remote.listing import read_manifest
 
     with pytest.raises(DatasetError, match="line 1 of the manifest"):
         read_manifest([json.dumps({"path": "a", "size": 1, "xxh3": checksum})], "m", "v")
+
+
+def test_copies_of_files_with_the_mtime_0_have_one_version(tmp_path: Path) -> None:
+    """Files of a reproducible image have the mtime 0, and on each node another time at which they were created."""
+    from topkube.data.manifest import generate_manifest
+
+    def list_copy(name: str) -> str:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a").write_bytes(b"a")
+        os.utime(tmp_path / name / "a", (0, 0))
+        return "".join(generate_manifest(str(tmp_path / name)))
+
+    assert list_copy("node0") == list_copy("node1")

@@ -68,7 +68,7 @@ def test_a_changed_object_has_a_new_key_and_never_mixes_with_the_old_one(
         first[0]
     second = open_dataset("s3://bucket/data")
     assert second[0] == new
-    assert second.cache.shards.key(0) != first.cache.shards.key(0)
+    assert second.cache.shards.compute_key(0) != first.cache.shards.compute_key(0)
 
 
 def test_missing_credentials_are_named_at_once(

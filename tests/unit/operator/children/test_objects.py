@@ -27,10 +27,16 @@ PORTS = (22, contract.LAUNCHER_PORT, contract.METRICS_PORT, 50000)
 
 @given(st.from_regex(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", fullmatch=True), st.integers(0, 9999), st.integers(1, 99999))
 def test_every_name_is_a_label_and_no_two_are_equal(name: str, index: int, attempt: int) -> None:
-    all_names = [names.launcher_name(name, UID, attempt), names.worker_name(name, UID, index, attempt)]
-    all_names += [names.worker_name(name, UID, index + 1, attempt), names.worker_name(name, UID, index, attempt + 1)]
-    all_names += [names.launcher_name(name, OTHER_UID, attempt), names.worker_name(name, OTHER_UID, index, attempt)]
-    all_names += [names.group_name(name, UID), names.group_name(name, OTHER_UID), names.secret_name(name)]
+    all_names = [names.name_launcher_pod(name, UID, attempt), names.name_worker_pod(name, UID, index, attempt)]
+    all_names += [
+        names.name_worker_pod(name, UID, index + 1, attempt),
+        names.name_worker_pod(name, UID, index, attempt + 1),
+    ]
+    all_names += [
+        names.name_launcher_pod(name, OTHER_UID, attempt),
+        names.name_worker_pod(name, OTHER_UID, index, attempt),
+    ]
+    all_names += [names.name_pod_group(name, UID), names.name_pod_group(name, OTHER_UID), names.name_secret(name)]
     assert all(len(label) <= 63 and label[-1].isalnum() for label in all_names), all_names
     assert len(set(all_names)) == len(all_names)
 
@@ -56,7 +62,7 @@ def test_each_worker_gets_only_its_own_token() -> None:
     job = parse_job()
     secret = objects.build_secret(job, "uid-1", [(0, 1), (1, 2)], POLICY)
     plain = {name: base64.b64decode(text).decode() for name, text in secret["data"].items()}
-    assert plain["worker-1-2"] == contract.worker_token(plain[contract.TOKEN_KEY_FILE], "uid-1", 1, 2)
+    assert plain["worker-1-2"] == contract.compute_worker_token(plain[contract.TOKEN_KEY_FILE], "uid-1", 1, 2)
     assert plain["worker-0-1"] != plain["worker-1-2"]
     pod, _ = build_worker(job, 1)
     items = [item["key"] for volume in pod["spec"]["volumes"] for item in volume.get("secret", {}).get("items", [])]
@@ -78,8 +84,8 @@ def _policies_admit(policies: list[dict[str, Any]], target: dict[str, str], sour
         ports = [item["port"] for item in rule.get("ports", [])]
         for peer in rule["from"]:
             space = peer.get("namespaceSelector")
-            same = source["namespace"] == "team" if space is None else selects(space, source["namespaceLabels"])
-            if same and selects(peer["podSelector"], source["labels"]) and (not ports or port in ports):
+            in_namespace = source["namespace"] == "team" if space is None else selects(space, source["namespaceLabels"])
+            if in_namespace and selects(peer["podSelector"], source["labels"]) and (not ports or port in ports):
                 return True
     return False
 
@@ -106,16 +112,16 @@ def test_only_the_connections_of_the_table_are_admitted(colocate: bool) -> None:
     prometheus = {**_build_source("monitoring"), "labels": {"app.kubernetes.io/name": "prometheus"}}
     stranger = _build_source("team", app="web")
 
-    def open_ports(pod: dict[str, Any], source: dict[str, Any]) -> set[int]:
+    def list_open_ports(pod: dict[str, Any], source: dict[str, Any]) -> set[int]:
         return {port for port in PORTS if _policies_admit(policies, pod["metadata"]["labels"], source, port)}
 
-    assert open_ports(second, peer) == set(PORTS)
-    assert open_ports(second, prometheus) == {contract.METRICS_PORT}
-    assert open_ports(head, operator) == {contract.LAUNCHER_PORT}
-    assert open_ports(head, peer) == (set(PORTS) if colocate else {contract.LAUNCHER_PORT})
+    assert list_open_ports(second, peer) == set(PORTS)
+    assert list_open_ports(second, prometheus) == {contract.METRICS_PORT}
+    assert list_open_ports(head, operator) == {contract.LAUNCHER_PORT}
+    assert list_open_ports(head, peer) == (set(PORTS) if colocate else {contract.LAUNCHER_PORT})
     for source in (stranger, other_job, impostor):
-        assert open_ports(head, source) == open_ports(second, source) == set(), source
-    assert open_ports(second, operator) == set()
+        assert list_open_ports(head, source) == list_open_ports(second, source) == set(), source
+    assert list_open_ports(second, operator) == set()
 
 
 @pytest.mark.parametrize("colocate", [False, True])
@@ -150,7 +156,7 @@ def test_the_admin_names_who_may_scrape_workers() -> None:
     assert not _policies_admit(policies, labels, prometheus, contract.METRICS_PORT)
 
 
-def test_jobs_whose_names_continue_like_those_of_children_share_no_child() -> None:
+def test_jobs_with_similar_names_share_no_child() -> None:
     first = parse_job()
     jobs = [first, *(_build_job_named(f"{first.name}-{more}") for more in ("launcher", "worker", "credentials"))]
     children = [

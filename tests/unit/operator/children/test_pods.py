@@ -220,7 +220,7 @@ def test_each_medium_has_its_volume(tmp_path: Path) -> None:
     _check_restricted(pod, container)  # no right to host directories
     settings = read_environment(container)
     assert settings["TOPKUBE_CACHE_FREE_PERCENT"] == "15"
-    own = DiskTier(tmp_path).dataset(DATASET["uri"]).path.relative_to(tmp_path)
+    own = DiskTier(tmp_path).open_folder(DATASET["uri"]).path.relative_to(tmp_path)
     assert settings["TOPKUBE_DATASET_VIEW"] == f"{settings['TOPKUBE_CACHE_DIRECTORY']}/{own}/view", (
         "the view lies in the dataset's folder, and goes with it"
     )

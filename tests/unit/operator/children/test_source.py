@@ -52,7 +52,7 @@ def test_the_ranks_run_in_the_folder_that_the_init_container_fills(source: dict[
     assert variables["TOPKUBE_PACKAGES_DIRECTORY"] == contract.PACKAGES_DIRECTORY
     plan = contract.SourcePlan.read(read_environment(fetcher)[contract.SOURCE_VARIABLE])
     assert (plan.index, plan.attempt, plan.pod) == (1, 1, pod["metadata"]["name"])
-    assert json.loads(plan.text())["source"] == source
+    assert json.loads(plan.to_json())["source"] == source
     assert _list_mounts(fetcher)[contract.CODE_DIRECTORY] == _list_mounts(container)[contract.CODE_DIRECTORY]
     volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
     assert volumes[_list_mounts(container)[contract.CODE_DIRECTORY]]["emptyDir"] == {}

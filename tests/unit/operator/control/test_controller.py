@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -14,14 +13,7 @@ from simulated import build_job
 from topkube.job import KIND
 from topkube.timestamps import format_timestamp
 from topkube_operator.model import names
-from topkube_operator.watch.api_client import ApiError
-
-
-@pytest.fixture
-def replica() -> Iterator[Replica]:
-    replica = Replica()
-    yield replica
-    replica.controller.stop()
+from topkube_operator.watch.api_connection import ApiError
 
 
 def test_a_job_that_was_created_before_the_replica_could_write_needs_no_other_event(replica: Replica) -> None:
@@ -238,7 +230,7 @@ def test_a_pod_that_was_listed_before_its_job_stays_held(replica: Replica) -> No
     replica.create_job()
     wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
     wait_until(replica.is_idle)
-    replica.store._jobs.clear()
+    replica.store._jobs._jobs.clear()
     replica.queue.add(KEY)
     wait_until(replica.is_idle)
     assert replica.server.get("Pod", "team", "train-launcher-1-uid-o")["metadata"]["finalizers"] == [names.ENDING]

@@ -10,7 +10,7 @@ from simulated import build_job
 from topkube_operator.control import gang_detection
 from topkube_operator.model import stored_job
 from topkube_operator.model.observed import Policy
-from topkube_operator.watch.api_client import ApiError
+from topkube_operator.watch.api_connection import ApiError
 
 ASKING = build_job(runPolicy={"schedulingPolicy": {"minAvailable": 2}})
 

@@ -63,7 +63,7 @@ def poll(answer: Answer, *, uid: str = UID, domains: str = "") -> contract.Launc
 def test_an_answer_longer_than_one_segment_is_read_to_its_end() -> None:
     """8,000 missing workers make 47 KB. Sent in pieces, as a network does."""
     status = contract.LauncherStatus(attempt=1, state="Waiting", joined=2, missing=tuple(range(2, 8000)))
-    text = status.text().encode()
+    text = status.to_json().encode()
 
     async def answer_in_pieces(request: web.BaseRequest) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -246,8 +246,8 @@ def test_numbers_in_bounds_and_words_are_kept_as_they_are() -> None:
             },
             "cache": {"hitRatio": "0.5", "remoteBytes": 9, "nodes": [{"name": "n", "cachedBytes": 4}]},
         }
-    ).text()
-    assert contract.LauncherStatus.read(text).text() == text
+    ).to_json()
+    assert contract.LauncherStatus.read(text).to_json() == text
 
 
 def test_of_a_long_log_tail_the_end_is_kept() -> None:
@@ -290,7 +290,7 @@ def test_domains_are_sent_with_the_question(domains: str) -> None:
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
         seen.append(request.headers.get(contract.DOMAINS_HEADER))
-        return web.Response(text=contract.LauncherStatus(attempt=1, state="Waiting").text())
+        return web.Response(text=contract.LauncherStatus(attempt=1, state="Waiting").to_json())
 
     poll(answer, domains=domains)
     assert seen == [domains or None]

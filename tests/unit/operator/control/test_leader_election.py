@@ -14,7 +14,7 @@ import pytest
 
 from topkube_operator.control import leader_election
 from topkube_operator.control.leader_election import LeaderElection
-from topkube_operator.watch.api_client import ApiError
+from topkube_operator.watch.api_connection import ApiError
 
 FASTER = 4.0
 HAND_OVER = 20.0
@@ -67,10 +67,13 @@ class Link:
 
 
 class Replica:
+    """A replica that takes part in the election. `notifications` holds True for each time that it was told to lead, and
+    False for each time that it was told to stop."""
+
     def __init__(self, leases: Leases, name: str) -> None:
         self.link, self.notifications = Link(leases), list[bool]()
-        self.part = LeaderElection(self.link, "topkube-system", "lease", name, self.notifications.append)  # type: ignore[arg-type]
-        self.part.start()
+        self.election = LeaderElection(self.link, "topkube-system", "lease", name, self.notifications.append)  # type: ignore[arg-type]
+        self.election.start()
 
 
 class Election:
@@ -88,8 +91,8 @@ class Election:
         """Count the replicas that act at the same time. Each replica is asked twice: while this thread does not run,
         the first answers may become old."""
         while not self._stopped.wait(0.002):
-            before = [replica.part.acting() for replica in self.replicas]
-            after = [replica.part.acting() for replica in self.replicas]
+            before = [replica.election.is_acting() for replica in self.replicas]
+            after = [replica.election.is_acting() for replica in self.replicas]
             self.most = max(self.most, sum(map(bool.__and__, before, after)))
 
     def find_name(self, replica: Replica) -> str:
@@ -100,14 +103,14 @@ class Election:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for replica in self.replicas:
-                if replica is not but and replica.part.acting():
+                if replica is not but and replica.election.is_acting():
                     return replica
             time.sleep(0.002)
         raise AssertionError(f"nobody leads after {seconds:g} s: {self.leases.lease}")
 
     def stop(self) -> None:
         for replica in self.replicas:
-            replica.part.stop()
+            replica.election.stop()
         self._stopped.set()
         self._counter.join(5)
 
@@ -126,7 +129,7 @@ def test_a_replica_that_is_cut_off_stops_before_another_leads(election: Election
     first = election.wait_for_leader()
     first.link.cut = True
     second = election.wait_for_leader(but=first)
-    assert not first.part.acting()
+    assert not first.election.is_acting()
     first.link.cut = False
     third = next(replica for replica in election.replicas if replica not in (first, second))
     second.link.cut = third.link.cut = True
@@ -137,8 +140,8 @@ def test_a_replica_that_is_cut_off_stops_before_another_leads(election: Election
 
 def test_a_replica_that_stops_hands_over_at_once(election: Election) -> None:
     first = election.wait_for_leader()
-    first.part.stop()
-    assert not first.part.acting()
+    first.election.stop()
+    assert not first.election.is_acting()
     assert election.leases.lease["spec"]["holderIdentity"] != election.find_name(first), (
         "no other replica waits until the lease expires"
     )

@@ -30,7 +30,7 @@ LAST_REQUEST = b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 @contextlib.contextmanager
 def serve(healthy: Callable[[], str] = str) -> Iterator[Probes]:
-    probes = Probes(0, OperatorMetrics().text, healthy, str, "127.0.0.1")
+    probes = Probes(0, OperatorMetrics().render, healthy, str, "127.0.0.1")
     probes.start()
     try:
         yield probes

@@ -35,7 +35,7 @@ def test_probes_name_the_problem_and_metrics_are_served() -> None:
     wrong = {"healthy": "", "ready": "the cluster has not been listed yet"}
     metrics = OperatorMetrics()
     metrics.set_leader(True)
-    probes = Probes(0, metrics.text, lambda: wrong["healthy"], lambda: wrong["ready"], "127.0.0.1")
+    probes = Probes(0, metrics.render, lambda: wrong["healthy"], lambda: wrong["ready"], "127.0.0.1")
     probes.start()
     try:
         assert ask(probes.port, "/healthz") == (200, "ok\n")
@@ -73,7 +73,7 @@ class ReviewingApi:
 def test_metrics_over_tls_need_a_token_and_probes_need_none() -> None:
     api, authority = ReviewingApi({"prometheus": True, "somebody": False}), Authority.create_random()
     probes = Probes(
-        *(0, OperatorMetrics().text, str, str, "127.0.0.1"),
+        *(0, OperatorMetrics().render, str, str, "127.0.0.1"),
         tls=authority.build_server_context(["127.0.0.1"]),
         allows=TokenCheck(api.call).allows,
     )
@@ -121,7 +121,7 @@ def test_peers_with_a_mistake_are_refused(text: str, capsys: pytest.CaptureFixtu
 
 def test_tokens_that_take_long_to_check_do_not_delay_the_kubelets_probes() -> None:
     release = threading.Event()
-    probes = Probes(0, OperatorMetrics().text, str, str, "127.0.0.1", allows=lambda token: release.wait(60))
+    probes = Probes(0, OperatorMetrics().render, str, str, "127.0.0.1", allows=lambda token: release.wait(60))
     probes.start()
     callers = [threading.Thread(target=ask, args=(probes.port, "/metrics", f"token-{n}")) for n in range(10)]
     try:

@@ -22,7 +22,7 @@ from topkube_operator.node_cache.decisions import (
 from topkube_operator.node_cache.metrics import METRICS, AgentMetrics
 from topkube_operator.node_cache.metrics_server import MetricsServer
 from topkube_operator.node_cache.volume import Volume
-from topkube_operator.watch.api_client import ApiError
+from topkube_operator.watch.api_connection import ApiError
 
 
 class PlayedApi:
@@ -146,13 +146,13 @@ def test_a_pass_is_in_the_metrics(volume: Volume, api: PlayedApi) -> None:
     metrics = AgentMetrics("r", "n1")
     agent = Agent(cluster, volume, "n1", CacheLimits(size=2500), metrics)
     agent.run_once()
-    samples = read_samples(metrics.text())
+    samples = read_samples(metrics.render())
     assert samples["topkube_node_cache_missing_bytes", "n1", "r"] == 0
     now = time.time()
     for uri, ago in (("s3://b/1", 300), ("s3://b/2", 600), ("s3://b/3", 100)):
         store_dataset(volume.root, "team-a", uri, used=now - ago)
     agent.run_once()
-    samples = read_samples(metrics.text())
+    samples = read_samples(metrics.render())
     assert samples["topkube_node_cache_evictions_total", "team-a", "n1", "r"] == 1
     assert samples["topkube_node_cache_datasets", "team-a", "n1", "r"] == 2
     assert samples["topkube_node_cache_datasets", "team-b", "n1", "r"] == 0
@@ -166,7 +166,9 @@ def test_a_pass_is_in_the_metrics(volume: Volume, api: PlayedApi) -> None:
         agent._wishes[dataset.name] = True
     agent._limits = CacheLimits(size=10)
     agent.run_once()
-    assert read_samples(metrics.text())["topkube_node_cache_missing_bytes", "n1", "r"] > 0, "all that is left is pinned"
+    assert read_samples(metrics.render())["topkube_node_cache_missing_bytes", "n1", "r"] > 0, (
+        "all that is left is pinned"
+    )
 
 
 def test_every_metric_of_the_agent_is_served_by_its_own_process(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ def test_any_user_of_a_namespace_writes_in_its_folder_and_other_namespaces_canno
         "import os, sys; from pathlib import Path; from topkube.data.cache.disk_tier import DiskTier\n"
         "uid, key = int(sys.argv[2]), sys.argv[3]\n"
         "os.chroot(sys.argv[1]); os.chdir('/'); os.setgroups([]); os.setgid(uid); os.setuid(uid); os.umask(0o077)\n"
-        "folder = DiskTier(Path('/')).dataset('s3://bucket/x')\n"
+        "folder = DiskTier(Path('/')).open_folder('s3://bucket/x')\n"
         "use = folder.use(); os.close(folder.publish(key, 7, lambda file: os.truncate(file, 7)))\n"
-        "print(len(folder.entries()), folder.evict('a' * 32) if uid == 2000 else '')\n"
+        "print(len(folder.list_records()), folder.evict('a' * 32) if uid == 2000 else '')\n"
     )
     # As in a pod: the namespace's folder is all there is. All that Python needs is loaded before.
     before = (
@@ -77,7 +77,7 @@ def test_a_namespace_cannot_lead_the_agent_elsewhere(volume: Volume, tmp_path: P
     (datasets / "0123456789abcdef/dataset.json").write_text(json.dumps({"uri": "s3://bucket/forged"}))
     assert [dataset.uri for dataset in volume.read_datasets("team-a")] == ["s3://bucket/own"]
     assert volume.apply("team-a", [secret.name], [], []) == set()
-    assert secret.shard_path(f"{1000:032x}").exists()
+    assert secret.get_shard_path(f"{1000:032x}").exists()
 
 
 def test_a_folder_that_never_answers_costs_a_deadline_and_no_more(

@@ -36,7 +36,7 @@ def test_a_job_walks_through_its_phases() -> None:
     assert world.events == ["PodsCreated", "Running", "Succeeded"]
 
 
-def test_no_phase_is_skipped_if_ranks_run_before_the_first_look() -> None:
+def test_no_phase_is_skipped_if_ranks_run_before_the_first_reconcile() -> None:
     world = Simulated(build_job())
     world.reconcile()
     world.schedule()
@@ -137,26 +137,27 @@ def test_restarts_are_used_up() -> None:
     assert status["firstFailure"]["rank"] == 3
 
 
-def count_seconds_until_launcher(world: Simulated, attempt: int, looks_every: float | None = None) -> float:
-    """Look until the launcher of `attempt` has been made, as often as the plan asks for it; return the seconds."""
+def count_seconds_until_launcher(world: Simulated, attempt: int, pause: float | None = None) -> float:
+    """Reconcile until the launcher of `attempt` has been made. Between two reconciles, wait for `pause`, by default the
+    seconds that the plan asks for. Return the seconds."""
     began = world.now
     while f"train-launcher-{attempt}-uid-1" not in world.pods:
         plan = world.reconcile()
         if f"train-launcher-{attempt}-uid-1" not in world.pods:
             assert plan.requeue is not None
-            world.wait(looks_every or plan.requeue)
+            world.wait(pause or plan.requeue)
     return (world.now - began).total_seconds()
 
 
-@pytest.mark.parametrize("looks_every", [1, None])
-def test_quick_restarts_wait_longer_each_time_however_often_the_operator_looks(looks_every: float | None) -> None:
-    """`None`: each look comes when the plan asks for it."""
+@pytest.mark.parametrize("pause", [1, None])
+def test_quick_restarts_wait_longer_each_time_however_often_the_operator_reconciles(pause: float | None) -> None:
+    """None: the operator reconciles when the plan asks for it."""
     world = Simulated(build_job(runPolicy={"backoffLimit": 9}))
     waits = []
     for number in range(2, 10):
         world.start_ranks()
         world.end_launcher(1, RANK_FAILED)
-        waits.append(count_seconds_until_launcher(world, number, looks_every))
+        waits.append(count_seconds_until_launcher(world, number, pause))
     assert waits == [0, 5, 10, 20, 40, 80, 160, 300]
 
 

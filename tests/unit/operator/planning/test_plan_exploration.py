@@ -17,7 +17,7 @@ from topkube.timestamps import parse_timestamp
 from topkube_operator.model.observed import Container, Pod, Policy
 
 DEPTH = choose(4, thorough=5)
-"""Steps from the beginning. Each further one takes five times as long."""
+"""Steps from the beginning. Each further step takes five times as long."""
 _FAR = 400.0
 """Seconds beyond which times are alike."""
 

@@ -297,7 +297,7 @@ CAUSES: dict[str, tuple[Callable[[Simulated], None], str, int | None, str, bool]
             137,
             ended_message=contract.Ending(
                 attempt=1, state="Failed", exit_code=137, index=1, oom_kills=2, first_failure=None
-            ).message(),
+            ).to_message(),
         ),
         "OOMKilled",
         137,

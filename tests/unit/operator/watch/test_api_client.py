@@ -11,7 +11,8 @@ import pytest
 import urllib3
 
 from topkube_operator.model import names
-from topkube_operator.watch.api_client import Cluster, _read_error
+from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_connection import _read_error
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from topkube_operator.watch import api_client
-from topkube_operator.watch.api_client import ApiError, Cluster
+from topkube_operator.watch import api_client, api_connection
+from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_connection import ApiError
 
 
 def make_cluster() -> tuple[Cluster, list[Any]]:
@@ -20,20 +21,20 @@ def make_cluster() -> tuple[Cluster, list[Any]]:
         sent.append((method, path, query))
         return types.SimpleNamespace(data=b"x" * 10_000 + b"\xff\x00END")
 
-    cluster._send = send  # type: ignore[method-assign,assignment]
+    cluster.connection = types.SimpleNamespace(send=send)  # type: ignore[assignment]
     return cluster, sent
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
 def test_a_number_that_json_does_not_have_is_never_sent(number: float) -> None:
     with pytest.raises(ApiError, match="cannot be written as JSON") as error:
-        api_client._to_json({"status": {"progress": {"samplesPerSecond": number}}})
+        api_connection._to_json({"status": {"progress": {"samplesPerSecond": number}}})
     assert error.value.reason == "NotJSON"
 
 
 def test_a_log_with_lines_without_end_is_not_read_whole() -> None:
     cluster, sent = make_cluster()
-    text = cluster.log_tail("team", "pod", "worker", 20, 4096)
+    text = cluster.read_log_tail("team", "pod", "worker", 20, 4096)
     assert len(text) <= 4096
     assert text.endswith("END")
     assert int(sent[0][2]["limitBytes"]) <= 1 << 20

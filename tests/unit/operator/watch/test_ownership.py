@@ -6,7 +6,6 @@ import copy
 from datetime import timedelta
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from replica import Replica, wait_until
@@ -77,7 +76,7 @@ def test_forged_objects_are_neither_stored_nor_planned_with(forged: list[tuple[s
         key = stored.put(kind, item)
         assert key != OWNER.key or find_owner(item) != OWNER
         name = (item["metadata"]["namespace"], item["metadata"]["name"])
-        assert stored.child(kind, name, OWNER) is None
+        assert stored.find_child(kind, name, OWNER) is None
     assert observe(stored) == observe(empty)
     attempt_runs = start_running_job().job
     for world in (build_job(), attempt_runs):
@@ -128,13 +127,6 @@ def test_an_owner_of_any_version_of_our_group_counts() -> None:
     item["metadata"]["ownerReferences"][0]["apiVersion"] = "topkube.dev/v1"
     assert find_owner(item) == OWNER
     assert API_VERSION.startswith("topkube.dev/")
-
-
-@pytest.fixture
-def replica() -> Any:
-    replica = Replica()
-    yield replica
-    replica.controller.stop()
 
 
 def test_a_pod_of_another_namespace_neither_ends_the_job_nor_is_deleted(replica: Replica) -> None:

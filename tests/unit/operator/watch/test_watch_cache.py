@@ -66,7 +66,7 @@ def test_an_older_message_changes_nothing() -> None:
     assert observe(store).pods[0].phase == "Running"
     assert store.put_job(build_stored_job(7))
     assert not store.put_job(build_stored_job(6))
-    assert store.job(KEY) == {
+    assert store.find_job(KEY) == {
         "metadata": {"name": "train", "namespace": "team", "uid": "uid-1", "resourceVersion": "7"}
     }
 
@@ -152,7 +152,7 @@ def test_a_removal_of_an_earlier_object_of_that_name_does_not_remove_the_later_o
     assert [pod.uid for pod in observe(store).pods] == ["later"]
     store.put_job(build_stored_job(9, uid="uid-2"))
     store.remove_job(KEY, "uid-1")
-    assert store.job(KEY) is not None
+    assert store.find_job(KEY) is not None
 
 
 def test_a_list_removes_objects_whose_deletion_a_broken_watch_missed() -> None:
@@ -174,7 +174,7 @@ def test_objects_that_the_job_does_not_control_are_ignored() -> None:
     assert store.put("Pod", pod) is None
     store.put("Pod", build_child("b", 5, owner="uid-of-an-earlier-job"))
     assert not observe(store).pods
-    assert store.child("Pod", ("team", "b"), Owner("team", "train", "uid-1")) is None
+    assert store.find_child("Pod", ("team", "b"), Owner("team", "train", "uid-1")) is None
 
 
 def test_secrets_are_kept_as_digests() -> None:

@@ -15,7 +15,7 @@ from topkube.job import KIND
 from topkube_operator.model import names
 from topkube_operator.model.observed import Policy
 from topkube_operator.watch import watchers
-from topkube_operator.watch.api_client import ApiError
+from topkube_operator.watch.api_connection import ApiError
 from topkube_operator.watch.owner import Owner
 from topkube_operator.watch.watch_cache import WatchCache
 from topkube_operator.watch.watchers import Watchers
@@ -156,7 +156,7 @@ def test_a_cluster_that_was_restored_from_a_backup_is_noticed_and_taken_as_it_is
         "Pending",
         "Pending",
     ]
-    known = store.job(("team", "train"))
+    known = store.find_job(("team", "train"))
     assert known is not None
     assert (known["spec"]["workers"], known["metadata"]["resourceVersion"]) == (2, "471")
     lists = len(api.lists)

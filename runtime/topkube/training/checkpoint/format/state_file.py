@@ -50,7 +50,7 @@ class Tally:
     cancelled: bool = False
 
 
-class _Checked:
+class _CheckedFile:
     """A file that is written from start to end, and keeps the error of the disk.
 
     The file has no buffer: a process that the script forks in the middle of a save would write the inherited buffer
@@ -91,7 +91,7 @@ def write_state(path: Path, state: dict[str, Any], tally: Tally | None = None) -
     """Write an encoded state (`encoding.encode`) to a new file, and sync the file to the disk. Raises OSError of the
     disk, Cancelled, and errors of pickling."""
     with path.open("xb", buffering=0) as file:
-        checked = _Checked(cast(IO[bytes], file), tally or Tally())
+        checked = _CheckedFile(cast(IO[bytes], file), tally or Tally())
         try:
             torch.save(state, cast(IO[bytes], checked))
         except Exception:

@@ -18,8 +18,8 @@ import torch
 
 from topkube.errors import TrainingError
 from topkube.training.exchange.autograd.loss_scale import find_loss_scale
-from topkube.training.ranks.agreement import agreement, digest
-from topkube.training.ranks.communication_thread import schedule
+from topkube.training.ranks import communication_thread
+from topkube.training.ranks.agreement import digest, open_agreement
 from topkube.world import World
 
 
@@ -110,7 +110,7 @@ class BackwardPass:
         replays batches freezes its objects again if the script had frozen some (`batches/replays.py`), so frozen
         objects are searched as well. That is slow, and is done only if it can matter."""
         if self._list_living():
-            schedule().run(lambda: None)  # the thread may still hold work of an optimizer that is gone
+            communication_thread.run(lambda: None)  # the thread may still hold work of an optimizer that is gone
             gc.collect()
         if self._list_living() and gc.get_freeze_count():
             gc.unfreeze()
@@ -147,11 +147,13 @@ def _gather_union(world: World, numbers: list[int]) -> list[int]:
         return numbers
     own = sorted(numbers)
     own_digest = digest(own)
-    most, high, low = schedule().run(lambda: agreement(world).maximum([len(own), own_digest, -own_digest]))
+    most, high, low = communication_thread.run(
+        lambda: open_agreement(world).maximum([len(own), own_digest, -own_digest])
+    )
     if high == -low:
         return own
     padded = [float(number) for number in own] + [-1.0] * (int(most) - len(own))
-    rows = schedule().run(lambda: agreement(world).gather(padded))
+    rows = communication_thread.run(lambda: open_agreement(world).gather(padded))
     return sorted({int(number) for number in rows.flat if number >= 0})
 
 
@@ -172,9 +174,5 @@ def _refuse_nested() -> None:
         )
 
 
-_pass = BackwardPass()
-
-
-def backward_pass() -> BackwardPass:
-    """Return the process's backward pass."""
-    return _pass
+current_pass = BackwardPass()
+"""The backward pass of this process."""

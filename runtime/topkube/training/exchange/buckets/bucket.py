@@ -22,7 +22,7 @@ class Bucket:
     """A bucket of parameters: `parameters[i]` occupies elements starts[i] to starts[i + 1]."""
 
     dtype: torch.dtype
-    small: bool
+    is_always_dense: bool
     has_rows: bool = False
     parameters: list[Parameter] = field(default_factory=list)
     starts: list[int] = field(default_factory=lambda: [0])
@@ -53,11 +53,11 @@ class Bucket:
     def parts(self) -> list[Bucket]:
         """The parts of an overlapped exchange, the same on all ranks: each large parameter by itself, and all others
         together. Read when the bucket is complete."""
-        together = Bucket(self.dtype, self.small)
+        together = Bucket(self.dtype, self.is_always_dense)
         parts = []
         for parameter in self.parameters:
             if parameter.length * self.dtype.itemsize >= IN_PLACE_BYTES:
-                parts.append(Bucket(self.dtype, self.small))
+                parts.append(Bucket(self.dtype, self.is_always_dense))
                 parts[-1].append(parameter)
             else:
                 together.append(parameter)

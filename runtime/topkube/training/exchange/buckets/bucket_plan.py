@@ -15,9 +15,9 @@ from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.fusion import choose_largest_size, plan_buckets
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.exchange.buckets.rank_comparison import RankComparison
-from topkube.training.exchange.tuning.machines import RunAgreement
 from topkube.training.exchange.tuning.tuning import Tuning
 from topkube.training.ranks.agreement import digest
+from topkube.training.ranks.queued_agreement import QueuedAgreement
 from topkube.world import World
 
 
@@ -35,7 +35,7 @@ class BucketPlan:
         world: World,
         parameters: list[Parameter],
         aggregation: AggregationSettings,
-        run_agreement: RunAgreement,
+        agreement: QueuedAgreement,
         measure_nccl: Callable[[], float | None] = lambda: None,
         finite_check: str = "auto",
     ) -> None:
@@ -44,9 +44,9 @@ class BucketPlan:
         self.is_agreed = False
         self.trainable: set[int] = set()
         self._world, self._parameters, self._aggregation = world, parameters, aggregation
-        self._run_agreement = run_agreement
-        self.comparison = RankComparison(world, parameters, aggregation, run_agreement, finite_check)
-        self.tuning = Tuning(world, aggregation, run_agreement, measure_nccl)
+        self._agreement = agreement
+        self.comparison = RankComparison(world, parameters, aggregation, agreement, finite_check)
+        self.tuning = Tuning(world, aggregation, agreement, measure_nccl)
         self._bucket_of: dict[int, Bucket] = {}
 
     def find_bucket(self, parameter: Parameter) -> Bucket | None:
@@ -73,7 +73,7 @@ class BucketPlan:
     def list_sizes(self) -> list[BucketSize]:
         """Return the sizes of the buckets that an all-reduce exchanges."""
         return [
-            BucketSize(bucket.length, bucket.dtype.itemsize, bucket.small)
+            BucketSize(bucket.length, bucket.dtype.itemsize, bucket.is_always_dense)
             for bucket in self.buckets
             if not bucket.has_rows and bucket.length
         ]
@@ -92,7 +92,7 @@ class BucketPlan:
         seen_here = set(seen)
         flags = [float(p.index in seen_here) for p in self._parameters] + [float(p.has_rows) for p in self._parameters]
         if self._world.size > 1:
-            flags = list(self._run_agreement(lambda agreement: agreement.maximum(flags)))
+            flags = list(self._agreement.maximum(flags))
         for parameter, has_rows in zip(self._parameters, flags[len(self._parameters) :], strict=True):
             parameter.has_rows = bool(has_rows)
         planned = [(parameter, self._bucket_of.get(parameter.index)) for parameter in self._parameters]
@@ -183,23 +183,21 @@ class BucketPlan:
         first = set(own)
         own += [p.index for p in reversed(self._parameters) if p.index in new and p.index not in first]
         if self._world.size > 1 and own:
-            own = [
-                int(i) for i in self._run_agreement(lambda agreement: agreement.broadcast([float(i) for i in own], 0))
-            ]
+            own = [int(index) for index in self._agreement.broadcast([float(index) for index in own], 0)]
         return [self._parameters[index].name for index in own]
 
     def _agree_on_order(self) -> None:
         """Adopt the order of the first rank that has an order, if ranks differ."""
         rank, ranks, order_digest = self._world.rank, self._world.size, digest(self.save())
         first = -rank if self.order is not None else -ranks
-        high, low, root = self._run_agreement(lambda agreement: agreement.maximum([order_digest, -order_digest, first]))
+        high, low, root = self._agreement.maximum([order_digest, -order_digest, first])
         if high == -low:
             return
         root = int(-root)
         state = json.dumps(self.save()).encode() if rank == root else b""
-        [length] = self._run_agreement(lambda agreement: agreement.maximum([len(state)]))
+        [length] = self._agreement.maximum([len(state)])
         padded = [float(byte) for byte in state.ljust(int(length))]
-        received = bytes(int(byte) for byte in self._run_agreement(lambda agreement: agreement.broadcast(padded, root)))
+        received = bytes(int(byte) for byte in self._agreement.broadcast(padded, root))
         self.restore(json.loads(received))
         if self.order is None:
             raise TrainingError(
@@ -213,10 +211,16 @@ def _build_buckets(groups: list[list[Parameter]]) -> list[Bucket]:
     """Return a bucket for each group of parameters; none at all if the parameters of a group cannot share a bucket."""
     buckets = []
     for group in groups:
-        bucket = Bucket(group[0].dtype, group[0].small or group[0].has_rows, group[0].has_rows)
-        if any((p.dtype, p.small, p.has_rows) != (group[0].dtype, group[0].small, group[0].has_rows) for p in group):
+        first = group[0]
+        if any(_describe_kind(parameter) != _describe_kind(first) for parameter in group):
             return []
+        bucket = Bucket(first.dtype, first.is_always_dense or first.has_rows, first.has_rows)
         for parameter in group:
             bucket.append(parameter)
         buckets.append(bucket)
     return buckets
+
+
+def _describe_kind(parameter: Parameter) -> tuple[object, ...]:
+    """Return the properties that all parameters of a bucket share."""
+    return parameter.dtype, parameter.is_always_dense, parameter.has_rows

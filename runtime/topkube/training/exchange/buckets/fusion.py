@@ -34,7 +34,7 @@ def find_overlap_ends(parameters: Iterable[Parameter], rate: float = 0.0) -> set
     from `rate`, the bytes per second that a node sends to other nodes (0: unknown)."""
     groups: dict[torch.dtype, list[tuple[int, int]]] = {}
     for position, parameter in enumerate(parameters):
-        if parameter.length and not parameter.small and not parameter.has_rows:
+        if parameter.length and not parameter.is_always_dense and not parameter.has_rows:
             size = parameter.length * parameter.dtype.itemsize
             groups.setdefault(parameter.dtype, []).append((position, size))
     ends: set[int] = set()
@@ -76,7 +76,7 @@ def fill_buckets(
             alone.append(parameter)
             complete.append((position, alone))
             continue
-        key = (parameter.dtype, parameter.small)
+        key = (parameter.dtype, parameter.is_always_dense)
         bucket = open_buckets.get(key)
         size = parameter.length * parameter.dtype.itemsize
         if bucket is not None and bucket.length * parameter.dtype.itemsize + size > bucket_bytes:

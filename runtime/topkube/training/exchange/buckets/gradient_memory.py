@@ -18,8 +18,8 @@ def may_move(tensor: torch.Tensor) -> bool:
 
 class GradientMemory:
     """Memory in which the gradients of a part of a bucket lie side by side, from the moment that backward has produced
-    them until they are zeroed: an exchange then copies nothing. What a script keeps stays as it is: a part gets new
-    memory if the script still refers to gradients of an earlier step."""
+    them until they are zeroed: an exchange then copies nothing. Gradients that a script keeps do not change: a part
+    gets new memory if the script still refers to gradients of an earlier step."""
 
     def __init__(self, parameters: Sequence[Parameter], dtype: torch.dtype) -> None:
         self._parameters, self._dtype, self._length = parameters, dtype, 0
@@ -44,7 +44,7 @@ class GradientMemory:
             self._take_memory()
         if self._holds(gradient, start):
             return True
-        if not parameter.arrives:  # the script chose this memory
+        if not parameter.grad_was_none:  # the script chose this memory
             return False
         assert self._values is not None
         storage, shape = self._values.untyped_storage(), parameter.tensor.shape

@@ -57,20 +57,20 @@ class Parameter:
     """True if `.grad` was exchanged since the last step."""
     has_rows: bool = False
     """True if gradients are sparse tensors (an embedding with sparse=True): the rows of all ranks are gathered."""
-    arrives: bool = False
-    """True if `.grad` was None before this gradient: torch may then keep the tensor that arrives."""
+    grad_was_none: bool = False
+    """True if `.grad` was None before this gradient: torch may then keep the gradient's own tensor as `.grad`."""
     _delivered: weakref.ref[torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.length = view_real(self.tensor.detach()).numel()
         self.gradient_dtype = _find_gradient_dtype(self.tensor)
         self.dtype = self.gradient_dtype.to_real()
-        self._thin = self.tensor.ndim <= 1 or self.tensor.is_complex()
+        self._is_vector_or_complex = self.tensor.ndim <= 1 or self.tensor.is_complex()
 
     @property
-    def small(self) -> bool:
+    def is_always_dense(self) -> bool:
         """True if the gradient is always exchanged dense: small, complex and float64 tensors."""
-        return self._thin or self.length < SMALL_ELEMENTS or self.dtype == torch.float64
+        return self._is_vector_or_complex or self.length < SMALL_ELEMENTS or self.dtype == torch.float64
 
     @property
     def is_local(self) -> bool:
@@ -97,10 +97,10 @@ class Parameter:
         return gradient is None or not bool((gradient._values() if gradient.is_sparse else gradient).any())
 
     def copy_shared_gradient(self) -> None:
-        """Copy `.grad` if autograd may still read its memory: torch keeps the tensor that arrives, which can be a view
-        of the gradient of another branch of the graph."""
+        """Copy `.grad` if autograd may still read its memory: torch keeps the tensor that backward computes, which can
+        be a view of the gradient of another branch of the graph."""
         gradient = self.tensor.grad
-        if not self.arrives or gradient is None or gradient.is_sparse or is_sharded(gradient):
+        if not self.grad_was_none or gradient is None or gradient.is_sparse or is_sharded(gradient):
             return
         if is_shared(gradient):
             self.tensor.grad = gradient.clone(memory_format=torch.preserve_format)

@@ -8,8 +8,8 @@ from typing import Any
 from topkube.errors import TrainingError
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
-from topkube.training.exchange.tuning.machines import RunAgreement
-from topkube.training.ranks.agreement import digest, find_differing_ranks, names_of
+from topkube.training.ranks.agreement import digest, find_differing_ranks, name_ranks
+from topkube.training.ranks.queued_agreement import QueuedAgreement
 from topkube.world import World
 
 
@@ -22,10 +22,10 @@ class RankComparison:
         world: World,
         parameters: list[Parameter],
         aggregation: AggregationSettings,
-        run_agreement: RunAgreement,
+        agreement: QueuedAgreement,
         finite_check: str,
     ) -> None:
-        self._world, self._parameters, self._run_agreement = world, parameters, run_agreement
+        self._world, self._parameters, self._agreement = world, parameters, agreement
         self._aggregation, self._finite_check = aggregation, finite_check
 
     def compare(self) -> None:
@@ -38,15 +38,15 @@ class RankComparison:
             "aggregation settings": digest((self._aggregation, self._finite_check)),
         }
         values = list(digests.values())
-        both = self._run_agreement(lambda agreement: agreement.maximum([*values, *(-value for value in values)]))
+        both = self._agreement.maximum([*values, *(-value for value in values)])
         for number, what in enumerate(digests):
             if both[number] == -both[number + len(digests)]:
                 continue
             if what == "frozen parameters":
                 self.raise_different_trainable()
-            rows = self._run_agreement(lambda agreement: agreement.gather(values))
+            rows = self._agreement.gather(values)
             raise TrainingError(
-                f"{names_of(find_differing_ranks(rows[:, number]))} have different {what} than the other ranks",
+                f"{name_ranks(find_differing_ranks(rows[:, number]))} have different {what} than the other ranks",
                 cause="the model or the settings depend on the rank"
                 if what == "parameters"
                 else "TOPKUBE_* variables or the arguments of DistributedOptimizer differ",
@@ -61,13 +61,13 @@ class RankComparison:
         """Raise TrainingError, which names the ranks on which other parameters require a gradient. All ranks call this
         together."""
         frozen = sorted(p.name for p in self._parameters if not p.tensor.requires_grad)
-        rows = self._run_agreement(lambda agreement: agreement.gather([self.digest_trainable(), len(frozen)]))
+        rows = self._agreement.gather([self.digest_trainable(), len(frozen)])
         ranks = find_differing_ranks(rows[:, 0])
         here = f"; on rank {self._world.rank} {len(frozen)} are frozen" + (
             f", {frozen[0]} among them" if frozen else ""
         )
         raise TrainingError(
-            f"{names_of(ranks)} train different parameters than the other ranks{here}",
+            f"{name_ranks(ranks)} train different parameters than the other ranks{here}",
             cause="a parameter was frozen, unfrozen or added on some ranks only",
             next_step="set requires_grad to the same value on every rank, before the same step",
         )

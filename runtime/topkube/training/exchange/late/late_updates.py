@@ -3,11 +3,12 @@ Fine-Grained All-Reduce Pipelining", 2023).
 
 When backward returns, gradients are reduced but not gathered: each rank holds the sums of its own segments. The
 communication thread gathers the parts of buckets in the reverse order of the exchange, the order of the next forward.
-`step()` only notes the hyperparameters. The first use of a parameter waits until its part is gathered, and then updates
-the part's parameters as the step would have done: the same operations on the same bits.
+For parameters that are not gathered, `step()` notes the hyperparameters and sets the weights to NaN. The first use of a
+parameter waits until its part is gathered, and then updates the part's parameters as the step would have done: the same
+operations on the same bits.
 
-Between backward and step, the first use of a gradient waits for its part. Between step and update, the weights hold
-NaN: a use that nothing notices cannot give a plausible result.
+Between backward and step, the first use of a gradient waits for its part. If code uses the weights between step and
+update without being noticed, its result is NaN.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from topkube.training.exchange.late.watched_tensors import (
     unwatch,
     watch,
 )
-from topkube.training.exchange.reduction.halved_parts import HalvedPart, HalvedParts
-from topkube.training.ranks.communication_thread import schedule
+from topkube.training.exchange.reduction.reduced_parts import ReducedPart, ReducedParts
+from topkube.training.ranks import communication_thread
 
 _OPTIMIZERS = (
     torch.optim.SGD,
@@ -54,6 +55,7 @@ _OPTIMIZERS = (
 )
 """The optimizers that update each parameter from its own gradient and state only."""
 SumOverRanks = Callable[[Iterable[float]], Iterable[float]]
+"""Returns the sums of numbers over all ranks."""
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -69,10 +71,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 @dataclass(eq=False)
 class _LatePart:
-    """Parameters whose gradients are not gathered yet. `hyperparameters` holds those of each group at `step()`, and
-    `weights` the weights meanwhile; both are None before `step()`. `factor` is that of clipping."""
+    """Parameters whose gradients are not gathered yet. `hyperparameters` holds the hyperparameters of each group at
+    `step()`, and `weights` the weights between `step()` and the update; both are None before `step()`. `factor` is the
+    factor of clipping."""
 
-    source: HalvedPart
+    source: ReducedPart
     parameters: list[torch.Tensor]
     gradients: list[torch.Tensor]
     factor: float = 1.0
@@ -81,16 +84,16 @@ class _LatePart:
 
 
 class LateUpdates:
-    """The gathers and updates that one optimizer has not finished. `allowed` returns a context in which `optimizer` may
-    step; it is a single hook of the optimizer. Use it in the thread that trains."""
+    """The gathers and updates that one optimizer has not finished. `allow_step` returns a context in which `optimizer`
+    may step. Use it in the thread that trains."""
 
     def __init__(
         self,
-        halves: HalvedParts,
+        reduced_parts: ReducedParts,
         optimizer: torch.optim.Optimizer,
-        allowed: Callable[[], AbstractContextManager[None]],
+        allow_step: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._halves, self._optimizer, self._allowed = halves, optimizer, allowed
+        self._reduced_parts, self._optimizer, self._allow_step = reduced_parts, optimizer, allow_step
         self._parts: list[_LatePart] = []
         self._held = 0
         self._begun: Future[None] | None = None
@@ -109,15 +112,15 @@ class LateUpdates:
 
     @property
     def can_hold(self) -> bool:
-        """True if this thread would notice a use of what is not gathered. Compiled code is not seen."""
+        """True if every use of a pending tensor in this thread is noticed: uses in compiled code are not."""
         return is_watched_thread() and not _has_compiled_code()
 
     @property
     def is_pending(self) -> bool:
-        """True if something is not finished."""
+        """True if a gather or an update is not finished."""
         return bool(self._parts)
 
-    def hold(self, parts: Sequence[HalvedPart]) -> None:
+    def hold(self, parts: Sequence[ReducedPart]) -> None:
         """Begin to gather `parts`. All ranks call this at the end of the same backward, with parts `is_in_place`."""
         self._held = len(parts)
         for source in parts:
@@ -127,7 +130,7 @@ class LateUpdates:
             register_tensors([*part.parameters, *gradients], partial(self._finish_if_needed, part))
             for parameter in source.part.parameters:
                 parameter.deliver()
-        self._begun = schedule().submit(lambda: self._halves.gather(parts))
+        self._begun = communication_thread.submit(lambda: self._reduced_parts.gather(parts))
 
     def step(self) -> None:
         """Make the optimizer's step: at once for parameters whose gradients are whole, later for the others."""
@@ -154,8 +157,8 @@ class LateUpdates:
             self._finish(self._parts[0])
 
     def zero_gradients(self) -> bool:
-        """Set the gradients to None if a step has used all that is pending, or will. Return False if they stay, because
-        no step has used them."""
+        """Set the gradients to None, without waiting for gathers, if parts are pending and `step()` was called for all
+        of them. Return False otherwise; then the gradients stay, and the caller sets them to zero."""
         if not self._parts or any(part.weights is None for part in self._parts):
             return False
         with torch._C.DisableTorchFunction():
@@ -163,19 +166,20 @@ class LateUpdates:
         return True
 
     def clip(
-        self, max_norm: float, is_counted: bool, gradients: list[torch.Tensor], sums: SumOverRanks
+        self, max_norm: float, is_counted: bool, gradients: list[torch.Tensor], sum_over_ranks: SumOverRanks
     ) -> float | None:
         """Scale all gradients so that their norm is at most `max_norm`, without gathering them; return the norm before.
 
-        `gradients` holds those that are whole, which one rank counts (`is_counted`). `sums` returns sums over ranks.
-        Return None if a rank has gathered a part already: nothing is scaled then. All ranks call this together."""
+        `gradients` holds all gradients. Every rank counts its segments of pending parts; the other gradients are equal
+        on all ranks, and only the rank with `is_counted` counts them. Return None if a rank has gathered a part
+        already: nothing is scaled then. All ranks call this together."""
         pending = {id(gradient) for part in self._parts for gradient in part.gradients}
         whole = [gradient for gradient in gradients if id(gradient) not in pending]
         with torch._C.DisableTorchFunction(), torch.no_grad():
             own = [part.source.flat[start:stop] for part in self._parts for start, stop in part.source.halved.ranges]
             own += whole if is_counted else []
             squares = sum(float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2 for values in own)
-            total, differ = sums([squares, float(len(self._parts) < self._held)])
+            total, differ = sum_over_ranks([squares, float(len(self._parts) < self._held)])
             if differ:
                 return None
             norm: float = total**0.5
@@ -188,7 +192,7 @@ class LateUpdates:
         return norm
 
     def end(self) -> None:
-        """Finish everything, and notice no more uses."""
+        """Finish everything, and stop watching uses."""
         self.finish()
         for hook in self._hooks:
             hook.remove()
@@ -210,7 +214,7 @@ class LateUpdates:
         assert self._begun is not None
         self._begun.result()
         if not part.source.halved.is_gathered:
-            schedule().run(lambda: self._halves.finish_gather([part.source]))
+            communication_thread.run(lambda: self._reduced_parts.finish_gather([part.source]))
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
             if part.factor != 1:
                 torch._foreach_mul_(part.gradients, part.factor)
@@ -243,7 +247,7 @@ class LateUpdates:
             for group, own in zip(groups, values, strict=True):
                 group.update(own, params=[tensor for tensor in group["params"] if is_chosen(tensor)])
             self._optimizer.param_groups = [group for group in groups if group["params"]]
-            with self._allowed(), phases.current.timed("update"):
+            with self._allow_step(), phases.current.timed("update"):
                 self._optimizer.step()
         finally:
             self._optimizer.param_groups = groups
@@ -253,7 +257,7 @@ class LateUpdates:
     def _has_hooks(self) -> bool:
         """Return True if the script has hooks on the optimizer's step: they must run once per step."""
         own: Any = self._optimizer
-        hooks = len(own._optimizer_step_pre_hooks) + len(own._optimizer_step_post_hooks) - 1  # that of `allowed`
+        hooks = len(own._optimizer_step_pre_hooks) + len(own._optimizer_step_post_hooks) - 1  # that of StepGuard
         anywhere = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
         return bool(hooks or anywhere)
 

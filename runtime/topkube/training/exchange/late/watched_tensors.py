@@ -55,7 +55,7 @@ def register_tensors(tensors: Iterable[torch.Tensor], complete: Callable[[torch.
 
 
 def forget_tensors(tensors: Iterable[torch.Tensor]) -> None:
-    """Notice the tensors no more."""
+    """Stop to watch the tensors."""
     for tensor in tensors:
         _owners.pop(id(tensor), None)
 
@@ -95,7 +95,7 @@ def watch() -> None:
 
 
 def unwatch() -> None:
-    """Notice no more uses in this thread, if no tensor is registered."""
+    """Stop to watch uses in this thread, if no tensor is registered."""
     if _owners:
         return
     modes = _list_modes()

@@ -53,23 +53,23 @@ class BucketAlgorithms:
     def choose(self, bucket: Bucket, density: float, is_warming_up: bool) -> AllReduce:
         """Return the all-reduce that exchanges the bucket at this density, during or after the warm-up."""
         whole = is_warming_up and density == 1 and not self.aggregation.momentum_correction
-        return self._dense if bucket.small or whole else self._load_algorithm(bucket.length)
+        return self._dense if bucket.is_always_dense or whole else self._load_algorithm(bucket.length)
 
     def choose_after_warmup(self, bucket: Bucket) -> AllReduce:
         """Return the all-reduce that exchanges the bucket after the warm-up."""
-        return self._dense if bucket.small else self._load_algorithm(bucket.length)
+        return self._dense if bucket.is_always_dense else self._load_algorithm(bucket.length)
 
     def drains(self, bucket: Bucket) -> bool:
         """Return True if the exchange also sends the bucket's residual, because the algorithm in force does not keep
         it. The same on all ranks, whatever their residuals hold."""
-        if not self._begins_stage or bucket.small or self.keeper.residual is None:
+        if not self._begins_stage or bucket.is_always_dense or self.keeper.residual is None:
             return False
         return self._load_algorithm(bucket.length).algorithm.residual is None
 
     def is_sparse(self, bucket: Bucket) -> bool:
         """Return True if the bucket's exchange reads or leaves a residual, once the warm-up has begun to lower the
         density."""
-        keeps = not bucket.small and self._load_algorithm(bucket.length).algorithm.residual is not None
+        keeps = not bucket.is_always_dense and self._load_algorithm(bucket.length).algorithm.residual is not None
         return keeps or self.drains(bucket)
 
     def may_overlap(self, bucket: Bucket) -> bool:
@@ -94,7 +94,7 @@ class BucketAlgorithms:
         return load(algorithms.resolve(name, self._nodes, length, self.aggregation.density))
 
 
-def refuse_nccl(world: World, aggregation: AggregationSettings) -> None:
+def refuse_gpu_algorithms(world: World, aggregation: AggregationSettings) -> None:
     """Raise ArgumentError if the job names an algorithm for GPUs only. Gradients here are in host memory."""
     for name in aggregation.algorithms:
         if algorithms.resolve(name, world.nodes, sys.maxsize, aggregation.density).needs_gpu:

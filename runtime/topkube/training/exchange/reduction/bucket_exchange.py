@@ -11,28 +11,25 @@ from typing import Any
 import torch
 
 from topkube.algorithms import MATRIX_RANK
-from topkube.arrays import flat_view
+from topkube.arrays import view_flat
 from topkube.collectives import AllReduce, Request
-from topkube.collectives.decoupled import DecoupledAllReduce
 from topkube.collectives.dense import Hierarchical
 from topkube.collectives.device.memory import DeviceFlag, Mark
 from topkube.collectives.device.nccl_link import measure_nccl_link
 from topkube.collectives.device.pipeline import DeviceAllReduce
-from topkube.collectives.double import mean_of_doubles
+from topkube.collectives.double import average_doubles
 from topkube.collectives.error_feedback import Residual
-from topkube.collectives.overlapped import UNDER_WAY, OverlappedAllReduce
 from topkube.settings import Settings
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.parameter import Parameter, view_real
-from topkube.training.exchange.reduction.bucket_algorithms import BucketAlgorithms, refuse_nccl
+from topkube.training.exchange.reduction.bucket_algorithms import BucketAlgorithms, refuse_gpu_algorithms
 from topkube.training.exchange.reduction.delivery import Delivery
-from topkube.training.exchange.reduction.halved_parts import HalvedPart, HalvedParts
+from topkube.training.exchange.reduction.overlapped_buckets import OverlappedBuckets
 from topkube.training.exchange.reduction.residuals import Momentum, Residuals
 from topkube.training.exchange.reduction.sparse_gradients import average_rows, is_finite
 from topkube.training.exchange.reduction.staging import Staging
-from topkube.training.ranks.agreement import agreement
-from topkube.training.ranks.communication_thread import schedule
+from topkube.training.ranks.agreement import open_agreement
 from topkube.world import World
 
 
@@ -49,12 +46,11 @@ class _Task:
 
 class BucketExchange:
     """The exchange of buckets among the ranks of a world. Methods run in the communication thread, in the same order on
-    every rank; `ready`, `follow` and `spread_flag` run in the thread of the caller.
+    every rank; `mark_caller`, `follow` and `spread_flag` run in the thread of the caller.
 
     If `device` is set, buckets are reduced on it, as a pipeline (collectives/device/): `run` then only starts the
     reduction of a bucket, and `flush` finishes all of them. Dense buckets between nodes of CPUs work in the same way
-    (collectives/overlapped.py): the next buckets start while the messages of the first are under way. `halves` holds
-    what is reduced but not gathered, if dense exchanges are made in two halves (DeAR).
+    (overlapped_buckets.py). `reduced_parts` holds what is reduced but not gathered, with DeAR.
     """
 
     def __init__(
@@ -68,19 +64,17 @@ class BucketExchange:
         settings = settings or Settings()
         self.world, self._finite_check = world, settings.finite_check
         if device is None:
-            refuse_nccl(world, aggregation)
+            refuse_gpu_algorithms(world, aggregation)
         self.algorithms = BucketAlgorithms(world, aggregation)
         self.residuals = Residuals(world, self.algorithms.keeper, momentum, device)
         self.on_device = DeviceAllReduce(world, device, settings.device_graphs) if device is not None else None
         self._staging = Staging(1 if device is None else 2)
         self._delivery = Delivery(self.on_device)
-        self._overlapped: OverlappedAllReduce | None = None
+        self._overlapped: OverlappedBuckets | None = None
         if device is None and world.nodes > 1:
-            self._overlapped = (DecoupledAllReduce if aggregation.is_decoupled else OverlappedAllReduce)(world)
-        self.halves: HalvedParts | None = None
-        if isinstance(self._overlapped, DecoupledAllReduce):
-            self.halves = HalvedParts(self._overlapped, self._delivery)
-        self._agreement = agreement(world)
+            self._overlapped = OverlappedBuckets(world, self._staging, self._delivery, aggregation.is_decoupled)
+        self.reduced_parts = self._overlapped.reduced_parts if self._overlapped is not None else None
+        self._agreement = open_agreement(world)
         self._scale: tuple[torch.Tensor, float] | None = None
 
     def measure_nccl_link(self) -> float | None:
@@ -110,8 +104,8 @@ class BucketExchange:
         loss_scale: torch.Tensor | float = 1.0,
     ) -> bool:
         """Exchange the bucket's local gradients and add the means to the aggregated gradients in `.grad`. Return True
-        if all values that this rank saw were finite. Residuals change with `accept`. `mark` is the result of `ready`
-        when the gradients were handed over; `loss_scale` is the factor by which the loss was multiplied."""
+        if all values that this rank saw were finite. Residuals change with `accept`. `mark` is what `mark_caller`
+        returned when the gradients were handed over; `loss_scale` is the factor by which the loss was multiplied."""
         with self._work_after(mark):
             if bucket.has_rows:
                 self._finish_overlapped()
@@ -134,7 +128,7 @@ class BucketExchange:
             yield
             return
         self.on_device.memory.enter_thread()
-        self.on_device.after(mark)
+        self.on_device.wait_for(mark)
         with self.on_device.on_stream():
             yield
 
@@ -152,13 +146,14 @@ class BucketExchange:
                 self._begin_on_device(task)
                 return True
             if self._overlapped is not None and isinstance(all_reduce, Hierarchical):
-                self._begin_overlapped(self._overlapped, all_reduce, task)
+                values = torch.empty(bucket.length, dtype=bucket.dtype, device="meta")
+                self._overlapped.begin(bucket, all_reduce, self._build_request(values, task))
                 return True
         self._finish_overlapped()
         if bucket.dtype == torch.float64:
             return self._exchange_doubles(bucket, task.mark)
         flat = self._staging.collect(bucket)
-        request = self._build_request(flat_view(flat, "bucket", writable=True), task)
+        request = self._build_request(view_flat(flat, "bucket", writable=True), task)
         with self._set_frozen_aside(bucket, request.residual):
             finite = all_reduce.run(self.world, request)
         self._delivery.deliver(bucket, flat, task.mark)
@@ -179,7 +174,7 @@ class BucketExchange:
                 delivered = partial(self._delivery.deliver, bucket, flat, task.mark)
                 self.on_device.begin(task.all_reduce, request, finished=delivered)
                 return True
-            array = flat_view(flat, "bucket", writable=True)
+            array = view_flat(flat, "bucket", writable=True)
             finite = task.all_reduce.run(self.world, self._build_request(array, task))
         self._delivery.deliver(bucket, flat, task.mark)
         return finite
@@ -192,25 +187,10 @@ class BucketExchange:
             delivered = partial(self._delivery.deliver, task.bucket, flat, task.mark)
             self.on_device.begin(task.all_reduce, request, finished=delivered)
 
-    def _begin_overlapped(self, pieces: OverlappedAllReduce, all_reduce: Hierarchical, task: _Task) -> None:
-        bucket = task.bucket
-        request = self._build_request(torch.empty(bucket.length, dtype=bucket.dtype, device="meta"), task)
-        call, factor = all_reduce.enter(self.world, request), request.scale(self.world.size)
-        for part in bucket.parts:
-            flat = self._staging.collect(part, UNDER_WAY + 2 if self.halves is None else None)
-            array = flat_view(flat, "bucket", writable=True)
-            if self.halves is not None and isinstance(pieces, DecoupledAllReduce):
-                halved = pieces.halve(call, array, factor, request.dense_wire)
-                self.halves.parts.append(HalvedPart(part, flat, halved))
-                continue
-            delivered = partial(self._delivery.deliver, part, flat, None)
-            pieces.begin(call, array, factor, delivered, request.dense_wire)
-        schedule().advance_meanwhile(pieces.advance)
-
     def _exchange_doubles(self, bucket: Bucket, mark: Mark | None) -> bool:
         flat = self._staging.collect(bucket)
         host = flat.cpu()
-        finite = mean_of_doubles(self.world, host.numpy())
+        finite = average_doubles(self.world, host.numpy())
         if host is not flat:
             flat.copy_(host)
         self._delivery.deliver(bucket, flat, mark)
@@ -234,7 +214,7 @@ class BucketExchange:
             aggregation.wire if algorithm.compresses else "fp32",
             aggregation.selection,
             self.residuals.prepare(bucket, task.loss_scale) if algorithm.residual is not None else None,
-            "fp32" if bucket.small else self.algorithms.dense_wire,
+            "fp32" if bucket.is_always_dense else self.algorithms.dense_wire,
             aggregation.matrix_rank,
             bucket.matrices if MATRIX_RANK in algorithm.parameters else (),
         )
@@ -252,10 +232,7 @@ class BucketExchange:
         if self.on_device is not None:
             self.on_device.memory.enter_thread()
             return self.on_device.flush()
-        self._finish_overlapped()
-        if self.halves is not None:
-            self.halves.gather(self.halves.parts[::-1])  # the ranks agree meanwhile if the step is finite
-        return self._overlapped is None or self._overlapped.take_finite()
+        return self._overlapped is None or self._overlapped.flush()
 
     def _finish_overlapped(self) -> None:
         """Finish the dense buckets that are under way, before an exchange that sends its messages in another way."""
@@ -282,9 +259,9 @@ class BucketExchange:
 
     # ---- in the thread of the caller
 
-    def ready(self) -> Mark | None:
+    def mark_caller(self) -> Mark | None:
         """Return a mark that `run` waits for on the device: all work so far in the caller's stream."""
-        return self.on_device.ready() if self.on_device is not None else None
+        return self.on_device.mark_caller() if self.on_device is not None else None
 
     def follow(self) -> None:
         """Make the caller's stream wait for the delivered gradients."""

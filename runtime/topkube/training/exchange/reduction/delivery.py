@@ -13,11 +13,12 @@ from topkube.training.exchange.buckets.parameter import Parameter, view_real
 from topkube.training.exchange.reduction.staging import copy_each
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+"""A tensor to write, and the values for it."""
 
 
 class Delivery:
     """The delivery of means to the parameters of one optimizer. With `on_device`, it keeps the memory of tensors that
-    the streams of the caller and of the exchange share. The `mark` of a delivery is that of its bucket (`run`)."""
+    the streams of the caller and of the exchange share. `mark` is the mark of the bucket (see `BucketExchange.run`)."""
 
     def __init__(self, on_device: DeviceAllReduce | None) -> None:
         self._on_device = on_device

@@ -17,7 +17,7 @@ import torch
 
 from topkube.algorithms import Algorithm
 from topkube.collectives.error_feedback import Residual
-from topkube.collectives.shard import residual_copies, residual_range
+from topkube.collectives.shard import count_residual_copies, residual_range
 from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.world import World
@@ -47,7 +47,8 @@ class Residuals:
         self._loaded: Pieces = {}
         """Pieces whose bucket was not exchanged yet."""
         self._loaded_whole: set[str] = set()
-        """The names of loaded pieces that every rank of this copy holds, all of them: a state of another world."""
+        """The names of loaded pieces that every rank of this copy holds as a whole, because another world saved
+        them."""
         self._used: dict[int, Bucket] = {}
         """The buckets of the current exchange, by id."""
 
@@ -125,7 +126,7 @@ class Residuals:
         """True if an exchange since the last step can still be undone."""
         return any(residual.is_tentative for residual in self._list_all())
 
-    def discard_of(self, is_discarded: Callable[[Parameter], bool]) -> None:
+    def discard_parameters(self, is_discarded: Callable[[Parameter], bool]) -> None:
         """Undo the exchanges since the last step of those parameters whose gradients are discarded."""
         for bucket in self._buckets:
             residual = bucket.residual
@@ -185,12 +186,12 @@ class Residuals:
         return pieces
 
     def list_whole(self) -> list[str]:
-        """Return the names of the pieces in `save` that every rank of this copy saves alike. They count once."""
+        """Return the names of the pieces that every rank of this copy saves with the same values. They count once."""
         return sorted(self._loaded_whole & self._loaded.keys())
 
     def load(self, pieces: Mapping[str, Iterable[tuple[int, torch.Tensor]]], whole: Iterable[str] = ()) -> None:
         """Replace all residuals. Pieces that this rank does not own are dropped when their bucket is first
-        exchanged. `whole` names the pieces that every rank of this copy loads alike."""
+        exchanged. `whole` names the pieces that every rank of this copy loads with the same values."""
         for bucket in self._buckets:
             bucket.residual = None
         self._buckets.clear()
@@ -205,12 +206,12 @@ class Residuals:
     @property
     def copies(self) -> int:
         """The number of residuals of every element in the whole world: one per node, or one per rank."""
-        return residual_copies(self._algorithm, self._world)[0]
+        return count_residual_copies(self._algorithm, self._world)[0]
 
     @property
     def copy(self) -> int:
         """The number of the copy of which this rank holds a part."""
-        return residual_copies(self._algorithm, self._world)[1]
+        return count_residual_copies(self._algorithm, self._world)[1]
 
 
 def _list_tensors(name: str, residual: Any, velocity: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,9 +11,9 @@ import torch
 
 from topkube import algorithms
 from topkube.algorithms import DENSE
-from topkube.arrays import flat_view
+from topkube.arrays import view_flat
 from topkube.collectives import Request, load
-from topkube.collectives.double import mean_of_doubles
+from topkube.collectives.double import average_doubles
 from topkube.training.ranks.agreement import Agreement
 from topkube.world import World
 
@@ -41,7 +41,7 @@ def average_rows(
         return _average_whole(world, own)
     indices = _gather(world, own.indices().t().contiguous().cpu(), counts)
     values = _gather(world, own.values().contiguous().cpu(), counts)
-    if values.itemsize == 2:  # a sum of 16 bits over many ranks would stop to grow
+    if values.itemsize == 2:  # a sum of 16 bits over many ranks would stop growing
         values = values.float()
     mean = torch.sparse_coo_tensor(indices.t(), values / world.size, like.shape, check_invariants=False)
     return mean.coalesce().to(device=like.device, dtype=dtype)
@@ -61,10 +61,10 @@ def _average_whole(world: World, own: torch.Tensor) -> torch.Tensor:
     whole[rows, -1] = 1
     flat = whole.view(-1)
     if flat.dtype == torch.float64:
-        mean_of_doubles(world, flat.numpy())
+        average_doubles(world, flat.numpy())
     else:
         dense = load(algorithms.resolve(DENSE, world.nodes, flat.numel(), 1.0))
-        dense.run(world, Request(flat_view(flat, "rows", writable=True)))
+        dense.run(world, Request(view_flat(flat, "rows", writable=True)))
     rows = whole[:, -1].nonzero().view(-1)
     sums = whole[rows, :-1].contiguous()
     if own.is_complex():

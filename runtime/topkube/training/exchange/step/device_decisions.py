@@ -62,7 +62,7 @@ class DeviceDecisions:
         self._open = None
 
     @contextmanager
-    def passed_on(self) -> Iterator[None]:
+    def passing_flag(self) -> Iterator[None]:
         """Return a context in which a step of the optimizer changes nothing if the open decision is 1."""
         if self._open is None:
             yield

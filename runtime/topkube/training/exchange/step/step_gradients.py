@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 from topkube.collectives.device.memory import DeviceFlag
 from topkube.errors import TrainingError
-from topkube.training.batches.uneven_batches import Turns
 from topkube.training.exchange.buckets.bucket_plan import BucketPlan
 from topkube.training.exchange.buckets.parameter import Parameter, view_real
 from topkube.training.exchange.reduction.bucket_exchange import BucketExchange
@@ -14,8 +11,10 @@ from topkube.training.exchange.reduction.sparse_gradients import fill_with_nan, 
 from topkube.training.exchange.settings_in_force import SettingsInForce
 from topkube.training.exchange.step.device_decisions import DeviceDecisions, StepDecision
 from topkube.training.exchange.step.weights_comparison import WeightsComparison
-from topkube.training.ranks.agreement import names_of
+from topkube.training.ranks.agreement import name_ranks
+from topkube.training.ranks.queued_agreement import QueuedAgreement
 from topkube.training.reporting.norms import Norms
+from topkube.training.reporting.warning import warn
 
 _MANY_SKIPPED = 16
 """Skipped steps in a row that are reported; then twice as many, and so on. A GradScaler that begins with its usual
@@ -31,7 +30,7 @@ class StepGradients:
 
     def __init__(
         self,
-        turns: Turns,
+        agreement: QueuedAgreement,
         parameters: list[Parameter],
         exchange: BucketExchange,
         plan: BucketPlan,
@@ -41,7 +40,7 @@ class StepGradients:
         self.skipped_steps = 0
         self.norms: Norms | None = None
         self.decisions = DeviceDecisions()
-        self._turns, self._parameters, self._exchange, self._plan = turns, parameters, exchange, plan
+        self._agreement, self._parameters, self._exchange, self._plan = agreement, parameters, exchange, plan
         self._in_force, self._weights = in_force, weights
         self._are_nonfinite = False
         """True if the next step must be skipped, until it was."""
@@ -108,7 +107,7 @@ class StepGradients:
         """Set the gradient of a parameter that no rank used to None, as with one process, unless its residual was
         sent."""
         idle = [parameter.is_weightless or parameter.is_created for parameter in parameters]
-        used = self._turns.maximum([not value for value in idle])
+        used = self._agreement.maximum([not value for value in idle])
         for parameter, is_used, is_idle in zip(parameters, used, idle, strict=True):
             gradient = parameter.tensor.grad
             if is_idle and not is_used and gradient is not None and not (gradient.is_sparse or gradient.any()):
@@ -119,23 +118,21 @@ class StepGradients:
         """Warn on rank 0 that training has stopped to make steps. Raise TrainingError on all ranks if the weights of
         some ranks only are the cause: such a run never recovers. All ranks call this together."""
         is_bad = not all(is_finite(view_real(parameter.tensor)) for parameter in self._parameters)
-        rows = self._turns.run_agreement(lambda agreement: agreement.gather([is_bad]))[:, 0]
-        world = self._turns.world
+        rows = self._agreement.gather([is_bad])[:, 0]
+        world = self._agreement.world
         bad = [rank for rank in range(world.size) if rows[rank]]
         what = f"{self._skipped_in_a_row} steps in a row were skipped, because gradients were NaN or infinite"
         if 0 < len(bad) < world.size:
             raise TrainingError(
-                f"{what}: weights of {names_of(bad)} are NaN or infinite, and those of the other ranks are not",
+                f"{what}: weights of {name_ranks(bad)} are NaN or infinite, and those of the other ranks are not",
                 cause="only some ranks changed their weights, or the memory of a machine is damaged",
                 next_step="resume from the last checkpoint, without that machine if it happens again",
             )
         if world.rank == 0:
-            print(
-                f"topkube: warning: {what}. {'The weights are too. ' if bad else ''}Likely cause: the learning rate or"
-                " the loss scale is too high, or batches contain NaN. Next: check the data; resume from the last"
-                " checkpoint with a lower learning rate.",
-                file=sys.stderr,
-                flush=True,
+            warn(
+                f"{what}. {'The weights are too. ' if bad else ''}Likely cause: the learning rate or the loss scale is"
+                " too high, or batches contain NaN. Next: check the data; resume from the last checkpoint with a lower"
+                " learning rate."
             )
 
     # ---- around the optimizer's step
@@ -146,10 +143,10 @@ class StepGradients:
         the step then changes nothing if a gradient is not finite."""
         if self.decisions.is_open and not self.decisions.are_possible:  # the script has changed the optimizer
             self.settle()
-        skip, self._are_nonfinite = self._are_nonfinite and (self._were_nonfinite or self._hold_nonfinite()), False
+        skip, self._are_nonfinite = self._are_nonfinite and (self._were_nonfinite or self._has_nonfinite()), False
         return not skip
 
-    def _hold_nonfinite(self) -> bool:
+    def _has_nonfinite(self) -> bool:
         return any(p.tensor.grad is not None and not is_finite(p.tensor.grad) for p in self._parameters)
 
     def check_exchanged(self) -> None:

@@ -6,7 +6,6 @@ only some ranks make, the weights differ while the losses look plausible.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,8 @@ import xxhash
 
 from topkube.errors import TrainingError
 from topkube.training.exchange.buckets.parameter import Parameter, view_real
-from topkube.training.ranks.agreement import Agreement, find_differing_ranks, names_of
+from topkube.training.ranks.agreement import Agreement, find_differing_ranks, name_ranks
+from topkube.training.reporting.warning import warn
 
 _PRIME = 1_000_003
 
@@ -38,7 +38,7 @@ class WeightsCheck:
 
     def digest(self) -> float:
         """Return a digest of all weights, of 53 bits, which float64 represents exactly."""
-        checksums = _checksums([view_real(parameter.tensor) for parameter in self._parameters])
+        checksums = _compute_checksums([view_real(parameter.tensor) for parameter in self._parameters])
         return _hash(b"".join(checksum.to_bytes(8, "little") for checksum in checksums))
 
     def describe_difference(self, agreement: Agreement, digest: float, first: bool) -> str:
@@ -47,7 +47,7 @@ class WeightsCheck:
         rows = agreement.gather([digest])[:, 0]
         ranks = find_differing_ranks(rows)
         self.differing = len(ranks)
-        checksums = _checksums([view_real(parameter.tensor) for parameter in self._parameters])
+        checksums = _compute_checksums([view_real(parameter.tensor) for parameter in self._parameters])
         values = [_hash(checksum.to_bytes(8, "little")) for checksum in checksums]
         low, high = agreement.maximum([-value for value in values]), agreement.maximum(values)
         different = [p.name for p, least, most in zip(self._parameters, -low, high, strict=True) if least != most]
@@ -55,8 +55,8 @@ class WeightsCheck:
             f"{different[0]} and {len(different) - 1} more differ" if len(different) > 1 else f"{different[0]} differs"
         )
         if first:
-            return f"ranks start from different weights: {names_of(ranks)} differ from the other ranks ({named})"
-        return f"the weights of {names_of(ranks)} differ from those of the other ranks ({named})"
+            return f"ranks start from different weights: {name_ranks(ranks)} differ from the other ranks ({named})"
+        return f"the weights of {name_ranks(ranks)} differ from those of the other ranks ({named})"
 
     def report(self, difference: str, first: bool, rank: int) -> None:
         """Raise TrainingError with `difference`, or warn on rank 0."""
@@ -74,11 +74,11 @@ class WeightsCheck:
         if self._mode == "error":
             raise TrainingError(difference, cause=cause, next_step=next_step)
         if rank == 0:
-            print(f"topkube: warning: {difference}. Likely cause: {cause}.", file=sys.stderr, flush=True)
+            warn(f"{difference}. Likely cause: {cause}.")
 
 
 @torch.no_grad()
-def _checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
+def _compute_checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return a 64-bit checksum of each tensor. They are computed on the device, with one wait for the results."""
     if any(tensor.device.type != "cpu" for tensor in tensors):
         sums = [_sum_bits(tensor) for tensor in tensors]

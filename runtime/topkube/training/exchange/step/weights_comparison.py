@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from topkube.training.batches.uneven_batches import Turns
 from topkube.training.exchange.step.weights_check import WeightsCheck
+from topkube.training.ranks.queued_agreement import QueuedAgreement
 
 
 class WeightsComparison:
     """The comparisons of one optimizer's weights by `check`. A digest that is due after a step waits for the end of the
     next backward, whose agreement carries it."""
 
-    def __init__(self, turns: Turns, check: WeightsCheck) -> None:
+    def __init__(self, agreement: QueuedAgreement, check: WeightsCheck) -> None:
         self.check = check
-        self._turns = turns
+        self._agreement = agreement
         self._is_first = True
         self._digest: float | None = None
 
     @property
     def is_first_due(self) -> bool:
         """True if the next step is the first since the optimizer was created or loaded, and compares weights."""
-        return self._is_first and self._turns.world.size > 1 and self.check.is_due(0, True)
+        return self._is_first and self._agreement.world.size > 1 and self.check.is_due(0, True)
 
     def expect_first_step(self) -> None:
         """Note that the optimizer was created or loaded: all ranks compare their weights at the next step."""
@@ -34,12 +34,12 @@ class WeightsComparison:
             return
         self._is_first = False
         digest = self.check.digest()
-        high, low = self._turns.maximum([digest, -digest])
+        high, low = self._agreement.maximum([digest, -digest])
         self.report(digest, high == -low, True)
 
     def note_step(self, steps: int, finish_late: Callable[[], None]) -> None:
         """Compute the digest after `steps` updates if a comparison is due. `finish_late` finishes the last update."""
-        if self._turns.world.size > 1 and self.check.is_due(steps, False):
+        if self._agreement.world.size > 1 and self.check.is_due(steps, False):
             finish_late()
             self._digest = self.check.digest()
 
@@ -56,5 +56,5 @@ class WeightsComparison:
         """Raise TrainingError, or warn on rank 0, if the weights differ. All ranks call this together."""
         self.check.differing = 0
         if not is_equal:
-            difference = self._turns.run_agreement(lambda ranks: self.check.describe_difference(ranks, digest, first))
-            self.check.report(difference, first, self._turns.world.rank)
+            difference = self._agreement.run(lambda ranks: self.check.describe_difference(ranks, digest, first))
+            self.check.report(difference, first, self._agreement.world.rank)

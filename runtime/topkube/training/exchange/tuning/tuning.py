@@ -17,20 +17,19 @@ The first steps of that stage correct it only if no state was saved before: a ru
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from topkube.algorithms import CHOICES, DENSE_WIRE, BucketSize, Choice, Machines, rank_choices
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.exchange.tuning.machines import RunAgreement, agree_on_machines
+from topkube.training.exchange.tuning.fitted_machines import WRONG, find_same, fit_machines, is_same, is_wrong
+from topkube.training.exchange.tuning.machines import agree_on_machines
 from topkube.training.exchange.tuning.step_times import Measurement, StepTimes
+from topkube.training.ranks.queued_agreement import QueuedAgreement
 from topkube.world import World
 
-WRONG = 0.1
-"""A prediction is wrong if it differs from the measurement by more than this share. A choice must be faster than the
-present choice by this share."""
 KEPT = 0.03
 """A choice on trial stays if it makes the steps faster by this share. Less could be chance."""
 _WORTH_A_TRIAL = 2.0
@@ -39,6 +38,15 @@ _OTHER_BUCKETS = 2.0
 """The sizes of buckets change if the rate of the link is this many times higher or lower than expected."""
 _SETTINGS = ("algorithm", "dense_wire")
 """The settings by which a choice is made."""
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What was in force before a choice on trial: the choice, the machines, and what the steps took."""
+
+    choice: Choice
+    machines: Machines
+    measured: Measurement
 
 
 class Tuning:
@@ -50,7 +58,7 @@ class Tuning:
         self,
         world: World,
         aggregation: AggregationSettings,
-        run_agreement: RunAgreement,
+        agreement: QueuedAgreement,
         measure_nccl: Callable[[], float | None] = lambda: None,
     ) -> None:
         self.choice: Choice | None = None
@@ -59,10 +67,10 @@ class Tuning:
         self.measured: Measurement | None = None
         self.is_saved = False
         """True if this rank saved the state since the last exchange."""
-        self._world, self._run_agreement = world, run_agreement
+        self._world, self._agreement = world, agreement
         self._job, self._aggregation = aggregation, aggregation.at(0)
         self._measure_nccl = measure_nccl
-        self._previous: tuple[Choice, Machines, Measurement] | None = None
+        self._trial: _Trial | None = None
         self._is_settled = self._must_repeat = False
         self._times = StepTimes()
 
@@ -90,7 +98,7 @@ class Tuning:
         """Measure the machines if it was not done yet for this world. All ranks call this together."""
         if self.machines is not None or self._world.nodes == 1:
             return
-        self.machines = agree_on_machines(self._world, self._run_agreement, self._measure_nccl)
+        self.machines = agree_on_machines(self._world, self._agreement, self._measure_nccl)
 
     def choose(self, buckets: Sequence[BucketSize]) -> None:
         """Choose for a step that exchanges `buckets`, if there is a choice and none was made or loaded. If only a later
@@ -108,7 +116,7 @@ class Tuning:
         if is_same:
             return
         self.choice, self.summary, self.measured = None, "", None
-        self._previous, self._is_settled = None, self._must_repeat
+        self._trial, self._is_settled = None, self._must_repeat
         self._times.restart()
         if self.machines is not None:
             self._choose_from_measurements(buckets)
@@ -129,7 +137,7 @@ class Tuning:
     def settle(self) -> None:
         """Keep the choice of this stage. All ranks call this before the same step."""
         self._is_settled = True
-        self._previous = None
+        self._trial = None
 
     @property
     def is_settled(self) -> bool:
@@ -148,22 +156,22 @@ class Tuning:
         assert self.machines is not None
         self.measured = measured = Measurement(float(agreed[0]), -float(agreed[1]), -float(agreed[2]))
         self._times.restart()
-        if self._previous is not None:
-            return self._keep_or_revert(measured)
+        if self._trial is not None:
+            return self._keep_or_revert(self._trial, measured)
         expected = self._rank(buckets)
-        if self.machines is not None and self.machines.nccl_link is not None:
+        if self.machines.nccl_link is not None:
             return self._try_other_transport(measured, expected)
-        if not self._is_wrong(measured):
+        if not is_wrong(self.choice, measured):
             self.settle()
             self._adopt(self.choice, "confirmed by the first steps", expected)
             return False
         before, old_rate = self.machines, self.rate
-        self.machines = self._fit(measured, buckets)
+        self.machines = fit_machines(before, self.choice, measured, lambda machines: self._rank(buckets, machines))
         ranked = self._rank(buckets)
-        present = next(c for c in ranked if _is_same(c, self.choice))
+        present = find_same(ranked, self.choice)
         is_faster = ranked[0].seconds < (1 - WRONG) * present.seconds
         if is_faster or not 1 / _OTHER_BUCKETS < self.rate / old_rate < _OTHER_BUCKETS:
-            self._previous = (self.choice, before, measured)
+            self._trial = _Trial(self.choice, before, measured)
             self._adopt(ranked[0] if is_faster else present, "fitted to the first steps, on trial", ranked)
             return True
         self.settle()
@@ -183,47 +191,26 @@ class Tuning:
             self.settle()
             self._adopt(present, "far ahead of the other transport", ranked)
             return False
-        self._previous = (present, self.machines, measured)
+        self._trial = _Trial(present, self.machines, measured)
         self._adopt(other, f"the other transport, on trial against {present.algorithm.name}", ranked)
         return True
 
-    def _keep_or_revert(self, measured: Measurement) -> bool:
+    def _keep_or_revert(self, before: _Trial, measured: Measurement) -> bool:
         """End the trial of a new choice: keep it if it made the steps faster."""
-        assert self._previous is not None
         assert self.choice is not None
-        choice, machines, before = self._previous
         self.settle()
-        took = f"{measured.step * 1e3:.3g} ms per step, {before.step * 1e3:.3g} ms before"
-        if measured.step < (1 - KEPT) * before.step:
+        took = f"{measured.step * 1e3:.3g} ms per step, {before.measured.step * 1e3:.3g} ms before"
+        if measured.step < (1 - KEPT) * before.measured.step:
             self._adopt(self.choice, f"kept: {took}")
             return False
-        self.machines, self.measured = machines, before
-        self._adopt(choice, f"restored after a trial: {took}")
+        self.machines, self.measured = before.machines, before.measured
+        self._adopt(before.choice, f"restored after a trial: {took}")
         return True
 
-    def _is_wrong(self, measured: Measurement) -> bool:
-        assert self.choice is not None
-        predicted = self.choice.between + self.choice.inside
-        return abs(measured.between + measured.inside - predicted) > WRONG * predicted
-
-    def _fit(self, measured: Measurement, buckets: Sequence[BucketSize]) -> Machines:
-        """Return machines for which the model predicts the measured times. Values that were not measured stay."""
-        assert self.choice is not None
-        assert self.machines is not None
-        machines, present = self.machines, self.choice
-        predicted = next(c for c in self._rank(buckets) if _is_same(c, present))
-        endless = next(c for c in self._rank(buckets, link=math.inf) if _is_same(c, present))
-        on_link, left = predicted.between - endless.between, measured.between - endless.between
-        link, memory = machines.link, machines.memory
-        if on_link > 0 and measured.between > 0:  # a share of the time stays for the bytes, whatever the latency is
-            link *= on_link / max(left, WRONG * measured.between)
-        if predicted.inside > 0 and measured.inside > 0:
-            memory *= predicted.inside / measured.inside
-        return dataclasses.replace(machines, link=link, memory=memory)
-
-    def _rank(self, buckets: Sequence[BucketSize], link: float | None = None) -> list[Choice]:
-        assert self.machines is not None
-        machines = self.machines if link is None else dataclasses.replace(self.machines, link=link)
+    def _rank(self, buckets: Sequence[BucketSize], machines: Machines | None = None) -> list[Choice]:
+        """Return the possible choices, the fastest first, on `machines` or the present machines."""
+        machines = machines or self.machines
+        assert machines is not None
         return rank_choices(self._aggregation.algorithm, machines, buckets, self._aggregation.dense_wire)
 
     def _adopt(self, choice: Choice, reason: str, others: Sequence[Choice] = ()) -> None:
@@ -235,7 +222,7 @@ class Tuning:
             f" {machines.latency * 1e6:.3g} us, memory {machines.memory / 1e9:.3g} GB/s"
         )
         if self._world.rank == 0 and self._world.run_directory is not None:
-            rest = ", ".join(str(other) for other in others if not _is_same(other, choice))
+            rest = ", ".join(str(other) for other in others if not is_same(other, choice))
             more = f"; predicted for others: {rest}" if rest else ""
             print(f"topkube: {self.summary}{more}", file=sys.stderr, flush=True)
 
@@ -259,7 +246,7 @@ class Tuning:
         """Keep what was saved. If the job or the number of nodes and ranks has changed since, or if nothing was saved,
         the ranks measure and choose again. The stage of the saved step must be in force."""
         self.choice, self.machines, self.summary, self.measured = None, None, "", None
-        self._previous, self._is_settled, self._must_repeat = None, False, False
+        self._trial, self._is_settled, self._must_repeat = None, False, False
         self._times.restart()
         if state is None or state["settings"] != self._describe_job():
             return
@@ -280,10 +267,6 @@ class Tuning:
     def _describe_job(self) -> list[str]:
         """Return the settings on which the choices of a job depend."""
         return [*self._job.algorithms, self._job.dense_wire]
-
-
-def _is_same(choice: Choice, other: Choice) -> bool:
-    return (choice.algorithm, choice.dense_wire) == (other.algorithm, other.dense_wire)
 
 
 def find_initial_dense_wire(aggregation: AggregationSettings) -> str:

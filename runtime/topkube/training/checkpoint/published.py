@@ -1,4 +1,4 @@
-"""The names of checkpoints in their directory."""
+"""Published checkpoints, by their names in the directory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DAMAGED = "damaged-"
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class PublishedCheckpoint:
     """A published checkpoint. A later run sorts after an earlier run, whatever the step, because a run that was given
     up may have continued for some time. `again` counts further checkpoints of the same step and run, from 1."""
 
@@ -40,7 +40,7 @@ def name_unfinished(step: int, run: int) -> str:
     return f".step-{step:08d}.run-{run:05d}.tmp"
 
 
-def list_published(directory: Path) -> list[Place]:
+def list_published(directory: Path) -> list[PublishedCheckpoint]:
     """Return the published checkpoints of `directory`, in no order."""
     return _parse_names(path.name for path in directory.glob("step-*"))
 
@@ -48,19 +48,19 @@ def list_published(directory: Path) -> list[Place]:
 def find_last_run(directory: Path) -> int:
     """Return the highest run that has left a checkpoint in `directory`, damaged ones included; 0 if there is none."""
     set_aside = (path.name.removeprefix(_DAMAGED) for path in directory.glob(f"{_DAMAGED}step-*"))
-    return max((place.run for place in [*list_published(directory), *_parse_names(set_aside)]), default=0)
+    return max((checkpoint.run for checkpoint in [*list_published(directory), *_parse_names(set_aside)]), default=0)
 
 
 def list_unfinished(directory: Path, run: int) -> list[Path]:
     """Return the folders of saves and removals that `run` and earlier runs did not finish."""
     folders = []
     for path in directory.glob(".step-*.tmp"):
-        places = _parse_names([path.name.removeprefix(".").removesuffix(".tmp")])
-        if places and places[0].run <= run:
+        checkpoints = _parse_names([path.name.removeprefix(".").removesuffix(".tmp")])
+        if checkpoints and checkpoints[0].run <= run:
             folders.append(path)
     return folders
 
 
-def _parse_names(names: Iterable[str]) -> list[Place]:
+def _parse_names(names: Iterable[str]) -> list[PublishedCheckpoint]:
     matches = (_NAME.fullmatch(name) for name in names)
-    return [Place(int(name[2]), int(name[1]), int(name[3] or 0)) for name in matches if name]
+    return [PublishedCheckpoint(int(match[2]), int(match[1]), int(match[3] or 0)) for match in matches if match]

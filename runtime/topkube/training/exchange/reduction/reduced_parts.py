@@ -11,11 +11,11 @@ from topkube.collectives.decoupled import DecoupledAllReduce, Halved
 from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.parameter import view_real
 from topkube.training.exchange.reduction.delivery import Delivery
-from topkube.training.ranks.communication_thread import schedule
+from topkube.training.ranks import communication_thread
 
 
 @dataclass(eq=False)
-class HalvedPart:
+class ReducedPart:
     """A part of a bucket whose gradients are reduced but not gathered. `flat` holds them side by side."""
 
     part: Bucket
@@ -34,25 +34,25 @@ class HalvedPart:
         return True
 
 
-class HalvedParts:
+class ReducedParts:
     """The parts that the current backward has reduced but not gathered (`parts`). `gather`, `finish_gather` and
     `gather_now` run in the communication thread."""
 
     def __init__(self, all_reduce: DecoupledAllReduce, delivery: Delivery) -> None:
         self._all_reduce, self._delivery = all_reduce, delivery
-        self.parts: list[HalvedPart] = []
+        self.parts: list[ReducedPart] = []
 
-    def take(self) -> list[HalvedPart]:
+    def take(self) -> list[ReducedPart]:
         """Return the parts, and forget them. The last part comes first, because the next forward needs it first."""
         taken, self.parts = self.parts[::-1], []
         return taken
 
-    def gather(self, parts: Sequence[HalvedPart]) -> None:
+    def gather(self, parts: Sequence[ReducedPart]) -> None:
         """Begin to gather the parts, in their order."""
         self._all_reduce.gather([part.halved for part in parts])
-        schedule().advance_meanwhile(self._all_reduce.advance, is_awaited=True)
+        communication_thread.advance_meanwhile(self._all_reduce.advance, is_awaited=True)
 
-    def finish_gather(self, parts: Sequence[HalvedPart]) -> None:
+    def finish_gather(self, parts: Sequence[ReducedPart]) -> None:
         """Return when the parts are gathered."""
         for part in parts:
             self._all_reduce.finish_gather(part.halved)

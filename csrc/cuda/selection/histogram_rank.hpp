@@ -1,0 +1,45 @@
+// The search in a histogram for the bin that holds the element of a rank.
+#pragma once
+
+#include "../block_reduce.hpp"
+
+namespace topkube {
+
+struct Bin {
+  u32 number;
+  u64 rank;  // within the bin
+};
+
+// Returns the bin that holds the element of this rank, counted from the highest bin down. The bins hold at least that many
+// elements.
+TOPKUBE_DEVICE Bin bin_of_rank(const u32* bins, u32 size, u64 rank, BlockScratch& scratch) {
+  const u32 threads = gpu::threads(), each = (size + threads - 1) / threads;
+  // Thread 0 has the highest bins.
+  const u32 mine = gpu::thread() * each, end = mine < size ? size - mine : 0, begin = end > each ? end - each : 0;
+  u64 sum = 0;
+  for (u32 i = begin; i < end; ++i) sum += gpu::observe(bins + i);
+  u64 before = sum;  // inclusive over the warp, then exclusive
+  for (u32 step = 1; step < 32; step *= 2) {
+    const u64 below = gpu::shuffle(before, (gpu::lane() - step) & 31u);
+    if (gpu::lane() >= step) before += below;
+  }
+  u64 total;
+  before = before - sum + warps_before(gpu::shuffle(before, 31u), scratch, &total);
+  if (before < rank && rank <= before + sum) {
+    rank -= before;
+    u32 bin = end - 1;
+    for (;; --bin) {
+      const u32 count = gpu::observe(bins + bin);
+      if (rank <= count) break;
+      rank -= count;
+    }
+    scratch.answer[0] = bin;
+    scratch.answer[1] = rank;
+  }
+  gpu::sync();
+  const Bin bin{static_cast<u32>(scratch.answer[0]), scratch.answer[1]};
+  gpu::sync();
+  return bin;
+}
+
+}  // namespace topkube

@@ -1,0 +1,80 @@
+"""The exchange of changes in one stage: every node sends a row with its changes to all other nodes.
+
+A shard is sent in parts. A part travels while the next parts are packed, and it is added to the result while later
+parts travel. So the link waits for the processor only at the first part, and the processor for the link only at the
+end.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from topkube.algorithms import Route
+from topkube.arrays import Array
+from topkube.collectives.all_reduce import between_nodes
+from topkube.collectives.call import Call, reserve_workspace
+from topkube.collectives.codecs import Codec, CodecOf
+from topkube.collectives.exchange import Exchanges
+from topkube.telemetry import phases
+
+PART_ELEMENTS = 2**19
+"""A part ends with the tensor in which it reaches this number of elements (64 KB of signs)."""
+_MOST_PARTS = 2**14
+"""More parts than a shard has: two shards that are under way use different tags, of which MPI has 32,768."""
+
+
+class OneStage:
+    """The exchange of one shard of `length` elements. `places` are the slices of the shard that belong to one tensor
+    each; a part ends where a tensor ends, so every tensor is packed as in a shard without parts. `bounds` and `codecs`
+    are those of the parts: part i is [bounds[i], bounds[i + 1]) of the shard."""
+
+    def __init__(self, codec_of: CodecOf, places: Sequence[slice], length: int) -> None:
+        part_elements = max(PART_ELEMENTS, -(-length // (_MOST_PARTS - 1)))
+        self.bounds = [0]
+        inside: list[list[slice]] = [[]]
+        for place in places:
+            start = self.bounds[-1]
+            inside[-1].append(slice(place.start - start, place.stop - start))
+            if place.stop - start >= part_elements and place.stop < length:
+                self.bounds.append(place.stop)
+                inside.append([])
+        self.bounds.append(length)
+        sizes = [stop - start for start, stop in itertools.pairwise(self.bounds)]
+        self.codecs: list[Codec] = [codec_of(own, size) for own, size in zip(inside, sizes, strict=True)]
+        self._rows: list[Array] = []
+        """The rows of all nodes for each part, (nodes, bytes), between `begin` and `finish`."""
+
+    def begin(self, call: Call, change: Array, exchanges: Exchanges, number: int) -> None:
+        """Send `change`, (length,) float32, to the other nodes of `call`; it keeps what was not sent. The exchanges of
+        the parts are started in `exchanges`. `number` is the number of the shard: shards with neighbouring numbers may
+        be under way at the same time."""
+        world, lane = call.world, number % 2
+        size = world.nodes * sum(codec.row_bytes for codec in self.codecs)
+        buffer = reserve_workspace(world, f"rows of nodes {lane}", size, np.uint8)
+        self._rows, end = [], 0
+        for part, (codec, values) in enumerate(zip(self.codecs, self._cut(change), strict=True)):
+            start, end = end, end + world.nodes * codec.row_bytes
+            rows = buffer[start:end].reshape(world.nodes, codec.row_bytes)
+            self._rows.append(rows)
+            with phases.current.timed("select"):
+                codec.pack(values, rows[world.node])
+            if part == 0:
+                call.check_between_nodes()
+            exchange, sent = between_nodes(Route.ALL_GATHER, world.cross_comm, rows, lane * _MOST_PARTS + part)
+            exchanges.start(number * _MOST_PARTS + part, exchange)
+            phases.current.sent(inter=sent)
+
+    def finish(self, call: Call, out: Array, weights: Sequence[float], exchanges: Exchanges, number: int) -> None:
+        """Add what all nodes have sent to `out`, (length,) float32, in the order of the nodes, with the factors in
+        `weights`. The arguments `call`, `exchanges` and `number` are those of `begin`."""
+        for part, (codec, values) in enumerate(zip(self.codecs, self._cut(out), strict=True)):
+            exchanges.finish(number * _MOST_PARTS + part, call)
+            with phases.current.timed("select"):
+                codec.unpack_add(values, list(self._rows[part]), weights)
+        self._rows = []
+
+    def _cut(self, shard: Array) -> list[Array]:
+        return [shard[start:stop] for start, stop in itertools.pairwise(self.bounds)]

@@ -1,0 +1,46 @@
+"""The threshold of the previous selection, which is usually near that of the next one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from topkube.errors import ArgumentError
+from topkube.kernels.cuda_library import PREVIOUS_BYTES
+
+
+class PreviousThreshold:
+    """The k-th magnitude of the previous selection from one place (a shard of a bucket, say), for the next one there.
+
+    A selection on a GPU that gets it begins at this magnitude, in place of a sample of the data. It stores its own k-th
+    magnitude there afterwards. The result is exact in every case: if the magnitude was too far away, the selection
+    reads the data again (4 passes over memory in place of 1), and the next selection samples. It also samples if
+    another number of elements, or another k, was selected before. Kernels on the CPU do not use it.
+
+    RedSync (Fang et al., 2019) and Ok-Topk (Li and Hoefler, 2022) reuse a threshold for some steps and accept that the
+    number of selected entries differs from k. This class only reuses it to find candidates.
+
+    device: a torch device; None on the CPU, where nothing is stored. Selections that share an object must be on one
+    stream, one after another.
+    """
+
+    def __init__(self, device: Any = None) -> None:
+        self._memory: Any = None
+        if device is not None:
+            import torch
+
+            self._memory = torch.zeros(PREVIOUS_BYTES, dtype=torch.uint8, device=device)
+
+    @property
+    def address(self) -> int:
+        """The address of the memory on the device; 0 without a device."""
+        return 0 if self._memory is None else int(self._memory.data_ptr())
+
+    def find_address(self, x: Any) -> int:
+        """Return the address for a selection from `x`, a tensor. Raises ArgumentError if they are on different
+        devices."""
+        if self._memory is not None and self._memory.device != x.device:
+            raise ArgumentError(
+                f"x lies on {x.device}, previous on {self._memory.device}",
+                next_step="pass PreviousThreshold(x.device), an object for each place that is selected from",
+            )
+        return self.address

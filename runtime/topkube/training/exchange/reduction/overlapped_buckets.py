@@ -1,0 +1,56 @@
+"""Dense buckets between nodes of CPUs, whose messages travel while the next buckets start."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from topkube.arrays import view_flat
+from topkube.collectives import Request
+from topkube.collectives.decoupled import DecoupledAllReduce
+from topkube.collectives.dense import Hierarchical
+from topkube.collectives.overlapped import UNDER_WAY, OverlappedAllReduce
+from topkube.training.exchange.buckets.bucket import Bucket
+from topkube.training.exchange.reduction.delivery import Delivery
+from topkube.training.exchange.reduction.reduced_parts import ReducedPart, ReducedParts
+from topkube.training.exchange.reduction.staging import Staging
+from topkube.training.ranks import communication_thread
+from topkube.world import World
+
+
+class OverlappedBuckets:
+    """The dense buckets of one optimizer that are under way between the nodes of `world` (collectives/overlapped.py).
+    `reduced_parts` holds what is reduced but not gathered, if exchanges are made in two halves (`is_decoupled`, DeAR);
+    otherwise it is None. Methods run in the communication thread."""
+
+    def __init__(self, world: World, staging: Staging, delivery: Delivery, is_decoupled: bool) -> None:
+        self._world, self._staging, self._delivery = world, staging, delivery
+        self._decoupled = DecoupledAllReduce(world) if is_decoupled else None
+        self._all_reduce = self._decoupled or OverlappedAllReduce(world)
+        self.reduced_parts = ReducedParts(self._decoupled, delivery) if self._decoupled is not None else None
+
+    def begin(self, bucket: Bucket, all_reduce: Hierarchical, request: Request) -> None:
+        """Begin the exchange of a bucket, as `all_reduce` would run `request`. Its gradients are delivered later, at
+        the latest in `finish`, or when they are gathered."""
+        call, factor = all_reduce.enter(self._world, request), request.scale(self._world.size)
+        for part in bucket.parts:
+            flat = self._staging.collect(part, UNDER_WAY + 2 if self.reduced_parts is None else None)
+            array = view_flat(flat, "bucket", writable=True)
+            if self.reduced_parts is not None and self._decoupled is not None:
+                halved = self._decoupled.halve(call, array, factor, request.dense_wire)
+                self.reduced_parts.parts.append(ReducedPart(part, flat, halved))
+                continue
+            delivered = partial(self._delivery.deliver, part, flat, None)
+            self._all_reduce.begin(call, array, factor, delivered, request.dense_wire)
+        communication_thread.advance_meanwhile(self._all_reduce.advance)
+
+    def finish(self) -> None:
+        """Finish the buckets that are under way."""
+        self._all_reduce.finish()
+
+    def flush(self) -> bool:
+        """Finish the buckets that are under way, and begin to gather what is only reduced. Return True if all values
+        were finite."""
+        self.finish()
+        if self.reduced_parts is not None:
+            self.reduced_parts.gather(self.reduced_parts.parts[::-1])  # the ranks agree meanwhile if the step is finite
+        return self._all_reduce.take_finite()

@@ -1,0 +1,69 @@
+"""The parts of a shard that nodes send each other in one stage: they hold the whole shard, and change nothing."""
+
+from __future__ import annotations
+
+import itertools
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from topkube.collectives import one_stage
+from topkube.collectives.codecs import Codec, Rounded, Signs
+from topkube.collectives.one_stage import OneStage
+from topkube.collectives.top_signs import TopSigns
+
+
+def build_codec(kind: str, places: list[slice], length: int) -> Codec:
+    kinds = {"signs": Signs, "top signs": TopSigns}
+    return kinds[kind](places) if kind in kinds else Rounded(length, kind)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 900), max_size=6),
+    st.integers(1, 2000),
+    st.integers(0, 2**32),
+    st.sampled_from(["signs", "top signs", "bf16", "fp32"]),
+)
+def test_parts_send_what_the_whole_shard_sends(lengths: list[int], part_elements: int, seed: int, kind: str) -> None:
+    places, length = [], 0
+    for own in lengths:
+        places.append(slice(length, length + own))
+        length += -(-own // 256) * 256
+    values = np.zeros(length, np.float32)
+    rng = np.random.default_rng(seed)
+    for place in places:
+        values[place] = rng.standard_normal(place.stop - place.start)
+    whole = build_codec(kind, places, length)
+    row, rest, wanted = np.zeros(whole.row_bytes, np.uint8), values.copy(), np.zeros(length, np.float32)
+    whole.pack(rest, row)
+    whole.unpack_add(wanted, [row], [1.0])
+    with mock.patch.object(one_stage, "PART_ELEMENTS", part_elements):
+        stage = OneStage(lambda p, n: build_codec(kind, p, n), places, length)
+    own, out = values.copy(), np.zeros(length, np.float32)
+    for codec, start, stop in zip(stage.codecs, stage.bounds, stage.bounds[1:], strict=False):
+        part_row = np.zeros(codec.row_bytes, np.uint8)
+        codec.pack(own[start:stop], part_row)
+        codec.unpack_add(out[start:stop], [part_row], [1.0])
+    assert (stage.bounds[0], stage.bounds[-1]) == (0, length)
+    assert (own.tobytes(), out.tobytes()) == (rest.tobytes(), wanted.tobytes())
+
+
+@pytest.mark.parametrize(("lengths", "bounds"), [([], [0, 0]), ([512], [0, 512]), ([256] * 4, [0, 512, 1024])])
+def test_a_part_ends_with_a_tensor(monkeypatch: pytest.MonkeyPatch, lengths: list[int], bounds: list[int]) -> None:
+    monkeypatch.setattr(one_stage, "PART_ELEMENTS", 400)
+    ends = np.cumsum([0, *lengths])
+    places = [slice(int(start), int(stop)) for start, stop in itertools.pairwise(ends)]
+    assert OneStage(lambda p, n: Signs(p), places, sum(lengths)).bounds == bounds
+
+
+def test_tags_of_two_shards_never_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard of very many small tensors still has fewer parts than tags."""
+    monkeypatch.setattr(one_stage, "PART_ELEMENTS", 1)
+    count = 40_000
+    places = [slice(256 * number, 256 * number + 256) for number in range(count)]
+    stage = OneStage(lambda p, n: Rounded(n, "bf16"), places, 256 * count)
+    assert len(stage.codecs) < one_stage._MOST_PARTS
