@@ -7,6 +7,7 @@ import datetime
 import itertools
 import json
 import os
+import random
 import signal
 import socket
 import ssl
@@ -50,6 +51,17 @@ def wait_until(condition: Callable[[], Any], seconds: float = 200.0, what: str =
             return value
         time.sleep(0.02)
     raise AssertionError(f"not within {seconds:g} s: {what or condition}")
+
+
+def choose_port() -> int:
+    """Return a free port below those that the kernel gives to programs that ask for any port. One of these is no longer
+    free when the launcher listens, if a rank of another test got it in between."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, min(lowest, 29_000))
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
 
 
 def write_certificate(directory: Path) -> None:
@@ -159,9 +171,7 @@ class PlayedJob:
         self.workers: dict[int, Pod] = {}
         self._pods: list[Pod] = []
         self._network = next(_networks)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = choose_port()
         self.secret = directory / "launcher"
         write_certificate(self.secret)
         (self.secret / "launcher.key").write_text(KEY + "\n")
