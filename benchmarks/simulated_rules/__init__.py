@@ -3,6 +3,8 @@
 from simulated_rules.gradients import (
     AcpSGD,
     Dense,
+    Int4,
+    Int8,
     PowerSGD,
     SignResidual,
     SimulatedGTopK,
@@ -28,6 +30,8 @@ RULES: dict[str, type[Rule]] = {
     "hitopk": SimulatedHiTopK,
     "gtopk": SimulatedGTopK,
     "oktopk": SimulatedOkTopK,
+    "int8": Int8,
+    "int4": Int4,
     "powersgd": PowerSGD,
     "acpsgd": AcpSGD,
     "local-averaging": LocalAveraging,

@@ -10,9 +10,11 @@ import torch
 from message_network import exchange_top
 from simulated_rules.rule import BLOCK, LossOf, Nodes, Rule, RuleOptions, apply_signs
 from topkube import kernels
+from topkube.collectives.codecs import Integers
 from topkube.collectives.global_top import GlobalTop, TopTree
 from topkube.collectives.sparse import count_selected
 from topkube.collectives.split_top import SplitTop
+from topkube.collectives.two_stage import TwoStage
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.fusion import fill_buckets
@@ -53,7 +55,7 @@ class SimulatedHiTopK(Rule):
             flat = [
                 torch.cat([row[parameter.index].reshape(-1) for parameter in bucket.parameters]).numpy() for row in rows
             ]
-            if bucket.is_always_dense or density == 1:
+            if bucket.is_always_dense or self._is_whole(step, density):
                 mean = np.sum(flat, axis=0) / np.float32(count)
                 self.sent_bytes += self.count_ring_bytes(bucket.length, 4)
             else:
@@ -62,6 +64,10 @@ class SimulatedHiTopK(Rule):
                 tensor = parameters[parameter.index]
                 tensor.grad = torch.from_numpy(mean[start : start + parameter.length]).view_as(tensor)
         nodes.optimizers[0].step()
+
+    def _is_whole(self, step: int, density: float) -> bool:
+        """Return True if the warm-up sends the whole gradient in this step."""
+        return density == 1
 
     def _exchange(self, flat: list[np.ndarray], residuals: list[np.ndarray], density: float) -> np.ndarray:
         total = np.zeros(len(flat[0]), np.float32)
@@ -99,10 +105,51 @@ class SimulatedOkTopK(SimulatedGTopK):
     KIND = SplitTop
 
 
-class SignResidual(SimulatedHiTopK):
-    """One bit per element with the residual beside the gradient: the control of sign-weights."""
+class AllEntries(SimulatedHiTopK):
+    """Base of rules that send all entries in fewer bits, with the residual beside the gradient. A warm-up is one dense
+    step, as in real runs."""
 
     has_density = False
+
+    def _is_whole(self, step: int, density: float) -> bool:
+        return step < min(1, self.options.warmup_steps)
+
+
+class Int4(AllEntries):
+    """Integers of 4 bits in two stages, a residual beside the gradient (int4)."""
+
+    BITS: ClassVar[int] = 4
+
+    def _exchange(self, flat: list[np.ndarray], residuals: list[np.ndarray], density: float) -> np.ndarray:
+        count, length = self.options.nodes, len(flat[0])
+
+        def codec_of(places: list[slice], length: int) -> Integers:
+            return Integers(places, self.BITS)
+
+        stages = [TwoStage(codec_of, [slice(0, length)], length, node, count) for node in range(count)]
+        rows = []
+        for stage, gradient, residual in zip(stages, flat, residuals, strict=True):
+            residual += gradient * np.float32(1 / count)
+            rows.append(stage.rows(np.zeros(stage.total_bytes, np.uint8)))
+            stage.pack(residual, rows[-1])
+        sums = stages[0].rows(np.zeros(stages[0].total_bytes, np.uint8))
+        for owner, (stage, residual) in enumerate(zip(stages, residuals, strict=True)):
+            stage.reduce([row[owner] for row in rows], [1.0] * count, sums[owner])
+            residual[stage.segment] += stage.owed
+        total = np.zeros(length, np.float32)
+        stages[0].add(total, sums)
+        self.sent_bytes += 2 * (count - 1) / count * stages[0].total_bytes
+        return total
+
+
+class Int8(Int4):
+    """Integers of 8 bits in two stages, a residual beside the gradient (int8)."""
+
+    BITS = 8
+
+
+class SignResidual(AllEntries):
+    """One bit per element with the residual beside the gradient: the control of sign-weights."""
 
     def _exchange(self, flat: list[np.ndarray], residuals: list[np.ndarray], density: float) -> np.ndarray:
         total = np.zeros(len(flat[0]), np.float32)

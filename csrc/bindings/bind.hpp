@@ -36,6 +36,7 @@ inline Dtype dtype_of(int code) {
 void bind_exit(nb::module_& module);
 void bind_records(nb::module_& module);
 void bind_paths(nb::module_& module);
+void bind_quantised(nb::module_& module);
 void bind_reduction(nb::module_& module);
 void bind_node(nb::module_& module);
 void bind_selection(nb::module_& module);

@@ -6,6 +6,7 @@ NB_MODULE(_kernels, m) {
   topkube::bind_exit(m);
   topkube::bind_records(m);
   topkube::bind_paths(m);
+  topkube::bind_quantised(m);
   topkube::bind_reduction(m);
   topkube::bind_node(m);
   topkube::bind_selection(m);

@@ -44,6 +44,13 @@ struct PathKernels {
   std::uint16_t (*sign_pack)(float* values, std::size_t length, std::uint8_t* bits);
   void (*sign_unpack_add)(float* values, std::size_t length, const float* scales, const std::uint8_t* const* bits,
                           std::size_t parts);
+
+  // One block of cpu/quantised/quantised.hpp, of at most 256 elements, with integers of 4 or 8 bits. `quantised_pack` returns the
+  // scale as bf16. `quantised_unpack_add` adds the integers times scales[m] over the messages, in their order, and then adds that
+  // sum.
+  std::uint16_t (*quantised_pack)(float* values, std::size_t length, int bits, std::uint8_t* codes);
+  void (*quantised_unpack_add)(float* values, std::size_t length, int bits, const float* scales, const std::uint8_t* const* codes,
+                               std::size_t messages);
 };
 
 }  // namespace topkube

@@ -18,6 +18,7 @@ from topkube.algorithms.catalogue import (
 from topkube.algorithms.choice import (
     AUTO,
     CHOICES,
+    COMPRESSED_CHOICES,
     DENSE,
     BucketSize,
     Choice,
@@ -75,6 +76,7 @@ from topkube.algorithms.schedule import MOST_STAGES, Stage, check_schedule
 __all__ = [
     "AUTO",
     "CHOICES",
+    "COMPRESSED_CHOICES",
     "DELAY",
     "DENSE",
     "DENSE_WIRE",

@@ -9,18 +9,22 @@ from dataclasses import dataclass
 from topkube.algorithms.catalogue import find_algorithm, is_known
 from topkube.algorithms.cost import Machines, Workload, estimate_cost
 from topkube.algorithms.declaration import Algorithm, Family
-from topkube.algorithms.own import OWN
+from topkube.algorithms.own import HIERARCHICAL, INT8, OWN
 from topkube.algorithms.parameters import DELAY, DENSE_WIRE, DENSITY, OVERLAP
 from topkube.errors import AlgorithmError
 
 AUTO, DENSE = "auto", "dense"
 CHOICES = {
-    AUTO: "takes the fastest algorithm that keeps the loss, by measurements at the start and in the first steps: today "
-    "a dense algorithm, with 16 bits between nodes if `denseWire` allows them and they are faster",
+    AUTO: "takes the fastest algorithm that keeps the loss, by measurements at the start and in the first steps: a "
+    "dense algorithm, with 16 bits between nodes if `denseWire` allows them and they are faster, or `int8` if that "
+    "makes steps at least 10% faster",
     DENSE: "takes the fastest dense algorithm, by the same measurements",
 }
-"""Names that stand for an algorithm, with one sentence for people. `auto` may take an algorithm that compresses only if
-docs/accuracy.md shows a loss within 1% of dense training, with its whole interval: today there is no such algorithm."""
+"""Names that stand for an algorithm, with one sentence for people."""
+COMPRESSED_CHOICES = (INT8,)
+"""The algorithms that compress and that `auto` may take. docs/accuracy.md shows for each that its loss is within 1% of
+dense training on every measured model, with its whole interval. All ranks and nodes have the same gradients and weights
+with them, so a script need not know which algorithm is in force."""
 _DENSE_OWN = tuple(algorithm for algorithm in OWN if algorithm.family is Family.DENSE)
 _DENSE_MPI = tuple(algorithm for algorithm in _DENSE_OWN if not algorithm.needs_gpu)
 
@@ -51,12 +55,14 @@ class Choice:
         return f"{self.algorithm.name}{wire} {self.seconds * 1e3:.3g} ms"
 
 
-def rank_choices(name: str, machines: Machines, buckets: Sequence[BucketSize], dense_wire: str) -> list[Choice]:
+def rank_choices(
+    name: str, machines: Machines, buckets: Sequence[BucketSize], dense_wire: str, may_compress: bool = False
+) -> list[Choice]:
     """Return the choices that `name`, one of CHOICES, can stand for, the fastest first.
 
     `dense_wire` is the format that the job names. `dense` uses this format; `auto` uses this format or float32. NCCL
-    is a choice if its link was measured. The result depends on the arguments only: ranks that pass the same
-    measurements get the same order.
+    is a choice if its link was measured. Algorithms that compress are choices of `auto` if it `may_compress`. The
+    result depends on the arguments only: ranks that pass the same measurements get the same order.
     """
     wires = dict.fromkeys([DENSE_WIRE.default, dense_wire] if name == AUTO else [dense_wire])
     choices = [
@@ -65,21 +71,24 @@ def rank_choices(name: str, machines: Machines, buckets: Sequence[BucketSize], d
         for algorithm in (_DENSE_MPI if machines.nccl_link is None else _DENSE_OWN)
         if wire == DENSE_WIRE.default or DENSE_WIRE in algorithm.parameters
     ]
+    if name == AUTO and may_compress:
+        choices += [_predict(algorithm, DENSE_WIRE.default, machines, buckets) for algorithm in COMPRESSED_CHOICES]
     return sorted(choices, key=lambda choice: choice.seconds)
 
 
 def _predict(algorithm: Algorithm, dense_wire: str, machines: Machines, buckets: Sequence[BucketSize]) -> Choice:
     between = inside = seconds = 0.0
     for bucket in buckets:
+        used = HIERARCHICAL if bucket.small and algorithm.compresses else algorithm
         is_narrow = bucket.itemsize == 4 and not bucket.small
         wire = dense_wire if is_narrow else DENSE_WIRE.default
         scale = bucket.itemsize / 4  # the catalogue counts float32
-        exchange = estimate_cost(algorithm, machines, bucket.elements, dense_wire=wire)
-        on_link = exchange.sent / machines.link_of(algorithm)
-        link = exchange.between - on_link + on_link * scale
+        exchange = estimate_cost(used, machines, bucket.elements, dense_wire=wire)
+        on_link = exchange.sent / machines.link_of(used)
+        link = exchange.between - on_link + on_link * (1.0 if used.compresses else scale)
         memory = exchange.inside * scale
         between, inside = between + link, inside + memory
-        seconds += max(link, memory) if algorithm.overlaps else link + memory
+        seconds += max(link, memory) if used.overlaps else link + memory
     return Choice(algorithm, dense_wire, between, inside, seconds)
 
 

@@ -163,6 +163,28 @@ SIGNSGD = Algorithm(
     traffic=own_traffic.count_signsgd_traffic,
     implementation="topkube.collectives.codec_all_reduce:SignSgd",
 )
+INT8 = Algorithm(
+    name="int8",
+    summary="reduces inside each node, then each shard between nodes, with 8 bits per value",
+    family=Family.QUANTISED,
+    sends="8 bits per element, and a scale for each block of 256",
+    route=Route.SPLIT,
+    traffic=own_traffic.count_int8_traffic,
+    state=(SHARD_RESIDUAL,),
+    two_stage_from=2,
+    implementation="topkube.collectives.codec_all_reduce:Int8",
+)
+INT4 = Algorithm(
+    name="int4",
+    summary="reduces inside each node, then each shard between nodes, with 4 bits per value",
+    family=Family.QUANTISED,
+    sends="4 bits per element, and a scale for each block of 256",
+    route=Route.SPLIT,
+    traffic=own_traffic.count_int4_traffic,
+    state=(SHARD_RESIDUAL,),
+    two_stage_from=2,
+    implementation="topkube.collectives.codec_all_reduce:Int4",
+)
 POWERSGD = Algorithm(
     name="powersgd",
     summary="reduces inside each node, then sends two thin factors of each matrix, of rank `matrixRank`",
@@ -245,6 +267,8 @@ OWN = (
     GTOPK,
     OKTOPK,
     NAIVE,
+    INT8,
+    INT4,
     ONEBIT,
     TOPK1BIT,
     SIGNSGD,

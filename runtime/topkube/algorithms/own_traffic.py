@@ -22,8 +22,8 @@ from topkube.algorithms.cost import (
 )
 
 _ELEMENT_BYTES = 4
-_SIGN_BLOCK = 256
-"""Elements that share a scale (csrc/cpu/sign/sign.hpp)."""
+_SIGN_BLOCK = _QUANTISED_BLOCK = 256
+"""Elements that share a scale (csrc/cpu/sign/sign.hpp, csrc/cpu/quantised/quantised.hpp)."""
 SIGNS_IN_TWO_STAGES_FROM = 8
 """With fewer nodes, an all-gather of signs sends at most 3.5 times the bytes of two stages, and compresses once."""
 AVERAGES_IN_TWO_STAGES_FROM = 3
@@ -141,6 +141,24 @@ def count_signsgd_traffic(workload: Workload) -> Traffic:
     read_and_write_shards = 8 * workload.array_bytes  # a copy, its signs, the votes, the result
     memory = reduce_scatter_memory(workload) + all_gather_memory(workload) + read_and_write_shards
     return Traffic(sent, memory, all_gather_messages(workload.nodes))
+
+
+def count_int8_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of two stages with 8 bits per element."""
+    return _count_quantised_traffic(workload, 8)
+
+
+def count_int4_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of two stages with 4 bits per element."""
+    return _count_quantised_traffic(workload, 4)
+
+
+def _count_quantised_traffic(workload: Workload, bits: int) -> Traffic:
+    message_bytes = bits / 8 * workload.elements + 2 * -(-workload.elements // _QUANTISED_BLOCK)
+    # The sum with the residual, both packings, the result.
+    read_and_write_shards = 7 * workload.array_bytes
+    memory = reduce_scatter_memory(workload) + all_gather_memory(workload) + read_and_write_shards
+    return Traffic(two_stage_sent(message_bytes, workload.nodes), memory, two_stage_messages(workload.nodes))
 
 
 def count_localsgd_traffic(workload: Workload) -> Traffic:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -16,7 +16,15 @@ from topkube import kernels
 from topkube.arrays import BFLOAT16, Array
 from topkube.collectives.all_reduce import ShardAllReduce
 from topkube.collectives.call import Call
-from topkube.collectives.codecs import Codec, Rounded, Signs, count_sign_blocks, count_sign_row_bytes, view_signs
+from topkube.collectives.codecs import (
+    Codec,
+    Integers,
+    Rounded,
+    Signs,
+    count_sign_blocks,
+    count_sign_row_bytes,
+    view_signs,
+)
 from topkube.collectives.shard import Shard
 from topkube.collectives.top_levels import TopLevels
 from topkube.collectives.top_signs import TopSigns
@@ -107,6 +115,24 @@ class SparseLoCo(CodecAllReduce):
 
     def codec(self, places: Sequence[slice], length: int, wire: str, is_always_dense: bool = False) -> Codec:
         return Rounded(length, "bf16") if is_always_dense else TopLevels(places)
+
+
+class QuantisedAllReduce(CodecAllReduce):
+    """Every node sends all its values as integers of `bits` bits, in two stages: to the owners of segments, which send
+    the sums in the same format (Tang et al., "DoubleSqueeze", 2019). The rest of both stages stays in residuals."""
+
+    bits: ClassVar[int]
+
+    def codec(self, places: Sequence[slice], length: int, wire: str, is_always_dense: bool = False) -> Codec:
+        return Integers(places, self.bits)
+
+
+class Int8(QuantisedAllReduce):
+    bits = 8
+
+
+class Int4(QuantisedAllReduce):
+    bits = 4
 
 
 class LocalSgd(CodecAllReduce):

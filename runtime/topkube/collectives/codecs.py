@@ -1,8 +1,8 @@
 """Codecs turn float32 values into rows of bytes for other nodes, and leave the rest of the values, which the bytes do
 not contain, in place.
 
-`Signs` keeps one bit per element with a scale per block, `Rounded` rounds every value; top_signs.py has a codec that
-sends some elements only. The algorithms in codec_all_reduce.py send such rows.
+`Signs` keeps one bit per element with a scale per block, `Integers` four or eight bits, `Rounded` rounds every value;
+top_signs.py has a codec that sends some elements only. The algorithms in codec_all_reduce.py send such rows.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Signs(Codec):
         self.row_bytes = 0
         for place in places:
             self._parts.append((place, self.row_bytes))
-            self.row_bytes += count_sign_row_bytes(place.stop - place.start)
+            self.row_bytes += count_sign_row_bytes(_length_of(place))
 
     def pack(self, values: Array, row: Array) -> bool:
         is_finite = True
@@ -59,6 +59,29 @@ class Signs(Codec):
     def unpack_add(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
         for place, offset in self._parts:
             kernels.sign_unpack_add_(out[place], [view_signs(row[offset:], place) for row in rows], weights)
+
+
+class Integers(Codec):
+    """A codec with an integer of `bits` bits (4 or 8) per element, and a scale for each block of 256 elements
+    (`kernels.quantised_pack_`). Blocks start again in each of `places`, the slices of the values that are sent."""
+
+    def __init__(self, places: Sequence[slice], bits: int) -> None:
+        self._bits = bits
+        self._parts: list[tuple[slice, slice]] = []
+        self.row_bytes = 0
+        for place in places:
+            start, self.row_bytes = self.row_bytes, self.row_bytes + kernels.quantised_bytes(_length_of(place), bits)
+            self._parts.append((place, slice(start, self.row_bytes)))
+
+    def pack(self, values: Array, row: Array) -> bool:
+        is_finite = True
+        for place, message in self._parts:
+            is_finite = kernels.quantised_pack_(values[place], self._bits, row[message]) and is_finite
+        return is_finite
+
+    def unpack_add(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
+        for place, message in self._parts:
+            kernels.quantised_unpack_add_(out[place], self._bits, [row[message] for row in rows], weights)
 
 
 class Rounded(Codec):
@@ -98,7 +121,7 @@ def count_sign_row_bytes(length: int) -> int:
 
 def view_signs(row: Array, place: slice) -> tuple[Array, Array]:
     """Return the scales, (blocks,) uint16, and the bits, (ceil(length / 8),) uint8, at the start of `row`."""
-    length = place.stop - place.start
+    length = _length_of(place)
     blocks = count_sign_blocks(length)
     return row[: 2 * blocks].view("uint16"), row[2 * blocks : 2 * blocks + -(-length // 8)]
 
@@ -111,3 +134,8 @@ def count_sign_blocks(length: int) -> int:
 def align(length: int) -> int:
     """Return `length` in bytes, rounded up to a multiple of 8."""
     return -(-length // _ALIGNMENT) * _ALIGNMENT
+
+
+def _length_of(place: slice) -> int:
+    length: int = place.stop - place.start
+    return length

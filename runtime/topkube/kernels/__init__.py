@@ -12,6 +12,13 @@ from topkube.errors import SettingsError
 from topkube.kernels.arguments import SETTINGS
 from topkube.kernels.dense import add_, cast_, is_finite, scale_, sum_
 from topkube.kernels.previous_threshold import PreviousThreshold
+from topkube.kernels.quantised import (
+    QUANTISED_BITS,
+    QUANTISED_BLOCK,
+    quantised_bytes,
+    quantised_pack_,
+    quantised_unpack_add_,
+)
 from topkube.kernels.selection import (
     Effort,
     Thresholds,
@@ -33,6 +40,8 @@ from topkube.kernels.sign import (
 from topkube.kernels.wire import decode, decode_add_, encode, encoded_size, scatter_add_, sum_rows_
 
 __all__ = [
+    "QUANTISED_BITS",
+    "QUANTISED_BLOCK",
     "SIGN_BLOCK",
     "Effort",
     "PreviousThreshold",
@@ -49,6 +58,9 @@ __all__ = [
     "last_effort",
     "last_thresholds",
     "mstopk",
+    "quantised_bytes",
+    "quantised_pack_",
+    "quantised_unpack_add_",
     "scale_",
     "scatter_add_",
     "sign_pack_",

@@ -117,6 +117,19 @@ int main() {
     a.sign_unpack_add(left_a.data(), length, scales, parts, 3);
     b.sign_unpack_add(left_b.data(), length, scales, parts, 3);
     same(std::memcmp(left_a.data(), left_b.data(), 4 * length) == 0, "sign_unpack_add", 0, length);
+    for (const int bits : {4, 8}) {
+      for (float& value : left_a) value = static_cast<float>(random() % 2001) / 64 - 15;
+      left_b = left_a;
+      Bytes codes_a(bits == 8 ? length : (length + 31) / 32 * 16), codes_b(codes_a.size());
+      const std::uint16_t step_a = a.quantised_pack(left_a.data(), length, bits, codes_a.data());
+      const std::uint16_t step_b = b.quantised_pack(left_b.data(), length, bits, codes_b.data());
+      same(step_a == step_b && codes_a == codes_b && std::memcmp(left_a.data(), left_b.data(), 4 * length) == 0,
+           "quantised_pack", bits, length);
+      const std::uint8_t* messages[] = {codes_a.data(), codes_b.data(), codes_a.data()};
+      a.quantised_unpack_add(left_a.data(), length, bits, scales, messages, 3);
+      b.quantised_unpack_add(left_b.data(), length, bits, scales, messages, 3);
+      same(std::memcmp(left_a.data(), left_b.data(), 4 * length) == 0, "quantised_unpack_add", bits, length);
+    }
   }
   std::puts("same");
   return 0;

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from topkube.algorithms import (
+    AUTO,
     CHOICES,
     DELAY,
     DENSE,
@@ -112,6 +113,12 @@ class AggregationSettings:
     def is_decoupled(self) -> bool:
         """True if gradients are gathered, and parameters updated, during the next forward."""
         return self.overlap == "dear"
+
+    @property
+    def may_compress_by_choice(self) -> bool:
+        """True if `auto` may stand for an algorithm that compresses: the job sets nothing that only dense algorithms
+        support, and no schedule."""
+        return self.algorithm == AUTO and not (self.is_decoupled or self.momentum_correction or self.schedule)
 
     @property
     def in_weights(self) -> bool:

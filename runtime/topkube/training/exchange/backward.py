@@ -73,6 +73,7 @@ class Backward:
             agreement,
             self.exchange.measure_nccl_link,
             settings.finite_check,
+            self.exchange.algorithms.may_compress,
         )
         self.in_force = SettingsInForce(world, aggregation, self.exchange.algorithms, self.plan)
         self.queue = BucketQueue(world, self.plan, self.exchange, self.in_force)
@@ -133,6 +134,7 @@ class Backward:
     def note_step(self) -> None:
         """Note that the optimizer made its step: changes of residuals become final."""
         self.in_force.steps += 1
+        self.exchange.algorithms.note_step()
         self._accumulation.commit()
         self.queue.loss_scale = 1.0
         self.weights.note_step(self.in_force.steps, self.finish_late)

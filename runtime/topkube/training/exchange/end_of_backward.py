@@ -83,6 +83,7 @@ class EndOfBackward:
         if self._agreement.world.size > 1:  # a rank may have loaded a state for all ranks
             self._in_force.steps = int(self._agreement.maximum([self._in_force.steps])[0])
         self._plan.agree(seen)
+        self._exchange.algorithms.begin_anew()
         self._exchange.algorithms.adopt(self._plan.tuning.choice)
         self._weights.expect_first_step()
 
@@ -130,7 +131,7 @@ class EndOfBackward:
         measured = tuning.note_step(time.perf_counter())
         if measured is not None and tuning.decide(self._agreement.maximum(measured).tolist(), self._plan.list_sizes()):
             self._exchange.algorithms.adopt(tuning.choice)
-            if not self._exchange.residuals.are_kept:  # residuals lie by bucket
+            if self._exchange.residuals.are_empty:  # residuals lie by bucket
                 self._plan.plan_again()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from topkube import algorithms
+from topkube.algorithms import DENSITY
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.bucket_plan import BucketPlan
 from topkube.training.exchange.reduction.bucket_algorithms import BucketAlgorithms
@@ -47,11 +48,13 @@ class SettingsInForce:
 
     @property
     def density(self) -> float:
-        """The current density: it falls during warm-up, and is 1 if aggregation is dense."""
-        compresses = self._algorithms.large.compresses
-        return self._aggregation.at(self._steps).density_at(self._steps) if compresses else 1.0
+        """The current density: it falls during warm-up, and is 1 if all entries are sent."""
+        has_density = DENSITY in self._algorithms.large.parameters
+        return self._aggregation.at(self._steps).density_at(self._steps) if has_density else 1.0
 
     @property
     def is_warming_up(self) -> bool:
-        """True if the density has not reached its target."""
-        return self._steps < self._aggregation.warmup_steps
+        """True if the density has not reached its target. For algorithms that compress without a density, the warm-up
+        is the first step."""
+        has_density = DENSITY in self._algorithms.large.parameters
+        return self._steps < (self._aggregation.warmup_steps if has_density else min(1, self._aggregation.warmup_steps))

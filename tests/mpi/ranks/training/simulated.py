@@ -98,6 +98,14 @@ def case_oktopk_is_simulated(world: World) -> None:
     compare_with_simulation(world, "oktopk", 0)
 
 
+def case_int8_is_simulated(world: World) -> None:
+    compare_with_simulation(world, "int8", 0)
+
+
+def case_int4_is_simulated(world: World) -> None:
+    compare_with_simulation(world, "int4", 20)
+
+
 def case_the_warm_up_is_simulated(world: World) -> None:
     compare_with_simulation(world, "hitopk", 6)
 

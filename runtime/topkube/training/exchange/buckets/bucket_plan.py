@@ -27,7 +27,8 @@ class BucketPlan:
     `order` names the parameters in that order, None before the first plan: selection is per bucket, so a run that
     resumes bit for bit needs the same order. `is_agreed` is False until all ranks have compared their plans, at the end
     of the first backward after the optimizer was created or loaded. `trainable` holds the indices of the parameters
-    that required a gradient on all ranks when the ranks last compared them.
+    that required a gradient on all ranks when the ranks last compared them. `may_compress` is True if `auto` may stand
+    for an algorithm that compresses.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class BucketPlan:
         agreement: QueuedAgreement,
         measure_nccl: Callable[[], float | None] = lambda: None,
         finite_check: str = "auto",
+        may_compress: bool = False,
     ) -> None:
         self.buckets: list[Bucket] = []
         self.order: list[str] | None = None
@@ -46,7 +48,7 @@ class BucketPlan:
         self._world, self._parameters, self._aggregation = world, parameters, aggregation
         self._agreement = agreement
         self.comparison = RankComparison(world, parameters, aggregation, agreement, finite_check)
-        self.tuning = Tuning(world, aggregation, agreement, measure_nccl)
+        self.tuning = Tuning(world, aggregation, agreement, measure_nccl, may_compress)
         self._bucket_of: dict[int, Bucket] = {}
 
     def find_bucket(self, parameter: Parameter) -> Bucket | None:

@@ -7,7 +7,7 @@ import sys
 import torch
 
 from topkube import algorithms
-from topkube.algorithms import DENSE, Algorithm, Choice
+from topkube.algorithms import COMPRESSED_CHOICES, DENSE, Algorithm, Choice
 from topkube.collectives import AllReduce, load
 from topkube.collectives.dense import Hierarchical
 from topkube.errors import ArgumentError
@@ -22,14 +22,18 @@ class BucketAlgorithms:
 
     `aggregation` holds the settings in force, and `choice` what `auto` or `dense` stands for (None: not chosen yet).
     `large` is the algorithm of large buckets, and `dense_wire` the format of their dense values. `keeper` is the first
-    algorithm of the schedule that keeps a residual, or else the first algorithm.
+    algorithm of the schedule that keeps a residual, or that `auto` may take, or else the first algorithm.
+    `may_compress` is True if `auto` may stand for an algorithm that compresses.
     """
 
-    def __init__(self, world: World, aggregation: AggregationSettings) -> None:
-        self._nodes = world.nodes
+    def __init__(self, world: World, aggregation: AggregationSettings, may_compress: bool = False) -> None:
+        self._nodes, self.may_compress = world.nodes, may_compress
+        self._drained_steps = 0
+        """The number of steps that still send whole residuals, since `auto` stands for an algorithm without them."""
         self.change_to(aggregation)
         density = aggregation.density
         stages = [algorithms.resolve(name, world.nodes, sys.maxsize, density) for name in aggregation.algorithms]
+        stages += COMPRESSED_CHOICES if may_compress else ()
         self.keeper: Algorithm = next((stage for stage in stages if stage.residual is not None), self.large)
 
     def change_to(self, aggregation: AggregationSettings, begins: bool = False) -> None:
@@ -43,8 +47,19 @@ class BucketAlgorithms:
     def adopt(self, choice: Choice | None) -> None:
         """Use what `auto` or `dense` stands for from the next bucket on. All ranks call this between two steps."""
         if choice is not None:
+            if self.large.residual is not None and choice.algorithm.residual is None:
+                self._drained_steps = 2  # the step whose gradients are exchanged already, and the next one
             self.choice, self.dense_wire = choice, choice.dense_wire
             self._resolve()
+
+    def begin_anew(self) -> None:
+        """Note that a state may have been loaded, with residuals of an algorithm that `auto` stood for. All ranks call
+        this together."""
+        self._drained_steps = int(self.may_compress)
+
+    def note_step(self) -> None:
+        """Note that the optimizer made its step. All ranks call this between the same two steps."""
+        self._drained_steps = max(0, self._drained_steps - 1)
 
     def _resolve(self) -> None:
         self.large = self._load_algorithm(sys.maxsize).algorithm
@@ -62,7 +77,8 @@ class BucketAlgorithms:
     def drains(self, bucket: Bucket) -> bool:
         """Return True if the exchange also sends the bucket's residual, because the algorithm in force does not keep
         it. The same on all ranks, whatever their residuals hold."""
-        if not self._begins_stage or bucket.is_always_dense or self.keeper.residual is None:
+        begins = self._begins_stage or self._drained_steps > 0
+        if not begins or bucket.is_always_dense or self.keeper.residual is None:
             return False
         return self._load_algorithm(bucket.length).algorithm.residual is None
 

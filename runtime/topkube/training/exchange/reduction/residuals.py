@@ -78,9 +78,9 @@ class Residuals:
         return bucket.residual
 
     @property
-    def are_kept(self) -> bool:
-        """True if the algorithm of these residuals keeps what was not sent."""
-        return self._algorithm.residual is not None
+    def are_empty(self) -> bool:
+        """True if no bucket has a residual: the same on all ranks."""
+        return not self._buckets
 
     def forget_zeros(self, bucket: Bucket) -> None:
         """Free the bucket's residual if it is final and zero."""

@@ -1,11 +1,12 @@
 """The choice behind `auto` and `dense` in a run: made from measurements, and corrected in the first steps.
 
-At the first exchange all ranks measure their links and memory, agree on the slowest, and choose by the cost model that
-the catalogue declares. After a few steps they compare its prediction with what the steps took. If the prediction was
-wrong by more than 10%, they fit the model to the steps and choose again. A new choice is kept only if the steps become
-faster by 3%. On GPUs the host does not see how long a stage takes: there the ranks try the best choice of the other
-transport (NCCL or MPI) instead of fitting the model. Every decision follows from numbers that are the same on all
-ranks.
+At the first exchange all ranks measure their links and memory, agree on the slowest, and choose a dense algorithm by
+the cost model that the catalogue declares. After a few steps they compare its prediction with what the steps took. If
+the prediction was wrong by more than 10%, they fit the model to the steps and choose again. A new choice is kept only
+if the steps become faster by 3%. If `auto` may compress, and the exchange takes a considerable part of the step, they
+try the best algorithm that compresses instead, and keep it if the steps become faster by 10%. On GPUs the host does
+not see how long a stage takes: there the ranks try the best choice of the other transport (NCCL or MPI) instead of
+fitting the model. Every decision follows from numbers that are the same on all ranks.
 
 When a rank saves the state, the choice becomes final, so that a run that resumes from the state makes the same steps.
 
@@ -32,6 +33,8 @@ from topkube.world import World
 
 KEPT = 0.03
 """A choice on trial stays if it makes the steps faster by this share. Less could be chance."""
+KEPT_IF_COMPRESSED = 0.1
+"""The same for an algorithm that compresses. It is not tried if it is predicted to save a smaller share of the step."""
 _WORTH_A_TRIAL = 2.0
 """The other transport is tried if its predicted exchange takes at most this many times as long."""
 _OTHER_BUCKETS = 2.0
@@ -60,6 +63,7 @@ class Tuning:
         aggregation: AggregationSettings,
         agreement: QueuedAgreement,
         measure_nccl: Callable[[], float | None] = lambda: None,
+        may_compress: bool = False,
     ) -> None:
         self.choice: Choice | None = None
         self.machines: Machines | None = None
@@ -69,7 +73,7 @@ class Tuning:
         """True if this rank saved the state since the last exchange."""
         self._world, self._agreement = world, agreement
         self._job, self._aggregation = aggregation, aggregation.at(0)
-        self._measure_nccl = measure_nccl
+        self._measure_nccl, self._may_compress = measure_nccl, may_compress
         self._trial: _Trial | None = None
         self._is_settled = self._must_repeat = False
         self._times = StepTimes()
@@ -124,7 +128,8 @@ class Tuning:
     def _choose_from_measurements(self, buckets: Sequence[BucketSize]) -> None:
         if self._aggregation.algorithm in CHOICES:
             ranked = self._rank(buckets)
-            self._adopt(ranked[0], "chosen from measurements", ranked[1:])
+            fastest = next(choice for choice in ranked if not choice.algorithm.compresses)
+            self._adopt(fastest, "chosen from measurements", ranked)
 
     # ---- the first steps
 
@@ -162,6 +167,8 @@ class Tuning:
         if self.machines.nccl_link is not None:
             return self._try_other_transport(measured, expected)
         if not is_wrong(self.choice, measured):
+            if self._try_to_compress(measured, self.choice, expected):
+                return True
             self.settle()
             self._adopt(self.choice, "confirmed by the first steps", expected)
             return False
@@ -169,6 +176,9 @@ class Tuning:
         self.machines = fit_machines(before, self.choice, measured, lambda machines: self._rank(buckets, machines))
         ranked = self._rank(buckets)
         present = find_same(ranked, self.choice)
+        if self._try_to_compress(measured, present, ranked):
+            return True
+        ranked = [choice for choice in ranked if not choice.algorithm.compresses]
         is_faster = ranked[0].seconds < (1 - WRONG) * present.seconds
         if is_faster or not 1 / _OTHER_BUCKETS < self.rate / old_rate < _OTHER_BUCKETS:
             self._trial = _Trial(self.choice, before, measured)
@@ -177,6 +187,19 @@ class Tuning:
         self.settle()
         self._adopt(present, "fitted to the first steps", ranked)
         return False
+
+    def _try_to_compress(self, measured: Measurement, present: Choice, ranked: Sequence[Choice]) -> bool:
+        """Begin the trial of the best choice that compresses, if it is predicted to save enough of the step. Return
+        True if the trial begins. `present` is the choice in force, with its prediction on the present machines."""
+        assert self.machines is not None
+        best = next((choice for choice in ranked if choice.algorithm.compresses), None)
+        if best is None or present.algorithm.compresses:
+            return False
+        if present.seconds - best.seconds < KEPT_IF_COMPRESSED * measured.step:
+            return False
+        self._trial = _Trial(present, self.machines, measured)
+        self._adopt(best, f"on trial against {present.algorithm.name}", ranked)
+        return True
 
     def _try_other_transport(self, measured: Measurement, ranked: Sequence[Choice]) -> bool:
         """Begin the trial of the best choice that NCCL carries if MPI carries the present choice, or the reverse.
@@ -200,7 +223,8 @@ class Tuning:
         assert self.choice is not None
         self.settle()
         took = f"{measured.step * 1e3:.3g} ms per step, {before.measured.step * 1e3:.3g} ms before"
-        if measured.step < (1 - KEPT) * before.measured.step:
+        gain = KEPT_IF_COMPRESSED if self.choice.algorithm.compresses else KEPT
+        if measured.step < (1 - gain) * before.measured.step:
             self._adopt(self.choice, f"kept: {took}")
             return False
         self.machines, self.measured = before.machines, before.measured
@@ -211,7 +235,8 @@ class Tuning:
         """Return the possible choices, the fastest first, on `machines` or the present machines."""
         machines = machines or self.machines
         assert machines is not None
-        return rank_choices(self._aggregation.algorithm, machines, buckets, self._aggregation.dense_wire)
+        aggregation = self._aggregation
+        return rank_choices(aggregation.algorithm, machines, buckets, aggregation.dense_wire, self._may_compress)
 
     def _adopt(self, choice: Choice, reason: str, others: Sequence[Choice] = ()) -> None:
         machines, name = self.machines, self._aggregation.algorithm
@@ -254,7 +279,7 @@ class Tuning:
         if (machines.nodes, machines.slots) != (self._world.nodes, slots):
             return
         if self._aggregation.algorithm in CHOICES:
-            ranked = rank_choices(self._aggregation.algorithm, machines, (), self._aggregation.dense_wire)
+            ranked = self._rank((), machines)
             wanted = (state["algorithm"], state["dense_wire"])
             same = next((c for c in ranked if (c.algorithm.name, c.dense_wire) == wanted), None)
             if same is None:  # a later version of TopKube has other algorithms

@@ -1,0 +1,37 @@
+// Every element as an integer of 4 or 8 bits, and one scale per block of 256 elements: what the algorithms `int4` and `int8` send.
+//
+// With L = 7 or 127, the scale of a block is its largest |x| divided by L, rounded up to a bf16 number. Element x is sent as the
+// integer nearest to x / scale, times the scale. If the scale would be below 2^-126, it is 0, and nothing of the block is sent.
+//
+// A message is the scales (bf16), then the integers, then zeros up to a multiple of 8 bytes. With 8 bits, element i has byte i. With
+// 4 bits, 32 elements have 16 bytes: element j of the 32 has the low half of byte j, and element 16 + j its high half. Missing
+// elements of the last 32 are zeros.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace topkube {
+
+constexpr std::size_t quantised_block = 256;
+
+// The places of the parts of a message about `length` elements with `bits` bits each.
+struct QuantisedLayout {
+  QuantisedLayout(std::size_t length, int bits);
+  std::size_t length;
+  int bits;
+  std::size_t codes;  // the first byte of the integers
+  std::size_t bytes;
+};
+
+// Writes the message about `values`, and subtracts from every element what is sent of it. Returns true if all scales are finite. A
+// block with a NaN or an infinite element has the scale NaN.
+bool quantised_pack(float* values, const QuantisedLayout& layout, std::uint8_t* message);
+
+// values += the sum of the messages times their weights. A scale is multiplied by its weight first; the sum is computed in float32,
+// in the order of the messages, and then added. `values` is read and written once.
+void quantised_unpack_add(float* values, const QuantisedLayout& layout, const std::vector<const std::uint8_t*>& messages,
+                          const std::vector<float>& weights);
+
+}  // namespace topkube

@@ -1,0 +1,70 @@
+"""The kernels of integers with 4 or 8 bits and one scale per block of 256 elements, on NumPy arrays and torch CPU
+tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from topkube import _kernels
+from topkube.arrays import Array, as_bytes, view_flat
+from topkube.errors import ArgumentError
+from topkube.kernels.arguments import FLOAT32, check_apart, check_same_length
+
+QUANTISED_BITS = (4, 8)
+QUANTISED_BLOCK = 256
+_BYTES = np.dtype(np.uint8)
+
+
+def quantised_bytes(length: int, bits: int) -> int:
+    """Return the bytes of a message about `length` elements, a multiple of 8. Raises ArgumentError if `bits` is neither
+    4 nor 8, or if `length` is negative."""
+    if bits not in QUANTISED_BITS:
+        raise ArgumentError(f"bits is {bits!r}", next_step="pass 4 or 8")
+    if length < 0:
+        raise ArgumentError(f"length is {length}", next_step="pass the number of elements")
+    return int(_kernels.quantised_bytes(length, bits))
+
+
+def quantised_pack_(values: Any, bits: int, message: Any) -> bool:
+    """Write a message about `values` (float32), and subtract what is sent from them in place. Return False if a scale
+    is NaN, as a NaN or infinite element makes that of its block.
+
+    The scale of a block of 256 elements is its largest |x| divided by 7 (4 bits) or 127 (8 bits), rounded up to a
+    bfloat16 number. An element is sent as the nearest multiple of the scale. A block whose scale would be below 2^-126
+    is not sent. message: (quantised_bytes(n, bits),) uint8, in the format of csrc/cpu/quantised/quantised.hpp. Raises
+    ArgumentError before anything is written.
+    """
+    view = view_flat(values, "values", writable=True, dtypes=(FLOAT32,))
+    to = _view_message(message, "message", view.size, bits, writable=True)
+    check_apart("values", view, "message", to)
+    return bool(_kernels.quantised_pack(as_bytes(view), bits, to))
+
+
+def quantised_unpack_add_(out: Any, bits: int, messages: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Compute out += the sum over `messages` of weight * what the message sends. Return `out` (float32).
+
+    `quantised_pack_` wrote the messages about arrays of `out`'s length. Each scale is multiplied by its weight in
+    float32, the products are summed in the list's order, and the sum is added to `out`. Raises ArgumentError before
+    anything is written.
+    """
+    view = view_flat(out, "out", writable=True, dtypes=(FLOAT32,))
+    check_same_length("weights", len(weights), "messages", len(messages))
+    views = [_view_message(message, f"messages[{i}]", view.size, bits) for i, message in enumerate(messages)]
+    for i, message in enumerate(views):
+        check_apart("out", view, f"messages[{i}]", message)
+    _kernels.quantised_unpack_add(as_bytes(view), bits, views, list(map(float, weights)))
+    return out
+
+
+def _view_message(message: Any, name: str, length: int, bits: int, writable: bool = False) -> Array:
+    """Return a view of a message about `length` elements, checked."""
+    wanted, view = quantised_bytes(length, bits), view_flat(message, name, writable=writable, dtypes=(_BYTES,))
+    if view.size != wanted:
+        raise ArgumentError(
+            f"{name} has {view.size} bytes; {length} elements of {bits} bits need {wanted}",
+            next_step="pass an array of quantised_bytes(length, bits) bytes",
+        )
+    return view
