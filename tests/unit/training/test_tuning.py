@@ -197,3 +197,62 @@ def test_all_ranks_decide_alike(monkeypatch: Any) -> None:
         assert len({decide(tuned, *numbers) for tuned in ranks}) == 1
         assert all(tuned.save() == ranks[0].save() for tuned in ranks)
         assert all(dataclasses.asdict(tuned.machines) == dataclasses.asdict(ranks[0].machines) for tuned in ranks)  # type: ignore[arg-type]
+
+
+# ---- compression by auto
+
+
+def build_compressing(monkeypatch: Any, link: float = GIGABIT, name: str = "auto", **more: Any) -> Tuning:
+    tuned = measure_and_choose(monkeypatch, link, name, **more)
+    tuned._may_compress = True
+    return tuned
+
+
+def test_auto_begins_dense_and_tries_int8_if_it_saves_a_tenth_of_the_step(monkeypatch: Any) -> None:
+    tuned = build_compressing(monkeypatch)
+    tuned.choose(BUCKETS)
+    between, inside = read_prediction(tuned)
+    assert tuned.choice is not None
+    assert not tuned.choice.algorithm.compresses
+    assert decide(tuned, 0.3, between, inside)
+    assert tuned.choice.algorithm.name == "int8"
+    assert "on trial against hierarchical" in tuned.summary
+    assert not tuned.is_settled
+
+
+def test_int8_stays_if_steps_become_a_tenth_faster_and_dense_returns_otherwise(monkeypatch: Any) -> None:
+    for step, name in ((0.269, "int8"), (0.271, "hierarchical")):
+        tuned = build_compressing(monkeypatch)
+        between, inside = read_prediction(tuned)
+        assert decide(tuned, 0.3, between, inside)
+        assert decide(tuned, step, 0.05, 0.01) == (name != "int8")
+        assert tuned.choice is not None
+        assert (tuned.choice.algorithm.name, tuned.is_settled) == (name, True)
+
+
+@pytest.mark.parametrize("step", [1.3, 10.0])
+def test_int8_is_not_tried_if_the_exchange_is_a_small_part_of_the_step(monkeypatch: Any, step: float) -> None:
+    tuned = build_compressing(monkeypatch)
+    between, inside = read_prediction(tuned)
+    assert not decide(tuned, step, between, inside)
+    assert (tuned.choice.algorithm.name, tuned.is_settled) == ("hierarchical", True)  # type: ignore[union-attr]
+
+
+def test_dense_and_runs_that_may_not_compress_never_try_int8(monkeypatch: Any) -> None:
+    for tuned in (build_compressing(monkeypatch, name="dense"), measure_and_choose(monkeypatch, GIGABIT)):
+        between, inside = read_prediction(tuned)
+        assert not decide(tuned, 0.2, between, inside)
+        assert "int8" not in tuned.summary
+
+
+def test_a_choice_that_compresses_is_saved_and_restored(monkeypatch: Any) -> None:
+    tuned = build_compressing(monkeypatch)
+    assert decide(tuned, 0.3, *read_prediction(tuned))
+    state = json.loads(json.dumps(tuned.save()))
+    other = build_compressing(monkeypatch)
+    other.restore(state)
+    assert other.choice is not None
+    assert (other.choice.algorithm.name, other.is_settled) == ("int8", True)
+    dense_only = measure_and_choose(monkeypatch, GIGABIT)
+    dense_only.restore(state)
+    assert dense_only.choice is None, "the job forbids compression now"

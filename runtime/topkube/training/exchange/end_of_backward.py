@@ -130,8 +130,10 @@ class EndOfBackward:
             tuning.settle()  # the times of two halves do not show if the prediction was right
         measured = tuning.note_step(time.perf_counter())
         if measured is not None and tuning.decide(self._agreement.maximum(measured).tolist(), self._plan.list_sizes()):
+            used_residuals = self._exchange.algorithms.uses_residuals
             self._exchange.algorithms.adopt(tuning.choice)
-            if self._exchange.residuals.are_empty:  # residuals lie by bucket
+            if not used_residuals:  # residuals lie by bucket
+                self._exchange.residuals.leave_buckets()
                 self._plan.plan_again()
 
 

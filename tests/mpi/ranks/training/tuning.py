@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 import topkube
@@ -14,6 +15,7 @@ from ranks.training.scene import (
     assert_close,
     build_network,
     build_optimizer,
+    build_plain_sgd,
     compute_loss,
     copy_weights,
     draw_samples,
@@ -105,12 +107,15 @@ def case_auto_measures_and_all_ranks_choose_alike(world: World) -> None:
 
 def case_a_wrong_measurement_is_corrected_by_all_ranks_together(world: World) -> None:
     """A link that seems a million times faster. Ranks then measure different times of their steps: all of them choose
-    16 bits after the same step, and keep them, because steps become faster."""
+    16 bits after the same step, and keep them, because steps become faster. With a schedule, `auto` does not try
+    int8."""
     if world.nodes == 1:
         return
     with measure_wrongly(world, 1e6), play_measured_steps(world, 1.0, 0.5):
         model = build_network()
-        optimizer = build_optimizer(model, aggregation="auto", dense_wire="bf16", bucket_bytes=None)
+        optimizer = build_optimizer(
+            model, aggregation="auto", dense_wire="bf16", bucket_bytes=None, schedule=(Stage(1000, "hierarchical"),)
+        )
         train(model, optimizer, 0, 1)
         believed = optimizer.tuning.rate
         wires = []
@@ -124,6 +129,94 @@ def case_a_wrong_measurement_is_corrected_by_all_ranks_together(world: World) ->
         assert "kept: 500 ms per step, 1e+03 ms before" in optimizer.tuning.summary
         assert are_equal_on_all_ranks(copy_weights(model))
         optimizer.unwrap()
+
+
+def read_algorithm(optimizer: topkube.DistributedOptimizer) -> str:
+    return optimizer.tuning.choice.algorithm.name if optimizer.tuning.choice is not None else ""
+
+
+def case_auto_tries_int8_and_all_ranks_keep_it_if_steps_become_faster(world: World) -> None:
+    """A run that resumes from the state of int8 makes the same steps."""
+    if world.nodes == 1:
+        return
+    with play_measured_steps(world, 0.5, 0.4):
+        model = build_network()
+        optimizer = build_optimizer(model, aggregation="auto", bucket_bytes=None)
+        names = []
+        for step in range(2 * STEPS + 2):
+            train(model, optimizer, step, step + 1)
+            assert have_same_choice(world, optimizer)
+            names.append(read_algorithm(optimizer))
+        assert names == ["hierarchical"] * (STEPS - 1) + ["int8"] * (STEPS + 3), names
+        assert optimizer.tuning.is_settled
+        assert "kept: 400 ms per step, 500 ms before" in optimizer.tuning.summary
+        assert (optimizer.density, optimizer.density_used) == (1.0, 1.0)
+        assert are_equal_on_all_ranks(copy_weights(model))
+        owes = any(values.any() for values in optimizer._backward.exchange.residuals.list_arrays())
+        assert any(world.comm.allgather(owes))
+        state, start = copy.deepcopy(optimizer.state_dict()), copy_weights(model)
+        train(model, optimizer, len(names), 3 * STEPS)
+        optimizer.unwrap()
+    resumed = build_network()
+    with torch.no_grad():
+        for parameter, value in zip(resumed.parameters(), start, strict=True):
+            parameter.copy_(value)
+    again = build_optimizer(resumed, aggregation="auto", bucket_bytes=None)
+    again.load_state_dict(state)
+    train(resumed, again, 2 * STEPS + 2, 3 * STEPS)
+    assert read_algorithm(again) == "int8"
+    assert all(torch.equal(a, b) for a, b in zip(copy_weights(model), copy_weights(resumed), strict=True))
+    again.unwrap()
+
+
+def case_what_int8_owes_is_sent_when_auto_returns_to_dense(world: World) -> None:
+    """The steps with int8 are not faster. The first dense step after them has a NaN: it is skipped, and the next step
+    sends what was owed."""
+    if world.nodes == 1:
+        return
+    with play_measured_steps(world, 0.5, 0.49):
+        model = build_network()
+        optimizer = topkube.DistributedOptimizer(
+            build_plain_sgd(model.parameters()), model.named_parameters(), aggregation="auto"
+        )
+        start, total = copy_weights(model), [np.zeros(tuple(p.shape)) for p in model.parameters()]
+        names, largest_owed = [], 0.0
+        for step in range(2 * STEPS + 4):
+            is_skipped = step == 2 * STEPS
+            loss = 0.01 * compute_loss(model, *(take_own_part(part) for part in draw_samples(8 * world.size, step)))
+            own = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            if not is_skipped:
+                for sum_, gradient in zip(total, own, strict=True):
+                    sum_ += world.comm.allreduce(gradient.double().numpy()) / world.size
+            (loss * torch.nan if is_skipped and world.rank == world.size - 1 else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert have_same_choice(world, optimizer)
+            names.append(read_algorithm(optimizer))
+            moved = [(a.double() - b.double()).numpy() for a, b in zip(start, copy_weights(model), strict=True)]
+            lacks = max(float(np.abs(a - b).max()) for a, b in zip(moved, total, strict=True))
+            if step == 2 * STEPS - 1:
+                largest_owed = lacks
+            elif step > 2 * STEPS:
+                assert lacks < largest_owed / 10, (step, lacks, largest_owed)
+        assert names == ["hierarchical"] * (STEPS - 1) + ["int8"] * STEPS + ["hierarchical"] * 5, names
+        assert (optimizer.steps, optimizer.skipped_steps) == (2 * STEPS + 3, 1)
+        owed = optimizer.state_dict()["topkube"]["residuals"]["pieces"]
+        assert not any(values.any() for entries in owed.values() for _, values in entries)
+        assert are_equal_on_all_ranks(copy_weights(model))
+        optimizer.unwrap()
+
+
+def case_dear_and_schedules_keep_auto_dense(world: World) -> None:
+    if world.nodes == 1:
+        return
+    for more in ({"overlap": "dear"}, {"schedule": (Stage(1000, "hierarchical"),)}):
+        with play_measured_steps(world, 0.5, 0.4):
+            model = build_network()
+            optimizer = build_optimizer(model, aggregation="auto", bucket_bytes=None, **more)
+            train(model, optimizer, 0, STEPS + 2)
+            assert read_algorithm(optimizer) == "hierarchical"
+            optimizer.unwrap()
 
 
 def case_a_saved_state_ends_the_tuning_and_a_resumed_run_makes_the_same_steps(world: World) -> None:

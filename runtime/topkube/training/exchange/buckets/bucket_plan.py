@@ -82,7 +82,7 @@ class BucketPlan:
 
     def plan_again(self) -> None:
         """Plan all buckets again, for another rate of the link. All ranks call this between the same two steps, and
-        only if no exchange leaves a residual."""
+        only if no bucket has a residual."""
         if self._choose_largest_size() is None and self.order is not None:
             self._restore_buckets(self.order)
 

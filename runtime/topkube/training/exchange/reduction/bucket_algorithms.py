@@ -52,6 +52,11 @@ class BucketAlgorithms:
             self.choice, self.dense_wire = choice, choice.dense_wire
             self._resolve()
 
+    @property
+    def uses_residuals(self) -> bool:
+        """True if an exchange reads or leaves residuals at the moment: the same on all ranks."""
+        return self.large.residual is not None or self._begins_stage or self._drained_steps > 0
+
     def begin_anew(self) -> None:
         """Note that a state may have been loaded, with residuals of an algorithm that `auto` stood for. All ranks call
         this together."""

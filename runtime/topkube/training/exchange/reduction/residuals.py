@@ -77,10 +77,10 @@ class Residuals:
         self._used[id(bucket)] = bucket
         return bucket.residual
 
-    @property
-    def are_empty(self) -> bool:
-        """True if no bucket has a residual: the same on all ranks."""
-        return not self._buckets
+    def leave_buckets(self) -> None:
+        """Keep all residuals by the names of parameters, because buckets will be planned again. No exchange since the
+        last step may have used them."""
+        self.load(self.save(), self.list_whole())
 
     def forget_zeros(self, bucket: Bucket) -> None:
         """Free the bucket's residual if it is final and zero."""
