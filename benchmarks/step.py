@@ -47,10 +47,13 @@ SCRIPT = Path(__file__).with_name("step_rank.py")
 UNSHAPED = "unshaped"
 RATES = (UNSHAPED, "1gbit", "100mbit")
 LAYOUTS = {"2x1": (1, 1), "2x2": (2, 2), "4x1": (1, 1, 1, 1)}
-OURS = ("dense", "dense_bf16", "dear", "dear_bf16", "hitopk", "onebit", "onebit_delayed", "topk1bit", "auto")
+OURS = (
+    *("dense", "dense_bf16", "dear", "dear_bf16", "int8", "int4", "hitopk", "onebit", "onebit_delayed", "topk1bit"),
+    "auto",
+)
 PEERS = ("ddp", "fp16", "powersgd1", "powersgd2", "powersgd4")
 PLAIN = "plain"
-MINIMAL = (PLAIN, "ddp", "fp16", "powersgd1", "dense", "dear", "auto", "onebit", "onebit_delayed", "topk1bit")
+MINIMAL = (PLAIN, "ddp", "fp16", "powersgd1", "dense", "dear", "int8", "auto", "onebit", "onebit_delayed", "topk1bit")
 MINIMAL_PARTS, MINIMAL_RATES, MINIMAL_ROUNDS, MINIMAL_STEPS = ("2x1",), ("1gbit", UNSHAPED, "100mbit"), 3, 5
 MODELS = ("gpt", "resnet50", "timed")
 WORLDS = {

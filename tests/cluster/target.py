@@ -198,12 +198,15 @@ class Namespace:
             watching = kubernetes.watch.Watch()
             which, kind = f"metadata.name={name}", (GROUP, VERSION, self.name, PLURAL)
             listed = self.target.custom.list_namespaced_custom_object
-            for event in watching.stream(listed, *kind, field_selector=which, timeout_seconds=280):
-                phase = (event["object"].get("status") or {}).get("phase")
-                if phase and phase not in seen[-1:]:
-                    seen.append(phase)
-                if phase in ("Succeeded", "Failed"):
-                    watching.stop()
+            end = time.monotonic() + 1800
+            while seen[-1:] not in (["Succeeded"], ["Failed"]) and time.monotonic() < end:
+                # A watch may end before the job. A new one begins with the present job.
+                for event in watching.stream(listed, *kind, field_selector=which, timeout_seconds=280):
+                    phase = (event["object"].get("status") or {}).get("phase")
+                    if phase and phase not in seen[-1:]:
+                        seen.append(phase)
+                    if phase in ("Succeeded", "Failed"):
+                        watching.stop()
 
         threading.Thread(target=follow, daemon=True).start()
         return seen

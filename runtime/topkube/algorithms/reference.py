@@ -17,9 +17,9 @@ This page lists the names for `spec.aggregation.algorithm` of a [TrainingJob](tr
 [Collectives](collectives.md) describes how they work. [Add an algorithm](new-algorithm.md) shows how to write another.
 This page is generated from the declarations: `python -m topkube.algorithms.reference > docs/algorithms.md`.
 
-`auto` is the default. It does not compress, and neither does `dense`: both send the whole gradient. To send fewer
-bytes, name an algorithm, such as `hitopk` or `onebit`. [Accuracy](accuracy.md) shows which algorithm fits which link
-and model, and its loss.
+`auto` is the default. It sends the whole gradient, or uses `int8` if that makes the steps of training at least 10%
+faster. `dense` always sends the whole gradient. To send fewer bytes, name an algorithm, such as `hitopk` or `onebit`.
+[Accuracy](accuracy.md) shows which algorithm fits which link and model, and its loss.
 """
 _ELEMENTS, _SLOTS, _NODES = 25_600_000, 8, (2, 8, 16, 64)
 

@@ -10,6 +10,8 @@ from topkube import algorithms
 from topkube.algorithms import (
     AUTO,
     CHOICES,
+    COMPRESSED_CHOICES,
+    COMPRESSION_GAIN,
     DELAY,
     DENSE_WIRE,
     DENSITY,
@@ -29,6 +31,7 @@ from topkube.job import Aggregation, TrainingJob
 from topkube.planning.models import Model
 from topkube.planning.profile import StepProfile
 from topkube.planning.situation import Situation
+from topkube.planning.step import predict_step
 
 _LATENCY = 50e-6
 """The latency of a message between nodes, in seconds, if no trace has measured it."""
@@ -48,6 +51,8 @@ class Comparison:
     listed: list[Algorithm]
     profile: StepProfile | None
     model: Model | None
+    may_compress: bool = False
+    """True if `auto` may stand for an algorithm that compresses."""
 
     @property
     def machines(self) -> Machines:
@@ -57,7 +62,16 @@ class Comparison:
         """Return the algorithm called `name`, or what the name stands for on this cluster."""
         if name not in CHOICES:
             return algorithms.find_algorithm(name)
-        return _find_choice(name, self.machines, self.elements, self.situation.dense_wire).algorithm
+        dense = _find_choice(name, self.machines, self.elements, self.situation.dense_wire).algorithm
+        if name != AUTO or not self.may_compress or self.profile is None:
+            return dense
+        best = min(COMPRESSED_CHOICES, key=self._predict_step)
+        is_faster = self._predict_step(best) < (1 - COMPRESSION_GAIN) * self._predict_step(dense)
+        return best if is_faster else dense
+
+    def _predict_step(self, algorithm: Algorithm) -> float:
+        assert self.profile is not None
+        return predict_step(self.profile, self.situation, algorithm).step
 
 
 def _find_choice(name: str, machines: Machines, elements: int, dense_wire: str) -> Choice:
@@ -105,7 +119,10 @@ def read_comparison(options: PlanOptions) -> Comparison:
         matrix_rank=aggregation.matrix_rank if aggregation else MATRIX_RANK.default,
         delay=_check_delay(options, aggregation),
     )
-    return Comparison(situation, elements, wanted, listed, profile, model)
+    forbids_compression = aggregation is not None and (aggregation.momentum_correction or bool(aggregation.schedule))
+    may_compress = machines.nodes > 1 and (profile is None or profile.on_cpu)
+    may_compress = may_compress and not (forbids_compression or situation.is_decoupled)
+    return Comparison(situation, elements, wanted, listed, profile, model, may_compress)
 
 
 def _read_formats(options: PlanOptions, aggregation: Aggregation | None) -> tuple[float, str, str]:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from topkube.algorithms import CHOICES, DENSE_WIRE, BucketSize, Choice, Machines, rank_choices
+from topkube.algorithms import CHOICES, COMPRESSION_GAIN, DENSE_WIRE, BucketSize, Choice, Machines, rank_choices
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.tuning.fitted_machines import WRONG, find_same, fit_machines, is_same, is_wrong
 from topkube.training.exchange.tuning.machines import agree_on_machines
@@ -33,8 +33,6 @@ from topkube.world import World
 
 KEPT = 0.03
 """A choice on trial stays if it makes the steps faster by this share. Less could be chance."""
-KEPT_IF_COMPRESSED = 0.1
-"""The same for an algorithm that compresses. It is not tried if it is predicted to save a smaller share of the step."""
 _WORTH_A_TRIAL = 2.0
 """The other transport is tried if its predicted exchange takes at most this many times as long."""
 _OTHER_BUCKETS = 2.0
@@ -195,7 +193,7 @@ class Tuning:
         best = next((choice for choice in ranked if choice.algorithm.compresses), None)
         if best is None or present.algorithm.compresses:
             return False
-        if present.seconds - best.seconds < KEPT_IF_COMPRESSED * measured.step:
+        if present.seconds - best.seconds < COMPRESSION_GAIN * measured.step:
             return False
         self._trial = _Trial(present, self.machines, measured)
         self._adopt(best, f"on trial against {present.algorithm.name}", ranked)
@@ -223,7 +221,7 @@ class Tuning:
         assert self.choice is not None
         self.settle()
         took = f"{measured.step * 1e3:.3g} ms per step, {before.measured.step * 1e3:.3g} ms before"
-        gain = KEPT_IF_COMPRESSED if self.choice.algorithm.compresses else KEPT
+        gain = COMPRESSION_GAIN if self.choice.algorithm.compresses else KEPT
         if measured.step < (1 - gain) * before.measured.step:
             self._adopt(self.choice, f"kept: {took}")
             return False
