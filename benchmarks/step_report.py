@@ -12,6 +12,8 @@ NAMES = {
     "dense_bf16": "**TopKube dense, bf16**",
     "dear": "**TopKube dense, DeAR**",
     "dear_bf16": "**TopKube dense, DeAR, bf16**",
+    "int8": "**TopKube int8**",
+    "int4": "**TopKube int4**",
     "hitopk": "**TopKube hitopk, 1%, bf16**",
     "onebit": "**TopKube onebit**",
     "onebit_delayed": "**TopKube onebit, delay 1**",

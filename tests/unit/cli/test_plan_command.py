@@ -202,15 +202,17 @@ def test_a_faster_link_and_a_larger_batch_scale_better(capsys: Any) -> None:
 
 def test_dear_is_predicted_and_compared_with_the_step_without_it(tmp_path: Path, capsys: Any) -> None:
     options = ["--model", "resnet50", "--compute", "0.3", "--device", "cpu", "--link", "2Gbit/s", "--workers", "4"]
-    plain = read_plan(*options, capsys=capsys)
-    dear = read_plan(*options, "--dear", capsys=capsys)
+    dense = tmp_path / "dense.yaml"
+    dense.write_text(SAMPLE.read_text().replace("algorithm: hitopk", "algorithm: dense"))
+    plain = read_plan(str(dense), *options, capsys=capsys)
+    dear = read_plan(str(dense), *options, "--dear", capsys=capsys)
     assert (plain["overlap"], dear["overlap"]) == ("backward", "dear")
     steps = [{row["algorithm"]: row["stepSeconds"] for row in plan["algorithms"]} for plan in (plain, dear)]
     assert steps[1]["hierarchical"] < 0.95 * steps[0]["hierarchical"]
     assert all(steps[1][name] == seconds for name, seconds in steps[0].items() if name != "hierarchical")
     compared = {"backward": steps[0]["hierarchical"], "dear": steps[1]["hierarchical"]}
     assert plain["advice"]["overlap"] == dear["advice"]["overlap"] == compared
-    assert run_app(["plan", *options, "--dear"]) == 0
+    assert run_app(["plan", str(dense), *options, "--dear"]) == 0
     printed = capsys.readouterr().out
     assert ", overlap dear; link 2Gbit/s" in printed
     assert "overlap: a step of hierarchical takes " in printed
@@ -219,6 +221,25 @@ def test_dear_is_predicted_and_compared_with_the_step_without_it(tmp_path: Path,
     job.write_text(SAMPLE.read_text().replace("algorithm: hitopk", "algorithm: dense\n    overlap: dear"))
     assert read_plan(str(job), *options, capsys=capsys)["overlap"] == "dear"
     assert read_plan(str(job), *options, "--no-dear", capsys=capsys)["overlap"] == "backward"
+
+
+def test_auto_takes_int8_if_its_step_is_a_tenth_shorter(tmp_path: Path, capsys: Any) -> None:
+    options = ["--model", "resnet50", "--compute", "0.3", "--device", "cpu", "--workers", "4", "--link"]
+    for link, more, chosen in (
+        ("100Mbit/s", (), "int8"),
+        ("2Gbit/s", (), "int8"),
+        ("100Gbit/s", (), "hierarchical"),
+        ("100Mbit/s", ("--dear",), "hierarchical"),
+    ):
+        plan = read_plan(*options, link, *more, capsys=capsys)
+        assert (plan["wanted"], plan["chosen"]) == ("auto", chosen), (link, more)
+    job = tmp_path / "job.yaml"
+    job.write_text(SAMPLE.read_text().replace("algorithm: hitopk", "algorithm: dense"))
+    assert read_plan(str(job), *options, "100Mbit/s", capsys=capsys)["chosen"] == "hierarchical"
+    assert (
+        read_plan(*options[:3], "0.3", "--workers", "4", "--link", "100Mbit/s", capsys=capsys)["chosen"]
+        == "hierarchical"
+    )
 
 
 def test_a_delay_is_predicted_and_compared_with_the_step_without_it(tmp_path: Path, capsys: Any) -> None:
