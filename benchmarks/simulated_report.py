@@ -105,6 +105,7 @@ def draw_picture(rows: list[Row], path: Path) -> None:
     shown = [row for row in rows if row["rate"] == 1]
     colours = {
         "hitopk": plots.TOPK,
+        "int8": plots.INK,
         "sign-weights": plots.OURS,
         "sign-weights, every 4 steps": plots.OURS_DENSE,
         "topk1bit": "#6a4c93",
@@ -146,7 +147,7 @@ def draw_picture(rows: list[Row], path: Path) -> None:
         models.plot([], [], marker=marker, color=plots.INK, linestyle="", label=model)
     models.legend(frameon=False, fontsize=9)
     models.set_xscale("log")
-    models.set_xticks([20, 50, 100, 200], ["20×", "50×", "100×", "200×"])
+    models.set_xticks([5, 10, 20, 50, 100], ["5×", "10×", "20×", "50×", "100×"])
     models.xaxis.minorticks_off()
     models.set(xlabel="fewer bytes than dense float32", title=f"{STEPS:,} steps, SGD and AdamW")
     for axes in (lengths, models):
