@@ -153,6 +153,12 @@ class Algorithm:
         return self.family is not Family.DENSE
 
     @property
+    def has_small_buckets(self) -> bool:
+        """True if its work per element does not depend on the size of a bucket: small buckets overlap better with
+        backward. The other families select or factor each bucket."""
+        return self.family in (Family.DENSE, Family.QUANTISED)
+
+    @property
     def needs_gpu(self) -> bool:
         """True if the algorithm reduces nothing else than tensors on a GPU."""
         return self.transport is Transport.NCCL

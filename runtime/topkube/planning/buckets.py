@@ -33,11 +33,11 @@ def plan_bucket_lengths(
 ) -> tuple[BucketLength, ...]:
     """Return the buckets that the runtime plans for the gradients of `profile`, in the order of their exchanges. `rate`
     is the bytes per second that a node sends to other nodes (0: unknown)."""
-    largest = _find_largest_bucket(profile, algorithm.compresses, ranks)
+    largest = _find_largest_bucket(profile, algorithm.has_small_buckets, ranks)
     return _plan_buckets(profile.gradients, largest, rate if largest is None else 0.0)
 
 
-def _find_largest_bucket(profile: StepProfile, compresses: bool, ranks: int) -> int | None:
+def _find_largest_bucket(profile: StepProfile, has_small_buckets: bool, ranks: int) -> int | None:
     try:
         from topkube.training.exchange.buckets.fusion import choose_largest_size
     except ImportError as error:
@@ -46,7 +46,7 @@ def _find_largest_bucket(profile: StepProfile, compresses: bool, ranks: int) -> 
             cause="torch is not installed; the rule that makes buckets is part of the training loop",
             next_step=install_command("train"),
         ) from error
-    return profile.bucket_bytes or choose_largest_size(compresses, profile.on_cpu, ranks)
+    return profile.bucket_bytes or choose_largest_size(has_small_buckets, profile.on_cpu, ranks)
 
 
 @functools.lru_cache(maxsize=64)

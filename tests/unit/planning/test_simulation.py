@@ -305,9 +305,11 @@ def test_the_slowest_of_more_ranks_is_slower() -> None:
     assert estimate_slowest(0.1, 4096) == pytest.approx(1.354, abs=0.01)
 
 
-def test_dense_training_on_a_processor_has_more_buckets_than_sparse() -> None:
+def test_training_without_selection_on_a_processor_has_more_buckets() -> None:
     profile = dataclasses.replace(build_uniform_profile(25_000_000, 0.1), on_cpu=True)
-    dense, sparse = (plan_bucket_lengths(profile, find_algorithm(name), 4) for name in ("hierarchical", "hitopk"))
+    names = ("hierarchical", "hitopk", "int8")
+    dense, sparse, quantised = (plan_bucket_lengths(profile, find_algorithm(name), 4) for name in names)
+    assert quantised == dense
     assert len(dense) > len(sparse) > 1
     assert sum(bucket.elements for bucket in dense) == sum(bucket.elements for bucket in sparse) == 25_000_000
     assert [bucket.last for bucket in dense] == sorted(bucket.last for bucket in dense)

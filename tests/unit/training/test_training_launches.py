@@ -51,8 +51,8 @@ def _count_launches(parameters: int, stashed: bool) -> list[str]:
 
 def test_buckets_on_a_device_are_large() -> None:
     """Each bucket costs launches. On CPUs, the link decides how large buckets of dense exchanges are."""
-    assert choose_largest_size(compresses=False, is_on_cpu=False, ranks=8) == BUCKET_BYTES
-    assert choose_largest_size(compresses=False, is_on_cpu=True, ranks=8) is None
+    assert choose_largest_size(has_small_buckets=True, is_on_cpu=False, ranks=8) == BUCKET_BYTES
+    assert choose_largest_size(has_small_buckets=True, is_on_cpu=True, ranks=8) is None
 
 
 def test_the_launches_of_a_bucket_do_not_grow_with_its_parameters() -> None:

@@ -169,14 +169,13 @@ class BucketPlan:
             self._bucket_of.setdefault(parameter.index, Bucket(parameter.dtype, True))  # no elements
 
     def _choose_largest_size(self) -> int | None:
-        """Return the most bytes of a bucket, None if sizes are chosen so that dense exchanges overlap with
-        backward."""
+        """Return the most bytes of a bucket, None if sizes are chosen so that exchanges overlap with backward."""
         given, world = self._aggregation.bucket_bytes, self._world
         if given is not None:
             return given
         algorithm = algorithms.resolve(self._aggregation.algorithm, world.nodes, sys.maxsize, self._aggregation.density)
         is_on_cpu = all(parameter.tensor.device.type == "cpu" for parameter in self._parameters)
-        return choose_largest_size(algorithm.compresses, is_on_cpu, world.size)
+        return choose_largest_size(algorithm.has_small_buckets, is_on_cpu, world.size)
 
     def _order_by_readiness(self, seen: list[int], new: set[int]) -> list[str]:
         """Return the names of the `new` parameters, in the order in which rank 0 saw their gradients; the others

@@ -28,7 +28,7 @@ the last bucket saves."""
 
 
 def find_overlap_ends(parameters: Iterable[Parameter], rate: float = 0.0) -> set[int]:
-    """Return the positions of `parameters` after which a dense bucket should end, so that its exchange overlaps with
+    """Return the positions of `parameters` after which a bucket should end, so that its exchange overlaps with
     the rest of backward. The first bucket is small, so that the exchange starts early. The last bucket is small,
     because it is exchanged after backward. The others have equal sizes, which follow from the sizes of the tensors and
     from `rate`, the bytes per second that a node sends to other nodes (0: unknown)."""
@@ -92,10 +92,10 @@ def fill_buckets(
     return [bucket for _, bucket in sorted(complete, key=lambda entry: entry[0])]
 
 
-def choose_largest_size(compresses: bool, is_on_cpu: bool, ranks: int) -> int | None:
-    """Return the most bytes of a bucket, None if sizes are chosen so that dense exchanges overlap with backward.
-    Compression selects per bucket, and a device has its own pipeline: both have large buckets."""
-    return None if is_on_cpu and ranks > 1 and not compresses else BUCKET_BYTES
+def choose_largest_size(has_small_buckets: bool, is_on_cpu: bool, ranks: int) -> int | None:
+    """Return the most bytes of a bucket, None if sizes are chosen so that exchanges overlap with backward.
+    `has_small_buckets` is the algorithm's. A device has its own pipeline, so its buckets are large."""
+    return None if is_on_cpu and ranks > 1 and has_small_buckets else BUCKET_BYTES
 
 
 def plan_buckets(parameters: list[Parameter], largest: int | None, rate: float = 0.0) -> list[Bucket]:
