@@ -2,7 +2,7 @@
 
     python benchmarks/step.py [--part 2x1|2x2|4x1 ...] [--rate unshaped|1gbit|100mbit ...] [--contender NAME ...]
         [--model gpt|resnet50|timed]
-    python benchmarks/step.py --minimal      two nodes, ten contenders, three links: about nine minutes
+    python benchmarks/step.py --minimal      two nodes, eleven contenders, three links: about ten minutes
     python benchmarks/step.py --quick
 
 Nodes are network namespaces, as in benchmarks/allreduce; this needs root. A GPT of 4.8 million parameters trains on

@@ -18,6 +18,7 @@ static constexpr std::size_t item_size(Dtype dtype) { return dtype == Dtype::f32
 
 static constexpr std::uint32_t bits_of(float value) { return __builtin_bit_cast(std::uint32_t, value); }
 static constexpr float float_of(std::uint32_t bits) { return __builtin_bit_cast(float, bits); }
+static constexpr std::uint32_t magnitude_bits = 0x7fffffffu;  // the bits of a float except its sign
 
 // Kernels pass every result of arithmetic through `canonical`. Which NaN an addition returns differs: x86 keeps the bits of an
 // operand, or returns 0xffc00000; NVIDIA GPUs return 0x7fffffff. A NaN that a kernel computes is 0x7fc00000 everywhere, so that
@@ -32,7 +33,7 @@ static constexpr std::uint16_t to_bf16(float value) {
   const std::uint32_t bits = bits_of(value);
   const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const std::uint32_t quiet = (bits >> 16) | 0x40u;
-  return static_cast<std::uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+  return static_cast<std::uint16_t>((bits & magnitude_bits) > 0x7f800000u ? quiet : rounded);
 }
 
 static constexpr float from_f16(std::uint16_t half) {
@@ -49,7 +50,7 @@ static constexpr float from_f16(std::uint16_t half) {
 static constexpr std::uint16_t to_f16(float value) {
   const std::uint32_t bits = bits_of(value);
   const std::uint32_t sign = (bits >> 16) & 0x8000u;
-  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  const std::uint32_t magnitude = bits & magnitude_bits;
   const std::uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
   const std::uint32_t special = magnitude > 0x7f800000u ? 0x7e00u | ((magnitude >> 13) & 0x3ffu) : 0x7c00u;
   // One ulp of 0.5f is 2^-24, the unit of fp16's denormals: the addition rounds to it.

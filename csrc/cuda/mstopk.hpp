@@ -11,7 +11,7 @@ namespace topkube {
 
 constexpr u32 moments_block = 4096, moments_threads = 256, total_threads = 1024, count_threads = 256;
 
-// For each block of 4,096 elements: the sum of |x| in double, in sixteen running sums (csrc/cpu/paths/path_kernels.cpp), and the
+// For each block of 4,096 elements: the sum of |x| in double, in sixteen running sums (csrc/cpu/paths/selection_loops.hpp), and the
 // bits of the largest |x| as fp32. Half a warp works on one block; each lane has one running sum.
 template <class T>
 TOPKUBE_KERNEL(moments_threads) moments(Bits<T> source, u64 length, double* sums, u32* largest) {

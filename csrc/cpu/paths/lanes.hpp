@@ -19,8 +19,9 @@
 namespace topkube {
 namespace {
 
-// `add` returns canonical NaNs (cpu/dtype.hpp). A mask has one entry per lane. `at_least` returns a mask; `without` sets the lanes of a mask to zero. `word` combines the masks
-// of 64 elements into one word, with bit i for element i; `mask_at(j)` returns the mask of the lanes from j on.
+// `add` returns canonical NaNs (cpu/dtype.hpp). A mask has one entry per lane. `compare_at_least` returns a mask; `clear_lanes`
+// sets the lanes of a mask to zero. `pack_masks` combines the masks of 64 elements into one word, with bit i for element i;
+// `mask_at(j)` returns the mask of the lanes from j on.
 #if defined(__AVX512F__) || defined(TOPKUBE_EMULATE_AVX512)
 
 struct Lanes {
@@ -30,33 +31,33 @@ struct Lanes {
 
   static Vector set(std::uint32_t value) { return _mm512_set1_epi32(static_cast<int>(value)); }
   static Vector load(const void* from) { return _mm512_loadu_si512(from); }
-  static Vector load16(const std::uint16_t* from) {  // in halves: SIMDe 0.7 lacks the widening of a whole vector
+  static Vector load_16_bits(const std::uint16_t* from) {  // in halves: SIMDe 0.7 lacks the widening of a whole vector
     const auto* at = reinterpret_cast<const __m128i*>(from);
-    return joined(_mm256_cvtepu16_epi32(_mm_loadu_si128(at)), _mm256_cvtepu16_epi32(_mm_loadu_si128(at + 1)));
+    return join(_mm256_cvtepu16_epi32(_mm_loadu_si128(at)), _mm256_cvtepu16_epi32(_mm_loadu_si128(at + 1)));
   }
   static void store(void* to, Vector v) { _mm512_storeu_si512(to, v); }
-  static Vector both(Vector a, Vector b) { return _mm512_and_si512(a, b); }
-  static Vector shift16(Vector v) { return _mm512_slli_epi32(v, 16); }
-  static Vector from_half(const std::uint16_t* from) {
+  static Vector bitwise_and(Vector a, Vector b) { return _mm512_and_si512(a, b); }
+  static Vector shift_left_16(Vector v) { return _mm512_slli_epi32(v, 16); }
+  static Vector load_fp16(const std::uint16_t* from) {
     const auto* at = reinterpret_cast<const __m128i*>(from);
-    return joined(_mm256_castps_si256(_mm256_cvtph_ps(_mm_loadu_si128(at))),
-                  _mm256_castps_si256(_mm256_cvtph_ps(_mm_loadu_si128(at + 1))));
+    return join(_mm256_castps_si256(_mm256_cvtph_ps(_mm_loadu_si128(at))),
+                _mm256_castps_si256(_mm256_cvtph_ps(_mm_loadu_si128(at + 1))));
   }
   static Vector add(Vector a, Vector b) {
     const __m512 sum = _mm512_add_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b));
     const Mask is_nan = _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q);
     return _mm512_mask_mov_epi32(_mm512_castps_si512(sum), is_nan, set(canonical_nan));
   }
-  static Mask at_least(Vector magnitude, Vector threshold) { return _mm512_cmpge_epu32_mask(magnitude, threshold); }
+  static Mask compare_at_least(Vector magnitude, Vector threshold) { return _mm512_cmpge_epu32_mask(magnitude, threshold); }
   template <class MaskAt>
-  static std::uint64_t word(const MaskAt& mask_at) {
+  static std::uint64_t pack_masks(const MaskAt& mask_at) {
     return std::uint64_t{mask_at(0)} | std::uint64_t{mask_at(16)} << 16 | std::uint64_t{mask_at(32)} << 32 |
            std::uint64_t{mask_at(48)} << 48;
   }
-  static Vector without(Mask mask, Vector v) { return _mm512_maskz_mov_epi32(static_cast<Mask>(~mask), v); }
+  static Vector clear_lanes(Mask mask, Vector v) { return _mm512_maskz_mov_epi32(static_cast<Mask>(~mask), v); }
 
  private:
-  static Vector joined(__m256i low, __m256i high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
+  static Vector join(__m256i low, __m256i high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
 };
 
 #elif defined(__AVX2__)
@@ -68,13 +69,13 @@ struct Lanes {
 
   static Vector set(std::uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
   static Vector load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
-  static Vector load16(const std::uint16_t* from) {
+  static Vector load_16_bits(const std::uint16_t* from) {
     return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
   static void store(void* to, Vector v) { _mm256_storeu_si256(static_cast<__m256i*>(to), v); }
-  static Vector both(Vector a, Vector b) { return _mm256_and_si256(a, b); }
-  static Vector shift16(Vector v) { return _mm256_slli_epi32(v, 16); }
-  static Vector from_half(const std::uint16_t* from) {
+  static Vector bitwise_and(Vector a, Vector b) { return _mm256_and_si256(a, b); }
+  static Vector shift_left_16(Vector v) { return _mm256_slli_epi32(v, 16); }
+  static Vector load_fp16(const std::uint16_t* from) {
     return _mm256_castps_si256(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
   }
   static Vector add(Vector a, Vector b) {
@@ -83,12 +84,12 @@ struct Lanes {
     return _mm256_blendv_epi8(_mm256_castps_si256(sum), set(canonical_nan), _mm256_castps_si256(is_nan));
   }
   // Magnitudes are below 2^31 and thresholds at most 2^31, so a signed comparison with threshold - 1 is correct.
-  static Mask at_least(Vector magnitude, Vector threshold) {
+  static Mask compare_at_least(Vector magnitude, Vector threshold) {
     return _mm256_cmpgt_epi32(magnitude, _mm256_sub_epi32(threshold, _mm256_set1_epi32(1)));
   }
   // Packs the masks to bytes first: this needs two moves out of vector registers instead of eight.
   template <class MaskAt>
-  static std::uint64_t word(const MaskAt& mask_at) {
+  static std::uint64_t pack_masks(const MaskAt& mask_at) {
     const auto half = [&](std::size_t j) {
       const Vector low = _mm256_packs_epi32(mask_at(j), mask_at(j + 8)),
                    high = _mm256_packs_epi32(mask_at(j + 16), mask_at(j + 24));
@@ -99,7 +100,7 @@ struct Lanes {
     const std::uint64_t low = half(0);
     return low | half(32) << 32;
   }
-  static Vector without(Mask mask, Vector v) { return _mm256_andnot_si256(mask, v); }
+  static Vector clear_lanes(Mask mask, Vector v) { return _mm256_andnot_si256(mask, v); }
 };
 
 #else
@@ -116,11 +117,11 @@ struct Lanes {
     __builtin_memcpy(&v, from, sizeof v);
     return v;
   }
-  static Vector load16(const std::uint16_t* from) { return Vector{from[0], from[1], from[2], from[3]}; }
+  static Vector load_16_bits(const std::uint16_t* from) { return Vector{from[0], from[1], from[2], from[3]}; }
   static void store(void* to, Vector v) { __builtin_memcpy(to, &v, sizeof v); }
-  static Vector both(Vector a, Vector b) { return a & b; }
-  static Vector shift16(Vector v) { return v << 16; }
-  static Vector from_half(const std::uint16_t* from) {
+  static Vector bitwise_and(Vector a, Vector b) { return a & b; }
+  static Vector shift_left_16(Vector v) { return v << 16; }
+  static Vector load_fp16(const std::uint16_t* from) {
     return Vector{bits_of(from_f16(from[0])), bits_of(from_f16(from[1])), bits_of(from_f16(from[2])), bits_of(from_f16(from[3]))};
   }
   static Vector add(Vector a, Vector b) {
@@ -129,17 +130,17 @@ struct Lanes {
     return ((Vector)sum & ~is_nan) | (set(canonical_nan) & is_nan);
   }
   // Magnitudes are below 2^31 and thresholds at most 2^31, so a signed comparison with threshold - 1 is correct.
-  static Mask at_least(Vector magnitude, Vector threshold) { return (Mask)magnitude > (Mask)(threshold - 1); }
+  static Mask compare_at_least(Vector magnitude, Vector threshold) { return (Mask)magnitude > (Mask)(threshold - 1); }
   template <class MaskAt>
-  static std::uint64_t word(const MaskAt& mask_at) {
+  static std::uint64_t pack_masks(const MaskAt& mask_at) {
     std::uint64_t bits = 0;
-    for (std::size_t j = 0; j < 64; j += width) bits |= std::uint64_t{four(mask_at(j))} << j;
+    for (std::size_t j = 0; j < 64; j += width) bits |= std::uint64_t{pack_four(mask_at(j))} << j;
     return bits;
   }
-  static Vector without(Mask mask, Vector v) { return v & ~(Vector)mask; }
+  static Vector clear_lanes(Mask mask, Vector v) { return v & ~(Vector)mask; }
 
  private:
-  static unsigned four(Mask mask) {
+  static unsigned pack_four(Mask mask) {
 #if defined(__SSE2__)
     return static_cast<unsigned>(_mm_movemask_ps((__m128)mask));
 #else

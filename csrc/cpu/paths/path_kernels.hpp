@@ -32,7 +32,7 @@ struct PathKernels {
                                            std::uint32_t base, std::uint32_t threshold, std::uint32_t* indices,
                                            std::uint32_t* values);
   AccumulateFilter accumulate_filter[3];
-  // The sum of |x| in double, added in a fixed order (path_kernels.cpp), and the bits of the largest |x| as fp32.
+  // The sum of |x| in double, added in a fixed order (selection_loops.hpp), and the bits of the largest |x| as fp32.
   using Moments = void (*)(const void* data, std::size_t length, double* sum, std::uint32_t* largest);
   Moments moments[3];
 
@@ -40,7 +40,7 @@ struct PathKernels {
   void (*add_f32)(float* out, const float* a, const float* b, std::size_t length, float scale);
 
   // One block of cpu/sign/sign.hpp, of at most 256 elements. `sign_pack` returns the scale as bf16; the sum of |x| has a fixed
-  // order (path_kernels.cpp). `sign_unpack_add` adds +-scales[p] over the parts, in their order, and then adds that sum.
+  // order (sign_loops.hpp). `sign_unpack_add` adds +-scales[p] over the parts, in their order, and then adds that sum.
   std::uint16_t (*sign_pack)(float* values, std::size_t length, std::uint8_t* bits);
   void (*sign_unpack_add)(float* values, std::size_t length, const float* scales, const std::uint8_t* const* bits,
                           std::size_t parts);

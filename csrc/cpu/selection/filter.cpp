@@ -21,7 +21,7 @@ Plan plan_from_sample(std::uint32_t* sample, std::size_t size, std::size_t lengt
   const auto rank = static_cast<std::size_t>(expected + 4 * std::sqrt(expected) + 8);
   const double most = static_cast<double>(rank) + 5 * std::sqrt(static_cast<double>(rank)) + 8;
   const std::vector<Run> run{{nullptr, sample, size}};
-  const Exact kth = kth_largest(run, std::min(rank, size), magnitude_of_f32, 0, scratch);
+  const Exact kth = kth_largest(run, std::min(rank, size), magnitude_bits, 0, scratch);
   return {kth.threshold, std::min(length, static_cast<std::size_t>(most * per_sample))};
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu/dtype.hpp"
 #include "cpu/paths/path.hpp"
 #include "cpu/selection/chunks.hpp"
 #include "cpu/selection/sampling.hpp"
@@ -13,7 +14,6 @@
 
 namespace topkube {
 
-constexpr std::uint32_t magnitude_of_f32 = 0x7fffffffu;
 constexpr std::uint32_t magnitude_of_16 = 0x7fffu;
 constexpr std::uint32_t nothing = 0x80000000u;  // a threshold that no magnitude reaches
 

@@ -107,7 +107,7 @@ struct Output {
 
   void take(const Run& run) {
     for (std::size_t i = 0; i < run.count && count < k; ++i) {
-      const std::uint32_t magnitude = run.values[i] & magnitude_of_f32;
+      const std::uint32_t magnitude = run.values[i] & magnitude_bits;
       const bool is_above = magnitude >= upper, is_between = !is_above && magnitude >= lower;
       if (is_above || (is_between && between >= first && between < last)) put(run.indices[i], run.values[i]);
       between += is_between;
@@ -131,7 +131,7 @@ std::size_t count_at_least(const Candidates& candidates, float threshold) {
   const std::uint32_t least = bits_of(threshold);
   std::size_t count = 0;
   for (const Run& run : candidates.runs) {
-    for (std::size_t i = 0; i < run.count; ++i) count += (run.values[i] & magnitude_of_f32) >= least;
+    for (std::size_t i = 0; i < run.count; ++i) count += (run.values[i] & magnitude_bits) >= least;
   }
   return count;
 }
@@ -139,7 +139,7 @@ std::size_t count_at_least(const Candidates& candidates, float threshold) {
 template <class Part>
 std::vector<std::uint32_t> float_histogram(const void* data, Dtype dtype, std::size_t length, std::size_t size, int threads,
                                            const Part& part) {
-  const auto magnitude = [&part](std::uint32_t bits) { return part(bits & magnitude_of_f32); };
+  const auto magnitude = [&part](std::uint32_t bits) { return part(bits & magnitude_bits); };
   if (dtype == Dtype::f32) return histogram<std::uint32_t>(data, length, size, threads, magnitude);
   if (dtype == Dtype::bf16) {
     return histogram<std::uint16_t>(data, length, size, threads,
@@ -191,7 +191,7 @@ Effort mstopk(const void* data, Dtype dtype, std::size_t length, std::size_t k, 
   const IeeeScope ieee;
   const std::size_t known = std::min(k + 1, length);  // the verdicts depend on this many of the largest magnitudes
   const Plan plan =
-      plan_filter(length, known, magnitude_of_f32, workspace, [&](std::size_t i) { return element_bits(data, dtype, i); });
+      plan_filter(length, known, magnitude_bits, workspace, [&](std::size_t i) { return element_bits(data, dtype, i); });
   const std::size_t blocks = (length + block - 1) / block;
   std::vector<double> sums(blocks);
   std::vector<std::uint32_t> tops(blocks);
@@ -218,7 +218,7 @@ Effort mstopk(const void* data, Dtype dtype, std::size_t length, std::size_t k, 
       attempt.probe([](std::uint32_t) { return Verdict::few; });
     } else {
       const std::uint32_t kth =
-          kth_largest(candidates.runs, known, magnitude_of_f32, plan.threshold, scratch_space.room(candidates.count + 1)).threshold;
+          kth_largest(candidates.runs, known, magnitude_bits, plan.threshold, scratch_space.room(candidates.count + 1)).threshold;
       attempt.probe([kth](std::uint32_t probe) { return probe > kth ? Verdict::few : Verdict::many; });
     }
     complete = bits_of(attempt.lower) >= plan.threshold;

@@ -11,7 +11,7 @@ thread_local Workspace workspace;
 thread_local Workspace scratch;
 
 int slot(Dtype dtype) { return static_cast<int>(dtype); }
-std::uint32_t mask_of(Dtype dtype) { return dtype == Dtype::f32 ? magnitude_of_f32 : magnitude_of_16; }
+std::uint32_t mask_of(Dtype dtype) { return dtype == Dtype::f32 ? magnitude_bits : magnitude_of_16; }
 
 const char* at(const void* data, Dtype dtype, std::size_t index) {
   return static_cast<const char*>(data) + index * item_size(dtype);
@@ -73,11 +73,11 @@ Exact by_histogram(const void* data, Dtype dtype, std::size_t length, std::size_
     return {bin, k};
   }
   const auto bins =
-      histogram<std::uint32_t>(data, length, 1u << 16, threads, [](std::uint32_t bits) { return (bits & magnitude_of_f32) >> 15; });
+      histogram<std::uint32_t>(data, length, 1u << 16, threads, [](std::uint32_t bits) { return (bits & magnitude_bits) >> 15; });
   const auto high = static_cast<std::uint32_t>(bin_of_kth(bins.data(), bins.size(), k)) << 15;
   // Magnitudes outside the bin wrap around or exceed 2^15, and are not counted.
   const auto fine = histogram<std::uint32_t>(data, length, 1u << 15, threads,
-                                             [high](std::uint32_t bits) { return (bits & magnitude_of_f32) - high; });
+                                             [high](std::uint32_t bits) { return (bits & magnitude_bits) - high; });
   passes += 2;
   const auto low = static_cast<std::uint32_t>(bin_of_kth(fine.data(), fine.size(), k));
   return {high | low, k};
@@ -197,7 +197,7 @@ Effort topk(const void* data, Dtype dtype, std::size_t length, std::size_t k, in
 Effort compress(const void* gradient, Dtype dtype, const float* residual, float* acc, std::size_t length, std::size_t k,
                 int threads, std::uint32_t* indices, float* values) {
   const IeeeScope ieee;
-  const Plan plan = plan_filter(length, k, magnitude_of_f32, workspace,
+  const Plan plan = plan_filter(length, k, magnitude_bits, workspace,
                                 [&](std::size_t i) { return bits_of(canonical(residual[i] + element(gradient, dtype, i))); });
   const Candidates candidates =
       filter_pass(length, plan, threads, workspace, AccumulatingFilter{active(), gradient, dtype, residual, acc});
@@ -206,8 +206,8 @@ Effort compress(const void* gradient, Dtype dtype, const float* residual, float*
   auto* bits = reinterpret_cast<std::uint32_t*>(values);
   if (!candidates.overflowed && candidates.count >= k) {
     std::uint32_t* room = scratch.room(2 * candidates.count + 2);
-    const Exact exact = kth_largest(candidates.runs, k, magnitude_of_f32, plan.threshold, room);
-    Output<std::uint32_t> output{indices, bits, magnitude_of_f32, exact, k};
+    const Exact exact = kth_largest(candidates.runs, k, magnitude_bits, plan.threshold, room);
+    Output<std::uint32_t> output{indices, bits, magnitude_bits, exact, k};
     std::uint32_t *left_indices = room, *left_values = room + candidates.count + 1;
     std::size_t left = 0;
     for (const Run& run : candidates.runs) left += output.split(run, left_indices + left, left_values + left);

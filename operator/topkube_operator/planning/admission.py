@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from topkube.algorithms import DENSITY, compresses
+from topkube.algorithms import DENSITY, compresses, reads_density
 from topkube.errors import JobError
 from topkube.job import TrainingJob
 from topkube.job.algorithm_name import is_foreign
@@ -127,16 +127,15 @@ def _warn_of_aggregation(job: TrainingJob) -> Iterator[str]:
         )
         return
     stages = [aggregation.algorithm, *(stage.algorithm for stage in aggregation.schedule if stage.algorithm)]
-    is_compressed = compresses(aggregation.algorithm)
-    if is_compressed and job.spec.workers == 1:
-        yield f"spec.aggregation.algorithm: {aggregation.algorithm} with one worker loses entries and saves no traffic"
-    elif is_compressed and aggregation.density > 0.25:
+    if compresses(aggregation.algorithm) and job.spec.workers == 1:
+        yield f"spec.aggregation.algorithm: {aggregation.algorithm} with one worker loses values and saves no traffic"
+    elif reads_density(aggregation.algorithm) and aggregation.density > 0.25:
         yield (
             f"spec.aggregation.density: {aggregation.density:g} with indices is about as much traffic as dense: "
             "use dense, or 0.01"
         )
-    elif not any(map(compresses, stages)) and aggregation.density != DENSITY.default:
-        yield f"spec.aggregation.density: has no effect: {aggregation.algorithm} sends everything"
+    elif not any(map(reads_density, stages)) and aggregation.density != DENSITY.default:
+        yield f"spec.aggregation.density: has no effect: {aggregation.algorithm} has no density"
 
 
 def _warn_of_failure_policy(job: TrainingJob) -> Iterator[str]:

@@ -30,6 +30,7 @@ from topkube.algorithms.choice import (
     explain_overlap,
     rank_choices,
     reads_dense_wire,
+    reads_density,
     resolve,
 )
 from topkube.algorithms.cost import (
@@ -132,6 +133,7 @@ __all__ = [
     "names",
     "rank_choices",
     "reads_dense_wire",
+    "reads_density",
     "reduce_scatter_memory",
     "register",
     "resolve",

@@ -106,11 +106,7 @@ def resolve(name: str, nodes: int, length: int, density: float) -> Algorithm:
 
 def describe(name: str, density: float) -> str:
     """Return an algorithm and its density in a few words: "hitopk at density 0.01", "dense"."""
-    if name in CHOICES:
-        return name
-    algorithm = _load_if_known(name)
-    uses_density = algorithm is None or DENSITY in algorithm.parameters
-    return f"{name} at density {density:g}" if uses_density else name
+    return f"{name} at density {density:g}" if reads_density(name) else name
 
 
 def compresses(name: str) -> bool:
@@ -120,6 +116,15 @@ def compresses(name: str) -> bool:
         return False
     algorithm = _load_if_known(name)
     return algorithm is None or algorithm.compresses
+
+
+def reads_density(name: str) -> bool:
+    """Return True if the algorithm behind a name has a density. The result is also True for an algorithm that cannot be
+    loaded here."""
+    if name in CHOICES:
+        return False
+    algorithm = _load_if_known(name)
+    return algorithm is None or DENSITY in algorithm.parameters
 
 
 def reads_dense_wire(name: str) -> bool:

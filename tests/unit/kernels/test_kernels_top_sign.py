@@ -71,7 +71,8 @@ def test_any_indices_survive_and_their_signs_are_added(length: int, share: float
         message = np.zeros(kernels.top_sign_bytes(length, count), np.uint8)
         kernels.top_sign_pack_(x.copy(), count, message)
         out = rng.standard_normal(length, dtype=np.float32)
-        expected = out + x * np.float32(0.3)
+        expected = out.copy()
+        expected[indices] += x[indices] * np.float32(0.3)  # the others are not touched: -0.0 stays -0.0
         assert kernels.top_sign_unpack_add_(out, count, message, 0.3) is out
         np.testing.assert_array_equal(out.view(np.uint32), expected.view(np.uint32))
 

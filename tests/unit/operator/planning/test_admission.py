@@ -160,13 +160,14 @@ WARNED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda spec: spec.update(dataset={"uri": "s3://b", "cache": {"medium": "Memory"}}), "memoryLimit"),
     (lambda spec: (spec.update(workers=8), spec.pop("checkpoint")), "every restart begins at step 0"),
     (lambda spec: spec.update(aggregation={"algorithm": "torus2d", "density": 0.1}), "has no effect: torus2d"),
+    (lambda spec: spec.update(aggregation={"algorithm": "int8", "density": 0.5}), "has no effect: int8"),
     (
         lambda spec: spec.update(
             setup={"requirements": ["a==1", "b>=2", "c @ https://h/c.whl", "d; python_version=='3'"]}
         ),
         "spec.setup.requirements: b>=2, d; python_version=='3': pods may install different versions",
     ),
-    (lambda spec: spec.update(aggregation={"density": 0.1}), "has no effect: auto sends everything"),
+    (lambda spec: spec.update(aggregation={"density": 0.1}), "has no effect: auto has no density"),
     (lambda spec: spec.update(runPolicy={"schedulingPolicy": {"minAvailable": 2}}), "ranks start when all 3 pods run"),
     (lambda spec: spec["template"]["spec"].update(terminationGracePeriodSeconds=5), "5 s may be too short"),
     (lambda spec: spec.update(runPolicy={"failurePolicy": {"rules": [MISSPELT]}}), "did you mean OOMKilled?"),

@@ -1,0 +1,161 @@
+// Selection. A source reads `Lanes::width` values from index i on as 32-bit lanes, or the single value at index i.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/dtype.hpp"
+#include "cpu/paths/lanes.hpp"
+
+namespace topkube {
+namespace {
+
+struct Bits32 {
+  static constexpr std::uint32_t mask = magnitude_bits;
+  const std::uint32_t* x;
+  Lanes::Vector vector(std::size_t i) const { return Lanes::load(x + i); }
+  std::uint32_t scalar(std::size_t i) const { return x[i]; }
+};
+
+struct Bits16 {
+  static constexpr std::uint32_t mask = 0x7fffu;
+  const std::uint16_t* x;
+  Lanes::Vector vector(std::size_t i) const { return Lanes::load_16_bits(x + i); }
+  std::uint32_t scalar(std::size_t i) const { return x[i]; }
+};
+
+template <class T>
+struct Floats;
+template <>
+struct Floats<F32> : Bits32 {};
+template <>
+struct Floats<BF16> {
+  static constexpr std::uint32_t mask = magnitude_bits;
+  const std::uint16_t* x;
+  Lanes::Vector vector(std::size_t i) const { return Lanes::shift_left_16(Lanes::load_16_bits(x + i)); }
+  std::uint32_t scalar(std::size_t i) const { return std::uint32_t{x[i]} << 16; }
+};
+template <>
+struct Floats<F16> {
+  static constexpr std::uint32_t mask = magnitude_bits;
+  const std::uint16_t* x;
+  Lanes::Vector vector(std::size_t i) const { return Lanes::load_fp16(x + i); }
+  std::uint32_t scalar(std::size_t i) const { return bits_of(from_f16(x[i])); }
+};
+
+constexpr std::size_t word = 64;  // elements per mask word
+constexpr std::size_t ahead =
+    1024;  // elements between a prefetch and its use; the hardware does not recognise the access pattern below
+
+// Appends the lanes whose bit is set. The first three steps always run, even if fewer bits are set: three steps are enough at usual
+// densities, and a branch that is often mispredicted costs more. Entries written beyond `count` are overwritten later.
+template <class ValueAt>
+std::size_t append(std::uint64_t bits, std::uint32_t base, std::uint32_t* indices, std::uint32_t* values, const ValueAt& value_at) {
+  const auto count = static_cast<std::size_t>(__builtin_popcountll(bits));
+  const auto put = [&](std::size_t at) {
+    const auto lane = static_cast<std::uint32_t>(__builtin_ctzll(bits | std::uint64_t{1} << 63));
+    indices[at] = base + lane;
+    values[at] = value_at(lane);
+    bits &= bits - 1;
+  };
+  for (std::size_t at = 0; at < 3; ++at) put(at);
+  for (std::size_t at = 3; at < count; ++at) put(at);
+  return count;
+}
+
+template <class Source>
+std::size_t filter_source(const Source& source, std::size_t length, std::uint32_t base, std::uint32_t threshold,
+                          std::uint32_t* indices, std::uint32_t* values) {
+  const Lanes::Vector mask = Lanes::set(Source::mask), least = Lanes::set(threshold);
+  std::size_t count = 0, i = 0;
+  for (; i + word <= length; i += word) {
+    const std::uint64_t bits = Lanes::pack_masks(
+        [&](std::size_t j) { return Lanes::compare_at_least(Lanes::bitwise_and(source.vector(i + j), mask), least); });
+    for (std::size_t line = 0; line < word * sizeof *source.x; line += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(source.x + i + ahead) + line);
+    }
+    count += append(bits, base + static_cast<std::uint32_t>(i), indices + count, values + count,
+                    [&](std::size_t lane) { return source.scalar(i + lane); });
+  }
+  for (; i < length; ++i) {
+    const std::uint32_t value = source.scalar(i);
+    indices[count] = base + static_cast<std::uint32_t>(i);
+    values[count] = value;
+    count += (value & Source::mask) >= threshold;
+  }
+  return count;
+}
+
+template <class Source, class Item>
+std::size_t filter(const void* data, std::size_t length, std::uint32_t base, std::uint32_t threshold, std::uint32_t* indices,
+                   std::uint32_t* values) {
+  return filter_source(Source{static_cast<const Item*>(data)}, length, base, threshold, indices, values);
+}
+
+// Writes acc = residual + gradient, and zero for appended entries: those are sent next, and they are in the cache now.
+template <class T, class Item>
+std::size_t accumulate_filter(const void* gradient, const float* residual, float* acc, std::size_t length, std::uint32_t base,
+                              std::uint32_t threshold, std::uint32_t* indices, std::uint32_t* values) {
+  const Floats<T> source{static_cast<const Item*>(gradient)};
+  const Lanes::Vector mask = Lanes::set(magnitude_bits), least = Lanes::set(threshold);
+  std::size_t count = 0, i = 0;
+  alignas(64) std::uint32_t sums[word];
+  for (; i + word <= length; i += word) {
+    const std::uint64_t bits = Lanes::pack_masks([&](std::size_t j) {
+      const Lanes::Vector sum = Lanes::add(Lanes::load(residual + i + j), source.vector(i + j));
+      const Lanes::Mask large = Lanes::compare_at_least(Lanes::bitwise_and(sum, mask), least);
+      Lanes::store(sums + j, sum);
+      Lanes::store(acc + i + j, Lanes::clear_lanes(large, sum));
+      return large;
+    });
+    count += append(bits, base + static_cast<std::uint32_t>(i), indices + count, values + count,
+                    [&](std::size_t lane) { return sums[lane]; });
+  }
+  for (; i < length; ++i) {
+    const float sum = canonical(residual[i] + float_of(source.scalar(i)));
+    const bool large = (bits_of(sum) & magnitude_bits) >= threshold;
+    indices[count] = base + static_cast<std::uint32_t>(i);
+    values[count] = bits_of(sum);
+    count += large;
+    acc[i] = large ? 0.0f : sum;
+  }
+  return count;
+}
+
+// Keeps sixteen running sums: element i goes into sum i % 16. At the end, halves are added to halves. The integer order of the bits
+// is the order of the magnitudes.
+template <class T, class Item>
+void moments(const void* data, std::size_t length, double* sum, std::uint32_t* largest) {
+  typedef double Doubles __attribute__((vector_size(32)));
+  typedef float Quarter __attribute__((vector_size(16)));
+  typedef std::uint32_t Words __attribute__((vector_size(16)));
+  const Floats<T> source{static_cast<const Item*>(data)};
+  Doubles sums[4] = {};
+  Words tops[4] = {};
+  std::uint32_t values[16];
+  for (std::size_t i = 0; i < length; i += 16) {
+    if (i + 16 <= length) {
+      for (std::size_t j = 0; j < 16; j += Lanes::width) Lanes::store(values + j, source.vector(i + j));
+    } else {
+      for (std::size_t j = 0; j < 16; ++j) values[j] = i + j < length ? source.scalar(i + j) : 0;
+    }
+    for (std::size_t j = 0; j < 4; ++j) {
+      Words word;
+      __builtin_memcpy(&word, values + 4 * j, sizeof word);
+      word &= magnitude_bits;
+      tops[j] = word > tops[j] ? word : tops[j];
+      sums[j] += __builtin_convertvector((Quarter)word, Doubles);
+    }
+  }
+  const Doubles half[2] = {sums[0] + sums[2], sums[1] + sums[3]};
+  const Doubles quarter = half[0] + half[1];
+  *sum = (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]);
+  std::uint32_t top = 0;
+  for (const Words& word : tops) {
+    for (int j = 0; j < 4; ++j) top = word[j] > top ? word[j] : top;
+  }
+  *largest = top;
+}
+
+}  // namespace
+}  // namespace topkube
