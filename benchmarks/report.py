@@ -53,7 +53,7 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def build_select_section(stored: dict[str, Any]) -> dict[str, str]:
-    parts = [stored, stored["mstopk"], stored["adversarial"], *([stored["sign"]] if "sign" in stored else [])]
+    parts = [stored, stored["mstopk"], stored["adversarial"], stored["codecs"]]
     return {"SELECT": "\n\n".join(f"**{part['title']}**\n\n{format_report(part)}" for part in parts)}
 
 

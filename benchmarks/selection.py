@@ -140,10 +140,11 @@ def report_mstopk(d: int, repeats: int) -> BenchReport:
     return report
 
 
-def sign_report(d: int, repeats: int) -> BenchReport:
-    """Measure the sign kernels. The bound moves the same bytes: an array is multiplied by 1 in place."""
+def measure_codecs(d: int, repeats: int) -> BenchReport:
+    """Measure the kernels of signs and of integers. The bound reads and writes the array once: it is multiplied by 1 in
+    place."""
     columns = {"kernel": "kernel", "nodes": "nodes", "ms": "ms", "bound_ms": "bound, ms", "of_bound": "of its bound"}
-    report = BenchReport("Signs", columns)
+    report = BenchReport("Signs and integers", columns)
     x = np.random.default_rng(0).standard_normal(d, dtype=np.float32)
     work, part = x.copy(), kernels.sign_pack_(x.copy())[:2]
     report.facts |= {"path": kernels.simd(), "elements": d, "load average": round(os.getloadavg()[0], 1)}
@@ -167,6 +168,14 @@ def sign_report(d: int, repeats: int) -> BenchReport:
     add("top_sign_pack_, a tenth", 1, timing.median)
     timing = time_runs(lambda: kernels.top_sign_unpack_add_(work, count, message, 1.0), repeats=repeats)
     add("top_sign_unpack_add_, a tenth", 1, timing.median)
+    for bits in kernels.QUANTISED_BITS:
+        message = np.empty(kernels.quantised_bytes(d, bits), np.uint8)
+        pack = lambda: kernels.quantised_pack_(work, bits, message)  # noqa: B023, E731
+        add(f"quantised_pack_, {bits} bits", 1, time_runs(pack, prepare=lambda: np.copyto(work, x), repeats=repeats).median)
+        for nodes in (1, 2, 8):
+            messages, weights = [message] * nodes, [1 / nodes] * nodes
+            unpack = lambda: kernels.quantised_unpack_add_(work, bits, messages, weights)  # noqa: B023, E731
+            add(f"quantised_unpack_add_, {bits} bits", nodes, time_runs(unpack, repeats=repeats).median)
     return report
 
 
@@ -175,25 +184,25 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=25_557_032)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--signs", action="store_true", help="measure the sign kernels only; keep what is stored")
+    parser.add_argument("--codecs", action="store_true", help="measure signs and integers only; keep what is stored")
     options = parser.parse_args()
-    if options.signs:
-        report = sign_report(options.elements, options.repeats)
+    if options.codecs:
+        report = measure_codecs(options.elements, options.repeats)
         Console(width=140).print(report.build_table())
-        stored = json.loads(options.out.read_text()) | {"sign": json.loads(report.to_json())}
+        stored = json.loads(options.out.read_text()) | {"codecs": json.loads(report.to_json())}
         options.out.write_text(json.dumps(stored, indent=1) + "\n")
         return
     reports = [
         measure(options.elements, [0.001, 0.01], repeats=options.repeats),
         report_mstopk(options.elements, options.repeats),
         report_adversarial(options.elements, 3),
-        sign_report(options.elements, options.repeats),
+        measure_codecs(options.elements, options.repeats),
     ]
     for report in reports:
         Console(width=140).print(report.build_table())
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    selection, mstopk, inputs, signs = (json.loads(report.to_json()) for report in reports)
-    stored = selection | {"mstopk": mstopk, "adversarial": inputs, "sign": signs}
+    selection, mstopk, inputs, codecs = (json.loads(report.to_json()) for report in reports)
+    stored = selection | {"mstopk": mstopk, "adversarial": inputs, "codecs": codecs}
     options.out.write_text(json.dumps(stored, indent=1) + "\n")
 
 

@@ -36,7 +36,7 @@ PACKAGES = {
     "mdurl": "mdurl",
     "pygments": "Pygments",
 }
-"""The modules that the stages import besides torch, and the distribution of each."""
+"""The modules that the stages import besides torch, and the distribution of each. torch does not require NumPy."""
 NEEDED = {
     "build": ["nanobind"],
     "kernels": ["numpy", "ml_dtypes", "xxhash"],
@@ -54,7 +54,6 @@ NEEDED = {
     ],
 }
 """The modules that each kind of stage needs."""
-_CARRIED = [name for name in PACKAGES if name != "numpy"]
 _GLIBC = (17, 24, 27, 28, 31, 34)
 
 
@@ -70,8 +69,7 @@ def prepare(python: str, processor: str, folder: Path, constraints: Path = ROOT 
     platforms = [word for tag in tags for word in ("--platform", tag)]
     pinned = read_pinned_versions(constraints)
     failed = []
-    for module in _CARRIED:
-        name = PACKAGES[module]
+    for name in PACKAGES.values():
         command = [
             *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"),
             *("--python-version", python, "--implementation", "cp", *platforms),

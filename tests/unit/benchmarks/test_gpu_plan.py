@@ -220,7 +220,6 @@ def test_wheels_are_collected_for_the_python_and_the_processor_of_the_other_mach
     monkeypatch.setattr(
         machine, "PACKAGES", {name: name for name in ("topkube_compiled", "topkube_pure", "topkube_rare")}
     )
-    monkeypatch.setattr(machine, "_CARRIED", list(machine.PACKAGES))
     assert machine.prepare(python, processor, wheels, constraints) == ["topkube_rare"]
     assert sorted(wheel.name for wheel in wheels.iterdir()) == [
         f"topkube_compiled-1.0-{tag}.whl",
