@@ -171,7 +171,11 @@ def measure_codecs(d: int, repeats: int) -> BenchReport:
     for bits in kernels.QUANTISED_BITS:
         message = np.empty(kernels.quantised_bytes(d, bits), np.uint8)
         pack = lambda: kernels.quantised_pack_(work, bits, message)  # noqa: B023, E731
-        add(f"quantised_pack_, {bits} bits", 1, time_runs(pack, prepare=lambda: np.copyto(work, x), repeats=repeats).median)
+        add(
+            f"quantised_pack_, {bits} bits",
+            1,
+            time_runs(pack, prepare=lambda: np.copyto(work, x), repeats=repeats).median,
+        )
         for nodes in (1, 2, 8):
             messages, weights = [message] * nodes, [1 / nodes] * nodes
             unpack = lambda: kernels.quantised_unpack_add_(work, bits, messages, weights)  # noqa: B023, E731

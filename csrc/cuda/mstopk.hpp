@@ -169,7 +169,7 @@ TOPKUBE_KERNEL(count_threads) count(Source source, Selection s, u64 kept, u64 se
   const u64 above = gpu::observe(state.above), wanted = kept - above;
   const u64 offsets = gpu::observe(state.above + 1) - above - wanted + 1;  // the consecutive entries must end inside the list
   state.wanted = wanted;
-  state.first = gpu::high_product(mixed(seed), offsets);
+  state.first = gpu::high_product(mix_bits(seed), offsets);
 }
 
 }  // namespace topkube

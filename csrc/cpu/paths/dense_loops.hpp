@@ -1,4 +1,4 @@
-// Dense kernels. These are plain loops that the compiler vectorises. Lane-wise arithmetic has the same bits at any vector width.
+// The loops of dense kernels. The compiler vectorises them. Lane-wise arithmetic has the same bits at any vector width.
 // `narrow` makes NaNs canonical, so `widen_add`, which comes before it, does not.
 #pragma once
 

@@ -29,7 +29,7 @@ struct Lanes {
   using Vector = __m512i;
   using Mask = __mmask16;
 
-  static Vector set(std::uint32_t value) { return _mm512_set1_epi32(static_cast<int>(value)); }
+  static Vector broadcast(std::uint32_t value) { return _mm512_set1_epi32(static_cast<int>(value)); }
   static Vector load(const void* from) { return _mm512_loadu_si512(from); }
   static Vector load_16_bits(const std::uint16_t* from) {  // in halves: SIMDe 0.7 lacks the widening of a whole vector
     const auto* at = reinterpret_cast<const __m128i*>(from);
@@ -46,7 +46,7 @@ struct Lanes {
   static Vector add(Vector a, Vector b) {
     const __m512 sum = _mm512_add_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b));
     const Mask is_nan = _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q);
-    return _mm512_mask_mov_epi32(_mm512_castps_si512(sum), is_nan, set(canonical_nan));
+    return _mm512_mask_mov_epi32(_mm512_castps_si512(sum), is_nan, broadcast(canonical_nan));
   }
   static Mask compare_at_least(Vector magnitude, Vector threshold) { return _mm512_cmpge_epu32_mask(magnitude, threshold); }
   template <class MaskAt>
@@ -67,7 +67,7 @@ struct Lanes {
   using Vector = __m256i;
   using Mask = __m256i;
 
-  static Vector set(std::uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
+  static Vector broadcast(std::uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
   static Vector load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
   static Vector load_16_bits(const std::uint16_t* from) {
     return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -81,7 +81,7 @@ struct Lanes {
   static Vector add(Vector a, Vector b) {
     const __m256 sum = _mm256_add_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b));
     const __m256 is_nan = _mm256_cmp_ps(sum, sum, _CMP_UNORD_Q);
-    return _mm256_blendv_epi8(_mm256_castps_si256(sum), set(canonical_nan), _mm256_castps_si256(is_nan));
+    return _mm256_blendv_epi8(_mm256_castps_si256(sum), broadcast(canonical_nan), _mm256_castps_si256(is_nan));
   }
   // Magnitudes are below 2^31 and thresholds at most 2^31, so a signed comparison with threshold - 1 is correct.
   static Mask compare_at_least(Vector magnitude, Vector threshold) {
@@ -111,7 +111,7 @@ struct Lanes {
   typedef std::int32_t Mask __attribute__((vector_size(16)));
   typedef float Floats __attribute__((vector_size(16)));
 
-  static Vector set(std::uint32_t value) { return Vector{value, value, value, value}; }
+  static Vector broadcast(std::uint32_t value) { return Vector{value, value, value, value}; }
   static Vector load(const void* from) {
     Vector v;
     __builtin_memcpy(&v, from, sizeof v);
@@ -127,7 +127,7 @@ struct Lanes {
   static Vector add(Vector a, Vector b) {
     const Floats sum = (Floats)a + (Floats)b;
     const auto is_nan = (Vector)(sum != sum);
-    return ((Vector)sum & ~is_nan) | (set(canonical_nan) & is_nan);
+    return ((Vector)sum & ~is_nan) | (broadcast(canonical_nan) & is_nan);
   }
   // Magnitudes are below 2^31 and thresholds at most 2^31, so a signed comparison with threshold - 1 is correct.
   static Mask compare_at_least(Vector magnitude, Vector threshold) { return (Mask)magnitude > (Mask)(threshold - 1); }

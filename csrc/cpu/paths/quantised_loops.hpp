@@ -1,5 +1,4 @@
-// Integers of 4 or 8 bits. These are plain loops that the compiler vectorises, over whole blocks: the rest of a short block is
-// zeros.
+// The loops of integers of 4 or 8 bits. The compiler vectorises them. They process whole blocks: the rest of a short block is zeros.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Selection. A source reads `Lanes::width` values from index i on as 32-bit lanes, or the single value at index i.
+// The loops of selection. A source loads `Lanes::width` values from index i on as 32-bit lanes, or the single value at index i.
 #pragma once
 
 #include <cstddef>
@@ -13,44 +13,45 @@ namespace {
 struct Bits32 {
   static constexpr std::uint32_t mask = magnitude_bits;
   const std::uint32_t* x;
-  Lanes::Vector vector(std::size_t i) const { return Lanes::load(x + i); }
-  std::uint32_t scalar(std::size_t i) const { return x[i]; }
+  Lanes::Vector load_vector(std::size_t i) const { return Lanes::load(x + i); }
+  std::uint32_t load_scalar(std::size_t i) const { return x[i]; }
 };
 
 struct Bits16 {
   static constexpr std::uint32_t mask = 0x7fffu;
   const std::uint16_t* x;
-  Lanes::Vector vector(std::size_t i) const { return Lanes::load_16_bits(x + i); }
-  std::uint32_t scalar(std::size_t i) const { return x[i]; }
+  Lanes::Vector load_vector(std::size_t i) const { return Lanes::load_16_bits(x + i); }
+  std::uint32_t load_scalar(std::size_t i) const { return x[i]; }
 };
 
 template <class T>
-struct Floats;
+struct FloatSource;
 template <>
-struct Floats<F32> : Bits32 {};
+struct FloatSource<F32> : Bits32 {};
 template <>
-struct Floats<BF16> {
+struct FloatSource<BF16> {
   static constexpr std::uint32_t mask = magnitude_bits;
   const std::uint16_t* x;
-  Lanes::Vector vector(std::size_t i) const { return Lanes::shift_left_16(Lanes::load_16_bits(x + i)); }
-  std::uint32_t scalar(std::size_t i) const { return std::uint32_t{x[i]} << 16; }
+  Lanes::Vector load_vector(std::size_t i) const { return Lanes::shift_left_16(Lanes::load_16_bits(x + i)); }
+  std::uint32_t load_scalar(std::size_t i) const { return std::uint32_t{x[i]} << 16; }
 };
 template <>
-struct Floats<F16> {
+struct FloatSource<F16> {
   static constexpr std::uint32_t mask = magnitude_bits;
   const std::uint16_t* x;
-  Lanes::Vector vector(std::size_t i) const { return Lanes::load_fp16(x + i); }
-  std::uint32_t scalar(std::size_t i) const { return bits_of(from_f16(x[i])); }
+  Lanes::Vector load_vector(std::size_t i) const { return Lanes::load_fp16(x + i); }
+  std::uint32_t load_scalar(std::size_t i) const { return bits_of(from_f16(x[i])); }
 };
 
-constexpr std::size_t word = 64;  // elements per mask word
-constexpr std::size_t ahead =
+constexpr std::size_t word_elements = 64;  // elements per mask word
+constexpr std::size_t prefetch_distance =
     1024;  // elements between a prefetch and its use; the hardware does not recognise the access pattern below
 
 // Appends the lanes whose bit is set. The first three steps always run, even if fewer bits are set: three steps are enough at usual
 // densities, and a branch that is often mispredicted costs more. Entries written beyond `count` are overwritten later.
 template <class ValueAt>
-std::size_t append(std::uint64_t bits, std::uint32_t base, std::uint32_t* indices, std::uint32_t* values, const ValueAt& value_at) {
+std::size_t append_set_lanes(std::uint64_t bits, std::uint32_t base, std::uint32_t* indices, std::uint32_t* values,
+                             const ValueAt& value_at) {
   const auto count = static_cast<std::size_t>(__builtin_popcountll(bits));
   const auto put = [&](std::size_t at) {
     const auto lane = static_cast<std::uint32_t>(__builtin_ctzll(bits | std::uint64_t{1} << 63));
@@ -63,22 +64,24 @@ std::size_t append(std::uint64_t bits, std::uint32_t base, std::uint32_t* indice
   return count;
 }
 
+// Appends the entries of at least `threshold`, from a source. Returns their number.
 template <class Source>
 std::size_t filter_source(const Source& source, std::size_t length, std::uint32_t base, std::uint32_t threshold,
                           std::uint32_t* indices, std::uint32_t* values) {
-  const Lanes::Vector mask = Lanes::set(Source::mask), least = Lanes::set(threshold);
+  const Lanes::Vector magnitude_mask = Lanes::broadcast(Source::mask), least = Lanes::broadcast(threshold);
   std::size_t count = 0, i = 0;
-  for (; i + word <= length; i += word) {
-    const std::uint64_t bits = Lanes::pack_masks(
-        [&](std::size_t j) { return Lanes::compare_at_least(Lanes::bitwise_and(source.vector(i + j), mask), least); });
-    for (std::size_t line = 0; line < word * sizeof *source.x; line += 64) {
-      __builtin_prefetch(reinterpret_cast<const char*>(source.x + i + ahead) + line);
+  for (; i + word_elements <= length; i += word_elements) {
+    const std::uint64_t bits = Lanes::pack_masks([&](std::size_t j) {
+      return Lanes::compare_at_least(Lanes::bitwise_and(source.load_vector(i + j), magnitude_mask), least);
+    });
+    for (std::size_t line = 0; line < word_elements * sizeof *source.x; line += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(source.x + i + prefetch_distance) + line);
     }
-    count += append(bits, base + static_cast<std::uint32_t>(i), indices + count, values + count,
-                    [&](std::size_t lane) { return source.scalar(i + lane); });
+    count += append_set_lanes(bits, base + static_cast<std::uint32_t>(i), indices + count, values + count,
+                              [&](std::size_t lane) { return source.load_scalar(i + lane); });
   }
   for (; i < length; ++i) {
-    const std::uint32_t value = source.scalar(i);
+    const std::uint32_t value = source.load_scalar(i);
     indices[count] = base + static_cast<std::uint32_t>(i);
     values[count] = value;
     count += (value & Source::mask) >= threshold;
@@ -92,27 +95,28 @@ std::size_t filter(const void* data, std::size_t length, std::uint32_t base, std
   return filter_source(Source{static_cast<const Item*>(data)}, length, base, threshold, indices, values);
 }
 
-// Writes acc = residual + gradient, and zero for appended entries: those are sent next, and they are in the cache now.
+// Writes acc = residual + gradient, and filters the sums. Appended entries are zero in acc, because they are sent next; acc is in
+// the cache now.
 template <class T, class Item>
 std::size_t accumulate_filter(const void* gradient, const float* residual, float* acc, std::size_t length, std::uint32_t base,
                               std::uint32_t threshold, std::uint32_t* indices, std::uint32_t* values) {
-  const Floats<T> source{static_cast<const Item*>(gradient)};
-  const Lanes::Vector mask = Lanes::set(magnitude_bits), least = Lanes::set(threshold);
+  const FloatSource<T> source{static_cast<const Item*>(gradient)};
+  const Lanes::Vector magnitude_mask = Lanes::broadcast(magnitude_bits), least = Lanes::broadcast(threshold);
   std::size_t count = 0, i = 0;
-  alignas(64) std::uint32_t sums[word];
-  for (; i + word <= length; i += word) {
+  alignas(64) std::uint32_t sums[word_elements];
+  for (; i + word_elements <= length; i += word_elements) {
     const std::uint64_t bits = Lanes::pack_masks([&](std::size_t j) {
-      const Lanes::Vector sum = Lanes::add(Lanes::load(residual + i + j), source.vector(i + j));
-      const Lanes::Mask large = Lanes::compare_at_least(Lanes::bitwise_and(sum, mask), least);
+      const Lanes::Vector sum = Lanes::add(Lanes::load(residual + i + j), source.load_vector(i + j));
+      const Lanes::Mask large = Lanes::compare_at_least(Lanes::bitwise_and(sum, magnitude_mask), least);
       Lanes::store(sums + j, sum);
       Lanes::store(acc + i + j, Lanes::clear_lanes(large, sum));
       return large;
     });
-    count += append(bits, base + static_cast<std::uint32_t>(i), indices + count, values + count,
-                    [&](std::size_t lane) { return sums[lane]; });
+    count += append_set_lanes(bits, base + static_cast<std::uint32_t>(i), indices + count, values + count,
+                              [&](std::size_t lane) { return sums[lane]; });
   }
   for (; i < length; ++i) {
-    const float sum = canonical(residual[i] + float_of(source.scalar(i)));
+    const float sum = canonical(residual[i] + float_of(source.load_scalar(i)));
     const bool large = (bits_of(sum) & magnitude_bits) >= threshold;
     indices[count] = base + static_cast<std::uint32_t>(i);
     values[count] = bits_of(sum);
@@ -122,22 +126,22 @@ std::size_t accumulate_filter(const void* gradient, const float* residual, float
   return count;
 }
 
-// Keeps sixteen running sums: element i goes into sum i % 16. At the end, halves are added to halves. The integer order of the bits
-// is the order of the magnitudes.
+// Computes the sum of |x| in double, and the bits of the largest |x|. Element i is added to running sum i % 16. At the end, the second
+// half of the sums is added to the first half, until one sum is left. The integer order of the bits is the order of the magnitudes.
 template <class T, class Item>
 void moments(const void* data, std::size_t length, double* sum, std::uint32_t* largest) {
   typedef double Doubles __attribute__((vector_size(32)));
   typedef float Quarter __attribute__((vector_size(16)));
   typedef std::uint32_t Words __attribute__((vector_size(16)));
-  const Floats<T> source{static_cast<const Item*>(data)};
+  const FloatSource<T> source{static_cast<const Item*>(data)};
   Doubles sums[4] = {};
   Words tops[4] = {};
   std::uint32_t values[16];
   for (std::size_t i = 0; i < length; i += 16) {
     if (i + 16 <= length) {
-      for (std::size_t j = 0; j < 16; j += Lanes::width) Lanes::store(values + j, source.vector(i + j));
+      for (std::size_t j = 0; j < 16; j += Lanes::width) Lanes::store(values + j, source.load_vector(i + j));
     } else {
-      for (std::size_t j = 0; j < 16; ++j) values[j] = i + j < length ? source.scalar(i + j) : 0;
+      for (std::size_t j = 0; j < 16; ++j) values[j] = i + j < length ? source.load_scalar(i + j) : 0;
     }
     for (std::size_t j = 0; j < 4; ++j) {
       Words word;

@@ -1,4 +1,4 @@
-// Signs. These loops use the compiler's vectors, of the width of this path's registers: wider ones would pass through memory.
+// The loops of signs. They use the compiler's vectors, of the width of this path's registers: wider ones would pass through memory.
 #pragma once
 
 #include <cstddef>

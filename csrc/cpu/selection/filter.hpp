@@ -48,7 +48,7 @@ Plan plan_filter(std::size_t length, std::size_t k, std::uint32_t mask, Workspac
   std::uint32_t* sample = workspace.room(2 * size + 1);
   const std::uint64_t stratum = (length << 16) / size;  // 48.16 fixed point
   for (std::size_t i = 0; i < size; ++i) {
-    sample[i] = read(static_cast<std::size_t>(sample_position(i, stratum))) & mask;
+    sample[i] = read(static_cast<std::size_t>(compute_sample_position(i, stratum))) & mask;
   }
   return plan_from_sample(sample, size, length, k, sample + size);
 }

@@ -101,7 +101,7 @@ struct Output {
     const std::size_t wanted = k - thresholds.above_upper;
     const std::size_t offsets =
         thresholds.above_lower - thresholds.above_upper - wanted + 1;  // the consecutive entries must end inside the list
-    first = static_cast<std::size_t>(static_cast<unsigned __int128>(mixed(seed)) * offsets >> 64);
+    first = static_cast<std::size_t>(static_cast<unsigned __int128>(mix_bits(seed)) * offsets >> 64);
     last = first + wanted;
   }
 

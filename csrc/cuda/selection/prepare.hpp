@@ -58,7 +58,7 @@ TOPKUBE_KERNEL(prepare_threads) prepare(Source source, Selection s) {
     for (u32 j = 0; j < samples_per_thread; ++j) {
       const u64 i = gpu::thread() + u64{j} * gpu::threads();
       // An unused place counts as the smallest magnitude, which reaches only a bound of 0.
-      sample[j] = i < s.samples ? source.peek(sample_position(i, s.stratum)) & Source::mask : 0;
+      sample[j] = i < s.samples ? source.peek(compute_sample_position(i, s.stratum)) & Source::mask : 0;
     }
     // Finds, bit by bit, the magnitudes that `low_rank` and `high_rank` samples reach.
     u32 low = 0, high = 0, above_low = most_samples, above_high = s.high_rank ? most_samples : 0;

@@ -90,12 +90,12 @@ def _write_summary(tier: DiskTier, shards: Shards) -> None:
 
 
 def choose_cache_folder(directory: AnyPath | None, settings: Settings) -> Path:
-    """Return the directory of the disk tier."""
+    """Return the folder of the disk tier."""
     return Path(directory or settings.cache_directory).expanduser()
 
 
 def choose_memory_folder(directory: AnyPath | None, settings: Settings) -> Path:
-    """Return the directory of the memory tier. Every user has a separate directory."""
+    """Return the folder of the memory tier. Every user has a separate folder."""
     return Path(directory or settings.cache_memory_directory) / f"topkube-{os.geteuid()}"
 
 
@@ -115,8 +115,8 @@ def _list_on_rank_0(list_objects: Callable[[], Listing], place: RankPlace) -> Li
 
 
 def resolve_address(uri: str, settings: Settings) -> str:
-    """Return the address of a dataset. The mountPath of the job is replaced by the address in the job's spec. A local
-    path becomes a file:// address."""
+    """Return the address of a dataset. If `uri` is the mountPath of the job, this is the address in the job's spec. A
+    local path becomes a file:// address."""
     if settings.dataset_uri and uri.rstrip("/") == settings.dataset_mount.rstrip("/"):
         uri = settings.dataset_uri
     if "://" not in uri:
@@ -126,7 +126,7 @@ def resolve_address(uri: str, settings: Settings) -> str:
 
 def list_dataset(store: ObjectStore, tier: DiskTier | None) -> Listing:
     """Return the listing of the dataset. If the listing comes from a manifest, the cache stores it until the manifest
-    changes. So the next job opens the dataset without reading the manifest."""
+    changes. Therefore the next job opens the dataset without reading the manifest."""
     version = store.read_manifest_version()
     if version is None or tier is None:
         return store.read_listing()
@@ -144,7 +144,7 @@ def list_dataset(store: ObjectStore, tier: DiskTier | None) -> Listing:
 
 
 def check_limits(shards: Shards, size_limit: int, memory_limit: int, ranks_per_node: int) -> None:
-    """Raise DatasetError if a limit has no room for the shards that all ranks of a node fetch at the same time."""
+    """Raise DatasetError if a limit is smaller than the shards that all ranks of a node can fetch at the same time."""
     largest = int(shards.sizes.max())
     for name, limit in (("size_limit", size_limit), ("memory_limit", memory_limit)):
         if 0 < limit < largest * ranks_per_node:

@@ -27,8 +27,9 @@ from topkube.data.remote.retry import Changed
 from topkube.errors import StoreError
 
 _EARLY_DIVISOR = 4
-"""A process reads at most the size of a tar shard divided by this early. Then it waits for the shard."""
-_FILE_INDEXES = 64
+"""A process reads at most the size of a tar shard, divided by this number, early. Then it waits for the shard."""
+_MAX_FILE_INDEXES = 64
+"""The most indexes of shards of files that are kept."""
 
 
 class EarlySamples:
@@ -58,30 +59,30 @@ class EarlySamples:
         missing = [number for number in wanted if cache.node_state.filler_count and not cache.has_samples(number)]
         indexes: dict[int, CheckedIndex | None]
         if self._remote_indexes is None:
-            indexes = {number: self._index_files(number) for number in missing}
+            indexes = {number: self._load_file_index(number) for number in missing}
         else:
-            candidates = [number for number in missing if self._has_few_bytes(number, 0)]
+            candidates = [number for number in missing if self._is_within_early_limit(number, 0)]
             indexes = {
                 number: checked
                 for number, checked in self._remote_indexes.load(candidates).items()
-                if self._has_few_bytes(number, int(checked.index.sizes[wanted[number]].sum()))
+                if self._is_within_early_limit(number, int(checked.index.sizes[wanted[number]].sum()))
             }
         return {number: checked for number, checked in indexes.items() if checked is not None}
 
-    def _index_files(self, number: int) -> CheckedIndex | None:
+    def _load_file_index(self, number: int) -> CheckedIndex | None:
         """Return the index of a shard of files without checksums of samples; None if a file cannot be checked."""
         if number not in self._file_indexes:
             objects = self._cache.shards.list_objects(self._cache.shards[number])
             can_check = all(self._cache.store.can_check(remote_object) for remote_object in objects)
             index = CheckedIndex(self._cache.load_index(number), np.empty((0, 2), np.uint64)) if can_check else None
             self._file_indexes[number] = index
-            while len(self._file_indexes) > _FILE_INDEXES:
+            while len(self._file_indexes) > _MAX_FILE_INDEXES:
                 self._file_indexes.pop(next(iter(self._file_indexes)), None)
             return index
         return self._file_indexes[number]
 
-    def _has_few_bytes(self, number: int, more: int) -> bool:
-        """Return True if the bytes of a tar shard that were read early, plus `more` bytes, are a small part of it."""
+    def _is_within_early_limit(self, number: int, more: int) -> bool:
+        """Return True if the early bytes of a tar shard, plus `more` bytes, are within the limit."""
         return self._early_bytes.get(number, 0) + more <= int(self._cache.shards.sizes[number]) // _EARLY_DIVISOR
 
     def read(
@@ -120,7 +121,7 @@ class EarlySamples:
         if self._remote_indexes is not None:
             for (number, position, _), sample in zip(samples, data, strict=True):
                 self._check_sample(indexes[number], number, position, sample)
-        with self._guard():
+        with self._get_lock():
             for (number, position, _), sample in zip(samples, data, strict=True):
                 self._unverified.setdefault(number, {})[position] = xxhash.xxh3_64_intdigest(sample)
                 self._early_bytes[number] = self._early_bytes.get(number, 0) + len(sample)
@@ -165,14 +166,14 @@ class EarlySamples:
         again."""
         for number in list(self._unverified):
             if self._cache.has_samples(number):
-                with self._guard():
+                with self._get_lock():
                     digests = self._unverified.pop(number, {})
                 try:
                     self._compare(number, digests)
                 except Changed:
                     raise
                 except BaseException:
-                    with self._guard():
+                    with self._get_lock():
                         self._unverified[number] = {**digests, **self._unverified.get(number, {})}
                     raise
 
@@ -186,7 +187,7 @@ class EarlySamples:
             if xxhash.xxh3_64_intdigest(data) != digest:
                 raise build_early_error(cache.shards.listing.paths[cache.shards[number].start + position])
 
-    def _guard(self) -> threading.Lock:
+    def _get_lock(self) -> threading.Lock:
         if self._process != os.getpid():  # after a fork the lock may be held by a thread of the parent
             self._process, self._lock = os.getpid(), threading.Lock()
         return self._lock

@@ -46,7 +46,7 @@ class OpenShards:
 
     def find(self, number: int) -> ShardFile | None:
         """Return the open shard; None if it is not open."""
-        with self._guard():
+        with self._get_lock():
             for files in (self._cached, self._in_memory):
                 if number in files:
                     files.move_to_end(number)
@@ -55,7 +55,7 @@ class OpenShards:
 
     def keep(self, number: int, opened: ShardFile) -> ShardFile:
         """Keep the shard open for later. Return the shard, or the file that another thread has kept meanwhile."""
-        with self._guard():
+        with self._get_lock():
             kept = self._cached if opened.is_cached else self._in_memory
             if number in kept:
                 return kept[number]
@@ -71,13 +71,13 @@ class OpenShards:
 
     def forget(self, number: int) -> None:
         """Remove the file of this shard, so that the shard is opened again before its next use."""
-        with self._guard():
+        with self._get_lock():
             self._cached.pop(number, None)
             self._in_memory.pop(number, None)
 
     def close_idle(self) -> None:
         """Close the cached shards that are kept open for later, here and in `closers`."""
-        with self._guard():
+        with self._get_lock():
             self._cached.clear()
         for close in list(self.closers):
             close()
@@ -87,7 +87,7 @@ class OpenShards:
         self._cached.clear()
         self._in_memory.clear()
 
-    def _guard(self) -> threading.Lock:
+    def _get_lock(self) -> threading.Lock:
         if self._process != os.getpid():  # after a fork the lock may be held by a thread of the parent
             self._process, self._lock = os.getpid(), threading.Lock()
         return self._lock

@@ -30,8 +30,8 @@ def _ignore_step(step: str) -> None:
     pass
 
 
-step: Callable[[str], None] = _ignore_step
-"""Called with the name of each step of a publication after that step. Tests kill the process at a step."""
+notify_step: Callable[[str], None] = _ignore_step
+"""Called after each step of a publication, with the name of the step. Tests kill the process at a step."""
 
 
 class ShardPublisher:
@@ -50,14 +50,14 @@ class ShardPublisher:
         reservation = self._tier.reserve(max(size, 0), part, self._folder)
         file = -1
         try:
-            step("reserved")
+            notify_step("reserved")
             file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             if size > 0:
                 os.posix_fallocate(file, 0, size)
-            step("created")
+            notify_step("created")
             self._growing[file] = reservation
             received = fill(file) or ReceivedChecksums()
-            step("filled")
+            notify_step("filled")
             if size < 0:
                 size = os.fstat(file).st_size
             if os.fstat(file).st_size != size:
@@ -69,19 +69,19 @@ class ShardPublisher:
                     cause="faulty memory or a faulty disk changed bytes",
                     next_step="check the kernel's log for errors; run a memory test on this node",
                 )
-            step("hashed")
+            notify_step("hashed")
             os.fchmod(file, os.fstat(file).st_mode & 0o444)  # read-only, for the users who may read it
             os.fsync(file)
-            step("synced")
+            notify_step("synced")
             with FileLock(self._tier.directory / "space.lock"):  # no process counts both the record and the reservation
                 self._folder.log.append(key, hashed, size, samples)
                 reservation.settle()
-            step("recorded")
+            notify_step("recorded")
             announce()
             os.rename(part, final)
-            step("renamed")
+            notify_step("renamed")
             sync_directory(final.parent)
-            step("published")
+            notify_step("published")
         except BaseException:
             self._growing.pop(file, None)  # before another thread can get a file of the same number
             if file >= 0:
@@ -94,10 +94,10 @@ class ShardPublisher:
             with contextlib.suppress(OSError):
                 reservation.release()
         os.close(file)  # this descriptor could write
-        reading = self._folder.open(key)
-        if reading is None:
+        read_only_file = self._folder.open(key)
+        if read_only_file is None:
             raise FileNotFoundError(errno.ENOENT, "another process removed the shard", str(final))
-        return reading
+        return read_only_file
 
     def is_being_published(self, file: int) -> bool:
         """Return True while `publish` writes this file."""

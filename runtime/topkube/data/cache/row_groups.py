@@ -114,7 +114,7 @@ class RowGroups:
             name = self._cache.shards.listing.paths[self._cache.shards[number].start]
             raise DatasetError(f"{name} cannot be read: {error}", next_step="compare it with its source") from None
 
-    def _guard(self) -> threading.Lock:
+    def _get_lock(self) -> threading.Lock:
         if self._process != os.getpid():  # after a fork the descriptors share their positions with the parent
             self._process, self._lock = os.getpid(), threading.Lock()
             self._files.clear()
@@ -128,7 +128,7 @@ class RowGroups:
 
     def count_rows(self, number: int) -> int:
         """Return the number of rows of the shard."""
-        with self._guard():
+        with self._get_lock():
             return int(self._open_file(number)[1][-1])
 
     def _read_group(self, number: int, group: int) -> Any:
@@ -168,7 +168,7 @@ class RowGroups:
         Changed if a group differs."""
         if self._early is None:
             return
-        with self._guard():
+        with self._get_lock():
             try:
                 self._early.verify()
             except Changed:
@@ -181,7 +181,7 @@ class RowGroups:
         rows that it has."""
         result: list[dict[str, Any]] = [{}] * rows.size
         self.verify_early()
-        with self._guard():
+        with self._get_lock():
             places: dict[tuple[int, int], list[tuple[int, int]]] = {}
             for at, (number, row) in enumerate(zip(numbers.tolist(), rows.tolist(), strict=True)):
                 starts = self._find_first_rows(number)

@@ -123,17 +123,17 @@ class SampleReader:
         return index.starts[:, column], lengths
 
     def _load_index(self, number: int) -> SampleIndex:
-        with self._guard():
+        with self._get_lock():
             index = self._indexes.get(number)
         if index is None:
             index = self.cache.load_index(number)
-            with self._guard():
+            with self._get_lock():
                 self._indexes[number] = index
                 while len(self._indexes) > _INDEXES:
                     self._indexes.popitem(last=False)
         return index
 
-    def _guard(self) -> threading.Lock:
+    def _get_lock(self) -> threading.Lock:
         if self._process != os.getpid():
             self._process, self._lock = os.getpid(), threading.Lock()
         return self._lock
@@ -265,7 +265,7 @@ class SampleReader:
             if is_miss:
                 self.cache.counters.add("disk_misses", int((numbers == number).sum()))
             self._locate_samples(number)
-            with self._guard():  # another thread may have opened the shard and be reading from it
+            with self._get_lock():  # another thread may have opened the shard and be reading from it
                 if number not in held.files:
                     held.files[number] = file
                     held.descriptors[number] = file.file

@@ -120,7 +120,7 @@ class _ReadLoop:
             try:
                 connection = self._client.take_connection()
             except OSError as error:
-                self._retry(transfer, error)
+                self._count_and_retry(transfer, error)
                 continue
             self._begin(connection, transfer)
 
@@ -140,7 +140,7 @@ class _ReadLoop:
     def _advance(self, connection: Connection) -> None:
         old_socket = connection.socket
         try:
-            has_range = connection.advance(self._guarded_write, self._progress)
+            has_range = connection.advance(self._wrap_write_errors, self._progress)
         except _WriteError as error:
             raise error.error from None
         except NotPlain:
@@ -157,10 +157,11 @@ class _ReadLoop:
             self._active[connection] = connection.events
             self._selector.modify(connection.socket, connection.events, connection)
 
-    def _guarded_write(self, offset: int, data: Any) -> None:
+    def _wrap_write_errors(self, offset: int, data: Any) -> None:
+        """Write the bytes. Raises _WriteError for an error of the writer."""
         try:
             self._write(offset, data)
-        except Exception as error:  # an error of the writer is not an error of the connection
+        except Exception as error:
             raise _WriteError(error) from None
 
     def _finish_range(self, connection: Connection) -> bool:
@@ -193,14 +194,16 @@ class _ReadLoop:
         self._retry_transfer(connection, connection.transfer, error)
 
     def _retry_transfer(self, connection: Connection, transfer: Transfer, error: Exception) -> None:
-        """Try again. If the server closed a connection that was open since an earlier request, before it sent a byte,
-        this does not count as a failed try."""
+        """Schedule another try of the transfer. If the server closed a reused connection before it sent a byte, the
+        failed try is not counted."""
         if connection.is_reused and not connection.has_received and not isinstance(error, TimeoutError):
             self._retries.append((0.0, transfer))
             return
-        self._retry(transfer, error)
+        self._count_and_retry(transfer, error)
 
-    def _retry(self, transfer: Transfer, error: Exception) -> None:
+    def _count_and_retry(self, transfer: Transfer, error: Exception) -> None:
+        """Count a failed try, and schedule the next try after a pause. Raises the final error if no try is left, or if
+        a retry cannot help."""
         patience = self._client.server.patience
         if transfer.tries == patience.retries or not is_worth_a_retry(error):
             raise build_final_error(error, transfer.reading.url, transfer.tries) from error

@@ -25,7 +25,7 @@ from topkube.data.remote.listing import IndexPart, Listing, RemoteObject
 from topkube.data.remote.object_version import build_changed_error, build_condition, is_same_version
 from topkube.data.remote.retry import Patience
 from topkube.data.remote.s3_reading import check_object
-from topkube.data.remote.store_access import CONCURRENT, HTTP, S3, StoreAccess, run_until_failure
+from topkube.data.remote.store_access import CONCURRENT_OBJECTS, HTTP, S3, StoreAccess, run_until_failure
 from topkube.data.remote.store_listing import StoreListing, find_base
 from topkube.data.remote.transfer import Transfer, Write
 
@@ -156,7 +156,7 @@ class ObjectStore:
         remaining = transfers
         if (client := self._open_socket_client()) is not None:
             try:
-                client.read(iter(transfers), CONCURRENT, write, progress)
+                client.read(iter(transfers), CONCURRENT_OBJECTS, write, progress)
                 remaining = []
             except NotPlain:  # from now on the HTTP library reads everything
                 self._is_plain = False
@@ -196,7 +196,7 @@ class ObjectStore:
         reading = transfer.reading
         while transfer.at < transfer.stop:
             start, end = transfer.at, transfer.choose_range_end(RANGE_BYTES)
-            data = self._access.call_patiently(
+            data = self._access.call_with_retries(
                 partial(self._read_range, reading, start, end),
                 partial(self._async_read_range, reading, start, end),
                 reading.url,
@@ -204,7 +204,7 @@ class ObjectStore:
             transfer.add(data, end, write, progress)
             transfer.finish_range()
         if not self._is_conditional:
-            self._access.call_patiently(
+            self._access.call_with_retries(
                 partial(self._confirm, reading), partial(self._async_confirm, reading), reading.url
             )
 
@@ -218,15 +218,15 @@ class ObjectStore:
                 reading = transfer.reading
                 while transfer.at < transfer.stop:
                     end = transfer.choose_range_end(RANGE_BYTES)
-                    data = await self._access.ask_patiently(
+                    data = await self._access.await_with_retries(
                         partial(self._async_read_range, reading, transfer.at, end), reading.url
                     )
                     transfer.add(data, end, write, progress)
                     transfer.finish_range()
                 if not self._is_conditional:
-                    await self._access.ask_patiently(partial(self._async_confirm, reading), reading.url)
+                    await self._access.await_with_retries(partial(self._async_confirm, reading), reading.url)
 
-        await run_until_failure([take_transfers() for _ in range(min(CONCURRENT, len(transfers)))])
+        await run_until_failure([take_transfers() for _ in range(min(CONCURRENT_OBJECTS, len(transfers)))])
 
     async def _async_read_range(self, reading: Reading, start: int, end: int) -> bytes:
         """Read a range once, with an asynchronous file system. For HTTP and S3 the request has a condition on the

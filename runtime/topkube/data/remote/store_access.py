@@ -21,7 +21,7 @@ from topkube.errors import DatasetError
 from topkube.installation import install_command
 
 HTTP, S3, LOCAL = ("http", "https"), ("s3", "s3a"), ("file", "local")
-CONCURRENT = 16
+CONCURRENT_OBJECTS = 16
 """The number of small objects that are fetched at the same time."""
 
 
@@ -69,16 +69,16 @@ class StoreAccess:
         """True if the file system has an event loop and reads ranges on it."""
         return bool(self.filesystem.async_impl) and hasattr(self.filesystem, "_cat_file")
 
-    def call_patiently(self, read: Callable[[], Any] | None, ask: Callable[[], Any] | None, what: str) -> Any:
-        """Call `ask` on the loop of an asynchronous file system, else `read` in this thread, with retries. Only `ask`
-        has a deadline."""
-        if ask is not None and (read is None or self.is_asynchronous):
-            return sync(self.filesystem.loop, self.ask_patiently, ask, what)
-        assert read is not None
+    def call_with_retries(self, call: Callable[[], Any] | None, async_call: Callable[[], Any] | None, what: str) -> Any:
+        """Await `async_call` on the loop of an asynchronous file system, or call `call` in this thread. Both are
+        retried. Only `async_call` has a deadline."""
+        if async_call is not None and (call is None or self.is_asynchronous):
+            return sync(self.filesystem.loop, self.await_with_retries, async_call, what)
+        assert call is not None
         pause = self.patience.pause_seconds
         for attempt in range(self.patience.retries + 1):
             try:
-                return read()
+                return call()
             except Exception as error:
                 if attempt == self.patience.retries or not is_worth_a_retry(error):
                     raise build_final_error(error, what, attempt) from error
@@ -86,13 +86,13 @@ class StoreAccess:
                 pause *= 2
         raise AssertionError
 
-    async def ask_patiently(self, ask: Callable[[], Any], what: str) -> Any:
-        """Await `ask` with retries, on the loop of fsspec. A try ends after twice `stall_seconds`, even if bytes
+    async def await_with_retries(self, async_call: Callable[[], Any], what: str) -> Any:
+        """Await `async_call` with retries, on the loop of fsspec. A try ends after twice `stall_seconds`, even if bytes
         arrive."""
         pause = self.patience.pause_seconds
         for attempt in range(self.patience.retries + 1):
             try:
-                return await asyncio.wait_for(ask(), self.patience.stall_seconds * 2)
+                return await asyncio.wait_for(async_call(), self.patience.stall_seconds * 2)
             except Exception as error:
                 if attempt == self.patience.retries or not is_worth_a_retry(error):
                     raise build_final_error(error, what, attempt) from error
@@ -101,7 +101,7 @@ class StoreAccess:
         raise AssertionError
 
     def describe(self, url: str) -> tuple[str, int | None, bool]:
-        """Return the version of an object, its size (None if unknown), and False: fsspec does not tell whether the
+        """Return the version of an object, its size (None if unknown), and False: fsspec does not report whether the
         store sent an HTML page. Raises the errors of fsspec."""
         self.filesystem.invalidate_cache()
         info = self.filesystem.info(url)
@@ -117,15 +117,15 @@ class StoreAccess:
         return read_info_version(info), info.get("size"), False
 
     async def async_describe_all(self, urls: list[str]) -> list[tuple[str, int | None, bool]]:
-        """Describe many objects, `CONCURRENT` of them at the same time, with retries."""
+        """Describe many objects, `CONCURRENT_OBJECTS` of them at the same time, with retries."""
         described: list[tuple[str, int | None, bool]] = [("", None, False)] * len(urls)
         waiting = iter(enumerate(urls))
 
-        async def take_objects() -> None:
+        async def describe_objects() -> None:
             for at, url in waiting:
-                described[at] = await self.ask_patiently(partial(self.async_describe, url), url)
+                described[at] = await self.await_with_retries(partial(self.async_describe, url), url)
 
-        await run_until_failure([take_objects() for _ in range(CONCURRENT)])
+        await run_until_failure([describe_objects() for _ in range(CONCURRENT_OBJECTS)])
         return described
 
 

@@ -76,7 +76,7 @@ class StoreListing:
         """Return version and size of the manifest; None if there is no manifest."""
         url = self.manifest_uri
         try:
-            version, size, is_page = self._access.call_patiently(
+            version, size, is_page = self._access.call_with_retries(
                 partial(self._access.describe, url), partial(self._access.async_describe, url), url
             )
         except Absent:
@@ -111,7 +111,7 @@ class StoreListing:
         if self._access.protocol in HTTP:
             return self._list_by_http()
         self._access.filesystem.invalidate_cache()
-        details = self._access.call_patiently(
+        details = self._access.call_with_retries(
             self._find_local if self._access.protocol in LOCAL else self._find, None, self._access.uri
         )
         return [
@@ -141,7 +141,7 @@ class StoreListing:
         base = self._root.rstrip("/") + "/"
 
         def read(address: str) -> bytes:
-            page: bytes = self._access.call_patiently(
+            page: bytes = self._access.call_with_retries(
                 None, partial(read_page, self._access.filesystem, address), address
             )
             return page
@@ -157,7 +157,7 @@ class StoreListing:
         if access.is_asynchronous:
             described = sync(access.filesystem.loop, access.async_describe_all, urls)
         else:
-            described = (access.call_patiently(partial(access.describe, url), None, url) for url in urls)
+            described = (access.call_with_retries(partial(access.describe, url), None, url) for url in urls)
         return [
             RemoteObject(path, -1 if size is None else size, version)
             for path, (version, size, _) in zip(paths, described, strict=True)

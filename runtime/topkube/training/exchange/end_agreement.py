@@ -23,7 +23,7 @@ class EndReport:
     """True if the rank has a gradient of a parameter without a bucket."""
     is_saved: bool
     """True if the rank has saved its state since the last exchange."""
-    can_hold: bool
+    can_gather_late: bool
     """True if the next forward may gather the gradients (DeAR)."""
     steps: int
     """The number of the rank's updates."""
@@ -36,13 +36,13 @@ class EndReport:
 
 @dataclass(frozen=True)
 class EndAgreement:
-    """What the ranks have agreed on: the report of any rank. `can_hold` is True if all ranks can."""
+    """What the ranks have agreed on: the report of any rank. `can_gather_late` is True if all ranks can."""
 
     is_nonfinite: bool
     has_idle: bool
     has_unplanned: bool
     is_saved: bool
-    can_hold: bool
+    can_gather_late: bool
     has_equal_weights: bool
 
 
@@ -51,7 +51,7 @@ def agree_at_end(agreement: QueuedAgreement, comparison: RankComparison, own: En
     if their steps, their trainable parameters or the factors of their gradient scalers differ."""
     trainable, weights, scale = own.trainable_digest, own.weights_digest, own.loss_scale
     numbers = [own.is_nonfinite, own.has_idle, trainable, -trainable, weights, -weights, own.has_unplanned]
-    numbers += [own.steps, -own.steps, own.is_saved, not own.can_hold]
+    numbers += [own.steps, -own.steps, own.is_saved, not own.can_gather_late]
     numbers += [scale, -scale] if scale != 1 else [-math.inf, -math.inf]  # a rank without a scaler may send zeros
     largest = agreement.maximum(numbers)
     if largest[7] != -largest[8]:
@@ -65,7 +65,7 @@ def agree_at_end(agreement: QueuedAgreement, comparison: RankComparison, own: En
         has_idle=bool(largest[1] > 0),
         has_unplanned=bool(largest[6]),
         is_saved=bool(largest[9] > 0),
-        can_hold=not largest[10],
+        can_gather_late=not largest[10],
         has_equal_weights=bool(largest[4] == -largest[5]),
     )
 

@@ -54,10 +54,10 @@ class EndOfBackward:
         self._queue.hand_over_rest()
         digest = self._weights.take_digest()
         nonfinite, left_out = self._queue.finish()
-        can_hold = late is not None and not are_hooks_deferred and self._can_hold(late)
-        own = self._report(nonfinite is True, seen, digest, late is not None, can_hold)
+        can_gather_late = late is not None and not are_hooks_deferred and self._can_gather_late(late)
+        own = self._report(nonfinite is True, seen, digest, late is not None, can_gather_late)
         agreed = agree_at_end(self._agreement, self._plan.comparison, own)
-        has_idle, can_hold = agreed.has_idle, agreed.can_hold
+        has_idle, can_gather_late = agreed.has_idle, agreed.can_gather_late
         if isinstance(nonfinite, bool):
             nonfinite = agreed.is_nonfinite
         elif not self._gradients.may_leave_to_device:
@@ -66,12 +66,12 @@ class EndOfBackward:
             new = self._plan.extend(seen)
             more_nonfinite = self._queue.exchange_more([b for b in [*left_out, *new] if self._plan.is_active(b)])
             largest = self._agreement.maximum([_read(nonfinite) or _read(more_nonfinite), True])
-            nonfinite, has_idle, can_hold = bool(largest[0] > 0), True, False
+            nonfinite, has_idle, can_gather_late = bool(largest[0] > 0), True, False
         if late is not None and self._exchange.reduced_parts is not None:
-            if nonfinite or has_idle or not can_hold:
+            if nonfinite or has_idle or not can_gather_late:
                 communication_thread.run(self._exchange.reduced_parts.gather_now)
             else:
-                late.hold(self._exchange.reduced_parts.take())
+                late.begin_gathers(self._exchange.reduced_parts.take())
         self._gradients.end_backward(nonfinite, has_idle)
         self._tune(agreed.is_saved, late is not None)
         if digest is not None:
@@ -88,7 +88,7 @@ class EndOfBackward:
         self._weights.expect_first_step()
 
     def _report(
-        self, is_nonfinite: bool, seen: list[int], digest: float | None, is_decoupled: bool, can_hold: bool
+        self, is_nonfinite: bool, seen: list[int], digest: float | None, is_decoupled: bool, can_gather_late: bool
     ) -> EndReport:
         """Return what this rank reports, with the digest of its weights, if they are compared. If gathers come later
         (`is_decoupled`), they create gradients that are None now."""
@@ -100,7 +100,7 @@ class EndOfBackward:
             has_idle=any(idle),
             has_unplanned=any(plan.find_bucket(self._parameters[index]) is None for index in seen),
             is_saved=is_saved,
-            can_hold=can_hold,
+            can_gather_late=can_gather_late,
             steps=self._in_force.steps,
             trainable_digest=plan.comparison.digest_trainable(),
             weights_digest=0.0 if digest is None else digest,
@@ -113,10 +113,15 @@ class EndOfBackward:
         scale = self._queue.loss_scale
         return 1.0 if isinstance(scale, torch.Tensor) and scale.device.type != "cpu" else float(scale)
 
-    def _can_hold(self, late: LateUpdates) -> bool:
+    def _can_gather_late(self, late: LateUpdates) -> bool:
         """Return True if every use of the gradients on this rank, before they are gathered, is noticed."""
         reduced_parts = self._exchange.reduced_parts
-        if reduced_parts is None or not late.can_hold or current_pass.has_several or self._gradients.measures_norms:
+        if (
+            reduced_parts is None
+            or not late.can_gather_late
+            or current_pass.has_several
+            or self._gradients.measures_norms
+        ):
             return False
         return all(part.is_in_place for part in reduced_parts.parts)
 

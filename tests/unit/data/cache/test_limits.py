@@ -175,7 +175,7 @@ def test_a_shard_never_counts_twice_against_the_limit(tmp_path: Path, monkeypatc
             other = DiskTier(tmp_path / "cache", DiskLimits(2000, 0))
             held.append(other.reserve(1000, folder.path / "part", folder))
 
-    monkeypatch.setattr(publication, "step", look_for_room)
+    monkeypatch.setattr(publication, "notify_step", look_for_room)
     os.close(folder.publish("0" * 32, 1000, lambda file: None))
     assert held
     held[0].release()

@@ -36,7 +36,7 @@ def test_a_kill_at_any_step_of_a_publication_loses_at_most_that_shard(
             os.kill(os.getpid(), signal.SIGKILL)
 
     def train() -> None:
-        monkeypatch.setattr(publication, "step", die)
+        monkeypatch.setattr(publication, "notify_step", die)
         open_dataset(tmp_path / "source", decode=RECORD, group_bytes=20_000, prefetch=False)[0]
 
     assert wait_for_end(fork(train)) == -signal.SIGKILL
@@ -144,7 +144,7 @@ def test_a_waiter_takes_over_from_a_process_without_progress(
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def train() -> None:
-        monkeypatch.setattr(publication, "step", stop)
+        monkeypatch.setattr(publication, "notify_step", stop)
         open_dataset(remote.uri, decode=decode, prefetch=False)
 
     stopped = fork(train)

@@ -95,8 +95,8 @@ class LateUpdates:
     ) -> None:
         self._reduced_parts, self._optimizer, self._allow_step = reduced_parts, optimizer, allow_step
         self._parts: list[_LatePart] = []
-        self._held = 0
-        self._begun: Future[None] | None = None
+        self._begun_count = 0
+        self._gathers: Future[None] | None = None
         me = weakref.ref(self)
 
         def finish(*_: Any) -> None:
@@ -104,14 +104,14 @@ class LateUpdates:
             if late is not None:
                 late.finish()
 
-        self._hooks = [  # a script may have kept the optimizer itself
+        self._hooks = [  # a script may save or load the state of the wrapped optimizer directly
             optimizer.register_state_dict_pre_hook(finish),
             optimizer.register_load_state_dict_pre_hook(finish),
         ]
         watch()
 
     @property
-    def can_hold(self) -> bool:
+    def can_gather_late(self) -> bool:
         """True if every use of a pending tensor in this thread is noticed: uses in compiled code are not."""
         return is_watched_thread() and not _has_compiled_code()
 
@@ -120,9 +120,10 @@ class LateUpdates:
         """True if a gather or an update is not finished."""
         return bool(self._parts)
 
-    def hold(self, parts: Sequence[ReducedPart]) -> None:
-        """Begin to gather `parts`. All ranks call this at the end of the same backward, with parts `is_in_place`."""
-        self._held = len(parts)
+    def begin_gathers(self, parts: Sequence[ReducedPart]) -> None:
+        """Begin to gather `parts`. All ranks call this at the end of the same backward. `is_in_place` is
+        True for every part."""
+        self._begun_count = len(parts)
         for source in parts:
             gradients = [p.tensor.grad for p in source.part.parameters if p.tensor.grad is not None]
             part = _LatePart(source, [p.tensor for p in source.part.parameters], gradients)
@@ -130,7 +131,7 @@ class LateUpdates:
             register_tensors([*part.parameters, *gradients], partial(self._finish_if_needed, part))
             for parameter in source.part.parameters:
                 parameter.deliver()
-        self._begun = communication_thread.submit(lambda: self._reduced_parts.gather(parts))
+        self._gathers = communication_thread.submit(lambda: self._reduced_parts.gather(parts))
 
     def step(self) -> None:
         """Make the optimizer's step: at once for parameters whose gradients are whole, later for the others."""
@@ -149,7 +150,7 @@ class LateUpdates:
                 _hide_weights(part)
                 part.hyperparameters = values
         if not self._parts and _has_compiled_code():
-            unwatch()  # torch.compile does not compile what a mode sees
+            unwatch()  # torch.compile does not compile code that runs under a TorchFunctionMode
 
     def finish(self) -> None:
         """Finish all gathers and updates."""
@@ -166,21 +167,23 @@ class LateUpdates:
         return True
 
     def clip(
-        self, max_norm: float, is_counted: bool, gradients: list[torch.Tensor], sum_over_ranks: SumOverRanks
+        self, max_norm: float, counts_whole: bool, gradients: list[torch.Tensor], sum_over_ranks: SumOverRanks
     ) -> float | None:
         """Scale all gradients so that their norm is at most `max_norm`, without gathering them; return the norm before.
 
         `gradients` holds all gradients. Every rank counts its segments of pending parts; the other gradients are equal
-        on all ranks, and only the rank with `is_counted` counts them. Return None if a rank has gathered a part
+        on all ranks, and only the rank with `counts_whole` counts them. Return None if a rank has gathered a part
         already: nothing is scaled then. All ranks call this together."""
         pending = {id(gradient) for part in self._parts for gradient in part.gradients}
         whole = [gradient for gradient in gradients if id(gradient) not in pending]
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            own = [part.source.flat[start:stop] for part in self._parts for start, stop in part.source.halved.ranges]
-            own += whole if is_counted else []
-            squares = sum(float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2 for values in own)
-            total, differ = sum_over_ranks([squares, float(len(self._parts) < self._held)])
-            if differ:
+            counted = [
+                part.source.flat[start:stop] for part in self._parts for start, stop in part.source.halved.ranges
+            ]
+            counted += whole if counts_whole else []
+            squares = sum(float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2 for values in counted)
+            total, ranks_with_gathered_parts = sum_over_ranks([squares, float(len(self._parts) < self._begun_count)])
+            if ranks_with_gathered_parts:
                 return None
             norm: float = total**0.5
             factor = min(1.0, max_norm / (norm + 1e-6))
@@ -203,16 +206,18 @@ class LateUpdates:
     def _finish_if_needed(self, part: _LatePart, tensor: torch.Tensor, use: Use) -> None:
         """Finish the part before a call uses one of its tensors, if the call needs that."""
         is_parameter = any(tensor is parameter for parameter in part.parameters)
-        is_stepped = part.weights is not None
-        if is_parameter and (use is Use.GRADIENT) is is_stepped:
-            return  # the weights of a part without a step are complete; a step keeps the gradients that it uses
+        replaces_gradient, is_stepped = use is Use.GRADIENT, part.weights is not None
+        if is_parameter and not is_stepped and not replaces_gradient:
+            return  # the weights are complete before the step
+        if is_parameter and is_stepped and replaces_gradient:
+            return  # the part keeps the gradients for its update
         self._finish(part)
 
     def _finish(self, part: _LatePart) -> None:
         self._parts.remove(part)
         forget_tensors([*part.parameters, *part.gradients])
-        assert self._begun is not None
-        self._begun.result()
+        assert self._gathers is not None
+        self._gathers.result()
         if not part.source.halved.is_gathered:
             communication_thread.run(lambda: self._reduced_parts.finish_gather([part.source]))
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
@@ -221,7 +226,7 @@ class LateUpdates:
             for gradient in part.gradients:
                 torch.autograd.graph.increment_version(gradient)
             if part.weights is not None and part.hyperparameters is not None:
-                _show_weights(part)
+                _restore_weights(part)
                 self._update_part(part, part.hyperparameters)
 
     def _update_part(self, part: _LatePart, values: list[dict[str, Any]]) -> None:
@@ -229,13 +234,16 @@ class LateUpdates:
         chosen = {id(parameter) for parameter in part.parameters}
         for parameter, gradient in zip(part.parameters, part.gradients, strict=True):
             parameter.grad = gradient
-        own: Any = self._optimizer
-        hooks = own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks
-        own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks = {}, {}  # new hooks belong to the next step
+        optimizer: Any = self._optimizer
+        hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = (
+            {},
+            {},
+        )  # new hooks belong to the next step
         try:
             self._update(lambda tensor: id(tensor) in chosen, values)
         finally:
-            own._optimizer_step_pre_hooks, own._optimizer_step_post_hooks = hooks
+            optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
             for parameter, before in zip(part.parameters, present, strict=True):
                 parameter.grad = before
 
@@ -244,20 +252,22 @@ class LateUpdates:
         groups = self._optimizer.param_groups
         before = [dict(group) for group in groups]
         try:
-            for group, own in zip(groups, values, strict=True):
-                group.update(own, params=[tensor for tensor in group["params"] if is_chosen(tensor)])
+            for group, hyperparameters in zip(groups, values, strict=True):
+                group.update(hyperparameters, params=[tensor for tensor in group["params"] if is_chosen(tensor)])
             self._optimizer.param_groups = [group for group in groups if group["params"]]
             with self._allow_step(), phases.current.timed("update"):
                 self._optimizer.step()
         finally:
             self._optimizer.param_groups = groups
-            for group, own in zip(groups, before, strict=True):
-                group.update(own)
+            for group, old_values in zip(groups, before, strict=True):
+                group.update(old_values)
 
     def _has_hooks(self) -> bool:
         """Return True if the script has hooks on the optimizer's step: they must run once per step."""
-        own: Any = self._optimizer
-        hooks = len(own._optimizer_step_pre_hooks) + len(own._optimizer_step_post_hooks) - 1  # that of StepGuard
+        optimizer: Any = self._optimizer
+        hooks = (
+            len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks) - 1
+        )  # StepGuard has one hook
         anywhere = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
         return bool(hooks or anywhere)
 
@@ -270,7 +280,8 @@ def _hide_weights(part: _LatePart) -> None:
         parameter.data = torch.full((), torch.nan, dtype=parameter.dtype).expand(parameter.shape)
 
 
-def _show_weights(part: _LatePart) -> None:
+def _restore_weights(part: _LatePart) -> None:
+    """Replace NaN by the weights."""
     assert part.weights is not None
     for parameter, weights in zip(part.parameters, part.weights, strict=True):
         parameter.data = weights
