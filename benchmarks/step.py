@@ -2,7 +2,7 @@
 
     python benchmarks/step.py [--part 2x1|2x2|4x1 ...] [--rate unshaped|1gbit|100mbit ...] [--contender NAME ...]
         [--model gpt|resnet50|timed]
-    python benchmarks/step.py --minimal      two nodes, eleven contenders, three links: about ten minutes
+    python benchmarks/step.py --minimal      two nodes, twelve contenders, three links: about ten minutes
     python benchmarks/step.py --quick
 
 Nodes are network namespaces, as in benchmarks/allreduce; this needs root. A GPT of 4.8 million parameters trains on
@@ -11,7 +11,7 @@ pixels per rank. With `--model timed`, the layers of a model of 6.3 million para
 as if another device computed: 60 ms in forward and 120 ms in backward. Contenders alternate: each makes a few steps per
 round. A step lasts until the slowest rank has made it. Results are medians over all steps of all rounds, with an
 interval that contains the true median with a probability of 95%, if steps are independent. `auto` is measured when its
-choice is final.
+choice is final, and so is `auto_own`, with which nodes may have weights of their own (`node_weights="own"`).
 
 Beside the time, a row holds the processor time of the computing thread and of all other threads (the cost of
 communication), how often these other threads woke up, and the bytes that the busiest node sent per step. A row that is
@@ -50,10 +50,14 @@ LAYOUTS = {"2x1": (1, 1), "2x2": (2, 2), "4x1": (1, 1, 1, 1)}
 OURS = (
     *("dense", "dense_bf16", "dear", "dear_bf16", "int8", "int4", "hitopk", "onebit", "onebit_delayed", "topk1bit"),
     "auto",
+    "auto_own",
 )
 PEERS = ("ddp", "fp16", "powersgd1", "powersgd2", "powersgd4")
 PLAIN = "plain"
-MINIMAL = (PLAIN, "ddp", "fp16", "powersgd1", "dense", "dear", "int8", "auto", "onebit", "onebit_delayed", "topk1bit")
+MINIMAL = (
+    *(PLAIN, "ddp", "fp16", "powersgd1", "dense", "dear", "int8", "auto", "auto_own"),
+    *("onebit", "onebit_delayed", "topk1bit"),
+)
 MINIMAL_PARTS, MINIMAL_RATES, MINIMAL_ROUNDS, MINIMAL_STEPS = ("2x1",), ("1gbit", UNSHAPED, "100mbit"), 3, 5
 MODELS = ("gpt", "resnet50", "timed")
 WORLDS = {

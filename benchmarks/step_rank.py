@@ -132,6 +132,8 @@ class TopKube:
         options: dict[str, Any] = {"density": 0.01, "wire": "bf16", "warmup_steps": 0}
         if variant == "delayed":
             options["delay"] = 1
+        elif variant == "own":
+            options["node_weights"] = "own"
         elif variant:
             options["dense_wire"] = variant
         if algorithm == "dear":
@@ -139,6 +141,7 @@ class TopKube:
         optimizer = self.topkube.DistributedOptimizer(inner, model.named_parameters(), aggregation=algorithm, **options)
         if contender in self._settled:
             optimizer.load_state_dict(self._settled[contender])
+            optimizer.restore_node_weights()
         self._optimizer = optimizer
         return step_of(model, optimizer, codes, targets), optimizer.unwrap
 

@@ -19,6 +19,7 @@ NAMES = {
     "onebit_delayed": "**TopKube onebit, delay 1**",
     "topk1bit": "**TopKube topk1bit**",
     "auto": "**TopKube auto**",
+    "auto_own": "**TopKube auto, own weights**",
     "ddp": "DDP",
     "fp16": "DDP, fp16 hook",
     "powersgd1": "DDP, PowerSGD rank 1",

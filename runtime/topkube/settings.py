@@ -78,6 +78,12 @@ class Settings:
         "what dense exchanges between nodes overlap with: backward, or dear: also with the next forward",
         ("backward", "dear"),
     )
+    node_weights: str = _setting(
+        "TOPKUBE_NODE_WEIGHTS",
+        "equal",
+        "own: auto may take onebit, with which every node has weights of its own between exchanges",
+        ("equal", "own"),
+    )
     selection: str = _setting("TOPKUBE_SELECTION", "topk", "how entries of a gradient are selected", ("topk", "mstopk"))
     check_weights: str = _setting(
         "TOPKUBE_CHECK_WEIGHTS",

@@ -9,22 +9,24 @@ from dataclasses import dataclass
 from topkube.algorithms.catalogue import find_algorithm, is_known
 from topkube.algorithms.cost import Machines, Workload, estimate_cost
 from topkube.algorithms.declaration import Algorithm, Family
-from topkube.algorithms.own import HIERARCHICAL, INT8, OWN
-from topkube.algorithms.parameters import DELAY, DENSE_WIRE, DENSITY, OVERLAP
+from topkube.algorithms.own import HIERARCHICAL, INT8, ONEBIT, OWN
+from topkube.algorithms.parameters import DELAY, DENSE_WIRE, DENSITY, NODE_WEIGHTS, OVERLAP
 from topkube.errors import AlgorithmError
 
 AUTO, DENSE = "auto", "dense"
 CHOICES = {
     AUTO: "takes the fastest algorithm that keeps the loss, by measurements at the start and in the first steps: a "
     "dense algorithm, with 16 bits between nodes if `denseWire` allows them and they are faster, or `int8` if that "
-    "makes steps at least 10% faster",
+    "makes steps at least 10% faster; with `nodeWeights: own`, also `onebit`",
     DENSE: "takes the fastest dense algorithm, by the same measurements",
 }
 """Names that stand for an algorithm, with one sentence for people."""
-COMPRESSED_CHOICES = (INT8,)
-"""The algorithms that compress and that `auto` may take. docs/accuracy.md shows for each that its loss is within 1% of
-dense training on every measured model, with its whole interval. All ranks and nodes have the same gradients and weights
-with them, so a script need not know which algorithm is in force."""
+EQUAL_COMPRESSED_CHOICES = (INT8,)
+"""The algorithms that compress and that `auto` may take in every job. docs/accuracy.md shows that their loss is within
+1% of dense training. All ranks and nodes have the same gradients and weights with them, so a script need not know which
+algorithm is in force."""
+_OWN_WEIGHTS_CHOICES = (ONEBIT,)
+"""The algorithms that `auto` may take if the job lets nodes have weights of their own (NODE_WEIGHTS)."""
 COMPRESSION_GAIN = 0.1
 """`auto` takes an algorithm that compresses if steps become faster by this share."""
 _DENSE_OWN = tuple(algorithm for algorithm in OWN if algorithm.family is Family.DENSE)
@@ -58,12 +60,16 @@ class Choice:
 
 
 def rank_choices(
-    name: str, machines: Machines, buckets: Sequence[BucketSize], dense_wire: str, may_compress: bool = False
+    name: str,
+    machines: Machines,
+    buckets: Sequence[BucketSize],
+    dense_wire: str,
+    compressed: Sequence[Algorithm] = (),
 ) -> list[Choice]:
     """Return the choices that `name`, one of CHOICES, can stand for, the fastest first.
 
     `dense_wire` is the format that the job names. `dense` uses this format; `auto` uses this format or float32. NCCL
-    is a choice if its link was measured. Algorithms that compress are choices of `auto` if it `may_compress`. The
+    is a choice if its link was measured. `compressed` holds the algorithms that compress and that `auto` may take. The
     result depends on the arguments only: ranks that pass the same measurements get the same order.
     """
     wires = dict.fromkeys([DENSE_WIRE.default, dense_wire] if name == AUTO else [dense_wire])
@@ -73,9 +79,14 @@ def rank_choices(
         for algorithm in (_DENSE_MPI if machines.nccl_link is None else _DENSE_OWN)
         if wire == DENSE_WIRE.default or DENSE_WIRE in algorithm.parameters
     ]
-    if name == AUTO and may_compress:
-        choices += [_predict(algorithm, DENSE_WIRE.default, machines, buckets) for algorithm in COMPRESSED_CHOICES]
+    if name == AUTO:
+        choices += [_predict(algorithm, DENSE_WIRE.default, machines, buckets) for algorithm in compressed]
     return sorted(choices, key=lambda choice: choice.seconds)
+
+
+def list_compressed_choices(node_weights: str) -> tuple[Algorithm, ...]:
+    """Return the algorithms that compress and that `auto` may take, if the job's `node_weights` is "equal" or "own"."""
+    return EQUAL_COMPRESSED_CHOICES + (() if node_weights == NODE_WEIGHTS.default else _OWN_WEIGHTS_CHOICES)
 
 
 def _predict(algorithm: Algorithm, dense_wire: str, machines: Machines, buckets: Sequence[BucketSize]) -> Choice:
@@ -166,6 +177,19 @@ def explain_delay(names: Sequence[str]) -> str:
                 f" later; choose such an algorithm, or leave delay at {DELAY.default}"
             )
     return ""
+
+
+def explain_node_weights(name: str, overlap: str, momentum_correction: bool, has_schedule: bool) -> str:
+    """Return why the setting `node_weights` has no effect in a job with the algorithm called `name` and these settings,
+    and what to do; "" if it has an effect."""
+    advice = f"or leave it at {NODE_WEIGHTS.default}"
+    if name != AUTO:
+        return f"{name} does not read it: only {AUTO} does; choose {AUTO}, {advice}"
+    settings = {f"overlap {overlap}": overlap != OVERLAP.default, "momentum correction": momentum_correction}
+    blocking = [text for text, is_set in (settings | {"a schedule": has_schedule}).items() if is_set]
+    if not blocking:
+        return ""
+    return f"{AUTO} does not compress with {' and '.join(blocking)}; leave that out, {advice}"
 
 
 def _load_if_known(name: str) -> Algorithm | None:

@@ -123,6 +123,13 @@ OVERLAP = AlgorithmParameter(
     "backward",
     choices=("backward", "dear"),
 )
+NODE_WEIGHTS = AlgorithmParameter(
+    "node_weights",
+    "what auto may give the nodes: equal weights, or own weights between exchanges, as with onebit: the script then"
+    " evaluates and saves inside `optimizer.consensus()`",
+    "equal",
+    choices=("equal", "own"),
+)
 
 PARAMETERS = {
     parameter.name: parameter
@@ -139,5 +146,6 @@ PARAMETERS = {
         DELAY,
         MATRIX_RANK,
         OVERLAP,
+        NODE_WEIGHTS,
     )
 }

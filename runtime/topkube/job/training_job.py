@@ -141,6 +141,7 @@ class TrainingJob(Part):
             outer_learning_rate=aggregation.outer_learning_rate,
             outer_momentum=aggregation.outer_momentum,
             delay=aggregation.delay,
+            node_weights=aggregation.node_weights,
             matrix_rank=aggregation.matrix_rank,
             overlap=aggregation.overlap,
             schedule=json.dumps([stage.model_dump(by_alias=True, exclude_none=True) for stage in aggregation.schedule])

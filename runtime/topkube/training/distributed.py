@@ -18,7 +18,7 @@ from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.tuning.tuning import Tuning
 from topkube.training.gradient_clipping import clip_gradients
 from topkube.training.node_weights.guard import DriftGuard
-from topkube.training.optimizer_parts import build_parts
+from topkube.training.optimizer_parts import OptimizerParts, build_parts, follow_choice, follow_state
 from topkube.training.optimizer_state import OptimizerState
 from topkube.training.optimizer_step import OptimizerStep
 from topkube.training.optimizers.parameters import name_group, name_parameters
@@ -47,6 +47,8 @@ class DistributedOptimizer(OptimizerWrapper):
     (diloco).
     matrix_rank: the rank of the approximation of each matrix (powersgd, acpsgd).
     delay: 1 lets the exchange of weights overlap with the next step, which does not see its result yet.
+    node_weights: "equal", or "own", which lets "auto" take onebit: the script then evaluates and saves the model inside
+    `consensus()`.
     overlap: "backward", or "dear", which updates parameters during the next forward (see `finish_step`).
     schedule: the stages (`topkube.algorithms.Stage`) of algorithms, densities and periods that follow.
     bucket_bytes: the most bytes of a fused bucket. By default, the sizes of the tensors and the link decide.
@@ -80,6 +82,7 @@ class DistributedOptimizer(OptimizerWrapper):
         delay: int | None = None,
         matrix_rank: int | None = None,
         overlap: str | None = None,
+        node_weights: str | None = None,
         schedule: Sequence[Stage] | None = None,
         bucket_bytes: int | None = None,
         settings: Settings | None = None,
@@ -109,6 +112,7 @@ class DistributedOptimizer(OptimizerWrapper):
             delay=delay,
             matrix_rank=matrix_rank,
             overlap=overlap,
+            node_weights=node_weights,
             schedule=None if schedule is None else tuple(schedule),
             bucket_bytes=bucket_bytes,
         )
@@ -126,10 +130,16 @@ class DistributedOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(optimizer)
         self.aggregation, self._settings = aggregation, settings
-        self._parts = parts = build_parts(optimizer, names, aggregation, settings, world, is_copy)
-        self._backward, self._node_weights, self._late = parts.backward, parts.node_weights, parts.late
+        parts = build_parts(optimizer, names, aggregation, settings, world, is_copy)
         self._step = OptimizerStep(parts)
-        self._own_state = OptimizerState(optimizer, aggregation, self._backward, self._node_weights)
+        self._use(parts)
+
+    def _use(self, parts: OptimizerParts) -> None:
+        """Use these parts from now on."""
+        self._parts = parts
+        self._backward, self._node_weights, self._late = parts.backward, parts.node_weights, parts.late
+        self._step.change_parts(parts)
+        self._own_state = OptimizerState(parts.inner, parts.aggregation, self._backward, self._node_weights)
 
     # ---- what the script calls
 
@@ -285,6 +295,8 @@ class DistributedOptimizer(OptimizerWrapper):
             with torch.enable_grad():
                 loss = closure()
         self._step.make()
+        if (parts := follow_choice(self._parts, self._settings)) is not self._parts:
+            self._use(parts)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -300,7 +312,8 @@ class DistributedOptimizer(OptimizerWrapper):
         call it before the same step. Raises ArgumentError for parameters without names."""
         if self._node_weights is not None:
             raise TrainingError(
-                f"parameters cannot be added with {self.aggregation.algorithm}: nodes already have different weights",
+                f"parameters cannot be added with {self._parts.aggregation.algorithm}: nodes already have different"
+                " weights",
                 next_step="give the optimizer all parameters when you create it, or choose another algorithm",
             )
         self._backward.finish_late()
@@ -339,9 +352,16 @@ class DistributedOptimizer(OptimizerWrapper):
         From a state that another rank saved, the residuals are not loaded, with a warning if there are any. Residuals
         are gradients that were not sent yet, and every rank must load its own.
         """
+        self._prepare_load(state_dict)
+        self._own_state.load(state_dict)
+
+    def _prepare_load(self, state_dict: dict[str, Any]) -> None:
+        """Finish the last step, and use parts of the kind that saved the state."""
         self._backward.finish_late()
         self._backward.gradients.settle()
-        self._own_state.load(state_dict)
+        parts = follow_state(self._parts, state_dict.get("topkube", {}), self._settings)
+        if parts is not self._parts:
+            self._use(parts)
 
     def shared_state(self) -> dict[str, Any]:
         """Return the state that `topkube.broadcast_optimizer_state` copies to all ranks: everything but residuals."""
@@ -351,8 +371,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
         """Load a state that `shared_state` returned on another rank. Residuals stay as they are."""
-        self._backward.finish_late()
-        self._backward.gradients.settle()
+        self._prepare_load(state)
         self._own_state.load_shared(state)
 
     # ---- copies
@@ -367,7 +386,8 @@ class DistributedOptimizer(OptimizerWrapper):
             )
         if self._node_weights is not None:
             raise TrainingError(
-                f"an optimizer with {self.aggregation.algorithm} cannot be copied: its node has weights of its own",
+                f"an optimizer with {self._parts.aggregation.algorithm} cannot be copied: its node has weights of its"
+                " own",
                 next_step="save optimizer.state_dict() of every rank and create a new optimizer",
             )
         names = [(p.name, p.tensor) for p in self._backward.parameters]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from topkube.algorithms import AUTO, NODE_WEIGHTS, Algorithm
 from topkube.errors import ArgumentError
 from topkube.settings import Settings
 from topkube.training.exchange.aggregation import AggregationSettings
@@ -13,8 +16,10 @@ from topkube.training.exchange.autograd.loss_scale import watch_scalers
 from topkube.training.exchange.backward import Backward
 from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
 from topkube.training.exchange.late.late_updates import LateUpdates, check_optimizer
+from topkube.training.exchange.tuning.tuning import find_saved_algorithm
 from topkube.training.node_weights.agreed_weights_check import AgreedWeightsCheck
-from topkube.training.node_weights.node_weights import NodeWeights
+from topkube.training.node_weights.node_weights import NodeWeights, find_node_world
+from topkube.training.node_weights.requirements import check_parameters
 from topkube.training.optimizers.layerwise import LayerwiseOptimizer
 from topkube.training.optimizers.mixed_precision import MasterWeights
 from topkube.training.optimizers.momentum import MomentumCorrection
@@ -22,6 +27,7 @@ from topkube.training.optimizers.parameters import name_parameters
 from topkube.training.optimizers.step_guard import StepGuard
 from topkube.training.optimizers.wrapper import OptimizerWrapper
 from topkube.training.reporting.step_trace import start_trace
+from topkube.training.reporting.warning import warn
 from topkube.world import World
 
 
@@ -32,7 +38,10 @@ class OptimizerParts:
     the weights, momentum correction, and updates during the next forward."""
 
     inner: torch.optim.Optimizer
+    job: AggregationSettings
+    """The settings of the job."""
     aggregation: AggregationSettings
+    """The settings in force: those of the job, or with `onebit` in place of `auto`."""
     backward: Backward
     guard: StepGuard
     node_weights: NodeWeights | None
@@ -51,6 +60,74 @@ def build_parts(
     """Return the parts for `optimizer`, whose parameters have `names`. A copy (`is_copy`) counts among the optimizers
     of the process only when it trains. Raises ArgumentError for an optimizer or a model that the settings do not
     support."""
+    if aggregation.node_weights != NODE_WEIGHTS.default:
+        aggregation = _check_permission(optimizer, names, aggregation, world)
+    return _build_parts(optimizer, names, aggregation, aggregation, settings, world, is_copy)
+
+
+def follow_choice(parts: OptimizerParts, settings: Settings) -> OptimizerParts:
+    """Return the parts for what `auto` stands for after a step. They are new if the nodes get weights of their own, or
+    equal weights again; the nodes then merge. All ranks call this together."""
+    choice = parts.backward.plan.tuning.choice
+    if choice is None or choice.algorithm.in_weights == parts.aggregation.in_weights:
+        return parts
+    if parts.node_weights is not None:
+        parts.node_weights.merge()
+    return _build_again(parts, choice.algorithm if choice.algorithm.in_weights else None, settings)
+
+
+def follow_state(parts: OptimizerParts, exchange_state: Mapping[str, Any], settings: Settings) -> OptimizerParts:
+    """Return the parts for what `auto` stood for in a saved state, before the state is loaded. What the nodes have not
+    sent is lost, as the state replaces it."""
+    saved = find_saved_algorithm(exchange_state.get("choice"))
+    is_allowed = saved is not None and saved in parts.job.compressed_choices and saved.in_weights
+    algorithm = saved if is_allowed else None
+    if parts.job.algorithm != AUTO or (algorithm is not None) == parts.aggregation.in_weights:
+        return parts
+    return _build_again(parts, algorithm, settings)
+
+
+def _build_again(parts: OptimizerParts, algorithm: Algorithm | None, settings: Settings) -> OptimizerParts:
+    """Return new parts that go on with the counters of `parts`: with `algorithm` in place of `auto`, or, if it is None,
+    with the algorithms that exchange gradients."""
+    earlier = parts.backward
+    earlier.end()
+    parts.guard.remove()
+    names: list[tuple[str, Any]] = [(p.name, p.tensor) for p in earlier.parameters]
+    aggregation = parts.job if algorithm is None else parts.job.take(algorithm)
+    return _build_parts(parts.inner, names, parts.job, aggregation, settings, earlier.world, False, earlier)
+
+
+def _check_permission(
+    optimizer: torch.optim.Optimizer,
+    names: list[tuple[str, torch.nn.Parameter]],
+    aggregation: AggregationSettings,
+    world: World,
+) -> AggregationSettings:
+    """Return the settings without `node_weights: own`, with a warning, if the optimizer or the model does not support
+    it. Otherwise create the world of the node. All ranks call this together."""
+    own = next(algorithm for algorithm in aggregation.compressed_choices if algorithm.in_weights)
+    try:
+        check_parameters(name_parameters(optimizer, names, sharded=True), own.name)
+        _check_own_steps(optimizer, own.name)
+    except ArgumentError as error:
+        if world.rank == 0:
+            warn(f"auto will not take {own.name}, which node_weights allows: {error.what}")
+        return replace(aggregation, node_weights=NODE_WEIGHTS.default)
+    find_node_world(world)
+    return aggregation
+
+
+def _build_parts(
+    optimizer: torch.optim.Optimizer,
+    names: list[tuple[str, torch.nn.Parameter]],
+    job: AggregationSettings,
+    aggregation: AggregationSettings,
+    settings: Settings,
+    world: World,
+    is_copy: bool,
+    earlier: Backward | None = None,
+) -> OptimizerParts:
     correction = MomentumCorrection(optimizer) if aggregation.momentum_correction else None
     momentum = correction.read_momentum if correction else lambda: (0.0, 1.0)
     parameters = name_parameters(optimizer, names, sharded=True)
@@ -61,8 +138,8 @@ def build_parts(
         node_world = node_weights.node_world
         mode, every = settings.check_weights, settings.check_weights_every
         check = AgreedWeightsCheck(node_weights.exchange, node_world, parameters, mode, every)
-    backward = Backward(world, parameters, aggregation, momentum, settings, is_copy, node_world, check)
-    if not is_copy:
+    backward = Backward(world, parameters, aggregation, momentum, settings, is_copy, node_world, check, earlier)
+    if not is_copy and earlier is None:
         tensors: list[tuple[str, torch.Tensor]] = [(p.name, p.tensor) for p in parameters]
         backward.queue.step_trace = start_trace(world, tensors, aggregation, settings)
     if node_weights is None and correction is None and not aggregation.schedule:
@@ -70,7 +147,7 @@ def build_parts(
     guard = StepGuard(optimizer)
     backward.late = _build_late_updates(optimizer, aggregation, backward, guard, parameters)
     watch_scalers()
-    return OptimizerParts(optimizer, aggregation, backward, guard, node_weights, correction, backward.late)
+    return OptimizerParts(optimizer, job, aggregation, backward, guard, node_weights, correction, backward.late)
 
 
 def _build_late_updates(

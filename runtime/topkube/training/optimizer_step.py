@@ -21,6 +21,10 @@ class OptimizerStep:
         self._exchanged: list[int] = []
         self.note_parameters()
 
+    def change_parts(self, parts: OptimizerParts) -> None:
+        """Make the next steps with other parts of the same optimizer."""
+        self._parts = parts
+
     def note_parameters(self) -> None:
         """Note that the gradients of all parameters of the wrapped optimizer are exchanged."""
         self._exchanged = _list_ids(self._parts.inner)

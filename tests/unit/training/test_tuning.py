@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkube.algorithms import BucketSize, Family, Machines, rank_choices
+from topkube.algorithms import BucketSize, Family, Machines, list_compressed_choices, rank_choices
 from topkube.settings import Settings
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.tuning import machines, step_times
@@ -202,9 +202,11 @@ def test_all_ranks_decide_alike(monkeypatch: Any) -> None:
 # ---- compression by auto
 
 
-def build_compressing(monkeypatch: Any, link: float = GIGABIT, name: str = "auto", **more: Any) -> Tuning:
+def build_compressing(
+    monkeypatch: Any, link: float = GIGABIT, name: str = "auto", node_weights: str = "equal", **more: Any
+) -> Tuning:
     tuned = measure_and_choose(monkeypatch, link, name, **more)
-    tuned._may_compress = True
+    tuned.compressed_choices = list_compressed_choices(node_weights)
     return tuned
 
 
@@ -256,3 +258,23 @@ def test_a_choice_that_compresses_is_saved_and_restored(monkeypatch: Any) -> Non
     dense_only = measure_and_choose(monkeypatch, GIGABIT)
     dense_only.restore(state)
     assert dense_only.choice is None, "the job forbids compression now"
+
+
+def test_auto_tries_onebit_only_if_nodes_may_have_weights_of_their_own(monkeypatch: Any) -> None:
+    for node_weights, name in (("equal", "int8"), ("own", "onebit")):
+        tuned = build_compressing(monkeypatch, node_weights=node_weights)
+        assert decide(tuned, 0.3, *read_prediction(tuned))
+        assert tuned.choice is not None
+        assert tuned.choice.algorithm.name == name
+
+
+def test_a_saved_choice_of_own_weights_stays_with_another_number_of_nodes(monkeypatch: Any) -> None:
+    """The state holds what nodes have not sent. The choice of int8 is made again: its residuals can be sent by any
+    algorithm."""
+    for node_weights, kept in (("own", "onebit"), ("equal", None)):
+        tuned = build_compressing(monkeypatch, node_weights=node_weights)
+        assert decide(tuned, 0.3, *read_prediction(tuned))
+        other = build_compressing(monkeypatch, node_weights=node_weights, nodes=3)
+        other.restore(json.loads(json.dumps(tuned.save())))
+        assert (other.choice and other.choice.algorithm.name, other.machines) == (kept, None)
+        assert other.is_settled

@@ -10,18 +10,19 @@ from topkube import algorithms
 from topkube.algorithms import (
     AUTO,
     CHOICES,
-    COMPRESSED_CHOICES,
     COMPRESSION_GAIN,
     DELAY,
     DENSE_WIRE,
     DENSITY,
     MATRIX_RANK,
+    NODE_WEIGHTS,
     PERIOD,
     WIRE,
     Algorithm,
     BucketSize,
     Choice,
     Machines,
+    list_compressed_choices,
     rank_choices,
 )
 from topkube.cli.plan.model_profile import count_parameters, read_profile
@@ -51,8 +52,8 @@ class Comparison:
     listed: list[Algorithm]
     profile: StepProfile | None
     model: Model | None
-    may_compress: bool = False
-    """True if `auto` may stand for an algorithm that compresses."""
+    compressed_choices: tuple[Algorithm, ...] = ()
+    """The algorithms that compress and that `auto` may stand for."""
 
     @property
     def machines(self) -> Machines:
@@ -63,9 +64,9 @@ class Comparison:
         if name not in CHOICES:
             return algorithms.find_algorithm(name)
         dense = _find_choice(name, self.machines, self.elements, self.situation.dense_wire).algorithm
-        if name != AUTO or not self.may_compress or self.profile is None:
+        if name != AUTO or not self.compressed_choices or self.profile is None:
             return dense
-        best = min(COMPRESSED_CHOICES, key=self._predict_step)
+        best = min(self.compressed_choices, key=self._predict_step)
         is_faster = self._predict_step(best) < (1 - COMPRESSION_GAIN) * self._predict_step(dense)
         return best if is_faster else dense
 
@@ -122,7 +123,9 @@ def read_comparison(options: PlanOptions) -> Comparison:
     forbids_compression = aggregation is not None and (aggregation.momentum_correction or bool(aggregation.schedule))
     may_compress = machines.nodes > 1 and (profile is None or profile.on_cpu)
     may_compress = may_compress and not (forbids_compression or situation.is_decoupled)
-    return Comparison(situation, elements, wanted, listed, profile, model, may_compress)
+    node_weights = aggregation.node_weights if aggregation else NODE_WEIGHTS.default
+    choices = list_compressed_choices(node_weights) if may_compress else ()
+    return Comparison(situation, elements, wanted, listed, profile, model, choices)
 
 
 def _read_formats(options: PlanOptions, aggregation: Aggregation | None) -> tuple[float, str, str]:

@@ -15,6 +15,7 @@ from topkube.algorithms import (
     MATRIX_RANK,
     MOMENTUM_CORRECTION,
     MOST_STAGES,
+    NODE_WEIGHTS,
     OUTER_LEARNING_RATE,
     OUTER_MOMENTUM,
     OVERLAP,
@@ -27,6 +28,7 @@ from topkube.algorithms import (
     check_schedule,
     explain_delay,
     explain_dense_wire,
+    explain_node_weights,
     explain_overlap,
     find_algorithm,
     reads_dense_wire,
@@ -72,6 +74,7 @@ class Aggregation(Part):
     delay: int = _declare_field(DELAY)
     matrix_rank: int = _declare_field(MATRIX_RANK)
     overlap: Annotated[str, OneOf(OVERLAP.choices)] = _declare_field(OVERLAP)
+    node_weights: Annotated[str, OneOf(NODE_WEIGHTS.choices)] = _declare_field(NODE_WEIGHTS)
     schedule: list[ScheduleStage] = Field(
         default=[],
         max_length=MOST_STAGES,
@@ -106,4 +109,7 @@ class Aggregation(Part):
             raise_problems([(("overlap",), f"'{self.overlap}' does not work: {reason}")])
         if self.delay and (reason := explain_delay(used)):
             raise_problems([(("delay",), f"{self.delay} has no effect: {reason}")])
+        others = self.overlap, self.momentum_correction, bool(self.schedule)
+        if self.node_weights != NODE_WEIGHTS.default and (reason := explain_node_weights(self.algorithm, *others)):
+            raise_problems([(("nodeWeights",), f"'{self.node_weights}' has no effect: {reason}")])
         return self

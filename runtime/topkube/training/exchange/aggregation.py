@@ -17,6 +17,7 @@ from topkube.algorithms import (
     DENSE_WIRE,
     DENSITY,
     MATRIX_RANK,
+    NODE_WEIGHTS,
     OUTER_LEARNING_RATE,
     OUTER_MOMENTUM,
     OVERLAP,
@@ -24,12 +25,15 @@ from topkube.algorithms import (
     SELECTION,
     WARMUP_STEPS,
     WIRE,
+    Algorithm,
     Stage,
     check_schedule,
     explain_delay,
     explain_dense_wire,
+    explain_node_weights,
     explain_overlap,
     find_algorithm,
+    list_compressed_choices,
     reads_dense_wire,
 )
 from topkube.errors import ArgumentError
@@ -47,6 +51,7 @@ _CHECKED = (
     DELAY,
     MATRIX_RANK,
     OVERLAP,
+    NODE_WEIGHTS,
 )
 
 
@@ -69,6 +74,7 @@ class AggregationSettings:
     delay: int = DELAY.default
     matrix_rank: int = MATRIX_RANK.default
     overlap: str = OVERLAP.default
+    node_weights: str = NODE_WEIGHTS.default
     schedule: tuple[Stage, ...] = ()
     """The stages that follow, in the order in which they begin."""
 
@@ -106,6 +112,10 @@ class AggregationSettings:
         if self.delay and (problem := explain_delay(self.algorithms)):
             reason, _, advice = problem.partition("; ")
             raise ArgumentError(f"delay is {self.delay}, but {reason}", next_step=advice)
+        others = self.overlap, self.momentum_correction, bool(self.schedule)
+        if self.node_weights != NODE_WEIGHTS.default and (problem := explain_node_weights(self.algorithm, *others)):
+            reason, _, advice = problem.partition("; ")
+            raise ArgumentError(f"node_weights is {self.node_weights}, but {reason}", next_step=advice)
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise ArgumentError(f"bucket_bytes is {self.bucket_bytes}, below 1", next_step="pass 1 or more")
 
@@ -115,10 +125,18 @@ class AggregationSettings:
         return self.overlap == "dear"
 
     @property
-    def may_compress_by_choice(self) -> bool:
-        """True if `auto` may stand for an algorithm that compresses: the job sets nothing that only dense algorithms
-        support, and no schedule."""
-        return self.algorithm == AUTO and not (self.is_decoupled or self.momentum_correction or self.schedule)
+    def compressed_choices(self) -> tuple[Algorithm, ...]:
+        """The algorithms that compress and that `auto` may stand for; none if the job sets something that only dense
+        algorithms support, or a schedule."""
+        if self.algorithm != AUTO or self.is_decoupled or self.momentum_correction or self.schedule:
+            return ()
+        return list_compressed_choices(self.node_weights)
+
+    def take(self, algorithm: Algorithm) -> AggregationSettings:
+        """Return the settings with `algorithm` in place of `auto`."""
+        return dataclasses.replace(
+            self, algorithm=algorithm.name, node_weights=NODE_WEIGHTS.default, dense_wire=DENSE_WIRE.default
+        )
 
     @property
     def in_weights(self) -> bool:

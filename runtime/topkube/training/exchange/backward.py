@@ -33,6 +33,7 @@ from topkube.training.exchange.settings_in_force import SettingsInForce
 from topkube.training.exchange.step.step_gradients import StepGradients
 from topkube.training.exchange.step.weights_check import WeightsCheck
 from topkube.training.exchange.step.weights_comparison import WeightsComparison
+from topkube.training.exchange.tuning.tuning import Tuning
 from topkube.world import World
 
 
@@ -42,7 +43,8 @@ class Backward:
     `in_force` has the number of updates, and `gradients` holds the gradients that the next step uses. `synchronizes` is
     False while gradients only accumulate, and `has_unsynchronized` is True if some gradients were not exchanged.
     `number` orders the optimizers of a process. With a `node_world`, gradients are exchanged among its ranks only;
-    agreements are those of all ranks of `world`.
+    agreements are those of all ranks of `world`. A Backward that replaces an `earlier` one of the same optimizer takes
+    over its counters, its announced batches, and what `auto` stands for.
     """
 
     def __init__(
@@ -55,10 +57,11 @@ class Backward:
         is_copy: bool = False,
         node_world: World | None = None,
         weights_check: WeightsCheck | None = None,
+        earlier: Backward | None = None,
     ) -> None:
         self.synchronizes, self.has_unsynchronized = True, False
         self.world, self.parameters = world, parameters
-        self.batches = UnevenBatches(world)
+        self.batches: UnevenBatches = earlier.batches if earlier is not None else UnevenBatches(world)
         agreement = self.batches.agreement
         within = aggregation.within_node if aggregation.in_weights else aggregation
         if node_world is not None:
@@ -66,15 +69,12 @@ class Backward:
         self.exchange = BucketExchange(
             node_world or world, within, momentum, find_exchange_device(parameters, settings), settings
         )
-        self.plan = BucketPlan(
-            world,
-            parameters,
-            aggregation,
-            agreement,
-            self.exchange.measure_nccl_link,
-            settings.finite_check,
-            self.exchange.algorithms.may_compress,
-        )
+        if earlier is not None:
+            tuning = earlier.plan.tuning
+        else:
+            choices = self.exchange.algorithms.compressed_choices
+            tuning = Tuning(world, aggregation, agreement, self.exchange.measure_nccl_link, choices)
+        self.plan: BucketPlan = BucketPlan(world, parameters, aggregation, agreement, tuning, settings.finite_check)
         self.in_force = SettingsInForce(world, aggregation, self.exchange.algorithms, self.plan)
         self.queue = BucketQueue(world, self.plan, self.exchange, self.in_force)
         check = weights_check or WeightsCheck(parameters, settings.check_weights, settings.check_weights_every)
@@ -98,6 +98,14 @@ class Backward:
         """What the next forward finishes, with DeAR."""
         self._hooks = GradientHooks(self, parameters)
         self.number = 0 if is_copy else current_pass.register(self)
+        if earlier is not None:
+            self._take_over(earlier)
+
+    def _take_over(self, earlier: Backward) -> None:
+        """Go on with the counters and the reports of an earlier Backward, which has ended."""
+        self.in_force.steps = earlier.in_force.steps
+        self.gradients.skipped_steps, self.gradients.norms = earlier.gradients.skipped_steps, earlier.gradients.norms
+        self.queue.step_trace = earlier.queue.step_trace
 
     @property
     def density_used(self) -> float:

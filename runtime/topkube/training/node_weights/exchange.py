@@ -111,7 +111,7 @@ class WeightExchange:
         """Take the current weights of this rank as x: they are the same on all ranks. Nothing is owed then."""
         self.agreed = [np.zeros(chunk.shard, np.float32) for chunk in self.chunks]
         for chunk, agreed in zip(self.chunks, self.agreed, strict=True):
-            _collect(chunk, agreed)
+            collect_shard(chunk, agreed)
         for stage in self.stages:
             if stage is not None:
                 stage.owed[:] = 0
@@ -160,7 +160,7 @@ class WeightExchange:
         """Start the exchange of a chunk."""
         chunk, own = current.chunk, current.own
         if current.before is None:
-            _collect(chunk, own, self.agreed[chunk.number])
+            collect_shard(chunk, own, self.agreed[chunk.number])
         else:
             np.subtract(current.before, self.agreed[chunk.number], out=own)
         if squares is not None:
@@ -199,7 +199,7 @@ class WeightExchange:
         if not self._changes:
             self._changes = [np.empty(chunk.shard, np.float32) for chunk in self.chunks]
         for chunk, shard in zip(self.chunks, self._changes, strict=True):
-            _collect(chunk, shard)
+            collect_shard(chunk, shard)
 
     def note_delayed(self, exchange: Future[None]) -> None:
         """Note that a delayed exchange is under way."""
@@ -273,7 +273,7 @@ class WeightExchange:
         return staging, staging[chunk.first : chunk.last]
 
 
-def _collect(chunk: Chunk, shard: Array, agreed: Array | None = None) -> None:
+def collect_shard(chunk: Chunk, shard: Array, agreed: Array | None = None) -> None:
     """Copy this rank's shard of the parameters into `shard`, without `agreed`, its shard of the agreed weights. The
     gaps between tensors become zero."""
     filled = 0

@@ -166,20 +166,40 @@ class NodeWeightsState:
         if "mass" in state:
             self._exchange.sum_over_nodes(values)
 
+    def average_optimizer(self) -> None:
+        """Replace the tensors of the optimizer's state by their means over the nodes, weighted by ranks. All ranks call
+        this together, in the communication thread."""
+        weight = np.float32(self._exchange.weights[self._world.node])
+        for key in self._list_keys():
+            for chunk in self._exchange.chunks:
+                shard = np.zeros(chunk.shard, np.float32)
+                for piece in chunk.pieces:
+                    for own_key, tensor in self._list_state(piece.parameter):
+                        if own_key == key:
+                            shard[piece.place] = piece.view(tensor).numpy() * weight
+                self._exchange.sum_over_nodes(shard)
+                self._write_state(key, chunk, shard)
+
+    def _list_keys(self) -> list[str]:
+        return sorted({key for p in self._parameters for key, _ in self._list_state(p)})
+
+    def _write_state(self, key: str, chunk: Chunk, shard: Array) -> None:
+        """Write a chunk of the optimizer's state, of which every rank of the node passes its shard."""
+        values = torch.from_numpy(self._exchange.gather(chunk, shard))
+        for parameter, start in zip(chunk.parameters, chunk.starts, strict=True):
+            for own_key, tensor in self._list_state(parameter):
+                if own_key == key:
+                    tensor.copy_(values[start : start + parameter.length].view(tensor.shape))
+
     def _restore_optimizer(self, pieces: Mapping[str, Any], mass: float) -> None:
-        keys = sorted({key for p in self._parameters for key, _ in self._list_state(p)})
-        for key in keys:
+        for key in self._list_keys():
             for chunk in self._exchange.chunks:
                 shard = np.zeros(chunk.last - chunk.first, np.float32)
                 for piece in chunk.pieces:
                     _add_entries(shard[piece.place], piece, pieces.get(f"{piece.parameter.name} {key}", []))
                 if mass != 1:
                     shard /= np.float32(mass)
-                values = torch.from_numpy(self._exchange.gather(chunk, shard))
-                for parameter, start in zip(chunk.parameters, chunk.starts, strict=True):
-                    for its_key, tensor in self._list_state(parameter):
-                        if its_key == key:
-                            tensor.copy_(values[start : start + parameter.length].view(tensor.shape))
+                self._write_state(key, chunk, shard)
 
     def _list_state(self, parameter: Parameter) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors of the optimizer's state that differ between nodes. Raises TrainingError for a tensor of

@@ -18,6 +18,7 @@ from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.node_weights.exchange import WeightExchange
 from topkube.training.node_weights.guard import DriftGuard, Squares
+from topkube.training.node_weights.merging import merge_nodes
 from topkube.training.node_weights.node_state import NodeWeightsState
 from topkube.training.node_weights.requirements import check_parameters
 from topkube.training.node_weights.second_moment import SecondMoment
@@ -187,6 +188,15 @@ class NodeWeights:
         self.exchange.forget_delayed()
         if self.differ:
             communication_thread.run(lambda: self.exchange.place(self.exchange.agreed))
+            self.exchange.agreed = []
+
+    def merge(self) -> None:
+        """Write the same weights into the parameters of all nodes: the agreed weights and all that was not sent. The
+        optimizer's state becomes its mean over the nodes. Nodes have equal weights then. All ranks call this
+        together."""
+        self.apply_exchange()
+        if self.differ:
+            communication_thread.run(partial(merge_nodes, self.exchange, self.state))
             self.exchange.agreed = []
 
     # ---- equal weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from topkube import algorithms
@@ -27,8 +27,8 @@ class BucketPlan:
     `order` names the parameters in that order, None before the first plan: selection is per bucket, so a run that
     resumes bit for bit needs the same order. `is_agreed` is False until all ranks have compared their plans, at the end
     of the first backward after the optimizer was created or loaded. `trainable` holds the indices of the parameters
-    that required a gradient on all ranks when the ranks last compared them. `may_compress` is True if `auto` may stand
-    for an algorithm that compresses.
+    that required a gradient on all ranks when the ranks last compared them. `tuning` is what `auto` or `dense` stands
+    for.
     """
 
     def __init__(
@@ -37,9 +37,8 @@ class BucketPlan:
         parameters: list[Parameter],
         aggregation: AggregationSettings,
         agreement: QueuedAgreement,
-        measure_nccl: Callable[[], float | None] = lambda: None,
+        tuning: Tuning,
         finite_check: str = "auto",
-        may_compress: bool = False,
     ) -> None:
         self.buckets: list[Bucket] = []
         self.order: list[str] | None = None
@@ -48,7 +47,7 @@ class BucketPlan:
         self._world, self._parameters, self._aggregation = world, parameters, aggregation
         self._agreement = agreement
         self.comparison = RankComparison(world, parameters, aggregation, agreement, finite_check)
-        self.tuning = Tuning(world, aggregation, agreement, measure_nccl, may_compress)
+        self.tuning = tuning
         self._bucket_of: dict[int, Bucket] = {}
 
     def find_bucket(self, parameter: Parameter) -> Bucket | None:

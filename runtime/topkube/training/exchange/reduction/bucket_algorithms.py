@@ -7,7 +7,7 @@ import sys
 import torch
 
 from topkube import algorithms
-from topkube.algorithms import COMPRESSED_CHOICES, DENSE, Algorithm, Choice
+from topkube.algorithms import DENSE, Algorithm, Choice
 from topkube.collectives import AllReduce, load
 from topkube.collectives.dense import Hierarchical
 from topkube.errors import ArgumentError
@@ -23,17 +23,19 @@ class BucketAlgorithms:
     `aggregation` holds the settings in force, and `choice` what `auto` or `dense` stands for (None: not chosen yet).
     `large` is the algorithm of large buckets, and `dense_wire` the format of their dense values. `keeper` is the first
     algorithm of the schedule that keeps a residual, or that `auto` may take, or else the first algorithm.
-    `may_compress` is True if `auto` may stand for an algorithm that compresses.
+    `compressed_choices` holds the algorithms that compress and that `auto` may stand for.
     """
 
-    def __init__(self, world: World, aggregation: AggregationSettings, may_compress: bool = False) -> None:
-        self._nodes, self.may_compress = world.nodes, may_compress
+    def __init__(
+        self, world: World, aggregation: AggregationSettings, compressed_choices: tuple[Algorithm, ...] = ()
+    ) -> None:
+        self._nodes, self.compressed_choices = world.nodes, compressed_choices
         self._drained_steps = 0
         """The number of steps that still send whole residuals, since `auto` stands for an algorithm without them."""
         self.change_to(aggregation)
         density = aggregation.density
         stages = [algorithms.resolve(name, world.nodes, sys.maxsize, density) for name in aggregation.algorithms]
-        stages += COMPRESSED_CHOICES if may_compress else ()
+        stages += [algorithm for algorithm in compressed_choices if not algorithm.in_weights]
         self.keeper: Algorithm = next((stage for stage in stages if stage.residual is not None), self.large)
 
     def change_to(self, aggregation: AggregationSettings, begins: bool = False) -> None:
@@ -45,8 +47,9 @@ class BucketAlgorithms:
         self._resolve()
 
     def adopt(self, choice: Choice | None) -> None:
-        """Use what `auto` or `dense` stands for from the next bucket on. All ranks call this between two steps."""
-        if choice is not None:
+        """Use what `auto` or `dense` stands for from the next bucket on. All ranks call this between two steps. Nothing
+        changes for an algorithm with which nodes have weights of their own: it exchanges no gradients between nodes."""
+        if choice is not None and not choice.algorithm.in_weights:
             if self.large.residual is not None and choice.algorithm.residual is None:
                 self._drained_steps = 2  # the step whose gradients are exchanged already, and the next one
             self.choice, self.dense_wire = choice, choice.dense_wire
@@ -60,7 +63,7 @@ class BucketAlgorithms:
     def begin_anew(self) -> None:
         """Note that a state may have been loaded, with residuals of an algorithm that `auto` stood for. All ranks call
         this together."""
-        self._drained_steps = int(self.may_compress)
+        self._drained_steps = int(bool(self.compressed_choices))
 
     def note_step(self) -> None:
         """Note that the optimizer made its step. All ranks call this between the same two steps."""

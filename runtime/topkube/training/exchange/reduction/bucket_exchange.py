@@ -65,8 +65,8 @@ class BucketExchange:
         self.world, self._finite_check = world, settings.finite_check
         if device is None:
             refuse_gpu_algorithms(world, aggregation)
-        may_compress = aggregation.may_compress_by_choice and device is None and world.nodes > 1
-        self.algorithms = BucketAlgorithms(world, aggregation, may_compress)
+        compressed_choices = aggregation.compressed_choices if device is None and world.nodes > 1 else ()
+        self.algorithms = BucketAlgorithms(world, aggregation, compressed_choices)
         self.residuals = Residuals(world, self.algorithms.keeper, momentum, device)
         self.on_device = DeviceAllReduce(world, device, settings.device_graphs) if device is not None else None
         self._staging = Staging(1 if device is None else 2)

@@ -8,6 +8,9 @@ try the best algorithm that compresses instead, and keep it if the steps become 
 not see how long a stage takes: there the ranks try the best choice of the other transport (NCCL or MPI) instead of
 fitting the model. Every decision follows from numbers that are the same on all ranks.
 
+If the best algorithm gives nodes weights of their own (`onebit`), the optimizer is built again for it after the step,
+and again if it returns to a dense algorithm (training/distributed.py). This object stays.
+
 When a rank saves the state, the choice becomes final, so that a run that resumes from the state makes the same steps.
 
 With a schedule, a stage of `auto` or `dense` has a choice of its own. The machines are measured at the first exchange
@@ -23,7 +26,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from topkube.algorithms import CHOICES, COMPRESSION_GAIN, DENSE_WIRE, BucketSize, Choice, Machines, rank_choices
+from topkube.algorithms import (
+    CHOICES,
+    COMPRESSION_GAIN,
+    DENSE_WIRE,
+    NODE_WEIGHTS,
+    Algorithm,
+    BucketSize,
+    Choice,
+    Machines,
+    find_algorithm,
+    is_known,
+    rank_choices,
+)
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.tuning.fitted_machines import WRONG, find_same, fit_machines, is_same, is_wrong
 from topkube.training.exchange.tuning.machines import agree_on_machines
@@ -61,7 +76,7 @@ class Tuning:
         aggregation: AggregationSettings,
         agreement: QueuedAgreement,
         measure_nccl: Callable[[], float | None] = lambda: None,
-        may_compress: bool = False,
+        compressed_choices: Sequence[Algorithm] = (),
     ) -> None:
         self.choice: Choice | None = None
         self.machines: Machines | None = None
@@ -71,7 +86,7 @@ class Tuning:
         """True if this rank saved the state since the last exchange."""
         self._world, self._agreement = world, agreement
         self._job, self._aggregation = aggregation, aggregation.at(0)
-        self._measure_nccl, self._may_compress = measure_nccl, may_compress
+        self._measure_nccl, self.compressed_choices = measure_nccl, compressed_choices
         self._trial: _Trial | None = None
         self._is_settled = self._must_repeat = False
         self._times = StepTimes()
@@ -234,7 +249,7 @@ class Tuning:
         machines = machines or self.machines
         assert machines is not None
         aggregation = self._aggregation
-        return rank_choices(aggregation.algorithm, machines, buckets, aggregation.dense_wire, self._may_compress)
+        return rank_choices(aggregation.algorithm, machines, buckets, aggregation.dense_wire, self.compressed_choices)
 
     def _adopt(self, choice: Choice, reason: str, others: Sequence[Choice] = ()) -> None:
         machines, name = self.machines, self._aggregation.algorithm
@@ -275,6 +290,7 @@ class Tuning:
             return
         machines, slots = Machines(**state["machines"]), max(map(len, self._world.node_ranks))
         if (machines.nodes, machines.slots) != (self._world.nodes, slots):
+            self._keep_own_weights(state)
             return
         if self._aggregation.algorithm in CHOICES:
             ranked = self._rank((), machines)
@@ -287,9 +303,26 @@ class Tuning:
         self.machines, self.summary = machines, state["summary"]
         self.note_saved()
 
+    def _keep_own_weights(self, state: Mapping[str, Any]) -> None:
+        """Keep a saved algorithm with which nodes have weights of their own, although the number of nodes has changed:
+        the state holds what these nodes have not sent."""
+        algorithm = find_saved_algorithm(state)
+        if algorithm is not None and algorithm in self.compressed_choices and algorithm.in_weights:
+            self.choice = Choice(algorithm, DENSE_WIRE.default, *state["seconds"])
+            self.summary = f"{self._aggregation.algorithm} is {algorithm.name}, as in the state of other nodes"
+            self.note_saved()
+
     def _describe_job(self) -> list[str]:
         """Return the settings on which the choices of a job depend."""
-        return [*self._job.algorithms, self._job.dense_wire]
+        node_weights = [] if self._job.node_weights == NODE_WEIGHTS.default else [self._job.node_weights]
+        return [*self._job.algorithms, self._job.dense_wire, *node_weights]
+
+
+def find_saved_algorithm(state: Mapping[str, Any] | None) -> Algorithm | None:
+    """Return the algorithm that `auto` or `dense` stood for in what `Tuning.save` returned; None if there is none, or
+    if this version of TopKube does not have it."""
+    name = state and state["algorithm"]
+    return find_algorithm(name) if name and is_known(name) else None
 
 
 def find_initial_dense_wire(aggregation: AggregationSettings) -> str:

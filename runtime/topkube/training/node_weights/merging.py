@@ -1,0 +1,35 @@
+"""The end of different weights: all nodes get the same weights and the same state of the optimizer."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from topkube.arrays import Array
+from topkube.training.node_weights.exchange import WeightExchange, collect_shard
+from topkube.training.node_weights.layout import Chunk
+from topkube.training.node_weights.node_state import NodeWeightsState
+
+
+@torch.no_grad()
+def merge_nodes(exchange: WeightExchange, state: NodeWeightsState) -> None:
+    """Write x + mean(e) into the parameters of all nodes, and the mean of the optimizers' states into each state.
+
+    x are the agreed weights, and e is what a node has not sent, with what it owes as the owner of segments. Means are
+    weighted by the ranks per node. So the mean of the nodes' weights does not change. A collective of all ranks, in the
+    communication thread."""
+    merged = [_sum_unsent(exchange, chunk) for chunk in exchange.chunks]
+    exchange.place(merged)
+    state.average_optimizer()
+
+
+def _sum_unsent(exchange: WeightExchange, chunk: Chunk) -> Array:
+    """Return this rank's shard of the agreed weights with all that nodes have not sent: (chunk.shard,), float32."""
+    agreed, stage = exchange.agreed[chunk.number], exchange.stages[chunk.number]
+    unsent = np.empty(chunk.shard, np.float32)
+    collect_shard(chunk, unsent, agreed)
+    unsent *= np.float32(exchange.weights[exchange.world.node])
+    if stage is not None:
+        unsent[stage.segment] += stage.owed
+    exchange.sum_over_nodes(unsent)
+    return agreed + unsent

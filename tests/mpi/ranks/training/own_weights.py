@@ -1,0 +1,219 @@
+"""`auto` with `node_weights="own"` on real ranks: it takes onebit, and nodes merge if it returns to dense."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import topkube
+from ranks.training.checkpoints import make_shared_directory
+from ranks.training.onebit_scene import build_adamw, build_sgd, draw_batch, read_agreed_weights, read_bits, train
+from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_loss, copy_weights
+from ranks.training.tuning import STEPS, have_same_choice, play_measured_steps, read_algorithm
+from topkube.settings import Settings
+from topkube.world import World
+
+KEPT, REJECTED = (0.5, 0.4), (0.5, 0.49)
+"""The seconds of a step before and during the trial of onebit."""
+
+
+def build_auto(model: nn.Module, make: Any = build_sgd) -> topkube.DistributedOptimizer:
+    return topkube.DistributedOptimizer(
+        make(model.parameters()), model.named_parameters(), aggregation="auto", node_weights="own"
+    )
+
+
+def compute_mean_weights(world: World, model: nn.Module) -> list[np.ndarray]:
+    """Return the mean over all ranks of each parameter."""
+    return [world.comm.allreduce(p.detach().double().numpy()) / world.size for p in model.parameters()]
+
+
+def read_state_tensors(optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[torch.Tensor]:
+    pairs = [sorted(optimizer.inner.state[p].items()) for p in model.parameters()]
+    return [value.clone() for entries in pairs for _, value in entries if isinstance(value, torch.Tensor)]
+
+
+def case_auto_takes_onebit_and_keeps_it_if_steps_become_faster(world: World) -> None:
+    if world.nodes == 1:
+        return
+    with play_measured_steps(world, *KEPT):
+        model = build_network()
+        optimizer = build_auto(model)
+        names, steps = [], 2 * STEPS + 3
+        for step in range(steps):
+            train(world, model, optimizer, range(step, step + 1))
+            assert have_same_choice(world, optimizer)
+            names.append(read_algorithm(optimizer))
+    assert names == ["hierarchical"] * (STEPS - 1) + ["onebit"] * (STEPS + 4), names
+    assert optimizer.tuning.is_settled
+    assert "kept: 400 ms per step, 500 ms before" in optimizer.tuning.summary
+    assert (optimizer.steps, optimizer.skipped_steps) == (steps, 0)
+    assert optimizer.guard is not None
+    assert are_equal_on_all_ranks(read_agreed_weights(optimizer, model))
+    assert not are_equal_on_all_ranks(copy_weights(model)), "nodes train weights of their own"
+    optimizer.unwrap()
+    assert are_equal_on_all_ranks(copy_weights(model))
+
+
+def case_nodes_merge_if_onebit_is_not_faster(world: World) -> None:
+    if world.nodes == 1:
+        return
+    for make in (build_sgd, build_adamw):
+        with play_measured_steps(world, *REJECTED):
+            check_merge(world, make)
+
+
+def check_merge(world: World, make: Any) -> None:
+    """The mean of the nodes' weights and of their optimizers' states stays; afterwards, steps are dense."""
+    model = build_network()
+    optimizer = build_auto(model, make)
+    train(world, model, optimizer, range(2 * STEPS - 1))
+    assert read_algorithm(optimizer) == "onebit"
+    node_weights = optimizer._node_weights
+    assert node_weights is not None
+    merge, before = node_weights.merge, []
+
+    def merge_and_note() -> None:
+        before.append((compute_mean_weights(world, model), read_state_tensors(optimizer, model)))
+        merge()
+
+    node_weights.merge = merge_and_note  # type: ignore[method-assign]
+    train(world, model, optimizer, range(2 * STEPS - 1, 2 * STEPS))
+    assert read_algorithm(optimizer) == "hierarchical"
+    assert optimizer.guard is None
+    [(mean, states)] = before
+    assert are_equal_on_all_ranks(copy_weights(model))
+    for parameter, expected in zip(model.parameters(), mean, strict=True):
+        np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=1e-5, atol=1e-6)
+    for state, own in zip(read_state_tensors(optimizer, model), states, strict=True):
+        expected = world.comm.allreduce(own.double().numpy()) / world.size
+        np.testing.assert_allclose(state.numpy(), expected, rtol=1e-5, atol=1e-7)
+    train(world, model, optimizer, range(2 * STEPS, 2 * STEPS + 3))
+    assert are_equal_on_all_ranks(copy_weights(model))
+    assert optimizer.steps == 2 * STEPS + 3
+    optimizer.unwrap()
+
+
+def case_a_skipped_step_before_the_change_and_accumulated_gradients_change_nothing(world: World) -> None:
+    """The backward that ends the comparison is not finite: the change to onebit follows its skipped step. A backward
+    under `no_sync()` follows."""
+    if world.nodes == 1:
+        return
+    with play_measured_steps(world, *KEPT):
+        model = build_network()
+        optimizer = build_auto(model)
+        train(world, model, optimizer, range(STEPS - 1))
+        loss = compute_loss(model, *draw_batch(world.rank, STEPS - 1))
+        (loss * torch.nan if world.rank == world.size - 1 else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (read_algorithm(optimizer), optimizer.skipped_steps, optimizer.steps) == ("onebit", 1, STEPS - 1)
+        with optimizer.no_sync():
+            compute_loss(model, *draw_batch(world.rank, STEPS)).backward()
+        train(world, model, optimizer, range(STEPS + 1, STEPS + 4))
+    assert are_equal_on_all_ranks(read_agreed_weights(optimizer, model))
+    optimizer.unwrap()
+
+
+def case_announced_batches_go_on_over_the_change(world: World) -> None:
+    """The loop over `join` began before the change, and ranks have different numbers of batches."""
+    if world.nodes == 1:
+        return
+    with play_measured_steps(world, *KEPT):
+        model = build_network()
+        optimizer = build_auto(model)
+        turns, batches = optimizer.turns, [draw_batch(world.rank, step) for step in range(STEPS + 3 + world.rank)]
+        for batch in optimizer.join(batches, samples=8):
+            compute_loss(model, *batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert read_algorithm(optimizer) == "onebit"
+    assert optimizer.steps == STEPS + 3 + world.size - 1
+    assert optimizer.turns is turns, "the weights of batches come from the loop's announcements"
+    assert are_equal_on_all_ranks(read_agreed_weights(optimizer, model))
+    optimizer.unwrap()
+
+
+def run_until(world: World, directory: str, steps: int) -> tuple[nn.Module, topkube.DistributedOptimizer]:
+    """Train up to `steps` with checkpoints."""
+    model = build_network()
+    optimizer = build_auto(model, build_adamw)
+    settings = Settings(checkpoint_directory=directory, checkpoint_every=100, checkpoint_keep=9)
+    with topkube.checkpointing(model, optimizer, settings=settings) as run:
+        for _ in run.progress([0] * steps, total=steps, samples=1):
+            compute_loss(model, *draw_batch(world.rank, run.step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, optimizer
+
+
+def case_a_checkpoint_of_onebit_is_resumed_by_auto_bit_for_bit(world: World) -> None:
+    """The first run saves at its end, in the trial of onebit. What it resumes continues with onebit."""
+    if world.nodes == 1:
+        return
+    with make_shared_directory(world) as directory, play_measured_steps(world, 0.5):
+        model, optimizer = run_until(world, directory, STEPS + 3)
+        assert read_algorithm(optimizer) == "onebit"
+        train(world, model, optimizer, range(STEPS + 3, STEPS + 8))
+        whole = read_bits(optimizer, model)
+        optimizer.unwrap()
+        model, optimizer = run_until(world, directory, STEPS + 8)
+        assert read_algorithm(optimizer) == "onebit"
+        assert optimizer.tuning.is_settled
+        assert read_bits(optimizer, model) == whole
+        optimizer.unwrap()
+
+
+def case_a_dense_state_replaces_own_weights(world: World) -> None:
+    """A state that was saved before the change is loaded after it: the run is dense again, with equal weights."""
+    if world.nodes == 1:
+        return
+    with play_measured_steps(world, *KEPT):
+        model = build_network()
+        optimizer = build_auto(model)
+        train(world, model, optimizer, range(3))
+        state, start = copy.deepcopy(optimizer.state_dict()), copy_weights(model)
+        optimizer.tuning._is_settled = False  # the state was copied, and the run goes on as if nothing was saved
+        optimizer.tuning.is_saved = False
+        train(world, model, optimizer, range(3, STEPS + 3))
+        assert read_algorithm(optimizer) == "onebit"
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), start, strict=True):
+                parameter.copy_(value)
+        optimizer.load_state_dict(state)
+        train(world, model, optimizer, range(3, 6))
+        assert read_algorithm(optimizer) == "hierarchical"
+        assert optimizer.steps == 6
+        assert are_equal_on_all_ranks(copy_weights(model))
+        optimizer.unwrap()
+
+
+def case_without_permission_auto_never_takes_onebit(world: World) -> None:
+    if world.nodes == 1:
+        return
+    model = build_network()
+    with play_measured_steps(world, *KEPT):
+        optimizer = topkube.DistributedOptimizer(
+            build_sgd(model.parameters()), model.named_parameters(), aggregation="auto"
+        )
+        train(world, model, optimizer, range(STEPS + 2))
+    assert read_algorithm(optimizer) == "int8"
+    assert are_equal_on_all_ranks(copy_weights(model))
+    optimizer.unwrap()
+
+
+def case_a_model_that_onebit_does_not_support_trains_without_it(world: World) -> None:
+    """Parameters of 16 bits without master weights: rank 0 says why `auto` will not take onebit."""
+    model = build_network().to(torch.bfloat16)
+    with contextlib.redirect_stderr(io.StringIO()) as output:
+        optimizer = build_auto(model)
+    is_told = "auto will not take onebit" in output.getvalue() and "bfloat16" in output.getvalue()
+    assert is_told == (world.rank == 0)
+    assert all(not algorithm.in_weights for algorithm in optimizer.tuning.compressed_choices)
+    optimizer.unwrap()
