@@ -187,7 +187,7 @@ def sum_rows_(out: Any, rows: Any, size: int, *, wait: bool = True) -> Any:
     to, raw = view_flat(out, "out", writable=True), view_flat(rows, "rows", dtypes=(_UINT8,))
     check_apart("out", to, "rows", raw)
     parts = [decode(row[:size], length=to.size) for row in raw.reshape(rows.shape)]
-    _kernels.spread(as_bytes(to), DTYPE_CODES[to.dtype], parts)
+    _kernels.sum_sparse(as_bytes(to), DTYPE_CODES[to.dtype], parts)
     return all(bool(np.isfinite(values).all()) for _, values in parts)
 
 

@@ -1,4 +1,4 @@
-// Adds several sparse vectors into one dense vector.
+// The sum of several sparse vectors, as a dense vector.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@ struct SparsePart {
   std::size_t count;
 };
 
-// out[length] = the sum of `parts`, added in their order in float32 and rounded once. Each block is computed in the first-level
+// Writes the sum of `parts` to out[length]: added in their order in float32, and rounded once. Each block is computed in the first-level
 // cache and streamed to `out`, so `out` is written once and never read. Indices are below `length`.
-void spread(void* out, Dtype dtype, std::size_t length, const std::vector<SparsePart>& parts);
+void sum_sparse(void* out, Dtype dtype, std::size_t length, const std::vector<SparsePart>& parts);
 
 }  // namespace topkube
