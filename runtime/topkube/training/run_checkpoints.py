@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what a checkpoint contains, how a save advances with the steps, and how a run resumes."""
+"""The checkpoints of a run: their contents, saves that advance with the steps, and the resumption of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from topkube.data import DistributedSampler
 from topkube.errors import CheckpointError, StorageError
 from topkube.settings import Settings
 from topkube.training.batches.generators import read_generators
-from topkube.training.checkpoint import CheckpointStore, Loaded
+from topkube.training.checkpoint import CheckpointStore, LoadedCheckpoint
 from topkube.training.checkpoint.resumption import (
     Stateful,
     check_contents,
@@ -136,7 +136,7 @@ class RunCheckpoints:
         own = {"residuals": optimizer["topkube"].pop("residuals"), "generators": read_generators()}
         step, epoch = position
 
-        def shared() -> dict[str, Any]:
+        def collect_shared_state() -> dict[str, Any]:
             return {
                 "step": step,
                 "epoch": epoch,
@@ -149,9 +149,9 @@ class RunCheckpoints:
 
         self._begun = position
         with self._optimizer.consensus():  # the model's weights are those that all nodes agree on
-            return None if self._store.begin(step, shared, own) else self._store.finish()
+            return None if self._store.begin(step, collect_shared_state, own) else self._store.finish()
 
-    def _load(self, loaded: Loaded) -> tuple[Position, dict[str, Any] | None]:
+    def _load(self, loaded: LoadedCheckpoint) -> tuple[Position, dict[str, Any] | None]:
         """Load all states or none: if a checkpoint does not fit, model and optimizer stay as they were, on all
         ranks."""
         directory = self._directory

@@ -25,10 +25,10 @@ def build_codec(kind: str, places: list[slice], length: int) -> Codec:
 def exchange(stages: list[TwoStage], changes: list[Any], weights: list[float]) -> list[Any]:
     """Pass the rows between the nodes. Return the values that each node adds to its agreed weights."""
     nodes = range(len(stages))
-    sent = [stage.rows(np.zeros(stage.total_bytes, np.uint8)) for stage in stages]
+    sent = [stage.cut_rows(np.zeros(stage.total_bytes, np.uint8)) for stage in stages]
     for stage, change, rows in zip(stages, changes, sent, strict=True):
         stage.pack(change, rows)
-    means = stages[0].rows(np.zeros(stages[0].total_bytes, np.uint8))
+    means = stages[0].cut_rows(np.zeros(stages[0].total_bytes, np.uint8))
     for owner, stage in enumerate(stages):
         stage.reduce([sent[node][owner] for node in nodes], weights, means[owner])
     added = []

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from topkube.algorithms import OWN, Route
 from topkube.arrays import view_flat
-from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, between_nodes, count_dense
+from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, build_exchange, count_dense
 from topkube.collectives.call import Call
 from topkube.collectives.device.cuda_aware import mpi_takes_device_pointers
 from topkube.collectives.device.graphs import WorkGraphs, describe_work
@@ -259,7 +259,7 @@ class DeviceAllReduce:
             with phases.current.timed("select"):
                 call.wait(under_way.sent.query)
         route = under_way.all_reduce.algorithm.route
-        exchange, sent = between_nodes(route, world.cross_comm, _convert_for_mpi(under_way.carried))
+        exchange, sent = build_exchange(route, world.cross_comm, _convert_for_mpi(under_way.carried))
         under_way.exchanges = Exchanges()
         under_way.exchanges.start(0, exchange)
         phases.current.sent(inter=sent)
@@ -286,7 +286,7 @@ class DeviceAllReduce:
             under_way.finished()
 
     def _find_scratch(self, slot: Slot, name: str, length: int, dtype: str) -> Any:
-        return self.memory.buffer(slot, f"scratch {name}", length, dtype)
+        return self.memory.find_buffer(slot, f"scratch {name}", length, dtype)
 
 
 def _convert_for_mpi(x: Any) -> Any:

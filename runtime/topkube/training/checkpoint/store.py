@@ -27,7 +27,7 @@ from topkube.training.checkpoint.format.manifest import NAME, SHARED_FILE, Manif
 from topkube.training.checkpoint.format.state_file import FileDigest, write_new_text
 from topkube.training.checkpoint.host_copies import HostCopies, NoRoom
 from topkube.training.checkpoint.published import PublishedCheckpoint, list_published, name_unfinished
-from topkube.training.checkpoint.reader import CheckpointReader, Loaded
+from topkube.training.checkpoint.reader import CheckpointReader, LoadedCheckpoint
 from topkube.training.checkpoint.retention import Retention
 from topkube.training.checkpoint.run_claim import Claim
 from topkube.training.checkpoint.save import Save, await_files
@@ -74,7 +74,9 @@ class CheckpointStore:
 
     # ---- reading
 
-    def load(self, copy: int, copies: int, check: Callable[[Loaded], None] = lambda loaded: None) -> Loaded | None:
+    def load(
+        self, copy: int, copies: int, check: Callable[[LoadedCheckpoint], None] = lambda loaded: None
+    ) -> LoadedCheckpoint | None:
         """Return the newest complete checkpoint; None if there is no checkpoint. If the world or the number of copies
         has changed, `own` holds residuals that are redistributed for copy number `copy` of `copies`, and no random
         generators. `check` raises Damaged for invalid contents.
