@@ -53,7 +53,7 @@ def unpack_by_definition(scales: Any, bits: Any, length: int, weight: float = 1.
 
 @st.composite
 def draw_floats(draw: Any) -> Any:
-    """Normal values of very different sizes, denormals and zeros of both signs among them."""
+    """Draw normal values of very different sizes, with denormals and zeros of both signs among them."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     length = draw(st.integers(0, 800))
     exponents = rng.integers(draw(st.sampled_from([-149, -20])), 100, length)

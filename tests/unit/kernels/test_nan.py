@@ -37,7 +37,7 @@ def read_words(x: torch.Tensor) -> torch.Tensor:
 
 
 def draw_with_nans(dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Random numbers, every third one a NaN with a random sign and payload, and some infinities of both signs."""
+    """Return random numbers. Every third number is a NaN with a random sign and payload; some are infinite."""
     random = torch.Generator().manual_seed(seed)
     x = torch.randn(LENGTH, generator=random).to(dtype)
     integer = {4: torch.int32, 2: torch.int16}[dtype.itemsize]

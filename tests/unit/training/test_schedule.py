@@ -20,7 +20,10 @@ def build_settings(algorithm: str = "hitopk", **options: object) -> AggregationS
 
 def test_stages_take_effect_at_their_step_and_keep_the_rest() -> None:
     whole = build_settings(density=0.01, warmup_steps=10, schedule=SPARSE_THEN_DENSE)
-    in_force = [(step, whole.settings_at(step).algorithm, whole.settings_at(step).density_at(step)) for step in (50, 99, 100, 199, 200)]
+    in_force = [
+        (step, whole.settings_at(step).algorithm, whole.settings_at(step).density_at(step))
+        for step in (50, 99, 100, 199, 200)
+    ]
     assert in_force == [(50, "hitopk", 0.01), (99, "hitopk", 0.01), (100, "hitopk", 0.1), (199, "hitopk", 0.1),
                         (200, "dense", 0.1)]  # fmt: skip
     assert whole.settings_at(0).density_at(0) == 1

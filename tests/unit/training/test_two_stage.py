@@ -45,7 +45,7 @@ def join_owed(stages: list[TwoStage]) -> Any:
 
 @st.composite
 def draw_layout(draw: Any) -> tuple[int, list[slice]]:
-    """A shard of tensors that begin at multiples of 256: (length, the places of the tensors)."""
+    """Draw a shard of tensors that begin at multiples of 256: (length, the places of the tensors)."""
     places, start = [], 0
     for length in draw(st.lists(st.integers(1, 900), min_size=1, max_size=5)):
         places.append(slice(start, start + length))
