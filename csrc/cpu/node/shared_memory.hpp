@@ -34,7 +34,8 @@ class SharedMemory {
  public:
   static constexpr std::size_t cell_bytes = 64 * 1024;
 
-  // Returns the size in bytes of the window for `ranks` ranks with `cells` cells each. The window must be zero before the first call.
+  // Returns the size in bytes of the window for `ranks` ranks with `cells` cells each. The window must be zero before the first
+  // call.
   static std::size_t window_bytes(int ranks, int cells);
 
   // `shards`: arrays are cut into this many shards, one for each of the first local ranks.

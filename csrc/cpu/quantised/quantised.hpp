@@ -25,11 +25,12 @@ struct QuantisedLayout {
   std::size_t bytes;
 };
 
-// Writes the message about `values`, and leaves in every element the rounding error. Returns true if all scales are finite. A block with a NaN or an infinite element has the scale NaN.
+// Writes the message about `values`, and leaves in every element the rounding error. Returns true if all scales are finite. A block
+// with a NaN or an infinite element has the scale NaN.
 bool quantised_pack(float* values, const QuantisedLayout& layout, std::uint8_t* message);
 
-// Adds the sum of the messages times their weights to `values`. A scale is multiplied by its weight first; the sum is computed in float32,
-// in the order of the messages, and then added. `values` is read and written once.
+// Adds the sum of the messages times their weights to `values`. A scale is multiplied by its weight first; the sum is computed in
+// float32, in the order of the messages, and then added. `values` is read and written once.
 void quantised_unpack_add(float* values, const QuantisedLayout& layout, const std::vector<const std::uint8_t*>& messages,
                           const std::vector<float>& weights);
 

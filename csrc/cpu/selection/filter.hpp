@@ -55,7 +55,7 @@ FilterPlan plan_filter(std::size_t length, std::size_t k, std::uint32_t mask, Wo
 }
 
 // Calls filter(start, size, threshold, indices, values) for every block, with chunks in parallel. `filter` returns how many entries
-// it appended. If the buffer of a chunk is full, later calls get the threshold `unreachable_threshold`: they append unreachable_threshold, but do other work.
+// it appended. If the buffer of a chunk is full, later calls get `unreachable_threshold`: they append nothing, but do other work.
 template <class Filter>
 Candidates filter_chunks(std::size_t length, const FilterPlan& plan, int threads, Workspace& workspace, const Filter& filter) {
   const int chunks = count_chunks(length, threads);

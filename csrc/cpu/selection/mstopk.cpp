@@ -2,7 +2,7 @@
 //
 // The algorithm bisects between the mean and the largest magnitude, and counts at each of N probes how many magnitudes reach the
 // probe. That count exceeds k if and only if the (k + 1)-th largest magnitude reaches the probe. So this code finds that
-// magnitude once and counts unreachable_threshold per probe. Each probe is exactly the fp32 number of the algorithm.
+// magnitude once and counts nothing per probe. Each probe is exactly the fp32 number of the algorithm.
 #include <limits>
 
 #include "cpu/elements.hpp"

@@ -24,8 +24,8 @@ struct SignPart {
   float weight;
 };
 
-// Adds the sum of the parts times their weights to `values`, for `length` elements. A scale is multiplied by its weight first; the sum is
-// computed in float32, in the order of the parts, and then added. `values` is read and written once.
+// Adds the sum of the parts times their weights to `values`, for `length` elements. A scale is multiplied by its weight first; the
+// sum is computed in float32, in the order of the parts, and then added. `values` is read and written once.
 void sign_unpack_add(float* values, std::size_t length, const std::vector<SignPart>& parts);
 
 }  // namespace topkube

@@ -43,8 +43,8 @@ void store_word(std::uint8_t* data, std::size_t available, std::uint64_t word) {
   for (std::size_t i = 0; i < std::min(word_bytes, available); ++i) data[i] = static_cast<std::uint8_t>(word >> (56 - 8 * i));
 }
 
-// Writes one byte of each plane, for the `count` indices from `from` on, at most eight. A product with `collect` moves the lowest bits
-// of eight bytes into its highest byte.
+// Writes one byte of each plane, for the `count` indices from `from` on, at most eight. A product with `collect` moves the lowest
+// bits of eight bytes into its highest byte.
 inline void write_octet(const std::uint32_t* from, std::size_t count, const TopSignLayout& layout, std::uint8_t* planes) {
   constexpr std::uint64_t collect = 0x0102040810204080u;
   for (unsigned first = 0; first < layout.low; first += 8) {

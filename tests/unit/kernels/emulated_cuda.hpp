@@ -1,6 +1,6 @@
 // The grid of a GPU on one host thread, for tests. Every GPU thread is a fiber, and a few blocks are alive at a time. A fiber that
-// waits (sync, an operation of a warp, a spin) lets another fiber run, which is drawn at random (TOPKUBE_EMULATION_SEED is the seed).
-// Atomics also let other fibers run now and then, so that the tests try many orders.
+// waits (sync, an operation of a warp, a spin) lets another fiber run, which is drawn at random (TOPKUBE_EMULATION_SEED is the
+// seed). Atomics also let other fibers run now and then, so that the tests try many orders.
 //
 // The emulation shows neither weak memory ordering nor speed.
 #pragma once
