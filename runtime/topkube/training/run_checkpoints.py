@@ -55,6 +55,7 @@ class RunCheckpoints:
         """The position of the newest checkpoint."""
         self._begun: Position = (0, 0)
         """The position of the last save that was begun."""
+        self._every, self._is_due = settings.checkpoint_every, False
         self._failure_reported = self._wait_reported = False
 
     @property
@@ -72,6 +73,21 @@ class RunCheckpoints:
     def abandon(self) -> None:
         """Stop a save that is under way: the run ends with an error."""
         self._store.abandon()
+
+    def end_step(self, position: Position, stop: bool, is_stage_done: bool) -> bool:
+        """Save a checkpoint at the end of a step if it is due: every `checkpoint_every` steps, and before the run stops
+        (`stop`). `is_stage_done` is True if all ranks have finished the current stage of a save. Return True if the run
+        must end now, because its last save has ended."""
+        if is_stage_done:
+            self.advance()
+        self._is_due = self._is_due or stop or position[0] % self._every == 0
+        if self._is_due and not self._optimizer.accumulating:
+            self.begin(position)
+            self._is_due = False
+        must_end = stop and not self._is_due
+        if must_end:
+            self.finish()
+        return must_end
 
     def advance(self) -> None:
         """Begin the next stage of a save, after all ranks have finished the current stage."""
