@@ -130,9 +130,9 @@ class Int4(AllEntries):
         rows = []
         for stage, gradient, residual in zip(stages, flat, residuals, strict=True):
             residual += gradient * np.float32(1 / count)
-            rows.append(stage.rows(np.zeros(stage.total_bytes, np.uint8)))
+            rows.append(stage.cut_rows(np.zeros(stage.total_bytes, np.uint8)))
             stage.pack(residual, rows[-1])
-        sums = stages[0].rows(np.zeros(stages[0].total_bytes, np.uint8))
+        sums = stages[0].cut_rows(np.zeros(stages[0].total_bytes, np.uint8))
         for owner, (stage, residual) in enumerate(zip(stages, residuals, strict=True)):
             stage.reduce([row[owner] for row in rows], [1.0] * count, sums[owner])
             residual[stage.segment] += stage.owed

@@ -1,6 +1,6 @@
 // Declarations that all bindings share. Each .cpp file of this folder binds one folder of csrc/cpu in one function `bind_...`.
 //
-// Arrays arrive as one-dimensional, contiguous views of bytes, and their dtype as a separate code, because NumPy itself has no
+// Arrays arrive as one-dimensional, contiguous views of bytes. Their dtype arrives as a separate code, because NumPy has no
 // bfloat16. The Python functions in topkube/kernels/ have checked dtypes, lengths, overlap and writability. The bindings check
 // again what memory safety needs. They never take ownership: the caller's arrays live as long as the call, and results are
 // written into arrays that the caller allocated. Only `map_file` returns an array: a mapping, which ends with the array.

@@ -19,7 +19,7 @@ struct MpiExit {
 
 MpiExit mpi_exit;
 
-[[maybe_unused]] void end_of_process(int status, void*) {
+[[maybe_unused]] void finalize_at_exit(int status, void*) {
   int done = 0;
   if (((status & 0xff) == 0 || mpi_exit.in_any_case) && getpid() == mpi_exit.process && mpi_exit.is_finalized(&done) == 0 && !done)
     mpi_exit.finalize();
@@ -29,7 +29,7 @@ MpiExit mpi_exit;
 bool finalize_on_success(std::uintptr_t finalize, std::uintptr_t is_finalized) {
 #ifdef __GLIBC__
   mpi_exit = {reinterpret_cast<int (*)()>(finalize), reinterpret_cast<int (*)(int*)>(is_finalized), false, getpid()};
-  return on_exit(end_of_process, nullptr) == 0;
+  return on_exit(finalize_at_exit, nullptr) == 0;
 #else
   (void)finalize, (void)is_finalized;
   return false;

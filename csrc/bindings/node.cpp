@@ -1,29 +1,24 @@
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
-
 #include <memory>
 #include <optional>
 
 #include "bindings/bind.hpp"
 #include "cpu/node/shared_memory.hpp"
-#include "cpu/reduction/spread.hpp"
 
 namespace topkube {
 namespace {
 
-using Words = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Offsets = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ConstFloats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// A SharedMemory and its window. Python must keep the window alive for as long as the Node.
+// Holds a SharedMemory and its window. Python must keep the window alive for as long as the Node.
 class Node {
  public:
   Node(Bytes window, int rank, int ranks, int shards, int cells, bool crowded, nb::object poll)
       : window_(std::move(window)), poll_(std::move(poll)), shards_(shards), rank_(rank) {
     require(ranks > 0 && rank >= 0 && rank < ranks && shards > 0 && shards <= ranks && cells > 2,
             "rank, ranks, shards or cells is out of range");
-    require(window_.size() >= SharedMemory::bytes(ranks, cells), "window is too small");
+    require(window_.size() >= SharedMemory::window_bytes(ranks, cells), "window is too small");
     require(static_cast<std::size_t>(shards) * 64 <= SharedMemory::cell_bytes, "too many shards");
     memory_ = std::make_unique<SharedMemory>(window_.data(), rank, ranks, shards, cells, crowded);
     memory_->poll = [this] {
@@ -53,8 +48,8 @@ class Node {
     float* to = out ? out->data() : nullptr;
     const float* plus = add ? add->data() : nullptr;
     // The data pointer of an empty shard may be null, but a null `to` would mean "in place".
-    float nothing;
-    if (out && to == nullptr) to = &nothing;
+    float unused;
+    if (out && to == nullptr) to = &unused;
     nb::gil_scoped_release release;
     return memory_->reduce_scatter(data, dtype, length, scale, to, plus, {signature, deadline});
   }
@@ -107,7 +102,7 @@ void bind_node(nb::module_& module) {
   nb::class_<Node>(module, "Node")
       .def(nb::init<Bytes, int, int, int, int, bool, nb::object>(), nb::arg("window"), nb::arg("rank"), nb::arg("ranks"),
            nb::arg("shards"), nb::arg("cells"), nb::arg("crowded"), nb::arg("poll"))
-      .def_static("bytes", &SharedMemory::bytes, nb::arg("ranks"), nb::arg("cells"))
+      .def_static("window_bytes", &SharedMemory::window_bytes, nb::arg("ranks"), nb::arg("cells"))
       .def("all_reduce", &Node::all_reduce, nb::arg("x"), nb::arg("dtype"), nb::arg("scale"), nb::arg("signature"),
            nb::arg("deadline"))
       .def("reduce_scatter", &Node::reduce_scatter, nb::arg("x"), nb::arg("dtype"), nb::arg("scale"), nb::arg("out").none(),
@@ -115,22 +110,6 @@ void bind_node(nb::module_& module) {
       .def("check", &Node::check, nb::arg("signature"), nb::arg("deadline"))
       .def("all_gather", &Node::all_gather, nb::arg("x"), nb::arg("item"), nb::arg("bounds").none(), nb::arg("signature"),
            nb::arg("deadline"));
-  module.def(
-      "spread",
-      [](Bytes out, int code, const std::vector<std::pair<Words, ConstFloats>>& parts) {
-        const Dtype dtype = dtype_of(code);
-        const std::size_t length = out.size() / item_size(dtype);
-        std::vector<SparsePart> sparse;
-        for (const auto& [indices, values] : parts) {
-          require(indices.size() == values.size(), "indices and values differ in length");
-          require(indices.size() == 0 || indices.data()[indices.size() - 1] < length, "an index exceeds the array");
-          sparse.push_back({indices.data(), values.data(), indices.size()});
-        }
-        void* to = out.data();
-        nb::gil_scoped_release release;
-        spread(to, dtype, length, sparse);
-      },
-      nb::arg("out"), nb::arg("dtype"), nb::arg("parts"));
 }
 
 }  // namespace topkube

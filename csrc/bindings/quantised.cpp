@@ -5,7 +5,7 @@
 namespace topkube {
 namespace {
 
-QuantisedLayout layout_of(std::size_t length, int bits) {
+QuantisedLayout make_checked_layout(std::size_t length, int bits) {
   require(bits == 4 || bits == 8, "bits must be 4 or 8");
   return QuantisedLayout(length, bits);
 }
@@ -14,12 +14,12 @@ QuantisedLayout layout_of(std::size_t length, int bits) {
 
 void bind_quantised(nb::module_& module) {
   module.def(
-      "quantised_bytes", [](std::size_t length, int bits) { return layout_of(length, bits).bytes; }, nb::arg("length"),
+      "quantised_bytes", [](std::size_t length, int bits) { return make_checked_layout(length, bits).bytes; }, nb::arg("length"),
       nb::arg("bits"));
   module.def(
       "quantised_pack",
       [](Bytes values, int bits, Bytes message) {
-        const QuantisedLayout layout = layout_of(values.size() / sizeof(float), bits);
+        const QuantisedLayout layout = make_checked_layout(values.size() / sizeof(float), bits);
         require(message.size() == layout.bytes, "the message has the wrong length");
         auto* from = reinterpret_cast<float*>(values.data());
         std::uint8_t* to = message.data();
@@ -30,7 +30,7 @@ void bind_quantised(nb::module_& module) {
   module.def(
       "quantised_unpack_add",
       [](Bytes values, int bits, const std::vector<ConstBytes>& messages, const std::vector<float>& weights) {
-        const QuantisedLayout layout = layout_of(values.size() / sizeof(float), bits);
+        const QuantisedLayout layout = make_checked_layout(values.size() / sizeof(float), bits);
         require(messages.size() == weights.size(), "messages and weights differ in length");
         std::vector<const std::uint8_t*> from;
         for (const ConstBytes& message : messages) {

@@ -21,7 +21,7 @@ using Lengths = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>
 using Files = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // Checks that every record fits before anything is copied.
-void check(const Longs& offsets, const Longs& lengths, const Bytes& out, int64_t source_bytes) {
+void check_records(const Longs& offsets, const Longs& lengths, const Bytes& out, int64_t source_bytes) {
   require(offsets.size() == lengths.size(), "offsets and lengths differ in length");
   uint64_t total = 0;
   for (size_t i = 0; i < lengths.size(); ++i) {
@@ -33,10 +33,10 @@ void check(const Longs& offsets, const Longs& lengths, const Bytes& out, int64_t
   require(total == out.size(), "the size of out is not the total size of the records");
 }
 
-// Checks that every row is one of `held` rows.
-void check_rows(const Longs& rows, int64_t held) {
+// Checks that every row is below `row_count`.
+void check_rows(const Longs& rows, int64_t row_count) {
   for (size_t i = 0; i < rows.size(); ++i)
-    if (rows.data()[i] < 0 || rows.data()[i] >= held) throw std::out_of_range("a record lies outside the source");
+    if (rows.data()[i] < 0 || rows.data()[i] >= row_count) throw std::out_of_range("a record lies outside the source");
 }
 
 struct Mapping {
@@ -51,21 +51,21 @@ using MappedBytes = nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>, nb::c_con
 
 void bind_records(nb::module_& m) {
   m.def("gather_memory", [](ConstBytes source, Longs offsets, Longs lengths, Bytes out) {
-    check(offsets, lengths, out, static_cast<int64_t>(source.size()));
-    nb::gil_scoped_release free;
+    check_records(offsets, lengths, out, static_cast<int64_t>(source.size()));
+    nb::gil_scoped_release release;
     gather_memory(source.data(), offsets.data(), lengths.data(), offsets.size(), out.data());
   });
   m.def("gather_rows", [](ConstBytes source, size_t length, Longs rows, Bytes out) {
     require(out.size() == rows.size() * length, "the size of out is not the total size of the records");
     check_rows(rows, length ? static_cast<int64_t>(source.size() / length) : INT64_MAX);
-    nb::gil_scoped_release free;
+    nb::gil_scoped_release release;
     gather_rows(source.data(), length, rows.data(), rows.size(), out.data());
   });
   m.def("gather_set_rows", [](ConstBytes flags, ConstBytes source, size_t length, Longs rows, Bytes out) {
     require(out.size() == rows.size() * length, "the size of out is not the total size of the records");
-    const int64_t held = length ? static_cast<int64_t>(source.size() / length) : INT64_MAX;
-    check_rows(rows, std::min(held, static_cast<int64_t>(flags.size())));
-    nb::gil_scoped_release free;
+    const int64_t row_count = length ? static_cast<int64_t>(source.size() / length) : INT64_MAX;
+    check_rows(rows, std::min(row_count, static_cast<int64_t>(flags.size())));
+    nb::gil_scoped_release release;
     if (!are_all_set(flags.data(), rows.data(), rows.size())) return false;
     gather_rows(source.data(), length, rows.data(), rows.size(), out.data());
     return true;
@@ -83,17 +83,17 @@ void bind_records(nb::module_& m) {
     if (!find_samples(starts.data(), files.data(), files.size(), offsets.data(), lengths.data(), samples.data(), count, length,
                       opened.data(), places.data()))
       return false;
-    nb::gil_scoped_release free;
+    nb::gil_scoped_release release;
     int error = 0;
     return gather_files(opened.data(), places.data(), sizes.data(), count, out.data(), error) == count;
   });
   m.def("gather_files", [](Files files, Longs offsets, Longs lengths, Bytes out) {
     require(files.size() == offsets.size(), "files and offsets differ in length");
-    check(offsets, lengths, out, -1);
+    check_records(offsets, lengths, out, -1);
     int error = 0;
     size_t done = 0;
     {
-      nb::gil_scoped_release free;
+      nb::gil_scoped_release release;
       done = gather_files(files.data(), offsets.data(), lengths.data(), offsets.size(), out.data(), error);
     }
     return std::pair<size_t, int>(done, error);
@@ -106,7 +106,7 @@ void bind_records(nb::module_& m) {
     int error = 0;
     size_t done = 0;
     {
-      nb::gil_scoped_release free;
+      nb::gil_scoped_release release;
       done = write_rows(file, length, rows.data(), rows.size(), source.data(), error);
     }
     return std::pair<size_t, int>(done, error);
@@ -127,13 +127,13 @@ void bind_records(nb::module_& m) {
   });
   m.def("collapse_pages", [](ConstBytes mapped, size_t start, size_t bytes) {
     require(start <= mapped.size() && bytes <= mapped.size() - start, "the range lies outside the mapping");
-    nb::gil_scoped_release free;
+    nb::gil_scoped_release release;
     return collapse_pages(mapped.data() + start, bytes);
   });
   m.def("scan_tar", [](int file, int64_t size, int64_t at, ConstBytes header, Lengths lengths, Bytes names) {
     require(header.size() == kTarBlock && at >= 0 && size >= 0, "the header must have 512 bytes, and offsets must not be negative");
     require(names.size() / (kTarName + 1) >= lengths.size(), "names must have 101 bytes for each length");
-    nb::gil_scoped_release free;
+    nb::gil_scoped_release release;
     size_t bytes = 0;
     const size_t count =
         scan_tar(file, size, at, header.data(), lengths.size(), lengths.data(), reinterpret_cast<char*>(names.data()), bytes);

@@ -1,7 +1,14 @@
 #include "bindings/bind.hpp"
 #include "cpu/reduction/reduce.hpp"
+#include "cpu/reduction/sparse_sum.hpp"
 
 namespace topkube {
+namespace {
+
+using Indices = nb::ndarray<const std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+}  // namespace
 
 void bind_reduction(nb::module_& module) {
   module.def(
@@ -51,6 +58,22 @@ void bind_reduction(nb::module_& module) {
         copy(to, from, bytes);
       },
       nb::arg("out"), nb::arg("input"));
+  module.def(
+      "sum_sparse",
+      [](Bytes out, int code, const std::vector<std::pair<Indices, Floats>>& parts) {
+        const Dtype dtype = dtype_of(code);
+        const std::size_t length = out.size() / item_size(dtype);
+        std::vector<SparsePart> sparse;
+        for (const auto& [indices, values] : parts) {
+          require(indices.size() == values.size(), "indices and values differ in length");
+          require(indices.size() == 0 || indices.data()[indices.size() - 1] < length, "an index exceeds the array");
+          sparse.push_back({indices.data(), values.data(), indices.size()});
+        }
+        void* to = out.data();
+        nb::gil_scoped_release release;
+        sum_sparse(to, dtype, length, sparse);
+      },
+      nb::arg("out"), nb::arg("dtype"), nb::arg("parts"));
 }
 
 }  // namespace topkube

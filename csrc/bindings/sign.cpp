@@ -11,8 +11,8 @@ void require_sizes(std::size_t length, std::size_t scale_bytes, std::size_t bit_
   require(bit_bytes == (length + 7) / 8, "bits have the wrong length");
 }
 
-// The layout for values of so many bytes; checks the count, and the length of the message.
-TopSignLayout checked_layout(std::size_t value_bytes, std::size_t count, std::size_t message_bytes) {
+// Returns the layout for values of `value_bytes` bytes. Checks the count and the length of the message.
+TopSignLayout make_checked_layout(std::size_t value_bytes, std::size_t count, std::size_t message_bytes) {
   const std::size_t length = value_bytes / sizeof(float);
   require(count >= 1 && count <= length, "count outside 1..length");
   require(length < std::size_t{1} << 32, "length does not fit 32-bit indices");
@@ -62,7 +62,7 @@ void bind_sign(nb::module_& module) {
   module.def(
       "top_sign_pack",
       [](Bytes values, std::size_t count, int threads, Bytes message) {
-        const TopSignLayout layout = checked_layout(values.size(), count, message.size());
+        const TopSignLayout layout = make_checked_layout(values.size(), count, message.size());
         auto* from = reinterpret_cast<float*>(values.data());
         std::uint8_t* to = message.data();
         nb::gil_scoped_release release;
@@ -72,7 +72,7 @@ void bind_sign(nb::module_& module) {
   module.def(
       "top_sign_unpack_add",
       [](Bytes values, std::size_t count, ConstBytes message, float weight) {
-        const TopSignLayout layout = checked_layout(values.size(), count, message.size());
+        const TopSignLayout layout = make_checked_layout(values.size(), count, message.size());
         auto* to = reinterpret_cast<float*>(values.data());
         const std::uint8_t* from = message.data();
         nb::gil_scoped_release release;

@@ -29,7 +29,7 @@ void bind_wire(nb::module_& module) {
         auto* left = residual ? reinterpret_cast<float*>(residual->data()) : nullptr;
         std::uint8_t* to = out.data();
         nb::gil_scoped_release release;
-        const std::size_t bad = first_disorder(at, count, length);
+        const std::size_t bad = find_disorder(at, count, length);
         if (bad == count) encode(at, from, dtype, count, length, wire, left, to);
         return bad;
       },
@@ -85,7 +85,7 @@ void bind_wire(nb::module_& module) {
         const std::uint32_t* at = indices.data();
         const void* from = values.data();
         nb::gil_scoped_release release;
-        const std::size_t bad = first_beyond(at, count, length);
+        const std::size_t bad = find_beyond(at, count, length);
         if (bad == count) scatter_add(to, dtype, at, from, value_dtype, count);
         return bad;
       },

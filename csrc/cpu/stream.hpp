@@ -30,7 +30,7 @@ static inline void stream_copy(void* out, const void* input, std::size_t bytes) 
 }
 
 // Orders streamed stores before later stores. Call it before another thread or process is told that the data is complete.
-static inline void stream_end() {
+static inline void end_stream() {
 #if defined(__x86_64__)
   _mm_sfence();
 #endif

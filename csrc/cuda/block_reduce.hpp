@@ -1,4 +1,4 @@
-// Sums and prefix sums over the threads of a block, and the agreement on which block of a grid is the last.
+// Sums and prefix sums over the threads of a block, and the check for the last block of a grid.
 #pragma once
 
 #include "device.hpp"

@@ -1,4 +1,4 @@
-// The C functions for dense arrays, and what the library says about itself.
+// The C functions for dense arrays, for the description of the build, and for the texts of errors.
 #include "api.hpp"
 #include "dense.hpp"
 

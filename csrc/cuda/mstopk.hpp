@@ -9,20 +9,20 @@
 
 namespace topkube {
 
-constexpr u32 moments_block = 4096, moments_threads = 256, total_threads = 1024, count_threads = 256;
+constexpr u32 summary_block = 4096, summary_threads = 256, combine_threads = 1024, count_threads = 256;
 
 // For each block of 4,096 elements: the sum of |x| in double, in sixteen running sums (csrc/cpu/paths/selection_loops.hpp), and the
 // bits of the largest |x| as fp32. Half a warp works on one block; each lane has one running sum.
 template <class T>
-TOPKUBE_KERNEL(moments_threads) moments(Bits<T> source, u64 length, double* sums, u32* largest) {
-  const u64 blocks = (length + moments_block - 1) / moments_block, warps = u64{gpu::blocks()} * (gpu::threads() / 32);
+TOPKUBE_KERNEL(summary_threads) summarise_magnitudes(Bits<T> source, u64 length, double* sums, u32* largest) {
+  const u64 blocks = (length + summary_block - 1) / summary_block, warps = u64{gpu::blocks()} * (gpu::threads() / 32);
   const u32 lane = gpu::lane(), column = lane & 15u;
   for (u64 pair = u64{gpu::block()} * (gpu::threads() / 32) + gpu::warp(); 2 * pair < blocks; pair += warps) {
-    const u64 block = 2 * pair + lane / 16, base = block * moments_block + column;
+    const u64 block = 2 * pair + lane / 16, base = block * summary_block + column;
     double sum = 0;
     u32 top = 0;
     constexpr u32 ahead = 8;
-    for (u32 row = 0; row < moments_block / 16; row += ahead) {
+    for (u32 row = 0; row < summary_block / 16; row += ahead) {
       typename T::Item items[ahead];
 #pragma unroll
       for (u32 j = 0; j < ahead; ++j) {
@@ -48,25 +48,25 @@ TOPKUBE_KERNEL(moments_threads) moments(Bits<T> source, u64 length, double* sums
   }
 }
 
-struct TotalShared {
-  double sums[total_threads];
+struct CombineShared {
+  double sums[combine_threads];
   u32 largest[32];
 };
 
 // Runs as one block. Adds the sums of the blocks in a fixed order, as csrc/cpu/selection/mstopk.cpp does: thread i adds the sums i,
 // i + 1,024, i + 2,048, ...; then a tree adds the sums of the threads. Also finds the largest magnitude, and sets the rank to search
 // for.
-TOPKUBE_KERNEL(total_threads) total(Selection s, u64 kept, const double* sums, const u32* largest, u64 blocks) {
-  auto& shared = gpu::shared<TotalShared>();
+TOPKUBE_KERNEL(combine_threads) combine_summaries(Selection s, u64 kept, const double* sums, const u32* largest, u64 blocks) {
+  auto& shared = gpu::shared<CombineShared>();
   double sum = 0;
   u32 top = 0;
 #pragma unroll 8
-  for (u64 i = gpu::thread(); i < blocks; i += total_threads) {
+  for (u64 i = gpu::thread(); i < blocks; i += combine_threads) {
     sum += sums[i];
     top = largest[i] > top ? largest[i] : top;
   }
   shared.sums[gpu::thread()] = sum;
-  for (u32 half = total_threads / 2; half; half /= 2) {
+  for (u32 half = combine_threads / 2; half; half /= 2) {
     gpu::sync();
     if (gpu::thread() < half) shared.sums[gpu::thread()] += shared.sums[gpu::thread() + half];
   }

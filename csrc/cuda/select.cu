@@ -1,4 +1,4 @@
-// The C functions topk and mstopk, and what is common to all selections.
+// The C functions topk and mstopk, and the function that reads the statistics of a selection.
 #include "launch_select.hpp"
 #include "mstopk.hpp"
 
@@ -28,14 +28,14 @@ u64 mstopk(gpu::Launcher* launcher, const void* data, u64 length, u64 k, int ite
   using Word = typename Source::Word;
   Arena arena(workspace);
   const Selection s = lay_out(length, std::min(k + 1, length), filter_tile<Source>(), are_aligned(data), previous, state, arena);
-  const u64 blocks = (length + moments_block - 1) / moments_block;
+  const u64 blocks = (length + summary_block - 1) / summary_block;
   double* sums = arena.take<double>(blocks);
   u32* largest = arena.take<u32>(blocks);
   if (launcher) {
     const Source source{static_cast<const Word*>(data)};
     launch_prepare(*launcher, source, s);
-    launcher->launch(moments<T>, launcher->blocks_for(blocks, 16, 4), moments_threads, source, length, sums, largest);
-    launcher->launch<TotalShared>(total, 1, total_threads, s, k, sums, largest, blocks);
+    launcher->launch(summarise_magnitudes<T>, launcher->blocks_for(blocks, 16, 4), summary_threads, source, length, sums, largest);
+    launcher->launch<CombineShared>(combine_summaries, 1, combine_threads, s, k, sums, largest, blocks);
     launch_filter(*launcher, source, s);
     launch_narrow(*launcher, source, s);
     launcher->launch(bisect<T>, 1, 32, s, k, iterations);

@@ -26,12 +26,12 @@ def make_ones(length: int = 50_000, dtype: type = np.float32) -> np.ndarray:
     return np.ones(length, dtype)
 
 
-def build_absence(which: Callable[[World], int], algorithm: str) -> Callable[[World], None]:
-    """Return a case in which the rank that `which` chooses skips the second all-reduce."""
+def build_absence(choose_rank: Callable[[World], int], algorithm: str) -> Callable[[World], None]:
+    """Return a case in which the rank that `choose_rank` returns skips the second all-reduce."""
 
     def skip_all_reduce(world: World) -> None:
         topkube.allreduce_(make_ones(), algorithm=algorithm)
-        if world.rank != which(world):
+        if world.rank != choose_rank(world):
             topkube.allreduce_(make_ones(), algorithm=algorithm)
 
     return skip_all_reduce

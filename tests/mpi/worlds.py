@@ -30,8 +30,8 @@ _DROPPED = ("TOPKUBE_", "PMI_", "PMIX_", "OMPI_", "HYDRA", "MPI_LOCAL", "PRTE")
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a run ended: mpiexec's exit code (None: it was killed after the time limit) and what all ranks printed."""
+class WorldEnd:
+    """The end of a run: mpiexec's exit code (None: it was killed after the time limit) and what all ranks printed."""
 
     code: int | None
     output: str
@@ -77,7 +77,7 @@ def run(
     settings: dict[str, str],
     seconds: float = 100,
     forks: Path | None = None,
-) -> Ended:
+) -> WorldEnd:
     """Run `python arguments...` on `ranks` ranks. If `forks` is the socket of a process that `forking` started, the
     ranks are forks of this process. A world that takes longer than `seconds` is killed as a whole."""
     binary = ENVIRONMENTS[mpi] / "bin"
@@ -107,7 +107,7 @@ def run(
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         output.seek(0)
-        return Ended(code, output.read())
+        return WorldEnd(code, output.read())
 
 
 def run_cases(

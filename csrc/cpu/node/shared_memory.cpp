@@ -10,6 +10,7 @@
 #include <atomic>
 #include <climits>
 
+#include "cpu/elements.hpp"
 #include "cpu/float_state.hpp"
 #include "cpu/paths/path.hpp"
 #include "cpu/reduction/reduce.hpp"
@@ -59,7 +60,7 @@ struct SharedMemory::Slot {
   std::atomic<std::uint32_t> woken;
 };
 
-std::size_t SharedMemory::bytes(int ranks, int cells) {
+std::size_t SharedMemory::window_bytes(int ranks, int cells) {
   return static_cast<std::size_t>(ranks) * (sizeof(Slot) + static_cast<std::size_t>(cells) * cell_bytes) + line;
 }
 
@@ -145,7 +146,7 @@ void SharedMemory::enter(Call call) {
   if (!different.empty()) throw NodeMismatch(different);
 }
 
-bool SharedMemory::all_published(std::uint64_t steps) {
+bool SharedMemory::have_all_published(std::uint64_t steps) {
   if (published_ >= steps) return true;
   std::uint64_t least = ~std::uint64_t{0};
   for (int p = 0; p < ranks_; ++p)
@@ -154,7 +155,7 @@ bool SharedMemory::all_published(std::uint64_t steps) {
   return least >= steps;
 }
 
-bool SharedMemory::all_taken(std::uint64_t steps) {
+bool SharedMemory::have_all_taken(std::uint64_t steps) {
   if (taken_ >= steps) return true;
   std::uint64_t least = ~std::uint64_t{0};
   for (int p = 0; p < ranks_; ++p)
@@ -166,7 +167,7 @@ bool SharedMemory::all_taken(std::uint64_t steps) {
 // Publishes one or two steps ahead of the step that it takes, so that no rank waits for the copy of another rank. If the other
 // ranks are late, it publishes further ahead, as far as there are free cells.
 template <class Publish, class Take>
-void SharedMemory::pipeline(std::uint64_t steps, Publish publish, Take take) {
+void SharedMemory::run_pipeline(std::uint64_t steps, Publish publish, Take take) {
   constexpr std::uint64_t ahead = 2;
   if (ranks_ == 1) {
     for (std::uint64_t i = 0; i < steps; ++i) take(i);
@@ -174,20 +175,22 @@ void SharedMemory::pipeline(std::uint64_t steps, Publish publish, Take take) {
   }
   Slot& mine = slot(rank_);
   const std::uint64_t cells = static_cast<std::uint64_t>(cells_);
-  const auto room = [&](std::uint64_t step) { return sequence_ + step < cells || all_taken(sequence_ + step + 1 - cells); };
+  const auto has_room = [&](std::uint64_t step) {
+    return sequence_ + step < cells || have_all_taken(sequence_ + step + 1 - cells);
+  };
   std::uint64_t published = 0, done = 0;
   while (done < steps) {
-    const bool near = published < steps && published < done + ahead && room(published);
-    if (!near && all_published(sequence_ + done + 1)) {
+    const bool is_due = published < steps && published < done + ahead && has_room(published);
+    if (!is_due && have_all_published(sequence_ + done + 1)) {
       take(done);
       mine.taken.store(sequence_ + ++done, std::memory_order_release);
       wake_sleepers();
-    } else if (published < steps && room(published)) {
+    } else if (published < steps && has_room(published)) {
       publish(published);
       mine.published.store(sequence_ + ++published, std::memory_order_release);
       wake_sleepers();
     } else {
-      wait([&] { return all_published(sequence_ + done + 1) || (published < steps && room(published)); });
+      wait([&] { return have_all_published(sequence_ + done + 1) || (published < steps && has_room(published)); });
     }
   }
   sequence_ += steps;
@@ -210,23 +213,23 @@ bool SharedMemory::all_reduce(void* data, Dtype dtype, std::size_t length, float
     return finite;
   }
   const std::size_t chunk = cell_bytes / item;
-  const PathKernels& path = active();
-  pipeline((length + chunk - 1) / chunk,
-           [&](std::uint64_t step) {
-             const std::size_t start = step * chunk;
-             copy(cell(rank_, sequence_ + step), x + start * item, std::min(chunk, length - start) * item);
-           },
-           [&](std::uint64_t step) {
-             const std::size_t start = step * chunk, size = std::min(chunk, length - start);
-             const void* inputs[few_ranks];
-             for (std::size_t at = 0; at < size; at += block) {
-               const std::size_t count = std::min(block, size - at);
-               char* own = x + (start + at) * item;
-               for (int p = 0; p < ranks_; ++p) inputs[p] = p == rank_ ? own : cell(p, sequence_ + step) + at * item;
-               sum(own, dtype, inputs, ranks_, dtype, count, scale);
-               finite &= path.is_finite[static_cast<int>(dtype)](own, count);
-             }
-           });
+  const PathKernels& path = active_path();
+  run_pipeline((length + chunk - 1) / chunk,
+               [&](std::uint64_t step) {
+                 const std::size_t start = step * chunk;
+                 copy(cell(rank_, sequence_ + step), x + start * item, std::min(chunk, length - start) * item);
+               },
+               [&](std::uint64_t step) {
+                 const std::size_t start = step * chunk, size = std::min(chunk, length - start);
+                 const void* inputs[few_ranks];
+                 for (std::size_t at = 0; at < size; at += block) {
+                   const std::size_t count = std::min(block, size - at);
+                   char* own = x + (start + at) * item;
+                   for (int p = 0; p < ranks_; ++p) inputs[p] = p == rank_ ? own : cell(p, sequence_ + step) + at * item;
+                   sum(own, dtype, inputs, ranks_, dtype, count, scale);
+                   finite &= path.is_finite[code_of(dtype)](own, count);
+                 }
+               });
   return finite;
 }
 
@@ -249,38 +252,39 @@ bool SharedMemory::reduce_steps(void* data, Dtype dtype, std::size_t length, flo
     longest = std::max(longest, shard_begin(length, shards_, i + 1) - shard_begin(length, shards_, i));
   const std::size_t begin = rank_ < shards_ ? shard_begin(length, shards_, rank_) : 0;
   const std::size_t end = rank_ < shards_ ? shard_begin(length, shards_, rank_ + 1) : 0;
-  const PathKernels& path = active();
+  const PathKernels& path = active_path();
   std::vector<const void*> inputs(ranks_);
   alignas(64) float sums[block];
   bool finite = true;
-  pipeline((longest + chunk - 1) / chunk,
-           [&](std::uint64_t step) {
-             for (int owner = 0; owner < shards_; ++owner) {
-               if (owner == rank_) continue;
-               const std::size_t first = shard_begin(length, shards_, owner) + step * chunk;
-               const std::size_t last = std::min(first + chunk, shard_begin(length, shards_, owner + 1));
-               if (first < last) copy(cell(rank_, sequence_ + step) + place(rank_, owner), x + first * item, (last - first) * item);
-             }
-           },
-           [&](std::uint64_t step) {
-             const std::size_t first = begin + step * chunk, last = std::min(first + chunk, end);
-             for (std::size_t at = first; at < last; at += block) {
-               const std::size_t count = std::min(block, last - at);
-               char* own = x + at * item;
-               for (int p = 0; p < ranks_; ++p)
-                 inputs[p] = p == rank_ ? own : cell(p, sequence_ + step) + place(p, rank_) + (at - first) * item;
-               if (out == nullptr) {
-                 sum(own, dtype, inputs.data(), inputs.size(), dtype, count, scale);
-                 finite &= path.is_finite[static_cast<int>(dtype)](own, count);
-               } else {
-                 sum(sums, Dtype::f32, inputs.data(), inputs.size(), dtype, count, scale);
-                 if (add != nullptr) path.add_f32(sums, sums, add + (at - begin), count, 1.0f);
-                 finite &= path.is_finite[static_cast<int>(Dtype::f32)](sums, count);
-                 stream_copy(out + (at - begin), sums, count * sizeof(float));
-               }
-             }
-           });
-  if (out != nullptr) stream_end();
+  run_pipeline((longest + chunk - 1) / chunk,
+               [&](std::uint64_t step) {
+                 for (int owner = 0; owner < shards_; ++owner) {
+                   if (owner == rank_) continue;
+                   const std::size_t first = shard_begin(length, shards_, owner) + step * chunk;
+                   const std::size_t last = std::min(first + chunk, shard_begin(length, shards_, owner + 1));
+                   if (first < last)
+                     copy(cell(rank_, sequence_ + step) + place(rank_, owner), x + first * item, (last - first) * item);
+                 }
+               },
+               [&](std::uint64_t step) {
+                 const std::size_t first = begin + step * chunk, last = std::min(first + chunk, end);
+                 for (std::size_t at = first; at < last; at += block) {
+                   const std::size_t count = std::min(block, last - at);
+                   char* own = x + at * item;
+                   for (int p = 0; p < ranks_; ++p)
+                     inputs[p] = p == rank_ ? own : cell(p, sequence_ + step) + place(p, rank_) + (at - first) * item;
+                   if (out == nullptr) {
+                     sum(own, dtype, inputs.data(), inputs.size(), dtype, count, scale);
+                     finite &= path.is_finite[code_of(dtype)](own, count);
+                   } else {
+                     sum(sums, Dtype::f32, inputs.data(), inputs.size(), dtype, count, scale);
+                     if (add != nullptr) path.add_f32(sums, sums, add + (at - begin), count, 1.0f);
+                     finite &= path.is_finite[code_of(Dtype::f32)](sums, count);
+                     stream_copy(out + (at - begin), sums, count * sizeof(float));
+                   }
+                 }
+               });
+  if (out != nullptr) end_stream();
   return finite;
 }
 
@@ -300,20 +304,20 @@ void SharedMemory::gather_steps(void* data, std::size_t item, std::size_t length
   std::size_t longest = 0;
   for (int i = 0; i < shards_; ++i) longest = std::max(longest, from(i + 1) - from(i));
   if (ranks_ == 1) return;
-  pipeline((longest + chunk - 1) / chunk,
-           [&](std::uint64_t step) {
-             if (rank_ >= shards_) return;
-             const std::size_t first = from(rank_) + step * chunk, last = std::min(first + chunk, from(rank_ + 1));
-             if (first < last) copy(cell(rank_, sequence_ + step), x + first * item, (last - first) * item);
-           },
-           [&](std::uint64_t step) {
-             for (int owner = 0; owner < shards_; ++owner) {
-               if (owner == rank_) continue;
-               const std::size_t first = from(owner) + step * chunk, last = std::min(first + chunk, from(owner + 1));
-               if (first < last) copy_out(x + first * item, cell(owner, sequence_ + step), (last - first) * item, stream);
-             }
-           });
-  if (stream) stream_end();
+  run_pipeline((longest + chunk - 1) / chunk,
+               [&](std::uint64_t step) {
+                 if (rank_ >= shards_) return;
+                 const std::size_t first = from(rank_) + step * chunk, last = std::min(first + chunk, from(rank_ + 1));
+                 if (first < last) copy(cell(rank_, sequence_ + step), x + first * item, (last - first) * item);
+               },
+               [&](std::uint64_t step) {
+                 for (int owner = 0; owner < shards_; ++owner) {
+                   if (owner == rank_) continue;
+                   const std::size_t first = from(owner) + step * chunk, last = std::min(first + chunk, from(owner + 1));
+                   if (first < last) copy_out(x + first * item, cell(owner, sequence_ + step), (last - first) * item, stream);
+                 }
+               });
+  if (stream) end_stream();
 }
 
 }  // namespace topkube

@@ -34,14 +34,15 @@ class SharedMemory {
  public:
   static constexpr std::size_t cell_bytes = 64 * 1024;
 
-  // Returns the size of the window for `ranks` ranks with `cells` cells each. The window must be zero before the first call.
-  static std::size_t bytes(int ranks, int cells);
+  // Returns the size in bytes of the window for `ranks` ranks with `cells` cells each. The window must be zero before the first
+  // call.
+  static std::size_t window_bytes(int ranks, int cells);
 
   // `shards`: arrays are cut into this many shards, one for each of the first local ranks.
   // `crowded`: the machine has more ranks than processors, so waiting ranks yield at once.
   SharedMemory(void* base, int rank, int ranks, int shards, int cells, bool crowded);
 
-  // Called in long waits, about ten times per second. It may throw, which ends the call.
+  // Runs in long waits, about ten times per second. If it throws, the call ends.
   std::function<void()> poll;
 
   // The arguments of every call: a signature that must be equal on all ranks, and how many seconds this rank waits for the others.
@@ -71,13 +72,13 @@ class SharedMemory {
   Slot& slot(int rank) const;
   char* cell(int rank, std::uint64_t step) const;
   void enter(Call call);
-  bool all_published(std::uint64_t steps);
-  bool all_taken(std::uint64_t steps);
+  bool have_all_published(std::uint64_t steps);
+  bool have_all_taken(std::uint64_t steps);
   void wake_sleepers();
   template <class Ready>
   void wait(Ready ready);
   template <class Publish, class Take>
-  void pipeline(std::uint64_t steps, Publish publish, Take take);
+  void run_pipeline(std::uint64_t steps, Publish publish, Take take);
   bool reduce_steps(void* x, Dtype dtype, std::size_t length, float scale, float* out, const float* add);
   void gather_steps(void* x, std::size_t item, std::size_t length, const std::uint64_t* bounds, bool stream);
 
@@ -87,8 +88,8 @@ class SharedMemory {
   std::uint64_t calls_ = 0;     // calls that this rank has entered
   std::uint64_t sequence_ = 0;  // steps that this rank has finished, over all calls
   double ends_ = 0;             // the time at which the deadline of the call passes
-  std::uint64_t published_ = 0,
-                taken_ = 0;  // the steps that all other ranks have published and taken, as far as this rank has seen
+  // The steps that all other ranks have published and taken, as far as this rank has seen.
+  std::uint64_t published_ = 0, taken_ = 0;
 };
 
 }  // namespace topkube

@@ -1,5 +1,5 @@
 // The loops of dense kernels. The compiler vectorises them. Lane-wise arithmetic has the same bits at any vector width.
-// `narrow` makes NaNs canonical, so `widen_add`, which comes before it, does not.
+// `widen_add` leaves NaNs as they are, because `narrow`, which always follows, makes them canonical.
 #pragma once
 
 #include <cstddef>

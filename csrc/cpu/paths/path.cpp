@@ -12,7 +12,7 @@ extern const PathKernels avx512_kernels;
 
 namespace {
 
-std::vector<const PathKernels*> runnable() {
+std::vector<const PathKernels*> find_runnable_paths() {
   std::vector<const PathKernels*> paths;
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -28,25 +28,25 @@ std::vector<const PathKernels*> runnable() {
   return paths;
 }
 
-std::atomic<const PathKernels*>& chosen() {
-  static std::atomic<const PathKernels*> path{runnable().front()};
+std::atomic<const PathKernels*>& chosen_path() {
+  static std::atomic<const PathKernels*> path{find_runnable_paths().front()};
   return path;
 }
 
 }  // namespace
 
-const PathKernels& active() { return *chosen().load(std::memory_order_relaxed); }
+const PathKernels& active_path() { return *chosen_path().load(std::memory_order_relaxed); }
 
 std::vector<std::string> available_paths() {
   std::vector<std::string> names;
-  for (const PathKernels* path : runnable()) names.emplace_back(path->name);
+  for (const PathKernels* path : find_runnable_paths()) names.emplace_back(path->name);
   return names;
 }
 
 bool use_path(const std::string& name) {
-  for (const PathKernels* path : runnable()) {
+  for (const PathKernels* path : find_runnable_paths()) {
     if (name == path->name) {
-      chosen().store(path, std::memory_order_relaxed);
+      chosen_path().store(path, std::memory_order_relaxed);
       return true;
     }
   }

@@ -1,7 +1,7 @@
 // The three paths: the same inner loops, compiled for three instruction sets. The path is chosen at run time.
 //
 // path_kernels.cpp is compiled once per path, with the flags of that path, and fills one `PathKernels`. The algorithms (select.cpp,
-// reduce.cpp, ...) are compiled once, for any CPU, and call the inner loops through `active()`.
+// reduce.cpp, ...) are compiled once, for any CPU, and call the inner loops through `active_path()`.
 #pragma once
 
 #include <string>
@@ -12,7 +12,7 @@
 namespace topkube {
 
 // Returns the path in use: the best path that this CPU can run, unless `use_path` chose another.
-const PathKernels& active();
+const PathKernels& active_path();
 
 // Returns the names of the paths that this CPU can run, best first.
 std::vector<std::string> available_paths();

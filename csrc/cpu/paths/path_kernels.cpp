@@ -1,5 +1,5 @@
-// The table of the inner loops of every kernel, compiled once per path: TOPKUBE_PATH is the name of the
-// path, and CMake sets the instruction set.
+// The table of the inner loops of every kernel, compiled once per path: TOPKUBE_PATH is the name of the path, and CMake sets the
+// instruction set.
 //
 // This unit exports only its table. It uses no function of the standard library, because the linker could share that function
 // with a unit for an older CPU.
@@ -30,7 +30,8 @@ const PathKernels TOPKUBE_TABLE(TOPKUBE_PATH) = {
                      filter<FloatSource<F16>, std::uint16_t>},
     .accumulate_filter = {accumulate_filter<F32, std::uint32_t>, accumulate_filter<BF16, std::uint16_t>,
                           accumulate_filter<F16, std::uint16_t>},
-    .moments = {moments<F32, std::uint32_t>, moments<BF16, std::uint16_t>, moments<F16, std::uint16_t>},
+    .summarise_magnitudes = {summarise_magnitudes<F32, std::uint32_t>, summarise_magnitudes<BF16, std::uint16_t>,
+                             summarise_magnitudes<F16, std::uint16_t>},
     .add_f32 = add_f32,
     .sign_pack = sign_pack,
     .sign_unpack_add = sign_unpack_add,

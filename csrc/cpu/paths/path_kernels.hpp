@@ -32,9 +32,9 @@ struct PathKernels {
                                            std::uint32_t base, std::uint32_t threshold, std::uint32_t* indices,
                                            std::uint32_t* values);
   AccumulateFilter accumulate_filter[3];
-  // The sum of |x| in double, added in a fixed order (selection_loops.hpp), and the bits of the largest |x| as fp32.
-  using Moments = void (*)(const void* data, std::size_t length, double* sum, std::uint32_t* largest);
-  Moments moments[3];
+  // Writes the sum of |x| in double, added in a fixed order (selection_loops.hpp), and the bits of the largest |x| as fp32.
+  using SummariseMagnitudes = void (*)(const void* data, std::size_t length, double* sum, std::uint32_t* largest);
+  SummariseMagnitudes summarise_magnitudes[3];
 
   // out = (a + b) * scale, fp32. `out` may be `a` or `b`.
   void (*add_f32)(float* out, const float* a, const float* b, std::size_t length, float scale);

@@ -1,4 +1,4 @@
-// Reads memory once, as fast as plain code can. Benchmarks compare selection with this bound.
+// One read of memory, as fast as plain code can do it. Benchmarks compare selection with this bound.
 #pragma once
 
 #include <cstddef>

@@ -10,7 +10,7 @@ namespace topkube {
 namespace {
 
 constexpr std::size_t block = 256;
-constexpr float to_integer = 12582912.0f;  // 1.5 * 2^23: added to x, it rounds x to an integer, which is in the low bits of the sum
+constexpr float rounding_term = 12582912.0f;  // 1.5 * 2^23: x plus this is x rounded to an integer, in the low bits of the sum
 
 std::uint16_t quantised_pack(float* values, std::size_t length, int bits, std::uint8_t* codes) {
   std::int32_t largest = 0;  // the order of magnitudes is the order of their bits
@@ -25,9 +25,9 @@ std::uint16_t quantised_pack(float* values, std::size_t length, int bits, std::u
   const float inverse = is_finite && !is_small ? 1.0f / scale : 0.0f;
   std::uint8_t integers[block] = {};
   for (std::size_t i = 0; i < length; ++i) {
-    const float sum = values[i] * inverse + to_integer;
+    const float sum = values[i] * inverse + rounding_term;
     integers[i] = static_cast<std::uint8_t>(bits_of(sum));
-    values[i] -= (sum - to_integer) * scale;
+    values[i] -= (sum - rounding_term) * scale;
   }
   if (bits == 8) {
     __builtin_memcpy(codes, integers, length);

@@ -44,8 +44,8 @@ struct FloatSource<F16> {
 };
 
 constexpr std::size_t word_elements = 64;  // elements per mask word
-constexpr std::size_t prefetch_distance =
-    1024;  // elements between a prefetch and its use; the hardware does not recognise the access pattern below
+// Elements between a prefetch and its use. The hardware does not recognise the access pattern below.
+constexpr std::size_t prefetch_distance = 1024;
 
 // Appends the lanes whose bit is set. The first three steps always run, even if fewer bits are set: three steps are enough at usual
 // densities, and a branch that is often mispredicted costs more. Entries written beyond `count` are overwritten later.
@@ -129,7 +129,7 @@ std::size_t accumulate_filter(const void* gradient, const float* residual, float
 // Computes the sum of |x| in double, and the bits of the largest |x|. Element i is added to running sum i % 16. At the end, the second
 // half of the sums is added to the first half, until one sum is left. The integer order of the bits is the order of the magnitudes.
 template <class T, class Item>
-void moments(const void* data, std::size_t length, double* sum, std::uint32_t* largest) {
+void summarise_magnitudes(const void* data, std::size_t length, double* sum, std::uint32_t* largest) {
   typedef double Doubles __attribute__((vector_size(32)));
   typedef float Quarter __attribute__((vector_size(16)));
   typedef std::uint32_t Words __attribute__((vector_size(16)));

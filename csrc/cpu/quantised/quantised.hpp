@@ -1,4 +1,4 @@
-// Every element as an integer of 4 or 8 bits, and one scale per block of 256 elements: what the algorithms `int4` and `int8` send.
+// The messages of the algorithms `int4` and `int8`: an integer of 4 or 8 bits per element, and a scale per block of 256 elements.
 //
 // With L = 7 or 127, the scale of a block is its largest |x| divided by L, rounded up to a bf16 number. Element x is sent as the
 // integer nearest to x / scale, times the scale. If the scale would be below 2^-126, it is 0, and nothing of the block is sent.
@@ -25,12 +25,12 @@ struct QuantisedLayout {
   std::size_t bytes;
 };
 
-// Writes the message about `values`, and subtracts from every element what is sent of it. Returns true if all scales are finite. A
-// block with a NaN or an infinite element has the scale NaN.
+// Writes the message about `values`, and leaves in every element the rounding error. Returns true if all scales are finite. A block
+// with a NaN or an infinite element has the scale NaN.
 bool quantised_pack(float* values, const QuantisedLayout& layout, std::uint8_t* message);
 
-// values += the sum of the messages times their weights. A scale is multiplied by its weight first; the sum is computed in float32,
-// in the order of the messages, and then added. `values` is read and written once.
+// Adds the sum of the messages times their weights to `values`. A scale is multiplied by its weight first; the sum is computed in
+// float32, in the order of the messages, and then added. `values` is read and written once.
 void quantised_unpack_add(float* values, const QuantisedLayout& layout, const std::vector<const std::uint8_t*>& messages,
                           const std::vector<float>& weights);
 

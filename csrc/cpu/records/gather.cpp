@@ -13,7 +13,7 @@ namespace topkube {
 
 namespace {
 
-// A batch of this size leaves the caches before it is read. Plain stores would first fetch the cache lines that they overwrite.
+// A batch of this size is larger than the caches, so it is written past them (stream.hpp).
 constexpr size_t kStreamedBytes = size_t{16} << 20;
 // The next record can be anywhere in memory, so the processor's own prefetcher cannot predict it, and translating the address of
 // its page takes as long as reading the record. So the pages of later records are touched first, and their cache lines a little
@@ -26,8 +26,8 @@ struct Record {
 };
 
 // Copies the records one after the other. record(i) returns the place of record i.
-template <class Where>
-void gather(size_t count, uint8_t* out, size_t total, Where record) {
+template <class RecordAt>
+void gather(size_t count, uint8_t* out, size_t total, RecordAt record) {
   const bool streamed = total >= kStreamedBytes;
   for (size_t i = 0; i < count; ++i) {
     if (i + kLookedUpAhead < count) {
@@ -45,7 +45,7 @@ void gather(size_t count, uint8_t* out, size_t total, Where record) {
       std::memcpy(out, now.from, now.length);
     out += now.length;
   }
-  if (streamed) stream_end();
+  if (streamed) end_stream();
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Gathers scattered records into one buffer, from memory or from open files (pread), and writes records to a file.
+// Copies of scattered records: from memory or from open files (pread) into one buffer, and from a buffer into a file.
 #pragma once
 #include <cstddef>
 #include <cstdint>

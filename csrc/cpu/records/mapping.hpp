@@ -1,4 +1,4 @@
-// Maps files of a tmpfs (/dev/shm) in a way that allows huge pages, and asks the kernel for them.
+// Mappings of files in a tmpfs (/dev/shm) that can have huge pages.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,9 +13,9 @@ const uint8_t* map_file(int file, size_t bytes, size_t alignment);
 // Ends a mapping of map_file.
 void unmap_file(const uint8_t* start, size_t bytes);
 
-// Moves the pages of a mapped range into huge pages. Returns 0 if all of them are huge pages now, else the errno: EINVAL if this kernel
-// does not do that (before Linux 6.1), ENOMEM or EAGAIN if no huge page is free. The bytes are the same in every case. Source: madvise
-// (2), MADV_COLLAPSE.
+// Moves the pages of a mapped range into huge pages. Returns 0 if all of them are huge pages now, or else the errno: EINVAL if this
+// kernel cannot do it (before Linux 6.1), ENOMEM or EAGAIN if no huge page is free. The bytes are the same in every case. Source:
+// madvise (2), MADV_COLLAPSE.
 int collapse_pages(const uint8_t* start, size_t bytes);
 
 }  // namespace topkube

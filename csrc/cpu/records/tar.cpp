@@ -77,14 +77,14 @@ size_t scan_tar(int file, int64_t size, int64_t at, const uint8_t* header, size_
   name_bytes = 0;
   int64_t stride = 0;
   for (size_t i = 0; i < most; ++i) {
-    const uint8_t* now = window.header(at, stride);
-    if (now == nullptr || !are_alike(now, header) || !has_valid_checksum(now)) return i;
-    const uint8_t end = now[kSize + kSizeDigits];
-    const int64_t length = parse_octal(now + kSize, kSizeDigits);
+    const uint8_t* member = window.header(at, stride);
+    if (member == nullptr || !are_alike(member, header) || !has_valid_checksum(member)) return i;
+    const uint8_t end = member[kSize + kSizeDigits];
+    const int64_t length = parse_octal(member + kSize, kSizeDigits);
     if (length < 0 || (end != 0 && end != ' ') || length > size - at - static_cast<int64_t>(kTarBlock)) return i;
     lengths[i] = length;
-    const size_t name = ::strnlen(reinterpret_cast<const char*>(now), kTarName);
-    std::memcpy(names + name_bytes, now, name);
+    const size_t name = ::strnlen(reinterpret_cast<const char*>(member), kTarName);
+    std::memcpy(names + name_bytes, member, name);
     names[name_bytes + name] = 0;
     name_bytes += name + 1;
     constexpr int64_t block = kTarBlock;

@@ -1,4 +1,4 @@
-// Scans the headers of consecutive members of a tar archive (POSIX ustar).
+// The headers of consecutive members of a tar archive (POSIX ustar).
 #pragma once
 #include <cstddef>
 #include <cstdint>

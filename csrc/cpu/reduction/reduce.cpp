@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cpu/elements.hpp"
 #include "cpu/float_state.hpp"
 #include "cpu/paths/path.hpp"
 
@@ -11,18 +12,12 @@ namespace {
 
 constexpr std::size_t block = 2048;  // the fp32 sums of one block stay in the first-level cache
 
-const char* at(const void* data, Dtype dtype, std::size_t index) {
-  return static_cast<const char*>(data) + index * item_size(dtype);
-}
-char* at(void* data, Dtype dtype, std::size_t index) { return static_cast<char*>(data) + index * item_size(dtype); }
-int slot(Dtype dtype) { return static_cast<int>(dtype); }
-
 }  // namespace
 
 void sum(void* out, Dtype out_dtype, const void* const* inputs, std::size_t count, Dtype in_dtype, std::size_t length,
          float scale) {
   const IeeeScope ieee;
-  const PathKernels& path = active();
+  const PathKernels& path = active_path();
   if (count == 2 && in_dtype == Dtype::f32 && out_dtype == Dtype::f32) {
     path.add_f32(static_cast<float*>(out), static_cast<const float*>(inputs[0]), static_cast<const float*>(inputs[1]), length,
                  scale);
@@ -31,9 +26,10 @@ void sum(void* out, Dtype out_dtype, const void* const* inputs, std::size_t coun
   alignas(64) float sums[block];
   for (std::size_t start = 0; start < length; start += block) {
     const std::size_t size = std::min(block, length - start);
-    path.widen[slot(in_dtype)](sums, at(inputs[0], in_dtype, start), size);
-    for (std::size_t i = 1; i < count; ++i) path.widen_add[slot(in_dtype)](sums, at(inputs[i], in_dtype, start), size);
-    path.narrow[slot(out_dtype)](at(out, out_dtype, start), sums, size, scale);
+    path.widen[code_of(in_dtype)](sums, element_address(inputs[0], in_dtype, start), size);
+    for (std::size_t i = 1; i < count; ++i)
+      path.widen_add[code_of(in_dtype)](sums, element_address(inputs[i], in_dtype, start), size);
+    path.narrow[code_of(out_dtype)](element_address(out, out_dtype, start), sums, size, scale);
   }
 }
 
@@ -54,6 +50,6 @@ void copy(void* out, const void* input, std::size_t bytes) {
   if (out != input && bytes) std::memcpy(out, input, bytes);
 }
 
-bool is_finite(const void* data, Dtype dtype, std::size_t length) { return active().is_finite[slot(dtype)](data, length); }
+bool is_finite(const void* data, Dtype dtype, std::size_t length) { return active_path().is_finite[code_of(dtype)](data, length); }
 
 }  // namespace topkube

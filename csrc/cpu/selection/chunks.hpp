@@ -15,7 +15,7 @@ constexpr std::size_t block = 4096;  // elements per call of an inner loop; dete
 
 // Calls work(chunk) for every chunk, each on its own thread, with IEEE arithmetic.
 template <class Work>
-void in_parallel(int chunks, const Work& work) {
+void run_in_parallel(int chunks, const Work& work) {
   std::vector<std::thread> threads;
   for (int chunk = 1; chunk < chunks; ++chunk) {
     const auto run = [&work, chunk] {
@@ -32,11 +32,13 @@ void in_parallel(int chunks, const Work& work) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Returns the number of chunks. Chunks begin at block boundaries. Small arrays get one chunk, because a thread would not pay off.
-inline int chunks_of(std::size_t length, int threads) {
+// Returns the number of chunks: at most `threads`, and fewer if the array is small, because a thread would not pay off.
+inline int count_chunks(std::size_t length, int threads) {
   const std::size_t worth = length / (16 * block);
   return static_cast<int>(std::clamp<std::size_t>(worth, 1, static_cast<std::size_t>(std::max(threads, 1))));
 }
+
+// Returns the first element of a chunk. Chunks begin at block boundaries.
 inline std::size_t chunk_start(std::size_t length, int chunk, int chunks) {
   const std::size_t blocks = (length + block - 1) / block;
   return std::min(length, blocks * static_cast<std::size_t>(chunk) / static_cast<std::size_t>(chunks) * block);

@@ -5,6 +5,7 @@
 // magnitude once and counts nothing per probe. Each probe is exactly the fp32 number of the algorithm.
 #include <limits>
 
+#include "cpu/elements.hpp"
 #include "cpu/selection/filter.hpp"
 #include "cpu/selection/radix_select.hpp"
 #include "cpu/selection/select.hpp"
@@ -18,21 +19,9 @@ thread_local Workspace scratch_space;
 
 constexpr std::uint32_t infinity_bits = 0x7f800000u;
 
-int slot(Dtype dtype) { return static_cast<int>(dtype); }
-const char* at(const void* data, Dtype dtype, std::size_t index) {
-  return static_cast<const char*>(data) + index * item_size(dtype);
-}
-
-// Returns one element as the bits of an fp32.
-std::uint32_t element_bits(const void* data, Dtype dtype, std::size_t i) {
-  if (dtype == Dtype::f32) return static_cast<const std::uint32_t*>(data)[i];
-  const std::uint16_t bits = static_cast<const std::uint16_t*>(data)[i];
-  return bits_of(dtype == Dtype::bf16 ? from_bf16(bits) : from_f16(bits));
-}
-
 // Adds the sums of the blocks in a fixed order that a GPU can follow in parallel (csrc/cuda/mstopk.hpp): chain i adds the sums i,
 // i + 1,024, i + 2,048, ...; then a tree adds the chains.
-double total(const std::vector<double>& sums) {
+double add_block_sums(const std::vector<double>& sums) {
   constexpr std::size_t chains = 1024;
   double chain[chains] = {};
   for (std::size_t i = 0; i < sums.size(); ++i) chain[i % chains] += sums[i];
@@ -42,9 +31,9 @@ double total(const std::vector<double>& sums) {
   return chain[0];
 }
 
-// Filters by fp32 magnitude, and computes the moments of each block while the block is in the cache.
-struct MomentsFilter {
-  static constexpr bool goes_on = true;
+// Filters by fp32 magnitude, and summarises the magnitudes of each block while the block is in the cache.
+struct SummarisingFilter {
+  static constexpr bool continues_when_full = true;
   const PathKernels& path;
   const void* data;
   Dtype dtype;
@@ -52,9 +41,10 @@ struct MomentsFilter {
   std::uint32_t* largest;
   std::size_t operator()(std::size_t start, std::size_t size, std::uint32_t threshold, std::uint32_t* indices,
                          std::uint32_t* values) const {
-    path.moments[slot(dtype)](at(data, dtype, start), size, sums + start / block, largest + start / block);
-    return path.filter_float[slot(dtype)](at(data, dtype, start), size, static_cast<std::uint32_t>(start), threshold, indices,
-                                          values);
+    path.summarise_magnitudes[code_of(dtype)](element_address(data, dtype, start), size, sums + start / block,
+                                              largest + start / block);
+    return path.filter_float[code_of(dtype)](element_address(data, dtype, start), size, static_cast<std::uint32_t>(start),
+                                             threshold, indices, values);
   }
 };
 
@@ -62,14 +52,14 @@ enum class Verdict { few, many, unknown };  // at most k magnitudes reach the pr
 
 struct Bisection {
   double mean, largest;
-  int left_to_do;
+  int probes_left;
   double left = 0, right = 1;
   float upper = std::numeric_limits<float>::infinity(), lower = 0;
 
   // Probes until all probes are done or `decide` returns `unknown`.
   template <class Decide>
   void probe(const Decide& decide) {
-    for (; left_to_do > 0; --left_to_do) {
+    for (; probes_left > 0; --probes_left) {
       const double ratio = left + (right - left) / 2;
       const auto threshold = static_cast<float>(mean + ratio * (largest - mean));
       const Verdict verdict = decide(bits_of(threshold));
@@ -87,8 +77,9 @@ struct Bisection {
   }
 };
 
-// Writes the selected entries in order: all that reach `upper`, and of those between the thresholds numbers first to last - 1.
-struct Output {
+// Writes the selected entries in order: all entries that reach `upper`, and the entries first to
+// last - 1 of those between the thresholds.
+struct ThresholdOutput {
   Dtype dtype;
   std::uint32_t upper, lower;
   std::size_t first, last, k;
@@ -96,7 +87,8 @@ struct Output {
   void* values;
   std::size_t between = 0, count = 0;
 
-  Output(Dtype dtype, const Thresholds& thresholds, std::size_t k, std::uint64_t seed, std::uint32_t* indices, void* values)
+  ThresholdOutput(Dtype dtype, const Thresholds& thresholds, std::size_t k, std::uint64_t seed, std::uint32_t* indices,
+                  void* values)
       : dtype(dtype), upper(bits_of(thresholds.upper)), lower(bits_of(thresholds.lower)), k(k), indices(indices), values(values) {
     const std::size_t wanted = k - thresholds.above_upper;
     const std::size_t offsets =
@@ -137,40 +129,41 @@ std::size_t count_at_least(const Candidates& candidates, float threshold) {
 }
 
 template <class Part>
-std::vector<std::uint32_t> float_histogram(const void* data, Dtype dtype, std::size_t length, std::size_t size, int threads,
-                                           const Part& part) {
+std::vector<std::uint32_t> build_float_histogram(const void* data, Dtype dtype, std::size_t length, std::size_t size, int threads,
+                                                 const Part& part) {
   const auto magnitude = [&part](std::uint32_t bits) { return part(bits & magnitude_bits); };
-  if (dtype == Dtype::f32) return histogram<std::uint32_t>(data, length, size, threads, magnitude);
+  if (dtype == Dtype::f32) return build_histogram<std::uint32_t>(data, length, size, threads, magnitude);
   if (dtype == Dtype::bf16) {
-    return histogram<std::uint16_t>(data, length, size, threads,
-                                    [&](std::uint16_t bits) { return magnitude(bits_of(from_bf16(bits))); });
+    return build_histogram<std::uint16_t>(data, length, size, threads,
+                                          [&](std::uint16_t bits) { return magnitude(bits_of(from_bf16(bits))); });
   }
-  return histogram<std::uint16_t>(data, length, size, threads,
-                                  [&](std::uint16_t bits) { return magnitude(bits_of(from_f16(bits))); });
+  return build_histogram<std::uint16_t>(data, length, size, threads,
+                                        [&](std::uint16_t bits) { return magnitude(bits_of(from_f16(bits))); });
 }
 
 // Finds the thresholds without candidates. A histogram of the upper 16 bits answers every probe outside the bin of the (k + 1)-th
 // largest magnitude. A second histogram of the lower 15 bits covers that bin and the bins of both thresholds: it answers the other
 // probes and yields both counts.
-Thresholds by_histogram(const void* data, Dtype dtype, std::size_t length, std::size_t k, int threads, Bisection bisection) {
+Thresholds find_thresholds_by_histogram(const void* data, Dtype dtype, std::size_t length, std::size_t k, int threads,
+                                        Bisection bisection) {
   constexpr unsigned low_bits = 15;
   constexpr std::uint32_t low_size = 1u << low_bits;
-  const auto coarse = float_histogram(data, dtype, length, 1u << 16, threads, [](std::uint32_t m) { return m >> low_bits; });
+  const auto coarse = build_float_histogram(data, dtype, length, 1u << 16, threads, [](std::uint32_t m) { return m >> low_bits; });
   const bool all = k == length;
   std::size_t rank = k + 1;
-  const std::uint32_t bin = all ? 0 : static_cast<std::uint32_t>(bin_of_kth(coarse.data(), coarse.size(), rank));
+  const std::uint32_t bin = all ? 0 : static_cast<std::uint32_t>(find_bin_of_kth(coarse.data(), coarse.size(), rank));
   bisection.probe([&](std::uint32_t probe) {
     if (all || probe >> low_bits > bin) return Verdict::few;
     return probe >> low_bits < bin ? Verdict::many : Verdict::unknown;
   });
   const std::uint32_t refined[3] = {bin, bits_of(bisection.upper) >> low_bits, bits_of(bisection.lower) >> low_bits};
-  const auto fine = float_histogram(data, dtype, length, 3 * low_size, threads, [&refined](std::uint32_t m) {
+  const auto fine = build_float_histogram(data, dtype, length, 3 * low_size, threads, [&refined](std::uint32_t m) {
     const std::uint32_t high = m >> low_bits, low = m & (low_size - 1);
     const std::uint32_t table = high == refined[0] ? 0 : high == refined[1] ? 1 : high == refined[2] ? 2 : 3;
     return table * low_size + low;
   });
   if (!all) {
-    const std::uint32_t kth = bin << low_bits | static_cast<std::uint32_t>(bin_of_kth(fine.data(), low_size, rank));
+    const std::uint32_t kth = bin << low_bits | static_cast<std::uint32_t>(find_bin_of_kth(fine.data(), low_size, rank));
     bisection.probe([kth](std::uint32_t probe) { return probe > kth ? Verdict::few : Verdict::many; });
   }
   const auto count = [&](float threshold) {
@@ -189,54 +182,56 @@ Thresholds by_histogram(const void* data, Dtype dtype, std::size_t length, std::
 Effort mstopk(const void* data, Dtype dtype, std::size_t length, std::size_t k, int iterations, std::uint64_t seed, int threads,
               std::uint32_t* indices, void* values, Thresholds* thresholds) {
   const IeeeScope ieee;
-  const std::size_t known = std::min(k + 1, length);  // the verdicts depend on this many of the largest magnitudes
-  const Plan plan =
-      plan_filter(length, known, magnitude_bits, workspace, [&](std::size_t i) { return element_bits(data, dtype, i); });
+  const std::size_t needed = std::min(k + 1, length);  // the verdicts depend on this many of the largest magnitudes
+  const FilterPlan plan =
+      plan_filter(length, needed, magnitude_bits, workspace, [&](std::size_t i) { return load_element_bits(data, dtype, i); });
   const std::size_t blocks = (length + block - 1) / block;
   std::vector<double> sums(blocks);
   std::vector<std::uint32_t> tops(blocks);
   const Candidates candidates =
-      filter_pass(length, plan, threads, workspace, MomentsFilter{active(), data, dtype, sums.data(), tops.data()});
+      filter_chunks(length, plan, threads, workspace, SummarisingFilter{active_path(), data, dtype, sums.data(), tops.data()});
   Effort effort{1, candidates.count};
   const std::uint32_t largest = *std::max_element(tops.begin(), tops.end());
   if (largest >= infinity_bits) {
     *thresholds = {};
     if (dtype == Dtype::f32) {
-      return select_f32_from(candidates, plan, static_cast<const float*>(data), length, k, threads, indices,
-                             static_cast<float*>(values));
+      return select_f32_from_candidates(candidates, plan, static_cast<const float*>(data), length, k, threads, indices,
+                                        static_cast<float*>(values));
     }
     effort = topk(data, dtype, length, k, threads, indices, values);
     ++effort.passes;
     return effort;
   }
-  Bisection bisection{total(sums) / static_cast<double>(length), float_of(largest), iterations};
+  Bisection bisection{add_block_sums(sums) / static_cast<double>(length), float_of(largest), iterations};
 
-  bool complete = !candidates.overflowed && candidates.count >= known;  // the candidates are sufficient for the answer
-  if (complete) {
+  bool is_sufficient = !candidates.overflowed && candidates.count >= needed;  // the candidates are sufficient for the answer
+  if (is_sufficient) {
     Bisection attempt = bisection;
-    if (known == k) {
+    if (needed == k) {
       attempt.probe([](std::uint32_t) { return Verdict::few; });
     } else {
       const std::uint32_t kth =
-          kth_largest(candidates.runs, known, magnitude_bits, plan.threshold, scratch_space.room(candidates.count + 1)).threshold;
+          find_kth_largest(candidates.runs, needed, magnitude_bits, plan.threshold, scratch_space.reserve(candidates.count + 1))
+              .threshold;
       attempt.probe([kth](std::uint32_t probe) { return probe > kth ? Verdict::few : Verdict::many; });
     }
-    complete = bits_of(attempt.lower) >= plan.threshold;
-    if (complete) {
+    is_sufficient = bits_of(attempt.lower) >= plan.threshold;
+    if (is_sufficient) {
       *thresholds = {attempt.upper, attempt.lower, count_at_least(candidates, attempt.upper),
                      count_at_least(candidates, attempt.lower)};
-      Output output(dtype, *thresholds, k, seed, indices, values);
+      ThresholdOutput output(dtype, *thresholds, k, seed, indices, values);
       for (const Run& run : candidates.runs) output.take(run);
     }
   }
-  if (!complete) {
-    *thresholds = by_histogram(data, dtype, length, k, threads, bisection);
+  if (!is_sufficient) {
+    *thresholds = find_thresholds_by_histogram(data, dtype, length, k, threads, bisection);
     effort.passes += 3;
-    Output output(dtype, *thresholds, k, seed, indices, values);
+    ThresholdOutput output(dtype, *thresholds, k, seed, indices, values);
     std::vector<std::uint32_t> room(2 * (block + filter_slack));
     Run run{room.data(), room.data() + block + filter_slack, 0};
     for (std::size_t start = 0; start < length && output.count < k; start += block) {
-      run.count = active().filter_float[slot(dtype)](at(data, dtype, start), std::min(block, length - start),
+      run.count =
+          active_path().filter_float[code_of(dtype)](element_address(data, dtype, start), std::min(block, length - start),
                                                      static_cast<std::uint32_t>(start), output.lower, run.indices, run.values);
       output.take(run);
     }

@@ -14,13 +14,14 @@ void narrow_to_bin(const Each& each, std::size_t& k, std::uint32_t& least, unsig
   std::array<std::uint32_t, 1u << digit> bins{};
   const unsigned shift = bits > digit ? bits - digit : 0;
   each([&](std::uint32_t magnitude) { ++bins[(magnitude - least) >> shift]; });
-  least += static_cast<std::uint32_t>(bin_of_kth(bins.data(), bins.size(), k)) << shift;
+  least += static_cast<std::uint32_t>(find_bin_of_kth(bins.data(), bins.size(), k)) << shift;
   bits = shift;
 }
 
 }  // namespace
 
-Exact kth_largest(const std::vector<Run>& runs, std::size_t k, std::uint32_t mask, std::uint32_t least, std::uint32_t* scratch) {
+ExactThreshold find_kth_largest(const std::vector<Run>& runs, std::size_t k, std::uint32_t mask, std::uint32_t least,
+                                std::uint32_t* scratch) {
   std::uint32_t largest = least;
   for (const Run& run : runs) {
     for (std::size_t i = 0; i < run.count; ++i) largest = std::max(largest, run.values[i] & mask);
@@ -34,7 +35,7 @@ Exact kth_largest(const std::vector<Run>& runs, std::size_t k, std::uint32_t mas
       },
       k, least, bits);
   if (bits == 0) return {least, k};
-  // Usually a few hundred of hundreds of thousands remain.
+  // Of hundreds of thousands of values, usually a few hundred remain.
   std::size_t left = 0;
   for (const Run& run : runs) {
     for (std::size_t i = 0; i < run.count; ++i) {

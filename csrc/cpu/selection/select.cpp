@@ -1,5 +1,6 @@
 #include "cpu/selection/select.hpp"
 
+#include "cpu/elements.hpp"
 #include "cpu/selection/filter.hpp"
 #include "cpu/selection/radix_select.hpp"
 #include "cpu/selection/select_candidates.hpp"
@@ -10,20 +11,15 @@ namespace {
 thread_local Workspace workspace;
 thread_local Workspace scratch;
 
-int slot(Dtype dtype) { return static_cast<int>(dtype); }
 std::uint32_t mask_of(Dtype dtype) { return dtype == Dtype::f32 ? magnitude_bits : magnitude_of_16; }
-
-const char* at(const void* data, Dtype dtype, std::size_t index) {
-  return static_cast<const char*>(data) + index * item_size(dtype);
-}
 
 // Writes the selected entries in the order of their indices: all entries above the threshold, and the first `ties` that equal it.
 template <class Item>
-struct Output {
+struct ExactOutput {
   std::uint32_t* indices;
   Item* values;
   std::uint32_t mask;
-  Exact exact;
+  ExactThreshold exact;
   std::size_t k;
   std::size_t count = 0;
 
@@ -45,7 +41,7 @@ struct Output {
     }
   }
 
-  // Does the same for a whole run, and writes the other entries to `left_...`, which have room for one entry more than needed.
+  // Does the same, and writes the entries that are not selected to `left_...`, which have room for one entry more than needed.
   std::size_t split(const Run& run, std::uint32_t* left_indices, std::uint32_t* left_values) {
     std::size_t left = 0;
     for (std::size_t i = 0; i < run.count; ++i) {
@@ -64,54 +60,55 @@ struct Output {
 };
 
 // Finds the k-th largest magnitude with two histograms, or with one if elements have 16 bits. Adds the passes to `passes`.
-Exact by_histogram(const void* data, Dtype dtype, std::size_t length, std::size_t k, int threads, int& passes) {
+ExactThreshold find_threshold_by_histogram(const void* data, Dtype dtype, std::size_t length, std::size_t k, int threads,
+                                           int& passes) {
   if (dtype != Dtype::f32) {
     const auto bins =
-        histogram<std::uint16_t>(data, length, 1u << 15, threads, [](std::uint32_t bits) { return bits & magnitude_of_16; });
+        build_histogram<std::uint16_t>(data, length, 1u << 15, threads, [](std::uint32_t bits) { return bits & magnitude_of_16; });
     passes += 1;
-    const auto bin = static_cast<std::uint32_t>(bin_of_kth(bins.data(), bins.size(), k));
+    const auto bin = static_cast<std::uint32_t>(find_bin_of_kth(bins.data(), bins.size(), k));
     return {bin, k};
   }
-  const auto bins =
-      histogram<std::uint32_t>(data, length, 1u << 16, threads, [](std::uint32_t bits) { return (bits & magnitude_bits) >> 15; });
-  const auto high = static_cast<std::uint32_t>(bin_of_kth(bins.data(), bins.size(), k)) << 15;
+  const auto bins = build_histogram<std::uint32_t>(data, length, 1u << 16, threads,
+                                                   [](std::uint32_t bits) { return (bits & magnitude_bits) >> 15; });
+  const auto high = static_cast<std::uint32_t>(find_bin_of_kth(bins.data(), bins.size(), k)) << 15;
   // Magnitudes outside the bin wrap around or exceed 2^15, and are not counted.
-  const auto fine = histogram<std::uint32_t>(data, length, 1u << 15, threads,
-                                             [high](std::uint32_t bits) { return (bits & magnitude_bits) - high; });
+  const auto fine = build_histogram<std::uint32_t>(data, length, 1u << 15, threads,
+                                                   [high](std::uint32_t bits) { return (bits & magnitude_bits) - high; });
   passes += 2;
-  const auto low = static_cast<std::uint32_t>(bin_of_kth(fine.data(), fine.size(), k));
+  const auto low = static_cast<std::uint32_t>(find_bin_of_kth(fine.data(), fine.size(), k));
   return {high | low, k};
 }
 
 // Filters block by block with the exact threshold. No buffer is larger than a block.
 template <class Item>
-void collect(const void* data, Dtype dtype, std::size_t length, std::size_t k, const Exact& exact, std::uint32_t* indices,
+void collect(const void* data, Dtype dtype, std::size_t length, std::size_t k, const ExactThreshold& exact, std::uint32_t* indices,
              Item* values) {
-  const PathKernels& path = active();
+  const PathKernels& path = active_path();
   std::vector<std::uint32_t> room(2 * (block + filter_slack));
   Run run{room.data(), room.data() + block + filter_slack, 0};
-  Output<Item> output{indices, values, mask_of(dtype), exact, k};
+  ExactOutput<Item> output{indices, values, mask_of(dtype), exact, k};
   for (std::size_t start = 0; start < length && output.count < k; start += block) {
-    run.count = path.filter_bits[slot(dtype)](at(data, dtype, start), std::min(block, length - start),
-                                              static_cast<std::uint32_t>(start), exact.threshold, run.indices, run.values);
+    run.count = path.filter_bits[code_of(dtype)](element_address(data, dtype, start), std::min(block, length - start),
+                                                 static_cast<std::uint32_t>(start), exact.threshold, run.indices, run.values);
     output.take(run);
   }
 }
 
 struct BitsFilter {
-  static constexpr bool goes_on = false;
+  static constexpr bool continues_when_full = false;
   const PathKernels& path;
   const void* data;
   Dtype dtype;
   std::size_t operator()(std::size_t start, std::size_t size, std::uint32_t threshold, std::uint32_t* indices,
                          std::uint32_t* values) const {
-    return path.filter_bits[slot(dtype)](at(data, dtype, start), size, static_cast<std::uint32_t>(start), threshold, indices,
-                                         values);
+    return path.filter_bits[code_of(dtype)](element_address(data, dtype, start), size, static_cast<std::uint32_t>(start), threshold,
+                                            indices, values);
   }
 };
 
 struct AccumulatingFilter {
-  static constexpr bool goes_on = true;  // acc is written to its end, even if the candidate buffer is full
+  static constexpr bool continues_when_full = true;  // acc is written to its end, even if the candidate buffer is full
   const PathKernels& path;
   const void* gradient;
   Dtype dtype;
@@ -119,32 +116,32 @@ struct AccumulatingFilter {
   float* acc;
   std::size_t operator()(std::size_t start, std::size_t size, std::uint32_t threshold, std::uint32_t* indices,
                          std::uint32_t* values) const {
-    return path.accumulate_filter[slot(dtype)](at(gradient, dtype, start), residual + start, acc + start, size,
-                                               static_cast<std::uint32_t>(start), threshold, indices, values);
+    return path.accumulate_filter[code_of(dtype)](element_address(gradient, dtype, start), residual + start, acc + start, size,
+                                                  static_cast<std::uint32_t>(start), threshold, indices, values);
   }
 };
 
 // Selects exactly from the data itself, without candidates.
 template <class Item>
-void select_again(const void* data, Dtype dtype, std::size_t length, std::size_t k, int threads, std::uint32_t* indices,
-                  Item* values, Effort& effort) {
-  const Exact exact = by_histogram(data, dtype, length, k, threads, effort.passes);
+void select_from_data(const void* data, Dtype dtype, std::size_t length, std::size_t k, int threads, std::uint32_t* indices,
+                      Item* values, Effort& effort) {
+  const ExactThreshold exact = find_threshold_by_histogram(data, dtype, length, k, threads, effort.passes);
   collect(data, dtype, length, k, exact, indices, values);
   effort.passes += 1;
 }
 
 // Selects from the candidates, or from the data again if there are too few or too many candidates.
 template <class Item>
-Effort select_from(const Candidates& candidates, const Plan& plan, int passes, const void* data, Dtype dtype, std::size_t length,
-                   std::size_t k, int threads, std::uint32_t* indices, Item* values) {
+Effort select_from_candidates(const Candidates& candidates, const FilterPlan& plan, int passes, const void* data, Dtype dtype,
+                              std::size_t length, std::size_t k, int threads, std::uint32_t* indices, Item* values) {
   Effort effort{passes, candidates.count};
   if (!candidates.overflowed && candidates.count >= k) {
     const std::uint32_t mask = mask_of(dtype);
-    Output<Item> output{indices, values, mask,
-                        kth_largest(candidates.runs, k, mask, plan.threshold, scratch.room(candidates.count + 1)), k};
+    ExactOutput<Item> output{indices, values, mask,
+                             find_kth_largest(candidates.runs, k, mask, plan.threshold, scratch.reserve(candidates.count + 1)), k};
     for (const Run& run : candidates.runs) output.take(run);
   } else {
-    select_again(data, dtype, length, k, threads, indices, values, effort);
+    select_from_data(data, dtype, length, k, threads, indices, values, effort);
   }
   workspace.trim();
   scratch.trim();
@@ -162,52 +159,50 @@ void put_back(float* acc, const std::uint32_t* indices, std::size_t count, const
 }
 
 template <class Item>
-Effort topk_of(const Item* x, Dtype dtype, std::size_t length, std::size_t k, int threads, std::uint32_t* indices, Item* values) {
-  const Plan plan = plan_filter(length, k, mask_of(dtype), workspace, [x](std::size_t i) { return std::uint32_t{x[i]}; });
+Effort select_topk(const Item* x, Dtype dtype, std::size_t length, std::size_t k, int threads, std::uint32_t* indices,
+                   Item* values) {
+  const FilterPlan plan = plan_filter(length, k, mask_of(dtype), workspace, [x](std::size_t i) { return std::uint32_t{x[i]}; });
   Candidates candidates;
   int passes = 0;
-  if (plan.threshold != nothing) {
-    candidates = filter_pass(length, plan, threads, workspace, BitsFilter{active(), x, dtype});
+  if (plan.threshold != unreachable_threshold) {
+    candidates = filter_chunks(length, plan, threads, workspace, BitsFilter{active_path(), x, dtype});
     passes = 1;
   }
-  return select_from(candidates, plan, passes, x, dtype, length, k, threads, indices, values);
-}
-
-float element(const void* data, Dtype dtype, std::size_t i) {
-  if (dtype == Dtype::f32) return static_cast<const float*>(data)[i];
-  const std::uint16_t bits = static_cast<const std::uint16_t*>(data)[i];
-  return dtype == Dtype::bf16 ? from_bf16(bits) : from_f16(bits);
+  return select_from_candidates(candidates, plan, passes, x, dtype, length, k, threads, indices, values);
 }
 
 }  // namespace
 
-Effort select_f32_from(const Candidates& candidates, const Plan& plan, const float* data, std::size_t length, std::size_t k,
-                       int threads, std::uint32_t* indices, float* values) {
-  return select_from(candidates, plan, 1, data, Dtype::f32, length, k, threads, indices, reinterpret_cast<std::uint32_t*>(values));
+Effort select_f32_from_candidates(const Candidates& candidates, const FilterPlan& plan, const float* data, std::size_t length,
+                                  std::size_t k, int threads, std::uint32_t* indices, float* values) {
+  return select_from_candidates(candidates, plan, 1, data, Dtype::f32, length, k, threads, indices,
+                                reinterpret_cast<std::uint32_t*>(values));
 }
 
 Effort topk(const void* data, Dtype dtype, std::size_t length, std::size_t k, int threads, std::uint32_t* indices, void* values) {
   if (dtype == Dtype::f32) {
-    return topk_of(static_cast<const std::uint32_t*>(data), dtype, length, k, threads, indices,
-                   static_cast<std::uint32_t*>(values));
+    return select_topk(static_cast<const std::uint32_t*>(data), dtype, length, k, threads, indices,
+                       static_cast<std::uint32_t*>(values));
   }
-  return topk_of(static_cast<const std::uint16_t*>(data), dtype, length, k, threads, indices, static_cast<std::uint16_t*>(values));
+  return select_topk(static_cast<const std::uint16_t*>(data), dtype, length, k, threads, indices,
+                     static_cast<std::uint16_t*>(values));
 }
 
 Effort compress(const void* gradient, Dtype dtype, const float* residual, float* acc, std::size_t length, std::size_t k,
                 int threads, std::uint32_t* indices, float* values) {
   const IeeeScope ieee;
-  const Plan plan = plan_filter(length, k, magnitude_bits, workspace,
-                                [&](std::size_t i) { return bits_of(canonical(residual[i] + element(gradient, dtype, i))); });
+  const FilterPlan plan = plan_filter(length, k, magnitude_bits, workspace, [&](std::size_t i) {
+    return bits_of(canonical(residual[i] + float_of(load_element_bits(gradient, dtype, i))));
+  });
   const Candidates candidates =
-      filter_pass(length, plan, threads, workspace, AccumulatingFilter{active(), gradient, dtype, residual, acc});
+      filter_chunks(length, plan, threads, workspace, AccumulatingFilter{active_path(), gradient, dtype, residual, acc});
   // The filter has set all candidates to zero in acc. Candidates that are not selected get their values back; they are few.
   Effort effort{1, candidates.count};
   auto* bits = reinterpret_cast<std::uint32_t*>(values);
   if (!candidates.overflowed && candidates.count >= k) {
-    std::uint32_t* room = scratch.room(2 * candidates.count + 2);
-    const Exact exact = kth_largest(candidates.runs, k, magnitude_bits, plan.threshold, room);
-    Output<std::uint32_t> output{indices, bits, magnitude_bits, exact, k};
+    std::uint32_t* room = scratch.reserve(2 * candidates.count + 2);
+    const ExactThreshold exact = find_kth_largest(candidates.runs, k, magnitude_bits, plan.threshold, room);
+    ExactOutput<std::uint32_t> output{indices, bits, magnitude_bits, exact, k};
     std::uint32_t *left_indices = room, *left_values = room + candidates.count + 1;
     std::size_t left = 0;
     for (const Run& run : candidates.runs) left += output.split(run, left_indices + left, left_values + left);
@@ -216,7 +211,7 @@ Effort compress(const void* gradient, Dtype dtype, const float* residual, float*
     for (const Run& run : candidates.runs) {
       put_back(acc, run.indices, run.count, [&run](std::size_t i) { return float_of(run.values[i]); });
     }
-    select_again(acc, Dtype::f32, length, k, threads, indices, bits, effort);
+    select_from_data(acc, Dtype::f32, length, k, threads, indices, bits, effort);
     put_back(acc, indices, k, [](std::size_t) { return 0.0f; });
   }
   workspace.trim();

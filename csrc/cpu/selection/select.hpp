@@ -33,8 +33,8 @@ struct Thresholds {
   std::size_t above_upper = 0, above_lower = 0;
 };
 
-// MSTopK: selects all k1 magnitudes >= upper, and k - k1 consecutive entries of those between the thresholds, from an offset that
-// `seed` determines. If the data contain NaN or infinity, the mean is useless, and the exact top-k is selected instead.
+// MSTopK: selects all k1 magnitudes >= upper, and k - k1 consecutive entries between the thresholds. `seed` determines the first
+// of these. If the data contain NaN or infinity, the mean is useless, and the exact top-k is selected instead.
 Effort mstopk(const void* data, Dtype dtype, std::size_t length, std::size_t k, int iterations, std::uint64_t seed, int threads,
               std::uint32_t* indices, void* values, Thresholds* thresholds);
 

@@ -1,4 +1,4 @@
-// The memory that a thread keeps from one selection to the next.
+// The workspace of a thread.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,8 @@ namespace topkube {
 // after the call.
 class Workspace {
  public:
-  std::uint32_t* room(std::size_t words) {
+  // Returns memory for `words` words, with undefined contents.
+  std::uint32_t* reserve(std::size_t words) {
     if (words > size_) {
       words_.reset();  // freed first, so that old and new memory never exist at the same time
       words_.reset(new std::uint32_t[words]);

@@ -10,7 +10,7 @@ namespace topkube {
 
 bool sign_pack(float* values, std::size_t length, std::uint16_t* scales, std::uint8_t* bits) {
   const IeeeScope ieee;
-  const PathKernels& path = active();
+  const PathKernels& path = active_path();
   bool finite = true;
   for (std::size_t start = 0; start < length; start += sign_block) {
     const std::uint16_t scale = path.sign_pack(values + start, std::min(sign_block, length - start), bits + start / 8);
@@ -22,7 +22,7 @@ bool sign_pack(float* values, std::size_t length, std::uint16_t* scales, std::ui
 
 void sign_unpack_add(float* values, std::size_t length, const std::vector<SignPart>& parts) {
   const IeeeScope ieee;
-  const PathKernels& path = active();
+  const PathKernels& path = active_path();
   std::vector<float> scales(parts.size());
   std::vector<const std::uint8_t*> bits(parts.size());
   for (std::size_t start = 0; start < length; start += sign_block) {

@@ -20,10 +20,10 @@ constexpr std::uint64_t lowest_of_each_byte = 0x0101010101010101u;
 thread_local std::vector<std::uint32_t> indices;
 thread_local std::vector<float> chosen;
 
-std::size_t octets(std::size_t bits) { return (bits + octet - 1) / octet; }
-std::size_t aligned(std::size_t bytes) { return (bytes + word_bytes - 1) / word_bytes * word_bytes; }
+std::size_t count_octets(std::size_t bits) { return (bits + octet - 1) / octet; }
+std::size_t align_up(std::size_t bytes) { return (bytes + word_bytes - 1) / word_bytes * word_bytes; }
 
-// The eight bytes from `data` on, of which `available` exist; the first byte is the highest.
+// Returns the eight bytes from `data` on, of which `available` exist. The first byte is the highest.
 std::uint64_t load_word(const std::uint8_t* data, std::size_t available) {
   std::uint64_t word = 0;
   if (available >= word_bytes && std::endian::native == std::endian::little) {
@@ -43,23 +43,23 @@ void store_word(std::uint8_t* data, std::size_t available, std::uint64_t word) {
   for (std::size_t i = 0; i < std::min(word_bytes, available); ++i) data[i] = static_cast<std::uint8_t>(word >> (56 - 8 * i));
 }
 
-// Writes one byte of each plane: that of the indices from `from` on, at most eight. A product with `collect` moves the lowest bits
-// of eight bytes into its highest byte.
+// Writes one byte of each plane, for the `count` indices from `from` on, at most eight. A product with `collect` moves the lowest
+// bits of eight bytes into its highest byte.
 inline void write_octet(const std::uint32_t* from, std::size_t count, const TopSignLayout& layout, std::uint8_t* planes) {
   constexpr std::uint64_t collect = 0x0102040810204080u;
   for (unsigned first = 0; first < layout.low; first += 8) {
-    std::uint64_t bytes = 0;  // bits first to first + 7 of each index, that of the first index in the highest byte
+    std::uint64_t bytes = 0;  // bits first to first + 7 of each index; the first index has the highest byte
     for (std::size_t j = 0; j < count; ++j) bytes |= std::uint64_t{(from[j] >> first) & 0xffu} << (56 - 8 * j);
     for (unsigned plane = first; plane < std::min(first + 8, layout.low); ++plane, bytes >>= 1)
       planes[plane * layout.plane_bytes] = static_cast<std::uint8_t>((bytes & lowest_of_each_byte) * collect >> 56);
   }
 }
 
-// The inverse of `write_octet`: sets the `low` lowest bits of the indices.
+// Does the inverse of `write_octet`: sets the `low` lowest bits of the indices.
 inline void read_octet(const std::uint8_t* planes, std::size_t count, const TopSignLayout& layout, std::uint32_t* to) {
   constexpr std::uint64_t bit_of_each_byte = 0x0102040810204080u, below_sign = 0x7f7f7f7f7f7f7f7fu;
   for (unsigned first = 0; first < layout.low; first += 8) {
-    std::uint64_t bytes = 0;  // that of the first index in the lowest byte
+    std::uint64_t bytes = 0;  // the first index has the lowest byte
     for (unsigned plane = first; plane < std::min(first + 8, layout.low); ++plane) {
       const std::uint64_t bits = planes[plane * layout.plane_bytes] * lowest_of_each_byte & bit_of_each_byte;
       bytes |= ((bits + below_sign) >> 7 & lowest_of_each_byte) << (plane - first);
@@ -68,21 +68,21 @@ inline void read_octet(const std::uint8_t* planes, std::size_t count, const TopS
   }
 }
 
-// Calls octet_of(place of the first index, number of indices) for all indices, eight at a time. A full octet has a number that the
-// compiler can see.
-template <class OctetOf>
-void each_octet(std::size_t count, OctetOf octet_of) {
+// Calls process(place of the first index, number of indices) for all indices, eight at a time. For a full octet the number is a
+// constant, so that the compiler can unroll the loops.
+template <class Process>
+void for_each_octet(std::size_t count, Process process) {
   std::size_t i = 0;
-  for (; i + octet <= count; i += octet) octet_of(i, octet);
-  if (i < count) octet_of(i, count - i);
+  for (; i + octet <= count; i += octet) process(i, octet);
+  if (i < count) process(i, count - i);
 }
 
 void write_planes(const std::uint32_t* from, const TopSignLayout& layout, std::uint8_t* planes) {
-  each_octet(layout.count, [&](std::size_t i, std::size_t count) { write_octet(from + i, count, layout, planes + i / octet); });
+  for_each_octet(layout.count, [&](std::size_t i, std::size_t count) { write_octet(from + i, count, layout, planes + i / octet); });
 }
 
 void read_planes(const std::uint8_t* planes, const TopSignLayout& layout, std::uint32_t* to) {
-  each_octet(layout.count, [&](std::size_t i, std::size_t count) { read_octet(planes + i / octet, count, layout, to + i); });
+  for_each_octet(layout.count, [&](std::size_t i, std::size_t count) { read_octet(planes + i / octet, count, layout, to + i); });
 }
 
 void write_unary(const std::uint32_t* from, const TopSignLayout& layout, std::uint8_t* unary) {
@@ -100,7 +100,7 @@ void write_unary(const std::uint32_t* from, const TopSignLayout& layout, std::ui
   }
 }
 
-// Sets the indices to their higher bits. Returns false if there are more or fewer than layout.count.
+// Sets each index to its higher bits. Returns false if the number of indices is not layout.count.
 bool read_unary(const std::uint8_t* unary, const TopSignLayout& layout, std::uint32_t* to) {
   const std::size_t length = layout.bytes - layout.unary;
   std::size_t count = 0;
@@ -117,7 +117,7 @@ bool read_unary(const std::uint8_t* unary, const TopSignLayout& layout, std::uin
   return count == layout.count;
 }
 
-bool ascend_below(const std::uint32_t* from, std::size_t count, std::size_t length) {
+bool are_ascending_below(const std::uint32_t* from, std::size_t count, std::size_t length) {
   bool ascend = true;
   for (std::size_t i = 1; i < count; ++i) ascend &= from[i - 1] < from[i];
   return ascend && from[count - 1] < length;
@@ -130,11 +130,11 @@ TopSignLayout::TopSignLayout(std::size_t length, std::size_t count)
       count(count),
       low(static_cast<unsigned>(std::bit_width(length / count)) - 1),
       high(((length - 1) >> low) + count),
-      plane_bytes(octets(count)),
+      plane_bytes(count_octets(count)),
       bits((count + sign_block - 1) / sign_block * sizeof(std::uint16_t)),
-      planes(aligned(bits + octets(count))),
+      planes(align_up(bits + count_octets(count))),
       unary(planes + low * plane_bytes),
-      bytes(aligned(unary + octets(high))) {}
+      bytes(align_up(unary + count_octets(high))) {}
 
 bool top_sign_pack(float* values, const TopSignLayout& layout, int threads, std::uint8_t* message) {
   indices.resize(layout.count);
@@ -142,7 +142,7 @@ bool top_sign_pack(float* values, const TopSignLayout& layout, int threads, std:
   topk(values, Dtype::f32, layout.length, layout.count, threads, indices.data(), chosen.data());
   std::uint8_t* bits = message + layout.bits;
   const bool finite = sign_pack(chosen.data(), layout.count, reinterpret_cast<std::uint16_t*>(message), bits);
-  std::fill(bits + octets(layout.count), message + layout.planes, std::uint8_t{0});
+  std::fill(bits + count_octets(layout.count), message + layout.planes, std::uint8_t{0});
   for (std::size_t i = 0; i < layout.count; ++i) values[indices[i]] = chosen[i];
   write_planes(indices.data(), layout, message + layout.planes);
   write_unary(indices.data(), layout, message + layout.unary);
@@ -153,10 +153,10 @@ bool top_sign_unpack_add(float* values, const TopSignLayout& layout, const std::
   indices.resize(layout.count);
   if (!read_unary(message + layout.unary, layout, indices.data())) return false;
   read_planes(message + layout.planes, layout, indices.data());
-  if (!ascend_below(indices.data(), layout.count, layout.length)) return false;
+  if (!are_ascending_below(indices.data(), layout.count, layout.length)) return false;
 
   const IeeeScope ieee;
-  const PathKernels& path = active();
+  const PathKernels& path = active_path();
   for (std::size_t start = 0; start < layout.count; start += sign_block) {
     const std::size_t in_block = std::min(sign_block, layout.count - start);
     std::uint16_t scale_bits;

@@ -1,4 +1,4 @@
-// The largest elements of an array with one bit each: what the algorithm `topk1bit` sends.
+// The messages of the algorithm `topk1bit`: one bit for each of the largest elements of an array.
 //
 // A message has two parts. The signs: the scales and bits of cpu/sign/sign.hpp, for the chosen elements in the order of their
 // indices, with zeros up to a multiple of 8 bytes. The indices, in the code of Elias and Fano: first `low` bit planes, one bit per
@@ -23,11 +23,11 @@ struct TopSignLayout {
   std::size_t bits, planes, unary, bytes;  // where the sign bits, the planes and the unary part begin; the length
 };
 
-// Chooses the `layout.count` largest elements of `values` (as `topk` does), writes a message about them, `layout.bytes` long, and
-// subtracts from each of these elements what is sent of it. Returns true if all scales are finite.
+// Chooses the `layout.count` largest elements of `values` (as `topk` does), and writes a message about them, `layout.bytes` long.
+// Leaves in each of these elements the part that is not sent. Returns true if all scales are finite.
 bool top_sign_pack(float* values, const TopSignLayout& layout, int threads, std::uint8_t* message);
 
-// Adds what a message sends, times `weight`, to `values`. Returns false, and changes nothing, if the message does not contain
+// Adds the elements of a message, times `weight`, to `values`. Returns false, and changes nothing, if the message does not contain
 // `layout.count` ascending indices below `layout.length`.
 bool top_sign_unpack_add(float* values, const TopSignLayout& layout, const std::uint8_t* message, float weight);
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu/elements.hpp"
 #include "cpu/float_state.hpp"
 #include "cpu/paths/path.hpp"
 
@@ -15,8 +16,6 @@ static_assert(std::endian::native == std::endian::little, "the wire is little-en
 
 constexpr std::size_t batch = 1024;  // entries converted at a time
 constexpr std::size_t ahead = 24;    // entries between a prefetch and its use
-
-int slot(Dtype dtype) { return static_cast<int>(dtype); }
 
 // Reads from and writes to buffers that may be unaligned.
 template <class T>
@@ -42,7 +41,7 @@ struct Sections {
 void widen_values(const std::uint8_t* values, Dtype wire, std::size_t start, std::size_t size, float* out) {
   alignas(64) std::uint8_t aligned[batch * sizeof(float)];
   std::memcpy(aligned, values + start * item_size(wire), size * item_size(wire));
-  active().widen[slot(wire)](out, aligned, size);
+  active_path().widen[code_of(wire)](out, aligned, size);
 }
 
 // Calls entry(number, index) for all entries in order.
@@ -103,7 +102,7 @@ void add_batch(void* dense, Dtype dtype, const std::uint32_t* indices, const flo
 
 }  // namespace
 
-std::size_t first_disorder(const std::uint32_t* indices, std::size_t count, std::size_t length) {
+std::size_t find_disorder(const std::uint32_t* indices, std::size_t count, std::size_t length) {
   if (count == 0) return 0;
   unsigned disorder = 0;
   for (std::size_t i = 1; i < count; ++i) disorder |= indices[i] <= indices[i - 1];
@@ -117,7 +116,7 @@ std::size_t first_disorder(const std::uint32_t* indices, std::size_t count, std:
 void encode(const std::uint32_t* indices, const void* values, Dtype dtype, std::size_t count, std::size_t length, Dtype wire,
             float* residual, std::uint8_t* out) {
   const IeeeScope ieee;
-  const PathKernels& path = active();
+  const PathKernels& path = active_path();
   std::memset(out, 0, wire_header_bytes);
   write(out, wire_magic);
   out[4] = wire_version;
@@ -145,11 +144,11 @@ void encode(const std::uint32_t* indices, const void* values, Dtype dtype, std::
   alignas(64) std::uint8_t rounded[batch * sizeof(float)];
   for (std::size_t start = 0; start < count; start += batch) {
     const std::size_t size = std::min(batch, count - start);
-    path.widen[slot(dtype)](exact, static_cast<const std::uint8_t*>(values) + start * item_size(dtype), size);
-    path.narrow[slot(wire)](rounded, exact, size, 1.0f);
+    path.widen[code_of(dtype)](exact, static_cast<const std::uint8_t*>(values) + start * item_size(dtype), size);
+    path.narrow[code_of(wire)](rounded, exact, size, 1.0f);
     std::memcpy(to + start * item_size(wire), rounded, size * item_size(wire));
     if (!residual || wire == Dtype::f32) continue;
-    path.widen[slot(wire)](back, rounded, size);
+    path.widen[code_of(wire)](back, rounded, size);
     for (std::size_t i = 0; i < size; ++i) {
       const float error = exact[i] - back[i];
       if (error == 0.0f) continue;
@@ -195,7 +194,7 @@ bool decode_add(const std::uint8_t* buffer, const WireHeader& header, void* dens
   std::size_t filled = 0, start = 0;
   const auto add = [&] {
     widen_values(sections.values, header.wire, start, filled, values);
-    finite = finite && active().is_finite[slot(Dtype::f32)](values, filled);
+    finite = finite && active_path().is_finite[code_of(Dtype::f32)](values, filled);
     for (std::size_t i = 0; i < filled; ++i) values[i] *= scale;
     add_batch(dense, dtype, indices, values, filled);
     start += filled;
@@ -209,7 +208,7 @@ bool decode_add(const std::uint8_t* buffer, const WireHeader& header, void* dens
   return finite;
 }
 
-std::size_t first_beyond(const std::uint32_t* indices, std::size_t count, std::size_t length) {
+std::size_t find_beyond(const std::uint32_t* indices, std::size_t count, std::size_t length) {
   std::uint32_t largest = 0;
   for (std::size_t i = 0; i < count; ++i) largest = std::max(largest, indices[i]);
   if (count == 0 || largest < length) return count;
@@ -226,7 +225,7 @@ void scatter_add(void* dense, Dtype dtype, const std::uint32_t* indices, const v
   alignas(64) float widened[batch];
   for (std::size_t start = 0; start < count; start += batch) {
     const std::size_t size = std::min(batch, count - start);
-    active().widen[slot(value_dtype)](widened, static_cast<const std::uint16_t*>(values) + start, size);
+    active_path().widen[code_of(value_dtype)](widened, static_cast<const std::uint16_t*>(values) + start, size);
     add_batch(dense, dtype, indices + start, widened, size);
   }
 }

@@ -42,9 +42,9 @@ inline std::size_t encoded_size(std::size_t length, std::size_t entries, Dtype w
 }
 
 // Returns the position of the first index that does not ascend or is not below `length`, or `count` if all indices are valid.
-std::size_t first_disorder(const std::uint32_t* indices, std::size_t count, std::size_t length);
+std::size_t find_disorder(const std::uint32_t* indices, std::size_t count, std::size_t length);
 
-// Writes encoded_size(...) bytes to `out`, with a checksum of zero. The indices ascend (see first_disorder). If `residual` (length
+// Writes encoded_size(...) bytes to `out`, with a checksum of zero. The indices ascend (see find_disorder). If `residual` (length
 // floats) is not null, the rounding error of each value (value - rounded value) is added to the residual at its index.
 void encode(const std::uint32_t* indices, const void* values, Dtype dtype, std::size_t count, std::size_t length, Dtype wire,
             float* residual, std::uint8_t* out);
@@ -52,13 +52,13 @@ void encode(const std::uint32_t* indices, const void* values, Dtype dtype, std::
 // Checks everything in the buffer except the checksum. Returns the header, with the first fault.
 WireHeader check_wire(const std::uint8_t* buffer, std::size_t bytes);
 
-// Both functions read a buffer that has passed check_wire. `decode` writes `entries` indices and fp32 values. `decode_add` adds
+// These functions read a buffer that has passed check_wire. `decode` writes `entries` indices and fp32 values. `decode_add` adds
 // value * scale to dense (length elements), rounded once if dense is 16-bit. It returns true if all values were finite.
 void decode(const std::uint8_t* buffer, const WireHeader& header, std::uint32_t* indices, float* values);
 bool decode_add(const std::uint8_t* buffer, const WireHeader& header, void* dense, Dtype dtype, float scale);
 
 // Returns the position of the first index that is not below `length`, or `count` if all indices are valid.
-std::size_t first_beyond(const std::uint32_t* indices, std::size_t count, std::size_t length);
+std::size_t find_beyond(const std::uint32_t* indices, std::size_t count, std::size_t length);
 
 // Adds values[i] to dense[indices[i]], in order. Each sum is rounded once to the type of dense. All indices are within bounds.
 void scatter_add(void* dense, Dtype dtype, const std::uint32_t* indices, const void* values, Dtype value_dtype, std::size_t count);

@@ -14,8 +14,8 @@ constexpr u32 samples_per_thread = 32, most_samples = prepare_threads * samples_
 static_assert(most_samples < 0x10000);  // two sample counts fit in one word
 constexpr u64 everything = 16384;       // up to this length every entry is a candidate
 
-// What a selection keeps for the next selection from the same place, whose k-th magnitude is usually near. All zero: nothing. Any
-// other contents are safe too: they only determine which entries become candidates.
+// The result that a selection keeps for the next selection from the same gradient, whose k-th magnitude is usually near. If all
+// bytes are zero, nothing is kept. Any other contents are safe too: they only determine which entries become candidates.
 struct PreviousThreshold {
   u64 length, k;          // the next selection must have the same
   u32 magnitude, margin;  // the k-th magnitude, and how far below it the next filter begins

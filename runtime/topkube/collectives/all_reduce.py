@@ -102,14 +102,14 @@ class ShardAllReduce(NodeAllReduce):
             packed = self.pack(shard)
         call.check_between_nodes()
         if world.nodes > 1:
-            exchange, sent = between_nodes(self.algorithm.route, world.cross_comm, packed)
+            exchange, sent = build_exchange(self.algorithm.route, world.cross_comm, packed)
             finish_exchange(call, exchange, sent)
         if len(shard.values):
             with phases.current.timed("select"):
                 self.unpack(shard, packed)
 
 
-def between_nodes(route: Route, comm: Any, payload: Any, tag: int = 0) -> tuple[Exchange, int]:
+def build_exchange(route: Route, comm: Any, payload: Any, tag: int = 0) -> tuple[Exchange, int]:
     """Return the exchange that carries `payload` over `comm`, and the bytes that this rank sends. Exchanges that are
     under way at the same time need different tags."""
     if route is Route.ALL_GATHER:

@@ -90,7 +90,7 @@ class Call:
         node = world.cache.get("node")
         if node is None:
             cells = 4
-            while _kernels.Node.bytes(world.local_size, cells + 1) <= world.window.size and cells < 64:
+            while _kernels.Node.window_bytes(world.local_size, cells + 1) <= world.window.size and cells < 64:
                 cells += 1
             node = _kernels.Node(
                 world.window,

@@ -1,4 +1,5 @@
-"""Algorithms whose nodes send each other rows of bytes, which a codec (codecs.py, top_signs.py) writes and reads.
+"""Algorithms whose nodes send each other rows of bytes, which a codec (codecs.py, top_signs.py, top_levels.py) writes
+and reads.
 
 Training with error feedback in the weights (training/node_weights/) uses the codecs of such an algorithm for the
 changes of the weights.
@@ -37,7 +38,7 @@ class CodecAllReduce(ShardAllReduce):
 
     @abstractmethod
     def codec(self, places: Sequence[slice], length: int, wire: str, is_always_dense: bool = False) -> Codec:
-        """Return the codec for `length` values, of which those in `places` belong to one tensor each. `is_always_dense`
+        """Return the codec for `length` values, in which each of `places` holds one tensor. `is_always_dense`
         is True for small tensors (biases, norms), which are only rounded."""
 
     def exchange(self, call: Call, shard: Shard) -> None:

@@ -1,8 +1,9 @@
-"""Codecs turn float32 values into rows of bytes for other nodes, and leave the rest of the values, which the bytes do
-not contain, in place.
+"""Codecs: they write float32 values as rows of bytes for other nodes, and leave in place the part of the values that
+the bytes do not contain.
 
 `Signs` keeps one bit per element with a scale per block, `Integers` four or eight bits, `Rounded` rounds every value;
-top_signs.py has a codec that sends some elements only. The algorithms in codec_all_reduce.py send such rows.
+top_signs.py and top_levels.py have codecs that send the largest elements only. The algorithms in codec_all_reduce.py
+send such rows.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Integers(Codec):
 
 
 class Rounded(Codec):
-    """All of `length` values, rounded to `wire`: "fp32", "bf16" or "fp16"."""
+    """A codec of `length` values, rounded to `wire`: "fp32", "bf16" or "fp16"."""
 
     def __init__(self, length: int, wire: str) -> None:
         self._dtype, self._length = _DTYPES[wire], length

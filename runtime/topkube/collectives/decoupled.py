@@ -56,7 +56,7 @@ _COMMUNICATORS = "communicators of gathers"
 
 
 @dataclass(eq=False)
-class Halved:
+class HalvedArray:
     """An array whose reduce-scatter has begun. `ranges` holds the elements [start, stop) that this rank reduces, a
     range for each piece: all ranks together have every element once. `left` is the number of pieces that are not
     gathered."""
@@ -78,7 +78,7 @@ class Halved:
 class DecoupledAllReduce(OverlappedAllReduce):
     """Dense all-reduces in two halves over several nodes, one thread of one rank. `halve` begins the first half of an
     array; `finish` waits for the first half of all arrays. `gather` begins the second half of the pieces that were not
-    gathered early, `finish_gather` waits for it. After the first half, this rank's segments (`Halved.ranges`) hold
+    gathered early, `finish_gather` waits for it. After the first half, this rank's segments (`HalvedArray.ranges`) hold
     their results. All ranks create it together."""
 
     rounds = 1
@@ -86,24 +86,24 @@ class DecoupledAllReduce(OverlappedAllReduce):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self._cross, self._node = _find_communicators(world)
-        self._halved: Halved | None = None
+        self._halved: HalvedArray | None = None
         self._narrow: dict[int, Array] = {}
         self._kept: dict[int, int] = {}
         """The buffer of 16-bit values of each piece that is not gathered, by the piece's number."""
         self._gathers = Exchanges()
-        self._waiting: deque[tuple[Halved, int]] = deque()
-        self._gathering: dict[int, Halved] = {}
+        self._waiting: deque[tuple[HalvedArray, int]] = deque()
+        self._gathering: dict[int, HalvedArray] = {}
         self._gathering_since = 0.0
-        self._places: dict[int, tuple[Halved, int]] = {}
+        self._places: dict[int, tuple[HalvedArray, int]] = {}
         """The pieces whose first half has begun, by their numbers."""
         self._reduced: list[int] = []
         """The numbers of pieces whose first half has ended, and whose gather has not begun."""
         self._early: set[int] = set()
         self._is_halving = False
 
-    def halve(self, call: Call, array: Array, factor: float, wire: str = "fp32") -> Halved:
+    def halve(self, call: Call, array: Array, factor: float, wire: str = "fp32") -> HalvedArray:
         """Begin to reduce `array`, in place, to the sum times `factor`: the arguments of `begin`."""
-        self._halved = halved = Halved(call)
+        self._halved = halved = HalvedArray(call)
         number, position, nodes = self._number, 0, self.world.nodes
         self.begin(call, array, factor, wire=wire)
         for piece in split(array):
@@ -123,7 +123,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
         self._is_halving = False
         super().finish()
 
-    def gather(self, arrays: Iterable[Halved]) -> None:
+    def gather(self, arrays: Iterable[HalvedArray]) -> None:
         """Begin to gather the results of `arrays`, in their order, the same on all ranks. Called after `finish`. What
         has begun already continues."""
         self._reduced.clear()
@@ -149,15 +149,15 @@ class DecoupledAllReduce(OverlappedAllReduce):
             self._start_gather(halved, place)
         return choose_pause(self.world) if self._exchanges.are_running or self._gathering else None
 
-    def finish_gather(self, halved: Halved) -> None:
+    def finish_gather(self, halved: HalvedArray) -> None:
         """Return when the array is gathered. Raises CollectiveTimeout after the world's deadline."""
 
-        def complete() -> bool:
+        def is_complete() -> bool:
             self.advance()
             return halved.is_gathered
 
         if not halved.is_gathered:
-            halved.call.wait(complete, choose_pause(self.world) / HURRY)
+            halved.call.wait(is_complete, choose_pause(self.world) / HURRY)
 
     def _advance_gathers(self) -> None:
         """Move the gathers as far as messages allow, and start those that wait."""
@@ -173,7 +173,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
             self._gathering_since = 0.0
             advance_in_waits(None)
 
-    def _start_gather(self, halved: Halved, place: int) -> None:
+    def _start_gather(self, halved: HalvedArray, place: int) -> None:
         number, piece, narrow = halved.pieces[place]
         if not self._gathering_since:
             self._gathering_since = time.perf_counter()

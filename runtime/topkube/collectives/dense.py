@@ -21,13 +21,13 @@ from topkube.telemetry import phases
 from topkube.world import World
 
 
-class _Finite:
-    """Remembers if everything that was reported was finite."""
+class _FiniteRecord:
+    """A record of reports: `all` is True if everything that was reported was finite."""
 
     def __init__(self) -> None:
         self.all = True
 
-    def __call__(self, finite: bool) -> None:
+    def note(self, finite: bool) -> None:
         self.all = self.all and finite
 
 
@@ -91,8 +91,8 @@ class Torus2d(_Dense):
 
     def _run_on_nodes(self, call: Call, request: Request) -> bool:
         world, x = call.world, request.array
-        finite, exchanges = _Finite(), Exchanges()
-        finite(call.reduce_scatter(x, request.scale(world.size)))
+        finite, exchanges = _FiniteRecord(), Exchanges()
+        finite.note(call.reduce_scatter(x, request.scale(world.size)))
         call.check_between_nodes()
         _start_shard(world, exchanges, x, finite)
         exchanges.finish(0, call)
@@ -111,7 +111,7 @@ class Flat(_Dense):
         if x.dtype == np.float16:  # the sum of all ranks may exceed fp16; the mean does not
             kernels.scale_(x, scale)
             scale = 1.0
-        finite, exchanges = _Finite(), Exchanges()
+        finite, exchanges = _FiniteRecord(), Exchanges()
         pieces = split(x)
         length = count_buffer_elements(pieces[0].size, world.size)
         buffers = reserve_workspace(world, "ring", UNDER_WAY * length, x.dtype).reshape(UNDER_WAY, length)
@@ -120,7 +120,7 @@ class Flat(_Dense):
                 exchanges.finish(number - UNDER_WAY, call)
             if number < len(pieces):
                 buffer = buffers[number % UNDER_WAY]
-                exchanges.start(number, ring_all_reduce(world.comm, pieces[number], buffer, number, finite, scale))
+                exchanges.start(number, ring_all_reduce(world.comm, pieces[number], buffer, number, finite.note, scale))
         right = (world.rank + 1) % world.size
         sent = count_ring_bytes(x, world.size)
         phases.current.sent(**{"intra" if right in world.node_ranks[world.node] else "inter": sent})
@@ -145,17 +145,17 @@ class HierarchicalNccl(_Dense):
 
 
 class Nccl(HierarchicalNccl):
-    """NCCL's all-reduce over all ranks. NCCL chooses rings or trees by itself, and knows nothing of this topology."""
+    """NCCL's all-reduce over all ranks. NCCL chooses rings or trees by itself, without TopKube's topology."""
 
     over_all_ranks = True
 
 
-def _start_shard(world: World, exchanges: Exchanges, x: Array, finite: _Finite) -> None:
+def _start_shard(world: World, exchanges: Exchanges, x: Array, finite: _FiniteRecord) -> None:
     """Start the exchange of this rank's shard of x, around a ring of its equals on other nodes."""
     if world.cross_comm is None:
         return
     first, last = find_own_shard(world, x.size)
     shard = x[first:last]
     buffer = reserve_workspace(world, "shard 0", count_buffer_elements(shard.size, world.nodes), x.dtype)
-    exchanges.start(0, ring_all_reduce(world.cross_comm, shard, buffer, 0, finite))
+    exchanges.start(0, ring_all_reduce(world.cross_comm, shard, buffer, 0, finite.note))
     phases.current.sent(inter=count_ring_bytes(shard, world.nodes))

@@ -1,7 +1,7 @@
 """Error feedback: what was not sent is kept and added to the next gradient.
 
-Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", 2018. With momentum correction it is velocity that is
-accumulated, not the gradient: Lin et al., "Deep Gradient Compression", 2018, section 3.2.
+Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", 2018. Momentum correction accumulates
+velocity in place of the gradient: Lin et al., "Deep Gradient Compression", 2018, section 3.2.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Residual:
     `factors` are small arrays that an algorithm keeps from one exchange to the next beside the residual: the factors of
     a low rank, one array per matrix. A collective leaves their successors in `pending_factors`.
 
-    `threshold` is where the next selection on a GPU begins. It never changes a result, so it is neither undone nor
-    saved.
+    `threshold` is the magnitude at which the next selection on a GPU begins. It never changes a result, so it is
+    neither undone nor saved.
     """
 
     def __init__(self, length: int, momentum: float = 0.0, gain: float = 1.0, device: Any = None) -> None:

@@ -77,12 +77,12 @@ class Exchanges:
     def finish(self, number: int, call: Call) -> None:
         """Return when exchange `number`, which belongs to `call`, is complete."""
 
-        def complete() -> bool:
+        def is_complete() -> bool:
             self.advance()
             return number not in self._running
 
         with phases.current.timed("inter"):
-            call.wait(complete)
+            call.wait(is_complete)
 
 
 def pairwise_all_reduce(

@@ -72,8 +72,8 @@ def _measure_rate(world: World) -> float:
 
     own, slowest = np.empty(1), np.zeros(1)
     size, seconds = 0, 0.0
-    for of_node in _SIZES:
-        larger = max(_LEAST, of_node // world.shards)
+    for node_bytes in _SIZES:
+        larger = max(_LEAST, node_bytes // world.shards)
         if size and slowest[0] * larger / size > _MOST_SECONDS:
             break
         size = larger

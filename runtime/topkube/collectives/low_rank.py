@@ -27,7 +27,7 @@ import numpy as np
 from topkube import kernels
 from topkube.algorithms import Route
 from topkube.arrays import Array
-from topkube.collectives.all_reduce import AllReduce, between_nodes, count_dense
+from topkube.collectives.all_reduce import AllReduce, build_exchange, count_dense
 from topkube.collectives.call import Call, find_own_shard, reserve_workspace
 from topkube.collectives.exchange import Exchanges
 from topkube.collectives.request import Matrix, Request
@@ -95,7 +95,7 @@ class PowerSgd(_LowRank):
             factorization.orthonormalize(lefts, of_rows)
             rights = factorization.compute(of_columns, lefts)
         factorization.sum_over_all(rights)
-        return rights, factorization.parts(lefts, of_rows), factorization.parts(rights, of_columns)
+        return rights, factorization.cut_factors(lefts, of_rows), factorization.cut_factors(rights, of_columns)
 
     def keep(self, lefts: Sequence[Array], rights: Sequence[Array], last: Sequence[Array]) -> list[Array]:
         return [values.copy() for values in rights]
@@ -118,7 +118,12 @@ class AcpSgd(_LowRank):
             sent = factorization.compute(sends_rows, given)
         factorization.sum_over_all(sent)
         pairs = list(
-            zip(factorization.parts(given, had_rows), factorization.parts(sent, sends_rows), had_rows, strict=True)
+            zip(
+                factorization.cut_factors(given, had_rows),
+                factorization.cut_factors(sent, sends_rows),
+                had_rows,
+                strict=True,
+            )
         )
         lefts = [old if was_left else new for old, new, was_left in pairs]
         rights = [new if was_left else old for old, new, was_left in pairs]
@@ -172,7 +177,7 @@ class _Factorization:
         """The number of matrices."""
         return len(self._matrices)
 
-    def parts(self, factors: Array, sides: Sequence[bool]) -> list[Array]:
+    def cut_factors(self, factors: Array, sides: Sequence[bool]) -> list[Array]:
         """Cut `factors` into one 2-D view per matrix."""
         views, end = [], 0
         for length, rank in zip(self._list_lengths(sides), self._ranks, strict=True):
@@ -193,7 +198,7 @@ class _Factorization:
     def begin(self, sides: Sequence[bool], warm: Sequence[Array]) -> Array:
         """Return the first factors: those of the last exchange, with new columns in place of zeros."""
         factors = self._allocate("first factors", sides)
-        for number, part in enumerate(self.parts(factors, sides)):
+        for number, part in enumerate(self.cut_factors(factors, sides)):
             if number < len(warm) and warm[number].size == part.size:
                 part[:] = warm[number].reshape(part.shape)
             empty = ~part.any(axis=0)
@@ -205,9 +210,9 @@ class _Factorization:
         """Return this rank's share of the factors P = A Q or Q = A^T P, from the elements of its shard. `others` has
         the factors of the other sides."""
         factors = self._allocate("factors of rows" if any(sides) else "factors of columns", sides)
-        parts, given = self.parts(factors, sides), self.parts(others, [not side for side in sides])
+        parts, given = self.cut_factors(factors, sides), self.cut_factors(others, [not side for side in sides])
         for piece in self._pieces:
-            part, other, values = parts[piece.matrix], given[piece.matrix], self._values(piece)
+            part, other, values = parts[piece.matrix], given[piece.matrix], self._view_values(piece)
             if sides[piece.matrix]:
                 part[piece.row : piece.row + piece.rows] += values @ other[piece.left : piece.right]
             else:
@@ -216,7 +221,7 @@ class _Factorization:
 
     def orthonormalize(self, factors: Array, sides: Sequence[bool]) -> None:
         """Make the columns of each part orthonormal, or zero."""
-        for part in self.parts(factors, sides):
+        for part in self.cut_factors(factors, sides):
             part[:] = _orthonormalize(part)
 
     def multiply(self, lefts: Sequence[Array], rights: Sequence[Array], out: Array, weight: float) -> None:
@@ -242,14 +247,14 @@ class _Factorization:
         call.reduce_scatter(factors, 1.0)
         start, stop = find_own_shard(world, factors.size)
         if world.cross_comm is not None and world.nodes > 1:
-            exchange, sent = between_nodes(Route.ALL_REDUCE, world.cross_comm, factors[start:stop])
+            exchange, sent = build_exchange(Route.ALL_REDUCE, world.cross_comm, factors[start:stop])
             exchanges = Exchanges()
             exchanges.start(0, exchange)
             exchanges.finish(0, call)
             phases.current.sent(inter=sent)
         call.all_gather(factors)
 
-    def _values(self, piece: _Piece) -> Array:
+    def _view_values(self, piece: _Piece) -> Array:
         width = piece.right - piece.left
         values: Array = self._own[piece.at : piece.at + piece.rows * width].reshape(piece.rows, width)
         return values

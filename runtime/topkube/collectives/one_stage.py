@@ -14,7 +14,7 @@ import numpy as np
 
 from topkube.algorithms import Route
 from topkube.arrays import Array
-from topkube.collectives.all_reduce import between_nodes
+from topkube.collectives.all_reduce import build_exchange
 from topkube.collectives.call import Call, reserve_workspace
 from topkube.collectives.codecs import Codec, CodecOf
 from topkube.collectives.exchange import Exchanges
@@ -63,7 +63,7 @@ class OneStage:
                 codec.pack(values, rows[world.node])
             if part == 0:
                 call.check_between_nodes()
-            exchange, sent = between_nodes(Route.ALL_GATHER, world.cross_comm, rows, lane * _MOST_PARTS + part)
+            exchange, sent = build_exchange(Route.ALL_GATHER, world.cross_comm, rows, lane * _MOST_PARTS + part)
             exchanges.start(number * _MOST_PARTS + part, exchange)
             phases.current.sent(inter=sent)
 

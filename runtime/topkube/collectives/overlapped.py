@@ -192,11 +192,11 @@ class OverlappedAllReduce:
     def _finish_oldest(self, pause: float) -> None:
         piece = self._under_way[0]
 
-        def complete() -> bool:
+        def is_complete() -> bool:
             self._advance()
             return not self._exchanges.is_running(piece.number)
 
-        piece.call.wait(complete, pause)
+        piece.call.wait(is_complete, pause)
         self._under_way.popleft()
         self._end_piece(piece)
 

@@ -23,6 +23,7 @@ class Matrix:
 
     @property
     def rows(self) -> int:
+        """The number of rows, with the last one, which may be shorter."""
         return -(-self.length // self.columns)
 
 

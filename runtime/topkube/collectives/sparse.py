@@ -175,7 +175,7 @@ def _sum_rows(out: Array, rows: Array, k: int, wire: str) -> bool:
         return True
     size = kernels.encoded_size(out.size, min(k, out.size), wire)
     parts = [kernels.decode(row[:size], length=out.size) for row in rows]
-    _kernels.spread(as_bytes(out), DTYPE_CODES[out.dtype], parts)
+    _kernels.sum_sparse(as_bytes(out), DTYPE_CODES[out.dtype], parts)
     return all(kernels.is_finite(values) for _, values in parts)
 
 

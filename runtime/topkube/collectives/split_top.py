@@ -65,9 +65,9 @@ class SplitTop(GlobalTop):
         own = self._own[self._k * np.arange(1, parts, dtype=np.int64) // parts].astype(np.int64)
         total = yield from self._sum(comm, own)
         quantiles = np.concatenate([[0], total // nodes, [self._length]])
-        place, rest = np.divmod(np.arange(nodes + 1, dtype=np.int64) * parts, nodes)
+        place, remainder = np.divmod(np.arange(nodes + 1, dtype=np.int64) * parts, nodes)
         following = quantiles[np.minimum(place + 1, parts)]
-        bounds: Array = quantiles[place] + (following - quantiles[place]) * rest // nodes
+        bounds: Array = quantiles[place] + (following - quantiles[place]) * remainder // nodes
         return bounds
 
     def _add_up(self, comm: Any, bounds: Array) -> Generator[list[Any], None, tuple[Array, Array]]:
@@ -128,10 +128,10 @@ class SplitTop(GlobalTop):
         everyone = np.empty((comm.size, 2), np.uint32)
         yield [comm.Iallgather(own, everyone)]
         self.sent_bytes += (comm.size - 1) * own.nbytes
-        above, at = everyone.astype(np.int64).T
-        taken = np.clip(wanted - (np.cumsum(at) - at), 0, at)
-        chosen = np.concatenate([np.flatnonzero(keys > threshold), places[: taken[comm.rank]]])
-        return np.sort(chosen), above + taken
+        above, equal = everyone.astype(np.int64).T
+        delivered = np.clip(wanted - (np.cumsum(equal) - equal), 0, equal)
+        chosen = np.concatenate([np.flatnonzero(keys > threshold), places[: delivered[comm.rank]]])
+        return np.sort(chosen), above + delivered
 
     def _find_bin(self, comm: Any, own: Array, wanted: int) -> Generator[list[Any], None, tuple[int, int]]:
         """Return the bin that contains entry number `wanted` of all nodes' entries, from the highest bin on, and the

@@ -24,8 +24,8 @@ LEVEL_SHARE = 1 / 32
 
 
 class TopLevels(Codec):
-    """The largest 1/32 of the elements of each place, at least one, with two bits each: the sign, and which of two
-    magnitudes. `places` are the slices of the values that belong to one tensor each.
+    """A codec of the largest 1/32 of the elements of each place, at least one, with two bits each: the sign, and which
+    of two magnitudes. `places` are the slices of the values that belong to one tensor each.
 
     The two magnitudes of each 256 values are the mean magnitude of those below the mean of all 256, and the mean of
     the others, in bf16. So what is sent is orthogonal to what is left, but for the rounding to bf16.
@@ -38,7 +38,7 @@ class TopLevels(Codec):
             length = place.stop - place.start
             if length:
                 count = min(count_selected(length, LEVEL_SHARE), length)
-                code = _IndexCode.of(length, count)
+                code = _IndexCode.build(length, count)
                 self._parts.append((place, count, code, self.row_bytes))
                 self.row_bytes += self._count_value_bytes(count) + code.nbytes
 
@@ -119,7 +119,7 @@ class _IndexCode:
     high: int
 
     @classmethod
-    def of(cls, length: int, count: int) -> _IndexCode:
+    def build(cls, length: int, count: int) -> _IndexCode:
         low = max(length // count, 1).bit_length() - 1
         return cls(length, count, low, ((length - 1) >> low) + count)
 

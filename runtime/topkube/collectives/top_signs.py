@@ -16,8 +16,8 @@ TOP_SHARE = 0.1
 
 
 class TopSigns(Codec):
-    """The largest tenth of the elements of each place, at least one: their indices, their signs, and the mean magnitude
-    of each 256 of them in bf16. `places` are the slices of the values that belong to one tensor each."""
+    """A codec of the largest tenth of the elements of each place, at least one: their indices, their signs, and the
+    mean magnitude of each 256 of them in bf16. `places` are the slices of the values that belong to one tensor each."""
 
     def __init__(self, places: Sequence[slice]) -> None:
         self._parts: list[tuple[slice, int, slice]] = []

@@ -48,7 +48,7 @@ class TwoStage:
         """This node's own segment of the shard."""
         return slice(self.bounds[self._node], self.bounds[self._node + 1])
 
-    def rows(self, buffer: Array) -> list[Array]:
+    def cut_rows(self, buffer: Array) -> list[Array]:
         """Cut `buffer`, (total_bytes,) uint8, into one row per segment."""
         rows, end = [], 0
         for codec in self.codecs:
@@ -66,14 +66,14 @@ class TwoStage:
         sent. `weights` has one factor per node. Return the rows that all owners sent of the mean, for `add`."""
         world, me = call.world, self._node
         row_bytes = self.codecs[me].row_bytes
-        rows = self.rows(reserve_workspace(world, "rows of owners", self.total_bytes, np.uint8))
+        rows = self.cut_rows(reserve_workspace(world, "rows of owners", self.total_bytes, np.uint8))
         arrived = reserve_workspace(world, "rows of the segment", self._nodes * row_bytes, np.uint8)
         segments = list(arrived.reshape(self._nodes, row_bytes))
         with phases.current.timed("select"):
             self.pack(change, rows)
             segments[me] = rows[me]
         finish_exchange(call, exchange_rows(world.cross_comm, rows, segments, 0), self.total_bytes - row_bytes)
-        means = self.rows(reserve_workspace(world, "rows of means", self.total_bytes, np.uint8))
+        means = self.cut_rows(reserve_workspace(world, "rows of means", self.total_bytes, np.uint8))
         with phases.current.timed("select"):
             self.reduce(segments, weights, means[me])
         second = exchange_rows(world.cross_comm, [means[me]] * self._nodes, means, 1)

@@ -74,7 +74,7 @@ class EffortRead:
 
 
 class CudaLibrary:
-    """The C functions by name; their errors are raised as DeviceError."""
+    """The C functions by name. Their error codes become DeviceError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""The threshold of the previous selection, which is usually near that of the next one."""
+"""The threshold of the previous selection, which is usually near the threshold of the next selection."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from topkube.kernels.cuda_library import PREVIOUS_BYTES
 
 
 class PreviousThreshold:
-    """The k-th magnitude of the previous selection from one place (a shard of a bucket, say), for the next one there.
+    """The k-th magnitude of the previous selection from an array (such as a shard of a bucket), for the next selection.
 
-    A selection on a GPU that gets it begins at this magnitude, in place of a sample of the data. It stores its own k-th
-    magnitude there afterwards. The result is exact in every case: if the magnitude was too far away, the selection
+    A selection on a GPU that gets it begins at this magnitude, in place of a sample of the data. It then stores its own
+    k-th magnitude. The result is exact in every case: if the magnitude was too far away, the selection
     reads the data again (4 passes over memory in place of 1), and the next selection samples. It also samples if
     another number of elements, or another k, was selected before. Kernels on the CPU do not use it.
 

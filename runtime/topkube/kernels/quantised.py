@@ -29,8 +29,8 @@ def quantised_bytes(length: int, bits: int) -> int:
 
 
 def quantised_pack_(values: Any, bits: int, message: Any) -> bool:
-    """Write a message about `values` (float32), and subtract what is sent from them in place. Return False if a scale
-    is NaN, as a NaN or infinite element makes that of its block.
+    """Write a message about `values` (float32), and leave in `values` the part that is not sent. Return False if the
+    scale of a block is NaN, because an element of the block is NaN or infinite.
 
     The scale of a block of 256 elements is its largest |x| divided by 7 (4 bits) or 127 (8 bits), rounded up to a
     bfloat16 number. An element is sent as the nearest multiple of the scale. A block whose scale would be below 2^-126
@@ -44,7 +44,7 @@ def quantised_pack_(values: Any, bits: int, message: Any) -> bool:
 
 
 def quantised_unpack_add_(out: Any, bits: int, messages: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Compute out += the sum over `messages` of weight * what the message sends. Return `out` (float32).
+    """Compute out += the sum over `messages` of weight * the values of the message. Return `out` (float32).
 
     `quantised_pack_` wrote the messages about arrays of `out`'s length. Each scale is multiplied by its weight in
     float32, the products are summed in the list's order, and the sum is added to `out`. Raises ArgumentError before
@@ -60,7 +60,7 @@ def quantised_unpack_add_(out: Any, bits: int, messages: Sequence[Any], weights:
 
 
 def _view_message(message: Any, name: str, length: int, bits: int, writable: bool = False) -> Array:
-    """Return a view of a message about `length` elements, checked."""
+    """Check a message about `length` elements, and return a view of it."""
     wanted, view = quantised_bytes(length, bits), view_flat(message, name, writable=writable, dtypes=(_BYTES,))
     if view.size != wanted:
         raise ArgumentError(

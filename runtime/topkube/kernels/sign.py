@@ -25,12 +25,12 @@ _BYTES, _WORDS = np.dtype(np.uint8), np.dtype(np.uint16)
 
 
 def sign_pack_(values: Any, scales: Any | None = None, bits: Any | None = None) -> tuple[Any, Any, bool]:
-    """Pack `values` (float32) and subtract what is sent from them in place. Return (scales, bits, is_finite).
+    """Pack `values` (float32), and leave in `values` the part that is not sent. Return (scales, bits, is_finite).
 
-    scales: (ceil(n / 256),) uint16, the bits of a bfloat16: the mean |x| of each block of 256 elements. bits:
-    (ceil(n / 8),) uint8; bit i % 8 of byte i // 8 is the sign bit of element i. Element i is sent as +scale or -scale
-    of its block. `is_finite` is False if a scale is NaN or infinite, as a NaN or infinite element makes it. Both
-    outputs are allocated unless they are passed. Raises ArgumentError before anything is written.
+    scales: (ceil(n / 256),) uint16, the bits of a bfloat16: the mean |x| of each block of 256 elements. bits: (ceil(n /
+    8),) uint8; bit i % 8 of byte i // 8 is the sign bit of element i. Element i is sent as +scale or -scale of its
+    block. `is_finite` is False if a scale is NaN or infinite, because an element is. Both outputs are allocated unless
+    they are passed. Raises ArgumentError before anything is written.
     """
     view = view_flat(values, "values", writable=True, dtypes=(FLOAT32,))
     blocks, octets = -(-view.size // SIGN_BLOCK), -(-view.size // 8)
@@ -44,7 +44,7 @@ def sign_pack_(values: Any, scales: Any | None = None, bits: Any | None = None) 
 
 
 def sign_unpack_add_(out: Any, parts: Sequence[tuple[Any, Any]], weights: Sequence[float]) -> Any:
-    """Compute out += the sum over `parts` of weight * what the part sends. Return `out` (float32).
+    """Compute out += the sum over `parts` of weight * the values of the part. Return `out` (float32).
 
     `parts` holds the (scales, bits) of each node, as `sign_pack_` returned them for arrays of `out`'s length. Each
     scale is multiplied by its weight in float32, the products are summed in the list's order, and the sum is added to
@@ -73,8 +73,8 @@ def top_sign_bytes(length: int, count: int) -> int:
 
 
 def top_sign_pack_(values: Any, count: int, message: Any, *, threads: int | None = None) -> bool:
-    """Write a message about the `count` elements of `values` (float32) of largest magnitude, and subtract what is sent
-    from these elements in place. Return False if a scale is NaN or infinite, as a NaN or infinite element makes it.
+    """Write a message about the `count` elements of `values` (float32) of largest magnitude, and leave in these
+    elements the part that is not sent. Return False if a scale is NaN or infinite, because an element is.
 
     The elements are selected as by `topk`, and sent as by `sign_pack_`: blocks of 256 count the selected elements, in
     the order of their indices. message: (top_sign_bytes(n, count),) uint8: the scales and the bits of `sign_pack_`,
@@ -89,7 +89,7 @@ def top_sign_pack_(values: Any, count: int, message: Any, *, threads: int | None
 
 
 def top_sign_unpack_add_(out: Any, count: int, message: Any, weight: float) -> Any:
-    """Compute out += weight * what `message` sends, and return `out` (float32). `top_sign_pack_` wrote the message
+    """Compute out += weight * the values of `message`, and return `out` (float32). `top_sign_pack_` wrote the message
     about `count` elements of an array of `out`'s length. Each scale is multiplied by the weight in float32 first.
 
     Raises WireError if the message does not contain `count` ascending indices of `out`, and ArgumentError for other
@@ -108,7 +108,7 @@ def top_sign_unpack_add_(out: Any, count: int, message: Any, weight: float) -> A
 
 
 def _view_message(message: Any, length: int, count: int, writable: bool = False) -> tuple[Array, int]:
-    """Return a view of a message about `count` of `length` elements, checked, and the count."""
+    """Check a message about `count` of `length` elements. Return a view of it, and the count."""
     check_indexable(length, "the array")
     count = check_count(count, length)
     view, wanted = view_flat(message, "message", writable=writable, dtypes=(_BYTES,)), top_sign_bytes(length, count)
@@ -121,7 +121,7 @@ def _view_message(message: Any, length: int, count: int, writable: bool = False)
 
 
 def _view_parts(scales: Any, bits: Any, of: str, length: int, writable: bool = False) -> tuple[Array, Array]:
-    """Return views of scales and bits, checked for an array of `length` elements."""
+    """Check scales and bits for an array of `length` elements, and return views of them."""
     views = []
     for name, x, dtype, wanted in (
         ("scales", scales, _WORDS, -(-length // SIGN_BLOCK)),

@@ -53,13 +53,15 @@ def scatter_add_(dense: Any, indices: Any, values: Any, *, wait: bool = True) ->
             raise build_range_error(position, int(places[position]), dense.numel())
         return dense
     to = view_flat(dense, "dense", writable=True)
-    at, added = _flatten_indices(indices), view_flat(values, "values")
-    check_same_length("values", added.size, "indices", at.size)
-    check_apart("dense", to, "values", added)
-    check_apart("dense", to, "indices", at)
-    position = _kernels.scatter_add(as_bytes(to), DTYPE_CODES[to.dtype], at, as_bytes(added), DTYPE_CODES[added.dtype])
-    if position < at.size:
-        raise build_range_error(position, at[position], to.size)
+    flat_indices, flat_values = _flatten_indices(indices), view_flat(values, "values")
+    check_same_length("values", flat_values.size, "indices", flat_indices.size)
+    check_apart("dense", to, "values", flat_values)
+    check_apart("dense", to, "indices", flat_indices)
+    position = _kernels.scatter_add(
+        as_bytes(to), DTYPE_CODES[to.dtype], flat_indices, as_bytes(flat_values), DTYPE_CODES[flat_values.dtype]
+    )
+    if position < flat_indices.size:
+        raise build_range_error(position, flat_indices[position], to.size)
     return dense
 
 
@@ -92,32 +94,32 @@ def encode(
         if wait and (position := gpu.read_verdict(verdict)[0]) != NO_FAULT:
             raise build_order_error(position, int(places[position]), length)
         return encoded
-    at, flat_values = _flatten_indices(indices), view_flat(values, "values")
-    check_same_length("values", flat_values.size, "indices", at.size)
+    flat_indices, flat_values = _flatten_indices(indices), view_flat(values, "values")
+    check_same_length("values", flat_values.size, "indices", flat_indices.size)
     length, code = check_length(length), find_wire_code(wire)
-    left = None if residual is None else view_flat(residual, "residual", writable=True, dtypes=(FLOAT32,))
-    if left is not None:
-        if left.size != length:
+    flat_residual = None if residual is None else view_flat(residual, "residual", writable=True, dtypes=(FLOAT32,))
+    if flat_residual is not None:
+        if flat_residual.size != length:
             raise ArgumentError(
-                f"residual has {left.size} elements, length is {length}",
+                f"residual has {flat_residual.size} elements, length is {length}",
                 next_step="pass the residual of the whole shard",
             )
-        check_apart("residual", left, "values", flat_values)
-        check_apart("residual", left, "indices", at)
-    size = _kernels.encoded_size(length, at.size, code)
+        check_apart("residual", flat_residual, "values", flat_values)
+        check_apart("residual", flat_residual, "indices", flat_indices)
+    size = _kernels.encoded_size(length, flat_indices.size, code)
     buffer = np.empty(size, np.uint8) if out is None else view_flat(out, "out", writable=True, dtypes=(_UINT8,))
     check_same_length("out", buffer.size, "the encoded shard", size)
     position = _kernels.encode(
-        at,
+        flat_indices,
         as_bytes(flat_values),
         DTYPE_CODES[flat_values.dtype],
         length,
         code,
-        None if left is None else as_bytes(left),
+        None if flat_residual is None else as_bytes(flat_residual),
         buffer,
     )
-    if position < at.size:
-        raise build_order_error(position, at[position], length)
+    if position < flat_indices.size:
+        raise build_order_error(position, flat_indices[position], length)
     buffer[_CHECKSUM] = _compute_checksum(buffer)
     return buffer if out is None else out
 
@@ -187,7 +189,7 @@ def sum_rows_(out: Any, rows: Any, size: int, *, wait: bool = True) -> Any:
     to, raw = view_flat(out, "out", writable=True), view_flat(rows, "rows", dtypes=(_UINT8,))
     check_apart("out", to, "rows", raw)
     parts = [decode(row[:size], length=to.size) for row in raw.reshape(rows.shape)]
-    _kernels.spread(as_bytes(to), DTYPE_CODES[to.dtype], parts)
+    _kernels.sum_sparse(as_bytes(to), DTYPE_CODES[to.dtype], parts)
     return all(bool(np.isfinite(values).all()) for _, values in parts)
 
 

@@ -6,7 +6,7 @@ from topkube.training.broadcast import broadcast_optimizer_state, broadcast_para
 from topkube.training.buffers import broadcast_buffers
 from topkube.training.distributed import DistributedOptimizer
 from topkube.training.exchange.reduction.devices import device
-from topkube.training.normalization import install as _synchronize_batch_normalization
+from topkube.training.normalization import synchronize_batch_normalization as _synchronize_batch_normalization
 from topkube.training.optimizers.lamb import LAMB
 from topkube.training.optimizers.lars import LARS
 from topkube.training.optimizers.mixed_precision import MasterWeights

@@ -35,11 +35,11 @@ def broadcast_buffers(model: torch.nn.Module, root: int = 0) -> RemovableHandle:
         if buffer.layout is not torch.strided:
             raise ArgumentError(f"the buffer {name} has layout {buffer.layout}", next_step="register a dense tensor")
 
-    def before(module: torch.nn.Module, _: Any) -> None:
+    def broadcast_before_forward(module: torch.nn.Module, _: Any) -> None:
         if world.size > 1 and module.training and torch.is_grad_enabled():
             _broadcast(world, module, root)
 
-    return model.register_forward_pre_hook(before)
+    return model.register_forward_pre_hook(broadcast_before_forward)
 
 
 def _broadcast(world: World, model: torch.nn.Module, root: int) -> None:

@@ -1,5 +1,5 @@
 """DistributedOptimizer: a wrapper of any torch optimizer. When `backward()` returns, gradients are aggregated over all
-ranks (`exchange/backward.py`). `optimizer_parts.py` builds what it consists of."""
+ranks (`exchange/backward.py`). `optimizer_parts.py` builds its parts."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @property
     def density_used(self) -> float:
-        """Density of the last exchange."""
+        """The density of the last exchange."""
         return self._backward.density_used
 
     @property
@@ -193,13 +193,13 @@ class DistributedOptimizer(OptimizerWrapper):
 
     @property
     def tuning(self) -> Tuning:
-        """What `auto` or `dense` stands for, and why."""
+        """The algorithm that `auto` or `dense` stands for, and the reasons for it."""
         return self._backward.plan.tuning
 
     @property
     def guard(self) -> DriftGuard | None:
-        """What error feedback in the weights keeps back, measured at intervals, and the period in force; None for other
-        algorithms."""
+        """The guard of error feedback in the weights: it measures at intervals what nodes have not sent, and it has the
+        period in force. None for other algorithms."""
         return self._node_weights.guard if self._node_weights is not None else None
 
     @property

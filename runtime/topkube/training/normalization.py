@@ -2,8 +2,8 @@
 (Ioffe and Szegedy, "Batch Normalization", 2015).
 
 torch synchronizes over torch.distributed. Without it, SyncBatchNorm is BatchNorm: every rank normalizes by its own
-batch, without a warning. `install` therefore replaces the forward of `torch.nn.SyncBatchNorm`. If torch.distributed is
-initialized, or the world has one rank, the original forward runs.
+batch, without a warning. `synchronize_batch_normalization` therefore replaces the forward of `torch.nn.SyncBatchNorm`.
+If torch.distributed is initialized, or the world has one rank, the original forward runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _layers: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictio
 """The number of each layer: layers are numbered as they are first used, in the same order on all ranks."""
 
 
-def install() -> None:
+def synchronize_batch_normalization() -> None:
     """Make every `torch.nn.SyncBatchNorm` synchronize over the world of `topkube.init()`; a second call changes
     nothing."""
     torch.nn.SyncBatchNorm.forward = _forward  # type: ignore[method-assign, assignment]

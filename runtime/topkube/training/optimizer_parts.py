@@ -157,7 +157,7 @@ def _build_late_updates(
     guard: StepGuard,
     parameters: list[Parameter],
 ) -> LateUpdates | None:
-    """Return what updates parameters during the next forward, None if step() updates them. Raises ArgumentError."""
+    """Return the updates during the next forward; None if step() updates the parameters. Raises ArgumentError."""
     if not aggregation.is_decoupled:
         return None
     if backward.exchange.on_device is not None or any(is_sharded(p.tensor) for p in parameters):

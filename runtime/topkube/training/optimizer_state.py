@@ -85,7 +85,7 @@ class OptimizerState:
                 next_step="use the algorithm that saved the state, or load only the model's weights",
             )
         if self._node_weights is not None:
-            self._node_weights.guard.set_period(self._aggregation.at(self._backward.in_force.steps).period)
+            self._node_weights.guard.set_period(self._aggregation.settings_at(self._backward.in_force.steps).period)
             self._node_weights.state.load({**saved, "pieces": pieces})
         elif not is_of_weights:
             self._backward.exchange.residuals.load(pieces, saved.get("whole", ()))

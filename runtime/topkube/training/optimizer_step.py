@@ -34,7 +34,7 @@ class OptimizerStep:
         parameters that were added to the wrapped optimizer."""
         self._check()
         backward = self._parts.backward
-        if backward.gradients.may_step():
+        if backward.gradients.decide_step():
             self._update()
         else:
             backward.note_skipped_step()
@@ -64,7 +64,7 @@ class OptimizerStep:
         backward.check_exchanged()
         if node_weights is not None:
             node_weights.apply_exchange()
-            node_weights.guard.set_period(parts.aggregation.at(backward.in_force.steps).period)
+            node_weights.guard.set_period(parts.aggregation.settings_at(backward.in_force.steps).period)
             node_weights.begin_step(backward.in_force.steps)
         backward.weights.compare_first()
         with parts.guard.allow_step(), phases.current.timed("update"):

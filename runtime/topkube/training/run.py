@@ -78,11 +78,10 @@ class Run:
         self.step = 0
         self.epoch = 0
         self._model, self._optimizer, self._sampler = model, optimizer, sampler
-        self._world, self._settings = current(), settings
+        self._world = current()
         self._checkpoints: RunCheckpoints | None = None
         if settings.checkpoint_directory:
             self._checkpoints = RunCheckpoints(self._world, settings, model, optimizer, sampler, more)
-        self._due = False
         self._stop_signal = StopSignal()
         self._generators: dict[str, Any] | None = None
         self._passes_asked = 0
@@ -203,7 +202,12 @@ class Run:
         self._reports.end_step(self.step, self._total, self.epoch, samples, self._loss.take(), newest, failed)
         if self._sampler is not None:
             self._sampler.advance(self._optimizer.turns.drawn)
-        self._checkpoint(stop, stage_done)
+        if self._checkpoints is not None:
+            must_end = self._checkpoints.end_step((self.step, self.epoch), stop, stage_done)
+            self._note_checkpoints()
+            if must_end:
+                finalize_at_exit()
+                raise SystemExit(128 + signal.SIGTERM)
 
     def _count_expected_steps(self, loader: Any) -> int | None:
         """Return the number of steps of the run: the finished steps, the rest of this pass, and the passes after it;
@@ -236,24 +240,6 @@ class Run:
     def _newest_checkpoint(self) -> int | None:
         """The step of the newest checkpoint; None if there is no checkpoint."""
         return (self._checkpoints.saved[0] or None) if self._checkpoints is not None else None
-
-    def _checkpoint(self, stop: bool, stage_done: bool) -> None:
-        """Save a checkpoint at the end of a step if it is due. `stage_done` is True if all ranks have finished the
-        current stage of a save."""
-        if self._checkpoints is None:
-            return
-        if stage_done:
-            self._checkpoints.advance()
-        self._due = self._due or stop or self.step % self._settings.checkpoint_every == 0
-        if self._due and not self._optimizer.accumulating:
-            self._checkpoints.begin((self.step, self.epoch))
-            self._due = False
-        if stop and not self._due:
-            self._checkpoints.finish()
-        self._note_checkpoints()
-        if stop and not self._due:
-            finalize_at_exit()
-            raise SystemExit(128 + signal.SIGTERM)
 
     def _note_checkpoints(self) -> None:
         """Update the record of the last step, which is not written yet."""

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what a checkpoint contains, how a save advances with the steps, and how a run resumes."""
+"""The checkpoints of a run: their contents, saves that advance with the steps, and the resumption of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from topkube.data import DistributedSampler
 from topkube.errors import CheckpointError, StorageError
 from topkube.settings import Settings
 from topkube.training.batches.generators import read_generators
-from topkube.training.checkpoint import CheckpointStore, Loaded
+from topkube.training.checkpoint import CheckpointStore, LoadedCheckpoint
 from topkube.training.checkpoint.resumption import (
     Stateful,
     check_contents,
@@ -55,6 +55,7 @@ class RunCheckpoints:
         """The position of the newest checkpoint."""
         self._begun: Position = (0, 0)
         """The position of the last save that was begun."""
+        self._every, self._is_due = settings.checkpoint_every, False
         self._failure_reported = self._wait_reported = False
 
     @property
@@ -72,6 +73,21 @@ class RunCheckpoints:
     def abandon(self) -> None:
         """Stop a save that is under way: the run ends with an error."""
         self._store.abandon()
+
+    def end_step(self, position: Position, stop: bool, is_stage_done: bool) -> bool:
+        """Save a checkpoint at the end of a step if it is due: every `checkpoint_every` steps, and before the run stops
+        (`stop`). `is_stage_done` is True if all ranks have finished the current stage of a save. Return True if the run
+        must end now, because its last save has ended."""
+        if is_stage_done:
+            self.advance()
+        self._is_due = self._is_due or stop or position[0] % self._every == 0
+        if self._is_due and not self._optimizer.accumulating:
+            self.begin(position)
+            self._is_due = False
+        must_end = stop and not self._is_due
+        if must_end:
+            self.finish()
+        return must_end
 
     def advance(self) -> None:
         """Begin the next stage of a save, after all ranks have finished the current stage."""
@@ -136,7 +152,7 @@ class RunCheckpoints:
         own = {"residuals": optimizer["topkube"].pop("residuals"), "generators": read_generators()}
         step, epoch = position
 
-        def shared() -> dict[str, Any]:
+        def collect_shared_state() -> dict[str, Any]:
             return {
                 "step": step,
                 "epoch": epoch,
@@ -149,9 +165,9 @@ class RunCheckpoints:
 
         self._begun = position
         with self._optimizer.consensus():  # the model's weights are those that all nodes agree on
-            return None if self._store.begin(step, shared, own) else self._store.finish()
+            return None if self._store.begin(step, collect_shared_state, own) else self._store.finish()
 
-    def _load(self, loaded: Loaded) -> tuple[Position, dict[str, Any] | None]:
+    def _load(self, loaded: LoadedCheckpoint) -> tuple[Position, dict[str, Any] | None]:
         """Load all states or none: if a checkpoint does not fit, model and optimizer stay as they were, on all
         ranks."""
         directory = self._directory

@@ -249,15 +249,15 @@ def case_bytes_are_counted(world: World) -> None:
         x = draw_inputs(world, length, seed=70)[world.rank]
         phases.current.take()
         topkube.allreduce_(x, algorithm=name, density=0.01)
-        taken = phases.current.take()
-        sent = float(world.sum_small(np.array([taken.inter_bytes], np.float64))[0]) / world.nodes
+        counts = phases.current.take()
+        sent = float(world.sum_small(np.array([counts.inter_bytes], np.float64))[0]) / world.nodes
         bound = 2 * (world.nodes - 1) / world.nodes * x.nbytes
         if name == "hitopk":
             assert sent <= 0.02 * x.nbytes * (world.nodes - 1)
             assert (sent > 0) == (world.nodes > 1)
         else:
             assert abs(sent - bound) <= 64, f"{name}: {sent} bytes, the bound is {bound}"
-        assert taken.dense_bytes == 2 * (world.size - 1) * x.nbytes // world.size
+        assert counts.dense_bytes == 2 * (world.size - 1) * x.nbytes // world.size
 
 
 HEADER_SHARE = {"hitopk": 0.01, "gtopk": 0.01, "naive": 0.01, "topk1bit": 0.02, "sparseloco": 0.02}

@@ -129,37 +129,37 @@ def case_tensors_under_way_keep_apart(world: World) -> None:
 def case_a_sparse_sum_has_the_bits_of_the_path_for_host_memory(world: World) -> None:
     for size, wire, residual in ((5000, "bf16", True), (70_003, "fp32", False)):
         rng = np.random.default_rng(world.rank)
-        here = rng.standard_normal(size).astype(np.float32)
-        there = torch.from_numpy(here.copy())
+        host_array = rng.standard_normal(size).astype(np.float32)
+        tensor = torch.from_numpy(host_array.copy())
         first = topkube.collectives.new_residual("hitopk", size) if residual else None
         length = len(first) if first is not None else 0
         second = Residual(length, device=CPU) if residual else None
         engine = DeviceAllReduce(world, CPU)
         for _ in range(3):
-            topkube.allreduce_(here, "mean", "hitopk", 0.02, wire, residual=first)
-            engine.begin(load(find_algorithm("hitopk")), Request(there, "mean", 0.02, wire, residual=second))
+            topkube.allreduce_(host_array, "mean", "hitopk", 0.02, wire, residual=first)
+            engine.begin(load(find_algorithm("hitopk")), Request(tensor, "mean", 0.02, wire, residual=second))
             assert engine.flush()
             if second is not None:
                 second.accept()
                 second.commit()
         if max(len(ranks) for ranks in world.node_ranks) <= 2:
-            assert torch.equal(torch.from_numpy(here), there)
+            assert torch.equal(torch.from_numpy(host_array), tensor)
             if first is not None and second is not None:
                 assert torch.equal(torch.from_numpy(first.current), second.current)
 
 
 def case_dense_values_of_16_bits_have_the_bits_of_the_path_for_host_memory(world: World) -> None:
     for dense_wire in ("bf16", "fp16"):
-        here = np.random.default_rng(world.rank).standard_normal(70_003).astype(np.float32)
-        there = torch.from_numpy(here.copy())
-        topkube.allreduce_(here, algorithm="hierarchical", dense_wire=dense_wire)
+        host_array = np.random.default_rng(world.rank).standard_normal(70_003).astype(np.float32)
+        tensor = torch.from_numpy(host_array.copy())
+        topkube.allreduce_(host_array, algorithm="hierarchical", dense_wire=dense_wire)
         engine = DeviceAllReduce(world, CPU)
-        engine.begin(load(find_algorithm("hierarchical")), Request(there, "mean", dense_wire=dense_wire))
+        engine.begin(load(find_algorithm("hierarchical")), Request(tensor, "mean", dense_wire=dense_wire))
         assert engine.flush()
         if max(len(ranks) for ranks in world.node_ranks) <= 2:
-            assert torch.equal(torch.from_numpy(here), there)
+            assert torch.equal(torch.from_numpy(host_array), tensor)
         else:
-            torch.testing.assert_close(torch.from_numpy(here), there, rtol=2**-6, atol=1e-3)
+            torch.testing.assert_close(torch.from_numpy(host_array), tensor, rtol=2**-6, atol=1e-3)
 
 
 def case_nccl_between_nodes_equals_the_sum_on_the_host(world: World) -> None:

@@ -56,17 +56,17 @@ class Times:
 def list_layouts(ranks: int) -> dict[str, tuple[int, ...]]:
     """Return the ranks of each node, by a name that describes the layout."""
 
-    def spread(nodes: int, uneven: bool) -> tuple[int, ...]:
+    def spread_ranks(nodes: int, uneven: bool) -> tuple[int, ...]:
         counts = [ranks // nodes] * nodes
         if uneven:  # the first node has more, the last one fewer
             counts[0], counts[-1] = counts[0] + counts[-1] // 2, counts[-1] - counts[-1] // 2
         return tuple(counts)
 
     return {
-        "2 nodes": spread(2, uneven=False),
-        "2 uneven nodes": spread(2, uneven=True),
-        "8 uneven nodes": spread(8, uneven=True),
-        "16 nodes": spread(16, uneven=ranks > 16),
+        "2 nodes": spread_ranks(2, uneven=False),
+        "2 uneven nodes": spread_ranks(2, uneven=True),
+        "8 uneven nodes": spread_ranks(8, uneven=True),
+        "16 nodes": spread_ranks(16, uneven=ranks > 16),
     }
 
 

@@ -47,7 +47,7 @@ def play_definition(totals: list[Array], k: int) -> tuple[Array, list[Array]]:
 
 @st.composite
 def draw_problem(draw: Any) -> tuple[list[Array], int]:
-    """Whole numbers, so that sums are exact, on 1 to 9 nodes; with many ties, or with few; and k."""
+    """Draw whole numbers (their sums are exact) on 1 to 9 nodes, with many or few ties, and k."""
     nodes, length = draw(st.integers(1, 9)), draw(st.integers(1, 60))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     scale = draw(st.sampled_from([0.5, 3, 1000, 2**18]))
@@ -110,7 +110,8 @@ ENTRY, MEASURED = 4, 3000
 
 
 def compute_most_sent(k: int, nodes: int) -> float:
-    """Return the bound of the paper, 6k(P-1)/P numbers: an entry is two of them; and the headers of all messages."""
+    """Return the bytes of the paper's bound, 6k(P-1)/P numbers (an entry is two numbers), plus the headers of all
+    messages."""
     return 3 * k * (nodes - 1) / nodes * ENTRY + 2 * (nodes - 1) * 40 + MEASURED
 
 

@@ -62,7 +62,8 @@ int main() {
         const bool any = round % 2;
         std::vector<float> residual(length), values(length);
         for (std::size_t i = 0; i < length; ++i) residual[i] = static_cast<float>(random() % 2001) / 64 - 15;
-        for (std::size_t i = round; any && i < length; i += 5) residual[i] = float_of(0xffc00000u | static_cast<std::uint32_t>(random()));
+        for (std::size_t i = round; any && i < length; i += 5)
+          residual[i] = float_of(0xffc00000u | static_cast<std::uint32_t>(random()));
         if (!any) {
           for (std::size_t i = 0; i < length; ++i) values[i] = residual[(i * 7) % length] / 3;
           b.narrow[dtype](data.data(), values.data(), length, 1.0f);
@@ -70,9 +71,8 @@ int main() {
         const std::uint32_t thresholds[] = {0, 0x80000000u, 1, bits_of(2.5f), 0x7f800000u, 0x4000, random() >> 1, random() >> 17};
         for (const std::uint32_t threshold : thresholds) {
           const auto filter = [&](PathKernels::Filter kernel) {
-            return outcome(length, [&](Outcome& o) {
-              return kernel(data.data(), length, 77, threshold, o.indices.data(), o.values.data());
-            });
+            return outcome(
+                length, [&](Outcome& o) { return kernel(data.data(), length, 77, threshold, o.indices.data(), o.values.data()); });
           };
           same(equal(filter(a.filter_bits[dtype]), filter(b.filter_bits[dtype])), "filter_bits", dtype, length);
           same(equal(filter(a.filter_float[dtype]), filter(b.filter_float[dtype])), "filter_float", dtype, length);
@@ -88,9 +88,10 @@ int main() {
         }
         double sum_a, sum_b;
         std::uint32_t largest_a, largest_b;
-        a.moments[dtype](data.data(), length, &sum_a, &largest_a);
-        b.moments[dtype](data.data(), length, &sum_b, &largest_b);
-        same(largest_a == largest_b && (sum_a == sum_b || (std::isnan(sum_a) && std::isnan(sum_b))), "moments", dtype, length);
+        a.summarise_magnitudes[dtype](data.data(), length, &sum_a, &largest_a);
+        b.summarise_magnitudes[dtype](data.data(), length, &sum_b, &largest_b);
+        same(largest_a == largest_b && (sum_a == sum_b || (std::isnan(sum_a) && std::isnan(sum_b))), "summarise_magnitudes", dtype,
+             length);
         std::vector<float> wide_a(length), wide_b(length);
         a.widen[dtype](wide_a.data(), data.data(), length);
         b.widen[dtype](wide_b.data(), data.data(), length);
@@ -123,8 +124,8 @@ int main() {
       Bytes codes_a(bits == 8 ? length : (length + 31) / 32 * 16), codes_b(codes_a.size());
       const std::uint16_t step_a = a.quantised_pack(left_a.data(), length, bits, codes_a.data());
       const std::uint16_t step_b = b.quantised_pack(left_b.data(), length, bits, codes_b.data());
-      same(step_a == step_b && codes_a == codes_b && std::memcmp(left_a.data(), left_b.data(), 4 * length) == 0,
-           "quantised_pack", bits, length);
+      same(step_a == step_b && codes_a == codes_b && std::memcmp(left_a.data(), left_b.data(), 4 * length) == 0, "quantised_pack",
+           bits, length);
       const std::uint8_t* messages[] = {codes_a.data(), codes_b.data(), codes_a.data()};
       a.quantised_unpack_add(left_a.data(), length, bits, scales, messages, 3);
       b.quantised_unpack_add(left_b.data(), length, bits, scales, messages, 3);

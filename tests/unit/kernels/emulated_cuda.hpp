@@ -1,8 +1,8 @@
-// A GPU's grid on one host thread, for tests: every GPU thread is a fiber, a few blocks are alive at a time, and whoever waits
-// (sync, a warp's operation, a spin) lets another fiber run. Which one is drawn at random, seeded by TOPKUBE_EMULATION_SEED, and
-// atomics give way now and then, so that an order that happens to work is not the only one tried.
+// The grid of a GPU on one host thread, for tests. Every GPU thread is a fiber, and a few blocks are alive at a time. A fiber that
+// waits (sync, an operation of a warp, a spin) lets another fiber run, which is drawn at random (TOPKUBE_EMULATION_SEED is the
+// seed). Atomics also let other fibers run now and then, so that the tests try many orders.
 //
-// What it cannot show: weak memory ordering, and speed.
+// The emulation shows neither weak memory ordering nor speed.
 #pragma once
 
 #include <csetjmp>
@@ -66,7 +66,7 @@ class Emulator {
       block.number = next++;
       block.running = size;
       block.warps.resize((size + 31) / 32);
-      block.shared.assign(shared_bytes / 8 + 2, 0xdeadbeefdeadbeefu);  // what nobody wrote is not zero
+      block.shared.assign(shared_bytes / 8 + 2, 0xdeadbeefdeadbeefu);  // memory that no thread has written is not zero
       for (u32 i = 0; i < size; ++i) {
         Fiber& fiber = *fibers_[std::size_t{place} * size + i];
         fiber.block = &block;
@@ -78,7 +78,7 @@ class Emulator {
     for (u32 place = 0; place < resident; ++place) begin(place);
     u64 idle = 0;
     while (left) {
-      const u32 place = random_() % resident;  // one block at a time for a while: its warps wait for one another mostly
+      const u32 place = random_() % resident;  // one block at a time: its warps mostly wait for one another
       Block& block = alive[place];
       if (!block.running) continue;
       const u32 warps = static_cast<u32>(block.warps.size()), first = random_() % warps;
@@ -105,7 +105,7 @@ class Emulator {
   }
   bool chance() { return (random_() & 63u) == 0; }
 
-  // All threads of the warp bring a value; `read` sees all of them.
+  // Passes the values of all threads of the warp to `read`, and returns its result.
   template <class Read>
   auto together(u64 value, const Read& read) {
     Fiber& me = *now;
@@ -282,7 +282,7 @@ class Launcher {
     Emulator::self().run(3, threads, sizeof(Shared), [&] { kernel(arguments...); }, true);
   }
   static inline u64 launches = 0;
-  u64 blocks_for(u64 items, u64 items_per_block, u32) const {  // a GPU of six blocks: loops over a grid go round
+  u64 blocks_for(u64 items, u64 items_per_block, u32) const {  // a GPU of six blocks, so that loops over a grid run more than once
     const u64 worth = (items + items_per_block - 1) / items_per_block;
     return worth < 1 ? 1 : worth < 6 ? worth : 6;
   }

@@ -66,11 +66,11 @@ def test_a_selection_waits_for_its_own_stream_only() -> None:
 def test_kernels_wait_for_another_stream_as_torch_does() -> None:
     other = torch.cuda.Stream()
     x, fresh = torch.zeros(1 << 22).cuda(), torch.randn(1 << 22)
-    there = fresh.cuda()
+    device_copy = fresh.cuda()
     torch.cuda.synchronize()
     with torch.cuda.stream(other):
         torch.cuda._sleep(50_000_000)
-        x.copy_(there)
+        x.copy_(device_copy)
     torch.cuda.current_stream().wait_stream(other)
     assert have_same_bits(kernels.topk(x, 100)[0], kernels.topk(fresh, 100)[0])
 

@@ -124,8 +124,8 @@ def test_a_part_of_an_array_may_begin_anywhere(device: Device, dtype: torch.dtyp
     misaligned load."""
     whole = build_adversarial_inputs(20_011)["heavy tails"].to(dtype)
     for start in (1, 3):
-        part, there = whole[start:], device.put(whole)[start:]
-        indices, values = device.kernels.topk(there, 150)
+        part, device_part = whole[start:], device.put(whole)[start:]
+        indices, values = device.kernels.topk(device_part, 150)
         expected_indices, expected_values = kernels.topk(part, 150)
         assert have_same_bits(indices, expected_indices)
         assert have_same_bits(values, expected_values)
@@ -133,17 +133,17 @@ def test_a_part_of_an_array_may_begin_anywhere(device: Device, dtype: torch.dtyp
         assert read_bits(encoded) == kernels.encode(expected_indices, expected_values, len(part), wire="bf16").tobytes()
         halved = torch.empty_like(part)
         kernels.sum_(halved, [part], 0.5)
-        device.kernels.sum_(there, [there], 0.5)
-        assert have_same_bits(there, halved)
+        device.kernels.sum_(device_part, [device_part], 0.5)
+        assert have_same_bits(device_part, halved)
 
 
 def test_a_selection_that_cannot_use_its_candidates_takes_at_most_four_passes(device: Device) -> None:
-    ways = set()
+    efforts = set()
     for x in build_adversarial_inputs(40_003).values():
         check_topk(device, x, 400)
         passes, read = device.kernels.read_effort()
-        ways.add((passes, read.from_the_data))
-    assert ways == {(1, False), (4, True)}
+        efforts.add((passes, read.from_the_data))
+    assert efforts == {(1, False), (4, True)}
 
 
 def test_the_order_of_blocks_does_not_matter(device: Device) -> None:
@@ -158,7 +158,7 @@ DRIFTING = 20_011
 """The number of elements of the tests below: enough for a sample."""
 
 
-def read_ways(device: Device) -> tuple[bool, bool]:
+def read_start_and_fallback(device: Device) -> tuple[bool, bool]:
     """Return if the last selection began at the previous threshold, and if it had to read the data again."""
     read = device.kernels.read_effort()[1]
     return read.is_reused, read.from_the_data
@@ -167,20 +167,20 @@ def read_ways(device: Device) -> tuple[bool, bool]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
 def test_a_selection_after_that_of_any_other_data_selects_the_same_entries(device: Device, dtype: torch.dtype) -> None:
     """The previous threshold is near, or far below or above: then only the time is lost."""
-    previous, ways = PreviousThreshold(device.place), set()
+    previous, starts_and_fallbacks = PreviousThreshold(device.place), set()
     inputs = {name: x.to(dtype) for name, x in build_adversarial_inputs(DRIFTING).items()}
     for name, x in inputs.items():
         try:
-            for now in (x, x, inputs["heavy tails"], inputs["normal"]):
-                check_topk(device, now, 200, previous)
-                ways.add(read_ways(device))
+            for selected in (x, x, inputs["heavy tails"], inputs["normal"]):
+                check_topk(device, selected, 200, previous)
+                starts_and_fallbacks.add(read_start_and_fallback(device))
             check_topk(device, x, DRIFTING // 2, previous)
             check_mstopk(device, inputs["normal"], 200, 30, 1, previous)
             check_mstopk(device, x, 200, 30, 1, previous)
             check_compress(device, x, inputs["normal"].float().flip(0), 200, previous)
         except AssertionError as error:
             raise AssertionError(f"{name} in sequence") from error
-    assert ways == {(False, False), (False, True), (True, False), (True, True)}
+    assert starts_and_fallbacks == {(False, False), (False, True), (True, False), (True, True)}
 
 
 @pytest.mark.parametrize("margin", [0, 1, 1 << 22, 0xFFFFFFFF])
@@ -193,7 +193,7 @@ def test_any_contents_of_a_previous_threshold_are_safe(device: Device, margin: i
             assert previous._memory is not None
             previous._memory.copy_(torch.frombuffer(bytearray(contents), dtype=torch.uint8))
             check_topk(device, data, 200, previous)
-            assert read_ways(device)[0]
+            assert read_start_and_fallback(device)[0]
 
 
 def test_a_few_candidates_too_many_cause_the_fallback(device: Device) -> None:
@@ -205,7 +205,7 @@ def test_a_few_candidates_too_many_cause_the_fallback(device: Device) -> None:
     contents = struct.pack("<QQIIQ", DRIFTING, 200, least + margin, margin, 0)
     previous._memory.copy_(torch.frombuffer(bytearray(contents), dtype=torch.uint8))
     check_topk(device, x, 200, previous)
-    assert read_ways(device) == (True, True)
+    assert read_start_and_fallback(device) == (True, True)
     assert device.kernels.read_effort()[1].candidates == 900
 
 
@@ -213,18 +213,18 @@ def test_steps_of_training_sample_only_at_first_and_after_a_jump(device: Device)
     """Error feedback: what is not sent is added to the next gradient, whose size changes by some percent per step."""
     random, previous = torch.Generator().manual_seed(3), PreviousThreshold(device.place)
     typical = torch.randn(DRIFTING, generator=random).exp()
-    residual, ways, candidates = torch.zeros(DRIFTING), [], []
+    residual, starts_and_fallbacks, candidates = torch.zeros(DRIFTING), [], []
     for step in range(16):
         size = (1 + 0.03 * (-1) ** step) * (1000 if step >= 12 else 1)
         gradient = torch.randn(DRIFTING, generator=random) * typical * size
         check_compress(device, gradient.bfloat16(), residual, 200, previous)
-        ways.append(read_ways(device))
+        starts_and_fallbacks.append(read_start_and_fallback(device))
         candidates.append(device.kernels.read_effort()[1].candidates)
         left = torch.empty(DRIFTING)
         kernels.compress_(gradient.bfloat16(), residual, 200, out=left)
         residual = left
     sampled, reused, missed = (False, False), (True, False), (True, True)
-    assert ways == [sampled, *[reused] * 11, missed, sampled, reused, reused]
+    assert starts_and_fallbacks == [sampled, *[reused] * 11, missed, sampled, reused, reused]
     assert all(200 <= count < 1200 for count in candidates[1:12])
 
 
@@ -238,7 +238,7 @@ def test_another_number_of_elements_or_entries_begins_with_a_sample(device: Devi
         (DRIFTING - 1, 201, True),
     ):
         check_topk(device, x[:length], k, previous)
-        assert read_ways(device) == (is_reused, False)
+        assert read_start_and_fallback(device) == (is_reused, False)
 
 
 def test_a_previous_threshold_of_another_device_is_refused(device: Device) -> None:
@@ -265,7 +265,7 @@ def test_every_variant_of_a_build_selects_the_same_entries(name: str) -> None:
     """A run on a device compares variants by their times, so their results must be equal. The last length has several
     groups of segments."""
     device = Device("emulated", *VARIANTS[name])
-    previous, ways = PreviousThreshold(device.place), set()
+    previous, starts_and_fallbacks = PreviousThreshold(device.place), set()
     for length, names in ((1, ["normal"]), (4_097, ["few values"]), (DRIFTING, None)):
         for case, x in build_adversarial_inputs(length).items():
             if names is not None and case not in names:
@@ -278,8 +278,8 @@ def test_every_variant_of_a_build_selects_the_same_entries(name: str) -> None:
                 check_topk(device, x, few, previous)
             except AssertionError as error:
                 raise AssertionError(f"{case}, {length}") from error
-            ways.add(read_ways(device)[0])
-    assert True in ways if "no reuse" not in name else True not in ways
+            starts_and_fallbacks.add(read_start_and_fallback(device)[0])
+    assert True in starts_and_fallbacks if "no reuse" not in name else True not in starts_and_fallbacks
     unaligned = build_adversarial_inputs(DRIFTING)["few values"][1:]
     check_topk(device, unaligned, 200)
     check_compress(device, unaligned, torch.flip(unaligned, (0,)).contiguous(), 200)

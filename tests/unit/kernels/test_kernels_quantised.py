@@ -26,7 +26,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def pack_by_definition(x: Any, bits: int) -> tuple[Any, Any]:
-    """Return the reference: (message, what is sent)."""
+    """Return the reference: (message, sent values)."""
     scales, codes, sent = [], [], np.zeros_like(x)
     for start in range(0, len(x), BLOCK):
         block = x[start : start + BLOCK]
@@ -49,7 +49,7 @@ def pack_by_definition(x: Any, bits: int) -> tuple[Any, Any]:
 
 @st.composite
 def draw_floats(draw: Any) -> Any:
-    """Normal values of very different sizes, denormals and zeros of both signs among them."""
+    """Draw normal values of very different sizes, with denormals and zeros of both signs among them."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     length = draw(st.integers(0, 800))
     exponents = rng.integers(draw(st.sampled_from([-149, -20])), 100, length)

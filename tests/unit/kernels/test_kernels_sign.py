@@ -53,7 +53,7 @@ def unpack_by_definition(scales: Any, bits: Any, length: int, weight: float = 1.
 
 @st.composite
 def draw_floats(draw: Any) -> Any:
-    """Normal values of very different sizes, denormals and zeros of both signs among them."""
+    """Draw normal values of very different sizes, with denormals and zeros of both signs among them."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     length = draw(st.integers(0, 800))
     exponents = rng.integers(draw(st.sampled_from([-149, -20])), 100, length)
@@ -119,9 +119,9 @@ def test_outputs_can_be_passed_and_tensors_too() -> None:
     x = torch.randn(1000)
     expected = pack_by_definition(x.numpy().copy())
     scales, bits = np.empty(4, np.uint16), np.empty(125, np.uint8)
-    got = kernels.sign_pack_(x, scales, bits)
-    assert got[0] is scales
-    assert got[1] is bits
+    packed = kernels.sign_pack_(x, scales, bits)
+    assert packed[0] is scales
+    assert packed[1] is bits
     for own, wanted in zip((scales, bits, x.numpy()), expected, strict=True):
         np.testing.assert_array_equal(own, wanted)
 

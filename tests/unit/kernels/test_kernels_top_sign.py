@@ -40,7 +40,7 @@ def encode_indices(indices: Any, length: int) -> Any:
 
 
 def build_message(x: Any, count: int) -> tuple[Any, Any]:
-    """Return the reference: (the message, what is left of x)."""
+    """Return the reference: (message, remainder of x)."""
     indices, values = kernels.topk(x, count)
     scales, bits, _ = kernels.sign_pack_(values)  # leaves the rest in `values`
     left = x.copy()

@@ -37,7 +37,7 @@ def read_words(x: torch.Tensor) -> torch.Tensor:
 
 
 def draw_with_nans(dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Random numbers, every third one a NaN with a random sign and payload, and some infinities of both signs."""
+    """Return random numbers. Every third number is a NaN with a random sign and payload; some are infinite."""
     random = torch.Generator().manual_seed(seed)
     x = torch.randn(LENGTH, generator=random).to(dtype)
     integer = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
@@ -95,9 +95,9 @@ def test_cuda_kernels_compute_the_same_nans(device: Device, dtype: torch.dtype) 
         assert have_same_bits(out, expected)
     left, expected_left = device.put(torch.empty(LENGTH)), torch.empty(LENGTH)
     for k in (7, 200, LENGTH // 2):
-        got = device.kernels.compress_(device.put(a), device.put(residual), k, left)
+        entries = device.kernels.compress_(device.put(a), device.put(residual), k, left)
         expected_entries = kernels.compress_(a, residual, k, out=expected_left)
-        assert all(have_same_bits(a, b) for a, b in zip(got, expected_entries, strict=True))
+        assert all(have_same_bits(a, b) for a, b in zip(entries, expected_entries, strict=True))
         assert have_same_bits(left, expected_left)
 
 
@@ -134,16 +134,16 @@ def test_the_codec_computes_the_same_nans(device: Device, dtype: torch.dtype, wi
     values = draw_with_nans(dtype, 1)[:500]
     indices = torch.arange(0, 1500, 3, dtype=torch.int32).view(torch.uint32)
     residual = draw_with_nans(torch.float32, 2)[:1500].clone()
-    there = device.put(residual)
-    got = device.kernels.encode(device.put(indices), device.put(values), 1500, wire, there)[0]
+    device_residual = device.put(residual)
+    encoded = device.kernels.encode(device.put(indices), device.put(values), 1500, wire, device_residual)[0]
     expected: Any = kernels.encode(indices, values, 1500, wire=wire, residual=residual)
-    assert got.cpu().numpy().tobytes() == expected.tobytes()
-    assert have_same_bits(there, residual)
+    assert encoded.cpu().numpy().tobytes() == expected.tobytes()
+    assert have_same_bits(device_residual, residual)
     for out_dtype in DTYPES:
         dense = draw_with_nans(out_dtype, 3)[:1500].clone()
         on_device = device.put(dense)
         kernels.decode_add_(dense, expected, 0.5)
-        device.kernels.decode_add_(on_device, got, 0.5)
+        device.kernels.decode_add_(on_device, encoded, 0.5)
         assert have_same_bits(on_device, dense)
         kernels.scatter_add_(dense, indices, values)
         device.kernels.scatter_add_(on_device, device.put(indices), device.put(values))

@@ -49,7 +49,7 @@ def train(wire: str, overflow: int, scale: float = 1.0) -> tuple[torch.Tensor, S
 
 
 def check_the_docs() -> None:
-    """As docs/ddp.md shows it: torch checks the hook itself when it is registered."""
+    """Train as docs/ddp.md shows. torch checks the hook when it is registered."""
     plain = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
     plain.register_comm_hook(None, topkube.ddp_hook())
     plain(torch.full((1, 3), float(dist.get_rank()))).sum().backward()
@@ -57,7 +57,7 @@ def check_the_docs() -> None:
 
 
 def check_that_doubles_are_sent_whole() -> None:
-    """Over four nodes of one rank, with a density that would drop most entries."""
+    """Train over four nodes of one rank, with a density that would drop most entries."""
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(7, 5, bias=False, dtype=torch.float64))
     model.register_comm_hook(None, topkube.ddp_hook("hitopk", density=0.1, ranks_per_node=1))
     batches = torch.randn(4, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -104,7 +104,7 @@ def test_memory_that_changes_in_every_step_ends_the_recording(
     with_graphs, without = Training(played, True), Training(played, False)
     moved = []
     for step in range(8):
-        buffers = with_graphs.optimizer._backward.exchange._staging._buffers
+        buffers = with_graphs.optimizer._backward.exchange._reduction._staging._buffers
         moved.append(dict(buffers))  # kept, so that the next memory is another
         buffers.clear()
         with_graphs.run_step(step)

@@ -42,8 +42,8 @@ def test_sgd_follows_the_algorithm_of_the_paper(decay: float) -> None:
     dense, so plain SGD with momentum trains them."""
     model, reference = build_model(), build_model()
     optimizer = wrap(model, torch.optim.SGD(model.parameters(), RATE, MOMENTUM, weight_decay=decay))
-    large, *rest = reference.parameters()
-    plain = torch.optim.SGD(rest, RATE, MOMENTUM, weight_decay=decay)
+    large, *other_parameters = reference.parameters()
+    plain = torch.optim.SGD(other_parameters, RATE, MOMENTUM, weight_decay=decay)
     velocity, residual = torch.zeros(1200), torch.zeros(1200)
     for step in range(STEPS):
         compute_loss(model, step).backward()
@@ -72,8 +72,10 @@ def test_adam_applies_the_exchanged_gradients_without_its_own_first_moment(kind:
     options = {"lr": 0.01, "weight_decay": 0.05, "eps": 1e-6}
     model, reference = build_model(), build_model()
     optimizer = wrap(model, kind(model.parameters(), betas=(MOMENTUM, 0.99), **options))
-    large, *rest = reference.parameters()
-    plain = kind([{"params": [large], "betas": (0.0, 0.99)}, {"params": rest, "betas": (MOMENTUM, 0.99)}], **options)
+    large, *other_parameters = reference.parameters()
+    plain = kind(
+        [{"params": [large], "betas": (0.0, 0.99)}, {"params": other_parameters, "betas": (MOMENTUM, 0.99)}], **options
+    )
     velocity, residual = torch.zeros(1200), torch.zeros(1200)
     for step in range(STEPS):
         compute_loss(model, step).backward()

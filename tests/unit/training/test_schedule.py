@@ -20,17 +20,20 @@ def build_settings(algorithm: str = "hitopk", **options: object) -> AggregationS
 
 def test_stages_take_effect_at_their_step_and_keep_the_rest() -> None:
     whole = build_settings(density=0.01, warmup_steps=10, schedule=SPARSE_THEN_DENSE)
-    in_force = [(step, whole.at(step).algorithm, whole.at(step).density_at(step)) for step in (50, 99, 100, 199, 200)]
+    in_force = [
+        (step, whole.settings_at(step).algorithm, whole.settings_at(step).density_at(step))
+        for step in (50, 99, 100, 199, 200)
+    ]
     assert in_force == [(50, "hitopk", 0.01), (99, "hitopk", 0.01), (100, "hitopk", 0.1), (199, "hitopk", 0.1),
                         (200, "dense", 0.1)]  # fmt: skip
-    assert whole.at(0).density_at(0) == 1
+    assert whole.settings_at(0).density_at(0) == 1
     assert [step for step in range(300) if whole.begins_stage_at(step)] == [100, 200]
 
 
 def test_a_dense_stage_takes_the_format_of_dense_values() -> None:
     whole = build_settings(dense_wire="bf16", schedule=SPARSE_THEN_DENSE)
-    assert whole.at(150).dense_wire == "fp32"
-    assert whole.at(200).dense_wire == "bf16"
+    assert whole.settings_at(150).dense_wire == "fp32"
+    assert whole.settings_at(200).dense_wire == "bf16"
 
 
 def test_the_ranks_get_the_schedule_of_the_job() -> None:

@@ -117,7 +117,7 @@ def test_the_declared_bytes_are_those_of_a_row(kind: Any, name: str, least: int)
 def test_any_indices_survive_encoding(length: int, share: float, seed: int) -> None:
     count = max(1, round(share * length))
     indices = np.sort(np.random.default_rng(seed).choice(length, count, replace=False)).astype(np.uint32)
-    code = _IndexCode.of(length, count)
+    code = _IndexCode.build(length, count)
     data = np.zeros(code.nbytes, np.uint8)
     for chosen in (indices, np.arange(count), np.arange(length - count, length)):  # also the extremes
         code.write(chosen.astype(np.uint32), data)
@@ -127,7 +127,7 @@ def test_any_indices_survive_encoding(length: int, share: float, seed: int) -> N
 @settings(deadline=None)
 @given(st.binary(min_size=1), st.integers(0, 2**32))
 def test_damaged_indices_are_refused_or_still_valid(noise: bytes, seed: int) -> None:
-    code = _IndexCode.of(1000, 100)
+    code = _IndexCode.build(1000, 100)
     indices = np.sort(np.random.default_rng(seed).choice(1000, 100, replace=False)).astype(np.uint32)
     data = np.zeros(code.nbytes, np.uint8)
     code.write(indices, data)

@@ -1,4 +1,4 @@
-"""How much work the exchange of a bucket on a device starts: it must not grow with the number of parameters."""
+"""The launches of the exchange of a bucket on a device: their number must not grow with the number of parameters."""
 
 from __future__ import annotations
 

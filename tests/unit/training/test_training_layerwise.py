@@ -109,9 +109,9 @@ def test_steps_follow_the_papers(device: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", [*PAIRS, "masters"])
 def test_a_closure_is_evaluated_with_gradients_before_the_step(name: str) -> None:
-    model, twin = build_network(), build_network()
+    model, reference = build_network(), build_network()
     wrap = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1)) if name == "masters" else PAIRS[name][0](model)
-    plain = torch.optim.SGD(twin.parameters(), lr=0.1) if name == "masters" else PAIRS[name][0](twin)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1) if name == "masters" else PAIRS[name][0](reference)
     x = torch.randn(5, 7)
 
     def closure() -> torch.Tensor:
@@ -119,11 +119,11 @@ def test_a_closure_is_evaluated_with_gradients_before_the_step(name: str) -> Non
         loss.backward()
         return loss
 
-    loss = twin(x).square().mean()
+    loss = reference(x).square().mean()
     loss.backward()
     plain.step()
     assert torch.equal(wrap.step(closure), loss)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("make", [lambda p: LARS(p, lr=1.0), lambda p: LAMB(p, lr=0.1)], ids=["lars", "lamb"])

@@ -47,7 +47,7 @@ def test_an_optimizer_needs_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
         build_optimizer(build_model())
 
 
-def test_steps_of_a_loop_of_ones_own_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_steps_of_a_script_with_its_own_loop_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each step is reported once: by the first optimizer that steps, or by the run, which has more values."""
     world = topkube.world.current()
     monkeypatch.setattr(world, "run_directory", tmp_path)

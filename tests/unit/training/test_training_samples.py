@@ -1,4 +1,5 @@
-"""How the samples of a batch are counted: certain cases, cases that are refused, and what a DataLoader draws."""
+"""The count of the samples of a batch: certain cases, cases that are refused, and the samples that a DataLoader
+draws."""
 
 from __future__ import annotations
 

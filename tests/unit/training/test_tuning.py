@@ -1,4 +1,4 @@
-"""What `auto` and `dense` choose from measurements, and when they change it: pure decisions, without ranks."""
+"""The choices of `auto` and `dense` from measurements, and the changes of a choice: pure decisions, without ranks."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ def build_codec(kind: str, places: list[slice], length: int) -> Codec:
 def exchange(stages: list[TwoStage], changes: list[Any], weights: list[float]) -> list[Any]:
     """Pass the rows between the nodes. Return the values that each node adds to its agreed weights."""
     nodes = range(len(stages))
-    sent = [stage.rows(np.zeros(stage.total_bytes, np.uint8)) for stage in stages]
+    sent = [stage.cut_rows(np.zeros(stage.total_bytes, np.uint8)) for stage in stages]
     for stage, change, rows in zip(stages, changes, sent, strict=True):
         stage.pack(change, rows)
-    means = stages[0].rows(np.zeros(stages[0].total_bytes, np.uint8))
+    means = stages[0].cut_rows(np.zeros(stages[0].total_bytes, np.uint8))
     for owner, stage in enumerate(stages):
         stage.reduce([sent[node][owner] for node in nodes], weights, means[owner])
     added = []
@@ -44,8 +44,8 @@ def join_owed(stages: list[TwoStage]) -> Any:
 
 
 @st.composite
-def layouts(draw: Any) -> tuple[int, list[slice]]:
-    """A shard of tensors that begin at multiples of 256: (length, the places of the tensors)."""
+def draw_layout(draw: Any) -> tuple[int, list[slice]]:
+    """Draw a shard of tensors that begin at multiples of 256: (length, the places of the tensors)."""
     places, start = [], 0
     for length in draw(st.lists(st.integers(1, 900), min_size=1, max_size=5)):
         places.append(slice(start, start + length))
@@ -62,7 +62,9 @@ def draw_values(rng: Any, length: int, places: list[slice]) -> Any:
 
 
 @settings(deadline=None)
-@given(layouts(), st.integers(2, 12), st.integers(0, 2**32), st.sampled_from(["signs", "top signs", "bf16", "fp32"]))
+@given(
+    draw_layout(), st.integers(2, 12), st.integers(0, 2**32), st.sampled_from(["signs", "top signs", "bf16", "fp32"])
+)
 def test_nothing_is_lost(layout: tuple[int, list[slice]], nodes: int, seed: int, kind: str) -> None:
     """Over several exchanges, the mean of all changes equals the sum of the change of x, of what nodes have not sent,
     and of the owners' residuals."""
@@ -91,7 +93,7 @@ def test_nothing_is_lost(layout: tuple[int, list[slice]], nodes: int, seed: int,
 
 
 @settings(deadline=None)
-@given(layouts(), st.integers(2, 9), st.integers(0, 2**32))
+@given(draw_layout(), st.integers(2, 9), st.integers(0, 2**32))
 def test_the_result_is_that_of_one_owner(layout: tuple[int, list[slice]], nodes: int, seed: int) -> None:
     """Segments are cut between blocks only, so a single owner of the whole shard would send the same bits."""
     length, places = layout

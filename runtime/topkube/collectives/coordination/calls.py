@@ -37,7 +37,7 @@ Bytes = npt.NDArray[np.uint8]
 def barrier(*, world: World | None = None) -> None:
     """Return when all ranks have called `barrier`. Raises CollectiveTimeout, which names the ranks that did not call
     it."""
-    with _call(world, "barrier()"):
+    with _enter_call(world, "barrier()"):
         pass
 
 
@@ -52,7 +52,7 @@ def reduce(value: Any, op: str = "sum", *, world: World | None = None) -> Any:
     if op not in _OPS:
         raise ArgumentError(f"op is {op!r}", next_step=f"choose one of {', '.join(_OPS)}")
     reducible = Reducible(value, op)
-    with _call(world, f"reduce(op={op})", reducible.description) as world:
+    with _enter_call(world, f"reduce(op={op})", reducible.description) as world:
         what = f"reduce(op={op})"
         return reducible.restore(
             fold(world, world.calls_comm, reducible.sent, WaitSeries.CALL, what, _OPS[op]), world.size
@@ -72,14 +72,14 @@ def allgather(array: Any, *, world: World | None = None) -> Any:
     if not tensor and source.dtype.hasobject:
         raise ArgumentError("allgather takes numbers", next_step="use topkube.gather_object for other objects")
     source = source.reshape(1) if source.ndim == 0 else source
-    rest = tuple(source.shape[1:])
-    kind = f"{'tensor' if tensor else 'array'} dtype={source.dtype} shape=(*, {', '.join(map(str, rest))})"
-    with _call(world, "allgather()", kind) as world:
+    row_shape = tuple(source.shape[1:])
+    kind = f"{'tensor' if tensor else 'array'} dtype={source.dtype} shape=(*, {', '.join(map(str, row_shape))})"
+    with _enter_call(world, "allgather()", kind) as world:
         host = source.detach().contiguous().cpu() if tensor else np.ascontiguousarray(source)
         raw: Bytes = _view_tensor_bytes(host) if tensor else host.reshape(-1).view(np.uint8)
         lengths = _gather_numbers(world, [source.shape[0], raw.size], "allgather()")
         joined = _gather_bytes(world, raw, lengths[:, 1], "allgather()")
-        shape = (int(lengths[:, 0].sum()), *rest)
+        shape = (int(lengths[:, 0].sum()), *row_shape)
         if not tensor:
             return joined.view(source.dtype).reshape(shape)
         import torch
@@ -94,7 +94,7 @@ def broadcast_object(obj: Any, root: int = 0, *, world: World | None = None) -> 
     `obj` of other ranks is ignored. Raises ArgumentError on all ranks if pickle refuses the object."""
     here = world or current()
     _check_root(here, root)
-    with _call(here, f"broadcast_object(root={root})") as world:
+    with _enter_call(here, f"broadcast_object(root={root})") as world:
         what = f"broadcast_object(root={root})"
         payload, problem = _pickle(obj) if world.rank == root else (np.empty(0, np.uint8), "")
         header = np.array([payload.size, bool(problem)], np.int64)
@@ -114,7 +114,7 @@ def gather_object(obj: Any, root: int = 0, *, world: World | None = None) -> lis
     that pickle accepts. Raises ArgumentError on all ranks if pickle refuses an object."""
     here = world or current()
     _check_root(here, root)
-    with _call(here, f"gather_object(root={root})") as world:
+    with _enter_call(here, f"gather_object(root={root})") as world:
         what = f"gather_object(root={root})"
         payload, problem = _pickle(obj)
         rows = _gather_numbers(world, [payload.size, bool(problem)], what)
@@ -123,11 +123,11 @@ def gather_object(obj: Any, root: int = 0, *, world: World | None = None) -> lis
         payloads = _gather_to_root(world, payload, rows[:, 0].tolist(), root, what)
         if world.rank != root:
             return None
-        return [obj if rank == root else pickle.loads(each.data) for rank, each in enumerate(payloads)]
+        return [obj if rank == root else pickle.loads(pickled.data) for rank, pickled in enumerate(payloads)]
 
 
 def new_world(ranks: Sequence[int]) -> World | None:
-    """Return the world of `ranks` to these ranks, in their order, and None to others: what torch calls a new group.
+    """Return a world of `ranks`, in their order, to these ranks, and None to others. (torch calls this a new group.)
 
     All ranks call it, also those that are no members, with the same `ranks`. Pass the world to the functions here and
     to `allreduce_` as `world=`. It has communicators, shared memory and counts of its own, so that disjoint worlds work
@@ -141,15 +141,15 @@ def new_world(ranks: Sequence[int]) -> World | None:
             f"new_world got the ranks {chosen[:16]}",
             next_step=f"pass each rank once, from 0 to {parent.size - 1}, at least one",
         )
-    with _call(parent, "new_world()", f"ranks={chosen}"):
+    with _enter_call(parent, "new_world()", f"ranks={chosen}"):
         return sub_world(parent, chosen)
 
 
-# ---- one call
+# ---- the check of a call
 
 
 @contextmanager
-def _call(world: World | None, name: str, description: str = "") -> Iterator[World]:
+def _enter_call(world: World | None, name: str, description: str = "") -> Iterator[World]:
     """Yield the world of a call after checking that all ranks made the same call. Raises MismatchError on all ranks if
     they did not."""
     world = world or current()
@@ -162,13 +162,13 @@ def _call(world: World | None, name: str, description: str = "") -> Iterator[Wor
     try:
         world.enter(WaitSeries.CALL)
         if world.size > 1:
-            _match(world, name, f"{name} {description}".strip())
+            _check_same_call(world, name, f"{name} {description}".strip())
         yield world
     finally:
         lock.release()
 
 
-def _match(world: World, name: str, description: str) -> None:
+def _check_same_call(world: World, name: str, description: str) -> None:
     from mpi4py import MPI
 
     call_hash = np.uint64(xxhash.xxh3_64_intdigest(f"{world.counts[WaitSeries.CALL]} {description}".encode()))

@@ -1,4 +1,4 @@
-"""Convert what `reduce` adds up, numbers, arrays and tensors, to int64 or float64 and back."""
+"""The conversion of the values that `reduce` adds up (numbers, arrays, tensors) to int64 or float64, and back."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _INT64 = np.iinfo(np.int64)
 
 
 class Reducible:
-    """`value` on its way through a reduction by `op`. `sent` is what ranks combine, 1-D int64 or float64;
-    `description` is the same on all ranks whose values fit together. Raises ArgumentError for values that are no
-    numbers, or integers beyond int64.
+    """A `value` during a reduction by `op`. `sent` holds the numbers that ranks combine, 1-D int64 or float64;
+    `description` is the same on all ranks whose values fit together. Raises ArgumentError for values that are not
+    numbers, and for integers beyond int64.
 
     Integers are added as two halves of 32 bits, so that up to 2^31 ranks add without overflow and a total beyond int64
     is noticed.

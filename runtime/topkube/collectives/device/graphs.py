@@ -19,7 +19,8 @@ from topkube.collectives.device.memory import DeviceMemory
 from topkube.collectives.shard import Shard
 
 MOST_GRAPHS = 512
-"""How much work is remembered. Without a repetition among as many, the work does not repeat."""
+"""The most pieces of work that are remembered. If as many in a row are new, work does not repeat, and recording
+stops."""
 
 
 @dataclass

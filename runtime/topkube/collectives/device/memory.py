@@ -107,7 +107,7 @@ class DeviceMemory:
         """Return a mark at the end of this stream; None without streams."""
         return self.stream.record_event() if self.is_cuda else None
 
-    def buffer(self, slot: Slot, name: str, length: int, dtype: Any) -> Any:
+    def find_buffer(self, slot: Slot, name: str, length: int, dtype: Any) -> Any:
         """Return a 1-D tensor on the device, of a torch dtype or its name. The same name returns the same memory."""
         if isinstance(dtype, str):
             dtype = getattr(self._torch, dtype)

@@ -35,7 +35,7 @@ def reduce_in_node(
     else:
         part = -(-flat.numel() // world.shards)
         padded = _cut_in_parts(memory, slot, flat, part, world.shards)
-        shard = memory.buffer(slot, "shard", part, flat.dtype)
+        shard = memory.find_buffer(slot, "shard", part, flat.dtype)
         group.reduce_scatter(shard, padded)
         first, last = find_own_shard(world, flat.numel())
         shard = shard[: last - first]
@@ -53,7 +53,7 @@ def gather_in_node(world: World, group: NodeGroup, memory: DeviceMemory, slot: S
             group.broadcast(flat[start:stop], root)
         return
     part = padded.numel() // world.shards
-    shard = memory.buffer(slot, "shard", part, flat.dtype)  # begins with the shard that was reduced
+    shard = memory.find_buffer(slot, "shard", part, flat.dtype)  # begins with the shard that was reduced
     group.all_gather(padded, shard)
     if padded is not flat:
         for i, (start, stop) in enumerate(itertools.pairwise(compute_shard_bounds(flat.numel(), world.shards))):
@@ -66,7 +66,7 @@ def _cut_in_parts(memory: DeviceMemory, slot: Slot, flat: Any, part: int, shards
     `part` elements."""
     if flat.numel() == part * shards:
         return flat
-    padded = memory.buffer(slot, "padded", part * shards, flat.dtype)
+    padded = memory.find_buffer(slot, "padded", part * shards, flat.dtype)
     for i, (start, stop) in enumerate(itertools.pairwise(compute_shard_bounds(flat.numel(), shards))):
         padded[i * part : i * part + stop - start].copy_(flat[start:stop])
         padded[i * part + stop - start : (i + 1) * part].zero_()

@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from topkube.algorithms import OWN, Route
 from topkube.arrays import view_flat
-from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, between_nodes, count_dense
+from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, build_exchange, count_dense
 from topkube.collectives.call import Call
 from topkube.collectives.device.cuda_aware import mpi_takes_device_pointers
 from topkube.collectives.device.graphs import WorkGraphs, describe_work
 from topkube.collectives.device.memory import DeviceFlag, DeviceMemory, Mark, Slot
-from topkube.collectives.device.node_group import NodeGroup, find_node_group
 from topkube.collectives.device.node_stages import gather_in_node, reduce_in_node
-from topkube.collectives.device.rank_group import RankGroup
-from topkube.collectives.device.spanning_group import find_all_ranks_group, find_cross_group
+from topkube.collectives.device.series_groups import SeriesGroups
 from topkube.collectives.exchange import Exchanges
 from topkube.collectives.request import Request
 from topkube.collectives.shard import Shard
@@ -63,14 +61,10 @@ class DeviceAllReduce:
     is under way and returns True if all of them were finite."""
 
     def __init__(self, world: World, device: torch.device, has_graphs: bool = False) -> None:
-        import torch
-
-        self.world, self.device, self._torch = world, device, torch
+        self.world, self.device = world, device
         self.memory = DeviceMemory(device)
         self.graphs = WorkGraphs(self.memory, world.rank) if has_graphs and self.memory.is_cuda else None
-        self._group: NodeGroup | None = None
-        self._between: RankGroup | None = None
-        """The group between nodes that the series of collectives uses."""
+        self._groups = SeriesGroups(world, device)
         self._direct = self.memory.is_cuda and mpi_takes_device_pointers()
         self._slots = [Slot() for _ in range(_SLOTS)]
         self._number = 0
@@ -89,9 +83,7 @@ class DeviceAllReduce:
                 f"{all_reduce.algorithm.name} works on CPU tensors",
                 next_step=f"choose one of {', '.join(able)} on a GPU",
             )
-        if self._group is None:
-            self._group = find_node_group(self.world, self.device)
-        self._group.claim(self)
+        self._groups.claim_node()
         under_way = self._reduce_and_pack(all_reduce, request, finished)
         self._finish_previous()
         self._start_messages(under_way)
@@ -113,7 +105,7 @@ class DeviceAllReduce:
         self._finish_previous()
         with self.on_stream():
             not_finite = self.memory.flag_any_false(self._finite)
-            self._add_over_ranks(not_finite)
+            self._groups.add_flag_over_ranks(not_finite)
             flag = self.memory.read_later((not_finite > 0).float().reshape(()))
         self._end_series()
         return flag
@@ -128,22 +120,9 @@ class DeviceAllReduce:
         """Keep the memory of a tensor of this stream until the caller's stream has done its work with it."""
         self.memory.lend(tensor, self.mark_caller())
 
-    def _add_over_ranks(self, x: Any) -> None:
-        """Replace `x` by its sum over all ranks, on the stream, by the groups that the series has used. Without shards
-        of their own, ranks have nothing to add: they get the sum inside their node."""
-        if self.world.nodes > 1 and self._between is not None:
-            self._between.all_reduce(x)
-            if self._between.size == self.world.size:
-                return
-        if self._group is not None:
-            self._group.all_reduce(x)
-
     def _end_series(self) -> None:
         self._finite.clear()
-        for group in (self._group, self._between):
-            if group is not None:
-                group.release()
-        self._between = None
+        self._groups.release()
 
     def follow(self) -> None:
         """Make the caller's stream wait for the work of this stream; the host does not wait."""
@@ -175,13 +154,12 @@ class DeviceAllReduce:
             call.check_everywhere()  # NCCL connects at its first collective, and names no rank that is missing
         if all_reduce.over_all_ranks:
             with self.on_stream(), phases.current.timed("inter"):
-                padded = values = self._reduce_all(request.array, request.scale(world.size))
+                padded = values = request.array
+                self._groups.reduce_over_ranks(values, request.scale(world.size))
         else:
             with self.on_stream(), phases.current.timed("intra"):
-                assert self._group is not None
-                padded, values = reduce_in_node(
-                    world, self._group, memory, slot, request.array, request.scale(world.size)
-                )
+                scale = request.scale(world.size)
+                padded, values = reduce_in_node(world, self._groups.node, memory, slot, request.array, scale)
             if world.local_size > 1:
                 phases.current.sent(intra=(world.local_size - 1) * request.nbytes // world.local_size)
         shard = Shard(world, request, values, world.calls, partial(self._find_scratch, slot), self._finite)
@@ -191,7 +169,8 @@ class DeviceAllReduce:
         with self.on_stream(), phases.current.timed("select"):
             packed = under_way.packed = self._pack(all_reduce, shard)
             if all_reduce.algorithm.needs_gpu:
-                self._reduce_between(all_reduce, packed)
+                if not all_reduce.over_all_ranks:  # otherwise the shard is the sum of all ranks already
+                    self._groups.reduce_between_nodes(packed)
             elif world.nodes > 1:
                 is_gathered = all_reduce.algorithm.route is Route.ALL_GATHER
                 direct = self._direct and is_gathered
@@ -214,39 +193,6 @@ class DeviceAllReduce:
         key = ("unpack", packed.data_ptr(), packed.shape, *describe_work(all_reduce, shard))
         self.graphs.run(key, shard, lambda same: all_reduce.unpack(same, packed))
 
-    def _reduce_all(self, flat: Any, scale: float) -> Any:
-        """Replace `flat` by the sum over all ranks times `scale`, and return it."""
-        world, narrow = self.world, flat.dtype != self._torch.float32
-        if narrow and scale != 1:
-            flat.mul_(scale)  # before the sum: that of all ranks may exceed fp16
-        if world.nodes == 1:
-            assert self._group is not None
-            self._group.all_reduce(flat)
-        else:
-            self._claim_between(find_all_ranks_group(world, self.device)).all_reduce(flat)
-        if not narrow and scale != 1:
-            flat.mul_(scale)
-        sent = 2 * (world.size - 1) * flat.numel() * flat.element_size() // world.size
-        between = sent // world.local_size if world.nodes > 1 else 0  # a ring enters and leaves each node once
-        phases.current.sent(intra=sent - between, inter=between)
-        return flat
-
-    def _reduce_between(self, all_reduce: ShardAllReduce, packed: Any) -> None:
-        """Add up what the ranks of equal local rank on all nodes have packed, unless it is the sum of all ranks."""
-        world = self.world
-        if all_reduce.over_all_ranks or world.nodes == 1 or not packed.numel():
-            return
-        self._claim_between(find_cross_group(world, self.device)).all_reduce(packed)
-        nbytes = packed.numel() * packed.element_size()
-        phases.current.sent(inter=2 * (world.nodes - 1) * nbytes // world.nodes)
-
-    def _claim_between(self, group: RankGroup) -> RankGroup:
-        group.claim(self)
-        if self._between is not None and self._between is not group:
-            self._between.release()
-        self._between = group
-        return group
-
     def _start_messages(self, under_way: _UnderWay) -> None:
         """Start the messages, once the device has made what they carry."""
         world, call = self.world, under_way.call
@@ -259,7 +205,7 @@ class DeviceAllReduce:
             with phases.current.timed("select"):
                 call.wait(under_way.sent.query)
         route = under_way.all_reduce.algorithm.route
-        exchange, sent = between_nodes(route, world.cross_comm, _convert_for_mpi(under_way.carried))
+        exchange, sent = build_exchange(route, world.cross_comm, _convert_for_mpi(under_way.carried))
         under_way.exchanges = Exchanges()
         under_way.exchanges.start(0, exchange)
         phases.current.sent(inter=sent)
@@ -280,13 +226,12 @@ class DeviceAllReduce:
                     under_way.slot.read = self.memory.mark()
                 self._unpack(under_way.all_reduce, under_way.shard, under_way.packed)
             if not under_way.all_reduce.over_all_ranks:
-                assert self._group is not None
                 flat = under_way.shard.request.array
-                gather_in_node(self.world, self._group, self.memory, under_way.slot, flat, under_way.padded)
+                gather_in_node(self.world, self._groups.node, self.memory, under_way.slot, flat, under_way.padded)
             under_way.finished()
 
     def _find_scratch(self, slot: Slot, name: str, length: int, dtype: str) -> Any:
-        return self.memory.buffer(slot, f"scratch {name}", length, dtype)
+        return self.memory.find_buffer(slot, f"scratch {name}", length, dtype)
 
 
 def _convert_for_mpi(x: Any) -> Any:

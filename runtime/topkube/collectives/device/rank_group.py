@@ -17,9 +17,9 @@ from topkube.world import World
 
 
 class RankGroup:
-    """Collectives of some ranks of `world` on tensors of `device`. `where` says in errors which exchange they are part
-    of. On CUDA they run in torch's current stream and return at once. All ranks of the group make it together and call
-    the same methods in the same order. A group of one rank exchanges nothing.
+    """Collectives of some ranks of `world` on tensors of `device`. `where` is the name of the exchange in errors. On
+    CUDA they run in torch's current stream and return at once. All ranks of the group make it together and call the
+    same methods in the same order. A group of one rank exchanges nothing.
 
     The watchdog of NCCL waits twice the deadline of a collective. It ends the process without naming a rank, so
     TopKube's own deadline, whose error names the missing ranks, must come first.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Launches(TensorArguments):
-    """Allocate what a kernel writes, and launch the kernel on torch's current stream."""
+    """The launches of kernels on torch's current stream, and the memory that the kernels write."""
 
     def __init__(self, library: CudaLibrary) -> None:
         super().__init__()

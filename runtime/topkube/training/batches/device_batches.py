@@ -51,21 +51,21 @@ def _copy_to_device(batches: Iterator[CountedBatch], device: torch.device, ahead
     stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin_next() -> tuple[CountedBatch, Any] | None:
-        taken = next(batches, None)
-        if taken is None:
+        counted = next(batches, None)
+        if counted is None:
             return None
         with torch.cuda.stream(stream):
-            on_device = map_tensors(taken.batch, lambda tensor: _begin_copy(tensor, device))
-            return CountedBatch(on_device, taken.samples, taken.drawn), stream.record_event()
+            on_device = map_tensors(counted.batch, lambda tensor: _begin_copy(tensor, device))
+            return CountedBatch(on_device, counted.samples, counted.drawn), stream.record_event()
 
     following = begin_next()
     while following is not None:
-        counted, copied = following
+        current_batch, copied = following
         following = begin_next() if ahead else None
-        current = torch.cuda.current_stream(device)
-        current.wait_event(copied)
-        map_tensors(counted.batch, lambda tensor: _keep_until_used(tensor, current))  # noqa: B023  # called at once
-        yield counted
+        stream_in_use = torch.cuda.current_stream(device)
+        stream_in_use.wait_event(copied)
+        map_tensors(current_batch.batch, lambda tensor: _keep_until_used(tensor, stream_in_use))  # noqa: B023  # called at once
+        yield current_batch
         if not ahead:
             following = begin_next()
 
@@ -109,6 +109,6 @@ def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return batch
 
 
-def to_device(batch: Any, device: torch.device | None) -> Any:
+def move_to_device(batch: Any, device: torch.device | None) -> Any:
     """Return `batch` with its tensors on `device`; None leaves them."""
     return batch if device is None else map_tensors(batch, lambda tensor: tensor.to(device))

@@ -88,7 +88,7 @@ def count_samples(batch: Any, drawn: int | None = None) -> int:
     readings = _list_readings(batch) or set()
     if drawn is not None and (not readings or drawn in readings):
         return drawn
-    if drawn is None and _is_columns(batch):
+    if drawn is None and _are_columns(batch):
         readings = _list_common_readings(batch) or set()
     if drawn is None and len(readings) == 1:
         return readings.pop()
@@ -141,7 +141,7 @@ def _are_alike(values: Sequence[Any]) -> bool:
     return not isinstance(first, list | tuple) or all(len(value) == len(first) for value in values)
 
 
-def _is_columns(batch: Any) -> bool:
+def _are_columns(batch: Any) -> bool:
     """Return True for `(x,)`, and for `(x, y)` of vectors or matrices: these are columns by convention."""
     if not isinstance(batch, list | tuple) or not all(isinstance(value, torch.Tensor | np.ndarray) for value in batch):
         return False

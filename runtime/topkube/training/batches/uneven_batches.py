@@ -19,7 +19,7 @@ import torch
 
 from topkube.errors import TrainingError
 from topkube.telemetry import phases
-from topkube.training.batches.device_batches import begin_batches, to_device
+from topkube.training.batches.device_batches import begin_batches, move_to_device
 from topkube.training.batches.generators import read_generators, set_generators
 from topkube.training.batches.replays import KeptStatistics
 from topkube.training.batches.samples import SampleCounter, Samples
@@ -151,7 +151,7 @@ class UnevenBatches:
                         if not self._ranks:
                             return
                 if batch is _END and last is _END:
-                    last = to_device(_make_any_batch(loader), device)
+                    last = move_to_device(_make_any_batch(loader), device)
                 if batch is _END:
                     self._before_replay = read_generators()
                     self._statistics.keep()

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from topkube.training.checkpoint.reader import Loaded
+from topkube.training.checkpoint.reader import LoadedCheckpoint
 from topkube.training.checkpoint.store import CheckpointStore
 
-__all__ = ["CheckpointStore", "Loaded"]
+__all__ = ["CheckpointStore", "LoadedCheckpoint"]

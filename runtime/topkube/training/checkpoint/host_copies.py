@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from topkube.training.checkpoint.format.encoding import CopyTensor
+from topkube.training.checkpoint.format.encoding import CopyTensor, encode
 from topkube.training.checkpoint.host_memory import find_available_bytes
+from topkube.training.reporting.warning import warn
 
 _SHARE = 0.8
 """The share of the available memory that new buffers may take: other ranks need memory too."""
@@ -25,6 +27,22 @@ class HostCopies:
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
         self._budget = 0.0
+        self._has_warned = False
+
+    def encode(self, state: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """Return the encoded state of model and optimizer, and True if its tensors are copies, which are valid until
+        the next call. If there is no room for copies, its tensors are those of `state`, with one warning per run."""
+        try:
+            with self.take() as copy:
+                return encode(state, copy), True
+        except NoRoom:
+            if not self._has_warned:
+                self._has_warned = True
+                warn(
+                    "host memory has no room for a copy of model and optimizer: training waits while checkpoints are"
+                    " written. Next: give the pod of rank 0 more memory"
+                )
+            return encode(state), False
 
     @contextmanager
     def take(self) -> Iterator[CopyTensor]:

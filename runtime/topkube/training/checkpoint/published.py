@@ -25,12 +25,12 @@ class PublishedCheckpoint:
         return f"step-{self.step:08d}.run-{self.run:05d}" + (f".{self.again}" if self.again else "")
 
     @property
-    def set_aside(self) -> str:
+    def set_aside_name(self) -> str:
         """The name of a damaged checkpoint, which is kept for a person to examine."""
         return _DAMAGED + self.name
 
     @property
-    def hidden(self) -> str:
+    def hidden_name(self) -> str:
         """The name of a checkpoint that is being removed."""
         return f".{self.name}.tmp"
 

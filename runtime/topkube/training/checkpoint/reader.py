@@ -19,7 +19,7 @@ from topkube.world import World
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint that was read. `shared` is the same on all ranks; `own` holds this rank's "residuals" and, in the
     world that wrote them, random "generators"."""
 
@@ -38,7 +38,7 @@ class CheckpointReader:
     def __init__(self, directory: Path, world: World, stages: Stages, retention: Retention) -> None:
         self._directory, self._world, self._stages, self._retention = directory, world, stages, retention
 
-    def read_newest(self, copy: int, copies: int, check: Callable[[Loaded], None]) -> Loaded | None:
+    def read_newest(self, copy: int, copies: int, check: Callable[[LoadedCheckpoint], None]) -> LoadedCheckpoint | None:
         """Return the newest checkpoint that is complete and that `check` accepts; None if there is no checkpoint. All
         ranks call this together (see `CheckpointStore.load`)."""
         checkpoints = sorted(list_published(self._directory), reverse=True) if self._world.rank == 0 else []
@@ -48,9 +48,9 @@ class CheckpointReader:
             if self._world.rank == 0:
                 numbers = [checkpoints[number].run, checkpoints[number].step, checkpoints[number].again]
             checkpoint = PublishedCheckpoint(*(int(value) for value in self._stages.gather(numbers)[0]))
-            loaded: list[Loaded] = []
+            loaded: list[LoadedCheckpoint] = []
 
-            def read(checkpoint: PublishedCheckpoint = checkpoint, loaded: list[Loaded] = loaded) -> None:
+            def read(checkpoint: PublishedCheckpoint = checkpoint, loaded: list[LoadedCheckpoint] = loaded) -> None:
                 loaded.append(self._read(checkpoint, copy, copies))
                 check(loaded[0])
 
@@ -71,7 +71,7 @@ class CheckpointReader:
             )
         return None
 
-    def _read(self, checkpoint: PublishedCheckpoint, copy: int, copies: int) -> Loaded:
+    def _read(self, checkpoint: PublishedCheckpoint, copy: int, copies: int) -> LoadedCheckpoint:
         path = self._directory / checkpoint.name
         manifest = read_manifest(path)
 
@@ -90,7 +90,7 @@ class CheckpointReader:
         if self._world.node_ranks == manifest.node_ranks:
             own = read_file(name_rank_file(self._world.rank))
             if old_copies in (None, copies):
-                return Loaded(checkpoint, read_file(SHARED_FILE), own)
+                return LoadedCheckpoint(checkpoint, read_file(SHARED_FILE), own)
         wanted = range(1) if old_copies is None else compute_shares(old_copies, copy, copies)
         saved = (read_residuals(rank) for old in wanted for rank in manifest.list_ranks(old))
-        return Loaded(checkpoint, read_file(SHARED_FILE), {**own, "residuals": recut(saved, copy, copies)})
+        return LoadedCheckpoint(checkpoint, read_file(SHARED_FILE), {**own, "residuals": recut(saved, copy, copies)})

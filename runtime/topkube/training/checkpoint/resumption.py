@@ -13,7 +13,7 @@ import torch
 from topkube.errors import CheckpointError
 from topkube.training.batches.generators import check_generators
 from topkube.training.checkpoint.format.state_file import Damaged
-from topkube.training.checkpoint.reader import Loaded
+from topkube.training.checkpoint.reader import LoadedCheckpoint
 from topkube.training.optimizers.wrapper import OptimizerWrapper
 
 _FIELDS: dict[str, tuple[type, ...]] = {
@@ -44,7 +44,7 @@ def list_optimizer_names(optimizer: torch.optim.Optimizer) -> list[str]:
     return names
 
 
-def check_contents(loaded: Loaded) -> None:
+def check_contents(loaded: LoadedCheckpoint) -> None:
     """Raise Damaged unless `loaded` holds everything that a run resumes from."""
     for name, kinds in _FIELDS.items():
         if name not in loaded.shared:
@@ -80,7 +80,7 @@ def _find_problem(residuals: Any) -> str:
     return ""
 
 
-def check_optimizer(loaded: Loaded, optimizer: torch.optim.Optimizer, directory: str) -> None:
+def check_optimizer(loaded: LoadedCheckpoint, optimizer: torch.optim.Optimizer, directory: str) -> None:
     """Raise CheckpointError if the checkpoint contains the state of an optimizer of another class. Checkpoints of
     format 1 do not contain the class."""
     saved, own = loaded.shared.get("optimizer_names"), list_optimizer_names(optimizer)

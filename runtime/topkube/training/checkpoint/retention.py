@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from topkube.training.checkpoint.format.manifest import is_whole
+from topkube.training.checkpoint.format.manifest import is_manifest_readable
 from topkube.training.checkpoint.published import PublishedCheckpoint, list_published, list_unfinished
 from topkube.training.reporting.warning import warn
 
@@ -51,7 +51,7 @@ class Retention:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _can_read(self, checkpoint: PublishedCheckpoint) -> bool:
-        if checkpoint not in self._reported and not is_whole(self._directory / checkpoint.name):
+        if checkpoint not in self._reported and not is_manifest_readable(self._directory / checkpoint.name):
             self._reported.add(checkpoint)
             warn(f"the old checkpoint {self._directory / checkpoint.name} stays: this version cannot read its manifest")
         return checkpoint not in self._reported
@@ -59,18 +59,18 @@ class Retention:
     def _set_aside(self, checkpoint: PublishedCheckpoint) -> None:
         path = self._directory / checkpoint.name
         try:
-            path.rename(self._directory / checkpoint.set_aside)
+            path.rename(self._directory / checkpoint.set_aside_name)
         except OSError as error:
             if checkpoint not in self._reported:
                 warn(f"the damaged checkpoint {path} cannot be renamed: {error.strerror}")
             self._reported.add(checkpoint)
             return
         self.damaged.discard(checkpoint)
-        warn(f"the damaged checkpoint {path} is kept as {checkpoint.set_aside}; remove it when you do not need it")
+        warn(f"the damaged checkpoint {path} is kept as {checkpoint.set_aside_name}; remove it when you do not need it")
 
     def _remove(self, checkpoint: PublishedCheckpoint) -> None:
         """Rename the checkpoint to a hidden name, then remove it: a half-removed checkpoint would look damaged."""
-        path, hidden = self._directory / checkpoint.name, self._directory / checkpoint.hidden
+        path, hidden = self._directory / checkpoint.name, self._directory / checkpoint.hidden_name
         try:
             path.rename(hidden)
         except OSError as error:

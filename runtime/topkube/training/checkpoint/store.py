@@ -25,14 +25,13 @@ from topkube.files import sync_directory
 from topkube.training.checkpoint.format.encoding import encode
 from topkube.training.checkpoint.format.manifest import NAME, SHARED_FILE, Manifest, name_rank_file
 from topkube.training.checkpoint.format.state_file import FileDigest, write_new_text
-from topkube.training.checkpoint.host_copies import HostCopies, NoRoom
+from topkube.training.checkpoint.host_copies import HostCopies
 from topkube.training.checkpoint.published import PublishedCheckpoint, list_published, name_unfinished
-from topkube.training.checkpoint.reader import CheckpointReader, Loaded
+from topkube.training.checkpoint.reader import CheckpointReader, LoadedCheckpoint
 from topkube.training.checkpoint.retention import Retention
 from topkube.training.checkpoint.run_claim import Claim
 from topkube.training.checkpoint.save import Save, await_files
 from topkube.training.checkpoint.stages import Stages
-from topkube.training.reporting.warning import warn
 from topkube.world import World
 
 _CHECK_SECONDS = 0.25
@@ -55,7 +54,6 @@ class CheckpointStore:
         self._copies = HostCopies()
         self._save: Save | None = None
         self._hung: Future[Any] | None = None
-        self._memory_reported = False
 
     def claim(self) -> None:
         """Claim the directory: from now on this run writes to it, and no earlier run does. Raises CheckpointError."""
@@ -74,7 +72,9 @@ class CheckpointStore:
 
     # ---- reading
 
-    def load(self, copy: int, copies: int, check: Callable[[Loaded], None] = lambda loaded: None) -> Loaded | None:
+    def load(
+        self, copy: int, copies: int, check: Callable[[LoadedCheckpoint], None] = lambda loaded: None
+    ) -> LoadedCheckpoint | None:
         """Return the newest complete checkpoint; None if there is no checkpoint. If the world or the number of copies
         has changed, `own` holds residuals that are redistributed for copy number `copy` of `copies`, and no random
         generators. `check` raises Damaged for invalid contents.
@@ -120,7 +120,7 @@ class CheckpointStore:
             states[name_rank_file(self._world.rank)] = encode(own)
             if not self._lead:
                 return True
-            states[SHARED_FILE], is_copied = self._encode_shared(shared())
+            states[SHARED_FILE], is_copied = self._copies.encode(shared())
             assert self._claim is not None, "claim() comes first"
             self._claim.check()
             shutil.rmtree(folder, ignore_errors=True)
@@ -141,20 +141,6 @@ class CheckpointStore:
         sweep = self._retention.sweep if self._lead else lambda run, current: None
         self._save = Save.begin(step, folder, states, lambda: sweep(self._run, folder))
         return bool(rows.all())
-
-    def _encode_shared(self, state: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        """Return the encoded state, and True if its tensors are copies."""
-        try:
-            with self._copies.take() as copy:
-                return encode(state, copy), True
-        except NoRoom:
-            if not self._memory_reported:
-                self._memory_reported = True
-                warn(
-                    "host memory has no room for a copy of model and optimizer: training waits while checkpoints are"
-                    " written. Next: give the pod of rank 0 more memory"
-                )
-            return encode(state), False
 
     def advance(self) -> int | None:
         """Start the next stage of the save, after all ranks have finished the current stage. Return its step if it is

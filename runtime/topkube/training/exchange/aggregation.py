@@ -148,7 +148,7 @@ class AggregationSettings:
         """The aggregation of gradients within a node, if what was not sent stays in the node's weights."""
         return dataclasses.replace(self, algorithm=DENSE, warmup_steps=0, delay=0, schedule=())
 
-    def at(self, step: int) -> AggregationSettings:
+    def settings_at(self, step: int) -> AggregationSettings:
         """Return the aggregation in force after `step` updates."""
         return _apply_stages(self, sum(stage.from_step <= step for stage in self.schedule))
 

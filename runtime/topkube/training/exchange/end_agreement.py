@@ -1,4 +1,4 @@
-"""The agreement of all ranks at the end of a backward: one message with what each rank reports."""
+"""The agreement of all ranks at the end of a backward: one message with the report of each rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from topkube.training.ranks.queued_agreement import QueuedAgreement
 
 @dataclass(frozen=True)
 class EndReport:
-    """What a rank reports at the end of a backward."""
+    """The report of a rank at the end of a backward."""
 
     is_nonfinite: bool
     """True if the rank saw a value that was not finite."""
@@ -36,7 +36,8 @@ class EndReport:
 
 @dataclass(frozen=True)
 class EndAgreement:
-    """What the ranks have agreed on: the report of any rank. `can_gather_late` is True if all ranks can."""
+    """The agreement of the ranks. A field is True if it is True in the report of any rank; `can_gather_late` and
+    `has_equal_weights` are True if that holds for all ranks."""
 
     is_nonfinite: bool
     has_idle: bool
@@ -47,8 +48,8 @@ class EndAgreement:
 
 
 def agree_at_end(agreement: QueuedAgreement, comparison: RankComparison, own: EndReport) -> EndAgreement:
-    """Return what all ranks report together. All ranks call this together. Raises TrainingError on all ranks
-    if their steps, their trainable parameters or the factors of their gradient scalers differ."""
+    """Return the agreement of all ranks on their reports. All ranks call this together. Raises TrainingError on all
+    ranks if their steps, their trainable parameters or the factors of their gradient scalers differ."""
     trainable, weights, scale = own.trainable_digest, own.weights_digest, own.loss_scale
     numbers = [own.is_nonfinite, own.has_idle, trainable, -trainable, weights, -weights, own.has_unplanned]
     numbers += [own.steps, -own.steps, own.is_saved, not own.can_gather_late]

@@ -1,4 +1,4 @@
-"""The end of a backward pass: what all ranks exchange and decide together before `backward()` returns."""
+"""The end of a backward pass: the exchanges and decisions of all ranks before `backward()` returns."""
 
 from __future__ import annotations
 
@@ -63,8 +63,10 @@ class EndOfBackward:
         elif not self._gradients.may_leave_to_device:
             nonfinite = nonfinite.read()
         if self._plan.update_trainable() or agreed.has_unplanned:
-            new = self._plan.extend(seen)
-            more_nonfinite = self._queue.exchange_more([b for b in [*left_out, *new] if self._plan.is_active(b)])
+            new_buckets = self._plan.extend(seen)
+            more_nonfinite = self._queue.exchange_more(
+                [b for b in [*left_out, *new_buckets] if self._plan.is_active(b)]
+            )
             largest = self._agreement.maximum([_read(nonfinite) or _read(more_nonfinite), True])
             nonfinite, has_idle, can_gather_late = bool(largest[0] > 0), True, False
         if late is not None and self._exchange.reduced_parts is not None:
@@ -137,7 +139,7 @@ class EndOfBackward:
         if measured is not None and tuning.decide(self._agreement.maximum(measured).tolist(), self._plan.list_sizes()):
             used_residuals = self._exchange.algorithms.uses_residuals
             self._exchange.algorithms.adopt(tuning.choice)
-            if not used_residuals:  # residuals lie by bucket
+            if not used_residuals:  # residuals are stored by bucket
                 self._exchange.residuals.leave_buckets()
                 self._plan.plan_again()
 

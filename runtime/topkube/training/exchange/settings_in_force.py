@@ -33,7 +33,7 @@ class SettingsInForce:
         self._steps = steps
         if not self._aggregation.schedule:
             return
-        in_force, begins = self._aggregation.at(steps), self._aggregation.begins_stage_at(steps)
+        in_force, begins = self._aggregation.settings_at(steps), self._aggregation.begins_stage_at(steps)
         self._algorithms.change_to(in_force.within_node if in_force.in_weights else in_force, begins)
         self._plan.tuning.change_to(in_force, self._plan.list_sizes())
         self._algorithms.adopt(self._plan.tuning.choice)
@@ -50,7 +50,7 @@ class SettingsInForce:
     def density(self) -> float:
         """The current density: it falls during warm-up, and is 1 if all entries are sent."""
         has_density = DENSITY in self._algorithms.large.parameters
-        return self._aggregation.at(self._steps).density_at(self._steps) if has_density else 1.0
+        return self._aggregation.settings_at(self._steps).density_at(self._steps) if has_density else 1.0
 
     @property
     def is_warming_up(self) -> bool:

@@ -24,7 +24,7 @@ class AgreedWeightsCheck(WeightsCheck):
         super().__init__(parameters, mode, every)
         self._world, self._node_world, self._exchange = exchange.world, node_world, exchange
 
-    def digest(self) -> float:
+    def compute_digest(self) -> float:
         """Return a digest of the agreed weights (with one node: of its weights). It is the same on all ranks if all
         nodes have the same agreed weights and the ranks of each node the same weights. A collective of the node. Waits
         for a delayed exchange, which changes the agreed weights."""

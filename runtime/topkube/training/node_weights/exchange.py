@@ -30,7 +30,7 @@ import torch
 
 from topkube.algorithms import Route, find_algorithm
 from topkube.arrays import Array
-from topkube.collectives.all_reduce import between_nodes, finish_exchange, load
+from topkube.collectives.all_reduce import build_exchange, finish_exchange, load
 from topkube.collectives.call import Call, reserve_workspace
 from topkube.collectives.codec_all_reduce import CodecAllReduce
 from topkube.collectives.codecs import CodecOf
@@ -124,7 +124,7 @@ class WeightExchange:
         call = Call(self.world, f"{self.algorithm.name} sums", Request(shard, "sum"))
         call.check_between_nodes()
         if self.world.nodes > 1 and self.world.cross_comm is not None:
-            exchange, sent = between_nodes(Route.ALL_REDUCE, self.world.cross_comm, shard)
+            exchange, sent = build_exchange(Route.ALL_REDUCE, self.world.cross_comm, shard)
             finish_exchange(call, exchange, sent)
 
     @torch.no_grad()
@@ -171,7 +171,8 @@ class WeightExchange:
             self._one_stages[chunk.number].begin(current.call, own, exchanges, chunk.number)
 
     def _finish(self, current: _ChunkExchange, exchanges: Exchanges, squares: Squares | None) -> None:
-        """Finish the exchange of a chunk. Write the new weights. If it is delayed, compute what they differ by."""
+        """Finish the exchange of a chunk. Write the new weights. If the exchange is delayed, compute their
+        difference."""
         chunk, own, agreed = current.chunk, current.own, self.agreed[current.chunk.number]
         if self.world.cross_comm is not None:
             change = agreed

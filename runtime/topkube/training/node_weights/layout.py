@@ -1,4 +1,4 @@
-"""Where each parameter lies in the vectors that nodes exchange.
+"""The place of each parameter in the vectors that nodes exchange.
 
 The layout depends on the names and lengths of the parameters only, not on the order of backward. Every tensor begins
 at a multiple of 256 elements, and so does every shard: a block with its scale never contains two tensors or two

@@ -18,7 +18,7 @@ import torch
 from topkube import kernels
 from topkube.algorithms import Route
 from topkube.arrays import BFLOAT16, Array
-from topkube.collectives.all_reduce import between_nodes, finish_exchange
+from topkube.collectives.all_reduce import build_exchange, finish_exchange
 from topkube.collectives.call import Call, reserve_workspace
 from topkube.collectives.request import Request
 from topkube.training.exchange.buckets.parameter import Parameter
@@ -96,7 +96,7 @@ class SecondMoment:
                 self._add_rows(call, own[place], mean[place])
             else:
                 mean[place] = values[place] * np.float32(self._weights[world.node])
-                finish_exchange(call, *between_nodes(Route.ALL_REDUCE, world.cross_comm, mean[place]))
+                finish_exchange(call, *build_exchange(Route.ALL_REDUCE, world.cross_comm, mean[place]))
         call.all_gather(mean)
         count = int(self._bounds[-1])
         return values[:count], mean[:count]
@@ -107,7 +107,7 @@ class SecondMoment:
         rows = reserve_workspace(world, "rows of second moments", world.nodes * row_bytes, np.uint8)
         rows = rows.reshape(world.nodes, row_bytes)
         rows[world.node].view(BFLOAT16)[:] = own
-        finish_exchange(call, *between_nodes(Route.ALL_GATHER, world.cross_comm, rows))
+        finish_exchange(call, *build_exchange(Route.ALL_GATHER, world.cross_comm, rows))
         for row, weight in zip(rows, self._weights, strict=True):
             mean += row.view(BFLOAT16).astype(np.float32) * np.float32(weight)
 

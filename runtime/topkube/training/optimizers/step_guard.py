@@ -1,4 +1,4 @@
-"""Refuse a step of the torch optimizer that a DistributedOptimizer wraps."""
+"""The refusal of steps of the torch optimizer that a DistributedOptimizer wraps."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from topkube.training.optimizers.wrapper import OptimizerWrapper
 
 
 class StepGuard:
-    """Refuse every step of `optimizer`, and of the optimizers inside it, outside `allow_step()`: the exchange would not
-    notice the step, which raises TrainingError. The guard ends with `remove()`, or when nothing refers to it any more.
+    """A guard that refuses every step of `optimizer`, and of the optimizers inside it, outside `allow_step()`: such a
+    step raises TrainingError, because the exchange would not notice it. The guard ends with `remove()`, or when nothing
+    refers to it any more.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

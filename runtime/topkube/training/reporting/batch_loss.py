@@ -30,8 +30,8 @@ class BatchLoss:
 
     def take(self) -> torch.Tensor | None:
         """Return the loss of the batch, and forget it; None if it is unknown."""
-        taken, self._value = self._value, None
-        return taken
+        value, self._value = self._value, None
+        return value
 
     def _take_output(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.ndim == 0 and output.requires_grad:

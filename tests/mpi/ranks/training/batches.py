@@ -75,5 +75,5 @@ def case_the_sampler_distributes_every_sample_once(world: World) -> None:
     assert sorted(itertools.chain(*topkube.world.current().comm.allgather(list(sampler)))) == list(range(23))
     sampler.set_epoch(0)
     sampler.advance(9)
-    rest = topkube.world.current().comm.allgather(list(sampler))
-    assert [rest[i % len(rest)][i // len(rest)] for i in range(14)] == order[9:]
+    remaining = topkube.world.current().comm.allgather(list(sampler))
+    assert [remaining[i % len(remaining)][i // len(remaining)] for i in range(14)] == order[9:]

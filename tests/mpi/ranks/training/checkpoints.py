@@ -32,7 +32,7 @@ from topkube.training.checkpoint.residual_shares import recut
 from topkube.world import World
 
 
-class Thing:
+class ScriptObject:
     """An object of the script with its own state."""
 
     def __init__(self, state: Any = 0, loads: bool = True) -> None:
@@ -57,12 +57,14 @@ def make_shared_directory(world: World) -> Iterator[str]:
         shutil.rmtree(directory)
 
 
-def train(directory: str, steps: int, thing: Thing, model: torch.nn.Module | None = None) -> topkube.training.Run:
+def train(
+    directory: str, steps: int, script_object: ScriptObject, model: torch.nn.Module | None = None
+) -> topkube.training.Run:
     model = model or build_network()
     optimizer = build_optimizer(model, aggregation="hitopk", density=0.1)
     settings = Settings(checkpoint_directory=directory, checkpoint_every=2, checkpoint_keep=2)
     x, y = draw_samples(8)
-    with topkube.checkpointing(model, optimizer, settings=settings, thing=thing) as run:
+    with topkube.checkpointing(model, optimizer, settings=settings, script_object=script_object) as run:
         for x_, y_ in run.progress([(x, y)] * steps, total=steps):
             compute_loss(model, x_, y_).backward()
             optimizer.step()
@@ -82,30 +84,30 @@ def case_if_the_disk_of_one_rank_is_full_no_rank_has_the_checkpoint(world: World
 
     with make_shared_directory(world) as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(save_module, "write_state", write_or_refuse)
-        assert train(directory, 7, Thing()).failed_checkpoints == 1
+        assert train(directory, 7, ScriptObject()).failed_checkpoints == 1
         world.comm.Barrier()
         assert list_published(directory) == ["step-00000006.run-00001", "step-00000007.run-00001"]
 
 
 def case_a_state_that_cannot_be_saved_on_rank_0_ends_the_run_on_all(world: World) -> None:
     with make_shared_directory(world) as directory:
-        wanted = "thing.*cannot be saved: it is a builtins" if world.rank == 0 else "step 2 .*: rank 0 failed"
+        wanted = "script_object.*cannot be saved: it is a builtins" if world.rank == 0 else "step 2 .*: rank 0 failed"
         with pytest.raises(CheckpointError, match=wanted):
-            train(directory, 7, Thing(print))
+            train(directory, 7, ScriptObject(print))
         world.comm.Barrier()
         assert list_published(directory) == []
 
 
 def case_a_resume_that_fails_on_one_rank_leaves_all_as_they_were(world: World) -> None:
     with make_shared_directory(world) as directory:
-        train(directory, 2, Thing())
+        train(directory, 2, ScriptObject())
         model, last = build_network(), world.size - 1
         before = copy_weights(model)
         wanted = "belongs to another model" if world.rank == last else f"cannot be resumed from: rank {last} failed"
         with pytest.raises(CheckpointError, match=wanted):
-            train(directory, 4, Thing(loads=world.rank != last), model)
+            train(directory, 4, ScriptObject(loads=world.rank != last), model)
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
-        assert train(directory, 4, Thing()).step == 4
+        assert train(directory, 4, ScriptObject()).step == 4
 
 
 def case_weights_are_written_for_other_programs_or_fail_on_all_ranks(world: World) -> None:

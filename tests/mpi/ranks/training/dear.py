@@ -139,7 +139,7 @@ def case_gathers_begin_in_backward_while_the_link_is_idle(world: World) -> None:
         is_early = isinstance(pieces, decoupled.DecoupledAllReduce) and step > 0
         is_alone, makes_early = bool(step % 2), step % 2 == 0 or world.rank == 0
 
-        def halve(*arguments: Any) -> decoupled.Halved:
+        def halve(*arguments: Any) -> decoupled.HalvedArray:
             halved = decoupled.DecoupledAllReduce.halve(pieces, *arguments)
             pieces._is_halving = makes_early
             return halved

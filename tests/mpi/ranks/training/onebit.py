@@ -53,10 +53,10 @@ def lose_nothing(world: World, delay: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     left = sum_unsent_changes(world, optimizer, model)
-    for first, x, rest, sum_ in zip(start, read_agreed_weights(optimizer, model), left, total, strict=True):
+    for first, x, unsent, sum_ in zip(start, read_agreed_weights(optimizer, model), left, total, strict=True):
         moved = (first.double() - x.double()).numpy()
-        np.testing.assert_allclose(moved - (rest if world.nodes > 1 else 0), sum_, rtol=0, atol=2e-6)
-    assert world.nodes == 1 or max(float(np.abs(rest).max()) for rest in left) > 1e-4
+        np.testing.assert_allclose(moved - (unsent if world.nodes > 1 else 0), sum_, rtol=0, atol=2e-6)
+    assert world.nodes == 1 or max(float(np.abs(unsent).max()) for unsent in left) > 1e-4
     optimizer.unwrap()
 
 
@@ -252,8 +252,8 @@ def case_changes_of_weights_during_a_delayed_exchange_are_kept(world: World) -> 
 def sum_weights_and_rest(world: World, optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[np.ndarray]:
     """Return, for each parameter, the agreed weights plus the mean of what nodes have not sent."""
     agreed = [weights.double().numpy() for weights in read_agreed_weights(optimizer, model)]
-    rest = sum_unsent_changes(world, optimizer, model)
-    return [x + left if world.nodes > 1 else x for x, left in zip(agreed, rest, strict=True)]
+    unsent = sum_unsent_changes(world, optimizer, model)
+    return [x + left if world.nodes > 1 else x for x, left in zip(agreed, unsent, strict=True)]
 
 
 def case_accumulated_gradients_make_one_step(world: World) -> None:

@@ -155,13 +155,15 @@ def leave_checkpoint(world: World, directory: str) -> None:
         torch.from_numpy(world.comm.allreduce(optimizer.state[p]["exp_avg_sq"].double().numpy()) / world.size)
         for p in model.parameters()
     ]
-    owed = [torch.from_numpy(rest) for rest in left]
+    owed = [torch.from_numpy(unsent) for unsent in left]
     state: dict[str, Any] = {"x": x, "owed": owed, "second": second, "two_stage": world.nodes >= 8}
     leave_residuals_of_a_schedule(world, directory)
     delayed = run_until(world, f"{directory}/delayed", 6, delay=1)
     state["delayed"] = [
-        x.double() + torch.from_numpy(rest)
-        for x, rest in zip(read_agreed_weights(*delayed[::-1]), sum_unsent_changes(world, *delayed[::-1]), strict=True)
+        x.double() + torch.from_numpy(unsent)
+        for x, unsent in zip(
+            read_agreed_weights(*delayed[::-1]), sum_unsent_changes(world, *delayed[::-1]), strict=True
+        )
     ]
     saved_momentum = sum_outer_momentum(world, *run_until(world, f"{directory}/diloco", 6, **DILOCO))
     if world.rank == 0:
@@ -178,9 +180,9 @@ def take_up(world: World, directory: str) -> None:
         assert run.step == 6
         own = [world.comm.allreduce(p.detach().double().numpy()) / world.size for p in model.parameters()]
         owners = sum_owed_by_owners(world, optimizer, model)
-        assert any(rest.any() for rest in owners) == (left["two_stage"] and world.nodes >= 8)
-        for mean, owner, x, rest in zip(own, owners, left["x"], left["owed"], strict=True):
-            np.testing.assert_allclose(mean + owner, x.double().numpy() + rest.numpy(), rtol=0, atol=1e-6)
+        assert any(unsent.any() for unsent in owners) == (left["two_stage"] and world.nodes >= 8)
+        for mean, owner, x, unsent in zip(own, owners, left["x"], left["owed"], strict=True):
+            np.testing.assert_allclose(mean + owner, x.double().numpy() + unsent.numpy(), rtol=0, atol=1e-6)
         for parameter, second in zip(model.parameters(), left["second"], strict=True):
             mean = world.comm.allreduce(optimizer.state[parameter]["exp_avg_sq"].double().numpy()) / world.size
             assert (mean > 0).all() == bool((second > 0).all())
@@ -216,8 +218,8 @@ def take_up_outer_momentum(world: World, directory: str) -> None:
         return  # without other nodes there is no outer step
     wanted = torch.load(f"{directory}/momentum.pt", weights_only=True)
     model, optimizer = run_until(world, f"{directory}/diloco", 6, **DILOCO)
-    for mine, before in zip(sum_outer_momentum(world, model, optimizer), wanted, strict=True):
-        torch.testing.assert_close(mine, before, rtol=1e-5, atol=1e-9)
+    for momentum, before in zip(sum_outer_momentum(world, model, optimizer), wanted, strict=True):
+        torch.testing.assert_close(momentum, before, rtol=1e-5, atol=1e-9)
         assert before.any()
     model, optimizer = run_until(world, f"{directory}/diloco", 10, **DILOCO)
     assert are_equal_on_all_ranks(read_agreed_weights(optimizer, model))
@@ -261,7 +263,7 @@ def take_up_residuals_of_a_schedule(world: World, directory: str) -> None:
             (0 * compute_loss(model, *draw_batch(world.rank, run.step))).backward()
             optimizer.step()
             optimizer.zero_grad()
-    for now, x, rest in zip(copy_weights(model), left["x"], left["owed"], strict=True):
-        np.testing.assert_allclose(now.double(), x.double() - rest, rtol=0, atol=1e-6)
-    assert any(rest.abs().max() > 1e-4 for rest in left["owed"])
+    for weights, x, unsent in zip(copy_weights(model), left["x"], left["owed"], strict=True):
+        np.testing.assert_allclose(weights.double(), x.double() - unsent, rtol=0, atol=1e-6)
+    assert any(unsent.abs().max() > 1e-4 for unsent in left["owed"])
     optimizer.unwrap()

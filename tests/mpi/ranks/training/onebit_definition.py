@@ -159,8 +159,8 @@ class Definition:
     @torch.no_grad()
     def adopt(self, own: list[list[torch.Tensor]], x: list[torch.Tensor], owed: list[torch.Tensor]) -> None:
         """Continue from these weights of all nodes: rounding then does not add up over steps."""
-        for mine, theirs in [(self.x, x), (self.owed, owed), *zip(self.own, own, strict=True)]:
-            for parameter, values in zip(mine, theirs, strict=True):
+        for targets, sources in [(self.x, x), (self.owed, owed), *zip(self.own, own, strict=True)]:
+            for parameter, values in zip(targets, sources, strict=True):
                 parameter.copy_(values)
 
 
@@ -208,7 +208,7 @@ def follow_definition(
         train(world, model, optimizer, range(step, step + 1))
         everyone = world.comm.gather([tensor.numpy() for tensor in copy_weights(model)])
         x = read_agreed_weights(optimizer, model)
-        owners = [torch.from_numpy(rest) for rest in sum_owed_by_owners(world, optimizer, model)]
+        owners = [torch.from_numpy(unsent) for unsent in sum_owed_by_owners(world, optimizer, model)]
         problem = ""
         if definition is not None:
             own = [[torch.from_numpy(array) for array in everyone[ranks[0]]] for ranks in world.node_ranks]
@@ -228,11 +228,11 @@ def compare_step(
     definition: Definition, step: int, own: list[list[torch.Tensor]], x: list[torch.Tensor], owners: list[torch.Tensor]
 ) -> None:
     definition.step(build_network(), step)
-    for node, mine in enumerate(own):
-        assert_follows(mine, definition.own[node])
+    for node, weights in enumerate(own):
+        assert_follows(weights, definition.own[node])
     assert_follows(x, definition.x)
     assert_follows(owners, definition.owed)
-    is_owed = any(bool(rest.any()) for rest in owners)
+    is_owed = any(bool(unsent.any()) for unsent in owners)
     assert is_owed == (definition.has_two_stages and step + 1 >= definition.period)
     definition.adopt(own, x, owners)
 

@@ -1,4 +1,4 @@
-"""What the cases of onebit and the algorithms like it share: optimizers, batches, and sums over all ranks."""
+"""The parts that the cases of onebit and of similar algorithms share: optimizers, batches, and sums over all ranks."""
 
 from __future__ import annotations
 

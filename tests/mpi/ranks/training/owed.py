@@ -235,10 +235,10 @@ def case_the_residual_of_a_frozen_layer_waits(world: World) -> None:
             whole = shrink(compute_loss(model, x, y))
             gradients = torch.autograd.grad(whole, list(model.parameters()))
             model[3].requires_grad_(step % 2 == 0)
-            held = [g for p, g in zip(model.parameters(), gradients, strict=True) if p.requires_grad]
+            trained_gradients = [g for p, g in zip(model.parameters(), gradients, strict=True) if p.requires_grad]
             trained = [p for p in model.parameters() if p.requires_grad]
             model[3].requires_grad_(True)
-            count(sum(((p * g).sum() for p, g in zip(trained, held, strict=True)), torch.zeros(())))
+            count(sum(((p * g).sum() for p, g in zip(trained, trained_gradients, strict=True)), torch.zeros(())))
             model[3].requires_grad_(step % 2 == 0)
             loss.backward()
             optimizer.step()

@@ -25,7 +25,7 @@ Meanwhile = Callable[[str, int], None]
 """Called at moments of a run ("start", "loading", "step") with the number of the step that comes next, from 1."""
 
 
-class Watched(TensorDataset):
+class ReportingDataset(TensorDataset):
     """A dataset that reports each load of a sample."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
@@ -47,7 +47,7 @@ def run_with_checkpoints(
     torch.manual_seed(topkube.rank())
     optimizer = build_optimizer(model, aggregation="hitopk", density=0.05, warmup_steps=3, wire="bf16")
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
-    dataset = Watched(*draw_samples(10 * topkube.size() - 1))
+    dataset = ReportingDataset(*draw_samples(10 * topkube.size() - 1))
     sampler = topkube.data.DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=3, sampler=sampler)
     settings = Settings(checkpoint_directory=directory, checkpoint_every=every, checkpoint_keep=2)

@@ -65,7 +65,8 @@ def measure_wrongly(world: World, factor: float) -> Iterator[None]:
 
 @contextmanager
 def play_measured_steps(world: World, *seconds: float) -> Iterator[None]:
-    """Steps that seem to take `seconds`, one value for each comparison, with long exchanges that differ by rank."""
+    """Play steps that seem to take `seconds`, one value for each comparison, with long exchanges that differ by
+    rank."""
     steps, note_step = iter(seconds), Tuning.note_step
 
     def note_times(self: Tuning, now: float) -> list[float] | None:

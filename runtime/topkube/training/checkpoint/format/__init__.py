@@ -1,1 +1,1 @@
-"""What the files of a checkpoint contain: the encoding of state, its files, the manifest, the weights alone."""
+"""The contents of the files of a checkpoint: the encoding of state, its files, the manifest, the weights alone."""

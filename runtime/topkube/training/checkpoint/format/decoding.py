@@ -1,4 +1,4 @@
-"""Rebuild a state from its typed encoding (`encoding.py`)."""
+"""The decoding of states from their typed encoding (`encoding.py`)."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ SHARED_FILE = "shared.pt"
 
 @dataclass(frozen=True)
 class Manifest:
-    """`copies` holds, per rank, the copy of the residuals that the rank has a part of, and `number_of_copies` how many
-    there are in the world; both are None in format 1."""
+    """The contents of `checkpoint.json`. `copies` holds, per rank, the number of the copy of the residuals that the
+    rank has a part of. `number_of_copies` is their number in the world. Both are None in format 1."""
 
     node_ranks: tuple[tuple[int, ...], ...]
     files: dict[str, FileDigest]
@@ -70,7 +70,7 @@ def read_manifest(folder: Path) -> Manifest:
     return _build_manifest(about, folder)
 
 
-def is_whole(folder: Path) -> bool:
+def is_manifest_readable(folder: Path) -> bool:
     """Return True if the manifest in `folder` exists now and this version can read it."""
     try:
         _build_manifest(_parse(folder), folder)

@@ -77,7 +77,7 @@ class GradientHooks:
     def _hook(self, parameter: Parameter) -> None:
         exchange, hooks, tensor = self._exchange, weakref.ref(self), parameter.tensor
 
-        def before(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+        def before_accumulation(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
             owner, own = exchange(), hooks()
             if owner is None or own is None:
                 return None
@@ -85,7 +85,7 @@ class GradientHooks:
             own._defer(parameter)
             return None if replaced is None else (replaced,)
 
-        def after(*_: Any) -> None:
+        def after_accumulation(*_: Any) -> None:
             owner = exchange()
             if owner is not None:
                 owner.take_gradient(parameter)
@@ -95,7 +95,7 @@ class GradientHooks:
         node: Any = get_gradient_edge(tensor).node
         tensor.requires_grad_(not frozen)
         self._nodes.append(node)
-        self._handles += [node.register_prehook(before), node.register_hook(after)]
+        self._handles += [node.register_prehook(before_accumulation), node.register_hook(after_accumulation)]
 
     def _defer(self, parameter: Parameter) -> None:
         hooks = getattr(parameter.tensor, "_post_accumulate_grad_hooks", None)

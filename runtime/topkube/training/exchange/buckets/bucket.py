@@ -30,7 +30,7 @@ class Bucket:
     waiting: int = 0
     """The number of parameters whose gradient this backward has not produced yet."""
     memory: GradientMemory | None = None
-    """Where the gradients of a part of an overlapped exchange lie, if they may move."""
+    """The memory of the gradients of a part of an overlapped exchange, if they may move."""
 
     @property
     def length(self) -> int:

@@ -99,11 +99,11 @@ class BucketPlan:
         planned = [(parameter, self._bucket_of.get(parameter.index)) for parameter in self._parameters]
         if any(bucket is not None and bucket.has_rows != parameter.has_rows for parameter, bucket in planned):
             self._restore_buckets(self.order or [])
-        new = [p for p in self._list_unplanned() if flags[p.index]]
-        if new and self._choose_largest_size() is None:
+        new_parameters = [p for p in self._list_unplanned() if flags[p.index]]
+        if new_parameters and self._choose_largest_size() is None:
             self.tuning.measure()
-        names = self._order_by_readiness(seen, {p.index for p in new})
-        by_name = {parameter.name: parameter for parameter in new}
+        names = self._order_by_readiness(seen, {p.index for p in new_parameters})
+        by_name = {parameter.name: parameter for parameter in new_parameters}
         self.order = (self.order or []) + names
         return self._plan_more([by_name[name] for name in names])
 
@@ -140,8 +140,10 @@ class BucketPlan:
             return
         self.order = list(order)
         buckets = _build_buckets([[by_name[name] for name in names] for names in state.get("buckets", [])])
-        complete = {p.name for bucket in buckets for p in bucket.parameters} == {n for n in order if by_name[n].length}
-        if complete and state.get("bucket_sizes") == self._choose_largest_size():
+        is_complete = {p.name for bucket in buckets for p in bucket.parameters} == {
+            n for n in order if by_name[n].length
+        }
+        if is_complete and state.get("bucket_sizes") == self._choose_largest_size():
             self._adopt(buckets, [by_name[name] for name in order])
         else:
             self._restore_buckets(self.order)
@@ -156,13 +158,13 @@ class BucketPlan:
 
     def _plan_more(self, parameters: list[Parameter]) -> list[Bucket]:
         sizes = self._choose_largest_size()
-        new = plan_buckets(parameters, sizes, self.tuning.rate)
-        self._adopt(new, parameters)
-        return new
+        new_buckets = plan_buckets(parameters, sizes, self.tuning.rate)
+        self._adopt(new_buckets, parameters)
+        return new_buckets
 
-    def _adopt(self, new: list[Bucket], parameters: list[Parameter]) -> None:
-        self.buckets += new
-        for bucket in new:
+    def _adopt(self, new_buckets: list[Bucket], parameters: list[Parameter]) -> None:
+        self.buckets += new_buckets
+        for bucket in new_buckets:
             self._bucket_of.update({parameter.index: bucket for parameter in bucket.parameters})
         for parameter in parameters:
             self._bucket_of.setdefault(parameter.index, Bucket(parameter.dtype, True))  # no elements

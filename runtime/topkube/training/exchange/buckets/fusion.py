@@ -17,7 +17,7 @@ from topkube.training.exchange.buckets.parameter import Parameter
 BUCKET_BYTES = 25 * 2**20
 """The largest size that is chosen: larger buckets hide no more latency."""
 LEAST_BUCKET_BYTES = 2**20
-"""The smallest size that is chosen, and that of the first and the last bucket. The messages of smaller buckets cost
+"""The smallest size that is chosen, and the size of the first and the last bucket. The messages of smaller buckets cost
 more than they hide."""
 BUCKETS = 8
 """The number of buckets that a model has, if these bounds and the link allow it. While one bucket travels, the

@@ -1,4 +1,4 @@
-"""How many tensors use the same memory."""
+"""The number of tensors that use the same memory."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ class LateUpdates:
             hook.remove()
         unwatch()
 
-    # ---- one part
+    # ---- a part
 
     def _finish_if_needed(self, part: _LatePart, tensor: torch.Tensor, use: Use) -> None:
         """Finish the part before a call uses one of its tensors, if the call needs that."""
@@ -230,7 +230,7 @@ class LateUpdates:
                 self._update_part(part, part.hyperparameters)
 
     def _update_part(self, part: _LatePart, values: list[dict[str, Any]]) -> None:
-        present = [parameter.grad for parameter in part.parameters]
+        gradients_before = [parameter.grad for parameter in part.parameters]
         chosen = {id(parameter) for parameter in part.parameters}
         for parameter, gradient in zip(part.parameters, part.gradients, strict=True):
             parameter.grad = gradient
@@ -244,7 +244,7 @@ class LateUpdates:
             self._update(lambda tensor: id(tensor) in chosen, values)
         finally:
             optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
-            for parameter, before in zip(part.parameters, present, strict=True):
+            for parameter, before in zip(part.parameters, gradients_before, strict=True):
                 parameter.grad = before
 
     def _update(self, is_chosen: Callable[[torch.Tensor], bool], values: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Notice when a script uses a tensor whose value is not complete yet.
+"""The detection of uses of tensors whose values are not complete yet.
 
 A mode of torch sees every call of torch in Python before it runs, also the reads of attributes such as `.data`. If an
 argument is a registered tensor, its owner completes it first. Calls that need no values, such as `.shape`, pass.
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Use(Enum):
-    """How a call uses a tensor: it reads or writes its values (VALUES), or it replaces its gradient (GRADIENT)."""
+    """The use of a tensor by a call, which reads or writes its values (VALUES) or replaces its gradient (GRADIENT)."""
 
     VALUES = 1
     GRADIENT = 2

@@ -38,10 +38,11 @@ class BucketAlgorithms:
         stages += [algorithm for algorithm in compressed_choices if not algorithm.in_weights]
         self.keeper: Algorithm = next((stage for stage in stages if stage.residual is not None), self.large)
 
-    def change_to(self, aggregation: AggregationSettings, begins: bool = False) -> None:
-        """Use these settings from the next backward on. All ranks call this between the same two steps. If a stage of
-        the schedule `begins`, and its algorithm keeps no residual, the next step sends residuals whole."""
-        self.aggregation, self._begins_stage = aggregation, begins
+    def change_to(self, aggregation: AggregationSettings, begins_stage: bool = False) -> None:
+        """Use these settings from the next backward on. All ranks call this between the same two steps. If
+        `begins_stage` is True (of the schedule), and the algorithm keeps no residual, the next step sends residuals
+        whole."""
+        self.aggregation, self._begins_stage = aggregation, begins_stage
         self.choice: Choice | None = None
         self.dense_wire = find_initial_dense_wire(aggregation)
         self._resolve()
@@ -85,8 +86,8 @@ class BucketAlgorithms:
     def drains(self, bucket: Bucket) -> bool:
         """Return True if the exchange also sends the bucket's residual, because the algorithm in force does not keep
         it. The same on all ranks, whatever their residuals hold."""
-        begins = self._begins_stage or self._drained_steps > 0
-        if not begins or bucket.is_always_dense or self.keeper.residual is None:
+        is_first_step = self._begins_stage or self._drained_steps > 0
+        if not is_first_step or bucket.is_always_dense or self.keeper.residual is None:
             return False
         return self._load_algorithm(bucket.length).algorithm.residual is None
 

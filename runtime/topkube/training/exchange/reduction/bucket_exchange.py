@@ -1,47 +1,26 @@
-"""The exchange of a bucket in the communication thread: collect gradients, all-reduce them, deliver the means."""
+"""The exchange of buckets in the communication thread: the streams of a device, and the end of a backward."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 
-from topkube.algorithms import MATRIX_RANK
-from topkube.arrays import view_flat
-from topkube.collectives import AllReduce, Request
-from topkube.collectives.dense import Hierarchical
 from topkube.collectives.device.memory import DeviceFlag, Mark
 from topkube.collectives.device.nccl_link import measure_nccl_link
 from topkube.collectives.device.pipeline import DeviceAllReduce
-from topkube.collectives.double import average_doubles
-from topkube.collectives.error_feedback import Residual
 from topkube.settings import Settings
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.bucket import Bucket
-from topkube.training.exchange.buckets.parameter import Parameter, view_real
+from topkube.training.exchange.buckets.parameter import view_real
 from topkube.training.exchange.reduction.bucket_algorithms import BucketAlgorithms, refuse_gpu_algorithms
+from topkube.training.exchange.reduction.bucket_reduction import BucketReduction, ReductionTask
 from topkube.training.exchange.reduction.delivery import Delivery
 from topkube.training.exchange.reduction.overlapped_buckets import OverlappedBuckets
 from topkube.training.exchange.reduction.residuals import Momentum, Residuals
-from topkube.training.exchange.reduction.sparse_gradients import average_rows, is_finite
 from topkube.training.exchange.reduction.staging import Staging
-from topkube.training.ranks.agreement import open_agreement
 from topkube.world import World
-
-
-@dataclass(frozen=True, eq=False)
-class _Task:
-    """The exchange of one bucket by one all-reduce. `mark` and `loss_scale` are as for `BucketExchange.run`."""
-
-    bucket: Bucket
-    all_reduce: AllReduce
-    density: float
-    mark: Mark | None
-    loss_scale: float
 
 
 class BucketExchange:
@@ -69,13 +48,14 @@ class BucketExchange:
         self.algorithms = BucketAlgorithms(world, aggregation, compressed_choices)
         self.residuals = Residuals(world, self.algorithms.keeper, momentum, device)
         self.on_device = DeviceAllReduce(world, device, settings.device_graphs) if device is not None else None
-        self._staging = Staging(1 if device is None else 2)
-        self._delivery = Delivery(self.on_device)
+        staging, delivery = Staging(1 if device is None else 2), Delivery(self.on_device)
         self._overlapped: OverlappedBuckets | None = None
         if device is None and world.nodes > 1:
-            self._overlapped = OverlappedBuckets(world, self._staging, self._delivery, aggregation.is_decoupled)
+            self._overlapped = OverlappedBuckets(world, staging, delivery, aggregation.is_decoupled)
         self.reduced_parts = self._overlapped.reduced_parts if self._overlapped is not None else None
-        self._agreement = open_agreement(world)
+        self._reduction = BucketReduction(
+            world, self.algorithms, self.residuals, staging, delivery, self.on_device, self._overlapped
+        )
         self._scale: tuple[torch.Tensor, float] | None = None
 
     def measure_nccl_link(self) -> float | None:
@@ -109,10 +89,10 @@ class BucketExchange:
         returned when the gradients were handed over; `loss_scale` is the factor by which the loss was multiplied."""
         with self._work_after(mark):
             if bucket.has_rows:
-                self._finish_overlapped()
-                return self._exchange_rows(bucket.parameters[0], mark)
+                return self._reduction.reduce_rows(bucket.parameters[0], mark)
             all_reduce = self.algorithms.choose(bucket, density, is_warming_up)
-            return self._exchange_strided(_Task(bucket, all_reduce, density, mark, self._read_factor(loss_scale)))
+            task = ReductionTask(bucket, all_reduce, density, mark, self._read_factor(loss_scale))
+            return self._reduction.reduce_strided(task)
 
     def _read_factor(self, loss_scale: torch.Tensor | float) -> float:
         """Return the factor as a number. A factor on the device is read once per backward, because that waits."""
@@ -133,98 +113,6 @@ class BucketExchange:
         with self.on_device.on_stream():
             yield
 
-    def _exchange_strided(self, task: _Task) -> bool:
-        bucket, all_reduce = task.bucket, task.all_reduce
-        if self.algorithms.drains(bucket):
-            return self._exchange_with_residual(task)
-        if all_reduce.algorithm.residual is None and bucket.residual is not None:
-            self.residuals.forget_zeros(bucket)
-        if self.world.size == 1 and not all_reduce.algorithm.compresses:
-            trainable = [parameter for parameter in bucket.parameters if parameter.tensor.requires_grad]
-            return self._delivery.deliver_alone(trainable, task.mark)
-        if bucket.dtype != torch.float64:
-            if self.on_device is not None:
-                self._begin_on_device(task)
-                return True
-            if self._overlapped is not None and isinstance(all_reduce, Hierarchical):
-                values = torch.empty(bucket.length, dtype=bucket.dtype, device="meta")
-                self._overlapped.begin(bucket, all_reduce, self._build_request(values, task))
-                return True
-        self._finish_overlapped()
-        if bucket.dtype == torch.float64:
-            return self._exchange_doubles(bucket, task.mark)
-        flat = self._staging.collect(bucket)
-        request = self._build_request(view_flat(flat, "bucket", writable=True), task)
-        with self._set_frozen_aside(bucket, request.residual):
-            finite = all_reduce.run(self.world, request)
-        self._delivery.deliver(bucket, flat, task.mark)
-        return finite
-
-    def _exchange_with_residual(self, task: _Task) -> bool:
-        """Exchange the gradients with all that was not sent before, by an algorithm that keeps nothing."""
-        self._finish_overlapped()
-        bucket = task.bucket
-        flat, residual = self._staging.collect(bucket), self.residuals.prepare(bucket, task.loss_scale)
-        with self._set_frozen_aside(bucket, residual):
-            start, stop = self.residuals.find_range(bucket)
-            owed = torch.as_tensor(residual.current, device=flat.device)
-            flat[start:stop] += (owed * self.world.size).to(flat.dtype)  # the mean divides by the ranks
-            residual.pending[:] = 0
-            if self.on_device is not None:
-                request = self._build_request(flat, task)
-                delivered = partial(self._delivery.deliver, bucket, flat, task.mark)
-                self.on_device.begin(task.all_reduce, request, finished=delivered)
-                return True
-            array = view_flat(flat, "bucket", writable=True)
-            finite = task.all_reduce.run(self.world, self._build_request(array, task))
-        self._delivery.deliver(bucket, flat, task.mark)
-        return finite
-
-    def _begin_on_device(self, task: _Task) -> None:
-        assert self.on_device is not None
-        flat = self._staging.collect(task.bucket)
-        request = self._build_request(flat, task)
-        with self._set_frozen_aside(task.bucket, request.residual):
-            delivered = partial(self._delivery.deliver, task.bucket, flat, task.mark)
-            self.on_device.begin(task.all_reduce, request, finished=delivered)
-
-    def _exchange_doubles(self, bucket: Bucket, mark: Mark | None) -> bool:
-        flat = self._staging.collect(bucket)
-        host = flat.cpu()
-        finite = average_doubles(self.world, host.numpy())
-        if host is not flat:
-            flat.copy_(host)
-        self._delivery.deliver(bucket, flat, mark)
-        return finite
-
-    def _exchange_rows(self, parameter: Parameter, mark: Mark | None) -> bool:
-        is_trained = parameter.tensor.requires_grad
-        own = parameter.tensor.grad if parameter.is_local and is_trained else None
-        mean = average_rows(self.world, self._agreement, own, parameter.tensor, parameter.gradient_dtype)
-        finite = is_finite(mean)
-        if is_trained:
-            self._delivery.deliver_rows(parameter, mean, mark)
-        return finite
-
-    def _build_request(self, array: Any, task: _Task) -> Request:
-        algorithm, bucket, aggregation = task.all_reduce.algorithm, task.bucket, self.algorithms.aggregation
-        return Request(
-            array,
-            "mean",
-            task.density if algorithm.compresses else 1.0,
-            aggregation.wire if algorithm.compresses else "fp32",
-            aggregation.selection,
-            self.residuals.prepare(bucket, task.loss_scale) if algorithm.residual is not None else None,
-            "fp32" if bucket.is_always_dense else self.algorithms.dense_wire,
-            aggregation.matrix_rank,
-            bucket.matrices if MATRIX_RANK in algorithm.parameters else (),
-        )
-
-    def _set_frozen_aside(self, bucket: Bucket, residual: Residual | None) -> AbstractContextManager[None]:
-        if residual is None or all(parameter.tensor.requires_grad for parameter in bucket.parameters):
-            return nullcontext()
-        return self.residuals.set_frozen_aside(bucket, residual)
-
     # ---- the end of a backward
 
     @torch.no_grad()
@@ -234,11 +122,6 @@ class BucketExchange:
             self.on_device.memory.enter_thread()
             return self.on_device.flush()
         return self._overlapped is None or self._overlapped.flush()
-
-    def _finish_overlapped(self) -> None:
-        """Finish the dense buckets that are under way, before an exchange that sends its messages in another way."""
-        if self._overlapped is not None:
-            self._overlapped.finish()
 
     def agrees_on_device(self, buckets: Iterable[Bucket]) -> bool:
         """Return True if all ranks agree on the device whether these buckets are finite, so that no host waits for the

@@ -62,13 +62,13 @@ def find_exchange_device(parameters: Sequence[Parameter], settings: Settings | N
             cause="only a part of the model was moved to another device",
             next_step="call model.to(topkube.device()) before you create the optimizer, or use an optimizer per device",
         )
-    only = next(iter(devices), torch.device("cpu"))
-    if only.type == "cuda" or (settings or Settings.from_environment()).node_exchange == "torch":
+    single_device = next(iter(devices), torch.device("cpu"))
+    if single_device.type == "cuda" or (settings or Settings.from_environment()).node_exchange == "torch":
         if sharded := [parameter.name for parameter in parameters if is_sharded(parameter.tensor)]:
             raise ArgumentError(
-                f"parameter {sharded[0]} is a DTensor on {only}",
+                f"parameter {sharded[0]} is a DTensor on {single_device}",
                 cause="FSDP2 or tensor parallelism sharded the model; TopKube exchanges shards on the CPU only",
                 next_step="keep sharded models on the CPU, or train the whole model on each GPU",
             )
-        return only
+        return single_device
     return None

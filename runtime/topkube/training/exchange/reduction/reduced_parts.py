@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from topkube.collectives.decoupled import DecoupledAllReduce, Halved
+from topkube.collectives.decoupled import DecoupledAllReduce, HalvedArray
 from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.parameter import view_real
 from topkube.training.exchange.reduction.delivery import Delivery
@@ -20,7 +20,7 @@ class ReducedPart:
 
     part: Bucket
     flat: torch.Tensor
-    halved: Halved
+    halved: HalvedArray
 
     @property
     def is_in_place(self) -> bool:
@@ -44,8 +44,8 @@ class ReducedParts:
 
     def take(self) -> list[ReducedPart]:
         """Return the parts, and forget them. The last part comes first, because the next forward needs it first."""
-        taken, self.parts = self.parts[::-1], []
-        return taken
+        parts, self.parts = self.parts[::-1], []
+        return parts
 
     def gather(self, parts: Sequence[ReducedPart]) -> None:
         """Begin to gather the parts, in their order."""

@@ -153,13 +153,17 @@ class Residuals:
             if name in frozen
         ]
         kinds = [(residual.current, "pending")] + [(residual.velocity, "pending_velocity")] * bool(residual.momentum)
-        held = [(values, twin, place, _copy_values(values[place])) for values, twin in kinds for place in places]
-        for values, _, place, _ in held:
+        kept = [
+            (values, pending_name, place, _copy_values(values[place]))
+            for values, pending_name in kinds
+            for place in places
+        ]
+        for values, _, place, _ in kept:
             values[place] = 0
         yield
-        for values, twin, place, waiting in held:
-            values[place] = waiting
-            getattr(residual, twin)[place] = waiting
+        for values, pending_name, place, kept_values in kept:
+            values[place] = kept_values
+            getattr(residual, pending_name)[place] = kept_values
 
     def _list_all(self) -> Iterator[Residual]:
         return (bucket.residual for bucket in self._buckets if bucket.residual is not None)

@@ -77,13 +77,13 @@ class DeviceDecisions:
 
     def take_closed(self) -> list[StepDecision]:
         """Return the decisions about gradients that were zeroed since, and forget them."""
-        taken, self._closed = self._closed, []
-        return taken
+        decisions, self._closed = self._closed, []
+        return decisions
 
     def take_open(self) -> StepDecision | None:
         """Return the decision about the gradients that are there now, and forget it."""
-        taken, self._open = self._open, None
-        return taken
+        decision, self._open = self._open, None
+        return decision
 
 
 def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:

@@ -137,10 +137,10 @@ class StepGradients:
 
     # ---- around the optimizer's step
 
-    def may_step(self) -> bool:
-        """Return True if the optimizer may step. It may not if all ranks agreed that a gradient is not finite, unless
-        the script has made the gradient finite since. Also forgets that agreement. It may step if the device decides:
-        the step then changes nothing if a gradient is not finite."""
+    def decide_step(self) -> bool:
+        """Return True if the optimizer makes its step. It does not if all ranks agreed that a gradient is not finite,
+        unless the script has made the gradient finite since. Also forgets that agreement. If the device decides, the
+        optimizer makes its step, which then changes nothing if a gradient is not finite."""
         if self.decisions.is_open and not self.decisions.are_possible:  # the script has changed the optimizer
             self.settle()
         skip, self._are_nonfinite = self._are_nonfinite and (self._were_nonfinite or self._has_nonfinite()), False

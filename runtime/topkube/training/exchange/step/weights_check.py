@@ -36,7 +36,7 @@ class WeightsCheck:
         """Return True if the exchange after `steps` steps compares weights. The same on all ranks."""
         return self._mode != "off" and (first or steps % self._every == 0)
 
-    def digest(self) -> float:
+    def compute_digest(self) -> float:
         """Return a digest of all weights, of 53 bits, which float64 represents exactly."""
         checksums = _compute_checksums([view_real(parameter.tensor) for parameter in self._parameters])
         return _hash(b"".join(checksum.to_bytes(8, "little") for checksum in checksums))

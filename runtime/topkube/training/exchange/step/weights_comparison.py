@@ -1,4 +1,4 @@
-"""When the ranks compare their weights: at the first step, and with the agreement at the end of a backward."""
+"""The comparisons of weights by all ranks: at the first step, and with the agreement at the end of a backward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class WeightsComparison:
         if not self.is_first_due:
             return
         self._is_first = False
-        digest = self.check.digest()
+        digest = self.check.compute_digest()
         high, low = self._agreement.maximum([digest, -digest])
         self.report(digest, high == -low, True)
 
@@ -41,7 +41,7 @@ class WeightsComparison:
         """Compute the digest after `steps` updates if a comparison is due. `finish_late` finishes the last update."""
         if self._agreement.world.size > 1 and self.check.is_due(steps, False):
             finish_late()
-            self._digest = self.check.digest()
+            self._digest = self.check.compute_digest()
 
     def withdraw(self) -> None:
         """Compare nothing for a step that the device has skipped."""

@@ -85,7 +85,7 @@ class Tuning:
         self.is_saved = False
         """True if this rank saved the state since the last exchange."""
         self._world, self._agreement = world, agreement
-        self._job, self._aggregation = aggregation, aggregation.at(0)
+        self._job, self._aggregation = aggregation, aggregation.settings_at(0)
         self._measure_nccl, self.compressed_choices = measure_nccl, compressed_choices
         self._trial: _Trial | None = None
         self._is_settled = self._must_repeat = False

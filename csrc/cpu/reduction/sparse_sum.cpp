@@ -1,17 +1,18 @@
-#include "cpu/reduction/spread.hpp"
+#include "cpu/reduction/sparse_sum.hpp"
 
 #include <algorithm>
 
+#include "cpu/elements.hpp"
 #include "cpu/float_state.hpp"
 #include "cpu/paths/path.hpp"
 #include "cpu/stream.hpp"
 
 namespace topkube {
 
-void spread(void* out, Dtype dtype, std::size_t length, const std::vector<SparsePart>& parts) {
+void sum_sparse(void* out, Dtype dtype, std::size_t length, const std::vector<SparsePart>& parts) {
   constexpr std::size_t block = 4096;
   const IeeeScope ieee;
-  const PathKernels& path = active();
+  const PathKernels& path = active_path();
   const std::size_t item = item_size(dtype);
   alignas(64) float sums[block] = {};
   alignas(64) std::uint16_t narrow[block];
@@ -31,13 +32,13 @@ void spread(void* out, Dtype dtype, std::size_t length, const std::vector<Sparse
     if (dtype == Dtype::f32) {
       stream_copy(to, sums, size * item);
     } else {
-      path.narrow[static_cast<int>(dtype)](narrow, sums, size, 1.0f);
+      path.narrow[code_of(dtype)](narrow, sums, size, 1.0f);
       stream_copy(to, narrow, size * item);
     }
     for (std::size_t p = 0; p < parts.size(); ++p)
       for (std::size_t i = first[p]; i < next[p]; ++i) sums[parts[p].indices[i] - start] = 0.0f;
   }
-  stream_end();
+  end_stream();
 }
 
 }  // namespace topkube
