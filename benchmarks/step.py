@@ -49,6 +49,7 @@ RATES = (UNSHAPED, "1gbit", "100mbit")
 LAYOUTS = {"2x1": (1, 1), "2x2": (2, 2), "4x1": (1, 1, 1, 1)}
 OURS = (
     *("dense", "dense_bf16", "dear", "dear_bf16", "int8", "int4", "hitopk", "onebit", "onebit_delayed", "topk1bit"),
+    "topk1bit_delayed",
     "auto",
     "auto_own",
 )

@@ -18,6 +18,7 @@ NAMES = {
     "onebit": "**TopKube onebit**",
     "onebit_delayed": "**TopKube onebit, delay 1**",
     "topk1bit": "**TopKube topk1bit**",
+    "topk1bit_delayed": "**TopKube topk1bit, delay 1**",
     "auto": "**TopKube auto**",
     "auto_own": "**TopKube auto, own weights**",
     "ddp": "DDP",
