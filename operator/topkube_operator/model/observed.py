@@ -236,11 +236,11 @@ class Child:
     def from_object(cls, kind: str, child: Mapping[str, Any]) -> Child:
         metadata = child["metadata"]
         is_being_deleted = bool(metadata.get("deletionTimestamp"))
-        content, version = select_comparable(kind, child), metadata.get("resourceVersion") or ""
+        content, version = select_compared_content(kind, child), metadata.get("resourceVersion") or ""
         return cls(kind, metadata["name"], metadata.get("uid") or "", content, is_being_deleted, version)
 
 
-def select_comparable(kind: str, child: Mapping[str, Any]) -> dict[str, Any]:
+def select_compared_content(kind: str, child: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of a child that must match. Secrets become digests, so that the cache holds no key. Of a
     Workload it is the queue, and the status, which Kueue writes."""
     if kind == "Workload":
@@ -391,8 +391,8 @@ def _choose_main_container(role: Any, annotations: Mapping[str, Any]) -> str:
     return names.LAUNCHER if role == names.LAUNCHER else annotations.get(names.DEFAULT_CONTAINER) or ""
 
 
-def _read_number(text: Any, otherwise: int) -> int:
+def _read_number(text: Any, default: int) -> int:
     try:
         return int(text)
     except (TypeError, ValueError):
-        return otherwise
+        return default

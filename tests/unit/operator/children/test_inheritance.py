@@ -115,14 +115,16 @@ def test_a_guaranteed_pod_stays_guaranteed_with_a_launcher_inside() -> None:
         _build_template_with(limits=exact),
         _build_template_with(limits=exact, requests={"cpu": "4000m", "memory": "8192Mi"}),
     ):
-        pod = pods.build_colocated(
+        pod = pods.build_colocated_worker(
             parse_job(template=template, launcher=colocated), "uid-1", 1, [(0, 1), (1, 1)], POLICY
         )
         head = next(entry for entry in pod["spec"]["containers"] if entry["name"] == "launcher")
         assert head["resources"]["requests"] == head["resources"]["limits"]
         assert set(head["resources"]["limits"]) == {"cpu", "memory"}
     burstable = _build_template_with(limits=exact, requests={"cpu": "1"})
-    pod = pods.build_colocated(parse_job(template=burstable, launcher=colocated), "uid-1", 1, [(0, 1), (1, 1)], POLICY)
+    pod = pods.build_colocated_worker(
+        parse_job(template=burstable, launcher=colocated), "uid-1", 1, [(0, 1), (1, 1)], POLICY
+    )
     head = next(entry for entry in pod["spec"]["containers"] if entry["name"] == "launcher")
     assert head["resources"]["requests"] == {"cpu": "50m", "memory": "96Mi"}
 
@@ -140,7 +142,7 @@ def test_the_launchers_resources_can_be_set(colocate: bool) -> None:
     wanted = {"requests": {"cpu": "250m", "memory": "1Gi"}, "limits": {"cpu": "250m", "memory": "1Gi"}}
     made = parse_job(launcher={"colocate": colocate, "resources": wanted})
     if colocate:
-        pod = pods.build_colocated(made, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
+        pod = pods.build_colocated_worker(made, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
         head = next(entry for entry in pod["spec"]["containers"] if entry["name"] == "launcher")
     else:
         _, head = build_launcher(made)

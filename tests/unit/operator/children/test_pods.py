@@ -138,7 +138,7 @@ def test_a_launcher_sees_no_gpu_unless_its_template_asks_for_one() -> None:
     """Images for CUDA ask for all GPUs of the node, and a container that requests none would get them."""
     assert _read_visible_gpus(build_worker(parse_job())[1]) is None
     assert _read_visible_gpus(build_launcher(parse_job())[1]) == "void"
-    pod = pods.build_colocated(parse_job(launcher={"colocate": True}), "uid", 1, [(0, 1), (1, 1)], POLICY)
+    pod = pods.build_colocated_worker(parse_job(launcher={"colocate": True}), "uid", 1, [(0, 1), (1, 1)], POLICY)
     seen = {container["name"]: _read_visible_gpus(container) for container in pod["spec"]["containers"]}
     assert seen == {"worker": None, "launcher": "void"}
     for part, expected in (
@@ -152,7 +152,7 @@ def test_a_launcher_sees_no_gpu_unless_its_template_asks_for_one() -> None:
 
 def test_worker_0_reaches_a_colocated_launcher_by_the_address_of_its_own_pod() -> None:
     job = parse_job(launcher={"colocate": True})
-    pod = pods.build_colocated(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
+    pod = pods.build_colocated_worker(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
     trainer, head = pod["spec"]["containers"]
     assert contract.WorkerPlan.read(read_environment(trainer)["TOPKUBE_WORKER"]).launcher == "$(TOPKUBE_POD_IP):7077"
     order = [entry["name"] for entry in trainer["env"]]
@@ -322,7 +322,7 @@ def test_every_template_makes_a_pod_or_raises_a_job_error(pod: Any, container: A
         stored_job = parse_job(template={"spec": {"containers": [trainer], **pod}})
         pods.build_worker(stored_job, "uid-1", 0, 1, "10.0.0.9", POLICY)
         pods.build_launcher(stored_job, "uid-1", 1, [(0, 1)], POLICY)
-        pods.build_colocated(stored_job, "uid-1", 1, [(0, 1)], POLICY)
+        pods.build_colocated_worker(stored_job, "uid-1", 1, [(0, 1)], POLICY)
     except JobError:
         pass
 

@@ -162,7 +162,7 @@ def test_every_field_of_a_workers_template_is_in_its_pods(
     kept = remove_command(template)
     for pod in (
         pods.build_worker(job, "uid-1", 1, 1, "10.0.0.9", POLICY),
-        *([pods.build_colocated(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)] if colocate else []),
+        *([pods.build_colocated_worker(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)] if colocate else []),
     ):
         assert find_lost_paths(pod, kept) == []
         trainer = next(item for item in pod["spec"]["containers"] if item["name"] == "worker")

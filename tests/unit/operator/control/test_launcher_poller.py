@@ -32,7 +32,7 @@ LARGEST_STATUS = 64 << 10
 
 def build_tls(uid: str = UID) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    derived = credentials.derive(SEED, uid)
+    derived = credentials.derive_credentials(SEED, uid)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "both.pem")
         path.write_text(derived.certificate + derived.key)

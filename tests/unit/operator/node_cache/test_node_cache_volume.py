@@ -35,7 +35,7 @@ def test_any_user_of_a_namespace_writes_in_its_folder_and_other_namespaces_canno
     # As in a pod: the namespace's folder is all there is. All that Python needs is loaded before.
     before = (
         "import numpy, xxhash, json, mmap, uuid, tempfile, encodings.idna\n"
-        "import topkube_operator.node_cache.volume as v; v._preload()\n"
+        "import topkube_operator.node_cache.volume as v; v._load_modules()\n"
     )
     for uid, key in ((1000, "a" * 32), (2000, "b" * 32)):
         command = [sys.executable, "-c", before + script, str(volume.root / "team-a"), str(uid), key]
