@@ -18,7 +18,7 @@ from topkube_operator.model.observed import Gang, Policy
 OPERATOR_LABELS = {"app.kubernetes.io/name": "topkube", "app.kubernetes.io/component": "operator"}
 """Labels of the operator's own pods (manifests/ and the chart set them)."""
 PROMETHEUS = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}
-"""The peer that may scrape workers if the admin names no others."""
+"""The peer that may scrape workers if the admin names no other peers."""
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
 
 

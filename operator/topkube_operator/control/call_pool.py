@@ -19,6 +19,7 @@ class _Batch:
     ends_batch: Callable[[Any], bool]
     results: list[Any] = field(default_factory=list)
     begun_calls: int = 0
+    """The number of calls that have begun. They begin in the order of the items."""
     ended_calls: int = 0
     error: BaseException | None = None
     is_stopped: bool = False

@@ -165,7 +165,7 @@ class OperatorMetrics:
             waiting, working = self._queue.count_waiting(), self._queue.count_working()
             self._waiting.set(waiting)
             self._working.set(working)
-            self._oldest.set(self._queue.find_oldest())
+            self._oldest.set(self._queue.measure_oldest_wait())
         return generate_latest(self._events) + render_jobs(jobs).encode()
 
     def _add_gauge(self, metric: Metric) -> Gauge:

@@ -1,8 +1,8 @@
 """Who may read /metrics: TLS for the connection, and Kubernetes' own authentication for the caller.
 
-With authentication, a scraper sends the token of its service account. The API server returns whose token it is
-(TokenReview), and whether that account may `get` the non-resource URL /metrics (SubjectAccessReview). The kubelet's
-probes need no token.
+With authentication, a scraper sends the token of its service account. The API server tells which account owns the
+token (TokenReview), and whether that account may `get` the non-resource URL /metrics (SubjectAccessReview). The
+kubelet's probes need no token.
 """
 
 from __future__ import annotations

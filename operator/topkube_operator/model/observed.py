@@ -226,7 +226,7 @@ class Child:
     name: str
     uid: str
     content: Mapping[str, Any]
-    """The part that the operator compares. Of a Secret it holds digests only."""
+    """The part that the operator compares. A Secret's data are stored as digests."""
     is_being_deleted: bool = False
     """True if only a finalizer, usually of another controller, keeps the object."""
     version: str = ""
@@ -241,8 +241,8 @@ class Child:
 
 
 def select_compared_content(kind: str, child: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a child that must match. Secrets become digests, so that the cache holds no key. Of a
-    Workload it is the queue, and the status, which Kueue writes."""
+    """Return the part of a child that must match. A Secret's data become digests, so that the cache holds no key. A
+    Workload's part is its queue, and the status that Kueue writes."""
     if kind == "Workload":
         status = child.get("status")
         kept = {name: status[name] for name in _WORKLOAD_STATUS if name in status} if isinstance(status, dict) else {}

@@ -59,7 +59,7 @@ class Event:
 
 @dataclass
 class StatusDraft:
-    """One job's status. `set` adds an Event for every condition that changes."""
+    """One job's status, with the Events that its changes cause."""
 
     now: datetime
     generation: int | None

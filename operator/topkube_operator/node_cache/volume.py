@@ -1,7 +1,7 @@
 """The cache directory of a node: one folder per namespace, each with its own disk tier (`topkube.data.cache`).
 
 Pods write into their namespace's folder and may put anything there: links to other places, pipes that never answer,
-files without end. Therefore a child process reads such a folder. The child sees nothing else (chroot), and has little
+endless files. Therefore a child process reads such a folder. The child sees nothing else (chroot), and has little
 memory and a deadline. Its answer is checked.
 """
 

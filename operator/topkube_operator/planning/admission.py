@@ -27,7 +27,7 @@ _REASONS = {reason.lower(): reason for reason in USUAL_REASONS}
 
 
 ReadClaim = Callable[[str, str], Mapping[str, Any] | None]
-"""Return a PersistentVolumeClaim by namespace and name; None if it cannot be read."""
+"""Reads a PersistentVolumeClaim by namespace and name. Returns None if that fails."""
 
 
 def review(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,8 @@ _FORGOTTEN_AFTER = 600.0
 
 @dataclass
 class _Contest:
+    """The operator's writes of one child that another controller changes back."""
+
     digest: str
     count: int
     written_at: float

@@ -83,7 +83,7 @@ def build_pods_report(workload: Child, draft: StatusDraft) -> StatusPatch | None
 
 
 def build_end_report(workload: Child | None, draft: StatusDraft) -> StatusPatch | None:
-    """Return the change that gives back the quota of a finished job; None if that is done."""
+    """Return the change that gives back the quota of a finished job; None if it is given back already."""
     if workload is None or workloads.has_condition(workload, "Finished"):
         return None
     message = str(draft.conditions.get(draft.phase, {}).get("message") or draft.phase)
@@ -100,7 +100,7 @@ def _build_patch(
     now: datetime,
     more: Mapping[str, Any] | None = None,
 ) -> StatusPatch | None:
-    """Return the merge patch of a Workload's status with other conditions; None if the conditions are so already."""
+    """Return the merge patch that sets conditions of a Workload; None if the Workload has them already."""
     stored = [dict(entry) for entry in workload.content.get("status", {}).get("conditions") or ()]
     conditions, has_changed = {str(entry.get("type")): entry for entry in stored}, bool(more)
     for kind, is_true, reason, message in changes:

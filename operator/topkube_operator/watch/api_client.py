@@ -85,9 +85,9 @@ class Cluster:
             "GET", self._build_path(kind, namespace), query=query, timeout=timeout, stream=True
         )
         try:
-            rest = b""
+            remainder = b""
             for piece in response.stream(65536, decode_content=False):
-                *lines, rest = (rest + piece).split(b"\n")
+                *lines, remainder = (remainder + piece).split(b"\n")
                 for line in lines:
                     if line.strip():
                         event = json.loads(line)

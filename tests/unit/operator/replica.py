@@ -160,7 +160,7 @@ class Replica:
         self.queue.add(("team", name))
 
     def is_idle(self) -> bool:
-        return self.queue.find_oldest() == 0
+        return self.queue.measure_oldest_wait() == 0
 
     def find_condition(self, kind: str) -> Manifest:
         status = self.server.get(KIND, *KEY).get("status") or {}

@@ -41,8 +41,8 @@ def create_children(steps: PlanSteps) -> None:
 
 
 def _check_assigned_flavors(steps: PlanSteps) -> bool:
-    """Return True if the operator knows on which nodes Kueue wants the pods. Otherwise ask for the flavors, or
-    report a flavor that cannot be read."""
+    """Return True if the operator knows on which nodes Kueue wants the pods. Otherwise request the flavors that Kueue
+    has assigned, or report a flavor that cannot be read."""
     wanted = workloads.list_assigned_flavors(steps.workload) if steps.workload is not None else []
     unknown = [name for name in wanted if (workloads.FLAVOR, name) not in steps.observed.objects]
     steps.reads += [ObjectRequest(workloads.FLAVOR, name) for name in unknown]

@@ -27,8 +27,8 @@ def fail_job(steps: PlanSteps, attempt: AttemptPods, failure: Failure, reason: s
 
 
 def complete_if_succeeded(steps: PlanSteps) -> bool:
-    """End the job if its launcher has ended with 0, even if the job was suspended before the operator saw that.
-    Return True if it has."""
+    """Complete the job if its launcher has ended with 0, even if the job was suspended before the operator saw that.
+    Return True if the job is complete."""
     attempt = attempts.find_current_pods(steps.job, steps.uid, steps.draft, steps.observed)
     if not steps.draft.attempt or attempt.launcher_container.exit_code != 0:
         return False

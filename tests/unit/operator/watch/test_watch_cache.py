@@ -242,7 +242,7 @@ def test_one_thread_works_on_a_key_and_a_change_queues_it_again() -> None:
     queue.done(KEY)
     assert queue.get() == KEY
     queue.done(KEY)
-    assert queue.find_oldest() == 0
+    assert queue.measure_oldest_wait() == 0
     threading.Timer(0.05, queue.close).start()
     assert queue.get() is None
 
@@ -294,16 +294,16 @@ def test_jobs_see_the_node_cache_of_their_namespace_and_the_nodes_that_are_warm_
         return observed.node_cache, dict(observed.warm)
 
     store.replace_nodes([_build_labelled_node("a"), _build_labelled_node("b"), _build_labelled_node("dead", "Unknown")])
-    store.put_cached(_build_cached_dataset(uri, {"a": 100, "b": 20, "dead": 100, "gone": 100}))
+    store.put_dataset(_build_cached_dataset(uri, {"a": 100, "b": 20, "dead": 100, "gone": 100}))
     assert observe() == (False, {})
     assert store.put_claim(_build_claim("team", "Pending")) == set()
     assert store.put_claim(_build_claim("elsewhere")) == set()
     assert store.put_claim(_build_claim("team")) == {("team", "train")}, "jobs that wait for it are looked at"
     assert store.put_claim(_build_claim("team")) == set()
     assert observe() == (True, {"host-of-a": 100, "host-of-b": 20})
-    store.put_cached(_build_cached_dataset("s3://bucket/other", {"b": 100}))
+    store.put_dataset(_build_cached_dataset("s3://bucket/other", {"b": 100}))
     assert observe()[1] == {"host-of-a": 100, "host-of-b": 20}
-    store.replace_cached(None, [])
+    store.replace_datasets(None, [])
     assert observe() == (True, {})
     assert store.put_claim(_build_claim("team", deletionTimestamp="2026-01-01T00:00:00Z")) == {("team", "train")}
     assert observe() == (False, {})
