@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from children import POLICY, SEED, build_launcher, build_worker, parse_job, selects
+from child_builders import POLICY, SEED, build_launcher, build_worker, parse_job, selects
 from hypothesis import given
 from hypothesis import strategies as st
 

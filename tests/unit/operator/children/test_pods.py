@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import POLICY, SEED, build_launcher, build_worker, parse_job, read_environment, selects
+from child_builders import POLICY, SEED, build_launcher, build_worker, parse_job, read_environment, selects
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated import build_job
+from simulated_job import build_job
 
 from topkube.data.cache.disk_tier import DiskTier
 from topkube.errors import JobError
@@ -88,13 +88,13 @@ def test_fields_of_the_template_are_kept() -> None:
     before = copy.deepcopy(template)
     pod, container = build_worker(parse_job(template=template))
     assert template == before
-    job = pod["spec"]
-    assert job["containers"][0] == sidecar
-    assert job["initContainers"] == spec["initContainers"]
+    pod_spec = pod["spec"]
+    assert pod_spec["containers"][0] == sidecar
+    assert pod_spec["initContainers"] == spec["initContainers"]
     for field in ("runtimeClassName", "tolerations", "terminationGracePeriodSeconds", "priorityClassName"):
-        assert job[field] == spec[field]
-    assert "automountServiceAccountToken" not in job
-    assert job["affinity"]["nodeAffinity"] == {"x": 1}
+        assert pod_spec[field] == spec[field]
+    assert "automountServiceAccountToken" not in pod_spec
+    assert pod_spec["affinity"]["nodeAffinity"] == {"x": 1}
     assert container["securityContext"]["runAsUser"] == 0
     assert "runAsNonRoot" not in container["securityContext"]
     assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
@@ -276,7 +276,7 @@ def test_queues_find_their_labels_on_the_pods() -> None:
     pod, _ = build_worker(TrainingJob.from_cluster(data))
     assert pod["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"] == "mine"
     assert pod["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "4", (
-        "Kueue refuses the pod without"
+        "Kueue refuses the pod without it"
     )
 
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from children import build_launcher, build_worker, parse_job, read_environment
+from child_builders import build_launcher, build_worker, parse_job, read_environment
 
 from topkube.job.changes import find_refused_changes
 from topkube.launch import contract

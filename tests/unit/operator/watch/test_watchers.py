@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from replica import wait_until
-from simulated import build_job
+from simulated_job import build_job
 
 from topkube.job import KIND
 from topkube_operator.model import names
@@ -44,9 +44,9 @@ class Api:
         return next(item for item in self.items if (item["kind"], item["metadata"]["name"]) == (kind, name))
 
 
-def _build_watchers(api: Api, store: WatchCache, kinds: tuple[str, ...] = ("Pod",)) -> Watchers:
+def _build_watchers(api: Api, cache: WatchCache, kinds: tuple[str, ...] = ("Pod",)) -> Watchers:
     cluster: Any = api
-    return Watchers(cluster, store, [], kinds, list)
+    return Watchers(cluster, cache, [], kinds, list)
 
 
 def _start_thread(watchers: Watchers) -> threading.Thread:
@@ -136,27 +136,27 @@ def test_a_cluster_that_was_restored_from_a_backup_is_noticed_and_taken_as_it_is
         held.wait(120)
         yield from ()
 
-    api, store = Api(answer_watch), WatchCache()
+    api, cache = Api(answer_watch), WatchCache()
     api.items = [_build_pod(990, "Running"), _build_job(991, 3)]
-    watchers = _build_watchers(api, store)
-    store.put_job(_build_job(991, 3))
+    watchers = _build_watchers(api, cache)
+    cache.put_job(_build_job(991, 3))
     for kind, namespace in watchers._tasks:
         watchers._list_kind(kind, namespace)
     watchers.audit()
-    assert [pod.phase for pod in store.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}).pods] == [
+    assert [pod.phase for pod in cache.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}).pods] == [
         "Running"
     ]
-    store.remove("Pod", ("team", "b"), "uid-of-b")  # removed after the backup, so the restored cluster has it again
+    cache.remove("Pod", ("team", "b"), "uid-of-b")  # removed after the backup, so the restored cluster has it again
     back = _build_pod(480, "Pending")
     back["metadata"] |= {"name": "b", "uid": "uid-of-b"}
     api.version, api.items = 500, [_build_pod(470, "Pending"), back, _build_job(471, 2)]
     changed_keys: set[Key] = watchers.audit()
     assert ("team", "train") in changed_keys
-    assert [pod.phase for pod in store.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}).pods] == [
+    assert [pod.phase for pod in cache.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}).pods] == [
         "Pending",
         "Pending",
     ]
-    known = store.find_job(("team", "train"))
+    known = cache.find_job(("team", "train"))
     assert known is not None
     assert (known["spec"]["workers"], known["metadata"]["resourceVersion"]) == (2, "471")
     lists = len(api.lists)
@@ -172,8 +172,8 @@ def test_a_watch_from_before_the_restore_begins_anew_from_a_list(monkeypatch: py
         go.acquire()
         yield from ()
 
-    api, store = Api(answer_watch), WatchCache()
-    watchers = _build_watchers(api, store)
+    api, cache = Api(answer_watch), WatchCache()
+    watchers = _build_watchers(api, cache)
     thread = _start_thread(watchers)
     wait_until(lambda: api.watches == [("Pod", "1000")])
     watchers._check_version(KIND, None, "1000")
@@ -189,9 +189,9 @@ def test_a_watch_from_before_the_restore_begins_anew_from_a_list(monkeypatch: py
 
 
 def test_a_job_whose_change_no_watch_reported_is_read_again() -> None:
-    api, store = Api(lambda kind: iter(())), WatchCache()
+    api, cache = Api(lambda kind: iter(())), WatchCache()
     api.items = [_build_job(991, 3)]
-    watchers = _build_watchers(api, store)
+    watchers = _build_watchers(api, cache)
     watchers.audit()
     api.items = [_build_job(995, 3)]
     assert watchers.audit() == {("team", "train")}
