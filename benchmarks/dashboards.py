@@ -34,8 +34,8 @@ from monitored import ScrapeTargets  # isort: skip
 from target import Namespace, Target, wait_for  # isort: skip
 
 from monitoring.dashboards import DASHBOARDS
-from monitoring.pictures import draw
-from monitoring.server import BINARY, prometheus
+from monitoring.pictures import draw_dashboard
+from monitoring.server import BINARY, run_prometheus
 
 ROOT = Path(__file__).resolve().parents[1]
 LANGUAGE, VISION = "language", "vision"
@@ -150,7 +150,7 @@ def main() -> None:
         checkpoints(target, cluster),
     ):
         targets = ScrapeTargets(target, Path(folder), list(place))
-        with prometheus(Path(folder), targets.jobs) as server:
+        with run_prometheus(Path(folder), targets.jobs) as server:
             submit(place)
             began, killed = time.monotonic(), False
             while (passed := time.monotonic() - began) < args.seconds:
@@ -163,7 +163,7 @@ def main() -> None:
             chosen = {"topkube-job": {"namespace": LANGUAGE, "training_job": "gpt-stdlib"}}
             for dashboard in DASHBOARDS:
                 path = args.directory / f"{dashboard.uid.replace('topkube-', 'dashboards-')}.png"
-                draw(server, dashboard, path, args.seconds, "20s", **chosen.get(dashboard.uid, {}))
+                draw_dashboard(server, dashboard, path, args.seconds, "20s", **chosen.get(dashboard.uid, {}))
                 print(path)
         for namespace in place.values():
             print(*namespace.describe(), sep="\n")
