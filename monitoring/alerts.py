@@ -49,7 +49,10 @@ def _select_agents(series: str, selector: str = "") -> str:
 
 _SINCE_STEP = f"time() - max {_BY_JOB} ({_select_jobs('topkube_last_step_timestamp_seconds')})"
 _SINCE_PHASE = f"time() - max {_BY_JOB} ({_select_jobs('topkube_job_phase_timestamp_seconds')})"
-_MEAN_STEP = f"sum {_BY_JOB} ({_select_jobs('topkube_step_seconds_sum')}) / sum {_BY_JOB} ({_select_jobs('topkube_step_seconds_count')})"
+_MEAN_STEP = (
+    f"sum {_BY_JOB} ({_select_jobs('topkube_step_seconds_sum')}) "
+    f"/ sum {_BY_JOB} ({_select_jobs('topkube_step_seconds_count')})"
+)
 _WEBHOOK = f"group {_BY_RELEASE} ({_select_operator('topkube_admission_reviews_total')})"
 _API_FAILED = 'code=~"unreachable|401|429|5.."'
 _REVIEW_FAILED, _REVIEWED = 'outcome="error"', 'outcome=~"allowed|denied"'
@@ -350,11 +353,13 @@ OPERATOR = (
     ),
     Alert(
         "TopKubeAdmissionFailing",
-        f"(sum {_BY_RELEASE} ({_build_increase(_select_operator('topkube_admission_reviews_total', _REVIEW_FAILED), '10m')}) "
+        f"(sum {_BY_RELEASE} "
+        f"({_build_increase(_select_operator('topkube_admission_reviews_total', _REVIEW_FAILED), '10m')}) "
         f"> <failures>) or (max {_BY_RELEASE} ({_select_operator('topkube_admission_published')}) == 0) "
         f"or (max {_BY_RELEASE} ({_build_increase(_select_operator('topkube_jobs_created_total'), '30m')}) > 0 "
         f"and {_ON_RELEASE} {_WEBHOOK} unless {_ON_RELEASE} "
-        f"sum {_BY_RELEASE} ({_build_increase(_select_operator('topkube_admission_reviews_total', _REVIEWED), '30m')}) > 0)",
+        f"sum {_BY_RELEASE} "
+        f"({_build_increase(_select_operator('topkube_admission_reviews_total', _REVIEWED), '30m')}) > 0)",
         "5m",
         "warning",
         f"the webhook of {_RELEASE} does not review jobs: invalid jobs are accepted and fail later",
