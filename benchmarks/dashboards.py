@@ -29,7 +29,7 @@ from on_cluster import find_running_cluster  # finds the modules of tests/cluste
 
 from jobs import build_job  # isort: skip
 from localkube import images  # isort: skip
-from localkube.cluster import Cluster  # isort: skip
+from localkube.cluster import LocalCluster  # isort: skip
 from monitored import ScrapeTargets  # isort: skip
 from target import Namespace, Target, wait_for  # isort: skip
 
@@ -98,7 +98,7 @@ def namespaces(target: Target) -> Iterator[dict[str, Namespace]]:
 
 
 @contextmanager
-def checkpoints(target: Target, cluster: Cluster) -> Iterator[None]:
+def checkpoints(target: Target, cluster: LocalCluster) -> Iterator[None]:
     """Create the volume claim `checkpoints` in LANGUAGE, on a folder that all nodes of this machine share."""
     folder = cluster.layout.state / "volumes" / LANGUAGE
     folder.mkdir(parents=True)
