@@ -29,13 +29,13 @@ from on_cluster import find_running_cluster  # finds the modules of tests/cluste
 
 from jobs import build_job  # isort: skip
 from localkube import images  # isort: skip
-from localkube.cluster import Cluster  # isort: skip
+from localkube.cluster import LocalCluster  # isort: skip
 from monitored import ScrapeTargets  # isort: skip
 from target import Namespace, Target, wait_for  # isort: skip
 
 from monitoring.dashboards import DASHBOARDS
-from monitoring.pictures import draw
-from monitoring.server import BINARY, prometheus
+from monitoring.pictures import draw_dashboard
+from monitoring.server import BINARY, run_prometheus
 
 ROOT = Path(__file__).resolve().parents[1]
 LANGUAGE, VISION = "language", "vision"
@@ -98,7 +98,7 @@ def namespaces(target: Target) -> Iterator[dict[str, Namespace]]:
 
 
 @contextmanager
-def checkpoints(target: Target, cluster: Cluster) -> Iterator[None]:
+def checkpoints(target: Target, cluster: LocalCluster) -> Iterator[None]:
     """Create the volume claim `checkpoints` in LANGUAGE, on a folder that all nodes of this machine share."""
     folder = cluster.layout.state / "volumes" / LANGUAGE
     folder.mkdir(parents=True)
@@ -150,7 +150,7 @@ def main() -> None:
         checkpoints(target, cluster),
     ):
         targets = ScrapeTargets(target, Path(folder), list(place))
-        with prometheus(Path(folder), targets.jobs) as server:
+        with run_prometheus(Path(folder), targets.jobs) as server:
             submit(place)
             began, killed = time.monotonic(), False
             while (passed := time.monotonic() - began) < args.seconds:
@@ -163,7 +163,7 @@ def main() -> None:
             chosen = {"topkube-job": {"namespace": LANGUAGE, "training_job": "gpt-stdlib"}}
             for dashboard in DASHBOARDS:
                 path = args.directory / f"{dashboard.uid.replace('topkube-', 'dashboards-')}.png"
-                draw(server, dashboard, path, args.seconds, "20s", **chosen.get(dashboard.uid, {}))
+                draw_dashboard(server, dashboard, path, args.seconds, "20s", **chosen.get(dashboard.uid, {}))
                 print(path)
         for namespace in place.values():
             print(*namespace.describe(), sep="\n")

@@ -11,14 +11,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cluster"))
 
-from localkube.cluster import Cluster
+from localkube.cluster import LocalCluster
 from localkube.layout import Layout
 from target import Target
 
 
-def find_running_cluster() -> tuple[Target, Cluster]:
+def find_running_cluster() -> tuple[Target, LocalCluster]:
     """Return the running cluster. End the program if no cluster is running."""
-    cluster = Cluster.find_running(Layout.from_environment())
+    cluster = LocalCluster.find_running(Layout.from_environment())
     if cluster is None:
         sys.exit("no cluster is up. Next: sudo make cluster NODES=3, kubectl apply -f manifests/")
     return Target(cluster.layout.kubeconfig, cluster), cluster

@@ -2,8 +2,8 @@
 
 An expression contains `<jobs>`, `<operator>` or `<agents>` in the selectors of its series, and `<NAME>` for each of
 its thresholds. The chart puts the namespaces and the name of its release there, and the admin's thresholds. Without
-them the expression is right for all releases of a cluster, because every aggregation keeps the labels that tell them
-apart.
+them the expression is right for all releases of a cluster, because every aggregation keeps the labels that distinguish
+them.
 """
 
 from __future__ import annotations
@@ -28,40 +28,41 @@ _JOB = "{{ $labels.namespace }}/{{ $labels.training_job }}"
 _RELEASE = "release {{ $labels.release }} in namespace {{ $labels.namespace }}"
 
 
-def _select(placeholder: str, series: str, selector: str) -> str:
+def _build_selector(placeholder: str, series: str, selector: str) -> str:
     return f"{series}{{<{placeholder}>{selector}}}"
 
 
-def _job(series: str, selector: str = "") -> str:
+def _select_jobs(series: str, selector: str = "") -> str:
     """Return a series of jobs, with a place for the chart's namespaces."""
-    return _select("jobs", series, selector)
+    return _build_selector("jobs", series, selector)
 
 
-def _operator(series: str, selector: str = "") -> str:
+def _select_operator(series: str, selector: str = "") -> str:
     """Return a series of the operator, with a place for the chart's release."""
-    return _select("operator", series, selector)
+    return _build_selector("operator", series, selector)
 
 
-def _agent(series: str, selector: str = "") -> str:
+def _select_agents(series: str, selector: str = "") -> str:
     """Return a series of the nodes' agents, with a place for the chart's release."""
-    return _select("agents", series, selector)
+    return _build_selector("agents", series, selector)
 
 
-_SINCE_STEP = f"time() - max {_BY_JOB} ({_job('topkube_last_step_timestamp_seconds')})"
-_SINCE_PHASE = f"time() - max {_BY_JOB} ({_job('topkube_job_phase_timestamp_seconds')})"
+_SINCE_STEP = f"time() - max {_BY_JOB} ({_select_jobs('topkube_last_step_timestamp_seconds')})"
+_SINCE_PHASE = f"time() - max {_BY_JOB} ({_select_jobs('topkube_job_phase_timestamp_seconds')})"
 _MEAN_STEP = (
-    f"sum {_BY_JOB} ({_job('topkube_step_seconds_sum')}) / sum {_BY_JOB} ({_job('topkube_step_seconds_count')})"
+    f"sum {_BY_JOB} ({_select_jobs('topkube_step_seconds_sum')}) "
+    f"/ sum {_BY_JOB} ({_select_jobs('topkube_step_seconds_count')})"
 )
-_WEBHOOK = f"group {_BY_RELEASE} ({_operator('topkube_admission_reviews_total')})"
+_WEBHOOK = f"group {_BY_RELEASE} ({_select_operator('topkube_admission_reviews_total')})"
 _API_FAILED = 'code=~"unreachable|401|429|5.."'
 _REVIEW_FAILED, _REVIEWED = 'outcome="error"', 'outcome=~"allowed|denied"'
 
 
-def _rate(series: str, window: str) -> str:
+def _build_rate(series: str, window: str) -> str:
     return f"rate({series}[{window}])"
 
 
-def _increase(series: str, window: str) -> str:
+def _build_increase(series: str, window: str) -> str:
     return f"increase({series}[{window}])"
 
 
@@ -114,7 +115,7 @@ JOBS = (
     Alert(
         "TopKubeJobStalled",
         f"({_SINCE_STEP} > <seconds> and {_ON_JOB} {_SINCE_STEP} > <factor> * {_MEAN_STEP}) "
-        f"unless {_ON_JOB} max {_BY_JOB} ({_job('topkube_job_progress_ratio')}) >= 1",
+        f"unless {_ON_JOB} max {_BY_JOB} ({_select_jobs('topkube_job_progress_ratio')}) >= 1",
         "1m",
         "critical",
         f"{_JOB} has finished no step for {{{{ $value | humanizeDuration }}}}",
@@ -125,8 +126,8 @@ JOBS = (
     Alert(
         "TopKubeJobReportsNoSteps",
         f"({_SINCE_PHASE} > <seconds> and {_ON_JOB} "
-        + _job("topkube_job_phase", 'phase="Running"')
-        + f" == 1) unless {_ON_JOB} max {_BY_JOB} ({_job('topkube_last_step_timestamp_seconds')})",
+        + _select_jobs("topkube_job_phase", 'phase="Running"')
+        + f" == 1) unless {_ON_JOB} max {_BY_JOB} ({_select_jobs('topkube_last_step_timestamp_seconds')})",
         "1m",
         "info",
         f"{_JOB} has been running for {{{{ $value | humanizeDuration }}}} and has reported no step",
@@ -136,7 +137,7 @@ JOBS = (
     ),
     Alert(
         "TopKubeJobFailed",
-        f"time() - max {_BY_JOB} ({_job('topkube_job_failed_timestamp_seconds')}) < <seconds>",
+        f"time() - max {_BY_JOB} ({_select_jobs('topkube_job_failed_timestamp_seconds')}) < <seconds>",
         "0m",
         "warning",
         f"{_JOB} failed {{{{ $value | humanizeDuration }}}} ago",
@@ -146,7 +147,7 @@ JOBS = (
     ),
     Alert(
         "TopKubeCheckpointFailed",
-        f"max {_BY_JOB} ({_job('topkube_job_checkpoint_failed')}) == 1",
+        f"max {_BY_JOB} ({_select_jobs('topkube_job_checkpoint_failed')}) == 1",
         "0m",
         "warning",
         f"{_JOB} could not write a checkpoint, and has written none since",
@@ -155,7 +156,7 @@ JOBS = (
     ),
     Alert(
         "TopKubeCheckpointTooOld",
-        f"time() - max {_BY_JOB} ({_job('topkube_job_last_checkpoint_timestamp_seconds')}) > <seconds>",
+        f"time() - max {_BY_JOB} ({_select_jobs('topkube_job_last_checkpoint_timestamp_seconds')}) > <seconds>",
         "5m",
         "warning",
         f"{_JOB} has written no checkpoint for {{{{ $value | humanizeDuration }}}}",
@@ -165,8 +166,8 @@ JOBS = (
     ),
     Alert(
         "TopKubeRestartStorm",
-        f"max {_BY_JOB} (max_over_time({_job('topkube_job_restarts')}[1h]) "
-        f"- min_over_time({_job('topkube_job_restarts')}[1h])) >= <restarts>",
+        f"max {_BY_JOB} (max_over_time({_select_jobs('topkube_job_restarts')}[1h]) "
+        f"- min_over_time({_select_jobs('topkube_job_restarts')}[1h])) >= <restarts>",
         "0m",
         "warning",
         f"{_JOB} has restarted {{{{ $value }}}} times within an hour",
@@ -177,7 +178,7 @@ JOBS = (
     Alert(
         "TopKubeJobPendingTooLong",
         f"({_SINCE_PHASE} > <seconds>) and {_ON_JOB} "
-        + _job("topkube_job_phase", 'phase=~"Pending|Starting"')
+        + _select_jobs("topkube_job_phase", 'phase=~"Pending|Starting"')
         + " == 1",
         "1m",
         "warning",
@@ -188,8 +189,8 @@ JOBS = (
     ),
     Alert(
         "TopKubeGradientSkipped",
-        f"sum {_BY_JOB} ({_increase(_job('topkube_skipped_steps_total'), '15m')}) "
-        f"/ max {_BY_JOB} ({_increase(_job('topkube_step_seconds_count'), '15m')}) > <ratio>",
+        f"sum {_BY_JOB} ({_build_increase(_select_jobs('topkube_skipped_steps_total'), '15m')}) "
+        f"/ max {_BY_JOB} ({_build_increase(_select_jobs('topkube_step_seconds_count'), '15m')}) > <ratio>",
         "5m",
         "warning",
         f"{_JOB} skips {{{{ $value | humanizePercentage }}}} of its steps because of NaN or infinite gradients",
@@ -199,7 +200,7 @@ JOBS = (
     ),
     Alert(
         "TopKubeWeightsDiffer",
-        f"max {_BY_JOB} ({_job('topkube_differing_ranks')}) > 0",
+        f"max {_BY_JOB} ({_select_jobs('topkube_differing_ranks')}) > 0",
         "0m",
         "critical",
         f"{{{{ $value }}}} rank(s) of {_JOB} have other weights than most ranks",
@@ -208,11 +209,11 @@ JOBS = (
     ),
     Alert(
         "TopKubeCommunicationSlow",
-        f"(sum {_BY_JOB} ({_rate(_job('topkube_exchange_bound_seconds_total'), '10m')}) / sum {_BY_JOB} ("
-        + _rate(_job("topkube_step_phase_seconds_total", 'phase="inter"'), "10m")
+        f"(sum {_BY_JOB} ({_build_rate(_select_jobs('topkube_exchange_bound_seconds_total'), '10m')}) / sum {_BY_JOB} ("
+        + _build_rate(_select_jobs("topkube_step_phase_seconds_total", 'phase="inter"'), "10m")
         + f") < <ratio>) and {_ON_JOB} sum {_BY_JOB} ("
-        + _rate(_job("topkube_step_phase_seconds_total", 'phase="inter"'), "10m")
-        + f") / sum {_BY_JOB} ({_rate(_job('topkube_step_seconds_sum'), '10m')}) > <share>",
+        + _build_rate(_select_jobs("topkube_step_phase_seconds_total", 'phase="inter"'), "10m")
+        + f") / sum {_BY_JOB} ({_build_rate(_select_jobs('topkube_step_seconds_sum'), '10m')}) > <share>",
         "15m",
         "warning",
         f"{_JOB} reaches {{{{ $value | humanizePercentage }}}} of the bandwidth that its link had at the start",
@@ -224,7 +225,7 @@ JOBS = (
 CACHE = (
     Alert(
         "TopKubeCacheCorruption",
-        f"sum {_BY_JOB} ({_increase(_job('topkube_cache_corruptions_total'), '1h')}) > 0",
+        f"sum {_BY_JOB} ({_build_increase(_select_jobs('topkube_cache_corruptions_total'), '1h')}) > 0",
         "0m",
         "warning",
         f"{_JOB} has found shards with a wrong checksum and has fetched them again",
@@ -234,11 +235,11 @@ CACHE = (
     Alert(
         "TopKubeCacheHitRatioLow",
         f"(sum {_BY_JOB} ("
-        + _rate(_job("topkube_cache_hits_total", 'tier="disk"'), "30m")
+        + _build_rate(_select_jobs("topkube_cache_hits_total", 'tier="disk"'), "30m")
         + f") / sum {_BY_JOB} ("
-        + _rate(_job("topkube_cache_requests_total", 'tier="disk"'), "30m")
+        + _build_rate(_select_jobs("topkube_cache_requests_total", 'tier="disk"'), "30m")
         + f") < <ratio>) and {_ON_JOB} sum {_BY_JOB} ("
-        + _increase(_job("topkube_cache_requests_total", 'tier="disk"'), "30m")
+        + _build_increase(_select_jobs("topkube_cache_requests_total", 'tier="disk"'), "30m")
         + ") > <requests>",
         "1h",
         "info",
@@ -249,7 +250,9 @@ CACHE = (
     ),
     Alert(
         "TopKubeCacheDiskFull",
-        f"sum {_BY_JOB} (" + _job("topkube_cache_tier_state", 'tier="disk",state=~"frozen|dropped"') + ") > <pods>",
+        f"sum {_BY_JOB} ("
+        + _select_jobs("topkube_cache_tier_state", 'tier="disk",state=~"frozen|dropped"')
+        + ") > <pods>",
         "10m",
         "warning",
         f"{{{{ $value }}}} worker(s) of {_JOB} store no more shards: the disk of their cache is full or fails",
@@ -259,7 +262,7 @@ CACHE = (
     ),
     Alert(
         "TopKubeNodeCacheFull",
-        f"max {_BY_NODE} ({_agent('topkube_node_cache_missing_bytes')}) > <bytes>",
+        f"max {_BY_NODE} ({_select_agents('topkube_node_cache_missing_bytes')}) > <bytes>",
         "10m",
         "warning",
         "the cache of node {{ $labels.node }} exceeds its limits by {{ $value | humanize1024 }}B, and no dataset may "
@@ -270,7 +273,7 @@ CACHE = (
     ),
     Alert(
         "TopKubeNodeCacheStuck",
-        f"time() - max {_BY_NODE} ({_agent('topkube_node_cache_last_pass_timestamp_seconds')}) > <seconds>",
+        f"time() - max {_BY_NODE} ({_select_agents('topkube_node_cache_last_pass_timestamp_seconds')}) > <seconds>",
         "5m",
         "warning",
         "the cache agent of node {{ $labels.node }} has finished no pass for {{ $value | humanizeDuration }}",
@@ -283,7 +286,7 @@ NODES = (
     Alert(
         "TopKubeNodeAvoided",
         "count by (namespace, node) (max by (namespace, training_job, node) "
-        f"({_job('topkube_job_avoided_node_info')})) > <jobs_of_node>",
+        f"({_select_jobs('topkube_job_avoided_node_info')})) > <jobs_of_node>",
         "5m",
         "warning",
         "{{ $value }} job(s) in {{ $labels.namespace }} avoid the node {{ $labels.node }}: it has a fault, or attempts "
@@ -296,9 +299,9 @@ NODES = (
 OPERATOR = (
     Alert(
         "TopKubeOperatorDown",
-        f"(group {_BY_RELEASE} (last_over_time({_operator('topkube_operator_build_info')}[1d])) "
-        f"unless group {_BY_RELEASE} ({_operator('topkube_operator_build_info')})) "
-        f"or absent_over_time({_operator('topkube_operator_build_info')}[1d])",
+        f"(group {_BY_RELEASE} (last_over_time({_select_operator('topkube_operator_build_info')}[1d])) "
+        f"unless group {_BY_RELEASE} ({_select_operator('topkube_operator_build_info')})) "
+        f"or absent_over_time({_select_operator('topkube_operator_build_info')}[1d])",
         "5m",
         "critical",
         "Prometheus scrapes no operator{{ with $labels.release }} of release {{ . }}{{ end }}: jobs continue, but "
@@ -308,7 +311,7 @@ OPERATOR = (
     ),
     Alert(
         "TopKubeNoLeader",
-        f"sum {_BY_RELEASE} ({_operator('topkube_leader')}) == 0",
+        f"sum {_BY_RELEASE} ({_select_operator('topkube_leader')}) == 0",
         "2m",
         "critical",
         f"No operator replica of {_RELEASE} leads: jobs continue, but nothing starts, restarts or ends them",
@@ -318,8 +321,8 @@ OPERATOR = (
     Alert(
         "TopKubeReconcileErrors",
         f"sum {_BY_RELEASE} ("
-        + _rate(_operator("topkube_reconciles_total", 'outcome="error"'), "10m")
-        + f") / sum {_BY_RELEASE} ({_rate(_operator('topkube_reconciles_total'), '10m')}) > <ratio>",
+        + _build_rate(_select_operator("topkube_reconciles_total", 'outcome="error"'), "10m")
+        + f") / sum {_BY_RELEASE} ({_build_rate(_select_operator('topkube_reconciles_total'), '10m')}) > <ratio>",
         "10m",
         "warning",
         f"{{{{ $value | humanizePercentage }}}} of the reconciles of {_RELEASE} fail",
@@ -329,7 +332,7 @@ OPERATOR = (
     ),
     Alert(
         "TopKubeWorkQueueSlow",
-        f"max {_BY_RELEASE} ({_operator('topkube_work_queue_oldest_seconds')}) > <seconds>",
+        f"max {_BY_RELEASE} ({_select_operator('topkube_work_queue_oldest_seconds')}) > <seconds>",
         "5m",
         "warning",
         f"a job has been in the work queue of {_RELEASE} for {{{{ $value | humanizeDuration }}}}",
@@ -339,8 +342,8 @@ OPERATOR = (
     ),
     Alert(
         "TopKubeApiErrors",
-        f"sum {_BY_RELEASE} ({_rate(_operator('topkube_api_requests_total', _API_FAILED), '10m')}) "
-        f"/ sum {_BY_RELEASE} ({_rate(_operator('topkube_api_requests_total'), '10m')}) > <ratio>",
+        f"sum {_BY_RELEASE} ({_build_rate(_select_operator('topkube_api_requests_total', _API_FAILED), '10m')}) "
+        f"/ sum {_BY_RELEASE} ({_build_rate(_select_operator('topkube_api_requests_total'), '10m')}) > <ratio>",
         "10m",
         "warning",
         f"the API server fails {{{{ $value | humanizePercentage }}}} of the calls of {_RELEASE}",
@@ -350,11 +353,13 @@ OPERATOR = (
     ),
     Alert(
         "TopKubeAdmissionFailing",
-        f"(sum {_BY_RELEASE} ({_increase(_operator('topkube_admission_reviews_total', _REVIEW_FAILED), '10m')}) "
-        f"> <failures>) or (max {_BY_RELEASE} ({_operator('topkube_admission_published')}) == 0) "
-        f"or (max {_BY_RELEASE} ({_increase(_operator('topkube_jobs_created_total'), '30m')}) > 0 "
+        f"(sum {_BY_RELEASE} "
+        f"({_build_increase(_select_operator('topkube_admission_reviews_total', _REVIEW_FAILED), '10m')}) "
+        f"> <failures>) or (max {_BY_RELEASE} ({_select_operator('topkube_admission_published')}) == 0) "
+        f"or (max {_BY_RELEASE} ({_build_increase(_select_operator('topkube_jobs_created_total'), '30m')}) > 0 "
         f"and {_ON_RELEASE} {_WEBHOOK} unless {_ON_RELEASE} "
-        f"sum {_BY_RELEASE} ({_increase(_operator('topkube_admission_reviews_total', _REVIEWED), '30m')}) > 0)",
+        f"sum {_BY_RELEASE} "
+        f"({_build_increase(_select_operator('topkube_admission_reviews_total', _REVIEWED), '30m')}) > 0)",
         "5m",
         "warning",
         f"the webhook of {_RELEASE} does not review jobs: invalid jobs are accepted and fail later",
@@ -364,7 +369,7 @@ OPERATOR = (
     ),
     Alert(
         "TopKubeAdmissionCertificateExpires",
-        f"min {_BY_RELEASE} ({_operator('topkube_admission_certificate_expiry_timestamp_seconds')}) - time() "
+        f"min {_BY_RELEASE} ({_select_operator('topkube_admission_certificate_expiry_timestamp_seconds')}) - time() "
         "< <seconds>",
         "10m",
         "warning",
@@ -381,13 +386,13 @@ ALERTS = tuple(alert for group in GROUPS.values() for alert in group)
 def build_rules() -> str:
     """Return the rules file, which Prometheus loads as it is."""
     groups = [{"name": name, "rules": [alert.build_rule() for alert in group]} for name, group in GROUPS.items()]
-    return _as_yaml({"groups": groups})
+    return _format_yaml({"groups": groups})
 
 
 def build_templates() -> str:
     """Return the file from which the chart makes the rules of a release."""
     groups = [{"name": name, "rules": [alert.build_template() for alert in group]} for name, group in GROUPS.items()]
-    return _as_yaml({"groups": groups})
+    return _format_yaml({"groups": groups})
 
 
 def build_markdown() -> str:
@@ -432,5 +437,5 @@ This page is generated: `python -m monitoring` writes it.
 """
 
 
-def _as_yaml(value: Any) -> str:
+def _format_yaml(value: Any) -> str:
     return str(yaml.safe_dump(value, sort_keys=False, width=10_000))

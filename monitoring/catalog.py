@@ -15,7 +15,7 @@ class MetricSource:
     """A part of TopKube with an endpoint: its address, and the metrics that it serves."""
 
     title: str
-    where: str
+    address: str
     metrics: tuple[Metric, ...]
 
 

@@ -23,7 +23,7 @@ def build_files() -> dict[str, str]:
     }
 
 
-def write() -> None:
+def write_files() -> None:
     """Write all generated files."""
     for name, content in build_files().items():
         path = ROOT / name
@@ -31,12 +31,12 @@ def write() -> None:
         path.write_text(content, encoding="utf-8")
 
 
-def list_stale() -> list[str]:
+def list_stale_files() -> list[str]:
     """Return the files whose contents are not up to date."""
-    return [name for name, content in build_files().items() if _read(ROOT / name) != content]
+    return [name for name, content in build_files().items() if _read_file(ROOT / name) != content]
 
 
-def _read(path: Path) -> str | None:
+def _read_file(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

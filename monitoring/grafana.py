@@ -61,13 +61,13 @@ class Panel:
             "description": self.description,
             "datasource": DATASOURCE,
             "gridPos": {"x": x, "y": y, "w": self.width, "h": self.height},
-            "fieldConfig": {"defaults": self._defaults(), "overrides": []},
+            "fieldConfig": {"defaults": self._build_field_defaults(), "overrides": []},
             "options": _OPTIONS[self.kind],
             "targets": targets,
             **({"transformations": _AS_TABLE} if self.kind == "table" else {}),
         }
 
-    def _defaults(self) -> dict[str, Any]:
+    def _build_field_defaults(self) -> dict[str, Any]:
         defaults: dict[str, Any] = {"unit": self.unit}
         if self.least is not None:
             defaults["min"] = self.least

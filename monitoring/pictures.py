@@ -46,16 +46,16 @@ class _Box:
     width: float
     height: float
 
-    def inside(self, left: float, top: float, right: float, bottom: float) -> _Box:
+    def shrink(self, left: float, top: float, right: float, bottom: float) -> _Box:
         return _Box(self.left + left, self.top + top, self.width - left - right, self.height - top - bottom)
 
-    def on(self, figure: Any) -> tuple[float, float, float, float]:
+    def convert_to_figure(self, figure: Any) -> tuple[float, float, float, float]:
         """Return the box in matplotlib's coordinates: shares of the figure, from its bottom left."""
         width, height = figure.get_size_inches()
         return self.left / width, 1 - (self.top + self.height) / height, self.width / width, self.height / height
 
 
-def draw(
+def draw_dashboard(
     prometheus: Prometheus, dashboard: Dashboard, path: Path, seconds: float, interval: str, **choices: str
 ) -> None:
     """Draw the last `seconds` of a dashboard. `interval` replaces $__rate_interval."""
@@ -70,7 +70,7 @@ def draw(
     end = time.time()
     for panel, box in panels:
         _draw_frame(figure, panel, box)
-        named_series = _query(prometheus, panel, (end - seconds, end), interval, choices)
+        named_series = _query_panel(prometheus, panel, (end - seconds, end), interval, choices)
         _KINDS[panel.kind](figure, panel, box, named_series, (end - seconds, end))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
@@ -87,7 +87,7 @@ def _lay_out(dashboard: Dashboard) -> tuple[list[tuple[str, float]], list[tuple[
             if x + panel.width > WIDTH:
                 x, top, tallest = 0, top + tallest * _ROW, 0
             box = _Box(x * _COLUMN, top, panel.width * _COLUMN, panel.height * _ROW)
-            panels.append((panel, box.inside(_GAP, _GAP, _GAP, _GAP)))
+            panels.append((panel, box.shrink(_GAP, _GAP, _GAP, _GAP)))
             x, tallest = x + panel.width, max(tallest, panel.height)
         top += tallest * _ROW
     return headings, panels, top + _GAP
@@ -97,16 +97,20 @@ def _draw_frame(figure: Any, panel: Panel, box: _Box) -> None:
     """Draw the panel's frame and title."""
     from matplotlib.patches import Rectangle
 
-    left, bottom, width, height = box.on(figure)
+    left, bottom, width, height = box.convert_to_figure(figure)
     frame = Rectangle((left, bottom), width, height, fill=False, edgecolor=_LINE, linewidth=0.8)
     figure.add_artist(frame)
-    place = box.inside(0.1, 0.2, 0, 0)
+    place = box.shrink(0.1, 0.2, 0, 0)
     figure.text(
-        place.on(figure)[0], 1 - place.top / figure.get_size_inches()[1], panel.title, fontsize=8.5, va="center"
+        place.convert_to_figure(figure)[0],
+        1 - place.top / figure.get_size_inches()[1],
+        panel.title,
+        fontsize=8.5,
+        va="center",
     )
 
 
-def _query(
+def _query_panel(
     prometheus: Prometheus, panel: Panel, span: tuple[float, float], interval: str, choices: dict[str, str]
 ) -> list[tuple[str, Series]]:
     named_series: list[tuple[str, Series]] = []
@@ -129,7 +133,7 @@ def _choose_colours(names: Sequence[str]) -> dict[str, str]:
 def _draw_lines(
     figure: Any, panel: Panel, box: _Box, named_series: list[tuple[str, Series]], span: tuple[float, float]
 ) -> None:
-    axes = figure.add_axes(box.inside(0.62, 0.36, 0.14, 0.5).on(figure))
+    axes = figure.add_axes(box.shrink(0.62, 0.36, 0.14, 0.5).convert_to_figure(figure))
     if panel.stacked:  # series that are always zero are left out of the legend
         named_series = [(name, series) for name, series in named_series if any(value > 0 for _, value in series.points)]
     colours = _choose_colours([name for name, _ in named_series])
@@ -161,7 +165,7 @@ def _draw_lines(
         axes.spines[name].set_visible(False)
     if named_series:
         longest = max(len(name) for name, _ in named_series)
-        corner = _Box(box.left + 0.05, box.top, 0, box.height - 0.29).on(figure)
+        corner = _Box(box.left + 0.05, box.top, 0, box.height - 0.29).convert_to_figure(figure)
         figure.legend(
             *axes.get_legend_handles_labels(),
             loc="upper left",
@@ -196,7 +200,7 @@ def _insert_gaps(series: Series) -> tuple[list[float], list[float]]:
 def _draw_numbers(
     figure: Any, panel: Panel, box: _Box, named_series: list[tuple[str, Series]], span: tuple[float, float]
 ) -> None:
-    axes = figure.add_axes(box.inside(0.1, 0.3, 0.1, 0.08).on(figure))
+    axes = figure.add_axes(box.shrink(0.1, 0.3, 0.1, 0.08).convert_to_figure(figure))
     axes.axis("off")
     colours = _choose_colours(["" if len(named_series) == 1 else name for name, _ in named_series])
     for index, (name, series) in enumerate(named_series):
@@ -210,7 +214,7 @@ def _draw_numbers(
 def _draw_bars(
     figure: Any, panel: Panel, box: _Box, named_series: list[tuple[str, Series]], span: tuple[float, float]
 ) -> None:
-    axes = figure.add_axes(box.inside(0.15, 0.4, 0.15, 0.15).on(figure))
+    axes = figure.add_axes(box.shrink(0.15, 0.4, 0.15, 0.15).convert_to_figure(figure))
     axes.axis("off")
     most = panel.most or max((series.points[-1][1] for _, series in named_series), default=1.0) or 1.0
     axes.set_xlim(0, most)
@@ -226,7 +230,7 @@ def _draw_bars(
 def _draw_table(
     figure: Any, panel: Panel, box: _Box, named_series: list[tuple[str, Series]], span: tuple[float, float]
 ) -> None:
-    axes = figure.add_axes(box.inside(0.1, 0.34, 0.1, 0.08).on(figure))
+    axes = figure.add_axes(box.shrink(0.1, 0.34, 0.1, 0.08).convert_to_figure(figure))
     axes.axis("off")
     names = sorted({name for _, series in named_series for name in series.labels if name != "__name__"})
     if not names:
@@ -292,7 +296,9 @@ def main() -> None:
     args = parser.parse_args()
     for dashboard in DASHBOARDS:
         path = args.directory / f"{dashboard.uid}.png"
-        draw(Prometheus(args.prometheus), dashboard, path, args.seconds, args.interval, training_job=args.training_job)
+        draw_dashboard(
+            Prometheus(args.prometheus), dashboard, path, args.seconds, args.interval, training_job=args.training_job
+        )
         print(path)
 
 

@@ -32,23 +32,25 @@ class Prometheus:
 
     def query(self, expression: str) -> list[Series]:
         """Return the current values. Raises QueryError."""
-        return [_parse_series(result, [result["value"]]) for result in self.ask("query", query=expression)["result"]]
+        return [
+            _parse_series(result, [result["value"]]) for result in self.call_api("query", query=expression)["result"]
+        ]
 
     def query_range(self, expression: str, start: float, end: float, step: float) -> list[Series]:
         """Return the values from `start` to `end` (Unix seconds), one per `step`. Raises QueryError."""
-        answer = self.ask("query_range", query=expression, start=start, end=end, step=step)
+        answer = self.call_api("query_range", query=expression, start=start, end=end, step=step)
         return [_parse_series(result, result["values"]) for result in answer["result"]]
 
-    def ask(self, what: str, **parameters: Any) -> Any:
+    def call_api(self, endpoint: str, **parameters: Any) -> Any:
         """Return the `data` of the answer to /api/v1/WHAT. Raises QueryError."""
-        address = f"{self._url}/api/v1/{what}?{urllib.parse.urlencode(parameters, doseq=True)}"
+        address = f"{self._url}/api/v1/{endpoint}?{urllib.parse.urlencode(parameters, doseq=True)}"
         try:
             with urllib.request.urlopen(address, timeout=30) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             if error.code not in (400, 422):
                 raise
-            raise QueryError(f"{parameters.get('query', what)}: {json.load(error)['error']}") from None
+            raise QueryError(f"{parameters.get('query', endpoint)}: {json.load(error)['error']}") from None
 
 
 def _parse_series(result: Mapping[str, Any], values: list[list[Any]]) -> Series:
@@ -59,10 +61,10 @@ def fill_variables(expression: str, interval: str, **choices: str) -> str:
     """Return the expression as Grafana sends it, with `interval` for $__rate_interval and a value for each variable. A
     variable without a value matches everything."""
 
-    def value(match: re.Match[str]) -> str:
+    def choose_value(match: re.Match[str]) -> str:
         return interval if match[1] == "__rate_interval" else choices.get(match[1], ".*")
 
-    return re.sub(r"\$(\w+)", value, expression)
+    return re.sub(r"\$(\w+)", choose_value, expression)
 
 
 def format_legend(legend: str, labels: Mapping[str, str]) -> str:

@@ -24,7 +24,7 @@ def build_markdown() -> str:
         lines += [
             f"## {source.title}",
             "",
-            source.where,
+            source.address,
             "",
             "| metric | kind | labels | meaning |",
             "|---|---|---|---|",

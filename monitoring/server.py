@@ -23,7 +23,7 @@ INTERVAL = "60s"
 
 
 def build_target(name: str, address: str, *, honor_labels: bool = False, **labels: str) -> dict[str, Any]:
-    """A scrape job with one target, and the labels that Kubernetes would give it."""
+    """Return a scrape job with one target, and the labels that Kubernetes would give it."""
     return {
         "job_name": name,
         "honor_labels": honor_labels,
@@ -32,20 +32,20 @@ def build_target(name: str, address: str, *, honor_labels: bool = False, **label
 
 
 def build_file_target(name: str, path: Path) -> dict[str, Any]:
-    """A scrape job whose targets, as [{"targets": [...], "labels": {...}}], are in a JSON file that may change."""
+    """Return a scrape job with the targets of a JSON file that may change: [{"targets": [...], "labels": {...}}]."""
     return {"job_name": name, "file_sd_configs": [{"files": [str(path)], "refresh_interval": "1s"}]}
 
 
 @contextlib.contextmanager
-def prometheus(directory: Path, jobs: Sequence[dict[str, Any]], seconds: int = 2) -> Iterator[Prometheus]:
+def run_prometheus(directory: Path, jobs: Sequence[dict[str, Any]], seconds: int = 2) -> Iterator[Prometheus]:
     """Run scrape `jobs` and evaluate the alerts periodically, until the block ends."""
     assert BINARY is not None
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    every = f"{seconds}s"
+    interval = f"{seconds}s"
     config = {
-        "global": {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": every},
+        "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
         "rule_files": [str(ROOT / "charts/topkube/files/alerts.yaml")],
         "scrape_configs": list(jobs),
     }
@@ -63,7 +63,7 @@ def prometheus(directory: Path, jobs: Sequence[dict[str, Any]], seconds: int = 2
         )
     client = Prometheus(f"http://127.0.0.1:{port}")
     try:
-        wait_until(lambda: client.ask("status/runtimeinfo"), "Prometheus to answer", 30)
+        wait_until(lambda: client.call_api("status/runtimeinfo"), "Prometheus to answer", 30)
         yield client
     finally:
         server.terminate()

@@ -38,7 +38,7 @@ def _list_parameters(docstring: griffe.Docstring | None, parameters: griffe.Para
     if docstring is None:
         return
     names = {parameter.name.lstrip("*") for parameter in parameters}
-    described = [_described(line, names) for line in docstring.value.splitlines()]
+    described = [_find_described_parameters(line, names) for line in docstring.value.splitlines()]
     if len([words for words in described if words]) < 2:
         return
     lines: list[str] = []
@@ -56,7 +56,7 @@ def _list_parameters(docstring: griffe.Docstring | None, parameters: griffe.Para
     docstring.value = "\n".join(lines)
 
 
-def _described(line: str, names: set[str]) -> list[str]:
+def _find_described_parameters(line: str, names: set[str]) -> list[str]:
     """Return the parameters that a line begins to describe, such as `size_limit, memory_limit: bytes per node`."""
     match = _PARAMETERS.match(line)
     words = match[1].split(", ") if match else []

@@ -3,9 +3,9 @@ explains it.
 
     python scripts/release.py [--registry REGISTRY] [--tag TAG] [--output dist] [--skip-smoke-test]
 
-The sdist, a wheel that is built from this sdist and repaired for manylinux, the chart as an archive, an SBOM
-(CycloneDX), and checksums. Then the wheel is installed from wheels alone, without a compiler, and trains; the chart's
-archive is rendered for the oldest and the newest Kubernetes, and pushed to and pulled from an OCI registry.
+A release has the sdist, a wheel that is built from this sdist and repaired for manylinux, the chart as an archive, an
+SBOM (CycloneDX), and checksums. Then the wheel is installed from wheels alone, without a compiler, and trains. The
+chart's archive is rendered for the oldest and the newest Kubernetes, and pushed to and pulled from an OCI registry.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KUBERNETES = ("1.20.2", "1.25.0", "1.36.0")
 """The versions for which the chart is checked: the oldest, the first with CEL rules, and the newest."""
 CHECKSUMS = "SHA256SUMS"
 REGISTRY_PROGRAM = "docker-registry"
-"""Debian's package of the same name has it."""
+"""The program of a registry. Debian's package has the same name."""
 REGISTRY_SECONDS = 60.0
 """How long the registry may take to start."""
 
@@ -54,20 +54,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="topkube-release-") as name:
         folder = Path(name)
         say("installing the tools")
-        tools = environment(folder / "tools", "-r", str(TOOLS))
+        tools = create_environment(folder / "tools", "-r", str(TOOLS))
         say("building the sdist and, from it, the wheel")
         sdist = build_sdist(tools, output)
         wheel = build_wheel(tools, sdist, folder, output)
         say("packing the chart")
         chart = pack_chart(tools, registry, version, folder, output)
         say("installing the wheel without a compiler")
-        clean = install(wheel, folder / "clean")
+        clean = install_wheel(wheel, folder / "clean")
         write_sbom(tools, clean, output / f"topkube-{version}.cdx.json")
         if not options.skip_smoke_test:
             say("testing what is installed")
-            train(clean, folder / "run")
-            render(tools, chart, registry, version)
-            push_and_pull(tools, chart, folder / "registry")
+            train_with_wheel(clean, folder / "run")
+            check_chart(tools, chart, registry, version)
+            push_and_pull_chart(tools, chart, folder / "registry")
     write_checksums(output)
     for path in sorted(output.iterdir()):
         print(f"  {path.stat().st_size:>12,}  {path.relative_to(output.parent)}")
@@ -134,30 +134,30 @@ def pack_chart(tools: Path, registry: str, version: str, folder: Path, output: P
     return archive
 
 
-def install(wheel: Path, folder: Path) -> Path:
+def install_wheel(wheel: Path, folder: Path) -> Path:
     """Install the wheel with an MPI and torch from wheels alone, as on a machine without a compiler."""
     constraints = ["-c", str(ROOT / "constraints.txt")]  # torch's build for CPUs
-    return environment(
+    return create_environment(
         folder, "--only-binary", ":all:", *constraints, f"{wheel}[mpich,train,operator,tensorboard,safetensors]"
     )
 
 
-def train(clean: Path, folder: Path) -> None:
+def train_with_wheel(clean: Path, folder: Path) -> None:
     """Run the installed commands, in a folder without the sources and with no compiler in the PATH."""
     folder.mkdir()
-    bare = {"PATH": str(clean), "PYTHONPATH": "", "CC": "false", "CXX": "false"}
-    run(clean / "topkube", "--version", environment=bare, folder=folder)
+    without_compiler = {"PATH": str(clean), "PYTHONPATH": "", "CC": "false", "CXX": "false"}
+    run(clean / "topkube", "--version", environment=without_compiler, folder=folder)
     words = (
         "-m topkube.examples.char_gpt --workers 2 --slots 2 --algorithm hitopk --log tensorboard --run-directory out"
     )
     sizes = "-- --steps 3 --layers 1 --width 32 --context 16"
-    run(clean / "topkube", "run", *words.split(), *sizes.split(), environment=bare, folder=folder)
+    run(clean / "topkube", "run", *words.split(), *sizes.split(), environment=without_compiler, folder=folder)
     if not list(folder.glob("out/logs/tensorboard/*")):
         fail("the run wrote no event file", f"read the logs in {folder}/out")
-    run(clean / "topkube-operator", "--help", environment=bare, folder=folder, quiet=True)
+    run(clean / "topkube-operator", "--help", environment=without_compiler, folder=folder, quiet=True)
 
 
-def render(tools: Path, archive: Path, registry: str, version: str) -> None:
+def check_chart(tools: Path, archive: Path, registry: str, version: str) -> None:
     """Check the chart's archive for each version of Kubernetes as `helm lint` does, and render it as `helm template`
     does."""
     code = """
@@ -180,7 +180,7 @@ print(f"chart: {len(objects)} objects; correct for Kubernetes {', '.join(kuberne
     run(tools / "python", "-c", code, archive, registry, version, *KUBERNETES)
 
 
-def push_and_pull(tools: Path, archive: Path, folder: Path) -> None:
+def push_and_pull_chart(tools: Path, archive: Path, folder: Path) -> None:
     """Push the chart as an OCI artefact to a registry on loopback, and pull it again. Without the program of a
     registry, say that this was not tested."""
     program = shutil.which(REGISTRY_PROGRAM)
@@ -215,7 +215,7 @@ def serve_registry(program: str, folder: Path) -> Iterator[str]:
         process = subprocess.Popen([program, "serve", str(config)], stdout=log, stderr=log)
     try:
         end = time.monotonic() + REGISTRY_SECONDS
-        while not _answers(address):
+        while not _is_answering(address):
             if process.poll() is not None or time.monotonic() > end:
                 log_text = (folder / "registry.log").read_text(errors="replace")
                 fail(f"{program} does not answer on {address}: {log_text[-500:]}", f"{program} serve {config}")
@@ -226,7 +226,7 @@ def serve_registry(program: str, folder: Path) -> Iterator[str]:
         process.wait()
 
 
-def _answers(address: str) -> bool:
+def _is_answering(address: str) -> bool:
     host, _, port = address.partition(":")
     with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
         return True
@@ -247,7 +247,7 @@ def write_checksums(output: Path) -> None:
     (output / CHECKSUMS).write_text("".join(lines))
 
 
-def environment(folder: Path, *requirements: str) -> Path:
+def create_environment(folder: Path, *requirements: str) -> Path:
     """Create a virtual environment with `requirements`. Return the folder of its programs."""
     venv.create(folder, with_pip=True)
     run(folder / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check", *requirements)

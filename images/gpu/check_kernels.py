@@ -16,7 +16,7 @@ from pathlib import Path
 LIBRARY = "topkube/libtopkube_cuda.so"
 
 
-def compiled_devices(wheel: Path) -> set[str]:
+def list_compiled_devices(wheel: Path) -> set[str]:
     """Return the devices that the wheel's library has machine code for, such as {"80", "90"}. Exits with an error if
     the wheel has no library."""
     program = shutil.which("cuobjdump") or "/usr/local/cuda/bin/cuobjdump"
@@ -35,11 +35,15 @@ def main() -> None:
     wheels = list(folder.glob("topkube-*.whl"))
     if len(wheels) != 1:
         sys.exit(f"{len(wheels)} wheels in {folder}, expected 1. Next: read the output of pip wheel above")
-    compiled = compiled_devices(wheels[0])
+    compiled = list_compiled_devices(wheels[0])
     if absent := wanted - compiled:
-        absent_names, names = (", ".join(f"sm_{name}" for name in sorted(some)) for some in (absent, compiled))
-        sys.exit(f"{wheels[0].name} has no machine code for {absent_names}, only for {names or 'none'}")
-    print(f"{wheels[0].name}: machine code for {', '.join(f'sm_{name}' for name in sorted(compiled, key=int))}")
+        only = _format_devices(compiled) or "none"
+        sys.exit(f"{wheels[0].name} has no machine code for {_format_devices(absent)}, only for {only}")
+    print(f"{wheels[0].name}: machine code for {', '.join(f'sm_{device}' for device in sorted(compiled, key=int))}")
+
+
+def _format_devices(devices: set[str]) -> str:
+    return ", ".join(f"sm_{device}" for device in sorted(devices))
 
 
 if __name__ == "__main__":

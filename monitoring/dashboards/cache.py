@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monitoring.dashboards.selection import BY_JOB, NAMESPACE, OF_JOB, TRAINING_JOB, rate
+from monitoring.dashboards.selection import BY_JOB, NAMESPACE, OF_JOB, TRAINING_JOB, build_rate
 from monitoring.grafana import Dashboard, Panel, Query, Row
 
 _NAME = "{{namespace}}/{{training_job}}"
@@ -10,7 +10,7 @@ _REMOTE = OF_JOB + ',source="remote"'
 _DATA = OF_JOB + ',phase="data"'
 
 
-def _recent(series: str) -> str:
+def _build_increase(series: str) -> str:
     return f"sum(increase({series}{{{OF_JOB}}}[$__rate_interval]))"
 
 
@@ -29,8 +29,8 @@ CACHE = Dashboard(
                     "percentunit",
                     (
                         Query(
-                            f"sum by (tier) ({rate('topkube_cache_hits_total')}) "
-                            f"/ sum by (tier) ({rate('topkube_cache_requests_total')})",
+                            f"sum by (tier) ({build_rate('topkube_cache_hits_total')}) "
+                            f"/ sum by (tier) ({build_rate('topkube_cache_requests_total')})",
                             "{{tier}}",
                         ),
                     ),
@@ -41,14 +41,14 @@ CACHE = Dashboard(
                     "Bytes per second from this node's memory and disk tiers, from other nodes of the job (peer) and "
                     "from the remote store.",
                     "Bps",
-                    (Query(f"sum by (source) ({rate('topkube_cache_read_bytes_total')})", "{{source}}"),),
+                    (Query(f"sum by (source) ({build_rate('topkube_cache_read_bytes_total')})", "{{source}}"),),
                     stacked=True,
                 ),
                 Panel(
                     "From the remote store",
                     "Bytes per second that each job reads from the store. It should be zero after the first epoch.",
                     "Bps",
-                    (Query(f"sum {BY_JOB} ({rate('topkube_cache_read_bytes_total', _REMOTE)})", _NAME),),
+                    (Query(f"sum {BY_JOB} ({build_rate('topkube_cache_read_bytes_total', _REMOTE)})", _NAME),),
                 ),
             ),
         ),
@@ -61,13 +61,13 @@ CACHE = Dashboard(
                     "cache and "
                     "the loader do not hide.",
                     "percentunit",
-                    (Query(f"avg {BY_JOB} ({rate('topkube_step_phase_seconds_total', _DATA)})", _NAME),),
+                    (Query(f"avg {BY_JOB} ({build_rate('topkube_step_phase_seconds_total', _DATA)})", _NAME),),
                 ),
                 Panel(
                     "Fetches",
                     "Shards per second that each job fetches from the store.",
                     "ops",
-                    (Query(f"sum {BY_JOB} ({rate('topkube_cache_fetches_total')})", _NAME),),
+                    (Query(f"sum {BY_JOB} ({build_rate('topkube_cache_fetches_total')})", _NAME),),
                 ),
                 Panel(
                     "Fetching and waiting",
@@ -75,8 +75,8 @@ CACHE = Dashboard(
                     "fetches, over all ranks.",
                     "short",
                     (
-                        Query(f"sum({rate('topkube_cache_fetch_seconds_total')})", "fetching"),
-                        Query(f"sum({rate('topkube_cache_wait_seconds_total')})", "waiting"),
+                        Query(f"sum({build_rate('topkube_cache_fetch_seconds_total')})", "fetching"),
+                        Query(f"sum({build_rate('topkube_cache_wait_seconds_total')})", "waiting"),
                     ),
                 ),
             ),
@@ -93,8 +93,8 @@ CACHE = Dashboard(
                         Query(
                             f"sum(increase(topkube_cache_corruptions_total{{{OF_JOB}}}[$__rate_interval]))", "corrupt"
                         ),
-                        Query(_recent("topkube_cache_evictions_total"), "evicted"),
-                        Query(_recent("topkube_cache_takeovers_total"), "taken over"),
+                        Query(_build_increase("topkube_cache_evictions_total"), "evicted"),
+                        Query(_build_increase("topkube_cache_takeovers_total"), "taken over"),
                     ),
                 ),
                 Panel(

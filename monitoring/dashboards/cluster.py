@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monitoring.dashboards.selection import BY_JOB, IN_NAMESPACE, NAMESPACE, quantile, rate
+from monitoring.dashboards.selection import BY_JOB, IN_NAMESPACE, NAMESPACE, build_quantile, build_rate
 from monitoring.grafana import Dashboard, Panel, Query, Row
 
 _PHASES = f"sum by (phase) (max by (namespace, phase) (topkube_jobs{{{IN_NAMESPACE}}}))"
@@ -69,7 +69,7 @@ CLUSTER = Dashboard(
                     "ops",
                     (
                         Query(
-                            f"sum {BY_JOB} ({rate('topkube_samples_total', IN_NAMESPACE)})",
+                            f"sum {BY_JOB} ({build_rate('topkube_samples_total', IN_NAMESPACE)})",
                             "{{namespace}}/{{training_job}}",
                         ),
                     ),
@@ -93,7 +93,7 @@ CLUSTER = Dashboard(
                     "Bps",
                     (
                         Query(
-                            f"sum {BY_JOB} ({rate('topkube_sent_bytes_total', _INTER)})",
+                            f"sum {BY_JOB} ({build_rate('topkube_sent_bytes_total', _INTER)})",
                             "{{namespace}}/{{training_job}}",
                         ),
                     ),
@@ -124,7 +124,7 @@ CLUSTER = Dashboard(
                     "includes the wait for nodes and image pulls.",
                     "s",
                     tuple(
-                        Query(quantile(share, "topkube_job_start_seconds", IN_NAMESPACE), f"{share:.0%}")
+                        Query(build_quantile(share, "topkube_job_start_seconds", IN_NAMESPACE), f"{share:.0%}")
                         for share in (0.5, 0.95)
                     ),
                     width=12,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monitoring.dashboards.selection import BY_JOB, NAMESPACE, OF_JOB, TRAINING_JOB, rate
+from monitoring.dashboards.selection import BY_JOB, NAMESPACE, OF_JOB, TRAINING_JOB, build_rate
 from monitoring.grafana import Dashboard, Panel, Query, Row
 
 _INTER = OF_JOB + ',level="inter"'
@@ -25,8 +25,8 @@ COMMUNICATION = Dashboard(
                     "gradients would send at the same step rate.",
                     "Bps",
                     (
-                        Query(f"sum by (level) ({rate('topkube_sent_bytes_total')})", "{{level}}"),
-                        Query(f"sum({rate('topkube_dense_equivalent_bytes_total')})", "dense equivalent"),
+                        Query(f"sum by (level) ({build_rate('topkube_sent_bytes_total')})", "{{level}}"),
+                        Query(f"sum({build_rate('topkube_dense_equivalent_bytes_total')})", "dense equivalent"),
                     ),
                     logarithmic=True,
                     least=None,
@@ -37,8 +37,8 @@ COMMUNICATION = Dashboard(
                     "percentunit",
                     (
                         Query(
-                            f"sum {BY_JOB} ({rate('topkube_sent_bytes_total', _INTER)}) "
-                            f"/ sum {BY_JOB} ({rate('topkube_dense_equivalent_bytes_total')})",
+                            f"sum {BY_JOB} ({build_rate('topkube_sent_bytes_total', _INTER)}) "
+                            f"/ sum {BY_JOB} ({build_rate('topkube_dense_equivalent_bytes_total')})",
                             _NAME,
                         ),
                     ),
@@ -63,8 +63,8 @@ COMMUNICATION = Dashboard(
                     "Bps",
                     (
                         Query(
-                            f"sum {BY_JOB} ({rate('topkube_sent_bytes_total', _INTER)}) "
-                            f"/ sum {BY_JOB} ({rate('topkube_step_phase_seconds_total', _INTER_SECONDS)})",
+                            f"sum {BY_JOB} ({build_rate('topkube_sent_bytes_total', _INTER)}) "
+                            f"/ sum {BY_JOB} ({build_rate('topkube_step_phase_seconds_total', _INTER_SECONDS)})",
                             f"reached {_NAME}",
                         ),
                         Query(f"avg {BY_JOB} (topkube_link_bytes_per_second{{{OF_JOB}}})", f"link {_NAME}"),
@@ -80,8 +80,8 @@ COMMUNICATION = Dashboard(
                     "percentunit",
                     (
                         Query(
-                            f"sum {BY_JOB} ({rate('topkube_exchange_bound_seconds_total')}) "
-                            f"/ sum {BY_JOB} ({rate('topkube_step_phase_seconds_total', _INTER_SECONDS)})",
+                            f"sum {BY_JOB} ({build_rate('topkube_exchange_bound_seconds_total')}) "
+                            f"/ sum {BY_JOB} ({build_rate('topkube_step_phase_seconds_total', _INTER_SECONDS)})",
                             _NAME,
                         ),
                     ),
@@ -93,8 +93,8 @@ COMMUNICATION = Dashboard(
                     "Bps",
                     (
                         Query(
-                            f"sum {BY_JOB} ({rate('topkube_dense_equivalent_bytes_total')}) "
-                            f"/ sum {BY_JOB} ({rate('topkube_step_phase_seconds_total', _EXCHANGE)})",
+                            f"sum {BY_JOB} ({build_rate('topkube_dense_equivalent_bytes_total')}) "
+                            f"/ sum {BY_JOB} ({build_rate('topkube_step_phase_seconds_total', _EXCHANGE)})",
                             _NAME,
                         ),
                     ),
@@ -109,7 +109,11 @@ COMMUNICATION = Dashboard(
                     "Seconds per second that a rank spends on selection, inside the node and between nodes, mean of "
                     "all ranks. It overlaps with backward.",
                     "percentunit",
-                    (Query(f"avg by (phase) ({rate('topkube_step_phase_seconds_total', _EXCHANGE)})", "{{phase}}"),),
+                    (
+                        Query(
+                            f"avg by (phase) ({build_rate('topkube_step_phase_seconds_total', _EXCHANGE)})", "{{phase}}"
+                        ),
+                    ),
                     stacked=True,
                     width=12,
                 ),
@@ -121,8 +125,8 @@ COMMUNICATION = Dashboard(
                     "percentunit",
                     (
                         Query(
-                            f"sum {BY_JOB} ({rate('topkube_step_phase_seconds_total', _EXCHANGE)}) "
-                            f"/ sum {BY_JOB} ({rate('topkube_step_seconds_sum')})",
+                            f"sum {BY_JOB} ({build_rate('topkube_step_phase_seconds_total', _EXCHANGE)}) "
+                            f"/ sum {BY_JOB} ({build_rate('topkube_step_seconds_sum')})",
                             _NAME,
                         ),
                     ),

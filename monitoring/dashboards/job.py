@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from monitoring.dashboards.selection import OF_JOB, ONE_JOB, ONE_NAMESPACE, quantile, rate
+from monitoring.dashboards.selection import OF_JOB, ONE_JOB, ONE_NAMESPACE, build_quantile, build_rate
 from monitoring.grafana import Dashboard, Panel, Query, Row
 
-_STEPS = f"avg({rate('topkube_step_seconds_count')})"
-_PER_STEP = f"avg by (phase) ({rate('topkube_step_phase_seconds_total')}) / on () group_left () {_STEPS}"
+_STEPS = f"avg({build_rate('topkube_step_seconds_count')})"
+_PER_STEP = f"avg by (phase) ({build_rate('topkube_step_phase_seconds_total')}) / on () group_left () {_STEPS}"
 _COMPUTE = OF_JOB + ',phase=~"data|forward"'
 
 JOB = Dashboard(
@@ -68,7 +68,7 @@ JOB = Dashboard(
                     "Skipped steps",
                     "Steps per second that all ranks skipped because a gradient was NaN or infinite.",
                     "ops",
-                    (Query(f"max({rate('topkube_skipped_steps_total')})"),),
+                    (Query(f"max({build_rate('topkube_skipped_steps_total')})"),),
                     kind="stat",
                     width=4,
                     height=4,
@@ -89,7 +89,7 @@ JOB = Dashboard(
                     "Throughput",
                     "Samples per second over all ranks.",
                     "ops",
-                    (Query(f"sum by (training_job) ({rate('topkube_samples_total')})", "{{training_job}}"),),
+                    (Query(f"sum by (training_job) ({build_rate('topkube_samples_total')})", "{{training_job}}"),),
                 ),
                 Panel(
                     "Norms",
@@ -130,7 +130,8 @@ JOB = Dashboard(
                     "Seconds from one finished step to the next, over all ranks: median and 95th percentile.",
                     "s",
                     tuple(
-                        Query(quantile(share, "topkube_step_seconds", OF_JOB), f"{share:.0%}") for share in (0.5, 0.95)
+                        Query(build_quantile(share, "topkube_step_seconds", OF_JOB), f"{share:.0%}")
+                        for share in (0.5, 0.95)
                     ),
                 ),
                 Panel(
@@ -140,7 +141,7 @@ JOB = Dashboard(
                     "s",
                     (
                         Query(
-                            f"topk(3, sum by (rank) ({rate('topkube_step_phase_seconds_total', _COMPUTE)})) "
+                            f"topk(3, sum by (rank) ({build_rate('topkube_step_phase_seconds_total', _COMPUTE)})) "
                             f"/ on () group_left () {_STEPS}",
                             "rank {{rank}}",
                         ),

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from monitoring.dashboards.selection import BY_RELEASE, OF_RELEASE, OPERATOR_NAMESPACE, RELEASE, quantile, rate
+from monitoring.dashboards.selection import (
+    BY_RELEASE,
+    OF_RELEASE,
+    OPERATOR_NAMESPACE,
+    RELEASE,
+    build_quantile,
+    build_rate,
+)
 from monitoring.grafana import Dashboard, Panel, Query, Row
 
 _NAME = "{{namespace}}/{{release}}"
@@ -13,7 +20,7 @@ _BY_NODE = "by (release, node)"
 _NODE = "{{release}}: {{node}}"
 
 
-def _process(expression: str) -> str:
+def _select_processes(expression: str) -> str:
     """Return a value of the processes that are operators of the selected releases, with the release as a label."""
     operators = f"group by (instance, pod, {_LABELS}) (topkube_leader{{{OF_RELEASE}}})"
     return f"{expression} * on (instance) group_left (release) {operators}"
@@ -79,7 +86,7 @@ OPERATOR = Dashboard(
                     "ops",
                     (
                         Query(
-                            f"sum by ({_LABELS}, outcome) ({rate('topkube_reconciles_total', OF_RELEASE)})",
+                            f"sum by ({_LABELS}, outcome) ({build_rate('topkube_reconciles_total', OF_RELEASE)})",
                             f"{_NAME}: {{{{outcome}}}}",
                         ),
                     ),
@@ -90,7 +97,8 @@ OPERATOR = Dashboard(
                     "s",
                     tuple(
                         Query(
-                            quantile(share, "topkube_reconcile_seconds", OF_RELEASE, _LABELS), f"{_NAME}: {share:.0%}"
+                            build_quantile(share, "topkube_reconcile_seconds", OF_RELEASE, _LABELS),
+                            f"{_NAME}: {share:.0%}",
                         )
                         for share in (0.5, 0.95, 0.99)
                     ),
@@ -102,8 +110,8 @@ OPERATOR = Dashboard(
                     "percentunit",
                     (
                         Query(
-                            f"sum {BY_RELEASE} ({rate('topkube_reconciles_total', _FAILED)}) "
-                            f"/ sum {BY_RELEASE} ({rate('topkube_reconciles_total', OF_RELEASE)})",
+                            f"sum {BY_RELEASE} ({build_rate('topkube_reconciles_total', _FAILED)}) "
+                            f"/ sum {BY_RELEASE} ({build_rate('topkube_reconciles_total', OF_RELEASE)})",
                             _NAME,
                         ),
                     ),
@@ -130,7 +138,7 @@ OPERATOR = Dashboard(
                     "oldest job in the queue.",
                     "s",
                     (
-                        Query(quantile(0.95, "topkube_work_queue_seconds", OF_RELEASE, _LABELS), f"{_NAME}: 95%"),
+                        Query(build_quantile(0.95, "topkube_work_queue_seconds", OF_RELEASE, _LABELS), f"{_NAME}: 95%"),
                         Query(
                             f"max {BY_RELEASE} (topkube_work_queue_oldest_seconds{{{OF_RELEASE}}})", f"{_NAME}: oldest"
                         ),
@@ -143,7 +151,7 @@ OPERATOR = Dashboard(
                     "ops",
                     (
                         Query(
-                            f"sum by ({_LABELS}, code) ({rate('topkube_api_requests_total', OF_RELEASE)})",
+                            f"sum by ({_LABELS}, code) ({build_rate('topkube_api_requests_total', OF_RELEASE)})",
                             f"{_NAME}: {{{{code}}}}",
                         ),
                     ),
@@ -154,7 +162,8 @@ OPERATOR = Dashboard(
                     "s",
                     tuple(
                         Query(
-                            quantile(share, "topkube_api_request_seconds", OF_RELEASE, _LABELS), f"{_NAME}: {share:.0%}"
+                            build_quantile(share, "topkube_api_request_seconds", OF_RELEASE, _LABELS),
+                            f"{_NAME}: {share:.0%}",
                         )
                         for share in (0.5, 0.99)
                     ),
@@ -166,7 +175,8 @@ OPERATOR = Dashboard(
                     "ops",
                     (
                         Query(
-                            f"sum by ({_LABELS}, outcome) ({rate('topkube_admission_reviews_total', OF_RELEASE)})",
+                            f"sum by ({_LABELS}, outcome) "
+                            f"({build_rate('topkube_admission_reviews_total', OF_RELEASE)})",
                             f"{_NAME}: {{{{outcome}}}}",
                         ),
                     ),
@@ -177,7 +187,7 @@ OPERATOR = Dashboard(
                     "s",
                     tuple(
                         Query(
-                            quantile(share, "topkube_admission_review_seconds", OF_RELEASE, _LABELS),
+                            build_quantile(share, "topkube_admission_review_seconds", OF_RELEASE, _LABELS),
                             f"{_NAME}: {share:.0%}",
                         )
                         for share in (0.5, 0.99)
@@ -203,7 +213,7 @@ OPERATOR = Dashboard(
                     "Memory",
                     "Resident memory of each operator pod.",
                     "bytes",
-                    (Query(_process("process_resident_memory_bytes"), "{{release}}: {{instance}}"),),
+                    (Query(_select_processes("process_resident_memory_bytes"), "{{release}}: {{instance}}"),),
                 ),
                 Panel(
                     "Processor",
@@ -211,7 +221,8 @@ OPERATOR = Dashboard(
                     "short",
                     (
                         Query(
-                            _process("rate(process_cpu_seconds_total[$__rate_interval])"), "{{release}}: {{instance}}"
+                            _select_processes("rate(process_cpu_seconds_total[$__rate_interval])"),
+                            "{{release}}: {{instance}}",
                         ),
                     ),
                 ),

@@ -21,12 +21,12 @@ BY_JOB = "by (namespace, training_job)"
 BY_RELEASE = "by (namespace, release)"
 
 
-def rate(series: str, selector: str = OF_JOB) -> str:
+def build_rate(series: str, selector: str = OF_JOB) -> str:
     """Return the rate per second, over an interval that fits the resolution of the panel and of the scrape."""
     return f"rate({series}{{{selector}}}[$__rate_interval])"
 
 
-def quantile(share: float, histogram: str, selector: str, by: str = "") -> str:
+def build_quantile(share: float, histogram: str, selector: str, by: str = "") -> str:
     """Return a quantile of a histogram, over all series or for each value of the labels `by`."""
     labels = f"{by}, le" if by else "le"
-    return f"histogram_quantile({share}, sum by ({labels}) ({rate(f'{histogram}_bucket', selector)}))"
+    return f"histogram_quantile({share}, sum by ({labels}) ({build_rate(f'{histogram}_bucket', selector)}))"

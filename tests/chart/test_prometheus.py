@@ -19,9 +19,9 @@ import yaml
 from monitoring.alerts import ALERTS
 from monitoring.dashboards import DASHBOARDS
 from monitoring.grafana import Dashboard, Panel
-from monitoring.pictures import draw
+from monitoring.pictures import draw_dashboard
 from monitoring.prometheus import Prometheus, QueryError, fill_variables
-from monitoring.server import BINARY, INTERVAL, build_target, prometheus, wait_until
+from monitoring.server import BINARY, INTERVAL, build_target, run_prometheus, wait_until
 from topkube_operator.control.metrics import OperatorMetrics
 from topkube_operator.http.probes import Probes
 from topkube_operator.node_cache.decisions import LocalDataset
@@ -163,7 +163,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
                 namespace="topkube-system",
             ),
         ]
-        client = stack.enter_context(prometheus(directory, targets))
+        client = stack.enter_context(run_prometheus(directory, targets))
         # Norms and the cache are the last to come; a rate needs two scrapes.
         wait_until(lambda: client.query("topkube_residual_norm"), "training with hitopk", 130)
         wait_until(lambda: client.query("topkube_unsent_ratio"), "training with onebit", 130)
@@ -195,7 +195,7 @@ def test_every_variable_of_a_dashboard_has_values(server: Prometheus) -> None:
     for dashboard in DASHBOARDS:
         for variable in dashboard.variables:
             series = fill_variables(variable.series, INTERVAL)
-            values = server.ask(f"label/{variable.label}/values", **{"match[]": series})
+            values = server.call_api(f"label/{variable.label}/values", **{"match[]": series})
             known = {
                 "namespace": "ml",
                 "training_job": JOB,
@@ -207,7 +207,7 @@ def test_every_variable_of_a_dashboard_has_values(server: Prometheus) -> None:
 
 def test_every_alert_is_evaluated_without_an_error(server: Prometheus) -> None:
     def read_evaluated_rules() -> list[dict[str, Any]]:
-        rules = [rule for group in server.ask("rules")["groups"] for rule in group["rules"]]
+        rules = [rule for group in server.call_api("rules")["groups"] for rule in group["rules"]]
         return rules if all(rule["health"] != "unknown" for rule in rules) else []  # unknown: not evaluated yet
 
     rules = wait_until(read_evaluated_rules, "the first evaluation", 120)
@@ -216,7 +216,7 @@ def test_every_alert_is_evaluated_without_an_error(server: Prometheus) -> None:
 
 def test_every_metric_and_label_of_dashboards_and_alerts_is_in_the_scrape(server: Prometheus) -> None:
     labels: dict[str, set[str]] = {}
-    for series in server.ask("series", **{"match[]": '{__name__=~"topkube_.*|process_.*"}'}):
+    for series in server.call_api("series", **{"match[]": '{__name__=~"topkube_.*|process_.*"}'}):
         labels.setdefault(series["__name__"], set()).update(series)
     expressions = [query.expression for _, panel in PANELS for query in panel.queries]
     for expression in [*expressions, *(alert.fill_expression() for alert in ALERTS)]:
@@ -232,5 +232,5 @@ def test_a_query_that_is_wrong_is_an_error(server: Prometheus) -> None:
 
 def test_a_dashboard_is_drawn(server: Prometheus, tmp_path: Path) -> None:
     path = tmp_path / "cluster.png"
-    draw(server, DASHBOARDS[0], path, 20, INTERVAL, training_job=JOB)
+    draw_dashboard(server, DASHBOARDS[0], path, 20, INTERVAL, training_job=JOB)
     assert path.stat().st_size > 20_000

@@ -38,9 +38,9 @@ def test_the_charts_archive_is_whole_and_has_the_images_of_the_registry(release:
     tools = Path(sys.executable).parent
     archive = release.pack_chart(tools, "registry.example.com/team", VERSION, tmp_path, output)
     assert archive.name == f"topkube-{VERSION}.tgz"
-    release.render(tools, archive, "registry.example.com/team", VERSION)
+    release.check_chart(tools, archive, "registry.example.com/team", VERSION)
     with pytest.raises(SystemExit):
-        release.render(tools, archive, "another.example.com", VERSION)
+        release.check_chart(tools, archive, "another.example.com", VERSION)
 
 
 def test_all_files_state_the_version_and_the_tag_is_checked(release: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,11 +111,11 @@ class ClusterQueue:
 
     def evict(self, job: str, reason: str) -> None:
         """Ask a job to return its quota."""
-        self._change(job, lambda workload: kueue_protocol.evict(workload, reason, datetime.now(UTC)))
+        self._change(job, lambda workload: kueue_protocol.build_evicted_status(workload, reason, datetime.now(UTC)))
 
     def end_pause(self, job: str) -> None:
         """Queue an evicted job again."""
-        self._change(job, lambda workload: kueue_protocol.end_pause(workload, datetime.now(UTC)))
+        self._change(job, lambda workload: kueue_protocol.build_requeued_status(workload, datetime.now(UTC)))
 
     def _change(self, job: str, change: Callable[[dict[str, Any]], Any]) -> None:
         """Write a new status. If the operator writes at the same moment, read the Workload again and repeat."""
@@ -144,7 +144,7 @@ class ClusterQueue:
                 self._make_room(entry, workloads, now)
                 return
             used += needed
-            self._write(entry, kueue_protocol.admit(entry, {"pods": self.flavor}, now))
+            self._write(entry, kueue_protocol.build_admitted_status(entry, {"pods": self.flavor}, now))
 
     def _make_room(self, entry: Mapping[str, Any], workloads: list[dict[str, Any]], now: datetime) -> None:
         """Evict a Workload of lower priority, and write to `entry` why it waits."""
@@ -154,18 +154,18 @@ class ClusterQueue:
         if lower and not is_clearing:
             victim = max(lower, key=_compute_turn)
             self.evictions.append(victim["metadata"]["name"])
-            self._write(victim, kueue_protocol.evict(victim, "Preempted", now))
+            self._write(victim, kueue_protocol.build_evicted_status(victim, "Preempted", now))
         message = "couldn't assign flavors to pod set launcher: insufficient unused quota for pods"
         if kueue_protocol.find_condition(entry, "QuotaReserved").get("message") != message:
-            self._write(entry, kueue_protocol.refuse(entry, message, now))
+            self._write(entry, kueue_protocol.build_refused_status(entry, message, now))
 
     def _follow_activity(self, entry: dict[str, Any], now: datetime) -> None:
         is_evicted = kueue_protocol.has_true_condition(entry, "Evicted")
         if entry["spec"].get("active") is False:
             if kueue_protocol.holds_quota(entry) and not is_evicted:
-                self._write(entry, kueue_protocol.evict(entry, "Deactivated", now))
+                self._write(entry, kueue_protocol.build_evicted_status(entry, "Deactivated", now))
         elif kueue_protocol.find_condition(entry, "Requeued").get("reason") == "Deactivated":
-            self._write(entry, kueue_protocol.with_conditions(entry["status"], now, Requeued=(True, "Reactivated")))
+            self._write(entry, kueue_protocol.set_conditions(entry["status"], now, Requeued=(True, "Reactivated")))
 
     def _check_pods(self, workloads: list[dict[str, Any]]) -> None:
         """Fail if pods run without quota. `workloads` was read before the pods, and only this object admits."""

@@ -24,7 +24,7 @@ import yaml
 from filelock import FileLock
 from kubernetes.client.exceptions import ApiException
 from localkube import images
-from localkube.cluster import Cluster
+from localkube.cluster import LocalCluster
 from localkube.layout import Layout
 from operating import Jobs, is_gone
 from play import apply
@@ -69,7 +69,7 @@ def target(shared_step: SharedStep) -> Iterator[Target]:
     if os.geteuid() != 0:
         pytest.skip("needs root to start a cluster here, or TOPKUBE_TEST_KUBECONFIG for another cluster")
     layout, wanted = Layout.from_environment(), [images.RUNTIME, images.RUNTIME_OPENMPI, images.OPERATOR]
-    running = Cluster.find_running(layout)
+    running = LocalCluster.find_running(layout)
     if running is not None:
         with shared_step("images") as first:
             if first:
@@ -78,7 +78,7 @@ def target(shared_step: SharedStep) -> Iterator[Target]:
         return
     if "PYTEST_XDIST_WORKER" in os.environ:
         pytest.fail("several processes share a cluster that is up. Next: make cluster NODES=3, or make test-cluster")
-    cluster = Cluster.start(layout, NODES, wanted)
+    cluster = LocalCluster.start(layout, NODES, wanted)
     try:
         yield Target(layout.kubeconfig, cluster)
     finally:
@@ -210,7 +210,7 @@ def pytest_runtest_makereport(
 
 
 @pytest.fixture
-def breakable_cluster(installation: Target) -> Cluster:
+def breakable_cluster(installation: Target) -> LocalCluster:
     """The machine's own cluster, for tests that break nodes, links or the control plane."""
     if installation.local is None:
         pytest.skip("breaks nodes: needs a cluster of this machine's own, not TOPKUBE_TEST_KUBECONFIG")

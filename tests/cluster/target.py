@@ -18,7 +18,7 @@ from kubernetes.client.exceptions import ApiException
 from kubernetes.dynamic.exceptions import ConflictError
 from kubernetes.stream import stream
 from localkube.cgroups import Group
-from localkube.cluster import Cluster
+from localkube.cluster import LocalCluster
 
 T = TypeVar("T")
 GROUP, VERSION, PLURAL = "topkube.dev", "v1alpha1", "trainingjobs"
@@ -46,7 +46,7 @@ class Target:
     """The cluster of `kubeconfig`. `local` is the cluster of this machine, whose nodes can be broken; None for other
     clusters."""
 
-    def __init__(self, kubeconfig: Path, local: Cluster | None) -> None:
+    def __init__(self, kubeconfig: Path, local: LocalCluster | None) -> None:
         self.kubeconfig, self.local = kubeconfig, local
         self.client = kubernetes.config.new_client_from_config(str(kubeconfig))
         self.core = kubernetes.client.CoreV1Api(self.client)

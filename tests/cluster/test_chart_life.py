@@ -49,7 +49,7 @@ from conftest import MANIFESTS, apply_manifests
 from monitoring.alerts import ALERTS
 from monitoring.dashboards import DASHBOARDS
 from monitoring.prometheus import Prometheus, fill_variables
-from monitoring.server import BINARY, INTERVAL, prometheus
+from monitoring.server import BINARY, INTERVAL, run_prometheus
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 TRAIN = (REPOSITORY / "tests/chart/train_cached.py").read_text()
@@ -172,7 +172,7 @@ def server(release: ChartRelease, training: str) -> Iterator[Prometheus]:
     targets = ScrapeTargets(release.target, release.directory, [release.jobs.name])
     command = ["python", "-c", TRAIN, "/tmp/data", "/tmp/cache"]
     weights = release.jobs.create(build_job(WEIGHTS_JOB, command, aggregation={"algorithm": "onebit"}))
-    with prometheus(release.directory, targets.jobs) as server:
+    with run_prometheus(release.directory, targets.jobs) as server:
         release.jobs.wait_phase(training, "Running", seconds=120)
         release.jobs.wait_phase(weights, "Running", seconds=120)
         targets.refresh()
@@ -208,14 +208,14 @@ def test_every_panel_is_answered_from_the_running_job(release: ChartRelease, ser
 
 def test_every_alert_is_evaluated_and_every_metric_and_label_named_is_scraped(server: Prometheus) -> None:
     def are_rules_healthy() -> bool:
-        rules = [rule for group in server.ask("rules")["groups"] for rule in group["rules"]]
+        rules = [rule for group in server.call_api("rules")["groups"] for rule in group["rules"]]
         return {rule["name"] for rule in rules if rule["health"] == "ok"} == {alert.name for alert in ALERTS}
 
     wait_for(are_rules_healthy, "all alerts to be evaluated", 30)
     producers = server.query("count by (namespace, phase) (topkube_jobs)")
     assert {point[1] for series in producers for point in series.points} == {1.0}, "only the leader serves them"
     labels: dict[str, set[str]] = {}
-    for series in server.ask("series", **{"match[]": '{__name__=~"topkube_.*|process_.*"}'}):
+    for series in server.call_api("series", **{"match[]": '{__name__=~"topkube_.*|process_.*"}'}):
         labels.setdefault(series["__name__"], set()).update(series)
     expressions = [query.expression for panel in PANELS for query in panel.queries]
     for expression in [*expressions, *(alert.fill_expression() for alert in ALERTS)]:

@@ -25,7 +25,7 @@ from target import KUBELET_SECONDS, OPERATOR_NAMESPACE, Namespace, Target, wait_
 from conftest import apply_manifests, read_manifest
 from monitoring.dashboards.cluster import CLUSTER
 from monitoring.prometheus import Prometheus, fill_variables
-from monitoring.server import BINARY, INTERVAL, prometheus
+from monitoring.server import BINARY, INTERVAL, run_prometheus
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 PLACES = ("releases-a", "releases-b")
@@ -157,7 +157,7 @@ def server(releases: list[Release], tmp_path: Path) -> Iterator[Prometheus]:
             token = create_token(first, SCRAPER)
             scrape |= {"scheme": "https", "tls_config": {"insecure_skip_verify": True}}
             scrape["authorization"] = {"credentials": token}
-    with prometheus(tmp_path, targets.jobs) as running:
+    with run_prometheus(tmp_path, targets.jobs) as running:
         yield running
 
 
@@ -188,7 +188,7 @@ def test_two_releases_count_each_job_once(releases: list[Release], server: Prome
 
     def list_firing() -> list[tuple[str, str]]:
         alerts = [
-            alert for alert in server.ask("alerts")["alerts"] if alert["labels"]["alertname"] == "TopKubeJobFailed"
+            alert for alert in server.call_api("alerts")["alerts"] if alert["labels"]["alertname"] == "TopKubeJobFailed"
         ]
         return [(alert["labels"]["namespace"], alert["labels"]["training_job"]) for alert in alerts]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import needs
 import pytest
 from jobs import build_endless_steps, build_job
-from localkube.cluster import Cluster
+from localkube.cluster import LocalCluster
 from target import Namespace, wait_for
 
 # Rank 1 allocates more memory than its container may have; the other rank waits for it.
@@ -72,7 +72,7 @@ def urgent_class(namespace: Namespace) -> Iterator[str]:
     kind.delete(name=namespace.name)
 
 
-def test_preemption_is_not_a_failure(namespace: Namespace, urgent_class: str, breakable_cluster: Cluster) -> None:
+def test_preemption_is_not_a_failure(namespace: Namespace, urgent_class: str, breakable_cluster: LocalCluster) -> None:
     """A pod with a higher priority takes a worker's GPUs: the job continues on another node, or when the GPUs are
     free."""
     needs.require_gpus(namespace.target, 2)

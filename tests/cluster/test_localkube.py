@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from localkube.apt_sources import read_debian_sources
 from localkube.cgroups import Group
-from localkube.cluster import Cluster, stop_cluster
+from localkube.cluster import LocalCluster, stop_cluster
 from localkube.daemons import Daemon, run, wait_until
 from localkube.images import RUNTIME
 from localkube.layout import Layout
@@ -111,7 +111,7 @@ def can_fetch(namespace: Namespace, address: str, seconds: float) -> bool:
 
 
 @pytest.mark.alone
-def test_links_can_be_cut_and_mended(namespace: Namespace, breakable_cluster: Cluster) -> None:
+def test_links_can_be_cut_and_mended(namespace: Namespace, breakable_cluster: LocalCluster) -> None:
     _, other = start_two_pods(namespace)
     wait_for(lambda: can_fetch(namespace, other, 5), "the pods to reach each other", 30)
     breakable_cluster.cut("node1", "node2")
@@ -123,7 +123,7 @@ def test_links_can_be_cut_and_mended(namespace: Namespace, breakable_cluster: Cl
 
 
 @pytest.mark.alone
-def test_shaped_links_have_the_chosen_rate(namespace: Namespace, breakable_cluster: Cluster) -> None:
+def test_shaped_links_have_the_chosen_rate(namespace: Namespace, breakable_cluster: LocalCluster) -> None:
     """2.5 MB over 20 Mbit/s take a second."""
     _, second = start_two_pods(namespace)
     target = namespace.target

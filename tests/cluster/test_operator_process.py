@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from localkube.cluster import Cluster as LocalCluster
+from localkube.cluster import LocalCluster
 from operating import Jobs, KillingProxy, Operator, build_shell_job
 from target import wait_for
 

@@ -9,7 +9,7 @@ from typing import Any
 import needs
 import pytest
 from jobs import build_failing_ranks, build_job, build_ranks_that_fail_once, build_steps
-from localkube.cluster import Cluster
+from localkube.cluster import LocalCluster
 from target import Namespace, wait_for
 
 # Each rank checks what the template requests, and calls an all-reduce.
@@ -144,7 +144,7 @@ def _require_label(label: str) -> dict[str, Any]:
     return {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
 
 
-def test_templates_are_passed_through_whole(namespace: Namespace, breakable_cluster: Cluster) -> None:
+def test_templates_are_passed_through_whole(namespace: Namespace, breakable_cluster: LocalCluster) -> None:
     """The template has an init container, a sidecar, volumes, environment, affinity, tolerations and a runtime class.
     The launcher has another template. The sidecar never ends by itself, and the job still ends."""
     core, target = namespace.target.core, namespace.target

@@ -17,7 +17,7 @@ import needs
 import pytest
 from jobs import build_endless_steps, build_job, build_steps, build_steps_that_end_in_attempt
 from kubernetes.client.exceptions import ApiException
-from localkube.cluster import Cluster
+from localkube.cluster import LocalCluster
 from target import GROUP, PATIENCE, PLURAL, VERSION, Namespace, Target, wait_for
 
 RESTART_SECONDS = 15.0 * PATIENCE
@@ -64,7 +64,7 @@ def test_a_killed_rank_restarts_in_place(namespace: Namespace) -> None:
 
 
 @pytest.mark.alone
-def test_a_killed_worker_is_replaced_and_the_living_stay(namespace: Namespace, breakable_cluster: Cluster) -> None:
+def test_a_killed_worker_is_replaced_and_the_living_stay(namespace: Namespace, breakable_cluster: LocalCluster) -> None:
     start_running(namespace, "worker")
     before = namespace.read_uids("worker")
     parts = ("worker-0-1", "worker-1-1", "worker-1-2")
@@ -182,7 +182,9 @@ def find_leader(target: Target) -> tuple[str, Any]:
 
 
 @pytest.mark.alone
-def test_one_of_two_operators_acts_and_the_other_takes_over(namespace: Namespace, breakable_cluster: Cluster) -> None:
+def test_one_of_two_operators_acts_and_the_other_takes_over(
+    namespace: Namespace, breakable_cluster: LocalCluster
+) -> None:
     """The leader is killed: its Lease is taken over within 20 s, and a new job runs."""
     target = namespace.target
     first, pod = find_leader(target)
@@ -196,7 +198,9 @@ def test_one_of_two_operators_acts_and_the_other_takes_over(namespace: Namespace
 
 
 @pytest.mark.alone
-def test_a_restart_of_the_api_server_does_not_disturb_a_job(namespace: Namespace, breakable_cluster: Cluster) -> None:
+def test_a_restart_of_the_api_server_does_not_disturb_a_job(
+    namespace: Namespace, breakable_cluster: LocalCluster
+) -> None:
     start_running(namespace, "outage")
     uids = namespace.read_uids("worker")
     breakable_cluster.restart_api_server()
@@ -208,7 +212,7 @@ def test_a_restart_of_the_api_server_does_not_disturb_a_job(namespace: Namespace
 
 
 @pytest.mark.alone
-def test_a_worker_on_a_vanished_node_is_replaced(namespace: Namespace, breakable_cluster: Cluster) -> None:
+def test_a_worker_on_a_vanished_node_is_replaced(namespace: Namespace, breakable_cluster: LocalCluster) -> None:
     """The worker is replaced on another node. Its old pod, which is stuck on the lost node, blocks nothing, not even a
     new job of the same name. When the node returns, it takes no part."""
     needs.require_nodes(namespace.target, 3, "the third to replace the lost one")
@@ -246,7 +250,9 @@ def _is_gone(namespace: Namespace, pod: Any) -> bool:
 
 
 @pytest.mark.alone
-def test_a_job_survives_a_link_that_is_cut_for_ten_seconds(namespace: Namespace, breakable_cluster: Cluster) -> None:
+def test_a_job_survives_a_link_that_is_cut_for_ten_seconds(
+    namespace: Namespace, breakable_cluster: LocalCluster
+) -> None:
     start_running(namespace, "blip")
     nodes = sorted({pod.spec.node_name for pod in namespace.list_pods("worker")})
     uids = namespace.read_uids("worker")
@@ -269,7 +275,7 @@ def test_a_job_survives_a_link_that_is_cut_for_ten_seconds(namespace: Namespace,
 
 @pytest.mark.alone
 def test_a_link_that_stays_cut_ends_the_attempt_as_a_disruption(
-    namespace: Namespace, breakable_cluster: Cluster
+    namespace: Namespace, breakable_cluster: LocalCluster
 ) -> None:
     """The attempt ends as a disruption. The next attempt waits and names the missing worker until the link works
     again."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from jobs import build_job, build_steps
-from localkube.cluster import Cluster
+from localkube.cluster import LocalCluster
 from localkube.images import RUNTIME_OPENMPI
 from target import Namespace, create_shared_claim, wait_for
 
@@ -51,7 +51,7 @@ with optimizer.consensus():
 
 
 @pytest.fixture
-def checkpoints(namespace: Namespace, breakable_cluster: Cluster) -> Iterator[Path]:
+def checkpoints(namespace: Namespace, breakable_cluster: LocalCluster) -> Iterator[Path]:
     """The folder of a ReadWriteMany claim called `checkpoints`, which all nodes of this machine share."""
     folder = breakable_cluster.layout.state / "volumes" / namespace.name
     create_shared_claim(namespace, folder, "checkpoints")

@@ -1,5 +1,5 @@
-"""Keys, tokens and the launcher's certificate. They derive from the operator's seed and the job's UID, and are not
-stored.
+"""Keys, tokens and the launcher's certificate. They derive from the operator's seed and the job's UID, and the operator
+keeps no copy.
 
 Everything is deterministic (HKDF, HMAC, Ed25519), so a repeated reconcile, another replica or a restarted operator
 produces the same bytes, and a deleted Secret is restored as it was.
@@ -54,7 +54,7 @@ class Credentials:
 
 
 @functools.lru_cache(maxsize=4096)
-def derive(seed: bytes, uid: str) -> Credentials:
+def derive_credentials(seed: bytes, uid: str) -> Credentials:
     """Return the credentials of the job with this UID. `seed` is the operator's own secret, SEED_BYTES or more."""
     key = Ed25519PrivateKey.from_private_bytes(_derive_key(seed, uid, "tls"))
     return Credentials(

@@ -27,6 +27,7 @@ _CONTAINER, _POD = "the container", "the pod template's spec"
 _HEADROOM_PERCENT, _HEADROOM_BYTES = 5, 256 << 20
 """Space in the volume for indexes, records and temporary files. A pod that exceeds its volume is evicted."""
 _SETTINGS = ("TOPKUBE_DATASET_", "TOPKUBE_CACHE_", "TOPKUBE_JOB_NAME")
+"""The beginnings of the names of variables that describe the dataset."""
 
 
 def uses_node_cache(job: TrainingJob) -> bool:
@@ -80,11 +81,11 @@ def add_dataset(pod: dict[str, Any], container: dict[str, Any], job: TrainingJob
     if dataset is None:
         return
     mounts = ensure_list(container, "volumeMounts", _CONTAINER)
-    taken = {str(mount.get("mountPath")).rstrip("/") for mount in mounts if isinstance(mount, dict)}
-    if ROOT not in taken:
+    mounted_paths = {str(mount.get("mountPath")).rstrip("/") for mount in mounts if isinstance(mount, dict)}
+    if ROOT not in mounted_paths:
         ensure_list(pod, "volumes", _POD).append({"name": VOLUME, **_build_volume(dataset)})
         mounts.append({"name": VOLUME, "mountPath": ROOT})
-        if dataset.mount_path not in taken:
+        if dataset.mount_path not in mounted_paths:
             view = {
                 "name": VOLUME,
                 "mountPath": dataset.mount_path,
@@ -93,11 +94,11 @@ def add_dataset(pod: dict[str, Any], container: dict[str, Any], job: TrainingJob
             }
             mounts.append(view)
     entries = ensure_list(container, "env", _CONTAINER)
-    named = {entry.get("name") for entry in entries if isinstance(entry, dict)}
+    set_variables = {entry.get("name") for entry in entries if isinstance(entry, dict)}
     entries += [
         {"name": name, "value": value.replace("$", "$$")}
         for name, value in sorted(job.environment(**build_cache_settings(job, policy)).items())
-        if name.startswith(_SETTINGS) and name not in named
+        if name.startswith(_SETTINGS) and name not in set_variables
     ]
     if dataset.secret_name:
         sources = ensure_list(container, "envFrom", _CONTAINER)

@@ -27,14 +27,16 @@ _FIELDS = (
 )
 """Fields of a pod's spec that the launcher's pod has too, unless its own template sets them."""
 _AFFINITY = ("nodeAffinity", "podAffinity")
-"""The parts of `affinity` that are taken over. An anti-affinity keeps workers apart and would ask for a node more."""
+"""The parts of `affinity` that the launcher inherits. An anti-affinity keeps workers apart: with it, the launcher would
+need one more node."""
 _REQUESTS = {"cpu": "50m", "memory": "96Mi"}
 _GUARANTEED_CPU, _LIMIT_CPU = "500m", "2"
 _LIMIT_MIB, _LIMIT_MIB_PER_WORKER = 512, 1
 
 
 def inherit_fields(launcher: dict[str, Any], workers: Mapping[str, Any]) -> None:
-    """Add to the template of a launcher what it lacks and the workers' template has. Neither contains nulls."""
+    """Add the fields that a launcher's template lacks and the workers' template has. Neither template contains
+    nulls."""
     spec = ensure_mapping(launcher, "spec", "spec.launcher.template")
     source: Any = workers.get("spec") or {}
     for field in _FIELDS:
@@ -44,20 +46,24 @@ def inherit_fields(launcher: dict[str, Any], workers: Mapping[str, Any]) -> None
     if isinstance(affinity, dict) and any(part in affinity for part in _AFFINITY):
         spec.setdefault("affinity", {part: copy.deepcopy(affinity[part]) for part in _AFFINITY if part in affinity})
     metadata = ensure_mapping(launcher, "metadata", "spec.launcher.template")
-    own = ensure_mapping(metadata, "labels", "spec.launcher.template.metadata")
+    own_labels = ensure_mapping(metadata, "labels", "spec.launcher.template.metadata")
     labels: Any = (workers.get("metadata") or {}).get("labels") or {}
-    selected = set(_find_spreading_keys(source))
+    spreading_keys = set(_find_spreading_keys(source))
     for key, value in labels.items():
-        if key not in selected:
-            own.setdefault(key, value)
+        if key not in spreading_keys:
+            own_labels.setdefault(key, value)
 
 
 def _find_spreading_keys(spec: Mapping[str, Any]) -> Iterator[str]:
     """Yield the labels by which the template keeps its own pods apart. With these labels, a launcher would count as
     a worker and would take a node or a domain from the workers."""
     affinity = spec.get("affinity")
-    apart = affinity.get("podAntiAffinity") if isinstance(affinity, dict) else None
-    rules = [rule for entries in apart.values() for rule in _list_mappings(entries)] if isinstance(apart, dict) else []
+    anti_affinity = affinity.get("podAntiAffinity") if isinstance(affinity, dict) else None
+    rules = (
+        [rule for entries in anti_affinity.values() for rule in _list_mappings(entries)]
+        if isinstance(anti_affinity, dict)
+        else []
+    )
     for rule in [*rules, *_list_mappings(spec.get("topologySpreadConstraints"))]:
         term = rule.get("podAffinityTerm", rule)
         selector = term.get("labelSelector") if isinstance(term, dict) else None
@@ -79,16 +85,16 @@ def choose_launcher_resources(job: TrainingJob) -> dict[str, Any]:
     equal requests and limits, so that the pod stays Guaranteed.
     """
     if job.spec.launcher.resources is not None:
-        wanted = job.spec.launcher.resources
-        given = {"requests": wanted.requests, "limits": wanted.limits}
-        return {name: dict(amounts) for name, amounts in given.items() if amounts}
+        own_resources = job.spec.launcher.resources
+        own_amounts = {"requests": own_resources.requests, "limits": own_resources.limits}
+        return {name: dict(amounts) for name, amounts in own_amounts.items() if amounts}
     memory = f"{_LIMIT_MIB + _LIMIT_MIB_PER_WORKER * job.spec.workers}Mi"
     if job.spec.launcher.colocate and is_guaranteed(job.spec.template):
-        exact = {"cpu": _GUARANTEED_CPU, "memory": memory}
-        return {"requests": dict(exact), "limits": exact}
+        equal_amounts = {"cpu": _GUARANTEED_CPU, "memory": memory}
+        return {"requests": dict(equal_amounts), "limits": equal_amounts}
     worker: Any = find_worker_container(job.spec.template)
-    limited = _read_resources(worker, "limits")
-    limits = {name: value for name, value in (("cpu", _LIMIT_CPU), ("memory", memory)) if name in limited}
+    worker_limits = _read_resources(worker, "limits")
+    limits = {name: value for name, value in (("cpu", _LIMIT_CPU), ("memory", memory)) if name in worker_limits}
     return {"requests": dict(_REQUESTS), **({"limits": limits} if limits else {})}
 
 

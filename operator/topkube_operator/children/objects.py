@@ -18,13 +18,13 @@ from topkube_operator.model.observed import Gang, Policy
 OPERATOR_LABELS = {"app.kubernetes.io/name": "topkube", "app.kubernetes.io/component": "operator"}
 """Labels of the operator's own pods (manifests/ and the chart set them)."""
 PROMETHEUS = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}
-"""The peer that may scrape workers if the admin names no others."""
+"""The peer that may scrape workers if the admin names no other peers."""
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
 
 
 def build_secret(job: TrainingJob, uid: str, workers: Iterable[tuple[int, int]], policy: Policy) -> dict[str, Any]:
     """Return the Secret with the credentials. `workers` holds (index, attempt for which the pod was made)."""
-    data = credentials.derive(policy.seed, uid).build_secret_data(workers)
+    data = credentials.derive_credentials(policy.seed, uid).build_secret_data(workers)
     return _build_child(job, uid, "v1", "Secret", names.name_secret(job.name)) | {"type": "Opaque", "data": data}
 
 
@@ -51,11 +51,11 @@ def build_service(job: TrainingJob, uid: str, attempt: int, address: str = "") -
 def build_network_policies(job: TrainingJob, uid: str, policy: Policy) -> list[dict[str, Any]]:
     """Return two policies, because workers and launcher open different ports. Neither has the job's own name, because
     another job may be named like a policy of this job."""
-    own = {names.JOB_NAME: names.name_job_label(job.name)}
-    workers = {"matchLabels": {**own, names.ROLE: names.WORKER}}
-    launcher = {"matchLabels": {**own, names.ROLE: names.LAUNCHER}}
+    job_labels = {names.JOB_NAME: names.name_job_label(job.name)}
+    workers = {"matchLabels": {**job_labels, names.ROLE: names.WORKER}}
+    launcher = {"matchLabels": {**job_labels, names.ROLE: names.LAUNCHER}}
     if job.spec.launcher.colocate:
-        launcher = {"matchLabels": {**own, names.WORKER_INDEX: "0"}}
+        launcher = {"matchLabels": {**job_labels, names.WORKER_INDEX: "0"}}
     namespace = {"matchLabels": {NAMESPACE_NAME: policy.operator_namespace}} if policy.operator_namespace else {}
     operator = {"namespaceSelector": namespace, "podSelector": {"matchLabels": dict(OPERATOR_LABELS)}}
     scrapers = [dict(peer) for peer in policy.metrics_from or (PROMETHEUS,)]

@@ -25,8 +25,10 @@ _KUEUE_ROLE = "kueue.x-k8s.io/role-hash"
 def find_priority_class(job: TrainingJob) -> str:
     """Return the priority class of the workers' pods; empty if they have none."""
     spec: Any = job.spec.template.get("spec") or {}
-    own = spec.get("priorityClassName")
-    return own if isinstance(own, str) and own else job.spec.run_policy.scheduling_policy.priority_class or ""
+    template_class = spec.get("priorityClassName")
+    if isinstance(template_class, str) and template_class:
+        return template_class
+    return job.spec.run_policy.scheduling_policy.priority_class or ""
 
 
 def asks_for_gang(job: TrainingJob) -> bool:
@@ -78,9 +80,11 @@ def _select_for_queues(entries: dict[str, str]) -> dict[str, str]:
 
 def spread_over_nodes(pod: dict[str, Any], job: TrainingJob, uid: str) -> None:
     """Require different nodes for the workers of the job, in addition to the template's own affinity."""
-    where = "spec.template.spec"
-    apart = ensure_mapping(ensure_mapping(pod, "affinity", where), "podAntiAffinity", f"{where}.affinity")
-    rules = ensure_list(apart, "requiredDuringSchedulingIgnoredDuringExecution", f"{where}.affinity.podAntiAffinity")
+    path = "spec.template.spec"
+    anti_affinity = ensure_mapping(ensure_mapping(pod, "affinity", path), "podAntiAffinity", f"{path}.affinity")
+    rules = ensure_list(
+        anti_affinity, "requiredDuringSchedulingIgnoredDuringExecution", f"{path}.affinity.podAntiAffinity"
+    )
     rules.append({"labelSelector": {"matchLabels": _build_worker_labels(job, uid)}, "topologyKey": HOSTNAME})
 
 
@@ -89,18 +93,18 @@ def place_together(pod: dict[str, Any], job: TrainingJob, uid: str) -> None:
     topology = job.spec.topology
     if topology is None:
         return
-    where = "spec.template.spec"
-    near = ensure_mapping(ensure_mapping(pod, "affinity", where), "podAffinity", f"{where}.affinity")
+    path = "spec.template.spec"
+    affinity = ensure_mapping(ensure_mapping(pod, "affinity", path), "podAffinity", f"{path}.affinity")
     term: dict[str, Any] = {
         "labelSelector": {"matchLabels": _build_worker_labels(job, uid)},
         "topologyKey": topology.key,
     }
     if topology.mode == "Required":
-        ensure_list(near, "requiredDuringSchedulingIgnoredDuringExecution", f"{where}.affinity.podAffinity").append(
+        ensure_list(affinity, "requiredDuringSchedulingIgnoredDuringExecution", f"{path}.affinity.podAffinity").append(
             term
         )
         return
-    rules = ensure_list(near, "preferredDuringSchedulingIgnoredDuringExecution", f"{where}.affinity.podAffinity")
+    rules = ensure_list(affinity, "preferredDuringSchedulingIgnoredDuringExecution", f"{path}.affinity.podAffinity")
     rules.append({"weight": 100, "podAffinityTerm": term})
 
 
@@ -112,16 +116,16 @@ def _build_worker_labels(job: TrainingJob, uid: str) -> dict[str, str]:
 def prefer_warm_nodes(pod: dict[str, Any], warm: Mapping[str, int]) -> None:
     """Ask the scheduler to prefer nodes that hold the dataset, in proportion to their share. `warm` holds percentages
     by the nodes' kubernetes.io/hostname."""
-    best = sorted(warm.items(), key=lambda entry: (-entry[1], entry[0]))[:_MOST_WARM_NODES]
+    warmest = sorted(warm.items(), key=lambda entry: (-entry[1], entry[0]))[:_MOST_WARM_NODES]
     by_weight: dict[int, list[str]] = {}
-    for hostname, percent in best:
+    for hostname, percent in warmest:
         if percent > 0:
             by_weight.setdefault(min(percent, 100), []).append(hostname)
     if not by_weight:
         return
-    where = "spec.template.spec"
-    near = ensure_mapping(ensure_mapping(pod, "affinity", where), "nodeAffinity", f"{where}.affinity")
-    rules = ensure_list(near, "preferredDuringSchedulingIgnoredDuringExecution", f"{where}.affinity.nodeAffinity")
+    path = "spec.template.spec"
+    affinity = ensure_mapping(ensure_mapping(pod, "affinity", path), "nodeAffinity", f"{path}.affinity")
+    rules = ensure_list(affinity, "preferredDuringSchedulingIgnoredDuringExecution", f"{path}.affinity.nodeAffinity")
     rules += [
         {
             "weight": weight,

@@ -20,7 +20,7 @@ _ADDRESS = "0.0.0.0"
 
 @dataclass(frozen=True)
 class PodSet:
-    """Equal pods. The launcher is first."""
+    """A set of equal pods."""
 
     name: str
     count: int
@@ -29,23 +29,24 @@ class PodSet:
 
 
 def build_pod_sets(job: TrainingJob, uid: str, policy: Policy) -> list[PodSet]:
-    """Return the pods of one attempt. Raises JobError if the templates make no valid pod."""
+    """Return the pods of one attempt. The set of the launcher comes first. Raises JobError if the templates make no
+    valid pod."""
     workers = [(index, 1) for index in range(job.spec.workers)]
     worker = pods.build_worker(job, uid, job.spec.workers - 1, 1, _ADDRESS, policy)
     if job.spec.launcher.colocate:
-        head, rest = pods.build_colocated(job, uid, 1, workers, policy), job.spec.workers - 1
+        launcher, worker_count = pods.build_colocated_worker(job, uid, 1, workers, policy), job.spec.workers - 1
     else:
-        head, rest = pods.build_launcher(job, uid, 1, workers, policy), job.spec.workers
-    sets = [PodSet(names.LAUNCHER, 1, head), PodSet(names.WORKER, rest, worker)]
+        launcher, worker_count = pods.build_launcher(job, uid, 1, workers, policy), job.spec.workers
+    sets = [PodSet(names.LAUNCHER, 1, launcher), PodSet(names.WORKER, worker_count, worker)]
     return [pod_set for pod_set in sets if pod_set.count]
 
 
 def sum_member_requests(job: TrainingJob, uid: str, policy: Policy) -> dict[str, str]:
     """Return what the pods that must fit at the same time request together. The launcher is one of them."""
-    total, left = dict[str, Decimal](), placement.count_members(job)
+    total, remaining = dict[str, Decimal](), placement.count_members(job)
     for pod_set in build_pod_sets(job, uid, policy):
-        count = min(pod_set.count, left)
-        left -= count
+        count = min(pod_set.count, remaining)
+        remaining -= count
         for name, amount in sum_pod_requests(pod_set.pod["spec"]).items():
             total[name] = total.get(name, Decimal(0)) + count * amount
     return {name: format_quantity(name, amount) for name, amount in sorted(total.items()) if amount}
@@ -54,15 +55,15 @@ def sum_member_requests(job: TrainingJob, uid: str, policy: Policy) -> dict[str,
 def sum_pod_requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:
     """Return what a pod requests, as the scheduler counts it: all containers and native sidecars together, or the
     largest init container if that is more."""
-    running = _sum(_read_requests(container) for container in spec.get("containers") or ())
+    running = _sum_amounts(_read_requests(container) for container in spec.get("containers") or ())
     largest = dict[str, Decimal]()
     for container in spec.get("initContainers") or ():
         if isinstance(container, Mapping) and container.get("restartPolicy") == "Always":
-            running = _sum([running, _read_requests(container)])
+            running = _sum_amounts([running, _read_requests(container)])
         else:
-            largest = _take_larger(largest, _read_requests(container))
+            largest = _choose_larger_amounts(largest, _read_requests(container))
     overhead = spec.get("overhead")
-    return _sum([_take_larger(running, largest), _read_amounts(overhead)])
+    return _sum_amounts([_choose_larger_amounts(running, largest), _read_amounts(overhead)])
 
 
 def _read_requests(container: Any) -> dict[str, Decimal]:
@@ -78,7 +79,7 @@ def _read_amounts(value: Any) -> dict[str, Decimal]:
     return {name: amount for name, amount in known if amount is not None}
 
 
-def _sum(parts: Iterable[Mapping[str, Decimal]]) -> dict[str, Decimal]:
+def _sum_amounts(parts: Iterable[Mapping[str, Decimal]]) -> dict[str, Decimal]:
     total = dict[str, Decimal]()
     for part in parts:
         for name, amount in part.items():
@@ -86,7 +87,7 @@ def _sum(parts: Iterable[Mapping[str, Decimal]]) -> dict[str, Decimal]:
     return total
 
 
-def _take_larger(amounts: Mapping[str, Decimal], others: Mapping[str, Decimal]) -> dict[str, Decimal]:
+def _choose_larger_amounts(amounts: Mapping[str, Decimal], others: Mapping[str, Decimal]) -> dict[str, Decimal]:
     return {
         name: max(amounts.get(name, Decimal(0)), others.get(name, Decimal(0)))
         for name in dict.fromkeys([*amounts, *others])

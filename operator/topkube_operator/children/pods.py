@@ -3,7 +3,7 @@ Pure.
 
 The operator overrides nothing in the template, except restartPolicy and the command of the wrapped container, which
 becomes the argument of `topkube worker`. Sidecars and init containers stay unchanged. `children/inheritance.py` decides
-what a launcher takes over from the workers' template.
+what a launcher inherits from the workers' template.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ HOME = "/home/topkube"
 _USER = 1000
 _GRACE_SECONDS = 30
 _SECONDS_AFTER_RANKS = 5
-"""The part of a worker's grace period that remains when its ranks have ended: `topkube worker` sends their results."""
+"""The last part of a worker's grace period. The ranks have ended, and `topkube worker` sends their results."""
 _DOMAINS_SECONDS = 15.0
 """How long a launcher waits for the zones, racks or blocks of its workers."""
 _SHM_MIB, _SHM_MIB_PER_RANK = 1024, 256
 _PREFIX = "topkube-"
-_OF_WORKERS, _OF_LAUNCHER = "spec.template", "spec.launcher.template"
+_WORKER_TEMPLATE, _LAUNCHER_TEMPLATE = "spec.template", "spec.launcher.template"
 _POD, _CONTAINER = "the pod template's spec", "the container"
 _VISIBLE_GPUS = "NVIDIA_VISIBLE_DEVICES"
 _USER_FIELDS = ("runAsNonRoot", "runAsUser", "seccompProfile")
@@ -42,8 +42,8 @@ def hash_worker(job: TrainingJob) -> str:
     spec = job.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
     parts = ("template", "slotsPerWorker", "mpiImplementation", "dataset", "spread")
     claim = [job.spec.checkpoint.claim_name] if job.spec.checkpoint else []
-    added = [spec[part] for part in ("topology", "source", "setup") if part in spec]  # old jobs keep their shape
-    return hash_data([*(spec.get(part) for part in parts), *claim, *added])
+    later_parts = [spec[part] for part in ("topology", "source", "setup") if part in spec]  # old jobs keep their shape
+    return hash_data([*(spec.get(part) for part in parts), *claim, *later_parts])
 
 
 def build_worker(
@@ -61,7 +61,7 @@ def build_worker(
     JobError if the template makes no valid pod.
     """
     name = names.name_worker_pod(job.name, uid, index, attempt)
-    launches = index == 0 and job.spec.launcher.colocate
+    has_launcher = index == 0 and job.spec.launcher.colocate
     pod, container = _build_pod(job, uid, job.spec.template, name, attempt, policy)
     metadata, spec = pod["metadata"], pod["spec"]
     metadata["labels"] |= {names.ROLE: names.WORKER, names.WORKER_INDEX: str(index)}
@@ -71,7 +71,7 @@ def build_worker(
         names.DEFAULT_CONTAINER: container["name"],
     }
     spec.setdefault("terminationGracePeriodSeconds", _GRACE_SECONDS)
-    host = f"$({contract.POD_IP_VARIABLE})" if launches else address
+    host = f"$({contract.POD_IP_VARIABLE})" if has_launcher else address
     plan = contract.WorkerPlan(
         name=job.name,
         namespace=job.metadata.namespace or "",
@@ -82,16 +82,16 @@ def build_worker(
         slots=job.spec.slots_per_worker,
         workers=job.spec.workers,
         launcher=format_endpoint(host),
-        grace_seconds=_compute_ranks_grace(job),
+        grace_seconds=_compute_ranks_grace_seconds(job),
     )
     fetcher = source.build_source_container(job, container, name, index, attempt) if source.has_code(job) else None
     container["command"] = ["topkube", "worker", "--", *container["command"]]
     _add_environment(container, {contract.WORKER_VARIABLE: plan.to_json()})
-    _restrict(container, spec, _find_unset_fields(job))
+    _restrict_container(container, spec, _find_unset_fields(job))
     _add_scratch_volumes(spec, container, job.spec.slots_per_worker, datasets.count_shared_memory_bytes(job))
     if fetcher is not None:
         _add_home(fetcher)
-        _restrict(fetcher, spec, _find_unset_fields(job))
+        _restrict_container(fetcher, spec, _find_unset_fields(job))
         _add_scratch_volumes(spec, fetcher, 0)
         source.add_source(spec, container, fetcher, job)
     datasets.add_dataset(spec, container, job, policy)
@@ -111,7 +111,7 @@ def build_worker(
     if job.spec.checkpoint:
         claim = {"claimName": job.spec.checkpoint.claim_name}
         _mount_volume(spec, container, {"name": _PREFIX + "checkpoint", "persistentVolumeClaim": claim}, CHECKPOINTS)
-        security = ensure_mapping(spec, "securityContext", f"{_OF_WORKERS}.spec")
+        security = ensure_mapping(spec, "securityContext", f"{_WORKER_TEMPLATE}.spec")
         if "fsGroup" not in security and not {"fsGroup", "runAsUser"} & _find_unset_fields(job):
             security |= {"fsGroup": _USER, "fsGroupChangePolicy": "OnRootMismatch"}
     if job.spec.spread == "Node":
@@ -120,7 +120,7 @@ def build_worker(
     if datasets.uses_node_cache(job):
         placement.prefer_warm_nodes(spec, warm)
     placement.join_gang(pod, job, uid, policy.gang, policy.gang_scheduler)
-    placement.join_kueue_group(pod, names.LAUNCHER if launches else names.WORKER)
+    placement.join_kueue_group(pod, names.LAUNCHER if has_launcher else names.WORKER)
     return pod
 
 
@@ -129,13 +129,13 @@ def build_launcher(job: TrainingJob, uid: str, attempt: int, workers: Sequence[t
     worker. Raises JobError if the template makes no valid pod."""
     name = names.name_launcher_pod(job.name, uid, attempt)
     template = remove_nulls(job.spec.launcher.template or {})
-    spec = ensure_mapping(template, "spec", _OF_LAUNCHER)
+    spec = ensure_mapping(template, "spec", _LAUNCHER_TEMPLATE)
     if "serviceAccountName" not in spec:
         spec.setdefault("automountServiceAccountToken", False)
     inheritance.inherit_fields(template, remove_nulls(job.spec.template))
     # The launcher waits while ranks save their state.
-    spec.setdefault("terminationGracePeriodSeconds", _choose_grace(job))
-    containers = ensure_list(spec, "containers", f"{_OF_LAUNCHER}.spec")
+    spec.setdefault("terminationGracePeriodSeconds", _read_grace_seconds(job))
+    containers = ensure_list(spec, "containers", f"{_LAUNCHER_TEMPLATE}.spec")
     if not any(isinstance(entry, dict) and entry.get("name") == names.LAUNCHER for entry in containers):
         if len(containers) == 1 and isinstance(containers[0], dict) and "name" not in containers[0]:
             containers[0]["name"] = names.LAUNCHER
@@ -143,13 +143,13 @@ def build_launcher(job: TrainingJob, uid: str, attempt: int, workers: Sequence[t
             containers.insert(0, {"name": names.LAUNCHER})
     pod, container = _build_pod(job, uid, template, name, attempt, policy, names.LAUNCHER)
     pod["metadata"]["labels"] |= {names.ROLE: names.LAUNCHER}
-    _add_launcher(job, uid, attempt, workers, policy, pod, container)
+    _configure_launcher(job, uid, attempt, workers, policy, pod, container)
     placement.join_gang(pod, job, uid, policy.gang, policy.gang_scheduler)
     placement.join_kueue_group(pod, names.LAUNCHER)
     return pod
 
 
-def build_colocated(
+def build_colocated_worker(
     job: TrainingJob,
     uid: str,
     attempt: int,
@@ -162,26 +162,26 @@ def build_colocated(
     pod = build_worker(job, uid, 0, attempt, "", policy, warm)
     container: dict[str, Any] = {"name": names.LAUNCHER}
     ensure_list(pod["spec"], "containers", _POD).append(container)
-    _add_launcher(job, uid, attempt, workers, policy, pod, container)
+    _configure_launcher(job, uid, attempt, workers, policy, pod, container)
     return pod
 
 
-def _choose_grace(job: TrainingJob) -> int:
+def _read_grace_seconds(job: TrainingJob) -> int:
     """Return the seconds that workers' pods may take to end."""
     spec: Any = remove_nulls(job.spec.template.get("spec"))
     grace = (spec or {}).get("terminationGracePeriodSeconds")
     return grace if isinstance(grace, int) else _GRACE_SECONDS
 
 
-def _compute_ranks_grace(job: TrainingJob) -> float:
+def _compute_ranks_grace_seconds(job: TrainingJob) -> float:
     """Return the part of the grace period in which ranks can save their state."""
-    return max(0.0, float(_choose_grace(job)) - _SECONDS_AFTER_RANKS)
+    return max(0.0, float(_read_grace_seconds(job)) - _SECONDS_AFTER_RANKS)
 
 
 def _checks_address(job: TrainingJob, policy: Policy) -> bool:
     """Return True if the launcher compares the address of a caller with the address of the worker's pod."""
-    wanted = job.metadata.annotations.get(names.CHECK_ADDRESS)
-    return wanted == "true" if wanted in ("true", "false") else policy.check_address
+    annotation = job.metadata.annotations.get(names.CHECK_ADDRESS)
+    return annotation == "true" if annotation in ("true", "false") else policy.check_address
 
 
 def format_endpoint(host: str) -> str:
@@ -189,7 +189,7 @@ def format_endpoint(host: str) -> str:
     return f"[{host}]:{contract.LAUNCHER_PORT}" if ":" in host else f"{host}:{contract.LAUNCHER_PORT}"
 
 
-def _add_launcher(
+def _configure_launcher(
     job: TrainingJob,
     uid: str,
     attempt: int,
@@ -198,7 +198,7 @@ def _add_launcher(
     pod: dict[str, Any],
     container: dict[str, Any],
 ) -> None:
-    """Make `container` the launcher."""
+    """Make `container` of `pod` the container of the launcher."""
     worker = find_worker_container(job.spec.template)
     settings = datasets.build_cache_settings(job, policy)
     if job.spec.checkpoint:
@@ -209,8 +209,10 @@ def _add_launcher(
         uid=uid,
         attempt=attempt,
         workers=tuple(
-            contract.ExpectedWorker(index=index, attempt=made, pod=names.name_worker_pod(job.name, uid, index, made))
-            for index, made in workers
+            contract.ExpectedWorker(
+                index=index, attempt=made_for, pod=names.name_worker_pod(job.name, uid, index, made_for)
+            )
+            for index, made_for in workers
         ),
         slots=job.spec.slots_per_worker,
         mpi=job.spec.mpi_implementation,
@@ -219,7 +221,7 @@ def _add_launcher(
         stall_seconds=policy.stall_seconds,
         startup_seconds=policy.startup_seconds,
         lost_seconds=policy.lost_seconds,
-        grace_seconds=_compute_ranks_grace(job),
+        grace_seconds=_compute_ranks_grace_seconds(job),
         domains_seconds=_DOMAINS_SECONDS if job.spec.topology is not None else 0.0,
         check_address=_checks_address(job, policy),
         environment=job.environment(**settings),
@@ -231,7 +233,7 @@ def _add_launcher(
     container.setdefault("resources", inheritance.choose_launcher_resources(job))
     _add_environment(container, {contract.PLAN_VARIABLE: plan.to_json().replace("$", "$$")})
     _hide_gpus(container)
-    _restrict(container, pod["spec"], _find_unset_fields(job, of_launcher=True))
+    _restrict_container(container, pod["spec"], _find_unset_fields(job, of_launcher=True))
     container["securityContext"].setdefault("readOnlyRootFilesystem", True)
     _add_scratch_volumes(pod["spec"], container, 0)
     ensure_list(container, "ports", _CONTAINER).append(
@@ -261,7 +263,7 @@ def _build_pod(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the pod of a template, and the container to wrap in it."""
     template = remove_nulls(template)
-    path = _OF_WORKERS if role == names.WORKER else _OF_LAUNCHER
+    path = _WORKER_TEMPLATE if role == names.WORKER else _LAUNCHER_TEMPLATE
     template_metadata = ensure_mapping(template, "metadata", path)
     labels, annotations = placement.select_queue_metadata(job, uid, policy)
     metadata: dict[str, Any] = {
@@ -311,7 +313,7 @@ def _add_home(container: dict[str, Any]) -> None:
 
 
 def _hide_gpus(container: dict[str, Any]) -> None:
-    """Make the container see no GPU, unless its template requests GPUs or sets the variable.
+    """Hide the GPUs of the node from the container, unless its template requests GPUs or sets the variable.
 
     Images for CUDA set NVIDIA_VISIBLE_DEVICES=all, and NVIDIA's container runtime follows it in a container that
     requests no GPU. A launcher would then see, and could use, all GPUs of its node. The value `void` makes the runtime
@@ -337,9 +339,9 @@ def _find_unset_fields(job: TrainingJob, *, of_launcher: bool = False) -> frozen
     return frozenset(unset)
 
 
-def _restrict(container: dict[str, Any], pod: dict[str, Any], unset: frozenset[str]) -> None:
-    """Set what Pod Security's restricted level requires, if neither the container nor its pod sets it, or sets it to
-    null (`unset`)."""
+def _restrict_container(container: dict[str, Any], pod: dict[str, Any], unset: frozenset[str]) -> None:
+    """Set the fields that Pod Security's restricted level requires, except fields that the container or its pod sets,
+    and fields that they set to null (`unset`)."""
     security = ensure_mapping(container, "securityContext", _CONTAINER)
     pod_security = ensure_mapping(pod, "securityContext", _POD)
     security.setdefault("allowPrivilegeEscalation", bool(security.get("privileged")))

@@ -40,23 +40,23 @@ def build_source_container(
         "image": container["image"],
         "command": ["topkube", "fetch-source"],
     }
-    kept = ("imagePullPolicy", "env", "envFrom", "volumeMounts")
-    built |= {field: copy.deepcopy(container[field]) for field in kept if field in container}
+    copied_fields = ("imagePullPolicy", "env", "envFrom", "volumeMounts")
+    built |= {field: copy.deepcopy(container[field]) for field in copied_fields if field in container}
     security = container.get("securityContext")
-    own = {
+    user_fields = {
         field: value
         for field, value in (security if isinstance(security, dict) else {}).items()
         if field in _USER_FIELDS
     }
-    built["securityContext"] = {**copy.deepcopy(own), "readOnlyRootFilesystem": True}
+    built["securityContext"] = {**copy.deepcopy(user_fields), "readOnlyRootFilesystem": True}
     resources = container.get("resources")
-    limited = {
+    amounts_by_kind = {
         kind: {name: amount for name, amount in amounts.items() if name in _RESOURCES}
         for kind, amounts in (resources.items() if isinstance(resources, dict) else ())
         if kind in ("requests", "limits") and isinstance(amounts, dict)
     }
-    if any(limited.values()):
-        built["resources"] = {kind: amounts for kind, amounts in limited.items() if amounts}
+    if any(amounts_by_kind.values()):
+        built["resources"] = {kind: amounts for kind, amounts in amounts_by_kind.items() if amounts}
     entries = ensure_list(built, "env", _CONTAINER)
     entries[:] = [
         entry for entry in entries if not (isinstance(entry, dict) and entry.get("name") == contract.SOURCE_VARIABLE)
@@ -85,22 +85,22 @@ def add_source(pod: dict[str, Any], container: dict[str, Any], fetcher: dict[str
         elif source.config_map.archive is not None:
             config_map["items"] = [{"key": source.config_map.archive, "path": source.config_map.archive}]
         volumes.append({"name": _FILES, "configMap": config_map})
-        _mount(fetcher, _FILES, contract.SOURCE_FILES_DIRECTORY)
+        _mount_read_only(fetcher, _FILES, contract.SOURCE_FILES_DIRECTORY)
     if source is not None and source.git is not None and source.git.secret_name:
         volumes.append({"name": _SECRET, "secret": {"secretName": source.git.secret_name, "defaultMode": 0o444}})
-        _mount(fetcher, _SECRET, contract.SOURCE_SECRET_DIRECTORY)
+        _mount_read_only(fetcher, _SECRET, contract.SOURCE_SECRET_DIRECTORY)
     if source is not None:
         container.setdefault("workingDir", contract.SOURCE_DIRECTORY)
     entries = ensure_list(container, "env", _CONTAINER)
-    named = {entry.get("name") for entry in entries if isinstance(entry, dict)}
+    set_variables = {entry.get("name") for entry in entries if isinstance(entry, dict)}
     values = {"source": contract.SOURCE_DIRECTORY, "setup": contract.PACKAGES_DIRECTORY}
     entries += [
         {"name": variable, "value": values[field]}
         for field, variable in _SETTINGS.items()
-        if getattr(job.spec, field) is not None and variable not in named
+        if getattr(job.spec, field) is not None and variable not in set_variables
     ]
     ensure_list(pod, "initContainers", _POD).append(fetcher)
 
 
-def _mount(container: dict[str, Any], volume: str, path: str) -> None:
+def _mount_read_only(container: dict[str, Any], volume: str, path: str) -> None:
     ensure_list(container, "volumeMounts", _CONTAINER).append({"name": volume, "mountPath": path, "readOnly": True})

@@ -11,7 +11,7 @@ def ensure_list(parent: dict[str, Any], field: str, path: str) -> list[Any]:
     """Return the list `field` of `parent`; add an empty list if there is none. Raises JobError for another type."""
     value = parent.setdefault(field, [])
     if not isinstance(value, list):
-        raise _type_error(f"{path}.{field}", "list")
+        raise _build_type_error(f"{path}.{field}", "list")
     return value
 
 
@@ -20,10 +20,10 @@ def ensure_mapping(parent: dict[str, Any], field: str, path: str) -> dict[str, A
     type."""
     value = parent.setdefault(field, {})
     if not isinstance(value, dict):
-        raise _type_error(f"{path}.{field}", "mapping")
+        raise _build_type_error(f"{path}.{field}", "mapping")
     return value
 
 
-def _type_error(path: str, kind: str) -> JobError:
+def _build_type_error(path: str, kind: str) -> JobError:
     problem = f"{path}: is not a {kind}"
     return JobError("the pods of this job cannot be made", [problem], next_step="correct the pod template")

@@ -18,8 +18,9 @@ class _Batch:
     items: Sequence[Any]
     ends_batch: Callable[[Any], bool]
     results: list[Any] = field(default_factory=list)
-    begun: int = 0
-    ended: int = 0
+    begun_calls: int = 0
+    """The number of calls that have begun. They begin in the order of the items."""
+    ended_calls: int = 0
     error: BaseException | None = None
     is_stopped: bool = False
     """True if no further call begins."""
@@ -33,7 +34,9 @@ class CallPool:
         self._waiting: OrderedDict[Hashable, deque[_Batch]] = OrderedDict()
         """Batches with calls that have not begun, by job: the first job is next."""
         self._closed = False
-        self._threads = [threading.Thread(target=self._work, name=f"call-{n}", daemon=True) for n in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._run_calls, name=f"call-{index}", daemon=True) for index in range(threads)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -55,7 +58,9 @@ class CallPool:
         with self._changed:
             self._waiting.setdefault(job, deque()).append(batch)
             self._changed.notify_all()
-            while (batch.begun < len(items) and not (batch.is_stopped or self._closed)) or batch.ended < batch.begun:
+            while (
+                batch.begun_calls < len(items) and not (batch.is_stopped or self._closed)
+            ) or batch.ended_calls < batch.begun_calls:
                 self._changed.wait()
         if batch.error is not None:
             raise batch.error
@@ -67,9 +72,9 @@ class CallPool:
             self._closed = True
             self._changed.notify_all()
 
-    def _work(self) -> None:
-        while (taken := self._take()) is not None:
-            batch, index = taken
+    def _run_calls(self) -> None:
+        while (next_call := self._take_call()) is not None:
+            batch, index = next_call
             error: BaseException | None = None
             result = None
             try:
@@ -78,14 +83,14 @@ class CallPool:
                 error = raised
             with self._changed:
                 batch.results[index] = result
-                batch.ended += 1
+                batch.ended_calls += 1
                 batch.error = batch.error or error
                 batch.is_stopped = batch.is_stopped or error is not None or batch.ends_batch(result)
-                is_last = batch.is_stopped or self._closed or batch.begun == len(batch.items)
-                if batch.ended == batch.begun and is_last:
+                is_last = batch.is_stopped or self._closed or batch.begun_calls == len(batch.items)
+                if batch.ended_calls == batch.begun_calls and is_last:
                     self._changed.notify_all()
 
-    def _take(self) -> tuple[_Batch, int] | None:
+    def _take_call(self) -> tuple[_Batch, int] | None:
         """Return the next call of the next job; wait for it if there is none. Return None if the pool is closed."""
         with self._changed:
             while True:
@@ -93,13 +98,13 @@ class CallPool:
                     return None
                 while self._waiting:
                     job, batches = next(iter(self._waiting.items()))
-                    while batches and (batches[0].is_stopped or batches[0].begun == len(batches[0].items)):
+                    while batches and (batches[0].is_stopped or batches[0].begun_calls == len(batches[0].items)):
                         batches.popleft()
                     if not batches:
                         del self._waiting[job]
                         continue
-                    batch, index = batches[0], batches[0].begun
-                    batch.begun += 1
+                    batch, index = batches[0], batches[0].begun_calls
+                    batch.begun_calls += 1
                     self._waiting.move_to_end(job)
                     return batch, index
                 self._changed.wait()

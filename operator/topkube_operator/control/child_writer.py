@@ -38,7 +38,7 @@ class ChildWriter:
 
     def delete(self, key: Key, deletions: Sequence[Deletion]) -> None:
         """Delete children of a job, or the job itself."""
-        self._calls.call_each(key, lambda deletion: self._delete(key, deletion), deletions)
+        self._calls.call_each(key, lambda deletion: self._delete_child(key, deletion), deletions)
 
     def patch(self, key: Key, changes: Sequence[StatusPatch]) -> None:
         """Patch the statuses of children that have not changed since the plan was made."""
@@ -51,11 +51,11 @@ class ChildWriter:
         )
 
     def apply(self, key: Key, owner: Owner, stages: Sequence[Sequence[dict[str, Any]]], memory: JobMemory) -> None:
-        """Apply every manifest of a stage before the next stage. Remember what failed, for a later try."""
+        """Apply every manifest of a stage before the next stage. Store the failures in `memory`, for a later try."""
         troubles: dict[tuple[str, str], Trouble] = {}
         for stage in stages:
             results = self._calls.call_each(
-                key, lambda manifest: self._apply(manifest, owner, memory), stage, _is_overload
+                key, lambda manifest: self._apply_manifest(manifest, owner, memory), stage, _is_overload
             )
             for manifest, trouble in zip(stage, results, strict=True):
                 if trouble is not None:
@@ -78,7 +78,7 @@ class ChildWriter:
             memory.create_from = time.monotonic() + max(back_off, requested)
 
     def _change_pod(self, key: Key, pod: Release | GroupEnd, change: Callable[[str, str, str], dict[str, Any]]) -> None:
-        """Change one pod. It is forgotten if there is no pod of this UID."""
+        """Change one pod. If no pod has this UID, remove the pod from the cache."""
         name = (key[0], pod.name)
         try:
             answer = change(*name, pod.uid)
@@ -106,7 +106,7 @@ class ChildWriter:
             return
         self._cache.put(change.kind, answer)
 
-    def _delete(self, key: Key, deletion: Deletion) -> None:
+    def _delete_child(self, key: Key, deletion: Deletion) -> None:
         name = (key[0], deletion.name)
         try:
             answer = self._cluster.delete(deletion.kind, *name, deletion.uid)
@@ -121,14 +121,14 @@ class ChildWriter:
         else:
             self._cache.remove(deletion.kind, name, deletion.uid)
 
-    def _apply(self, manifest: dict[str, Any], owner: Owner, memory: JobMemory) -> Trouble | None:
-        """Create or change one child. Return why that was not possible; None if it was."""
+    def _apply_manifest(self, manifest: dict[str, Any], owner: Owner, memory: JobMemory) -> Trouble | None:
+        """Create or change one child. Return the trouble that prevented this; None if the child was written."""
         kind, metadata = manifest["kind"], manifest["metadata"]
         name = (metadata["namespace"], metadata["name"])
         try:
             child = self._cache.find_child(kind, name, owner) if kind != "Pod" else None
             message = self._describe_contest(manifest, memory)
-            answer = self._cluster.create(manifest) if child is None else self._change(child, manifest)
+            answer = self._cluster.create(manifest) if child is None else self._change_child(child, manifest)
             self._cache.put(kind, answer)
             memory.contests.count_write(manifest, time.monotonic(), message)
             return None
@@ -149,7 +149,8 @@ class ChildWriter:
             raise
 
     def _describe_contest(self, manifest: dict[str, Any], memory: JobMemory) -> str:
-        """Return a message about a child that something else changes back after every write; empty if nothing does."""
+        """Return a message about a child that something else changes back after every write; empty if there is nothing
+        to report."""
         if not memory.contests.must_be_reported(manifest, time.monotonic()):
             return ""
         stored, metadata = None, manifest["metadata"]
@@ -157,7 +158,7 @@ class ChildWriter:
             stored = self._cluster.get(manifest["kind"], metadata["namespace"], metadata["name"])
         return describe_contest(stored, manifest)
 
-    def _change(self, child: Child, manifest: dict[str, Any]) -> dict[str, Any]:
+    def _change_child(self, child: Child, manifest: dict[str, Any]) -> dict[str, Any]:
         """Change a child to its wanted content. A Secret is patched, because apply would keep the tokens of removed
         pods that create has written."""
         if child.kind != "Secret":
@@ -167,8 +168,8 @@ class ChildWriter:
         return self._cluster.patch("Secret", manifest["metadata"]["namespace"], child.name, patch)
 
     def _check_existing(self, kind: str, name: tuple[str, str], owner: Owner) -> Trouble | None:
-        """Return why an object of this name prevents a creation. None if the object is ours: an earlier call made it,
-        whose answer was lost."""
+        """Return the trouble with an existing object of this name. None if an earlier call made the object for this job
+        and its answer was lost."""
         try:
             existing = self._cluster.get(kind, *name)
         except ApiError as error:

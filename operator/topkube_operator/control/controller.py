@@ -30,23 +30,23 @@ _log = logging.getLogger(__name__)
 WORKERS = 16
 """Threads that reconcile."""
 _MAX_ROUNDS = 12
-"""Plans in a row for one job. Then the other jobs have their turn."""
+"""The most plans in a row for one job. After them, other jobs come first."""
 _LONGEST_PAUSE = 60.0
 _CHECK_SECONDS = 0.5
 """How often a replica checks if it may take up postponed jobs."""
 
 
 class Controller:
-    """Reconciles jobs while `acting` returns True. `policy` returns the admin's policy for a stored job."""
+    """Reconciles jobs while `is_acting` returns True. `policy` returns the admin's policy for a stored job."""
 
     def __init__(
         self,
         context: ControlContext,
         policy: Callable[[Mapping[str, Any]], Policy],
-        acting: Callable[[], bool],
+        is_acting: Callable[[], bool],
     ) -> None:
         self._cluster, self._cache, self._queue = context.cluster, context.cache, context.queue
-        self._metrics, self._policy, self._acting = context.metrics, policy, acting
+        self._metrics, self._policy, self._is_acting = context.metrics, policy, is_acting
         self._executor = PlanExecutor(context)
         self._memories: dict[str, JobMemory] = {}
         self._uids: dict[Key, str] = {}
@@ -55,7 +55,8 @@ class Controller:
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._threads = [
-            threading.Thread(target=self._work, name=f"reconcile-{index}", daemon=True) for index in range(WORKERS)
+            threading.Thread(target=self._reconcile_due_jobs, name=f"reconcile-{index}", daemon=True)
+            for index in range(WORKERS)
         ]
         self._threads.append(threading.Thread(target=self._resume_postponed, name="resume-postponed", daemon=True))
 
@@ -98,11 +99,11 @@ class Controller:
             self._uids[key] = uid
             return self._memories.setdefault(uid, JobMemory())
 
-    def _forget(self, key: Key) -> None:
+    def _forget_job(self, key: Key) -> None:
         with self._lock:
             self._memories.pop(self._uids.pop(key, ""), None)
 
-    def _work(self) -> None:
+    def _reconcile_due_jobs(self) -> None:
         while (key := self._queue.get()) is not None:
             begun, outcome = time.monotonic(), "error"
             try:
@@ -110,7 +111,7 @@ class Controller:
             except ApiError as error:
                 if error.reason == "NotLeading":
                     outcome = "unchanged"
-                    self._postpone(key)
+                    self._postpone_job(key)
                 else:
                     _log.warning("%s/%s: %s", *key, error)
                     self._queue.add_after(key, max(self._back_off(key), error.wait * random.uniform(1.0, 1.2)))
@@ -121,7 +122,7 @@ class Controller:
                 self._queue.done(key)
                 self._metrics.observe_reconcile(time.monotonic() - begun, outcome)
 
-    def _postpone(self, key: Key) -> None:
+    def _postpone_job(self, key: Key) -> None:
         with self._lock:
             self._postponed.add(key)
 
@@ -129,7 +130,7 @@ class Controller:
         """Make postponed jobs due when this replica may write: it leads and has listed everything, or a late renewal of
         its Lease has succeeded. No event would wake these jobs."""
         while not self._stopped.wait(_CHECK_SECONDS):
-            if self._postponed and self._acting():
+            if self._postponed and self._is_acting():
                 with self._lock:
                     keys, self._postponed = self._postponed, set()
                 self.wake(keys)
@@ -142,23 +143,23 @@ class Controller:
     def reconcile(self, key: Key) -> bool:
         """Bring one job to its wanted state. Return True if anything was written."""
         has_written = False
-        if self._acting():
+        if self._is_acting():
             self._remove_stuck_pods(key)
-        for turn in range(_MAX_ROUNDS):
+        for round_number in range(_MAX_ROUNDS):
             job = self._cache.find_job(key)
             if job is None:
-                self._forget(key)
-                if not self._acting():
+                self._forget_job(key)
+                if not self._is_acting():
                     if self._cache.find_unreleased_pods(key, "") or self._cache.find_stuck_pods(key):
-                        self._postpone(key)  # no event will wake this key again
-                elif turn:  # the job was deleted while we worked on it
+                        self._postpone_job(key)  # no event will wake this key again
+                elif round_number:  # the job was deleted while we worked on it
                     self._remove_stuck_pods(key)
                 return has_written
-            if not self._acting():
-                self._postpone(key)
+            if not self._is_acting():
+                self._postpone_job(key)
                 return has_written
             memory = self._find_memory(key, job["metadata"]["uid"])
-            observed = self._observe(key, job, memory)
+            observed = self._observe_job(key, job, memory)
             plan = planner.plan(job, observed, datetime.now(UTC))
             if plan.logs:
                 self._executor.read_logs(key, plan, memory)
@@ -175,7 +176,7 @@ class Controller:
         self._queue.add_after(key, 1.0)
         return has_written
 
-    def _observe(self, key: Key, job: dict[str, Any], memory: JobMemory) -> Observed:
+    def _observe_job(self, key: Key, job: dict[str, Any], memory: JobMemory) -> Observed:
         now = time.monotonic()
         paused = memory.contests.find_paused(now)
         seconds = memory.contests.compute_seconds_to_next_change(now)
@@ -217,7 +218,7 @@ class Controller:
                     self._executor.children.release(key, [Release(pod.name, pod.uid)])
         except ApiError as error:
             if error.reason == "NotLeading":
-                self._postpone(key)
+                self._postpone_job(key)
                 return
             _log.warning("%s/%s: the pods of an earlier job keep their finalizers for now: %s", *key, error)
             self._queue.add_after(key, max(_LONGEST_PAUSE, error.wait))

@@ -21,27 +21,33 @@ from topkube_operator.watch.api_connection import ApiError
 
 _log = logging.getLogger(__name__)
 _REMEMBERED = 4096
+"""The most Events, and the most jobs, that the recorder remembers."""
 _REPEATED_WITHIN = 600.0
+"""An Event that occurs again within this time increases the count of the earlier Event."""
 _BURST, _PER_SECOND = 25.0, 1 / 60
+"""The token bucket of a job: the most Events at once, and the new Events per second."""
 _LONGEST = 1024
+"""The longest message that Kubernetes accepts."""
 
 
 @dataclass
-class _Known:
+class _RecordedEvent:
+    """An Event that was written, and the time of its last occurrence (monotonic)."""
+
     name: str
     count: int
     at: float
 
 
 class EventRecorder:
-    """Records Events without ever waiting: Events are dropped if the queue is full or a job has too many of them."""
+    """Records Events. The caller never waits: Events are dropped if the queue is full or a job has too many Events."""
 
     def __init__(self, cluster: Cluster, identity: str) -> None:
         self._cluster, self._identity = cluster, identity
         self._queue: queue.Queue[tuple[dict[str, Any], Event] | None] = queue.Queue(maxsize=10_000)
-        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._known: OrderedDict[str, _RecordedEvent] = OrderedDict()
         self._budgets: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        self._thread = threading.Thread(target=self._run, name="events", daemon=True)
+        self._thread = threading.Thread(target=self._write_events, name="events", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -63,16 +69,16 @@ class EventRecorder:
             except queue.Full:
                 return
 
-    def _run(self) -> None:
+    def _write_events(self) -> None:
         while (item := self._queue.get()) is not None:
             try:
-                self._write(*item)
+                self._write_event(*item)
             except ApiError as error:
                 _log.warning("an Event could not be written: %s", error)
             except Exception:
                 _log.exception("an Event could not be written")
 
-    def _write(self, job: dict[str, Any], event: Event) -> None:
+    def _write_event(self, job: dict[str, Any], event: Event) -> None:
         now, time_text = time.monotonic(), format_timestamp(datetime.now(UTC))
         text = f"{job['uid']}/{event.type}/{event.reason}/{event.message}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -114,7 +120,7 @@ class EventRecorder:
                 "count": 1,
             }
         )
-        self._known[digest] = _Known(name, 1, now)
+        self._known[digest] = _RecordedEvent(name, 1, now)
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
 

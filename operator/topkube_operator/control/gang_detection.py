@@ -57,23 +57,23 @@ class GangDetector:
 
     def __init__(self, cluster: Cluster, policy: Policy, on_detection: Callable[[str], None]) -> None:
         self._cluster, self._policy, self._on_detection = cluster, policy, on_detection
-        self._checked = self._checked_workloads = float("-inf")
+        self._gang_checked_at = self._workloads_checked_at = float("-inf")
         self._lock = threading.Lock()
 
     def find_policy(self, job: Mapping[str, Any]) -> Policy:
         """Return the policy for `job`. Checks the cluster first if the job asks for a kind that is not known yet."""
         if self._policy.gang is None and stored_job.asks_for_pod_group(job):
             with self._lock:
-                self._detect()
+                self._detect_gang()
         if not self._policy.workloads and stored_job.asks_for_workload(job):
             with self._lock:
                 self._detect_workloads()
         return self._policy
 
-    def _detect(self) -> None:
-        if self._policy.gang is not None or time.monotonic() < self._checked + _PAUSE:
+    def _detect_gang(self) -> None:
+        if self._policy.gang is not None or time.monotonic() < self._gang_checked_at + _PAUSE:
             return
-        self._checked = time.monotonic()
+        self._gang_checked_at = time.monotonic()
         try:
             gang = detect_gang(self._cluster)
             if gang is not None:
@@ -84,9 +84,9 @@ class GangDetector:
             _log.warning("cannot determine if the cluster serves PodGroups: %s", error)
 
     def _detect_workloads(self) -> None:
-        if self._policy.workloads or time.monotonic() < self._checked_workloads + _PAUSE:
+        if self._policy.workloads or time.monotonic() < self._workloads_checked_at + _PAUSE:
             return
-        self._checked_workloads = time.monotonic()
+        self._workloads_checked_at = time.monotonic()
         try:
             version = detect_workloads(self._cluster)
             if version:

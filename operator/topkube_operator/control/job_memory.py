@@ -32,14 +32,14 @@ class JobMemory:
     """Nothing is created before this time, because the last try failed (monotonic)."""
 
     def list_known_objects(self, now: float) -> dict[tuple[str, str], dict[str, Any]]:
-        """Return the objects that were read lately. One that could not be read is tried again soon."""
-        kept = {
-            key: (time, content)
-            for key, (time, content) in self.objects.items()
-            if now < time + _choose_age_limit(content)
+        """Return the objects that were read recently. An object that could not be read is forgotten sooner, and then
+        read again."""
+        self.objects = {
+            key: (read_at, content)
+            for key, (read_at, content) in self.objects.items()
+            if now < read_at + _choose_age_limit(content)
         }
-        self.objects = kept
-        return {key: content for key, (_, content) in kept.items()}
+        return {key: content for key, (_, content) in self.objects.items()}
 
     def back_off(self) -> float:
         """Count a failure. Return the seconds until the next try."""

@@ -69,8 +69,8 @@ METRICS = (
 
 
 def render_jobs(jobs: Iterable[Mapping[str, Any]]) -> str:
-    """Return the series of all stored jobs in Prometheus's text format. Finished jobs are counted;
-    only failed jobs among them have a series of their own, with their failure."""
+    """Return the series of all stored jobs in Prometheus's text format. Finished jobs are counted by phase. Of them,
+    only failed jobs also have series of their own, about their failure."""
     lines: dict[Metric, list[str]] = {metric: [] for metric in METRICS}
     counts: Counts[tuple[str, str]] = Counts()
     for job in jobs:
@@ -129,8 +129,8 @@ def _escape(value: str) -> str:
 
 
 def _find_phase_entry(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> float | None:
-    """Return when the job entered its phase, as Unix time: the last change of a condition of
-    the phase, or else its creation."""
+    """Return when the job entered its phase, as Unix time: the last change of a condition of the phase, or the creation
+    of the job if no condition has changed."""
     conditions = status.get("conditions") or []
     times = [
         condition.get("lastTransitionTime")

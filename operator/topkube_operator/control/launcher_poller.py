@@ -1,4 +1,4 @@
-"""Polls launchers for the state of their attempts, independently of reconciles.
+"""The poller, which asks launchers for the state of their attempts, independently of reconciles.
 
 The poller passes an answer to the controller, which reconciles the job if the answer has changed. The status is written
 every 15 seconds at most. A launcher that does not answer is not a failure: the state of its pod decides.
@@ -61,10 +61,12 @@ class _Target:
 
 
 class LauncherPoller:
-    """Polls launchers while `acting` returns True. Runs in kopf's event loop."""
+    """Polls launchers while `is_acting` returns True. Runs in kopf's event loop."""
 
-    def __init__(self, cache: WatchCache, controller: Controller, policy: Policy, acting: Callable[[], bool]) -> None:
-        self._cache, self._controller, self._policy, self._acting = cache, controller, policy, acting
+    def __init__(
+        self, cache: WatchCache, controller: Controller, policy: Policy, is_acting: Callable[[], bool]
+    ) -> None:
+        self._cache, self._controller, self._policy, self._is_acting = cache, controller, policy, is_acting
         self._targets: dict[str, _Target] = {}
         self._limit = asyncio.Semaphore(_AT_ONCE)
 
@@ -72,7 +74,7 @@ class LauncherPoller:
         async with open_session() as session:
             tasks: set[asyncio.Task[None]] = set()
             while True:
-                if self._acting():
+                if self._is_acting():
                     for key, uid, launcher, domains in self._find_launchers():
                         target = self._targets.get(launcher.uid)
                         if target is None:
@@ -80,7 +82,7 @@ class LauncherPoller:
                         target.domains = domains
                         if not target.busy and time.monotonic() >= target.next:
                             target.busy = True
-                            task = asyncio.create_task(self._poll(session, key, uid, launcher, target))
+                            task = asyncio.create_task(self._poll_launcher(session, key, uid, launcher, target))
                             tasks.add(task)
                             task.add_done_callback(tasks.discard)
                 await asyncio.sleep(_TICK)
@@ -109,9 +111,11 @@ class LauncherPoller:
         self._targets = {uid: target for uid, target in self._targets.items() if uid in current}
         return launchers
 
-    async def _poll(self, session: aiohttp.ClientSession, key: Key, uid: str, launcher: Pod, target: _Target) -> None:
+    async def _poll_launcher(
+        self, session: aiohttp.ClientSession, key: Key, uid: str, launcher: Pod, target: _Target
+    ) -> None:
         try:
-            token = credentials.derive(self._policy.seed, uid).operator_token
+            token = credentials.derive_credentials(self._policy.seed, uid).operator_token
             async with self._limit:
                 endpoint = pods.format_endpoint(check_pod_address(launcher.address))
                 status = await read_status(session, endpoint, token, target.context, target.domains)
@@ -149,21 +153,21 @@ def check_pod_address(text: str) -> str:
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
-        raise _address_error(text, "is not an IP address") from None
+        raise _build_address_error(text, "is not an IP address") from None
     if isinstance(address, ipaddress.IPv6Address):
         if address.scope_id is not None:
-            raise _address_error(text, "belongs to one network interface only")
+            raise _build_address_error(text, "belongs to one network interface only")
         address = address.ipv4_mapped or address.sixtofour or address
-    is_outside = address.is_loopback or address.is_link_local or address.is_multicast or address.is_unspecified
-    # Reserved IPv6 addresses lead elsewhere (NAT64, mapped addresses). Some clusters use reserved IPv4 addresses for
-    # pods.
-    is_outside = is_outside or (address.version == 6 and address.is_reserved)
-    if is_outside or address in _METADATA or str(address) == "255.255.255.255":
-        raise _address_error(text, "is not an address that a pod can have")
+    is_forbidden = address.is_loopback or address.is_link_local or address.is_multicast or address.is_unspecified
+    # Reserved IPv6 addresses stand for other addresses (NAT64, mapped addresses). Reserved IPv4 addresses are allowed,
+    # because some clusters use them for pods.
+    is_forbidden = is_forbidden or (address.version == 6 and address.is_reserved)
+    if is_forbidden or address in _METADATA or str(address) == "255.255.255.255":
+        raise _build_address_error(text, "is not an address that a pod can have")
     return str(address)
 
 
-def _address_error(text: str, problem: str) -> LaunchError:
+def _build_address_error(text: str, problem: str) -> LaunchError:
     return LaunchError(
         f"the launcher is not polled: its pod's address {text[:60]!r} {problem}",
         cause="a faulty or hostile kubelet reported the address",
@@ -184,29 +188,30 @@ async def read_status(
     url = f"https://{endpoint}{contract.STATUS_PATH}"
     async with session.get(url, headers=headers, ssl=context, allow_redirects=False) as answer:
         if answer.status != http.HTTPStatus.OK:
-            raise _answer_error(f"the launcher answers with status {answer.status}")
+            raise _build_answer_error(f"the launcher answers with status {answer.status}")
         text = bytearray()
         async for piece in answer.content.iter_any():
             text += piece
             if len(text) > LARGEST_ANSWER:
-                raise _answer_error(f"the launcher's answer has more than {LARGEST_ANSWER:,} bytes")
+                raise _build_answer_error(f"the launcher's answer has more than {LARGEST_ANSWER:,} bytes")
     return contract.LauncherStatus.read(bytes(text))
 
 
-def _answer_error(what: str) -> LaunchError:
+def _build_answer_error(what: str) -> LaunchError:
     return LaunchError(
         what, cause="another program than TopKube's launcher listens in the pod", next_step="read the launcher's log"
     )
 
 
-def find_domains(observed: Observed, launcher: Pod, key: str, label: Callable[[str, str], str]) -> str:
+def find_domains(observed: Observed, launcher: Pod, key: str, read_label: Callable[[str, str], str]) -> str:
     """Return the domains of all workers of a launcher for `contract.DOMAINS_HEADER`: equal numbers for nodes with the
-    same value of the label `key`. `label` returns a label of a node. Empty until each worker has a node."""
+    same value of the label `key`. `read_label` returns a label of a node. The text is empty until each worker has a
+    node."""
     nodes: dict[int, tuple[int, str]] = {}
     for pod in observed.pods:
         if pod.role == names.WORKER and 0 <= pod.index < launcher.workers and not pod.has_ended:
             nodes[pod.index] = max(nodes.get(pod.index, (0, "")), (pod.attempt, pod.node))
-    values = [label(node, key) if node else None for _, (_, node) in sorted(nodes.items())]
+    values = [read_label(node, key) if node else None for _, (_, node) in sorted(nodes.items())]
     if len(values) != launcher.workers or None in values:
         return ""
     numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
@@ -228,7 +233,7 @@ def _build_tls_context(seed: bytes, uid: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
-    context.load_verify_locations(cadata=credentials.derive(seed, uid).certificate)
+    context.load_verify_locations(cadata=credentials.derive_credentials(seed, uid).certificate)
     return context
 
 

@@ -27,17 +27,17 @@ _CHECK_EVERY = 1.0
 
 
 class LeaderElection:
-    """One replica's part in the election. `changed` is called, in a thread of its own, when the replica wins or
+    """One replica's part in the election. It calls `on_change`, in a thread of its own, when the replica wins or
     loses."""
 
     def __init__(
-        self, cluster: Cluster, namespace: str, name: str, identity: str, changed: Callable[[bool], None]
+        self, cluster: Cluster, namespace: str, name: str, identity: str, on_change: Callable[[bool], None]
     ) -> None:
         self._cluster, self._namespace, self._name, self._identity = cluster, namespace, name, identity
-        self._changed = changed
-        self._until = 0.0
+        self._on_change = on_change
+        self._leads_until = 0.0
         self._announced = False
-        self._seen: tuple[str, float] = ("", 0.0)
+        self._newest_version: tuple[str, float] = ("", 0.0)
         """The newest version of the Lease, and when this replica saw it first."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="leadership", daemon=True)
@@ -47,17 +47,17 @@ class LeaderElection:
 
     def is_acting(self) -> bool:
         """Return True if this replica may write now."""
-        return time.monotonic() < self._until
+        return time.monotonic() < self._leads_until
 
     def stop(self) -> None:
         """Stop acting, and release the Lease."""
-        led = self.is_acting()
-        self._until = 0.0
+        was_acting = self.is_acting()
+        self._leads_until = 0.0
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
-        self._until = 0.0
-        if led:
+        self._leads_until = 0.0
+        if was_acting:
             try:
                 lease = self._cluster.get("Lease", self._namespace, self._name)
                 if lease["spec"].get("holderIdentity") == self._identity:
@@ -70,8 +70,8 @@ class LeaderElection:
         while not self._stopped.is_set():
             begun = time.monotonic()
             try:
-                if self._hold() and not self._stopped.is_set():
-                    self._until = begun + _RENEW_WITHIN
+                if self._acquire_or_renew() and not self._stopped.is_set():
+                    self._leads_until = begun + _RENEW_WITHIN
             except ApiError as error:
                 _log.warning("the Lease could not be renewed: %s", error)
             except Exception:
@@ -79,28 +79,28 @@ class LeaderElection:
             if self.is_acting() != self._announced:
                 self._announced = self.is_acting()
                 _log.info("this replica %s", "leads" if self._announced else "does not lead any more")
-                self._changed(self._announced)
+                self._on_change(self._announced)
             pause = _RENEW_EVERY if self.is_acting() else _CHECK_EVERY
             self._stopped.wait(pause)
 
-    def _hold(self) -> bool:
+    def _acquire_or_renew(self) -> bool:
         """Acquire or renew the Lease if that is possible. Return True if this replica holds it."""
         try:
             lease = self._cluster.get("Lease", self._namespace, self._name)
         except ApiError as error:
             if error.status != http.HTTPStatus.NOT_FOUND:
                 raise
-            return self._write(None)
+            return self._write_lease(None)
         holder, version = lease["spec"].get("holderIdentity") or "", lease["metadata"]["resourceVersion"]
         if holder == self._identity:
-            return self._write(lease)
-        if version != self._seen[0]:
-            self._seen = (version, time.monotonic())
-        if not holder or time.monotonic() - self._seen[1] >= _LEASE:
-            return self._write(lease)
+            return self._write_lease(lease)
+        if version != self._newest_version[0]:
+            self._newest_version = (version, time.monotonic())
+        if not holder or time.monotonic() - self._newest_version[1] >= _LEASE:
+            return self._write_lease(lease)
         return False
 
-    def _write(self, lease: dict[str, Any] | None) -> bool:
+    def _write_lease(self, lease: dict[str, Any] | None) -> bool:
         now = format_microtime(datetime.now(UTC))
         spec: dict[str, Any] = dict(lease["spec"]) if lease else {}
         if spec.get("holderIdentity") != self._identity:

@@ -45,8 +45,8 @@ _START_BUCKETS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 _CALL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 _WAIT_BUCKETS = (0.001, 0.01, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0)
 _FORGET_SECONDS = 3600.0
-"""The counters of a namespace end after this time without a job. Otherwise namespaces that come and go would fill the
-memory."""
+"""The counters of a namespace end after this time without a job. Otherwise, in a cluster with many short-lived
+namespaces, the counters would fill the memory."""
 
 TRANSITIONS = Metric(
     "topkube_job_transitions_total",
@@ -140,48 +140,48 @@ class OperatorMetrics:
         """When each namespace was last seen to have a job."""
         self._events = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self._events)  # processor time and memory
-        self._gauge(BUILD).labels(*self._own, __version__).set(1)
-        self._transitions, self._restarts = self._counter(TRANSITIONS), self._counter(RESTARTS)
-        self._start = self._histogram(START_SECONDS, _START_BUCKETS)
-        self._reconciles = self._counter(RECONCILES, OUTCOMES)
-        self._reconcile = self._histogram(RECONCILE_SECONDS, _CALL_BUCKETS).labels(*self._own)
-        self._leader = self._gauge(LEADER).labels(*self._own)
+        self._add_gauge(BUILD).labels(*self._own, __version__).set(1)
+        self._transitions, self._restarts = self._add_counter(TRANSITIONS), self._add_counter(RESTARTS)
+        self._start_seconds = self._add_histogram(START_SECONDS, _START_BUCKETS)
+        self._reconciles = self._add_counter(RECONCILES, OUTCOMES)
+        self._reconcile_seconds = self._add_histogram(RECONCILE_SECONDS, _CALL_BUCKETS).labels(*self._own)
+        self._leader = self._add_gauge(LEADER).labels(*self._own)
         self._waiting, self._working, self._oldest = (
-            self._gauge(metric).labels(*self._own) for metric in (QUEUE_WAITING, QUEUE_WORKING, QUEUE_OLDEST)
+            self._add_gauge(metric).labels(*self._own) for metric in (QUEUE_WAITING, QUEUE_WORKING, QUEUE_OLDEST)
         )
-        self._queued = self._histogram(QUEUE_SECONDS, _WAIT_BUCKETS).labels(*self._own)
-        self._calls = self._counter(API_REQUESTS)
-        self._call = self._histogram(API_SECONDS, _CALL_BUCKETS).labels(*self._own)
-        self._created = self._counter(JOBS_CREATED).labels(*self._own)
-        self._reviews = self._counter(REVIEWS)
-        self._review = self._histogram(REVIEW_SECONDS, _CALL_BUCKETS)
-        self._published, self._expiry = self._gauge(PUBLISHED), self._gauge(EXPIRY)
+        self._queue_seconds = self._add_histogram(QUEUE_SECONDS, _WAIT_BUCKETS).labels(*self._own)
+        self._calls = self._add_counter(API_REQUESTS)
+        self._call_seconds = self._add_histogram(API_SECONDS, _CALL_BUCKETS).labels(*self._own)
+        self._created = self._add_counter(JOBS_CREATED).labels(*self._own)
+        self._reviews = self._add_counter(REVIEWS)
+        self._review_seconds = self._add_histogram(REVIEW_SECONDS, _CALL_BUCKETS)
+        self._published, self._expiry = self._add_gauge(PUBLISHED), self._add_gauge(EXPIRY)
 
     def render(self) -> bytes:
         """Return the answer of /metrics, in Prometheus's text format."""
         jobs = list(self._jobs())
-        self._keep_namespaces({str((job.get("metadata") or {}).get("namespace", "")) for job in jobs})
+        self._update_namespaces({str((job.get("metadata") or {}).get("namespace", "")) for job in jobs})
         if self._queue is not None:
             waiting, working = self._queue.count_waiting(), self._queue.count_working()
             self._waiting.set(waiting)
             self._working.set(working)
-            self._oldest.set(self._queue.find_oldest())
+            self._oldest.set(self._queue.measure_oldest_wait())
         return generate_latest(self._events) + render_jobs(jobs).encode()
 
-    def _gauge(self, metric: Metric) -> Gauge:
+    def _add_gauge(self, metric: Metric) -> Gauge:
         return Gauge(metric.name, metric.help, metric.labels, registry=self._events)
 
-    def _counter(self, metric: Metric, values: tuple[str, ...] = ()) -> Counter:
+    def _add_counter(self, metric: Metric, values: tuple[str, ...] = ()) -> Counter:
         """Return a counter. The series of `values` start at 0, so that a rate includes the first increase."""
         counter = Counter(metric.name, metric.help, metric.labels, registry=self._events)
         for value in values:
             counter.labels(*self._own, value)
         return counter
 
-    def _histogram(self, metric: Metric, buckets: tuple[float, ...]) -> Histogram:
+    def _add_histogram(self, metric: Metric, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(metric.name, metric.help, metric.labels, buckets=buckets, registry=self._events)
 
-    def _keep_namespaces(self, present: set[str]) -> None:
+    def _update_namespaces(self, present: set[str]) -> None:
         """Start the counters of new namespaces at 0. End the counters of namespaces that have had no job for long."""
         now = time.monotonic()
         for namespace in present - self._namespaces.keys():
@@ -193,14 +193,14 @@ class OperatorMetrics:
                 self._transitions.remove(namespace, phase)
             for reason in REASONS:
                 self._restarts.remove(namespace, reason)
-            self._start.remove(namespace)
+            self._start_seconds.remove(namespace)
 
     def _add_namespace(self, namespace: str) -> None:
         for phase in PHASES:
             self._transitions.labels(namespace, phase)
         for reason in REASONS:
             self._restarts.labels(namespace, reason)
-        self._start.labels(namespace)
+        self._start_seconds.labels(namespace)
         self._namespaces[namespace] = time.monotonic()
 
     def watch_queue(self, queue: WorkQueue) -> None:
@@ -217,7 +217,7 @@ class OperatorMetrics:
 
     def observe_start(self, namespace: str, seconds: float) -> None:
         """Observe a job that runs `seconds` after its creation or resumption."""
-        self._start.labels(namespace).observe(seconds)
+        self._start_seconds.labels(namespace).observe(seconds)
 
     def count_created(self) -> None:
         """Count a job that has been created since this replica started."""
@@ -227,17 +227,17 @@ class OperatorMetrics:
         """Observe a reconcile that took `seconds`. `outcome` is one of OUTCOMES."""
         assert outcome in OUTCOMES, outcome
         self._reconciles.labels(*self._own, outcome).inc()
-        self._reconcile.observe(seconds)
+        self._reconcile_seconds.observe(seconds)
 
     def observe_queued(self, seconds: float) -> None:
         """Observe a job that waited `seconds` in the work queue."""
-        self._queued.observe(seconds)
+        self._queue_seconds.observe(seconds)
 
     def observe_call(self, method: str, status: int, seconds: float | None) -> None:
         """Observe a call to the API server. `status` is 0 without an answer; `seconds` is None for a watch."""
         self._calls.labels(*self._own, method, str(status) if status else UNREACHABLE).inc()
         if seconds is not None:
-            self._call.observe(seconds)
+            self._call_seconds.observe(seconds)
 
     def set_serving(self, expires_at: float, published: bool | None) -> None:
         """Set the state of the webhook. `published` is None if the operator writes no caBundle."""
@@ -251,7 +251,7 @@ class OperatorMetrics:
         """Observe an answer of the webhook. `outcome` is one of REVIEW_OUTCOMES."""
         assert outcome in REVIEW_OUTCOMES, outcome
         self._reviews.labels(*self._own, outcome).inc()
-        self._review.labels(*self._own).observe(seconds)
+        self._review_seconds.labels(*self._own).observe(seconds)
 
     def set_leader(self, leader: bool) -> None:
         """Set if this replica acts."""

@@ -144,8 +144,8 @@ class Operator:
         """Return a problem that a restart of the operator would solve; empty if there is none."""
         if self.watchers is not None and not self.watchers.is_alive():
             return "a watcher has not heard from the API server for three minutes"
-        if self.queue.find_oldest() > _STUCK_SECONDS and self.is_acting():
-            return f"a job has been waiting for {self.queue.find_oldest():.0f} seconds"
+        if self.queue.measure_oldest_wait() > _STUCK_SECONDS and self.is_acting():
+            return f"a job has been waiting for {self.queue.measure_oldest_wait():.0f} seconds"
         return ""
 
     def find_readiness_problem(self) -> str:

@@ -1,4 +1,4 @@
-"""The executor of plans: it writes a job's status, then lets the child writer delete and make the job's children.
+"""The executor of plans: it writes a job's status. Then the child writer deletes and creates the job's children.
 
 The status is written first, guarded by the version of the object that the plan was made for. Answers go into the watch
 cache, so that the next plan, which follows at once, sees them.
@@ -96,7 +96,7 @@ class PlanExecutor:
                 return True, False
             memory.patched_at = now
             if is_written:
-                self._publish(job, plan)
+                self._record_plan(job, plan)
             else:  # the CRD is older than this operator and drops unknown fields: another try would not help
                 patch = {}
         if plan.end_groups:
@@ -113,7 +113,7 @@ class PlanExecutor:
         has_written = bool(patch or plan.release or plan.end_groups or plan.delete or plan.patches or apply)
         return has_written, has_written
 
-    def _publish(self, job: dict[str, Any], plan: Plan) -> None:
+    def _record_plan(self, job: dict[str, Any], plan: Plan) -> None:
         """Record the Events and metrics of a plan whose status has been written."""
         self._recorder.record(job["metadata"], plan.events)
         namespace = job["metadata"]["namespace"]
@@ -145,12 +145,12 @@ class PlanExecutor:
                 return None
             if error.status != http.HTTPStatus.CONFLICT:
                 raise
-            self._read_again(key, metadata["uid"])
+            self._read_job_again(key, metadata["uid"])
             return None
         self._cache.put_job(answer)
         return bool(answer["metadata"]["resourceVersion"] != metadata["resourceVersion"])
 
-    def _read_again(self, key: Key, uid: str) -> None:
+    def _read_job_again(self, key: Key, uid: str) -> None:
         """Read a job after a conflict: the object has changed, or another object has its name now."""
         try:
             answer = self._cluster.get(KIND, *key)

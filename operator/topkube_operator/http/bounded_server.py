@@ -57,11 +57,11 @@ class _Connection:
     handler: web.RequestHandler
     deadline: float
     """When the connection is closed if it still waits for a request."""
-    working: bool = False
+    is_working: bool = False
     handshake: asyncio.Task[None] | None = field(default=None, repr=False)
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         return self.handler.transport is None and (self.handshake is None or self.handshake.done())
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class BoundedServer:
         candidates = own if len(own) >= self._bounds.connections_per_client else connections
         if candidates is connections and len(connections) < self._bounds.connections:
             return True
-        waiting = [connection for connection in candidates if not connection.working]
+        waiting = [connection for connection in candidates if not connection.is_working]
         if not waiting:
             return False
         oldest = min(waiting, key=lambda connection: connection.deadline)
@@ -158,17 +158,17 @@ class BoundedServer:
             self._forget_closed()
             now = time.monotonic()
             for connection in list(self._connections.values()):
-                if not connection.working and now > connection.deadline:
+                if not connection.is_working and now > connection.deadline:
                     connection.close()
 
     def _forget_closed(self) -> None:
-        for handler in [handler for handler, connection in self._connections.items() if connection.closed]:
+        for handler in [handler for handler, connection in self._connections.items() if connection.is_closed]:
             del self._connections[handler]
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = self._connections.get(request.protocol)
         if connection is not None:
-            connection.working = True
+            connection.is_working = True
         try:
             async with asyncio.timeout(self._bounds.work_seconds):
                 return await self._answer(request)
@@ -181,7 +181,7 @@ class BoundedServer:
             return refuse(500, "this could not be answered")
         finally:
             if connection is not None:
-                connection.working, connection.deadline = False, time.monotonic() + self._bounds.idle_seconds
+                connection.is_working, connection.deadline = False, time.monotonic() + self._bounds.idle_seconds
 
 
 def _close_unless_connected(connection: _Connection, _: asyncio.Task[None]) -> None:

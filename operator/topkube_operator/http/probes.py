@@ -24,11 +24,12 @@ from topkube_operator.http.bounded_server import BoundedServer, Bounds, listen, 
 
 _log = logging.getLogger(__name__)
 Check = Callable[[], str]
-"""Return a problem; an empty text if there is none."""
+"""Returns a problem; an empty text if there is none."""
 BOUNDS = Bounds(connections=64, connections_per_client=16, head_seconds=5.0, idle_seconds=75.0, work_seconds=15.0)
 _CHECK_SECONDS = 4.0
 """Shorter than the kubelet's timeout."""
 _CHECKS = 4
+"""The number of checks, and of reviews of tokens, that run at a time."""
 _START_SECONDS = 10.0
 _SCRAPE_SECONDS = 1.0
 """Scrapes within this time get the same text."""

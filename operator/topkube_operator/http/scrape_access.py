@@ -1,8 +1,8 @@
 """Who may read /metrics: TLS for the connection, and Kubernetes' own authentication for the caller.
 
-With authentication, a scraper sends the token of its service account. The API server returns whose token it is
-(TokenReview), and whether that account may `get` the non-resource URL /metrics (SubjectAccessReview). The kubelet's
-probes need no token.
+With authentication, a scraper sends the token of its service account. The API server tells which account owns the
+token (TokenReview), and whether that account may `get` the non-resource URL /metrics (SubjectAccessReview). The
+kubelet's probes need no token.
 """
 
 from __future__ import annotations
@@ -104,16 +104,18 @@ class TokenCheck:
                 if len(self._unknown) >= _UNKNOWN_PER_MINUTE:
                     return False
                 self._unknown.append(now)
-        allowed = self._ask(token)
+        allowed = self._review_token(token)
         with self._lock:
             self._answers[key] = (now, allowed)
             self._answers.move_to_end(key)
             while len(self._answers) > _REMEMBERED:
-                refused = next((known for known, (_, good) in self._answers.items() if not good), None)
-                self._answers.pop(refused if refused is not None else next(iter(self._answers)))
+                refused_key = next(
+                    (token_key for token_key, (_, is_allowed) in self._answers.items() if not is_allowed), None
+                )
+                self._answers.pop(refused_key if refused_key is not None else next(iter(self._answers)))
         return allowed
 
-    def _ask(self, token: str) -> bool:
+    def _review_token(self, token: str) -> bool:
         group = "authentication.k8s.io/v1"
         review = {"apiVersion": group, "kind": "TokenReview", "spec": {"token": token}}
         status = self._call("POST", f"/apis/{group}/tokenreviews", review).get("status") or {}

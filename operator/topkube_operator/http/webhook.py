@@ -104,9 +104,9 @@ async def serve(
     await server.open()
     try:
         if certificate is None:
-            updates = _keep_published(authority.bundle, publish, observer, expires_at)
+            updates = _publish_repeatedly(authority.bundle, publish, observer, expires_at)
         else:
-            updates = _keep_loaded(context, certificate, observer)
+            updates = _reload_repeatedly(context, certificate, observer)
         updating = asyncio.create_task(updates)
         try:
             yield int(listener.getsockname()[1])
@@ -200,7 +200,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-async def _keep_published(bundle: str, publish: Publish, observer: ReviewObserver, expires_at: float) -> None:
+async def _publish_repeatedly(bundle: str, publish: Publish, observer: ReviewObserver, expires_at: float) -> None:
     logged = ""
     while True:
         try:
@@ -217,7 +217,7 @@ async def _keep_published(bundle: str, publish: Publish, observer: ReviewObserve
         await asyncio.sleep(BUNDLE_SECONDS)
 
 
-async def _keep_loaded(context: ssl.SSLContext, folder: Path, observer: ReviewObserver) -> None:
+async def _reload_repeatedly(context: ssl.SSLContext, folder: Path, observer: ReviewObserver) -> None:
     while True:
         await asyncio.sleep(BUNDLE_SECONDS)
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from topkube.timestamps import parse_timestamp
 
-FAULTS = (
+FAULT_CONDITIONS = (
     "KernelDeadlock",
     "ReadonlyFilesystem",
     "XfsShutdown",
@@ -22,7 +22,13 @@ FAULTS = (
     "FrequentUnregisterNetDevice",
 )
 """Condition types that report a fault if their status is True. The Node Problem Detector sets them."""
-HEALTHS = ("AcceleratedHardwareReady", "ContainerRuntimeReady", "KernelReady", "NetworkingReady", "StorageReady")
+HEALTH_CONDITIONS = (
+    "AcceleratedHardwareReady",
+    "ContainerRuntimeReady",
+    "KernelReady",
+    "NetworkingReady",
+    "StorageReady",
+)
 """Condition types that report a fault if their status is False. Monitoring agents of cloud providers set them."""
 
 
@@ -42,10 +48,10 @@ class NodeFailure:
 def find_fault(conditions: Iterable[Mapping[str, Any]], more_types: Iterable[str] = ()) -> str:
     """Return the type of the first condition that reports a fault of a node; empty if there is none. `more_types` are
     further condition types that report a fault if their status is True."""
-    faults = {*FAULTS, *more_types}
+    faults = {*FAULT_CONDITIONS, *more_types}
     for condition in conditions:
         kind, status = condition.get("type"), condition.get("status")
-        if (kind in faults and status == "True") or (kind in HEALTHS and status == "False"):
+        if (kind in faults and status == "True") or (kind in HEALTH_CONDITIONS and status == "False"):
             return str(kind)
     return ""
 

@@ -226,7 +226,7 @@ class Child:
     name: str
     uid: str
     content: Mapping[str, Any]
-    """The part that the operator compares. Of a Secret it holds digests only."""
+    """The part that the operator compares. A Secret's data are stored as digests."""
     is_being_deleted: bool = False
     """True if only a finalizer, usually of another controller, keeps the object."""
     version: str = ""
@@ -236,13 +236,13 @@ class Child:
     def from_object(cls, kind: str, child: Mapping[str, Any]) -> Child:
         metadata = child["metadata"]
         is_being_deleted = bool(metadata.get("deletionTimestamp"))
-        content, version = select_comparable(kind, child), metadata.get("resourceVersion") or ""
+        content, version = select_compared_content(kind, child), metadata.get("resourceVersion") or ""
         return cls(kind, metadata["name"], metadata.get("uid") or "", content, is_being_deleted, version)
 
 
-def select_comparable(kind: str, child: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a child that must match. Secrets become digests, so that the cache holds no key. Of a
-    Workload it is the queue, and the status, which Kueue writes."""
+def select_compared_content(kind: str, child: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a child that must match. A Secret's data become digests, so that the cache holds no key. A
+    Workload's part is its queue, and the status that Kueue writes."""
     if kind == "Workload":
         status = child.get("status")
         kept = {name: status[name] for name in _WORKLOAD_STATUS if name in status} if isinstance(status, dict) else {}
@@ -391,8 +391,8 @@ def _choose_main_container(role: Any, annotations: Mapping[str, Any]) -> str:
     return names.LAUNCHER if role == names.LAUNCHER else annotations.get(names.DEFAULT_CONTAINER) or ""
 
 
-def _read_number(text: Any, otherwise: int) -> int:
+def _read_number(text: Any, default: int) -> int:
     try:
         return int(text)
     except (TypeError, ValueError):
-        return otherwise
+        return default

@@ -59,7 +59,7 @@ class Event:
 
 @dataclass
 class StatusDraft:
-    """One job's status. `set` adds an Event for every condition that changes."""
+    """One job's status, with the Events that its changes cause."""
 
     now: datetime
     generation: int | None
@@ -112,8 +112,8 @@ class StatusDraft:
             setattr(draft, attribute, dict(value) if isinstance(value, dict) else None)
         times = stored.get("recentDisruptions")
         draft.recent_disruptions = [text for text in times if isinstance(text, str)] if isinstance(times, list) else []
-        draft.node_failures = _read_named(stored.get("nodeFailures"))
-        draft.avoided_nodes = _read_named(stored.get("avoidedNodes"))
+        draft.node_failures = _read_named_entries(stored.get("nodeFailures"))
+        draft.avoided_nodes = _read_named_entries(stored.get("avoidedNodes"))
         conditions = stored.get("conditions")
         for entry in conditions if isinstance(conditions, list) else ():
             if isinstance(entry, dict) and entry.get("type") in CONDITIONS and entry.get("status") in ("True", "False"):
@@ -137,8 +137,12 @@ class StatusDraft:
         reason, message = reason[:_LONGEST_REASON], message[:_LONGEST_MESSAGE]
         before = self.conditions.get(condition, {})
         text = "True" if status else "False"
-        moved = before.get("status") != text
-        time = format_timestamp(self.now) if moved else before.get("lastTransitionTime") or format_timestamp(self.now)
+        status_changed = before.get("status") != text
+        time = (
+            format_timestamp(self.now)
+            if status_changed
+            else before.get("lastTransitionTime") or format_timestamp(self.now)
+        )
         entry = {
             "type": condition,
             "status": text,
@@ -148,7 +152,7 @@ class StatusDraft:
         }
         if self.generation is not None:
             entry["observedGeneration"] = self.generation
-        if event and (moved or before.get("reason") != reason):
+        if event and (status_changed or before.get("reason") != reason):
             self.events.append(Event(event, reason, message))
         self.conditions[condition] = entry
 
@@ -202,7 +206,7 @@ class StatusDraft:
         """Return the change of the stored status as a merge patch (None removes a field); empty if nothing changes."""
         wanted = self.to_dict()
         return {
-            name: _merge_patch(self.stored.get(name), wanted.get(name))
+            name: _build_merge_patch(self.stored.get(name), wanted.get(name))
             for name in OURS
             if wanted.get(name) != self.stored.get(name)
         }
@@ -221,12 +225,12 @@ def choose_urgency(patch: Mapping[str, Any], stored: Mapping[str, Any]) -> Urgen
     return "now"
 
 
-def _merge_patch(before: Any, after: Any) -> Any:
+def _build_merge_patch(before: Any, after: Any) -> Any:
     """Return the merge patch (RFC 7386) that turns `before` into `after`. Fields to remove become None."""
     if not isinstance(before, dict) or not isinstance(after, dict):
         return after
     removed: dict[str, Any] = {name: None for name in before if name not in after}
-    return removed | {name: _merge_patch(before.get(name), value) for name, value in after.items()}
+    return removed | {name: _build_merge_patch(before.get(name), value) for name, value in after.items()}
 
 
 def _list_states(conditions: Any) -> list[tuple[Any, ...]]:
@@ -247,7 +251,7 @@ def _count_pods(pods: list[Pod]) -> dict[str, int]:
     }
 
 
-def _read_named(entries: Any) -> list[dict[str, Any]]:
+def _read_named_entries(entries: Any) -> list[dict[str, Any]]:
     """Return the entries of a stored list that are mappings with a name."""
     entries = entries if isinstance(entries, list) else []
     return [dict(entry) for entry in entries if isinstance(entry, dict) and isinstance(entry.get("name"), str)]

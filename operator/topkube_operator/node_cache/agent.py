@@ -56,7 +56,7 @@ class Agent:
         self._cluster, self._volume, self._node, self._limits = cluster, volume, node, limits
         self._metrics = metrics or AgentMetrics("topkube", node)
         self._allowed: frozenset[str] = frozenset()
-        self._claims_read = float("-inf")
+        self._claims_read_at = float("-inf")
         self._wishes: dict[Name, bool] = {}
         """Datasets whose CachedDataset the agent has seen, and if it asks for a pin."""
         self._deleted: set[Name] = set()
@@ -66,8 +66,8 @@ class Agent:
     def run_once(self) -> None:
         """Read the disk once, and do what is needed."""
         now = time.monotonic()
-        if now - self._claims_read >= CLUSTER_SECONDS:
-            self._claims_read = now
+        if now - self._claims_read_at >= CLUSTER_SECONDS:
+            self._claims_read_at = now
             self._read_claims()
         present = self._volume.list_namespaces()
         answers = {namespace: self._read_datasets(namespace) for namespace in sorted(present)}
@@ -84,7 +84,7 @@ class Agent:
         for namespace in decisions.create:
             self._volume.create_folder(namespace)
             _log.info("%s has a node cache now", namespace)
-        removed = self._act(decisions)
+        removed = self._apply_decisions(decisions)
         if decisions.missing_bytes:
             missing = -(-decisions.missing_bytes >> 30)
             self._warn_once("room", f"the cache exceeds its limits by {missing} GiB, but no dataset may be evicted")
@@ -109,7 +109,7 @@ class Agent:
             self._warn_once(namespace, str(error))
             return None
 
-    def _act(self, decisions: Decisions) -> set[Name]:
+    def _apply_decisions(self, decisions: Decisions) -> set[Name]:
         """Evict, pin and unpin datasets. Return the datasets that were removed."""
         removed: set[Name] = set()
         for namespace in sorted({name[0] for name in (*decisions.evict, *decisions.pin, *decisions.unpin)}):
@@ -171,16 +171,16 @@ class Agent:
                 self._reports[name] = _LastReport(dataset, now)
 
     def _report_dataset(self, name: Name, uri: str, dataset: LocalDataset | None) -> None:
-        namespace, object_of_uri = name[0], name_cached_dataset(uri)
+        namespace, object_name = name[0], name_cached_dataset(uri)
         if name in self._deleted:
             return
         try:
-            stored = self._cluster.get(CACHED_KIND, namespace, object_of_uri)
+            stored = self._cluster.get(CACHED_KIND, namespace, object_name)
         except ApiError as error:
             if error.status != http.HTTPStatus.NOT_FOUND:
                 raise
             if name in self._wishes:
-                _log.info("%s/%s was deleted: its data is removed when no job reads it", namespace, object_of_uri)
+                _log.info("%s/%s was deleted: its data is removed when no job reads it", namespace, object_name)
                 del self._wishes[name]
                 self._deleted.add(name)
                 return
@@ -190,13 +190,13 @@ class Agent:
                 {
                     "apiVersion": API_VERSION,
                     "kind": CACHED_KIND,
-                    "metadata": {"name": object_of_uri, "namespace": namespace},
+                    "metadata": {"name": object_name, "namespace": namespace},
                     "spec": {"uri": uri},
                 }
             )
         if (stored.get("spec") or {}).get("uri") != uri:
             self._warn_once(
-                object_of_uri, f"{namespace}/{object_of_uri} is not the CachedDataset of {uri}: it stays unchanged"
+                object_name, f"{namespace}/{object_name} is not the CachedDataset of {uri}: it stays unchanged"
             )
             return
         self._wishes[name] = bool(stored["spec"].get("pinned"))
@@ -204,7 +204,7 @@ class Agent:
         if status is not None:
             guard = {key: stored["metadata"][key] for key in ("uid", "resourceVersion")}
             patch = {"metadata": guard, "status": status}
-            self._cluster.patch(CACHED_KIND, namespace, object_of_uri, patch, subresource="status")
+            self._cluster.patch(CACHED_KIND, namespace, object_name, patch, subresource="status")
 
 
 def is_node_cache_claim(claim: dict[str, Any]) -> bool:

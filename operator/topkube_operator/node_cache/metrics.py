@@ -66,18 +66,18 @@ class AgentMetrics:
         disable_created_metrics()
         self._own = (release, node)
         self._registry = CollectorRegistry(auto_describe=False)
-        self._gauge(BUILD).labels(*self._own, __version__).set(1)
+        self._add_gauge(BUILD).labels(*self._own, __version__).set(1)
         self._disk, self._free, self._keep_free, self._missing, self._unreadable, self._last_pass = (
-            self._gauge(metric).labels(*self._own)
+            self._add_gauge(metric).labels(*self._own)
             for metric in (DISK_BYTES, FREE_BYTES, KEEP_FREE_BYTES, MISSING_BYTES, UNREADABLE, LAST_PASS)
         )
-        self._bytes, self._datasets = self._gauge(CACHED_BYTES), self._gauge(DATASETS)
-        self._evictions, self._calls = self._counter(EVICTIONS), self._counter(API_REQUESTS)
+        self._bytes, self._datasets = self._add_gauge(CACHED_BYTES), self._add_gauge(DATASETS)
+        self._evictions, self._calls = self._add_counter(EVICTIONS), self._add_counter(API_REQUESTS)
 
-    def _gauge(self, metric: Metric) -> Gauge:
+    def _add_gauge(self, metric: Metric) -> Gauge:
         return Gauge(metric.name, metric.help, metric.labels, registry=self._registry)
 
-    def _counter(self, metric: Metric) -> Counter:
+    def _add_counter(self, metric: Metric) -> Counter:
         return Counter(metric.name, metric.help, metric.labels, registry=self._registry)
 
     def set_disk(self, size: int, free: int, keep_free: int) -> None:

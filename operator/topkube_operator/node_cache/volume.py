@@ -1,7 +1,7 @@
 """The cache directory of a node: one folder per namespace, each with its own disk tier (`topkube.data.cache`).
 
 Pods write into their namespace's folder and may put anything there: links to other places, pipes that never answer,
-files without end. Therefore a child process reads such a folder. The child sees nothing else (chroot), and has little
+endless files. Therefore a child process reads such a folder. The child sees nothing else (chroot), and has little
 memory and a deadline. Its answer is checked.
 """
 
@@ -56,7 +56,7 @@ class Volume:
         root.chmod(0o711)
         for unfinished in root.glob(".*.part"):  # of an agent that was killed
             shutil.rmtree(unfinished)
-        _preload()
+        _load_modules()
 
     def measure_free_bytes(self) -> int:
         """Return the free bytes of the volume."""
@@ -115,7 +115,7 @@ class Volume:
         return set(map(str, _run_confined(self.root / namespace, apply_in_folder, _APPLY_SECONDS))) & to_evict
 
 
-def _preload() -> None:
+def _load_modules() -> None:
     """Load everything that a child needs, because a confined child sees no libraries."""
     with tempfile.TemporaryDirectory() as scratch:
         tier = DiskTier(Path(scratch))
@@ -184,7 +184,7 @@ def _run_confined(folder: Path, work: Callable[[DiskTier], Any], seconds: float)
             os._exit(code)
     os.close(writing)
     try:
-        answer_bytes = _read(reading, time.monotonic() + seconds)
+        answer_bytes = _read_answer(reading, time.monotonic() + seconds)
     except TimeoutError:
         raise UnusableFolder(
             f"{folder.name}: its folder did not answer within {seconds:.0f} s",
@@ -220,7 +220,7 @@ def _run_in_child(folder: Path, work: Callable[[DiskTier], Any]) -> str:
         return json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]})
 
 
-def _read(pipe: int, deadline: float) -> bytes:
+def _read_answer(pipe: int, deadline: float) -> bytes:
     parts, size = list[bytes](), 0
     while True:
         ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))

@@ -77,7 +77,9 @@ def choose_spec(job: Mapping[str, Any], draft: StatusDraft) -> AcceptedJob:
         draft.accepted = _copy_for_status(wanted)
         return AcceptedJob(after)
     assert before is not None
-    if _count_changes(draft) >= _EDITS_OF_A_RESUMPTION and not find_refused_changes(_suspend(before.spec), after.spec):
+    if _count_changes(draft) >= _EDITS_OF_A_RESUMPTION and not find_refused_changes(
+        _suspend_spec(before.spec), after.spec
+    ):
         draft.accepted = _copy_for_status(wanted)
         return AcceptedJob(after, replaced=True)
     accepted = merge_allowed_changes(accepted, wanted)
@@ -92,7 +94,7 @@ def _copy_for_status(spec: dict[str, Any]) -> dict[str, Any]:
     return spec if len(json.dumps(spec)) <= LARGEST_COPY else outline(spec)
 
 
-def _suspend(spec: Spec) -> Spec:
+def _suspend_spec(spec: Spec) -> Spec:
     return spec.model_copy(update={"run_policy": spec.run_policy.model_copy(update={"suspend": True})})
 
 

@@ -26,8 +26,8 @@ _SHORT_GRACE = 15
 _REASONS = {reason.lower(): reason for reason in USUAL_REASONS}
 
 
-Claim = Callable[[str, str], Mapping[str, Any] | None]
-"""Return a PersistentVolumeClaim by namespace and name; None if it cannot be read."""
+ReadClaim = Callable[[str, str], Mapping[str, Any] | None]
+"""Reads a PersistentVolumeClaim by namespace and name. Returns None if that fails."""
 
 
 def review(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,12 +36,12 @@ def review(request: Mapping[str, Any]) -> dict[str, Any]:
     A dry run gets the same answer, because a review writes nothing. It also reads nothing from the cluster, so a caller
     learns nothing except about the request itself.
     """
-    question = request["request"]
-    if not isinstance(question["uid"], str):
+    admission_request = request["request"]
+    if not isinstance(admission_request["uid"], str):
         raise TypeError("uid is not text")
-    job, old = question.get("object"), question.get("oldObject")
-    response: dict[str, Any] = {"uid": question["uid"], "allowed": True}
-    is_write = question.get("operation") in ("CREATE", "UPDATE")
+    job, old = admission_request.get("object"), admission_request.get("oldObject")
+    response: dict[str, Any] = {"uid": admission_request["uid"], "allowed": True}
+    is_write = admission_request.get("operation") in ("CREATE", "UPDATE")
     if is_write and isinstance(job, Mapping) and not _has_same_spec(job, old):
         text = explain_refusal(job, old)
         if text:  # kubectl shows the message of a bad request, but not of an invalid object
@@ -85,8 +85,8 @@ def _select_user_fields(job: Mapping[str, Any]) -> dict[str, Any]:
     metadata = job.get("metadata")
     if isinstance(metadata, Mapping):
         metadata = {key: value for key, value in metadata.items() if key in _WRITTEN_BY_USERS}
-    rest = {key: value for key, value in job.items() if key not in ("metadata", "status")}
-    return {**rest, "metadata": metadata}
+    other_fields = {key: value for key, value in job.items() if key not in ("metadata", "status")}
+    return {**other_fields, "metadata": metadata}
 
 
 def list_warnings(job: TrainingJob) -> list[str]:
@@ -141,21 +141,21 @@ def _warn_of_aggregation(job: TrainingJob) -> Iterator[str]:
 def _warn_of_failure_policy(job: TrainingJob) -> Iterator[str]:
     for index, rule in enumerate(job.spec.run_policy.failure_policy.rules):
         for reason in rule.on_reasons or ():
-            near = difflib.get_close_matches(reason.lower(), _REASONS, 1, 0.8)
-            if near and reason != _REASONS[near[0]]:
+            similar_reasons = difflib.get_close_matches(reason.lower(), _REASONS, 1, 0.8)
+            if similar_reasons and reason != _REASONS[similar_reasons[0]]:
                 yield (
                     f"spec.runPolicy.failurePolicy.rules[{index}].onReasons: {reason} is not a usual reason; "
-                    f"did you mean {_REASONS[near[0]]}?"
+                    f"did you mean {_REASONS[similar_reasons[0]]}?"
                 )
 
 
 def _warn_of_other_fields(job: TrainingJob) -> Iterator[str]:
     spec, pods = job.spec, job.spec.workers + (0 if job.spec.launcher.colocate else 1)
-    least = spec.run_policy.scheduling_policy.min_available
-    if least is not None and least < pods:
+    min_available = spec.run_policy.scheduling_policy.min_available
+    if min_available is not None and min_available < pods:
         yield (
-            f"spec.runPolicy.schedulingPolicy.minAvailable: ranks start when all {pods} pods run; {least} pods hold "
-            "their nodes while they wait for the others"
+            f"spec.runPolicy.schedulingPolicy.minAvailable: ranks start when all {pods} pods run; {min_available} pods "
+            "hold their nodes while they wait for the others"
         )
     template: Any = spec.template
     grace = template["spec"].get("terminationGracePeriodSeconds")
@@ -166,10 +166,10 @@ def _warn_of_other_fields(job: TrainingJob) -> Iterator[str]:
         )
     if spec.run_policy.ttl_seconds_after_finished == 0:
         yield "spec.runPolicy.ttlSecondsAfterFinished: 0 deletes the job, its status and its logs as soon as it ends"
-    loose = [line for line in spec.setup.requirements if not _is_pinned(line)] if spec.setup else []
-    if loose:
+    unpinned = [line for line in spec.setup.requirements if not _is_pinned(line)] if spec.setup else []
+    if unpinned:
         yield (
-            f"spec.setup.requirements: {', '.join(loose)[:100]}: pods may install different versions, also after a "
+            f"spec.setup.requirements: {', '.join(unpinned)[:100]}: pods may install different versions, also after a "
             "restart: write ==VERSION"
         )
     if spec.dataset and spec.dataset.cache.medium == "Memory" and spec.dataset.cache.memory_limit is None:
@@ -186,7 +186,7 @@ def _is_pinned(requirement: str) -> bool:
     return "==" in requirement.partition(";")[0] or " @ " in requirement
 
 
-def warn_of_claim(job: TrainingJob, claim: Claim) -> str:
+def warn_of_claim(job: TrainingJob, read_claim: ReadClaim) -> str:
     """Return a warning if only one node can mount the checkpoint's claim; empty if there is no problem.
 
     The operator writes the warning as an Event on the stored job, in the job's own namespace. The webhook must not
@@ -195,7 +195,7 @@ def warn_of_claim(job: TrainingJob, claim: Claim) -> str:
     spec, namespace = job.spec, job.metadata.namespace
     if spec.checkpoint is None or spec.workers == 1 or namespace is None:
         return ""
-    stored = claim(namespace, spec.checkpoint.claim_name)
+    stored = read_claim(namespace, spec.checkpoint.claim_name)
     modes = ((stored or {}).get("spec") or {}).get("accessModes") or []
     if modes and "ReadWriteMany" not in modes:
         nodes = f"{spec.workers} nodes" if spec.spread == "Node" else "several nodes"

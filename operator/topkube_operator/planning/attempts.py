@@ -10,7 +10,7 @@ from topkube.job import TrainingJob
 from topkube.job.fields.failure_policy import BLOCKED, PENDING_TIMEOUT
 from topkube_operator.children import avoidance, objects, placement, pod_sets, pods, workloads
 from topkube_operator.model import names
-from topkube_operator.model.observed import Child, Observed, Pod, satisfies, select_comparable
+from topkube_operator.model.observed import Child, Observed, Pod, satisfies, select_compared_content
 from topkube_operator.model.status import StatusDraft
 from topkube_operator.planning.causes import failures
 from topkube_operator.planning.causes.failures import AttemptPods
@@ -27,14 +27,14 @@ class Creation:
     outdated: tuple[Pod, ...]
 
 
-def find_current(job: TrainingJob, uid: str, draft: StatusDraft, observed: Observed) -> AttemptPods:
+def find_current_pods(job: TrainingJob, uid: str, draft: StatusDraft, observed: Observed) -> AttemptPods:
     """Return the pods of the attempt whose number is in the status. If a worker has several pods, the newest counts."""
     number = draft.attempt
     launcher = next((pod for pod in observed.pods if is_launcher_pod(pod, number)), None)
     count = launcher.workers if launcher is not None and launcher.workers else job.spec.workers
     newest: dict[int, Pod] = {}
 
-    def order(pod: Pod) -> tuple[bool, int]:
+    def compute_preference(pod: Pod) -> tuple[bool, int]:
         """Prefer pods that are not newer than the launcher. A newer worker comes from a late call of a former leader
         and does not belong to the launcher."""
         return launcher is None or pod.created <= launcher.created, pod.attempt
@@ -42,7 +42,7 @@ def find_current(job: TrainingJob, uid: str, draft: StatusDraft, observed: Obser
     for pod in observed.pods:
         if pod.role == names.WORKER and 0 <= pod.index < count and pod.attempt <= number:
             known = newest.get(pod.index)
-            if known is None or order(pod) > order(known):
+            if known is None or compute_preference(pod) > compute_preference(known):
                 newest[pod.index] = pod
     return AttemptPods(
         number,
@@ -78,27 +78,27 @@ def plan_creation(job: TrainingJob, uid: str, draft: StatusDraft, observed: Obse
             if names.name_worker_pod(job.name, uid, index, number) not in existing
         ]
         if colocate:
-            head = pods.build_colocated(job, uid, number, workers, observed.policy, observed.warm)
+            launcher_pod = pods.build_colocated_worker(job, uid, number, workers, observed.policy, observed.warm)
         else:
-            head = pods.build_launcher(job, uid, number, workers, observed.policy)
+            launcher_pod = pods.build_launcher(job, uid, number, workers, observed.policy)
         hostnames = [observed.hostnames.get(node, node) for node in _read_avoided_nodes(draft)]
-        for pod in (*stage, head):
+        for pod in (*stage, launcher_pod):
             avoidance.avoid_nodes(pod, hostnames)
-        _admit(job, stage, head, observed)
-        stages += [[objects.add_owner(pod, job, uid) for pod in made] for made in (stage, [head])]
+        _apply_admission(job, stage, launcher_pod, observed)
+        stages += [[objects.add_owner(pod, job, uid) for pod in stage_pods] for stage_pods in (stage, [launcher_pod])]
     kept_names = {pod.name for pod in kept.values()}
     outdated = [pod for pod in observed.pods if pod.name not in kept_names and not is_launcher_pod(pod, number)]
     return Creation(stages, tuple(outdated))
 
 
-def _admit(job: TrainingJob, workers: Stage, head: dict[str, Any], observed: Observed) -> None:
+def _apply_admission(job: TrainingJob, workers: Stage, launcher_pod: dict[str, Any], observed: Observed) -> None:
     """Place pods as Kueue's admission requires, if Kueue admits the job as a whole."""
     if not placement.is_admitted_as_a_whole(job, observed.policy):
         return
     workload = workloads.find_workload(job, observed)
     assert workload is not None
-    for name, made in ((names.WORKER, workers), (names.LAUNCHER, [head])):
-        for pod in made:
+    for name, set_pods in ((names.WORKER, workers), (names.LAUNCHER, [launcher_pod])):
+        for pod in set_pods:
             workloads.apply_admission(pod, name, workload, observed.objects)
 
 
@@ -139,7 +139,7 @@ def _is_unchanged(manifest: dict[str, Any], observed: Observed) -> bool:
     if (kind, name) in observed.paused:
         return True
     child: Child | None = observed.children.get((kind, name))
-    return child is not None and satisfies(child.content, select_comparable(kind, manifest))
+    return child is not None and satisfies(child.content, select_compared_content(kind, manifest))
 
 
 def _find_known_address(observed: Observed) -> str:
@@ -153,7 +153,7 @@ def _find_kept_workers(
     job: TrainingJob, uid: str, draft: StatusDraft, observed: Observed, address: str
 ) -> dict[int, Pod]:
     """Return the existing workers that stay part of the attempt, by index."""
-    shape, lost, bad = pods.hash_worker(job), _read_lost_pods(draft), _find_nodes_to_leave(draft, observed)
+    shape, lost, left_nodes = pods.hash_worker(job), _read_lost_pods(draft), _find_nodes_to_leave(draft, observed)
     gives_back = (draft.first_failure or {}).get("reason") == PENDING_TIMEOUT
     kept: dict[int, Pod] = {}
     for pod in observed.pods:
@@ -166,7 +166,7 @@ def _find_kept_workers(
         elif pod.index not in kept or kept[pod.index].attempt < pod.attempt:
             fits = pod.shape == shape and pod.launcher_address == address and pod.name not in lost
             fits = fits and pod.name == names.name_worker_pod(job.name, uid, pod.index, pod.attempt)
-            fits = fits and not gives_back and pod.node not in bad and (bool(pod.node) or not pod.avoids_nodes)
+            fits = fits and not gives_back and pod.node not in left_nodes and (bool(pod.node) or not pod.avoids_nodes)
             if fits and is_reusable(pod, observed):
                 kept[pod.index] = pod
     return kept

@@ -73,5 +73,5 @@ def update_final_counts(draft: StatusDraft, attempt: AttemptPods) -> None:
     assert draft.replicas is not None
     for role, counts in (before or {}).items():
         for end in ("succeeded", "failed"):
-            now = draft.replicas.setdefault(role, {"active": 0, "ready": 0, "succeeded": 0, "failed": 0})
-            now[end] = max(now[end], counts.get(end, 0) if isinstance(counts, dict) else 0)
+            role_counts = draft.replicas.setdefault(role, {"active": 0, "ready": 0, "succeeded": 0, "failed": 0})
+            role_counts[end] = max(role_counts[end], counts.get(end, 0) if isinstance(counts, dict) else 0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from topkube_operator.model import names
-from topkube_operator.model.observed import Trouble, find_difference, hash_data, select_comparable
+from topkube_operator.model.observed import Trouble, find_difference, hash_data, select_compared_content
 
 ChildKey = tuple[str, str]
 """Kind and name."""
@@ -27,6 +27,8 @@ _FORGOTTEN_AFTER = 600.0
 
 @dataclass
 class _Contest:
+    """The operator's writes of one child that another controller changes back."""
+
     digest: str
     count: int
     written_at: float
@@ -55,14 +57,14 @@ class Contests:
         """Return True if the next write of a child makes it a contest that has no message yet."""
         if _make_key(manifest) not in self._contests:
             return False
-        contest = self._find(manifest, now)
+        contest = self._find_contest(manifest, now)
         return contest is not None and contest.count + 1 >= _REPORTED_FROM and not contest.message
 
     def count_write(self, manifest: Mapping[str, Any], now: float, message: str = "") -> None:
         """Count a write of a child. Pods are not counted: each pod has its own name and is written once."""
         if manifest["kind"] == "Pod":
             return
-        contest = self._find(manifest, now)
+        contest = self._find_contest(manifest, now)
         if contest is None:
             self._contests[_make_key(manifest)] = _Contest(_hash_content(manifest), 1, now)
         else:
@@ -87,7 +89,7 @@ class Contests:
         times += [contest.ends_at for contest in contests if contest.message]
         return min((time - now for time in times if time > now), default=None)
 
-    def _find(self, manifest: Mapping[str, Any], now: float) -> _Contest | None:
+    def _find_contest(self, manifest: Mapping[str, Any], now: float) -> _Contest | None:
         """Return the contest about the same content of a child; None if there is none."""
         contest = self._contests.get(_make_key(manifest))
         is_same = contest is not None and contest.digest == _hash_content(manifest) and now < contest.ends_at
@@ -109,7 +111,7 @@ def describe_contest(actual: Mapping[str, Any] | None, wanted: Mapping[str, Any]
     if actual is None:
         action, cause = "deletes it", "a policy engine or a script"
     else:
-        path = find_difference(select_comparable(kind, actual), select_comparable(kind, wanted)) or ""
+        path = find_difference(select_compared_content(kind, actual), select_compared_content(kind, wanted)) or ""
         action = f"changes {path.lstrip('.') or 'it'}"
         managers = {str(entry.get("manager")) for entry in actual["metadata"].get("managedFields") or ()}
         others = ", ".join(sorted(managers - {names.FIELD_MANAGER}))

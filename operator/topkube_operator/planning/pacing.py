@@ -51,7 +51,7 @@ def compute_earliest_start(draft: StatusDraft, policy: Policy) -> datetime:
 
 def _measure_run_time(draft: StatusDraft, attempt: AttemptPods) -> timedelta:
     """Return how long the ranks of `attempt` ran. If the launcher has never answered the operator, use the run time of
-    the launcher's container: both its ends are by the same clock."""
+    the launcher's container, whose start and end come from one clock."""
     since = draft.find_change_time("Running")
     if draft.holds("Running") and since is not None:
         return draft.now - since

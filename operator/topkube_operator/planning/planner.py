@@ -67,16 +67,16 @@ def _plan_accepted_job(steps: PlanSteps, accepted: accepted_spec.AcceptedJob) ->
     draft = steps.draft
     _report_spec(draft, accepted.refusal)
     if draft.phase in FINISHED:
-        ended.clean_up(steps)
-    elif ended.has_succeeded(steps):
+        ended.clean_up_job(steps)
+    elif ended.complete_if_succeeded(steps):
         pass  # a job that has succeeded stays so, whatever the spec asks for since
     elif steps.policy.suspend or accepted.replaced:
-        stopped.suspend(steps)
+        stopped.suspend_job(steps)
     elif steps.is_queued and not workloads.is_admitted(steps.workload):
         stopped.wait_for_admission(steps)
     else:
         if draft.attempt == 0 or draft.holds("Suspended"):
-            running.start(steps)
+            running.start_job(steps)
         running.continue_attempt(steps)
     stopped.report_to_queue(steps)
     return steps.to_plan()

@@ -40,7 +40,7 @@ def describe_waiting(workload: Child | None) -> tuple[str, str]:
     return "Queued", f"Kueue has not processed the Workload {workload.name} yet: check that its LocalQueue is active"
 
 
-def may_move(workload: Child, queue: str) -> bool:
+def may_change_queue(workload: Child, queue: str) -> bool:
     """Return True if the Workload waits in another queue than `queue`, and can change it."""
     is_fixed = workload.is_being_deleted or any(
         workloads.has_condition(workload, kind) for kind in ("QuotaReserved", "Finished")
@@ -48,7 +48,7 @@ def may_move(workload: Child, queue: str) -> bool:
     return not is_fixed and workload.content.get("queueName") != queue
 
 
-def give_quota_back(workload: Child | None, now: datetime) -> StatusPatch | None:
+def build_quota_return(workload: Child | None, now: datetime) -> StatusPatch | None:
     """Return the change of an evicted Workload whose pods are gone. None if it holds no quota."""
     if (
         workload is None
@@ -71,7 +71,7 @@ def give_quota_back(workload: Child | None, now: datetime) -> StatusPatch | None
     return _build_patch(workload, changes, now, {"admission": None})
 
 
-def report_pods(workload: Child, draft: StatusDraft) -> StatusPatch | None:
+def build_pods_report(workload: Child, draft: StatusDraft) -> StatusPatch | None:
     """Return the change of an admitted Workload that reports if all pods of the job run; None if nothing changes."""
     known = str(workloads.find_condition(workload, "PodsReady").get("reason"))
     was_ready = known in ("Started", "Recovered", "WaitForRecovery")
@@ -82,8 +82,8 @@ def report_pods(workload: Child, draft: StatusDraft) -> StatusPatch | None:
     return _build_patch(workload, [("PodsReady", False, reason, f"the job is {draft.phase or 'Pending'}")], draft.now)
 
 
-def report_end(workload: Child | None, draft: StatusDraft) -> StatusPatch | None:
-    """Return the change that gives back the quota of a finished job; None if that is done."""
+def build_end_report(workload: Child | None, draft: StatusDraft) -> StatusPatch | None:
+    """Return the change that gives back the quota of a finished job; None if it is given back already."""
     if workload is None or workloads.has_condition(workload, "Finished"):
         return None
     message = str(draft.conditions.get(draft.phase, {}).get("message") or draft.phase)
@@ -100,7 +100,7 @@ def _build_patch(
     now: datetime,
     more: Mapping[str, Any] | None = None,
 ) -> StatusPatch | None:
-    """Return the merge patch of a Workload's status with other conditions; None if the conditions are so already."""
+    """Return the merge patch that sets conditions of a Workload; None if the Workload has them already."""
     stored = [dict(entry) for entry in workload.content.get("status", {}).get("conditions") or ()]
     conditions, has_changed = {str(entry.get("type")): entry for entry in stored}, bool(more)
     for kind, is_true, reason, message in changes:

@@ -1,6 +1,6 @@
 """The API server: list, watch, create, server-side apply, patch, delete.
 
-Every write asks `acting` first, which refuses the write if this replica does not lead.
+Every write calls `is_acting` first, and raises ApiError if this replica does not lead.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Cluster:
     def __init__(
         self,
         kubeconfig: str = "",
-        acting: Callable[[], bool] = lambda: True,
+        is_acting: Callable[[], bool] = lambda: True,
         observe: Callable[[str, int, float | None], None] = ignore_call,
     ) -> None:
         self.connection = ApiConnection(kubeconfig, observe)
         self._paths = dict(_PATHS)
-        self.acting = acting
+        self.is_acting = is_acting
 
     # Reading.
 
@@ -85,9 +85,9 @@ class Cluster:
             "GET", self._build_path(kind, namespace), query=query, timeout=timeout, stream=True
         )
         try:
-            rest = b""
+            remainder = b""
             for piece in response.stream(65536, decode_content=False):
-                *lines, rest = (rest + piece).split(b"\n")
+                *lines, remainder = (remainder + piece).split(b"\n")
                 for line in lines:
                     if line.strip():
                         event = json.loads(line)
@@ -212,7 +212,7 @@ class Cluster:
         return self.connection.call(method, path, body, **options)
 
     def _write(self, method: str, path: str, body: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-        if not self.acting():
+        if not self.is_acting():
             raise ApiError(0, "this replica does not lead: nothing was written", "NotLeading")
         return self.call(method, path, body, **options)
 

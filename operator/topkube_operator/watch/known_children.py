@@ -58,12 +58,12 @@ class KnownChildren:
     def put(self, kind: str, name: Name, entry: Entry) -> None:
         """Store a child in place of the known child of this name."""
         if known := self.find(kind, name):
-            self.drop(kind, name, known)
+            self.forget(kind, name, known)
         self._by_kind.setdefault(kind, {})[name] = entry
         self._of_owner.setdefault(entry.owner, {})[kind, name] = entry
         self._owners.setdefault(entry.owner.key, set()).add(entry.owner)
 
-    def drop(self, kind: str, name: Name, entry: Entry) -> None:
+    def forget(self, kind: str, name: Name, entry: Entry) -> None:
         """Forget a known child."""
         del self._by_kind[kind][name]
         siblings = self._of_owner.get(entry.owner, {})

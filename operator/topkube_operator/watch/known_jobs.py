@@ -37,8 +37,8 @@ class KnownJobs:
         known_uid = known["metadata"]["uid"] if known is not None else None
         if known is not None and known_uid == uid and read_version(known["metadata"]) >= read_version(metadata):
             return False
-        slim = {name: value for name, value in metadata.items() if name != "managedFields"}
-        self._jobs[key] = {**job, "metadata": slim}
+        kept_metadata = {name: value for name, value in metadata.items() if name != "managedFields"}
+        self._jobs[key] = {**job, "metadata": kept_metadata}
         if known_uid is not None:
             self._node_failures.pop(known_uid, None)
         if failures := read_node_failures(uid, job.get("status")):

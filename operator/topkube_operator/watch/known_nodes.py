@@ -57,7 +57,7 @@ class KnownNodes:
         self._cordoned.discard(name)
         return changed
 
-    def find_old_removed(self) -> set[str]:
+    def find_nodes_removed_long_ago(self) -> set[str]:
         """Return the nodes that were removed more than 10 minutes ago."""
         oldest = datetime.now(UTC) - _REMEMBERED
         return {name for name, time in self._removed.items() if time < oldest}

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from topkube_operator.model import stored_job
 from topkube_operator.model.observed import Child, LauncherReport, Observed, Pod, Policy, Trouble
 from topkube_operator.watch.known_caches import KnownCaches
 from topkube_operator.watch.known_children import Entry, KnownChildren, Name
 from topkube_operator.watch.known_jobs import KnownJobs, read_version
 from topkube_operator.watch.known_nodes import KnownNodes
+from topkube_operator.watch.observer import Observer
 from topkube_operator.watch.owner import Owner, find_owner
 from topkube_operator.watch.removals import Removals
 from topkube_operator.watch.work_queue import Key
@@ -32,6 +32,7 @@ class WatchCache:
         self._nodes = KnownNodes(fault_conditions)
         self._caches = KnownCaches()
         self._removals = Removals()
+        self._observer = Observer(self._jobs, self._children, self._nodes, self._caches, self._removals)
 
     # Jobs.
 
@@ -76,7 +77,7 @@ class WatchCache:
             if owner is None:  # the object never was a child, or somebody has removed its owner
                 if known is None or known.version >= read_version(metadata):
                     return None
-                self._children.drop(kind, name, known)
+                self._children.forget(kind, name, known)
                 return known.owner.key
             is_old = known is not None and known.uid == uid and known.version >= read_version(metadata)
             if is_old or uid in self._removals:
@@ -93,7 +94,7 @@ class WatchCache:
                 self._removals.add(uid, None, name[1])
                 return None
             self._removals.add(uid, known.owner, name[1], known.value if isinstance(known.value, Pod) else None)
-            self._children.drop(kind, name, known)
+            self._children.forget(kind, name, known)
             return known.owner.key
 
     def replace(self, kind: str, namespace: str | None, manifests: Iterable[Mapping[str, Any]]) -> set[Key]:
@@ -135,22 +136,22 @@ class WatchCache:
         """Store a node: its faults, its labels, and its contact with the control plane. If the contact has changed,
         return the jobs with pods on the node."""
         with self._lock:
-            return self._keys_on(node["metadata"]["name"]) if self._nodes.put(node) else set()
+            return self._find_keys_on_node(node["metadata"]["name"]) if self._nodes.put(node) else set()
 
     def remove_node(self, name: str) -> set[Key]:
         """Store that a node is gone, for some time and for as long as pods on it are known. Return the jobs of these
         pods."""
         with self._lock:
-            changed = self._keys_on(name) if self._nodes.remove(name) else set()
+            changed = self._find_keys_on_node(name) if self._nodes.remove(name) else set()
             self._forget_nodes()
         return changed
 
     def _forget_nodes(self) -> None:
         """Forget nodes that were removed long ago and have no known pods."""
-        if old := self._nodes.find_old_removed():
+        if removed := self._nodes.find_nodes_removed_long_ago():
             pods = [pod for _, pod in self._children.list_pods()]
             used = {pod.node for pod in (*pods, *self._removals.list_last_pods())}
-            self._nodes.forget(old - used)
+            self._nodes.forget(removed - used)
 
     def replace_nodes(self, nodes: Iterable[Mapping[str, Any]]) -> set[Key]:
         """Store a complete list of nodes. Return the keys of changed jobs."""
@@ -164,7 +165,7 @@ class WatchCache:
                 changed |= self.remove_node(name)
         return changed
 
-    def _keys_on(self, node: str) -> set[Key]:
+    def _find_keys_on_node(self, node: str) -> set[Key]:
         """Return the keys of the jobs with pods on a node."""
         return {owner.key for owner, pod in self._children.list_pods() if pod.node == node}
 
@@ -196,27 +197,20 @@ class WatchCache:
                 changed |= self.remove_claim(name)
         return changed
 
-    def put_cached(self, dataset: Mapping[str, Any]) -> None:
+    def put_dataset(self, dataset: Mapping[str, Any]) -> None:
         """Store which nodes hold a part of a dataset."""
         with self._lock:
             self._caches.put_dataset(dataset)
 
-    def remove_cached(self, name: Name) -> None:
+    def remove_dataset(self, name: Name) -> None:
         with self._lock:
             self._caches.remove_dataset(name)
 
-    def replace_cached(self, namespace: str | None, datasets: Iterable[Mapping[str, Any]]) -> None:
+    def replace_datasets(self, namespace: str | None, datasets: Iterable[Mapping[str, Any]]) -> None:
         with self._lock:
             self._caches.remove_datasets(namespace)
             for dataset in datasets:
                 self._caches.put_dataset(dataset)
-
-    def _find_warm_nodes(self, namespace: str, uri: str) -> dict[str, int]:
-        """Return the percentage of the dataset that each node in contact holds, by hostname."""
-        nodes, hostnames = self._caches.find_nodes(namespace, uri), self._nodes.hostnames
-        return {
-            hostnames.get(node, node): percent for node, percent in nodes.items() if self._nodes.is_in_contact(node)
-        }
 
     # What a plan sees.
 
@@ -232,42 +226,4 @@ class WatchCache:
     ) -> Observed:
         """Return everything known about the job `owner`; with `job`, also what the node cache holds for it."""
         with self._lock:
-            values = self._children.list_children(owner)
-            pods = tuple(sorted((value for value in values if isinstance(value, Pod)), key=lambda pod: pod.name))
-            removed = self._removals.find_children(owner)
-            last_seen = {name: pod for name, (_, pod) in removed.items() if pod is not None}
-            lost = {pod.node for pod in (*pods, *last_seen.values()) if pod.node and self._nodes.is_lost(pod.node)}
-            removed_at = {name: time for name, (time, _) in removed.items()}
-            node_faults = dict(self._nodes.faults)
-            node_failures = self._jobs.find_failures_of_others(owner.uid)
-            nodes = self._nodes.count_schedulable()
-            suspects = {*node_faults, *(failure.node for failure in node_failures)}
-            suspects |= {pod.node for pod in (*pods, *last_seen.values())}
-            suspects |= {failure.node for failure in self._jobs.find_failures(owner.uid)}
-            hostnames = {name: self._nodes.hostnames[name] for name in suspects if name in self._nodes.hostnames}
-            namespace = job["metadata"]["namespace"] if job is not None else ""
-            has_cache = self._caches.has_cache(namespace)
-            warm = (
-                self._find_warm_nodes(namespace, stored_job.read_dataset_uri(job))
-                if job is not None and has_cache
-                else {}
-            )
-        children = {(value.kind, value.name): value for value in values if isinstance(value, Child)}
-        return Observed(
-            pods,
-            children,
-            troubles,
-            paused,
-            frozenset(lost),
-            report,
-            removed_at,
-            last_seen,
-            logs,
-            policy,
-            node_cache=has_cache,
-            warm=warm,
-            nodes=nodes,
-            hostnames=hostnames,
-            node_faults=node_faults,
-            node_failures=node_failures,
-        )
+            return self._observer.observe(owner, policy, report, troubles, logs, job, paused)

@@ -56,7 +56,7 @@ class Watchers:
             *((kind, namespace) for kind in (CLAIM, CACHED_KIND) for namespace in self._namespaces),
             ("Node", None),
         ]
-        self._heard: dict[tuple[str, str | None], float] = {}
+        self._heard_at: dict[tuple[str, str | None], float] = {}
         self._refused: set[tuple[str, str | None]] = set()
         self._newest: dict[tuple[str, str | None], int] = {}
         """The version of the last list, by kind and namespace."""
@@ -66,38 +66,38 @@ class Watchers:
     def start(self) -> None:
         for kind, namespace in self._tasks:
             name = f"watch-{kind}-{namespace or 'all'}"
-            threading.Thread(target=self._follow, args=(kind, namespace), name=name, daemon=True).start()
+            threading.Thread(target=self._follow_kind, args=(kind, namespace), name=name, daemon=True).start()
         threading.Thread(target=self._audit_forever, name="audit", daemon=True).start()
 
     def add(self, kind: str) -> None:
         """Watch one more kind. All its objects have been listed when this method returns. Raises ApiError."""
-        versions = [(namespace, self._list(kind, namespace)) for namespace in self._namespaces]
+        versions = [(namespace, self._list_kind(kind, namespace)) for namespace in self._namespaces]
         for namespace, version in versions:
             self._tasks.append((kind, namespace))
             name = f"watch-{kind}-{namespace or 'all'}"
-            threading.Thread(target=self._follow, args=(kind, namespace, version), name=name, daemon=True).start()
+            threading.Thread(target=self._follow_kind, args=(kind, namespace, version), name=name, daemon=True).start()
 
     def stop(self) -> None:
         self._stopped.set()
 
     def is_synced(self) -> bool:
         """Return True if everything has been listed once. Nothing may be decided before that."""
-        return all(task in self._heard or task in self._refused for task in self._tasks)
+        return all(task in self._heard_at or task in self._refused for task in self._tasks)
 
     def is_alive(self) -> bool:
         """Return True if every watcher has heard from the API server within the last three minutes."""
         oldest = time.monotonic() - _PATIENCE
-        return all(self._heard.get(task, 0.0) > oldest or task in self._refused for task in self._tasks)
+        return all(self._heard_at.get(task, 0.0) > oldest or task in self._refused for task in self._tasks)
 
-    def _follow(self, kind: str, namespace: str | None, version: str = "") -> None:
+    def _follow_kind(self, kind: str, namespace: str | None, version: str = "") -> None:
         pause, restores = _PAUSE, self._restores
         while not self._stopped.is_set():
             wait, begun = 0.0, time.monotonic()
             try:
                 if restores != self._restores:
                     restores, version = self._restores, ""
-                version = version or self._list(kind, namespace)
-                before, version = version, self._watch(kind, namespace, version, restores)
+                version = version or self._list_kind(kind, namespace)
+                before, version = version, self._watch_kind(kind, namespace, version, restores)
                 if version != before or time.monotonic() - begun >= _SHORT_WATCH:
                     pause = _PAUSE
                     continue
@@ -118,7 +118,7 @@ class Watchers:
             self._stopped.wait(max(pause, wait) * random.uniform(0.8, 1.6))
             pause = min(pause * 2, _LONGEST_PAUSE)
 
-    def _list(self, kind: str, namespace: str | None) -> str:
+    def _list_kind(self, kind: str, namespace: str | None) -> str:
         objects, version = self._cluster.list(kind, namespace, _find_selector(kind))
         self._check_version(kind, namespace, version)
         changed: Iterable[Key] = ()
@@ -127,7 +127,7 @@ class Watchers:
         elif kind == CLAIM:
             changed = self._cache.replace_claims(namespace, objects)
         elif kind == CACHED_KIND:
-            self._cache.replace_cached(namespace, objects)
+            self._cache.replace_datasets(namespace, objects)
         else:
             changed = self._cache.replace(kind, namespace, objects)
         self._refused.discard((kind, namespace))
@@ -152,7 +152,7 @@ class Watchers:
             self._restores += 1
             self._cache.forget_versions()
 
-    def _watch(self, kind: str, namespace: str | None, version: str, restores: int) -> str:
+    def _watch_kind(self, kind: str, namespace: str | None, version: str, restores: int) -> str:
         for event in self._cluster.watch(kind, namespace, _find_selector(kind), version):
             self._note_contact(kind, namespace)
             if restores != self._restores:
@@ -173,7 +173,7 @@ class Watchers:
         if kind == CLAIM:
             return self._cache.remove_claim(name) if deleted else self._cache.put_claim(manifest)
         if kind == CACHED_KIND:
-            self._cache.remove_cached(name) if deleted else self._cache.put_cached(manifest)
+            self._cache.remove_dataset(name) if deleted else self._cache.put_dataset(manifest)
             return ()
         if deleted:
             key = self._cache.remove(kind, (metadata["namespace"], metadata["name"]), metadata["uid"])
@@ -182,7 +182,7 @@ class Watchers:
         return () if key is None else (key,)
 
     def _note_contact(self, kind: str, namespace: str | None) -> None:
-        self._heard[kind, namespace] = time.monotonic()
+        self._heard_at[kind, namespace] = time.monotonic()
 
     def _audit_forever(self) -> None:
         while not self._stopped.wait(_AUDIT_SECONDS * random.uniform(0.9, 1.1)):
@@ -203,7 +203,7 @@ class Watchers:
             if restores != self._restores:  # the current watches stay silent until they end
                 for kind, scope in list(self._tasks):
                     if (kind, scope) not in self._refused:
-                        self._list(kind, scope)
+                        self._list_kind(kind, scope)
             listed = {manifest["metadata"]["uid"] for manifest in objects}
             for job in before:
                 metadata = job["metadata"]

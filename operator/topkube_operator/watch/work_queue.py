@@ -21,9 +21,13 @@ class WorkQueue:
         self._ready: dict[Key, float] = {}
         """Waiting keys in order, with the time at which each was added."""
         self._busy: dict[Key, float] = {}
+        """Keys that threads work on, with the time at which each was taken."""
         self._again: set[Key] = set()
+        """Keys that were added while a thread worked on them."""
         self._later: list[tuple[float, Key]] = []
+        """A heap of times and the keys that are due then. It may hold replaced entries."""
         self._due: dict[Key, float] = {}
+        """The earliest time at which each later key is due."""
         self._closed = False
 
     def add(self, key: Key) -> None:
@@ -71,7 +75,7 @@ class WorkQueue:
             self._closed = True
             self._changed.notify_all()
 
-    def find_oldest(self) -> float:
+    def measure_oldest_wait(self) -> float:
         """Return the seconds for which the oldest key has been waiting or in work; 0 if there is none."""
         with self._changed:
             times = [*self._busy.values(), *self._ready.values()]

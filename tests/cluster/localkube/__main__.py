@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 from localkube import images
-from localkube.cluster import Cluster, stop_cluster
+from localkube.cluster import LocalCluster, stop_cluster
 from localkube.layout import Layout
 
 
-def explain_usage(cluster: Cluster) -> str:
+def explain_usage(cluster: LocalCluster) -> str:
     return f"""\
 export KUBECONFIG={cluster.layout.kubeconfig}
 export PATH={cluster.kubectl_program.parent}:$PATH"""
@@ -46,7 +46,7 @@ def main() -> int:
     if getattr(arguments, "openmpi", False):
         wanted.append(images.RUNTIME_OPENMPI)
     if arguments.command == "up":
-        cluster = Cluster.start(layout, arguments.nodes, wanted)
+        cluster = LocalCluster.start(layout, arguments.nodes, wanted)
         seconds = time.monotonic() - began
         print(f"up after {seconds:.0f} s: {len(cluster.nodes)} nodes. To use it:\n\n{explain_usage(cluster)}\n")
         print("kubectl get nodes        # make cluster-down stops it")
@@ -55,7 +55,7 @@ def main() -> int:
         stop_cluster(layout)
         print(f"{layout.name} is gone")
         return 0
-    running = Cluster.find_running(layout)
+    running = LocalCluster.find_running(layout)
     if running is None:
         print(f"{layout.name} is not up. Next: make cluster", file=sys.stderr)
         return 1

@@ -40,13 +40,13 @@ def _begin_certificate(
 
 
 @dataclass(frozen=True)
-class Authority:
+class ClusterAuthority:
     """The authority whose key and certificate are in `folder`, as ca.key and ca.crt."""
 
     folder: Path
 
     @classmethod
-    def create(cls, folder: Path) -> Authority:
+    def create(cls, folder: Path) -> ClusterAuthority:
         """Make an authority, and the key pair that signs service accounts' tokens (sa.key, sa.pub)."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         key, name = _write_key(folder / "ca.key"), _build_name("topkube-local-ca")
@@ -69,7 +69,7 @@ class Authority:
         builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         if names:
             builder = builder.add_extension(
-                x509.SubjectAlternativeName([_as_general_name(name) for name in names]), critical=False
+                x509.SubjectAlternativeName([_build_general_name(name) for name in names]), critical=False
             )
         certificate = builder.sign(signer, hashes.SHA256())
         (self.folder / f"{file}.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
@@ -94,7 +94,7 @@ current-context: topkube
 """)
 
 
-def _as_general_name(name: str) -> x509.GeneralName:
+def _build_general_name(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:

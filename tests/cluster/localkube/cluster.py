@@ -23,7 +23,7 @@ GPUS_PER_NODE = 4
 VOLUMES = 8
 
 
-class Cluster:
+class LocalCluster:
     """The cluster of `layout`. `start` starts it, and `find_running` returns it if it runs."""
 
     def __init__(self, layout: Layout, programs: Path, nodes: int) -> None:
@@ -36,7 +36,7 @@ class Cluster:
     # -- start and stop
 
     @classmethod
-    def start(cls, layout: Layout, nodes: int = 2, images: Sequence[Image] = ()) -> Cluster:
+    def start(cls, layout: Layout, nodes: int = 2, images: Sequence[Image] = ()) -> LocalCluster:
         """Remove what is left of an earlier cluster, and start a control plane and `nodes` nodes that have `images`.
         Return when the nodes are Ready.
 
@@ -64,13 +64,13 @@ class Cluster:
         authority = cluster.control_plane.start()
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda node: node.start(authority, nodes, cluster.store, images), cluster.nodes.values()))
-        network.reach_services(layout, cluster.nodes["node1"])
-        cluster.offer_volumes()
+        network.route_services(layout, cluster.nodes["node1"])
+        cluster.create_volumes()
         cluster.wait_ready()
         return cluster
 
     @classmethod
-    def find_running(cls, layout: Layout) -> Cluster | None:
+    def find_running(cls, layout: Layout) -> LocalCluster | None:
         """Return the cluster of `layout` if its API server answers, else None."""
         record = layout.state / "cluster.json"
         if not record.exists():
@@ -112,7 +112,7 @@ class Cluster:
                 interval=0.3,
             )
         except TimeoutError as error:
-            words = "\n".join(self.nodes[name].read_last_words() for name in sorted(wanted - self.list_ready_nodes()))
+            words = "\n".join(self.nodes[name].read_log_tail() for name in sorted(wanted - self.list_ready_nodes()))
             raise TimeoutError(f"{error}\n{words}") from None
         for name in wanted:
             self._set_gpus(name)
@@ -132,7 +132,7 @@ class Cluster:
 
         wait_until(has_gpus, f"{name} to take its GPUs")
 
-    def offer_volumes(self) -> None:
+    def create_volumes(self) -> None:
         """Create ReadWriteMany volumes for claims. They are folders of the machine, whose disk all nodes share."""
         volumes = []
         for number in range(1, VOLUMES + 1):
@@ -171,7 +171,7 @@ class Cluster:
         """Boot the vanished node. Return when it is Ready."""
         self.nodes[name].come_back(len(self.nodes))
         if name == "node1":
-            network.reach_services(self.layout, self.nodes[name])
+            network.route_services(self.layout, self.nodes[name])
         self.wait_ready([name])
 
     def restart_api_server(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from localkube.certificates import Authority
+from localkube.certificates import ClusterAuthority
 from localkube.cgroups import Group
 from localkube.daemons import Daemon, run, wait_until
 from localkube.layout import Layout
@@ -60,10 +60,10 @@ class ControlPlane:
         log = self.layout.state / "logs" / f"{name}.log"
         return Daemon(name, Group(self.layout.name) / "control" / name, log, command)
 
-    def start(self) -> Authority:
+    def start(self) -> ClusterAuthority:
         """Create keys and start all programs. Return when the API server is ready."""
         layout = self.layout
-        authority = Authority.create(layout.state / "pki")
+        authority = ClusterAuthority.create(layout.state / "pki")
         service = ("kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local")
         names = ("localhost", *service, "127.0.0.1", layout.kubernetes_service, layout.gateway)
         authority.issue("apiserver", "kube-apiserver", names=names)
@@ -86,7 +86,7 @@ class ControlPlane:
             wait_until(self.is_ready, "the API server to be ready", seconds, interval=0.2)
         except TimeoutError as error:
             daemon = self.api_server if self.etcd.is_alive() else self.etcd
-            raise TimeoutError(f"{error}. The last words of {daemon.name}:\n{daemon.read_last_words()}") from None
+            raise TimeoutError(f"{error}. The end of the log of {daemon.name}:\n{daemon.read_log_tail()}") from None
 
     def restart_api_server(self) -> None:
         """Kill the API server with SIGKILL and start it again. Return when it is ready."""

@@ -84,7 +84,7 @@ class Daemon:
         except TimeoutError:
             self.kill()
 
-    def read_last_words(self, lines: int = 15) -> str:
+    def read_log_tail(self, lines: int = 15) -> str:
         if not self.log.exists():
             return f"{self.name} left no log"
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

@@ -113,7 +113,7 @@ class Store:
     def build(self, images: Iterable[Image]) -> list[Image]:
         """Build the images that are not up to date with the sources of this repository. Return these images."""
         with hold_lock(self.folder / "lock"):
-            return [image for image in images if self._build(image)]
+            return [image for image in images if self._build_image(image)]
 
     def build_pause(self) -> None:
         """Build the pause image: a static program that waits and keeps a pod's namespaces."""
@@ -126,9 +126,9 @@ class Store:
             run("gcc", "-Os", "-static", "-x", "c", "-o", scratch / "pause", "-", stdin=PAUSE_SOURCE)
             (scratch / "Dockerfile").write_text('FROM scratch\nCOPY pause /pause\nENTRYPOINT ["/pause"]\n')
             self._run_buildah("bud", "-q", "--isolation", "chroot", "-t", PAUSE, scratch)
-            self._export(PAUSE, scratch, _compute_digest(PAUSE_SOURCE))
+            self._export_image(PAUSE, scratch, _compute_digest(PAUSE_SOURCE))
 
-    def _build(self, image: Image) -> bool:
+    def _build_image(self, image: Image) -> bool:
         wheel = self._build_wheel()
         context = self.folder / "context"
         shutil.rmtree(context, ignore_errors=True)
@@ -162,7 +162,7 @@ class Store:
             "bud", "-q", "--isolation", "chroot", "--pull-never", "--layers", "-f", dockerfile, "-t", image.full_name,
             *options, context,
         )  # fmt: skip
-        self._export(image.full_name, layout, recipe)
+        self._export_image(image.full_name, layout, recipe)
         return True
 
     def _build_wheel(self) -> Path:
@@ -221,7 +221,7 @@ class Store:
             check=check,
         )
 
-    def _export(self, name: str, layout: Path, recipe: str) -> None:
+    def _export_image(self, name: str, layout: Path, recipe: str) -> None:
         """Write the image's manifest and layers, not compressed, to `layout`."""
         shutil.rmtree(layout, ignore_errors=True)
         layout.parent.mkdir(parents=True, exist_ok=True)
@@ -243,11 +243,13 @@ class Store:
             if _has_image(containerd, layout, manifest):
                 continue
             try:
-                _import(containerd, layout, manifest, present=set(_run_ctr(containerd, "content", "ls", "-q").split()))
+                _import_image(
+                    containerd, layout, manifest, present=set(_run_ctr(containerd, "content", "ls", "-q").split())
+                )
             except (
                 RuntimeError
             ):  # its garbage collection may have removed layers that only a former image of this name used
-                _import(containerd, layout, manifest, present=set())
+                _import_image(containerd, layout, manifest, present=set())
 
     def _list_layouts(self, images: Iterable[Image]) -> list[Path]:
         return [self.layouts / "pause", *(self.layouts / image.archive for image in images)]
@@ -307,7 +309,7 @@ def _has_image(socket: Path, layout: Path, manifest: bytes) -> bool:
     return any(digest in line and " complete " in line and line.split()[-1] == "true" for line in table.splitlines())
 
 
-def _import(socket: Path, layout: Path, manifest: bytes, present: set[str]) -> None:
+def _import_image(socket: Path, layout: Path, manifest: bytes, present: set[str]) -> None:
     """Import one image, an OCI archive, without the layers in `present`."""
     parsed = json.loads(manifest)
     blobs = [parsed["config"]["digest"], *(layer["digest"] for layer in parsed["layers"])]

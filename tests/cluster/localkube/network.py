@@ -15,7 +15,7 @@ def make_bridge(layout: Layout) -> None:
     run("sysctl", "-qw", "net.ipv4.ip_forward=1")
 
 
-def reach_services(layout: Layout, node: Node) -> None:
+def route_services(layout: Layout, node: Node) -> None:
     """Make services reachable from the machine itself, through `node`, whose kube-proxy routes them."""
     run("ip", "route", "replace", layout.service_range, "via", node.address)
 

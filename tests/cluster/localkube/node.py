@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from localkube.certificates import Authority
+from localkube.certificates import ClusterAuthority
 from localkube.cgroups import Group
 from localkube.daemons import Daemon, run, wait_until
 from localkube.images import PAUSE, Image, Store
@@ -88,7 +88,7 @@ class Node:
 
     # -- life
 
-    def start(self, authority: Authority, nodes: int, store: Store, images: Sequence[Image]) -> None:
+    def start(self, authority: ClusterAuthority, nodes: int, store: Store, images: Sequence[Image]) -> None:
         """Start the node for the first time, with `images`, in a cluster of `nodes` nodes."""
         self.folder.mkdir(parents=True)
         self._write_configuration(authority)
@@ -153,7 +153,7 @@ class Node:
         lines.append("mkdir -p /run/containerd && mount -t tmpfs tmpfs /run/containerd")
         return "\n".join([*lines, "mount --make-rshared /", "exec sleep infinity"])
 
-    def _write_configuration(self, authority: Authority) -> None:
+    def _write_configuration(self, authority: ClusterAuthority) -> None:
         folder, layout = self.folder, self.layout
         (folder / "cni").mkdir()
         (folder / "containerd.toml").write_text(
@@ -224,8 +224,8 @@ class Node:
                 return group
         raise LookupError(f"no container {identity} runs on {self.name}")
 
-    def read_last_words(self) -> str:
-        return "\n".join(f"--- {daemon.name}\n{daemon.read_last_words()}" for daemon in self.daemons)
+    def read_log_tail(self) -> str:
+        return "\n".join(f"--- {daemon.name}\n{daemon.read_log_tail()}" for daemon in self.daemons)
 
 
 @contextmanager

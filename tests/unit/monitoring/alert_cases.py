@@ -8,8 +8,8 @@ from monitoring.alerts import Alert
 
 JOB = 'namespace="ml",training_job="gpt"'
 Case = tuple[dict[str, str], int, bool | str]
-"""Series and their values (promtool's notation, one a minute), the minute to look at, whether the alert fires;
-"nobody": it fires and names no release."""
+"""Series and their values (promtool's notation, one a minute), the minute of the evaluation, and whether the alert
+fires then; "nobody": it fires and names no release."""
 
 
 def name_job_series(name: str, **labels: str) -> str:
@@ -266,7 +266,7 @@ CASES: dict[str, list[Case]] = {
 }
 
 
-def name_labels(alert: Alert, fires: bool | str = True) -> dict[str, str]:
+def build_alert_labels(alert: Alert, fires: bool | str = True) -> dict[str, str]:
     """Return the labels of the alert that fires."""
     labels = {"severity": alert.severity}
     if alert.name == "TopKubeNodeAvoided":
@@ -282,7 +282,7 @@ def name_labels(alert: Alert, fires: bool | str = True) -> dict[str, str]:
 
 def build_test(alert: Alert, case: Case) -> dict[str, Any]:
     series, minute, fires = case
-    expected = [{"exp_labels": name_labels(alert, fires), "exp_annotations": {}}] if fires else []
+    expected = [{"exp_labels": build_alert_labels(alert, fires), "exp_annotations": {}}] if fires else []
     return {
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in series.items()],

@@ -1,6 +1,8 @@
-"""Every alert in a cluster with two releases: one alert for what fails, whichever release it belongs to, and none for
-the other. For the rules in the repository, which are for all releases, and for the rules that the chart makes for
-each."""
+"""Every alert in a cluster with two releases: one alert for the release that fails, and none for the other release.
+
+The tests run with the rules in the repository, which are for all releases, and with the rules that the chart makes for
+each release.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from alert_cases import CASES, Case, name_labels
+from alert_cases import CASES, Case, build_alert_labels
 from rendered import find_only, render
 
 from monitoring.alerts import ALERTS, Alert
@@ -26,7 +28,7 @@ HEALTHY = {"TopKubeJobStalled": 2, "TopKubeNodeAvoided": 2, "TopKubeJobFailed": 
 Rules = dict[str, dict[str, Any]]
 
 
-def rename(series: str, release: str) -> str:
+def rename_series(series: str, release: str) -> str:
     """Return the series of a case as those of a release, its jobs and its nodes."""
     changes = {'namespace="ml"': f'namespace="{RELEASES[release]}"', 'namespace="home"': f'namespace="{HOME}"'}
     changes |= {'release="r"': f'release="{release}"', 'node="n"': 'node="shared"'}
@@ -36,7 +38,7 @@ def rename(series: str, release: str) -> str:
 
 
 def rename_labels(alert: Alert, release: str) -> dict[str, str]:
-    labels = name_labels(alert)
+    labels = build_alert_labels(alert)
     changes = {"namespace": {"ml": RELEASES[release], "home": HOME}, "release": {"r": release}, "node": {"n": "shared"}}
     return {name: changes.get(name, {}).get(value, value) for name, value in labels.items()}
 
@@ -56,7 +58,7 @@ def build_tests(alert: Alert) -> list[dict[str, Any]]:
     tests = []
     for failing in ({"first-topkube"}, {"second-topkube"}, set(RELEASES)):
         series = {
-            rename(name, release): values
+            rename_series(name, release): values
             for release in RELEASES
             for name, values in (firing if release in failing else quiet)[0].items()
         }
@@ -100,7 +102,9 @@ def test_each_alert_fires_once_for_what_fails(read_rules: Any, tmp_path: Path) -
 
 
 def test_the_cases_cover_jobs_operators_and_agents() -> None:
-    named = {tuple(sorted(re.sub("training_job", "job", name) for name in name_labels(alert))) for alert in ALERTS}
+    named = {
+        tuple(sorted(re.sub("training_job", "job", name) for name in build_alert_labels(alert))) for alert in ALERTS
+    }
     assert named >= {
         ("job", "namespace", "severity"),
         ("namespace", "release", "severity"),

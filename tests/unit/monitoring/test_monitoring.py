@@ -9,12 +9,12 @@ import pytest
 
 from monitoring.catalog import SOURCES, find_metric
 from monitoring.dashboards import DASHBOARDS
-from monitoring.generated import list_stale
+from monitoring.generated import list_stale_files
 from monitoring.grafana import Dashboard, Panel
 
 
 def test_generated_files_are_fresh() -> None:
-    assert list_stale() == [], "python -m monitoring writes them"
+    assert list_stale_files() == [], "python -m monitoring writes them"
 
 
 def test_metrics_have_base_units_and_one_producer_each() -> None:
@@ -34,7 +34,7 @@ each_panel = pytest.mark.parametrize(
     ("dashboard", "panel"), PANELS, ids=[f"{dashboard.uid}: {panel.title}" for dashboard, panel in PANELS]
 )
 TARGET_LABELS = {"namespace", "pod", "instance", "job"}
-"""What Prometheus adds to a series by where it found it."""
+"""Labels that Prometheus adds to a series, from the target that served it."""
 PROCESS = {"process_resident_memory_bytes": "gauge", "process_cpu_seconds_total": "counter"}
 
 
@@ -121,7 +121,7 @@ def test_a_dashboard_is_complete_and_its_choices_reach_every_panel(dashboard: Da
     assert variables[0] == "datasource"
     ids = [panel["id"] for panel in page["panels"]]
     assert len(ids) == len(set(ids))
-    taken = set()
+    used_cells = set()
     for panel in page["panels"]:
         place = panel["gridPos"]
         cells = {
@@ -129,9 +129,9 @@ def test_a_dashboard_is_complete_and_its_choices_reach_every_panel(dashboard: Da
             for x in range(place["x"], place["x"] + place["w"])
             for y in range(place["y"], place["y"] + place["h"])
         }
-        assert not taken & cells, panel["title"]
+        assert not used_cells & cells, panel["title"]
         assert place["x"] + place["w"] <= 24
-        taken |= cells
+        used_cells |= cells
         if panel["type"] == "row":
             continue
         assert panel["datasource"]["uid"] == "${datasource}"

@@ -169,7 +169,10 @@ def test_every_metric_is_served_with_its_labels() -> None:
 
 
 def test_a_thousand_jobs_are_served_within_a_second() -> None:
-    stored = [build_job(f"job-{n}", "Running", restarts=n, progress={"step": 1, "totalSteps": 2}) for n in range(1000)]
+    stored = [
+        build_job(f"job-{number}", "Running", restarts=number, progress={"step": 1, "totalSteps": 2})
+        for number in range(1000)
+    ]
     metrics = OperatorMetrics(lambda: stored)
     seconds = []
     for _ in range(5):

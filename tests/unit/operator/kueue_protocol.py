@@ -48,7 +48,7 @@ def count_pods(workload: Mapping[str, Any]) -> int:
     return sum(pod_set.get("count", 1) for pod_set in workload["spec"]["podSets"])
 
 
-def admit(
+def build_admitted_status(
     workload: Mapping[str, Any],
     flavors: Mapping[str, str],
     now: datetime,
@@ -68,30 +68,30 @@ def admit(
     changes = {"QuotaReserved": (True, "QuotaReserved"), "Admitted": (True, "Admitted")}
     if find_condition(workload, "Evicted"):
         changes["Evicted"] = (False, "QuotaReserved")
-    return with_conditions(status, now, **changes)
+    return set_conditions(status, now, **changes)
 
 
-def evict(workload: Mapping[str, Any], reason: str, now: datetime) -> dict[str, Any]:
+def build_evicted_status(workload: Mapping[str, Any], reason: str, now: datetime) -> dict[str, Any]:
     """Return the status of a Workload that must return its quota. It keeps the quota until its pods are gone."""
     changes: dict[str, tuple[Any, ...]] = {"Evicted": (True, reason)}
     if reason == "Preempted":
         changes["Preempted"] = (True, "InClusterQueue")
-    return with_conditions(workload.get("status") or {}, now, **changes)
+    return set_conditions(workload.get("status") or {}, now, **changes)
 
 
-def refuse(workload: Mapping[str, Any], message: str, now: datetime) -> dict[str, Any]:
+def build_refused_status(workload: Mapping[str, Any], message: str, now: datetime) -> dict[str, Any]:
     """Return the status of a Workload for which there is no quota now."""
-    return with_conditions(workload.get("status") or {}, now, QuotaReserved=(False, "Pending", message))
+    return set_conditions(workload.get("status") or {}, now, QuotaReserved=(False, "Pending", message))
 
 
-def end_pause(workload: Mapping[str, Any], now: datetime) -> dict[str, Any]:
+def build_requeued_status(workload: Mapping[str, Any], now: datetime) -> dict[str, Any]:
     """Return the status of an evicted Workload whose pause is over."""
     assert find_condition(workload, "Requeued")["reason"] in BACKOFF
-    return with_conditions(workload["status"], now, Requeued=(True, "BackoffFinished"))
+    return set_conditions(workload["status"], now, Requeued=(True, "BackoffFinished"))
 
 
-def with_conditions(status: Mapping[str, Any], now: datetime, **changes: tuple[Any, ...]) -> dict[str, Any]:
-    """Return a status with other conditions. Each change is (is true, reason[, message])."""
+def set_conditions(status: Mapping[str, Any], now: datetime, **changes: tuple[Any, ...]) -> dict[str, Any]:
+    """Return a status with conditions set. Each change is (is true, reason[, message])."""
     conditions = {entry["type"]: entry for entry in status.get("conditions") or ()}
     for kind, (is_true, reason, *message) in changes.items():
         text, before = "True" if is_true else "False", conditions.get(kind, {})

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 import kueue_protocol
-from simulated import Simulated
+from simulated_cluster import SimulatedCluster
 
 from topkube_operator.model.observed import Child
 
@@ -20,7 +20,7 @@ WORKLOAD = ("Workload", "train-workload")
 class PlayedKueue:
     """One cluster queue with room for one job."""
 
-    def __init__(self, world: Simulated, flavors: dict[str, dict[str, Any]] | None = None) -> None:
+    def __init__(self, world: SimulatedCluster, flavors: dict[str, dict[str, Any]] | None = None) -> None:
         self.world = world
         self.flavors = flavors or {"spot": {}}
         for name, spec in self.flavors.items():
@@ -37,36 +37,38 @@ class PlayedKueue:
         return spec
 
     def find_condition(self, kind: str) -> dict[str, Any]:
-        return kueue_protocol.find_condition(self._stored(), kind)
+        return kueue_protocol.find_condition(self._build_stored_workload(), kind)
 
     def holds_quota(self) -> bool:
         """Return True if the quota of the job is in use."""
-        return self.workload is not None and kueue_protocol.holds_quota(self._stored())
+        return self.workload is not None and kueue_protocol.holds_quota(self._build_stored_workload())
 
     def may_be_admitted(self) -> bool:
         """Return True if the Workload waits in its queue."""
-        return self.workload is not None and kueue_protocol.may_be_admitted(self._stored())
+        return self.workload is not None and kueue_protocol.may_be_admitted(self._build_stored_workload())
 
     def admit(self, checks: list[dict[str, Any]] | None = None) -> None:
         """Reserve quota in all flavors, and admit. An earlier eviction is over."""
         flavors = {f"resource-{number}": name for number, name in enumerate(self.flavors)}
-        self._write(kueue_protocol.admit(self._stored(), flavors, self.world.now, checks or ()))
+        self._write_status(
+            kueue_protocol.build_admitted_status(self._build_stored_workload(), flavors, self.world.now, checks or ())
+        )
 
     def evict(self, reason: str = "Preempted") -> None:
         """Ask for the quota. The job keeps it until its controller returns it."""
-        self._write(kueue_protocol.evict(self._stored(), reason, self.world.now))
+        self._write_status(kueue_protocol.build_evicted_status(self._build_stored_workload(), reason, self.world.now))
 
     def refuse(self, message: str) -> None:
-        self._write(kueue_protocol.refuse(self._stored(), message, self.world.now))
+        self._write_status(kueue_protocol.build_refused_status(self._build_stored_workload(), message, self.world.now))
 
     def end_pause(self) -> None:
         """Queue the Workload again after an eviction that Kueue follows with a pause."""
-        self._write(kueue_protocol.end_pause(self._stored(), self.world.now))
+        self._write_status(kueue_protocol.build_requeued_status(self._build_stored_workload(), self.world.now))
 
-    def _stored(self) -> dict[str, Any]:
+    def _build_stored_workload(self) -> dict[str, Any]:
         assert self.workload is not None
         return {"metadata": {}, "spec": self.spec, "status": self.workload.content["status"]}
 
-    def _write(self, status: dict[str, Any]) -> None:
+    def _write_status(self, status: dict[str, Any]) -> None:
         assert self.workload is not None
         self.world.put_child(dataclasses.replace(self.workload, content={**self.workload.content, "status": status}))

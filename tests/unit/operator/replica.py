@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from simulated import build_job, merge_patch
+from simulated_api_server import apply_merge_patch
+from simulated_job import build_job
 
 from topkube.job import KIND
 from topkube_operator.control.controller import Controller
@@ -31,8 +32,8 @@ class Server:
     def __init__(self) -> None:
         self.acting, self.objects, self.lock = True, dict[tuple[str, ...], Manifest](), threading.Lock()
         self.before_create: Callable[[Manifest], None] = lambda manifest: None
-        self.changed_back: Callable[[Manifest], bool] = lambda item: False
-        """Change a child that was just written, as a policy engine does. Return True if the child was changed."""
+        self.change_back: Callable[[Manifest], bool] = lambda item: False
+        """Changes a child that was just written, as a policy engine does. Returns True if it has changed the child."""
         self.written: list[tuple[str, str]] = []
         """Kind and name of all objects that were created or applied."""
         self.claims_read: list[tuple[str, str]] = []
@@ -62,14 +63,14 @@ class Server:
             self._check_leading()
             metadata = manifest["metadata"]
             return self._store_child(
-                merge_patch(self.objects[manifest["kind"], metadata["namespace"], metadata["name"]], manifest)
+                apply_merge_patch(self.objects[manifest["kind"], metadata["namespace"], metadata["name"]], manifest)
             )
 
     def _store_child(self, manifest: Manifest) -> Manifest:
         """Store a child. Return it with the changes of the policy engine."""
         self.written.append((manifest["kind"], manifest["metadata"]["name"]))
         item = self.store(manifest)
-        if self.changed_back(item):
+        if self.change_back(item):
             item["metadata"]["managedFields"] = [{"manager": "topkube-operator"}, {"manager": "kyverno"}]
             item = self.store(item)
         return item
@@ -85,7 +86,7 @@ class Server:
             self._check_leading()
             before = self.objects[kind, namespace, name]
             patch["metadata"].pop("resourceVersion", None)
-            return self.store(merge_patch(before, patch))
+            return self.store(apply_merge_patch(before, patch))
 
     def delete(self, kind: str, namespace: str, name: str, uid: str, *, ended: bool = False) -> Manifest:
         with self.lock:
@@ -127,8 +128,8 @@ class Server:
             raise ApiError(0, "this replica does not lead", "NotLeading")
 
 
-class Notes:
-    """Records the reasons of Events."""
+class RecordedEvents:
+    """Records Events in place of the cluster."""
 
     def __init__(self) -> None:
         self.reasons: list[str] = []
@@ -144,11 +145,11 @@ class Replica:
     """A replica of the operator: its controller runs, with the server, the watch cache and the work queue."""
 
     def __init__(self) -> None:
-        self.server, self.store, self.queue = Server(), WatchCache(), WorkQueue()
+        self.server, self.cache, self.queue = Server(), WatchCache(), WorkQueue()
         server: Any = self.server
-        self.notes = Notes()
-        recorder: Any = self.notes
-        context = ControlContext(server, self.store, self.queue, recorder, OperatorMetrics(self.store.list_jobs))
+        self.recorded = RecordedEvents()
+        recorder: Any = self.recorded
+        context = ControlContext(server, self.cache, self.queue, recorder, OperatorMetrics(self.cache.list_jobs))
         self.controller = Controller(context, lambda _: Policy(seed=b"s" * 32), lambda: self.server.acting)
         self.controller.start()
 
@@ -156,11 +157,11 @@ class Replica:
         """Create a job and report it to the operator once, as kopf does."""
         new_job = build_job(**spec)
         new_job["metadata"] |= {"name": name, "uid": f"uid-of-{name}"}
-        self.store.put_job(self.server.store(new_job))
+        self.cache.put_job(self.server.store(new_job))
         self.queue.add(("team", name))
 
     def is_idle(self) -> bool:
-        return self.queue.find_oldest() == 0
+        return self.queue.measure_oldest_wait() == 0
 
     def find_condition(self, kind: str) -> Manifest:
         status = self.server.get(KIND, *KEY).get("status") or {}

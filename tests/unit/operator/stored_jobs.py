@@ -32,13 +32,13 @@ JOB: dict[str, Any] = {
 
 def change_field(path: str, value: Any, job: dict[str, Any] = JOB) -> dict[str, Any]:
     """Return `job` with `value` at spec.`path`. None removes the field."""
-    new = copy.deepcopy(job)
-    place, *rest = path.split("."), new["spec"]
-    part = rest[0]
-    for key in place[:-1]:
+    changed = copy.deepcopy(job)
+    *parents, last = path.split(".")
+    part = changed["spec"]
+    for key in parents:
         part = part[int(key)] if isinstance(part, list) else part.setdefault(key, {})
     if value is None:
-        part.pop(place[-1], None)
+        part.pop(last, None)
     else:
-        part[place[-1]] = value
-    return new
+        part[last] = value
+    return changed

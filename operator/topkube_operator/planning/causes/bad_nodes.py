@@ -54,10 +54,10 @@ def record_failure(draft: StatusDraft, failure: Failure) -> None:
     by_cluster = failure.disruption and failure.reason not in (*_HARDWARE, "WorkerLost")
     if not failure.node or by_cluster or failure.reason in _NOT_THE_NODE:
         return
-    own = {known.node: known for known in _find_own_failures(draft)}
-    known = own.pop(failure.node, None)
+    own_failures = {known.node: known for known in _find_own_failures(draft)}
+    known = own_failures.pop(failure.node, None)
     count = known.count + 1 if known is not None else 1
-    others = sorted(own.values(), key=lambda entry: (entry.at, entry.node))[1 - MOST_NODES :]
+    others = sorted(own_failures.values(), key=lambda entry: (entry.at, entry.node))[1 - MOST_NODES :]
     entries = [*others, NodeFailure(failure.node, "", count, failure.reason, draft.now)]
     draft.node_failures = [
         {
@@ -77,45 +77,45 @@ def choose_avoided_nodes(job: TrainingJob, draft: StatusDraft, observed: Observe
         suspects = []
     chosen = suspects[: _find_limit(job, observed)]
     before = {entry["name"] for entry in draft.avoided_nodes}
-    draft.avoided_nodes = [_describe(suspect) for suspect in sorted(chosen, key=lambda entry: entry.name)]
+    draft.avoided_nodes = [_describe_suspect(suspect) for suspect in sorted(chosen, key=lambda entry: entry.name)]
     if {suspect.name for suspect in chosen} - before:
         causes = "; ".join(f"{entry['name']}: {entry['message']}" for entry in draft.avoided_nodes)
         draft.events.append(Event("Warning", "NodesAvoided", f"new pods of the job avoid {causes}"))
 
 
-def forget_expired(draft: StatusDraft) -> datetime | None:
+def forget_expired_nodes(draft: StatusDraft) -> datetime | None:
     """Remove avoided nodes whose time has passed. Return the next time at which there is something to remove; None if
     there is no such time."""
-    left = [(entry, parse_timestamp(entry.get("until"))) for entry in draft.avoided_nodes]
-    draft.avoided_nodes = [entry for entry, until in left if until is None or until > draft.now]
-    return min((until for _, until in left if until is not None and until > draft.now), default=None)
+    entries = [(entry, parse_timestamp(entry.get("until"))) for entry in draft.avoided_nodes]
+    draft.avoided_nodes = [entry for entry, until in entries if until is None or until > draft.now]
+    return min((until for _, until in entries if until is not None and until > draft.now), default=None)
 
 
 def _find_suspects(draft: StatusDraft, observed: Observed) -> list[_Suspect]:
-    own = {failure.node: failure for failure in _find_own_failures(draft)}
+    own_failures = {failure.node: failure for failure in _find_own_failures(draft)}
     oldest = draft.now - REMEMBERED
-    others: dict[str, list[NodeFailure]] = {}
+    failures_of_others: dict[str, list[NodeFailure]] = {}
     for failure in observed.node_failures:
         if failure.at > oldest:
-            others.setdefault(failure.node, []).append(failure)
+            failures_of_others.setdefault(failure.node, []).append(failure)
     suspects = [
         _Suspect(3, 0, node, fault, f"the node reports the condition {fault}", None)
         for node, fault in observed.node_faults.items()
     ]
-    for node in sorted({*own, *others} - observed.node_faults.keys()):
-        mine, theirs = own.get(node), others.get(node, [])
-        everything = [*theirs, *([mine] if mine is not None else [])]
-        count = sum(failure.count for failure in everything)
-        until = max(failure.at for failure in everything) + REMEMBERED
-        if mine is not None and mine.reason in _HARDWARE:
-            message = f"an attempt of this job ended there: {mine.reason}"
-            suspects.append(_Suspect(2, count, node, mine.reason, message, mine.at + REMEMBERED))
-        elif mine is not None and mine.count >= _OWN_FAILURES:
-            message = f"{mine.count} attempts of this job failed there first, the last with {mine.reason}"
-            suspects.append(_Suspect(1, count, node, mine.reason, message, mine.at + REMEMBERED))
-        elif count >= _ALL_FAILURES and len(everything) >= _JOBS:
-            reason = max(everything, key=lambda failure: (failure.at, failure.reason)).reason
-            message = f"{count} attempts of {len(everything)} jobs failed there first, the last with {reason}"
+    for node in sorted({*own_failures, *failures_of_others} - observed.node_faults.keys()):
+        own_failure, other_failures = own_failures.get(node), failures_of_others.get(node, [])
+        all_failures = [*other_failures, *([own_failure] if own_failure is not None else [])]
+        count = sum(failure.count for failure in all_failures)
+        until = max(failure.at for failure in all_failures) + REMEMBERED
+        if own_failure is not None and own_failure.reason in _HARDWARE:
+            message = f"an attempt of this job ended there: {own_failure.reason}"
+            suspects.append(_Suspect(2, count, node, own_failure.reason, message, own_failure.at + REMEMBERED))
+        elif own_failure is not None and own_failure.count >= _OWN_FAILURES:
+            message = f"{own_failure.count} attempts of this job failed there first, the last with {own_failure.reason}"
+            suspects.append(_Suspect(1, count, node, own_failure.reason, message, own_failure.at + REMEMBERED))
+        elif count >= _ALL_FAILURES and len(all_failures) >= _JOBS:
+            reason = max(all_failures, key=lambda failure: (failure.at, failure.reason)).reason
+            message = f"{count} attempts of {len(all_failures)} jobs failed there first, the last with {reason}"
             suspects.append(_Suspect(0, count, node, reason, message, until))
     return suspects
 
@@ -123,8 +123,8 @@ def _find_suspects(draft: StatusDraft, observed: Observed) -> list[_Suspect]:
 def _find_limit(job: TrainingJob, observed: Observed) -> int:
     """Return the largest number of nodes to avoid: a third of all nodes, and enough nodes are left for the workers."""
     needed = job.spec.workers if job.spec.spread == "Node" else 1
-    left = observed.nodes - needed if observed.nodes else 1  # without the right to list nodes, avoid one
-    return max(0, min(max(1, observed.nodes // 3), left, MOST_NODES))
+    spare = observed.nodes - needed if observed.nodes else 1  # without the right to list nodes, avoid one
+    return max(0, min(max(1, observed.nodes // 3), spare, MOST_NODES))
 
 
 def _find_own_failures(draft: StatusDraft) -> list[NodeFailure]:
@@ -133,6 +133,6 @@ def _find_own_failures(draft: StatusDraft) -> list[NodeFailure]:
     return [failure for failure in failures if failure.at > draft.now - REMEMBERED]
 
 
-def _describe(suspect: _Suspect) -> dict[str, Any]:
+def _describe_suspect(suspect: _Suspect) -> dict[str, Any]:
     entry: dict[str, Any] = {"name": suspect.name, "reason": suspect.reason, "message": suspect.message}
     return entry if suspect.until is None else {**entry, "until": format_timestamp(suspect.until)}

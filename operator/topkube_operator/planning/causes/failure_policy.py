@@ -32,7 +32,7 @@ class Decision:
     why: str = ""
 
 
-def decide(policy: FailurePolicy, failure: Failure, container: str, draft: StatusDraft) -> Decision:
+def choose_consequence(policy: FailurePolicy, failure: Failure, container: str, draft: StatusDraft) -> Decision:
     """Return what follows `failure`, whose container is named `container`. If the restart counts as a disruption, it is
     stored in `draft.recent_disruptions`."""
     decision = _apply_rules(policy, failure, container, draft)
@@ -43,7 +43,7 @@ def decide(policy: FailurePolicy, failure: Failure, container: str, draft: Statu
 
 def find_rule(policy: FailurePolicy, failure: Failure, container: str) -> int | None:
     """Return the index of the first rule that matches a failure; None if no rule matches."""
-    return next((index for index, rule in enumerate(policy.rules) if _matches(rule, failure, container)), None)
+    return next((index for index, rule in enumerate(policy.rules) if _matches_failure(rule, failure, container)), None)
 
 
 def find_container(failure: Failure, attempt: AttemptPods, observed: Observed) -> str:
@@ -112,7 +112,7 @@ def _limit_disruptions(policy: FailurePolicy, draft: StatusDraft) -> Decision | 
     return Decision("Fail", TOO_MANY_DISRUPTIONS, why)
 
 
-def _matches(rule: FailureRule, failure: Failure, container: str) -> bool:
+def _matches_failure(rule: FailureRule, failure: Failure, container: str) -> bool:
     if rule.on_reasons is not None and failure.reason not in rule.on_reasons:
         return False
     codes = rule.on_exit_codes

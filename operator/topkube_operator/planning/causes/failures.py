@@ -73,22 +73,24 @@ def assess_attempt(attempt: AttemptPods, observed: Observed, now: datetime) -> V
         if last is not None and last.launcher_container.exit_code is not None:  # the pod was removed before this check
             return assess_attempt(replace(attempt, launcher=last), observed, now)
         first = _find_first_worker_failure(attempt, observed, now)
-        return _failed(first or build_removed_pod_failure("the launcher", "", observed))
+        return _build_failed_verdict(first or build_removed_pod_failure("the launcher", "", observed))
     if container.exit_code is not None:
         ending = read_ending(container)
         if container.exit_code == 0:
             return Verdict("succeeded", ending=ending)
         return _assess_failed_launcher(attempt, observed, now, ending)
     if not launcher.is_active:
-        return _failed(find_pod_failure(launcher, observed))
+        return _build_failed_verdict(find_pod_failure(launcher, observed))
     report = observed.report
     has_report = report is not None and report.attempt == attempt.number
     is_fresh = has_report and report is not None and now - report.heard < _FRESH
     if launcher.node in observed.lost_nodes and not is_fresh:
-        return _failed(find_pod_failure(launcher, observed))
+        return _build_failed_verdict(find_pod_failure(launcher, observed))
     if launcher.deletion is not None:
         due = launcher.deletion + _AFTER_DELETION
-        return _failed(find_pod_failure(launcher, observed)) if now >= due else Verdict("running", until=due)
+        return (
+            _build_failed_verdict(find_pod_failure(launcher, observed)) if now >= due else Verdict("running", until=due)
+        )
     is_running = is_fresh and report is not None and report.state == "Running"
     dead_workers = list(_find_dead_workers(attempt, observed, now))
     if dead_workers:
@@ -99,7 +101,7 @@ def assess_attempt(attempt: AttemptPods, observed: Observed, now: datetime) -> V
         wait = timedelta(seconds=observed.policy.verdict_seconds if is_running else observed.policy.verdict_seconds / 4)
         has_succeeded = first_dead.pod is not None and first_dead.pod.has_succeeded
         due = first_dead.since + (_AFTER_SUCCESS if has_succeeded else wait)
-        return _failed(first_dead.failure) if now >= due else Verdict("running", until=due)
+        return _build_failed_verdict(first_dead.failure) if now >= due else Verdict("running", until=due)
     return _assess_rendezvous(attempt, observed, now)
 
 
@@ -132,18 +134,22 @@ def _assess_failed_launcher(
     reported = ending.first_failure if ending else None
     disruption = _find_causing_disruption(attempt, observed, ended, reported)
     if disruption is not None:
-        return _failed(replace(disruption, log_tail=disruption.log_tail or read_log_tail(reported), at=ended))
+        return _build_failed_verdict(
+            replace(disruption, log_tail=disruption.log_tail or read_log_tail(reported), at=ended)
+        )
     if reported is None:
         earlier = _find_first_worker_failure(attempt, observed, now, until=ended + _CLOCK_DIFFERENCE)
-        return _failed(replace(earlier or find_pod_failure(launcher, observed), at=ended))
+        return _build_failed_verdict(replace(earlier or find_pod_failure(launcher, observed), at=ended))
     failure = read_reported_failure(reported, reported.pod or "", container)
     pod = next((pod for pod in attempt.workers if pod is not None and pod.name == reported.pod), None)
     if pod is not None and pod.has_ended and not pod.has_succeeded:
-        by_pod = find_pod_failure(pod, observed)
-        if by_pod.reason == "OOMKilled" and failure.reason != "OOMKilled":
-            failure = replace(failure, reason=by_pod.reason, message=by_pod.message, exit_code=by_pod.exit_code)
+        pod_failure = find_pod_failure(pod, observed)
+        if pod_failure.reason == "OOMKilled" and failure.reason != "OOMKilled":
+            failure = replace(
+                failure, reason=pod_failure.reason, message=pod_failure.message, exit_code=pod_failure.exit_code
+            )
         elif failure.rank is None:
-            failure = replace(by_pod, log_tail=by_pod.log_tail or failure.log_tail, at=ended)
+            failure = replace(pod_failure, log_tail=pod_failure.log_tail or failure.log_tail, at=ended)
     elif reported.reason == _TERMINATED:
         failure = replace(failure, disruption=True, lost=frozenset([pod.name] if pod else []))
     elif pod is not None and reported.reason == "WorkerLost":
@@ -152,7 +158,7 @@ def _assess_failed_launcher(
         if now < ended + _SETTLE:
             return Verdict("running", until=ended + _SETTLE)
         failure = replace(failure, disruption=True, lost=frozenset([pod.name]))
-    return _failed(failure)
+    return _build_failed_verdict(failure)
 
 
 def _find_causing_disruption(
@@ -242,7 +248,7 @@ def _had_launcher(pod: Pod, attempt: AttemptPods) -> bool:
     return pod.attempt == attempt.number and (pod.role == names.LAUNCHER or pod.workers > 0)
 
 
-def _failed(failure: Failure) -> Verdict:
+def _build_failed_verdict(failure: Failure) -> Verdict:
     return Verdict("failed", failure)
 
 
@@ -260,7 +266,7 @@ def _assess_rendezvous(attempt: AttemptPods, observed: Observed, now: datetime) 
         return Verdict("running", until=due)
     index = report.missing[0]
     missing = describe_missing_workers(attempt.names, report.missing, with_causes=True)
-    return _failed(
+    return _build_failed_verdict(
         Failure(
             "RendezvousTimeout",
             f"all pods have run for {observed.policy.rendezvous_seconds:g} seconds: {missing}",

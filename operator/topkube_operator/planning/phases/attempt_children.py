@@ -26,7 +26,7 @@ def create_children(steps: PlanSteps) -> None:
         steps.draft.set_condition("Created", False, "NodeCacheNotAllowed", message, "Warning")
         mark_pending(steps.draft, "Pending", "NodeCacheNotAllowed", message)
         return
-    if not _knows_assigned_nodes(steps):
+    if not _check_assigned_flavors(steps):
         return
     bad_nodes.choose_avoided_nodes(steps.job, steps.draft, steps.observed)
     creation = attempts.plan_creation(steps.job, steps.uid, steps.draft, steps.observed)
@@ -40,9 +40,9 @@ def create_children(steps: PlanSteps) -> None:
     _report_troubles(steps, None)
 
 
-def _knows_assigned_nodes(steps: PlanSteps) -> bool:
-    """Return True if the operator knows on which nodes Kueue wants the pods. Otherwise ask for the flavors, or
-    report a flavor that cannot be read."""
+def _check_assigned_flavors(steps: PlanSteps) -> bool:
+    """Return True if the operator knows on which nodes Kueue wants the pods. Otherwise request the flavors that Kueue
+    has assigned, or report a flavor that cannot be read."""
     wanted = workloads.list_assigned_flavors(steps.workload) if steps.workload is not None else []
     unknown = [name for name in wanted if (workloads.FLAVOR, name) not in steps.observed.objects]
     steps.reads += [ObjectRequest(workloads.FLAVOR, name) for name in unknown]

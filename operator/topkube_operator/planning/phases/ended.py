@@ -16,29 +16,29 @@ from topkube_operator.planning.causes.pod_failures import Failure, read_ending
 from topkube_operator.planning.phases.plan_steps import PlanSteps
 
 
-def fail(steps: PlanSteps, attempt: AttemptPods, failure: Failure, reason: str, message: str) -> None:
+def fail_job(steps: PlanSteps, attempt: AttemptPods, failure: Failure, reason: str, message: str) -> None:
     """End the job with a failure. If the log of the failed pod is needed, request only the log."""
     draft = steps.draft
     failure = add_log(steps, attempt, failure)
     if steps.logs:
         return
     draft.first_failure = failure.to_status()
-    _finish(steps, "Failed", reason, message, "Warning")
+    _end_job(steps, "Failed", reason, message, "Warning")
 
 
-def has_succeeded(steps: PlanSteps) -> bool:
-    """End the job if its launcher has ended with 0, even if the job was suspended before the operator saw that.
-    Return True if it has."""
-    attempt = attempts.find_current(steps.job, steps.uid, steps.draft, steps.observed)
+def complete_if_succeeded(steps: PlanSteps) -> bool:
+    """Complete the job if its launcher has ended with 0, even if the job was suspended before the operator saw that.
+    Return True if the job is complete."""
+    attempt = attempts.find_current_pods(steps.job, steps.uid, steps.draft, steps.observed)
     if not steps.draft.attempt or attempt.launcher_container.exit_code != 0:
         return False
     if not steps.draft.holds("Created"):
         mark_created(steps.draft, attempt)
-    succeed(steps, attempt, Verdict("succeeded", ending=read_ending(attempt.launcher_container)))
+    complete_job(steps, attempt, Verdict("succeeded", ending=read_ending(attempt.launcher_container)))
     return True
 
 
-def succeed(steps: PlanSteps, attempt: AttemptPods, verdict: Verdict) -> None:
+def complete_job(steps: PlanSteps, attempt: AttemptPods, verdict: Verdict) -> None:
     """End the job: all its ranks have succeeded. The launcher's last report becomes its progress."""
     draft = steps.draft
     draft.set_replica_counts(attempt.launcher, [pod for pod in attempt.workers if pod], len(attempt.workers), None)
@@ -47,10 +47,10 @@ def succeed(steps: PlanSteps, attempt: AttemptPods, verdict: Verdict) -> None:
     if verdict.ending is not None and verdict.ending.cache is not None:
         draft.cache = verdict.ending.cache.model_dump(by_alias=True, exclude_none=True, mode="json")
     draft.workers_ready = f"{len(attempt.workers)}/{len(attempt.workers)}"
-    _finish(steps, "Succeeded", "Succeeded", f"all ranks ended with 0, attempt {attempt.number}", "Normal")
+    _end_job(steps, "Succeeded", "Succeeded", f"all ranks ended with 0, attempt {attempt.number}", "Normal")
 
 
-def _finish(steps: PlanSteps, phase: str, reason: str, message: str, event: Any) -> None:
+def _end_job(steps: PlanSteps, phase: str, reason: str, message: str, event: Any) -> None:
     """End the job now, by the operator's clock: a node's clock may be wrong by hours, and ttlSecondsAfterFinished
     counts from this time."""
     draft = steps.draft
@@ -61,7 +61,7 @@ def _finish(steps: PlanSteps, phase: str, reason: str, message: str, event: Any)
     draft.clear_condition("Suspended", phase, message)
 
 
-def clean_up(steps: PlanSteps) -> None:
+def clean_up_job(steps: PlanSteps) -> None:
     """Remove what a finished job leaves, and delete the job after ttlSecondsAfterFinished."""
     draft, completion = steps.draft, steps.draft.completion or steps.now
     ttl = steps.policy.ttl_seconds_after_finished
@@ -71,7 +71,7 @@ def clean_up(steps: PlanSteps) -> None:
             steps.delete.append(Deletion("TrainingJob", steps.job.name, steps.uid))
             return
         steps.wakes.append(due)
-    attempt = attempts.find_current(steps.job, steps.uid, draft, steps.observed)
+    attempt = attempts.find_current_pods(steps.job, steps.uid, draft, steps.observed)
     cleanup.update_final_counts(draft, attempt)
     pods, clean = steps.observed.pods, steps.policy.clean_pod_policy
     active = [pod for pod in pods if pod.is_active]

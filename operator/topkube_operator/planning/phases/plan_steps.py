@@ -75,11 +75,15 @@ class PlanSteps:
         )
 
     def _find_releases(self) -> tuple[Release, ...]:
-        """Return the launcher pods whose result the status already contains."""
-        number, due = self.draft.attempt, list[Pod]()
+        """Return the launcher pods whose result the status already contains. For the others, plan to look again when
+        they are due."""
+        number, due_pods = self.draft.attempt, list[Pod]()
         for pod in self.pods:
             at = cleanup.compute_release_time(pod, self.draft, self.observed, attempts.is_launcher_pod(pod, number))
-            if pod.has_finalizer and at is not None:
-                due += [pod] if at <= self.now else []
-                self.wakes += [at] if at > self.now else []
-        return find_releases(due)
+            if at is None or not pod.has_finalizer:
+                continue
+            if at <= self.now:
+                due_pods.append(pod)
+            else:
+                self.wakes.append(at)
+        return find_releases(due_pods)

@@ -15,7 +15,7 @@ from topkube_operator.planning.phases import attempt_children, ended
 from topkube_operator.planning.phases.plan_steps import PlanSteps
 
 
-def start(steps: PlanSteps) -> None:
+def start_job(steps: PlanSteps) -> None:
     """Start the job, or resume it after a suspension."""
     draft = steps.draft
     if steps.is_queued:
@@ -32,20 +32,20 @@ def start(steps: PlanSteps) -> None:
 def continue_attempt(steps: PlanSteps) -> None:
     """Describe the current attempt in the status, or end it. Make or restore its pods and other objects."""
     draft, seconds = steps.draft, steps.policy.active_deadline_seconds
-    attempt = attempts.find_current(steps.job, steps.uid, draft, steps.observed)
+    attempt = attempts.find_current_pods(steps.job, steps.uid, draft, steps.observed)
     if attempt.launcher is not None and not draft.holds("Created"):
         mark_created(draft, attempt)
     verdict = Verdict("running")
     if draft.holds("Created"):
         verdict = failures.assess_attempt(attempt, steps.observed, steps.now)
     if verdict.state == "succeeded":
-        ended.succeed(steps, attempt, verdict)
+        ended.complete_job(steps, attempt, verdict)
         return
     if seconds is not None and draft.start is not None:
         due = draft.start + timedelta(seconds=seconds)
         if steps.now >= due:
             failure = failures.build_deadline_failure(seconds, attempt, steps.observed)
-            ended.fail(steps, attempt, failure, "DeadlineExceeded", failure.describe())
+            ended.fail_job(steps, attempt, failure, "DeadlineExceeded", failure.describe())
             return
         steps.wakes.append(due)
     if verdict.until is not None:
@@ -72,7 +72,7 @@ def _assess_waiting(steps: PlanSteps, attempt: AttemptPods) -> Verdict:
     if blocked is not None:
         return Verdict("failed", blocked)
     verdict = pending.assess_waiting(policy, attempt, steps.draft, steps.observed)
-    expiry = bad_nodes.forget_expired(steps.draft)
+    expiry = bad_nodes.forget_expired_nodes(steps.draft)
     steps.wakes += [time for time in (verdict.until, expiry) if time is not None]
     return verdict
 
@@ -86,14 +86,14 @@ def _end_attempt(steps: PlanSteps, attempt: AttemptPods, failure: Failure) -> No
     failure = replace(failure, node=failure_policy.find_node(failure, attempt, steps.observed))
     bad_nodes.record_failure(draft, failure)
     container = failure_policy.find_container(failure, attempt, steps.observed)
-    decision = failure_policy.decide(steps.policy.failure_policy, failure, container, draft)
+    decision = failure_policy.choose_consequence(steps.policy.failure_policy, failure, container, draft)
     if decision.action == "Restart" and draft.restarts >= limit:
         why = f"{limit} restarts (backoffLimit) are used up" if limit else ""
         decision = failure_policy.Decision("Fail", "BackoffLimitExceeded", why)
     if decision.action == "Fail":
         draft.set_replica_counts(attempt.launcher, [pod for pod in attempt.workers if pod], len(attempt.workers), None)
         message = "; ".join(part for part in (failure.describe(), decision.why) if part)
-        ended.fail(steps, attempt, failure, decision.reason, message)
+        ended.fail_job(steps, attempt, failure, decision.reason, message)
         return
     draft.first_failure = failure.to_status()
     draft.set_condition("Restarting", True, failure.reason, failure.describe())

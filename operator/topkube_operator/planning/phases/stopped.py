@@ -9,12 +9,12 @@ from topkube_operator.planning import queueing
 from topkube_operator.planning.phases.plan_steps import FINISHED, PlanSteps
 
 
-def suspend(steps: PlanSteps) -> None:
+def suspend_job(steps: PlanSteps) -> None:
     """Remove all objects of the job. The status stays."""
     message = "spec.runPolicy.suspend is true: only the status is kept"
     if not steps.policy.suspend:
         message = "the job was suspended, changed and resumed at once: the pods are made again"
-    _stop(steps, "Suspended", message, keep_workload=False)  # without its Workload, the job holds no quota
+    _stop_job(steps, "Suspended", message, keep_workload=False)  # without its Workload, the job holds no quota
 
 
 def wait_for_admission(steps: PlanSteps) -> None:
@@ -24,14 +24,14 @@ def wait_for_admission(steps: PlanSteps) -> None:
     trouble = steps.observed.troubles.get(key)
     if steps.workload is None and trouble is not None:
         reason, message = trouble.reason, f"{' '.join(key)}: {trouble.message}"
-    _stop(steps, reason, message, keep_workload=True)
+    _stop_job(steps, reason, message, keep_workload=True)
     if steps.has_active_pods():
         return
     queue = steps.job.metadata.labels[names.KUEUE_QUEUE]
-    patch = queueing.give_quota_back(steps.workload, steps.now)
+    patch = queueing.build_quota_return(steps.workload, steps.now)
     if patch is not None:
         steps.patches.append(patch)
-    elif steps.workload is None or queueing.may_move(steps.workload, queue):
+    elif steps.workload is None or queueing.may_change_queue(steps.workload, queue):
         reference = workloads.find_priority_reference(steps.job)
         if reference is not None and reference not in steps.observed.objects:
             steps.reads.append(ObjectRequest(*reference))
@@ -46,13 +46,13 @@ def report_to_queue(steps: PlanSteps) -> None:
         return
     patch = None
     if steps.draft.phase in FINISHED:
-        patch = None if steps.has_active_pods() else queueing.report_end(steps.workload, steps.draft)
+        patch = None if steps.has_active_pods() else queueing.build_end_report(steps.workload, steps.draft)
     elif steps.draft.phase != "Suspended":
-        patch = queueing.report_pods(steps.workload, steps.draft)
+        patch = queueing.build_pods_report(steps.workload, steps.draft)
     steps.patches += [patch] if patch is not None else []
 
 
-def _stop(steps: PlanSteps, reason: str, message: str, *, keep_workload: bool) -> None:
+def _stop_job(steps: PlanSteps, reason: str, message: str, *, keep_workload: bool) -> None:
     """Remove all pods, and then all other objects."""
     draft = steps.draft
     steps.remove_pods(steps.observed.pods)

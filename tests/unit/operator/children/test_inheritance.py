@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from children import POLICY, build_launcher, build_worker, parse_job, read_environment
-from simulated import Simulated, build_job
+from child_builders import POLICY, build_launcher, build_worker, parse_job, read_environment
+from simulated_cluster import SimulatedCluster
+from simulated_job import build_job
 
 from topkube.errors import JobError
 from topkube.job import TrainingJob
@@ -36,11 +37,11 @@ def test_a_launcher_goes_where_workers_can_go() -> None:
         "runtimeClassName": "nvidia",
         "securityContext": {"runAsUser": 2000, "runAsNonRoot": True, "supplementalGroups": [7]},
     }
-    made = parse_job(template=_build_template(**inherited, affinity={**near, "podAntiAffinity": {}}))
-    spec = build_launcher(made)[0]["spec"]
+    job = parse_job(template=_build_template(**inherited, affinity={**near, "podAntiAffinity": {}}))
+    spec = build_launcher(job)[0]["spec"]
     assert {field: spec[field] for field in inherited} == inherited
     assert spec["affinity"] == near, "an anti-affinity would ask for one node more than there are workers"
-    assert "runAsUser" not in build_launcher(made)[1]["securityContext"], "the pod's security context has the user"
+    assert "runAsUser" not in build_launcher(job)[1]["securityContext"], "the pod's security context has the user"
 
 
 def test_fields_of_the_launchers_template_are_kept() -> None:
@@ -80,8 +81,8 @@ def test_a_null_user_leaves_the_user_and_the_group_to_the_cluster(of_pod: bool) 
     template = _build_template()
     part = template["spec"] if of_pod else template["spec"]["containers"][0]
     part["securityContext"] = {"runAsUser": None}
-    made = parse_job(template=template, checkpoint={"claimName": "claim"})
-    for pod, container in (build_worker(made), build_launcher(made)):
+    job = parse_job(template=template, checkpoint={"claimName": "claim"})
+    for pod, container in (build_worker(job), build_launcher(job)):
         contexts = [pod["spec"].get("securityContext") or {}, container["securityContext"]]
         for context in contexts:
             assert not {"runAsUser", "fsGroup"} & set(context)
@@ -92,7 +93,7 @@ def test_a_null_user_leaves_the_user_and_the_group_to_the_cluster(of_pod: bool) 
 
 def test_a_null_user_outlasts_a_change_that_is_refused() -> None:
     template = _build_template(securityContext={"runAsUser": None})
-    world = Simulated(build_job(template=template))
+    world = SimulatedCluster(build_job(template=template))
     world.start_ranks()
     world.edit(template=template, workers=3)  # refused: the accepted spec, which holds no nulls, stays in force
     world.reconcile()
@@ -115,14 +116,16 @@ def test_a_guaranteed_pod_stays_guaranteed_with_a_launcher_inside() -> None:
         _build_template_with(limits=exact),
         _build_template_with(limits=exact, requests={"cpu": "4000m", "memory": "8192Mi"}),
     ):
-        pod = pods.build_colocated(
+        pod = pods.build_colocated_worker(
             parse_job(template=template, launcher=colocated), "uid-1", 1, [(0, 1), (1, 1)], POLICY
         )
         head = next(entry for entry in pod["spec"]["containers"] if entry["name"] == "launcher")
         assert head["resources"]["requests"] == head["resources"]["limits"]
         assert set(head["resources"]["limits"]) == {"cpu", "memory"}
     burstable = _build_template_with(limits=exact, requests={"cpu": "1"})
-    pod = pods.build_colocated(parse_job(template=burstable, launcher=colocated), "uid-1", 1, [(0, 1), (1, 1)], POLICY)
+    pod = pods.build_colocated_worker(
+        parse_job(template=burstable, launcher=colocated), "uid-1", 1, [(0, 1), (1, 1)], POLICY
+    )
     head = next(entry for entry in pod["spec"]["containers"] if entry["name"] == "launcher")
     assert head["resources"]["requests"] == {"cpu": "50m", "memory": "96Mi"}
 
@@ -138,12 +141,12 @@ def test_a_quota_on_limits_admits_the_launcher_of_workers_that_it_admits() -> No
 @pytest.mark.parametrize("colocate", [True, False])
 def test_the_launchers_resources_can_be_set(colocate: bool) -> None:
     wanted = {"requests": {"cpu": "250m", "memory": "1Gi"}, "limits": {"cpu": "250m", "memory": "1Gi"}}
-    made = parse_job(launcher={"colocate": colocate, "resources": wanted})
+    job = parse_job(launcher={"colocate": colocate, "resources": wanted})
     if colocate:
-        pod = pods.build_colocated(made, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
+        pod = pods.build_colocated_worker(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
         head = next(entry for entry in pod["spec"]["containers"] if entry["name"] == "launcher")
     else:
-        _, head = build_launcher(made)
+        _, head = build_launcher(job)
     assert head["resources"] == wanted
 
 
@@ -156,11 +159,11 @@ def test_a_job_behind_a_mesh_turns_off_the_check_of_addresses(
 ) -> None:
     data = build_job()
     data["metadata"]["annotations"] = {names.CHECK_ADDRESS: annotation} if annotation else {}
-    made = TrainingJob.from_cluster(data)
-    pod = pods.build_launcher(made, "uid-1", 2, [(0, 1), (1, 2)], replace(POLICY, check_address=of_operator))
+    job = TrainingJob.from_cluster(data)
+    pod = pods.build_launcher(job, "uid-1", 2, [(0, 1), (1, 2)], replace(POLICY, check_address=of_operator))
     (container,) = pod["spec"]["containers"]
     assert contract.LaunchPlan.read(read_environment(container)[contract.PLAN_VARIABLE]).check_address is checked
-    warned = [text for text in admission.list_warnings(made) if names.CHECK_ADDRESS in text]
+    warned = [text for text in admission.list_warnings(job) if names.CHECK_ADDRESS in text]
     assert bool(warned) == (annotation == "no")
 
 

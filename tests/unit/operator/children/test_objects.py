@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from children import POLICY, SEED, build_launcher, build_worker, parse_job, selects
+from child_builders import POLICY, SEED, build_launcher, build_worker, parse_job, selects
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,14 +46,14 @@ def test_every_name_is_a_label_and_no_two_are_equal(name: str, index: int, attem
 
 def test_credentials_are_the_same_in_every_process_and_of_no_use_to_another_job() -> None:
     script = (
-        "from topkube_operator.children.credentials import derive; import hashlib;"
-        "data = derive(b's' * 32, 'uid-1').build_secret_data([(0, 1)]);"
+        "from topkube_operator.children.credentials import derive_credentials; import hashlib;"
+        "data = derive_credentials(b's' * 32, 'uid-1').build_secret_data([(0, 1)]);"
         "print(hashlib.sha256(repr(data).encode()).hexdigest())"
     )
     runs = {subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout for _ in range(2)}
     assert len(runs) == 1
-    own, foreign = credentials.derive(SEED, "uid-1"), credentials.derive(SEED, "uid-2")
-    other_seed = credentials.derive(b"t" * 32, "uid-1")
+    own, foreign = credentials.derive_credentials(SEED, "uid-1"), credentials.derive_credentials(SEED, "uid-2")
+    other_seed = credentials.derive_credentials(b"t" * 32, "uid-1")
     for other in (foreign, other_seed):
         assert not {own.key, own.token_key, own.operator_token} & {other.key, other.token_key, other.operator_token}
 

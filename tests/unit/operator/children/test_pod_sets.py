@@ -7,10 +7,10 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from children import POLICY, build_launcher, build_worker, parse_job, selects
+from child_builders import POLICY, build_launcher, build_worker, parse_job, selects
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated import build_job
+from simulated_job import build_job
 
 from topkube.errors import JobError
 from topkube.job import TrainingJob
@@ -26,8 +26,8 @@ def _build_template(resources: dict[str, Any], **spec: Any) -> dict[str, Any]:
 
 def test_members_request_the_resources_of_their_containers() -> None:
     resources = {"requests": {"cpu": "1500m", "memory": "1Gi"}, "limits": {"nvidia.com/gpu": 2, "memory": "2Gi"}}
-    made = parse_job(workers=3, template=_build_template(resources))
-    assert pod_sets.sum_member_requests(made, "uid-1", POLICY) == {
+    job = parse_job(workers=3, template=_build_template(resources))
+    assert pod_sets.sum_member_requests(job, "uid-1", POLICY) == {
         "cpu": "4550m",
         "memory": str((3 << 30) + (96 << 20)),
         "nvidia.com/gpu": "6",
@@ -65,19 +65,19 @@ def test_invalid_resources_request_nothing(value: Any) -> None:
 def test_pods_of_a_kueue_group_have_the_role_of_the_pods_that_they_replace() -> None:
     data = build_job(dataset={"uri": "s3://b/x", "cache": {"medium": "Node"}})
     data["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
-    made, role = TrainingJob.from_cluster(data), "kueue.x-k8s.io/role-hash"
-    first = pods.build_worker(made, "uid-1", 1, 1, "10.0.0.9", POLICY)
-    second = pods.build_worker(made, "uid-1", 1, 2, "10.0.0.9", POLICY, {"node-a": 80})
+    job, role = TrainingJob.from_cluster(data), "kueue.x-k8s.io/role-hash"
+    first = pods.build_worker(job, "uid-1", 1, 1, "10.0.0.9", POLICY)
+    second = pods.build_worker(job, "uid-1", 1, 2, "10.0.0.9", POLICY, {"node-a": 80})
     assert first["spec"]["affinity"] != second["spec"]["affinity"], "Kueue hashes this, unless the pod has a role"
-    roles = [pod["metadata"]["annotations"][role] for pod in (first, second, build_launcher(made)[0])]
+    roles = [pod["metadata"]["annotations"][role] for pod in (first, second, build_launcher(job)[0])]
     assert roles == ["worker", "worker", "launcher"]
     assert role not in build_worker(parse_job())[0]["metadata"]["annotations"]
 
 
 @pytest.mark.parametrize("mode", ["Preferred", "Required"])
 def test_workers_are_placed_together(mode: str) -> None:
-    made = parse_job(topology={"key": RACK, "mode": mode})
-    pod, _ = build_worker(made)
+    job = parse_job(topology={"key": RACK, "mode": mode})
+    pod, _ = build_worker(job)
     near = pod["spec"]["affinity"]["podAffinity"]
     if mode == "Required":
         (term,) = near["requiredDuringSchedulingIgnoredDuringExecution"]
@@ -86,7 +86,7 @@ def test_workers_are_placed_together(mode: str) -> None:
         term = rule["podAffinityTerm"]
     assert term["topologyKey"] == RACK
     assert selects(term["labelSelector"], pod["metadata"]["labels"])
-    assert not selects(term["labelSelector"], build_launcher(made)[0]["metadata"]["labels"])
+    assert not selects(term["labelSelector"], build_launcher(job)[0]["metadata"]["labels"])
     assert "podAntiAffinity" in pod["spec"]["affinity"], "one worker a node, as before"
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import POLICY, SEED, build_launcher, build_worker, parse_job, read_environment, selects
+from child_builders import POLICY, SEED, build_launcher, build_worker, parse_job, read_environment, selects
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated import build_job
+from simulated_job import build_job
 
 from topkube.data.cache.disk_tier import DiskTier
 from topkube.errors import JobError
@@ -88,13 +88,13 @@ def test_fields_of_the_template_are_kept() -> None:
     before = copy.deepcopy(template)
     pod, container = build_worker(parse_job(template=template))
     assert template == before
-    job = pod["spec"]
-    assert job["containers"][0] == sidecar
-    assert job["initContainers"] == spec["initContainers"]
+    pod_spec = pod["spec"]
+    assert pod_spec["containers"][0] == sidecar
+    assert pod_spec["initContainers"] == spec["initContainers"]
     for field in ("runtimeClassName", "tolerations", "terminationGracePeriodSeconds", "priorityClassName"):
-        assert job[field] == spec[field]
-    assert "automountServiceAccountToken" not in job
-    assert job["affinity"]["nodeAffinity"] == {"x": 1}
+        assert pod_spec[field] == spec[field]
+    assert "automountServiceAccountToken" not in pod_spec
+    assert pod_spec["affinity"]["nodeAffinity"] == {"x": 1}
     assert container["securityContext"]["runAsUser"] == 0
     assert "runAsNonRoot" not in container["securityContext"]
     assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
@@ -138,7 +138,7 @@ def test_a_launcher_sees_no_gpu_unless_its_template_asks_for_one() -> None:
     """Images for CUDA ask for all GPUs of the node, and a container that requests none would get them."""
     assert _read_visible_gpus(build_worker(parse_job())[1]) is None
     assert _read_visible_gpus(build_launcher(parse_job())[1]) == "void"
-    pod = pods.build_colocated(parse_job(launcher={"colocate": True}), "uid", 1, [(0, 1), (1, 1)], POLICY)
+    pod = pods.build_colocated_worker(parse_job(launcher={"colocate": True}), "uid", 1, [(0, 1), (1, 1)], POLICY)
     seen = {container["name"]: _read_visible_gpus(container) for container in pod["spec"]["containers"]}
     assert seen == {"worker": None, "launcher": "void"}
     for part, expected in (
@@ -152,7 +152,7 @@ def test_a_launcher_sees_no_gpu_unless_its_template_asks_for_one() -> None:
 
 def test_worker_0_reaches_a_colocated_launcher_by_the_address_of_its_own_pod() -> None:
     job = parse_job(launcher={"colocate": True})
-    pod = pods.build_colocated(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
+    pod = pods.build_colocated_worker(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
     trainer, head = pod["spec"]["containers"]
     assert contract.WorkerPlan.read(read_environment(trainer)["TOPKUBE_WORKER"]).launcher == "$(TOPKUBE_POD_IP):7077"
     order = [entry["name"] for entry in trainer["env"]]
@@ -276,7 +276,7 @@ def test_queues_find_their_labels_on_the_pods() -> None:
     pod, _ = build_worker(TrainingJob.from_cluster(data))
     assert pod["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"] == "mine"
     assert pod["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "4", (
-        "Kueue refuses the pod without"
+        "Kueue refuses the pod without it"
     )
 
 
@@ -322,7 +322,7 @@ def test_every_template_makes_a_pod_or_raises_a_job_error(pod: Any, container: A
         stored_job = parse_job(template={"spec": {"containers": [trainer], **pod}})
         pods.build_worker(stored_job, "uid-1", 0, 1, "10.0.0.9", POLICY)
         pods.build_launcher(stored_job, "uid-1", 1, [(0, 1)], POLICY)
-        pods.build_colocated(stored_job, "uid-1", 1, [(0, 1)], POLICY)
+        pods.build_colocated_worker(stored_job, "uid-1", 1, [(0, 1)], POLICY)
     except JobError:
         pass
 

@@ -10,7 +10,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from simulated import Simulated, build_job
+from simulated_cluster import SimulatedCluster
+from simulated_job import build_job
 
 from topkube_operator.model.observed import Observed, Policy
 
@@ -44,7 +45,7 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 
 
-class RecordingCluster(Simulated):
+class RecordingCluster(SimulatedCluster):
     """Records everything that was sent."""
 
     def __init__(self, *given: Any) -> None:

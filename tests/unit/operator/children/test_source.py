@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from children import build_launcher, build_worker, parse_job, read_environment
+from child_builders import build_launcher, build_worker, parse_job, read_environment
 
 from topkube.job.changes import find_refused_changes
 from topkube.launch import contract
@@ -119,7 +119,7 @@ def test_a_guaranteed_pod_stays_guaranteed() -> None:
     amounts = {"cpu": "4", "memory": "8Gi"}
     resources = {"requests": amounts, "limits": amounts}
     job = parse_job(source=CONFIG_MAP, launcher={"colocate": True}, template=_build_template(resources=resources))
-    pod = pods.build_colocated(job, "uid-1", 1, [(0, 1), (1, 1)], pods.Policy())
+    pod = pods.build_colocated_worker(job, "uid-1", 1, [(0, 1), (1, 1)], pods.Policy())
     assert inheritance.is_guaranteed(pod)
 
 

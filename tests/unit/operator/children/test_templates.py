@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import build_job
+from simulated_job import build_job
 from thorough import choose
 
 from topkube.job import TrainingJob
@@ -133,9 +133,9 @@ def find_lost_paths(made: Any, wanted_object: Any, path: str = "") -> list[str]:
             for place in find_lost_paths(made.get(key, ...), value, f"{path}.{key}")
         ]
     if isinstance(wanted_object, list) and isinstance(made, list):
-        left = iter(made)
-        matches = [any(not find_lost_paths(item, wanted_item) for item in left) for wanted_item in wanted_object]
-        return [f"{path}[{index}]" for index, there in enumerate(matches) if not there]
+        remaining = iter(made)
+        matches = [any(not find_lost_paths(item, wanted_item) for item in remaining) for wanted_item in wanted_object]
+        return [f"{path}[{index}]" for index, is_found in enumerate(matches) if not is_found]
     return [] if made == wanted_object else [path]
 
 
@@ -162,7 +162,7 @@ def test_every_field_of_a_workers_template_is_in_its_pods(
     kept = remove_command(template)
     for pod in (
         pods.build_worker(job, "uid-1", 1, 1, "10.0.0.9", POLICY),
-        *([pods.build_colocated(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)] if colocate else []),
+        *([pods.build_colocated_worker(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)] if colocate else []),
     ):
         assert find_lost_paths(pod, kept) == []
         trainer = next(item for item in pod["spec"]["containers"] if item["name"] == "worker")
@@ -173,13 +173,7 @@ def test_every_field_of_a_workers_template_is_in_its_pods(
 
 
 @quick
-@given(
-    templates(
-        st.fixed_dictionaries({"name": st.just("launcher")}, optional={**CONTAINER, "image": NAME}).map(
-            lambda item: item
-        )
-    )
-)
+@given(templates(st.fixed_dictionaries({"name": st.just("launcher")}, optional={**CONTAINER, "image": NAME})))
 def test_every_field_of_a_launchers_template_is_in_its_pod(template: dict[str, Any]) -> None:
     job = parse_job(launcher={"template": template})
     pod = pods.build_launcher(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)

@@ -34,12 +34,12 @@ class RecordingPool(CallPool):
         self.begun = list[str]()
         super().__init__(threads)
 
-    def _take(self) -> tuple[Any, int] | None:
+    def _take_call(self) -> tuple[Any, int] | None:
         with self._changed:
-            taken = super()._take()
-            if taken is not None:
-                self.begun.append(taken[0].items[taken[1]])
-            return taken
+            next_call = super()._take_call()
+            if next_call is not None:
+                self.begun.append(next_call[0].items[next_call[1]])
+            return next_call
 
 
 def test_jobs_with_few_calls_do_not_wait_for_all_calls_of_a_large_job() -> None:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from replica import KEY, Manifest, Replica, wait_until
-from simulated import build_job
+from simulated_job import build_job
 
 from topkube.job import KIND
 from topkube.timestamps import format_timestamp
@@ -89,10 +89,10 @@ def test_pods_of_a_deleted_job_are_removed_if_nothing_runs_in_them(replica: Repl
         containers = [{"name": name, "state": ended_state if phase == "Failed" else {"waiting": {}}}]
         changed = {**pod, "status": {"phase": phase, "containerStatuses": containers}}
         changed["metadata"] = {**pod["metadata"], **times}
-        replica.store.put("Pod", replica.server.store(changed))
+        replica.cache.put("Pod", replica.server.store(changed))
     with replica.server.lock:
         del replica.server.objects[KIND, *KEY]
-    replica.store.remove_job(KEY, "uid-of-train")
+    replica.cache.remove_job(KEY, "uid-of-train")
     replica.queue.add(KEY)
     wait_until(lambda: replica.server.list_names("Pod") == set())
 
@@ -102,7 +102,7 @@ def test_a_stored_job_gets_a_warning_if_only_one_node_can_mount_its_claim(replic
     replica.create_job(checkpoint={"claimName": "claim"})
     wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod") and replica.is_idle())
     assert replica.server.claims_read == [("team", "claim")], "once"
-    (event,) = [event for event in replica.notes.events if event[1] == "CheckpointClaim"]
+    (event,) = [event for event in replica.recorded.events if event[1] == "CheckpointClaim"]
     assert event[0] == "team"
     assert "claim is ReadWriteOnce" in event[2]
 
@@ -117,7 +117,7 @@ def test_a_policy_engine_that_changes_a_child_back_is_named_and_writes_become_ra
         item["spec"]["ingress"] = []
         return True
 
-    replica.server.changed_back = remove_metadata
+    replica.server.change_back = remove_metadata
     replica.create_job()
     wait_until(lambda: replica.find_condition("Created").get("reason") == "Contested")
     message = replica.find_condition("Created")["message"]
@@ -131,7 +131,7 @@ def test_a_policy_engine_that_changes_a_child_back_is_named_and_writes_become_ra
         assert words in message
     assert replica.find_condition("Created")["status"] == "True", "pods are made all the same"
     wait_until(replica.is_idle)
-    assert "Contested" in replica.notes.reasons
+    assert "Contested" in replica.recorded.reasons
     assert replica.server.written.count(("NetworkPolicy", "train-worker")) <= 4
 
 
@@ -146,7 +146,7 @@ def test_an_overloaded_api_server_gets_the_time_that_it_asks_for_and_the_status_
     wait_until(lambda: replica.find_condition("Created").get("reason") == "Throttled")
     assert "too many requests" in replica.find_condition("Created")["message"]
     wait_until(replica.is_idle)
-    assert "Throttled" in replica.notes.reasons
+    assert "Throttled" in replica.recorded.reasons
     assert len(calls) <= 4, "one stage, once"
     due, _ = min(replica.queue._later)
     assert due - time.monotonic() > 50
@@ -176,7 +176,7 @@ def test_the_finalizer_of_a_job_that_is_gone_is_removed_and_others_are_left(repl
         pod = replica.server.objects["Pod", "team", "train-launcher-1-uid-o"]
         pod["metadata"]["finalizers"].append("other.example/keep")
         del replica.server.objects[KIND, *KEY]
-    replica.store.remove_job(KEY, "uid-of-train")
+    replica.cache.remove_job(KEY, "uid-of-train")
     replica.queue.add(KEY)
     wait_until(
         lambda: (
@@ -196,7 +196,7 @@ def test_pods_of_a_job_that_went_while_no_operator_ran_are_released_without_anot
     replica.server.acting = False
     with replica.server.lock:
         del replica.server.objects[KIND, *KEY]
-    replica.store.remove_job(KEY, "uid-of-train")
+    replica.cache.remove_job(KEY, "uid-of-train")
     replica.queue.add(KEY)
     wait_until(replica.is_idle)
     replica.server.acting = True
@@ -220,7 +220,7 @@ def test_without_the_right_to_patch_pods_a_job_continues(replica: Replica) -> No
     ended_state = {"terminated": {"exitCode": 1, "startedAt": format_timestamp(datetime.now(UTC)), "finishedAt": None}}
     pod = replica.server.get("Pod", "team", "train-launcher-1-uid-o")
     pod["status"] = {"phase": "Failed", "containerStatuses": [{"name": "launcher", "state": ended_state}]}
-    replica.store.put("Pod", replica.server.store(pod))
+    replica.cache.put("Pod", replica.server.store(pod))
     replica.queue.add(KEY)
     wait_until(lambda: "train-launcher-2-uid-o" in replica.server.list_names("Pod"))
 
@@ -230,7 +230,7 @@ def test_a_pod_that_was_listed_before_its_job_stays_held(replica: Replica) -> No
     replica.create_job()
     wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
     wait_until(replica.is_idle)
-    replica.store._jobs._jobs.clear()
+    replica.cache._jobs._jobs.clear()
     replica.queue.add(KEY)
     wait_until(replica.is_idle)
     assert replica.server.get("Pod", "team", "train-launcher-1-uid-o")["metadata"]["finalizers"] == [names.ENDING]
@@ -243,7 +243,7 @@ def test_a_completion_is_stored_before_its_pod_is_let_go(replica: Replica) -> No
     ended_state = {"terminated": {"exitCode": 0, "startedAt": format_timestamp(datetime.now(UTC)), "finishedAt": None}}
     pod = replica.server.get("Pod", "team", "train-launcher-1-uid-o")
     pod["status"] = {"phase": "Succeeded", "containerStatuses": [{"name": "launcher", "state": ended_state}]}
-    replica.store.put("Pod", replica.server.store(pod))
+    replica.cache.put("Pod", replica.server.store(pod))
     replica.queue.add(KEY)
     wait_until(lambda: not replica.server.get("Pod", "team", "train-launcher-1-uid-o")["metadata"]["finalizers"])
     assert replica.server.get(KIND, *KEY)["status"]["phase"] == "Succeeded"
@@ -259,7 +259,7 @@ def test_a_pod_of_an_earlier_job_of_the_same_name_does_not_delay_the_job(replica
         "finalizers": ["example.com/keep"],
         "deletionTimestamp": format_timestamp(datetime.now(UTC)),
     }
-    replica.store.put("Pod", replica.server.store({"kind": "Pod", "metadata": old, "spec": {"nodeName": "node-x"}}))
+    replica.cache.put("Pod", replica.server.store({"kind": "Pod", "metadata": old, "spec": {"nodeName": "node-x"}}))
     replica.create_job()
     wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
     assert {"train-worker-0-1-uid-o", "train-worker-1-1-uid-o"} <= replica.server.list_names("Pod")
@@ -286,13 +286,13 @@ def test_a_pod_that_has_the_name_of_ours_is_waited_for(replica: Replica) -> None
 def test_the_end_of_a_group_is_reported_to_kueue_once(replica: Replica) -> None:
     grouped = build_job()
     grouped["metadata"]["labels"] = {names.KUEUE_QUEUE: "team"}
-    replica.store.put_job(replica.server.store(grouped))
+    replica.cache.put_job(replica.server.store(grouped))
     replica.queue.add(KEY)
     wait_until(lambda: "train-launcher-1-uid-1" in replica.server.list_names("Pod"))
-    over = {"terminated": {"exitCode": 0, "startedAt": format_timestamp(datetime.now(UTC)), "finishedAt": None}}
+    ended = {"terminated": {"exitCode": 0, "startedAt": format_timestamp(datetime.now(UTC)), "finishedAt": None}}
     pod = replica.server.get("Pod", "team", "train-launcher-1-uid-1")
-    pod["status"] = {"phase": "Succeeded", "containerStatuses": [{"name": "launcher", "state": over}]}
-    replica.store.put("Pod", replica.server.store(pod))
+    pod["status"] = {"phase": "Succeeded", "containerStatuses": [{"name": "launcher", "state": ended}]}
+    replica.cache.put("Pod", replica.server.store(pod))
     replica.queue.add(KEY)
 
     def list_marked_pods() -> set[str]:

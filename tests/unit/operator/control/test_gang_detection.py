@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from simulated import build_job
+from simulated_job import build_job
 
 from topkube_operator.control import gang_detection
 from topkube_operator.model import stored_job
@@ -22,7 +22,7 @@ class Discovery:
         self.groups: set[str] = set()
         self.queries = 0
         self.broken = False
-        self.learnt: list[tuple[str, str, str]] = []
+        self.registered_kinds: list[tuple[str, str, str]] = []
 
     def serves(self, group: str, version: str, plural: str) -> bool:
         self.queries += 1
@@ -31,31 +31,31 @@ class Discovery:
         return f"{group}/{version}/{plural}" in self.groups
 
     def register_kind(self, *kind: str) -> None:
-        self.learnt.append(kind)  # type: ignore[arg-type]
+        self.registered_kinds.append(kind)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("group", "gang"),
     [("scheduling.volcano.sh/v1beta1", "volcano"), ("scheduling.x-k8s.io/v1alpha1", "scheduler-plugins")],
 )
-def test_a_gang_scheduler_is_looked_for_while_jobs_ask_for_it_and_followed_once(
+def test_a_gang_scheduler_is_looked_for_while_jobs_ask_for_it_and_watched_once(
     monkeypatch: pytest.MonkeyPatch, group: str, gang: str
 ) -> None:
-    cluster, followed = Discovery(), list[str]()
-    detector = gang_detection.GangDetector(cluster, Policy(), followed.append)  # type: ignore[arg-type]
+    cluster, watched_kinds = Discovery(), list[str]()
+    detector = gang_detection.GangDetector(cluster, Policy(), watched_kinds.append)  # type: ignore[arg-type]
     assert detector.find_policy(build_job()).gang is None
-    assert cluster.queries == 0, "a job that asks for none costs no question"
+    assert cluster.queries == 0, "a job without a gang causes no query"
     assert detector.find_policy(ASKING).gang is None
     queries = cluster.queries
     cluster.groups.add(f"{group}/podgroups")
     assert detector.find_policy(ASKING).gang is None
-    assert cluster.queries == queries, "not with every look at every job"
+    assert cluster.queries == queries, "the operator does not query for every job"
     monkeypatch.setattr(gang_detection, "_PAUSE", 0.0)
     cluster.broken = True
     assert detector.find_policy(ASKING).gang is None
     cluster.broken = False
     assert detector.find_policy(ASKING).gang == detector.find_policy(build_job()).gang == gang
-    assert (followed, cluster.learnt) == (["PodGroup"], [("PodGroup", group, "podgroups")])
+    assert (watched_kinds, cluster.registered_kinds) == (["PodGroup"], [("PodGroup", group, "podgroups")])
 
 
 @pytest.mark.parametrize("policy", [None, "x", {}, {"schedulingPolicy": "x"}, {"schedulingPolicy": {"queue": None}}])
@@ -65,15 +65,15 @@ def test_an_invalid_policy_asks_for_nothing(policy: Any) -> None:
 
 
 def test_kueue_that_is_installed_later_is_detected_when_a_job_has_a_queue() -> None:
-    cluster, followed = Discovery(), list[str]()
-    detector = gang_detection.GangDetector(cluster, Policy(), followed.append)  # type: ignore[arg-type]
+    cluster, watched_kinds = Discovery(), list[str]()
+    detector = gang_detection.GangDetector(cluster, Policy(), watched_kinds.append)  # type: ignore[arg-type]
     in_queue = build_job()
     in_queue["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
     assert detector.find_policy(build_job()).workloads == ""
     assert cluster.queries == 0
     cluster.groups |= {"kueue.x-k8s.io/v1beta1/workloads", "kueue.x-k8s.io/v1beta2/workloads"}
     assert detector.find_policy(in_queue).workloads == "kueue.x-k8s.io/v1beta2"
-    assert followed == ["Workload"]
-    assert ("ResourceFlavor", "kueue.x-k8s.io/v1beta2", "resourceflavors") in cluster.learnt
+    assert watched_kinds == ["Workload"]
+    assert ("ResourceFlavor", "kueue.x-k8s.io/v1beta2", "resourceflavors") in cluster.registered_kinds
     in_queue["metadata"]["labels"] |= {"kueue.x-k8s.io/pod-group-name": "mine"}
     assert not stored_job.asks_for_workload(in_queue)

@@ -15,7 +15,8 @@ import pytest
 from aiohttp import web
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from simulated import START, Simulated, start_running_job
+from simulated_api_server import START
+from simulated_cluster import SimulatedCluster, start_running_job
 
 from topkube.errors import LaunchError
 from topkube.job.crd import build_crd
@@ -32,7 +33,7 @@ LARGEST_STATUS = 64 << 10
 
 def build_tls(uid: str = UID) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    derived = credentials.derive(SEED, uid)
+    derived = credentials.derive_credentials(SEED, uid)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "both.pem")
         path.write_text(derived.certificate + derived.key)
@@ -189,7 +190,7 @@ def read_status(text: str | bytes) -> contract.LauncherStatus | None:
     return None
 
 
-def check_status(world: Simulated) -> None:
+def check_status(world: SimulatedCluster) -> None:
     """Check that the status to write is JSON, small, and valid by the CRD's schema."""
     text = json.dumps(world.status, allow_nan=False)
     assert len(text) < LARGEST_STATUS

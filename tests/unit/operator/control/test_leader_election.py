@@ -28,32 +28,32 @@ class Leases:
         self.lock, self.lease, self.version = threading.Lock(), dict[str, Any](), 0
 
 
-class Link:
+class Connection:
     """The connection of one replica to the API server. Set `cut` to break it."""
 
     def __init__(self, leases: Leases) -> None:
         self.leases, self.cut = leases, False
 
-    def _reach(self) -> None:
+    def _check_connection(self) -> None:
         if self.cut:
             raise ApiError(0, "the API server cannot be reached")
 
     def get(self, kind: str, namespace: str, name: str) -> dict[str, Any]:
-        self._reach()
+        self._check_connection()
         with self.leases.lock:
             if not self.leases.lease:
                 raise ApiError(404, "there is no Lease")
             return copy.deepcopy(self.leases.lease)
 
     def call(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        self._reach()
+        self._check_connection()
         with self.leases.lock:
             if self.leases.lease:
                 raise ApiError(409, "exists", "AlreadyExists")
             return self._store(body)
 
     def replace(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._reach()
+        self._check_connection()
         with self.leases.lock:
             if body["metadata"]["resourceVersion"] != self.leases.lease["metadata"]["resourceVersion"]:
                 raise ApiError(409, "is older", "Conflict")
@@ -66,13 +66,13 @@ class Link:
         return self.leases.lease
 
 
-class Replica:
+class Candidate:
     """A replica that takes part in the election. `notifications` holds True for each time that it was told to lead, and
     False for each time that it was told to stop."""
 
     def __init__(self, leases: Leases, name: str) -> None:
-        self.link, self.notifications = Link(leases), list[bool]()
-        self.election = LeaderElection(self.link, "topkube-system", "lease", name, self.notifications.append)  # type: ignore[arg-type]
+        self.connection, self.notifications = Connection(leases), list[bool]()
+        self.election = LeaderElection(self.connection, "topkube-system", "lease", name, self.notifications.append)  # type: ignore[arg-type]
         self.election.start()
 
 
@@ -81,8 +81,8 @@ class Election:
 
     def __init__(self) -> None:
         self.leases = Leases()
-        self.replicas = [Replica(self.leases, f"replica-{index}") for index in range(3)]
-        self.most = 0
+        self.replicas = [Candidate(self.leases, f"replica-{index}") for index in range(3)]
+        self.most_acting = 0
         self._stopped = threading.Event()
         self._counter = threading.Thread(target=self._count, daemon=True)
         self._counter.start()
@@ -93,12 +93,12 @@ class Election:
         while not self._stopped.wait(0.002):
             before = [replica.election.is_acting() for replica in self.replicas]
             after = [replica.election.is_acting() for replica in self.replicas]
-            self.most = max(self.most, sum(map(bool.__and__, before, after)))
+            self.most_acting = max(self.most_acting, sum(map(bool.__and__, before, after)))
 
-    def find_name(self, replica: Replica) -> str:
+    def name_replica(self, replica: Candidate) -> str:
         return f"replica-{self.replicas.index(replica)}"
 
-    def wait_for_leader(self, but: Replica | None = None) -> Replica:
+    def wait_for_leader(self, but: Candidate | None = None) -> Candidate:
         seconds = 3 * HAND_OVER / FASTER
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -122,17 +122,17 @@ def election(monkeypatch: pytest.MonkeyPatch) -> Iterator[Election]:
     election = Election()
     yield election
     election.stop()
-    assert election.most <= 1
+    assert election.most_acting <= 1
 
 
 def test_a_replica_that_is_cut_off_stops_before_another_leads(election: Election) -> None:
     first = election.wait_for_leader()
-    first.link.cut = True
+    first.connection.cut = True
     second = election.wait_for_leader(but=first)
     assert not first.election.is_acting()
-    first.link.cut = False
+    first.connection.cut = False
     third = next(replica for replica in election.replicas if replica not in (first, second))
-    second.link.cut = third.link.cut = True
+    second.connection.cut = third.connection.cut = True
     assert election.wait_for_leader(but=second) is first
     assert election.leases.lease["spec"]["leaseTransitions"] == 3
     assert first.notifications == [True, False, True]
@@ -142,7 +142,7 @@ def test_a_replica_that_stops_hands_over_at_once(election: Election) -> None:
     first = election.wait_for_leader()
     first.election.stop()
     assert not first.election.is_acting()
-    assert election.leases.lease["spec"]["holderIdentity"] != election.find_name(first), (
+    assert election.leases.lease["spec"]["holderIdentity"] != election.name_replica(first), (
         "no other replica waits until the lease expires"
     )
     election.wait_for_leader(but=first)

@@ -21,7 +21,7 @@ from topkube_operator.http.probes import Probes
 from topkube_operator.http.scrape_access import TokenCheck
 
 
-def ask(port: int, path: str, token: str = "", trust: ssl.SSLContext | None = None) -> tuple[int, str]:
+def send_request(port: int, path: str, token: str = "", trust: ssl.SSLContext | None = None) -> tuple[int, str]:
     url = f"{'https' if trust else 'http'}://127.0.0.1:{port}{path}"
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
@@ -32,19 +32,22 @@ def ask(port: int, path: str, token: str = "", trust: ssl.SSLContext | None = No
 
 
 def test_probes_name_the_problem_and_metrics_are_served() -> None:
-    wrong = {"healthy": "", "ready": "the cluster has not been listed yet"}
+    problems = {"healthy": "", "ready": "the cluster has not been listed yet"}
     metrics = OperatorMetrics()
     metrics.set_leader(True)
-    probes = Probes(0, metrics.render, lambda: wrong["healthy"], lambda: wrong["ready"], "127.0.0.1")
+    probes = Probes(0, metrics.render, lambda: problems["healthy"], lambda: problems["ready"], "127.0.0.1")
     probes.start()
     try:
-        assert ask(probes.port, "/healthz") == (200, "ok\n")
-        assert ask(probes.port, "/readyz") == (503, "the cluster has not been listed yet\n")
-        wrong.update(healthy="a job has been waiting", ready="")
-        assert ask(probes.port, "/healthz?verbose") == (503, "a job has been waiting\n")
-        assert ask(probes.port, "/readyz")[0] == 200
-        assert 'topkube_leader{namespace="topkube-system",release="topkube"} 1.0' in ask(probes.port, "/metrics")[1]
-        assert ask(probes.port, "/other")[0] == 404
+        assert send_request(probes.port, "/healthz") == (200, "ok\n")
+        assert send_request(probes.port, "/readyz") == (503, "the cluster has not been listed yet\n")
+        problems.update(healthy="a job has been waiting", ready="")
+        assert send_request(probes.port, "/healthz?verbose") == (503, "a job has been waiting\n")
+        assert send_request(probes.port, "/readyz")[0] == 200
+        assert (
+            'topkube_leader{namespace="topkube-system",release="topkube"} 1.0'
+            in send_request(probes.port, "/metrics")[1]
+        )
+        assert send_request(probes.port, "/other")[0] == 404
     finally:
         probes.stop()
 
@@ -80,16 +83,18 @@ def test_metrics_over_tls_need_a_token_and_probes_need_none() -> None:
     trust = ssl.create_default_context(cadata=base64.b64decode(authority.bundle).decode())
     probes.start()
     try:
-        assert ask(probes.port, "/healthz", trust=trust) == (200, "ok\n")
-        assert ask(probes.port, "/metrics", trust=trust)[0] == 401
-        assert ask(probes.port, "/metrics", "wrong", trust)[0] == 403
-        assert ask(probes.port, "/metrics", "somebody", trust)[0] == 403
-        assert "topkube_leader" in ask(probes.port, "/metrics", "prometheus", trust)[1]
+        assert send_request(probes.port, "/healthz", trust=trust) == (200, "ok\n")
+        assert send_request(probes.port, "/metrics", trust=trust)[0] == 401
+        assert send_request(probes.port, "/metrics", "wrong", trust)[0] == 403
+        assert send_request(probes.port, "/metrics", "somebody", trust)[0] == 403
+        assert "topkube_leader" in send_request(probes.port, "/metrics", "prometheus", trust)[1]
         api.works = False
-        assert ask(probes.port, "/metrics", "prometheus", trust)[0] == 200, "the answer is remembered for a minute"
-        assert ask(probes.port, "/metrics", "another", trust)[0] == 503
+        assert send_request(probes.port, "/metrics", "prometheus", trust)[0] == 200, (
+            "the answer is remembered for a minute"
+        )
+        assert send_request(probes.port, "/metrics", "another", trust)[0] == 503
         with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
-            ask(probes.port, "/metrics", "prometheus", ssl.create_default_context())
+            send_request(probes.port, "/metrics", "prometheus", ssl.create_default_context())
     finally:
         probes.stop()
 
@@ -123,11 +128,13 @@ def test_tokens_that_take_long_to_check_do_not_delay_the_kubelets_probes() -> No
     release = threading.Event()
     probes = Probes(0, OperatorMetrics().render, str, str, "127.0.0.1", allows=lambda token: release.wait(60))
     probes.start()
-    callers = [threading.Thread(target=ask, args=(probes.port, "/metrics", f"token-{n}")) for n in range(10)]
+    callers = [
+        threading.Thread(target=send_request, args=(probes.port, "/metrics", f"token-{number}")) for number in range(10)
+    ]
     try:
         for caller in callers:
             caller.start()
-        assert ask(probes.port, "/healthz") == (200, "ok\n")
+        assert send_request(probes.port, "/healthz") == (200, "ok\n")
     finally:
         release.set()
         for caller in callers:

@@ -91,7 +91,7 @@ def test_a_dataset_lives_from_the_claim_to_its_deletion(volume: Volume, api: Pla
     agent.run_once()
     assert api.writes == writes, "nothing new, nothing written"
     Agent(cluster, volume, "n1", CacheLimits()).run_once()
-    assert api.writes == writes, "an agent that was killed goes on by looking"
+    assert api.writes == writes, "an agent that was killed reads the state again, and continues"
     api.objects[key]["spec"]["pinned"] = True
     full = Agent(cluster, volume, "n1", CacheLimits(size=10))
     full._wishes = {("team-a", compute_dataset_id("s3://bucket/data")): True}

@@ -41,69 +41,76 @@ limits = st.builds(
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> CacheState:
-    there = tuple(draw(st.lists(folders, max_size=8)))
-    names = [dataset.name for dataset in there]
-    some = st.sets(st.sampled_from(names)) if names else st.just(set())
+def draw_states(draw: st.DrawFn) -> CacheState:
+    datasets = tuple(draw(st.lists(folders, max_size=8)))
+    names = [dataset.name for dataset in datasets]
+    subsets = st.sets(st.sampled_from(names)) if names else st.just(set())
     return CacheState(
         allowed=frozenset(draw(st.sets(st.sampled_from(["a", "b", "d"])))),
-        present=frozenset(dataset.namespace for dataset in there),
-        datasets=there,
+        present=frozenset(dataset.namespace for dataset in datasets),
+        datasets=datasets,
         free=draw(st.integers(0, 400)),
-        wishes={name: draw(st.booleans()) for name in draw(some)},
-        deleted=frozenset(draw(some)),
+        wishes={name: draw(st.booleans()) for name in draw(subsets)},
+        deleted=frozenset(draw(subsets)),
     )
 
 
-def apply_decisions(state: CacheState, done: Decisions) -> CacheState:
-    left = tuple(dataset for dataset in state.datasets if dataset.name not in done.evict)
+def apply_decisions(state: CacheState, decisions: Decisions) -> CacheState:
+    kept = tuple(dataset for dataset in state.datasets if dataset.name not in decisions.evict)
     evicted_bytes = sum(dataset.cached_bytes for dataset in state.datasets) - sum(
-        dataset.cached_bytes for dataset in left
+        dataset.cached_bytes for dataset in kept
     )
-    left = tuple(
-        replace(dataset, pinned=(dataset.pinned or dataset.name in done.pin) and dataset.name not in done.unpin)
-        for dataset in left
+    kept = tuple(
+        replace(
+            dataset, pinned=(dataset.pinned or dataset.name in decisions.pin) and dataset.name not in decisions.unpin
+        )
+        for dataset in kept
     )
     return replace(
         state,
-        datasets=left,
+        datasets=kept,
         free=state.free + evicted_bytes,
-        present=state.present | set(done.create),
+        present=state.present | set(decisions.create),
         deleted=frozenset(),
     )
 
 
-@given(situations(), limits)
+@given(draw_states(), limits)
 def test_datasets_in_use_or_pinned_stay_and_the_others_are_evicted_oldest_first(
     state: CacheState, wanted: CacheLimits
 ) -> None:
-    done = decide(state, wanted, NOW)
+    decisions = decide(state, wanted, NOW)
     by_name = {dataset.name: dataset for dataset in state.datasets}
-    evicted = [by_name[name] for name in done.evict]
+    evicted = [by_name[name] for name in decisions.evict]
     pinned = {name: state.wishes.get(name, dataset.pinned) for name, dataset in by_name.items()}
-    assert len(set(done.evict)) == len(done.evict)
+    assert len(set(decisions.evict)) == len(decisions.evict)
     assert not any(dataset.in_use for dataset in evicted)
     assert not any(pinned[dataset.name] and dataset.name not in state.deleted for dataset in evicted)
     for_room = [dataset for dataset in evicted if dataset.name not in state.deleted]
     spared = [
         dataset
         for dataset in state.datasets
-        if dataset.name not in done.evict and not dataset.in_use and not pinned[dataset.name] and dataset.cached_bytes
+        if dataset.name not in decisions.evict
+        and not dataset.in_use
+        and not pinned[dataset.name]
+        and dataset.cached_bytes
     ]
     assert all(dataset.last_used <= other.last_used for dataset in for_room for other in spared), (
         "least recently used first"
     )
-    after = apply_decisions(state, done)
+    after = apply_decisions(state, decisions)
     used = sum(dataset.cached_bytes for dataset in after.datasets)
     if spared:  # there was no need for more
         assert after.free >= wanted.free
         assert wanted.size is None or used <= wanted.size
-        assert done.missing_bytes == 0
-    assert (done.missing_bytes > 0) == (after.free < wanted.free or (wanted.size is not None and used > wanted.size))
-    assert set(done.create) == state.allowed - state.present
+        assert decisions.missing_bytes == 0
+    assert (decisions.missing_bytes > 0) == (
+        after.free < wanted.free or (wanted.size is not None and used > wanted.size)
+    )
+    assert set(decisions.create) == state.allowed - state.present
 
 
-@given(situations(), limits)
+@given(draw_states(), limits)
 def test_a_second_decision_changes_nothing(state: CacheState, wanted: CacheLimits) -> None:
     again = decide(apply_decisions(state, decide(state, wanted, NOW)), wanted, NOW)
     assert (again.create, again.evict, again.pin, again.unpin) == ((), (), (), ())

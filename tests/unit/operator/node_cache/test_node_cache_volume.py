@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 from stored_datasets import store_dataset
 
-from topkube_operator.node_cache.decisions import (
-    LocalDataset,
-)
+from topkube_operator.node_cache.decisions import LocalDataset
 from topkube_operator.node_cache.volume import UnusableFolder, Volume
 
 
@@ -33,15 +31,15 @@ def test_any_user_of_a_namespace_writes_in_its_folder_and_other_namespaces_canno
         "print(len(folder.list_records()), folder.evict('a' * 32) if uid == 2000 else '')\n"
     )
     # As in a pod: the namespace's folder is all there is. All that Python needs is loaded before.
-    before = (
+    load_modules = (
         "import numpy, xxhash, json, mmap, uuid, tempfile, encodings.idna\n"
-        "import topkube_operator.node_cache.volume as v; v._preload()\n"
+        "import topkube_operator.node_cache.volume as v; v._load_modules()\n"
     )
     for uid, key in ((1000, "a" * 32), (2000, "b" * 32)):
-        command = [sys.executable, "-c", before + script, str(volume.root / "team-a"), str(uid), key]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["2", "7"], "another user's shard is seen, and can be evicted"
+        command = [sys.executable, "-c", load_modules + script, str(volume.root / "team-a"), str(uid), key]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["2", "7"], "another user's shard is seen, and can be evicted"
 
 
 def test_datasets_are_found_pinned_and_evicted(volume: Volume) -> None:

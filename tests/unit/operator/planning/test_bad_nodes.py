@@ -6,7 +6,10 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from simulated import RANK_FAILED, START, Simulated, build_job, start_running_job
+from simulated_api_server import START
+from simulated_cluster import SimulatedCluster, start_running_job
+from simulated_job import build_job
+from simulated_kubelets import RANK_FAILED
 
 from topkube.errors import JobError
 from topkube_operator.children.avoidance import avoid_nodes
@@ -17,11 +20,11 @@ ROOM = "0/4 nodes are available: 1 node(s) didn't match Pod's node affinity/sele
 BACKOFF = {"backoffLimit": 99}
 
 
-def _list_avoided_nodes(world: Simulated) -> list[str]:
+def _list_avoided_nodes(world: SimulatedCluster) -> list[str]:
     return [entry["name"] for entry in world.status.get("avoidedNodes", [])]
 
 
-def _fail_on(world: Simulated, node: str, **failure: Any) -> None:
+def _fail_on(world: SimulatedCluster, node: str, **failure: Any) -> None:
     """Let a rank of worker 0 fail on `node`, and begin the next attempt."""
     name = max(name for name in world.pods if "worker-0" in name)
     world.change(name, node=node)
@@ -29,7 +32,7 @@ def _fail_on(world: Simulated, node: str, **failure: Any) -> None:
     world.reconcile()
 
 
-def _list_pods_on(node: str, world: Simulated) -> list[str]:
+def _list_pods_on(node: str, world: SimulatedCluster) -> list[str]:
     return [pod.name for pod in world.pods.values() if pod.node == node and pod.deletion is None and not pod.has_ended]
 
 
@@ -112,7 +115,7 @@ def test_a_lost_node_is_avoided_when_it_is_back() -> None:
     ids=["three of two jobs", "three of three jobs", "one job alone", "too few", "too long ago"],
 )
 def test_failures_of_several_other_jobs_count(failures: tuple[NodeFailure, ...], is_avoided: bool) -> None:
-    world = Simulated(build_job())
+    world = SimulatedCluster(build_job())
     world.node_failures = failures
     world.start_ranks()
     assert _list_avoided_nodes(world) == (["node-c"] if is_avoided else [])
@@ -140,7 +143,7 @@ def test_failures_of_other_jobs_move_no_worker_that_runs() -> None:
 
 
 def test_a_node_with_a_fault_is_avoided_and_comes_first() -> None:
-    world = Simulated(build_job(spread="None"))
+    world = SimulatedCluster(build_job(spread="None"))
     world.node_failures = _build_failures(("a", 9), ("b", 9), node="node-a")
     world.node_faults = {"node-b": "ReadonlyFilesystem"}
     world.start_ranks()
@@ -156,7 +159,7 @@ def test_a_node_with_a_fault_is_avoided_and_comes_first() -> None:
 
 
 def test_a_job_that_needs_every_node_avoids_none() -> None:
-    world = Simulated(build_job(workers=4, spread="Node"))
+    world = SimulatedCluster(build_job(workers=4, spread="Node"))
     world.node_faults = {"node-b": "ReadonlyFilesystem"}
     world.reconcile()
     assert _list_avoided_nodes(world) == []
@@ -165,7 +168,7 @@ def test_a_job_that_needs_every_node_avoids_none() -> None:
 @pytest.mark.parametrize("crash_after", [None, 1])
 def test_pods_that_find_no_other_node_may_use_the_avoided_nodes_after_a_minute(crash_after: int | None) -> None:
     """`crash_after`: the operator is killed after it has written the status, before it deletes a pod."""
-    world = Simulated(build_job())
+    world = SimulatedCluster(build_job())
     world.node_faults = {"node-b": "KernelDeadlock"}
     world.reconcile()
     world.schedule()
@@ -187,7 +190,7 @@ def test_pods_that_find_no_other_node_may_use_the_avoided_nodes_after_a_minute(c
 
 
 def test_waiting_for_the_avoided_nodes_does_not_count_against_max_disruptions() -> None:
-    world = Simulated(build_job(runPolicy={"failurePolicy": {"maxDisruptions": 0}}))
+    world = SimulatedCluster(build_job(runPolicy={"failurePolicy": {"maxDisruptions": 0}}))
     world.node_faults = {"node-b": "KernelDeadlock"}
     world.reconcile()
     world.change("train-worker-1-1-uid-1", scheduling_message=ROOM)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from simulated import RANK_FAILED, Simulated, build_job, start_running_job
+from simulated_cluster import SimulatedCluster, start_running_job
+from simulated_job import build_job
+from simulated_kubelets import RANK_FAILED
 
 from topkube_operator.model.observed import Container
 
@@ -91,7 +93,7 @@ def test_an_ignored_failure_does_not_use_up_restarts() -> None:
 
 def test_an_init_container_is_matched_by_its_name() -> None:
     rule = _build_rule("Fail", containerName="fetch", operator="NotIn", values=[0])
-    world = Simulated(build_job(runPolicy=_build_policy(rule)))
+    world = SimulatedCluster(build_job(runPolicy=_build_policy(rule)))
     world.reconcile()
     world.schedule()
     ended = Container(started=world.now, exit_code=3, ended=world.now, ended_reason="Error")
@@ -127,7 +129,7 @@ def test_after_the_first_step_the_same_error_is_tried_again() -> None:
 
 @pytest.mark.parametrize(("action", "expected"), [("Fail", FAIL), ("Restart", RESTART), ("Ignore", IGNORE)])
 def test_an_image_that_cannot_be_pulled_follows_its_rule(action: str, expected: Any) -> None:
-    world = Simulated(build_job(runPolicy=_build_policy(_build_rule(action, "ImagePullBackOff"))))
+    world = SimulatedCluster(build_job(runPolicy=_build_policy(_build_rule(action, "ImagePullBackOff"))))
     world.reconcile()
     world.schedule()
     world.run()
@@ -145,7 +147,7 @@ def test_an_image_that_cannot_be_pulled_follows_its_rule(action: str, expected: 
         assert "train-worker-0-2-uid-1" not in world.pods, "the worker that runs is kept"
 
 
-def _disrupt(world: Simulated) -> None:
+def _disrupt(world: SimulatedCluster) -> None:
     world.end_launcher(1, {**DRAINED, "pod": None})
     world.reconcile()
 
@@ -185,9 +187,9 @@ TIMEOUT = 120
 ROOM = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 
 
-def _start_partial_gang(**policy: Any) -> Simulated:
+def _start_partial_gang(**policy: Any) -> SimulatedCluster:
     """Return a cluster in which worker 0 and the launcher run and worker 1 finds no node."""
-    world = Simulated(build_job(runPolicy=_build_policy(pendingTimeoutSeconds=TIMEOUT, **policy)))
+    world = SimulatedCluster(build_job(runPolicy=_build_policy(pendingTimeoutSeconds=TIMEOUT, **policy)))
     world.reconcile()
     world.schedule()
     world.change(WORKER, node="", scheduled=None, scheduling_message=ROOM)
@@ -251,7 +253,7 @@ def test_the_pauses_of_a_gang_that_never_fits_grow() -> None:
 
 
 def test_pods_that_all_wait_occupy_nothing_and_continue_to_wait() -> None:
-    world = Simulated(build_job(runPolicy=_build_policy(pendingTimeoutSeconds=TIMEOUT)))
+    world = SimulatedCluster(build_job(runPolicy=_build_policy(pendingTimeoutSeconds=TIMEOUT)))
     world.reconcile()
     for index in (0, 1):
         world.change(f"train-worker-{index}-1-uid-1", scheduling_message=ROOM)
@@ -264,7 +266,7 @@ def test_pods_that_all_wait_occupy_nothing_and_continue_to_wait() -> None:
 
 
 def test_quota_that_admits_a_part_of_the_gang_counts_too() -> None:
-    world = Simulated(build_job(runPolicy=_build_policy(pendingTimeoutSeconds=TIMEOUT)))
+    world = SimulatedCluster(build_job(runPolicy=_build_policy(pendingTimeoutSeconds=TIMEOUT)))
     world.foreign.add(("Pod", WORKER))  # stands for any pod that cannot be made
     world.reconcile()
     world.schedule()

@@ -7,11 +7,13 @@ import json
 from datetime import timedelta
 
 import pytest
-from simulated import NODES, RANK_FAILED, Simulated, build_job, start_running_job
+from simulated_cluster import SimulatedCluster, start_running_job
+from simulated_job import build_job
+from simulated_kubelets import NODES, RANK_FAILED
 
 
 def test_a_job_walks_through_its_phases() -> None:
-    world = Simulated(build_job())
+    world = SimulatedCluster(build_job())
     world.reconcile()
     assert sorted(world.pods) == ["train-launcher-1-uid-1", "train-worker-0-1-uid-1", "train-worker-1-1-uid-1"]
     assert world.status["phase"] == "Pending"
@@ -37,7 +39,7 @@ def test_a_job_walks_through_its_phases() -> None:
 
 
 def test_no_phase_is_skipped_if_ranks_run_before_the_first_reconcile() -> None:
-    world = Simulated(build_job())
+    world = SimulatedCluster(build_job())
     world.reconcile()
     world.schedule()
     world.run()
@@ -50,7 +52,7 @@ def test_no_phase_is_skipped_if_ranks_run_before_the_first_reconcile() -> None:
 
 
 def test_the_attempt_is_in_the_status_before_anything_is_made() -> None:
-    world = Simulated(build_job())
+    world = SimulatedCluster(build_job())
     plan = world.plan()
     assert plan.status["attempt"] == 1
     kinds = [[manifest["kind"] for manifest in stage] for stage in plan.apply]
@@ -62,8 +64,8 @@ def test_the_attempt_is_in_the_status_before_anything_is_made() -> None:
 
 
 def test_killed_between_any_two_writes_the_operator_continues() -> None:
-    def run_life(crash: int | None) -> Simulated:
-        world = Simulated(build_job())
+    def run_life(crash: int | None) -> SimulatedCluster:
+        world = SimulatedCluster(build_job())
         world.crash_after = crash
         world.start_ranks()
         world.end_launcher(1, RANK_FAILED)
@@ -122,7 +124,7 @@ def test_a_secret_that_was_deleted_comes_back_with_the_same_bytes() -> None:
 
 
 def test_restarts_are_used_up() -> None:
-    world = Simulated(build_job(runPolicy={"backoffLimit": 2}))
+    world = SimulatedCluster(build_job(runPolicy={"backoffLimit": 2}))
     for attempt in (1, 2, 3):
         world.wait(600)
         world.start_ranks()
@@ -137,7 +139,7 @@ def test_restarts_are_used_up() -> None:
     assert status["firstFailure"]["rank"] == 3
 
 
-def count_seconds_until_launcher(world: Simulated, attempt: int, pause: float | None = None) -> float:
+def count_seconds_until_launcher(world: SimulatedCluster, attempt: int, pause: float | None = None) -> float:
     """Reconcile until the launcher of `attempt` has been made. Between two reconciles, wait for `pause`, by default the
     seconds that the plan asks for. Return the seconds."""
     began = world.now
@@ -152,7 +154,7 @@ def count_seconds_until_launcher(world: Simulated, attempt: int, pause: float | 
 @pytest.mark.parametrize("pause", [1, None])
 def test_quick_restarts_wait_longer_each_time_however_often_the_operator_reconciles(pause: float | None) -> None:
     """None: the operator reconciles when the plan asks for it."""
-    world = Simulated(build_job(runPolicy={"backoffLimit": 9}))
+    world = SimulatedCluster(build_job(runPolicy={"backoffLimit": 9}))
     waits = []
     for number in range(2, 10):
         world.start_ranks()
@@ -163,7 +165,7 @@ def test_quick_restarts_wait_longer_each_time_however_often_the_operator_reconci
 
 def test_pods_that_kubelets_refuse_are_made_anew_after_the_same_pauses() -> None:
     """Such a pod never had a container, so its status has no time of the failure."""
-    world = Simulated(build_job())
+    world = SimulatedCluster(build_job())
     waits = []
     for number in range(1, 4):
         world.reconcile()
@@ -204,7 +206,7 @@ def test_a_deadline_ends_the_run_even_if_pods_are_kept(colocate: bool) -> None:
     assert world.status["phase"] == "Failed"
     world.run()
     world.reconcile()
-    assert launcher.name not in world.pods, "it would train on"
+    assert launcher.name not in world.pods, "otherwise it would continue to train"
     assert "train-worker-1-1-uid-1" in world.pods
 
 
@@ -281,7 +283,7 @@ def test_progress_is_not_urgent_and_transitions_are() -> None:
 
 
 def test_plans_can_be_written_as_json() -> None:
-    world = Simulated(build_job(workers=len(NODES)))
+    world = SimulatedCluster(build_job(workers=len(NODES)))
     while not (plan := world.plan()).is_empty:
         json.dumps([plan.status, plan.apply])
         world.carry_out(plan)
@@ -292,7 +294,7 @@ def test_plans_can_be_written_as_json() -> None:
 
 def test_a_namespace_without_a_node_cache_is_refused_with_words_until_it_has_one() -> None:
     dataset = {"uri": "s3://bucket/imagenet", "cache": {"medium": "Node"}}
-    world = Simulated(build_job(dataset=dataset))
+    world = SimulatedCluster(build_job(dataset=dataset))
     world.reconcile()
     condition = world.find_condition("Created")
     assert (condition["status"], condition["reason"]) == ("False", "NodeCacheNotAllowed")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from children import build_launcher as launcher_manifest
-from children import parse_job
-from simulated import RANK_FAILED, Simulated, build_job, start_running_job
+from child_builders import build_launcher as launcher_manifest
+from child_builders import parse_job
+from simulated_cluster import SimulatedCluster, start_running_job
+from simulated_job import build_job
+from simulated_kubelets import RANK_FAILED
 
 from topkube_operator.model import names
 from topkube_operator.model.observed import Container, Pod
@@ -31,7 +33,9 @@ def test_a_completion_that_nobody_watched_is_not_lost_with_the_pods(colocate: bo
     world.reconcile()
     assert (world.status["phase"], world.status["attempt"]) == ("Succeeded", 1)
     world.reconcile()
-    assert not [name for name, pod in world.pods.items() if pod.finalizers], "the status says all: nothing is held"
+    assert not [name for name, pod in world.pods.items() if pod.finalizers], (
+        "the status has the result, so no pod is held"
+    )
 
 
 def test_a_pod_with_the_finalizer_is_removed_once_the_end_of_the_attempt_is_stored() -> None:
@@ -256,7 +260,7 @@ def test_a_worker_that_vanished_unseen_is_not_the_cause_if_another_failed() -> N
 
 
 def test_a_job_whose_worker_is_deleted_at_every_attempt_ends_by_backoff_limit() -> None:
-    world = Simulated(build_job(runPolicy={"backoffLimit": 0}))
+    world = SimulatedCluster(build_job(runPolicy={"backoffLimit": 0}))
     for _ in range(31):
         world.start_ranks()
         world.end_launcher(1, RANK_FAILED)
@@ -270,7 +274,7 @@ def test_a_job_whose_worker_is_deleted_at_every_attempt_ends_by_backoff_limit() 
 # Suspended, changed and resumed at once.
 
 
-def test_a_suspension_change_and_resumption_between_two_looks_are_followed() -> None:
+def test_a_suspension_change_and_resumption_between_two_reconciles_are_followed() -> None:
     world = start_running_job()
     placed = {"spec": {**build_job()["spec"]["template"]["spec"], "nodeSelector": {"pool": "spot"}}}
     world.edit_policy(suspend=True)

@@ -10,7 +10,9 @@ from datetime import datetime
 from typing import Any
 
 from played_kueue import WORKLOAD, PlayedKueue
-from simulated import RANK_FAILED, Crash, Simulated, build_job
+from simulated_cluster import Crash, SimulatedCluster
+from simulated_job import build_job
+from simulated_kubelets import RANK_FAILED
 from thorough import choose
 
 from topkube.timestamps import parse_timestamp
@@ -22,10 +24,10 @@ _FAR = 400.0
 """Seconds beyond which times are alike."""
 
 
-def _kill_after(writes: int) -> Callable[[Simulated], None]:
-    """The operator does so many writes of its plan, and is killed."""
+def _kill_after(writes: int) -> Callable[[SimulatedCluster], None]:
+    """Return a step: the operator carries out this number of writes of its plan, and is killed."""
 
-    def act(world: Simulated) -> None:
+    def act(world: SimulatedCluster) -> None:
         world.crash_after = writes
         plan = world.plan()
         with contextlib.suppress(Crash):
@@ -36,35 +38,35 @@ def _kill_after(writes: int) -> Callable[[Simulated], None]:
     return act
 
 
-def _act_on(role: str, act: Callable[[Simulated, str], object]) -> Callable[[Simulated], None]:
-    def act_on_newest(world: Simulated) -> None:
+def _act_on(role: str, act: Callable[[SimulatedCluster, str], object]) -> Callable[[SimulatedCluster], None]:
+    def act_on_newest(world: SimulatedCluster) -> None:
         for name in [name for name in world.pods if role in name][-1:]:
             act(world, name)
 
     return act_on_newest
 
 
-def _let_nodes_act(world: Simulated) -> None:
+def _let_nodes_act(world: SimulatedCluster) -> None:
     world.schedule()
     world.run()
 
 
-def _restart(world: Simulated) -> None:
+def _restart(world: SimulatedCluster) -> None:
     """Start a new operator, which has only the stored objects."""
     world.report, world.removed_at, world.last_seen, world.logs, world.troubles = None, {}, {}, {}, {}
 
 
-def _suspend(world: Simulated) -> None:
+def _toggle_suspension(world: SimulatedCluster) -> None:
     assert world.job is not None
     world.edit_policy(suspend=not world.job["spec"]["runPolicy"].get("suspend", False))
 
 
-def _delete(world: Simulated) -> None:
+def _delete_job(world: SimulatedCluster) -> None:
     assert world.job is not None
     world.job = {**world.job, "metadata": {**world.job["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}}
 
 
-STEPS: dict[str, Callable[[Simulated], object]] = {
+STEPS: dict[str, Callable[[SimulatedCluster], object]] = {
     "the operator acts": lambda world: world.reconcile(),
     "it is killed after a write": _kill_after(1),
     "it is killed after two writes": _kill_after(2),
@@ -75,26 +77,26 @@ STEPS: dict[str, Callable[[Simulated], object]] = {
     "the launcher fails": lambda world: world.end_launcher(1, {**RANK_FAILED, "pod": "train-worker-0-1-uid-1"}),
     "a launcher is deleted": _act_on("launcher", lambda world, name: world.delete("Pod", name, world.pods[name].uid)),
     "a worker vanishes": _act_on("worker", lambda world, name: world.remove(name)),
-    "suspended or resumed": _suspend,
-    "the job is deleted": _delete,
+    "suspended or resumed": _toggle_suspension,
+    "the job is deleted": _delete_job,
     "time passes": lambda world: world.wait(30),
 }
 
 
-def _find_no_room(world: Simulated) -> None:
+def _find_no_room(world: SimulatedCluster) -> None:
     """The worker gets a node, and the launcher finds none: a partial gang."""
     world.schedule()
     for name in [name for name, pod in world.pods.items() if "launcher" in name and pod.phase == "Pending"]:
         world.change(name, node="", scheduled=None, scheduling_message="no room")
 
 
-def _block_image(world: Simulated, name: str) -> None:
+def _block_image(world: SimulatedCluster, name: str) -> None:
     if world.pods[name].phase == "Pending":
         waiting = {world.pods[name].main_container: Container(waiting="ImagePullBackOff")}
         world.change(name, containers=waiting)
 
 
-POLICY_STEPS: dict[str, Callable[[Simulated], object]] = {
+POLICY_STEPS: dict[str, Callable[[SimulatedCluster], object]] = {
     **STEPS,
     "the launcher finds no room": _find_no_room,
     "an image cannot be pulled": _act_on("worker", _block_image),
@@ -115,10 +117,10 @@ FAILURE_POLICY = {
 }
 
 
-def _let_kueue_act(act: Callable[[PlayedKueue], None]) -> Callable[[Simulated], None]:
+def _let_kueue_act(act: Callable[[PlayedKueue], None]) -> Callable[[SimulatedCluster], None]:
     """Kueue acts on the job's Workload, if there is one."""
 
-    def step(world: Simulated) -> None:
+    def step(world: SimulatedCluster) -> None:
         kueue = PlayedKueue(world)
         if kueue.workload is not None and not kueue.find_condition("Finished"):
             act(kueue)
@@ -144,7 +146,7 @@ def _end_pause(kueue: PlayedKueue) -> None:
         kueue.end_pause()
 
 
-QUEUE_STEPS: dict[str, Callable[[Simulated], object]] = {
+QUEUE_STEPS: dict[str, Callable[[SimulatedCluster], object]] = {
     **{name: step for name, step in STEPS.items() if name not in ("a launcher is deleted", "the job is deleted")},
     "Kueue admits": _let_kueue_act(_admit),
     "Kueue preempts": _let_kueue_act(_evict("Preempted")),
@@ -153,8 +155,8 @@ QUEUE_STEPS: dict[str, Callable[[Simulated], object]] = {
 }
 
 
-def _check_quota(world: Simulated, path: tuple[str, ...]) -> None:
-    """Pods exist only with quota, and reserved quota has an admission (Kueue's webhook refuses it without)."""
+def _check_quota(world: SimulatedCluster, path: tuple[str, ...]) -> None:
+    """Pods exist only with quota, and reserved quota has an admission: Kueue's webhook demands it."""
     kueue = PlayedKueue(world)
     active = [pod.name for pod in world.pods.values() if pod.is_active]
     assert not active or kueue.holds_quota(), (path, active)
@@ -165,20 +167,20 @@ def _check_quota(world: Simulated, path: tuple[str, ...]) -> None:
     assert is_reserved == bool(status.get("admission")), (path, status)
 
 
-def _copy_world(world: Simulated) -> Simulated:
+def _copy_world(world: SimulatedCluster) -> SimulatedCluster:
     """Return a copy of the world. Parts that a step replaces as a whole are shared."""
-    made = copy.copy(world)
-    made.job = {**world.job, "metadata": dict(world.job["metadata"])} if world.job else None
+    copied = copy.copy(world)
+    copied.job = {**world.job, "metadata": dict(world.job["metadata"])} if world.job else None
     for name in ("pods", "children", "removed_at", "last_seen", "troubles", "logs", "avoided"):
-        setattr(made, name, dict(getattr(world, name)))
-    made.freed, made.violations, made.events = set(world.freed), list(world.violations), []
-    return made
+        setattr(copied, name, dict(getattr(world, name)))
+    copied.freed, copied.violations, copied.events = set(world.freed), list(world.violations), []
+    return copied
 
 
-def _describe_state(world: Simulated) -> str:
+def _describe_state(world: SimulatedCluster) -> str:
     """Return the part of a world that determines its future. Times count from now; UIDs do not count."""
 
-    def seconds_since(time: datetime | None) -> float | None:
+    def measure_seconds_since(time: datetime | None) -> float | None:
         return None if time is None else min((world.now - time).total_seconds(), _FAR)
 
     def simplify(value: Any) -> Any:
@@ -186,30 +188,38 @@ def _describe_state(world: Simulated) -> str:
             return {key: simplify(item) for key, item in value.items() if key != "message"}
         if isinstance(value, list):
             return [simplify(item) for item in value]
-        return seconds_since(parse_timestamp(value)) if isinstance(value, str) and value.startswith("2026-") else value
+        return (
+            measure_seconds_since(parse_timestamp(value))
+            if isinstance(value, str) and value.startswith("2026-")
+            else value
+        )
 
     def describe_pod(pod: Pod) -> list[Any]:
         ends = {
-            name: (seconds_since(container.started), container.exit_code, seconds_since(container.ended))
+            name: (
+                measure_seconds_since(container.started),
+                container.exit_code,
+                measure_seconds_since(container.ended),
+            )
             for name, container in pod.containers.items()
         }
-        waits = [pod.avoids_nodes, pod.scheduling_message, seconds_since(pod.scheduled)]
+        waits = [pod.avoids_nodes, pod.scheduling_message, measure_seconds_since(pod.scheduled)]
         return [
             pod.phase,
             pod.node,
-            seconds_since(pod.deletion),
+            measure_seconds_since(pod.deletion),
             ends,
             pod.has_finalizer,
-            seconds_since(pod.created),
+            measure_seconds_since(pod.created),
             *waits,
         ]
 
-    report = None if world.report is None else (world.report.attempt, seconds_since(world.report.heard))
+    report = None if world.report is None else (world.report.attempt, measure_seconds_since(world.report.heard))
     pods = {name: describe_pod(pod) for name, pod in sorted(world.pods.items())}
     requests = (
         None if world.job is None else (world.job["spec"]["runPolicy"], "deletionTimestamp" in world.job["metadata"])
     )
-    rest = [
+    others = [
         world.node_faults,
         sorted(world.freed),
         sorted(world.removed_at),
@@ -217,10 +227,10 @@ def _describe_state(world: Simulated) -> str:
         sorted(map(str, world.children)),
         simplify(world.children[WORKLOAD].content) if WORKLOAD in world.children else None,
     ]
-    return json.dumps([simplify(world.status), requests, pods, report, rest], sort_keys=True)
+    return json.dumps([simplify(world.status), requests, pods, report, others], sort_keys=True)
 
 
-def _check(before: Simulated, after: Simulated, path: tuple[str, ...]) -> None:
+def _check_promises(before: SimulatedCluster, after: SimulatedCluster, path: tuple[str, ...]) -> None:
     old, new = before.status, after.status
     if after.policy.workloads:
         _check_quota(after, path)
@@ -247,18 +257,18 @@ def _check(before: Simulated, after: Simulated, path: tuple[str, ...]) -> None:
     assert waits or new["phase"] in ("Succeeded", "Failed", "Suspended"), (path, "nothing would wake the operator")
 
 
-def _explore(start: Simulated, steps: dict[str, Callable[[Simulated], object]], depth: int) -> int:
+def _explore(start: SimulatedCluster, steps: dict[str, Callable[[SimulatedCluster], object]], depth: int) -> int:
     """Check all worlds within `depth` steps from `start`. Return how many there are."""
     start.reconcile()
-    worlds: dict[str, tuple[Simulated, tuple[str, ...]]] = {_describe_state(start): (start, ())}
+    worlds: dict[str, tuple[SimulatedCluster, tuple[str, ...]]] = {_describe_state(start): (start, ())}
     known = set(worlds)
     for _ in range(depth):
-        next_worlds: dict[str, tuple[Simulated, tuple[str, ...]]] = {}
+        next_worlds: dict[str, tuple[SimulatedCluster, tuple[str, ...]]] = {}
         for world, path in worlds.values():
             for name, step in steps.items():
                 after = _copy_world(world)
                 step(after)
-                _check(world, after, (*path, name))
+                _check_promises(world, after, (*path, name))
                 state = _describe_state(after)
                 if state not in known:
                     known.add(state)
@@ -268,19 +278,19 @@ def _explore(start: Simulated, steps: dict[str, Callable[[Simulated], object]], 
 
 
 def test_no_order_of_events_breaks_a_promise() -> None:
-    start = Simulated(build_job(workers=1, runPolicy={"backoffLimit": 1}))
+    start = SimulatedCluster(build_job(workers=1, runPolicy={"backoffLimit": 1}))
     assert _explore(start, STEPS, DEPTH) > 500
 
 
 def test_no_order_of_events_breaks_a_promise_of_a_job_with_a_failure_policy() -> None:
-    start = Simulated(build_job(workers=1, runPolicy={"backoffLimit": 1, "failurePolicy": FAILURE_POLICY}))
+    start = SimulatedCluster(build_job(workers=1, runPolicy={"backoffLimit": 1, "failurePolicy": FAILURE_POLICY}))
     assert _explore(start, POLICY_STEPS, DEPTH) > 500
 
 
 def test_no_order_of_events_breaks_a_promise_to_kueue() -> None:
     queued = build_job(workers=1, runPolicy={"backoffLimit": 1})
     queued["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
-    start = Simulated(queued, Policy(seed=b"s" * 32, workloads="kueue.x-k8s.io/v1beta2"))
+    start = SimulatedCluster(queued, Policy(seed=b"s" * 32, workloads="kueue.x-k8s.io/v1beta2"))
     start.reconcile()
     PlayedKueue(start).admit()
     assert _explore(start, QUEUE_STEPS, DEPTH) > 500
@@ -294,7 +304,7 @@ def test_the_steps_of_the_failure_policy_reach_its_endings() -> None:
         (["nodes act", "the script is wrong", "the operator acts"], "SyntaxError"),
         (["nodes act", "the hardware is broken", "the operator acts"], "HardwareFault"),
     ):
-        world = Simulated(build_job(workers=1, runPolicy={"backoffLimit": 1, "failurePolicy": FAILURE_POLICY}))
+        world = SimulatedCluster(build_job(workers=1, runPolicy={"backoffLimit": 1, "failurePolicy": FAILURE_POLICY}))
         world.reconcile()
         for step in steps:
             POLICY_STEPS[step](world)

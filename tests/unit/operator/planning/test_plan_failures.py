@@ -6,22 +6,25 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from simulated import RANK_FAILED, START, Simulated, build_job, start_running_job
+from simulated_api_server import START
+from simulated_cluster import SimulatedCluster, start_running_job
+from simulated_job import build_job
+from simulated_kubelets import RANK_FAILED
 
 from topkube.launch import contract
 from topkube_operator.model.observed import Container, Pod, Policy
 
-VICTIM = "train-worker-1-1-uid-1"
+WORKER = "train-worker-1-1-uid-1"
 DISRUPTIONS = {
-    "deleted": (lambda world: world.delete("Pod", VICTIM, world.pods[VICTIM].uid), "Deleted"),
+    "deleted": (lambda world: world.delete("Pod", WORKER, world.pods[WORKER].uid), "Deleted"),
     "preempted": (
-        lambda world: world.change(VICTIM, disruption="PreemptionByScheduler", deletion=world.now),
+        lambda world: world.change(WORKER, disruption="PreemptionByScheduler", deletion=world.now),
         "Preempted",
     ),
-    "evicted": (lambda world: world.change(VICTIM, phase="Failed", reason="Evicted", message="low on disk"), "Evicted"),
+    "evicted": (lambda world: world.change(WORKER, phase="Failed", reason="Evicted", message="low on disk"), "Evicted"),
     "evicted, as newer kubelets say it": (
         lambda world: world.change(
-            VICTIM,
+            WORKER,
             phase="Failed",
             reason="Evicted",
             message="The node was low on resource: memory.",
@@ -30,19 +33,19 @@ DISRUPTIONS = {
         "Evicted",
     ),
     "drained": (
-        lambda world: world.change(VICTIM, disruption="EvictionByEvictionAPI", deletion=world.now),
+        lambda world: world.change(WORKER, disruption="EvictionByEvictionAPI", deletion=world.now),
         "Evicted",
     ),
     "its node is tainted": (
-        lambda world: world.change(VICTIM, disruption="DeletionByTaintManager", deletion=world.now),
+        lambda world: world.change(WORKER, disruption="DeletionByTaintManager", deletion=world.now),
         "Evicted",
     ),
     "its node was removed": (
-        lambda world: world.change(VICTIM, phase="Failed", disruption="DeletionByPodGC"),
+        lambda world: world.change(WORKER, phase="Failed", disruption="DeletionByPodGC"),
         "NodeLost",
     ),
-    "lost": (lambda world: world.lost.add(world.pods[VICTIM].node), "NodeLost"),
-    "gone": (lambda world: world.remove(VICTIM), "Deleted"),
+    "lost": (lambda world: world.lost.add(world.pods[WORKER].node), "NodeLost"),
+    "gone": (lambda world: world.remove(WORKER), "Deleted"),
 }
 
 
@@ -104,7 +107,7 @@ def test_a_lost_worker_is_replaced_though_its_pod_looks_alive() -> None:
     assert (world.status["disruptions"], world.status["restarts"]) == (1, 0)
     assert world.pods["train-worker-1-1-uid-1"].deletion is not None
     assert "train-worker-1-2-uid-1" in world.pods
-    world.lost.add("node-x")  # it never goes, and is in nobody's way
+    world.lost.add("node-x")  # the pod never goes away, and blocks nothing
     world.start_ranks()
     assert world.status["phase"] == "Running"
 
@@ -148,7 +151,7 @@ def test_a_worker_on_a_node_that_is_reported_lost_may_still_train() -> None:
 
 
 def test_workers_that_do_not_call_are_named() -> None:
-    world = Simulated(build_job(), Policy(seed=b"s" * 32, rendezvous_seconds=60))
+    world = SimulatedCluster(build_job(), Policy(seed=b"s" * 32, rendezvous_seconds=60))
     world.reconcile()
     world.schedule()
     world.wait(86400)  # waiting in a queue is not waiting for a call
@@ -171,7 +174,7 @@ def test_workers_that_do_not_call_are_named() -> None:
 
 
 def test_an_image_that_cannot_be_pulled_is_pending_with_the_reason_and_fails_at_the_deadline() -> None:
-    world = Simulated(build_job(runPolicy={"activeDeadlineSeconds": 100}))
+    world = SimulatedCluster(build_job(runPolicy={"activeDeadlineSeconds": 100}))
     world.reconcile()
     world.schedule()
     for waiting, message in [("ErrImagePull", "no such host"), ("ImagePullBackOff", "Back-off"), ("ErrImagePull", "x")]:
@@ -190,7 +193,7 @@ def test_an_image_that_cannot_be_pulled_is_pending_with_the_reason_and_fails_at_
 
 
 def test_the_schedulers_message_is_shown() -> None:
-    world = Simulated(build_job(runPolicy={"activeDeadlineSeconds": 100}))
+    world = SimulatedCluster(build_job(runPolicy={"activeDeadlineSeconds": 100}))
     world.reconcile()
     world.change("train-worker-1-1-uid-1", scheduling_message="0/3 nodes are available: 3 Insufficient nvidia.com/gpu.")
     world.reconcile()
@@ -204,7 +207,7 @@ def test_the_schedulers_message_is_shown() -> None:
 
 def test_a_scheduling_gate_is_not_reported_as_a_lack_of_room() -> None:
     """Kubernetes 1.27 and newer: a controller holds the pod back, and the scheduler has not processed it."""
-    world = Simulated(build_job(runPolicy={"activeDeadlineSeconds": 100}))
+    world = SimulatedCluster(build_job(runPolicy={"activeDeadlineSeconds": 100}))
     world.reconcile()
     words = "Scheduling is blocked due to non-empty scheduling gates"
     gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": words}
@@ -230,27 +233,26 @@ def test_a_log_tail_is_kept_within_bounds() -> None:
 
 
 LONG_LOG = "\n".join(f"line {number} " + "é" * 150 for number in range(60))
-TAIL = LONG_LOG.encode()[-4000:].decode(errors="ignore")  # what a launcher's last words can hold
-WORKER = "train-worker-1-1-uid-1"
+TAIL = LONG_LOG.encode()[-4000:].decode(errors="ignore")  # as much as a launcher's message can hold
 
 
-def _end_worker(code: int, **more: Any) -> Callable[[Simulated], None]:
-    """Worker 1's pod ends, and the launcher has lost it."""
+def _end_worker(code: int, **more: Any) -> Callable[[SimulatedCluster], None]:
+    """Return a step: worker 1's pod ends, and the launcher has lost it."""
 
-    def act(world: Simulated) -> None:
+    def act(world: SimulatedCluster) -> None:
         world.end(WORKER, code, **more)
         world.end_launcher(1, {"pod": WORKER, "reason": "WorkerLost", "message": "its connection was closed"})
 
     return act
 
 
-def _end_launcher_with(**failure: Any) -> Callable[[Simulated], None]:
-    """The launcher ends with this message about worker 1."""
+def _end_launcher_with(**failure: Any) -> Callable[[SimulatedCluster], None]:
+    """Return a step: the launcher ends with this message about worker 1."""
     return lambda world: world.end_launcher(1, {"pod": WORKER, "exitCode": 1, "logTail": TAIL, **failure})
 
 
-def _change_and_wait(seconds: float, **change: Any) -> Callable[[Simulated], None]:
-    def act(world: Simulated) -> None:
+def _change_and_wait(seconds: float, **change: Any) -> Callable[[SimulatedCluster], None]:
+    def act(world: SimulatedCluster) -> None:
         world.change(WORKER, **change)
         world.reconcile()
         world.wait(seconds)
@@ -258,24 +260,24 @@ def _change_and_wait(seconds: float, **change: Any) -> Callable[[Simulated], Non
     return act
 
 
-def _let_worker_be_missing(world: Simulated) -> None:
+def _let_worker_be_missing(world: SimulatedCluster) -> None:
     world.report_state("Waiting", missing=(1,))
     world.reconcile()
     world.wait(700)
     world.report_state("Waiting", missing=(1,))
 
 
-def _lose_node(world: Simulated) -> None:
+def _lose_node(world: SimulatedCluster) -> None:
     world.change(WORKER, node="node-x")
     world.lost.add("node-x")
     world.report = None
     world.wait(60)
 
 
-def _fail_before_start(prepare: Container) -> Callable[[Simulated], None]:
-    """Worker 1's init container fails, so its own container never starts."""
+def _fail_before_start(prepare: Container) -> Callable[[SimulatedCluster], None]:
+    """Return a step: worker 1's init container fails, so its own container never starts."""
 
-    def act(world: Simulated) -> None:
+    def act(world: SimulatedCluster) -> None:
         containers = {"prepare": prepare, "worker": Container(waiting="PodInitializing")}
         world.change(WORKER, phase="Failed", ready=False, containers=containers)
         world.report_state("Waiting", missing=(1,))
@@ -286,7 +288,7 @@ def _fail_before_start(prepare: Container) -> Callable[[Simulated], None]:
 IMAGE = {"worker": Container(waiting="ImagePullBackOff", waiting_message="Back-off pulling image", image="none/such:1")}
 DETAIL = {"worker": Container(waiting="ErrImagePull", waiting_message="manifest unknown")}
 OWN_MEMORY = {"pod": WORKER, "rank": 2, "reason": "OOMKilled", "exitCode": 137, "logTail": TAIL}
-CAUSES: dict[str, tuple[Callable[[Simulated], None], str, int | None, str, bool]] = {
+CAUSES: dict[str, tuple[Callable[[SimulatedCluster], None], str, int | None, str, bool]] = {
     "exit code": (_end_worker(7), "Error", 7, "exit code 7", True),
     "exit code of a rank": (_end_launcher_with(reason="Error", rank=3, exitCode=7), "Error", 7, "exit code 7", True),
     "a signal": (_end_worker(139), "Error", 139, "signal 11", True),
@@ -369,7 +371,7 @@ CAUSES: dict[str, tuple[Callable[[Simulated], None], str, int | None, str, bool]
     "deleted": (lambda world: world.remove(WORKER), "Deleted", None, "removed", False),
     "does not call": (_let_worker_be_missing, "RendezvousTimeout", None, WORKER, True),
 }
-PENDING: dict[str, tuple[Callable[[Simulated], None], str, str]] = {
+PENDING: dict[str, tuple[Callable[[SimulatedCluster], None], str, str]] = {
     "the image": (_change_and_wait(0, containers=IMAGE), "ImagePullBackOff", "the image none/such:1 cannot be pulled"),
     "the image, in its registry's words": (
         _change_and_wait(0, containers=DETAIL),
@@ -385,7 +387,7 @@ PENDING: dict[str, tuple[Callable[[Simulated], None], str, str]] = {
 }
 
 
-def _check_kept_after_cleanup(world: Simulated) -> None:
+def _check_kept_after_cleanup(world: SimulatedCluster) -> None:
     """The pods are removed, and the stored failure stays."""
     failure = dict(world.status["firstFailure"])
     for _ in range(3):
@@ -428,7 +430,7 @@ def test_every_cause_is_named_with_a_log_tail_that_outlives_the_pods(cause: str)
 @pytest.mark.parametrize("cause", PENDING)
 def test_a_job_that_never_began_fails_at_the_deadline_with_the_reason_of_its_wait(cause: str) -> None:
     act, reason, words = PENDING[cause]
-    world = Simulated(build_job(runPolicy={"activeDeadlineSeconds": 100, "cleanPodPolicy": "All"}))
+    world = SimulatedCluster(build_job(runPolicy={"activeDeadlineSeconds": 100, "cleanPodPolicy": "All"}))
     world.reconcile()
     act(world)
     world.reconcile()

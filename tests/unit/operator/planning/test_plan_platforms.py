@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from simulated import RANK_FAILED, Simulated, build_job, start_running_job
+from simulated_cluster import SimulatedCluster, start_running_job
+from simulated_job import build_job
+from simulated_kubelets import RANK_FAILED
 
 from topkube_operator.model.observed import Child
 
 
-def _start_in_group() -> Simulated:
+def _start_in_group() -> SimulatedCluster:
     data = build_job(runPolicy={"backoffLimit": 1})
     data["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
-    world = Simulated(data)
+    world = SimulatedCluster(data)
     world.start_ranks()
     assert {pod.pod_group for pod in world.pods.values()} == {"train-uid-1"}
     return world

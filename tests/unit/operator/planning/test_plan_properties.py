@@ -7,7 +7,9 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import NODES, Simulated, build_job
+from simulated_cluster import SimulatedCluster
+from simulated_job import build_job
+from simulated_kubelets import NODES
 from thorough import choose
 
 from topkube_operator.model.observed import Container
@@ -18,65 +20,65 @@ PLENTY = 40
 Steps = list[tuple[str, int, bool]]
 
 
-def _pick(world: Simulated, number: int) -> str:
+def _choose_pod(world: SimulatedCluster, number: int) -> str:
     names = sorted(world.pods)
     return names[number % len(names)] if names else ""
 
 
-def _act_on_pod(act: Callable[[Simulated, str], object]) -> Callable[[Simulated, int], object]:
-    return lambda world, number: act(world, name) if (name := _pick(world, number)) else None
+def _act_on_pod(act: Callable[[SimulatedCluster, str], object]) -> Callable[[SimulatedCluster, int], object]:
+    return lambda world, number: act(world, name) if (name := _choose_pod(world, number)) else None
 
 
-def _delete_child(world: Simulated, number: int) -> None:
+def _delete_child(world: SimulatedCluster, number: int) -> None:
     if world.children:
         del world.children[sorted(world.children)[number % len(world.children)]]
 
 
-def _fail(world: Simulated, number: int) -> None:
-    pod = _pick(world, number) or None
+def _fail_launcher(world: SimulatedCluster, number: int) -> None:
+    pod = _choose_pod(world, number) or None
     world.end_launcher(1, {"pod": pod, "rank": number if number % 2 else None, "reason": "Error", "exitCode": 1})
 
 
-def _suspend(world: Simulated, number: int) -> None:
+def _suspend_or_resume(world: SimulatedCluster, number: int) -> None:
     if world.job is not None and bool(number % 2) != world.job["spec"].get("runPolicy", {}).get("suspend", False):
         world.resumes += not number % 2
         world.edit_policy(suspend=bool(number % 2))
 
 
-def _add_foreign_pod(world: Simulated, number: int) -> None:
-    if (name := f"train-worker-0-{number}-uid-1") not in world.pods:  # a name is taken once
+def _add_foreign_pod(world: SimulatedCluster, number: int) -> None:
+    if (name := f"train-worker-0-{number}-uid-1") not in world.pods:  # each name is used once
         world.foreign.add(("Pod", name))
 
 
-def _block_image(world: Simulated, name: str) -> None:
+def _block_image(world: SimulatedCluster, name: str) -> None:
     if world.pods[name].phase == "Pending":
         world.change(name, containers={world.pods[name].main_container: Container(waiting="ImagePullBackOff")})
 
 
-def _refuse_node(world: Simulated, name: str) -> None:
+def _refuse_node(world: SimulatedCluster, name: str) -> None:
     if not world.pods[name].node:
         world.change(name, scheduling_message="no room")
 
 
-ACTIONS: dict[str, Callable[[Simulated, int], Any]] = {
+ACTIONS: dict[str, Callable[[SimulatedCluster, int], Any]] = {
     "reconcile": lambda world, _: world.reconcile(),
     "crash": lambda world, number: setattr(world, "crash_after", number),
     "forget": lambda world, _: setattr(world, "report", None),
     "schedule": lambda world, _: world.schedule(),
     "run": lambda world, _: world.run(),
     "wait": lambda world, number: world.wait(number**2),
-    "say waiting": lambda world, _: world.report_state("Waiting", (0,)),
-    "say running": lambda world, _: world.report_state("Running"),
+    "launcher reports waiting": lambda world, _: world.report_state("Waiting", (0,)),
+    "launcher reports running": lambda world, _: world.report_state("Running"),
     "worker fails": _act_on_pod(lambda world, name: world.end(name, 137, ended_reason="OOMKilled")),
     "worker ends": _act_on_pod(lambda world, name: world.end(name, 0)),
-    "launcher fails": _fail,
+    "launcher fails": _fail_launcher,
     "pod deleted": _act_on_pod(lambda world, name: world.delete("Pod", name, world.pods[name].uid)),
     "pod gone": _act_on_pod(lambda world, name: world.remove(name)),
     "evicted": _act_on_pod(lambda world, name: world.change(name, phase="Failed", reason="Evicted", message="disk")),
     "node lost": lambda world, number: world.lost.add(NODES[number % len(NODES)]),
     "node back": lambda world, number: world.lost.discard(NODES[number % len(NODES)]),
     "child deleted": _delete_child,
-    "suspend": _suspend,
+    "suspend": _suspend_or_resume,
     "image missing": _act_on_pod(_block_image),
     "no room": _act_on_pod(_refuse_node),
     "node faulty": lambda world, number: world.node_faults.update({NODES[number % len(NODES)]: "KernelDeadlock"}),
@@ -127,7 +129,7 @@ SPECS = st.fixed_dictionaries(
 quick = settings(max_examples=choose(80, thorough=250))
 
 
-def _play(world: Simulated, steps: Steps) -> None:
+def _play_steps(world: SimulatedCluster, steps: Steps) -> None:
     """Do each step. After some steps, everything that can continue continues."""
     world.start_ranks()
     for action, number, go_on in steps:
@@ -138,20 +140,20 @@ def _play(world: Simulated, steps: Steps) -> None:
             world.start_ranks()
             _check_running(world)
         if action != "status lost":
-            _check(world, before)
+            _check_promises(world, before)
 
 
-def _check_running(world: Simulated) -> None:
+def _check_running(world: SimulatedCluster) -> None:
     """While ranks run, no pod of an earlier attempt exists."""
     if world.status.get("phase") != "Running" or world.report is None or world.job is None:
         return
-    left = [pod.name for pod in world.pods.values() if pod.deletion is None and pod.node not in world.lost]
+    remaining = [pod.name for pod in world.pods.values() if pod.deletion is None and pod.node not in world.lost]
     launcher = world.launcher
     if launcher is not None and launcher.is_active and launcher.node not in world.lost:
-        assert len(left) <= launcher.workers + (launcher.role == "launcher"), left
+        assert len(remaining) <= launcher.workers + (launcher.role == "launcher"), remaining
 
 
-def _check(world: Simulated, before: dict[str, Any]) -> None:
+def _check_promises(world: SimulatedCluster, before: dict[str, Any]) -> None:
     assert not world.violations, world.violations
     status, limit = world.status, (world.job or {"spec": {}})["spec"].get("runPolicy", {}).get("backoffLimit", 3)
     assert status.get("restarts", 0) <= limit
@@ -163,8 +165,8 @@ def _check(world: Simulated, before: dict[str, Any]) -> None:
 @quick
 @given(SPECS, STEPS)
 def test_every_history_ends_when_the_cluster_works_again(spec: dict[str, Any], steps: Steps) -> None:
-    world = Simulated(build_job(**spec))
-    _play(world, steps)
+    world = SimulatedCluster(build_job(**spec))
+    _play_steps(world, steps)
     world.foreign.clear()
     world.lost.clear()
     world.crash_after = None
@@ -179,7 +181,7 @@ def test_every_history_ends_when_the_cluster_works_again(spec: dict[str, Any], s
             world.end_launcher(0)
         world.wait(400)
     assert world.status["phase"] in ("Succeeded", "Failed"), world.status
-    _check(world, {})
+    _check_promises(world, {})
     for _ in range(3):  # the cleanup: workers are given a while to end by themselves
         world.reconcile()
         world.wait(30)
@@ -197,8 +199,8 @@ def test_every_history_ends_when_the_cluster_works_again(spec: dict[str, Any], s
 @quick
 @given(SPECS, STEPS)
 def test_attempts_are_bounded_by_restarts_disruptions_and_resumptions(spec: dict[str, Any], steps: Steps) -> None:
-    world = Simulated(build_job(**spec))
-    _play(world, [step for step in steps if step[0] != "status lost"])
+    world = SimulatedCluster(build_job(**spec))
+    _play_steps(world, [step for step in steps if step[0] != "status lost"])
     status = world.status
     counted = status.get("restarts", 0) + status.get("disruptions", 0) + world.resumes
     assert status.get("attempt", 0) <= 1 + counted, status
@@ -207,8 +209,8 @@ def test_attempts_are_bounded_by_restarts_disruptions_and_resumptions(spec: dict
 @quick
 @given(SPECS, STEPS)
 def test_plan_is_pure_and_a_carried_out_plan_leaves_nothing_to_do(spec: dict[str, Any], steps: Steps) -> None:
-    world = Simulated(build_job(**spec))
-    _play(world, steps)
+    world = SimulatedCluster(build_job(**spec))
+    _play_steps(world, steps)
     if world.job is None:
         return
     observed, now = world.observe(), world.now
@@ -225,14 +227,14 @@ def test_plan_is_pure_and_a_carried_out_plan_leaves_nothing_to_do(spec: dict[str
 @quick
 @given(SPECS, STEPS)
 def test_nothing_is_made_for_deleted_jobs_or_jobs_of_other_controllers(spec: dict[str, Any], steps: Steps) -> None:
-    world = Simulated(build_job(**spec))
-    _play(world, steps)
+    world = SimulatedCluster(build_job(**spec))
+    _play_steps(world, steps)
     if world.job is None:
         return
     world.job["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     held = {pod.uid for pod in world.pods.values() if pod.has_finalizer}
     plan = world.plan()
-    assert {release.uid for release in plan.release} == held, "nothing of ours keeps a job that goes"
+    assert {release.uid for release in plan.release} == held, "nothing of ours keeps a job that is being deleted"
     assert plan == Plan(release=plan.release)
     del world.job["metadata"]["deletionTimestamp"]
     world.edit_policy(managedBy="kueue.x-k8s.io/multikueue")

@@ -9,7 +9,9 @@ import jsonschema
 import kueue_crds
 import pytest
 from played_kueue import WORKLOAD, PlayedKueue
-from simulated import RANK_FAILED, Simulated, build_job
+from simulated_cluster import SimulatedCluster
+from simulated_job import build_job
+from simulated_kubelets import RANK_FAILED
 
 from topkube_operator.model.observed import Policy, Trouble
 
@@ -21,19 +23,19 @@ SPOT = {
 }
 
 
-def start_queued(
+def create_queued_job(
     labels: dict[str, str] | None = None, policy: Policy = POLICY, **spec: Any
-) -> tuple[Simulated, PlayedKueue]:
+) -> tuple[SimulatedCluster, PlayedKueue]:
     data = build_job(**spec)
     data["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team", **(labels or {})}
-    world = Simulated(data, policy)
+    world = SimulatedCluster(data, policy)
     kueue = PlayedKueue(world, {"spot": SPOT})
     world.reconcile()
     return world, kueue
 
 
-def start_admitted(**spec: Any) -> tuple[Simulated, PlayedKueue]:
-    world, kueue = start_queued(**spec)
+def start_admitted_job(**spec: Any) -> tuple[SimulatedCluster, PlayedKueue]:
+    world, kueue = create_queued_job(**spec)
     kueue.admit()
     world.start_ranks()
     assert world.status["phase"] == "Running"
@@ -41,7 +43,7 @@ def start_admitted(**spec: Any) -> tuple[Simulated, PlayedKueue]:
 
 
 def test_a_job_with_a_queue_asks_for_admission_and_has_no_pods_until_then() -> None:
-    world, kueue = start_queued(launcher={"resources": {"requests": {"cpu": "1"}}})
+    world, kueue = create_queued_job(launcher={"resources": {"requests": {"cpu": "1"}}})
     assert (world.status["phase"], world.pods, list(world.children)) == ("Suspended", {}, [WORKLOAD])
     assert (world.find_condition("Suspended")["reason"], world.status.get("attempt")) == ("Queued", 0)
     sets = {pods["name"]: (pods["count"], pods["template"]["spec"]) for pods in kueue.spec["podSets"]}
@@ -59,7 +61,7 @@ def test_a_job_with_a_queue_asks_for_admission_and_has_no_pods_until_then() -> N
 
 
 def test_an_admitted_job_runs_on_the_assigned_nodes_and_reports_that_it_runs() -> None:
-    world, kueue = start_queued()
+    world, kueue = create_queued_job()
     update = {"name": "worker", "labels": {"booking": "b-1"}, "nodeSelector": {"zone": "a"}}
     kueue.admit([{"name": "check", "state": "Ready", "podSetUpdates": [update]}])
     world.start_ranks()
@@ -81,7 +83,7 @@ def test_an_admitted_job_runs_on_the_assigned_nodes_and_reports_that_it_runs() -
 
 @pytest.mark.parametrize(("code", "reason"), [(0, "Succeeded"), (1, "Failed")])
 def test_the_end_gives_the_quota_back_when_no_pod_runs(code: int, reason: str) -> None:
-    world, kueue = start_admitted(runPolicy={"backoffLimit": 0})
+    world, kueue = start_admitted_job(runPolicy={"backoffLimit": 0})
     world.end_launcher(code, RANK_FAILED if code else None)
     world.reconcile()
     assert world.status["phase"] == reason
@@ -98,7 +100,7 @@ def test_the_end_gives_the_quota_back_when_no_pod_runs(code: int, reason: str) -
     ("reason", "requeued"), [("Preempted", "True"), ("PodsReadyTimeout", "False"), ("AdmissionCheck", "False")]
 )
 def test_an_eviction_removes_all_pods_then_gives_the_quota_back(reason: str, requeued: str) -> None:
-    world, kueue = start_admitted()
+    world, kueue = start_admitted_job()
     kueue.evict(reason)
     world.reconcile()
     assert kueue.holds_quota(), "until the ranks have saved their state"
@@ -129,7 +131,7 @@ def test_an_eviction_removes_all_pods_then_gives_the_quota_back(reason: str, req
 
 
 def test_suspending_gives_the_quota_back_and_resuming_asks_again() -> None:
-    world, kueue = start_admitted()
+    world, kueue = start_admitted_job()
     world.edit_policy(suspend=True)
     world.reconcile()
     assert kueue.holds_quota()
@@ -145,7 +147,7 @@ def test_suspending_gives_the_quota_back_and_resuming_asks_again() -> None:
 
 
 def test_a_restart_stays_admitted_and_reports_that_it_recovers() -> None:
-    world, kueue = start_admitted()
+    world, kueue = start_admitted_job()
     world.end_launcher(1, RANK_FAILED)
     world.end("train-worker-1-1-uid-1", 1)
     world.reconcile()
@@ -163,7 +165,7 @@ def test_a_restart_stays_admitted_and_reports_that_it_recovers() -> None:
 
 
 def test_a_deleted_workload_stops_the_job_which_asks_again() -> None:
-    world, kueue = start_admitted()
+    world, kueue = start_admitted_job()
     world.children.pop(WORKLOAD)
     world.reconcile()
     assert world.find_condition("Suspended")["reason"] == "Queued"
@@ -188,7 +190,7 @@ def test_the_priority_is_that_of_the_jobs_class(
     data = build_job()
     data["spec"]["template"]["spec"] |= template
     data["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team", **labels}
-    world = Simulated(data, Policy(seed=b"s" * 32, workloads=f"kueue.x-k8s.io/{version}"))
+    world = SimulatedCluster(data, Policy(seed=b"s" * 32, workloads=f"kueue.x-k8s.io/{version}"))
     world.objects[reference] = {"value": 1000}
     world.reconcile()
     spec = PlayedKueue(world).spec
@@ -202,7 +204,7 @@ def test_the_priority_is_that_of_the_jobs_class(
 
 
 def test_a_flavor_that_cannot_be_read_is_named_and_no_pod_is_made() -> None:
-    world, kueue = start_queued()
+    world, kueue = create_queued_job()
     world.objects.clear()
     kueue.admit()
     plan = world.reconcile()
@@ -211,7 +213,7 @@ def test_a_flavor_that_cannot_be_read_is_named_and_no_pod_is_made() -> None:
 
 
 def test_a_workload_that_cannot_be_made_is_named() -> None:
-    world, _ = start_queued()
+    world, _ = create_queued_job()
     world.children.clear()
     world.troubles[WORKLOAD] = Trouble("Refused", "no right")
     plan = world.plan()
@@ -220,7 +222,7 @@ def test_a_workload_that_cannot_be_made_is_named() -> None:
 
 
 def test_a_queued_job_may_change_its_queue() -> None:
-    world, kueue = start_queued()
+    world, kueue = create_queued_job()
     assert world.job is not None
     world.job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "other"
     world.reconcile()
@@ -228,7 +230,7 @@ def test_a_queued_job_may_change_its_queue() -> None:
 
 
 def test_a_colocated_launcher_is_a_pod_set_of_its_own() -> None:
-    world, kueue = start_queued(launcher={"colocate": True})
+    world, kueue = create_queued_job(launcher={"colocate": True})
     assert [(pods["name"], pods["count"]) for pods in kueue.spec["podSets"]] == [("launcher", 1), ("worker", 1)]
     kueue.admit()
     world.reconcile()
@@ -238,7 +240,7 @@ def test_a_colocated_launcher_is_a_pod_set_of_its_own() -> None:
 @pytest.mark.parametrize("labels", [{}, {"kueue.x-k8s.io/pod-group-name": "mine"}])
 def test_without_workloads_or_with_a_pod_group_the_pods_have_the_labels(labels: dict[str, str]) -> None:
     policy = POLICY if labels else Policy(seed=b"s" * 32)
-    world, _ = start_queued(labels, policy)
+    world, _ = create_queued_job(labels, policy)
     assert world.pods
     assert WORKLOAD not in world.children
     pod = world.manifests["train-worker-0-1-uid-1"]["metadata"]["labels"]
@@ -256,7 +258,7 @@ def test_all_that_is_written_to_a_workload_is_valid_in_kueues_schema(version: st
         "tolerations": [{"key": "x", "operator": "Exists"}],
         "initContainers": [{"name": "first", "image": "i"}],
     }
-    world = Simulated(data, Policy(seed=b"s" * 32, workloads=f"kueue.x-k8s.io/{version}"))
+    world = SimulatedCluster(data, Policy(seed=b"s" * 32, workloads=f"kueue.x-k8s.io/{version}"))
     world.objects["PriorityClass", "high"] = {"value": 7}
     kueue, schema = PlayedKueue(world), _close_schema(kueue_crds.find_schema("Workload", version))
     check = {"name": "c", "state": "Ready", "message": "m", "lastTransitionTime": "2026-01-01T00:00:00Z"}

@@ -6,14 +6,16 @@ import json
 from typing import Any
 
 import pytest
-from simulated import RANK_FAILED, Simulated, build_job, start_running_job
+from simulated_cluster import SimulatedCluster, start_running_job
+from simulated_job import build_job
+from simulated_kubelets import RANK_FAILED
 
 from topkube_operator.model.observed import Trouble
 from topkube_operator.planning import admission
 
 
 def test_a_job_can_be_suspended_at_creation_resumed_and_suspended_again() -> None:
-    world = Simulated(build_job(runPolicy={"suspend": True, "activeDeadlineSeconds": 100}))
+    world = SimulatedCluster(build_job(runPolicy={"suspend": True, "activeDeadlineSeconds": 100}))
     world.reconcile()
     assert (world.status["phase"], world.pods, world.children) == ("Suspended", {}, {})
     assert "startTime" not in world.status
@@ -65,13 +67,13 @@ def test_a_suspended_job_frees_everything_but_its_pod_on_a_lost_node() -> None:
 
 
 def test_a_job_that_another_controller_manages_is_left_alone() -> None:
-    world = Simulated(build_job(runPolicy={"managedBy": "kueue.x-k8s.io/multikueue"}))
+    world = SimulatedCluster(build_job(runPolicy={"managedBy": "kueue.x-k8s.io/multikueue"}))
     assert world.reconcile().is_empty
     assert (world.status, world.pods) == ({}, {})
 
 
 def test_a_foreign_object_with_our_name_is_reported_and_not_touched() -> None:
-    world = Simulated(build_job())
+    world = SimulatedCluster(build_job())
     world.foreign.add(("Service", "train"))
     world.reconcile()
     world.reconcile()
@@ -86,7 +88,7 @@ def test_a_foreign_object_with_our_name_is_reported_and_not_touched() -> None:
 
 
 def test_a_refusal_of_the_api_server_is_in_the_status() -> None:
-    world = Simulated(build_job())
+    world = SimulatedCluster(build_job())
     world.reconcile()
     world.remove("train-launcher-1-uid-1")
     assert world.job is not None
@@ -102,7 +104,7 @@ def test_a_refusal_of_the_api_server_is_in_the_status() -> None:
     [{"workers": 0}, {"workers": "two"}, {"template": {}}, {"template": "x"}, {"aggregation": {"density": 2}}],
 )
 def test_an_invalid_spec_is_reported_and_nothing_is_made_until_it_is_corrected(invalid: dict[str, Any]) -> None:
-    world = Simulated(build_job())
+    world = SimulatedCluster(build_job())
     valid_spec = dict(world.job["spec"]) if world.job else {}
     world.edit(**invalid)
     assert world.reconcile().is_empty
@@ -138,7 +140,7 @@ def test_an_invalid_stored_status_is_replaced(invalid: Any) -> None:
 
 
 def test_an_invalid_job_is_deleted_after_its_time_to_live() -> None:
-    world = Simulated(build_job(workers=0, runPolicy={"ttlSecondsAfterFinished": 100}))
+    world = SimulatedCluster(build_job(workers=0, runPolicy={"ttlSecondsAfterFinished": 100}))
     assert world.reconcile().requeue == 100.0
     assert world.status["completionTime"] == "2026-01-01T00:00:00Z"
     world.wait(99)
@@ -151,13 +153,13 @@ def test_an_invalid_job_is_deleted_after_its_time_to_live() -> None:
 
 @pytest.mark.parametrize("ttl", ["soon", -1, True, None, 2.5])
 def test_an_invalid_time_to_live_deletes_nothing(ttl: Any) -> None:
-    world = Simulated(build_job(workers=0, runPolicy={"ttlSecondsAfterFinished": ttl}))
+    world = SimulatedCluster(build_job(workers=0, runPolicy={"ttlSecondsAfterFinished": ttl}))
     world.wait(10**6)
     assert world.reconcile().is_empty
 
 
 def test_a_corrected_job_has_not_ended() -> None:
-    world = Simulated(build_job(workers=0, runPolicy={"ttlSecondsAfterFinished": 100}))
+    world = SimulatedCluster(build_job(workers=0, runPolicy={"ttlSecondsAfterFinished": 100}))
     world.reconcile()
     world.wait(50)
     world.edit(workers=2)

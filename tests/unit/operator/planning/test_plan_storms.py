@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import RANK_FAILED, Simulated, build_job, start_running_job
+from simulated_cluster import SimulatedCluster, start_running_job
+from simulated_job import build_job
+from simulated_kubelets import RANK_FAILED
 
 from topkube_operator.model.observed import Trouble, find_difference, satisfies
 
@@ -19,16 +21,16 @@ MOST_IN_AN_HOUR = 20
 """Quick attempts: pauses of 0, 5, 10, 20, 40, 80, 160 s and then of 300 s."""
 
 
-def _vanish(world: Simulated, name: str) -> None:
+def _remove_pod(world: SimulatedCluster, name: str) -> None:
     if name in world.pods:
         world.remove(name)
 
 
-def _name_launcher(world: Simulated) -> str:
+def _name_launcher(world: SimulatedCluster) -> str:
     return f"train-launcher-{world.status.get('attempt', 0)}-uid-1"
 
 
-def _fail_launcher(world: Simulated, skew: int) -> None:
+def _fail_launcher(world: SimulatedCluster, skew: int) -> None:
     """The launcher fails on a node whose clock is wrong."""
     now, world.now = world.now, world.now + timedelta(seconds=skew)
     world.schedule()
@@ -37,12 +39,12 @@ def _fail_launcher(world: Simulated, skew: int) -> None:
     world.now = now
 
 
-TROUBLES: dict[str, Callable[[Simulated], Any]] = {
-    "the launcher is gone": lambda world: _vanish(world, _name_launcher(world)),
-    "a worker is gone": lambda world: _vanish(
+TROUBLES: dict[str, Callable[[SimulatedCluster], Any]] = {
+    "the launcher is gone": lambda world: _remove_pod(world, _name_launcher(world)),
+    "a worker is gone": lambda world: _remove_pod(
         world, max((item for item in world.pods if "worker-0" in item), default="")
     ),
-    "all pods are gone": lambda world: [_vanish(world, name) for name in list(world.pods)],
+    "all pods are gone": lambda world: [_remove_pod(world, name) for name in list(world.pods)],
     "a pod is refused": lambda world: [
         world.change(name, phase="Failed", reason="UnexpectedAdmissionError") for name in list(world.pods)[-1:]
     ],
@@ -54,7 +56,7 @@ TROUBLES: dict[str, Callable[[Simulated], Any]] = {
 
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_without_passing_time_at_most_two_attempts_have_pods(trouble: str) -> None:
-    world = Simulated(build_job(runPolicy={"backoffLimit": 1000}))
+    world = SimulatedCluster(build_job(runPolicy={"backoffLimit": 1000}))
     for _ in range(200):
         world.reconcile()
         TROUBLES[trouble](world)
@@ -65,7 +67,7 @@ def test_without_passing_time_at_most_two_attempts_have_pods(trouble: str) -> No
 @settings(max_examples=20)
 @given(st.lists(st.sampled_from(sorted(TROUBLES)), min_size=1, max_size=4), st.sampled_from([1, 4, 7]))
 def test_attempts_of_an_hour_are_few_whatever_goes_wrong(troubles: list[str], every: int) -> None:
-    world = Simulated(build_job(runPolicy={"backoffLimit": 1000}))
+    world = SimulatedCluster(build_job(runPolicy={"backoffLimit": 1000}))
     attempts = set()
     for step in range(HOUR // every // 4):
         world.reconcile()
@@ -76,7 +78,7 @@ def test_attempts_of_an_hour_are_few_whatever_goes_wrong(troubles: list[str], ev
     assert not world.violations
 
 
-def _count_seconds_until(world: Simulated, name: str) -> float:
+def _count_seconds_until(world: SimulatedCluster, name: str) -> float:
     began = world.now
     while name not in world.pods:
         plan = world.reconcile()
@@ -89,7 +91,7 @@ def _count_seconds_until(world: Simulated, name: str) -> float:
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_good_run_makes_the_pauses_short_again(answers: bool) -> None:
     """`answers`: True if the launcher answers the operator. If it does not, the start of its container counts."""
-    world = Simulated(build_job(runPolicy={"backoffLimit": 99}))
+    world = SimulatedCluster(build_job(runPolicy={"backoffLimit": 99}))
     for number in range(2, 9):
         world.reconcile()
         world.schedule()

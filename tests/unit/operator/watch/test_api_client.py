@@ -50,7 +50,7 @@ def test_our_finalizer_is_removed_and_no_other(monkeypatch: pytest.MonkeyPatch) 
         return {}
 
     cluster = Cluster.__new__(Cluster)
-    monkeypatch.setattr(cluster, "acting", lambda: True, raising=False)
+    monkeypatch.setattr(cluster, "is_acting", lambda: True, raising=False)
     monkeypatch.setattr(cluster, "call", call)
     monkeypatch.setattr(cluster, "_paths", {"Pod": ("v1", "pods")}, raising=False)
     cluster.remove_finalizer("team", "train-launcher-1", "uid-1")

@@ -9,7 +9,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from replica import Replica, wait_until
-from simulated import START, build_job, start_running_job
+from simulated_api_server import START
+from simulated_cluster import start_running_job
+from simulated_job import build_job
 
 from topkube.job import API_VERSION, KIND
 from topkube_operator.model import names
@@ -137,7 +139,7 @@ def test_a_pod_of_another_namespace_neither_ends_the_job_nor_is_deleted(replica:
     forged["metadata"].update(name="a-launcher-1", namespace="evil", uid="uid-of-evil")
     forged["metadata"]["ownerReferences"] = [names.build_owner_reference("train", "uid-of-train")]
     replica.server.store(copy.deepcopy(forged))
-    replica.store.put("Pod", forged)
+    replica.cache.put("Pod", forged)
     replica.controller.reconcile(("team", "train"))
     assert replica.find_condition("Succeeded") == {}
     assert ("Pod", "evil", "a-launcher-1") in replica.server.objects

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated import build_job
+from simulated_job import build_job
 
 from topkube.job.cached_dataset import name_cached_dataset
 from topkube.timestamps import format_timestamp
@@ -45,8 +45,8 @@ def build_node(name: str, ready: str) -> dict[str, Any]:
     return {"metadata": {"name": name}, "status": {"conditions": [{"type": "Ready", "status": ready}]}}
 
 
-def observe(store: WatchCache, owner: str = "uid-1") -> Observed:
-    return store.observe(Owner("team", "train", owner), Policy(), None, {}, {})
+def observe(cache: WatchCache, owner: str = "uid-1") -> Observed:
+    return cache.observe(Owner("team", "train", owner), Policy(), None, {}, {})
 
 
 def build_ended_container(name: str, second: int) -> dict[str, Any]:
@@ -59,38 +59,38 @@ def build_running_container(name: str) -> dict[str, Any]:
 
 
 def test_an_older_message_changes_nothing() -> None:
-    store = WatchCache()
-    assert store.put("Pod", build_child("a", 5, status={"phase": "Running"})) == KEY
-    assert store.put("Pod", build_child("a", 4, status={"phase": "Pending"})) is None
-    assert store.put("Pod", build_child("a", 5)) is None
-    assert observe(store).pods[0].phase == "Running"
-    assert store.put_job(build_stored_job(7))
-    assert not store.put_job(build_stored_job(6))
-    assert store.find_job(KEY) == {
+    cache = WatchCache()
+    assert cache.put("Pod", build_child("a", 5, status={"phase": "Running"})) == KEY
+    assert cache.put("Pod", build_child("a", 4, status={"phase": "Pending"})) is None
+    assert cache.put("Pod", build_child("a", 5)) is None
+    assert observe(cache).pods[0].phase == "Running"
+    assert cache.put_job(build_stored_job(7))
+    assert not cache.put_job(build_stored_job(6))
+    assert cache.find_job(KEY) == {
         "metadata": {"name": "train", "namespace": "team", "uid": "uid-1", "resourceVersion": "7"}
     }
 
 
 def test_only_ended_pods_that_are_being_deleted_are_left_behind() -> None:
     """Stuck pods of an existing job, of a removed job and of an earlier job are found. Running pods are not."""
-    store = WatchCache()
+    cache = WatchCache()
     for name, phase in (("runs", "Running"), ("ended", "Failed"), ("done", "Succeeded")):
         pod_object = build_child(name, 5, status={"phase": phase})
         pod_object["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-        store.put("Pod", pod_object)
-    store.put("Pod", build_child("kept", 5, status={"phase": "Failed"}))
+        cache.put("Pod", pod_object)
+    cache.put("Pod", build_child("kept", 5, status={"phase": "Failed"}))
 
     def list_stuck_pods() -> list[str]:
-        return sorted(pod.name for pod in store.find_stuck_pods(KEY))
+        return sorted(pod.name for pod in cache.find_stuck_pods(KEY))
 
-    store.put_job(build_stored_job(1))
+    cache.put_job(build_stored_job(1))
     assert list_stuck_pods() == ["done", "ended"]
-    store.remove_job(KEY, "uid-1")
+    cache.remove_job(KEY, "uid-1")
     assert list_stuck_pods() == ["done", "ended"]
-    store.put_job(build_stored_job(9, uid="uid-2"))  # the next job of this name
+    cache.put_job(build_stored_job(9, uid="uid-2"))  # the next job of this name
     assert list_stuck_pods() == ["done", "ended"]
     for name in ("runs", "ended", "done", "kept"):
-        store.remove("Pod", ("team", name), f"uid-of-{name}")
+        cache.remove("Pod", ("team", name), f"uid-of-{name}")
     assert list_stuck_pods() == []
 
 
@@ -132,101 +132,101 @@ def test_a_pod_is_overdue_when_nothing_of_it_runs_any_more(status: dict[str, Any
 
 
 def test_a_late_answer_does_not_bring_back_a_removed_object() -> None:
-    store = WatchCache()
-    store.put("Pod", build_child("a", 5))
-    assert store.remove("Pod", ("team", "a"), "uid-of-a") == KEY
-    assert store.put("Pod", build_child("a", 6)) is None
-    assert not observe(store).pods
-    assert "a" in observe(store).removed_at
-    assert store.put("Pod", build_child("a", 9, uid="another")) == KEY
-    store.put_job(build_stored_job(7))
-    store.remove_job(KEY, "uid-1")
-    assert not store.put_job(build_stored_job(8))
-    assert store.put_job(build_stored_job(9, uid="uid-2"))
+    cache = WatchCache()
+    cache.put("Pod", build_child("a", 5))
+    assert cache.remove("Pod", ("team", "a"), "uid-of-a") == KEY
+    assert cache.put("Pod", build_child("a", 6)) is None
+    assert not observe(cache).pods
+    assert "a" in observe(cache).removed_at
+    assert cache.put("Pod", build_child("a", 9, uid="another")) == KEY
+    cache.put_job(build_stored_job(7))
+    cache.remove_job(KEY, "uid-1")
+    assert not cache.put_job(build_stored_job(8))
+    assert cache.put_job(build_stored_job(9, uid="uid-2"))
 
 
 def test_a_removal_of_an_earlier_object_of_that_name_does_not_remove_the_later_one() -> None:
-    store = WatchCache()
-    store.put("Pod", build_child("a", 9, uid="later"))
-    assert store.remove("Pod", ("team", "a"), "earlier") is None
-    assert [pod.uid for pod in observe(store).pods] == ["later"]
-    store.put_job(build_stored_job(9, uid="uid-2"))
-    store.remove_job(KEY, "uid-1")
-    assert store.find_job(KEY) is not None
+    cache = WatchCache()
+    cache.put("Pod", build_child("a", 9, uid="later"))
+    assert cache.remove("Pod", ("team", "a"), "earlier") is None
+    assert [pod.uid for pod in observe(cache).pods] == ["later"]
+    cache.put_job(build_stored_job(9, uid="uid-2"))
+    cache.remove_job(KEY, "uid-1")
+    assert cache.find_job(KEY) is not None
 
 
 def test_a_list_removes_objects_whose_deletion_a_broken_watch_missed() -> None:
-    store = WatchCache()
+    cache = WatchCache()
     for name in ("a", "b"):
-        store.put("Pod", build_child(name, 5))
+        cache.put("Pod", build_child(name, 5))
     other = build_child("c", 5)
     other["metadata"]["namespace"] = "elsewhere"
-    store.put("Pod", other)
-    assert store.replace("Pod", "team", [build_child("b", 5)]) == {KEY}
-    assert {pod.name for pod in observe(store).pods} == {"b"}
-    assert store.replace("Pod", None, []) == {KEY, ("elsewhere", "train")}
+    cache.put("Pod", other)
+    assert cache.replace("Pod", "team", [build_child("b", 5)]) == {KEY}
+    assert {pod.name for pod in observe(cache).pods} == {"b"}
+    assert cache.replace("Pod", None, []) == {KEY, ("elsewhere", "train")}
 
 
 def test_objects_that_the_job_does_not_control_are_ignored() -> None:
-    store = WatchCache()
+    cache = WatchCache()
     pod = build_child("a", 5)
     pod["metadata"]["ownerReferences"][0]["controller"] = False
-    assert store.put("Pod", pod) is None
-    store.put("Pod", build_child("b", 5, owner="uid-of-an-earlier-job"))
-    assert not observe(store).pods
-    assert store.find_child("Pod", ("team", "b"), Owner("team", "train", "uid-1")) is None
+    assert cache.put("Pod", pod) is None
+    cache.put("Pod", build_child("b", 5, owner="uid-of-an-earlier-job"))
+    assert not observe(cache).pods
+    assert cache.find_child("Pod", ("team", "b"), Owner("team", "train", "uid-1")) is None
 
 
 def test_secrets_are_kept_as_digests() -> None:
-    store = WatchCache()
-    store.put("Secret", build_child("train-credentials", 5, data={"key": "c2VjcmV0"}))
-    assert "c2VjcmV0" not in repr(observe(store).children)
+    cache = WatchCache()
+    cache.put("Secret", build_child("train-credentials", 5, data={"key": "c2VjcmV0"}))
+    assert "c2VjcmV0" not in repr(observe(cache).children)
 
 
 def test_a_node_is_lost_when_nobody_hears_from_it_and_not_when_it_is_new() -> None:
-    store = WatchCache()
-    store.put("Pod", build_child("a", 5, spec={"nodeName": "node-a"}))
-    assert observe(store).lost_nodes == frozenset()
-    assert store.put_node(build_node("node-a", "True")) == {KEY}
+    cache = WatchCache()
+    cache.put("Pod", build_child("a", 5, spec={"nodeName": "node-a"}))
+    assert observe(cache).lost_nodes == frozenset()
+    assert cache.put_node(build_node("node-a", "True")) == {KEY}
     assert (
-        store.put_node(build_node("node-a", "False")) == set()
+        cache.put_node(build_node("node-a", "False")) == set()
     )  # its kubelet still reports, although the node is not ready
-    assert observe(store).lost_nodes == frozenset()
-    assert store.put_node(build_node("node-a", "Unknown")) == {KEY}
-    assert observe(store).lost_nodes == {"node-a"}
-    store.put_node(build_node("node-a", "True"))
-    assert store.replace_nodes([build_node("node-b", "True")]) == {KEY}
-    assert observe(store).lost_nodes == {"node-a"}
+    assert observe(cache).lost_nodes == frozenset()
+    assert cache.put_node(build_node("node-a", "Unknown")) == {KEY}
+    assert observe(cache).lost_nodes == {"node-a"}
+    cache.put_node(build_node("node-a", "True"))
+    assert cache.replace_nodes([build_node("node-b", "True")]) == {KEY}
+    assert observe(cache).lost_nodes == {"node-a"}
 
 
 def test_nodes_with_faults_and_failures_of_other_jobs_are_seen() -> None:
-    store = WatchCache(["GpuXidError"])
+    cache = WatchCache(["GpuXidError"])
     now = format_timestamp(datetime.now(UTC))
     faulty = build_node("node-a", "True")
     faulty["status"]["conditions"].append({"type": "GpuXidError", "status": "True"})
     faulty["metadata"]["labels"] = {"kubernetes.io/hostname": "host-a"}
-    store.put_node(faulty)
+    cache.put_node(faulty)
     cordoned = {**build_node("node-b", "True"), "spec": {"unschedulable": True}}
-    store.put_node(cordoned)
-    store.put_node(build_node("node-c", "Unknown"))
+    cache.put_node(cordoned)
+    cache.put_node(build_node("node-c", "Unknown"))
     failures = [
         {"name": "node-b", "count": 2, "reason": "Error", "lastFailureTime": now},
         {"name": "node-c", "count": 2, "reason": "Error", "lastFailureTime": "2020-01-01T00:00:00Z"},
     ]
-    store.put_job(build_stored_job(1, status={"nodeFailures": failures}))
+    cache.put_job(build_stored_job(1, status={"nodeFailures": failures}))
     other = {**build_stored_job(2, uid="uid-2", status={"nodeFailures": failures})}
     other["metadata"]["name"] = "other"
-    store.put_job(other)
-    observed = observe(store)
+    cache.put_job(other)
+    observed = observe(cache)
     assert observed.node_faults == {"node-a": "GpuXidError"}
     assert observed.nodes == 1
     assert observed.hostnames == {"node-a": "host-a", "node-b": "node-b", "node-c": "node-c"}
     assert [(failure.node, failure.job, failure.count) for failure in observed.node_failures] == [
         ("node-b", "uid-2", 2)
     ]
-    store.put_node(build_node("node-a", "True"))
-    store.remove_job(("team", "other"), "uid-2")
-    observed = observe(store)
+    cache.put_node(build_node("node-a", "True"))
+    cache.remove_job(("team", "other"), "uid-2")
+    observed = observe(cache)
     assert (observed.node_faults, observed.node_failures) == ({}, ())
 
 
@@ -242,7 +242,7 @@ def test_one_thread_works_on_a_key_and_a_change_queues_it_again() -> None:
     queue.done(KEY)
     assert queue.get() == KEY
     queue.done(KEY)
-    assert queue.find_oldest() == 0
+    assert queue.measure_oldest_wait() == 0
     threading.Timer(0.05, queue.close).start()
     assert queue.get() is None
 
@@ -284,37 +284,37 @@ def _build_labelled_node(name: str, ready: str = "True") -> dict[str, Any]:
 
 
 def test_jobs_see_the_node_cache_of_their_namespace_and_the_nodes_that_are_warm_and_alive() -> None:
-    store, uri = WatchCache(), "s3://bucket/x"
+    cache, uri = WatchCache(), "s3://bucket/x"
     stored_job = build_job(dataset={"uri": uri})
     stored_job["metadata"]["resourceVersion"] = "1"
-    store.put_job(stored_job)
+    cache.put_job(stored_job)
 
     def observe() -> tuple[bool, dict[str, int]]:
-        observed = store.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}, stored_job)
+        observed = cache.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}, stored_job)
         return observed.node_cache, dict(observed.warm)
 
-    store.replace_nodes([_build_labelled_node("a"), _build_labelled_node("b"), _build_labelled_node("dead", "Unknown")])
-    store.put_cached(_build_cached_dataset(uri, {"a": 100, "b": 20, "dead": 100, "gone": 100}))
+    cache.replace_nodes([_build_labelled_node("a"), _build_labelled_node("b"), _build_labelled_node("dead", "Unknown")])
+    cache.put_dataset(_build_cached_dataset(uri, {"a": 100, "b": 20, "dead": 100, "gone": 100}))
     assert observe() == (False, {})
-    assert store.put_claim(_build_claim("team", "Pending")) == set()
-    assert store.put_claim(_build_claim("elsewhere")) == set()
-    assert store.put_claim(_build_claim("team")) == {("team", "train")}, "jobs that wait for it are looked at"
-    assert store.put_claim(_build_claim("team")) == set()
+    assert cache.put_claim(_build_claim("team", "Pending")) == set()
+    assert cache.put_claim(_build_claim("elsewhere")) == set()
+    assert cache.put_claim(_build_claim("team")) == {("team", "train")}, "jobs that wait for it are looked at"
+    assert cache.put_claim(_build_claim("team")) == set()
     assert observe() == (True, {"host-of-a": 100, "host-of-b": 20})
-    store.put_cached(_build_cached_dataset("s3://bucket/other", {"b": 100}))
+    cache.put_dataset(_build_cached_dataset("s3://bucket/other", {"b": 100}))
     assert observe()[1] == {"host-of-a": 100, "host-of-b": 20}
-    store.replace_cached(None, [])
+    cache.replace_datasets(None, [])
     assert observe() == (True, {})
-    assert store.put_claim(_build_claim("team", deletionTimestamp="2026-01-01T00:00:00Z")) == {("team", "train")}
+    assert cache.put_claim(_build_claim("team", deletionTimestamp="2026-01-01T00:00:00Z")) == {("team", "train")}
     assert observe() == (False, {})
-    store.put_claim(_build_claim("team"))
-    assert store.replace_claims(None, []) == {("team", "train")}
+    cache.put_claim(_build_claim("team"))
+    assert cache.replace_claims(None, []) == {("team", "train")}
 
 
 def test_a_claim_of_another_name_is_not_a_node_cache() -> None:
-    store = WatchCache()
-    store.put_claim(_build_claim("team", name="mine"))
-    assert not store.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}, build_job()).node_cache
+    cache = WatchCache()
+    cache.put_claim(_build_claim("team", name="mine"))
+    assert not cache.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}, build_job()).node_cache
 
 
 # Nothing grows for ever.
@@ -346,10 +346,10 @@ def test_the_queue_keeps_the_earliest_appointment_of_each_key(appointments: list
 
 def test_a_removal_costs_the_same_after_many_removals() -> None:
     def measure_seconds(count: int) -> float:
-        store = WatchCache()
+        cache = WatchCache()
         begun = time.process_time()
         for number in range(count):
-            store.remove("Pod", ("team", f"pod-{number}"), f"uid-{number}")
+            cache.remove("Pod", ("team", f"pod-{number}"), f"uid-{number}")
         return time.process_time() - begun
 
     few = measure_seconds(9_000)
@@ -359,25 +359,25 @@ def test_a_removal_costs_the_same_after_many_removals() -> None:
 def test_old_removals_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(removals, "_MOST_REMEMBERED", 10)
     monkeypatch.setattr(removals, "_REMEMBERED", timedelta(0))
-    store = WatchCache()
+    cache = WatchCache()
     for number in range(100):
-        store.put("Pod", build_child(f"pod-{number}", 5))
-        store.remove("Pod", ("team", f"pod-{number}"), f"uid-of-pod-{number}")
-    assert len(store._removals) == len(store._removals._oldest_first) == 11
-    assert len(observe(store).removed_at) == 11
-    assert "pod-99" in observe(store).removed_at
+        cache.put("Pod", build_child(f"pod-{number}", 5))
+        cache.remove("Pod", ("team", f"pod-{number}"), f"uid-of-pod-{number}")
+    assert len(cache._removals) == len(cache._removals._oldest_first) == 11
+    assert len(observe(cache).removed_at) == 11
+    assert "pod-99" in observe(cache).removed_at
 
 
 def test_nodes_that_were_removed_are_forgotten_unless_a_pod_is_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a cluster that grows and shrinks all day, each node has another name."""
-    store = WatchCache()
-    store.put("Pod", build_child("a", 5, spec={"nodeName": "node-0"}))
+    cache = WatchCache()
+    cache.put("Pod", build_child("a", 5, spec={"nodeName": "node-0"}))
     for number in range(100):
-        store.put_node(build_node(f"node-{number}", "True"))
-        store.remove_node(f"node-{number}")
+        cache.put_node(build_node(f"node-{number}", "True"))
+        cache.remove_node(f"node-{number}")
     monkeypatch.setattr(known_nodes, "_REMEMBERED", timedelta(0))
-    store.remove_node("node-99")
-    assert set(store._nodes.names) == set(store._nodes.hostnames) == set(store._nodes._labels) == {"node-0"}
-    assert observe(store).lost_nodes == {"node-0"}
-    store.put_node(build_node("node-0", "True"))
-    assert observe(store).lost_nodes == set()
+    cache.remove_node("node-99")
+    assert set(cache._nodes.names) == set(cache._nodes.hostnames) == set(cache._nodes._labels) == {"node-0"}
+    assert observe(cache).lost_nodes == {"node-0"}
+    cache.put_node(build_node("node-0", "True"))
+    assert observe(cache).lost_nodes == set()

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from replica import wait_until
-from simulated import build_job
+from simulated_job import build_job
 
 from topkube.job import KIND
 from topkube_operator.model import names
 from topkube_operator.model.observed import Policy
-from topkube_operator.watch import watchers
+from topkube_operator.watch import watchers as watchers_module
 from topkube_operator.watch.api_connection import ApiError
 from topkube_operator.watch.owner import Owner
 from topkube_operator.watch.watch_cache import WatchCache
@@ -44,13 +44,13 @@ class Api:
         return next(item for item in self.items if (item["kind"], item["metadata"]["name"]) == (kind, name))
 
 
-def _build_watchers(api: Api, store: WatchCache, kinds: tuple[str, ...] = ("Pod",)) -> Watchers:
+def _build_watchers(api: Api, cache: WatchCache, kinds: tuple[str, ...] = ("Pod",)) -> Watchers:
     cluster: Any = api
-    return Watchers(cluster, store, [], kinds, list)
+    return Watchers(cluster, cache, [], kinds, list)
 
 
-def _start_thread(following: Watchers) -> threading.Thread:
-    thread = threading.Thread(target=following._follow, args=("Pod", None), daemon=True)
+def _start_thread(watchers: Watchers) -> threading.Thread:
+    thread = threading.Thread(target=watchers._follow_kind, args=("Pod", None), daemon=True)
     thread.start()
     return thread
 
@@ -63,12 +63,12 @@ def test_a_watch_that_ends_at_once_is_begun_again_after_growing_pauses(ends: str
         yield from ()
 
     api = Api(answer_watch)
-    following = _build_watchers(api, WatchCache())
+    watchers = _build_watchers(api, WatchCache())
     began = time.monotonic()
-    thread = _start_thread(following)
+    thread = _start_thread(watchers)
     wait_until(lambda: len(api.watches) >= 3)
     assert time.monotonic() - began >= 0.2 * 0.8 + 0.4 * 0.8
-    following.stop()
+    watchers.stop()
     thread.join(120)
     assert not thread.is_alive()
 
@@ -78,16 +78,16 @@ def test_a_watcher_waits_for_as_long_as_the_server_asks(monkeypatch: pytest.Monk
         raise ApiError(429, "too many requests", wait=40.0)
         yield
 
-    following = _build_watchers(Api(answer_watch), WatchCache())
+    watchers = _build_watchers(Api(answer_watch), WatchCache())
     waits = list[float]()
 
     def wait(seconds: float) -> bool:
         waits.append(seconds)
-        following._stopped.set()
+        watchers._stopped.set()
         return True
 
-    monkeypatch.setattr(following, "_stopped", _Stopped(wait))
-    following._follow("Pod", None)
+    monkeypatch.setattr(watchers, "_stopped", _Stopped(wait))
+    watchers._follow_kind("Pod", None)
     assert 30 < waits[0] < 70
 
 
@@ -136,63 +136,63 @@ def test_a_cluster_that_was_restored_from_a_backup_is_noticed_and_taken_as_it_is
         held.wait(120)
         yield from ()
 
-    api, store = Api(answer_watch), WatchCache()
+    api, cache = Api(answer_watch), WatchCache()
     api.items = [_build_pod(990, "Running"), _build_job(991, 3)]
-    following = _build_watchers(api, store)
-    store.put_job(_build_job(991, 3))
-    for kind, namespace in following._tasks:
-        following._list(kind, namespace)
-    following.audit()
-    assert [pod.phase for pod in store.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}).pods] == [
+    watchers = _build_watchers(api, cache)
+    cache.put_job(_build_job(991, 3))
+    for kind, namespace in watchers._tasks:
+        watchers._list_kind(kind, namespace)
+    watchers.audit()
+    assert [pod.phase for pod in cache.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}).pods] == [
         "Running"
     ]
-    store.remove("Pod", ("team", "b"), "uid-of-b")  # removed after the backup, so the restored cluster has it again
+    cache.remove("Pod", ("team", "b"), "uid-of-b")  # removed after the backup, so the restored cluster has it again
     back = _build_pod(480, "Pending")
     back["metadata"] |= {"name": "b", "uid": "uid-of-b"}
     api.version, api.items = 500, [_build_pod(470, "Pending"), back, _build_job(471, 2)]
-    changed_keys: set[Key] = following.audit()
+    changed_keys: set[Key] = watchers.audit()
     assert ("team", "train") in changed_keys
-    assert [pod.phase for pod in store.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}).pods] == [
+    assert [pod.phase for pod in cache.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}).pods] == [
         "Pending",
         "Pending",
     ]
-    known = store.find_job(("team", "train"))
+    known = cache.find_job(("team", "train"))
     assert known is not None
     assert (known["spec"]["workers"], known["metadata"]["resourceVersion"]) == (2, "471")
     lists = len(api.lists)
-    following.audit()
+    watchers.audit()
     assert len(api.lists) == lists + 1, "one list per audit after the restore"
 
 
 def test_a_watch_from_before_the_restore_begins_anew_from_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchers, "_SHORT_WATCH", 0.0)
+    monkeypatch.setattr(watchers_module, "_SHORT_WATCH", 0.0)
     go = threading.Semaphore(0)
 
     def answer_watch(kind: str) -> Iterator[Manifest]:
         go.acquire()
         yield from ()
 
-    api, store = Api(answer_watch), WatchCache()
-    following = _build_watchers(api, store)
-    thread = _start_thread(following)
+    api, cache = Api(answer_watch), WatchCache()
+    watchers = _build_watchers(api, cache)
+    thread = _start_thread(watchers)
     wait_until(lambda: api.watches == [("Pod", "1000")])
-    following._check_version(KIND, None, "1000")
+    watchers._check_version(KIND, None, "1000")
     api.version = 500
-    following._check_version(KIND, None, "500")
+    watchers._check_version(KIND, None, "500")
     go.release()
     wait_until(lambda: len(api.watches) == 2)
     assert api.watches[1] == ("Pod", "500")
-    following.stop()
+    watchers.stop()
     go.release()
     thread.join(120)
     assert not thread.is_alive()
 
 
 def test_a_job_whose_change_no_watch_reported_is_read_again() -> None:
-    api, store = Api(lambda kind: iter(())), WatchCache()
+    api, cache = Api(lambda kind: iter(())), WatchCache()
     api.items = [_build_job(991, 3)]
-    following = _build_watchers(api, store)
-    following.audit()
+    watchers = _build_watchers(api, cache)
+    watchers.audit()
     api.items = [_build_job(995, 3)]
-    assert following.audit() == {("team", "train")}
-    assert following.audit() == set()
+    assert watchers.audit() == {("team", "train")}
+    assert watchers.audit() == set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from simulated import build_job
+from simulated_job import build_job
 
 from topkube.job import TrainingJob
 from topkube_operator.children import pods
