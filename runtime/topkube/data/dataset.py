@@ -15,11 +15,11 @@ import numpy.typing as npt
 import xxhash
 
 from topkube.data.base.batch import ArrayOf, Batch, Decode, merge_batches
-from topkube.data.base.open_datasets import register
+from topkube.data.base.open_datasets import register_dataset
 from topkube.data.base.open_files import is_files_pressure
 from topkube.data.base.rank_place import RankPlace, find_place
 from topkube.data.cache.fingerprint import compute_fingerprint
-from topkube.data.cache.memory_tier import Frozen, MemoryTier
+from topkube.data.cache.memory.memory_tier import Frozen, MemoryTier
 from topkube.data.cache.node_state import STATES
 from topkube.data.cache.row_groups import RowGroups, count_parquet_rows
 from topkube.data.cache.sample_reader import SampleReader, convert_indices
@@ -148,7 +148,7 @@ class CachedDataset:
         except BaseException:
             self._end()
             raise
-        register(self)
+        register_dataset(self)
 
     def _count_samples(self) -> Longs:
         """Return the number of samples of each shard. If shards must be read to count their samples, each rank reads a

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from topkube.data import ArrayOf, DistributedSampler, collate
 from topkube.data.base.batch import Batch
-from topkube.data.cache.memory_tier import MemoryTier
+from topkube.data.cache.memory.memory_tier import MemoryTier
 from topkube.data.fill import memory_filler
 from topkube.errors import DatasetError
 

@@ -17,7 +17,7 @@ from topkube import _kernels
 from topkube.data.base.batch import ArrayOf, Batch
 from topkube.data.base.batch_buffers import BatchBuffers
 from topkube.data.base.open_files import limit_open_files
-from topkube.data.cache.early_samples import EarlySamples
+from topkube.data.cache.early.early_samples import EarlySamples
 from topkube.data.cache.open_shards import ShardFile
 from topkube.data.cache.row_groups import RowGroups
 from topkube.data.cache.shard_cache import ShardCache

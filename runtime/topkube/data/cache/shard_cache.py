@@ -19,13 +19,13 @@ import numpy as np
 from topkube.data.base.open_files import FilesPressure, build_too_many_files_error, is_files_pressure
 from topkube.data.base.shared_counters import CacheCounters
 from topkube.data.cache.cached_shards import CachedShards
-from topkube.data.cache.dataset_folder import DatasetFolder
-from topkube.data.cache.disk_tier import DiskLimits, DiskTier, Full
+from topkube.data.cache.disk.dataset_folder import DatasetFolder
+from topkube.data.cache.disk.disk_tier import DiskLimits, DiskTier, Full
+from topkube.data.cache.disk.record_log import read_hash
+from topkube.data.cache.disk.shard_file import ArrivingShard, ReceivedChecksums, ShardWriter, compute_digest
+from topkube.data.cache.disk.stored_index import read_index
 from topkube.data.cache.node_state import DROPPED, OPEN, NodeState
 from topkube.data.cache.open_shards import OpenShards, ShardFile
-from topkube.data.cache.record_log import read_hash
-from topkube.data.cache.shard_file import ArrivingShard, ReceivedChecksums, ShardWriter, compute_digest
-from topkube.data.cache.stored_index import read_index
 from topkube.data.formats.compression import decompress
 from topkube.data.formats.sample_index import SampleIndex, index_files
 from topkube.data.formats.shards import DataShard, Shards
@@ -180,7 +180,7 @@ class ShardCache:
             try:
                 file = self.folder.publish(shard.key, shard.size, fill, announce=announce)
             except FileNotFoundError:  # another process removed the dataset
-                if attempt or not self._cached.make_folder_again():
+                if attempt or not self._cached.create_folder_again():
                     return None
                 continue
             except Full as error:
@@ -193,7 +193,7 @@ class ShardCache:
                 return None
             with contextlib.suppress(OSError):
                 for index in indexes:
-                    self.folder.keep_index(shard.key, index)
+                    self.folder.store_index(shard.key, index)
             self.counters.add("evictions", self.folder.evictions - old_evictions)
             return ShardFile(shard, file, is_cached=True)
         return None
@@ -344,7 +344,7 @@ class ShardCache:
         if self.has_samples(number):
             assert self.folder is not None
             with contextlib.suppress(OSError):
-                self.folder.keep_index(shard.key, index)
+                self.folder.store_index(shard.key, index)
         return index
 
     def _read_index(self, shard: DataShard, file: int) -> SampleIndex:

@@ -90,13 +90,13 @@ class HttpServer:
         addresses: list[tuple[Any, ...]] = list(socket.getaddrinfo(self.host, self._port, type=socket.SOCK_STREAM))
         if failed in addresses:
             addresses = addresses[addresses.index(failed) + 1 :]
-        error: OSError = ConnectionError(f"no address of {self.host} can be reached")
+        last_error: OSError = ConnectionError(f"no address of {self.host} can be reached")
         for address in addresses:
             try:
                 return Connection(self, address)
-            except OSError as other:
-                error = other
-        raise error
+            except OSError as error:
+                last_error = error
+        raise last_error
 
 
 class Connection:
@@ -122,6 +122,11 @@ class Connection:
     @property
     def is_connected(self) -> bool:
         return self._stage > _CONNECTING
+
+    @property
+    def next_deadline(self) -> float:
+        """The time (monotonic) at which this try counts as too slow, unless more bytes arrive before."""
+        return min(self.stall_deadline, self.deadline)
 
     def begin(self, transfer: Transfer, end: int, now: float) -> None:
         """Start the request for bytes `transfer.at` to `end`."""

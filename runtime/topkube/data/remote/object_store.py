@@ -166,7 +166,7 @@ class ObjectStore:
         for transfer in remaining:
             transfer.rewind()
         if len(remaining) > 1 and self._access.is_asynchronous:
-            sync(self.filesystem.loop, self._fetch_at_the_same_time, remaining, write, progress)
+            sync(self.filesystem.loop, self._fetch_concurrently, remaining, write, progress)
         else:
             for transfer in remaining:
                 self._fetch_ranges(transfer, write, progress)
@@ -208,7 +208,7 @@ class ObjectStore:
                 partial(self._confirm, reading), partial(self._async_confirm, reading), reading.url
             )
 
-    async def _fetch_at_the_same_time(
+    async def _fetch_concurrently(
         self, transfers: Sequence[Transfer], write: Write, progress: Callable[[int], None]
     ) -> None:
         waiting = iter(transfers)

@@ -13,8 +13,8 @@ from processes import fork, wait_for_end
 from remotes import Remote, write_files, write_tars
 
 from topkube.data import ArrayOf
-from topkube.data.cache import publication
-from topkube.data.cache.disk_tier import DiskLimits, DiskTier
+from topkube.data.cache.disk import publication
+from topkube.data.cache.disk.disk_tier import DiskLimits, DiskTier
 from topkube.data.cache.node_state import FROZEN
 from topkube.data.formats.shards import Shards
 from topkube.data.opening import check_limits

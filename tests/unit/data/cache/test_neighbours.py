@@ -12,7 +12,7 @@ from openers import Opener, check_samples
 from remotes import write_files
 
 from topkube.data import ArrayOf
-from topkube.data.cache.disk_tier import DiskTier
+from topkube.data.cache.disk.disk_tier import DiskTier
 from topkube.data.remote.addresses import check_address, redact
 from topkube.errors import CacheError, DatasetError
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from openers import Opener
 from remotes import Remote, write_files, write_tars
 
-from topkube.data.cache import shard_file
-from topkube.data.cache.shard_file import ShardWriter
+from topkube.data.cache.disk import shard_file
+from topkube.data.cache.disk.shard_file import ShardWriter
 from topkube.errors import StoreError
 
 PIECE = 100

@@ -16,8 +16,9 @@ from remotes import Remote, write_files, write_tars
 
 from topkube.data import ArrayOf
 from topkube.data.base.file_lock import FileLock
-from topkube.data.cache import node_state, publication
-from topkube.data.cache.disk_tier import DiskLimits, DiskTier
+from topkube.data.cache import node_state
+from topkube.data.cache.disk import publication
+from topkube.data.cache.disk.disk_tier import DiskLimits, DiskTier
 from topkube.data.cache.node_state import NodeState
 from topkube.errors import CacheError, StoreError
 
@@ -76,7 +77,7 @@ def test_processes_that_were_killed_while_they_filled_do_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise readers of another job wait for them before each missing shard."""
-    monkeypatch.setattr(node_state, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(node_state, "_SEARCH_SECONDS", 0.0)
     state = NodeState(tmp_path / "memory", "0", 4)
     ready, tell = os.pipe()
 

@@ -16,8 +16,8 @@ import xxhash
 from mpi4py import MPI
 from openers import wait_until
 
-from topkube.data.cache import shard_file
-from topkube.data.cache.shard_file import ArrivingShard, ReceivedChecksums, ShardWriter
+from topkube.data.cache.disk import shard_file
+from topkube.data.cache.disk.shard_file import ArrivingShard, ReceivedChecksums, ShardWriter
 from topkube.data.fill import shard_exchange, shard_messages
 from topkube.data.fill.shard_exchange import ShardExchange
 from topkube.data.formats.shards import DataShard
@@ -276,10 +276,10 @@ def test_a_tag_is_not_used_again_after_a_timeout(bench: Bench) -> None:
     with tempfile.TemporaryFile() as file:
         bench.receive_shard(file.fileno())
         (retired,) = bench.exchange._receiver.retired
-        bench.exchange._receiver.reply_count += shard_messages.REPLIES - 1
+        bench.exchange._receiver.reply_count += shard_messages.REPLY_TAGS - 1
         bench.comm.open = True
         bench.receive_shard(file.fileno())
-    assert (bench.exchange._receiver.reply_count - 1) % shard_messages.REPLIES == (
+    assert (bench.exchange._receiver.reply_count - 1) % shard_messages.REPLY_TAGS == (
         retired[1] - shard_messages.FIRST_REPLY
     ) + 1
 

@@ -19,7 +19,7 @@ from remotes import write_tars
 
 from topkube.data import ArrayOf
 from topkube.data.cache import shard_cache
-from topkube.data.cache.disk_tier import DiskTier
+from topkube.data.cache.disk.disk_tier import DiskTier
 from topkube.data.cache.node_state import FROZEN
 from topkube.data.formats import compression as compression_module
 from topkube.data.formats.compression import Compression, decompress, find_compression
