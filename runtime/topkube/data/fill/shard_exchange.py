@@ -22,7 +22,7 @@ import numpy as np
 
 from topkube.data.base.rank_place import RankPlace
 from topkube.data.cache.disk.shard_file import ReceivedChecksums, ShardWriter
-from topkube.data.cache.shard_cache import ShardSource
+from topkube.data.cache.shard_fetcher import ShardSource
 from topkube.data.fill.shard_messages import FIRST_REPLY, GOODBYE, REPLY_TAGS, REQUEST, MessageBuffers, print_message
 from topkube.data.fill.shard_receiver import Pull, ShardReceiver
 from topkube.data.fill.shard_sender import ShardSender
@@ -46,7 +46,7 @@ class ShardExchange:
     def __init__(self, cache: ShardCache, place: RankPlace) -> None:
         self._cache, self._place = cache, place
         self._comm = place.world.comm.Dup()
-        cache.is_exchanged = True
+        cache.fetcher.is_exchanged = True
         self._new_pulls: queue.SimpleQueue[Pull] = queue.SimpleQueue()
         self._departed: set[int] = set()
         """The ranks that have announced that they answer no more."""

@@ -112,7 +112,7 @@ class ShardSender:
                 return True
             push.size = push.source.shard.size
         else:
-            arriving = self._cache.find_arriving(push.number)
+            arriving = self._cache.fetcher.find_arriving(push.number)
             if arriving is None or arriving.is_over or arriving.written_bytes <= 0:
                 return False
             push.source, push.size = arriving, arriving.size

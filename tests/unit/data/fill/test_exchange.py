@@ -116,7 +116,7 @@ class Bench:
             node_state=SimpleNamespace(advance=lambda count: None),
             counters=SimpleNamespace(add=lambda name, amount: None),
             shards=range(10),
-            find_arriving=lambda number: self.arriving,
+            fetcher=SimpleNamespace(find_arriving=lambda number: self.arriving),
             fetch_from_store=self._from_store,
         )
         place: Any = SimpleNamespace(rank=0, size=2, world=SimpleNamespace(comm=self.comm))

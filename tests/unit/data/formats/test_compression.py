@@ -18,7 +18,7 @@ from openers import Opener, list_shard_files
 from remotes import write_tars
 
 from topkube.data import ArrayOf
-from topkube.data.cache import shard_cache
+from topkube.data.cache import shard_decompression
 from topkube.data.cache.disk.disk_tier import DiskTier
 from topkube.data.cache.node_state import FROZEN
 from topkube.data.formats import compression as compression_module
@@ -189,7 +189,7 @@ def test_a_shard_is_decompressed_once_per_node(
     tmp_path: Path, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch, prefetch: bool
 ) -> None:
     count, real = [], decompress
-    monkeypatch.setattr(shard_cache, "decompress", lambda *given: (count.append(1), real(*given))[1])
+    monkeypatch.setattr(shard_decompression, "decompress", lambda *given: (count.append(1), real(*given))[1])
     data = write_tars(tmp_path / "source", [5, 5, 5])
     pack_all(tmp_path / "source", "zstd", ".tar.zst")
     for _ in range(3):
