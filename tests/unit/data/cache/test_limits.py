@@ -81,7 +81,7 @@ def test_check_detects_bits_that_flipped_in_memory(tmp_path: Path, open_dataset:
     with column.open("r+b") as file:
         file.seek(7 * 3072 + 5)
         file.write(bytes([data[7, 5] ^ 1]))
-    memory: Any = dataset._memory
+    memory: Any = dataset._samples.memory
     assert memory.check() == [7]
     check_samples(dataset, data)
     assert memory.check() == []

@@ -63,7 +63,7 @@ def test_a_memory_folder_that_another_user_prepared_is_not_used(
     dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20)
     for _ in range(2):
         check_samples(dataset, data)
-    assert dataset._memory is None
+    assert dataset._samples.memory is None
     assert not list(foreign_folder.iterdir())
     assert not folder.is_dir() or not list(folder.iterdir())
     output = capfd.readouterr().err
