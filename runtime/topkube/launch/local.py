@@ -25,7 +25,7 @@ from topkube.launch.host.processes import (
     signal_all,
 )
 from topkube.launch.mpi.mpi_library import Mpi
-from topkube.launch.output.rank_report import RankReport, diagnose, read_all, select_first_failure
+from topkube.launch.output.rank_report import RankReport, diagnose_report, read_reports, select_first_failure
 from topkube.launch.rank import write_command
 from topkube.settings import Settings
 
@@ -175,13 +175,13 @@ class LocalRun:
 
     def find_failed_report(self) -> RankReport | None:
         """Return the report of the rank that failed first; None if no rank failed."""
-        return select_first_failure(read_all(self.directory, self.job.ranks))
+        return select_first_failure(read_reports(self.directory, self.job.ranks))
 
     def describe_lost_output(self) -> list[str]:
         """Return a line for each rank whose log lacks output of the rank."""
         return [
             f"{report.lost_bytes} bytes of rank {report.rank}'s output are lost: {report.lost_why}"
-            for report in read_all(self.directory, self.job.ranks)
+            for report in read_reports(self.directory, self.job.ranks)
             if report.lost_bytes
         ]
 
@@ -190,7 +190,7 @@ class LocalRun:
         not fail."""
         report = self.find_failed_report()
         if report is not None:
-            what, cause, next_step = diagnose(report, f"node {self.find_node(report.rank)}")
+            what, cause, next_step = diagnose_report(report, f"node {self.find_node(report.rank)}")
             lines = report.traceback or "\n".join(report.tail)
             return LaunchError(
                 what + (":\n\n" + _indent_lines(lines) + "\n" if lines else ""),

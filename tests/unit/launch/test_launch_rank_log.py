@@ -16,7 +16,7 @@ import pytest
 
 from topkube.launch.output import rank_log
 from topkube.launch.output.rank_log import Echo, RankLogWriter
-from topkube.launch.output.rank_report import RankReport, report_path, reserve
+from topkube.launch.output.rank_report import RankReport, find_report_path, reserve_report
 
 SHIM = [sys.executable, "-m", "topkube.launch.rank", "--no-echo", "--"]
 PATIENT = (
@@ -103,7 +103,7 @@ def test_the_log_shows_where_output_was_lost(tmp_path: Path, monkeypatch: pytest
 def test_a_report_is_written_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The report is written into space that was reserved. Without a report, a rank that ended well would count as
     killed."""
-    reserve(tmp_path, 0)
+    reserve_report(tmp_path, 0)
     write = os.write
 
     def write_until_full(file: int, data: bytes) -> int:
@@ -116,7 +116,7 @@ def test_a_report_is_written_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.
         rank=0, host="h", command=["x"], started=1.0, ended=2.0, exit_code=1, tail=["y" * 60_000, "the end"]
     )
     report.write(tmp_path)
-    stored = RankReport.read(report_path(tmp_path, 0))
+    stored = RankReport.read(find_report_path(tmp_path, 0))
     assert stored.exit_code == 1
     assert stored.tail[-1] == "the end"
     assert [path.name for path in tmp_path.iterdir()] == ["rank-0.json"]

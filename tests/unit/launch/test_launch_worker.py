@@ -98,7 +98,7 @@ def test_files_of_earlier_attempts_are_removed(worker: Worker, monkeypatch: pyte
     session = worker._session
     session.welcome = Welcome(run="r", attempt=7, resumed=False)
     session.tunnel, session.link = Tunnel(), SilentLink()  # type: ignore[assignment]
-    worker._mpi = Mpi("MPICH", "5.0.2", Path("/x/mpiexec"))
+    worker._identity.mpi = Mpi("MPICH", "5.0.2", Path("/x/mpiexec"))
     asyncio.run(worker._start(Start(proxy=ProxyParameters(mpi="MPICH"), ranks=(0,))))
     assert started == [worker.directory / "attempt-7"]
     assert [path.name for path in worker.directory.iterdir()] == ["kept"]

@@ -81,7 +81,7 @@ def find_mpi(beside: Path | None = None, path: str | None = None) -> Mpi:
     )
 
 
-def find_wanted(implementation: str) -> Mpi:
+def find_required_mpi(implementation: str) -> Mpi:
     """Return the MPI of a launcher whose plan asks for `implementation`. Raises LaunchError, with exit code 127, if
     another MPI or none is installed."""
     try:
@@ -118,7 +118,7 @@ def read_library(python: str = sys.executable) -> str:
     return f"{name} {version.group().rstrip(',') if version else '?'}"
 
 
-def check_match(mpi: Mpi, loaded: str) -> None:
+def check_same_mpi(mpi: Mpi, loaded: str) -> None:
     """Raise LaunchError if mpiexec and the library that Python loads belong to different MPIs: every rank would be
     alone."""
     if loaded.split()[0] == mpi.implementation:

@@ -97,7 +97,7 @@ class Echo:
                 return False
 
 
-class Copy:
+class OutputCopier:
     """A copier from a pipe of the command to the log and to `echo`."""
 
     def __init__(self, pipe: int, log: RankLogWriter, echo: Echo | None) -> None:
