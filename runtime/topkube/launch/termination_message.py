@@ -92,6 +92,6 @@ def write_ending(termination_log: Path, ending: Ending, quiet: bool = False) -> 
 
 
 def clear_ending(termination_log: Path) -> None:
-    """Empty the termination message, because it no longer holds."""
+    """Empty the termination message, because it is no longer true."""
     with contextlib.suppress(OSError):
         termination_log.write_text("", encoding="utf-8")

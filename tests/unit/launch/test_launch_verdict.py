@@ -173,9 +173,9 @@ def test_a_data_loader_killed_for_memory_is_the_ranks_cause(
 ) -> None:
     """The rank itself ends with a traceback and exit code 1."""
     report = {"rank": 0, "host": "", "command": [], "started": 0.0, "ended": 1.0, "exit_code": 1, "tail": [line]}
-    taken = members[0].add_report(Report(report={**report, "told_to_end": told_to_end}, oom_kills=kills))
-    assert taken.out_of_memory == out_of_memory
-    failure = describe_failure(taken, lambda rank: "j-worker-0-1", "worker 0")
+    rank_report = members[0].add_report(Report(report={**report, "told_to_end": told_to_end}, oom_kills=kills))
+    assert rank_report.out_of_memory == out_of_memory
+    failure = describe_failure(rank_report, lambda rank: "j-worker-0-1", "worker 0")
     assert (failure.reason == "OOMKilled") == out_of_memory
     assert failure.exit_code == 1
     if out_of_memory:

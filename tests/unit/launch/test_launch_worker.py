@@ -28,7 +28,7 @@ PLAN = WorkerPlan(
 )
 
 
-class Ranks:
+class PlayedAttempt:
     """An attempt that notes how long it may take to end."""
 
     def __init__(self) -> None:
@@ -43,12 +43,12 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     credentials = WorkerCredentials(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), "token")
     worker = Worker(PLAN, credentials, ["true"], Settings(), tmp_path)
-    worker._attempt = Ranks()  # type: ignore[assignment]
+    worker._attempt = PlayedAttempt()  # type: ignore[assignment]
     return worker
 
 
 def read_graces(worker: Worker) -> list[float]:
-    assert isinstance(worker._attempt, Ranks)
+    assert isinstance(worker._attempt, PlayedAttempt)
     return worker._attempt.graces
 
 

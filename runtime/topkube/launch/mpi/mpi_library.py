@@ -12,7 +12,9 @@ from pathlib import Path
 from topkube.errors import LaunchError
 from topkube.installation import install_command
 
-_LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+_VERSION_SCRIPT = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def read_library(python: str = sys.executable) -> str:
 
     Raises LaunchError if it loads none.
     """
-    answer = subprocess.run([python, "-c", _LIBRARY], capture_output=True, text=True, check=False)
+    answer = subprocess.run([python, "-c", _VERSION_SCRIPT], capture_output=True, text=True, check=False)
     text = answer.stdout.replace("\0", "").strip()
     if answer.returncode or not text:
         reason = next(iter(reversed(answer.stderr.strip().splitlines())), "it gave no reason")
