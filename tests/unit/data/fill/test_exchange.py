@@ -30,7 +30,7 @@ BYTES = bytes(range(40))
 class Request:
     """A receive that completes when the communicator lets it."""
 
-    def __init__(self, comm: Comm, buffer: Any, data: bytes) -> None:
+    def __init__(self, comm: PlayedComm, buffer: Any, data: bytes) -> None:
         self.comm, self.buffer, self.data = comm, buffer, data
         self.done = self.cancelled = False
 
@@ -53,7 +53,7 @@ class Request:
         pass
 
 
-class Comm:
+class PlayedComm:
     """Rank 1 has BYTES as every shard, and sends `words` with it."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Comm:
         self.requests: list[tuple[int, int]] = []
         """(shard, tag) of requests of rank 1 that have not been received."""
 
-    def Dup(self) -> Comm:
+    def Dup(self) -> PlayedComm:
         return self
 
     def allow(self) -> bool:
@@ -105,10 +105,10 @@ class Comm:
 
 
 class Bench:
-    """An exchange over `Comm`, and the remote behind it."""
+    """An exchange over `PlayedComm`, and the remote behind it."""
 
     def __init__(self) -> None:
-        self.comm = Comm()
+        self.comm = PlayedComm()
         self.from_remote = 0
         self.arriving: ArrivingShard | None = None
         self.cache: Any = SimpleNamespace(

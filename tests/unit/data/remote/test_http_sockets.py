@@ -62,7 +62,7 @@ def test_a_head_is_read_without_regard_to_case() -> None:
     assert (response.status, response.headers) == (206, {"ETag": '"a"', "Content-Length": "7"})
 
 
-class Scripted:
+class ScriptedServer:
     """A server whose connections are handled by `handle(connection, number, request)`, a function of the test. Request
     is the head as text, number the count of requests so far."""
 
@@ -135,8 +135,8 @@ def build_head(start: int, stop: int, validator: str) -> bytes:
 @contextlib.contextmanager
 def serve_and_open(
     handle: Callable[[socket.socket, int, str], bool], patience: Patience = PATIENCE, **server_options: Any
-) -> Iterator[tuple[Scripted, ObjectStore]]:
-    server = Scripted(handle, **server_options)
+) -> Iterator[tuple[ScriptedServer, ObjectStore]]:
+    server = ScriptedServer(handle, **server_options)
     store = ObjectStore(server.uri, patience=patience)
     try:
         yield server, store
