@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 from fsspec.asyn import sync
 
-from topkube.data.remote.http_reading import describe_object
+from topkube.data.remote.http.reading import describe_object
 from topkube.data.remote.object_version import read_info_version
 from topkube.data.remote.retry import Patience, build_final_error, is_worth_a_retry
 from topkube.errors import DatasetError

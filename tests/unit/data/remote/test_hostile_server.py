@@ -14,7 +14,7 @@ import xxhash
 from hostile import HostileServer
 from openers import Opener
 
-from topkube.data.remote import object_store as store_module
+from topkube.data.remote import transfer_reader
 from topkube.data.remote.listing import Listing, RemoteObject
 from topkube.data.remote.object_store import ByteRange, ObjectStore
 from topkube.data.remote.retry import Patience
@@ -103,7 +103,7 @@ def read_and_check(server: HostileServer, requests: int) -> Counter[str]:
 def test_a_server_that_lies_causes_no_wrong_byte(
     monkeypatch: pytest.MonkeyPatch, etags: str, lies_in_all: bool, plain: bool
 ) -> None:
-    monkeypatch.setattr(store_module, "RANGE_BYTES", 700)
+    monkeypatch.setattr(transfer_reader, "RANGE_BYTES", 700)
     server = HostileServer(1, etags, lies_in_all, plain)
     try:
         ends = read_and_check(server, 400)
@@ -118,7 +118,7 @@ def test_the_cache_of_a_hostile_server_holds_only_right_bytes(
     open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups of small files, in ranges, with many readers of one cache."""
-    monkeypatch.setattr(store_module, "RANGE_BYTES", 700)
+    monkeypatch.setattr(transfer_reader, "RANGE_BYTES", 700)
     server = HostileServer(2)
     try:
         given: dict[str, Any] = {"prefetch": False, "group_bytes": 3000, "patience": PATIENCE}
@@ -137,7 +137,7 @@ def test_the_cache_of_a_hostile_server_holds_only_right_bytes(
 
 
 if __name__ == "__main__":
-    store_module.RANGE_BYTES = 700
+    transfer_reader.RANGE_BYTES = 700
     total, begun = int(sys.argv[1]), time.monotonic()
     ends, responses, requests = Counter[str](), Counter[str](), 0
     for seed, (etags, lies_in_all, plain) in enumerate(KINDS):

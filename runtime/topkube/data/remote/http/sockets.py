@@ -2,8 +2,8 @@
 writer. This needs less processor time than an HTTP library.
 
 A thread reads one object, or many small objects over several connections, with its own selector. If a response is not
-plain (`http_connection.NotPlain`), the caller uses the HTTP library. Every response is compared with the listing before
-one of its bytes is used (http_reading.py). After an error, a read resumes at the byte that it has reached if the
+plain (`connection.NotPlain`), the caller uses the HTTP library. Every response is compared with the listing before
+one of its bytes is used (reading.py). After an error, a read resumes at the byte that it has reached if the
 version of the object is known, else at the start of its range.
 """
 
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from topkube.data.remote.http_connection import Connection, HttpServer, NotPlain
+from topkube.data.remote.http.connection import Connection, HttpServer, NotPlain
 from topkube.data.remote.retry import Patience, build_final_error, is_worth_a_retry
 from topkube.data.remote.transfer import Transfer, Write
 

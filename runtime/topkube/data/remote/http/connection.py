@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from topkube.data.remote.http_message import MOST_HEAD_BYTES, Response, format_header, parse_head
-from topkube.data.remote.http_reading import Unfit, check_content, check_range
+from topkube.data.remote.http.message import MOST_HEAD_BYTES, Response, format_header, parse_head
+from topkube.data.remote.http.reading import Unfit, check_content, check_range
 from topkube.data.remote.retry import Patience, StatusError
 from topkube.data.remote.transfer import Transfer, Write
 
