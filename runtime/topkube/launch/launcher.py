@@ -85,7 +85,7 @@ def run_launcher() -> int:
 
 
 class AttemptFailed(Exception):
-    """The attempt cannot continue, for a known reason."""
+    """The attempt cannot continue, for the reason in `failure`."""
 
     def __init__(self, failure: FirstFailure) -> None:
         self.failure = failure
@@ -144,6 +144,7 @@ class JobLauncher:
             self.port = await self._rendezvous.start()
             self._say(f"attempt {self.plan.attempt} of {self.plan.name}: waiting for {len(self.plan.workers)} workers")
             await self._wait_for_workers()
+            self._check_workers()
             await self._start_ranks(directory)
             await self._wait_for_ranks()
             await self._wait_for_output()
@@ -178,8 +179,7 @@ class JobLauncher:
             self.members.end(self.plan.grace_seconds)
 
     async def _wait_for_workers(self) -> None:
-        """Wait until all workers are connected, and check that they can run ranks of this MPI. Raises AttemptFailed,
-        LaunchError."""
+        """Wait until all workers are connected, and the order of their ranks is known. Raises AttemptFailed."""
         end = time.monotonic() + self.plan.rendezvous_seconds
         complete_since = time.monotonic()
         while not self.members.are_all_connected() or not self._may_start(complete_since):
@@ -194,6 +194,10 @@ class JobLauncher:
             await asyncio.sleep(self._tick)
         self._order_ranks()
         self._state = "Starting"
+
+    def _check_workers(self) -> None:
+        """Check that all workers can run ranks of this MPI, at addresses of their own. Raises AttemptFailed,
+        LaunchError."""
         members = self.members.list_in_order()
         for member in members:
             if failure := describe_unfit_worker(self.plan, member, members[0], str(self._mpi)):
@@ -254,7 +258,7 @@ class JobLauncher:
     async def _wait_for_ranks(self) -> None:
         """Wait until all ranks have ended without an error. Raises AttemptFailed."""
         assert self._mpiexec is not None
-        members, mpiexec_ended = self.members, float("inf")
+        members, mpiexec_ended_at = self.members, float("inf")
         while True:
             await asyncio.sleep(self._tick)
             now = time.monotonic()
@@ -263,11 +267,11 @@ class JobLauncher:
                 self._say("all ranks run")
             members.note_lost(now)
             if self._mpiexec.code is not None:
-                mpiexec_ended = min(mpiexec_ended, now)
-            ended = members.have_all_reported() and (self._mpiexec.code is not None or members.have_all_proxies_ended())
-            if ended and members.first_failure_at is None:
+                mpiexec_ended_at = min(mpiexec_ended_at, now)
+            has_mpi_ended = self._mpiexec.code is not None or members.have_all_proxies_ended()
+            if has_mpi_ended and members.have_all_reported() and members.first_failure_at is None:
                 return
-            if now - mpiexec_ended > _REPORTS_SECONDS:
+            if now - mpiexec_ended_at > _REPORTS_SECONDS:
                 members.note_failure()
             if members.first_failure_at is not None:
                 members.request_checks()
@@ -315,8 +319,9 @@ class JobLauncher:
         if unconfirmed:
             shown = ", ".join(map(str, unconfirmed[:_MOST_NAMED])) + (", …" if len(unconfirmed) > _MOST_NAMED else "")
             self._say(
-                f"all ranks have ended well, but workers {shown} have not confirmed that all output is printed: the end"
-                " of their logs may be missing. Likely cause: nobody reads their pods' output, or the pods are gone"
+                f"all ranks have ended without an error, but workers {shown} have not confirmed that all output is"
+                " printed: the end of their logs may be missing. Likely cause: nobody reads their pods' output, or the"
+                " pods are gone"
             )
 
     async def _end_workers(self) -> None:
