@@ -28,7 +28,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import topkube
-from topkube.examples.char_gpt import GPT, Source
+from topkube.examples.char_gpt import GPT, CharacterWindows
 from topkube.settings import Settings
 from topkube.training.exchange.buckets.fusion import BUCKET_BYTES
 from topkube.training.exchange.buckets.parameter import SMALL_ELEMENTS
@@ -40,10 +40,10 @@ BATCH, CONTEXT = 8, 128
 
 def run_steps(variant: str, model: GPT, context: int) -> Iterator[None]:
     """Run the training loop of the example; yield after every step."""
-    source = Source(context)
+    dataset = CharacterWindows(context)
     plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if variant == "plain":
-        loader = DataLoader(source, batch_size=BATCH, sampler=torch.randperm(len(source)).tolist())
+        loader = DataLoader(dataset, batch_size=BATCH, sampler=torch.randperm(len(dataset)).tolist())
         for codes, targets in loader:
             loss = model(codes, targets)
             loss.backward()
@@ -55,8 +55,8 @@ def run_steps(variant: str, model: GPT, context: int) -> Iterator[None]:
     optimizer = topkube.DistributedOptimizer(
         plain, model.named_parameters(), aggregation=variant, density=0.01, warmup_steps=0, wire="bf16"
     )
-    sampler = topkube.data.DistributedSampler(source)
-    loader = DataLoader(source, batch_size=BATCH, sampler=sampler)
+    sampler = topkube.data.DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
     with topkube.checkpointing(model, optimizer, sampler, settings=Settings()) as run:
         for codes, targets in run.progress(loader):
             loss = model(codes, targets)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from topkube.examples.char_gpt import GPT, VOCABULARY, Source
+from topkube.examples.char_gpt import GPT, VOCABULARY, CharacterWindows
 from topkube.examples.digits_cnn import CNN, compute_accuracy, load_split_digits
 
 Task = tuple[nn.Module, Dataset, Callable[..., torch.Tensor], Callable[[nn.Module], tuple[float, float | None]]]
@@ -67,9 +67,9 @@ def build_task(name: str) -> Task:
 
 
 def _build_text_task(name: str) -> Task:
-    source = Source(CONTEXT, held_out=True)
-    chosen = torch.linspace(0, len(source) - 1, 1024).long().tolist()
-    codes, targets = (torch.stack(part) for part in zip(*(source[i] for i in chosen), strict=True))
+    dataset = CharacterWindows(CONTEXT, held_out=True)
+    chosen = torch.linspace(0, len(dataset) - 1, 1024).long().tolist()
+    codes, targets = (torch.stack(part) for part in zip(*(dataset[i] for i in chosen), strict=True))
 
     def held_out(model: nn.Module) -> tuple[float, None]:
         parts = [model(*part).item() for part in zip(codes.split(64), targets.split(64), strict=True)]
@@ -79,7 +79,7 @@ def _build_text_task(name: str) -> Task:
         model: nn.Module = GPT(GPT_LAYERS, GPT_WIDTH, 4, CONTEXT)
     else:
         model = LSTM(VOCABULARY, LSTM_WIDTH)
-    return model, Source(CONTEXT), lambda model, codes, targets: model(codes, targets), held_out
+    return model, CharacterWindows(CONTEXT), lambda model, codes, targets: model(codes, targets), held_out
 
 
 def _build_digits_task(name: str) -> Task:

@@ -13,7 +13,7 @@ _OPEN = """
 import sys, time
 from pathlib import Path
 start = time.perf_counter()
-from topkube.data.cache.disk_tier import DiskTier
+from topkube.data.cache.disk.disk_tier import DiskTier
 from topkube.data.opening import list_dataset
 from topkube.data.formats.shards import Shards
 from topkube.data.remote.object_store import ObjectStore

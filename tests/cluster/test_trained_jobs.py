@@ -25,7 +25,7 @@ from conftest import MANIFESTS
 # rank prints a hash of the agreed weights and a hash of its node's own weights.
 TRAINS_NODE_WEIGHTS = """
 import hashlib, os, torch, topkube
-from topkube.examples.char_gpt import GPT, Source
+from topkube.examples.char_gpt import GPT, CharacterWindows
 
 def digest(model):
     tensors = model.state_dict()
@@ -33,10 +33,10 @@ def digest(model):
 
 topkube.init()
 torch.manual_seed(0)
-model, source = GPT(layers=1, width=32, heads=2, context=32), Source(32, characters=200_000)
+model, dataset = GPT(layers=1, width=32, heads=2, context=32), CharacterWindows(32, characters=200_000)
 optimizer = topkube.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model.named_parameters())
-sampler = topkube.data.DistributedSampler(source)
-loader = torch.utils.data.DataLoader(source, batch_size=2, sampler=sampler)
+sampler = topkube.data.DistributedSampler(dataset)
+loader = torch.utils.data.DataLoader(dataset, batch_size=2, sampler=sampler)
 with topkube.checkpointing(model, optimizer, sampler) as run:
     total = run.step + 12 if int(os.environ["TOPKUBE_ATTEMPT"]) > 1 else 1_000_000
     for codes, targets in run.progress(loader, total=total):

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from topkube.data.cache.disk_tier import DiskTier
+from topkube.data.cache.disk.disk_tier import DiskTier
 from topkube.errors import TopKubeError
 from topkube.files import new_folder
 from topkube.job.cached_dataset import compute_dataset_id

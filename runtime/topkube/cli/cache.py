@@ -19,8 +19,8 @@ from topkube.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from topkube.data.cache.dataset_folder import DatasetFolder
-    from topkube.data.cache.disk_tier import DiskTier
+    from topkube.data.cache.disk.dataset_folder import DatasetFolder
+    from topkube.data.cache.disk.disk_tier import DiskTier
 
 cache = typer.Typer(help="Fill, list, check and empty the data cache of this node.", no_args_is_help=True)
 DirectoryOption = Annotated[
@@ -194,7 +194,7 @@ def manifest(
 
 
 def _open_tier(directory: Path | None) -> DiskTier:
-    from topkube.data.cache.disk_tier import DiskTier
+    from topkube.data.cache.disk.disk_tier import DiskTier
     from topkube.data.opening import choose_cache_folder
 
     settings = Settings.from_environment()

@@ -1,9 +1,9 @@
 """Training data: samplers that divide samples among ranks, and the cache of a node through which ranks read samples.
 
-`dataset.py` has the dataset that torch uses. It reads samples through `cache/memory_tier.py` and
+`dataset.py` has the dataset that torch uses. It reads samples through `cache/memory/memory_tier.py` and
 `cache/sample_reader.py`. The reader opens whole shards with `cache/shard_cache.py`, which takes them from
-`cache/disk_tier.py` or from `remote/object_store.py`. `fill/` fetches shards ahead of time and exchanges them between
-nodes.
+`cache/disk/disk_tier.py` or from `remote/object_store.py`. `fill/` fetches shards ahead of time and exchanges them
+between nodes.
 """
 
 from __future__ import annotations

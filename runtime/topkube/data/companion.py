@@ -20,8 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from topkube.data.base.rank_place import RankPlace
+from topkube.data.cache.disk.record_log import PUBLISHED, read_key
 from topkube.data.cache.node_state import OPEN
-from topkube.data.cache.record_log import PUBLISHED, read_key
 from topkube.data.cache.shard_cache import ShardCache
 from topkube.data.fill.disk_filler import THREADS
 from topkube.data.fill.file_view import FileView
@@ -42,7 +42,8 @@ class Companion:
 
     runs: the worker's directory. A folder of an attempt in it shows that ranks have started. sessions: the directory
     with the shared state of open datasets. report: a file to which the companion writes the size of the cache for the
-    job's status. asked: a file whose text is copied into the report; the text proves that the report is newer than it.
+    job's status. request: a file whose text is copied into the report; the text proves that the report is newer than
+    the file.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class Companion:
         runs: Path | None = None,
         sessions: Path | None = None,
         report: Path | None = None,
-        asked: Path | None = None,
+        request: Path | None = None,
         prefetch: bool = True,
         plain_seconds: float = PLAIN_SECONDS,
     ) -> None:
         self._cache, self._view, self._share = cache, view, share
         self._runs, self._sessions = runs, sessions
-        self._report, self._asked = report, asked
+        self._report, self._request = report, request
         self._prefetch, self._plain_seconds = prefetch, plain_seconds
         self._number_of_key = {cache.shards.compute_key(number): number for number in range(len(cache.shards))}
         self._records_seen = 0
@@ -210,17 +211,17 @@ class Companion:
         """Write the report if it has changed."""
         if self._report is None or self._cache.folder is None:
             return
-        asked = ""
-        if self._asked is not None:
+        request = ""
+        if self._request is not None:
             with contextlib.suppress(OSError):  # read first, so that the report is newer than this text
-                asked = self._asked.read_text(encoding="utf-8")
+                request = self._request.read_text(encoding="utf-8")
         cached = self._cache.folder.log.sum_shard_bytes()
         text = json.dumps(
             {
                 "cachedBytes": cached,
                 "totalBytes": self._cache.shards.listing.bytes,
                 "remoteBytes": int(self._cache.counters.sum_rows()["remote_bytes"]),
-                "asked": asked,
+                "asked": request,
             }
         )
         if text != self._last_report:
@@ -239,46 +240,59 @@ def main(arguments: list[str] | None = None) -> int:
     first, _, count = options.share.partition("/")
     settings = Settings.from_environment()
     stop = threading.Event()
-    companion: list[Companion] = []
+    companions: list[Companion] = []
 
-    def stop_companion(*_: object) -> None:
+    def stop_companions(*_: object) -> None:
         stop.set()
-        for running in companion:
-            running.stop()
+        for companion in companions:
+            companion.stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop_companion)
-    cache, pause = None, _PAUSES[0]
-    while cache is None and not stop.is_set():
-        try:
-            cache = open_cache(resolve_address(settings.dataset_uri, settings), settings, RankPlace())
-        except (TopKubeError, OSError) as error:
-            _report_problem(str(error))
-            stop.wait(pause)
-            pause = min(2 * pause, _PAUSES[1])
+        signal.signal(number, stop_companions)
+    cache = _open_cache_with_retries(settings, stop)
     if cache is None:
         return 0
-    try:
-        view = FileView(cache, Path(settings.dataset_view)) if settings.dataset_view else None
-    except OSError as error:
-        _report_problem(f"{settings.dataset_view} cannot be used: {error.strerror}; the dataset's files are not shown")
-        view = None
-    companion.append(
+    companions.append(
         Companion(
             cache,
-            view,
+            _open_view(cache, settings),
             (int(first), int(count)),
             runs=options.runs,
             sessions=choose_memory_folder(None, settings),
             report=options.report,
-            asked=options.asked,
+            request=options.asked,
             prefetch=bool(settings.cache_prefetch),
         )
     )
     if not stop.is_set():
-        companion[0].run()
+        companions[0].run()
     cache.close()
     return 0
+
+
+def _open_cache_with_retries(settings: Settings, stop: threading.Event) -> ShardCache | None:
+    """Open the cache of the job's dataset. Return None if `stop` is set before the remote answers."""
+    pause = _PAUSES[0]
+    while not stop.is_set():
+        try:
+            return open_cache(resolve_address(settings.dataset_uri, settings), settings, RankPlace())
+        except (TopKubeError, OSError) as error:
+            _report_problem(str(error))
+            stop.wait(pause)
+            pause = min(2 * pause, _PAUSES[1])
+    return None
+
+
+def _open_view(cache: ShardCache, settings: Settings) -> FileView | None:
+    """Return the view of the dataset's files. Return None if the job has no view, or if its directory cannot be
+    used."""
+    if not settings.dataset_view:
+        return None
+    try:
+        return FileView(cache, Path(settings.dataset_view))
+    except OSError as error:
+        _report_problem(f"{settings.dataset_view} cannot be used: {error.strerror}; the dataset's files are not shown")
+        return None
 
 
 def _report_problem(text: str) -> None:

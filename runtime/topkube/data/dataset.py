@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import os
-import sys
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from topkube.data.base.batch import ArrayOf, Batch, Decode, merge_batches
-from topkube.data.base.open_datasets import register
-from topkube.data.base.open_files import is_files_pressure
+from topkube.data.base.batch import ArrayOf, Decode
+from topkube.data.base.open_datasets import register_dataset
 from topkube.data.base.rank_place import RankPlace, find_place
 from topkube.data.cache.fingerprint import compute_fingerprint
-from topkube.data.cache.memory_tier import Frozen, MemoryTier
+from topkube.data.cache.memory.memory_tier import MemoryTier
 from topkube.data.cache.node_state import STATES
-from topkube.data.cache.row_groups import RowGroups, count_parquet_rows
 from topkube.data.cache.sample_reader import SampleReader, convert_indices
 from topkube.data.cache.shard_cache import ShardCache
+from topkube.data.decoded_samples import DecodedSamples, report_frozen_memory
 from topkube.data.fill.disk_filler import DiskFiller
-from topkube.data.fill.memory_filler import MemoryFiller, ReadsInProgress
+from topkube.data.fill.memory_filler import MemoryFiller
 from topkube.data.formats.shards import GROUP_BYTES, Format
 from topkube.data.opening import choose_memory_folder, open_cache, resolve_address
-from topkube.data.rank_messages import share_counts, share_failure
-from topkube.data.remote.listing import UNKNOWN, Longs
+from topkube.data.remote.listing import Longs
 from topkube.data.remote.retry import Patience
+from topkube.data.sample_counts import count_samples
 from topkube.data.sampler import DistributedSampler
-from topkube.errors import TopKubeError
 from topkube.settings import Settings
 
 if TYPE_CHECKING:
@@ -131,8 +126,6 @@ class CachedDataset:
         )
         self.node_state, self.counters = self.cache.node_state, self.cache.counters
         self.filler = DiskFiller(self.cache, place) if prefetch and self.cache.folder is not None else None
-        self._memory: MemoryTier | None = None
-        self._reads = ReadsInProgress()
         self._process = os.getpid()
         self._end = weakref.finalize(self, _close, self.cache, self.filler, os.getpid())
         try:
@@ -141,45 +134,15 @@ class CachedDataset:
                 if place.world is not None:  # readers must know that fillers are at work before they read
                     place.world.comm.Barrier()
             field = self.decode.field if isinstance(self.decode, ArrayOf) else None
-            self._reader = SampleReader(self.cache, self._count_samples(), field, early=self._early_samples)
-            if self._memory_limit:
-                self._memory = self._open_memory_tier()
+            counts = count_samples(self.cache, place)
+            self._reader = SampleReader(self.cache, counts, field, early=self._early_samples)
+            memory = self._open_memory_tier() if self._memory_limit else None
+            self._samples = DecodedSamples(self._reader, self.decode, memory)
             self._memory_filler = self._start_memory_filler()
         except BaseException:
             self._end()
             raise
-        register(self)
-
-    def _count_samples(self) -> Longs:
-        """Return the number of samples of each shard. If shards must be read to count their samples, each rank reads a
-        part of these shards."""
-        store, shards = self.cache.store, self.cache.shards
-        counts = shards.count_samples().copy()
-        unknown = np.flatnonzero(counts == UNKNOWN)
-        if not unknown.size:
-            return counts
-        failure: TopKubeError | None = None
-        in_cache = shards.format == "arrow" or (shards.format == "parquet" and shards.has_compressed)
-        groups = RowGroups(self.cache) if in_cache else None
-        for number in unknown.tolist():
-            if self._place.find_home_rank(number) != self._place.rank:
-                continue
-            try:
-                if shards.format == "parquet" and not shards.find_compression(number):
-                    counts[number] = count_parquet_rows(store, shards.listing[number])
-                elif groups is not None:
-                    counts[number] = groups.count_rows(number)
-                else:
-                    counts[number] = len(self.cache.load_index(number))
-            except TopKubeError as error:
-                failure = error
-                break
-        if self._place.world is not None:
-            failure = share_failure(self._place.world.comm, failure)
-            counts = share_counts(self._place.world.comm, counts)
-        if failure is not None:
-            raise failure
-        return counts
+        register_dataset(self)
 
     def _open_memory_tier(self) -> MemoryTier | None:
         """Return the memory tier. Return None, with a warning, if its directory cannot be used."""
@@ -187,32 +150,24 @@ class CachedDataset:
         try:
             return MemoryTier(self._memory_folder, name, len(self._reader), self._memory_limit)
         except OSError as error:
-            self._report_frozen_memory(error)
+            report_frozen_memory(self.node_state, error)
             return None
 
     def _start_memory_filler(self) -> MemoryFiller | None:
         """Fill the memory tier in the background if `decode` is an ArrayOf. Another function would run in Python, and
         slow down the training loop."""
-        if self._memory is None or self.filler is None or (decode := self._array_decode) is None:
+        samples = self._samples
+        if samples.memory is None or samples.array_decode is None or self.filler is None:
             return None
         return MemoryFiller(
-            self._memory,
+            samples.memory,
             self.filler,
             self.filler.share,
             self._reader.starts,
-            decode.record_bytes,
-            self._decode_and_store,
-            self._reads,
+            samples.array_decode.record_bytes,
+            samples.decode_and_store,
+            samples.reads,
         )
-
-    def _report_frozen_memory(self, error: OSError) -> None:
-        if self.node_state.freeze_memory_tier():
-            print(
-                f"topkube: the memory cache takes no more samples ({error.strerror or error}); "
-                "all other samples are read from the disk cache",
-                file=sys.stderr,
-                flush=True,
-            )
 
     # ---- reading
 
@@ -231,76 +186,7 @@ class CachedDataset:
     def batch(self, indices: Longs) -> Sequence[Any]:
         """Return decoded samples without `transform`: a Batch if they are stored in columns, else a list. `collate`
         accepts both. All indices must be valid and not negative."""
-        memory = self._memory
-        if memory is None:
-            return self._decode(indices)
-        if (batch := memory.gather_present(indices)) is not None:
-            self.counters.add_memory_hits(indices.size, batch.nbytes)
-            self._reads.last_end = time.monotonic()
-            return batch
-        self._reads.begin()
-        try:
-            return self._read_tiers(memory, indices)
-        finally:
-            self._reads.end()
-
-    def _read_tiers(self, memory: MemoryTier, indices: Longs) -> Sequence[Any]:
-        """Return decoded samples from the memory tier. Samples that it does not have are decoded and stored in it."""
-        present = memory.has(indices)
-        hits = int(np.count_nonzero(present))
-        self.counters.add("memory_requests", indices.size)
-        if hits < indices.size:
-            self.counters.add("memory_misses", indices.size - hits)
-            missing = indices[~present]
-            fresh = self._decode_and_store(missing)
-            if not hits:
-                return fresh
-            if not memory.has(missing).all():  # there was no room, or another process is writing them
-                return self._join(present, self._read_memory(indices[present]), fresh)
-        return self._read_memory(indices)
-
-    def _read_memory(self, indices: Longs) -> Batch:
-        """Return samples from the memory tier, which has all of them."""
-        assert self._memory is not None
-        batch = self._memory.gather(indices)
-        self.counters.add("memory_bytes", batch.nbytes)
-        return batch
-
-    def _decode_and_store(self, indices: Longs) -> Sequence[Any]:
-        """Return decoded samples. Samples for which there is room are stored in the memory tier."""
-        assert self._memory is not None
-        fresh = self._decode(indices)
-        try:
-            self._memory.admit(indices, fresh)
-        except Frozen as error:
-            self._report_frozen_memory(error)
-        except OSError as error:
-            if not is_files_pressure(error):
-                raise
-        return fresh
-
-    @staticmethod
-    def _join(present: npt.NDArray[np.bool_], kept: Batch, fresh: Sequence[Any]) -> Sequence[Any]:
-        """Return one batch: the next sample of `kept` at every position where `present` is true, else the next sample
-        of `fresh`."""
-        if isinstance(fresh, Batch) and fresh.schema == kept.schema and kept.schema.has_fixed_shape:
-            return merge_batches(present, kept, fresh)
-        kept_samples, fresh_samples = iter(kept), iter(fresh)
-        return [next(kept_samples) if is_kept else next(fresh_samples) for is_kept in present.tolist()]
-
-    @property
-    def _array_decode(self) -> ArrayOf | None:
-        """The `decode` function if it decodes whole batches at once; else None."""
-        return (
-            self.decode if isinstance(self.decode, ArrayOf) and self.cache.shards.format in ("files", "tar") else None
-        )
-
-    def _decode(self, indices: Longs) -> Sequence[Any]:
-        """Read samples from their shards and decode them."""
-        if (decode := self._array_decode) is not None:
-            return self._reader.read_arrays(indices, decode)
-        raw = self._reader.read_samples(indices)
-        return raw if self.decode is None else [self.decode(sample) for sample in raw]
+        return self._samples.get_batch(indices)
 
     # ---- order
 
@@ -359,7 +245,8 @@ class CachedDataset:
         statistics = self.counters.sum_rows()
         statistics["disk_state"] = self.node_state.state
         statistics["memory_state"] = self.node_state.memory_state
-        statistics["memory_used_bytes"] = self._memory.used_bytes if self._memory is not None else 0
+        memory = self._samples.memory
+        statistics["memory_used_bytes"] = memory.used_bytes if memory is not None else 0
         return statistics
 
     def __repr__(self) -> str:
@@ -377,8 +264,8 @@ class CachedDataset:
             self._end()
             if self._memory_filler is not None:
                 self._memory_filler.close()
-            if self._memory is not None:
-                self._memory.close()
+            if self._samples.memory is not None:
+                self._samples.memory.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _DESCRIPTION}

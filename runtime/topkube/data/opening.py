@@ -12,7 +12,7 @@ import xxhash
 
 from topkube.data.base.rank_place import RankPlace
 from topkube.data.base.shared_counters import CacheCounters
-from topkube.data.cache.disk_tier import DiskLimits, DiskTier
+from topkube.data.cache.disk.disk_tier import DiskLimits, DiskTier
 from topkube.data.cache.node_state import NodeState
 from topkube.data.cache.shard_cache import ShardCache, open_tier
 from topkube.data.formats.shards import GROUP_BYTES, Format, Shards

@@ -22,9 +22,9 @@ from topkube.examples.options import add_common_options, parse_positive, read_ag
 VOCABULARY = 128  # ASCII
 
 
-class Source(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Windows of `context` characters and, one further, the characters to predict. The last tenth of the text is held
-    out."""
+class CharacterWindows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Windows of `context` characters, and the characters to predict: the same window, moved by one character. The last
+    tenth of the text is held out."""
 
     def __init__(self, context: int, held_out: bool = False, characters: int = 4_000_000) -> None:
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -84,11 +84,11 @@ class GPT(nn.Module):
 @torch.no_grad()
 def compute_held_out_loss(model: GPT, context: int, windows: int = 256) -> float:
     """Return the mean loss of `windows` windows, spread over the held-out text."""
-    source = Source(context, held_out=True)
-    chosen = torch.linspace(0, len(source) - 1, min(windows, len(source))).long().tolist()
+    dataset = CharacterWindows(context, held_out=True)
+    chosen = torch.linspace(0, len(dataset) - 1, min(windows, len(dataset))).long().tolist()
     model.eval()
     device = next(model.parameters()).device
-    losses = [model(*(part[None].to(device) for part in source[i])).item() for i in chosen]
+    losses = [model(*(part[None].to(device) for part in dataset[index])).item() for index in chosen]
     model.train()
     return float(sum(losses) / len(losses))
 
@@ -124,9 +124,9 @@ def main(arguments: list[str] | None = None) -> None:
         plain = torch.optim.AdamW(model.parameters(), lr=args.learning_rate or 1e-3)
     optimizer = topkube.DistributedOptimizer(plain, model.named_parameters(), **read_aggregation(args))
 
-    source = Source(args.context)
-    sampler = topkube.data.DistributedSampler(source, seed=args.seed)
-    loader = DataLoader(source, batch_size=args.batch_size, sampler=sampler)
+    dataset = CharacterWindows(args.context)
+    sampler = topkube.data.DistributedSampler(dataset, seed=args.seed)
+    loader = DataLoader(dataset, batch_size=args.batch_size, sampler=sampler)
 
     with topkube.checkpointing(model, optimizer, sampler) as run:
         for codes, targets in run.progress(loader, total=args.steps):

@@ -81,9 +81,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     with optimizer.consensus():
         if topkube.rank() == 0:
-            print(
-                f"after {run.step} steps: {compute_accuracy(model, test):.1%} of {len(test)} unseen digits named right"
-            )
+            accuracy = compute_accuracy(model, test)
+            print(f"after {run.step} steps: {accuracy:.1%} of {len(test)} unseen digits are classified correctly")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from topkube.examples.char_gpt import GPT, Source
+from topkube.examples.char_gpt import GPT, CharacterWindows
 from topkube.examples.options import parse_positive
 from topkube.integrations.lightning import LightningStrategy
 from topkube.settings import Settings
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
         enable_progress_bar=False,  # TopKube shows one
         **more,
     )
-    loader = DataLoader(Source(args.context), batch_size=args.batch_size, shuffle=True)
+    loader = DataLoader(CharacterWindows(args.context), batch_size=args.batch_size, shuffle=True)
     trainer.fit(model, loader, ckpt_path="last" if settings.checkpoint_directory else None)
     trainer.print(f"trained {trainer.global_step} steps on {trainer.world_size} ranks")
 

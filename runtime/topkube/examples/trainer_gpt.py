@@ -15,23 +15,23 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from topkube.examples.char_gpt import VOCABULARY, Source
+from topkube.examples.char_gpt import VOCABULARY, CharacterWindows
 from topkube.examples.options import parse_positive
 from topkube.integrations.trainer import hook_trainer
 from topkube.settings import Settings
 
 
-class Windows(Dataset[dict[str, torch.Tensor]]):
+class GPT2Windows(Dataset[dict[str, torch.Tensor]]):
     """Windows of `context` characters. The model itself shifts the labels by one character."""
 
     def __init__(self, context: int) -> None:
-        self._source = Source(context)
+        self._windows = CharacterWindows(context)
 
     def __len__(self) -> int:
-        return len(self._source)
+        return len(self._windows)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        codes, _ = self._source[index]
+        codes, _ = self._windows[index]
         return {"input_ids": codes, "labels": codes}
 
 
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
                 report_to="none",
                 disable_tqdm=True,  # TopKube shows a bar
             ),
-            train_dataset=Windows(args.context),
+            train_dataset=GPT2Windows(args.context),
         )
         hook_trainer(trainer)  # the aggregation of the job; or hook_trainer(trainer, "hitopk", density=0.01)
         last = get_last_checkpoint(folder) if folder and Path(folder).is_dir() else None

@@ -48,10 +48,10 @@ def hook_accelerator(
             next_step="call hook_accelerator before accelerator.prepare, and hook_trainer before trainer.train",
         )
     check_device(accelerator.device)
-    before = accelerator.ddp_handler
-    if before is not None and before.comm_hook != DDPCommunicationHookType.NO:
+    existing_handler = accelerator.ddp_handler
+    if existing_handler is not None and existing_handler.comm_hook != DDPCommunicationHookType.NO:
         raise ArgumentError(
-            f"the accelerator has the communication hook {before.comm_hook.value} already",
+            f"the accelerator has the communication hook {existing_handler.comm_hook.value} already",
             next_step="remove comm_hook from DistributedDataParallelKwargs",
         )
 
@@ -60,18 +60,18 @@ def hook_accelerator(
             aggregation, density=density, wire=wire, warmup_steps=warmup_steps, ranks_per_node=ranks_per_node
         )
 
-    accelerator.ddp_handler = _HookHandler(before, make_hook)
+    accelerator.ddp_handler = _HookHandler(existing_handler, make_hook)
 
 
 class _HookHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  # mypy does not read accelerate
-    """The arguments of DistributedDataParallel as in `before`, with a hook of TopKube."""
+    """The arguments of DistributedDataParallel as in `existing_handler`, with a hook of TopKube."""
 
-    def __init__(self, before: DistributedDataParallelKwargs | None, make_hook: Callable[[], Hook]) -> None:
+    def __init__(self, existing_handler: DistributedDataParallelKwargs | None, make_hook: Callable[[], Hook]) -> None:
         super().__init__()
-        self._before, self._make_hook = before, make_hook
+        self._existing_handler, self._make_hook = existing_handler, make_hook
 
     def to_kwargs(self) -> dict[str, Any]:
-        return dict(self._before.to_kwargs()) if self._before is not None else {}
+        return dict(self._existing_handler.to_kwargs()) if self._existing_handler is not None else {}
 
     def register_comm_hook(self, model: Any) -> None:
         model.register_comm_hook(None, self._make_hook())

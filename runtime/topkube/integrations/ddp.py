@@ -92,7 +92,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass
 class _Residual:
-    """What was not sent of a shard, (length,) float32, in units of gradients that are multiplied by `loss_scale`."""
+    """The values of a shard that were not sent, (length,) float32, in units of gradients multiplied by `loss_scale`."""
 
     values: torch.Tensor
     loss_scale: float
@@ -128,7 +128,7 @@ class _Exchange:
         self._residuals: dict[int, _Residual] = {}
         self._pending: dict[int, _Residual] = {}
         """Residuals of the last step, by bucket. The next step commits them, unless a gradient was not finite."""
-        self._finite = True
+        self._is_finite = True
 
     def submit(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Return the future of a bucket's mean, which is written into the bucket's own memory."""
@@ -149,29 +149,29 @@ class _Exchange:
         buffer: torch.Tensor,
         index: int,
         step: int,
-        begins: bool,
+        is_first_bucket: bool,
         loss_scale: float,
     ) -> None:
         try:
             with torch.no_grad():
-                if begins:
-                    self._commit()
-                self._average(buffer, index, step, loss_scale)
+                if is_first_bucket:
+                    self._commit_residuals()
+                self._average_bucket(buffer, index, step, loss_scale)
                 # All ranks hold the same mean, so all ranks agree without a message.
-                self._finite = self._finite and bool(torch.isfinite(buffer).all())
+                self._is_finite = self._is_finite and bool(torch.isfinite(buffer).all())
         except Exception as error:
             future.set_exception(error)  # type: ignore[arg-type]  # torch declares another type
         else:
             future.set_result(buffer)
 
-    def _commit(self) -> None:
+    def _commit_residuals(self) -> None:
         """Take over the residuals of the last step; drop them if a gradient was not finite, because the optimizer has
         then skipped the step."""
-        if self._finite:
+        if self._is_finite:
             self._residuals.update(self._pending)
-        self._pending, self._finite = {}, True
+        self._pending, self._is_finite = {}, True
 
-    def _average(self, buffer: torch.Tensor, index: int, step: int, loss_scale: float) -> None:
+    def _average_bucket(self, buffer: torch.Tensor, index: int, step: int, loss_scale: float) -> None:
         """Replace `buffer` by its mean over all ranks. buffer: (n,)."""
         is_whole = buffer.dtype == torch.float64 or self._is_whole_at(step)
         count = buffer.numel()

@@ -56,9 +56,9 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]  # mypy does not rea
             )
         self._place, self._aggregation = place, aggregation
         self._arguments: dict[str, Any] = {"density": density, "wire": wire, "warmup_steps": warmup_steps}
-        super().__init__(cluster_environment=more.pop("cluster_environment", None) or _Launched(), **more)
+        super().__init__(cluster_environment=more.pop("cluster_environment", None) or _LauncherEnvironment(), **more)
 
-    # ---- devices and nodes: the launcher has chosen them
+    # ---- devices and nodes, which the launcher determines
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
@@ -97,8 +97,8 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]  # mypy does not rea
         check_device(self.root_device)
         super().setup(trainer)
         callbacks: list[Any] = trainer.callbacks
-        if not any(isinstance(callback, _ReportSteps) for callback in callbacks):
-            callbacks.append(_ReportSteps())
+        if not any(isinstance(callback, _LightningStepReporter) for callback in callbacks):
+            callbacks.append(_LightningStepReporter())
 
     def _register_ddp_hooks(self) -> None:
         self.model.register_comm_hook(
@@ -106,14 +106,14 @@ class LightningStrategy(DDPStrategy):  # type: ignore[misc]  # mypy does not rea
         )
 
 
-class _Launched(TorchElasticEnvironment):  # type: ignore[misc]
+class _LauncherEnvironment(TorchElasticEnvironment):  # type: ignore[misc]
     """The ranks of the launcher, by the variables of torchrun. Nodes may have different numbers of ranks."""
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Accept all numbers: LightningStrategy takes them from the launcher."""
 
 
-class _ReportSteps(pl.Callback):  # type: ignore[misc]
+class _LightningStepReporter(pl.Callback):  # type: ignore[misc]
     """Reports every step of the optimizer, with the mean loss of its batches."""
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class _ReportSteps(pl.Callback):  # type: ignore[misc]
     ) -> None:
         if self._reports is None or not self._reports.is_on:
             return
-        samples = _batch_size(batch)
+        samples = _count_samples(batch)
         self._samples += samples
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
@@ -165,7 +165,7 @@ class _ReportSteps(pl.Callback):  # type: ignore[misc]
             self._reports = None
 
 
-def _batch_size(batch: Any) -> int:
+def _count_samples(batch: Any) -> int:
     """Return the number of samples in a batch; 1 if Lightning cannot determine it."""
     try:
         return int(extract_batch_size(batch))

@@ -31,7 +31,7 @@ class StepReports:
         self._record: StepRecord | None = None
         self._sums = torch.zeros(_SUMS, dtype=torch.float64)
         self._work: Any = None
-        self._last = time.perf_counter()
+        self._last_end = time.perf_counter()
         phases.current.take()
         self.is_on = settings.run_path is not None
         if settings.run_path is None:
@@ -58,18 +58,18 @@ class StepReports:
             return
         self.flush()
         weight = samples if loss is not None else 0
-        own = phases.current.take()
-        sent = (own.intra_bytes, own.inter_bytes, own.dense_bytes)
+        own_phases = phases.current.take()
+        sent = (own_phases.intra_bytes, own_phases.inter_bytes, own_phases.dense_bytes)
         self._sums = torch.tensor([samples, weight, weight * (loss or 0.0), *sent], dtype=torch.float64)
         if self._group is not None:
             self._work = dist.all_reduce(self._sums, group=self._group, async_op=True)
         now = time.perf_counter()
-        seconds, self._last = now - self._last, now
+        seconds, self._last_end = now - self._last_end, now
         self._record = StepRecord(
             step=step,
             total_steps=total_steps,
             epoch=epoch,
-            seconds={**own.seconds, "forward": seconds},  # the exchange is a part of it
+            seconds={**own_phases.seconds, "forward": seconds},  # the exchange is a part of it
             checkpoint_step=checkpoint_step,
             time=time.time(),
         )

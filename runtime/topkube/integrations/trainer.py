@@ -37,10 +37,10 @@ def hook_trainer(
         warmup_steps=warmup_steps,
         ranks_per_node=ranks_per_node,
     )
-    trainer.add_callback(_ReportSteps())
+    trainer.add_callback(_TrainerStepReporter())
 
 
-class _ReportSteps(TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers
+class _TrainerStepReporter(TrainerCallback):  # type: ignore[misc]  # mypy does not read transformers
     """Reports every step of a Trainer. The loss is the number that the Trainer logs: its mean over all ranks and the
     last `logging_steps` steps."""
 

@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from topkube import heartbeat
 from topkube.errors import LaunchError
-from topkube.launch.connection.messages import NodeCache, ProxyEnded, Report, Running, Start, StepDone
+from topkube.launch.attempt_progress import AttemptProgress
+from topkube.launch.connection.messages import ProxyEnded, Report, Running, Start
 from topkube.launch.contract import NODE_NAME_VARIABLE, Message
-from topkube.launch.dataset import DatasetProcess
+from topkube.launch.dataset_process import DatasetProcess
 from topkube.launch.host import torch_environment
 from topkube.launch.host.environment import disable_single_copy, set_defaults, set_home
 from topkube.launch.host.memory_kills import count_memory_kills
@@ -29,14 +29,9 @@ from topkube.launch.host.processes import (
 from topkube.launch.mpi.mpi_library import Mpi
 from topkube.launch.mpi.proxies import build_proxy_command
 from topkube.launch.output.pod_output import PodOutput
-from topkube.launch.output.rank_report import RankReport, find_log_path, read_tail, report_path
-from topkube.launch.rank import find_commands, remove_shims, write_command
-from topkube.telemetry.cache_counters import count_reads, read_totals
-from topkube.telemetry.progress import PROGRESS_FILE, StepRecord, read_records
+from topkube.launch.output.rank_report import RankReport, find_log_path, find_report_path, read_tail
+from topkube.launch.rank import exclude_shims, find_commands, write_command
 
-_STEP_SECONDS = 0.5
-_LIFE_SECONDS = 2.0
-"""The time between two reports of signs of life other than steps."""
 _KEEPERS_SECONDS = 0.5
 """The longest time that the shims of killed ranks may take to write the last output and their reports."""
 _KILLING_SECONDS = 0.2
@@ -64,49 +59,37 @@ class Attempt:
         output: PodOutput,
     ) -> None:
         self._dataset, self._output = dataset, output
-        self._node = environment.get(NODE_NAME_VARIABLE, "")
         self.ranks, self.directory = start.ranks, directory
         self.reports: dict[int, RankReport] = {}
         self.exit_code = 0
         """The highest exit code of the ranks that have ended."""
-        self.lost: dict[int, tuple[int, str]] = {}
+        self.lost_output: dict[int, tuple[int, str]] = {}
         """Bytes of output that the ranks' logs could not store, and why, by rank."""
-        self._running = False
+        self._has_reported_start = False
         self.has_ended = False
         """True if no process of the attempt is left and `poll` has returned its end."""
-        self._progress = 0
-        self._steps_reported_at = self._life_reported_at = 0.0
-        self._collectives: dict[int, int] = {}
-        self._printed = 0
-        self._cache: NodeCache | None = None
         self._kills = count_memory_kills()
         self._kill_at = self._end_at = float("inf")
         self._stuck: list[int] = []
-        self._invalid_record_reported = False
-        self._killed = float("inf")
+        self._killed_at = float("inf")
         """When the worker killed the ranks (Unix time)."""
         directory.mkdir(parents=True)
         write_command(directory, command, os.getcwd())
-        temporary = str(directory.parent)
-        environment = {**environment, **start.environment, "TOPKUBE_RUN_DIRECTORY": str(directory)}
-        environment.update(mpi.build_environment())
-        set_defaults(environment, len(start.ranks))
-        environment.setdefault(torch_environment.MASTER_PORT, str(torch_environment.DEFAULT_PORT))
-        disable_single_copy(environment)
-        set_home(environment, temporary)
-        words = build_proxy_command(start.proxy, mpi, control_port)
+        proxy_command = build_proxy_command(start.proxy, mpi, control_port)
         try:
             self.proxy = subprocess.Popen(
-                words,
+                proxy_command,
                 stdin=subprocess.DEVNULL,
-                env=environment,
+                env=_build_proxy_environment(start, environment, mpi, directory),
                 cwd="/",
                 start_new_session=True,
                 preexec_fn=prepare_to_die_with_parent(signal.SIGKILL),
             )
         except OSError as error:
-            raise LaunchError(f"{words[0]} cannot be run: {error.strerror}", exit_code=126) from None
+            raise LaunchError(f"{proxy_command[0]} cannot be run: {error.strerror}", exit_code=126) from None
         self._logs = {rank: output.follow(find_log_path(directory, rank), rank) for rank in start.ranks}
+        node = environment.get(NODE_NAME_VARIABLE, "")
+        self._progress = AttemptProgress(directory, self._logs, node, dataset, output.say)
 
     @property
     def oom_kills(self) -> int:
@@ -116,87 +99,26 @@ class Attempt:
     def poll(self) -> list[Message]:
         """Return the messages about what has happened since the last call."""
         messages: list[Message] = []
-        if not self._running and all(log.path.exists() for log in self._logs.values()):
-            self._running = True
+        if not self._has_reported_start and all(log.path.exists() for log in self._logs.values()):
+            self._has_reported_start = True
             messages.append(Running())
         endings = [] if self.has_ended else self._report_ends()
-        messages += self._report_steps()
+        if (progress := self._progress.build_report(is_last=self.has_ended)) is not None:
+            messages.append(progress)
         messages += endings
         now = time.monotonic()
         if not self.has_ended and now > self._end_at:
-            self._end(_KILLING_SECONDS)
+            self._kill_remaining(_KILLING_SECONDS)
         elif not self.has_ended and now > self._kill_at and self._end_at == float("inf"):
             self._kill_commands()
         return messages
 
-    def _report_steps(self) -> list[Message]:
-        now = time.monotonic()
-        if now - self._steps_reported_at < _STEP_SECONDS and not self.has_ended:
-            return []
-        self._steps_reported_at = now
-        new = self._read_new_records()
-        record = new[-1][0] if new else None
-        self._progress = new[-1][1] if new else self._progress
-        cache = self._read_cache()
-        collectives, printed = self._read_signs_of_life(now)
-        if record is None and not collectives and not printed and (cache is None or cache == self._cache):
-            return []
-        self._cache = cache
-        values = dataclasses.asdict(record) if record else {}
-        return [StepDone(record=values, cache=cache, collectives=collectives, printed=printed)]
-
-    def _read_new_records(self) -> list[tuple[StepRecord, int]]:
-        """Return the new step records. A script may write anything into their file: an invalid record is skipped, and
-        reported once."""
-        try:
-            return list(read_records(self.directory / PROGRESS_FILE, self._progress))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            self._progress = self._read_progress_size()
-            if self._invalid_record_reported:
-                return []
-            self._invalid_record_reported = True
-            self._output.say(
-                f"{PROGRESS_FILE} holds an invalid step record: {error}. Likely cause: the script writes "
-                "into the run's directory. Next: report steps with run.progress(...) only"
-            )
-            return []
-
-    def _read_progress_size(self) -> int:
-        try:
-            return (self.directory / PROGRESS_FILE).stat().st_size
-        except OSError:
-            return 0
-
-    def _read_signs_of_life(self, now: float) -> tuple[dict[int, int], bool]:
-        """Return the number of collectives of the ranks that have entered a collective since the last call, and True if
-        a rank has printed something."""
-        if now - self._life_reported_at < _LIFE_SECONDS and not self.has_ended:
-            return {}, False
-        self._life_reported_at = now
-        counts = {rank: heartbeat.read(self.directory, rank) for rank in self.ranks}
-        new = {rank: count for rank, count in counts.items() if count != self._collectives.get(rank, 0)}
-        self._collectives |= new
-        before, self._printed = self._printed, sum(log.size for log in self._logs.values())
-        return new, self._printed != before
-
-    def _read_cache(self) -> NodeCache | None:
-        """Return the counters of the node's cache; None if the job has no dataset."""
-        totals, report = read_totals(self.directory), self._dataset.read_report()
-        if not totals and not report:
-            return None
-        requests, misses = count_reads(totals)
-        return NodeCache(
-            node=self._node,
-            requests=requests,
-            misses=misses,
-            remote_bytes=int(totals.get("remote_bytes", 0)) + int(report.get("remoteBytes") or 0),
-            cached_bytes=int(report.get("cachedBytes") or 0),
-        )
-
     def _report_ends(self) -> list[Message]:
+        """Return the reports of ranks that have ended since the last call. If no process is left, also return the
+        reports of ranks without a report, and the end of the proxy."""
         ended = self.proxy.poll() is not None and not list_descendants(but=self._dataset.list_pids())
         open_ranks = [rank for rank in self.ranks if rank not in self.reports]
-        reported = [rank for rank in open_ranks if report_path(self.directory, rank).exists()]
+        reported = [rank for rank in open_ranks if find_report_path(self.directory, rank).exists()]
         messages: list[Message] = [self._keep_report(self._read_report(rank)) for rank in reported]
         if ended and (self.exit_code or self._dataset.has_final_report()):
             started = [rank for rank in self.ranks if rank not in self.reports and self._logs[rank].path.exists()]
@@ -209,18 +131,18 @@ class Attempt:
 
     def _read_report(self, rank: int) -> RankReport:
         try:
-            report = RankReport.read(report_path(self.directory, rank))
+            report = RankReport.read(find_report_path(self.directory, rank))
         except (OSError, ValueError):  # a script wrote the file, not the shim
             return self._build_missing_report(rank)
         return report if report.rank == rank else self._build_missing_report(rank)
 
     def _keep_report(self, report: RankReport) -> Report:
-        if report.signal == "SIGKILL" and report.ended >= self._killed:
+        if report.signal == "SIGKILL" and report.ended >= self._killed_at:
             report = dataclasses.replace(report, told_to_end=True)
         self.reports[report.rank] = report
         self.exit_code = max(self.exit_code, report.exit_code)
         if report.lost_bytes:
-            self.lost[report.rank] = (report.lost_bytes, report.lost_why)
+            self.lost_output[report.rank] = (report.lost_bytes, report.lost_why)
             self._output.say(
                 f"{report.lost_bytes} bytes of rank {report.rank}'s output are lost: {report.lost_why}. Likely cause: "
                 "the pod's disk is full. Next: print less, or raise the container's ephemeral-storage limit"
@@ -255,9 +177,8 @@ class Attempt:
         """Send SIGTERM to the ranks, and SIGKILL to all after `grace_seconds`. 0 kills at once."""
         if grace_seconds > 0:
             if self._kill_at == float("inf"):
-                signal_all(
-                    list_children(self.proxy.pid), signal.SIGTERM
-                )  # the front processes of the shims, which pass it on
+                fronts = list_children(self.proxy.pid)  # the front processes of the shims pass the signal on
+                signal_all(fronts, signal.SIGTERM)
             self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
         else:
             self._kill_at = min(self._kill_at, time.monotonic())
@@ -269,14 +190,14 @@ class Attempt:
             return
         now = time.monotonic()
         self._kill_at, self._end_at = min(self._kill_at, now), now + _KEEPERS_SECONDS
-        self._killed = time.time()
-        below = list_descendants(but=self._dataset.list_pids())
-        signal_all(remove_shims(below), signal.SIGKILL)
+        self._killed_at = time.time()
+        descendants = list_descendants(but=self._dataset.list_pids())
+        signal_all(exclude_shims(descendants), signal.SIGKILL)
 
     def kill(self) -> None:
         """Kill every process below this worker now."""
         self._kill_at = min(self._kill_at, time.monotonic())
-        self._end(_STUCK_SECONDS)
+        self._kill_remaining(_STUCK_SECONDS)
         self._finish_logs()
 
     def _finish_logs(self) -> None:
@@ -285,7 +206,8 @@ class Attempt:
             report = self.reports.get(rank)
             log.finish(report.log_bytes if report is not None else None)
 
-    def _end(self, seconds: float) -> None:
+    def _kill_remaining(self, seconds: float) -> None:
+        """Try for `seconds` to kill every process below this worker. Report processes that cannot be killed."""
         left = kill_descendants(self._dataset.list_pids(), seconds)
         self.proxy.poll()
         late = time.monotonic() - self._end_at > _STUCK_SECONDS or seconds >= _STUCK_SECONDS
@@ -299,3 +221,15 @@ class Attempt:
     def remove(self) -> None:
         """Remove the attempt's files."""
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _build_proxy_environment(start: Start, environment: Mapping[str, str], mpi: Mpi, directory: Path) -> dict[str, str]:
+    """Return the environment of the proxy, which the ranks inherit: the container's variables, those of the launcher,
+    and defaults."""
+    variables = {**environment, **start.environment, "TOPKUBE_RUN_DIRECTORY": str(directory)}
+    variables.update(mpi.build_environment())
+    set_defaults(variables, len(start.ranks))
+    variables.setdefault(torch_environment.MASTER_PORT, str(torch_environment.DEFAULT_PORT))
+    disable_single_copy(variables)
+    set_home(variables, str(directory.parent))
+    return variables

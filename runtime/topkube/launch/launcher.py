@@ -31,7 +31,7 @@ from topkube.launch.output.pod_output import OutputHandler, PodOutput
 from topkube.launch.steps import combine_caches
 from topkube.launch.termination_message import build_ending_before_start, build_ending_by_error, write_ending
 from topkube.launch.verdict import (
-    ASKED,
+    ASKED_TO_END,
     ENDED_SECONDS,
     describe_missing_workers,
     describe_unexplained_end,
@@ -64,7 +64,7 @@ def run_launcher() -> int:
         plan = LaunchPlan.read(settings.launch_plan or "{}")
         attempt = plan.attempt
         credentials = LauncherCredentials.load(Path(settings.credentials_directory))
-        mpi = mpi_library.find_wanted(plan.mpi)
+        mpi = mpi_library.find_required_mpi(plan.mpi)
     except LaunchError as error:
         reason = "MpiNotFound" if error.exit_code == 127 else "BadPlan"
         write_ending(termination_log, build_ending_before_start(error, reason, attempt))
@@ -84,8 +84,8 @@ def run_launcher() -> int:
     return ending.exit_code
 
 
-class Failed(Exception):
-    """The attempt cannot continue, for a known reason."""
+class AttemptFailed(Exception):
+    """The attempt cannot continue, for the reason in `failure`."""
 
     def __init__(self, failure: FirstFailure) -> None:
         self.failure = failure
@@ -144,11 +144,12 @@ class JobLauncher:
             self.port = await self._rendezvous.start()
             self._say(f"attempt {self.plan.attempt} of {self.plan.name}: waiting for {len(self.plan.workers)} workers")
             await self._wait_for_workers()
+            self._check_workers()
             await self._start_ranks(directory)
             await self._wait_for_ranks()
             await self._wait_for_output()
             self._state = "Succeeded"
-        except Failed as failed:
+        except AttemptFailed as failed:
             self._failure, code = failed.failure, failed.failure.exit_code or 1
             self._state = "Failed"
         except (TopKubeError, OSError) as error:
@@ -178,24 +179,29 @@ class JobLauncher:
             self.members.end(self.plan.grace_seconds)
 
     async def _wait_for_workers(self) -> None:
-        """Wait until all workers are connected, and check that they can run ranks of this MPI. Raises Failed,
-        LaunchError."""
+        """Wait until all workers are connected, and the order of their ranks is known. Raises AttemptFailed."""
         end = time.monotonic() + self.plan.rendezvous_seconds
         complete_since = time.monotonic()
         while not self.members.are_all_connected() or not self._may_start(complete_since):
             if not self.members.are_all_connected():
                 complete_since = time.monotonic()
             if self._stop_requested is not None:
-                raise Failed(ASKED)
+                raise AttemptFailed(ASKED_TO_END)
             if time.monotonic() > end:
-                raise Failed(describe_missing_workers(self.plan, self.members.by_index, self._rendezvous.refused))
+                raise AttemptFailed(
+                    describe_missing_workers(self.plan, self.members.by_index, self._rendezvous.refused)
+                )
             await asyncio.sleep(self._tick)
         self._order_ranks()
         self._state = "Starting"
+
+    def _check_workers(self) -> None:
+        """Check that all workers can run ranks of this MPI, at addresses of their own. Raises AttemptFailed,
+        LaunchError."""
         members = self.members.list_in_order()
         for member in members:
             if failure := describe_unfit_worker(self.plan, member, members[0], str(self._mpi)):
-                raise Failed(failure)
+                raise AttemptFailed(failure)
         addresses: dict[str, int] = {}
         for member in members:
             other = addresses.setdefault(member.hello.ip, member.index)
@@ -250,9 +256,9 @@ class JobLauncher:
         return self.plan.order or tuple(sorted(self.members.by_index))
 
     async def _wait_for_ranks(self) -> None:
-        """Wait until all ranks have ended without an error. Raises Failed."""
+        """Wait until all ranks have ended without an error. Raises AttemptFailed."""
         assert self._mpiexec is not None
-        members, mpiexec_ended = self.members, float("inf")
+        members, mpiexec_ended_at = self.members, float("inf")
         while True:
             await asyncio.sleep(self._tick)
             now = time.monotonic()
@@ -261,11 +267,11 @@ class JobLauncher:
                 self._say("all ranks run")
             members.note_lost(now)
             if self._mpiexec.code is not None:
-                mpiexec_ended = min(mpiexec_ended, now)
-            ended = members.have_all_reported() and (self._mpiexec.code is not None or members.have_all_proxies_ended())
-            if ended and members.first_failure_at is None:
+                mpiexec_ended_at = min(mpiexec_ended_at, now)
+            has_mpi_ended = self._mpiexec.code is not None or members.have_all_proxies_ended()
+            if has_mpi_ended and members.have_all_reported() and members.first_failure_at is None:
                 return
-            if now - mpiexec_ended > _REPORTS_SECONDS:
+            if now - mpiexec_ended_at > _REPORTS_SECONDS:
                 members.note_failure()
             if members.first_failure_at is not None:
                 members.request_checks()
@@ -279,25 +285,25 @@ class JobLauncher:
         if message:
             rank = next(iter(steps.find_ranks_behind()), None)
             pod = find_pod_name(self.plan, rank) if rank is not None else None
-            raise Failed(FirstFailure(pod=pod, rank=rank, reason="Stalled", exit_code=1, message=message))
+            raise AttemptFailed(FirstFailure(pod=pod, rank=rank, reason="Stalled", exit_code=1, message=message))
 
     def _raise_if_stopped(self, now: float) -> None:
-        """Raise Failed once the workers have ended after a request to stop, or have had the time for it."""
+        """Raise AttemptFailed once the workers have ended after a request to stop, or have had the time for it."""
         if self._stop_requested is None:
             return
         if not self.members.may_any_send(now) or now - self._stop_requested > self.plan.grace_seconds + ENDED_SECONDS:
-            raise Failed(ASKED)
+            raise AttemptFailed(ASKED_TO_END)
 
     def _raise_if_failed(self, now: float) -> None:
-        """Raise Failed once it is clear what failed first."""
+        """Raise AttemptFailed once it is clear what failed first."""
         assert self._mpiexec is not None
         members, first_failure_at = self.members.by_index.values(), self.members.first_failure_at
         if first_failure_at is None or not is_settled(self.plan, members, first_failure_at, now):
             return
         if self._stop_requested is not None:
-            raise Failed(ASKED)
+            raise AttemptFailed(ASKED_TO_END)
         failure = find_first_failure(self.plan, members)
-        raise Failed(failure or describe_unexplained_end(self._mpiexec.code, members, self._mpiexec.tail))
+        raise AttemptFailed(failure or describe_unexplained_end(self._mpiexec.code, members, self._mpiexec.tail))
 
     async def _wait_for_output(self) -> None:
         """Wait until the workers have printed the rest of the ranks' output, after all ranks have ended without an
@@ -309,12 +315,13 @@ class JobLauncher:
             if not self.members.may_any_send(time.monotonic()):
                 break
             await asyncio.sleep(_TICK_SECONDS)
-        unconfirmed = [member.index for member in self.members.list_in_order() if not member.ended]
+        unconfirmed = [member.index for member in self.members.list_in_order() if not member.has_ended]
         if unconfirmed:
             shown = ", ".join(map(str, unconfirmed[:_MOST_NAMED])) + (", …" if len(unconfirmed) > _MOST_NAMED else "")
             self._say(
-                f"all ranks have ended well, but workers {shown} have not confirmed that all output is printed: the end"
-                " of their logs may be missing. Likely cause: nobody reads their pods' output, or the pods are gone"
+                f"all ranks have ended without an error, but workers {shown} have not confirmed that all output is"
+                " printed: the end of their logs may be missing. Likely cause: nobody reads their pods' output, or the"
+                " pods are gone"
             )
 
     async def _end_workers(self) -> None:
@@ -324,7 +331,7 @@ class JobLauncher:
             self.members.end(0.0)
         end = time.monotonic() + ENDED_SECONDS
         while time.monotonic() < end:
-            if all(member.ended or not member.link.connected for member in members):
+            if all(member.has_ended or not member.link.is_connected for member in members):
                 break
             await asyncio.sleep(0.01)
         await asyncio.sleep(2 * _TICK_SECONDS)  # the last confirmations leave

@@ -25,14 +25,14 @@ from topkube.launch.host.processes import (
     signal_all,
 )
 from topkube.launch.mpi.mpi_library import Mpi
-from topkube.launch.output.rank_report import RankReport, diagnose, read_all, select_first_failure
+from topkube.launch.output.rank_report import RankReport, diagnose_report, read_reports, select_first_failure
 from topkube.launch.rank import write_command
 from topkube.settings import Settings
 
 GRACE_SECONDS = 10.0
 """The time that a run has to end after it was asked to, for a checkpoint. Then it is killed."""
 MPIEXEC_LOG = "mpiexec.log"
-_PERSONAL = (
+_LOCAL_SETTINGS = (
     "simd",
     "threads",
     "deadline_seconds",
@@ -55,7 +55,7 @@ def build_rank_environment(
     Raises SettingsError if a variable has an invalid value.
     """
     fields = Settings.__dataclass_fields__
-    determined = {fields[name].metadata["variable"] for name in fields if name not in _PERSONAL}
+    determined = {fields[name].metadata["variable"] for name in fields if name not in _LOCAL_SETTINGS}
     environment = {name: value for name, value in inherited.items() if name not in determined}
     environment.update(mpi.build_environment())
     set_defaults(environment, job.ranks)
@@ -88,10 +88,10 @@ def expand_variables(word: str, environment: Mapping[str, str]) -> str:
     """Return `word` with $(NAME) replaced by the variable's value. An unknown name stays as it is; $$ becomes a
     dollar."""
 
-    def value(match: re.Match[str]) -> str:
+    def replace_variable(match: re.Match[str]) -> str:
         return "$" if match.group() == "$$" else environment.get(match.group(1), match.group())
 
-    return re.sub(r"\$\$|\$\(([^()]*)\)", value, word)
+    return re.sub(r"\$\$|\$\(([^()]*)\)", replace_variable, word)
 
 
 class LocalRun:
@@ -107,7 +107,9 @@ class LocalRun:
         check_arguments(self._command, environment)
         self._mpiexec: subprocess.Popen[bytes] | None = None
         self._others: frozenset[int] = frozenset()
+        """The children of this process that existed before the run."""
         self._kill_at = float("inf")
+        """The time (monotonic) at which the processes of the run are killed."""
 
     def __enter__(self) -> LocalRun:
         adopt_orphans()
@@ -175,13 +177,13 @@ class LocalRun:
 
     def find_failed_report(self) -> RankReport | None:
         """Return the report of the rank that failed first; None if no rank failed."""
-        return select_first_failure(read_all(self.directory, self.job.ranks))
+        return select_first_failure(read_reports(self.directory, self.job.ranks))
 
     def describe_lost_output(self) -> list[str]:
         """Return a line for each rank whose log lacks output of the rank."""
         return [
             f"{report.lost_bytes} bytes of rank {report.rank}'s output are lost: {report.lost_why}"
-            for report in read_all(self.directory, self.job.ranks)
+            for report in read_reports(self.directory, self.job.ranks)
             if report.lost_bytes
         ]
 
@@ -190,7 +192,7 @@ class LocalRun:
         not fail."""
         report = self.find_failed_report()
         if report is not None:
-            what, cause, next_step = diagnose(report, f"node {self.find_node(report.rank)}")
+            what, cause, next_step = diagnose_report(report, f"node {self.find_node(report.rank)}")
             lines = report.traceback or "\n".join(report.tail)
             return LaunchError(
                 what + (":\n\n" + _indent_lines(lines) + "\n" if lines else ""),

@@ -57,9 +57,9 @@ class Member:
     """Seconds to add to the worker's clock to get the launcher's."""
     closed: float | None = None
     """When the worker's connection was closed; None while the worker is connected."""
-    running: bool = False
-    ended: bool = False
-    asked: bool = False
+    is_running: bool = False
+    has_ended: bool = False
+    was_asked: bool = False
     """True if the launcher has asked the worker to check its ranks, after a failure."""
     has_checked: bool = False
     """True if the worker has checked its ranks."""
@@ -76,11 +76,11 @@ class Member:
 
     def count_silent_seconds(self) -> float:
         """Return the seconds since the worker's last message."""
-        return time.monotonic() - self.link.heard
+        return time.monotonic() - self.link.last_heard
 
     def is_gone(self, now: float) -> bool:
         """Return True if the worker's connection was closed and did not come back."""
-        return not self.link.connected and self.closed is not None and now - self.closed > CLOSED_SECONDS
+        return not self.link.is_connected and self.closed is not None and now - self.closed > CLOSED_SECONDS
 
     def is_lost(self, now: float, lost_seconds: float) -> bool:
         """Return True if the worker is gone, or has been silent for longer than `lost_seconds`."""
@@ -88,24 +88,24 @@ class Member:
 
     def may_send(self, now: float, lost_seconds: float) -> bool:
         """Return True if the worker may still send a message: it has not reported its end, and it is not lost."""
-        return not (self.ended or self.is_lost(now, lost_seconds))
+        return not (self.has_ended or self.is_lost(now, lost_seconds))
 
     def may_be_lost(self, now: float, lost_seconds: float) -> bool:
         """Return True if the worker may be lost, but may also come back."""
         if self.proxy is not None and self.proxy.problem:
             return False
-        if not self.link.connected and self.closed is not None:
+        if not self.link.is_connected and self.closed is not None:
             return now - self.closed <= CLOSED_SECONDS
         return _SILENT_SECONDS < self.count_silent_seconds() <= lost_seconds
 
     def owes_reports(self, slots: int) -> bool:
         """Return True if a rank of the worker may have ended without a report to the launcher."""
-        return self.link.connected and self.proxy is None and len(self.reports) < slots and not self.has_checked
+        return self.link.is_connected and self.proxy is None and len(self.reports) < slots and not self.has_checked
 
     def request_check(self, slots: int) -> None:
         """Ask the worker to check its ranks, if it owes reports and was not asked before."""
-        if not self.asked and self.owes_reports(slots):
-            self.asked = True
+        if not self.was_asked and self.owes_reports(slots):
+            self.was_asked = True
             self.link.send(CheckRanks())
 
     def add_report(self, message: Report) -> RankReport:
@@ -150,11 +150,11 @@ class Members:
     def are_all_connected(self) -> bool:
         """Return True if every worker of the plan has joined and is connected."""
         members = self.by_index.values()
-        return len(members) == len(self._plan.workers) and all(member.link.connected for member in members)
+        return len(members) == len(self._plan.workers) and all(member.link.is_connected for member in members)
 
     def are_all_running(self) -> bool:
         """Return True if all ranks of all workers run."""
-        return all(member.running for member in self.by_index.values())
+        return all(member.is_running for member in self.by_index.values())
 
     def have_all_reported(self) -> bool:
         """Return True if the report of every rank has arrived."""
@@ -218,14 +218,14 @@ class Members:
         except (LaunchError, ConnectionError) as error:
             self._say(f"worker {index}: {error}")
         finally:
-            if not member.link.connected:
+            if not member.link.is_connected:
                 member.closed = time.monotonic()
                 if self._state() == "Waiting" and self.by_index.get(index) is member:
                     del self.by_index[index]
 
     async def _reject(self, member: Member | None, hello: Hello, socket: web.WebSocketResponse) -> bool:
         """Close the connection of a worker that cannot join now. Return True if it was closed."""
-        if self._state() in ("Succeeded", "Failed") or (member is not None and member.ended):
+        if self._state() in ("Succeeded", "Failed") or (member is not None and member.has_ended):
             await socket.close(code=1013, message=b"this attempt is over")
             return True
         if member is not None and self._state() != "Waiting":
@@ -272,7 +272,7 @@ class Members:
         elif isinstance(message, Close) and member.tunnel is not None:
             member.tunnel.close_stream(message.stream)
         elif isinstance(message, Running):
-            member.running = True
+            member.is_running = True
         elif isinstance(message, Report):
             self._receive_report(member, message)
         elif isinstance(message, StepDone):
@@ -286,7 +286,7 @@ class Members:
             if message.problem:
                 self.note_failure()
         elif isinstance(message, Ended):
-            member.ended, member.lost_output_bytes = True, message.lost_output_bytes
+            member.has_ended, member.lost_output_bytes = True, message.lost_output_bytes
             if message.lost_output_bytes:
                 self._say(
                     f"{message.lost_output_bytes} bytes of the output of worker {member.index}'s ranks are lost. Likely"
@@ -311,7 +311,7 @@ class Members:
 
     def _receive_bytes(self, member: Member, stream: int, data: bytes) -> None:
         if member.tunnel is not None:
-            member.tunnel.take(stream, data)
+            member.tunnel.write_to_stream(stream, data)
 
 
 def find_clock_offset(their_time: float, own_time: float) -> float:

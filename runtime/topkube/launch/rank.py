@@ -30,14 +30,14 @@ from topkube.launch.host.memory_kills import count_memory_kills
 from topkube.launch.host.network_devices import list_network_variables
 from topkube.launch.host.processes import find_parent, prepare_to_die_with_parent
 from topkube.launch.host.torch_environment import build_rank_variables, list_accelerate_variables
-from topkube.launch.output.rank_log import Copy, Echo, RankLogWriter
+from topkube.launch.output.rank_log import Echo, OutputCopier, RankLogWriter
 from topkube.launch.output.rank_report import (
     RankReport,
     find_abort_code,
     find_log_path,
     name_signal,
     read_tail,
-    reserve,
+    reserve_report,
     was_killed_for_memory,
 )
 from topkube.roll_call import RollCall
@@ -77,8 +77,8 @@ def main(arguments: list[str]) -> NoReturn:
     front = os.getpid()
     keeper = os.fork()
     if keeper:
-        _wait(keeper)
-    die_with_parent(front)
+        _wait_for_keeper(keeper)
+    _die_with_front(front)
     os.setsid()
     rank = read_launched_rank() or 0
     variables = build_rank_variables(rank, settings)
@@ -108,7 +108,7 @@ def find_commands(pids: list[int]) -> list[int]:
     return [pid for pid in pids if pid not in shims and find_parent(pid) in shims]
 
 
-def remove_shims(pids: list[int]) -> list[int]:
+def exclude_shims(pids: list[int]) -> list[int]:
     """Return the processes among `pids` that are neither shims nor parents of shims."""
     shims = {pid for pid in pids if _is_shim(pid)}
     parents = {find_parent(pid) for pid in shims}
@@ -122,22 +122,22 @@ def _is_shim(pid: int) -> bool:
         return False
 
 
-def die_with_parent(front: int) -> None:
+def _die_with_front(front: int) -> None:
     """Make the kernel send this process SIGTERM when the front ends."""
     for number in _STOPS:
         signal.signal(number, lambda *_: None)
     prepare_to_die_with_parent(signal.SIGTERM, front)()
 
 
-def _wait(keeper: int) -> NoReturn:
+def _wait_for_keeper(keeper: int) -> NoReturn:
     """Pass signals on to the keeper, and exit with its exit code. The front runs this."""
     for number in _STOPS:
-        signal.signal(number, lambda received, _: _pass_on(keeper, received))
+        signal.signal(number, lambda received, _: _pass_signal_on(keeper, received))
     _, status = os.waitpid(keeper, 0)
     os._exit(os.waitstatus_to_exitcode(status) % 256)
 
 
-def _pass_on(pid: int, number: int) -> None:
+def _pass_signal_on(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
@@ -167,7 +167,7 @@ class Keeper:
         started, kills = time.time(), count_memory_kills()
         log = None
         if self.directory:
-            reserve(self.directory, self.rank)
+            reserve_report(self.directory, self.rank)
             log = RankLogWriter(self.directory, self.rank)
         selector = selectors.DefaultSelector()
         wake, waker = socket.socketpair()
@@ -198,20 +198,20 @@ class Keeper:
                 if stream is not None:
                     os.set_blocking(stream.fileno(), False)
                     echo = Echo(target.fileno(), lambda: _is_asked_to_end(wake)) if self.echo else None
-                    selector.register(stream, selectors.EVENT_READ, Copy(stream.fileno(), log, echo))
+                    selector.register(stream, selectors.EVENT_READ, OutputCopier(stream.fileno(), log, echo))
         while child.poll() is None:
             self._handle_events(selector, wake, child)
         ended = time.time()
         if os.getppid() != self.front:
             self._front_ended = self._front_ended or ended
         selector.unregister(wake)
-        copies = [key.data for key in selector.get_map().values()]
+        copiers = [key.data for key in selector.get_map().values()]
         _copy_rest(selector)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             # Processes that the command left behind, such as data loaders.
             os.killpg(child.pid, signal.SIGKILL)
-        for copy in copies:
-            copy.copy_last()
+        for copier in copiers:
+            copier.copy_last()
         number = -child.returncode if child.returncode < 0 else None
         code = 128 + number if number else child.returncode
         self._report(log, started, ended, code, number, count_memory_kills() > kills)

@@ -62,7 +62,7 @@ class Steps:
 
     def __init__(self) -> None:
         self._records: deque[StepRecord] = deque(maxlen=_WINDOW)
-        self._moved: float | None = None
+        self._last_sign: float | None = None
         self._started: float | None = None
         self._saved_at = 0.0
         """Time of the first record with the newest checkpoint, in Unix seconds."""
@@ -79,7 +79,7 @@ class Steps:
         if record.checkpoint_step and record.checkpoint_step != newest:
             self._saved_at = record.time
         self._records.append(record)
-        self._moved = time.monotonic()
+        self._last_sign = time.monotonic()
 
     def build_progress(self) -> Progress | None:
         """Return status.progress; None before the first step."""
@@ -110,10 +110,10 @@ class Steps:
         """Note signs of life other than steps: the number of collectives that ranks have entered, and output. Output
         counts only if there is no other sign: a program that does not use TopKube's collectives shows nothing else."""
         if any(count > self._collectives.get(rank, 0) for rank, count in collectives.items()):
-            self._moved = time.monotonic()
+            self._last_sign = time.monotonic()
         self._collectives |= collectives
         if printed and not self._records and not self._collectives:
-            self._moved = time.monotonic()
+            self._last_sign = time.monotonic()
 
     def find_ranks_behind(self) -> list[int]:
         """Return the ranks that have entered fewer collectives than other ranks, which wait for them."""
@@ -124,13 +124,13 @@ class Steps:
         """Return a message if there was no sign of life for `stall_seconds` since the last step, or for
         `startup_seconds` if there was no step yet (0: no limit); else an empty string."""
         limit = stall_seconds if self._records else startup_seconds
-        last = self._moved or self._started
+        last = self._last_sign or self._started
         if not limit or last is None or time.monotonic() - last <= limit:
             return ""
         if self._records:
             what = f"no rank has finished a step for {limit:g} s; the last was step {self._records[-1].step}"
             cause = "a rank hangs outside a collective (data loading, a checkpoint on a slow volume)"
-        elif self._moved is not None:
+        elif self._last_sign is not None:
             what = f"no rank has finished a first step or shown another sign of life for {limit:g} s"
             cause = "slow data, or a hang before the first step"
         else:

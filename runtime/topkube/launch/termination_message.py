@@ -12,7 +12,7 @@ from topkube.errors import LaunchError
 from topkube.job import FirstFailure
 from topkube.launch.contract import Ending
 from topkube.launch.output.rank_error import classify_error
-from topkube.launch.output.rank_report import RankReport, diagnose, select_first_failure
+from topkube.launch.output.rank_report import RankReport, diagnose_report, select_first_failure
 
 LOG_TAIL_BYTES = 4096
 TERMINATED = 128 + signal.SIGTERM
@@ -33,10 +33,10 @@ def find_reason(report: RankReport) -> str:
     return classify_error(report) or ("MpiAbort" if report.aborted and not report.traceback else "Error")
 
 
-def describe(report: RankReport, pod: Callable[[int], str], place: str) -> FirstFailure:
+def describe_failure(report: RankReport, pod: Callable[[int], str], place: str) -> FirstFailure:
     """Return the failure in `report`. `pod` returns the pod of a rank; `place` names where the rank ran, for example
     "worker 1". If a collective hung, the failure names the first rank that never entered it."""
-    what, cause, next_step = diagnose(report, place)
+    what, cause, next_step = diagnose_report(report, place)
     if report.not_started is not None:
         cause, next_step = "a mistyped command, or an image without it", "correct spec.template's command or image"
     missing = [rank for rank in report.missing if rank != report.rank]
@@ -62,9 +62,9 @@ def join_last_lines(lines: Iterable[str]) -> str | None:
 
 
 def describe_first_failure(reports: Iterable[RankReport], pod: Callable[[int], str], place: str) -> FirstFailure | None:
-    """Return the first failure among the reports of a worker; None if there is none. See `describe`."""
+    """Return the first failure among the reports of a worker; None if there is none. See `describe_failure`."""
     report = select_first_failure(reports)
-    return describe(report, pod, place) if report is not None else None
+    return describe_failure(report, pod, place) if report is not None else None
 
 
 def build_ending_before_start(error: LaunchError, reason: str, attempt: int = 1) -> Ending:
@@ -92,6 +92,6 @@ def write_ending(termination_log: Path, ending: Ending, quiet: bool = False) -> 
 
 
 def clear_ending(termination_log: Path) -> None:
-    """Empty the termination message, because it no longer holds."""
+    """Empty the termination message, because it is no longer true."""
     with contextlib.suppress(OSError):
         termination_log.write_text("", encoding="utf-8")

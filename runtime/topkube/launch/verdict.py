@@ -10,7 +10,7 @@ from topkube.job import FirstFailure
 from topkube.launch.contract import LaunchPlan
 from topkube.launch.members import Member
 from topkube.launch.output.rank_report import RankReport, select_first_failure
-from topkube.launch.termination_message import TERMINATED, describe, join_last_lines
+from topkube.launch.termination_message import TERMINATED, describe_failure, join_last_lines
 
 _SETTLE_SECONDS = 0.7
 """The time from the first failure to the verdict: reports of other workers may be on their way."""
@@ -19,7 +19,7 @@ _REPORTS_SECONDS = 2.5
 rank that failed first may come late."""
 ENDED_SECONDS = 3.0
 """The longest time that the workers may take to report that their ranks have ended."""
-ASKED = FirstFailure(
+ASKED_TO_END = FirstFailure(
     reason="Terminated", exit_code=TERMINATED, message="the launcher was asked to end: its pod was deleted or drained"
 )
 _MESSAGE_CHARACTERS, _REASON_CHARACTERS = 1024, 400
@@ -50,7 +50,7 @@ def describe_unfit_worker(plan: LaunchPlan, member: Member, first: Member, mpi: 
         problem = hello.problem
     elif hello.slots != plan.slots:
         problem = f"it has {hello.slots} slots instead of {plan.slots}"
-    elif _release(hello.mpi) != _release(mpi):
+    elif _parse_release(hello.mpi) != _parse_release(mpi):
         problem = f"its image has {hello.mpi} and the launcher has {mpi}: both must be the same release"
     elif hello.python != first.hello.python:
         problem = f"its Python is {hello.python} and worker 0's is {first.hello.python}: use one image"
@@ -110,7 +110,7 @@ def find_first_failure(plan: LaunchPlan, members: Iterable[Member]) -> FirstFail
             candidates.append((0.0, FirstFailure(pod=pod, reason="LaunchFailed", exit_code=code, message=message)))
     report = select_first_failure(reports)
     if report is not None:
-        failure = describe(
+        failure = describe_failure(
             report, lambda rank: find_pod_name(plan, rank), f"worker {plan.find_worker(report.rank).index}"
         )
         candidates.append((report.ended, failure))
@@ -138,7 +138,7 @@ def find_pod_name(plan: LaunchPlan, rank: int) -> str:
     return plan.find_worker(rank).pod
 
 
-def _release(text: str) -> list[str]:
+def _parse_release(text: str) -> list[str]:
     """Return the release of an MPI: 'MPICH 5.0.2' → ['MPICH', '5', '0']. Proxies of another minor release speak another
     protocol."""
     name, _, version = text.partition(" ")

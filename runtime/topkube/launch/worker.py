@@ -14,9 +14,7 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ import aiohttp
 
 from topkube.errors import LaunchError, TopKubeError
 from topkube.launch.attempt import Attempt
-from topkube.launch.connection.calls import Calls, own_address
+from topkube.launch.connection.calls import Calls, find_own_address
 from topkube.launch.connection.credentials import WorkerCredentials
 from topkube.launch.connection.messages import (
     AnyMessage,
@@ -40,14 +38,14 @@ from topkube.launch.connection.messages import (
 from topkube.launch.connection.session import Session
 from topkube.launch.connection.tasks import run_task
 from topkube.launch.contract import METRICS_PORT, UNREACHABLE_CODE, Ending, WorkerPlan
-from topkube.launch.dataset import DatasetProcess
+from topkube.launch.dataset_process import DatasetProcess
 from topkube.launch.host import shared_memory
 from topkube.launch.host.arguments import check_arguments
 from topkube.launch.host.environment import read_container_environment, read_source_digest
 from topkube.launch.host.processes import adopt_orphans, reap_orphans
 from topkube.launch.host.temporary import TemporaryFolder
-from topkube.launch.mpi import mpi_library
 from topkube.launch.output.pod_output import OutputHandler, PodOutput
+from topkube.launch.output.remaining_output import RemainingOutput
 from topkube.launch.termination_message import (
     build_ending_before_start,
     build_ending_by_error,
@@ -55,6 +53,7 @@ from topkube.launch.termination_message import (
     describe_first_failure,
     write_ending,
 )
+from topkube.launch.worker_identity import WorkerIdentity
 from topkube.settings import Settings
 from topkube.telemetry.endpoint import MetricsEndpoint
 
@@ -64,11 +63,6 @@ _CALL_SECONDS = (2.0, 10.0)
 still routes to the last launcher's address, nothing answers, and only a new call reaches the new launcher."""
 _PAUSE_SECONDS = (0.1, 1.0)
 """The pause between two calls: the first, and the longest."""
-_PROBLEM_CHARACTERS = 4096
-_STALL_SECONDS, _DRAIN_SECONDS = 10.0, 600.0
-"""The longest waits for the reader of this pod's output after the run: while the reader reads nothing, and in total."""
-_LAST_SECONDS = 3.0
-"""The longest wait in a pod that was asked to end, after its ranks' grace period: less than the pod has left."""
 _LAUNCHER_GONE_GRACE_SECONDS = 10.0
 """The longest time that ranks may take to save a checkpoint if the launcher is gone."""
 
@@ -100,7 +94,7 @@ def run_worker(command: list[str]) -> int:
         finally:
             worker.dataset.end()
             shared_memory.remove_dead_segments(worker.shared_before)
-        lost = worker.print_rest()
+        lost = worker.print_remaining_output()
     write_ending(termination_log, worker.build_ending(code, lost))
     return code
 
@@ -123,24 +117,23 @@ class Worker:
             settings, (plan.index, max(plan.workers, plan.index + 1)), self.directory, self._say
         )
         self._termination_log = Path(settings.termination_log)
-        self._ip = settings.pod_ip or own_address(plan.launcher)
-        self._source = self._ip if settings.pod_ip else None  # calls come from the address that the hello contains
-        self._session_id = uuid.uuid4().hex
-        self._session = Session(plan, credentials, self._on_message)
+        ip = settings.pod_ip or find_own_address(plan.launcher)
+        self._source_address = ip if settings.pod_ip else None  # calls come from the address that the hello contains
+        self._session = Session(plan, credentials, self._receive_message)
         self._calls = Calls(plan, credentials.tls, self._say)
-        self._mpi, self._problem = _find_mpi()
-        self._source_digest = read_source_digest(Path(settings.source_directory)) if settings.source_directory else ""
+        source_digest = read_source_digest(Path(settings.source_directory)) if settings.source_directory else ""
+        self._identity = WorkerIdentity(plan, ip, source_digest)
+        self._remaining_output = RemainingOutput(self.output)
         self.shared_before = frozenset() if os.getpid() == 1 else shared_memory.list_segments()
         self._attempt: Attempt | None = None
         self._ending: End | None = None
         self._check_requested = False
         """True while the launcher waits for this worker to check its ranks."""
-        self._last: Attempt | None = None
+        self._last_attempt: Attempt | None = None
         self._last_number = plan.attempt
         self._run_is_over = False
         self._terminated: float | None = None
-        self._lost_bytes = 0
-        """Bytes of output that the ranks' logs could not store."""
+        """When this pod was asked to end (monotonic)."""
         self._is_unreachable = False
         """True if the launcher was not reached for as long as the plan allows."""
         self._done = asyncio.Event()
@@ -153,12 +146,12 @@ class Worker:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._terminate)
-        if self._problem is not None:
-            self._say(str(self._problem))
+        if self._identity.problem is not None:
+            self._say(str(self._identity.problem))
         self._serve_metrics()
         self.dataset.start_if_needed()
         tasks: list[asyncio.Task[Any]] = [
-            asyncio.create_task(work) for work in (self._tick(), self._call_forever(), self._done.wait())
+            asyncio.create_task(work) for work in (self._watch_attempts(), self._call_forever(), self._done.wait())
         ]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
@@ -169,7 +162,7 @@ class Worker:
             task.result()
         if self._is_unreachable:
             return UNREACHABLE_CODE
-        code = self._last.exit_code if self._last is not None else 0
+        code = self._last_attempt.exit_code if self._last_attempt is not None else 0
         if self._terminated is not None and not self._run_is_over and code in (0, 128 + signal.SIGKILL):
             return 128 + signal.SIGTERM  # mpiexec kills ranks that still save when others have ended
         return code
@@ -178,7 +171,7 @@ class Worker:
         """Serve /metrics of the current ranks until this process ends. If the port is in use, the job trains without
         metrics."""
         try:
-            MetricsEndpoint(self._run_directory, self.plan.name, METRICS_PORT, self._ip)
+            MetricsEndpoint(self._run_directory, self.plan.name, METRICS_PORT, self._identity.ip)
         except LaunchError as error:
             self._say(str(error))
 
@@ -186,18 +179,15 @@ class Worker:
         """Return the run's directory of the newest attempt's ranks."""
         return self.directory / f"attempt-{self._last_number}"
 
-    def print_rest(self) -> int:
+    def print_remaining_output(self) -> int:
         """Wait for the reader of this pod's output, within limits. Return the number of bytes of the ranks' output that
         are lost."""
-        stall, most = _STALL_SECONDS, _DRAIN_SECONDS
-        if self._terminated is not None:
-            left = self._terminated + self.plan.grace_seconds - time.monotonic()
-            stall, most = _LAST_SECONDS, max(0.0, left) + _LAST_SECONDS
-        return self._lost_bytes + self.output.close(stall, most)
+        grace_end = self._terminated + self.plan.grace_seconds if self._terminated is not None else None
+        return self._remaining_output.close(grace_end)
 
     def build_ending(self, code: int, lost: int = 0) -> Ending:
         """Return the termination message. `lost` is the number of bytes of the ranks' output that are lost."""
-        last = self._last
+        last = self._last_attempt
         reports = [*last.reports.values()] if last is not None else []
         failure = describe_first_failure(reports, lambda _: self.plan.pod, f"worker {self.plan.index}")
         return Ending(
@@ -214,7 +204,7 @@ class Worker:
 
     async def _call_forever(self) -> None:
         pause, seconds = _PAUSE_SECONDS[0], _CALL_SECONDS[0]
-        async with self._session.create_client(self._source) as client:
+        async with self._session.create_client(self._source_address) as client:
             while True:
                 try:
                     await self._call(client, seconds)
@@ -251,32 +241,18 @@ class Worker:
         """Note a failed call. The reason why calls fail becomes the termination message, in whatever way the worker
         ends."""
         before = self._calls.problem
-        self._calls.note_failure(error, self._ip)
+        self._calls.note_failure(error, self._identity.ip)
         if self._calls.problem is None:
             return
         if before is None or before.reason != self._calls.problem.reason:
             write_ending(self._termination_log, self.build_ending(UNREACHABLE_CODE), quiet=True)
         most = self.plan.unreachable_seconds
-        if most and self._calls.seconds > most and self._attempt is None and self._terminated is None:
+        if most and self._calls.failing_seconds > most and self._attempt is None and self._terminated is None:
             self._is_unreachable = True
             self._done.set()
 
     def _build_hello(self) -> Hello:
-        link, welcome = self._session.link, self._session.welcome
-        return Hello(
-            session=self._session_id,
-            run=welcome.run if welcome is not None else None,
-            received=link.received if link is not None else 0,
-            busy=self._attempt is not None,
-            ip=self._ip,
-            slots=self.plan.slots,
-            python=sys.executable,
-            mpi=str(self._mpi) if self._mpi is not None else "",
-            source=self._source_digest,
-            problem=str(self._problem)[:_PROBLEM_CHARACTERS] if self._problem is not None else "",
-            problem_code=self._problem.exit_code if self._problem is not None else 1,
-            time=time.time(),
-        )
+        return self._identity.build_hello(self._session, busy=self._attempt is not None)
 
     def _abandon(self, reason: str) -> None:
         """End the attempt without its launcher, or the session if no attempt runs."""
@@ -288,7 +264,7 @@ class Worker:
 
     # ---- messages of the launcher
 
-    def _on_message(self, message: AnyMessage) -> None:
+    def _receive_message(self, message: AnyMessage) -> None:
         if isinstance(message, Start):
             run_task(self._tasks, self._start(message))
         elif isinstance(message, End):
@@ -302,8 +278,9 @@ class Worker:
         assert session.tunnel is not None
         assert session.welcome is not None
         try:
-            if self._mpi is None:
-                raise self._problem or LaunchError("there is no MPI")
+            mpi = self._identity.mpi
+            if mpi is None:
+                raise self._identity.problem or LaunchError("there is no MPI")
             if self._attempt is not None or self._terminated is not None:
                 raise LaunchError("this worker is still ending its previous ranks")
             stale = shared_memory.remove_dead_segments(self.shared_before)
@@ -315,9 +292,7 @@ class Worker:
                 shutil.rmtree(old, ignore_errors=True)
             port = await session.tunnel.listen()
             environment = read_container_environment()
-            self._attempt = Attempt(
-                start, directory, self.command, self._mpi, port, environment, self.dataset, self.output
-            )
+            self._attempt = Attempt(start, directory, self.command, mpi, port, environment, self.dataset, self.output)
             self._say(f"starting ranks {', '.join(map(str, start.ranks))}")
         except (TopKubeError, OSError, ValueError) as error:
             code = error.exit_code if isinstance(error, LaunchError) else 1
@@ -330,7 +305,7 @@ class Worker:
             if end.grace_seconds == 0 or self._terminated is None:
                 self._attempt.stop(end.grace_seconds)
             await self._wait_for_attempt()
-        lost = await self._wait_for_output() if end.over else 0
+        lost = await self._remaining_output.wait_until_printed(self._is_terminated) if end.over else 0
         if self._session.link is not None:
             self._session.send(Ended(lost_output_bytes=lost))
             await self._session.link.wait_for_delivery(2.0)
@@ -339,29 +314,23 @@ class Worker:
         if self._run_is_over:
             self._done.set()
 
+    def _is_terminated(self) -> bool:
+        """Return True if this pod was asked to end."""
+        return self._terminated is not None
+
     async def _wait_for_attempt(self) -> None:
         while self._attempt is not None:
             await asyncio.sleep(_TICK_SECONDS)
 
-    async def _wait_for_output(self) -> int:
-        """Wait for the reader of this pod's output: as long as it reads, and no longer than `_DRAIN_SECONDS`. Return
-        the number of bytes of the ranks' output that were not printed."""
-        start = time.monotonic()
-        while not self.output.idle:
-            await asyncio.sleep(_TICK_SECONDS)
-            late = time.monotonic() - start > _DRAIN_SECONDS
-            if late or self.output.count_stalled_seconds(start) > _STALL_SECONDS or self._terminated is not None:
-                break
-        return self._lost_bytes + self.output.lost_bytes + self.output.waiting_bytes
-
     # ---- the attempt
 
-    async def _tick(self) -> None:
+    async def _watch_attempts(self) -> None:
+        """Send what happens in the current attempt, and keep the dataset process alive, for ever."""
         last_check = 0.0
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             if self._attempt is not None:
-                self._poll(self._attempt)
+                self._poll_attempt(self._attempt)
             if (now := time.monotonic()) - last_check > 1:
                 last_check = now
                 self.dataset.start_if_needed()
@@ -371,21 +340,22 @@ class Worker:
                 if self._session.is_connected and self._session.lost_seconds:
                     await self._session.drop_connection()
 
-    def _poll(self, attempt: Attempt) -> None:
+    def _poll_attempt(self, attempt: Attempt) -> None:
         for message in attempt.poll():
             self._session.send(message)
         if self._check_requested and self._session.link is not None and attempt.are_ranks_known():
             self._check_requested = False
             self._session.send(RanksChecked())
         if attempt.has_ended:
-            self._lost_bytes += sum(count for count, _ in attempt.lost.values())
-            self._last, self._attempt = attempt, None
+            self._remaining_output.lost_log_bytes += sum(count for count, _ in attempt.lost_output.values())
+            self._last_attempt, self._attempt = attempt, None
             if self._ending is None and self._session.is_broken:
                 self._session.end()
 
     # ---- the end of the pod
 
     def _terminate(self) -> None:
+        """Let the ranks save their state and end, and then end this worker. SIGTERM calls this method."""
         if self._terminated is not None:
             return
         self._terminated = time.monotonic()
@@ -402,12 +372,3 @@ class Worker:
             if self._session.is_connected:
                 await self._session.link.wait_for_delivery(1.0)
         self._done.set()
-
-
-def _find_mpi() -> tuple[mpi_library.Mpi | None, LaunchError | None]:
-    try:
-        mpi = mpi_library.find_mpi()
-        mpi_library.check_match(mpi, mpi_library.read_library())
-        return mpi, None
-    except LaunchError as error:
-        return None, error

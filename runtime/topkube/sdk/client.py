@@ -136,14 +136,14 @@ class TrainingClient:
 
         history = History()
         job = self._backend.get(name)
-        with display.show_progress(job, history, show) as shown:
+        with display.show_progress(job, history, show) as progress_line:
             phase = ""
             try:
                 for job in self._backend.watch(name, timeout, history):
                     if read_phase(job) != phase:
                         phase = read_phase(job)
-                        shown.note(f"{name} is {phase}")
-                    shown.update()
+                        progress_line.note(f"{name} is {phase}")
+                    progress_line.update()
             except TimeoutError:
                 raise TimeoutError(f"the job {name} is still {phase} after {timeout:g} s and continues") from None
         if show:

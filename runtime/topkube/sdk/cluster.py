@@ -17,12 +17,12 @@ from topkube.telemetry.history import History
 
 
 class ClusterBackend:
-    """A backend for the cluster and the namespace of `where`. Raises ClusterError if there is no kubeconfig, or no
+    """A backend for the cluster and the namespace of `location`. Raises ClusterError if there is no kubeconfig, or no
     client for Kubernetes."""
 
-    def __init__(self, where: ClusterLocation) -> None:
-        self._api = connect(where)
-        self._where = ClusterLocation(where.kubeconfig, where.context, self._api.namespace)
+    def __init__(self, location: ClusterLocation) -> None:
+        self._api = connect(location)
+        self._location = ClusterLocation(location.kubeconfig, location.context, self._api.namespace)
 
     def submit(self, job: TrainingJob, code: PackedSource, packages: tuple[str, ...]) -> None:
         if any(stored["metadata"]["name"] == job.name for stored in list_jobs(self._api)):
@@ -49,7 +49,7 @@ class ClusterBackend:
                 return
 
     def logs(self, name: str, follow: bool) -> Iterator[str]:
-        return logs.read_log_lines(LogOptions(name, self._where, follow=follow))
+        return logs.read_log_lines(LogOptions(name, self._location, follow=follow))
 
     def suspend(self, name: str, seconds: float) -> None:
         self._set_suspended(name, True, seconds)
@@ -58,11 +58,11 @@ class ClusterBackend:
         self._set_suspended(name, False, 0)
 
     def _set_suspended(self, name: str, suspended: bool, seconds: float) -> None:
-        options = suspend.SuspendOptions([name], self._where, suspended, timeout_seconds=seconds)
+        options = suspend.SuspendOptions([name], self._location, suspended, timeout_seconds=seconds)
         suspend.set_suspended(options, _print_nothing)
 
     def delete(self, name: str, seconds: float) -> None:
-        delete.delete_jobs(delete.DeleteOptions([name], self._where, timeout_seconds=seconds), _print_nothing)
+        delete.delete_jobs(delete.DeleteOptions([name], self._location, timeout_seconds=seconds), _print_nothing)
 
 
 def _print_nothing(_: str) -> None:

@@ -74,7 +74,7 @@ def show_plot(job: TrainingJob, history: History) -> None:
             with tempfile.TemporaryDirectory() as folder, contextlib.suppress(PlotError):
                 path = Path(folder) / "plot.png"
                 draw(history, path, f"{job.name}: {job.spec.workers} x {job.spec.slots_per_worker} ranks")
-                shown = importlib.import_module("IPython.display")
-                shown.display(shown.Image(data=path.read_bytes()))
+                ipython_display = importlib.import_module("IPython.display")
+                ipython_display.display(ipython_display.Image(data=path.read_bytes()))
         finally:
             matplotlib.use(backend)  # the notebook's own plots stay inline

@@ -100,14 +100,14 @@ def _parse_definition(function: FunctionType) -> ast.FunctionDef:
 def _check_call(function: FunctionType, arguments: Mapping[str, Any]) -> None:
     try:
         inspect.signature(function).bind(**arguments)
-        same = json.loads(json.dumps(dict(arguments), allow_nan=False)) == {**arguments}
+        survives_json = json.loads(json.dumps(dict(arguments), allow_nan=False)) == {**arguments}
     except (TypeError, ValueError) as error:
         raise SourceError(
             f"{function.__name__} cannot be called with these arguments: {error}",
             cause="a name is misspelt or missing, or a value is not JSON",
             next_step="pass numbers, texts, lists and dicts: arguments={'epochs': 3}",
         ) from None
-    if not same:
+    if not survives_json:
         raise SourceError(
             f"the arguments of {function.__name__} change when they are written as JSON",
             cause="they contain tuples, sets or keys that are not texts",

@@ -27,7 +27,7 @@ from topkube.job import FirstFailure, Progress, Status, TrainingJob
 from topkube.launch.output.rank_report import find_log_path
 from topkube.sdk.backend import ENDED, read_phase
 from topkube.settings import copy_environment
-from topkube.source.archive import unpack
+from topkube.source.archive import unpack_archive
 from topkube.source.packing import ARCHIVE_KEY, PackedSource
 from topkube.telemetry.history import History, LogFollower, ProgressReader
 from topkube.telemetry.progress import PROGRESS_FILE
@@ -39,7 +39,7 @@ JOB_FILE, RUN_FOLDER, SOURCE_FOLDER, OUTPUT_FILE = "job.yaml", "run", "source", 
 
 
 @dataclass
-class _Started:
+class _LocalJob:
     """A job of this process: its definition, its folder and its process. `suspended` is True if the user has suspended
     it."""
 
@@ -72,7 +72,7 @@ class LocalBackend:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.absolute()
-        self._jobs: dict[str, _Started] = {}
+        self._jobs: dict[str, _LocalJob] = {}
         atexit.register(self._end_all)
 
     def submit(self, job: TrainingJob, code: PackedSource, packages: tuple[str, ...]) -> None:
@@ -82,7 +82,7 @@ class LocalBackend:
                 f"there is a job {job.name} already, in {folder}",
                 next_step=f"client.delete({job.name!r}), or choose another name",
             )
-        if missing := _list_missing(packages):
+        if missing := _list_missing_packages(packages):
             warnings.warn(
                 f"{', '.join(missing)}: not installed here, and the local backend installs nothing. "
                 f"Next: pip install {' '.join(missing)}",
@@ -93,30 +93,30 @@ class LocalBackend:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             archive = Path(scratch) / ARCHIVE_KEY
             archive.write_bytes(code.data)
-            unpack(archive, folder / SOURCE_FOLDER, ARCHIVE_KEY)
-        self._jobs[job.name] = _Started(job, folder, _start(folder))
+            unpack_archive(archive, folder / SOURCE_FOLDER, ARCHIVE_KEY)
+        self._jobs[job.name] = _LocalJob(job, folder, _start_run(folder))
 
     def get(self, name: str) -> TrainingJob:
-        started = self._find(name)
-        code = started.process.poll()  # before the records: those of a run that has ended are complete
-        return started.job.model_copy(update={"status": _build_status(started, code, started.read_history())})
+        local_job = self._find_job(name)
+        code = local_job.process.poll()  # before the records: those of a run that has ended are complete
+        return local_job.job.model_copy(update={"status": _build_status(local_job, code, local_job.read_history())})
 
     def list(self) -> list[TrainingJob]:
         return [self.get(name) for name in self._jobs]
 
     def watch(self, name: str, seconds: float | None, history: History) -> Iterator[TrainingJob]:
-        started = self._find(name)
-        process, reader = started.process, ProgressReader(started.run_folder)
+        local_job = self._find_job(name)
+        process, reader = local_job.process, ProgressReader(local_job.run_folder)
         deadline = time.monotonic() + seconds if seconds is not None else float("inf")
-        shown = None
+        last_status = None
         while True:
             job = self.get(name)
-            if process is not started.process:  # resumed: the files are those of another process
-                process, reader = started.process, ProgressReader(started.run_folder)
+            if process is not local_job.process:  # resumed: the files are those of another process
+                process, reader = local_job.process, ProgressReader(local_job.run_folder)
             for record in reader.read():
                 history.add(record)
-            if job.status != shown:
-                shown = job.status
+            if job.status != last_status:
+                last_status = job.status
                 yield job
             if read_phase(job) in ENDED:
                 return
@@ -125,15 +125,15 @@ class LocalBackend:
             time.sleep(_CHECK_SECONDS)
 
     def logs(self, name: str, follow: bool) -> Iterator[str]:
-        started = self._find(name)
-        slots, ranks = started.job.spec.slots_per_worker, started.job.ranks
-        followers = [LogFollower(find_log_path(started.run_folder, rank)) for rank in range(ranks)]
+        local_job = self._find_job(name)
+        slots, ranks = local_job.job.spec.slots_per_worker, local_job.job.ranks
+        followers = [LogFollower(find_log_path(local_job.run_folder, rank)) for rank in range(ranks)]
 
         def add_prefix(rank: int, lines: list[str]) -> Iterator[str]:
             yield from (f"[worker{rank // slots}.rank{rank}] {line}" for line in lines)
 
         while follow:
-            has_ended = started.process.poll() is not None and not started.suspended
+            has_ended = local_job.process.poll() is not None and not local_job.suspended
             for rank, follower in enumerate(followers):
                 yield from add_prefix(rank, follower.read())
             if has_ended:
@@ -144,35 +144,36 @@ class LocalBackend:
                 yield from add_prefix(rank, lines)
 
     def suspend(self, name: str, seconds: float) -> None:
-        started = self._find(name)
-        self._refuse_ended(started)
-        started.suspended = True
-        _end(started.process, seconds)
+        local_job = self._find_job(name)
+        self._refuse_ended(local_job)
+        local_job.suspended = True
+        _end_run(local_job.process, seconds)
 
     def resume(self, name: str) -> None:
-        started = self._find(name)
-        self._refuse_ended(started)
-        if started.suspended:
-            _end(started.process, _END_SECONDS)  # if `suspend` ran out of time, the ranks still save their checkpoint
-            (started.run_folder / PROGRESS_FILE).unlink(missing_ok=True)  # else readers would mix old and new records
-            started.restart(_start(started.folder))
+        local_job = self._find_job(name)
+        self._refuse_ended(local_job)
+        if local_job.suspended:
+            # If `suspend` ran out of time, the ranks still save their checkpoint.
+            _end_run(local_job.process, _END_SECONDS)
+            (local_job.run_folder / PROGRESS_FILE).unlink(missing_ok=True)  # else readers would mix old and new records
+            local_job.restart(_start_run(local_job.folder))
 
     def delete(self, name: str, seconds: float) -> None:
-        started = self._find(name)
-        _end(started.process, seconds)
+        local_job = self._find_job(name)
+        _end_run(local_job.process, seconds)
         del self._jobs[name]
-        shutil.rmtree(started.folder)
+        shutil.rmtree(local_job.folder)
 
-    def _refuse_ended(self, started: _Started) -> None:
-        phase = read_phase(self.get(started.job.name))
+    def _refuse_ended(self, local_job: _LocalJob) -> None:
+        phase = read_phase(self.get(local_job.job.name))
         if phase in ENDED:
-            name = started.job.name
+            name = local_job.job.name
             raise ClusterError(
                 f"the job {name} is {phase}: a finished job cannot be suspended or resumed",
                 next_step=f"client.delete({name!r}), and train again",
             )
 
-    def _find(self, name: str) -> _Started:
+    def _find_job(self, name: str) -> _LocalJob:
         if name not in self._jobs:
             known = f"; jobs are {', '.join(self._jobs)}" if self._jobs else "; there are no jobs"
             raise ClusterError(
@@ -184,12 +185,13 @@ class LocalBackend:
         return self._jobs[name]
 
     def _end_all(self) -> None:
-        for started in self._jobs.values():
+        for local_job in self._jobs.values():
             with contextlib.suppress(ClusterError):
-                _end(started.process, _END_SECONDS)
+                _end_run(local_job.process, _END_SECONDS)
 
 
-def _start(folder: Path) -> subprocess.Popen[bytes]:
+def _start_run(folder: Path) -> subprocess.Popen[bytes]:
+    """Start `topkube run` for the job in `folder`."""
     command = [sys.executable, "-P", "-m", "topkube.cli", "run", str(folder / JOB_FILE)]
     with (folder / OUTPUT_FILE).open("wb") as output:
         return subprocess.Popen(
@@ -211,7 +213,7 @@ def _build_environment() -> dict[str, str]:
     return environment
 
 
-def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
+def _end_run(process: subprocess.Popen[bytes], seconds: float) -> None:
     """End the run: its ranks may save a checkpoint. Raises ClusterError if it does not end within `seconds`."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
@@ -223,7 +225,7 @@ def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
         ) from None
 
 
-def _build_status(started: _Started, code: int | None, history: History) -> Status:
+def _build_status(local_job: _LocalJob, code: int | None, history: History) -> Status:
     """Return the status of a job, with the phases of a job on a cluster. `code` is None while the process runs."""
     last = history.last
     progress = None
@@ -240,22 +242,22 @@ def _build_status(started: _Started, code: int | None, history: History) -> Stat
         )
     if code == 0:
         return Status(phase="Succeeded", progress=progress)
-    if started.suspended:
+    if local_job.suspended:
         return Status(phase="Suspended" if code is not None else "Running", progress=progress)
     if code is None:
-        return Status(phase="Running" if last is not None or _has_logs(started) else "Starting", progress=progress)
-    return Status(phase="Failed", progress=progress, first_failure=_read_first_failure(started, code))
+        return Status(phase="Running" if last is not None or _has_logs(local_job) else "Starting", progress=progress)
+    return Status(phase="Failed", progress=progress, first_failure=_read_first_failure(local_job, code))
 
 
-def _has_logs(started: _Started) -> bool:
-    return find_log_path(started.run_folder, 0).exists()
+def _has_logs(local_job: _LocalJob) -> bool:
+    return find_log_path(local_job.run_folder, 0).exists()
 
 
-def _read_first_failure(started: _Started, code: int) -> FirstFailure:
+def _read_first_failure(local_job: _LocalJob, code: int) -> FirstFailure:
     """Return why a run failed: by its summary, or by what `topkube run` printed."""
     code = code if code > 0 else 128 - code
     try:
-        summary = json.loads((started.run_folder / "summary.json").read_text(encoding="utf-8"))
+        summary = json.loads((local_job.run_folder / "summary.json").read_text(encoding="utf-8"))
         rank = summary.get("firstFailure") or {}
         return FirstFailure(
             rank=rank.get("rank"),
@@ -265,11 +267,11 @@ def _read_first_failure(started: _Started, code: int) -> FirstFailure:
             log_tail="\n".join(rank.get("tail") or [])[-4096:] or None,
         )
     except (OSError, ValueError):
-        text = (started.folder / OUTPUT_FILE).read_text(encoding="utf-8", errors="replace")
+        text = (local_job.folder / OUTPUT_FILE).read_text(encoding="utf-8", errors="replace")
         return FirstFailure(exit_code=code, reason="LaunchFailed", message=text.strip()[-2048:] or None)
 
 
-def _list_missing(packages: tuple[str, ...]) -> list[str]:
+def _list_missing_packages(packages: tuple[str, ...]) -> list[str]:
     """Return the requirements whose package is not installed here."""
     missing = []
     for requirement in packages:

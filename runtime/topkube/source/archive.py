@@ -18,7 +18,7 @@ _DEEPEST, _LONGEST_PATH = 64, 1024
 _COPY_BYTES = 1 << 20
 
 
-def unpack(archive: Path, folder: Path, name: str) -> None:
+def unpack_archive(archive: Path, folder: Path, name: str) -> None:
     """Unpack the tar file `archive` into the new folder `folder`. The ending of `name` determines the compression.
 
     Files keep only their executable bit. Raises SourceError for links, devices, paths that leave the folder, damaged
@@ -68,14 +68,14 @@ def _unpack_members(tar: int, folder: Path, name: str) -> None:
         except (FileExistsError, NotADirectoryError, IsADirectoryError):
             raise DatasetError(f"{name} contains {path!r} twice, or as a file and as a folder") from None
         try:
-            _copy(tar, offset, length, file)
+            _copy_member(tar, offset, length, file)
             if mode & stat.S_IXUSR:
                 os.fchmod(file, 0o755)
         finally:
             os.close(file)
 
 
-def _copy(source: int, offset: int, length: int, target: int) -> None:
+def _copy_member(source: int, offset: int, length: int, target: int) -> None:
     end = offset + length
     while offset < end:
         data = os.pread(source, min(_COPY_BYTES, end - offset), offset)

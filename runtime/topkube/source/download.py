@@ -31,18 +31,18 @@ def download_archive(source: ArchiveSource, path: Path, patience: Patience | Non
     pause = patience.pause_seconds
     for attempt in range(patience.retries + 1):
         try:
-            digest = _read(source.uri, path, patience, deadline)
+            digest = _download_once(source.uri, path, patience, deadline)
             break
         except Exception as error:
             if attempt == patience.retries or not is_worth_a_retry(error) or time.monotonic() > deadline:
-                raise _build_error(build_final_error(_find_cause(error), source.uri, attempt)) from error
+                raise _translate_error(build_final_error(_find_cause(error), source.uri, attempt)) from error
             time.sleep(pause * random.uniform(0.5, 1.5))
             pause *= 2
     check_digest(digest, source.sha256, source.uri, "spec.source.archive.sha256")
 
 
-def _read(uri: str, path: Path, patience: Patience, deadline: float) -> str:
-    """Download once. Return the checksum."""
+def _download_once(uri: str, path: Path, patience: Patience, deadline: float) -> str:
+    """Download the archive, without retries. Return its checksum."""
     store = ObjectStore(uri, patience=patience)
     digest, total = hashlib.sha256(), 0
     options: dict[str, Any] = {"block_size": 0} if store.protocol in ("http", "https") else {}
@@ -74,7 +74,7 @@ def _find_cause(error: Exception) -> Exception:
     return error
 
 
-def _build_error(error: TopKubeError) -> SourceError:
+def _translate_error(error: TopKubeError) -> SourceError:
     """Return the error of the data layer in the terms of the source."""
     if isinstance(error, SourceError):
         return error

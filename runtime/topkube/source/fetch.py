@@ -18,7 +18,7 @@ from topkube.launch import contract
 from topkube.launch.host.environment import name_digest_file
 from topkube.launch.termination_message import build_ending_before_start, write_ending
 from topkube.settings import Settings
-from topkube.source.archive import check_digest, compute_file_digest, compute_folder_digest, unpack
+from topkube.source.archive import check_digest, compute_file_digest, compute_folder_digest, unpack_archive
 
 EXIT_CODE = 65
 """EX_DATAERR of sysexits.h."""
@@ -61,7 +61,7 @@ def fetch_and_install(
     scratch = Path(tempfile.mkdtemp(prefix=".fetch-", dir=folder.parent))
     try:
         if plan.source is not None:
-            _fetch(plan.source, folder, files, secret, scratch)
+            _fetch_code(plan.source, folder, files, secret, scratch)
             digest = compute_folder_digest(folder)
             write_text(name_digest_file(folder), digest + "\n")
             print(f"topkube: the source is in {folder}, with the digest {digest[:12]}", flush=True)
@@ -84,7 +84,7 @@ def fetch_and_install(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _fetch(source: Source, folder: Path, files: Path, secret: Path, scratch: Path) -> None:
+def _fetch_code(source: Source, folder: Path, files: Path, secret: Path, scratch: Path) -> None:
     if source.config_map is not None:
         _copy_config_map(source.config_map, folder, files, scratch)
     elif source.archive is not None:
@@ -92,7 +92,7 @@ def _fetch(source: Source, folder: Path, files: Path, secret: Path, scratch: Pat
 
         archive = scratch / "archive"
         download_archive(source.archive, archive)
-        unpack(archive, folder, source.archive.uri.partition("?")[0].rpartition("/")[2])
+        unpack_archive(archive, folder, source.archive.uri.partition("?")[0].rpartition("/")[2])
     elif source.git is not None:
         from topkube.source.repository import fetch_commit
 
@@ -113,7 +113,7 @@ def _copy_config_map(source: ConfigMapSource, folder: Path, files: Path, scratch
             check_digest(compute_file_digest(archive), source.sha256, source.archive, "spec.source.configMap.sha256")
         copy = scratch / "archive"
         shutil.copyfile(archive, copy)
-        unpack(copy, folder, source.archive)
+        unpack_archive(copy, folder, source.archive)
         return
     folder.mkdir()
     paths = [path for path in version.rglob("*") if path.is_file() and not path.name.startswith("..")]

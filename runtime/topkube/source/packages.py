@@ -31,15 +31,15 @@ def install_packages(setup: Setup, folder: Path, source: Path, scratch: Path) ->
     """
     requirements, report = scratch / "requirements.txt", scratch / "pip-report.json"
     requirements.write_text("\n".join(setup.requirements) + "\n", encoding="utf-8")
-    origin = _build_wheel_options(setup, source)
-    _run_pip(["--dry-run", "--quiet", "--report", str(report), *origin, "-r", str(requirements)], setup)
-    wanted: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8")).get("install", [])
-    names = {_normalize_name(entry["metadata"]["name"]): entry["metadata"]["version"] for entry in wanted}
-    _check_kept(names, setup)
-    if wanted:
-        exact = [_pin_version(entry) for entry in wanted]
-        _run_pip(["--no-deps", "--target", str(folder), *origin, "--", *exact], setup)
-    return [f"{name}=={version}" for name, version in names.items()]
+    wheel_options = _build_wheel_options(setup, source)
+    _run_pip(["--dry-run", "--quiet", "--report", str(report), *wheel_options, "-r", str(requirements)], setup)
+    missing: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8")).get("install", [])
+    versions = {_normalize_name(entry["metadata"]["name"]): entry["metadata"]["version"] for entry in missing}
+    _check_replacements(versions, setup)
+    if missing:
+        exact = [_pin_version(entry) for entry in missing]
+        _run_pip(["--no-deps", "--target", str(folder), *wheel_options, "--", *exact], setup)
+    return [f"{name}=={version}" for name, version in versions.items()]
 
 
 def _build_wheel_options(setup: Setup, source: Path) -> list[str]:
@@ -67,19 +67,20 @@ def _normalize_name(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _check_kept(names: dict[str, str], setup: Setup) -> None:
+def _check_replacements(versions: dict[str, str], setup: Setup) -> None:
+    """Raise SourceError if `versions` (by name) contains a package in KEPT."""
     for name in KEPT:
-        if name not in names:
+        if name not in versions:
             continue
         try:
-            before = importlib.metadata.version(name)
+            kept_version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
         raise SourceError(
-            f"spec.setup.requirements would replace {name} {before} of the image with {names[name]}",
+            f"spec.setup.requirements would replace {name} {kept_version} of the image with {versions[name]}",
             reason=SETUP_FAILED,
             cause=f"one of {', '.join(setup.requirements)[:300]} needs another version of {name}",
-            next_step=f"choose versions that fit {name} {before}, or build an image with them",
+            next_step=f"choose versions that fit {name} {kept_version}, or build an image with them",
         )
 
 

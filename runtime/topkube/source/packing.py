@@ -47,8 +47,8 @@ class PackedSource:
     files: int
 
 
-def pack_source(folder: Path | None, added: Mapping[str, bytes] | None = None) -> PackedSource:
-    """Return an archive of the files in `folder` and of `added` (bytes by path), which replace files of the folder.
+def pack_source(folder: Path | None, extra_files: Mapping[str, bytes] | None = None) -> PackedSource:
+    """Return an archive of the files in `folder` and of `extra_files` (bytes by path), which replace files in it.
 
     Raises SourceError if the folder cannot be read, is empty, contains a link that leaves it, or becomes larger than
     MOST_PACKED_BYTES.
@@ -61,7 +61,7 @@ def pack_source(folder: Path | None, added: Mapping[str, bytes] | None = None) -
             files[name] = (path, path.stat().st_size)
             if len(files) > _MOST_FILES or sum(size for _, size in files.values()) > _MOST_BYTES:
                 raise _build_size_error(folder, files, f"more than {_MOST_FILES:,} files or {_MOST_BYTES >> 20} MiB")
-    for name, data in (added or {}).items():
+    for name, data in (extra_files or {}).items():
         files[name] = (None, len(data))
     if not files:
         raise SourceError(
@@ -69,13 +69,13 @@ def pack_source(folder: Path | None, added: Mapping[str, bytes] | None = None) -
             cause="all of them are ignored by .gitignore or .topkubeignore",
             next_step="add lines such as !train.py to .topkubeignore",
         )
-    data = _build_archive(files, added or {})
+    data = _build_archive(files, extra_files or {})
     if len(data) > MOST_PACKED_BYTES:
         raise _build_size_error(folder, files, f"{len(data):,} bytes when compressed, more than {MOST_PACKED_BYTES:,}")
     return PackedSource(data, hashlib.sha256(data).hexdigest(), len(files))
 
 
-def _build_archive(files: Mapping[str, tuple[Path | None, int]], added: Mapping[str, bytes]) -> bytes:
+def _build_archive(files: Mapping[str, tuple[Path | None, int]], extra_files: Mapping[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with (
         gzip.GzipFile("", "wb", 9, buffer, mtime=0) as compressed,
@@ -83,7 +83,7 @@ def _build_archive(files: Mapping[str, tuple[Path | None, int]], added: Mapping[
     ):
         for name, (path, _) in sorted(files.items()):
             try:
-                content = added[name] if path is None else path.read_bytes()
+                content = extra_files[name] if path is None else path.read_bytes()
                 executable = path is not None and path.stat().st_mode & stat.S_IXUSR
             except OSError as error:
                 raise SourceError(
@@ -98,14 +98,14 @@ def _build_archive(files: Mapping[str, tuple[Path | None, int]], added: Mapping[
 def _list_files(root: Path) -> Iterator[tuple[Path, str]]:
     """Yield the files to pack and their paths below `root`, in order."""
     specs = [("", _parse_patterns(list(USUALLY_IGNORED)))]
-    above = [root, *root.parents]
-    repository = next((index for index, parent in enumerate(above) if (parent / ".git").exists()), 0)
-    for parent in reversed(above[1 : repository + 1]):
+    folders = [root, *root.parents]
+    repository = next((index for index, parent in enumerate(folders) if (parent / ".git").exists()), 0)
+    for parent in reversed(folders[1 : repository + 1]):
         specs += [(f"{root.relative_to(parent).as_posix()}/", spec) for spec in _read_specs(parent)]
-    yield from _walk(root, root, specs)
+    yield from _walk_folder(root, root, specs)
 
 
-def _walk(root: Path, folder: Path, specs: list[tuple[str, Any]]) -> Iterator[tuple[Path, str]]:
+def _walk_folder(root: Path, folder: Path, specs: list[tuple[str, Any]]) -> Iterator[tuple[Path, str]]:
     """Yield the files of `folder`. `specs` holds patterns with the path of `root`, seen from the patterns' folder."""
     below = folder.relative_to(root).as_posix()
     specs = [*specs, *((f"-{below}", spec) for spec in _read_specs(folder))]
@@ -122,7 +122,7 @@ def _walk(root: Path, folder: Path, specs: list[tuple[str, Any]]) -> Iterator[tu
         if _is_ignored(name + ("/" if is_folder else ""), specs):
             continue
         if is_folder:
-            yield from _walk(root, path, specs)
+            yield from _walk_folder(root, path, specs)
         elif path.is_file() and path.resolve().is_relative_to(root):
             yield path, name
         else:
@@ -139,10 +139,10 @@ def _is_ignored(name: str, specs: list[tuple[str, Any]]) -> bool:
     ignored = False
     for place, spec in specs:
         if place.startswith("-"):  # patterns of a folder below the root see paths from there
-            seen = name if place == "-." else name.removeprefix(f"{place[1:]}/")
+            relative_name = name if place == "-." else name.removeprefix(f"{place[1:]}/")
         else:
-            seen = place + name
-        decision = spec.check_file(seen).include
+            relative_name = place + name
+        decision = spec.check_file(relative_name).include
         if decision is not None:
             ignored = decision
     return ignored

@@ -52,7 +52,7 @@ def fetch_commit(source: GitSource, folder: Path, secret: Path | None, scratch: 
     }
     folder.mkdir()
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def run_git(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [git, *_OPTIONS, *arguments],
             cwd=folder,
@@ -65,34 +65,34 @@ def fetch_commit(source: GitSource, folder: Path, secret: Path | None, scratch: 
         )
 
     try:
-        check_git(run("init", "--quiet"), source)
+        read_git_output(run_git("init", "--quiet"), source)
         # Most servers send a single commit. Others send branches and tags only.
-        if run("fetch", "--quiet", "--depth=1", "--no-tags", "--", source.url, source.commit).returncode:
-            check_git(run("fetch", "--quiet", "--no-tags", "--", source.url, source.ref), source)
-        if run("cat-file", "-e", f"{source.commit}^{{commit}}").returncode:
+        if run_git("fetch", "--quiet", "--depth=1", "--no-tags", "--", source.url, source.commit).returncode:
+            read_git_output(run_git("fetch", "--quiet", "--no-tags", "--", source.url, source.ref), source)
+        if run_git("cat-file", "-e", f"{source.commit}^{{commit}}").returncode:
             raise SourceError(
                 f"{source.ref} of {source.url} does not contain the commit {source.commit}",
                 cause="the commit was never pushed, or it is on another branch",
                 next_step="push it (git push), or set spec.source.git.ref to the branch that contains it",
             )
-        check_git(run("checkout", "--quiet", "--detach", source.commit), source)
-        head = check_git(run("rev-parse", "HEAD"), source).strip()
+        read_git_output(run_git("checkout", "--quiet", "--detach", source.commit), source)
+        head = read_git_output(run_git("rev-parse", "HEAD"), source).strip()
     except subprocess.TimeoutExpired:
-        raise _build_error(source, f"git needed more than {FETCH_SECONDS:g} s") from None
+        raise _build_fetch_error(source, f"git needed more than {FETCH_SECONDS:g} s") from None
     if head != source.commit:
         raise SourceError(f"git checked out {head} instead of {source.commit}", next_step="report this as a bug")
     shutil.rmtree(folder / ".git")
     _check_size(folder, source)
 
 
-def check_git(result: subprocess.CompletedProcess[str], source: GitSource) -> str:
+def read_git_output(result: subprocess.CompletedProcess[str], source: GitSource) -> str:
     """Return the output of a git command. Raises SourceError if it failed."""
     if result.returncode:
-        raise _build_error(source, " ".join(result.stderr.split())[-_TAIL_CHARACTERS:])
+        raise _build_fetch_error(source, " ".join(result.stderr.split())[-_TAIL_CHARACTERS:])
     return result.stdout
 
 
-def _build_error(source: GitSource, text: str) -> SourceError:
+def _build_fetch_error(source: GitSource, text: str) -> SourceError:
     return SourceError(
         f"the repository {source.url} cannot be fetched: {text}",
         reason=SOURCE_UNAVAILABLE,
@@ -142,8 +142,8 @@ def _write_credentials(secret: Path | None, scratch: Path) -> dict[str, str]:
         private = scratch / "ssh-key"
         private.touch(mode=0o600)
         private.write_bytes(key.read_bytes())
-        words = ["ssh", "-i", str(private), "-o", "IdentitiesOnly=yes", "-o", "StrictHostKeyChecking=yes"]
-        return {"GIT_SSH_COMMAND": shlex.join([*words, "-o", f"UserKnownHostsFile={known_hosts}"])}
+        command = ["ssh", "-i", str(private), "-o", "IdentitiesOnly=yes", "-o", "StrictHostKeyChecking=yes"]
+        return {"GIT_SSH_COMMAND": shlex.join([*command, "-o", f"UserKnownHostsFile={known_hosts}"])}
     program = scratch / "askpass"
     program.touch(mode=0o700)
     folder = shlex.quote(str(secret))

@@ -12,14 +12,14 @@ import topkube
 from topkube.settings import Settings
 from topkube.training.checkpoint import CheckpointStore
 
-Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def build_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def build_training(width: int = 64, make: Make = build_sgd) -> tuple[nn.Module, topkube.DistributedOptimizer]:
+def build_training(width: int = 64, make: MakeOptimizer = build_sgd) -> tuple[nn.Module, topkube.DistributedOptimizer]:
     topkube.init()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, width), nn.Tanh(), nn.Linear(width, 1))
@@ -31,7 +31,7 @@ def train(
     directory: Path,
     steps: int,
     width: int = 64,
-    make: Make = build_sgd,
+    make: MakeOptimizer = build_sgd,
     pair: tuple[nn.Module, topkube.DistributedOptimizer] | None = None,
     more: dict[str, object] | None = None,
     **settings: object,
@@ -40,8 +40,8 @@ def train(
     model, optimizer = pair or build_training(width, make)
     data = list(torch.randn(6, 4, 20, generator=torch.Generator().manual_seed(0)))
     values = {"checkpoint_directory": str(directory), "checkpoint_every": 2, "checkpoint_keep": 2, **settings}
-    settled = Settings(**values)  # type: ignore[arg-type]
-    with topkube.checkpointing(model, optimizer, settings=settled, **(more or {})) as run:
+    run_settings = Settings(**values)  # type: ignore[arg-type]
+    with topkube.checkpointing(model, optimizer, settings=run_settings, **(more or {})) as run:
         for x in run.progress(data, total=steps):
             run.loss(model(x).square().mean()).backward()
             optimizer.step()
@@ -64,8 +64,8 @@ def claim_store(directory: Path, **options: int) -> CheckpointStore:
     return store_of_run
 
 
-def save(to: CheckpointStore, step: int, value: float = 0.0) -> None:
-    to.save(step, lambda: {"value": torch.tensor(value)}, {"residuals": {}})
+def save_value(store: CheckpointStore, step: int, value: float = 0.0) -> None:
+    store.save(step, lambda: {"value": torch.tensor(value)}, {"residuals": {}})
 
 
 def load_value(directory: Path) -> float:

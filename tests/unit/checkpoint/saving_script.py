@@ -66,7 +66,7 @@ def run_forked(directory: Path, killed_before: int = 0) -> tuple[bool, dict[str,
         os.close(reading)
         left = killed_before
 
-        def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        def kill_at_change(event: str, arguments: tuple[Any, ...]) -> None:
             nonlocal left
             changes = event in _CHANGES or (event == "open" and isinstance(arguments[0], str | Path))
             if changes and str(arguments[0]).startswith(str(directory)):
@@ -75,7 +75,7 @@ def run_forked(directory: Path, killed_before: int = 0) -> tuple[bool, dict[str,
                     os.kill(os.getpid(), signal.SIGKILL)
 
         if killed_before:
-            sys.addaudithook(hook)
+            sys.addaudithook(kill_at_change)
         train(directory, lambda reported: (os.write(writing, json.dumps(reported).encode() + b"\n"), None)[1])
         os._exit(0)
     os.close(writing)

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpointed_runs import list_names, load_value, open_store, save, train
+from checkpointed_runs import list_names, load_value, open_store, save_value, train
 from torch import nn
 
 import topkube
@@ -29,7 +29,7 @@ from topkube.training.checkpoint import save as save_module
 from topkube.training.checkpoint.format import state_file
 from topkube.training.run import Run
 
-KILLED = Path(__file__).with_name("saving_script.py")
+SAVING_SCRIPT = Path(__file__).with_name("saving_script.py")
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     checkpoints = open_store(tmp_path)
     checkpoints.claim()
     for step in (10, 20, 30):
-        save(checkpoints, step, step / 10)
+        save_value(checkpoints, step, step / 10)
     DAMAGES[damage](tmp_path / "step-00000030.run-00001")
     second = open_store(tmp_path)
     second.claim()
@@ -96,7 +96,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     warning = capfd.readouterr().err
     assert "step-00000030.run-00001" in warning
     assert "going back" in warning
-    save(second, 25)  # the damaged checkpoint does not count, and stays for a person to examine
+    save_value(second, 25)  # the damaged checkpoint does not count, and stays for a person to examine
     assert list_names(tmp_path) == [
         "damaged-step-00000030.run-00001",
         "step-00000020.run-00001",
@@ -118,7 +118,7 @@ def test_the_same_step_can_be_saved_again(keep: int, tmp_path: Path) -> None:
     checkpoints = open_store(tmp_path, keep=keep)
     checkpoints.claim()
     for value in (1.0, 2.0, 3.0, 4.0):
-        save(checkpoints, 5, value)
+        save_value(checkpoints, 5, value)
         assert load_value(tmp_path) == value
     assert len(list_names(tmp_path)) == keep
 
@@ -129,16 +129,16 @@ def test_the_same_step_can_be_saved_again(keep: int, tmp_path: Path) -> None:
 def test_a_replaced_attempt_cannot_write(tmp_path: Path) -> None:
     lost = open_store(tmp_path, attempt=1)
     lost.claim()
-    save(lost, 10, 1.0)
+    save_value(lost, 10, 1.0)
     newer = open_store(tmp_path, attempt=2)
     newer.claim()
     with pytest.raises(CheckpointError, match=r"attempt 2 of a run has taken over"):
-        save(lost, 20, 9.0)
-    save(newer, 15, 2.0)
-    save(newer, 16, 3.0)
+        save_value(lost, 20, 9.0)
+    save_value(newer, 15, 2.0)
+    save_value(newer, 16, 3.0)
     before = list_names(tmp_path)
     with pytest.raises(CheckpointError, match="has taken over"):
-        save(lost, 30, 9.0)
+        save_value(lost, 30, 9.0)
     assert list_names(tmp_path) == before == ["step-00000015.run-00002", "step-00000016.run-00002"]
     assert load_value(tmp_path) == 3.0
 
@@ -148,12 +148,12 @@ def test_a_late_checkpoint_of_a_lost_attempt_is_ignored(tmp_path: Path) -> None:
     has the name of its own run."""
     lost = open_store(tmp_path, attempt=1)
     lost.claim()
-    save(lost, 10, 1.0)
+    save_value(lost, 10, 1.0)
     newer = open_store(tmp_path, attempt=2)
     newer.claim()
-    save(newer, 11, 2.0)
+    save_value(newer, 11, 2.0)
     (tmp_path / ".run-00002").rename(tmp_path / "hidden")
-    save(lost, 40, 9.0)
+    save_value(lost, 40, 9.0)
     (tmp_path / "hidden").rename(tmp_path / ".run-00002")
     assert load_value(tmp_path) == 2.0
 
@@ -281,10 +281,10 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_killed_while_saving_continues_bit_for_bit(tmp_path: Path) -> None:
-    """SIGKILL before each change of the directory: at most the save under way is lost, and the end is the same. Every
-    step is saved; the save of the step before the last reported step may be under way when the kill comes."""
+    """SIGKILL comes before each change of the directory. At most the save that runs then is lost, and the end is the
+    same. Every step is saved; the save of the step before the last reported step may still run when SIGKILL comes."""
     ended = subprocess.run(
-        [sys.executable, str(KILLED), str(tmp_path)], capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, str(SAVING_SCRIPT), str(tmp_path)], capture_output=True, text=True, timeout=280, check=False
     )
     assert ended.returncode == 0, ended.stderr
     runs = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpointed_runs import build_training, claim_store, list_names, open_store, save
+from checkpointed_runs import build_training, claim_store, list_names, open_store, save_value
 
 import topkube
 from topkube.errors import CheckpointError, StorageError
@@ -52,8 +52,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.opened.set()
 
 
-def begin(to: CheckpointStore, step: int) -> None:
-    to.begin(step, lambda: {"value": torch.tensor(float(step))}, {"residuals": {}})
+def begin_checkpoint(store: CheckpointStore, step: int) -> None:
+    store.begin(step, lambda: {"value": torch.tensor(float(step))}, {"residuals": {}})
 
 
 def train_steps(run: topkube.training.Run, model: torch.nn.Module, optimizer: Any, total: int) -> Iterator[int]:
@@ -102,29 +102,29 @@ def test_a_checkpoint_is_published_while_training_continues(tmp_path: Path) -> N
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path, gate: Gate) -> None:
     checkpoints = claim_store(tmp_path)
-    begin(checkpoints, 1)
+    begin_checkpoint(checkpoints, 1)
     threading.Timer(0.05, gate.opened.set).start()
     checkpoints.finish()
-    begin(checkpoints, 2)
+    begin_checkpoint(checkpoints, 2)
     checkpoints.finish()
     assert list_names(tmp_path) == ["step-00000001.run-00001", "step-00000002.run-00001"]
 
 
 def test_a_removed_temporary_folder_is_not_reported_as_a_full_disk(tmp_path: Path, gate: Gate) -> None:
     checkpoints = claim_store(tmp_path)
-    begin(checkpoints, 1)
+    begin_checkpoint(checkpoints, 1)
     shutil.rmtree(tmp_path / ".step-00000001.run-00001.tmp")
     gate.opened.set()
     with pytest.raises(StorageError, match=r"step 1 could not be written.*removed the temporary folder") as e:
         checkpoints.finish()
     assert "no space" not in str(e.value)
-    save(checkpoints, 2)
+    save_value(checkpoints, 2)
     assert list_names(tmp_path) == ["step-00000002.run-00001"]
 
 
 def test_a_run_that_is_taken_over_while_it_writes_publishes_nothing(tmp_path: Path, gate: Gate) -> None:
     lost = claim_store(tmp_path)
-    begin(lost, 1)
+    begin_checkpoint(lost, 1)
     claim_store(tmp_path, attempt=2)
     gate.opened.set()
     with pytest.raises(CheckpointError, match="has taken over"):
@@ -136,17 +136,17 @@ def test_storage_that_hangs_costs_a_deadline_once_and_is_used_again_when_it_answ
     world = dataclasses.replace(topkube.world.current(), deadline_seconds=0.1)
     checkpoints = CheckpointStore(tmp_path, 2, world)
     checkpoints.claim()
-    begin(checkpoints, 1)
+    begin_checkpoint(checkpoints, 1)
     hanging = checkpoints._save
     assert hanging is not None
     with pytest.raises(StorageError, match=r"step 1 .*nothing was written for 0.1 s.*the storage does not answer"):
         checkpoints.finish()
     with pytest.raises(StorageError, match="an earlier checkpoint still hangs"):
-        begin(checkpoints, 2)
+        begin_checkpoint(checkpoints, 2)
     gate.opened.set()
     assert futures.wait([hanging.work], SECONDS).done
     checkpoints._world = dataclasses.replace(world, deadline_seconds=SECONDS)  # other disks may be slow too
-    save(checkpoints, 3)
+    save_value(checkpoints, 3)
     assert list_names(tmp_path) == ["step-00000003.run-00001"]
 
 

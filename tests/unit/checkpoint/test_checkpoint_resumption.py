@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpointed_runs import build_training, claim_store, save, train
+from checkpointed_runs import build_training, claim_store, save_value, train
 from torch import nn
 
 import topkube
@@ -240,6 +240,6 @@ def test_checking_generators_changes_none() -> None:
 
 def test_a_later_checkpoint_of_another_script_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
     claim = claim_store(tmp_path)
-    save(claim, 3)
+    save_value(claim, 3)
     with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints .* can be read"):
         train(tmp_path, 2)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpointed_runs import claim_store, list_names, load_value, open_store, save, train
+from checkpointed_runs import claim_store, list_names, load_value, open_store, save_value, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -50,17 +50,17 @@ def test_a_run_in_a_copied_folder_continues_and_so_does_the_next_run(tmp_path: P
 def test_an_older_checkpoint_is_removed_only_if_enough_newer_checkpoints_are_known_to_be_whole(tmp_path: Path) -> None:
     first = claim_store(tmp_path, keep=3)
     for step in (10, 20, 30):
-        save(first, step)
+        save_value(first, step)
     second = claim_store(tmp_path, keep=3)
     assert second.load(0, 1) is not None
-    save(second, 40)
+    save_value(second, 40)
     assert list_names(tmp_path, "step-*") == [
         "step-00000010.run-00001",
         "step-00000020.run-00001",
         "step-00000030.run-00001",
         "step-00000040.run-00002",
     ], "20 was not read by this run: it may be damaged, and 10 the last resort"
-    save(second, 50)
+    save_value(second, 50)
     assert list_names(tmp_path, "step-*") == [
         "step-00000030.run-00001",
         "step-00000040.run-00002",
@@ -89,7 +89,7 @@ def test_the_newest_whole_checkpoint_is_found_and_none_that_was_found_damaged_is
             newest_first = sorted(list_names(tmp_path, "step-*"), key=lambda name: (name[18:], name), reverse=True)
             if action == "save":
                 step += 1
-                save(current, step, step)
+                save_value(current, step, step)
             elif action == "damage" and newest_first:
                 (tmp_path / newest_first[0] / "shared.pt").write_bytes(b"")
                 damaged.add(newest_first[0])
@@ -112,8 +112,8 @@ def test_the_newest_whole_checkpoint_is_found_and_none_that_was_found_damaged_is
 def test_a_file_that_is_not_seen_for_a_moment_is_waited_for(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(claim_store(tmp_path), 10, 1.0)
-    save(claim_store(tmp_path), 20, 2.0)
+    save_value(claim_store(tmp_path), 10, 1.0)
+    save_value(claim_store(tmp_path), 20, 2.0)
     folder = tmp_path / "step-00000020.run-00002"
     (folder / name).rename(tmp_path / "unseen")
     listed, looks = os.listdir, 0
@@ -131,8 +131,8 @@ def test_a_file_that_is_not_seen_for_a_moment_is_waited_for(
 
 
 def test_a_newer_format_with_other_fields_is_refused_and_left_alone(tmp_path: Path) -> None:
-    save(claim_store(tmp_path), 10)
-    save(claim_store(tmp_path), 20)
+    save_value(claim_store(tmp_path), 10)
+    save_value(claim_store(tmp_path), 20)
     newer = tmp_path / "step-00000020.run-00002" / "checkpoint.json"
     newer.write_text(json.dumps({"format": 3, "contents": "elsewhere"}))
     with pytest.raises(CheckpointError, match=r"has format 3, this version reads up to 2.*a newer TopKube wrote it"):
@@ -144,11 +144,11 @@ def test_retention_leaves_checkpoints_that_this_version_cannot_read(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     first = claim_store(tmp_path, keep=1)
-    save(first, 10)
+    save_value(first, 10)
     (tmp_path / "step-00000010.run-00001" / "checkpoint.json").write_text(json.dumps({"format": 3}))
     second = claim_store(tmp_path, keep=1)
     for step in (20, 30):
-        save(second, step)
+        save_value(second, step)
     assert list_names(tmp_path) == ["step-00000010.run-00001", "step-00000030.run-00002"]
     assert capfd.readouterr().err.count("stays: this version cannot read its manifest") == 1
 
@@ -158,7 +158,7 @@ def test_folders_that_are_not_ours_are_not_swept(tmp_path: Path) -> None:
     (tmp_path / ".step-00000001.run-00099.tmp").mkdir()  # of a later run
     checkpoints = claim_store(tmp_path)
     (tmp_path / ".step-00000001.run-00001.tmp").mkdir()
-    save(checkpoints, 2)
+    save_value(checkpoints, 2)
     assert list_names(tmp_path, ".step-*") == [".step-00000001.run-00099.tmp", ".step-notes.tmp"]
 
 

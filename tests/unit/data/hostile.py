@@ -18,7 +18,7 @@ _TIMES = [f"Sun, 0{number} Nov 2026 08:49:37 GMT" for number in range(1, 8)]
 
 
 @dataclass
-class Hostile:
+class HostileServer:
     """Serves objects `o/NUMBER.bin`. Version 0 is listed; other versions have other bytes of the same length."""
 
     seed: int

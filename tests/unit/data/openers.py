@@ -65,9 +65,9 @@ def release_when_waiting(dataset: CachedDataset, release: Callable[[], object]) 
     threading.Thread(target=lambda: (waiting.wait(60), release())).start()
 
 
-def wait_until(met: Callable[[], object]) -> None:
-    """Wait until `met()` is true; fail after two minutes."""
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until `condition()` is true; fail after two minutes."""
     deadline = time.monotonic() + 120
-    while not met():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from openers import Opener
 from remotes import Remote, add_member, write_files, write_tars
 
-from topkube.data.cache.disk_tier import DiskTier
+from topkube.data.cache.disk.disk_tier import DiskTier
 from topkube.data.remote.listing import Listing, RemoteObject, read_manifest
 from topkube.errors import DatasetError, StoreError
 

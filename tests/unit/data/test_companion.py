@@ -143,7 +143,7 @@ def test_small_files_that_do_not_fit_twice_are_not_shown(
 def test_a_report_is_newer_than_the_request_for_it(pod: Pod, remote: Remote) -> None:
     write_tars(remote.folder, [4, 5, 3], 500)
     request_file = pod.folder / "asked"
-    with pod.run_companion(asked=request_file, prefetch=False) as cache:
+    with pod.run_companion(request=request_file, prefetch=False) as cache:
         wait_until(lambda: pod.report.exists())
         cache.open(0)
         request_file.write_text("first")

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from topkube.data import ArrayOf, DistributedSampler, collate
 from topkube.data.base.batch import Batch
-from topkube.data.cache.memory_tier import MemoryTier
+from topkube.data.cache.memory.memory_tier import MemoryTier
 from topkube.data.fill import memory_filler
 from topkube.errors import DatasetError
 
@@ -342,7 +342,7 @@ def test_memory_is_filled_in_the_background_with_samples_that_were_not_read(
     dataset = open_dataset(
         tmp_path / "source", decode=RECORD, memory_limit=room * record, group_bytes=9000, prefetch=True
     )
-    memory: Any = dataset._memory
+    memory: Any = dataset._samples.memory
     wait_until(lambda: np.count_nonzero(memory.has(np.arange(24))) == room)
     np.testing.assert_array_equal(collate(dataset.batch(np.arange(24))).numpy(), data)
     assert dataset.statistics()["memory_misses"] == 24 - room
@@ -356,11 +356,11 @@ def test_memory_is_filled_when_nobody_reads(
     monkeypatch.setattr(memory_filler.ReadsInProgress, "are_over", are_over)
     write_files(tmp_path / "source", 20)
     dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20, prefetch=True)
-    assert dataset._memory is not None
+    assert dataset._samples.memory is not None
     wait_until(lambda: len(asked) > 3)
-    assert not dataset._memory.used_bytes
+    assert not dataset._samples.memory.used_bytes
     is_idle.set()
-    wait_until(lambda: dataset._memory.has(np.arange(20)).all())
+    wait_until(lambda: dataset._samples.memory.has(np.arange(20)).all())
 
 
 def test_reads_are_over_after_the_last_thread_and_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,13 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from topkube.examples.char_gpt import Source
+from topkube.examples.char_gpt import CharacterWindows
 from topkube.examples.lightning_gpt import CharGPT
 from topkube.integrations.lightning import LightningStrategy
 
 CONTEXT, STEPS = 16, 8
 folder = Path(sys.argv[1])
-samples = Subset(Source(CONTEXT, characters=20_000), range(STEPS * 2 * 4))
+samples = Subset(CharacterWindows(CONTEXT, characters=20_000), range(STEPS * 2 * 4))
 
 
 class Recorder(pl.Callback):

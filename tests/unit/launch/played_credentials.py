@@ -17,7 +17,7 @@ def write_credentials(directory: Path, begins: float = -1.0, ends: float = 30.0)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "topkube-launcher")])
     now = datetime.datetime.now(datetime.UTC)
-    command = (
+    certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
@@ -32,7 +32,7 @@ def write_credentials(directory: Path, begins: float = -1.0, ends: float = 30.0)
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     directory.mkdir(exist_ok=True)
-    (directory / "tls.crt").write_bytes(command.public_bytes(serialization.Encoding.PEM))
+    (directory / "tls.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
     (directory / "tls.key").write_bytes(private)
     for file in ("launcher.key", "operator.token", "token"):
         (directory / file).write_text("secret")

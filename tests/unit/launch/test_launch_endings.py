@@ -16,7 +16,7 @@ from topkube import heartbeat
 from topkube.errors import LaunchError
 from topkube.launch import steps
 from topkube.launch.connection.credentials import LauncherCredentials, WorkerCredentials
-from topkube.launch.connection.messages import read
+from topkube.launch.connection.messages import parse_message
 from topkube.launch.contract import Ending
 from topkube.launch.host import shared_memory
 from topkube.launch.host.environment import set_home
@@ -25,7 +25,7 @@ from topkube.launch.launcher import run_launcher
 from topkube.launch.members import find_clock_offset
 from topkube.launch.output.rank_report import RankReport
 from topkube.launch.steps import Steps
-from topkube.launch.termination_message import describe, find_reason, join_last_lines, write_ending
+from topkube.launch.termination_message import describe_failure, find_reason, join_last_lines, write_ending
 from topkube.launch.worker import run_worker
 from topkube.processors import count_cores
 from topkube.telemetry.progress import StepRecord
@@ -108,9 +108,11 @@ def test_each_way_to_end_has_its_reason() -> None:
 
 
 def test_a_hang_is_attributed_to_the_missing_rank() -> None:
-    failure = describe(build_report(missing=[3, 7], tail=["last words"]), lambda rank: f"pod-{rank // 2}", "worker 2")
+    failure = describe_failure(
+        build_report(missing=[3, 7], tail=["last words"]), lambda rank: f"pod-{rank // 2}", "worker 2"
+    )
     assert (failure.rank, failure.pod, failure.log_tail) == (3, "pod-1", "last words")
-    failure = describe(build_report(missing=[5]), lambda rank: f"pod-{rank // 2}", "worker 2")
+    failure = describe_failure(build_report(missing=[5]), lambda rank: f"pod-{rank // 2}", "worker 2")
     assert (failure.rank, failure.pod) == (5, "pod-2")
 
 
@@ -281,7 +283,7 @@ def test_a_home_is_found_for_any_user(tmp_path: Path) -> None:
 )
 def test_invalid_messages_are_refused(text: str) -> None:
     with pytest.raises(LaunchError, match="sent an invalid"):
-        read(text)
+        parse_message(text)
 
 
 def test_a_slow_call_does_not_count_as_a_different_clock() -> None:

@@ -55,7 +55,7 @@ class Ends:
         has = int(await socket.receive_str())
         task = asyncio.create_task(self.near.run(socket, has))
         self._tasks.append(task)
-        while not (self.near.connected and self.far.connected):
+        while not (self.near.is_connected and self.far.is_connected):
             await asyncio.sleep(0.001)
 
         async def break_connection() -> None:
@@ -63,7 +63,7 @@ class Ends:
             if transport is not None:
                 transport.abort()  # sends no closing frame, and flushes nothing
             await asyncio.wait([task], timeout=5)
-            while self.far.connected:
+            while self.far.is_connected:
                 await asyncio.sleep(0.001)
 
         return break_connection
@@ -140,8 +140,8 @@ async def _send_through_tunnel() -> None:
 
         return read
 
-    worker = Link(build_reader("worker"), lambda stream, data: ends["worker"].take(stream, data))
-    launcher = Link(build_reader("launcher"), lambda stream, data: ends["launcher"].take(stream, data))
+    worker = Link(build_reader("worker"), lambda stream, data: ends["worker"].write_to_stream(stream, data))
+    launcher = Link(build_reader("launcher"), lambda stream, data: ends["launcher"].write_to_stream(stream, data))
     ends["worker"] = Tunnel(worker)
     ends["launcher"] = Tunnel(launcher, service.sockets[0].getsockname()[1])
     async with Ends(worker, launcher) as both:

@@ -44,14 +44,14 @@ def join_worker(launcher: JobLauncher, index: int) -> Member:
     address = f"10.{index >> 16}.{index >> 8 & 255}.{index & 255}"
     hello = Hello(session="s", ip=address, slots=1, python="p", mpi="MPICH 5.0.2", time=time.time())
     link = Link(lambda message: launcher.members.receive(member, message), lambda *_: None)
-    link.connected = True
+    link.is_connected = True
     member = Member(index, hello, link)
     launcher.members.by_index[index] = member
     return member
 
 
 def list_sent_frames(member: Member) -> list[str]:
-    return [str(frame) for frame in member.link._kept]
+    return [str(frame) for frame in member.link._unconfirmed]
 
 
 def test_silent_workers_are_dropped_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_success_waits_until_all_output_is_printed(tmp_path: Path) -> None:
         launcher.members.receive(members[1], Ended(lost_output_bytes=1234))
         done, _ = await asyncio.wait([out], timeout=0.3)
         assert not done, "worker 2 still prints"
-        members[2].link.connected, members[2].closed = False, time.monotonic() - 5
+        members[2].link.is_connected, members[2].closed = False, time.monotonic() - 5
         await asyncio.wait_for(out, 30)
 
     asyncio.run(wait_for_endings())

@@ -59,7 +59,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
 def take_whole_log(log: RankLog, backlog: int = 1 << 40) -> bytes:
     """Return all bytes of a finished log."""
     text = b""
-    while not log.done:
+    while not log.is_done:
         text += log.take(backlog)[0]
     return text
 
@@ -97,7 +97,7 @@ def test_many_megabytes_before_the_end_arrive_with_the_last_line(tmp_path: Path,
     log = printing.follow(tmp_path / "log", 0)
     log.finish(len(text))
     reader.start()
-    wait_until(lambda: printing.idle)
+    wait_until(lambda: printing.is_idle)
     assert printing.close(5, 5) == 0
     received = reader.read_all()
     assert received.count(b"\n") == 200_001
@@ -117,10 +117,10 @@ def test_a_reader_that_does_not_read_blocks_no_thread(tmp_path: Path, reader: Re
     log.finish(2_000_100)
     assert time.monotonic() - before < 60
     assert printing._lines_bytes <= pod_output._LINES_BYTES
-    assert not printing.idle
+    assert not printing.is_idle
     wait_until(lambda: printing.count_stalled_seconds(0) > 0.2)
     reader.start()
-    wait_until(lambda: printing.idle)
+    wait_until(lambda: printing.is_idle)
     assert printing.close(5, 5) == 0
     received = reader.read_all()
     assert received.count(b"[rank 0] ") == 20_001, "nothing of the rank is lost"
@@ -147,11 +147,11 @@ def test_an_output_that_refuses_loses_with_a_number(tmp_path: Path, reader: Read
     with open("/dev/full", "wb", buffering=0) as full:
         printing = PodOutput(full.fileno())
         printing.follow(tmp_path / "log", 0).finish(100)
-        wait_until(lambda: printing.idle)
+        wait_until(lambda: printing.is_idle)
         assert printing.lost_bytes == 100
         os.dup2(reader.far, full.fileno())  # the disk has room again
         printing.say("after")
-        wait_until(lambda: printing.idle)
+        wait_until(lambda: printing.is_idle)
         assert printing.close(5, 5) == 100
     reader.start()
     assert (
@@ -219,7 +219,7 @@ def test_warnings_of_libraries_take_the_same_way(reader: Reader) -> None:
     logger.warning("a bad %s", "request")
     logger.removeHandler(handler)
     reader.start()
-    wait_until(lambda: printing.idle)
+    wait_until(lambda: printing.is_idle)
     assert printing.close(5, 5) == 0
     assert reader.read_all() == b"topkube launch: a bad request\n"
 

@@ -16,7 +16,7 @@ import pytest
 
 from topkube.launch.output import rank_log
 from topkube.launch.output.rank_log import Echo, RankLogWriter
-from topkube.launch.output.rank_report import RankReport, report_path, reserve
+from topkube.launch.output.rank_report import RankReport, find_report_path, reserve_report
 
 SHIM = [sys.executable, "-m", "topkube.launch.rank", "--no-echo", "--"]
 PATIENT = (
@@ -30,7 +30,7 @@ PIPE_HOLDS = 30_000
 """Bytes that a pipe of 16 pages holds at least: a write that does not fit into the rest of a page begins a new page."""
 
 
-def run(
+def run_rank(
     directory: Path, *command: str, most_bytes: int | None = None, shim: list[str] = SHIM
 ) -> tuple[int, bytes, RankReport]:
     """Run a rank under the shim. Return its exit code, its log and its report."""
@@ -56,14 +56,14 @@ def run(
     ],
 )
 def test_a_script_may_open_its_output_again(tmp_path: Path, script: str, printed: bytes) -> None:
-    code, log, report = run(tmp_path, "bash", "-c", script, shim=PATIENT_SHIM)
+    code, log, report = run_rank(tmp_path, "bash", "-c", script, shim=PATIENT_SHIM)
     assert (code, log) == (0, printed)
     assert (report.log_bytes, report.lost_bytes) == (len(printed), 0)
 
 
 def test_the_last_of_many_megabytes_is_in_the_log(tmp_path: Path) -> None:
     script = "import sys; sys.stdout.write('x' * 20_000_000); sys.stdout.flush(); import os; os.kill(os.getpid(), 9)"
-    code, log, report = run(tmp_path, sys.executable, "-c", script)
+    code, log, report = run_rank(tmp_path, sys.executable, "-c", script)
     assert (code, len(log), report.log_bytes) == (137, 20_000_000, 20_000_000)
 
 
@@ -71,7 +71,7 @@ def test_a_process_left_behind_that_prints_for_ever_does_not_keep_the_rank(tmp_p
     """The process has its own session, so it does not end with the rank."""
     script = "echo start; setsid sh -c 'echo $$ > pid; while true; do echo more; done' & while [ ! -s pid ]; do :; done"
     try:
-        code, log, report = run(tmp_path, "sh", "-c", f"cd {tmp_path}; {script}; echo end")
+        code, log, report = run_rank(tmp_path, "sh", "-c", f"cd {tmp_path}; {script}; echo end")
         assert code == 0
         assert b"end\n" in log
         assert report.exit_code == 0
@@ -80,7 +80,7 @@ def test_a_process_left_behind_that_prints_for_ever_does_not_keep_the_rank(tmp_p
 
 
 def test_a_full_disk_loses_output_with_its_size_and_ends_nothing(tmp_path: Path) -> None:
-    code, log, report = run(tmp_path, sys.executable, "-c", "print('x' * 2_999_999)", most_bytes=1_000_000)
+    code, log, report = run_rank(tmp_path, sys.executable, "-c", "print('x' * 2_999_999)", most_bytes=1_000_000)
     assert code == 0
     assert len(log) == 1_000_000
     assert (report.lost_bytes, report.log_bytes) == (2_000_000, 1_000_000)
@@ -103,7 +103,7 @@ def test_the_log_shows_where_output_was_lost(tmp_path: Path, monkeypatch: pytest
 def test_a_report_is_written_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The report is written into space that was reserved. Without a report, a rank that ended well would count as
     killed."""
-    reserve(tmp_path, 0)
+    reserve_report(tmp_path, 0)
     write = os.write
 
     def write_until_full(file: int, data: bytes) -> int:
@@ -116,7 +116,7 @@ def test_a_report_is_written_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.
         rank=0, host="h", command=["x"], started=1.0, ended=2.0, exit_code=1, tail=["y" * 60_000, "the end"]
     )
     report.write(tmp_path)
-    stored = RankReport.read(report_path(tmp_path, 0))
+    stored = RankReport.read(find_report_path(tmp_path, 0))
     assert stored.exit_code == 1
     assert stored.tail[-1] == "the end"
     assert [path.name for path in tmp_path.iterdir()] == ["rank-0.json"]

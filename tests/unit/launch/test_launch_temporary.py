@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from topkube.launch.host.temporary import TemporaryFolder, sweep
+from topkube.launch.host.temporary import TemporaryFolder, remove_dead_folders
 
 PREFIX = "topkube-launch-"
 
@@ -40,7 +40,7 @@ def test_the_folder_of_a_killed_process_is_swept_and_that_of_a_living_one_is_not
         dead, living = (Path(process.stdout.readline().strip()) for process in started if process.stdout)
         started[0].kill()
         started[0].wait()
-        assert sweep(tmp_path, PREFIX) == [], "it is young: its lock may not have been taken yet"
+        assert remove_dead_folders(tmp_path, PREFIX) == [], "it is young: its lock may not have been taken yet"
         os.utime(dead, (0, 0))
         os.utime(living, (0, 0))
         monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -75,8 +75,8 @@ def test_only_folders_of_our_own_dead_processes_are_removed(tmp_path: Path, monk
     before = sorted(path.name for path in parent.iterdir())
     with monkeypatch.context() as another:
         another.setattr(os, "geteuid", lambda: 12345)
-        assert sweep(parent, PREFIX) == []
-    assert sweep(parent, PREFIX) == [dead.name]
+        assert remove_dead_folders(parent, PREFIX) == []
+    assert remove_dead_folders(parent, PREFIX) == [dead.name]
     assert sorted(path.name for path in parent.iterdir()) == [name for name in before if name != dead.name]
     assert (elsewhere / "precious").exists()
 
@@ -86,8 +86,8 @@ def test_nothing_is_swept_where_others_may_rename(tmp_path: Path, mode: int, swe
     dead = make_folder(tmp_path, "dead")
     os.utime(dead, (0, 0))
     tmp_path.chmod(mode)
-    assert bool(sweep(tmp_path, PREFIX)) == swept
+    assert bool(remove_dead_folders(tmp_path, PREFIX)) == swept
 
 
 def test_a_parent_that_is_not_there_is_nothing_to_sweep(tmp_path: Path) -> None:
-    assert sweep(tmp_path / "none", PREFIX) == []
+    assert remove_dead_folders(tmp_path / "none", PREFIX) == []

@@ -20,7 +20,7 @@ from topkube.launch.host.processes import list_descendants
 from topkube.launch.members import CLOSED_SECONDS, Member
 from topkube.launch.output.rank_report import RankReport, select_first_failure
 from topkube.launch.rank import find_commands
-from topkube.launch.termination_message import describe
+from topkube.launch.termination_message import describe_failure
 from topkube.launch.verdict import describe_unfit_worker, is_settled
 
 PLAN = LaunchPlan(
@@ -36,12 +36,12 @@ PLAN = LaunchPlan(
 )
 
 
-class Recorded(Link):
+class RecordingLink(Link):
     """A connected link that keeps what was sent."""
 
     def __init__(self) -> None:
         super().__init__(lambda _: None, lambda *_: None)
-        self.connected, self.sent = True, list[object]()
+        self.is_connected, self.sent = True, list[object]()
 
     def send(self, message: object) -> None:
         self.sent.append(message)
@@ -50,7 +50,7 @@ class Recorded(Link):
 @pytest.fixture
 def members() -> list[Member]:
     hello = Hello(session="s", received=0, ip="10.0.0.2", slots=2, python="python", mpi="MPICH 5.0.2", time=0.0)
-    return [Member(index, hello, Recorded()) for index in range(2)]
+    return [Member(index, hello, RecordingLink()) for index in range(2)]
 
 
 def test_ranks_that_are_seen_to_live_are_not_waited_for(members: list[Member]) -> None:
@@ -80,7 +80,7 @@ def test_a_worker_that_has_reported_all_ranks_is_not_asked(members: list[Member]
 def test_a_closed_connection_may_come_back_for_some_seconds(members: list[Member]) -> None:
     now = time.monotonic()
     members[0].has_checked = True
-    members[1].link.connected, members[1].closed = False, now - CLOSED_SECONDS + 0.1
+    members[1].link.is_connected, members[1].closed = False, now - CLOSED_SECONDS + 0.1
     assert not is_settled(PLAN, members, now, now), "it may come back"
     members[1].closed = now - CLOSED_SECONDS - 0.1
     assert is_settled(PLAN, members, now, now)
@@ -95,15 +95,15 @@ def test_a_worker_that_was_asked_to_end_is_waited_for_while_it_may_speak_and_no_
     members[1].terminating = time.time()
     members[1].has_checked = True
     assert not is_settled(plan, members, now - 10, now), "its ranks save their state"
-    members[1].link.connected, members[1].closed = False, now - CLOSED_SECONDS + 0.1
+    members[1].link.is_connected, members[1].closed = False, now - CLOSED_SECONDS + 0.1
     assert not is_settled(plan, members, now - 10, now), "it may come back"
     members[1].closed = now - CLOSED_SECONDS - 0.1
     assert is_settled(plan, members, now - 10, now), "its connection is gone"
-    members[1].link.connected, members[1].closed = True, None
-    members[1].link.heard = now - plan.lost_seconds - 1
+    members[1].link.is_connected, members[1].closed = True, None
+    members[1].link.last_heard = now - plan.lost_seconds - 1
     assert is_settled(plan, members, now - 10, now), "its node is gone"
-    members[1].link.heard = now
-    members[1].ended = True
+    members[1].link.last_heard = now
+    members[1].has_ended = True
     assert is_settled(plan, members, now - 10, now)
 
 
@@ -173,9 +173,9 @@ def test_a_data_loader_killed_for_memory_is_the_ranks_cause(
 ) -> None:
     """The rank itself ends with a traceback and exit code 1."""
     report = {"rank": 0, "host": "", "command": [], "started": 0.0, "ended": 1.0, "exit_code": 1, "tail": [line]}
-    taken = members[0].add_report(Report(report={**report, "told_to_end": told_to_end}, oom_kills=kills))
-    assert taken.out_of_memory == out_of_memory
-    failure = describe(taken, lambda rank: "j-worker-0-1", "worker 0")
+    rank_report = members[0].add_report(Report(report={**report, "told_to_end": told_to_end}, oom_kills=kills))
+    assert rank_report.out_of_memory == out_of_memory
+    failure = describe_failure(rank_report, lambda rank: "j-worker-0-1", "worker 0")
     assert (failure.reason == "OOMKilled") == out_of_memory
     assert failure.exit_code == 1
     if out_of_memory:
@@ -186,7 +186,7 @@ def test_a_data_loader_killed_for_memory_is_the_ranks_cause(
 def test_pods_with_ipv6_addresses_alone_are_refused_with_the_next_step(members: list[Member], mpi: str) -> None:
     """Both mpiexecs cut such an address at its first colon."""
     hello = members[1].hello.model_copy(update={"ip": "fd00::2", "mpi": f"{mpi} 5.0.2"})
-    member = Member(1, hello, Recorded())
+    member = Member(1, hello, RecordingLink())
     failure = describe_unfit_worker(PLAN.model_copy(update={"mpi": mpi}), member, member, f"{mpi} 5.0.2")
     assert failure is not None
     assert failure.reason == "WorkerUnfit"
@@ -198,7 +198,7 @@ def test_workers_with_different_sources_do_not_train_together(members: list[Memb
         member.hello.model_copy(update={"mpi": "MPICH 5.0.2", "source": text})
         for member, text in zip(members, "ab", strict=True)
     ]
-    first, second = (Member(index, hello, Recorded()) for index, hello in enumerate(hellos))
+    first, second = (Member(index, hello, RecordingLink()) for index, hello in enumerate(hellos))
     assert describe_unfit_worker(PLAN, first, first, "MPICH 5.0.2") is None
     failure = describe_unfit_worker(PLAN, second, first, "MPICH 5.0.2")
     assert failure is not None

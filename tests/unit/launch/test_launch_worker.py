@@ -28,7 +28,7 @@ PLAN = WorkerPlan(
 )
 
 
-class Ranks:
+class PlayedAttempt:
     """An attempt that notes how long it may take to end."""
 
     def __init__(self) -> None:
@@ -43,12 +43,12 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     credentials = WorkerCredentials(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), "token")
     worker = Worker(PLAN, credentials, ["true"], Settings(), tmp_path)
-    worker._attempt = Ranks()  # type: ignore[assignment]
+    worker._attempt = PlayedAttempt()  # type: ignore[assignment]
     return worker
 
 
 def read_graces(worker: Worker) -> list[float]:
-    assert isinstance(worker._attempt, Ranks)
+    assert isinstance(worker._attempt, PlayedAttempt)
     return worker._attempt.graces
 
 
@@ -98,7 +98,7 @@ def test_files_of_earlier_attempts_are_removed(worker: Worker, monkeypatch: pyte
     session = worker._session
     session.welcome = Welcome(run="r", attempt=7, resumed=False)
     session.tunnel, session.link = Tunnel(), SilentLink()  # type: ignore[assignment]
-    worker._mpi = Mpi("MPICH", "5.0.2", Path("/x/mpiexec"))
+    worker._identity.mpi = Mpi("MPICH", "5.0.2", Path("/x/mpiexec"))
     asyncio.run(worker._start(Start(proxy=ProxyParameters(mpi="MPICH"), ranks=(0,))))
     assert started == [worker.directory / "attempt-7"]
     assert [path.name for path in worker.directory.iterdir()] == ["kept"]

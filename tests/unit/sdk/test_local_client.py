@@ -168,7 +168,7 @@ def test_a_job_is_not_resumed_while_its_suspended_ranks_still_end(
         started.append(subprocess.Popen(["sleep", "60"] if started else ["sh", "-c", script]))
         return started[-1]
 
-    monkeypatch.setattr(local, "_start", start)
+    monkeypatch.setattr(local, "_start_run", start)
     name = client.train(add_up, arguments={"value": 1.0})
     _wait_for((tmp_path / "runs" / name / "starts").exists, "the first run")
     with pytest.raises(ClusterError, match="the ranks did not end within 0 s"):

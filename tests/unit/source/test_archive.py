@@ -12,7 +12,7 @@ import pytest
 
 from topkube.errors import SourceError
 from topkube.source import archive as archives
-from topkube.source.archive import compute_folder_digest, unpack
+from topkube.source.archive import compute_folder_digest, unpack_archive
 
 
 def _write_archive(path: Path, members: list[tuple[tarfile.TarInfo, bytes]]) -> Path:
@@ -39,7 +39,7 @@ def test_files_and_folders_arrive_with_their_executable_bit_only(tmp_path: Path,
         _build_member("a/b/c.txt", b"deep", 0o600),
     ]
     path = _write_archive(tmp_path / name, members)
-    unpack(path, tmp_path / "code", name)
+    unpack_archive(path, tmp_path / "code", name)
     assert (tmp_path / "code/train.py").read_bytes() == b"print(1)"
     modes = {file.name: file.stat().st_mode & 0o7777 for file in (tmp_path / "code").rglob("*") if file.is_file()}
     assert modes == {"train.py": 0o644, "run.sh": 0o755, "c.txt": 0o644}
@@ -63,7 +63,7 @@ def test_files_and_folders_arrive_with_their_executable_bit_only(tmp_path: Path,
 def test_hostile_members_are_refused(tmp_path: Path, member: tuple[tarfile.TarInfo, bytes], words: str) -> None:
     path = _write_archive(tmp_path / "code.tar", [_build_member("train.py"), member])
     with pytest.raises(SourceError, match=words) as raised:
-        unpack(path, tmp_path / "code", "code.tar")
+        unpack_archive(path, tmp_path / "code", "code.tar")
     assert raised.value.reason == "SourceInvalid"
     assert not (tmp_path / "out.py").exists()
 
@@ -72,31 +72,31 @@ def test_an_archive_that_becomes_too_large_is_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr(archives, "MOST_BYTES", 1 << 20)
     packed = _write_archive(tmp_path / "code.tar.gz", [_build_member("noise", random.Random(1).randbytes(2 << 20))])
     with pytest.raises(SourceError, match="more than 1 MiB"):
-        unpack(packed, tmp_path / "code", "code.tar.gz")
+        unpack_archive(packed, tmp_path / "code", "code.tar.gz")
     assert not (tmp_path / "code").exists()
     plain = _write_archive(
         tmp_path / "code.tar", [_build_member("a", bytes(600 << 10)), _build_member("b", bytes(600 << 10))]
     )
     with pytest.raises(SourceError, match="more than 1 MiB"):
-        unpack(plain, tmp_path / "code", "code.tar")
+        unpack_archive(plain, tmp_path / "code", "code.tar")
 
 
 def test_a_bomb_and_a_truncated_archive_are_refused(tmp_path: Path) -> None:
     bomb = tmp_path / "bomb.tar.gz"
     bomb.write_bytes(gzip.compress(bytes(300 << 20), 9, mtime=0))
     with pytest.raises(SourceError, match="when it is decompressed"):
-        unpack(bomb, tmp_path / "code", bomb.name)
+        unpack_archive(bomb, tmp_path / "code", bomb.name)
     whole = _write_archive(tmp_path / "code.tar.gz", [_build_member("train.py", bytes(range(256)) * 40)]).read_bytes()
     (tmp_path / "code.tar.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(SourceError, match="truncated"):
-        unpack(tmp_path / "code.tar.gz", tmp_path / "code", "code.tar.gz")
+        unpack_archive(tmp_path / "code.tar.gz", tmp_path / "code", "code.tar.gz")
 
 
 def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archives, "MOST_FILES", 3)
     path = _write_archive(tmp_path / "code.tar", [_build_member(f"{number}.py") for number in range(4)])
     with pytest.raises(SourceError, match="more than 3 files"):
-        unpack(path, tmp_path / "code", "code.tar")
+        unpack_archive(path, tmp_path / "code", "code.tar")
 
 
 def test_the_digest_changes_with_contents_names_and_modes(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from topkube.errors import SourceError
 from topkube.source import packing
-from topkube.source.archive import unpack
+from topkube.source.archive import unpack_archive
 from topkube.source.packing import ARCHIVE_KEY, pack_source
 
 
@@ -27,7 +27,7 @@ def _unpack(packed: packing.PackedSource, folder: Path) -> dict[str, str]:
     folder.parent.mkdir(exist_ok=True)
     archive = folder.with_name(ARCHIVE_KEY)
     archive.write_bytes(packed.data)
-    unpack(archive, folder, ARCHIVE_KEY)
+    unpack_archive(archive, folder, ARCHIVE_KEY)
     files = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_text() for path in files}
 

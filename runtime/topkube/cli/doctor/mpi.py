@@ -29,7 +29,7 @@ def check_mpi() -> Iterator[Check]:
         return
     try:
         loaded = mpi_library.read_library()
-        mpi_library.check_match(mpi, loaded)
+        mpi_library.check_same_mpi(mpi, loaded)
         yield report_ok("mpi library", f"{loaded}, the same as mpiexec's")
     except TopKubeError as error:
         yield Check("mpi library", "fail", error.what, error.next_step)

@@ -46,7 +46,7 @@ def run_job(options: RunOptions) -> int:
         shutil.rmtree(directory / TRACES, ignore_errors=True)  # of an earlier run in this directory
         environment["TOPKUBE_TRACE_DIRECTORY"] = str((directory / TRACES).resolve())
     if is_this_python(build_rank_command(job, environment)):
-        mpi_library.check_match(mpi, mpi_library.read_library())
+        mpi_library.check_same_mpi(mpi, mpi_library.read_library())
     console = Console(stderr=options.json)
     history = History()
     with Signals() as signals, contextlib.ExitStack() as stack:

@@ -103,7 +103,8 @@ def describe_leaf(name: str, value: Any) -> Leaf:
     if type(value) in _SCALARS:
         return Leaf(name, type(value).__name__, _SCALARS[type(value)], ())
     if _is_tensor(value):
-        return Leaf(name, "tensor", (array := _read_numbers(value)).dtype.str, array.shape)
+        array = _read_tensor(value)
+        return Leaf(name, "tensor", array.dtype.str, array.shape)
     if isinstance(value, (np.ndarray, np.generic)):
         if value.dtype.hasobject or value.dtype.kind == "V":  # `dtype.str` does not describe these types
             raise DatasetError(f"a sample holds an array of {value.dtype}", next_step="return arrays of numbers")
@@ -166,7 +167,7 @@ def to_array(value: Any) -> Array:
         return np.frombuffer(value.encode(), np.uint8)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return np.frombuffer(value, np.uint8)
-    return np.ascontiguousarray(_read_numbers(value) if _is_tensor(value) else value)
+    return np.ascontiguousarray(_read_tensor(value) if _is_tensor(value) else value)
 
 
 def restore_value(leaf: Leaf, stored: Any) -> Any:
@@ -207,7 +208,10 @@ class Batch(Sequence[Any]):
     @property
     def nbytes(self) -> int:
         """The bytes of all leaves of all samples."""
-        return sum(c.nbytes if isinstance(c, np.ndarray) else sum(array.nbytes for array in c) for c in self.columns)
+        return sum(
+            column.nbytes if isinstance(column, np.ndarray) else sum(array.nbytes for array in column)
+            for column in self.columns
+        )
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -301,7 +305,7 @@ def _is_tensor(value: Any) -> bool:
     return kind.__module__.partition(".")[0] == "torch" and hasattr(value, "numpy")
 
 
-def _read_numbers(tensor: Any) -> Array:
+def _read_tensor(tensor: Any) -> Array:
     """Return the tensor's values. Raises DatasetError if NumPy cannot store them."""
     try:
         return np.asarray(tensor.detach())

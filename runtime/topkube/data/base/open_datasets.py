@@ -18,7 +18,7 @@ class DatasetWithCounters(Protocol):
 _open: weakref.WeakSet[DatasetWithCounters] = weakref.WeakSet()
 
 
-def register(dataset: DatasetWithCounters) -> None:
+def register_dataset(dataset: DatasetWithCounters) -> None:
     """Include this dataset in `sum_statistics` until the dataset is deleted."""
     _open.add(dataset)
 

@@ -20,7 +20,8 @@ def is_files_pressure(error: OSError) -> bool:
 
 
 def limit_open_files(most: int, parts: int) -> int:
-    """Return how many files a part of the cache may keep open: the limit divided by `parts`, at most `most`."""
+    """Return the number of files that a part of the cache may keep open: the limit divided by `parts`, at most
+    `most`."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(_LEAST_FILES, min(most, most if soft == resource.RLIM_INFINITY else soft // parts))
 

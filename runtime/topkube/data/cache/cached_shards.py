@@ -13,11 +13,11 @@ import time
 
 from topkube.data.base.open_files import FilesPressure, is_files_pressure
 from topkube.data.base.shared_counters import CacheCounters
-from topkube.data.cache.dataset_folder import DatasetFolder
-from topkube.data.cache.disk_tier import DiskTier
+from topkube.data.cache.disk.dataset_folder import DatasetFolder
+from topkube.data.cache.disk.disk_tier import DiskTier
+from topkube.data.cache.disk.shard_file import compute_digest
 from topkube.data.cache.node_state import DROPPED, FROZEN, NodeState
 from topkube.data.cache.open_shards import ShardFile
-from topkube.data.cache.shard_file import compute_digest
 from topkube.data.formats.shards import DataShard, Shards
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
@@ -35,7 +35,7 @@ class CachedShards:
             return
         try:
             self.folder = tier.open_folder(shards.uri)
-            self._use_lock = self.folder.use()
+            self._use_lock = self.folder.begin_use()
         except OSError as error:
             self._degrade(FROZEN if self.folder is not None else DROPPED, error)
         if not tier.is_writable:
@@ -132,12 +132,12 @@ class CachedShards:
         finally:
             lock.release()
 
-    def make_folder_again(self) -> bool:
+    def create_folder_again(self) -> bool:
         """Create the folder of the dataset again, after another process has removed it. Return False if the volume
         fails."""
         assert self.folder is not None
         try:
-            self.folder.make()
+            self.folder.create()
         except OSError as error:
             self.handle_volume_error(error)
             return False

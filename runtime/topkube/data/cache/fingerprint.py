@@ -6,7 +6,7 @@ from typing import Any
 
 import xxhash
 
-from topkube.data.cache.reached_code import describe
+from topkube.data.cache.reached_code import describe_value
 
 
 def compute_fingerprint(decode: Any) -> str:
@@ -20,5 +20,5 @@ def compute_fingerprint(decode: Any) -> str:
     if decode is None:
         return ""
     given = getattr(decode, "fingerprint", None)
-    parts = [given] if isinstance(given, str) else describe(decode)
+    parts = [given] if isinstance(given, str) else describe_value(decode)
     return xxhash.xxh3_128_hexdigest("\0".join(parts).encode("utf-8", "surrogatepass"))

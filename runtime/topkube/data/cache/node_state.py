@@ -20,7 +20,7 @@ from topkube.data.base.permissions import make_private_folder
 OPEN, FROZEN, DROPPED = 0, 1, 2
 """States of a tier. OPEN: it takes shards. FROZEN: it only serves the shards that it has. DROPPED: it is not used."""
 STATES = ("open", "frozen", "dropped")
-_LOOK_SECONDS = 1.0
+_SEARCH_SECONDS = 1.0
 """The seconds between two searches of a process for fillers that were killed."""
 _CELLS = 8
 _STATE, _PROGRESS, _FILLERS, _MEMORY_STATE = range(4)
@@ -38,7 +38,7 @@ class NodeState:
         self._owner = os.getpid()
         self._filler_lock = FileLock(directory / f"session-{name}.fillers")
         """Every process that fills the tier holds this lock (shared)."""
-        self._own_fillers, self._looked = 0, 0.0
+        self._own_fillers, self._last_search = 0, 0.0
         try:
             make_private_folder(directory)
             if self._user_lock.acquire(wait=False):  # no process uses the file, so an existing file is a leftover
@@ -118,10 +118,10 @@ class NodeState:
     @property
     def filler_count(self) -> int:
         """The number of ranks that fill the tier. Ranks that were killed are counted until no living rank fills the
-        tier, and at most _LOOK_SECONDS longer."""
+        tier, and at most _SEARCH_SECONDS longer."""
         count = int(self._cells[_FILLERS])
-        if count and self._user_lock is not None and time.monotonic() - self._looked > _LOOK_SECONDS:
-            self._looked = time.monotonic()
+        if count and self._user_lock is not None and time.monotonic() - self._last_search > _SEARCH_SECONDS:
+            self._last_search = time.monotonic()
             count = self._forget_dead_fillers()
         return count
 
@@ -132,7 +132,7 @@ class NodeState:
             if lock.acquire(wait=False):
                 self._cells[_FILLERS] = 0  # a process that begins to fill waits for this lock before it counts itself
                 lock.release()
-        except OSError:  # too many open files, or the directory is gone: look again later
+        except OSError:  # too many open files, or the directory is gone: the next search may succeed
             pass
         return int(self._cells[_FILLERS])
 

@@ -41,7 +41,7 @@ _ATTRIBUTES_OF_EVERY_CLASS = frozenset(
 )
 
 
-def describe(value: Any) -> list[str]:
+def describe_value(value: Any) -> list[str]:
     """Return texts that change whenever the behaviour of `value` (a function, class or constant) may change. Raises
     DatasetError with the name of an object that cannot be described."""
     return list(_Walk().describe(value, "decode"))

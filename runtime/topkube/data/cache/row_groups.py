@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from topkube.data.base.open_files import build_too_many_files_error, is_files_pressure, limit_open_files
-from topkube.data.cache.early_groups import EarlyGroups
+from topkube.data.cache.early.early_groups import EarlyGroups
 from topkube.data.remote.listing import Longs, RemoteObject
 from topkube.data.remote.retry import Changed
 from topkube.errors import DatasetError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from topkube.data.cache.shard_cache import ShardCache
     from topkube.data.remote.object_store import ObjectStore
 
-_FILES = 64
+_MOST_FILES = 64
 _KEPT_BYTES = 512 << 20
 """The most bytes of decoded row groups that a process keeps. A shuffled batch has rows of many row groups."""
 _FOOTER_BYTES = 64 << 10
@@ -79,17 +79,17 @@ class RowGroups:
         self._early = EarlyGroups(cache, self._arrow) if early and cache.shards.format == "parquet" else None
         self._files: OrderedDict[int, tuple[Any, Longs]] = OrderedDict()
         self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
-        self._bytes = 0
-        self._most_files = limit_open_files(_FILES, 8)
+        self._kept_bytes = 0
+        self._most_files = limit_open_files(_MOST_FILES, 8)
         self._lock = threading.Lock()
 
     def _open_file(self, number: int) -> tuple[Any, Longs]:
         """Return the open file of a shard, and the first row of each of its groups, then the number of rows."""
         if number not in self._files:
-            shard = self._cache.open_samples(number)
-            # A new open file has its own position. Forks share the position of an inherited descriptor.
+            opened = self._cache.open_samples(number)
+            # A file that is opened again has its own position. Forks share the position of an inherited descriptor.
             with self._translate_errors(number):
-                source = self._arrow.OSFile(f"/proc/self/fd/{shard.file}")
+                source = self._arrow.OSFile(f"/proc/self/fd/{opened.file}")
                 if self._cache.shards.format == "parquet":
                     file = self._arrow.parquet.ParquetFile(source)
                     counts = [file.metadata.row_group(at).num_rows for at in range(file.metadata.num_row_groups)]
@@ -135,7 +135,7 @@ class RowGroups:
         """Return the row group as an Arrow table."""
         key = (number, group)
         if key not in self._groups:
-            table, early = None, self._find_early(number)
+            table, early = None, self._choose_early_reader(number)
             if early is not None:
                 with self._translate_errors(number):
                     table = early.read_group(number, group)
@@ -144,20 +144,20 @@ class RowGroups:
                 with self._translate_errors(number):
                     table = file.read_row_group(group) if hasattr(file, "read_row_group") else file.get_batch(group)
             self._groups[key] = table
-            self._bytes += table.nbytes
-            while self._bytes > _KEPT_BYTES and len(self._groups) > 1:
-                self._bytes -= self._groups.popitem(last=False)[1].nbytes
+            self._kept_bytes += table.nbytes
+            while self._kept_bytes > _KEPT_BYTES and len(self._groups) > 1:
+                self._kept_bytes -= self._groups.popitem(last=False)[1].nbytes
         self._groups.move_to_end(key)
         return self._groups[key]
 
-    def _find_early(self, number: int) -> EarlyGroups | None:
+    def _choose_early_reader(self, number: int) -> EarlyGroups | None:
         """Return the reader of early groups if it can read groups of this shard now; else None."""
         early = self._early
         return early if early is not None and number not in self._files and early.can_read(number) else None
 
     def _find_first_rows(self, number: int) -> Longs:
         """Return the first row of each group of the shard, then the number of rows: (groups + 1,)."""
-        if (early := self._find_early(number)) is not None:
+        if (early := self._choose_early_reader(number)) is not None:
             with self._translate_errors(number):
                 if (first_rows := early.find_first_rows(number)) is not None:
                     return first_rows
@@ -173,7 +173,7 @@ class RowGroups:
                 self._early.verify()
             except Changed:
                 self._groups.clear()  # they may have the wrong bytes
-                self._bytes = 0
+                self._kept_bytes = 0
                 raise
 
     def read_rows(self, numbers: Longs, rows: Longs) -> list[dict[str, Any]]:
@@ -190,7 +190,7 @@ class RowGroups:
             for (number, group), wanted in places.items():
                 table = self._read_group(number, group)
                 with self._translate_errors(number):
-                    taken = table.take([row for _, row in wanted]).to_pylist()
-                for (at, _), row in zip(wanted, taken, strict=True):
+                    table_rows = table.take([row for _, row in wanted]).to_pylist()
+                for (at, _), row in zip(wanted, table_rows, strict=True):
                     result[at] = row
         return result

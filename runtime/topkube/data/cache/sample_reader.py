@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,19 +16,19 @@ from topkube import _kernels
 from topkube.data.base.batch import ArrayOf, Batch
 from topkube.data.base.batch_buffers import BatchBuffers
 from topkube.data.base.open_files import limit_open_files
-from topkube.data.cache.early_samples import EarlySamples
+from topkube.data.cache.early.early_samples import EarlySamples
 from topkube.data.cache.open_shards import ShardFile
 from topkube.data.cache.row_groups import RowGroups
+from topkube.data.cache.sample_locations import SampleLocations
 from topkube.data.cache.shard_cache import ShardCache
 from topkube.data.formats.checked_index import CheckedIndex
 from topkube.data.formats.sample_index import ABSENT, SampleIndex
 from topkube.data.remote.listing import Longs
-from topkube.errors import DatasetError, StoreError
+from topkube.errors import StoreError
 
 NAME = "__key__"
 """The key of a tar sample's name."""
-_INDEXES = 64
-_HELD = 300
+_MOST_HELD = 300
 """The most shards that a reader holds open."""
 _TRIES = 4
 
@@ -57,18 +56,14 @@ class SampleReader:
 
     def __init__(self, cache: ShardCache, counts: Longs, field: str | None = None, *, early: bool = False) -> None:
         self.cache = cache
-        self.starts: Longs = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
-        self._field = field
+        self._locations = SampleLocations(cache, counts, field)
+        self.starts = self._locations.starts
+        """The first sample of each shard, then the number of samples: (shards + 1,)."""
         self._buffers = BatchBuffers()
-        self._indexes: OrderedDict[int, SampleIndex] = OrderedDict()
         self._held = _HeldShards(counts.size)
-        self._most_held = limit_open_files(_HELD, 4)
+        self._most_held = limit_open_files(_MOST_HELD, 4)
         close_held = weakref.WeakMethod(self._close_held)
         cache.open_shards.closers.append(lambda: (method := close_held()) and method())
-        self._is_located = np.zeros(counts.size, bool)
-        """True for each shard whose samples have entries in `_offsets` and `_lengths`."""
-        self._offsets = np.zeros(len(self), np.int64)
-        self._lengths = np.zeros(len(self), np.int64)
         self._early = EarlySamples(cache) if early and cache.shards.format in ("files", "tar") else None
         self._row_groups = RowGroups(cache, early=early) if cache.shards.format in ("parquet", "arrow") else None
         self._lock = threading.Lock()
@@ -85,74 +80,25 @@ class SampleReader:
 
     def find_shards(self, indices: Longs) -> Longs:
         """Return the shard of each sample."""
-        return np.searchsorted(self.starts, indices, "right") - 1
-
-    def _locate_samples(self, number: int) -> None:
-        """Load the offsets and lengths of the shard's samples, or of the field of each sample that is read."""
-        if self._is_located[number]:
-            return
-        index = self._load_index(number)
-        first, last = int(self.starts[number]), int(self.starts[number + 1])
-        if len(index) != last - first:
-            raise DatasetError(
-                f"{self._get_path(number)} has {len(index)} samples, but {last - first} in the manifest",
-                cause="the shard was written again after its manifest",
-                next_step="write the manifest again (`topkube cache manifest`)",
-            )
-        starts, lengths = self._find_fields(number, index)
-        self._offsets[first:last], self._lengths[first:last] = index.offsets + starts, lengths
-        self._is_located[number] = True
-
-    def _find_fields(self, number: int, index: SampleIndex) -> tuple[Longs | int, Longs]:
-        """Return the start of the field in each sample of the shard, and the lengths of the fields. If whole samples
-        are read, return 0 and the lengths of the samples."""
-        if self._field is None or index.fields == ("",):
-            return 0, index.sizes
-        try:
-            column = index.fields.index(self._field)
-        except ValueError:
-            raise DatasetError(
-                f"{self._get_path(number)} has no field {self._field!r}",
-                cause=f"the fields of its samples are {', '.join(index.fields)}",
-                next_step="use one of these fields",
-            ) from None
-        lengths = index.lengths[:, column]
-        if (lengths == ABSENT).any():
-            missing = index.names[int(np.argmax(lengths == ABSENT))]
-            raise DatasetError(f"{missing!r} in {self._get_path(number)} has no field {self._field!r}")
-        return index.starts[:, column], lengths
-
-    def _load_index(self, number: int) -> SampleIndex:
-        with self._get_lock():
-            index = self._indexes.get(number)
-        if index is None:
-            index = self.cache.load_index(number)
-            with self._get_lock():
-                self._indexes[number] = index
-                while len(self._indexes) > _INDEXES:
-                    self._indexes.popitem(last=False)
-        return index
+        return self._locations.find_shards(indices)
 
     def _get_lock(self) -> threading.Lock:
-        if self._process != os.getpid():
+        if self._process != os.getpid():  # after a fork the lock may be held by a thread of the parent
             self._process, self._lock = os.getpid(), threading.Lock()
         return self._lock
 
-    def _get_path(self, number: int) -> str:
-        return self.cache.shards.listing.paths[self.cache.shards[number].start]
-
-    def _read_all(self, indices: Longs) -> _SampleBytes:
+    def _read_bytes(self, indices: Longs) -> _SampleBytes:
         """Return the bytes of the samples. Raises StoreError."""
         numbers = self.find_shards(indices)
         self.cache.counters.add("disk_requests", indices.size)
         if self._early is not None:
             self._early.verify()
-            indexes = self._find_early(indices, numbers)
+            indexes = self._load_early_indexes(indices, numbers)
             if indexes and (read := self._read_partly_early(indices, numbers, indexes)) is not None:
                 return read
         return _SampleBytes(*self._read_from_shards(indices, numbers))
 
-    def _find_early(self, indices: Longs, numbers: Longs) -> dict[int, CheckedIndex]:
+    def _load_early_indexes(self, indices: Longs, numbers: Longs) -> dict[int, CheckedIndex]:
         """Return the indexes of the shards whose samples are read before the shards are in the cache."""
         assert self._early is not None
         is_open = self._held.descriptors.take(numbers) >= 0
@@ -174,7 +120,7 @@ class SampleReader:
         for number, checked in indexes.items():
             places = np.flatnonzero(numbers == number)
             positions = indices[places] - self.starts[number]
-            field_starts, field_lengths = self._find_fields(number, checked.index)
+            field_starts, field_lengths = self._locations.find_fields(number, checked.index)
             starts[places] = np.broadcast_to(field_starts, field_lengths.shape)[positions]
             lengths[places], sizes[places] = field_lengths[positions], checked.index.sizes[positions]
         regions = np.empty(int(sizes.sum()), np.uint8)
@@ -185,16 +131,11 @@ class SampleReader:
             return None
         self.cache.counters.add("disk_misses", early.size)
         data, lengths[whole] = self._read_from_shards(indices[whole], numbers[whole])
-        ends = np.cumsum(lengths)
-        out = np.empty(int(ends[-1]), np.uint8)
-        for place in early.tolist():
-            first = int(region_starts[place] + starts[place])
-            out[ends[place] - lengths[place] : ends[place]] = regions[first : first + int(lengths[place])]
-        at = 0
-        for place in whole.tolist():
-            out[ends[place] - lengths[place] : ends[place]] = data[at : at + int(lengths[place])]
-            at += int(lengths[place])
-        return _SampleBytes(out, lengths, {number: checked.index for number, checked in indexes.items()})
+        sources = np.zeros(indices.size, np.int64)
+        sources[early] = region_starts[early] + starts[early]
+        sources[whole] = np.cumsum(lengths[whole]) - lengths[whole]
+        joined = _join_samples(is_early, regions, data, sources, lengths)
+        return _SampleBytes(joined, lengths, {number: checked.index for number, checked in indexes.items()})
 
     def verify_early(self) -> None:
         """Compare the samples that were read early with their shards, if the shards are in the cache now. Raises
@@ -206,14 +147,20 @@ class SampleReader:
 
     def _read_held(self, indices: Longs, length: int) -> npt.NDArray[np.uint8] | None:
         """Return the bytes of samples whose shards this reader holds open, in one pass. Return None if a shard is not
-        open, or if a sample has another length or cannot be read. Then `_read_all` opens the shard or raises the
+        open, or if a sample has another length or cannot be read. Then `_read_bytes` opens the shard or raises the
         error."""
         if self._early is not None and self._early.has_unverified:
             return None
         held = self._held  # this reference keeps the files open until the read ends
         out = self._buffers.take(indices.size * length)
         if not _kernels.gather_samples(
-            self.starts, held.descriptors, self._offsets, self._lengths, np.ascontiguousarray(indices), length, out
+            self.starts,
+            held.descriptors,
+            self._locations.offsets,
+            self._locations.lengths,
+            np.ascontiguousarray(indices),
+            length,
+            out,
         ):
             return None
         self.cache.counters.add("disk_requests", indices.size)
@@ -224,11 +171,14 @@ class SampleReader:
         """Return the bytes of the samples, one after the other, and the length of each."""
         most = self._most_held
         if indices.size <= most or np.unique(numbers).size <= most:
-            return self._read(indices, numbers)
-        parts = [self._read(indices[at : at + most], numbers[at : at + most]) for at in range(0, indices.size, most)]
+            return self._read_few_shards(indices, numbers)
+        parts = [
+            self._read_few_shards(indices[at : at + most], numbers[at : at + most])
+            for at in range(0, indices.size, most)
+        ]
         return np.concatenate([data for data, _ in parts]), np.concatenate([lengths for _, lengths in parts])
 
-    def _read(self, indices: Longs, numbers: Longs) -> tuple[npt.NDArray[np.uint8], Longs]:
+    def _read_few_shards(self, indices: Longs, numbers: Longs) -> tuple[npt.NDArray[np.uint8], Longs]:
         """Read samples of so few shards that all of them can be open at the same time."""
         counters = self.cache.counters
         for attempt in range(_TRIES):
@@ -237,10 +187,10 @@ class SampleReader:
             if opened.size and opened.min() < 0:
                 held = self._open_shards(held, numbers, count_misses=attempt == 0)
                 opened = held.descriptors.take(numbers)
-            lengths = self._lengths.take(indices)
+            lengths = self._locations.lengths.take(indices)
             total = int(lengths.sum())
             out = self._buffers.take(total)
-            read_count, error = _kernels.gather_files(opened, self._offsets.take(indices), lengths, out)
+            read_count, error = _kernels.gather_files(opened, self._locations.offsets.take(indices), lengths, out)
             if read_count == indices.size:
                 counters.add("disk_bytes", total)
                 return out, lengths
@@ -261,15 +211,15 @@ class SampleReader:
             if number in held.files:
                 continue
             is_miss = count_misses and not self.cache.has_samples(number)
-            file = self.cache.open_samples(number)
+            opened = self.cache.open_samples(number)
             if is_miss:
                 self.cache.counters.add("disk_misses", int((numbers == number).sum()))
-            self._locate_samples(number)
+            self._locations.locate_shard(number)
             with self._get_lock():  # another thread may have opened the shard and be reading from it
                 if number not in held.files:
-                    held.files[number] = file
-                    held.descriptors[number] = file.file
-            if not file.is_cached:  # do not keep a shard in memory for long
+                    held.files[number] = opened
+                    held.descriptors[number] = opened.file
+            if not opened.is_cached:  # do not keep a shard in memory for long
                 self._held = _HeldShards(len(self.cache.shards))
         return held
 
@@ -280,18 +230,21 @@ class SampleReader:
             numbers = self.find_shards(indices)
             self.cache.counters.add("disk_requests", indices.size)
             return self._row_groups.read_rows(numbers, indices - self.starts[numbers])
-        data, lengths, early = self._read_all(indices)
+        data, lengths, early = self._read_bytes(indices)
         view, ends = data.data, np.cumsum(lengths)
         regions = [view[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
         if self.cache.shards.format == "files":
             return [bytes(region) for region in regions]
         samples = []
         for region, index, number in zip(regions, indices.tolist(), self.find_shards(indices).tolist(), strict=True):
-            shard = early[number] if number in early else self._load_index(number)
-            at = index - int(self.starts[number])
-            sample: dict[str, Any] = {NAME: shard.names[at]}
+            shard_index = early[number] if number in early else self._locations.load_index(number)
+            position = index - int(self.starts[number])
+            sample: dict[str, Any] = {NAME: shard_index.names[position]}
             for field, start, length in zip(
-                shard.fields, shard.starts[at].tolist(), shard.lengths[at].tolist(), strict=True
+                shard_index.fields,
+                shard_index.starts[position].tolist(),
+                shard_index.lengths[position].tolist(),
+                strict=True,
             ):
                 if length != ABSENT:
                     sample[field] = bytes(region[start : start + length])
@@ -302,10 +255,28 @@ class SampleReader:
         """Return samples that `decode` decodes as one batch. `decode` must have the same field as this reader."""
         if (held_bytes := self._read_held(indices, decode.record_bytes)) is not None:
             return decode.decode_many(held_bytes, indices.size)
-        data, lengths, _ = self._read_all(indices)
+        data, lengths, _ = self._read_bytes(indices)
         if (lengths != decode.record_bytes).any():
             raise decode.size_error(int(lengths[lengths != decode.record_bytes][0]))
         return decode.decode_many(data, indices.size)
+
+
+def _join_samples(
+    is_early: npt.NDArray[np.bool_],
+    regions: npt.NDArray[np.uint8],
+    data: npt.NDArray[np.uint8],
+    sources: Longs,
+    lengths: Longs,
+) -> npt.NDArray[np.uint8]:
+    """Return the bytes of all samples, one after the other. Sample i has lengths[i] bytes from byte sources[i] on: of
+    `regions` if is_early[i], else of `data`."""
+    ends = np.cumsum(lengths)
+    joined = np.empty(int(ends[-1]), np.uint8)
+    for early, source, length, end in zip(
+        is_early.tolist(), sources.tolist(), lengths.tolist(), ends.tolist(), strict=True
+    ):
+        joined[end - length : end] = (regions if early else data)[source : source + length]
+    return joined
 
 
 def convert_indices(indices: Sequence[int] | Longs, count: int) -> Longs:

@@ -5,41 +5,29 @@ or into memory if the tier takes no more shards. Readers get the same bytes in a
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from topkube.data.base.open_files import FilesPressure, build_too_many_files_error, is_files_pressure
 from topkube.data.base.shared_counters import CacheCounters
 from topkube.data.cache.cached_shards import CachedShards
-from topkube.data.cache.dataset_folder import DatasetFolder
-from topkube.data.cache.disk_tier import DiskLimits, DiskTier, Full
+from topkube.data.cache.disk.dataset_folder import DatasetFolder
+from topkube.data.cache.disk.disk_tier import DiskLimits, DiskTier, Full
+from topkube.data.cache.disk.record_log import read_hash
+from topkube.data.cache.disk.shard_file import ReceivedChecksums, compute_digest
+from topkube.data.cache.disk.stored_index import read_index
 from topkube.data.cache.node_state import DROPPED, OPEN, NodeState
 from topkube.data.cache.open_shards import OpenShards, ShardFile
-from topkube.data.cache.record_log import read_hash
-from topkube.data.cache.shard_file import ArrivingShard, ReceivedChecksums, ShardWriter, compute_digest
-from topkube.data.cache.stored_index import read_index
-from topkube.data.formats.compression import decompress
-from topkube.data.formats.sample_index import SampleIndex, index_files
+from topkube.data.cache.shard_decompression import decompress_shard
+from topkube.data.cache.shard_fetcher import ShardFetcher, ShardSource
+from topkube.data.formats.sample_index import SampleIndex
+from topkube.data.formats.shard_index import index_shard
 from topkube.data.formats.shards import DataShard, Shards
-from topkube.data.formats.tar import index_tar
 from topkube.data.remote.object_store import ObjectStore
-from topkube.errors import DatasetError
 
-ShardSource = Callable[[DataShard, int], ReceivedChecksums]
-"""A function that writes the bytes of a shard to a descriptor and returns their checksums. The bytes come from the
-remote or from another node."""
-_RESERVED_AT_ONCE = 64 << 20
-"""The bytes that are reserved at once for a shard that is being decompressed."""
-_ASSEMBLED_BYTES = 16 << 20
-"""A group of files of at most this size is assembled in memory before it is written."""
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.005, 0.02
 _TRIES = 4
 
@@ -63,9 +51,7 @@ class ShardCache:
         """A name for this listing in this directory: 16 hexadecimal digits."""
         self.stall_seconds = stall_seconds
         self.open_shards = OpenShards()
-        self.is_exchanged = False
-        """True if shards are sent to other nodes while they arrive."""
-        self._arriving: dict[int, ArrivingShard] = {}
+        self.fetcher = ShardFetcher(store, shards, node_state, counters)
         self._cached = CachedShards(shards, tier, node_state, counters)
 
     @property
@@ -168,7 +154,8 @@ class ShardCache:
         def fill(file: int) -> ReceivedChecksums:
             received = self._fill(shard, file, source)
             if self.shards.format == "tar" and shard.number == self._find_samples_number(shard):
-                indexes[:] = [self._read_index(shard, file)]  # a shard that cannot be read by sample is not cached
+                # Before the shard is published: a shard that cannot be read by sample is not cached.
+                indexes[:] = [index_shard(self.shards, shard, file)]
             return received
 
         old_evictions, begun = self.folder.evictions, time.monotonic()
@@ -180,7 +167,7 @@ class ShardCache:
             try:
                 file = self.folder.publish(shard.key, shard.size, fill, announce=announce)
             except FileNotFoundError:  # another process removed the dataset
-                if attempt or not self._cached.make_folder_again():
+                if attempt or not self._cached.create_folder_again():
                     return None
                 continue
             except Full as error:
@@ -193,7 +180,7 @@ class ShardCache:
                 return None
             with contextlib.suppress(OSError):
                 for index in indexes:
-                    self.folder.keep_index(shard.key, index)
+                    self.folder.store_index(shard.key, index)
             self.counters.add("evictions", self.folder.evictions - old_evictions)
             return ShardFile(shard, file, is_cached=True)
         return None
@@ -218,105 +205,13 @@ class ShardCache:
     def _fill(self, shard: DataShard, file: int, source: ShardSource | None) -> ReceivedChecksums:
         """Write the bytes of the shard to the descriptor: from the source, or decompressed from the cached shard."""
         if self.shards.is_decompressed(shard):
-            return self._decompress(shard, file, source)
-        with self._time_fetch():
-            return (source or self.fetch_from_store)(shard, file)
-
-    def _decompress(self, shard: DataShard, file: int, source: ShardSource | None) -> ReceivedChecksums:
-        """Write the decompressed bytes of the cached shard to the descriptor. If the cached shard was damaged after its
-        last verification, it is fetched again."""
-        number = shard.number - len(self.shards)
-        for attempt in range(2):
-            compressed = self.open(number, source or self.fetch_from_store)
-            try:
-                return self._decompress_file(compressed, file)
-            except DatasetError:
-                if attempt or not compressed.is_cached or self._cached.is_good(compressed.shard, compressed.file):
-                    raise
-                self.open_shards.forget(number)
-                self.node_state.clear_verified(number)
-        raise AssertionError
-
-    def _decompress_file(self, compressed: ShardFile, file: int) -> ReceivedChecksums:
-        shard = compressed.shard
-        in_tier = self.folder is not None and self.folder.is_being_published(file)
-        reserved = -1 if in_tier else None
-        with ShardWriter(file) as writer:
-
-            def write(offset: int, data: Any) -> None:
-                nonlocal reserved
-                end = offset + len(data)
-                if reserved is not None and end > reserved:
-                    reserved = min(2 * end, end + _RESERVED_AT_ONCE)
-                    assert self.folder is not None
-                    self.folder.reserve_more(file, reserved)
-                writer.write(offset, data)
-                self.node_state.advance(len(data))
-
-            size = decompress(
-                compressed.file,
-                shard.size,
-                self.shards.find_compression(shard.number),
-                self.shards.listing.paths[shard.start],
-                write,
-            )
-            os.ftruncate(file, size)
-            return ReceivedChecksums(digest=writer.compute_digest(size))
-
-    @contextlib.contextmanager
-    def _time_fetch(self) -> Iterator[None]:
-        start = time.monotonic()
-        yield
-        self.counters.add("fetches")
-        self.counters.add("fetch_seconds", time.monotonic() - start)
+            return decompress_shard(self, self._cached, shard, file, source)
+        return self.fetcher.fetch(shard, file, source)
 
     def fetch_from_store(self, shard: DataShard, file: int) -> ReceivedChecksums:
-        """Fetch the bytes of the shard from the remote, and write them to the descriptor. Return their checksums."""
-
-        def progress(count: int) -> None:
-            self.node_state.advance(count)
-            self.counters.add("remote_bytes", count)
-
-        objects = self.shards.list_objects(shard)
-        with ShardWriter(file) as writer:
-            if len(objects) == 1:
-                with self._announce_arrival(shard, file, writer) as arriving:
-                    self.store.fetch(objects[0], writer.write, progress=progress)
-                    received = ReceivedChecksums(objects[0].checksum, writer.compute_digest(shard.size))
-                    if arriving is not None:
-                        arriving.digest = received.digest
-                    return received
-            offsets = [0, *itertools.accumulate(remote_object.size for remote_object in objects)][:-1]
-            if shard.size > _ASSEMBLED_BYTES:
-                self.store.fetch_many(objects, offsets, writer.write, progress)
-            else:  # files arrive in any order; one large write is faster than a write per file, also for later readers
-                whole = np.empty(shard.size, np.uint8).data
-
-                def assemble(offset: int, data: Any) -> None:
-                    whole[offset : offset + len(data)] = data
-
-                self.store.fetch_many(objects, offsets, assemble, progress)
-                writer.write(0, whole)
-            return ReceivedChecksums(digest=writer.compute_digest(shard.size))
-
-    @contextlib.contextmanager
-    def _announce_arrival(self, shard: DataShard, file: int, writer: ShardWriter) -> Iterator[ArrivingShard | None]:
-        """Within this context, other threads can read the shard while it arrives (`find_arriving`)."""
-        arriving = None
-        if self.is_exchanged:
-            with contextlib.suppress(OSError):  # too many open files: other nodes wait for the whole shard
-                arriving = self._arriving[shard.number] = ArrivingShard(file, writer, shard.size)
-        try:
-            yield arriving
-        finally:
-            if arriving is not None:
-                arriving.is_over = True
-                if self._arriving.get(shard.number) is arriving:
-                    del self._arriving[shard.number]
-
-    def find_arriving(self, number: int) -> ArrivingShard | None:
-        """Return the shard if this process is fetching it from the remote; else None."""
-        return self._arriving.get(number)
+        """Fetch the bytes of the shard from the remote, and write them to the descriptor. Return their checksums. This
+        is a source for `open`."""
+        return self.fetcher.fetch_from_store(shard, file)
 
     def find_digest(self, opened: ShardFile) -> str:
         """Return the xxh3-128 of an open shard: from its record if there is a record, else computed from its bytes."""
@@ -332,7 +227,7 @@ class ShardCache:
         """Return the positions of the shard's samples. Raises DatasetError for a damaged or unsafe shard."""
         shard = self.shards.get_samples_shard(number)
         if self.shards.format == "files":
-            return self._read_index(shard, -1)
+            return index_shard(self.shards, shard, -1)
         if (
             self.folder is not None
             and self.state != DROPPED
@@ -340,22 +235,11 @@ class ShardCache:
         ):
             return stored
         opened = self.open_samples(number)  # this reference keeps the file open if another thread replaces it
-        index = self._read_index(shard, opened.file)
+        index = index_shard(self.shards, shard, opened.file)
         if self.has_samples(number):
             assert self.folder is not None
             with contextlib.suppress(OSError):
-                self.folder.keep_index(shard.key, index)
-        return index
-
-    def _read_index(self, shard: DataShard, file: int) -> SampleIndex:
-        if self.shards.format == "files":
-            listing = self.shards.listing
-            paths = [listing.paths[at] for at in range(shard.start, shard.stop)]
-            return index_files(paths, listing.sizes[shard.start : shard.stop])
-        name = self.shards.listing.paths[shard.start]
-        index = index_tar(file, os.fstat(file).st_size, name)
-        if not len(index):
-            raise DatasetError(f"{name} has no samples", next_step="remove it from the dataset")
+                self.folder.store_index(shard.key, index)
         return index
 
     def close(self) -> None:

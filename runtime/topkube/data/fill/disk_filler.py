@@ -11,7 +11,7 @@ import numpy as np
 
 from topkube.data.base.rank_place import RankPlace
 from topkube.data.cache.node_state import OPEN
-from topkube.data.cache.shard_cache import ShardSource
+from topkube.data.cache.shard_fetcher import ShardSource
 from topkube.data.fill.shard_exchange import ShardExchange
 from topkube.data.remote.listing import Longs
 from topkube.errors import StoreError, TopKubeError

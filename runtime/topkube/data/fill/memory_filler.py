@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from topkube.data.cache.memory_tier import MemoryTier
+from topkube.data.cache.memory.memory_tier import MemoryTier
 from topkube.data.fill.disk_filler import DiskFiller
 from topkube.data.remote.listing import Longs
 from topkube.errors import TopKubeError

@@ -2,9 +2,8 @@
 
 A rank requests a shard from the shard's home rank, which fetches it once and sends its bytes while they arrive. One
 thread per rank makes the MPI calls of the exchange, on its own communicator. It tests the MPI operations and sleeps for
-short times. It makes no
-blocking calls, so the collectives of training are not delayed. If the home rank does not answer before a deadline, the
-shard is read from the remote.
+short times. It makes no blocking calls, so the collectives of training are not delayed. If the home rank does not
+answer before a deadline, the shard is read from the remote.
 
 Messages are bounded and typed. They are arrays of known length, and the number and the size of a shard are checked. The
 digest of the sender's copy follows the bytes of a shard, and the bytes are used only if they have this digest. If the
@@ -22,9 +21,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from topkube.data.base.rank_place import RankPlace
-from topkube.data.cache.shard_cache import ShardSource
-from topkube.data.cache.shard_file import ReceivedChecksums, ShardWriter
-from topkube.data.fill.shard_messages import FIRST_REPLY, GOODBYE, REPLIES, REQUEST, MessageBuffers, report
+from topkube.data.cache.disk.shard_file import ReceivedChecksums, ShardWriter
+from topkube.data.cache.shard_fetcher import ShardSource
+from topkube.data.fill.shard_messages import FIRST_REPLY, GOODBYE, REPLY_TAGS, REQUEST, MessageBuffers, print_message
 from topkube.data.fill.shard_receiver import Pull, ShardReceiver
 from topkube.data.fill.shard_sender import ShardSender
 from topkube.data.formats.shards import DataShard
@@ -47,7 +46,7 @@ class ShardExchange:
     def __init__(self, cache: ShardCache, place: RankPlace) -> None:
         self._cache, self._place = cache, place
         self._comm = place.world.comm.Dup()
-        cache.is_exchanged = True
+        cache.fetcher.is_exchanged = True
         self._new_pulls: queue.SimpleQueue[Pull] = queue.SimpleQueue()
         self._departed: set[int] = set()
         """The ranks that have announced that they answer no more."""
@@ -73,7 +72,9 @@ class ShardExchange:
                         expected = pull.digest.result(self._cache.stall_seconds * 4 + shard.size / 1e6)
                         if writer.compute_digest(shard.size) == expected:
                             return ReceivedChecksums(expected, expected)
-                        report(f"shard {shard.number} from rank {home} is damaged; it is read from the remote instead")
+                        print_message(
+                            f"shard {shard.number} from rank {home} is damaged; it is read from the remote instead"
+                        )
                     pull.digest.cancel()
             return self._cache.fetch_from_store(shard, file)
 
@@ -92,7 +93,9 @@ class ShardExchange:
                 idle = _lengthen(idle, time.monotonic() - progress_time)
         except BaseException as error:  # from now on all shards come from the remote
             self._error = error
-            report(f"nodes no longer exchange shards ({type(error).__name__}: {error}); every node reads the remote")
+            print_message(
+                f"nodes no longer exchange shards ({type(error).__name__}: {error}); every node reads the remote"
+            )
         finally:
             self._fail_pulls()
 
@@ -125,8 +128,10 @@ class ShardExchange:
             request = np.empty(2, np.int64)
             self._comm.Recv(request, status.source, REQUEST)
             number, tag = int(request[0]), int(request[1])
-            if not FIRST_REPLY <= tag < FIRST_REPLY + REPLIES or not 0 <= number < len(self._cache.shards):
-                report(f"rank {status.source} requested shard {number} with tag {tag}; one of these numbers is invalid")
+            if not FIRST_REPLY <= tag < FIRST_REPLY + REPLY_TAGS or not 0 <= number < len(self._cache.shards):
+                print_message(
+                    f"rank {status.source} requested shard {number} with tag {tag}; one of these numbers is invalid"
+                )
                 continue
             self._sender.reply(status.source, tag, number)
             has_progress = True

@@ -14,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 CHUNK_BYTES = 2 << 20
-REQUEST, GOODBYE, FIRST_REPLY, REPLIES = 1, 2, 16, 30_000
-HEADER = 2
+REQUEST, GOODBYE, FIRST_REPLY, REPLY_TAGS = 1, 2, 16, 30_000
+"""The tags of messages: of a request, of the announcement that a rank answers no more, and of the first reply; then the
+number of tags for replies."""
+HEADER_LENGTH = 2
 """The number of elements in the header of a reply: the number of the shard, and its size."""
 NO_SIZE = (1 << 64) - 1
 """The size in the header if the rank cannot send the shard."""
@@ -35,7 +37,7 @@ class MessageBuffers:
         self._spare: list[Bytes] = []
         """Buffers of CHUNK_BYTES that are reused, because getting new pages takes as long as filling them."""
 
-    def count_next(self, left: int) -> int:
+    def count_next_bytes(self, left: int) -> int:
         """Return the number of bytes of the next chunk, if `left` bytes of the shard are left."""
         return min(CHUNK_BYTES, left)
 
@@ -43,7 +45,7 @@ class MessageBuffers:
         """Return a buffer for the next chunk, if `left` bytes of the shard are left."""
         if left >= CHUNK_BYTES and self._spare:
             return self._spare.pop()
-        return np.empty(self.count_next(left), np.uint8)
+        return np.empty(self.count_next_bytes(left), np.uint8)
 
     def give_back(self, buffer: Any) -> None:
         """Keep the buffer of a complete request for another chunk."""
@@ -59,6 +61,6 @@ class MessageBuffers:
         self.abandoned = [(request, buffer) for request, buffer in self.abandoned if not request.Test()]
 
 
-def report(text: str) -> None:
+def print_message(text: str) -> None:
     """Print a message of the exchange."""
     print(f"topkube: {text}", file=sys.stderr, flush=True)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from topkube.data.cache.shard_file import ShardWriter
+from topkube.data.cache.disk.shard_file import ShardWriter
 from topkube.data.fill.shard_messages import (
     FIRST_REPLY,
-    HEADER,
+    HEADER_LENGTH,
     MOST_POSTED,
     NO_SIZE,
-    REPLIES,
+    REPLY_TAGS,
     REQUEST,
     MessageBuffers,
     Words,
@@ -35,7 +35,7 @@ class Pull:
     def __init__(self, home: int, shard: DataShard, writer: ShardWriter) -> None:
         self.home_rank, self.shard, self.writer = home, shard, writer
         self.digest: Future[str] = Future()
-        self.header: Words = np.empty(HEADER, np.uint64)
+        self.header: Words = np.empty(HEADER_LENGTH, np.uint64)
         self.chunks: deque[tuple[Any, Any, int]] = deque()
         """The posted receives: request, buffer, offset."""
         self.tag = 0
@@ -63,9 +63,9 @@ class ShardReceiver:
         """Request a shard from its home rank."""
         if pull.digest.cancelled():
             return
-        while (pull.home_rank, tag := FIRST_REPLY + self.reply_count % REPLIES) in self.retired:
+        while (pull.home_rank, tag := FIRST_REPLY + self.reply_count % REPLY_TAGS) in self.retired:
             self.reply_count += 1
-            if len(self.retired) >= REPLIES:
+            if len(self.retired) >= REPLY_TAGS:
                 fail_pull(pull, StoreError("other ranks left too many requests without an answer"))
                 return
         pull.tag = tag

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from topkube.data.cache.disk.shard_file import ArrivingShard
 from topkube.data.cache.open_shards import ShardFile
-from topkube.data.cache.shard_file import ArrivingShard
-from topkube.data.fill.shard_messages import MOST_POSTED, NO_SIZE, MessageBuffers, report
+from topkube.data.fill.shard_messages import MOST_POSTED, NO_SIZE, MessageBuffers, print_message
 from topkube.errors import TopKubeError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class ShardSender:
             self._buffers.give_back(push.sends.popleft()[1])
             has_progress = True
         while push.sent < push.size and len(push.sends) < MOST_POSTED and not push.is_ended:
-            count = self._buffers.count_next(push.size - push.sent)
+            count = self._buffers.count_next_bytes(push.size - push.sent)
             if not self._has_arrived(push, push.sent + count):
                 break
             buffer = self._buffers.take(push.size - push.sent)
@@ -104,13 +104,15 @@ class ShardSender:
                 push.source = push.opening.result()[0]
             except Exception as error:  # the other rank reads the remote, and reports its own error
                 if not isinstance(error, TopKubeError):
-                    report(f"shard {push.number} cannot be sent to another node ({type(error).__name__}: {error})")
+                    print_message(
+                        f"shard {push.number} cannot be sent to another node ({type(error).__name__}: {error})"
+                    )
                 push.size, push.is_ended = 0, True
                 self._post(push, np.array((push.number, NO_SIZE), np.uint64))
                 return True
             push.size = push.source.shard.size
         else:
-            arriving = self._cache.find_arriving(push.number)
+            arriving = self._cache.fetcher.find_arriving(push.number)
             if arriving is None or arriving.is_over or arriving.written_bytes <= 0:
                 return False
             push.source, push.size = arriving, arriving.size

@@ -40,16 +40,16 @@ class _Window:
 
     def __init__(self, file: int) -> None:
         self._file, self._start, self._data = file, 0, b""
-        self._last = 0
+        self._last_offset = 0
 
     def read(self, offset: int, length: int) -> bytes:
         """Return `length` bytes of the file from `offset` on; fewer at the end of the file."""
         at = offset - self._start
         if at < 0 or at + length > len(self._data):
             # members before a jump are large; the next member is probably large too, so read only its header
-            ahead = _WINDOW_BYTES if 0 <= offset - self._last <= _CLOSE_BYTES else 16 * _BLOCK
+            ahead = _WINDOW_BYTES if 0 <= offset - self._last_offset <= _CLOSE_BYTES else 16 * _BLOCK
             self._start, self._data, at = offset, os.pread(self._file, max(length, ahead), offset), 0
-        self._last = offset
+        self._last_offset = offset
         return self._data[at : at + length]
 
 

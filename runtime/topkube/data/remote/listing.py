@@ -32,7 +32,7 @@ _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 _PARSED_AT_ONCE = 1000
 _MOST_INDEX_BYTES, _MOST_INDEX_PART_BYTES = 1 << 50, 1 << 30
 """The most bytes before the index of a shard in the index file, and of that index."""
-_LEAVES = re.compile(r"^/|(^|/)\.{1,2}(/|$)|[\\\0]")
+_OUTSIDE = re.compile(r"^/|(^|/)\.{1,2}(/|$)|[\\\0]")
 
 
 class IndexPart(NamedTuple):
@@ -291,7 +291,7 @@ def _build_duplicate_error(path: str, uri: str) -> DatasetError:
 
 def check_path(path: str, uri: str) -> None:
     """Raise DatasetError for a path that leaves the folder of the dataset."""
-    if not path or _LEAVES.search(path):
+    if not path or _OUTSIDE.search(path):
         raise DatasetError(
             f"{uri} lists an object {path!r}, which is outside the dataset",
             cause="a damaged or hostile listing",

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from email.utils import format_datetime
 from typing import Any
 
-from topkube.data.remote.http_reading import Reading, Unfit
+from topkube.data.remote.http.reading import Reading, Unfit
 from topkube.data.remote.object_version import build_changed_error
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 from fsspec.asyn import sync
 
-from topkube.data.remote.http_reading import describe
+from topkube.data.remote.http.reading import describe_object
 from topkube.data.remote.object_version import read_info_version
 from topkube.data.remote.retry import Patience, build_final_error, is_worth_a_retry
 from topkube.errors import DatasetError
@@ -110,7 +110,7 @@ class StoreAccess:
     async def async_describe(self, url: str) -> tuple[str, int | None, bool]:
         """Return what `describe` returns, on the loop of an asynchronous file system."""
         if self.protocol in HTTP:
-            description = await describe(self.filesystem, url)
+            description = await describe_object(self.filesystem, url)
             return description["version"], description["size"], description["page"]
         self.filesystem.invalidate_cache()
         info = await self.filesystem._info(url)

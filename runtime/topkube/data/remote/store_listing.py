@@ -11,8 +11,8 @@ from urllib.parse import quote
 
 from fsspec.asyn import sync
 
-from topkube.data.remote.http_index import walk_index_pages
-from topkube.data.remote.http_reading import Reading, read_page
+from topkube.data.remote.http.index_pages import walk_index_pages
+from topkube.data.remote.http.reading import Reading, read_page
 from topkube.data.remote.listing import Listing, RemoteObject, read_manifest
 from topkube.data.remote.object_version import read_info_version
 from topkube.data.remote.retry import Absent

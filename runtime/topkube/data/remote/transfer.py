@@ -8,7 +8,7 @@ from typing import Any
 
 import xxhash
 
-from topkube.data.remote.http_reading import Reading
+from topkube.data.remote.http.reading import Reading
 from topkube.data.remote.object_version import build_condition
 from topkube.data.remote.retry import Changed
 

@@ -37,34 +37,34 @@ class Calls:
     def __init__(self, plan: WorkerPlan, tls: ssl.SSLContext, say: Callable[[str], None]) -> None:
         self.problem: FirstFailure | None = None
         self._plan, self._tls, self._say = plan, tls, say
-        self._since: float | None = None
-        self._printed: tuple[str, float] = ("", 0.0)
+        self._failing_since: float | None = None
+        self._last_printed: tuple[str, float] = ("", 0.0)
 
     def note_answer(self) -> None:
         """Note that the launcher has accepted this worker."""
-        self.problem, self._since, self._printed = None, None, ("", 0.0)
+        self.problem, self._failing_since, self._last_printed = None, None, ("", 0.0)
 
     @property
-    def seconds(self) -> float:
-        """Seconds for which every call has failed; 0 if the last call was answered."""
-        return time.monotonic() - self._since if self._since is not None else 0.0
+    def failing_seconds(self) -> float:
+        """The seconds for which every call has failed; 0 if the last call was answered."""
+        return time.monotonic() - self._failing_since if self._failing_since is not None else 0.0
 
     def note_failure(self, error: BaseException, source: str) -> None:
         """Note a failed call from the address `source`. Print why: the first time, when the reason changes, and once a
         minute."""
         now = time.monotonic()
-        self._since = now if self._since is None else self._since
+        self._failing_since = now if self._failing_since is None else self._failing_since
         what, cause, next_step, reason = self._explain(error, source)
-        lasting = self.seconds >= min(PATIENCE_SECONDS, self._plan.unreachable_seconds or PATIENCE_SECONDS)
-        if lasting:
-            whole = str(LaunchError(f"{what}, for {self.seconds:.0f} s now", cause=cause, next_step=next_step))
+        is_lasting = self.failing_seconds >= min(PATIENCE_SECONDS, self._plan.unreachable_seconds or PATIENCE_SECONDS)
+        if is_lasting:
+            text = str(LaunchError(f"{what}, for {self.failing_seconds:.0f} s now", cause=cause, next_step=next_step))
             pod, code = self._plan.pod, UNREACHABLE_CODE
-            message = whole[:_MESSAGE_CHARACTERS]
+            message = text[:_MESSAGE_CHARACTERS]
             self.problem = FirstFailure(pod=pod, reason=reason, exit_code=code, message=message)
-        key = f"{what}{lasting}"
-        if key != self._printed[0] or now - self._printed[1] > _REPEAT_SECONDS:
-            self._printed = (key, now)
-            self._say(whole if lasting else f"{what}; the worker keeps calling")
+        key = f"{what}{is_lasting}"
+        if key != self._last_printed[0] or now - self._last_printed[1] > _REPEAT_SECONDS:
+            self._last_printed = (key, now)
+            self._say(text if is_lasting else f"{what}; the worker keeps calling")
 
     def _explain(self, error: BaseException, source: str) -> tuple[str, str, str, str]:
         """Return what happened, the likely cause, the next step, and the reason for the status."""
@@ -79,7 +79,7 @@ class Calls:
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
             return *self._explain_certificate(error.certificate_error), UNREACHABLE_REASON
         if isinstance(error, aiohttp.ClientConnectorSSLError):
-            what = f"the server at {launcher} does not speak TLS as a launcher does: {_find_reason(error)}"
+            what = f"the server at {launcher} does not speak TLS as a launcher does: {_describe_error(error)}"
             cause = "a service mesh or a proxy intercepts the connection, or the address belongs to another server"
             next_step = f"exclude port {launcher.rpartition(':')[2]} from the mesh, for the launcher and the workers"
             return what, cause, next_step, UNREACHABLE_REASON
@@ -116,7 +116,7 @@ class Calls:
         number = error.errno if isinstance(error, OSError) else None
         if number == errno.EADDRNOTAVAIL:
             return (
-                f"this pod cannot call the launcher at {launcher} from its address {source}: {_find_reason(error)}",
+                f"this pod cannot call the launcher at {launcher} from its address {source}: {_describe_error(error)}",
                 "no network interface of this pod has that address",
                 f"kubectl -n {namespace} get pod {self._plan.pod} -o wide; compare with `ip address` in the pod",
             )
@@ -127,7 +127,7 @@ class Calls:
             "a service mesh intercepts the connection",
         ]
         return (
-            f"the launcher at {launcher} cannot be reached: {_find_reason(error)}",
+            f"the launcher at {launcher} cannot be reached: {_describe_error(error)}",
             "; or ".join(causes),
             f"kubectl -n {namespace} get pods,services,networkpolicies -o wide",
         )
@@ -149,7 +149,7 @@ def build_rejection_error(plan: WorkerPlan, reason: str) -> LaunchError:
     return LaunchError(what, cause=cause, next_step=next_step)
 
 
-def own_address(launcher: str) -> str:
+def find_own_address(launcher: str) -> str:
     """Return the address from which this host reaches the launcher, for workers outside pods; 127.0.0.1 if that is
     unknown."""
     host, _, port = launcher.rpartition(":")
@@ -161,7 +161,7 @@ def own_address(launcher: str) -> str:
             return "127.0.0.1"
 
 
-def _find_reason(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return a short description of an error."""
     if isinstance(error, TimeoutError):
         return "no answer"

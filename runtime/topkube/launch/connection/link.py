@@ -19,7 +19,7 @@ from typing import Any
 from aiohttp import ClientWebSocketResponse, WSMsgType, web
 
 from topkube.errors import LaunchError
-from topkube.launch.connection.messages import AnyMessage, read
+from topkube.launch.connection.messages import AnyMessage, parse_message
 from topkube.launch.contract import Message
 
 Socket = ClientWebSocketResponse | web.WebSocketResponse
@@ -37,13 +37,13 @@ class Link:
 
     def __init__(self, on_message: Callable[[AnyMessage], None], on_bytes: Callable[[int, bytes], None]) -> None:
         self._on_message, self._on_bytes = on_message, on_bytes
-        self._kept: deque[str | bytes] = deque()
-        self._confirmed = 0  # frames that the other end has received; the first frame in _kept has this number
-        self._kept_bytes = 0
+        self._unconfirmed: deque[str | bytes] = deque()
+        self._confirmed = 0  # frames that the other end has received; the first frame in _unconfirmed has this number
+        self._unconfirmed_bytes = 0
         self.received = 0
-        self.heard = time.monotonic()
+        self.last_heard = time.monotonic()
         """When the last frame or confirmation arrived (monotonic)."""
-        self.connected = False
+        self.is_connected = False
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
@@ -58,9 +58,9 @@ class Link:
         self._keep(stream.to_bytes(2, "big") + data)
 
     def _keep(self, frame: str | bytes) -> None:
-        self._kept.append(frame)
-        self._kept_bytes += len(frame)
-        if self._kept_bytes > _ROOM_BYTES:
+        self._unconfirmed.append(frame)
+        self._unconfirmed_bytes += len(frame)
+        if self._unconfirmed_bytes > _ROOM_BYTES:
             self._room.clear()
         self._wake.set()
 
@@ -72,9 +72,9 @@ class Link:
         """Wait until the other end has confirmed everything, for up to `seconds` or until the connection breaks. Return
         True if everything is confirmed."""
         end = time.monotonic() + seconds
-        while self._kept and self.connected and time.monotonic() < end:
+        while self._unconfirmed and self.is_connected and time.monotonic() < end:
             await asyncio.sleep(0.01)
-        return not self._kept
+        return not self._unconfirmed
 
     async def run(self, socket: Socket, received: int) -> None:
         """Use `socket` until it breaks. The other end has received `received` frames. An earlier connection is closed.
@@ -84,7 +84,7 @@ class Link:
         if self._socket is not None:
             await self._socket.close()
         self._confirm(received)
-        self._socket, self.connected, self.heard = socket, True, time.monotonic()
+        self._socket, self.is_connected, self.last_heard = socket, True, time.monotonic()
         sender = asyncio.create_task(self._send(socket))
         try:
             await self._receive(socket)
@@ -95,7 +95,7 @@ class Link:
                 await asyncio.gather(sender, return_exceptions=True)
             finally:
                 if self._socket is socket:
-                    self._socket, self.connected = None, False
+                    self._socket, self.is_connected = None, False
 
     async def drop(self) -> None:
         """Close the connection, if there is one."""
@@ -103,12 +103,12 @@ class Link:
             await self._socket.close()
 
     def _confirm(self, received: int) -> None:
-        if not self._confirmed <= received <= self._confirmed + len(self._kept):
-            raise LaunchError(f"the other end confirms {received} frames of {self._confirmed + len(self._kept)}")
+        if not self._confirmed <= received <= self._confirmed + len(self._unconfirmed):
+            raise LaunchError(f"the other end confirms {received} frames of {self._confirmed + len(self._unconfirmed)}")
         while self._confirmed < received:
-            self._kept_bytes -= len(self._kept.popleft())
+            self._unconfirmed_bytes -= len(self._unconfirmed.popleft())
             self._confirmed += 1
-        if self._kept_bytes <= _ROOM_BYTES:
+        if self._unconfirmed_bytes <= _ROOM_BYTES:
             self._room.set()
 
     async def _send(self, socket: Socket) -> None:
@@ -119,8 +119,8 @@ class Link:
             if self.received != confirmed or time.monotonic() - confirmed_at > HEARTBEAT_SECONDS:
                 confirmed, confirmed_at = self.received, time.monotonic()
                 await socket.send_str(f'{{"has":{confirmed}}}')
-            while (place := following - self._confirmed) < len(self._kept):
-                frame = self._kept[place]
+            while (place := following - self._confirmed) < len(self._unconfirmed):
+                frame = self._unconfirmed[place]
                 following += 1
                 if isinstance(frame, str):
                     await socket.send_str(frame)
@@ -132,7 +132,7 @@ class Link:
     async def _receive(self, socket: Socket) -> None:
         unconfirmed = unconfirmed_bytes = 0
         async for incoming in socket:
-            self.heard = time.monotonic()
+            self.last_heard = time.monotonic()
             if incoming.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
                 return
             data: Any = incoming.data
@@ -146,7 +146,7 @@ class Link:
                 self._wake.set()
             if incoming.type == WSMsgType.TEXT:
                 self._wake.set()  # messages are few, so each is confirmed at once
-                self._on_message(read(data))
+                self._on_message(parse_message(data))
             elif len(data) < 2:
                 raise LaunchError("the other end sent a frame without a stream")
             else:

@@ -191,7 +191,7 @@ AnyMessage = Annotated[
 _adapter: TypeAdapter[AnyMessage] = TypeAdapter(AnyMessage)
 
 
-def read(text: str) -> AnyMessage:
+def parse_message(text: str) -> AnyMessage:
     """Return the message in `text`. Raises LaunchError if there is none."""
     try:
         return _adapter.validate_json(text)

@@ -22,7 +22,7 @@ from aiohttp import web
 from topkube.errors import LaunchError
 from topkube.launch.connection.credentials import LauncherCredentials
 from topkube.launch.connection.link import FRAME_BYTES
-from topkube.launch.connection.messages import Hello, read
+from topkube.launch.connection.messages import Hello, parse_message
 from topkube.launch.connection.tasks import run_task
 from topkube.launch.contract import (
     DOMAINS_HEADER,
@@ -53,18 +53,19 @@ JoinHandler = Callable[[int, Hello, web.WebSocketResponse], Awaitable[None]]
 
 
 class Rendezvous:
-    """The server for `JOIN_PATH` and `STATUS_PATH`. `joined` serves a worker's connection until it returns."""
+    """The server for `JOIN_PATH` and `STATUS_PATH`. `serve_worker` serves a worker's connection until it ends, and
+    `build_status` returns the answer for the operator."""
 
     def __init__(
         self,
         plan: LaunchPlan,
         credentials: LauncherCredentials,
         own_address: str,
-        joined: JoinHandler,
-        status: Callable[[], LauncherStatus],
+        serve_worker: JoinHandler,
+        build_status: Callable[[], LauncherStatus],
     ) -> None:
-        self._plan, self._credentials, self._own = plan, credentials, own_address
-        self._joined, self._status = joined, status
+        self._plan, self._credentials, self._own_address = plan, credentials, own_address
+        self._serve_worker, self._build_status = serve_worker, build_status
         self.refused: dict[int, str] = {}
         """Why workers with the right token were rejected, by index."""
         self.domains: tuple[int, ...] | None = None
@@ -163,16 +164,16 @@ class Rendezvous:
             return self._answer_status(request)
         if request.path == JOIN_PATH:
             return await self._answer_join(request)
-        return _refuse(404, "there is nothing here")
+        return _build_refusal(404, "there is nothing here")
 
     def _answer_status(self, request: web.BaseRequest) -> web.StreamResponse:
         if not _are_same(_read_bearer(request), self._credentials.operator_token):
-            return _refuse(401, "this needs the operator's token")
+            return _build_refusal(401, "this needs the operator's token")
         if request.method != "GET":
-            return _refuse(405, "GET")
+            return _build_refusal(405, "GET")
         if text := request.headers.get(DOMAINS_HEADER):
             self.domains = parse_domains(text, len(self._workers)) or self.domains
-        return web.Response(text=self._status().to_json(), content_type="application/json")
+        return web.Response(text=self._build_status().to_json(), content_type="application/json")
 
     async def _answer_join(self, request: web.BaseRequest) -> web.StreamResponse:
         index, attempt = request.query.get("index", ""), request.query.get("attempt", "")
@@ -181,18 +182,18 @@ class Rendezvous:
         if not _are_same(_read_bearer(request), token) or expected is None:
             if expected is not None and attempt.isdigit() and int(attempt) != expected.attempt:
                 attempts = f"attempt {expected.attempt} instead of {attempt}"
-                return _refuse(401, f"worker {index} of this run was created in {attempts}")
-            return _refuse(401, "the token does not belong to an expected worker")
+                return _build_refusal(401, f"worker {index} of this run was created in {attempts}")
+            return _build_refusal(401, "the token does not belong to an expected worker")
         if request.method != "GET":
-            return _refuse(405, "GET")
+            return _build_refusal(405, "GET")
         session = web.WebSocketResponse(max_msg_size=FRAME_BYTES, compress=False, timeout=1.0)
         if not session.can_prepare(request):
-            return _refuse(426, "this path needs a WebSocket")
+            return _build_refusal(426, "this path needs a WebSocket")
         await session.prepare(request)
         try:
             async with asyncio.timeout(HEAD_SECONDS):
                 text = await session.receive_str()
-            hello = read(text) if len(text) <= _HELLO_BYTES else None
+            hello = parse_message(text) if len(text) <= _HELLO_BYTES else None
         except (TimeoutError, TypeError, LaunchError):
             hello = None
         if not isinstance(hello, Hello):
@@ -204,7 +205,7 @@ class Rendezvous:
             await session.close(code=1008, message=_shorten(problem))
             return session
         self.refused.pop(expected.index, None)
-        await self._joined(expected.index, hello, session)
+        await self._serve_worker(expected.index, hello, session)
         return session
 
     def _find_address_problem(self, peer: str | None, announced: str) -> str:
@@ -219,7 +220,9 @@ class Rendezvous:
             return ""
         # All calls through a sidecar come from the sidecar's address, which proves nothing.
         sidecar = str(caller) in _SIDECARS
-        if caller.is_loopback and announced == self._own and not sidecar:  # the launcher runs inside this worker's pod
+        if (
+            caller.is_loopback and announced == self._own_address and not sidecar
+        ):  # the launcher runs inside this worker's pod
             return ""
         if sidecar:
             return (
@@ -275,7 +278,7 @@ def _are_same(sent: str, expected: str) -> bool:
     return hmac.compare_digest(sent.encode(errors="replace"), expected.encode())
 
 
-def _refuse(status: int, reason: str) -> web.Response:
+def _build_refusal(status: int, reason: str) -> web.Response:
     response = web.Response(status=status, text=reason + "\n", headers={"X-Topkube-Reason": reason})
     response.force_close()
     return response

@@ -11,7 +11,7 @@ import aiohttp
 from topkube.launch.connection.calls import build_rejection_error
 from topkube.launch.connection.credentials import WorkerCredentials
 from topkube.launch.connection.link import FRAME_BYTES, Link
-from topkube.launch.connection.messages import AnyMessage, Close, Hello, Welcome, read
+from topkube.launch.connection.messages import AnyMessage, Close, Hello, Welcome, parse_message
 from topkube.launch.connection.tunnel import Tunnel
 from topkube.launch.contract import JOIN_PATH, Message, WorkerPlan
 
@@ -50,7 +50,7 @@ class Session:
             )
             await socket.send_str(hello().to_json())
             incoming = await socket.receive()
-        answer = read(incoming.data) if incoming.type == aiohttp.WSMsgType.TEXT else None
+        answer = parse_message(incoming.data) if incoming.type == aiohttp.WSMsgType.TEXT else None
         if isinstance(answer, Welcome):
             return socket, answer
         await socket.close()
@@ -76,19 +76,19 @@ class Session:
 
     @property
     def is_connected(self) -> bool:
-        return self.link is not None and self.link.connected
+        return self.link is not None and self.link.is_connected
 
     @property
     def is_broken(self) -> bool:
         """True if there is a session whose connection is gone."""
-        return self.link is not None and not self.link.connected
+        return self.link is not None and not self.link.is_connected
 
     @property
     def lost_seconds(self) -> float:
         """The seconds for which the launcher has been silent, if it counts as lost; else 0."""
         if self.link is None or self.welcome is None:
             return 0.0
-        silent = time.monotonic() - self.link.heard
+        silent = time.monotonic() - self.link.last_heard
         return silent if silent > self.welcome.lost_seconds else 0.0
 
     async def drop_connection(self) -> None:
@@ -105,4 +105,4 @@ class Session:
 
     def _receive_bytes(self, stream: int, data: bytes) -> None:
         if self.tunnel is not None:
-            self.tunnel.take(stream, data)
+            self.tunnel.write_to_stream(stream, data)

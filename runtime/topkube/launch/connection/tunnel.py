@@ -11,6 +11,7 @@ import contextlib
 
 from topkube.launch.connection.link import Link
 from topkube.launch.connection.messages import Close, Open
+from topkube.launch.connection.tasks import run_task
 
 _CHUNK_BYTES = 64 << 10
 _STREAMS = 64
@@ -18,17 +19,17 @@ _STREAMS = 64
 
 
 class Tunnel:
-    """One end of a worker's tunnelled connections. `take` accepts bytes that arrive; `open_stream` and `close_stream`
-    accept the messages about streams. At the launcher's end, `port` is the loopback port that opened streams connect
-    to; None at the worker's end."""
+    """One end of a worker's tunnelled connections, which are called streams. At the launcher's end, `port` is the
+    loopback port to which opened streams connect; None at the worker's end."""
 
     def __init__(self, link: Link, port: int | None = None) -> None:
         self._link, self._port = link, port
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._early: dict[int, list[bytes]] = {}
+        """Bytes that have arrived for streams whose connection is not open yet."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
-        self._next = 0
+        self._next_stream = 0
 
     async def listen(self) -> int:
         """Listen on loopback at the worker's end, and return the port."""
@@ -37,7 +38,7 @@ class Tunnel:
         return port
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        stream, self._next = self._next, self._next + 1
+        stream, self._next_stream = self._next_stream, self._next_stream + 1
         if stream >= _STREAMS:
             writer.close()
             return
@@ -52,9 +53,7 @@ class Tunnel:
             self._link.send(Close(stream=stream))
             return
         self._early[stream] = []
-        task = asyncio.create_task(self._connect(stream, self._port))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        run_task(self._tasks, self._connect(stream, self._port))
 
     async def _connect(self, stream: int, port: int) -> None:
         try:
@@ -77,8 +76,8 @@ class Tunnel:
             self._link.send(Close(stream=stream))
             self.close_stream(stream)
 
-    def take(self, stream: int, data: bytes) -> None:
-        """Write bytes that arrived to the connection of `stream`."""
+    def write_to_stream(self, stream: int, data: bytes) -> None:
+        """Write bytes that have arrived to the connection of `stream`."""
         if stream in self._early:
             self._early[stream].append(data)
         elif stream in self._writers:

@@ -19,7 +19,7 @@ _RESERVE_BYTES = 64 << 10
 """Room for the variables that MPI and TopKube add to a rank's environment, and for the shim around the command."""
 _POINTER_BYTES = 8
 _SHOWN_WORDS, _SHOWN_CHARACTERS = 64, 1024
-CODE = 126
+NOT_RUNNABLE_CODE = 126
 """Exit code of a command that cannot be run, as in a shell."""
 
 
@@ -52,10 +52,10 @@ def check_arguments(command: Iterable[str], environment: Mapping[str, str], most
         )
 
 
-def _build_error(what: str, most: int, whole: str) -> LaunchError:
+def _build_error(what: str, most: int, scope: str) -> LaunchError:
     return LaunchError(
-        f"{what}; Linux takes {most} bytes {whole}",
-        exit_code=CODE,
+        f"{what}; Linux takes {most} bytes {scope}",
+        exit_code=NOT_RUNNABLE_CODE,
         cause="a list (of files, of hyperparameters) is passed on the command line or in a variable",
         next_step="write the list to a file, for example a ConfigMap that the pods mount, and pass the file's path",
     )

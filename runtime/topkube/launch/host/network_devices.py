@@ -49,18 +49,18 @@ def find_nearest_devices(gpu: str, devices: list[str], root: Path = Path("/")) -
     if not own.exists():
         return []
     places = {name: root / "sys/class/infiniband" / name / "device" for name in devices}
-    shared = {name: _count_shared_parents(own, place) for name, place in places.items()}
+    shared = {name: _count_shared_bridges(own, place) for name, place in places.items()}
     same_node = {name: _find_node(place) == _find_node(own) for name, place in places.items()}
-    ranks = {name: (shared[name], same_node[name]) for name in devices}
-    if len(set(ranks.values())) < 2:
+    closeness = {name: (shared[name], same_node[name]) for name in devices}
+    if len(set(closeness.values())) < 2:
         return []
-    best = max(ranks.values())
-    return sorted(name for name, distance in ranks.items() if distance == best)
+    best = max(closeness.values())
+    return sorted(name for name in devices if closeness[name] == best)
 
 
-def _count_shared_parents(a: Path, b: Path) -> int:
-    """Return how many PCI bridges are above both devices. A root bus ("pci0000:3a") is not a bridge."""
-    pairs = zip(os.path.realpath(a).split("/"), os.path.realpath(b).split("/"), strict=False)
+def _count_shared_bridges(first: Path, second: Path) -> int:
+    """Return the number of PCI bridges above both devices. A root bus ("pci0000:3a") is not a bridge."""
+    pairs = zip(os.path.realpath(first).split("/"), os.path.realpath(second).split("/"), strict=False)
     count = 0
     for part, other in pairs:
         if part != other:

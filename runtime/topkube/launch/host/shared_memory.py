@@ -28,14 +28,14 @@ def remove_dead_segments(keep: frozenset[str], directory: Path = SHARED_MEMORY) 
             if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
                 candidates.add(name)
     if candidates:
-        candidates -= _read_used(directory)
+        candidates -= _list_used_segments(directory)
     for name in candidates:
         with contextlib.suppress(OSError):
             (directory / name).unlink()
     return sorted(candidates)
 
 
-def _read_used(directory: Path) -> set[str]:
+def _list_used_segments(directory: Path) -> set[str]:
     prefix, used = f"{directory}/", set[str]()
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():

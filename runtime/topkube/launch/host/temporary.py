@@ -22,7 +22,7 @@ from topkube.errors import LaunchError
 _LOCK_FILE = ".lock"
 _LEAST_AGE_SECONDS = 60.0
 """A younger folder may not have its lock yet."""
-_MOST_SWEPT = 1000
+_MOST_REMOVED = 1000
 """The most folders that a start removes."""
 
 
@@ -48,35 +48,38 @@ class TemporaryFolder:
             ) from None
         with contextlib.suppress(OSError):  # a file system without locks: nothing is removed there
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        sweep(self._path.parent, self._prefix)
+        remove_dead_folders(self._path.parent, self._prefix)
         return self._path
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         assert self._path is not None
         assert self._lock is not None
         shutil.rmtree(self._path, ignore_errors=True)
         os.close(self._lock)
 
 
-def sweep(parent: Path, prefix: str, least_age_seconds: float = _LEAST_AGE_SECONDS) -> list[str]:
+def remove_dead_folders(parent: Path, prefix: str, least_age_seconds: float = _LEAST_AGE_SECONDS) -> list[str]:
     """Remove the folders PREFIX… in `parent` that dead processes of this user have left. Return their names. Never
     raises an error and follows no link."""
-    swept: list[str] = []
+    removed: list[str] = []
     with contextlib.suppress(OSError):
         mode = os.stat(parent).st_mode
         if mode & 0o022 and not mode & stat.S_ISVTX:  # another user may replace a folder
-            return swept
+            return removed
         for name in os.listdir(parent):
-            if name.startswith(prefix) and len(swept) < _MOST_SWEPT:
+            if name.startswith(prefix) and len(removed) < _MOST_REMOVED:
                 with contextlib.suppress(OSError):
                     if _is_dead(parent / name, least_age_seconds):
                         shutil.rmtree(parent / name, ignore_errors=True)
-                        swept.append(name)
-    return swept
+                        removed.append(name)
+    return removed
 
 
 def _is_dead(path: Path, least_age_seconds: float) -> bool:
-    """Return True if `path` is a folder of ours whose process has ended. Raises OSError if that cannot be found out."""
+    """Return True if `path` is a folder of this user whose process has ended. Raises OSError if the folder cannot be
+    examined."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(folder)

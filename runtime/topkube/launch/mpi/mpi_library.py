@@ -12,7 +12,9 @@ from pathlib import Path
 from topkube.errors import LaunchError
 from topkube.installation import install_command
 
-_LIBRARY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+_VERSION_SCRIPT = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def find_mpi(beside: Path | None = None, path: str | None = None) -> Mpi:
     )
 
 
-def find_wanted(implementation: str) -> Mpi:
+def find_required_mpi(implementation: str) -> Mpi:
     """Return the MPI of a launcher whose plan asks for `implementation`. Raises LaunchError, with exit code 127, if
     another MPI or none is installed."""
     try:
@@ -104,7 +106,7 @@ def read_library(python: str = sys.executable) -> str:
 
     Raises LaunchError if it loads none.
     """
-    answer = subprocess.run([python, "-c", _LIBRARY], capture_output=True, text=True, check=False)
+    answer = subprocess.run([python, "-c", _VERSION_SCRIPT], capture_output=True, text=True, check=False)
     text = answer.stdout.replace("\0", "").strip()
     if answer.returncode or not text:
         reason = next(iter(reversed(answer.stderr.strip().splitlines())), "it gave no reason")
@@ -118,7 +120,7 @@ def read_library(python: str = sys.executable) -> str:
     return f"{name} {version.group().rstrip(',') if version else '?'}"
 
 
-def check_match(mpi: Mpi, loaded: str) -> None:
+def check_same_mpi(mpi: Mpi, loaded: str) -> None:
     """Raise LaunchError if mpiexec and the library that Python loads belong to different MPIs: every rank would be
     alone."""
     if loaded.split()[0] == mpi.implementation:

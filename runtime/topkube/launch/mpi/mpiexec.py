@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import ipaddress
 import os
 import signal
 from collections import deque
@@ -34,7 +35,7 @@ _INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "OPAL_PREFIX", 
 
 
 class Mpiexec:
-    """mpiexec of an attempt, which starts when the iteration over `proxies` begins. `say` prints its lines."""
+    """mpiexec of an attempt. `iterate_proxies` starts it; `say` prints its lines."""
 
     def __init__(
         self,
@@ -106,14 +107,14 @@ class Mpiexec:
             yield parse_hydra_parameters(line)
 
     async def _read_agent_calls(self) -> AsyncIterator[tuple[int, int, ProxyParameters]]:
-        taken = set[str]()
+        parsed_names = set[str]()
         end = b"\0%s.end\0" % os.fsencode(self._agent)
         while self.code is None:
             for name in os.listdir(self._directory):
-                if name.endswith(".call") and name not in taken:
+                if name.endswith(".call") and name not in parsed_names:
                     call = (self._directory / name).read_bytes()
                     if call.endswith(end):  # else it is still being written
-                        taken.add(name)
+                        parsed_names.add(name)
                         yield parse_agent_parameters(call[: 1 - len(end)])
             await asyncio.sleep(0.01)
 
@@ -196,9 +197,7 @@ def find_listening_addresses(pids: list[int]) -> list[str]:
 
 
 def _parse_address(text: str) -> str:
-    import ipaddress
-
     host, _, port = text.partition(":")
-    words = [bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8)]
+    words = [bytes.fromhex(host[start : start + 8])[::-1] for start in range(0, len(host), 8)]
     address = ipaddress.ip_address(b"".join(words))
     return f"[{address}]:{int(port, 16)}" if address.version == 6 else f"{address}:{int(port, 16)}"

@@ -59,7 +59,7 @@ def build_mpiexec_command(mpi: Mpi, hosts: list[str], slots: int, agent: Path, p
         f"{plm}_no_tree_spawn": "1",
         # Every prted connects to mpiexec directly. Otherwise, beyond 64 nodes, they connect to each other.
         "routed_radix": str(len(hosts) + 1),
-        # Beyond 128 it would wait for an agent to end, which it refuses with --leave-session-attached.
+        # By default, mpiexec refuses more than 128 agents with --leave-session-attached.
         f"{plm}_num_concurrent": str(len(hosts) + 1),
         names: "1",
     }
@@ -84,12 +84,12 @@ def parse_hydra_parameters(line: str) -> tuple[int, int, ProxyParameters]:
     LaunchError for an unknown option."""
     words = shlex.split(line.removeprefix(HYDRA_LINE))
     options: dict[str, str] = {}
-    rest = iter(words[1:])
-    for word in rest:
+    remaining = iter(words[1:])
+    for word in remaining:
         name = word.removeprefix("--")
         if name == word or name not in _HYDRA_OPTIONS | {"control-port"}:
             raise _build_error("hydra_pmi_proxy", word)
-        options[name] = "" if name in _HYDRA_FLAGS else next(rest, "")
+        options[name] = "" if name in _HYDRA_FLAGS else next(remaining, "")
     port = re.fullmatch(r".*:(\d+)", options.pop("control-port", ""))
     if port is None or not options.get("proxy-id", "").isdigit():
         raise _build_error("hydra_pmi_proxy", line)
@@ -102,15 +102,15 @@ def parse_agent_parameters(call: bytes) -> tuple[int, int, ProxyParameters]:
     arguments = [word.decode(errors="replace") for word in call.split(b"\0")[:-1]]
     # The words after the host are for a remote shell. The options follow the word that ends in prted.
     words = shlex.split(" ".join(arguments[1:]))
-    start = next((i for i, word in enumerate(words) if re.search(r"(^|[/;])(prted|orted)$", word)), None)
+    start = next((index for index, word in enumerate(words) if re.search(r"(^|[/;])(prted|orted)$", word)), None)
     if start is None:
         raise _build_error("prted", " ".join(words))
     options: list[tuple[str, str]] = []
     contact, number = "", -1
-    rest = iter(words[start + 1 :])
-    for word in rest:
+    remaining = iter(words[start + 1 :])
+    for word in remaining:
         if word in ("--prtemca", "--pmixmca", "--mca", "-mca", "--gprtemca", "--gpmixmca"):
-            name, value = next(rest, ""), next(rest, "")
+            name, value = next(remaining, ""), next(remaining, "")
             if name in _CONTACTS:
                 contact = value
             elif name == "ess_base_vpid":
@@ -152,14 +152,14 @@ def build_proxy_command(parameters: ProxyParameters, mpi: Mpi, port: int) -> lis
             if name not in _HYDRA_OPTIONS:
                 raise _build_error("hydra_pmi_proxy", name)
         options = [word for name, value in parameters.options for word in _build_hydra_option(name, value)]
-        return [_find_beside(mpi, ["hydra_pmi_proxy"]), "--control-port", f"127.0.0.1:{port}", *options]
-    program = _find_beside(mpi, ["prted", "orted"])
-    four = program.endswith("orted")
-    prefix = "--mca" if four else "--prtemca"
+        return [_find_program(mpi, ["hydra_pmi_proxy"]), "--control-port", f"127.0.0.1:{port}", *options]
+    program = _find_program(mpi, ["prted", "orted"])
+    is_version_4 = program.endswith("orted")
+    prefix = "--mca" if is_version_4 else "--prtemca"
     options = [word for name, value in parameters.options for word in (prefix, name, value)]
-    contact = f"{parameters.contact};tcp://127.0.0.1:{port}" + ("" if four else ":8")
-    options += [prefix, "orte_hnp_uri" if four else "prte_hnp_uri", contact]
-    root = ["--allow-run-as-root"] if os.geteuid() == 0 and not four else []
+    contact = f"{parameters.contact};tcp://127.0.0.1:{port}" + ("" if is_version_4 else ":8")
+    options += [prefix, "orte_hnp_uri" if is_version_4 else "prte_hnp_uri", contact]
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 and not is_version_4 else []
     return [program, "--leave-session-attached", *root, *options]
 
 
@@ -167,7 +167,7 @@ def _build_hydra_option(name: str, value: str) -> Iterable[str]:
     return [f"--{name}"] if name in _HYDRA_FLAGS else [f"--{name}", value]
 
 
-def _find_beside(mpi: Mpi, names: list[str]) -> str:
+def _find_program(mpi: Mpi, names: list[str]) -> str:
     for name in names:
         program = shutil.which(name, path=str(mpi.mpiexec.parent)) or shutil.which(name)
         if program:

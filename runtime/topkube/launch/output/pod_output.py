@@ -43,12 +43,12 @@ class RankLog:
         self.path, self.rank = path, rank
         self.lost_bytes = 0
         """Bytes that the rank printed and that are not in the output."""
-        self.done = False
+        self.is_done = False
         """True if everything has been copied and the rank prints nothing more."""
         self._prefix = b"[rank %d] " % rank
         self._file: int | None = None
-        self._read = self._punched = 0
-        self._seen = -1
+        self._position = self._punched = 0
+        self._size_without_line = -1
         """The size of the file when it last contained no whole line."""
         self._finished = False
         self._expected: int | None = None
@@ -64,7 +64,7 @@ class RankLog:
     @property
     def waiting_bytes(self) -> int:
         """The number of bytes that were printed and not copied yet."""
-        return 0 if self.done else max(0, self.size - self._read)
+        return 0 if self.is_done else max(0, self.size - self._position)
 
     def finish(self, expected: int | None) -> None:
         """Note that the rank prints nothing more. The file should contain `expected` bytes (None: not
@@ -76,29 +76,29 @@ class RankLog:
         none now. A log that has more than `backlog` bytes left loses its oldest lines, and a line in the output
         reports the loss."""
         if self._file is None and not self._open():
-            self.done = self._finished
-            is_lost = self.done and self._expected
+            self.is_done = self._finished
+            is_lost = self.is_done and self._expected
             return self._report_loss(self._expected or 0, "the log file does not exist") if is_lost else b"", 0
         assert self._file is not None
         size = os.fstat(self._file).st_size
-        if size == self._seen and not self._finished:
+        if size == self._size_without_line and not self._finished:
             return b"", 0
         note = b""
-        if size < self._read:  # the file was truncated: the rest is gone
+        if size < self._position:  # the file was truncated: the rest is gone
             note = self._report_loss(0, "the log file was truncated")
-            self._read, self._punched = size, min(self._punched, size)
-        if size - self._read > backlog:
+            self._position, self._punched = size, min(self._punched, size)
+        if size - self._position > backlog:
             note += self._skip(size - backlog // 2)
-        data = os.pread(self._file, _PIECE_BYTES, self._read)
+        data = os.pread(self._file, _PIECE_BYTES, self._position)
         used = data.rfind(b"\n") + 1
-        ended = self._finished and self._read + len(data) >= size
+        ended = self._finished and self._position + len(data) >= size
         if ended or (not used and len(data) >= _PIECE_BYTES):
             used = len(data)
         if not used and not note and not ended:
-            self._seen = size
+            self._size_without_line = size
             return b"", 0
-        self._read += used
-        self._seen = -1
+        self._position += used
+        self._size_without_line = -1
         text = note + self._prefix_lines(data[:used])
         if ended:
             text += self._end(size)
@@ -127,13 +127,13 @@ class RankLog:
         assert self._file is not None
         data = os.pread(self._file, _PIECE_BYTES, target)
         target += data.find(b"\n") + 1
-        skipped, self._read = target - self._read, target
+        skipped, self._position = target - self._position, target
         return self._report_loss(skipped, "the ranks print faster than the reader of this output reads")
 
     def _end(self, size: int) -> bytes:
         assert self._file is not None
         os.close(self._file)
-        self._file, self.done = None, True
+        self._file, self.is_done = None, True
         missing = max(0, self._expected - size) if self._expected is not None else 0
         return self._report_loss(missing, "the log file was truncated") if missing else b""
 
@@ -144,7 +144,7 @@ class RankLog:
 
     def _free_copied_space(self) -> None:
         """Free the disk space of what has been copied, except the end, so that a long run does not fill the disk."""
-        keep = max(0, self._read - TAIL_BYTES)
+        keep = max(0, self._position - TAIL_BYTES)
         if self._file is not None and keep - self._punched > _PUNCH_BYTES:
             offset, length = ctypes.c_longlong(self._punched), ctypes.c_longlong(keep - self._punched)
             _libc.fallocate(self._file, _PUNCH_HOLE, offset, length)
@@ -164,9 +164,9 @@ class PodOutput:
         self._closing = False
         self._lost = 0
         self._unreported, self._why = 0, ""
-        self._moved = time.monotonic()
+        self._progress_time = time.monotonic()
         self._writing = False
-        self._taken = 0
+        self._bytes_in_write = 0
         """Bytes of a log that are being written now."""
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
         self._thread.start()
@@ -191,7 +191,7 @@ class PodOutput:
         return log
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """True if nothing waits to be written and no log is open."""
         with self._lock:
             return not (self._lines or self._logs or self._writing)
@@ -205,12 +205,12 @@ class PodOutput:
     def waiting_bytes(self) -> int:
         """Bytes of the ranks' output that wait to be printed."""
         with self._lock:
-            return self._taken + sum(log.waiting_bytes for log in self._logs)
+            return self._bytes_in_write + sum(log.waiting_bytes for log in self._logs)
 
     def count_stalled_seconds(self, since: float) -> float:
         """Return the seconds for which the reader has read nothing, counted from `since` (monotonic) at the
         earliest."""
-        return time.monotonic() - max(self._moved, since)
+        return time.monotonic() - max(self._progress_time, since)
 
     def close(self, stall_seconds: float, most_seconds: float) -> int:
         """Wait until everything is written, but not longer than `stall_seconds` without progress and `most_seconds` in
@@ -255,17 +255,17 @@ class PodOutput:
     def _copy(self, log: RankLog, backlog: int) -> bool:
         before = log.lost_bytes
         try:
-            text, self._taken = log.take(backlog)
+            text, self._bytes_in_write = log.take(backlog)
         except OSError as error:
             text, log.lost_bytes = b"", log.lost_bytes + log.waiting_bytes
             self._unreported, self._why = self._unreported + log.waiting_bytes, error.strerror or str(error)
-            log.done = True
+            log.is_done = True
         self._lost += log.lost_bytes - before
         if text:
-            self._write(text, self._taken)
+            self._write(text, self._bytes_in_write)
         with self._lock:
-            self._taken = 0
-            if log.done:
+            self._bytes_in_write = 0
+            if log.is_done:
                 self._logs.remove(log)
         return bool(text)
 
@@ -282,14 +282,14 @@ class PodOutput:
             self._unreported, self._why = self._unreported + len(text), error.strerror or str(error)
 
     def _write_all(self, text: bytes) -> None:
-        rest = memoryview(text)
-        while rest:
+        remaining = memoryview(text)
+        while remaining:
             try:
-                rest = rest[os.write(self._descriptor, rest[:_WRITE_BYTES]) :]
+                remaining = remaining[os.write(self._descriptor, remaining[:_WRITE_BYTES]) :]
             except BlockingIOError:  # another process that shares the descriptor has made it non-blocking
                 select.select([], [self._descriptor], [], 1.0)
                 continue
-            self._moved = time.monotonic()
+            self._progress_time = time.monotonic()
 
 
 class OutputHandler(logging.Handler):

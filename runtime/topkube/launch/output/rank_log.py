@@ -37,19 +37,19 @@ class RankLogWriter:
 
     def write(self, data: bytes) -> None:
         """Append `data`. Never raises an error."""
-        rest = memoryview(data)
+        remaining = memoryview(data)
         try:
             if missing := self._unreported:
                 self._append(
                     memoryview(f"\ntopkube: {missing} bytes of output are lost here: {self.lost_why}\n".encode())
                 )
                 self._unreported -= missing
-            while rest:
-                rest = rest[self._append(rest) :]
+            while remaining:
+                remaining = remaining[self._append(remaining) :]
         except OSError as error:
             self.lost_why = error.strerror or str(error)
-            self.lost_bytes += len(rest)
-            self._unreported += len(rest)
+            self.lost_bytes += len(remaining)
+            self._unreported += len(remaining)
 
     def _append(self, data: memoryview) -> int:
         written = os.write(self._file, data)
@@ -66,26 +66,26 @@ class Echo:
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLOUT)
         self._left_out = 0
-        self._gone = False
+        self._reader_gone = False
 
     def write(self, data: bytes) -> None:
         """Write `data`, or leave it out. Never raises an error."""
         if self._left_out and self._wait_for_room(0.0):
             note = f"\ntopkube rank: {self._left_out} bytes of output are missing here; the rank's log contains them\n"
             self._left_out = 0
-            self._put(note.encode(), 0.0)
-        self._put(data, 0.0 if self._left_out else _PATIENCE_SECONDS)
+            self._write_pieces(note.encode(), 0.0)
+        self._write_pieces(data, 0.0 if self._left_out else _PATIENCE_SECONDS)
 
-    def _put(self, data: bytes, patience: float) -> None:
-        rest = memoryview(data)
-        while rest and not self._gone and self._wait_for_room(patience):
+    def _write_pieces(self, data: bytes, patience: float) -> None:
+        remaining = memoryview(data)
+        while remaining and not self._reader_gone and self._wait_for_room(patience):
             try:
-                rest = rest[os.write(self._descriptor, rest[:_PIECE_BYTES]) :]
+                remaining = remaining[os.write(self._descriptor, remaining[:_PIECE_BYTES]) :]
             except BlockingIOError:
                 continue
             except OSError:  # closed, or the disk is full
-                self._gone = True
-        self._left_out += len(rest)
+                self._reader_gone = True
+        self._left_out += len(remaining)
 
     def _wait_for_room(self, patience: float) -> bool:
         end = time.monotonic() + patience
@@ -97,7 +97,7 @@ class Echo:
                 return False
 
 
-class Copy:
+class OutputCopier:
     """A copier from a pipe of the command to the log and to `echo`."""
 
     def __init__(self, pipe: int, log: RankLogWriter, echo: Echo | None) -> None:

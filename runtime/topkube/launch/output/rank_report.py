@@ -38,7 +38,7 @@ def find_log_path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.log"
 
 
-def report_path(directory: Path, rank: int) -> Path:
+def find_report_path(directory: Path, rank: int) -> Path:
     """Return the path of the rank's report in the run directory."""
     return directory / f"rank-{rank}.json"
 
@@ -73,9 +73,9 @@ class RankReport:
     lost_why: str = ""
 
     def write(self, directory: Path) -> None:
-        """Write rank-N.json atomically. On a full disk, write into the space that `reserve` has allocated, with a
-        shorter report if needed. Raises OSError if that fails too."""
-        path, part = report_path(directory, self.rank), _name_part(directory, self.rank)
+        """Write rank-N.json atomically. On a full disk, write into the space that `reserve_report` has allocated, and
+        shorten the report if needed. Raises OSError if that fails too."""
+        path, part = find_report_path(directory, self.rank), _name_part(directory, self.rank)
         try:
             _overwrite(part, dataclasses.asdict(self))
         except OSError:
@@ -112,14 +112,14 @@ class RankReport:
             raise ValueError(f"this is not a report of a rank: {error}") from None
         numbers = (report.rank, report.exit_code, report.lost_bytes, report.log_bytes or 0)
         texts = (report.host, report.lost_why, report.signal or "", report.not_started or "", report.traceback or "")
-        good = all(isinstance(number, int) and abs(number) < _MOST for number in numbers)
-        good = good and all(isinstance(text, str) for text in texts)
-        good = good and all(
+        is_valid = all(isinstance(number, int) and abs(number) < _MOST for number in numbers)
+        is_valid = is_valid and all(isinstance(text, str) for text in texts)
+        is_valid = is_valid and all(
             isinstance(number, int | float) and abs(number) < _MOST for number in (report.started, report.ended)
         )
         for words, kind in ((report.command, str), (report.tail, str), (report.missing, int)):
-            good = good and isinstance(words, list) and all(isinstance(word, kind) for word in words)
-        if not good:
+            is_valid = is_valid and isinstance(words, list) and all(isinstance(word, kind) for word in words)
+        if not is_valid:
             raise ValueError("this is not a report of a rank: a value has the wrong type")
         return report
 
@@ -130,7 +130,7 @@ class RankReport:
         return lines[-1] if len(lines) > 1 else None
 
 
-def reserve(directory: Path, rank: int) -> None:
+def reserve_report(directory: Path, rank: int) -> None:
     """Allocate space on the disk for the report of `rank`, so that it can be written after a log has filled the
     disk."""
     with contextlib.suppress(OSError), _name_part(directory, rank).open("wb") as file:
@@ -138,32 +138,32 @@ def reserve(directory: Path, rank: int) -> None:
 
 
 def _name_part(directory: Path, rank: int) -> Path:
-    return report_path(directory, rank).with_suffix(f".{os.getpid()}.part")
+    return find_report_path(directory, rank).with_suffix(f".{os.getpid()}.part")
 
 
 def _overwrite(part: Path, values: dict[str, Any]) -> None:
     text = json.dumps(values, indent=1).encode() + b"\n"
     file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        rest = memoryview(text)
-        while rest:
-            rest = rest[os.write(file, rest) :]
+        remaining = memoryview(text)
+        while remaining:
+            remaining = remaining[os.write(file, remaining) :]
         os.ftruncate(file, len(text))
     finally:
         os.close(file)
 
 
 def was_killed_for_memory(signal_name: str | None, exit_code: int, lines: Iterable[str]) -> bool:
-    """Return True if a rank that ended while the kernel killed for memory was killed for memory: either the rank
-    itself, or one of its processes, such as a data loader, after which it failed."""
+    """Return True if a kill for memory explains the end of a rank. The caller knows that the kernel has killed a
+    process meanwhile: the rank itself, or one of its processes, such as a data loader, after which the rank failed."""
     if signal_name is not None:
         return signal_name == "SIGKILL"
     return exit_code != 0 and any(words in line for line in lines for words in _CHILD_KILLED)
 
 
-def read_all(directory: Path, ranks: int) -> list[RankReport]:
+def read_reports(directory: Path, ranks: int) -> list[RankReport]:
     """Return the existing reports, by rank."""
-    paths = [report_path(directory, rank) for rank in range(ranks)]
+    paths = [find_report_path(directory, rank) for rank in range(ranks)]
     return [RankReport.read(path) for path in paths if path.exists()]
 
 
@@ -240,12 +240,12 @@ def _is_other_output(line: str) -> bool:
     return not re.match(r"\s+\S|- ", line)
 
 
-def diagnose(report: RankReport, place: str) -> tuple[str, str, str]:
+def diagnose_report(report: RankReport, place: str) -> tuple[str, str, str]:
     """Return what happened to the rank that failed first, the likely cause, and the next step. `place` names where the
     rank ran: "node 1", or "worker 1" in a pod."""
     seconds = max(0.0, report.ended - report.started)
     who = f"rank {report.rank} ({place}) failed first, {seconds:.1f} s after its start"
-    log = f"read {report_path(Path(), report.rank).with_suffix('.log')} in the run directory"
+    log = f"read {find_report_path(Path(), report.rank).with_suffix('.log')} in the run directory"
     command = " ".join(report.command)
     if report.not_started is not None:
         return (
@@ -268,9 +268,9 @@ def diagnose(report: RankReport, place: str) -> tuple[str, str, str]:
     error = report.error or ""
     kind = error.partition(":")[0].rpartition(".")[2]
     what = f"{who}: exit code {report.exit_code}" + (f", {error}" if error else "")
-    own = re.fullmatch(r"(.*?)\.(?: Likely cause: (.*?)\.)?(?: Next: (.*)\.)", error)
-    if kind in ERRORS and own:
-        return f"{who}: exit code {report.exit_code}, {own[1]}", own[2] or "", own[3]
+    message = re.fullmatch(r"(.*?)\.(?: Likely cause: (.*?)\.)?(?: Next: (.*)\.)", error)
+    if kind in ERRORS and message:
+        return f"{who}: exit code {report.exit_code}, {message[1]}", message[2] or "", message[3]
     if kind in ("ModuleNotFoundError", "ImportError"):
         return what, "a package that the script needs is not installed", "install it into this Python and run again"
     no_module = next((line for line in report.tail if ": No module named " in line or "can't open file" in line), None)

@@ -14,7 +14,7 @@ import xxhash
 from openers import PATIENT, Opener, release_when_waiting, wait_until
 from remotes import Answer, Remote
 
-from topkube.data.cache import early_groups
+from topkube.data.cache.early import early_groups
 from topkube.data.dataset import CachedDataset
 from topkube.data.remote.retry import Changed
 from topkube.errors import DatasetError

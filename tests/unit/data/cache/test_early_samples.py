@@ -135,12 +135,12 @@ def test_with_a_checksum_in_the_manifest_wrong_bytes_are_never_returned(late_sha
         dataset[3]
 
 
-def replace(answer: Answer, **headers: str) -> None:
+def set_headers(answer: Answer, **headers: str) -> None:
     answer.headers.update(headers)
 
 
 LIES: dict[str, Callable[[Answer], None]] = {
-    "another version": lambda answer: replace(answer, ETag='"other"'),
+    "another version": lambda answer: set_headers(answer, ETag='"other"'),
     "shorter": lambda answer: setattr(answer, "data", answer.data[:-1]),
     "longer": lambda answer: setattr(answer, "data", answer.data + b"x"),
 }
@@ -155,11 +155,11 @@ def test_a_response_of_another_version_raises_an_error(lie: str, late_shard: Lat
 
 
 EVASIONS: dict[str, Callable[[Answer], None]] = {
-    "a page": lambda answer: replace(answer, **{"Content-Type": "text/html"}),
+    "a page": lambda answer: set_headers(answer, **{"Content-Type": "text/html"}),
     "no version": lambda answer: answer.headers.clear(),
     "a range": lambda answer: setattr(answer, "status", HTTPStatus.PARTIAL_CONTENT),
     "not there": lambda answer: setattr(answer, "status", HTTPStatus.NOT_FOUND),
-    "compressed": lambda answer: replace(answer, **{"Content-Encoding": "gzip"}),
+    "compressed": lambda answer: set_headers(answer, **{"Content-Encoding": "gzip"}),
 }
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from topkube import _kernels
 from topkube.data.base.batch import ArrayOf
-from topkube.data.cache.huge_pages import map_column, read_huge_page_size
-from topkube.data.cache.memory_tier import MemoryTier
+from topkube.data.cache.memory.huge_pages import map_column, read_huge_page_size
+from topkube.data.cache.memory.memory_tier import MemoryTier
 
 HUGE = read_huge_page_size()
 BYTES = 3072

@@ -13,8 +13,8 @@ from processes import fork, wait_for_end
 from remotes import Remote, write_files, write_tars
 
 from topkube.data import ArrayOf
-from topkube.data.cache import publication
-from topkube.data.cache.disk_tier import DiskLimits, DiskTier
+from topkube.data.cache.disk import publication
+from topkube.data.cache.disk.disk_tier import DiskLimits, DiskTier
 from topkube.data.cache.node_state import FROZEN
 from topkube.data.formats.shards import Shards
 from topkube.data.opening import check_limits
@@ -81,7 +81,7 @@ def test_check_detects_bits_that_flipped_in_memory(tmp_path: Path, open_dataset:
     with column.open("r+b") as file:
         file.seek(7 * 3072 + 5)
         file.write(bytes([data[7, 5] ^ 1]))
-    memory: Any = dataset._memory
+    memory: Any = dataset._samples.memory
     assert memory.check() == [7]
     check_samples(dataset, data)
     assert memory.check() == []

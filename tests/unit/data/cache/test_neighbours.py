@@ -12,7 +12,7 @@ from openers import Opener, check_samples
 from remotes import write_files
 
 from topkube.data import ArrayOf
-from topkube.data.cache.disk_tier import DiskTier
+from topkube.data.cache.disk.disk_tier import DiskTier
 from topkube.data.remote.addresses import check_address, redact
 from topkube.errors import CacheError, DatasetError
 
@@ -26,18 +26,18 @@ def folder(open_dataset: Opener) -> Path:
     return open_dataset.memory / f"topkube-{os.geteuid()}"
 
 
-def show_as_anothers(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """Let `path` appear to belong to another user."""
+def change_visible_owner(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Make `path` appear to belong to another user."""
     real: dict[str, Any] = {"lstat": os.lstat, "stat": os.stat}
 
     def change_owner(name: str) -> Any:
-        def stat_as_anothers(which: Any, *rest: Any, **more: Any) -> os.stat_result:
-            state = real[name](which, *rest, **more)
-            if str(which) != str(path):
+        def stat_with_another_owner(target: Any, *arguments: Any, **options: Any) -> os.stat_result:
+            state = real[name](target, *arguments, **options)
+            if str(target) != str(path):
                 return state
             return os.stat_result([*state[:4], 12345, *state[5:]])
 
-        return stat_as_anothers
+        return stat_with_another_owner
 
     for name in real:
         monkeypatch.setattr(os, name, change_owner(name))
@@ -59,11 +59,11 @@ def test_a_memory_folder_that_another_user_prepared_is_not_used(
         folder.mkdir()
         folder.chmod(0o777 if planted == "open" else 0o700)
     if planted == "owner":
-        show_as_anothers(monkeypatch, folder)
+        change_visible_owner(monkeypatch, folder)
     dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20)
     for _ in range(2):
         check_samples(dataset, data)
-    assert dataset._memory is None
+    assert dataset._samples.memory is None
     assert not list(foreign_folder.iterdir())
     assert not folder.is_dir() or not list(folder.iterdir())
     output = capfd.readouterr().err
@@ -163,7 +163,7 @@ def test_a_cache_of_a_group_can_be_written_by_all_of_it(tmp_path: Path) -> None:
 
 def test_a_cache_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").mkdir()
-    show_as_anothers(monkeypatch, tmp_path / "cache")
+    change_visible_owner(monkeypatch, tmp_path / "cache")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(CacheError, match=r"belongs to user 12345.*TOPKUBE_CACHE_SHARING=group"):
         DiskTier(tmp_path / "cache")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from openers import Opener
 from remotes import Remote, write_files, write_tars
 
-from topkube.data.cache import shard_file
-from topkube.data.cache.shard_file import ShardWriter
+from topkube.data.cache.disk import shard_file
+from topkube.data.cache.disk.shard_file import ShardWriter
 from topkube.errors import StoreError
 
 PIECE = 100
@@ -114,7 +114,7 @@ def test_shards_are_written_in_aligned_pieces(
 def test_a_group_that_is_too_large_for_memory_is_written_file_by_file(
     remote: Remote, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("topkube.data.cache.shard_cache._ASSEMBLED_BYTES", 100)
+    monkeypatch.setattr("topkube.data.cache.shard_fetcher._ASSEMBLED_BYTES", 100)
     data = write_files(remote.folder, 40)
     dataset = open_dataset(remote.uri, prefetch=False)
     assert dataset.__getitems__(range(40)) == [row.tobytes() for row in data]

@@ -16,8 +16,9 @@ from remotes import Remote, write_files, write_tars
 
 from topkube.data import ArrayOf
 from topkube.data.base.file_lock import FileLock
-from topkube.data.cache import node_state, publication
-from topkube.data.cache.disk_tier import DiskLimits, DiskTier
+from topkube.data.cache import node_state, shard_cache
+from topkube.data.cache.disk import publication
+from topkube.data.cache.disk.disk_tier import DiskLimits, DiskTier
 from topkube.data.cache.node_state import NodeState
 from topkube.errors import CacheError, StoreError
 
@@ -76,7 +77,7 @@ def test_processes_that_were_killed_while_they_filled_do_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise readers of another job wait for them before each missing shard."""
-    monkeypatch.setattr(node_state, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(node_state, "_SEARCH_SECONDS", 0.0)
     state = NodeState(tmp_path / "memory", "0", 4)
     ready, tell = os.pipe()
 
@@ -186,13 +187,13 @@ def test_a_shard_stays_open_while_it_is_indexed(
     cache = open_dataset(remote.uri, prefetch=False).cache
     (path,) = open_dataset.cache.glob("datasets/*/shards/*/*.index")
     path.unlink()
-    read_index = cache._read_index
+    index_shard = shard_cache.index_shard
 
-    def close_idle_and_index(shard: Any, file: int) -> Any:
+    def close_idle_and_index(shards: Any, shard: Any, file: int) -> Any:
         cache.open_shards.close_idle()
-        return read_index(shard, file)
+        return index_shard(shards, shard, file)
 
-    monkeypatch.setattr(cache, "_read_index", close_idle_and_index)
+    monkeypatch.setattr(shard_cache, "index_shard", close_idle_and_index)
     assert len(cache.load_index(0)) == 5
 
 

@@ -16,8 +16,8 @@ import xxhash
 from mpi4py import MPI
 from openers import wait_until
 
-from topkube.data.cache import shard_file
-from topkube.data.cache.shard_file import ArrivingShard, ReceivedChecksums, ShardWriter
+from topkube.data.cache.disk import shard_file
+from topkube.data.cache.disk.shard_file import ArrivingShard, ReceivedChecksums, ShardWriter
 from topkube.data.fill import shard_exchange, shard_messages
 from topkube.data.fill.shard_exchange import ShardExchange
 from topkube.data.formats.shards import DataShard
@@ -30,7 +30,7 @@ BYTES = bytes(range(40))
 class Request:
     """A receive that completes when the communicator lets it."""
 
-    def __init__(self, comm: Comm, buffer: Any, data: bytes) -> None:
+    def __init__(self, comm: PlayedComm, buffer: Any, data: bytes) -> None:
         self.comm, self.buffer, self.data = comm, buffer, data
         self.done = self.cancelled = False
 
@@ -53,7 +53,7 @@ class Request:
         pass
 
 
-class Comm:
+class PlayedComm:
     """Rank 1 has BYTES as every shard, and sends `words` with it."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Comm:
         self.requests: list[tuple[int, int]] = []
         """(shard, tag) of requests of rank 1 that have not been received."""
 
-    def Dup(self) -> Comm:
+    def Dup(self) -> PlayedComm:
         return self
 
     def allow(self) -> bool:
@@ -105,10 +105,10 @@ class Comm:
 
 
 class Bench:
-    """An exchange over `Comm`, and the remote behind it."""
+    """An exchange over `PlayedComm`, and the remote behind it."""
 
     def __init__(self) -> None:
-        self.comm = Comm()
+        self.comm = PlayedComm()
         self.from_remote = 0
         self.arriving: ArrivingShard | None = None
         self.cache: Any = SimpleNamespace(
@@ -116,7 +116,7 @@ class Bench:
             node_state=SimpleNamespace(advance=lambda count: None),
             counters=SimpleNamespace(add=lambda name, amount: None),
             shards=range(10),
-            find_arriving=lambda number: self.arriving,
+            fetcher=SimpleNamespace(find_arriving=lambda number: self.arriving),
             fetch_from_store=self._from_store,
         )
         place: Any = SimpleNamespace(rank=0, size=2, world=SimpleNamespace(comm=self.comm))
@@ -276,10 +276,10 @@ def test_a_tag_is_not_used_again_after_a_timeout(bench: Bench) -> None:
     with tempfile.TemporaryFile() as file:
         bench.receive_shard(file.fileno())
         (retired,) = bench.exchange._receiver.retired
-        bench.exchange._receiver.reply_count += shard_messages.REPLIES - 1
+        bench.exchange._receiver.reply_count += shard_messages.REPLY_TAGS - 1
         bench.comm.open = True
         bench.receive_shard(file.fileno())
-    assert (bench.exchange._receiver.reply_count - 1) % shard_messages.REPLIES == (
+    assert (bench.exchange._receiver.reply_count - 1) % shard_messages.REPLY_TAGS == (
         retired[1] - shard_messages.FIRST_REPLY
     ) + 1
 

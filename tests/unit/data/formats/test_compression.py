@@ -18,8 +18,8 @@ from openers import Opener, list_shard_files
 from remotes import write_tars
 
 from topkube.data import ArrayOf
-from topkube.data.cache import shard_cache
-from topkube.data.cache.disk_tier import DiskTier
+from topkube.data.cache import shard_decompression
+from topkube.data.cache.disk.disk_tier import DiskTier
 from topkube.data.cache.node_state import FROZEN
 from topkube.data.formats import compression as compression_module
 from topkube.data.formats.compression import Compression, decompress, find_compression
@@ -34,11 +34,11 @@ def compress_zstd(data: bytes) -> bytes:
     return zstandard.ZstdCompressor(write_checksum=True).compress(data)
 
 
-PACK: dict[Compression, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "zstd": compress_zstd}
+COMPRESSORS: dict[Compression, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "zstd": compress_zstd}
 ENDINGS = [("gzip", ".tar.gz"), ("gzip", ".tgz"), ("zstd", ".tar.zst")]
 
 
-def unpack(data: bytes, kind: Compression) -> bytes:
+def decompress_bytes(data: bytes, kind: Compression) -> bytes:
     with tempfile.TemporaryFile() as file:
         file.write(data)
         file.flush()
@@ -52,54 +52,55 @@ def unpack(data: bytes, kind: Compression) -> bytes:
         return bytes(out)
 
 
-@pytest.mark.parametrize("kind", PACK)
+@pytest.mark.parametrize("kind", COMPRESSORS)
 @pytest.mark.parametrize("data", [b"", b"x", DATA], ids=["empty", "byte", "long"])
 def test_compressed_data_is_restored(kind: Compression, data: bytes) -> None:
-    assert unpack(PACK[kind](data), kind) == data
+    assert decompress_bytes(COMPRESSORS[kind](data), kind) == data
 
 
-@pytest.mark.parametrize("kind", PACK)
+@pytest.mark.parametrize("kind", COMPRESSORS)
 def test_a_file_may_have_several_parts(kind: Compression) -> None:
-    assert unpack(PACK[kind](DATA) + PACK[kind](b"") + PACK[kind](DATA[:7]), kind) == DATA + DATA[:7]
+    compress = COMPRESSORS[kind]
+    assert decompress_bytes(compress(DATA) + compress(b"") + compress(DATA[:7]), kind) == DATA + DATA[:7]
 
 
 def test_zstandard_frames_may_be_skipped_and_gzip_may_be_padded() -> None:
     skipped = bytes.fromhex("502a4d18") + (5).to_bytes(4, "little") + b"hello"
-    assert unpack(skipped + compress_zstd(DATA) + skipped, "zstd") == DATA
-    assert unpack(gzip.compress(DATA) + bytes(600_000), "gzip") == DATA
+    assert decompress_bytes(skipped + compress_zstd(DATA) + skipped, "zstd") == DATA
+    assert decompress_bytes(gzip.compress(DATA) + bytes(600_000), "gzip") == DATA
 
 
-@pytest.mark.parametrize("kind", PACK)
+@pytest.mark.parametrize("kind", COMPRESSORS)
 def test_a_truncated_shard_is_refused(kind: Compression) -> None:
-    whole = PACK[kind](DATA[:2000])
+    whole = COMPRESSORS[kind](DATA[:2000])
     for size in range(len(whole)):
         with pytest.raises(DatasetError, match="truncated"):
-            unpack(whole[:size], kind)
+            decompress_bytes(whole[:size], kind)
 
 
-@pytest.mark.parametrize("kind", PACK)
+@pytest.mark.parametrize("kind", COMPRESSORS)
 def test_a_changed_byte_is_refused_or_harmless(kind: Compression) -> None:
-    whole, pick = PACK[kind](DATA), random.Random(2)
+    whole, pick = COMPRESSORS[kind](DATA), random.Random(2)
     refused = 0
     for at in [*range(20), *(pick.randrange(len(whole)) for _ in range(40)), *range(len(whole) - 8, len(whole))]:
         changed = whole[:at] + bytes([whole[at] ^ (1 << pick.randrange(8))]) + whole[at + 1 :]
         try:
-            assert unpack(changed, kind) == DATA  # the time or the name in the header of gzip
+            assert decompress_bytes(changed, kind) == DATA  # the time or the name in the header of gzip
         except DatasetError:
             refused += 1
     assert refused > 50
 
 
-@pytest.mark.parametrize("kind", PACK)
+@pytest.mark.parametrize("kind", COMPRESSORS)
 @pytest.mark.parametrize("more", [b"more", b"\1" * 5000])
 def test_other_bytes_after_the_end_are_refused(kind: Compression, more: bytes) -> None:
     with pytest.raises(DatasetError, match=r"cannot be decompressed|truncated"):
-        unpack(PACK[kind](DATA) + more, kind)
+        decompress_bytes(COMPRESSORS[kind](DATA) + more, kind)
 
 
-@pytest.mark.parametrize("kind", PACK)
+@pytest.mark.parametrize("kind", COMPRESSORS)
 def test_a_shard_that_becomes_too_large_is_refused_early(kind: Compression) -> None:
-    bomb = PACK[kind](bytes(64 << 20))
+    bomb = COMPRESSORS[kind](bytes(64 << 20))
     written = 0
 
     def write(offset: int, part: Any) -> None:
@@ -161,7 +162,7 @@ def test_names_show_the_compression() -> None:
 
 def pack_all(folder: Path, kind: Compression, ending: str) -> None:
     for path in sorted(folder.glob("*.tar")):
-        path.with_name(path.stem + ending).write_bytes(PACK[kind](path.read_bytes()))
+        path.with_name(path.stem + ending).write_bytes(COMPRESSORS[kind](path.read_bytes()))
         path.unlink()
 
 
@@ -189,7 +190,7 @@ def test_a_shard_is_decompressed_once_per_node(
     tmp_path: Path, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch, prefetch: bool
 ) -> None:
     count, real = [], decompress
-    monkeypatch.setattr(shard_cache, "decompress", lambda *given: (count.append(1), real(*given))[1])
+    monkeypatch.setattr(shard_decompression, "decompress", lambda *given: (count.append(1), real(*given))[1])
     data = write_tars(tmp_path / "source", [5, 5, 5])
     pack_all(tmp_path / "source", "zstd", ".tar.zst")
     for _ in range(3):
@@ -209,7 +210,7 @@ def test_tables_may_be_compressed(tmp_path: Path, open_dataset: Opener) -> None:
         else:
             with arrow.ipc.new_file(buffer, table.schema) as writer:
                 writer.write_table(table)
-        (folder / f"a{ending}").write_bytes(PACK[kind](buffer.getvalue()))  # type: ignore[index]
+        (folder / f"a{ending}").write_bytes(COMPRESSORS[kind](buffer.getvalue()))  # type: ignore[index]
         dataset = open_dataset(folder)
         assert [row["number"] for row in dataset.__getitems__(range(len(dataset)))] == list(range(100))
         if "parquet" in ending:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topkube.data.cache.record_log import PUBLISHED, RECORD, RecordLog, read_hash, read_key
+from topkube.data.cache.disk.record_log import PUBLISHED, RECORD, RecordLog, read_hash, read_key
 from topkube.data.formats.shards import Shards
 from topkube.data.remote.listing import IndexPart, Listing, RemoteObject, format_manifest, read_manifest
 from topkube.errors import DatasetError
@@ -131,7 +131,7 @@ def test_an_unsorted_listing_keeps_its_indexes() -> None:
 MILLION = """
 import sys, time
 from pathlib import Path
-from topkube.data.cache.disk_tier import DiskTier
+from topkube.data.cache.disk.disk_tier import DiskTier
 from topkube.data.opening import list_dataset
 from topkube.data.formats.shards import Shards
 from topkube.data.remote.object_store import ObjectStore
@@ -152,7 +152,7 @@ print(seconds, int(peak.split()[1]) * 1024)  # getrusage would count the process
 
 
 def test_a_million_entries_are_opened_and_listed_within_seconds_and_300_megabytes(tmp_path: Path) -> None:
-    from topkube.data.cache.disk_tier import DiskTier
+    from topkube.data.cache.disk.disk_tier import DiskTier
     from topkube.data.opening import list_dataset
     from topkube.data.remote.object_store import ObjectStore
 

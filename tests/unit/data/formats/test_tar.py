@@ -20,7 +20,7 @@ from openers import Opener
 from remotes import add_member
 
 from topkube import _kernels
-from topkube.data.cache.stored_index import pack_index, read_index
+from topkube.data.cache.disk.stored_index import pack_index, read_index
 from topkube.data.formats import tar
 from topkube.data.formats.sample_index import SampleIndex
 from topkube.data.formats.tar import index_tar

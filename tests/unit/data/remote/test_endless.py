@@ -44,7 +44,7 @@ def test_endlessly_nested_folders_are_refused(remote: Remote, json_index: bool) 
 
 
 def test_endlessly_many_folders_are_refused(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topkube.data.remote.http_index._FOLDERS", 40)
+    monkeypatch.setattr("topkube.data.remote.http.index_pages._FOLDERS", 40)
     page = b"".join(b'<a href="%d/">x</a>' % at for at in range(5))
     remote.page = lambda path: page if "manifest" not in path else None
     with pytest.raises(DatasetError, match="endless tree of folders"):
@@ -94,7 +94,7 @@ def test_an_invalid_index_page_is_a_typed_error(remote: Remote, page: bytes) -> 
 
 
 def test_a_page_without_end_is_refused(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topkube.data.remote.http_reading.PAGE_BYTES", 1000)
+    monkeypatch.setattr("topkube.data.remote.http.reading.PAGE_BYTES", 1000)
     remote.page = lambda path: b"x" * 5000 if path == "" else None
     with pytest.raises(DatasetError, match="has more than 1,000 bytes"):
         ObjectStore(remote.uri, patience=CALM).read_listing()

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import xxhash
-from hostile import Hostile
+from hostile import HostileServer
 from openers import Opener
 
-from topkube.data.remote import object_store as store_module
+from topkube.data.remote import transfer_reader
 from topkube.data.remote.listing import Listing, RemoteObject
 from topkube.data.remote.object_store import ByteRange, ObjectStore
 from topkube.data.remote.retry import Patience
@@ -29,7 +29,7 @@ KINDS = [
 """A server that is not plain also sends chunked bodies and redirects, which TopKube reads with aiohttp."""
 
 
-def list_objects(server: Hostile) -> Listing:
+def list_objects(server: HostileServer) -> Listing:
     """Return the listing of the honest server, with checksums if the server is going to send wrong bytes."""
     objects = list(ObjectStore(server.uri, patience=PATIENCE).read_listing())
     assert len(objects) == server.objects
@@ -65,7 +65,7 @@ def fetch_parts(store: ObjectStore, entry: RemoteObject) -> list[bytes]:
     return [bytes(part) for part in parts]
 
 
-def read_and_check(server: Hostile, requests: int) -> Counter[str]:
+def read_and_check(server: HostileServer, requests: int) -> Counter[str]:
     """Read until the server has got this number of requests. Fail at the first wrong byte."""
     listing = list_objects(server)
     objects, store = list(listing), ObjectStore(server.uri, patience=PATIENCE)
@@ -103,8 +103,8 @@ def read_and_check(server: Hostile, requests: int) -> Counter[str]:
 def test_a_server_that_lies_causes_no_wrong_byte(
     monkeypatch: pytest.MonkeyPatch, etags: str, lies_in_all: bool, plain: bool
 ) -> None:
-    monkeypatch.setattr(store_module, "RANGE_BYTES", 700)
-    server = Hostile(1, etags, lies_in_all, plain)
+    monkeypatch.setattr(transfer_reader, "RANGE_BYTES", 700)
+    server = HostileServer(1, etags, lies_in_all, plain)
     try:
         ends = read_and_check(server, 400)
         assert ends["read"] > 20
@@ -118,8 +118,8 @@ def test_the_cache_of_a_hostile_server_holds_only_right_bytes(
     open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups of small files, in ranges, with many readers of one cache."""
-    monkeypatch.setattr(store_module, "RANGE_BYTES", 700)
-    server = Hostile(2)
+    monkeypatch.setattr(transfer_reader, "RANGE_BYTES", 700)
+    server = HostileServer(2)
     try:
         given: dict[str, Any] = {"prefetch": False, "group_bytes": 3000, "patience": PATIENCE}
         dataset, verified = open_dataset(server.uri, **given), set()
@@ -137,11 +137,11 @@ def test_the_cache_of_a_hostile_server_holds_only_right_bytes(
 
 
 if __name__ == "__main__":
-    store_module.RANGE_BYTES = 700
+    transfer_reader.RANGE_BYTES = 700
     total, begun = int(sys.argv[1]), time.monotonic()
     ends, responses, requests = Counter[str](), Counter[str](), 0
     for seed, (etags, lies_in_all, plain) in enumerate(KINDS):
-        server = Hostile(seed, etags, lies_in_all, plain)
+        server = HostileServer(seed, etags, lies_in_all, plain)
         ends += read_and_check(server, total // len(KINDS))
         responses += Counter(server.responses)
         requests += server.requests

@@ -22,9 +22,11 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 from remotes import Remote
 
-from topkube.data.remote import http_connection, http_reading, object_store
-from topkube.data.remote.http_message import parse_head
-from topkube.data.remote.http_reading import Unfit
+from topkube.data.remote import transfer_reader
+from topkube.data.remote.http import connection as http_connection
+from topkube.data.remote.http import reading as http_reading
+from topkube.data.remote.http.message import parse_head
+from topkube.data.remote.http.reading import Unfit
 from topkube.data.remote.listing import RemoteObject
 from topkube.data.remote.object_store import ObjectStore
 from topkube.data.remote.retry import Patience
@@ -62,7 +64,7 @@ def test_a_head_is_read_without_regard_to_case() -> None:
     assert (response.status, response.headers) == (206, {"ETag": '"a"', "Content-Length": "7"})
 
 
-class Scripted:
+class ScriptedServer:
     """A server whose connections are handled by `handle(connection, number, request)`, a function of the test. Request
     is the head as text, number the count of requests so far."""
 
@@ -135,8 +137,8 @@ def build_head(start: int, stop: int, validator: str) -> bytes:
 @contextlib.contextmanager
 def serve_and_open(
     handle: Callable[[socket.socket, int, str], bool], patience: Patience = PATIENCE, **server_options: Any
-) -> Iterator[tuple[Scripted, ObjectStore]]:
-    server = Scripted(handle, **server_options)
+) -> Iterator[tuple[ScriptedServer, ObjectStore]]:
+    server = ScriptedServer(handle, **server_options)
     store = ObjectStore(server.uri, patience=patience)
     try:
         yield server, store
@@ -159,7 +161,7 @@ def receive(store: ObjectStore, version: str = "", checksum: str = "") -> bytes:
 @pytest.fixture(autouse=True)
 def missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """aiohttp must not be used unless a test sets this function again."""
-    monkeypatch.setattr(object_store, "read_range", None)
+    monkeypatch.setattr(transfer_reader, "read_range", None)
 
 
 @pytest.mark.parametrize("listed", ['"v1"', ""])
@@ -227,7 +229,7 @@ def test_bytes_after_a_response_are_not_read_as_the_next_response() -> None:
 
 
 def test_a_server_without_ranges_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_store, "RANGE_BYTES", 40_000)
+    monkeypatch.setattr(transfer_reader, "RANGE_BYTES", 40_000)
 
     def handle(connection: socket.socket, number: int, request: str) -> bool:
         connection.sendall(build_head(0, len(DATA), 'ETag: "v1"\r\n') + DATA)
@@ -321,7 +323,7 @@ def test_the_http_library_reads_requests_that_the_socket_client_does_not(
 ) -> None:
     used = []
     real = http_reading.read_range
-    monkeypatch.setattr(object_store, "read_range", lambda *given: (used.append(1), real(*given))[1])
+    monkeypatch.setattr(transfer_reader, "read_range", lambda *given: (used.append(1), real(*given))[1])
 
     def handle(connection: socket.socket, number: int, request: str) -> bool:
         start, stop = parse_range(request)
@@ -367,7 +369,7 @@ def test_many_objects_share_connections(tmp_path: Path) -> None:
         store.fetch_many(objects, range(0, 300_000, 3000), write, lambda count: None)
         assert bytes(whole) == b"".join(parts)
         assert set(remote.requests.values()) == {1}
-        store._local.__dict__.clear()
+        store._reader._local.__dict__.clear()
     finally:
         remote.close()
 
@@ -408,7 +410,7 @@ def send_whole(connection: socket.socket, number: int, request: str) -> bool:
 
 def test_an_object_is_read_over_tls_in_many_ranges(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    monkeypatch.setattr(object_store, "RANGE_BYTES", 30_000)
+    monkeypatch.setattr(transfer_reader, "RANGE_BYTES", 30_000)
     with serve_and_open(send_whole, tls=build_server_context(certificate)) as (server, store):
         assert receive(store, '"v1"', xxhash.xxh3_128_hexdigest(DATA)) == DATA
     assert len(server.requests) == 4

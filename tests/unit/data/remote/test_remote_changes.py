@@ -103,7 +103,7 @@ def change_size(answer: Answer) -> None:
 def test_a_response_with_another_range_is_refused(
     remote: Remote, monkeypatch: pytest.MonkeyPatch, change: Callable[[Answer], None]
 ) -> None:
-    monkeypatch.setattr("topkube.data.remote.object_store.RANGE_BYTES", 1000)
+    monkeypatch.setattr("topkube.data.remote.transfer_reader.RANGE_BYTES", 1000)
     data = write_files(remote.folder, 2)
     store = ObjectStore(remote.uri, patience=HASTY)
     (entry, *_) = store.read_listing()
@@ -115,7 +115,7 @@ def test_a_response_with_another_range_is_refused(
 
 
 def test_a_server_without_range_support_can_be_read(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("topkube.data.remote.object_store.RANGE_BYTES", 1000)
+    monkeypatch.setattr("topkube.data.remote.transfer_reader.RANGE_BYTES", 1000)
     data = write_files(remote.folder, 2)
     remote.ranges = False
     store = ObjectStore(remote.uri, patience=HASTY)
@@ -125,7 +125,7 @@ def test_a_server_without_range_support_can_be_read(remote: Remote, monkeypatch:
 def test_ranges_of_an_object_come_from_one_version_even_if_the_listing_has_none(
     remote: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("topkube.data.remote.object_store.RANGE_BYTES", 1000)
+    monkeypatch.setattr("topkube.data.remote.transfer_reader.RANGE_BYTES", 1000)
     write_files(remote.folder, 1)
     name = "b/00000.bin"
     (remote.folder / "manifest.jsonl").write_text(json.dumps({"path": name, "size": 3072}) + "\n")

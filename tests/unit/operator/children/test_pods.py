@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_job import build_job
 
-from topkube.data.cache.disk_tier import DiskTier
+from topkube.data.cache.disk.disk_tier import DiskTier
 from topkube.errors import JobError
 from topkube.job import TrainingJob
 from topkube.launch import contract

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from topkube.data.cache.dataset_folder import DatasetFolder
-from topkube.data.cache.disk_tier import DiskTier
+from topkube.data.cache.disk.dataset_folder import DatasetFolder
+from topkube.data.cache.disk.disk_tier import DiskTier
 
 
 def store_dataset(root: Path, namespace: str, uri: str, size: int = 1000, used: float | None = None) -> DatasetFolder:

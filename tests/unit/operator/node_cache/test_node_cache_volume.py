@@ -23,11 +23,11 @@ def test_any_user_of_a_namespace_writes_in_its_folder_and_other_namespaces_canno
     assert volume.list_namespaces() == {"team-a"}
     assert stat.S_IMODE(volume.root.stat().st_mode) == 0o711
     script = (
-        "import os, sys; from pathlib import Path; from topkube.data.cache.disk_tier import DiskTier\n"
+        "import os, sys; from pathlib import Path; from topkube.data.cache.disk.disk_tier import DiskTier\n"
         "uid, key = int(sys.argv[2]), sys.argv[3]\n"
         "os.chroot(sys.argv[1]); os.chdir('/'); os.setgroups([]); os.setgid(uid); os.setuid(uid); os.umask(0o077)\n"
         "folder = DiskTier(Path('/')).open_folder('s3://bucket/x')\n"
-        "use = folder.use(); os.close(folder.publish(key, 7, lambda file: os.truncate(file, 7)))\n"
+        "use = folder.begin_use(); os.close(folder.publish(key, 7, lambda file: os.truncate(file, 7)))\n"
         "print(len(folder.list_records()), folder.evict('a' * 32) if uid == 2000 else '')\n"
     )
     # As in a pod: the namespace's folder is all there is. All that Python needs is loaded before.
@@ -48,7 +48,7 @@ def test_datasets_are_found_pinned_and_evicted(volume: Volume) -> None:
         store_dataset(volume.root, "team-a", "s3://bucket/kept"),
         store_dataset(volume.root, "team-a", "s3://bucket/old", used=5.0),
     )
-    use = kept.use()
+    use = kept.begin_use()
     state = {dataset.uri: dataset for dataset in volume.read_datasets("team-a")}
     assert state["s3://bucket/kept"].in_use
     assert state["s3://bucket/old"] == LocalDataset(

@@ -72,7 +72,11 @@ def parse_json_index(page: bytes) -> list[dict[str, Any]] | None:
     try:
         entries = json.loads(page)
         # `+ ""` raises TypeError unless the name is text
-        return [e for e in entries if e["name"] + "" and (e["type"] == "directory" or (e["size"] >= 0 and e["mtime"]))]
+        return [
+            entry
+            for entry in entries
+            if entry["name"] + "" and (entry["type"] == "directory" or (entry["size"] >= 0 and entry["mtime"]))
+        ]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
 

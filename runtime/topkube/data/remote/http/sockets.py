@@ -2,8 +2,8 @@
 writer. This needs less processor time than an HTTP library.
 
 A thread reads one object, or many small objects over several connections, with its own selector. If a response is not
-plain (`http_connection.NotPlain`), the caller uses the HTTP library. Every response is compared with the listing before
-one of its bytes is used (http_reading.py). After an error, a read resumes at the byte that it has reached if the
+plain (`connection.NotPlain`), the caller uses the HTTP library. Every response is compared with the listing before
+one of its bytes is used (reading.py). After an error, a read resumes at the byte that it has reached if the
 version of the object is known, else at the start of its range.
 """
 
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from topkube.data.remote.http_connection import Connection, HttpServer, NotPlain
+from topkube.data.remote.http.connection import Connection, HttpServer, NotPlain
 from topkube.data.remote.retry import Patience, build_final_error, is_worth_a_retry
 from topkube.data.remote.transfer import Transfer, Write
 
@@ -87,17 +87,17 @@ class _ReadLoop:
                     time.sleep(max(0.0, min(when for when, _ in self._retries) - time.monotonic()))
                     continue
                 now = time.monotonic()
-                until = min(min(c.stall_deadline, c.deadline) for c in self._active)
+                until = min(connection.next_deadline for connection in self._active)
                 if self._retries and len(self._active) < self._connections:
                     until = min(until, *(when for when, _ in self._retries))
                 for key, _ in self._selector.select(max(0.0, until - now)):
-                    self._advance(key.data)
+                    self._advance_connection(key.data)
                 now = time.monotonic()
-                for connection in [c for c in self._active if now >= min(c.stall_deadline, c.deadline)]:
+                for connection in [connection for connection in self._active if now >= connection.next_deadline]:
                     if now < connection.deadline:
-                        self._advance(connection)  # a few bytes may have arrived without waking this thread
-                    if connection in self._active and now >= min(connection.stall_deadline, connection.deadline):
-                        self._fail(connection, TimeoutError("the server is too slow"))
+                        self._advance_connection(connection)  # a few bytes may have arrived without waking this thread
+                    if connection in self._active and now >= connection.next_deadline:
+                        self._fail_connection(connection, TimeoutError("the server is too slow"))
         finally:
             for connection in self._active:
                 connection.close()
@@ -122,9 +122,9 @@ class _ReadLoop:
             except OSError as error:
                 self._count_and_retry(transfer, error)
                 continue
-            self._begin(connection, transfer)
+            self._begin_transfer(connection, transfer)
 
-    def _begin(self, connection: Connection, transfer: Transfer) -> None:
+    def _begin_transfer(self, connection: Connection, transfer: Transfer) -> None:
         try:
             connection.begin(transfer, transfer.choose_range_end(self._client.range_bytes), time.monotonic())
         except OSError as error:
@@ -137,7 +137,7 @@ class _ReadLoop:
         self._active[connection] = connection.events
         self._selector.register(connection.socket, connection.events, connection)
 
-    def _advance(self, connection: Connection) -> None:
+    def _advance_connection(self, connection: Connection) -> None:
         old_socket = connection.socket
         try:
             has_range = connection.advance(self._wrap_write_errors, self._progress)
@@ -146,7 +146,7 @@ class _ReadLoop:
         except NotPlain:
             raise
         except Exception as error:
-            self._fail(connection, error)
+            self._fail_connection(connection, error)
             return
         if connection.socket is not old_socket:  # the TLS socket has taken over the descriptor
             self._selector.unregister(old_socket)
@@ -173,7 +173,7 @@ class _ReadLoop:
             try:
                 connection.begin(transfer, transfer.choose_range_end(self._client.range_bytes), time.monotonic())
             except OSError as error:
-                self._fail(connection, error)
+                self._fail_connection(connection, error)
                 return True
             return False
         self._selector.unregister(connection.socket)
@@ -183,13 +183,13 @@ class _ReadLoop:
             self._retries.append((0.0, transfer))
         return True
 
-    def _fail(self, connection: Connection, error: Exception) -> None:
+    def _fail_connection(self, connection: Connection, error: Exception) -> None:
         self._selector.unregister(connection.socket)
         del self._active[connection]
         connection.close()
         if not connection.is_connected and isinstance(error, OSError):
             with contextlib.suppress(OSError):
-                self._begin(self._client.server.connect_next(connection.address), connection.transfer)
+                self._begin_transfer(self._client.server.connect_next(connection.address), connection.transfer)
                 return
         self._retry_transfer(connection, connection.transfer, error)
 

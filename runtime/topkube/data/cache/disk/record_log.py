@@ -6,6 +6,7 @@ record of a shard is on disk before the shard gets its final name. The cache doe
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -32,7 +33,8 @@ assert RECORD.itemsize == 64
 PUBLISHED, REMOVED, INDEXED = 0x544B0001, 0x544B0002, 0x544B0003
 """Kinds of records. INDEXED: the sample index of the shard has `size` bytes. Older versions of TopKube ignore it."""
 Records = npt.NDArray[Any]
-_SUMMED = RECORD.itemsize - 8
+_CHECKSUMMED_BYTES = RECORD.itemsize - 8
+"""The bytes of a record that its checksum `sum` covers."""
 
 
 def read_key(record: Any) -> str:
@@ -80,7 +82,7 @@ class RecordLog:
         removed = records["kind"] == REMOVED
         if not removed.any():
             return records
-        was_removed = np.isin(records["key"][:, 0], records["key"][removed, 0])  # and may be in the cache again
+        was_removed = np.isin(records["key"][:, 0], records["key"][removed, 0])  # the shard may be in the cache again
         newest: dict[bytes, int] = {}
         for index in np.flatnonzero(was_removed):
             newest[records["key"][index].tobytes()] = int(index)
@@ -113,11 +115,12 @@ class RecordLog:
         """Return the newest record of a shard; None if the cache does not have the shard or the record is damaged."""
         records = self._select_shard_records()
         first, second = _split_key(key)
-        at = np.flatnonzero(records["key"][:, 0] == first)
-        at = at[records["key"][at, 1] == second]
-        if not at.size or records["kind"][at[-1]] != PUBLISHED or not _is_valid(records[at[-1]]):
+        positions = np.flatnonzero(records["key"][:, 0] == first)
+        positions = positions[records["key"][positions, 1] == second]
+        if not positions.size:
             return None
-        return records[at[-1]]
+        newest = records[positions[-1]]
+        return newest if newest["kind"] == PUBLISHED and _is_valid(newest) else None
 
     def append(self, key: str, digest: str, size: int, samples: int = -1) -> None:
         """Record that a shard of `size` bytes with the xxh3-128 `digest` is published. `samples`: the number of its
@@ -152,7 +155,7 @@ class RecordLog:
             data = b"".join(rows)
             byte_count = os.pwrite(file, data, end)
             if byte_count < len(data):  # the disk is full; readers ignore the incomplete record
-                raise OSError(28, "no room for an index record")
+                raise OSError(errno.ENOSPC, "the disk has no room for a record")
             if synced:
                 os.fsync(file)
         finally:
@@ -167,9 +170,9 @@ def _build_row(kind: int, key: str, digest: str, size: int, samples: int = -1) -
     row = np.zeros((), RECORD)
     row["key"], row["hash"], row["size"], row["when"] = _split_key(key), _split_key(digest), size, int(time.time())
     row["kind"], row["samples"] = kind, samples
-    row["sum"] = xxhash.xxh3_64_intdigest(row.tobytes()[:_SUMMED])
+    row["sum"] = xxhash.xxh3_64_intdigest(row.tobytes()[:_CHECKSUMMED_BYTES])
     return row.tobytes()
 
 
 def _is_valid(record: Any) -> bool:
-    return int(record["sum"]) == xxhash.xxh3_64_intdigest(record.tobytes()[:_SUMMED])
+    return int(record["sum"]) == xxhash.xxh3_64_intdigest(record.tobytes()[:_CHECKSUMMED_BYTES])

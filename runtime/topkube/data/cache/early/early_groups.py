@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from topkube.data.cache.early_samples import build_early_error
-from topkube.data.cache.shard_file import compute_digest
+from topkube.data.cache.disk.shard_file import compute_digest
+from topkube.data.cache.early.early_samples import build_early_error
 from topkube.data.remote.listing import Longs, RemoteObject
 from topkube.data.remote.retry import Changed
 from topkube.errors import StoreError

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from topkube.data.remote.http_reading import Unfit
+from topkube.data.remote.http.reading import Unfit
 from topkube.errors import DatasetError
 
 MOST_HEAD_BYTES = 32 << 10

@@ -21,11 +21,11 @@ from typing import Any
 from topkube.launch.host.processes import prepare_to_die_with_parent
 from topkube.settings import Settings
 
-_AGAIN_SECONDS = 10.0
+_RESTART_SECONDS = 10.0
 _END_SECONDS = 3.0
 _ANSWER_SECONDS = 2.0
 _NICENESS = 5
-REPORT_FILE, _QUESTION_FILE = "dataset.json", "dataset.asked"
+REPORT_FILE, _REQUEST_FILE = "dataset.json", "dataset.asked"
 
 
 class DatasetProcess:
@@ -34,28 +34,28 @@ class DatasetProcess:
 
     def __init__(self, settings: Settings, share: tuple[int, int], directory: Path, say: Callable[[str], None]) -> None:
         self._say = say
-        self._wanted = bool(settings.dataset_uri and settings.dataset_view)
+        self._is_wanted = bool(settings.dataset_uri and settings.dataset_view)
         self._report = directory / REPORT_FILE
         # -P: modules in the working directory, such as the job's source, must not replace those of the companion.
         self._command = [sys.executable, "-P", "-m", "topkube.data.companion", "--share", f"{share[0]}/{share[1]}"]
-        self._question = directory / _QUESTION_FILE
-        self._command += ["--runs", str(directory), "--report", str(self._report), "--asked", str(self._question)]
+        self._request_file = directory / _REQUEST_FILE
+        self._command += ["--runs", str(directory), "--report", str(self._report), "--asked", str(self._request_file)]
         self._process: subprocess.Popen[bytes] | None = None
-        self._begun = float("-inf")
-        self._asked: tuple[str, float] | None = None
+        self._start_time = float("-inf")
+        self._request: tuple[str, float] | None = None
 
     def start_if_needed(self) -> None:
         """Start the process if it does not run and the job has a dataset."""
         now = time.monotonic()
-        if not self._wanted or (self._process is not None and self._process.poll() is None):
+        if not self._is_wanted or (self._process is not None and self._process.poll() is None):
             return
-        if now - self._begun < _AGAIN_SECONDS:
+        if now - self._start_time < _RESTART_SECONDS:
             return
-        self._begun = now
-        dying = prepare_to_die_with_parent(signal.SIGKILL)
+        self._start_time = now
+        set_death_signal = prepare_to_die_with_parent(signal.SIGKILL)
 
         def prepare() -> None:
-            dying()
+            set_death_signal()
             os.nice(_NICENESS)
 
         try:
@@ -82,14 +82,14 @@ class DatasetProcess:
         an answer, the method returns True after `_ANSWER_SECONDS`."""
         if self._process is None or self._process.poll() is not None:
             return True
-        if self._asked is None:
-            self._asked = (uuid.uuid4().hex, time.monotonic())
+        if self._request is None:
+            self._request = (uuid.uuid4().hex, time.monotonic())
             with contextlib.suppress(OSError):
-                self._question.write_text(self._asked[0], encoding="utf-8")
-        token, since = self._asked
+                self._request_file.write_text(self._request[0], encoding="utf-8")
+        token, since = self._request
         if self.read_report().get("asked") != token and time.monotonic() - since < _ANSWER_SECONDS:
             return False
-        self._asked = None
+        self._request = None
         return True
 
     def end(self) -> None:

@@ -130,8 +130,9 @@ async def read_page(filesystem: Any, url: str) -> bytes:
         return bytes(page)
 
 
-async def describe(filesystem: Any, url: str) -> dict[str, Any]:
-    """Return `size` (None if the server does not send it), `version`, and `page`: True for an HTML page."""
+async def describe_object(filesystem: Any, url: str) -> dict[str, Any]:
+    """Return the `size` of an object (None if the server does not send it), its `version`, and `page`: True for an HTML
+    page."""
     for method in ("HEAD", "GET"):
         try:
             async with _open_response(filesystem, method, url, {}) as response:

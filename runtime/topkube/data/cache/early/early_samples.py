@@ -11,20 +11,22 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from topkube.data.cache.remote_indexes import RemoteIndexes
-from topkube.data.cache.shard_cache import ShardCache
+from topkube.data.cache.early.remote_indexes import RemoteIndexes
 from topkube.data.formats.checked_index import CheckedIndex
 from topkube.data.formats.sample_index import SampleIndex
 from topkube.data.remote.listing import Longs
 from topkube.data.remote.object_store import ByteRange
 from topkube.data.remote.retry import Changed
 from topkube.errors import StoreError
+
+if TYPE_CHECKING:
+    from topkube.data.cache.shard_cache import ShardCache
 
 _EARLY_DIVISOR = 4
 """A process reads at most the size of a tar shard, divided by this number, early. Then it waits for the shard."""
@@ -41,7 +43,7 @@ class EarlySamples:
         self._unverified: dict[int, dict[int, int]] = {}
         """For each shard, the samples that were read early and have not been compared with the shard: their positions
         in the shard, and the xxh3-64 of their bytes."""
-        self._used_indexes: dict[int, str] = {}
+        self._index_digests: dict[int, str] = {}
         """The digests of the remote indexes with which samples were read early, by shard."""
         self._early_bytes: dict[int, int] = {}
         """The number of bytes of each shard that were read early."""
@@ -126,8 +128,8 @@ class EarlySamples:
                 self._unverified.setdefault(number, {})[position] = xxhash.xxh3_64_intdigest(sample)
                 self._early_bytes[number] = self._early_bytes.get(number, 0) + len(sample)
             if self._remote_indexes is not None:
-                for number in indexes.keys() - self._used_indexes.keys():
-                    self._used_indexes[number] = _compute_index_digest(indexes[number].index)
+                for number in indexes.keys() - self._index_digests.keys():
+                    self._index_digests[number] = _compute_index_digest(indexes[number].index)
         return True
 
     def _find_range(self, index: SampleIndex, number: int, position: int) -> ByteRange:
@@ -180,7 +182,7 @@ class EarlySamples:
     def _compare(self, number: int, digests: dict[int, int]) -> None:
         cache = self._cache
         opened, index = cache.open_samples(number), cache.load_index(number)
-        if self._used_indexes.get(number, "") not in ("", _compute_index_digest(index)):
+        if self._index_digests.get(number, "") not in ("", _compute_index_digest(index)):
             raise build_early_error(f"the index of {self._get_path(number)}")
         for position, digest in digests.items():
             data = os.pread(opened.file, int(index.sizes[position]), int(index.offsets[position]))

@@ -29,7 +29,7 @@ import xxhash
 
 from topkube.data.base.file_lock import FileLock
 from topkube.data.base.permissions import set_cache_access
-from topkube.data.cache.dataset_folder import DatasetFolder
+from topkube.data.cache.disk.dataset_folder import DatasetFolder
 from topkube.errors import CacheError
 from topkube.files import write_json
 
@@ -243,5 +243,5 @@ class DiskTier:
         name = xxhash.xxh3_64_hexdigest(uri.encode())
         folder = DatasetFolder(self, name, uri)
         if not (folder.path / "dataset.json").exists():
-            folder.make()
+            folder.create()
         return folder

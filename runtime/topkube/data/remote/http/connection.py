@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from topkube.data.remote.http_message import MOST_HEAD_BYTES, Response, format_header, parse_head
-from topkube.data.remote.http_reading import Unfit, check_content, check_range
+from topkube.data.remote.http.message import MOST_HEAD_BYTES, Response, format_header, parse_head
+from topkube.data.remote.http.reading import Unfit, check_content, check_range
 from topkube.data.remote.retry import Patience, StatusError
 from topkube.data.remote.transfer import Transfer, Write
 
@@ -90,13 +90,13 @@ class HttpServer:
         addresses: list[tuple[Any, ...]] = list(socket.getaddrinfo(self.host, self._port, type=socket.SOCK_STREAM))
         if failed in addresses:
             addresses = addresses[addresses.index(failed) + 1 :]
-        error: OSError = ConnectionError(f"no address of {self.host} can be reached")
+        last_error: OSError = ConnectionError(f"no address of {self.host} can be reached")
         for address in addresses:
             try:
                 return Connection(self, address)
-            except OSError as other:
-                error = other
-        raise error
+            except OSError as error:
+                last_error = error
+        raise last_error
 
 
 class Connection:
@@ -122,6 +122,11 @@ class Connection:
     @property
     def is_connected(self) -> bool:
         return self._stage > _CONNECTING
+
+    @property
+    def next_deadline(self) -> float:
+        """The time (monotonic) at which this try counts as too slow, unless more bytes arrive before."""
+        return min(self.stall_deadline, self.deadline)
 
     def begin(self, transfer: Transfer, end: int, now: float) -> None:
         """Start the request for bytes `transfer.at` to `end`."""

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from topkube.data.base.file_lock import FileLock
-from topkube.data.cache.shard_file import ReceivedChecksums, compute_digest
+from topkube.data.cache.disk.shard_file import ReceivedChecksums, compute_digest
 from topkube.errors import StoreError
 from topkube.files import sync_directory
 
 if TYPE_CHECKING:
-    from topkube.data.cache.dataset_folder import DatasetFolder
-    from topkube.data.cache.disk_tier import Reservation
+    from topkube.data.cache.disk.dataset_folder import DatasetFolder
+    from topkube.data.cache.disk.disk_tier import Reservation
 
 Fill = Callable[[int], ReceivedChecksums | None]
 """A function that writes a shard to a descriptor, and returns its checksums (see `DatasetFolder.publish`)."""

@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from topkube.data.base.file_lock import FileLock
-from topkube.data.cache.publication import Fill, ShardPublisher
-from topkube.data.cache.record_log import RecordLog, Records, read_hash, read_key
-from topkube.data.cache.shard_file import compute_digest
-from topkube.data.cache.stored_index import pack_index
+from topkube.data.cache.disk.publication import Fill, ShardPublisher
+from topkube.data.cache.disk.record_log import RecordLog, Records, read_hash, read_key
+from topkube.data.cache.disk.shard_file import compute_digest
+from topkube.data.cache.disk.stored_index import pack_index
 from topkube.data.formats.sample_index import SampleIndex
 from topkube.errors import DatasetError
 from topkube.files import write_bytes, write_json
 
 if TYPE_CHECKING:
-    from topkube.data.cache.disk_tier import DiskTier
+    from topkube.data.cache.disk.disk_tier import DiskTier
 
 _SUMMARY = "summary.json"
-_QUARANTINED = 2
+_MOST_QUARANTINED = 2
 """The number of damaged shards that are kept for inspection, per dataset."""
 _KEY = re.compile(r"[0-9a-f]{32}")
 
@@ -58,7 +58,7 @@ class DatasetFolder:
             return None
         return cls(tier, name, str(uri))
 
-    def make(self) -> None:
+    def create(self) -> None:
         """Create the folder. Raises OSError."""
         for name in ("shards", "locks", "quarantine", "listings"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ class DatasetFolder:
 
     # ---- use
 
-    def use(self) -> FileLock:
+    def begin_use(self) -> FileLock:
         """Store the time of use, and protect the dataset from removal until the returned lock is released."""
         lock = FileLock(self.path / "in-use")
         lock.acquire(shared=True)
@@ -135,7 +135,7 @@ class DatasetFolder:
         """Return the path of the sample index of a shard."""
         return self.get_shard_path(key).with_name(f"{key}.index")
 
-    def keep_index(self, key: str, index: SampleIndex) -> None:
+    def store_index(self, key: str, index: SampleIndex) -> None:
         """Store the sample index of a shard. The index counts against the limits like a shard. Raises Full, OSError."""
         path, data = self.get_index_path(key), pack_index(index)
         reservation = self.tier.reserve(len(data), path.with_name(f".{key}.{uuid.uuid4().hex}.part"), self)
@@ -202,7 +202,7 @@ class DatasetFolder:
         with contextlib.suppress(FileNotFoundError):
             os.rename(path, folder / f"{time.time_ns()}-{key}")
         self.get_index_path(key).unlink(missing_ok=True)
-        for old in sorted(folder.iterdir())[:-_QUARANTINED]:
+        for old in sorted(folder.iterdir())[:-_MOST_QUARANTINED]:
             old.unlink(missing_ok=True)
 
     def evict(self, key: str) -> int:

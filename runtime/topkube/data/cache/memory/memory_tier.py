@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import mmap
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,19 +21,18 @@ import numpy.typing as npt
 import xxhash
 
 from topkube import _kernels
-from topkube.data.base.batch import Array, Batch, Leaf, Schema, fits_schema, infer_schema, split_sample, to_array
-from topkube.data.base.batch_buffers import BatchBuffers
+from topkube.data.base.batch import Array, Batch, Schema, fits_schema, infer_schema, split_sample, to_array
 from topkube.data.base.file_lock import FileLock
 from topkube.data.base.permissions import make_private_folder
-from topkube.data.cache.huge_pages import HugePages, count_huge_pages, map_column
+from topkube.data.cache.memory.huge_pages import HugePages
+from topkube.data.cache.memory.memory_column import MOST_DIMENSIONS, MemoryColumn, map_file, view_memory
 from topkube.data.remote.listing import Longs
 from topkube.errors import DatasetError
 from topkube.files import write_json
 
-_USED, _BUMP = 0, 1
+_USED_BYTES, _NEXT_OFFSET = 0, 1
+"""The shared numbers: the bytes of all samples, and the offset of the next record of variable size."""
 _ABSENT, _PRESENT, _WRITING = 0, 1, 2
-_DIMENSIONS = 5
-"""The most dimensions of an array whose shape differs between samples."""
 
 
 class Frozen(OSError):
@@ -46,32 +44,32 @@ class MemoryTier:
 
     def __init__(self, directory: Path, name: str, samples: int, limit: int) -> None:
         self.samples, self.limit = samples, limit
-        self._owner = os.getpid()
+        self._owner_process = os.getpid()
         self.folder = directory / f"memory-{name}"
         self._user_lock = FileLock(directory / f"memory-{name}.users")
         make_private_folder(directory)
         if self._user_lock.acquire(wait=False):
-            _remove(self.folder)
+            _remove_folder(self.folder)
             self._user_lock.release()
         self._user_lock.acquire(shared=True)
         self.folder.mkdir(mode=0o700, exist_ok=True)
         self.is_frozen = False
         self.schema: Schema | None = None
-        self._columns: list[_Column] = []
-        self._only_column: _Column | None = None
+        self._columns: list[MemoryColumn] = []
+        self._only_column: MemoryColumn | None = None
         """The column if samples have one leaf of fixed size."""
         self._huge_pages: list[HugePages] = []
         """The columns whose pages this process still moves."""
-        self._cells = _map(self.folder / "cells", 16, write=True).view(np.int64)
-        self.present = _map(self.folder / "present", samples, write=True)
+        self._cells = map_file(self.folder / "cells", 16, write=True).view(np.int64)
+        self.present = map_file(self.folder / "present", samples, write=True)
         """A byte per sample: the sample is absent, present, or being written."""
-        self._sums = _map(self.folder / "sums", samples * 8, write=True).view(np.uint64)
+        self._checksums = map_file(self.folder / "sums", samples * 8, write=True).view(np.uint64)
         self._read_schema()
 
     @property
     def used_bytes(self) -> int:
         """The bytes of all samples that are present or being written."""
-        return int(self._cells[_USED])
+        return int(self._cells[_USED_BYTES])
 
     def _read_schema(self) -> None:
         if self.schema is not None:
@@ -79,7 +77,7 @@ class MemoryTier:
         with contextlib.suppress(FileNotFoundError):
             schema = Schema.from_data(json.loads((self.folder / "schema.json").read_text()))
             self._columns = [
-                _Column(self.folder / f"column-{number}", leaf, self.samples, self.limit)
+                MemoryColumn(self.folder / f"column-{number}", leaf, self.samples, self.limit)
                 for number, leaf in enumerate(schema.leaves)
             ]
             self.schema = schema
@@ -132,9 +130,9 @@ class MemoryTier:
         if isinstance(samples, Batch) and samples.schema == self.schema and self.schema.has_fixed_shape:
             had_room = self._admit_batch(indices, samples)
         else:
-            kept = [at for at in range(indices.size) if fits_schema(self.schema, samples[at])]
-            rows = [[to_array(value) for value in split_sample(samples[at])[2]] for at in kept]
-            had_room = self._admit_each(indices[kept], rows)
+            fitting = [position for position in range(indices.size) if fits_schema(self.schema, samples[position])]
+            rows = [[to_array(value) for value in split_sample(samples[position])[2]] for position in fitting]
+            had_room = self._admit_each(indices[fitting], rows)
         if not had_room:
             self.is_frozen = True
             raise Frozen(errno.ENOSPC, f"the limit of {self.limit:,} bytes is reached")
@@ -148,7 +146,7 @@ class MemoryTier:
             absent = first[self.present[indices[first]] == _ABSENT]
             total = np.cumsum(sizes[absent])
             reserved = absent[: int(np.searchsorted(total, self.limit - self.used_bytes, "right"))]
-            self._cells[_USED] += sizes[reserved].sum()
+            self._cells[_USED_BYTES] += sizes[reserved].sum()
             self.present[indices[reserved]] = _WRITING
         return reserved, reserved.size == absent.size
 
@@ -160,7 +158,7 @@ class MemoryTier:
             self.is_frozen = True
             with self._lock_tier():
                 self.present[samples[stored:]] = _ABSENT
-                self._cells[_USED] -= sizes[stored:].sum()
+                self._cells[_USED_BYTES] -= sizes[stored:].sum()
             raise Frozen(error, os.strerror(error))
 
     def _admit_batch(self, indices: Longs, batch: Batch) -> bool:
@@ -179,11 +177,11 @@ class MemoryTier:
             if written < stored:
                 stored, error = written, write_error
         if len(columns) == 1 and size:
-            view = _view(columns[0])
+            view = view_memory(columns[0])
             sums = [xxhash.xxh3_64_intdigest(view[at : at + size]) for at in range(0, stored * size, size)]
         else:
             sums = [_compute_checksum([column[at] for column in columns]) for at in range(stored)]
-        self._sums[samples[:stored]] = np.array(sums, np.uint64)
+        self._checksums[samples[:stored]] = np.array(sums, np.uint64)
         self._settle(samples, sizes[reserved], stored, error)
         return had_room
 
@@ -192,14 +190,16 @@ class MemoryTier:
         samples."""
         assert self.schema is not None
         most = max((array.ndim for row in rows for array in row), default=0)
-        if most > _DIMENSIONS and not self.schema.has_fixed_shape:
-            raise DatasetError(f"decode returned an array of {most} dimensions", next_step=f"use at most {_DIMENSIONS}")
+        if most > MOST_DIMENSIONS and not self.schema.has_fixed_shape:
+            raise DatasetError(
+                f"decode returned an array of {most} dimensions", next_step=f"use at most {MOST_DIMENSIONS}"
+            )
         sizes = np.array([sum(array.nbytes for array in row) for row in rows], np.int64)
         reserved, had_room = self._reserve(indices, sizes)
         samples, rows = indices[reserved], [rows[at] for at in reserved.tolist()]
         with self._lock_tier():
-            offset = int(self._cells[_BUMP])
-            self._cells[_BUMP] += sum(
+            offset = int(self._cells[_NEXT_OFFSET])
+            self._cells[_NEXT_OFFSET] += sum(
                 row[at].nbytes for row in rows for at, leaf in enumerate(self.schema.leaves) if not leaf.has_fixed_shape
             )
         stored, write_error = 0, 0
@@ -207,7 +207,7 @@ class MemoryTier:
             for sample, row in zip(samples.tolist(), rows, strict=True):
                 for column, array in zip(self._columns, row, strict=True):
                     offset = column.put(sample, array, offset)
-                self._sums[sample] = _compute_checksum(row)
+                self._checksums[sample] = _compute_checksum(row)
                 stored += 1
         except OSError as error:
             write_error = error.errno or errno.EIO
@@ -228,7 +228,7 @@ class MemoryTier:
         damaged = []
         self._read_schema()
         for sample in np.flatnonzero(self.present == _PRESENT).tolist():
-            if _compute_checksum([column.get(sample) for column in self._columns]) != int(self._sums[sample]):
+            if _compute_checksum([column.get(sample) for column in self._columns]) != int(self._checksums[sample]):
                 damaged.append(sample)
                 self.present[sample] = _ABSENT
         return damaged
@@ -238,129 +238,25 @@ class MemoryTier:
 
     def close(self) -> None:
         """End the use by this process. The last user frees the memory."""
-        if os.getpid() != self._owner or not self._user_lock.is_held:
+        if os.getpid() != self._owner_process or not self._user_lock.is_held:
             return
         self._user_lock.release()
         with contextlib.suppress(OSError):
             if self._user_lock.acquire(wait=False):
-                _remove(self.folder)
+                _remove_folder(self.folder)
                 self._user_lock.path.unlink(missing_ok=True)
                 self._user_lock.release()
-
-
-class _Column:
-    """The records of one leaf. A record of fixed size is at sample * size. Other records are stored in the order of
-    their writes, and their places are stored too."""
-
-    def __init__(self, path: Path, leaf: Leaf, samples: int, limit: int) -> None:
-        self.leaf = leaf
-        self.dtype = np.dtype(leaf.dtype)
-        self.buffers = BatchBuffers()
-        self.shape = leaf.shape or ()
-        self.record_bytes = leaf.record_bytes if leaf.has_fixed_shape else 0
-        """The bytes of a record of fixed size."""
-        self.bytes = _map(path, samples * self.record_bytes if leaf.has_fixed_shape else limit, sparse=True)
-        self._moved = _map(path.with_name(f"{path.name}.huge"), count_huge_pages(self.bytes.size), write=True)
-        self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        if leaf.has_fixed_shape:
-            self._rows = self.bytes.view(self.dtype).reshape(samples, *self.shape)
-        else:
-            places = path.with_name(f"{path.name}.places")
-            # offset, length, number of dimensions, the dimensions
-            self._places = _map(places, samples * 64, write=True).view(np.int64).reshape(samples, 8)
-
-    def find_huge_pages(self, present: npt.NDArray[np.uint8]) -> HugePages | None:
-        """Return the object that moves this column into huge pages. Return None if the column is too small, or if its
-        records differ in size, because the samples of a page are then unknown."""
-        if not self.record_bytes or not count_huge_pages(self.bytes.size):
-            return None
-        return HugePages(self.bytes, self.record_bytes, present, self._moved)
-
-    def gather(self, indices: Longs) -> Array | list[Array]:
-        """Return the records of these samples: one array if the leaf has a fixed shape, else a list of arrays."""
-        if self.leaf.has_fixed_shape:
-            out = self.buffers.take(indices.size * self.record_bytes)
-            _kernels.gather_rows(self.bytes, self.record_bytes, np.ascontiguousarray(indices), out)
-            return out.view(self.dtype).reshape(indices.size, *self.shape)
-        places = self._places[indices]
-        lengths = np.ascontiguousarray(places[:, 1])
-        out = np.empty(int(lengths.sum()), np.uint8)
-        _kernels.gather_memory(self.bytes, np.ascontiguousarray(places[:, 0]), lengths, out)
-        ends = np.cumsum(lengths)
-        return [
-            out[end - length : end].view(self.dtype).reshape(place[3 : 3 + place[2]])
-            for end, length, place in zip(ends.tolist(), lengths.tolist(), places.tolist(), strict=True)
-        ]
-
-    def get(self, sample: int) -> Array:
-        """Return the record of one sample."""
-        if self.leaf.has_fixed_shape:
-            return np.ascontiguousarray(self._rows[sample])
-        arrays = self.gather(np.array([sample]))
-        assert isinstance(arrays, list)
-        return arrays[0]
-
-    def put(self, sample: int, array: Array, offset: int) -> int:
-        """Write a record. Return the offset for the next record of variable size."""
-        if self.leaf.has_fixed_shape:
-            self._write(array, sample * self.record_bytes)
-            return offset
-        self._write(array, offset)
-        self._places[sample] = [offset, array.nbytes, array.ndim, *array.shape, *([0] * (_DIMENSIONS - array.ndim))]
-        return offset + array.nbytes
-
-    def put_rows(self, samples: Longs, rows: Array) -> tuple[int, int]:
-        """Write one record of fixed size per sample. Return the number of records that were written, and the errno of
-        the first write that failed; 0 if all were written."""
-        return _kernels.write_rows(self._file, self.record_bytes, samples, _view_bytes(rows))
-
-    def _write(self, array: Array, offset: int) -> None:
-        view = _view(np.ascontiguousarray(array))
-        while view:
-            count = os.pwrite(self._file, view, offset)
-            view, offset = view[count:], offset + count
-
-    def __del__(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            os.close(self._file)
 
 
 def _compute_checksum(arrays: Iterable[Array]) -> int:
     """Return the checksum of one sample, given the arrays of its leaves."""
     state = xxhash.xxh3_64()
     for array in arrays:
-        state.update(_view(np.ascontiguousarray(array)))
+        state.update(view_memory(np.ascontiguousarray(array)))
     return int(state.intdigest())
 
 
-def _view_bytes(array: Array) -> npt.NDArray[np.uint8]:
-    return array.reshape(-1).view(np.uint8) if array.nbytes else np.empty(0, np.uint8)
-
-
-def _view(array: Array) -> memoryview:
-    return _view_bytes(array).data
-
-
-def _map(path: Path, size: int, *, write: bool = False, sparse: bool = False) -> npt.NDArray[np.uint8]:
-    """Map a file, and create it if it does not exist. Unless `sparse`, all pages are allocated now, so that a later
-    write cannot fail."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        size = max(size, 1)
-        if os.fstat(file).st_size < size:
-            if sparse:
-                os.ftruncate(file, size)
-            else:
-                os.posix_fallocate(file, 0, size)
-        if sparse:
-            return map_column(file, size)
-        memory = mmap.mmap(file, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if write else 0))
-    finally:
-        os.close(file)
-    return np.frombuffer(memory, np.uint8)
-
-
-def _remove(folder: Path) -> None:
+def _remove_folder(folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         for path in list(folder.iterdir()):
             path.unlink(missing_ok=True)
