@@ -14,8 +14,10 @@ from topkube.training.exchange.backward import Backward
 from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
 from topkube.training.exchange.late.late_updates import LateUpdates, check_optimizer
 from topkube.training.node_weights.agreed_weights_check import AgreedWeightsCheck
-from topkube.training.node_weights.node_weights import NodeWeights
-from topkube.training.optimizers.layerwise import LayerwiseOptimizer
+from topkube.training.node_weights.gradient_noise import NoiseCorrection
+from topkube.training.node_weights.node_weights import NodeWeights, find_node_world
+from topkube.training.node_weights.second_moment import SecondMoment
+from topkube.training.optimizers.layerwise import LayerwiseNoise, LayerwiseOptimizer
 from topkube.training.optimizers.mixed_precision import MasterWeights
 from topkube.training.optimizers.momentum import MomentumCorrection
 from topkube.training.optimizers.parameters import name_parameters
@@ -56,11 +58,12 @@ def build_parts(
     parameters = name_parameters(optimizer, names, sharded=True)
     node_weights = node_world = check = None
     if aggregation.in_weights:
-        _check_own_steps(optimizer, aggregation.algorithm)
-        node_weights = NodeWeights(world, parameters, aggregation, optimizer)
+        noise_correction = _build_noise_correction(optimizer, world)
+        masters = _find_masters(optimizer)
+        node_weights = NodeWeights(world, parameters, aggregation, optimizer, masters, noise_correction)
         node_world = node_weights.node_world
         mode, every = settings.check_weights, settings.check_weights_every
-        check = AgreedWeightsCheck(node_weights.exchange, node_world, parameters, mode, every)
+        check = AgreedWeightsCheck(node_weights.exchange, node_world, node_weights.trained.parameters, mode, every)
     backward = Backward(world, parameters, aggregation, momentum, settings, is_copy, node_world, check)
     if not is_copy:
         tensors: list[tuple[str, torch.Tensor]] = [(p.name, p.tensor) for p in parameters]
@@ -95,16 +98,20 @@ def _build_late_updates(
     return LateUpdates(backward.exchange.reduced_parts, optimizer, guard.allow_step)
 
 
-def _check_own_steps(optimizer: torch.optim.Optimizer, algorithm: str) -> None:
-    """Raise ArgumentError for an optimizer that must see the mean gradient of all nodes."""
-    inner = optimizer
-    while isinstance(inner, OptimizerWrapper) and not isinstance(inner, MasterWeights):
-        inner = inner.inner
-    if isinstance(inner, MasterWeights | LayerwiseOptimizer):
-        raise ArgumentError(
-            f"{type(inner).__name__} does not work with {algorithm}",
-            cause="the weights that nodes exchange are rounded copies of the master weights"
-            if isinstance(inner, MasterWeights)
-            else "its rates follow from the norm of the gradient, which is larger on one node than over all nodes",
-            next_step="use SGD, Adam or AdamW with float32 parameters, or choose another algorithm",
-        )
+def _find_masters(optimizer: torch.optim.Optimizer) -> MasterWeights | None:
+    """Return the wrapper that keeps master weights, if there is one."""
+    while isinstance(optimizer, OptimizerWrapper):
+        if isinstance(optimizer, MasterWeights):
+            return optimizer
+        optimizer = optimizer.inner
+    return None
+
+
+def _build_noise_correction(optimizer: torch.optim.Optimizer, world: World) -> NoiseCorrection | None:
+    """Return the correction of the innermost optimizer's steps for the noise of a node's gradient, None if they have
+    none."""
+    while isinstance(optimizer, OptimizerWrapper):
+        optimizer = optimizer.inner
+    if isinstance(optimizer, LayerwiseOptimizer):
+        return LayerwiseNoise(optimizer, world.nodes, find_node_world(world))
+    return SecondMoment(optimizer) if SecondMoment.supports(optimizer) else None
