@@ -114,8 +114,8 @@ class NodeWeights:
         if not self.exchange.agreed and self.world.nodes > 1:
             self.exchange.capture()
             self.trained.note_versions()
+        self.trained.list_gradients()  # the estimate and the correction read those of the masters
         if self._noise is not None and self._noise.is_due(steps):
-            self.trained.list_gradients()  # the gradients of masters
             communication_thread.run(self._noise.exchange)
 
     def corrected(self) -> Any:

@@ -178,6 +178,7 @@ class MasterWeights(OptimizerWrapper):
         for pair, norm in zip(changed, torch._foreach_norm(copies), strict=True):
             pair.norm = norm
 
+    @torch.no_grad()
     def write_weights(self) -> None:
         """Write the masters into the model, rounded to nearest even."""
         if self._pairs:
