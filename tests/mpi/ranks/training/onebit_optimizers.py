@@ -6,6 +6,7 @@ import copy
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,6 +23,8 @@ from ranks.training.onebit_scene import (
     read_agreed_weights,
     read_bits,
     read_trained_weights,
+    sum_owed_by_owners,
+    sum_unsent_changes,
     train,
 )
 from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_loss
@@ -202,3 +205,30 @@ def case_a_state_loaded_by_hand_continues_bit_for_bit(world: World) -> None:
         train(world, other, again, range(3, 6))
         assert read_state(other, again) == wanted, kind
         again.unwrap()
+
+
+def leave_masters(world: World, directory: str) -> None:
+    """Write a checkpoint of a training with masters, and beside it the agreed masters and what nodes have not sent."""
+    model, optimizer = run_until(world, f"{directory}/masters", 6, "masters of LAMB")
+    x = read_agreed_weights(optimizer, model)
+    left = [torch.from_numpy(rest) for rest in sum_unsent_changes(world, optimizer, model)]
+    optimizer.unwrap()
+    if world.rank == 0:
+        torch.save({"x": x, "left": left}, f"{directory}/masters.pt")
+
+
+def take_up_masters(world: World, directory: str) -> None:
+    """Resume in another world: the agreed masters, and the sum of what was not sent, stay."""
+    saved = torch.load(f"{directory}/masters.pt", weights_only=True)
+    model, optimizer = run_until(world, f"{directory}/masters", 6, "masters of LAMB")
+    owners = sum_owed_by_owners(world, optimizer, model)
+    own = read_trained_weights(optimizer, model)
+    for mine, owner, x, rest in zip(own, owners, saved["x"], saved["left"], strict=True):
+        mean = world.comm.allreduce(mine.double().numpy()) / world.size
+        np.testing.assert_allclose(mean + owner, x.double().numpy() + rest.numpy(), rtol=0, atol=1e-6)
+    for a, x in zip(read_agreed_weights(optimizer, model), saved["x"], strict=True):
+        assert world.nodes == 1 or torch.equal(a, x)
+    optimizer.unwrap()
+    model, optimizer = run_until(world, f"{directory}/masters", 9, "masters of LAMB")
+    assert are_equal_on_all_ranks(read_agreed_weights(optimizer, model))
+    optimizer.unwrap()
