@@ -53,7 +53,8 @@ def read_state(model: nn.Module, optimizer: topkube.DistributedOptimizer) -> lis
     """Return the bits of the weights, the agreed weights and the optimizer's state."""
     tensors = [value for state in optimizer.state.values() for _, value in sorted(state.items())]
     halves = [parameter.detach().float() for parameter in model.parameters()]
-    return [*read_bits(optimizer, model), *(tensor.numpy().tobytes() for tensor in [*tensors, *halves])]
+    zeros_equal = [tensor + 0.0 for tensor in [*tensors, *halves]]  # a checkpoint does not keep the sign of a zero
+    return [*read_bits(optimizer, model), *(tensor.numpy().tobytes() for tensor in zeros_equal)]
 
 
 def are_equal_in_node(world: World, tensors: list[torch.Tensor]) -> bool:
