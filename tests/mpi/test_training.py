@@ -53,7 +53,10 @@ def test_simulated_nodes(outcome, mpi: str, layout: tuple[int, ...], case: str) 
     assert not (problem := outcome("training.simulated", mpi, layout, case)), problem
 
 
-ONEBIT = "training.onebit,training.onebit_definition,training.onebit_checkpoints,training.own_weights"
+ONEBIT = (
+    "training.onebit,training.onebit_definition,training.onebit_checkpoints,training.onebit_optimizers,"
+    "training.own_weights"
+)
 # One node, uneven nodes, and three nodes: from three nodes on, averages have two stages. With Open MPI, nodes of two
 # ranks.
 ONEBIT_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(2,), (2, 1), (1, 1, 1)], "openmpi": [(2, 2)]}

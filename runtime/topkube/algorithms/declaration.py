@@ -84,8 +84,9 @@ class Algorithm:
     `in_weights` is True if training keeps what was not sent in the node's weights: gradients are then reduced within
     the node only, and nodes exchange the changes of their weights in the optimizer's step (training/node_weights/).
     From `two_stage_from` nodes on, these exchanges have two stages (collectives/two_stage.py). `corrects_second_moment`
-    is True if Adam's second moment is corrected for the noise of one node's gradient. `has_outer_step` is True if the
-    mean change of all nodes has a momentum of its own. `least_period` is the smallest allowed period.
+    is True if the second moment of Adam, and the norms of LARS and LAMB, are corrected for the noise of one node's
+    gradient. `has_outer_step` is True if the mean change of all nodes has a momentum of its own. `least_period` is the
+    smallest allowed period.
 
     `implementation` is the import path "module:Class" of a subclass of `topkube.collectives.AllReduce`, which is loaded
     when the algorithm first runs. With `in_weights`, it is a subclass of

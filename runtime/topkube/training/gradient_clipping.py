@@ -21,6 +21,7 @@ def clip_gradients(parts: OptimizerParts, max_norm: float) -> float:
         late.finish()
     if parts.node_weights is None:
         return float(torch.nn.utils.clip_grad_norm_([p.tensor for p in backward.parameters], max_norm))
+    gradients = parts.node_weights.trained.list_gradients()
     own = sum(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 for gradient in gradients)
     ranks = backward.world.size
     norm = math.sqrt(backward.batches.agreement.sum([own / ranks])[0])

@@ -18,9 +18,12 @@ from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
 from topkube.training.exchange.late.late_updates import LateUpdates, check_optimizer
 from topkube.training.exchange.tuning.tuning import find_saved_algorithm
 from topkube.training.node_weights.agreed_weights_check import AgreedWeightsCheck
+from topkube.training.node_weights.gradient_noise import NoiseCorrection
 from topkube.training.node_weights.node_weights import NodeWeights, find_node_world
 from topkube.training.node_weights.requirements import check_parameters
-from topkube.training.optimizers.layerwise import LayerwiseOptimizer
+from topkube.training.node_weights.second_moment import SecondMoment
+from topkube.training.node_weights.trained_weights import TrainedWeights
+from topkube.training.optimizers.layerwise import LayerwiseNoise, LayerwiseOptimizer
 from topkube.training.optimizers.mixed_precision import MasterWeights
 from topkube.training.optimizers.momentum import MomentumCorrection
 from topkube.training.optimizers.parameters import name_parameters
@@ -108,8 +111,8 @@ def _check_permission(
     it. Otherwise create the world of the node. All ranks call this together."""
     own = next(algorithm for algorithm in aggregation.compressed_choices if algorithm.in_weights)
     try:
-        check_parameters(name_parameters(optimizer, names, sharded=True), own.name)
-        _check_own_steps(optimizer, own.name)
+        parameters = name_parameters(optimizer, names, sharded=True)
+        check_parameters(TrainedWeights(parameters, _find_masters(optimizer)), own.name)
     except ArgumentError as error:
         if world.rank == 0:
             warn(f"auto will not take {own.name}, which node_weights allows: {error.what}")
@@ -133,11 +136,12 @@ def _build_parts(
     parameters = name_parameters(optimizer, names, sharded=True)
     node_weights = node_world = check = None
     if aggregation.in_weights:
-        _check_own_steps(optimizer, aggregation.algorithm)
-        node_weights = NodeWeights(world, parameters, aggregation, optimizer)
+        noise_correction = _build_noise_correction(optimizer, world)
+        masters = _find_masters(optimizer)
+        node_weights = NodeWeights(world, parameters, aggregation, optimizer, masters, noise_correction)
         node_world = node_weights.node_world
         mode, every = settings.check_weights, settings.check_weights_every
-        check = AgreedWeightsCheck(node_weights.exchange, node_world, parameters, mode, every)
+        check = AgreedWeightsCheck(node_weights.exchange, node_world, node_weights.trained.parameters, mode, every)
     backward = Backward(world, parameters, aggregation, momentum, settings, is_copy, node_world, check, earlier)
     if not is_copy and earlier is None:
         tensors: list[tuple[str, torch.Tensor]] = [(p.name, p.tensor) for p in parameters]
@@ -172,16 +176,20 @@ def _build_late_updates(
     return LateUpdates(backward.exchange.reduced_parts, optimizer, guard.allow_step)
 
 
-def _check_own_steps(optimizer: torch.optim.Optimizer, algorithm: str) -> None:
-    """Raise ArgumentError for an optimizer that must see the mean gradient of all nodes."""
-    inner = optimizer
-    while isinstance(inner, OptimizerWrapper) and not isinstance(inner, MasterWeights):
-        inner = inner.inner
-    if isinstance(inner, MasterWeights | LayerwiseOptimizer):
-        raise ArgumentError(
-            f"{type(inner).__name__} does not work with {algorithm}",
-            cause="the weights that nodes exchange are rounded copies of the master weights"
-            if isinstance(inner, MasterWeights)
-            else "its rates follow from the norm of the gradient, which is larger on one node than over all nodes",
-            next_step="use SGD, Adam or AdamW with float32 parameters, or choose another algorithm",
-        )
+def _find_masters(optimizer: torch.optim.Optimizer) -> MasterWeights | None:
+    """Return the wrapper that keeps master weights, if there is one."""
+    while isinstance(optimizer, OptimizerWrapper):
+        if isinstance(optimizer, MasterWeights):
+            return optimizer
+        optimizer = optimizer.inner
+    return None
+
+
+def _build_noise_correction(optimizer: torch.optim.Optimizer, world: World) -> NoiseCorrection | None:
+    """Return the correction of the innermost optimizer's steps for the noise of a node's gradient, None if they have
+    none."""
+    while isinstance(optimizer, OptimizerWrapper):
+        optimizer = optimizer.inner
+    if isinstance(optimizer, LayerwiseOptimizer):
+        return LayerwiseNoise(optimizer, world.nodes, find_node_world(world))
+    return SecondMoment(optimizer) if SecondMoment.supports(optimizer) else None

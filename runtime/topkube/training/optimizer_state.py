@@ -36,7 +36,10 @@ class OptimizerState:
         return residuals.copy, residuals.copies
 
     def save(self) -> dict[str, Any]:
-        """Return the whole state of this rank, with its residuals by parameter name."""
+        """Return the whole state of this rank, with its residuals by parameter name. Raises TrainingError if it would
+        hold master weights that differ between nodes."""
+        if self._node_weights is not None:
+            self._node_weights.refuse_own_masters()
         backward = self._backward
         backward.plan.tuning.is_saved = True
         shared = self._save_exchange()

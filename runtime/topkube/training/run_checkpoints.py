@@ -148,7 +148,11 @@ class RunCheckpoints:
     def _begin(self, position: Position) -> int | None:
         """Copy the state of the last step and begin to write it. Return the step if it is published already, because
         there was no memory for a copy."""
-        optimizer = self._optimizer.state_dict()  # of the node's own weights
+        with self._optimizer.consensus():  # the weights, and masters, are those that all nodes agree on
+            return self._begin_in_consensus(position)
+
+    def _begin_in_consensus(self, position: Position) -> int | None:
+        optimizer = self._optimizer.state_dict()
         own = {"residuals": optimizer["topkube"].pop("residuals"), "generators": read_generators()}
         step, epoch = position
 
@@ -164,8 +168,7 @@ class RunCheckpoints:
             }
 
         self._begun = position
-        with self._optimizer.consensus():  # the model's weights are those that all nodes agree on
-            return None if self._store.begin(step, collect_shared_state, own) else self._store.finish()
+        return None if self._store.begin(step, collect_shared_state, own) else self._store.finish()
 
     def _load(self, loaded: LoadedCheckpoint) -> tuple[Position, dict[str, Any] | None]:
         """Load all states or none: if a checkpoint does not fit, model and optimizer stay as they were, on all

@@ -14,12 +14,14 @@ from topkube.errors import TrainingError
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.exchange.reduction.residuals import Pieces
 from topkube.training.node_weights.exchange import WeightExchange
+from topkube.training.node_weights.gradient_noise import GradientNoise
 from topkube.training.node_weights.guard import DriftGuard
 from topkube.training.node_weights.layout import Chunk, ShardPiece
 from topkube.training.node_weights.outer_momentum import KEY
-from topkube.training.node_weights.second_moment import SecondMoment
 from topkube.training.ranks import communication_thread
 
+_NOISE = "second_moment"
+"""The key of the squares from which the noise of gradients is estimated, in the state of a node."""
 DELAYED = "delayed"
 """The key of what a delayed exchange will add to a parameter, among the states of the parameter in a checkpoint."""
 
@@ -34,10 +36,10 @@ class NodeWeightsState:
         parameters: list[Parameter],
         optimizer: torch.optim.Optimizer,
         guard: DriftGuard,
-        second_moment: SecondMoment | None,
+        noise: GradientNoise | None,
     ) -> None:
         self._world, self._exchange, self._parameters = exchange.world, exchange, parameters
-        self._optimizer, self._guard, self._second_moment = optimizer, guard, second_moment
+        self._optimizer, self._guard, self._noise = optimizer, guard, noise
         self._loaded: Mapping[str, Any] | None = None
         self.own_weights: Mapping[str, torch.Tensor] = {}
         """The node's own weights by parameter name, while the parameters hold the agreed weights (`consensus`)."""
@@ -82,8 +84,8 @@ class NodeWeightsState:
         state = {"pieces": pieces, "weight": weight, "differ": differ, "owners": owners, "guard": self._guard.save()}
         if is_delayed:
             state["delayed"] = True
-        if self._second_moment is not None and differ:
-            state["second_moment"] = self._second_moment.save()
+        if self._noise is not None and differ:
+            state[_NOISE] = self._noise.save()
         return state
 
     @property
@@ -99,8 +101,8 @@ class NodeWeightsState:
         is_of_nodes = state.get("differ", False) or ("mass" in state and state["pieces"])
         self._loaded = dict(state) if is_of_nodes else None
         self._guard.load(state.get("guard"))
-        if self._second_moment is not None:
-            self._second_moment.load(state.get("second_moment"))
+        if self._noise is not None:
+            self._noise.load(state.get(_NOISE))
 
     def restore(self) -> None:
         """Take the current weights as those that all nodes agree on, and restore the node's own weights and optimizer
@@ -194,7 +196,7 @@ class NodeWeightsState:
     def _restore_optimizer(self, pieces: Mapping[str, Any], mass: float) -> None:
         for key in self._list_keys():
             for chunk in self._exchange.chunks:
-                shard = np.zeros(chunk.last - chunk.first, np.float32)
+                shard = np.full(chunk.shard, -0.0, np.float32)  # -0.0 + x has the bits of x, also for -0.0
                 for piece in chunk.pieces:
                     _add_entries(shard[piece.place], piece, pieces.get(f"{piece.parameter.name} {key}", []))
                 if mass != 1:

@@ -17,11 +17,12 @@ from topkube.telemetry.trace import DELAYED_THREAD
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.node_weights.exchange import WeightExchange
+from topkube.training.node_weights.gradient_noise import GradientNoise, NoiseCorrection
 from topkube.training.node_weights.guard import DriftGuard, Squares
 from topkube.training.node_weights.merging import merge_nodes
 from topkube.training.node_weights.node_state import NodeWeightsState
 from topkube.training.node_weights.requirements import check_parameters
-from topkube.training.node_weights.second_moment import SecondMoment
+from topkube.training.node_weights.trained_weights import Masters, TrainedWeights
 from topkube.training.ranks import communication_thread
 from topkube.training.ranks.agreement import open_agreement
 from topkube.training.reporting.warning import warn
@@ -59,8 +60,10 @@ class NodeWeights:
     them.
 
     The parameters hold the node's own weights while the script trains. Inside `consensus()` they hold the weights
-    that all nodes agree on. With one node there is nothing to exchange, and both are the same. Raises ArgumentError for
-    parameters that are not float32 in host memory.
+    that all nodes agree on. With one node there is nothing to exchange, and both are the same. `masters` holds the
+    float32 masters of 16-bit parameters, if the optimizer has them. `correction` corrects the steps of the optimizer
+    for the noise of the node's gradient; None if they need no correction. Raises ArgumentError for parameters that
+    cannot be exchanged in this way.
     """
 
     def __init__(
@@ -69,24 +72,25 @@ class NodeWeights:
         parameters: list[Parameter],
         aggregation: AggregationSettings,
         optimizer: torch.optim.Optimizer,
+        masters: Masters | None = None,
+        correction: NoiseCorrection | None = None,
     ) -> None:
         algorithm = find_algorithm(aggregation.algorithm)
-        check_parameters(parameters, algorithm.name)
+        self.trained = TrainedWeights(parameters, masters)
+        check_parameters(self.trained, algorithm.name)
         self.world, self.node_world = world, find_node_world(world)
         self._is_delayed = aggregation.delay > 0 and world.nodes > 1
         delayed_world = find_delayed_world(world) if self._is_delayed else None
-        self.exchange = WeightExchange(world, parameters, aggregation, delayed_world)
-        self._parameters, self._optimizer = parameters, optimizer
+        self.exchange = WeightExchange(world, self.trained.parameters, aggregation, delayed_world)
+        self._correction = correction
         self.guard = DriftGuard(aggregation.period, algorithm.name)
-        self._second_moment = (
-            SecondMoment(world, parameters, self.exchange.weights, optimizer)
-            if world.nodes > 1 and algorithm.corrects_second_moment and SecondMoment.supports(optimizer)
+        self._noise = (
+            GradientNoise(world, self.trained.parameters, self.exchange.weights)
+            if world.nodes > 1 and algorithm.corrects_second_moment and correction is not None
             else None
         )
-        self.state = NodeWeightsState(self.exchange, parameters, optimizer, self.guard, self._second_moment)
+        self.state = NodeWeightsState(self.exchange, self.trained.parameters, optimizer, self.guard, self._noise)
         self._in_consensus = False
-        self._versions: list[int] = []
-        """The versions of the parameters when this class or the optimizer last wrote them."""
         self._has_warned = False
         _all.add(self)
 
@@ -106,16 +110,21 @@ class NodeWeights:
                 next_step="after the model and the optimizer have loaded their states, call"
                 " optimizer.restore_node_weights() on every rank, before the next forward",
             )
+        self._warn_of_changes()
+        self.trained.take_changes()
         if not self.exchange.agreed and self.world.nodes > 1:
             self.exchange.capture()
-            self._note_versions()
-        self._warn_of_changes()
-        if self._second_moment is not None and self._second_moment.is_due(steps):
-            communication_thread.run(self._second_moment.exchange)
+            self.trained.note_versions()
+        self.trained.list_gradients()  # the estimate and the correction read those of the masters
+        if self._noise is not None and self._noise.is_due(steps):
+            communication_thread.run(self._noise.exchange)
 
     def corrected(self) -> Any:
-        """Return a context for the step of the wrapped optimizer, in which its second moment is corrected."""
-        return self._second_moment.corrected() if self._second_moment is not None else nullcontext()
+        """Return a context for the step of the wrapped optimizer, which corrects the step for the noise of the node's
+        gradient."""
+        if self._correction is None:
+            return nullcontext()
+        return self._correction.corrected(self._noise.list_ratios() if self._noise is not None else {})
 
     def end_step(self, steps: int) -> None:
         """Exchange the changes of the weights, if an exchange is due after `steps` steps. All ranks call this
@@ -123,10 +132,10 @@ class NodeWeights:
         if self.world.nodes == 1:
             return
         node_ranks, ranks = self.node_world.size, self.world.size
-        length = sum(4 * parameter.length for parameter in self._parameters if parameter.tensor.grad is not None)
+        length = sum(4 * parameter.length for parameter in self.trained.of_model if parameter.tensor.grad is not None)
         counted = 2 * (node_ranks - 1) * length // node_ranks  # when the node reduced the gradients
         phases.current.sent(dense=2 * (ranks - 1) * length // ranks - counted)
-        self._note_versions()
+        self.trained.note_versions()
         if steps % self.guard.period:
             return
         exchange = partial(self._run_measured if self.guard.is_due(steps) else self.exchange.run)
@@ -136,7 +145,7 @@ class NodeWeights:
             self.exchange.note_delayed(thread.submit(partial(exchange, is_delayed=True)))
         else:
             communication_thread.run(exchange)
-            self._note_versions()
+            self.trained.write()
 
     def apply_exchange(self) -> None:
         """Wait for a delayed exchange, and add its result to the parameters. Does nothing if there is none. All ranks
@@ -145,19 +154,17 @@ class NodeWeights:
         if not self.exchange.wait_for_delayed():
             return
         self._warn_of_changes()
+        self.trained.take_changes()
         communication_thread.run(self.exchange.apply)
         self.exchange.forget_delayed()
-        self._note_versions()
-
-    def _note_versions(self) -> None:
-        self._versions = [parameter.tensor._version for parameter in self._parameters]
+        self.trained.write()
 
     def _warn_of_changes(self) -> None:
         """Warn once, on rank 0, if something other than a step has changed weights since nodes have weights of their
         own. The agreed weights do not contain that change yet."""
         if self._has_warned or not self.differ:
             return
-        if changed := self._find_changed():
+        if changed := self.trained.find_changed():
             self._has_warned = True
             if self.world.rank == 0:
                 warn(
@@ -165,11 +172,6 @@ class NodeWeights:
                     " the changes of steps, so the agreed weights (checkpoints, optimizer.consensus()) follow later. To"
                     " load other weights, call optimizer.unwrap() on all ranks, load them, and wrap the optimizer again"
                 )
-
-    def _find_changed(self) -> str:
-        """Return the name of a parameter that something other than a step has changed, "" if there is none."""
-        pairs = zip(self._parameters, self._versions, strict=True)
-        return next((parameter.name for parameter, version in pairs if parameter.tensor._version != version), "")
 
     def _run_measured(self, is_delayed: bool = False) -> None:
         squares, weight = Squares(), self.exchange.weights[self.world.node]
@@ -188,6 +190,7 @@ class NodeWeights:
         self.exchange.forget_delayed()
         if self.differ:
             communication_thread.run(lambda: self.exchange.place(self.exchange.agreed))
+            self.trained.write()
             self.exchange.agreed = []
 
     def merge(self) -> None:
@@ -197,6 +200,7 @@ class NodeWeights:
         self.apply_exchange()
         if self.differ:
             communication_thread.run(partial(merge_nodes, self.exchange, self.state))
+            self.trained.write()
             self.exchange.agreed = []
 
     # ---- equal weights
@@ -215,21 +219,21 @@ class NodeWeights:
             finally:
                 self._in_consensus = outer
             return
-        own = {parameter.name: parameter.tensor.detach().clone() for parameter in self._parameters}
+        self.trained.take_changes(also_unnoticed=True)
+        own = {parameter.name: parameter.tensor.detach().clone() for parameter in self.trained.parameters}
         communication_thread.run(lambda: self.exchange.place(self.exchange.agreed))
+        self.trained.write()
         self._in_consensus, self.state.own_weights = True, own
-        versions = [parameter.tensor._version for parameter in self._parameters]
+        versions = self.trained.list_versions()
         try:
             yield
         finally:
-            changed = [
-                p.name for p, version in zip(self._parameters, versions, strict=True) if p.tensor._version != version
-            ]
+            changed = self.trained.list_changed(versions)
             with torch.no_grad():
-                for parameter in self._parameters:
+                for parameter in self.trained.parameters:
                     parameter.tensor.copy_(own[parameter.name])
             self._in_consensus, self.state.own_weights = False, {}
-            self._note_versions()
+            self.trained.write()
         if changed:
             raise TrainingError(
                 f"{changed[0]} was changed inside optimizer.consensus(); the node's own weights are back",
@@ -240,8 +244,19 @@ class NodeWeights:
         """Restore the node's own weights and optimizer state, if a state was loaded. All ranks call this together,
         after the model and the optimizer have loaded their states."""
         if self.state.is_loaded:
+            self.trained.take_changes()
             self.state.restore()
-            self._note_versions()
+            self.trained.write()
+
+    def refuse_own_masters(self) -> None:
+        """Raise TrainingError if a state dict would hold masters that are those of this node."""
+        if self.differ and self.trained.has_masters:
+            raise TrainingError(
+                "state_dict() was called outside optimizer.consensus(): the masters are those of this node",
+                cause="a saved state holds the masters that all nodes agree on, and with them what each node has not"
+                " sent",
+                next_step="call model.state_dict() and optimizer.state_dict() inside optimizer.consensus()",
+            )
 
     def _refuse_in_consensus(self, call: str) -> None:
         if self._in_consensus:
@@ -259,12 +274,10 @@ class NodeWeights:
 
 def refuse_if_nodes_differ(tensors: list[torch.Tensor]) -> None:
     """Raise TrainingError if one of `tensors` is a weight that differs between nodes on purpose."""
-    places = {tensor.data_ptr() for tensor in tensors}
     for node_weights in list(_all):
-        for parameter in node_weights._parameters:
-            if node_weights.differ and parameter.tensor.data_ptr() in places:
-                raise TrainingError(
-                    f"{parameter.name} cannot be broadcast: every node trains weights of its own",
-                    cause="the optimizer has made a step with error feedback in the weights",
-                    next_step="call topkube.broadcast_parameters before the first step",
-                )
+        if node_weights.differ and (name := node_weights.trained.holds(tensors)):
+            raise TrainingError(
+                f"{name} cannot be broadcast: every node trains weights of its own",
+                cause="the optimizer has made a step with error feedback in the weights",
+                next_step="call topkube.broadcast_parameters before the first step",
+            )

@@ -7,22 +7,28 @@ from typing import Any
 import torch
 
 from topkube.errors import ArgumentError
-from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
+from topkube.training.exchange.buckets.parameter import is_sharded
+from topkube.training.node_weights.trained_weights import TrainedWeights
 
 
-def check_parameters(parameters: list[Parameter], algorithm: str) -> None:
-    """Raise ArgumentError for parameters that cannot be exchanged in this way."""
-    for parameter in parameters:
+def check_parameters(trained: TrainedWeights, algorithm: str) -> None:
+    """Raise ArgumentError for weights that cannot be exchanged in this way. 16-bit parameters need float32 masters."""
+    for parameter, of_model in zip(trained.parameters, trained.of_model, strict=True):
         tensor: Any = parameter.tensor
+        gradient, has_master = of_model.gradient_dtype, parameter is not of_model
         problems = {
             "is a DTensor": is_sharded(tensor),
             f"is on {tensor.device}": tensor.device.type != "cpu",
             f"has dtype {tensor.dtype}": tensor.dtype != torch.float32,
-            f"has gradients of {parameter.gradient_dtype}": parameter.gradient_dtype != torch.float32,
+            f"has gradients of {gradient}": gradient != (of_model.tensor.dtype if has_master else torch.float32),
         }
         if problem := next((text for text, is_present in problems.items() if is_present), None):
+            is_narrow = tensor.dtype in (torch.bfloat16, torch.float16) and tensor.device.type == "cpu"
             raise ArgumentError(
                 f"{algorithm} does not support this model: parameter {parameter.name} {problem}",
                 cause=f"{algorithm} exchanges weights that are float32 tensors in host memory",
-                next_step="choose another algorithm, such as dense",
+                next_step="wrap the optimizer in topkube.training.MasterWeights, which keeps float32 masters, or choose"
+                " another algorithm, such as dense"
+                if is_narrow and not is_sharded(tensor)
+                else "choose another algorithm, such as dense",
             )

@@ -1,127 +1,41 @@
-"""The correction of Adam's second moment on a node.
-
-A node's gradient has more noise than the mean gradient of all nodes, so the second moment of the node is larger, and
-its steps are shorter. The optimizer therefore uses v / rho, with one rho per tensor: the sum of the squares of the
-node's gradient over those of the mean gradient, clamped to [1, nodes]. It is estimated from 256 fixed entries of each
-tensor. Nodes exchange these entries (bf16) every 16 steps, and follow the squares with a decay of 0.9.
-"""
+"""The correction of Adam's second moment for the noise of a node's gradient (gradient_noise.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
-from topkube import kernels
-from topkube.algorithms import Route
-from topkube.arrays import BFLOAT16, Array
-from topkube.collectives.all_reduce import build_exchange, finish_exchange
-from topkube.collectives.call import Call, reserve_workspace
-from topkube.collectives.request import Request
-from topkube.training.exchange.buckets.parameter import Parameter
-from topkube.world import World
+from topkube.training.node_weights.gradient_noise import NoiseCorrection
 
-PROBES = 256
-"""Entries of a tensor that are exchanged."""
-PROBE_EVERY = 16
-"""Steps between two exchanges of the entries."""
-_ROWS_UP_TO = 4
-"""Nodes up to which (nodes - 1) rows of bf16 are at most as long as an all-reduce of float32."""
-_DECAY = 0.9
 _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 """Optimizers with v = beta v + (1 - beta) g^2 in `exp_avg_sq`. Others are not corrected."""
 
 
-class SecondMoment:
-    """The correction for `optimizer`, one of torch's Adam optimizers, on this rank's node. `ratios` holds rho for each
-    parameter, shape (parameters,), float64."""
+class SecondMoment(NoiseCorrection):
+    """The correction for `optimizer`, one of torch's Adam optimizers: its step uses v / rho. Without it, steps of Adam
+    on a node are shorter than those with the mean gradient."""
 
-    def __init__(
-        self, world: World, parameters: Sequence[Parameter], weights: Sequence[float], optimizer: torch.optim.Optimizer
-    ) -> None:
-        self._world, self._parameters, self._weights, self._optimizer = world, parameters, weights, optimizer
-        generator = torch.Generator().manual_seed(0)
-        self._entries = [torch.randperm(p.length, generator=generator)[:PROBES] for p in parameters]
-        self._bounds = np.cumsum([0, *(len(entries) for entries in self._entries)])
-        count = int(self._bounds[-1])
-        self._length = -(-count // world.shards) * world.shards
-        self._own, self._mean = np.zeros(count, np.float32), np.zeros(count, np.float32)
-        self._is_new = True
-        self.ratios = np.ones(len(parameters))
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
 
     @staticmethod
     def supports(optimizer: torch.optim.Optimizer) -> bool:
         """Return True if the optimizer has a second moment that this class can correct."""
         return type(optimizer) in _KINDS and all(group["betas"][1] > 0 for group in optimizer.param_groups)
 
-    def is_due(self, step: int) -> bool:
-        """Return True if the entries are exchanged before step number `step`, from 0. The same on all ranks."""
-        return self._is_new or step % PROBE_EVERY == 0
-
-    @torch.no_grad()
-    def exchange(self) -> None:
-        """Exchange the entries of the gradients and set `ratios`. A collective, in the communication thread."""
-        own, mean = self._exchange_entries()
-        for squares, values in ((self._own, own), (self._mean, mean)):
-            squares *= np.float32(_DECAY)
-            squares += np.float32(1 - _DECAY) * values * values
-        self._is_new = False
-        self._set_ratios()
-
-    def _set_ratios(self) -> None:
-        for number, (start, stop) in enumerate(zip(self._bounds, self._bounds[1:], strict=False)):
-            own, mean = float(self._own[start:stop].sum()), float(self._mean[start:stop].sum())
-            self.ratios[number] = min(max(own / max(mean, 1e-30), 1.0), float(self._world.nodes))
-
-    def _exchange_entries(self) -> tuple[Array, Array]:
-        """Return the node's entries, rounded to bf16, and their mean over the nodes, weighted by ranks: (entries,),
-        float32. Each rank exchanges a shard of them. Up to _ROWS_UP_TO nodes, nodes send each other their entries;
-        beyond, an all-reduce of float32 sends less."""
-        world = self._world
-        own = np.zeros(self._length, BFLOAT16)
-        for parameter, entries, start in zip(self._parameters, self._entries, self._bounds, strict=False):
-            gradient = parameter.tensor.grad
-            if gradient is not None:
-                kernels.cast_(own[start : start + len(entries)], gradient.reshape(-1)[entries].numpy())
-        values, mean = own.astype(np.float32), np.zeros(self._length, np.float32)
-        call = Call(world, "second moments", Request(mean, "sum"))
-        call.check_between_nodes()
-        shard = self._length // world.shards
-        if world.cross_comm is not None:
-            place = slice(world.local_rank * shard, (world.local_rank + 1) * shard)
-            if world.nodes <= _ROWS_UP_TO:
-                self._add_rows(call, own[place], mean[place])
-            else:
-                mean[place] = values[place] * np.float32(self._weights[world.node])
-                finish_exchange(call, *build_exchange(Route.ALL_REDUCE, world.cross_comm, mean[place]))
-        call.all_gather(mean)
-        count = int(self._bounds[-1])
-        return values[:count], mean[:count]
-
-    def _add_rows(self, call: Call, own: Array, mean: Array) -> None:
-        """Gather the `own` entries (bf16) of all nodes and add them to `mean`, weighted, in the order of the nodes."""
-        world, row_bytes = self._world, 2 * len(own)
-        rows = reserve_workspace(world, "rows of second moments", world.nodes * row_bytes, np.uint8)
-        rows = rows.reshape(world.nodes, row_bytes)
-        rows[world.node].view(BFLOAT16)[:] = own
-        finish_exchange(call, *build_exchange(Route.ALL_GATHER, world.cross_comm, rows))
-        for row, weight in zip(rows, self._weights, strict=True):
-            mean += row.view(BFLOAT16).astype(np.float32) * np.float32(weight)
-
     @contextmanager
     @torch.no_grad()
-    def corrected(self) -> Iterator[None]:
+    def corrected(self, ratios: Mapping[torch.Tensor, float]) -> Iterator[None]:
         """Return a context in which the optimizer's step uses v / rho. The state holds v itself before and after."""
         changed: list[tuple[Any, float]] = []
-        groups = {id(tensor): group for group in self._optimizer.param_groups for tensor in group["params"]}
-        for parameter, ratio in zip(self._parameters, self.ratios.tolist(), strict=True):
-            tensor = parameter.tensor
+        groups = {tensor: group for group in self._optimizer.param_groups for tensor in group["params"]}
+        for tensor, ratio in ratios.items():
             if ratio == 1 or tensor.grad is None:
                 continue
-            group, state = groups[id(tensor)], self._optimizer.state[tensor]
+            group, state = groups[tensor], self._optimizer.state[tensor]
             if not state and not _create_state(self._optimizer, tensor, group):
                 continue
             second = state["exp_avg_sq"]
@@ -132,19 +46,6 @@ class SecondMoment:
         finally:
             for second, ratio in changed:
                 second.mul_(ratio)
-
-    # ---- state
-
-    def save(self) -> dict[str, torch.Tensor]:
-        """Return copies of the squares that are followed: the same on all ranks of a node."""
-        return {"own": torch.from_numpy(self._own.copy()), "mean": torch.from_numpy(self._mean.copy())}
-
-    def load(self, state: dict[str, torch.Tensor] | None) -> None:
-        """Load what `save` returned. With None, or for another model, the estimate begins again at the next step."""
-        self._own[:], self._mean[:], self.ratios[:], self._is_new = 0, 0, 1, True
-        if state is not None and len(state["own"]) == len(self._own):
-            self._own[:], self._mean[:], self._is_new = state["own"].numpy(), state["mean"].numpy(), False
-            self._set_ratios()
 
 
 def _divide(second: torch.Tensor, gradient: torch.Tensor, beta: float, ratio: float) -> None:

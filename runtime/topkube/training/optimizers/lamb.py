@@ -3,6 +3,7 @@ Deep Learning: Training BERT in 76 minutes", 2020, Algorithm 2)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from topkube.training.optimizers.layerwise import (
     LayerwiseOptimizer,
     check_range,
+    compute_noise_share,
+    compute_ratio_of_mean,
     compute_trust_ratio,
     is_adapted,
     list_state,
@@ -25,6 +28,12 @@ class LAMB(LayerwiseOptimizer):
 
     Tensors of at most one dimension make Adam's steps with `lr`, without decay. `parallel` has the same meaning as in
     LARS. Moments are float32.
+
+    With error feedback in the weights, a node has only its own gradient, and onebit and topk1bit use rho, its squares
+    over those of the mean gradient (node_weights/gradient_noise.py). v becomes v / rho, as for Adam. |r| becomes the
+    norm of the mean of all nodes' updates. Nodes agree on that mean, and its part of the noise is smaller: with |r| of
+    the node, the mean would be shorter than |w|. The noise in r is that in m, of which the running mean has removed the
+    most (`layerwise.compute_ratio_of_mean`). Noise that lasts longer than 1 / (1 - beta) steps counts as signal.
     """
 
     def __init__(
@@ -55,18 +64,37 @@ class LAMB(LayerwiseOptimizer):
         torch._foreach_lerp_(means, gradients, 1 - first)
         torch._foreach_mul_(squares, second)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - second)
-        roots = torch._foreach_div(squares, 1 - second ** group["steps"])
+        ratios, steps = self.noise.list_ratios(weights), group["steps"]
+        roots = torch._foreach_div(squares, [(1 - second**steps) * ratio for ratio in ratios])
         torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, group["eps"])
-        update = list(torch._foreach_div(means, 1 - first ** group["steps"]))
+        update = list(torch._foreach_div(means, 1 - first**steps))
         torch._foreach_div_(update, roots)
         layers = sum(is_adapted(weight) for weight in weights)
+        share = compute_noise_share(first, steps)
+        ratios = [compute_ratio_of_mean(ratio, share, self.noise.nodes) for ratio in ratios[:layers]]
+        is_noisy = any(ratio != 1 for ratio in ratios)
+        directions = update[:layers]
         if group["weight_decay"] and layers:
-            torch._foreach_add_(
-                update[:layers], [weight.float() for weight in weights[:layers]], alpha=group["weight_decay"]
-            )
-        weight_norms, update_norms = compute_norms(weights[:layers], update[:layers], parallel=self.parallel)
+            decays = [weight.float() for weight in weights[:layers]]
+            if is_noisy:  # the norms of both are needed
+                update[:layers] = torch._foreach_add(directions, decays, alpha=group["weight_decay"])
+            else:
+                torch._foreach_add_(directions, decays, alpha=group["weight_decay"])
+        kinds = [weights[:layers], update[:layers], *([directions] if is_noisy else [])]
+        weight_norms, update_norms, *more = compute_norms(*kinds, parallel=self.parallel, ranks=self.noise.ranks)
+        if is_noisy:
+            update_norms = [
+                _compute_mean_norm(*row, self.noise.nodes) for row in zip(update_norms, more[0], ratios, strict=True)
+            ]
         rates = [group["lr"] * compute_trust_ratio(w, u) for w, u in zip(weight_norms, update_norms, strict=True)]
         rates += [group["lr"]] * (len(weights) - layers)
         torch._foreach_mul_(update, rates)
         torch._foreach_sub_(weights, update)
+
+
+def _compute_mean_norm(update: float, direction: float, ratio: float, nodes: int) -> float:
+    """Return the norm of the mean of all nodes' updates. `update` and `direction` are the norms of the node's update,
+    with and without weight decay. Only the direction has noise: its squares are `ratio` times those of the mean."""
+    squares = update**2 - direction**2 * (1 - 1 / ratio)
+    return math.sqrt(max(squares, update**2 / nodes))

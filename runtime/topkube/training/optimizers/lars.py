@@ -3,6 +3,7 @@ Convolutional Networks", 2017, Algorithm 1)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,6 +26,10 @@ class LARS(LayerwiseOptimizer):
     lr: the global rate; trust: the paper's coefficient eta. Tensors of at most one dimension take plain momentum steps
     at `lr`, without decay. `parallel`: each rank computes the norms of its share of the layers (parallel_tensor.py);
     all ranks then call `step` together, with equal gradients. Momentum is float32.
+
+    |g| is the norm of the mean gradient of all ranks. With error feedback in the weights, a node has only its own
+    gradient, of which the norm is larger: onebit and topk1bit use |g| / sqrt(rho) (node_weights/gradient_noise.py), and
+    `parallel` shares the norms among the ranks of the node. Without rho, all rates would be too small.
 
     A step is five fused operations over all layers and one wait for the norms.
     """
@@ -51,7 +56,11 @@ class LARS(LayerwiseOptimizer):
             return
         layers = sum(is_adapted(weight) for weight in weights)
         decay, rate = group["weight_decay"], group["lr"]
-        weight_norms, gradient_norms = compute_norms(weights[:layers], gradients[:layers], parallel=self.parallel)
+        weight_norms, gradient_norms = compute_norms(
+            weights[:layers], gradients[:layers], parallel=self.parallel, ranks=self.noise.ranks
+        )
+        ratios = self.noise.list_ratios(weights[:layers])
+        gradient_norms = [norm / math.sqrt(ratio) for norm, ratio in zip(gradient_norms, ratios, strict=True)]
         rates = [
             rate * (group["trust"] * compute_trust_ratio(w, g + decay * w) if w > 0 and g > 0 else 1.0)
             for w, g in zip(weight_norms, gradient_norms, strict=True)

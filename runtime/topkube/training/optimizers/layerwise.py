@@ -1,19 +1,42 @@
-"""The common part of LARS and LAMB: the step over groups, the choice of adapted tensors, and the trust ratio."""
+"""The common part of LARS and LAMB: the step over groups, the choice of adapted tensors, the trust ratio, and the
+correction of norms for the noise of a node's gradient."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from topkube.errors import ArgumentError
+from topkube.training.node_weights.gradient_noise import NoiseCorrection
+from topkube.world import World
+
+
+@dataclass(frozen=True)
+class NoisyGradients:
+    """What a step knows of the noise of its gradients. With the mean gradients of all nodes, all ratios are 1. With the
+    gradients of one of `nodes` nodes, `ratios` holds rho by tensor (node_weights/gradient_noise.py), and `ranks` are
+    the ranks that have the same gradients; None stands for all ranks."""
+
+    ratios: Mapping[torch.Tensor, float] = field(default_factory=dict)
+    nodes: int = 1
+    ranks: World | None = None
+
+    def list_ratios(self, tensors: Sequence[torch.Tensor]) -> list[float]:
+        """Return rho of each tensor."""
+        return [self.ratios.get(tensor, 1.0) for tensor in tensors]
 
 
 class LayerwiseOptimizer(torch.optim.Optimizer):
     """An optimizer that updates all tensors of a group at once."""
+
+    noise = NoisyGradients()
+    """The noise of the gradients of the present step."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -25,6 +48,40 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _update(self, group: dict[str, Any]) -> None: ...
+
+
+class LayerwiseNoise(NoiseCorrection):
+    """The correction for `optimizer` on a node: LARS and LAMB then use the norms that they would have with the mean
+    gradient of all `nodes` nodes. With `parallel`, the ranks of the node (`ranks`) share the norms."""
+
+    def __init__(self, optimizer: LayerwiseOptimizer, nodes: int, ranks: World) -> None:
+        self._optimizer, self._nodes, self._ranks = optimizer, nodes, ranks
+
+    @contextmanager
+    def corrected(self, ratios: Mapping[torch.Tensor, float]) -> Iterator[None]:
+        """Return a context in which the optimizer's step uses `ratios`."""
+        before = self._optimizer.noise
+        self._optimizer.noise = NoisyGradients(ratios, self._nodes, self._ranks)
+        try:
+            yield
+        finally:
+            self._optimizer.noise = before
+
+
+def compute_ratio_of_mean(ratio: float, share: float, nodes: int) -> float:
+    """Return rho of a running mean of gradients from `ratio`, the rho of the gradients themselves.
+
+    Let the squares of a node's gradient be 1 + n: those of its mean over time, and those of its noise. The gradient of
+    all nodes then has 1 + n / nodes, because the noise of nodes is independent, and rho is (1 + n) / (1 + n / nodes). A
+    running mean keeps the 1 and a `share` of the noise, which is independent between steps."""
+    noise, signal = ratio - 1, 1 - ratio / nodes  # both times the same factor: n = noise / signal
+    return (signal + share * noise) / (signal + share * noise / nodes) if noise > 0 else 1.0
+
+
+def compute_noise_share(beta: float, steps: int) -> float:
+    """Return the share of independent noise that is left, in squares, in a running mean with decay `beta` after `steps`
+    steps, with correction for its start."""
+    return (1 - beta) / (1 + beta) * (1 + beta**steps) / (1 - beta**steps)
 
 
 def evaluate_closure(closure: Callable[[], Any] | None) -> Any:

@@ -107,13 +107,17 @@ class MasterWeights(OptimizerWrapper):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's groups: float32 masters and the model's wide parameters, with their gradients."""
-        self._take_gradients()
+        self.take_gradients()
         return self.inner.param_groups
 
     def master_parameters(self) -> list[torch.Tensor]:
         """Return the tensors that the optimizer updates: float32 masters and the model's wide parameters. Clip these
         after `scaler.unscale_(optimizer)`."""
         return [tensor for group in self.param_groups for tensor in group["params"]]
+
+    def find_master(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the master of a 16-bit parameter of the model; another parameter itself."""
+        return next((pair.master for pair in self._pairs if pair.parameter is parameter), parameter)
 
     def exchanged_parameters(self) -> list[torch.Tensor]:
         """Return the model's own parameters, 16-bit and wide, in the order of the groups."""
@@ -132,17 +136,16 @@ class MasterWeights(OptimizerWrapper):
         """Make a step. Raises TrainingError if gradients of the 16-bit parameters were changed after GradScaler had
         unscaled those of the masters."""
         loss = evaluate_closure(closure)
-        self._take_gradients()
-        if any(pair.parameter._version != pair.rounded for pair in self._pairs):
-            self.take_weights()
+        self.take_gradients()
+        self.take_changes()
         self.inner.step()
-        self._round()
+        self.write_weights()
         for pair in self._pairs:
             pair.norm = None
         return loss
 
     @torch.no_grad()
-    def _take_gradients(self) -> None:
+    def take_gradients(self) -> None:
         """Copy the 16-bit gradients that are new or were written since the last copy."""
         changed: list[_Pair] = []
         for pair in self._pairs:
@@ -175,12 +178,18 @@ class MasterWeights(OptimizerWrapper):
         for pair, norm in zip(changed, torch._foreach_norm(copies), strict=True):
             pair.norm = norm
 
-    def _round(self) -> None:
+    @torch.no_grad()
+    def write_weights(self) -> None:
         """Write the masters into the model, rounded to nearest even."""
         if self._pairs:
             torch._foreach_copy_([pair.parameter for pair in self._pairs], [pair.master for pair in self._pairs])
         for pair in self._pairs:
             pair.rounded = pair.parameter._version
+
+    def take_changes(self) -> None:
+        """Take the weights of the model (`take_weights`) if torch has noticed that something wrote them."""
+        if any(pair.parameter._version != pair.rounded for pair in self._pairs):
+            self.take_weights()
 
     @torch.no_grad()
     def take_weights(self) -> None:
@@ -225,7 +234,7 @@ class MasterWeights(OptimizerWrapper):
                 )
             for pair, saved in zip(self._pairs, masters, strict=True):
                 pair.master.copy_(saved)
-            self._round()
+            self.write_weights()
 
     def __repr__(self) -> str:
         return f"MasterWeights({self.inner!r})"

@@ -14,7 +14,7 @@ import torch
 
 from topkube.errors import ArgumentError
 from topkube.training.ranks.agreement import open_agreement
-from topkube.world import current
+from topkube.world import World, current
 
 Tensors = Sequence[torch.Tensor]
 
@@ -37,16 +37,18 @@ def map(
     sizes: Sequence[int],
     numbers: int = 1,
     parallel: bool = True,
+    ranks: World | None = None,
 ) -> list[list[float]]:
     """Return `numbers` numbers for each layer, computed by `function`, shape (layers, numbers).
 
     `function` receives the indices of some layers and returns the numbers of each of them; `sizes` is the cost of each
-    layer, for example its elements. With `parallel`, each rank calls `function` for its share of the layers, and all
-    ranks gather the numbers. All ranks call this together, with equal arguments. The result has the same bits on all
-    ranks. Raises ArgumentError if `function` returns another count of numbers.
+    layer, for example its elements. With `parallel`, each rank of `ranks` (by default of the current world) calls
+    `function` for its share of the layers, and these ranks gather the numbers. They call this together, with equal
+    arguments. The result has the same bits on all of them. Raises ArgumentError if `function` returns another count of
+    numbers.
     """
     layers = len(sizes)
-    world = current() if parallel and layers else None
+    world = (ranks or current()) if parallel and layers else None
     if world is None or world.size == 1:
         return _check_shape(function(list(range(layers))) if layers else [], layers, numbers)
     owner = assign_layers(sizes, world.size)
@@ -54,16 +56,17 @@ def map(
     values = np.zeros((layers, numbers))
     if own:
         values[own] = _check_shape(function(own), len(own), numbers)
-    gathered = open_agreement().sum(values.reshape(-1).tolist())  # adds zeros to one rank's number, so its bits stay
+    # Adds zeros to one rank's number, so its bits stay.
+    gathered = open_agreement(world).sum(values.reshape(-1).tolist())
     return [[float(x) for x in row] for row in gathered.reshape(layers, numbers)]
 
 
-def compute_norms(*kinds: Tensors, parallel: bool = False) -> list[list[float]]:
+def compute_norms(*kinds: Tensors, parallel: bool = False, ranks: World | None = None) -> list[list[float]]:
     """Return the 2-norms, in float32, of all tensors of one or more lists of equal length, for example weights and
     gradients.
 
-    With `parallel`, each rank computes its share of the layers, and all ranks gather the numbers (`map`). This reads
-    the tensors (or this rank's share of them) once, and waits for the device once per list.
+    With `parallel`, each rank of `ranks` computes its share of the layers, and these ranks gather the numbers (`map`).
+    This reads the tensors (or this rank's share of them) once, and waits for the device once per list.
     """
     layers = len(kinds[0])
     assert all(len(kind) == layers for kind in kinds)
@@ -73,7 +76,7 @@ def compute_norms(*kinds: Tensors, parallel: bool = False) -> list[list[float]]:
             list(row) for row in zip(*(_compute_local_norms([kind[i] for i in chosen]) for kind in kinds), strict=True)
         ]
 
-    rows = map(compute_rows, [tensor.numel() for tensor in kinds[0]], len(kinds), parallel)
+    rows = map(compute_rows, [tensor.numel() for tensor in kinds[0]], len(kinds), parallel, ranks)
     return [[row[number] for row in rows] for number in range(len(kinds))]
 
 

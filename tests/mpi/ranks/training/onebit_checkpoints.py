@@ -13,6 +13,7 @@ from torch import nn
 
 import topkube
 from ranks.training.checkpoints import make_shared_directory
+from ranks.training.onebit_optimizers import leave_masters, take_up_masters
 from ranks.training.onebit_scene import (
     build_adamw,
     build_onebit,
@@ -158,6 +159,7 @@ def leave_checkpoint(world: World, directory: str) -> None:
     owed = [torch.from_numpy(unsent) for unsent in left]
     state: dict[str, Any] = {"x": x, "owed": owed, "second": second, "two_stage": world.nodes >= 8}
     leave_residuals_of_a_schedule(world, directory)
+    leave_masters(world, directory)
     delayed = run_until(world, f"{directory}/delayed", 6, delay=1)
     state["delayed"] = [
         x.double() + torch.from_numpy(unsent)
@@ -197,6 +199,7 @@ def take_up(world: World, directory: str) -> None:
     take_up_outer_momentum(world, directory)
     take_up_delayed(world, directory, left["delayed"])
     take_up_residuals_of_a_schedule(world, directory)
+    take_up_masters(world, directory)
 
 
 def take_up_delayed(world: World, directory: str, wanted: list[torch.Tensor]) -> None:

@@ -11,16 +11,22 @@ from torch import nn
 import topkube
 from ranks.training.onebit_scene import (
     build_adamw,
+    build_lamb,
+    build_lars,
+    build_masters,
     build_onebit,
     build_sgd,
-    draw_batch,
+    draw_batch_of,
     read_agreed_weights,
     read_bits,
+    read_trained_weights,
     sum_owed_by_owners,
     train,
 )
-from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_loss, copy_weights
+from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_loss
 from topkube.algorithms import find_algorithm
+from topkube.training.optimizers.lamb import LAMB
+from topkube.training.optimizers.lars import LARS
 from topkube.world import World
 
 BLOCK = 256
@@ -50,16 +56,19 @@ class Definition:
         self.squares = [[[0.0, 0.0] for _ in self.x] for _ in world.node_ranks]
 
     def compute_gradients(self, model: nn.Module, node: int, step: int) -> list[torch.Tensor]:
-        """Return the mean gradient of the node's ranks at the node's weights, computed in float32 as on ranks."""
+        """Return the mean gradient of the node's ranks at the node's weights, computed in the dtype of the model, as on
+        ranks. The ranks of a node add up 16-bit gradients in float32, and round the mean."""
         with torch.no_grad():
             for parameter, values in zip(model.parameters(), self.own[node], strict=True):
                 parameter.copy_(values)
         total = [torch.zeros_like(p) for p in self.x]
         for rank in self.world.node_ranks[node]:
-            loss = compute_loss(model, *draw_batch(rank, step))
+            loss = compute_loss(model, *draw_batch_of(model, rank, step))
             for sum_, gradient in zip(total, torch.autograd.grad(loss, list(model.parameters())), strict=True):
                 sum_ += gradient.double()
-        return [sum_ / len(self.world.node_ranks[node]) for sum_ in total]
+        dtypes = [parameter.dtype for parameter in model.parameters()]
+        means = [sum_ / len(self.world.node_ranks[node]) for sum_ in total]
+        return [m.to(dtype).double() if dtype.itemsize == 2 else m for m, dtype in zip(means, dtypes, strict=True)]
 
     def step(self, model: nn.Module, step: int) -> None:
         rows = [self.compute_gradients(model, node, step) for node in range(self.world.nodes)]
@@ -92,6 +101,12 @@ class Definition:
         if isinstance(optimizer, torch.optim.SGD):
             optimizer.step()
             return
+        if isinstance(optimizer, LARS):
+            self.update_with_lars(optimizer, own, ratios)
+            return
+        if isinstance(optimizer, LAMB):
+            self.update_with_lamb(optimizer, own, ratios)
+            return
         group = optimizer.param_groups[0]
         first, second = group["betas"]
         with torch.no_grad():
@@ -105,6 +120,41 @@ class Definition:
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 scaled = (state["v"] / ratio / (1 - second ** state["t"])).sqrt() + group["eps"]
                 parameter.sub_(group["lr"] * state["m"] / (1 - first ** state["t"]) / scaled)
+
+    @torch.no_grad()
+    def update_with_lars(self, optimizer: Any, own: list[torch.Tensor], ratios: list[float]) -> None:
+        group = optimizer.param_groups[0]
+        for w, ratio in zip(own, ratios, strict=True):
+            velocity = optimizer.state[w].setdefault("v", torch.zeros_like(w))
+            change = group["lr"] * w.grad
+            if w.ndim > 1:
+                norm, decay = w.norm(), group["weight_decay"]
+                rate = group["trust"] * norm / (w.grad.norm() / ratio**0.5 + decay * norm)
+                change = group["lr"] * rate * (w.grad + decay * w)
+            velocity.mul_(group["momentum"]).add_(change)
+            w.sub_(velocity)
+
+    @torch.no_grad()
+    def update_with_lamb(self, optimizer: Any, own: list[torch.Tensor], ratios: list[float]) -> None:
+        group, nodes = optimizer.param_groups[0], self.world.nodes
+        first, second = group["betas"]
+        for w, ratio in zip(own, ratios, strict=True):
+            state = optimizer.state[w]
+            if not state:
+                state.update(t=0, m=torch.zeros_like(w), v=torch.zeros_like(w))
+            state["t"] += 1
+            state["m"].mul_(first).add_(w.grad, alpha=1 - first)
+            state["v"].mul_(second).addcmul_(w.grad, w.grad, value=1 - second)
+            root = (state["v"] / ratio / (1 - second ** state["t"])).sqrt()
+            direction = update = state["m"] / (1 - first ** state["t"]) / (root + group["eps"])
+            rate = group["lr"]
+            if w.ndim > 1:
+                kept = sum(((1 - first) * first**age / (1 - first ** state["t"])) ** 2 for age in range(state["t"]))
+                ratio_of_mean = (nodes - ratio + nodes * kept * (ratio - 1)) / (nodes - ratio + kept * (ratio - 1))
+                update = direction + group["weight_decay"] * w
+                squares = update.norm() ** 2 - direction.norm() ** 2 * (1 - 1 / ratio_of_mean)
+                rate = rate * w.norm() / squares.clamp_min(update.norm() ** 2 / nodes) ** 0.5
+            w.sub_(rate * update)
 
     @property
     def has_two_stages(self) -> bool:
@@ -196,38 +246,56 @@ def assert_follows(weights: list[torch.Tensor], wanted: list[torch.Tensor]) -> N
 
 
 def follow_definition(
-    world: World, make: Any, period: int, steps: int, algorithm: str = "onebit", delay: int = 0
+    world: World,
+    make: Any,
+    period: int,
+    steps: int,
+    algorithm: str = "onebit",
+    delay: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Train, and compare every step with the definition, which rank 0 computes for all nodes."""
+    """Train, and compare every step with the definition, which rank 0 computes for all nodes. With a 16-bit `dtype`,
+    the definition has the masters."""
     if world.nodes == 1:
         return  # nothing is sent between nodes, and nothing is compressed
-    model = build_network()
-    optimizer = build_onebit(model, make, period=period, aggregation=algorithm, delay=delay)
-    definition = Definition(world, build_network(), make, period, algorithm, delay) if world.rank == 0 else None
+    model = build_network().to(dtype)
+    wrap = make if dtype.itemsize == 4 else build_masters(make)
+    optimizer = build_onebit(model, wrap, period=period, aggregation=algorithm, delay=delay)
+    start = build_network().to(dtype)
+    definition = Definition(world, start, make, period, algorithm, delay) if world.rank == 0 else None
     for step in range(steps):
         train(world, model, optimizer, range(step, step + 1))
-        everyone = world.comm.gather([tensor.numpy() for tensor in copy_weights(model)])
+        trained = read_trained_weights(optimizer, model)
+        for parameter, weights in zip(model.parameters(), trained, strict=True):
+            assert torch.equal(parameter, weights.to(dtype))
+        everyone = world.comm.gather([tensor.numpy() for tensor in trained])
         x = read_agreed_weights(optimizer, model)
         owners = [torch.from_numpy(unsent) for unsent in sum_owed_by_owners(world, optimizer, model)]
         problem = ""
         if definition is not None:
             own = [[torch.from_numpy(array) for array in everyone[ranks[0]]] for ranks in world.node_ranks]
             try:
-                compare_step(definition, step, own, x, owners)
+                compare_step(definition, start, step, own, x, owners)
             except AssertionError as error:
                 problem = f"{algorithm}, period {period}, step {step}: {error}"
         topkube.barrier()  # sleeps; in a broadcast, MPI would use the processor that rank 0 computes on
         assert not (problem := world.comm.bcast(problem)), problem
     assert are_equal_on_all_ranks(x)
-    assert not are_equal_on_all_ranks(copy_weights(model))
+    assert not are_equal_on_all_ranks(read_trained_weights(optimizer, model))
     optimizer.unwrap()
-    assert are_equal_on_all_ranks(copy_weights(model))
+    assert are_equal_on_all_ranks(read_trained_weights(optimizer, model))
+    assert are_equal_on_all_ranks([parameter.float() for parameter in model.parameters()])
 
 
 def compare_step(
-    definition: Definition, step: int, own: list[list[torch.Tensor]], x: list[torch.Tensor], owners: list[torch.Tensor]
+    definition: Definition,
+    model: nn.Module,
+    step: int,
+    own: list[list[torch.Tensor]],
+    x: list[torch.Tensor],
+    owners: list[torch.Tensor],
 ) -> None:
-    definition.step(build_network(), step)
+    definition.step(model, step)
     for node, weights in enumerate(own):
         assert_follows(weights, definition.own[node])
     assert_follows(x, definition.x)
@@ -256,6 +324,22 @@ def case_a_delayed_exchange_follows_the_definition(world: World) -> None:
     follow_definition(world, build_sgd, 1, steps=8, delay=1)
     follow_definition(world, build_adamw, 2, steps=7, delay=1)
     follow_definition(world, build_sgd, 2, steps=7, algorithm="diloco", delay=1)
+
+
+def case_lars_and_lamb_follow_the_definition(world: World) -> None:
+    """The noise of gradients is compared in step 0 and in step 16."""
+    for make in (build_lars, build_lamb):
+        follow_definition(world, make, 1, steps=18)
+        follow_definition(world, make, 2, steps=5, delay=1)
+        follow_definition(world, make, 2, steps=5, algorithm="localsgd")
+
+
+def case_masters_follow_the_definition(world: World) -> None:
+    """The gradients are those of the 16-bit weights; everything else is that of the masters."""
+    follow_definition(world, build_sgd, 1, steps=6, dtype=torch.bfloat16)
+    follow_definition(world, build_adamw, 2, steps=18, dtype=torch.bfloat16)
+    follow_definition(world, build_lamb, 1, steps=5, delay=1, dtype=torch.bfloat16)
+    follow_definition(world, build_sgd, 2, steps=5, algorithm="diloco", dtype=torch.bfloat16)
 
 
 def case_topk1bit_follows_its_definition(world: World) -> None:
