@@ -21,7 +21,6 @@ thread_local std::vector<std::uint32_t> indices;
 thread_local std::vector<float> chosen;
 
 std::size_t octets(std::size_t bits) { return (bits + octet - 1) / octet; }
-std::size_t aligned(std::size_t bytes) { return (bytes + word_bytes - 1) / word_bytes * word_bytes; }
 
 // The eight bytes from `data` on, of which `available` exist; the first byte is the highest.
 std::uint64_t load_word(const std::uint8_t* data, std::size_t available) {
@@ -124,17 +123,6 @@ bool ascend_below(const std::uint32_t* from, std::size_t count, std::size_t leng
 }
 
 }  // namespace
-
-TopSignLayout::TopSignLayout(std::size_t length, std::size_t count)
-    : length(length),
-      count(count),
-      low(static_cast<unsigned>(std::bit_width(length / count)) - 1),
-      high(((length - 1) >> low) + count),
-      plane_bytes(octets(count)),
-      bits((count + sign_block - 1) / sign_block * sizeof(std::uint16_t)),
-      planes(aligned(bits + octets(count))),
-      unary(planes + low * plane_bytes),
-      bytes(aligned(unary + octets(high))) {}
 
 bool top_sign_pack(float* values, const TopSignLayout& layout, int threads, std::uint8_t* message) {
   indices.resize(layout.count);

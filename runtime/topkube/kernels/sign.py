@@ -1,5 +1,4 @@
-"""The sign kernels, on NumPy arrays and torch CPU tensors: one bit per element and one scale per block of 256, of all
-elements or of the largest."""
+"""The sign kernels: one bit per element and one scale per block of 256, of all elements or of the largest."""
 
 from __future__ import annotations
 
@@ -13,25 +12,34 @@ from topkube.arrays import Array, as_bytes, view_flat
 from topkube.errors import ArgumentError, WireError
 from topkube.kernels.arguments import (
     FLOAT32,
+    SIGN_BLOCK,
     check_apart,
     check_count,
     check_indexable,
     check_same_length,
+    check_sign_sizes,
     choose_threads,
 )
+from topkube.kernels.device import find_device_kernels
 
-SIGN_BLOCK = 256
 _BYTES, _WORDS = np.dtype(np.uint8), np.dtype(np.uint16)
+_PART = ("scales", "bits")
 
 
-def sign_pack_(values: Any, scales: Any | None = None, bits: Any | None = None) -> tuple[Any, Any, bool]:
+def sign_pack_(
+    values: Any, scales: Any | None = None, bits: Any | None = None, *, wait: bool = True
+) -> tuple[Any, Any, Any]:
     """Pack `values` (float32) and subtract what is sent from them in place. Return (scales, bits, is_finite).
 
     scales: (ceil(n / 256),) uint16, the bits of a bfloat16: the mean |x| of each block of 256 elements. bits:
     (ceil(n / 8),) uint8; bit i % 8 of byte i // 8 is the sign bit of element i. Element i is sent as +scale or -scale
     of its block. `is_finite` is False if a scale is NaN or infinite, as a NaN or infinite element makes it. Both
-    outputs are allocated unless they are passed. Raises ArgumentError before anything is written.
+    outputs are allocated unless they are passed. On a GPU the call waits for `is_finite`; with wait=False it does not
+    wait, and `is_finite` is a bool tensor on the device. Raises ArgumentError before anything is written.
     """
+    if gpu := find_device_kernels(values=values, scales=scales, bits=bits):
+        scales, bits, flag = gpu.sign_pack_(values, scales, bits, -(-values.numel() // SIGN_BLOCK))
+        return scales, bits, gpu.read_flag(flag, wait)
     view = view_flat(values, "values", writable=True, dtypes=(FLOAT32,))
     blocks, octets = -(-view.size // SIGN_BLOCK), -(-view.size // 8)
     scales = np.empty(blocks, _WORDS) if scales is None else scales
@@ -50,6 +58,10 @@ def sign_unpack_add_(out: Any, parts: Sequence[tuple[Any, Any]], weights: Sequen
     scale is multiplied by its weight in float32, the products are summed in the list's order, and the sum is added to
     `out`. Raises ArgumentError before anything is written.
     """
+    tensors = {f"{name} of parts[{i}]": x for i, part in enumerate(parts) for name, x in zip(_PART, part, strict=True)}
+    if gpu := find_device_kernels(out=out, **tensors):
+        gpu.sign_unpack_add_(out, parts, weights)
+        return out
     view = view_flat(out, "out", writable=True, dtypes=(FLOAT32,))
     check_same_length("weights", len(weights), "parts", len(parts))
     pairs = [_view_parts(scales, bits, f" of parts[{i}]", view.size) for i, (scales, bits) in enumerate(parts)]
@@ -122,16 +134,7 @@ def _view_message(message: Any, length: int, count: int, writable: bool = False)
 
 def _view_parts(scales: Any, bits: Any, of: str, length: int, writable: bool = False) -> tuple[Array, Array]:
     """Return views of scales and bits, checked for an array of `length` elements."""
-    views = []
-    for name, x, dtype, wanted in (
-        ("scales", scales, _WORDS, -(-length // SIGN_BLOCK)),
-        ("bits", bits, _BYTES, -(-length // 8)),
-    ):
-        view = view_flat(x, f"{name}{of}", writable=writable, dtypes=(dtype,))
-        if view.size != wanted:
-            raise ArgumentError(
-                f"{name}{of} has {view.size} elements; an array of {length} elements needs {wanted}",
-                next_step="pass scales and bits of one array, as sign_pack_ returned them",
-            )
-        views.append(view)
-    return views[0], views[1]
+    to_scales = view_flat(scales, f"scales{of}", writable=writable, dtypes=(_WORDS,))
+    to_bits = view_flat(bits, f"bits{of}", writable=writable, dtypes=(_BYTES,))
+    check_sign_sizes(to_scales.size, to_bits.size, of, length)
+    return to_scales, to_bits
