@@ -123,6 +123,16 @@ def _check_packing(x: torch.Tensor) -> Row:
         kernels.quantised_unpack_add_(left, bits, [message] * 3, weights)
         kernels.quantised_unpack_add_(host_left, bits, [host_message] * 3, weights)
         checks[f"quantised_unpack_add_ {bits}"] = _have_same_bits(left, host_left)
+    left, host_left, count = x.clone(), host.clone(), kernels.entries_kept(x.numel(), 0.1)
+    message = torch.empty(kernels.top_sign_bytes(x.numel(), count), dtype=torch.uint8, device=x.device)
+    host_message = torch.empty_like(message, device="cpu")
+    is_finite = kernels.top_sign_pack_(left, count, message)
+    checks["top_sign_pack_: finite"] = is_finite == kernels.top_sign_pack_(host_left, count, host_message)
+    checks["top_sign_pack_"] = _have_same_bits(message, host_message)
+    checks["top_sign_pack_: what is left"] = _have_same_bits(left, host_left)
+    kernels.top_sign_unpack_add_(left, count, message, 0.5)
+    kernels.top_sign_unpack_add_(host_left, count, host_message, 0.5)
+    checks["top_sign_unpack_add_"] = _have_same_bits(left, host_left)
     return {"elements": x.numel(), "wrong": [name for name, is_right in checks.items() if not is_right]}
 
 

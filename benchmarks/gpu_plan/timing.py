@@ -73,6 +73,17 @@ def _measure_packing(device: Device, name: str, elements: int) -> Row:
                 nodes * nbytes,
                 lambda x, bits=bits, some=some, weights=weights: kernels.quantised_unpack_add_(x, bits, some, weights),
             )
+    count = kernels.entries_kept(elements, 0.1)
+    message = torch.zeros(kernels.top_sign_bytes(elements, count), dtype=torch.uint8, device=device.place)
+    for kernel, run in (
+        ("top_sign_pack_", lambda i: kernels.top_sign_pack_(arrays[i % copies], count, message, **wait)),
+        (
+            "top_sign_unpack_add_",
+            lambda i: kernels.top_sign_unpack_add_(arrays[i % copies], count, message, 1.0, **wait),
+        ),
+    ):
+        row[f"{kernel} ms"] = device.milliseconds(run)
+        row[f"{kernel} kernels us"] = device.kernel_times(lambda run=run: run(0))
     return row
 
 

@@ -19,7 +19,8 @@ _SAMPLE = (
     "k.sign_unpack_add_(x, [(s, b)] * 2, [0.5, 0.5]); y = x[1:];"
     "m = {n: torch.zeros(k.quantised_bytes(y.numel(), n), dtype=torch.uint8).cuda() for n in k.QUANTISED_BITS};"
     "[(k.quantised_pack_(y, n, m[n]), k.quantised_unpack_add_(y, n, [m[n]] * 2, [0.5, 0.5])) for n in m];"
-    "torch.cuda.synchronize()"
+    "t = torch.zeros(k.top_sign_bytes(y.numel(), 30_000), dtype=torch.uint8).cuda();"
+    "k.top_sign_pack_(y, 30_000, t); k.top_sign_unpack_add_(y, 30_000, t, 0.5); torch.cuda.synchronize()"
 )
 _COUNTERS = (
     "dram__throughput.avg.pct_of_peak_sustained_elapsed,sm__throughput.avg.pct_of_peak_sustained_elapsed,"

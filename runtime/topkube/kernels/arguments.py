@@ -132,6 +132,15 @@ def check_message_size(name: str, size: int, wanted: int, length: int, bits: int
         )
 
 
+def check_top_sign_size(size: int, wanted: int, count: int, length: int) -> None:
+    """Raise ArgumentError if a message about the largest elements does not have the `wanted` bytes."""
+    if size != wanted:
+        raise ArgumentError(
+            f"message has {size} bytes; {count} of {length} elements need {wanted}",
+            next_step="pass an array of top_sign_bytes(length, count) bytes",
+        )
+
+
 def build_range_error(position: int, index: object, length: int) -> ArgumentError:
     """Return the error for an index outside of the dense array."""
     return ArgumentError(

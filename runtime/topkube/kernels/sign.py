@@ -9,7 +9,7 @@ import numpy as np
 
 from topkube import _kernels
 from topkube.arrays import Array, as_bytes, view_flat
-from topkube.errors import ArgumentError, WireError
+from topkube.errors import WireError
 from topkube.kernels.arguments import (
     FLOAT32,
     SIGN_BLOCK,
@@ -18,6 +18,7 @@ from topkube.kernels.arguments import (
     check_indexable,
     check_same_length,
     check_sign_sizes,
+    check_top_sign_size,
     choose_threads,
 )
 from topkube.kernels.device import find_device_kernels
@@ -84,7 +85,7 @@ def top_sign_bytes(length: int, count: int) -> int:
     return int(_kernels.top_sign_bytes(length, check_count(count, length)))
 
 
-def top_sign_pack_(values: Any, count: int, message: Any, *, threads: int | None = None) -> bool:
+def top_sign_pack_(values: Any, count: int, message: Any, *, threads: int | None = None, wait: bool = True) -> Any:
     """Write a message about the `count` elements of `values` (float32) of largest magnitude, and subtract what is sent
     from these elements in place. Return False if a scale is NaN or infinite, as a NaN or infinite element makes it.
 
@@ -92,43 +93,61 @@ def top_sign_pack_(values: Any, count: int, message: Any, *, threads: int | None
     the order of their indices. message: (top_sign_bytes(n, count),) uint8: the scales and the bits of `sign_pack_`,
     zeros up to a multiple of 8, and the indices in the code of Elias and Fano (Elias, "Efficient storage and retrieval
     by content and address of static files", 1974), which has the same length for any indices. Its format is in
-    csrc/cpu/sign/top_sign.hpp. threads: as in `topk`. Raises ArgumentError before anything is written.
+    csrc/cpu/sign/top_sign.hpp. threads: as in `topk`. On a GPU the call waits for its result; with wait=False it does
+    not wait, and returns a bool tensor on the device. Raises ArgumentError before anything is written.
     """
+    if gpu := find_device_kernels(values=values, message=message):
+        count, size = _count_bytes(values.numel(), count)
+        return gpu.read_flag(gpu.top_sign_pack_(values, count, message, size), wait)
     view = view_flat(values, "values", writable=True, dtypes=(FLOAT32,))
     to, count = _view_message(message, view.size, count, writable=True)
     check_apart("values", view, "message", to)
     return bool(_kernels.top_sign_pack(as_bytes(view), count, choose_threads(threads), to))
 
 
-def top_sign_unpack_add_(out: Any, count: int, message: Any, weight: float) -> Any:
+def top_sign_unpack_add_(out: Any, count: int, message: Any, weight: float, *, wait: bool = True) -> Any:
     """Compute out += weight * what `message` sends, and return `out` (float32). `top_sign_pack_` wrote the message
     about `count` elements of an array of `out`'s length. Each scale is multiplied by the weight in float32 first.
 
     Raises WireError if the message does not contain `count` ascending indices of `out`, and ArgumentError for other
-    lengths and dtypes; nothing is written then.
+    lengths and dtypes; nothing is written then. On a GPU the call waits for the check; with wait=False it does not
+    wait, and a damaged message adds nothing without an error.
     """
+    if gpu := find_device_kernels(out=out, message=message):
+        count, size = _count_bytes(out.numel(), count)
+        flag = gpu.top_sign_unpack_add_(out, count, message, float(weight), size)
+        if wait and not gpu.read_flag(flag, wait):
+            raise _build_damage_error(count, out.numel())
+        return out
     view = view_flat(out, "out", writable=True, dtypes=(FLOAT32,))
     data, count = _view_message(message, view.size, count)
     check_apart("out", view, "message", data)
     if not _kernels.top_sign_unpack_add(as_bytes(view), count, data, float(weight)):
-        raise WireError(
-            f"{count} indices below {view.size} were expected, but the message holds others",
-            cause="the message was damaged, or the nodes run different versions of TopKube",
-            next_step="run the same version of TopKube on all nodes",
-        )
+        raise _build_damage_error(count, view.size)
     return out
+
+
+def _build_damage_error(count: int, length: int) -> WireError:
+    """Return the error for a message that does not contain `count` ascending indices below `length`."""
+    return WireError(
+        f"{count} indices below {length} were expected, but the message holds others",
+        cause="the message was damaged, or the nodes run different versions of TopKube",
+        next_step="run the same version of TopKube on all nodes",
+    )
+
+
+def _count_bytes(length: int, count: int) -> tuple[int, int]:
+    """Return the count, checked, and the bytes of a message about `count` of `length` elements."""
+    check_indexable(length, "the array")
+    count = check_count(count, length)
+    return count, top_sign_bytes(length, count)
 
 
 def _view_message(message: Any, length: int, count: int, writable: bool = False) -> tuple[Array, int]:
     """Return a view of a message about `count` of `length` elements, checked, and the count."""
-    check_indexable(length, "the array")
-    count = check_count(count, length)
-    view, wanted = view_flat(message, "message", writable=writable, dtypes=(_BYTES,)), top_sign_bytes(length, count)
-    if view.size != wanted:
-        raise ArgumentError(
-            f"message has {view.size} bytes; {count} of {length} elements need {wanted}",
-            next_step="pass an array of top_sign_bytes(length, count) bytes",
-        )
+    count, size = _count_bytes(length, count)
+    view = view_flat(message, "message", writable=writable, dtypes=(_BYTES,))
+    check_top_sign_size(view.size, size, count, length)
     return view, count
 
 

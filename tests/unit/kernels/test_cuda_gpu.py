@@ -93,6 +93,14 @@ def test_the_public_functions_pack_cuda_tensors() -> None:
         kernels.quantised_unpack_add_(left, bits, [message] * 2, weights)
         kernels.quantised_unpack_add_(there, bits, [own] * 2, weights)
         assert have_same_bits(there, left)
+    message = torch.zeros(kernels.top_sign_bytes(x.numel(), 9000), dtype=torch.uint8)
+    left, there, own = x.clone(), x.cuda(), message.cuda()
+    assert kernels.top_sign_pack_(left, 9000, message)
+    assert kernels.top_sign_pack_(there, 9000, own)
+    assert have_same_bits(own, message)
+    kernels.top_sign_unpack_add_(left, 9000, message, 0.5)
+    kernels.top_sign_unpack_add_(there, 9000, own, 0.5)
+    assert have_same_bits(there, left)
 
 
 @needs_gpu

@@ -102,4 +102,4 @@ def _find_addresses(tensors: Sequence[torch.Tensor]) -> Any:
 
 def _list_floats(numbers: Sequence[float]) -> Any:
     """Return numbers as an array of C."""
-    return (ctypes.c_float * len(numbers))(*numbers)
+    return (ctypes.c_float * len(numbers))(*map(float, numbers))
