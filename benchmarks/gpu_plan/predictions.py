@@ -44,6 +44,7 @@ class Prediction:
 _FP32, _BF16 = "time 110M fp32 0.01", "time 110M bf16 0.01"
 _DEFAULT, _SCALAR, _SERIAL = "variant default", "variant scalar loads", "variant one load ahead"
 _SAMPLING = "variant no reuse"
+_PACKING = "packing 110M"
 PREDICTIONS = (
     Prediction(_FP32, "topk % of a read", 50, 85, "one pass with 16-byte loads; the rest reads 1.5% of the entries"),
     Prediction(_FP32, "compress_ % of 12 bytes", 60, 90, "one pass that reads 8 and writes 4 bytes per element"),
@@ -65,6 +66,18 @@ PREDICTIONS = (
     ),
     Prediction(
         _DEFAULT, "topk again ms", 0.85, 1.02, "the sample is a tenth of it; a third more candidates", per=_SAMPLING
+    ),
+    Prediction(_PACKING, "sign_pack_ % of its bytes", 65, 105, "reads and writes an element once; 16 loads per thread"),
+    Prediction(_PACKING, "quantised_pack_ 8 % of its bytes", 65, 105, "the same, with 2 loads of 16 bytes per thread"),
+    Prediction(
+        _PACKING,
+        "quantised_unpack_add_ 8 8 nodes % of its bytes",
+        50,
+        100,
+        "16 bytes per element, half of them in words",
+    ),
+    Prediction(
+        _PACKING, "sign_unpack_add_ 8 nodes % of its bytes", 50, 100, "9 bytes per element, and 8 nodes' bits to unpack"
     ),
     Prediction("training step", "overhead %", -5, 25, "one rank: selection, and launches from Python"),
     Prediction("steps that the device skips", "host ms, device", 0.1, 3, "the host does not wait for the 5 ms of work"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ SIZES = {"0.82M": 819_200, "6.5M": 6_553_600, "25.6M": 25_557_032, "110M": 110_0
 DENSITIES = (0.001, 0.01)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GOALS = {"topk % of a read": 60, "topk × torch.topk": 5, "compress_ % of 12 bytes": 65, "mstopk × torch": 5}
+_NODES = (2, 8)
 _ROTATED_BYTES = 1 << 30
 
 
@@ -26,6 +28,63 @@ def run(device: Device, rows: Rows, quick: bool) -> None:
                 key = f"time {name} {dtype_name} {density:g}"
                 rows.measure(key, lambda a=(name, elements, dtype_name, dtype, density): _measure_kernel(device, *a))
                 device.free()
+        rows.measure(f"packing {name}", lambda a=(name, elements): _measure_packing(device, *a))
+        device.free()
+
+
+def _measure_packing(device: Device, name: str, elements: int) -> Row:
+    """Time signs and integers. `% of its bytes` compares with an addition, which reads 8 and writes 4 bytes per
+    element: 100 is the time of an addition of as many bytes."""
+    elements = device.elements(elements)
+    copies = max(1, min(64, _ROTATED_BYTES // (4 * elements)))
+    arrays, other = [device.normal(elements) for _ in range(copies)], torch.zeros(elements, device=device.place)
+    wait: dict[str, Any] = {} if device.dry else {"wait": False}
+    add = device.milliseconds(lambda i: arrays[i % copies].add_(other, alpha=0.0))
+    row: Row = {"size": name, "elements": elements, "dtype": "fp32", "density": 1, "add ms": add}
+
+    def time_kernel(kernel: str, message_bytes: int, run: Callable[[torch.Tensor], Any]) -> None:
+        row[f"{kernel} ms"] = spent = device.milliseconds(lambda i: run(arrays[i % copies]))
+        row[f"{kernel} % of its bytes"] = 100 * add / spent * (8 * elements + message_bytes) / (12 * elements)
+        row[f"{kernel} kernels us"] = device.kernel_times(lambda: run(arrays[0]))
+
+    scales, signs, _ = kernels.sign_pack_(other.clone())
+    part = torch.as_tensor(scales), torch.as_tensor(signs)
+    nbytes = sum(x.numel() * x.element_size() for x in part)
+    time_kernel("sign_pack_", nbytes, lambda x: kernels.sign_pack_(x, *part, **wait))
+    for nodes in _NODES:
+        parts, weights = [tuple(x.clone() for x in part) for _ in range(nodes)], [1.0] * nodes
+        time_kernel(
+            f"sign_unpack_add_ {nodes} nodes",
+            nodes * nbytes,
+            lambda x, parts=parts, weights=weights: kernels.sign_unpack_add_(x, parts, weights),
+        )
+    for bits in kernels.QUANTISED_BITS:
+        nbytes = kernels.quantised_bytes(elements, bits)
+        messages = [torch.zeros(nbytes, dtype=torch.uint8, device=device.place) for _ in range(max(_NODES))]
+        time_kernel(
+            f"quantised_pack_ {bits}",
+            nbytes,
+            lambda x, bits=bits, to=messages[0]: kernels.quantised_pack_(x, bits, to, **wait),
+        )
+        for nodes in _NODES:
+            some, weights = messages[:nodes], [1.0] * nodes
+            time_kernel(
+                f"quantised_unpack_add_ {bits} {nodes} nodes",
+                nodes * nbytes,
+                lambda x, bits=bits, some=some, weights=weights: kernels.quantised_unpack_add_(x, bits, some, weights),
+            )
+    count = kernels.entries_kept(elements, 0.1)
+    message = torch.zeros(kernels.top_sign_bytes(elements, count), dtype=torch.uint8, device=device.place)
+    for kernel, run in (
+        ("top_sign_pack_", lambda i: kernels.top_sign_pack_(arrays[i % copies], count, message, **wait)),
+        (
+            "top_sign_unpack_add_",
+            lambda i: kernels.top_sign_unpack_add_(arrays[i % copies], count, message, 1.0, **wait),
+        ),
+    ):
+        row[f"{kernel} ms"] = device.milliseconds(run)
+        row[f"{kernel} kernels us"] = device.kernel_times(lambda run=run: run(0))
+    return row
 
 
 def _measure_kernel(

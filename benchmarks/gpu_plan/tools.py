@@ -15,13 +15,18 @@ _SAMPLE = (
     "import torch, topkube.kernels as k; x = torch.randn(300_000).cuda();"
     "i, v = k.topk(x, 3000); k.compress_(x, torch.zeros_like(x), 3000); k.mstopk(x, 3000);"
     "k.decode(k.encode(i, v, x.numel(), wire='bf16')); p = k.PreviousThreshold('cuda');"
-    "k.topk(x, 3000, previous=p); k.topk(x, 3000, previous=p); torch.cuda.synchronize()"
+    "k.topk(x, 3000, previous=p); k.topk(x, 3000, previous=p); s, b, _ = k.sign_pack_(x);"
+    "k.sign_unpack_add_(x, [(s, b)] * 2, [0.5, 0.5]); y = x[1:];"
+    "m = {n: torch.zeros(k.quantised_bytes(y.numel(), n), dtype=torch.uint8).cuda() for n in k.QUANTISED_BITS};"
+    "[(k.quantised_pack_(y, n, m[n]), k.quantised_unpack_add_(y, n, [m[n]] * 2, [0.5, 0.5])) for n in m];"
+    "t = torch.zeros(k.top_sign_bytes(y.numel(), 30_000), dtype=torch.uint8).cuda();"
+    "k.top_sign_pack_(y, 30_000, t); k.top_sign_unpack_add_(y, 30_000, t, 0.5); torch.cuda.synchronize()"
 )
 _COUNTERS = (
     "dram__throughput.avg.pct_of_peak_sustained_elapsed,sm__throughput.avg.pct_of_peak_sustained_elapsed,"
     "sm__warps_active.avg.pct_of_peak_sustained_active,gpu__time_duration.sum"
 )
-_HOT = "regex:filter|collect|narrow|total"
+_HOT = "regex:filter|collect|narrow|total|pack_"
 _BEFORE_THE_KILL = 15
 """Seconds after the deadline of a stage, before its process is killed (gpu.py: GRACE_SECONDS)."""
 

@@ -22,8 +22,7 @@ static constexpr std::uint32_t magnitude_bits = 0x7fffffffu;  // the bits of a f
 
 // Kernels pass every result of arithmetic through `canonical`. Which NaN an addition returns differs: x86 keeps the bits of an
 // operand, or returns 0xffc00000; NVIDIA GPUs return 0x7fffffff. A NaN that a kernel computes is 0x7fc00000 everywhere, so that
-// results have the same bits. A NaN that a kernel only copies or selects keeps its bits. `sign_pack` and `sign_unpack_add` are
-// exceptions: the scale of a block reports its NaN, and the step is skipped.
+// results have the same bits. A NaN that a kernel only copies or selects keeps its bits.
 static constexpr std::uint32_t canonical_nan = 0x7fc00000u;
 static constexpr float canonical(float result) { return result != result ? float_of(canonical_nan) : result; }
 

@@ -1,6 +1,6 @@
 // What the files of the library share: the choice of a dtype, the device of a call, and its workspace.
 //
-// The C functions of the library are in select.cu, compress.cu, dense.cu and wire.cu: nvcc compiles them at the same time.
+// The C functions of the library are in the files *.cu: nvcc compiles them at the same time.
 // topkube/kernels/cuda_library.py calls them.
 //
 // Every function takes device pointers and a stream of `device`, launches kernels, and returns 0 or CUDA's error code. No

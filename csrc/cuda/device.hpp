@@ -56,6 +56,7 @@ TOPKUBE_DEVICE T shuffle_xor(T value, u32 mask) {
   return __shfl_xor_sync(0xffffffffu, value, static_cast<int>(mask));
 }
 TOPKUBE_DEVICE u32 warp_total(u32 value) { return __reduce_add_sync(0xffffffffu, value); }
+TOPKUBE_DEVICE u32 warp_largest(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
 TOPKUBE_DEVICE u32 matching(u32 key) { return __match_any_sync(0xffffffffu, key); }  // lanes with the same key
 
 TOPKUBE_DEVICE u32 popcount(u32 bits) { return static_cast<u32>(__popc(bits)); }
@@ -66,6 +67,7 @@ TOPKUBE_DEVICE u64 high_product(u64 a, u64 b) { return __umul64hi(a, b); }
 TOPKUBE_DEVICE float plus(float a, float b) { return a + b; }
 TOPKUBE_DEVICE float minus(float a, float b) { return a - b; }
 TOPKUBE_DEVICE float times(float a, float b) { return a * b; }
+TOPKUBE_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 
 // Work on global and shared memory. `add` and `lower` return the old value.
 TOPKUBE_DEVICE u32 add(u32* to, u32 value) { return atomicAdd(to, value); }

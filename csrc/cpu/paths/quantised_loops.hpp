@@ -29,6 +29,9 @@ std::uint16_t quantised_pack(float* values, std::size_t length, int bits, std::u
     integers[i] = static_cast<std::uint8_t>(bits_of(sum));
     values[i] -= (sum - rounding_term) * scale;
   }
+  if (!is_finite) {  // only such a block can have NaNs
+    for (std::size_t i = 0; i < length; ++i) values[i] = canonical(values[i]);
+  }
   if (bits == 8) {
     __builtin_memcpy(codes, integers, length);
   } else {
@@ -59,7 +62,7 @@ void quantised_unpack_add(float* values, std::size_t length, int bits, const flo
       }
     }
   }
-  for (std::size_t i = 0; i < length; ++i) values[i] += sums[i];
+  for (std::size_t i = 0; i < length; ++i) values[i] = canonical(values[i] + sums[i]);
 }
 
 }  // namespace

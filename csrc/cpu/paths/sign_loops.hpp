@@ -67,6 +67,9 @@ std::uint16_t sign_pack(float* values, std::size_t length, std::uint8_t* bits) {
   const std::uint16_t scale = mean == mean ? to_bf16(mean) : std::uint16_t{0x7fc0};
   const std::uint32_t sent = std::uint32_t{scale} << 16;
   for (std::size_t i = 0; i < length; ++i) values[i] -= float_of(sent | (bits_of(values[i]) & sign_bit));
+  if ((scale & 0x7f80u) == 0x7f80u) {  // only such a block can have NaNs
+    for (std::size_t i = 0; i < length; ++i) values[i] = canonical(values[i]);
+  }
   return scale;
 }
 
@@ -84,7 +87,9 @@ struct SignSums {
     }
   }
   void add_to(float* values) const {
-    for (int j = 0; j < 2; ++j) _mm512_storeu_ps(values + 16 * j, _mm512_add_ps(_mm512_loadu_ps(values + 16 * j), sums[j]));
+    for (int j = 0; j < 2; ++j) {
+      Lanes::store(values + 16 * j, Lanes::add(Lanes::load(values + 16 * j), _mm512_castps_si512(sums[j])));
+    }
   }
 #elif defined(__AVX2__)
   __m256 sums[4] = {};
@@ -99,7 +104,9 @@ struct SignSums {
     }
   }
   void add_to(float* values) const {
-    for (int j = 0; j < 4; ++j) _mm256_storeu_ps(values + 8 * j, _mm256_add_ps(_mm256_loadu_ps(values + 8 * j), sums[j]));
+    for (int j = 0; j < 4; ++j) {
+      Lanes::store(values + 8 * j, Lanes::add(Lanes::load(values + 8 * j), _mm256_castps_si256(sums[j])));
+    }
   }
 #else
   Floats32 sums[32 / width] = {};
@@ -118,7 +125,9 @@ struct SignSums {
       Floats32 value;
       __builtin_memcpy(&value, values + v * width, sizeof value);
       value += sums[v];
-      __builtin_memcpy(values + v * width, &value, sizeof value);
+      const Words32 is_number = (Words32)(value == value);
+      const Words32 sum = ((Words32)value & is_number) | (canonical_nan & ~is_number);
+      __builtin_memcpy(values + v * width, &sum, sizeof sum);
     }
   }
 #endif
@@ -140,7 +149,7 @@ void sign_unpack_add(float* values, std::size_t length, const float* scales, con
     for (std::size_t p = 0; p < parts; ++p) {
       sum += float_of(bits_of(scales[p]) ^ (std::uint32_t{bits[p][i / 8]} >> i % 8 & 1u) << 31);
     }
-    values[i] += sum;
+    values[i] = canonical(values[i] + sum);
   }
 }
 

@@ -8,18 +8,6 @@
 #include "cpu/paths/path.hpp"
 
 namespace topkube {
-namespace {
-
-// Returns the bytes of the integers of `length` elements.
-std::size_t count_code_bytes(std::size_t length, int bits) { return bits == 8 ? length : (length + 31) / 32 * 16; }
-
-}  // namespace
-
-QuantisedLayout::QuantisedLayout(std::size_t length, int bits)
-    : length(length),
-      bits(bits),
-      codes((length + quantised_block - 1) / quantised_block * sizeof(std::uint16_t)),
-      bytes((codes + count_code_bytes(length, bits) + 7) / 8 * 8) {}
 
 bool quantised_pack(float* values, const QuantisedLayout& layout, std::uint8_t* message) {
   const IeeeScope ieee;
@@ -27,13 +15,12 @@ bool quantised_pack(float* values, const QuantisedLayout& layout, std::uint8_t* 
   bool finite = true;
   for (std::size_t start = 0; start < layout.length; start += quantised_block) {
     const std::size_t length = std::min(quantised_block, layout.length - start);
-    std::uint8_t* codes = message + layout.codes + count_code_bytes(start, layout.bits);
+    std::uint8_t* codes = message + layout.codes + quantised_code_bytes(start, layout.bits);
     const std::uint16_t scale = path.quantised_pack(values + start, length, layout.bits, codes);
     std::memcpy(message + start / quantised_block * sizeof scale, &scale, sizeof scale);
     finite = finite && (scale & 0x7f80u) != 0x7f80u;
   }
-  const std::size_t end = layout.codes + count_code_bytes(layout.length, layout.bits);
-  std::memset(message + end, 0, layout.bytes - end);
+  std::memset(message + layout.end, 0, layout.bytes - layout.end);
   return finite;
 }
 
@@ -48,7 +35,7 @@ void quantised_unpack_add(float* values, const QuantisedLayout& layout, const st
       std::uint16_t scale;
       std::memcpy(&scale, messages[m] + start / quantised_block * sizeof scale, sizeof scale);
       scales[m] = from_bf16(scale) * weights[m];
-      codes[m] = messages[m] + layout.codes + count_code_bytes(start, layout.bits);
+      codes[m] = messages[m] + layout.codes + quantised_code_bytes(start, layout.bits);
     }
     const std::size_t length = std::min(quantised_block, layout.length - start);
     path.quantised_unpack_add(values + start, length, layout.bits, scales.data(), codes.data(), messages.size());

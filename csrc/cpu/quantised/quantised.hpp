@@ -12,21 +12,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu/quantised/layout.hpp"
+
 namespace topkube {
 
-constexpr std::size_t quantised_block = 256;
-
-// The places of the parts of a message about `length` elements with `bits` bits each.
-struct QuantisedLayout {
-  QuantisedLayout(std::size_t length, int bits);
-  std::size_t length;
-  int bits;
-  std::size_t codes;  // the first byte of the integers
-  std::size_t bytes;
-};
-
-// Writes the message about `values`, and leaves in every element the rounding error. Returns true if all scales are finite. A block
-// with a NaN or an infinite element has the scale NaN.
+// Writes the message about `values`, and subtracts from every element what is sent of it. Returns true if all scales are finite. A
+// block with a NaN or an infinite element has the scale NaN.
 bool quantised_pack(float* values, const QuantisedLayout& layout, std::uint8_t* message);
 
 // Adds the sum of the messages times their weights to `values`. A scale is multiplied by its weight first; the sum is computed in

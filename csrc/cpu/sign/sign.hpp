@@ -8,9 +8,9 @@
 #include <cstdint>
 #include <vector>
 
-namespace topkube {
+#include "cpu/sign/layout.hpp"
 
-constexpr std::size_t sign_block = 256;
+namespace topkube {
 
 // Writes the scales and the bits of `values`, and leaves in every element the part that is not sent, in one pass. `scales` has one
 // entry per block, `bits` has (length + 7) / 8 bytes. Returns true if all scales are finite. A block with a NaN or an infinite

@@ -20,8 +20,7 @@ constexpr std::uint64_t lowest_of_each_byte = 0x0101010101010101u;
 thread_local std::vector<std::uint32_t> indices;
 thread_local std::vector<float> chosen;
 
-std::size_t count_octets(std::size_t bits) { return (bits + octet - 1) / octet; }
-std::size_t align_up(std::size_t bytes) { return (bytes + word_bytes - 1) / word_bytes * word_bytes; }
+std::size_t octets(std::size_t bits) { return (bits + octet - 1) / octet; }
 
 // Returns the eight bytes from `data` on, of which `available` exist. The first byte is the highest.
 std::uint64_t load_word(const std::uint8_t* data, std::size_t available) {
@@ -125,24 +124,13 @@ bool are_ascending_below(const std::uint32_t* from, std::size_t count, std::size
 
 }  // namespace
 
-TopSignLayout::TopSignLayout(std::size_t length, std::size_t count)
-    : length(length),
-      count(count),
-      low(static_cast<unsigned>(std::bit_width(length / count)) - 1),
-      high(((length - 1) >> low) + count),
-      plane_bytes(count_octets(count)),
-      bits((count + sign_block - 1) / sign_block * sizeof(std::uint16_t)),
-      planes(align_up(bits + count_octets(count))),
-      unary(planes + low * plane_bytes),
-      bytes(align_up(unary + count_octets(high))) {}
-
 bool top_sign_pack(float* values, const TopSignLayout& layout, int threads, std::uint8_t* message) {
   indices.resize(layout.count);
   chosen.resize(layout.count);
   topk(values, Dtype::f32, layout.length, layout.count, threads, indices.data(), chosen.data());
   std::uint8_t* bits = message + layout.bits;
   const bool finite = sign_pack(chosen.data(), layout.count, reinterpret_cast<std::uint16_t*>(message), bits);
-  std::fill(bits + count_octets(layout.count), message + layout.planes, std::uint8_t{0});
+  std::fill(bits + octets(layout.count), message + layout.planes, std::uint8_t{0});
   for (std::size_t i = 0; i < layout.count; ++i) values[indices[i]] = chosen[i];
   write_planes(indices.data(), layout, message + layout.planes);
   write_unary(indices.data(), layout, message + layout.unary);

@@ -10,21 +10,12 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cpu/sign/layout.hpp"
+
 namespace topkube {
 
-// The layout of a message about `count` of `length` elements (1 <= count <= length < 2^32).
-struct TopSignLayout {
-  TopSignLayout(std::size_t length, std::size_t count);
-
-  std::size_t length, count;
-  unsigned low;                            // bits of an index in planes
-  std::size_t high;                        // bits of the unary part
-  std::size_t plane_bytes;                 // bytes of one plane
-  std::size_t bits, planes, unary, bytes;  // where the sign bits, the planes and the unary part begin; the length
-};
-
-// Chooses the `layout.count` largest elements of `values` (as `topk` does), and writes a message about them, `layout.bytes` long.
-// Leaves in each of these elements the part that is not sent. Returns true if all scales are finite.
+// Chooses the `layout.count` largest elements of `values` (as `topk` does), writes a message about them, `layout.bytes` long, and
+// subtracts from each of these elements what is sent of it. Returns true if all scales are finite.
 bool top_sign_pack(float* values, const TopSignLayout& layout, int threads, std::uint8_t* message);
 
 // Adds the elements of a message, times `weight`, to `values`. Returns false, and changes nothing, if the message does not contain

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from topkube import _kernels
 from topkube.errors import SettingsError
-from topkube.kernels.arguments import SETTINGS
+from topkube.kernels.arguments import SETTINGS, SIGN_BLOCK
 from topkube.kernels.dense import add_, cast_, is_finite, scale_, sum_
 from topkube.kernels.previous_threshold import PreviousThreshold
 from topkube.kernels.quantised import (
@@ -30,7 +30,6 @@ from topkube.kernels.selection import (
     topk,
 )
 from topkube.kernels.sign import (
-    SIGN_BLOCK,
     sign_pack_,
     sign_unpack_add_,
     top_sign_bytes,

@@ -14,6 +14,7 @@ SETTINGS = Settings.from_environment()
 FLOAT32 = np.dtype(np.float32)
 WIRES = dict(zip(("fp32", "bf16", "fp16"), DTYPE_CODES.values(), strict=True))
 MOST_ELEMENTS = 2**32 - 1
+SIGN_BLOCK = 256
 
 
 def check_same_length(name: str, length: int, other_name: str, other: int) -> None:
@@ -109,6 +110,35 @@ def check_length(length: int) -> int:
     if not 0 <= length <= MOST_ELEMENTS:
         raise ArgumentError(f"length = {length} is outside 0..2^32-1", next_step="encode parts of fewer elements")
     return length
+
+
+def check_sign_sizes(scales: int, bits: int, of: str, length: int) -> None:
+    """Raise ArgumentError if so many scales and bytes of bits do not fit an array of `length` elements. `of` names the
+    part that they belong to."""
+    for name, size, wanted in (("scales", scales, -(-length // SIGN_BLOCK)), ("bits", bits, -(-length // 8))):
+        if size != wanted:
+            raise ArgumentError(
+                f"{name}{of} has {size} elements; an array of {length} elements needs {wanted}",
+                next_step="pass scales and bits of one array, as sign_pack_ returned them",
+            )
+
+
+def check_message_size(name: str, size: int, wanted: int, length: int, bits: int) -> None:
+    """Raise ArgumentError if a message of integers does not have the `wanted` bytes."""
+    if size != wanted:
+        raise ArgumentError(
+            f"{name} has {size} bytes; {length} elements of {bits} bits need {wanted}",
+            next_step="pass an array of quantised_bytes(length, bits) bytes",
+        )
+
+
+def check_top_sign_size(size: int, wanted: int, count: int, length: int) -> None:
+    """Raise ArgumentError if a message about the largest elements does not have the `wanted` bytes."""
+    if size != wanted:
+        raise ArgumentError(
+            f"message has {size} bytes; {count} of {length} elements need {wanted}",
+            next_step="pass an array of top_sign_bytes(length, count) bytes",
+        )
 
 
 def build_range_error(position: int, index: object, length: int) -> ArgumentError:

@@ -58,6 +58,12 @@ _SIGNATURES: dict[str, list[Any]] = {
     "decode_add": [*_place, _pointer, _u64, _pointer, _int, _u64, _float, _pointer, *_workspace],
     "sum_rows": [*_place, _pointer, _u64, _u64, _u64, _pointer, _int, _u64, _pointer, *_workspace],
     "scatter_add": [*_place, _pointer, _int, _u64, _pointer, _pointer, _int, _u64, _pointer],
+    "sign_pack": [*_place, _pointer, _u64, _pointer, _pointer, _pointer],
+    "sign_unpack_add": [*_place, _pointer, _u64, _pointer, _pointer, _pointer, _u64, *_workspace],
+    "top_sign_write": [*_place, _pointer, _u64, _pointer, _pointer, _u64, _pointer],
+    "top_sign_unpack_add": [*_place, _pointer, _u64, _u64, _pointer, _float, _pointer, *_workspace],
+    "quantised_pack": [*_place, _pointer, _u64, _int, _pointer, _pointer],
+    "quantised_unpack_add": [*_place, _pointer, _u64, _int, _pointer, _pointer, _u64, *_workspace],
 }
 
 

@@ -1,5 +1,4 @@
-"""The kernels of integers with 4 or 8 bits and one scale per block of 256 elements, on NumPy arrays and torch CPU
-tensors."""
+"""The kernels of integers with 4 or 8 bits and one scale per block of 256 elements."""
 
 from __future__ import annotations
 
@@ -11,7 +10,8 @@ import numpy as np
 from topkube import _kernels
 from topkube.arrays import Array, as_bytes, view_flat
 from topkube.errors import ArgumentError
-from topkube.kernels.arguments import FLOAT32, check_apart, check_same_length
+from topkube.kernels.arguments import FLOAT32, check_apart, check_message_size, check_same_length
+from topkube.kernels.device import find_device_kernels
 
 QUANTISED_BITS = (4, 8)
 QUANTISED_BLOCK = 256
@@ -28,15 +28,19 @@ def quantised_bytes(length: int, bits: int) -> int:
     return int(_kernels.quantised_bytes(length, bits))
 
 
-def quantised_pack_(values: Any, bits: int, message: Any) -> bool:
-    """Write a message about `values` (float32), and leave in `values` the part that is not sent. Return False if the
-    scale of a block is NaN, because an element of the block is NaN or infinite.
+def quantised_pack_(values: Any, bits: int, message: Any, *, wait: bool = True) -> Any:
+    """Write a message about `values` (float32), and subtract what is sent from them in place. Return False if a scale
+    is NaN, as a NaN or infinite element makes that of its block.
 
     The scale of a block of 256 elements is its largest |x| divided by 7 (4 bits) or 127 (8 bits), rounded up to a
     bfloat16 number. An element is sent as the nearest multiple of the scale. A block whose scale would be below 2^-126
-    is not sent. message: (quantised_bytes(n, bits),) uint8, in the format of csrc/cpu/quantised/quantised.hpp. Raises
+    is not sent. message: (quantised_bytes(n, bits),) uint8, in the format of csrc/cpu/quantised/quantised.hpp. On a GPU
+    the call waits for its result; with wait=False it does not wait, and returns a bool tensor on the device. Raises
     ArgumentError before anything is written.
     """
+    if gpu := find_device_kernels(values=values, message=message):
+        flag = gpu.quantised_pack_(values, bits, message, quantised_bytes(values.numel(), bits))
+        return gpu.read_flag(flag, wait)
     view = view_flat(values, "values", writable=True, dtypes=(FLOAT32,))
     to = _view_message(message, "message", view.size, bits, writable=True)
     check_apart("values", view, "message", to)
@@ -50,6 +54,9 @@ def quantised_unpack_add_(out: Any, bits: int, messages: Sequence[Any], weights:
     float32, the products are summed in the list's order, and the sum is added to `out`. Raises ArgumentError before
     anything is written.
     """
+    if gpu := find_device_kernels(out=out, **{f"messages[{i}]": message for i, message in enumerate(messages)}):
+        gpu.quantised_unpack_add_(out, bits, messages, weights, quantised_bytes(out.numel(), bits))
+        return out
     view = view_flat(out, "out", writable=True, dtypes=(FLOAT32,))
     check_same_length("weights", len(weights), "messages", len(messages))
     views = [_view_message(message, f"messages[{i}]", view.size, bits) for i, message in enumerate(messages)]
@@ -62,9 +69,5 @@ def quantised_unpack_add_(out: Any, bits: int, messages: Sequence[Any], weights:
 def _view_message(message: Any, name: str, length: int, bits: int, writable: bool = False) -> Array:
     """Check a message about `length` elements, and return a view of it."""
     wanted, view = quantised_bytes(length, bits), view_flat(message, name, writable=writable, dtypes=(_BYTES,))
-    if view.size != wanted:
-        raise ArgumentError(
-            f"{name} has {view.size} bytes; {length} elements of {bits} bits need {wanted}",
-            next_step="pass an array of quantised_bytes(length, bits) bytes",
-        )
+    check_message_size(name, view.size, wanted, length, bits)
     return view

@@ -1,5 +1,4 @@
-"""The sign kernels, on NumPy arrays and torch CPU tensors: one bit per element and one scale per block of 256, of all
-elements or of the largest."""
+"""The sign kernels: one bit per element and one scale per block of 256, of all elements or of the largest."""
 
 from __future__ import annotations
 
@@ -10,28 +9,38 @@ import numpy as np
 
 from topkube import _kernels
 from topkube.arrays import Array, as_bytes, view_flat
-from topkube.errors import ArgumentError, WireError
+from topkube.errors import WireError
 from topkube.kernels.arguments import (
     FLOAT32,
+    SIGN_BLOCK,
     check_apart,
     check_count,
     check_indexable,
     check_same_length,
+    check_sign_sizes,
+    check_top_sign_size,
     choose_threads,
 )
+from topkube.kernels.device import find_device_kernels
 
-SIGN_BLOCK = 256
 _BYTES, _WORDS = np.dtype(np.uint8), np.dtype(np.uint16)
+_PART = ("scales", "bits")
 
 
-def sign_pack_(values: Any, scales: Any | None = None, bits: Any | None = None) -> tuple[Any, Any, bool]:
-    """Pack `values` (float32), and leave in `values` the part that is not sent. Return (scales, bits, is_finite).
+def sign_pack_(
+    values: Any, scales: Any | None = None, bits: Any | None = None, *, wait: bool = True
+) -> tuple[Any, Any, Any]:
+    """Pack `values` (float32) and subtract what is sent from them in place. Return (scales, bits, is_finite).
 
-    scales: (ceil(n / 256),) uint16, the bits of a bfloat16: the mean |x| of each block of 256 elements. bits: (ceil(n /
-    8),) uint8; bit i % 8 of byte i // 8 is the sign bit of element i. Element i is sent as +scale or -scale of its
-    block. `is_finite` is False if a scale is NaN or infinite, because an element is. Both outputs are allocated unless
-    they are passed. Raises ArgumentError before anything is written.
+    scales: (ceil(n / 256),) uint16, the bits of a bfloat16: the mean |x| of each block of 256 elements. bits:
+    (ceil(n / 8),) uint8; bit i % 8 of byte i // 8 is the sign bit of element i. Element i is sent as +scale or -scale
+    of its block. `is_finite` is False if a scale is NaN or infinite, as a NaN or infinite element makes it. Both
+    outputs are allocated unless they are passed. On a GPU the call waits for `is_finite`; with wait=False it does not
+    wait, and `is_finite` is a bool tensor on the device. Raises ArgumentError before anything is written.
     """
+    if gpu := find_device_kernels(values=values, scales=scales, bits=bits):
+        scales, bits, flag = gpu.sign_pack_(values, scales, bits, -(-values.numel() // SIGN_BLOCK))
+        return scales, bits, gpu.read_flag(flag, wait)
     view = view_flat(values, "values", writable=True, dtypes=(FLOAT32,))
     blocks, octets = -(-view.size // SIGN_BLOCK), -(-view.size // 8)
     scales = np.empty(blocks, _WORDS) if scales is None else scales
@@ -50,6 +59,10 @@ def sign_unpack_add_(out: Any, parts: Sequence[tuple[Any, Any]], weights: Sequen
     scale is multiplied by its weight in float32, the products are summed in the list's order, and the sum is added to
     `out`. Raises ArgumentError before anything is written.
     """
+    tensors = {f"{name} of parts[{i}]": x for i, part in enumerate(parts) for name, x in zip(_PART, part, strict=True)}
+    if gpu := find_device_kernels(out=out, **tensors):
+        gpu.sign_unpack_add_(out, parts, weights)
+        return out
     view = view_flat(out, "out", writable=True, dtypes=(FLOAT32,))
     check_same_length("weights", len(weights), "parts", len(parts))
     pairs = [_view_parts(scales, bits, f" of parts[{i}]", view.size) for i, (scales, bits) in enumerate(parts)]
@@ -72,66 +85,75 @@ def top_sign_bytes(length: int, count: int) -> int:
     return int(_kernels.top_sign_bytes(length, check_count(count, length)))
 
 
-def top_sign_pack_(values: Any, count: int, message: Any, *, threads: int | None = None) -> bool:
-    """Write a message about the `count` elements of `values` (float32) of largest magnitude, and leave in these
-    elements the part that is not sent. Return False if a scale is NaN or infinite, because an element is.
+def top_sign_pack_(values: Any, count: int, message: Any, *, threads: int | None = None, wait: bool = True) -> Any:
+    """Write a message about the `count` elements of `values` (float32) of largest magnitude, and subtract what is sent
+    from these elements in place. Return False if a scale is NaN or infinite, as a NaN or infinite element makes it.
 
     The elements are selected as by `topk`, and sent as by `sign_pack_`: blocks of 256 count the selected elements, in
     the order of their indices. message: (top_sign_bytes(n, count),) uint8: the scales and the bits of `sign_pack_`,
     zeros up to a multiple of 8, and the indices in the code of Elias and Fano (Elias, "Efficient storage and retrieval
     by content and address of static files", 1974), which has the same length for any indices. Its format is in
-    csrc/cpu/sign/top_sign.hpp. threads: as in `topk`. Raises ArgumentError before anything is written.
+    csrc/cpu/sign/top_sign.hpp. threads: as in `topk`. On a GPU the call waits for its result; with wait=False it does
+    not wait, and returns a bool tensor on the device. Raises ArgumentError before anything is written.
     """
+    if gpu := find_device_kernels(values=values, message=message):
+        count, size = _count_bytes(values.numel(), count)
+        return gpu.read_flag(gpu.top_sign_pack_(values, count, message, size), wait)
     view = view_flat(values, "values", writable=True, dtypes=(FLOAT32,))
     to, count = _view_message(message, view.size, count, writable=True)
     check_apart("values", view, "message", to)
     return bool(_kernels.top_sign_pack(as_bytes(view), count, choose_threads(threads), to))
 
 
-def top_sign_unpack_add_(out: Any, count: int, message: Any, weight: float) -> Any:
-    """Compute out += weight * the values of `message`, and return `out` (float32). `top_sign_pack_` wrote the message
+def top_sign_unpack_add_(out: Any, count: int, message: Any, weight: float, *, wait: bool = True) -> Any:
+    """Compute out += weight * what `message` sends, and return `out` (float32). `top_sign_pack_` wrote the message
     about `count` elements of an array of `out`'s length. Each scale is multiplied by the weight in float32 first.
 
     Raises WireError if the message does not contain `count` ascending indices of `out`, and ArgumentError for other
-    lengths and dtypes; nothing is written then.
+    lengths and dtypes; nothing is written then. On a GPU the call waits for the check; with wait=False it does not
+    wait, and a damaged message adds nothing without an error.
     """
+    if gpu := find_device_kernels(out=out, message=message):
+        count, size = _count_bytes(out.numel(), count)
+        flag = gpu.top_sign_unpack_add_(out, count, message, float(weight), size)
+        if wait and not gpu.read_flag(flag, wait):
+            raise _build_damage_error(count, out.numel())
+        return out
     view = view_flat(out, "out", writable=True, dtypes=(FLOAT32,))
     data, count = _view_message(message, view.size, count)
     check_apart("out", view, "message", data)
     if not _kernels.top_sign_unpack_add(as_bytes(view), count, data, float(weight)):
-        raise WireError(
-            f"{count} indices below {view.size} were expected, but the message holds others",
-            cause="the message was damaged, or the nodes run different versions of TopKube",
-            next_step="run the same version of TopKube on all nodes",
-        )
+        raise _build_damage_error(count, view.size)
     return out
 
 
-def _view_message(message: Any, length: int, count: int, writable: bool = False) -> tuple[Array, int]:
-    """Check a message about `count` of `length` elements. Return a view of it, and the count."""
+def _build_damage_error(count: int, length: int) -> WireError:
+    """Return the error for a message that does not contain `count` ascending indices below `length`."""
+    return WireError(
+        f"{count} indices below {length} were expected, but the message holds others",
+        cause="the message was damaged, or the nodes run different versions of TopKube",
+        next_step="run the same version of TopKube on all nodes",
+    )
+
+
+def _count_bytes(length: int, count: int) -> tuple[int, int]:
+    """Return the count, checked, and the bytes of a message about `count` of `length` elements."""
     check_indexable(length, "the array")
     count = check_count(count, length)
-    view, wanted = view_flat(message, "message", writable=writable, dtypes=(_BYTES,)), top_sign_bytes(length, count)
-    if view.size != wanted:
-        raise ArgumentError(
-            f"message has {view.size} bytes; {count} of {length} elements need {wanted}",
-            next_step="pass an array of top_sign_bytes(length, count) bytes",
-        )
+    return count, top_sign_bytes(length, count)
+
+
+def _view_message(message: Any, length: int, count: int, writable: bool = False) -> tuple[Array, int]:
+    """Return a view of a message about `count` of `length` elements, checked, and the count."""
+    count, size = _count_bytes(length, count)
+    view = view_flat(message, "message", writable=writable, dtypes=(_BYTES,))
+    check_top_sign_size(view.size, size, count, length)
     return view, count
 
 
 def _view_parts(scales: Any, bits: Any, of: str, length: int, writable: bool = False) -> tuple[Array, Array]:
-    """Check scales and bits for an array of `length` elements, and return views of them."""
-    views = []
-    for name, x, dtype, wanted in (
-        ("scales", scales, _WORDS, -(-length // SIGN_BLOCK)),
-        ("bits", bits, _BYTES, -(-length // 8)),
-    ):
-        view = view_flat(x, f"{name}{of}", writable=writable, dtypes=(dtype,))
-        if view.size != wanted:
-            raise ArgumentError(
-                f"{name}{of} has {view.size} elements; an array of {length} elements needs {wanted}",
-                next_step="pass scales and bits of one array, as sign_pack_ returned them",
-            )
-        views.append(view)
-    return views[0], views[1]
+    """Return views of scales and bits, checked for an array of `length` elements."""
+    to_scales = view_flat(scales, f"scales{of}", writable=writable, dtypes=(_WORDS,))
+    to_bits = view_flat(bits, f"bits{of}", writable=writable, dtypes=(_BYTES,))
+    check_sign_sizes(to_scales.size, to_bits.size, of, length)
+    return to_scales, to_bits

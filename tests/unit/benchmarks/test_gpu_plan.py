@@ -399,7 +399,8 @@ def test_predictions_are_about_rows_that_the_plan_measures() -> None:
         for density in timing.DENSITIES
     ]
     of_training = {"training step", "steps that the device skips"}
-    keys = {*sizes, *(f"variant {name}" for name in variants.VARIANTS), *of_training}
+    packings = {f"packing {name}" for name in timing.SIZES}
+    keys = {*sizes, *packings, *(f"variant {name}" for name in variants.VARIANTS), *of_training}
     assert {key for p in PREDICTIONS for key in (p.key, p.per) if key} <= keys
 
 

@@ -28,6 +28,8 @@ class Device:
 
 
 def read_bits(x: torch.Tensor) -> Any:
+    if not x.numel():
+        return b""
     return x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 

@@ -5,6 +5,7 @@
 // The emulation shows neither weak memory ordering nor speed.
 #pragma once
 
+#include <algorithm>
 #include <csetjmp>
 #include <cstdint>
 #include <cstdio>
@@ -221,6 +222,10 @@ inline u32 warp_total(u32 value) {
     return sum;
   });
 }
+inline u32 warp_largest(u32 value) {
+  return Emulator::self().together(
+      value, [](const u64* values, u32 members) { return static_cast<u32>(*std::max_element(values, values + members)); });
+}
 
 inline u32 popcount(u32 bits) { return static_cast<u32>(__builtin_popcount(bits)); }
 inline u32 first_bit(u32 bits) { return static_cast<u32>(__builtin_ctz(bits)); }
@@ -234,6 +239,7 @@ inline float result(float value) {  // a GPU has one NaN as the result of arithm
 inline float plus(float a, float b) { return result(a + b); }
 inline float minus(float a, float b) { return result(a - b); }
 inline float times(float a, float b) { return result(a * b); }
+inline float divide(float a, float b) { return result(a / b); }
 
 template <class T>
 T add(T* to, T value) {

@@ -76,6 +76,62 @@ def test_kernels_wait_for_another_stream_as_torch_does() -> None:
 
 
 @needs_gpu
+def test_the_public_functions_pack_cuda_tensors() -> None:
+    x, weights = torch.randn(100_003), [0.5, -1.0]
+    left, there = x.clone(), x.cuda()
+    *part, _ = kernels.sign_pack_(left)
+    *own_part, is_finite = kernels.sign_pack_(there)
+    assert is_finite
+    kernels.sign_unpack_add_(left, [part] * 2, weights)
+    kernels.sign_unpack_add_(there, [own_part] * 2, weights)
+    assert have_same_bits(there, left)
+    for bits in kernels.QUANTISED_BITS:
+        message = torch.zeros(kernels.quantised_bytes(x.numel(), bits), dtype=torch.uint8)
+        left, there, own = x.clone(), x.cuda(), message.cuda()
+        assert kernels.quantised_pack_(left, bits, message) is kernels.quantised_pack_(there, bits, own)
+        assert have_same_bits(own, message)
+        kernels.quantised_unpack_add_(left, bits, [message] * 2, weights)
+        kernels.quantised_unpack_add_(there, bits, [own] * 2, weights)
+        assert have_same_bits(there, left)
+    message = torch.zeros(kernels.top_sign_bytes(x.numel(), 9000), dtype=torch.uint8)
+    left, there, own = x.clone(), x.cuda(), message.cuda()
+    assert kernels.top_sign_pack_(left, 9000, message)
+    assert kernels.top_sign_pack_(there, 9000, own)
+    assert have_same_bits(own, message)
+    kernels.top_sign_unpack_add_(left, 9000, message, 0.5)
+    kernels.top_sign_unpack_add_(there, 9000, own, 0.5)
+    assert have_same_bits(there, left)
+
+
+@needs_gpu
+def test_a_graph_captures_signs_and_integers() -> None:
+    gradient, dense = torch.randn(1 << 18).cuda(), torch.zeros(1 << 18).cuda()
+    message = torch.zeros(kernels.quantised_bytes(1 << 18, 8), dtype=torch.uint8).cuda()
+
+    def pack_and_add() -> None:
+        kernels.quantised_pack_(gradient, 8, message, wait=False)
+        kernels.quantised_unpack_add_(dense, 8, [message] * 2, [1.0, 0.5])
+        scales, bits, _ = kernels.sign_pack_(gradient, wait=False)
+        kernels.sign_unpack_add_(dense, [(scales, bits)], [1.0])
+
+    pack_and_add()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pack_and_add()
+    new = torch.randn(1 << 18)
+    gradient.copy_(new)
+    dense.zero_()
+    graph.replay()
+    expected, left = torch.zeros(1 << 18), new.clone()
+    host_message = torch.zeros_like(message, device="cpu")
+    kernels.quantised_pack_(left, 8, host_message)
+    kernels.quantised_unpack_add_(expected, 8, [host_message] * 2, [1.0, 0.5])
+    kernels.sign_unpack_add_(expected, [kernels.sign_pack_(left)[:2]], [1.0])
+    assert have_same_bits(dense, expected)
+    assert have_same_bits(gradient, left)
+
+
+@needs_gpu
 def test_a_graph_captures_the_codec() -> None:
     gradient, dense = torch.randn(1 << 18).cuda(), torch.zeros(1 << 18).cuda()
 

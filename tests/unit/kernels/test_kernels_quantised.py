@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from packing_definition import BLOCK, LEVELS, draw_floats, pack_integers_by_definition
 
 from topkube import kernels
 from topkube.errors import ArgumentError
 
-BLOCK = kernels.QUANTISED_BLOCK
-LEVELS = {4: 7, 8: 127}
 EVERY_PATH = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
@@ -25,46 +24,10 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
     kernels.use_simd(before)
 
 
-def pack_by_definition(x: Any, bits: int) -> tuple[Any, Any]:
-    """Return the reference: (message, sent values)."""
-    scales, codes, sent = [], [], np.zeros_like(x)
-    for start in range(0, len(x), BLOCK):
-        block = x[start : start + BLOCK]
-        step = np.abs(block).max() / np.float32(LEVELS[bits])
-        rounded_up = (step.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
-        if rounded_up < np.uint32(0x00800000):
-            rounded_up = np.uint32(0)
-        scale = rounded_up.view(np.float32)
-        integers = np.rint(block * (np.float32(1) / scale)) if scale else np.zeros_like(block)
-        scales.append(int(rounded_up) >> 16)
-        sent[start : start + BLOCK] = integers * scale
-        own = integers.astype(np.int8).view(np.uint8)
-        if bits == 4:
-            pairs = np.pad(own, (0, -len(own) % 32)).reshape(-1, 2, 16)
-            own = ((pairs[:, 0] & 15) | (pairs[:, 1] << 4)).ravel()
-        codes.append(own)
-    message = np.concatenate([np.array(scales, np.uint16).view(np.uint8), *codes])
-    return np.pad(message, (0, -len(message) % 8)), sent
-
-
-@st.composite
-def draw_floats(draw: Any) -> Any:
-    """Draw normal values of very different sizes, with denormals and zeros of both signs among them."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    length = draw(st.integers(0, 800))
-    exponents = rng.integers(draw(st.sampled_from([-149, -20])), 100, length)
-    x = np.ldexp(rng.standard_normal(length), exponents).astype(np.float32)
-    x[rng.random(length) < 0.1] = -0.0
-    if draw(st.booleans()):  # whole blocks of denormals, and of zeros
-        x[:BLOCK] = np.ldexp(rng.standard_normal(len(x[:BLOCK])), draw(st.integers(-149, -120))).astype(np.float32)
-        x[BLOCK : 2 * BLOCK] = 0
-    return x
-
-
 @EVERY_PATH
 @given(draw_floats(), st.sampled_from([4, 8]))
 def test_packing_equals_numpy_bit_for_bit(x: Any, bits: int) -> None:
-    expected, sent = pack_by_definition(x, bits) if len(x) else (np.zeros(0, np.uint8), x)
+    expected, sent = pack_integers_by_definition(x, bits) if len(x) else (np.zeros(0, np.uint8), x)
     own, message = x.copy(), np.full(kernels.quantised_bytes(len(x), bits), 7, np.uint8)
     assert kernels.quantised_pack_(own, bits, message)
     np.testing.assert_array_equal(message, expected)
@@ -91,7 +54,7 @@ def test_unpacking_adds_all_nodes_in_their_order(length: int, nodes: int, bits: 
     messages, total = [], np.zeros(length, np.float32)
     for weight in weights:
         x = rng.standard_normal(length, dtype=np.float32)
-        message, sent = pack_by_definition(x, bits)
+        message, sent = pack_integers_by_definition(x, bits)
         messages.append(message)
         scales = np.repeat(message[: 2 * -(-length // BLOCK)].view(np.uint16).astype(np.uint32) << 16, BLOCK)[:length]
         scales = scales.view(np.float32)

@@ -9,12 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from packing_definition import BLOCK, build_ties, draw_floats, pack_signs_by_definition, unpack_signs_by_definition
 
 from topkube import kernels
 from topkube.errors import ArgumentError
 
-BLOCK = kernels.SIGN_BLOCK
 EVERY_PATH = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
@@ -25,53 +24,25 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
     kernels.use_simd(before)
 
 
-def compute_mean_magnitude(block: Any) -> Any:
-    """Return the mean |x| of a block: element i goes into running sum i % 16, then halves are added to halves."""
-    sums = np.zeros(16, np.float32)
-    for start in range(0, len(block), 16):
-        part = np.abs(block[start : start + 16])
-        sums[: len(part)] += part
-    for half in (8, 4, 2, 1):
-        sums[:half] += sums[half : 2 * half]
-    return sums[0] / np.float32(len(block))
-
-
-def pack_by_definition(x: Any) -> tuple[Any, Any, Any]:
-    """Return the reference: (scales, bits, remainder)."""
-    blocks = [x[start : start + BLOCK] for start in range(0, len(x), BLOCK)]
-    scales = np.array([compute_mean_magnitude(block) for block in blocks], np.float32).astype(ml_dtypes.bfloat16)
-    bits = np.packbits(np.signbit(x), bitorder="little")
-    return scales.view(np.uint16), bits, x - unpack_by_definition(scales.view(np.uint16), bits, len(x))
-
-
-def unpack_by_definition(scales: Any, bits: Any, length: int, weight: float = 1.0) -> Any:
-    weighted = scales.view(ml_dtypes.bfloat16).astype(np.float32) * np.float32(weight)
-    negative = np.unpackbits(bits, bitorder="little")[:length].astype(bool)
-    each = np.repeat(weighted, BLOCK)[:length]
-    return np.where(negative, -each, each)
-
-
-@st.composite
-def draw_floats(draw: Any) -> Any:
-    """Draw normal values of very different sizes, with denormals and zeros of both signs among them."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    length = draw(st.integers(0, 800))
-    exponents = rng.integers(draw(st.sampled_from([-149, -20])), 100, length)
-    x = np.ldexp(rng.standard_normal(length), exponents).astype(np.float32)
-    x[rng.random(length) < 0.1] = -0.0
-    return x
-
-
 @EVERY_PATH
 @given(draw_floats())
 def test_packing_equals_numpy_bit_for_bit(x: Any) -> None:
-    scales, bits, left = pack_by_definition(x)
+    scales, bits, left = pack_signs_by_definition(x)
     own = x.copy()
     got_scales, got_bits, finite = kernels.sign_pack_(own)
     assert finite
     np.testing.assert_array_equal(got_scales, scales)
     np.testing.assert_array_equal(got_bits, bits)
     np.testing.assert_array_equal(own.view(np.uint32), left.view(np.uint32))
+
+
+def test_the_sum_of_a_block_has_its_order() -> None:
+    x = build_ties(600)
+    scales, _, left = pack_signs_by_definition(x)
+    assert len(set(scales.tolist())) == 2
+    got_scales, _, _ = kernels.sign_pack_(x)
+    np.testing.assert_array_equal(got_scales, scales)
+    np.testing.assert_array_equal(x, left)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 47, 63, 255, 256, 257, 511, 512, 1000, 100_003])
@@ -85,7 +56,7 @@ def test_unpacking_adds_all_nodes_in_their_order(length: int, nodes: int) -> Non
         scales, bits, finite = kernels.sign_pack_(rng.standard_normal(length, dtype=np.float32))
         assert finite
         parts.append((scales, bits))
-        total += unpack_by_definition(scales, bits, length, weight)
+        total += unpack_signs_by_definition(scales, bits, length, weight)
     out = rng.standard_normal(length, dtype=np.float32)
     expected = out + total
     assert kernels.sign_unpack_add_(out, parts, weights) is out
@@ -117,7 +88,7 @@ def test_a_block_that_is_not_finite_shows_in_its_scale(bad: float, place: int) -
 def test_outputs_can_be_passed_and_tensors_too() -> None:
     torch = pytest.importorskip("torch")
     x = torch.randn(1000)
-    expected = pack_by_definition(x.numpy().copy())
+    expected = pack_signs_by_definition(x.numpy().copy())
     scales, bits = np.empty(4, np.uint16), np.empty(125, np.uint8)
     packed = kernels.sign_pack_(x, scales, bits)
     assert packed[0] is scales

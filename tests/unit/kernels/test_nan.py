@@ -85,6 +85,23 @@ def test_signs_of_the_largest_elements_leave_canonical_nans(path: str) -> None:
     assert has_only_canonical_nans(sums[indices.to(torch.int64)])
 
 
+def test_signs_and_integers_leave_canonical_nans(path: str) -> None:
+    for source in (draw_with_nans(torch.float32, 1), draw_with_nans(torch.float32, 2)):
+        left, sums = source.clone(), draw_with_nans(torch.float32, 4)
+        scales, signs, is_finite = kernels.sign_pack_(left)
+        assert not is_finite
+        assert has_only_canonical_nans(left)
+        kernels.sign_unpack_add_(sums, [(scales, signs)] * 2, [0.5, torch.inf])
+        assert has_only_canonical_nans(sums)
+        for bits in kernels.QUANTISED_BITS:
+            left, sums = source.clone(), draw_with_nans(torch.float32, 4)
+            message = torch.zeros(kernels.quantised_bytes(LENGTH, bits), dtype=torch.uint8)
+            assert not kernels.quantised_pack_(left, bits, message)
+            assert has_only_canonical_nans(left)
+            kernels.quantised_unpack_add_(sums, bits, [message] * 2, [0.5, torch.inf])
+            assert has_only_canonical_nans(sums)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
 def test_cuda_kernels_compute_the_same_nans(device: Device, dtype: torch.dtype) -> None:
     a, b, residual = draw_with_nans(dtype, 1), draw_with_nans(dtype, 2), draw_with_nans(torch.float32, 4)
@@ -112,6 +129,7 @@ def test_the_emulated_gpu_has_one_nan_as_the_result_of_arithmetic(tmp_path: Path
 #include "cuda/device.hpp"
 extern "C" void compute(const float* a, const float* b, float* out) {
   out[0] = topkube::gpu::plus(*a, *b), out[1] = topkube::gpu::minus(*a, *b), out[2] = topkube::gpu::times(*a, *b);
+  out[3] = topkube::gpu::divide(*a, *b);
 }
 """)
     folders = [f"-I{HERE}", f"-I{HERE.parents[2] / 'csrc'}"]
@@ -123,9 +141,9 @@ extern "C" void compute(const float* a, const float* b, float* out) {
         (0x3F800000, 0x7F800001),
         (0x7FC00001, 0xFFC00002),
     ):
-        words = (ctypes.c_uint32 * 1)(a), (ctypes.c_uint32 * 1)(b), (ctypes.c_uint32 * 3)()
+        words = (ctypes.c_uint32 * 1)(a), (ctypes.c_uint32 * 1)(b), (ctypes.c_uint32 * 4)()
         compute(*words)
-        assert list(words[2]) == [0x7FFFFFFF] * 3
+        assert list(words[2]) == [0x7FFFFFFF] * 4
 
 
 @pytest.mark.parametrize("wire", NAMES.values())

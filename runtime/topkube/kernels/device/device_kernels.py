@@ -8,12 +8,13 @@ from typing import Any
 from topkube.arrays import is_tensor
 from topkube.errors import ArgumentError
 from topkube.kernels import cuda_library
-from topkube.kernels.device.selection import SelectionKernels
+from topkube.kernels.device.packing import PackingKernels
 from topkube.kernels.device.sums import SumKernels
+from topkube.kernels.device.top_signs import TopSignKernels
 from topkube.kernels.device.wire import WireKernels
 
 
-class DeviceKernels(SumKernels, SelectionKernels, WireKernels):
+class DeviceKernels(SumKernels, TopSignKernels, WireKernels, PackingKernels):
     """The functions of topkube.kernels for tensors on devices of `library`."""
 
 

@@ -51,6 +51,11 @@ class Launches(TensorArguments):
         workspace = self.allocate(like, self.library.count_workspace_bytes(name, *arguments), self.torch.uint8)
         self.library.call(name, *self.find_stream(like), *arguments, workspace.data_ptr(), None)
 
+    def read_flag(self, flag: torch.Tensor, wait: bool) -> Any:
+        """Return True if a flag, (1,) int32, is not 0. Waits for the device. With wait=False, return a bool tensor of
+        shape () on the device instead."""
+        return self.read_verdict(flag)[0] != 0 if wait else (flag != 0).reshape(())
+
     def read_verdict(self, verdict: torch.Tensor) -> list[int]:
         """Return the words of a verdict. Waits for the device. Raises ArgumentError during the capture of a CUDA graph,
         which must not wait."""

@@ -1,0 +1,68 @@
+// One bit per element on the GPU: the same scales, bits and remainders as csrc/cpu/sign/sign.hpp, which describes the format.
+#pragma once
+
+#include "../cpu/sign/layout.hpp"
+#include "parts.hpp"
+
+namespace topkube {
+
+constexpr u32 sign_threads = 256, sign_bit = 0x80000000u;
+
+// Half a warp packs one block of 256 elements, and each lane has one of its sixteen running sums (csrc/cpu/paths/sign_loops.hpp). The
+// elements stay in registers between the sum and the subtraction, so memory is read and written once.
+TOPKUBE_KERNEL(sign_threads) pack_signs(float* values, u64 length, std::uint8_t* scales, std::uint8_t* bits, u32* flag) {
+  constexpr u32 rows = sign_block / 16;
+  const u64 blocks = (length + sign_block - 1) / sign_block, warps = u64{gpu::blocks()} * (gpu::threads() / 32);
+  const u32 half = gpu::lane() / 16, column = gpu::lane() & 15u;
+  for (u64 pair = u64{gpu::block()} * (gpu::threads() / 32) + gpu::warp(); 2 * pair < blocks; pair += warps) {
+    const u64 block = 2 * pair + half, base = block * sign_block + column;
+    float items[rows];
+#pragma unroll
+    for (u32 row = 0; row < rows; ++row) items[row] = base + 16 * row < length ? values[base + 16 * row] : 0.0f;
+    float sum = 0;
+    u32 own = 0;  // the signs of row number `column`
+#pragma unroll
+    for (u32 row = 0; row < rows; ++row) {
+      sum = gpu::plus(sum, float_of(bits_of(items[row]) & magnitude_bits));
+      const u32 signs = gpu::ballot((bits_of(items[row]) & sign_bit) != 0);
+      if (row == column) own = signs >> (16 * half) & 0xffffu;
+    }
+    for (u32 mask = 8; mask; mask /= 2) sum = gpu::plus(sum, gpu::shuffle_xor(sum, mask));
+    if (block >= blocks) continue;  // no operation of the warp comes after this
+    const u64 in_block = length - block * sign_block < sign_block ? length - block * sign_block : sign_block;
+    const float mean = gpu::divide(sum, static_cast<float>(in_block));
+    const u32 scale = mean == mean ? to_bf16(mean) : 0x7fc0u;
+#pragma unroll
+    for (u32 row = 0; row < rows; ++row) {
+      const float sent = float_of(scale << 16 | (bits_of(items[row]) & sign_bit));
+      if (base + 16 * row < length) values[base + 16 * row] = canonical(gpu::minus(items[row], sent));
+    }
+    const u64 first = block * sign_block + 16 * column;  // the element of the first of its bits
+    if (first + 8 < length) {
+      store_half(bits + first / 8, own);
+    } else if (first < length) {
+      bits[first / 8] = static_cast<std::uint8_t>(own);
+    }
+    if (column == 0) {
+      store_half(scales + 2 * block, scale);
+      note_scale(flag, scale);
+    }
+  }
+}
+
+// What nodes sent: an argument of `unpack_add`.
+struct SignMessages {
+  const u16* scales[most_parts];
+  const std::uint8_t* bits[most_parts];
+  float weights[most_parts];
+  u32 count;
+
+  TOPKUBE_DEVICE_MEMBER void add(u32 m, u64 i, Quad& sums) const {
+    const u32 scale = bits_of(gpu::times(from_bf16(scales[m][i / sign_block]), weights[m]));
+    const u32 signs = u32{bits[m][i / 8]} >> (i & 4u);
+#pragma unroll
+    for (u32 j = 0; j < quad; ++j) sums.items[j] = gpu::plus(sums.items[j], float_of(scale ^ (signs >> j & 1u) << 31));
+  }
+};
+
+}  // namespace topkube

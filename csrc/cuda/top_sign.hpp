@@ -1,0 +1,159 @@
+// The indices of the largest elements on the GPU: the same messages and sums as csrc/cpu/sign/top_sign.hpp, which describes the format.
+// `topk` selects the elements, and `pack_signs` writes their scales and bits.
+//
+// Reading a message takes five kernels: count the bits of the unary part, place its tiles, read the indices, check them, add. If a
+// check fails, it sets the flag to 0, and nothing is added.
+#pragma once
+
+#include "../cpu/sign/layout.hpp"
+#include "parts.hpp"
+
+namespace topkube {
+
+constexpr u32 index_threads = 256, place_threads = 1024;
+constexpr u32 words_per_thread = 8, tile_words = index_threads * words_per_thread;  // of the unary part
+constexpr u32 octet = 8;
+
+struct IndexShared {
+  BlockScratch scratch;
+};
+
+// Returns `bits` with the first byte in memory as the highest one: position p of the unary part is then bit 31 - p.
+TOPKUBE_DEVICE u32 swap_bytes(u32 bits) { return bits << 24 | (bits & 0xff00u) << 8 | (bits >> 8 & 0xff00u) | bits >> 24; }
+
+// Writes the planes and the unary part, and gives the chosen elements of `values` what is left of them.
+TOPKUBE_KERNEL(index_threads)
+write_indices(float* values, const u32* indices, const float* left, std::uint8_t* message, TopSignLayout layout) {
+  const u64 first = u64{gpu::block()} * gpu::threads() + gpu::thread(), stride = u64{gpu::blocks()} * gpu::threads();
+  const u64 bits_end = layout.bits + (layout.count + 7) / 8;
+  if (bits_end + first < layout.planes) message[bits_end + first] = 0;
+  for (u64 i = first; i < layout.count; i += stride) values[indices[i]] = left[i];
+  for (u64 i = first; i * octet < layout.count; i += stride) {
+    u32 eight[octet];
+#pragma unroll
+    for (u32 j = 0; j < octet; ++j) eight[j] = octet * i + j < layout.count ? indices[octet * i + j] : 0;
+    for (u32 plane = 0; plane < layout.low; ++plane) {
+      u32 byte = 0;
+#pragma unroll
+      for (u32 j = 0; j < octet; ++j) byte |= (eight[j] >> plane & 1u) << (7 - j);
+      message[layout.planes + plane * layout.plane_bytes + i] = static_cast<std::uint8_t>(byte);
+    }
+  }
+  const u64 length = layout.bytes - layout.unary;
+  for (u64 word = first; 4 * word < length; word += stride) {
+    const u64 from = 32 * word;
+    u64 low = 0, high = layout.count;  // the first index whose bit is not before this word
+    while (low < high) {
+      const u64 middle = (low + high) / 2;
+      if ((indices[middle] >> layout.low) + middle < from) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    u32 bits = 0;
+    for (u64 i = low; i < layout.count; ++i) {
+      const u64 place = (indices[i] >> layout.low) + i - from;
+      if (place >= 32) break;
+      bits |= u32{1} << (31 - place);
+    }
+    for (u32 j = 0; j < 4 && 4 * word + j < length; ++j) {
+      message[layout.unary + 4 * word + j] = static_cast<std::uint8_t>(bits >> (24 - 8 * j));
+    }
+  }
+}
+
+// Returns a word of the unary part, with bit 31 - p for position 32 * word + p. Bits that do not exist are 0.
+TOPKUBE_DEVICE u32 load_marks(const std::uint8_t* message, const TopSignLayout& layout, u64 word) {
+  const std::uint8_t* from = message + layout.unary + 4 * word;
+  if (32 * word + 32 <= layout.high) return swap_bytes(load_word(from));
+  u32 bits = 0;
+  for (u32 j = 0; j < 4 && 32 * word + 8 * j < layout.high; ++j) bits |= u32{from[j]} << (24 - 8 * j);
+  return 32 * word < layout.high ? bits & ~(0xffffffffu >> (layout.high - 32 * word)) : 0;
+}
+
+// Counts the bits of each tile.
+TOPKUBE_KERNEL(index_threads) count_marks(const std::uint8_t* message, TopSignLayout layout, u32* tiles) {
+  auto& shared = gpu::shared<IndexShared>();
+  u32 marks = 0;
+  for (u32 j = 0; j < words_per_thread; ++j) {
+    marks += gpu::popcount(load_marks(message, layout, u64{gpu::block()} * tile_words + j * index_threads + gpu::thread()));
+  }
+  marks = block_total(marks, shared.scratch);
+  if (gpu::thread() == 0) tiles[gpu::block()] = marks;
+}
+
+// Returns the sum of `value` over the lanes before this lane.
+TOPKUBE_DEVICE u32 lanes_before(u32 value) {
+  u32 sum = value;
+  for (u32 step = 1; step < 32; step *= 2) {
+    const u32 below = gpu::shuffle(sum, (gpu::lane() - step) & 31u);
+    if (gpu::lane() >= step) sum += below;
+  }
+  return sum - value;
+}
+
+// Runs as one block. Replaces the number of bits of each tile by that of all tiles before it, and checks the total.
+TOPKUBE_KERNEL(place_threads) place_tiles(u32* tiles, u64 count, u64 expected, u32* flag) {
+  auto& shared = gpu::shared<IndexShared>();
+  u64 all = 0;
+  for (u64 start = 0; start < count; start += gpu::threads()) {
+    const u64 tile = start + gpu::thread();
+    const u32 here = tile < count ? tiles[tile] : 0, before = lanes_before(here);
+    u64 sum;
+    const u64 warps = warps_before(gpu::shuffle(before + here, 31u), shared.scratch, &sum);
+    if (tile < count) tiles[tile] = static_cast<u32>(all + warps + before);
+    all += sum;
+  }
+  if (gpu::thread() == 0 && all != expected) gpu::publish(flag, 0u);
+}
+
+// Writes the indices. If there are more bits than indices, it ignores the others.
+TOPKUBE_KERNEL(index_threads)
+read_indices(const std::uint8_t* message, TopSignLayout layout, const u32* tiles, u32* indices) {
+  auto& shared = gpu::shared<IndexShared>();
+  const u64 first = u64{gpu::block()} * tile_words + gpu::thread() * words_per_thread;
+  u32 words[words_per_thread], marks = 0;
+#pragma unroll
+  for (u32 j = 0; j < words_per_thread; ++j) {
+    words[j] = load_marks(message, layout, first + j);
+    marks += gpu::popcount(words[j]);
+  }
+  const u32 before = lanes_before(marks);
+  u64 sum;
+  const u64 warps = warps_before(gpu::shuffle(before + marks, 31u), shared.scratch, &sum);
+  u64 number = tiles[gpu::block()] + warps + before;
+#pragma unroll
+  for (u32 j = 0; j < words_per_thread; ++j) {
+    for (u32 place = 0; place < 32; ++place) {
+      if ((words[j] >> (31 - place) & 1u) == 0 || number >= layout.count) continue;
+      u32 index = static_cast<u32>(32 * (first + j) + place - number) << layout.low;
+      for (u32 plane = 0; plane < layout.low; ++plane) {
+        const u32 byte = message[layout.planes + plane * layout.plane_bytes + number / octet];
+        index |= (byte >> (7 - number % octet) & 1u) << plane;
+      }
+      indices[number++] = index;
+    }
+  }
+}
+
+// Sets *flag to 0 unless the indices ascend and are below the length.
+TOPKUBE_KERNEL(index_threads) check_ascent(const u32* indices, u64 count, u64 length, u32* flag) {
+  for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < count; i += u64{gpu::blocks()} * gpu::threads()) {
+    if (indices[i] >= length || (i > 0 && indices[i] <= indices[i - 1])) gpu::publish(flag, 0u);
+  }
+}
+
+// Adds what is sent of each chosen element, unless a check failed.
+TOPKUBE_KERNEL(index_threads)
+add_signs(float* values, const u32* indices, const std::uint8_t* message, TopSignLayout layout, float weight, const u32* flag) {
+  if (*flag == 0) return;
+  for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < layout.count; i += u64{gpu::blocks()} * gpu::threads()) {
+    const u32 scale = bits_of(gpu::times(from_bf16(load_half(message + i / sign_block * 2)), weight));
+    const u32 is_negative = u32{message[layout.bits + i / 8]} >> (i % 8) & 1u;
+    const float sent = gpu::plus(0.0f, float_of(scale ^ is_negative << 31));  // a sum of one part, as on the CPU
+    values[indices[i]] = canonical(gpu::plus(values[indices[i]], sent));
+  }
+}
+
+}  // namespace topkube

@@ -1,0 +1,102 @@
+"""Signs and integers with a scale per block, from NumPy alone: the definition that the kernels are tested against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from hypothesis import strategies as st
+
+from topkube import kernels
+
+BLOCK = kernels.SIGN_BLOCK
+LEVELS = {4: 7, 8: 127}
+
+
+def compute_mean_magnitude(block: Any) -> Any:
+    """Return the mean |x| of a block: element i goes into running sum i % 16, then halves are added to halves."""
+    sums = np.zeros(16, np.float32)
+    for start in range(0, len(block), 16):
+        part = np.abs(block[start : start + 16])
+        sums[: len(part)] += part
+    for half in (8, 4, 2, 1):
+        sums[:half] += sums[half : 2 * half]
+    return sums[0] / np.float32(len(block))
+
+
+def pack_signs_by_definition(x: Any) -> tuple[Any, Any, Any]:
+    """Return (scales, bits, remainder)."""
+    blocks = [x[start : start + BLOCK] for start in range(0, len(x), BLOCK)]
+    scales = np.array([compute_mean_magnitude(block) for block in blocks], np.float32).astype(ml_dtypes.bfloat16)
+    bits = np.packbits(np.signbit(x), bitorder="little")
+    return scales.view(np.uint16), bits, x - unpack_signs_by_definition(scales.view(np.uint16), bits, len(x))
+
+
+def unpack_signs_by_definition(scales: Any, bits: Any, length: int, weight: float = 1.0) -> Any:
+    weighted = scales.view(ml_dtypes.bfloat16).astype(np.float32) * np.float32(weight)
+    negative = np.unpackbits(bits, bitorder="little")[:length].astype(bool)
+    each = np.repeat(weighted, BLOCK)[:length]
+    return np.where(negative, -each, each)
+
+
+def pack_integers_by_definition(x: Any, bits: int) -> tuple[Any, Any]:
+    """Return (message, what is sent)."""
+    scales, codes, sent = [], [], np.zeros_like(x)
+    for start in range(0, len(x), BLOCK):
+        block = x[start : start + BLOCK]
+        step = np.abs(block).max() / np.float32(LEVELS[bits])
+        rounded_up = (step.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
+        if rounded_up < np.uint32(0x00800000):
+            rounded_up = np.uint32(0)
+        scale = rounded_up.view(np.float32)
+        integers = np.rint(block * (np.float32(1) / scale)) if scale else np.zeros_like(block)
+        scales.append(int(rounded_up) >> 16)
+        sent[start : start + BLOCK] = integers * scale
+        own = integers.astype(np.int8).view(np.uint8)
+        if bits == 4:
+            pairs = np.pad(own, (0, -len(own) % 32)).reshape(-1, 2, 16)
+            own = ((pairs[:, 0] & 15) | (pairs[:, 1] << 4)).ravel()
+        codes.append(own)
+    message = np.concatenate([np.array(scales, np.uint16).view(np.uint8), *codes])
+    return np.pad(message, (0, -len(message) % 8)), sent
+
+
+def build_ties(blocks: int) -> Any:
+    """Return blocks whose mean magnitude is half-way between two bf16 numbers, or a little more: that depends on the
+    order in which the block is summed. 257 and 2^-16 at two other places add up to 257 or 257 + 2^-15."""
+    rng = np.random.default_rng(blocks)
+    x = np.zeros((blocks, BLOCK), np.float32)
+    for block in x:
+        large, *small = rng.choice(BLOCK, 3, replace=False)
+        block[large], block[small] = -257, 2.0**-16
+    return x.ravel()
+
+
+@st.composite
+def draw_floats(draw: Any) -> Any:
+    """Normal values of very different sizes, denormals and zeros of both signs among them, and whole blocks of them."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    length = draw(st.integers(0, 800))
+    exponents = rng.integers(draw(st.sampled_from([-149, -20])), 100, length)
+    x = np.ldexp(rng.standard_normal(length), exponents).astype(np.float32)
+    x[rng.random(length) < 0.1] = -0.0
+    if draw(st.booleans()):
+        x[:BLOCK] = np.ldexp(rng.standard_normal(len(x[:BLOCK])), draw(st.integers(-149, -120))).astype(np.float32)
+        x[BLOCK : 2 * BLOCK] = 0
+    return x
+
+
+@st.composite
+def draw_any_bits(draw: Any) -> Any:
+    """What `draw_floats` draws, with NaNs of any payload and infinities in some blocks, or any bits at all."""
+    x = draw(draw_floats())
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    kind = draw(st.sampled_from(["floats", "some", "any"]))
+    if kind == "any":
+        return rng.integers(0, 2**32, len(x), dtype=np.uint32).view(np.float32)
+    if kind == "some":
+        for _ in range(draw(st.integers(1, 4)) if len(x) else 0):
+            word = draw(st.sampled_from([0x7F800000, 0xFF800000, 0x7FC00000, 0xFF812345, 0x7FFFFFFF]))
+            x.view(np.uint32)[rng.integers(0, len(x))] = word
+    return x
