@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from topkube.errors import SettingsError
-from topkube.installation import install_command
+from topkube.installation import build_install_command
 from topkube.settings import Settings, choose_wandb_mode
 from topkube.telemetry.progress import ProgressWriter, StepRecord
 
@@ -141,7 +141,7 @@ def check_loggers(names: str) -> tuple[str, ...]:
         if importlib.util.find_spec(library) is None:
             raise SettingsError(
                 f"the logger {name} cannot be used: {library} is not installed",
-                next_step=f"{install_command(name)}, in the image of the job too",
+                next_step=f"{build_install_command(name)}, in the image of the job too",
             )
     return chosen
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from topkube.files import replacing
+from topkube.files import replace_file
 from topkube.telemetry.metrics import STEP_BUCKETS
 from topkube.telemetry.phases import PHASES, Snapshot
 
@@ -71,7 +71,7 @@ class RankMetrics:
             self[name] = ABSENT
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            with replacing(build_metrics_path(directory, rank)) as part:
+            with replace_file(build_metrics_path(directory, rank)) as part:
                 self._file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
                 self.flush()
             # a reader sees the file of an earlier attempt, or this whole file

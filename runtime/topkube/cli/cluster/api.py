@@ -17,14 +17,14 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from topkube.errors import ClusterError, JobError, TopKubeError
-from topkube.installation import install_command
+from topkube.installation import build_install_command
 
 CONNECT_SECONDS, READ_SECONDS = 10.0, 60.0
 FIELD_MANAGER = "topkube"
 APPLY, MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
 JSON = "application/json"
 _ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-_INSTALL = install_command("cluster")
+_INSTALL = build_install_command("cluster")
 
 
 @dataclass(frozen=True)
