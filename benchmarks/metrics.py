@@ -63,8 +63,8 @@ def measure() -> dict[str, object]:
 
         step_seconds = measure_median(step, 5000)
         for rank in ranks:
-            rank.cache(dict.fromkeys(CACHE, 0.0))
-            rank.step(0.1, OWN, 8, {**GAUGES, "loss": 1, "residual_norm": 1, "link_rate": 1})
+            rank.store_cache_counters(dict.fromkeys(CACHE, 0.0))
+            rank.count_step(0.1, OWN, 8, {**GAUGES, "loss": 1, "residual_norm": 1, "link_rate": 1})
         with MetricsEndpoint(lambda: directory, "job", 0, "127.0.0.1") as endpoint:
             worker_series = count_series(scrape(endpoint.port))
             worker_seconds = measure_median(lambda: scrape(endpoint.port), 50)

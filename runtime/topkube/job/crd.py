@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from topkube.job.base.part import KEEP, RULES, Part
-from topkube.job.base.reading import write
+from topkube.job.base.reading import format_yaml
 from topkube.job.cached_dataset import CACHED_KIND, CACHED_PLURAL, CachedDatasetSpec, CachedDatasetStatus
 from topkube.job.changes import FIXED, WHILE_SUSPENDED
 from topkube.job.metadata import Metadata
@@ -121,15 +121,15 @@ def _build_definition(
     }
 
 
-def write_crd(rules: bool = True) -> str:
+def format_crd(rules: bool = True) -> str:
     """Return the definition of the TrainingJob as a manifest."""
     command = "topkube crd" if rules else "topkube crd --kubernetes 1.20"
-    return _HEADER.format(command=command) + write(build_crd(rules))
+    return _HEADER.format(command=command) + format_yaml(build_crd(rules))
 
 
-def write_cached_dataset_crd() -> str:
+def format_cached_dataset_crd() -> str:
     """Return the definition of the CachedDataset as a manifest."""
-    return _HEADER.format(command="topkube crd --cached-datasets") + write(build_cached_dataset_crd())
+    return _HEADER.format(command="topkube crd --cached-datasets") + format_yaml(build_cached_dataset_crd())
 
 
 def _build_root_schema() -> Schema:

@@ -60,7 +60,9 @@ def predict_step(profile: StepProfile, situation: Situation, algorithm: Algorith
     slow, cores = estimate_slowest(profile.spread, situation.ranks), situation.cores / situation.machines.slots
     steps = 1  # in which there is one exchange
     if situation.delay and can_delay(situation, algorithm):
-        tasks, others = (_list_delayed_tasks(profile, situation, algorithm, slow, has) for has in (True, False))
+        tasks, others = (
+            _list_delayed_tasks(profile, situation, algorithm, slow, has_exchange) for has_exchange in (True, False)
+        )
         steps = situation.build_workload(algorithm, profile.elements).period
         step = (simulate(tasks, cores) + (steps - 1) * simulate(others, cores)) / steps
     else:

@@ -77,8 +77,8 @@ class MLflow:
             return
         name = settings.job_name or "topkube"
         experiment = self._client.get_experiment_by_name(name)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        self._run = self._client.create_run(number).info.run_id
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        self._run = self._client.create_run(experiment_id).info.run_id
         stored.write_text(self._run, encoding="utf-8")
         for key in ("algorithm", "density", "wire", "ranks_per_node"):
             self._client.log_param(self._run, key, getattr(settings, key))

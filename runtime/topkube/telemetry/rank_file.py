@@ -59,8 +59,8 @@ def build_metrics_path(directory: Path, rank: int) -> Path:
 
 
 class RankMetrics:
-    """The metrics of a rank. `step` writes them to disk after each step. If the directory cannot be written, a message
-    is printed once and training continues without metrics."""
+    """The metrics of a rank. `count_step` writes them to disk after each step. If the directory cannot be written, a
+    message is printed once and training continues without metrics."""
 
     def __init__(self, directory: Path, rank: int, attempt: int = 1) -> None:
         self.values = array("d", [0.0] * len(FIELDS))
@@ -81,7 +81,7 @@ class RankMetrics:
     def __setitem__(self, name: str, value: float) -> None:
         self.values[_INDEX[name]] = value
 
-    def step(self, seconds: float, own: Snapshot, samples: int, gauges: Mapping[str, float]) -> None:
+    def count_step(self, seconds: float, own: Snapshot, samples: int, gauges: Mapping[str, float]) -> None:
         """Count a finished step. `own` has this rank's phases and bytes in the step, `gauges` has further values by
         their names in FIELDS."""
         values = self.values
@@ -96,8 +96,8 @@ class RankMetrics:
             values[_INDEX[name]] = value
         self.flush()
 
-    def cache(self, counters: Mapping[str, float]) -> None:
-        """Store the counters of the data cache; the next `step` writes them to disk."""
+    def store_cache_counters(self, counters: Mapping[str, float]) -> None:
+        """Store the counters of the data cache; the next `count_step` writes them to disk."""
         for name in CACHE:
             if name in counters:
                 self[f"cache {name}"] = counters[name]
