@@ -115,7 +115,7 @@ def train(
         rule.step(step, lambda node, model, batches=batches: loss_of(model, *batches[node]))
     rule.finish()
     with torch.no_grad():
-        loss, _ = held_out(nodes.global_model())
+        loss, _ = held_out(nodes.get_agreed_model())
     count = sum(parameter.numel() for parameter in model.parameters())
     dense = 2 * (options.nodes - 1) / options.nodes * 4 * count
     return SimulatedRun(
@@ -194,7 +194,7 @@ def _find_largest(values: list[list[float] | None]) -> list[float] | None:
     return [max(column) for column in zip(*measured, strict=True)] if measured else None
 
 
-def table(rows: list[dict[str, object]]) -> str:
+def format_differences(rows: list[dict[str, object]]) -> str:
     """Return the rows as a Markdown table."""
     lines = [
         "| rule | model | optimizer | rate | nodes | steps | every | fewer bytes | seeds | difference | 95% interval |",
@@ -246,7 +246,7 @@ def main() -> None:
             text = json.dumps({"compared": rows, "runs": [asdict(result) for result in results]}, indent=1)
             args.output.write_text(text + "\n")
             print(f"{rule} seed {seed}: loss {result.loss:.4f} in {result.seconds:.0f} s", flush=True)
-    print(table(compute_differences(results)))
+    print(format_differences(compute_differences(results)))
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ class Ddp:
         return Wrapped(parallel, optimizer, nullcontext, lambda: None)
 
 
-def batches_of_rank(
+def yield_batches(
     dataset: Dataset[tuple[torch.Tensor, ...]], batch: int, rank: int, size: int, seed: int
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield batches without end: entries rank, rank + size, ... of the epoch's permutation, which is that of
@@ -107,7 +107,7 @@ class Training:
             return min((step + 1) / rise, 0.5 + 0.5 * math.cos(math.pi * step / steps))
 
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._wrapped.optimizer, rate)
-        self._batches = batches_of_rank(dataset, tasks.BATCH[name], backend.rank, backend.size, order["seed"])
+        self._batches = yield_batches(dataset, tasks.BATCH[name], backend.rank, backend.size, order["seed"])
 
     def run(self, steps: int) -> None:
         """Make `steps` steps."""

@@ -80,7 +80,7 @@ class Nodes:
         pairs = zip(self._names, self.list_parameters(node), strict=True)
         return [Parameter(index, name, tensor) for index, (name, tensor) in enumerate(pairs)]
 
-    def global_model(self) -> torch.nn.Module:
+    def get_agreed_model(self) -> torch.nn.Module:
         """Return the model with the weights that all nodes agree on; `Rule.finish` has put them into node 0."""
         return self.models[0]
 

@@ -74,16 +74,16 @@ class Contender:
     entry_bytes: int = 0
 
     @property
-    def ours(self) -> bool:
+    def is_ours(self) -> bool:
         return self.call.startswith("topkube:")
 
     @property
-    def dense(self) -> bool:
+    def is_dense(self) -> bool:
         return self.density == 1.0
 
     @property
     def reference(self) -> str:
-        if self.dense:
+        if self.is_dense:
             return "dense"
         return f"{'hitopk' if self.formula == 'hitopk' else 'naive'}-{self.density}"
 
@@ -92,9 +92,9 @@ class Contender:
         """Sums of a few values around 4 in float32; bfloat16 keeps 8 bits of each."""
         return 1e-5 if self.wire == "fp32" else 0.1
 
-    def bound(self, d: int, layout: tuple[int, ...], machine: Machine) -> Bound:
+    def compute_bound(self, d: int, layout: tuple[int, ...], machine: Machine) -> Bound:
         m, n = len(layout), layout[0]
-        if self.dense:
+        if self.is_dense:
             sent = bounds.count_ring_bytes(d, m, n) if self.formula == "ring" else bounds.count_hierarchical_bytes(d, m)
             return bounds.bound_dense(d, m, n, sent, machine)
         if self.formula == "hitopk":
