@@ -88,7 +88,7 @@ AGGREGATIONS = {CORRECTED: "hitopk", WITHOUT: FORGETFUL.name}
 def train(name: str, optimizer_name: str, condition: str, seed: int, steps: int, learning_rate: float) -> TrainedRun:
     """Train one run. All ranks call this function."""
     torch.manual_seed(seed)
-    model, dataset, loss_of, held_out = tasks.build_task(name)
+    model, dataset, compute_loss, measure_held_out = tasks.build_task(name)
     topkube.broadcast_parameters(model)
     plain = (
         torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
@@ -115,7 +115,7 @@ def train(name: str, optimizer_name: str, condition: str, seed: int, steps: int,
     losses, start = [], time.perf_counter()
     with topkube.checkpointing(model, optimizer, sampler) as run:
         for batch in run.progress(loader, total=steps):
-            loss = run.loss(loss_of(model, *batch))
+            loss = run.loss(compute_loss(model, *batch))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -123,7 +123,7 @@ def train(name: str, optimizer_name: str, condition: str, seed: int, steps: int,
             losses.append(loss.item())
     seconds = time.perf_counter() - start
     with torch.no_grad():
-        final, right = held_out(model)
+        final, right = measure_held_out(model)
     stretch = max(1, steps // 50)
     curve = [sum(losses[i : i + stretch]) / stretch for i in range(0, steps - stretch + 1, stretch)]
     count = sum(parameter.numel() for parameter in model.parameters())

@@ -103,7 +103,7 @@ def train(
     """Train once. Returns the result; the loss is that of the weights that all nodes agree on. The learning rate is
     that of the task times `rate`."""
     torch.manual_seed(seed)
-    model, dataset, loss_of, held_out = tasks.build_task(model_name)
+    model, dataset, compute_loss, measure_held_out = tasks.build_task(model_name)
     learning_rate = rate * tasks.LEARNING_RATE[model_name, optimizer_name]
     nodes = Nodes(model, options.nodes, lambda model: make_optimizer(optimizer_name, model, learning_rate))
     rule: Rule = RULES[rule_name](nodes, options)
@@ -112,10 +112,10 @@ def train(
     for step, batches in enumerate(divide_batches(dataset, tasks.BATCH[model_name], options.nodes, seed, steps)):
         factor = min((step + 1) / rise, 0.5 + 0.5 * math.cos(math.pi * step / steps))
         nodes.set_learning_rate(learning_rate * factor)
-        rule.step(step, lambda node, model, batches=batches: loss_of(model, *batches[node]))
+        rule.step(step, lambda node, model, batches=batches: compute_loss(model, *batches[node]))
     rule.finish()
     with torch.no_grad():
-        loss, _ = held_out(nodes.get_agreed_model())
+        loss, _ = measure_held_out(nodes.get_agreed_model())
     count = sum(parameter.numel() for parameter in model.parameters())
     dense = 2 * (options.nodes - 1) / options.nodes * 4 * count
     return SimulatedRun(

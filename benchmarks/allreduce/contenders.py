@@ -25,16 +25,16 @@ class _Mpi:
 
     def build_collective(self, contender: str, density: float) -> Collective:
         if contender == "dense":
-            return self._dense
+            return self._reduce_dense
         if contender == "topk-allgather":
-            return lambda work: self._topk_allgather(work, density)
+            return lambda work: self._reduce_topk(work, density)
         raise ValueError(contender)
 
-    def _dense(self, work: Floats) -> Floats:
+    def _reduce_dense(self, work: Floats) -> Floats:
         self.comm.Allreduce(self.mpi.IN_PLACE, work)
         return work
 
-    def _topk_allgather(self, work: Floats, density: float) -> Floats:
+    def _reduce_topk(self, work: Floats, density: float) -> Floats:
         """Sum with torch.topk and two all-gathers of equal length: no codec, no hierarchy, 8 bytes per entry."""
         import torch
 
@@ -95,16 +95,16 @@ class _Gloo:
 
     def build_collective(self, contender: str, density: float) -> Collective:
         if contender == "dense":
-            return self._dense
+            return self._reduce_dense
         if contender == "topk-allgather":
-            return lambda work: self._topk_allgather(work, density)
+            return lambda work: self._reduce_topk(work, density)
         raise ValueError(contender)
 
-    def _dense(self, work: Floats) -> Floats:
+    def _reduce_dense(self, work: Floats) -> Floats:
         self.dist.all_reduce(self.torch.from_numpy(work))
         return work
 
-    def _topk_allgather(self, work: Floats, density: float) -> Floats:
+    def _reduce_topk(self, work: Floats, density: float) -> Floats:
         indices, values = _select_with_torch(self.torch.from_numpy(work), density)
         # One message instead of two: the indices are sent as the bits of floats.
         packed = self.torch.cat([indices.view(self.torch.float32), values])

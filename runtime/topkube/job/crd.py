@@ -159,8 +159,8 @@ def _convert(schema: Schema, named: dict[str, Schema]) -> Schema:
         schema = {**named[schema["$ref"].rsplit("/", 1)[1]], **{k: v for k, v in schema.items() if k != "$ref"}}
     options = [option for option in schema.get("anyOf", ()) if option != {"type": "null"}]
     if len(options) == 1:  # an optional field; null means absent in Kubernetes too
-        rest = {key: value for key, value in schema.items() if key != "anyOf"}
-        return _convert({**rest, **options[0]}, named)
+        other_fields = {key: value for key, value in schema.items() if key != "anyOf"}
+        return _convert({**other_fields, **options[0]}, named)
     result: Schema = {}
     for key in ("type", "description", *schema):
         if key in schema and key not in ("title", "$defs", "const", "additionalProperties"):

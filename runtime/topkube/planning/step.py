@@ -142,8 +142,8 @@ def _add_backward(
         seconds = sum(gradient.seconds for gradient in segment) * slow
         ready.append(tasks.add(f"backward to {segment[-1].name}" if segment else "backward", COMPUTE, seconds))
         first = bucket.last + 1
-    rest = sum(gradient.seconds for gradient in profile.gradients[first:]) * slow
-    return ready, tasks.add("end of backward", COMPUTE, rest)
+    seconds_left = sum(gradient.seconds for gradient in profile.gradients[first:]) * slow
+    return ready, tasks.add("end of backward", COMPUTE, seconds_left)
 
 
 # ---- with a delay
