@@ -1,4 +1,4 @@
-"""Compares the data cache with its peers: an HTTP remote behind a shaped link, 2 nodes x 2 ranks, two kinds of epochs.
+"""Compare the data cache with its peers: an HTTP remote behind a shaped link, 2 nodes x 2 ranks, two kinds of epochs.
 
     python benchmarks/cache.py [--quick] [--json FILE] [--problem NAME ...] [--contender TEXT ...]
     python benchmarks/cache.py --resume --minutes 8     # again and again, until it reports that nothing is left
@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from allreduce.network import Network, explain_missing_tools
 from allreduce.scratch import create_scratch
 from allreduce.worlds import RankWorld, Recipe
-from datacache import entries, remote
+from datacache import million_objects, remote
 from datacache.problem import CacheProblem, write_dataset
 from topkube.bench.report import describe_machine
 from topkube.files import write_json
@@ -72,7 +72,7 @@ QUICK = (CacheProblem("files-150k", "files", 150_000, 300), CacheProblem("shards
 
 
 @dataclass(frozen=True)
-class Entry:
+class Contender:
     """The class of a contender in `contenders`, and the arguments that open it."""
 
     label: str
@@ -82,16 +82,16 @@ class Entry:
 
 
 OURS, OURS_DISK = (
-    Entry("TopKube", "OurCache", {"memory": True}),
-    Entry("TopKube, disk only", "OurCache", {"memory": False}),
+    Contender("TopKube", "OurCache", {"memory": True}),
+    Contender("TopKube, disk only", "OurCache", {"memory": False}),
 )
 PEERS = (
-    Entry("DataLoader + fsspec filecache", "FileCache", {"workers": 0}, ("shards",)),
-    Entry("DataLoader + fsspec filecache, 2 workers", "FileCache", {"workers": 2}, ("files",)),
-    Entry("litdata", "LitData", {"workers": 0}),
-    Entry("litdata, 2 workers", "LitData", {"workers": 2}),
-    Entry("MosaicML Streaming", "Mosaic", {"workers": 0}),
-    Entry("MosaicML Streaming, 2 workers", "Mosaic", {"workers": 2}),
+    Contender("DataLoader + fsspec filecache", "FileCache", {"workers": 0}, ("shards",)),
+    Contender("DataLoader + fsspec filecache, 2 workers", "FileCache", {"workers": 2}, ("files",)),
+    Contender("litdata", "LitData", {"workers": 0}),
+    Contender("litdata, 2 workers", "LitData", {"workers": 2}),
+    Contender("MosaicML Streaming", "Mosaic", {"workers": 0}),
+    Contender("MosaicML Streaming, 2 workers", "Mosaic", {"workers": 2}),
 )
 CONTENDERS = (OURS, OURS_DISK, *PEERS)
 OWN_SHARDS = {
@@ -106,12 +106,12 @@ class Measurement:
     """What is measured and stored at once. At the rate LINK: first and second epochs; at SLOW_LINK: the first epoch."""
 
     problem: CacheProblem
-    entry: Entry
+    contender: Contender
     rate: str
 
     def is_stored(self, stored: dict[str, Any]) -> bool:
         """Return True if the results have it."""
-        own = (self.problem.name, self.entry.label, self.rate)
+        own = (self.problem.name, self.contender.label, self.rate)
         return any((row["problem"], row["contender"], row["link"]) == own for row in stored.get("first", []))
 
 
@@ -129,31 +129,31 @@ class CacheBench:
         self.repeated: dict[str, int] = {}
         """For each contender, the most samples of an epoch that came twice."""
 
-    def own_shards(self, entry: Entry, problem: CacheProblem) -> Path | None:
+    def find_own_shards(self, contender: Contender, problem: CacheProblem) -> Path | None:
         """Return the folder with the dataset in the peer's own format; None if it reads the same objects as TopKube."""
-        return self.root / f"{problem.name}.{OWN_SHARDS[entry.kind][0]}" if entry.kind in OWN_SHARDS else None
+        return self.root / f"{problem.name}.{OWN_SHARDS[contender.kind][0]}" if contender.kind in OWN_SHARDS else None
 
     def shape(self, rate: str) -> None:
         """Limit the link of the remote."""
         self._network.shape(rate, [len(LAYOUT)])
 
-    def link(self, problem: CacheProblem, times: int = 3) -> float:
+    def measure_link(self, problem: CacheProblem, times: int = 3) -> float:
         """Return the bytes per second that both nodes get over the link with plain GETs; the best of `times`."""
         url = f"{self.remote.uri}/{problem.name}.flat"
         rates = []
         for _ in range(times):
             answers = self._world.ask(do="link", url=url)
-            rates.append(sum(a["bytes"] for a in answers) / _seconds(answers))
+            rates.append(sum(a["bytes"] for a in answers) / _compute_seconds(answers))
         return max(rates)
 
-    def epoch(self, entry: Entry, problem: CacheProblem, number: int, **more: Any) -> list[dict[str, Any]]:
+    def read_epoch(self, contender: Contender, problem: CacheProblem, number: int, **more: Any) -> list[dict[str, Any]]:
         """Read an epoch on all ranks. Every sample must come once; a peer that repeats samples is timed and
         reported."""
         answers = self._world.ask(
             do="epoch",
-            name=entry.label,
-            kind=entry.kind,
-            given={**entry.given, **more},
+            name=contender.label,
+            kind=contender.kind,
+            given={**contender.given, **more},
             problem=problem.to_data(),
             folder=f"caches/{self._turn}",
             uri=self.remote.uri,
@@ -161,33 +161,35 @@ class CacheBench:
         )
         wrong = answers[0]["repeated"]
         if wrong >= sum(LAYOUT):  # torch's sampler gives every rank the same number of samples
-            if entry not in PEERS:
-                raise SystemExit(f"{entry.label} returned {wrong} samples twice and is not measured")
-            self.repeated[entry.label] = max(wrong, self.repeated.get(entry.label, 0))
+            if contender not in PEERS:
+                raise SystemExit(f"{contender.label} returned {wrong} samples twice and is not measured")
+            self.repeated[contender.label] = max(wrong, self.repeated.get(contender.label, 0))
         return answers
 
-    def close(self, entry: Entry, *, forget: bool = True) -> None:
+    def close(self, contender: Contender, *, forget: bool = True) -> None:
         """Close the contender on all ranks. With `forget`, the cache is emptied too."""
-        self._world.ask(do="close", name=entry.label)
-        self.repeated.pop(entry.label, None)
+        self._world.ask(do="close", name=contender.label)
+        self.repeated.pop(contender.label, None)
         if forget:
             shutil.rmtree(self.directory / "caches", ignore_errors=True)
             self._turn += 1
 
-    def first(self, entry: Entry, problem: CacheProblem, link: float, rate: str = LINK) -> dict[str, Any]:
+    def measure_first_epoch(
+        self, contender: Contender, problem: CacheProblem, link: float, rate: str = LINK
+    ) -> dict[str, Any]:
         """Read the epoch that fills an empty cache, including opening. `link`: bytes per second of plain GETs at
         `rate`."""
         os.sync()  # otherwise it waits until the disk has written the bytes of the contenders before
-        before, (worked, had) = self.remote.count_sent_bytes(), _processors()
-        answers = self.epoch(entry, problem, 0)
-        worked, had = (now - then for now, then in zip(_processors(), (worked, had), strict=True))
-        fetched, least = self.remote.count_sent_bytes() - before, problem.bytes(self.root)
-        if (own := self.own_shards(entry, problem)) is not None:
+        before, (worked, had) = self.remote.count_sent_bytes(), _read_processor_times()
+        answers = self.read_epoch(contender, problem, 0)
+        worked, had = (now - then for now, then in zip(_read_processor_times(), (worked, had), strict=True))
+        fetched, least = self.remote.count_sent_bytes() - before, problem.count_bytes(self.root)
+        if (own := self.find_own_shards(contender, problem)) is not None:
             least = sum(path.stat().st_size for path in own.iterdir())
-        seconds = _seconds(answers)
+        seconds = _compute_seconds(answers)
         row = {
             "problem": problem.name,
-            "contender": entry.label,
+            "contender": contender.label,
             "link": rate,
             "seconds": round(seconds, 2),
             "mb_per_s": round(least / seconds / 1e6, 1),
@@ -196,10 +198,10 @@ class CacheBench:
             "processors_percent": round(100 * worked / had),
             "processor_seconds": round(sum(answer["processor_seconds"] for answer in answers), 2),
             "missing": answers[0]["missing"],
-            "repeated": self.repeated.get(entry.label, 0),
+            "repeated": self.repeated.get(contender.label, 0),
         }
         print(
-            f"{problem.name:12} first epoch   {entry.label:42}{seconds:7.2f} s {row['mb_per_s']:8.1f} MB/s "
+            f"{problem.name:12} first epoch   {contender.label:42}{seconds:7.2f} s {row['mb_per_s']:8.1f} MB/s "
             f"{row['percent_of_link']:6.1f}% of the link ({rate}), {row['fetched_of_dataset']:.3f} x the dataset "
             f"fetched, {row['processor_seconds']:.1f} s of processors in the ranks, processors "
             f"{row['processors_percent']}% busy",
@@ -207,73 +209,76 @@ class CacheBench:
         )
         return row
 
-    def second(
-        self, turns: list[tuple[Entry, dict[str, Any], str]], problem: CacheProblem, first: int = 1
+    def measure_second_epochs(
+        self, turns: list[tuple[Contender, dict[str, Any], str]], problem: CacheProblem, first: int = 1
     ) -> list[dict[str, Any]]:
-        """Read further epochs; the contenders alternate, and the first epoch of each is not timed. `turns`: (entry,
+        """Read further epochs; the contenders alternate, and the first epoch of each is not timed. `turns`: (contender,
         further arguments, label of its reference)."""
-        seconds: dict[str, list[float]] = {entry.label: [] for entry, _, _ in turns}
+        seconds: dict[str, list[float]] = {contender.label: [] for contender, _, _ in turns}
         fetched = dict.fromkeys(seconds, 0)
         for turn in range(EPOCHS + 1):
-            for entry, more, _ in turns:
+            for contender, more, _ in turns:
                 before = self.remote.count_sent_bytes()
-                taken = _seconds(self.epoch(entry, problem, first + turn, **more))
-                if turn or taken > PATIENCE_SECONDS / 2:  # the first epoch opens the contender if necessary
-                    seconds[entry.label].append(taken)
-                    fetched[entry.label] += self.remote.count_sent_bytes() - before
+                epoch_seconds = _compute_seconds(self.read_epoch(contender, problem, first + turn, **more))
+                if turn or epoch_seconds > PATIENCE_SECONDS / 2:  # the first epoch opens the contender if necessary
+                    seconds[contender.label].append(epoch_seconds)
+                    fetched[contender.label] += self.remote.count_sent_bytes() - before
             if max(sum(times) for times in seconds.values()) > PATIENCE_SECONDS:
                 break
         megabytes = problem.samples * problem.size / 1e6
         rate = {label: megabytes / median(times) for label, times in seconds.items()}
         rows = []
-        for entry, _, of in turns:
-            times = seconds[entry.label]
+        for contender, _, of in turns:
+            times = seconds[contender.label]
             rows.append(
                 {
                     "problem": problem.name,
-                    "contender": entry.label,
-                    "mb_per_s": round(rate[entry.label], 1),
+                    "contender": contender.label,
+                    "mb_per_s": round(rate[contender.label], 1),
                     "min": round(megabytes / max(times), 1),
                     "max": round(megabytes / min(times), 1),
                     "epochs": len(times),
                     "of": of,
-                    "percent": round(100 * rate[entry.label] / rate[of], 1) if of else None,
-                    "fetched_mb_per_epoch": round(fetched[entry.label] / len(times) / 1e6, 1),
-                    "repeated": self.repeated.get(entry.label, 0),
+                    "percent": round(100 * rate[contender.label] / rate[of], 1) if of else None,
+                    "fetched_mb_per_epoch": round(fetched[contender.label] / len(times) / 1e6, 1),
+                    "repeated": self.repeated.get(contender.label, 0),
                 }
             )
             share = f" {rows[-1]['percent']:6.1f}% of {of}" if of else ""
-            print(f"{problem.name:12} second epoch  {entry.label:42}{rate[entry.label]:18.1f} MB/s{share}", flush=True)
+            print(
+                f"{problem.name:12} second epoch  {contender.label:42}{rate[contender.label]:18.1f} MB/s{share}",
+                flush=True,
+            )
         return rows
 
 
-def _processors() -> tuple[float, float]:
+def _read_processor_times() -> tuple[float, float]:
     """Return the busy seconds and all seconds of this machine's processors since it started."""
     times = [int(text) for text in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     idle = times[3] + times[4]
     return float(sum(times) - idle), float(sum(times))
 
 
-def _seconds(answers: list[dict[str, Any]]) -> float:
+def _compute_seconds(answers: list[dict[str, Any]]) -> float:
     return float(max(a["end"] for a in answers) - min(a["start"] for a in answers))
 
 
-ARRAY, PAGES = Entry("NumPy array in memory", "InMemory"), Entry("page cache, same samples", "PageCache")
+ARRAY, PAGES = Contender("NumPy array in memory", "InMemory"), Contender("page cache, same samples", "PageCache")
 REFERENCES = {OURS.label: ARRAY, OURS_DISK.label: PAGES}
 
 
-def plan(problems: list[CacheProblem], wanted: list[str], *, fast_only: bool = False) -> list[Measurement]:
+def plan_measurements(problems: list[CacheProblem], wanted: list[str], *, fast_only: bool = False) -> list[Measurement]:
     """Return all measurements in the order of the tables."""
     measurements = []
     for problem in problems:
         is_slow = not fast_only and problem.samples * problem.size >= SLOW_BYTES
         for rate in (LINK, SLOW_LINK) if is_slow else (LINK,):
             measurements += [
-                Measurement(problem, entry, rate)
-                for entry in CONTENDERS
-                if problem.form in entry.forms
-                and (rate == LINK or entry is not OURS_DISK)
-                and (not wanted or any(text in entry.label for text in wanted))
+                Measurement(problem, contender, rate)
+                for contender in CONTENDERS
+                if problem.form in contender.forms
+                and (rate == LINK or contender is not OURS_DISK)
+                and (not wanted or any(text in contender.label for text in wanted))
             ]
     return measurements
 
@@ -282,14 +287,14 @@ def leave_out_missing(waiting: list[Measurement]) -> list[Measurement]:
     """Return the measurements of contenders that are installed, and report the others."""
     missing_kinds = set()
     for kind in dict.fromkeys(
-        measurement.entry.kind for measurement in waiting if measurement.entry.kind in OWN_SHARDS
+        measurement.contender.kind for measurement in waiting if measurement.contender.kind in OWN_SHARDS
     ):
         try:
             importlib.import_module("datacache.contenders").import_libraries(kind)
         except ImportError as error:
             missing_kinds.add(kind)
             print(f"skipping {kind} ({error}): {OWN_SHARDS[kind][1]}", flush=True)
-    return [measurement for measurement in waiting if measurement.entry.kind not in missing_kinds]
+    return [measurement for measurement in waiting if measurement.contender.kind not in missing_kinds]
 
 
 def measure(
@@ -297,16 +302,18 @@ def measure(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the rows of the first epoch and of second epochs. `link`: bytes per second of plain GETs at the rate of
     the measurement."""
-    problem, entry = measurement.problem, measurement.entry
-    first, second = [bench.first(entry, problem, link, measurement.rate)], []
+    problem, contender = measurement.problem, measurement.contender
+    first, second = [bench.measure_first_epoch(contender, problem, link, measurement.rate)], []
     if measurement.rate == LINK:
-        reference = REFERENCES.get(entry.label)
+        reference = REFERENCES.get(contender.label)
         if reference is None:
-            second = bench.second([(entry, {}, "")], problem)
+            second = bench.measure_second_epochs([(contender, {}, "")], problem)
         else:
-            second = bench.second([(reference, {"like": entry.label}, ""), (entry, {}, reference.label)], problem)
+            second = bench.measure_second_epochs(
+                [(reference, {"like": contender.label}, ""), (contender, {}, reference.label)], problem
+            )
             bench.close(reference, forget=False)
-    bench.close(entry)
+    bench.close(contender)
     return first, second
 
 
@@ -329,7 +336,7 @@ def measure_all(
             bench.shape(measurement.rate)
             name = "link_mb_per_s" if measurement.rate == LINK else "slow_link_mb_per_s"
             if problem.name not in stored.get(name, {}):
-                link = bench.link(problem, 3 if measurement.rate == LINK else 1)
+                link = bench.measure_link(problem, 3 if measurement.rate == LINK else 1)
                 stored[name] = {**stored.get(name, {}), problem.name: round(link / 1e6, 1)}
                 print(f"{problem.name:12} link {link / 1e6:.1f} MB/s by plain GETs of both nodes", flush=True)
             link = stored[name][problem.name] * 1e6
@@ -340,7 +347,7 @@ def measure_all(
     return stored
 
 
-def versions() -> str:
+def list_versions() -> str:
     versions_found = []
     for name in ("torch", "fsspec", "litdata", "mosaicml-streaming"):
         with contextlib.suppress(PackageNotFoundError):
@@ -358,7 +365,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="end before this time; then resume")
     parser.add_argument("--contender", action="append", default=[], help="only those whose name has this text")
     options = parser.parse_args()
-    reason = explain_missing_tools() or remote.install()
+    reason = explain_missing_tools() or remote.install_nginx()
     if reason:
         print(f"cannot measure here: {reason}", file=sys.stderr)
         return 2
@@ -372,7 +379,11 @@ def main() -> int:
     if stored.get("facts", describe_machine()) != describe_machine():
         print(f"{target} has figures of another machine; name another file with --json", file=sys.stderr)
         return 2
-    waiting = [m for m in plan(problems, options.contender, fast_only=options.fast_only) if not m.is_stored(stored)]
+    waiting = [
+        m
+        for m in plan_measurements(problems, options.contender, fast_only=options.fast_only)
+        if not m.is_stored(stored)
+    ]
     waiting = leave_out_missing(waiting)
 
     def store(results: dict[str, Any]) -> None:
@@ -388,7 +399,7 @@ def main() -> int:
             stored = measure_all(bench, waiting, stored, ends, store)
     left = [measurement for measurement in waiting if not measurement.is_stored(stored)]
     if "entries" not in stored and not left and time.monotonic() + LONGEST_SECONDS <= ends:
-        stored["entries"] = entries.measure()
+        stored["entries"] = million_objects.measure()
         print(stored["entries"], flush=True)
         store(stored)
     print(f"{time.monotonic() - begun:.0f} s in all" + (f"; kept in {target}" if target else ""), flush=True)
@@ -403,7 +414,7 @@ def add_rows(
     """Return the results with the rows of one more measurement, in the order of the tables."""
     description = {"form": problem.form, "sample_bytes": problem.size, "samples": problem.samples}
     names = [problem.name for problem in PROBLEMS]
-    labels = [entry.label for own in CONTENDERS for entry in (REFERENCES.get(own.label, own), own)]
+    labels = [contender.label for own in CONTENDERS for contender in (REFERENCES.get(own.label, own), own)]
 
     def place(row: dict[str, Any]) -> tuple[int, bool, int]:
         return names.index(row["problem"]), row.get("link", LINK) != LINK, labels.index(row["contender"])
@@ -418,7 +429,7 @@ def add_rows(
         "first": sorted(stored.get("first", []) + first, key=place),
         "second": sorted(stored.get("second", []) + second, key=place),
         "facts": describe_machine(),
-        "versions": versions(),
+        "versions": list_versions(),
     }
 
 

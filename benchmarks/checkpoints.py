@@ -1,4 +1,4 @@
-"""Measures checkpoints: how long a save stops the training thread, and how long a resume takes.
+"""Measure checkpoints: how long a save stops the training thread, and how long a resume takes.
 
     python benchmarks/checkpoints.py
     TOPKUBE_RANKS_PER_NODE=1,1 mpiexec -n 2 python benchmarks/checkpoints.py --directory /mnt/shared

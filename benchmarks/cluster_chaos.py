@@ -113,9 +113,9 @@ class Watcher:
             with suppress(Exception):  # the API server is among the victims
                 listed = custom.list_namespaced_custom_object(GROUP, VERSION, self.namespace.name, PLURAL)
                 for item in listed["items"]:
-                    self._look_at(item["metadata"]["name"], item.get("status") or {})
+                    self._check_status(item["metadata"]["name"], item.get("status") or {})
 
-    def _look_at(self, name: str, status: dict[str, Any]) -> None:
+    def _check_status(self, name: str, status: dict[str, Any]) -> None:
         before = self.statuses.get(name, {})
         for counter in ("attempt", "restarts", "disruptions"):
             if status.get(counter, 0) < before.get(counter, 0):
@@ -184,16 +184,16 @@ class Chaos:
         self.target.core.delete_namespaced_pod(pod.metadata.name, self.namespace.name)
         return True
 
-    def _operator(self) -> Any:
+    def _choose_operator(self) -> Any:
         return self.random.choice([pod for pod in self.target.list_operator_pods() if pod.status.phase == "Running"])
 
     def _kill_operator(self) -> bool:
-        self.target.kill_container(self._operator(), "operator")
+        self.target.kill_container(self._choose_operator(), "operator")
         return True
 
     def _freeze_operator(self) -> bool:
         """Stop an operator for longer than its Lease lasts: another one takes over, and this one wakes up late."""
-        group = self.target.find_container(self._operator(), "operator")
+        group = self.target.find_container(self._choose_operator(), "operator")
         group.freeze()
         thaw = threading.Timer(self.random.uniform(5, 25), lambda: suppress_errors(group.thaw))
         thaw.daemon = True
@@ -214,7 +214,7 @@ def suppress_errors(act: Callable[[], object]) -> None:
         act()
 
 
-def persist(act: Callable[[], Any], seconds: float = 60) -> Any:
+def call_with_retries(act: Callable[[], Any], seconds: float = 60) -> Any:
     """Return the result of an API call, tried again while the API server is down."""
     deadline = time.monotonic() + seconds
     while True:
@@ -226,13 +226,13 @@ def persist(act: Callable[[], Any], seconds: float = 60) -> Any:
             time.sleep(0.5)
 
 
-def make_job(name: str, fails: bool) -> dict[str, Any]:
+def build_chaos_job(name: str, fails: bool) -> dict[str, Any]:
     words = ["python", "-c", SCRIPT, name, "fails" if fails else "ends", str(STEPS), str(EVERY_STEPS), str(PAUSE)]
-    made = build_job(name, words, workers=2, slots=1, runPolicy={"backoffLimit": 0 if fails else 100})
-    pod = made["spec"]["template"]["spec"]
+    job = build_job(name, words, workers=2, slots=1, runPolicy={"backoffLimit": 0 if fails else 100})
+    pod = job["spec"]["template"]["spec"]
     pod["volumes"] = [{"name": "out", "persistentVolumeClaim": {"claimName": "out"}}]
     pod["containers"][0]["volumeMounts"] = [{"name": "out", "mountPath": "/out"}]
-    return made
+    return job
 
 
 def check_log(name: str, text: str, ended: tuple[str, float] | None, findings: Findings) -> dict[str, int]:
@@ -273,9 +273,9 @@ def run(minutes: float, seed: int, every: float) -> dict[str, Any]:
     began, deadline, submitted = time.monotonic(), time.monotonic() + minutes * 60, 0
     while time.monotonic() < deadline and len(watcher.ended) < JOBS:
         while submitted < JOBS and submitted - len(watcher.ended) < AT_ONCE:
-            made = make_job(names[submitted], names[submitted] in failing)
+            job = build_chaos_job(names[submitted], names[submitted] in failing)
             with suppress(ApiException):  # created, but the answer was lost
-                persist(lambda made=made: namespace.create(made))
+                call_with_retries(lambda job=job: namespace.create(job))
             submitted += 1
         time.sleep(chaos.random.uniform(0.5, 1.5) * every)
         chaos.strike()
@@ -287,18 +287,18 @@ def run(minutes: float, seed: int, every: float) -> dict[str, Any]:
     while len(watcher.ended) < submitted and time.monotonic() < quiet:
         time.sleep(1)
     took = time.monotonic() - began
-    rows = judge(namespace, folder, watcher, names[:submitted], failing, findings)
+    rows = check_ends(namespace, folder, watcher, names[:submitted], failing, findings)
     watcher.close()
     for name in names[:submitted]:
         with suppress(ApiException):
-            persist(lambda name=name: namespace.delete(name))
+            call_with_retries(lambda name=name: namespace.delete(name))
     try:
-        wait_for(lambda: not persist(namespace.list_children), "everything to be gone", 180, interval=1)
+        wait_for(lambda: not call_with_retries(namespace.list_children), "everything to be gone", 180, interval=1)
     except AssertionError:
         findings.orphans = sorted(namespace.list_children())
     if findings.count() == 0:
-        persist(lambda: target.core.delete_namespace(namespace.name))
-        persist(lambda: target.core.delete_persistent_volume(namespace.name))
+        call_with_retries(lambda: target.core.delete_namespace(namespace.name))
+        call_with_retries(lambda: target.core.delete_persistent_volume(namespace.name))
     else:
         print(f"namespace {namespace.name} is kept for inspection", file=sys.stderr)
     return {
@@ -315,13 +315,13 @@ def run(minutes: float, seed: int, every: float) -> dict[str, Any]:
     }
 
 
-def judge(
+def check_ends(
     namespace: Namespace, folder: Path, watcher: Watcher, names: list[str], failing: set[str], findings: Findings
 ) -> list[dict[str, Any]]:
     """Compare the end of every job with what it had to be."""
     rows = []
     for name in names:
-        status, ended = persist(lambda name=name: namespace.read_status(name)), watcher.ended.get(name)
+        status, ended = call_with_retries(lambda name=name: namespace.read_status(name)), watcher.ended.get(name)
         phase = ended[0] if ended else ""
         if not ended:
             findings.not_ended.append(f"{name}: {status.get('phase')}, attempt {status.get('attempt')}")

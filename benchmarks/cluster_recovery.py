@@ -1,4 +1,4 @@
-"""Measures how fast a job recovers, and how fast a deleted job disappears, on a real Kubernetes.
+"""Measure how fast a job recovers, and how fast a deleted job disappears, on a real Kubernetes.
 
     sudo make cluster NODES=3 && kubectl apply -f manifests/ && sudo .venv/bin/python benchmarks/cluster_recovery.py
 

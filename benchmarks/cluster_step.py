@@ -1,4 +1,4 @@
-"""Compares hitopk with dense on a real Kubernetes: char_gpt as a TrainingJob, 2 nodes x 2 ranks, shaped links.
+"""Compare hitopk with dense on a real Kubernetes: char_gpt as a TrainingJob, 2 nodes x 2 ranks, shaped links.
 
     sudo make cluster && sudo .venv/bin/python benchmarks/cluster_step.py
 

@@ -1,4 +1,4 @@
-"""Compares the loss of sparse and dense training: the models of both examples, with SGD and AdamW, and paired seeds.
+"""Compare the loss of sparse and dense training: the models of both examples, with SGD and AdamW, and paired seeds.
 
     TOPKUBE_RANKS_PER_NODE=1,1 mpiexec -n 2 python benchmarks/convergence.py     # trains missing runs and reports
     python benchmarks/convergence.py --report                                    # table and plot of the existing runs
@@ -88,7 +88,7 @@ AGGREGATIONS = {CORRECTED: "hitopk", WITHOUT: FORGETFUL.name}
 def train(name: str, optimizer_name: str, condition: str, seed: int, steps: int, learning_rate: float) -> TrainedRun:
     """Train one run. All ranks call this function."""
     torch.manual_seed(seed)
-    model, dataset, loss_of, held_out = tasks.build_task(name)
+    model, dataset, compute_loss, measure_held_out = tasks.build_task(name)
     topkube.broadcast_parameters(model)
     plain = (
         torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
@@ -115,7 +115,7 @@ def train(name: str, optimizer_name: str, condition: str, seed: int, steps: int,
     losses, start = [], time.perf_counter()
     with topkube.checkpointing(model, optimizer, sampler) as run:
         for batch in run.progress(loader, total=steps):
-            loss = run.loss(loss_of(model, *batch))
+            loss = run.loss(compute_loss(model, *batch))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -123,18 +123,18 @@ def train(name: str, optimizer_name: str, condition: str, seed: int, steps: int,
             losses.append(loss.item())
     seconds = time.perf_counter() - start
     with torch.no_grad():
-        final, right = held_out(model)
+        final, right = measure_held_out(model)
     stretch = max(1, steps // 50)
     curve = [sum(losses[i : i + stretch]) / stretch for i in range(0, steps - stretch + 1, stretch)]
     count = sum(parameter.numel() for parameter in model.parameters())
     return TrainedRun(name, optimizer_name, condition, seed, steps, count, final, right, seconds, curve)
 
 
-def read(path: Path) -> list[TrainedRun]:
+def read_runs(path: Path) -> list[TrainedRun]:
     return [TrainedRun(**entry) for entry in json.loads(path.read_text())["runs"]] if path.exists() else []
 
 
-def write(path: Path, runs: list[TrainedRun]) -> None:
+def write_runs(path: Path, runs: list[TrainedRun]) -> None:
     """Replace the whole file atomically, so that an interrupted benchmark loses at most the current run."""
     path.parent.mkdir(parents=True, exist_ok=True)
     about = {
@@ -189,9 +189,9 @@ def compare(runs: list[TrainedRun]) -> list[dict[str, object]]:
     return rows
 
 
-def report(path: Path) -> None:
+def write_report(path: Path) -> None:
     """Write a Markdown table and a plot next to the JSON file."""
-    runs = read(path)
+    runs = read_runs(path)
     lines = [
         "| model | optimizer | exchange | seeds | dense loss | loss | difference, % | 95% interval, % |",
         "|---|---|---|---|---|---|---|---|",
@@ -204,10 +204,10 @@ def report(path: Path) -> None:
         )
     path.with_suffix(".md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines), flush=True)
-    plot(runs, path.with_suffix(".png"))
+    draw_losses(runs, path.with_suffix(".png"))
 
 
-def plot(runs: list[TrainedRun], path: Path) -> None:
+def draw_losses(runs: list[TrainedRun], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -237,11 +237,11 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="only write the table and the plot")
     args = parser.parse_args()
     if args.report:
-        report(args.output)
+        write_report(args.output)
         return
     world = topkube.init()
     torch.set_num_threads(1)
-    runs = world.comm.bcast(read(args.output) if world.rank == 0 else None)
+    runs = world.comm.bcast(read_runs(args.output) if world.rank == 0 else None)
     wanted = [
         (model, optimizer, condition, seed, args.steps)
         for conditions in (CONDITIONS[:3], CONDITIONS[3:])  # first the comparison, then its control
@@ -255,10 +255,10 @@ def main() -> None:
         result = train(*key, learning_rate=tasks.LEARNING_RATE[key[:2]])
         runs.append(result)
         if world.rank == 0:
-            write(args.output, runs)
+            write_runs(args.output, runs)
             print(f"{len(runs)}/{len(wanted)} {key} loss {result.loss:.4f} in {result.seconds:.0f} s", flush=True)
     if world.rank == 0:
-        report(args.output)
+        write_report(args.output)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draws the pictures of the dashboards in docs/images from a real Prometheus that scrapes jobs on a real Kubernetes:
+"""Draw the pictures of the dashboards in docs/images from a real Prometheus that scrapes jobs on a real Kubernetes:
 
     sudo make cluster && sudo .venv/bin/python benchmarks/dashboards.py
 
@@ -81,7 +81,7 @@ with topkube.checkpointing(model, optimizer, sampler) as run:
 
 
 @contextmanager
-def namespaces(target: Target) -> Iterator[dict[str, Namespace]]:
+def create_namespaces(target: Target) -> Iterator[dict[str, Namespace]]:
     """Create two namespaces, and delete them at the end of the block."""
     for name in (LANGUAGE, VISION):
         try:
@@ -98,7 +98,7 @@ def namespaces(target: Target) -> Iterator[dict[str, Namespace]]:
 
 
 @contextmanager
-def checkpoints(target: Target, cluster: LocalCluster) -> Iterator[None]:
+def create_checkpoint_claim(target: Target, cluster: LocalCluster) -> Iterator[None]:
     """Create the volume claim `checkpoints` in LANGUAGE, on a folder that all nodes of this machine share."""
     folder = cluster.layout.state / "volumes" / LANGUAGE
     folder.mkdir(parents=True)
@@ -122,7 +122,7 @@ def checkpoints(target: Target, cluster: LocalCluster) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def submit(place: dict[str, Namespace]) -> None:
+def submit_jobs(place: dict[str, Namespace]) -> None:
     sparse = {"algorithm": "hitopk", "density": 0.01, "warmupSteps": 40}
     gpt = build_job("gpt-stdlib", GPT, slots=2, aggregation={**sparse, "wire": "bf16"})
     gpt["spec"]["checkpoint"] = {"claimName": "checkpoints", "everySteps": 20}
@@ -146,12 +146,12 @@ def main() -> None:
     target, cluster = find_running_cluster()
     with (
         tempfile.TemporaryDirectory() as folder,
-        namespaces(target) as place,
-        checkpoints(target, cluster),
+        create_namespaces(target) as place,
+        create_checkpoint_claim(target, cluster),
     ):
         targets = ScrapeTargets(target, Path(folder), list(place))
         with run_prometheus(Path(folder), targets.jobs) as server:
-            submit(place)
+            submit_jobs(place)
             began, killed = time.monotonic(), False
             while (passed := time.monotonic() - began) < args.seconds:
                 targets.refresh()

@@ -1,4 +1,4 @@
-"""Builds, checks and measures the CUDA kernels on the GPU of this machine.
+"""Build, check and measure the CUDA kernels on the GPU of this machine.
 
     python benchmarks/gpu.py --prepare           where there is a network: collect wheels for a machine without one
     python benchmarks/gpu.py                     everything; writes benchmarks/results/gpu.jsonl and gpu.json
@@ -40,7 +40,7 @@ from pathlib import Path
 from gpu_plan import machine, tools
 from gpu_plan.predictions import judge_all
 from gpu_plan.programs import run_group
-from gpu_plan.rows import Row, Rows, read
+from gpu_plan.rows import Row, Rows, read_rows
 
 RESULTS = machine.ROOT / "benchmarks" / "results"
 STAGES = {
@@ -88,11 +88,11 @@ def run_stage(name: str, args: argparse.Namespace) -> None:
     """Run a stage in this process. Imports only what the stage needs."""
     rows = Rows(args.out, time.monotonic() + 60 * args.minutes)
     if name == "counters":
-        tools.profile(rows, args.dry)
+        tools.read_counters(rows, args.dry)
     elif name == "suite":
         tools.run_tests(rows, args.dry)
     elif name == "sanitisers":
-        tools.sanitise(rows, args.dry)
+        tools.run_sanitisers(rows, args.dry)
     else:
         _run_on_device(name, args, rows)
 
@@ -102,7 +102,9 @@ def _run_on_device(name: str, args: argparse.Namespace, rows: Rows) -> None:
 
     device = Device(args.dry, 5 if args.quick else 21)
     if name == "facts":
-        rows.measure("facts", lambda: {**device.facts(), **_read_driver(), "date": datetime.date.today().isoformat()})
+        rows.measure(
+            "facts", lambda: {**device.read_facts(), **_read_driver(), "date": datetime.date.today().isoformat()}
+        )
     elif name == "checks":
         from gpu_plan import checks
 
@@ -206,7 +208,7 @@ def start_rows(args: argparse.Namespace) -> None:
     """Let the file of rows begin with what was run. Move a file that began with something else out of the way: its rows
     would mix with those of these sources."""
     run = {"sources": machine.digest_sources(), "dry": args.dry, "quick": args.quick}
-    stored = next((row for row in read(args.out) if row["key"] == "run"), None)
+    stored = next((row for row in read_rows(args.out) if row["key"] == "run"), None)
     if args.out.exists() and (stored is None or any(stored.get(name) != value for name, value in run.items())):
         of = "unknown" if stored is None else stored["sources"]
         kept = args.out.with_name(f"{args.out.stem}-{of}-{time.time_ns()}.jsonl")
@@ -217,7 +219,7 @@ def start_rows(args: argparse.Namespace) -> None:
 
 def finish(args: argparse.Namespace, failed: list[str]) -> int:
     """Write gpu.json for benchmarks/report.py, unless this was a dry run. Return the exit code."""
-    rows = {row["key"]: row for row in read(args.out)}
+    rows = {row["key"]: row for row in read_rows(args.out)}
     wrong = [
         f"{key}: {row.get('error') or row['wrong']}"
         for key, row in rows.items()

@@ -1,5 +1,6 @@
-/* Runs a command on a host name of its own: launch_host NAME COMMAND WORDS. Open MPI tells nodes apart by their names. One exec
-   instead of the three of unshare, sh and hostname, as benchmarks/launch_scale.py starts 256 of these at once. */
+/* Runs a command with a host name of its own: launch_host NAME COMMAND WORDS. Open MPI distinguishes nodes by their host names.
+   The commands unshare, sh and hostname would do the same with three execs; this program needs one, because
+   benchmarks/launch_scale.py starts 256 of them at once. */
 #define _GNU_SOURCE
 #include <sched.h>
 #include <stdio.h>

@@ -1,4 +1,4 @@
-/* A rank of benchmarks/launch_scale.py: leaves the time at which MPI_Init returned. */
+/* A rank of benchmarks/launch_scale.py: it writes the time at which MPI_Init returned to a file. */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,7 +9,7 @@ int main(int count, char **words) {
   char path[4096];
   struct timespec now;
   int rank, size;
-  if (nice(19) == -1) return 2; /* ranks spin while they wait: on a machine of their own that takes nothing from proxies and tunnels */
+  if (nice(19) == -1) return 2; /* ranks spin while they wait; on separate machines, this would take no processor time from proxies and tunnels */
   MPI_Init(&count, &words);
   clock_gettime(CLOCK_REALTIME, &now);
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);

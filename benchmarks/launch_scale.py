@@ -1,4 +1,4 @@
-"""Measures the start of jobs with many workers, from the call of the last worker until every rank has left MPI_Init.
+"""Measure the start of jobs with many workers, from the call of the last worker until every rank has left MPI_Init.
 
 Real parts: the launcher (`topkube launch`, its TLS, its sessions), mpiexec, one proxy per worker (hydra_pmi_proxy or
 prted) that reaches mpiexec through its worker's tunnel, and one rank per worker, a C program that calls MPI_Init. The
@@ -58,7 +58,7 @@ from topkube.launch.connection.messages import (  # noqa: E402
     Running,
     Start,
     Welcome,
-    read,
+    parse_message,
 )
 from topkube.launch.connection.tunnel import Tunnel  # noqa: E402
 from topkube.launch.contract import JOIN_PATH, compute_worker_token  # noqa: E402
@@ -119,13 +119,13 @@ class SimulatedWorker:
         program = str(self.programs.rank)
         hello = Hello(session=str(self.index), ip=self.ip, slots=1, python=program, mpi=str(self.mpi), time=time.time())
         await socket.send_str(hello.to_json())
-        answer = read(await socket.receive_str())
+        answer = parse_message(await socket.receive_str())
         assert isinstance(answer, Welcome)
-        self.link = Link(self.take, lambda stream, data: self.tunnel.take(stream, data))
+        self.link = Link(self.handle_message, lambda stream, data: self.tunnel.write_to_stream(stream, data))
         self.tunnel = Tunnel(self.link)
         await self.link.run(socket, answer.received)
 
-    def take(self, message: AnyMessage) -> None:
+    def handle_message(self, message: AnyMessage) -> None:
         if isinstance(message, Start):
             self.starting = asyncio.create_task(self.start(message))
         elif isinstance(message, Close):
@@ -304,10 +304,10 @@ def run_alone() -> int:
     group.remove()  # left by a killed run
     group.make()
     command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, *sys.argv]
-    dies = prepare_to_die_with_parent(signal.SIGKILL)
+    die_with_parent = prepare_to_die_with_parent(signal.SIGKILL)
 
     def enter() -> None:
-        dies()
+        die_with_parent()
         for hierarchy in list_hierarchies():
             (hierarchy / group.path / "cgroup.procs").write_text("0")
 

@@ -14,11 +14,11 @@ from topkube.collectives.global_top import GlobalTop
 Kind = TypeVar("Kind", bound=GlobalTop)
 
 
-class PlayedNetwork:
-    """`sent_bytes` counts what each node sends to others."""
+class SimulatedNetwork:
+    """The messages between simulated nodes. `sent_bytes` counts what each node sends to others."""
 
     def __init__(self, nodes: int) -> None:
-        self.comms = [PlayedComm(self, node, nodes) for node in range(nodes)]
+        self.comms = [SimulatedComm(self, node, nodes) for node in range(nodes)]
         self.messages: dict[tuple[int, int, int], deque[Any]] = defaultdict(deque)
         self.collected: dict[int, dict[int, Any]] = defaultdict(dict)
         """What the nodes passed to each MPI collective, by its number."""
@@ -26,7 +26,7 @@ class PlayedNetwork:
 
     def run(self, exchanges: Sequence[Any]) -> None:
         """Run the exchange of each node to its end. Fails if all of them wait for messages that nobody sends."""
-        waiting: dict[int, list[PlayedRequest]] = {node: [] for node in range(len(exchanges))}
+        waiting: dict[int, list[SimulatedRequest]] = {node: [] for node in range(len(exchanges))}
         while waiting:
             ready = [node for node, requests in waiting.items() if all([request.test() for request in requests])]
             assert ready, f"nodes {sorted(waiting)} wait for each other"
@@ -39,10 +39,12 @@ class PlayedNetwork:
         assert not any(self.messages.values()), "a message was not received"
 
 
-def exchange_top(kind: type[Kind], residuals: Sequence[Array], k: int, wire: str) -> tuple[list[Kind], PlayedNetwork]:
+def exchange_top(
+    kind: type[Kind], residuals: Sequence[Array], k: int, wire: str
+) -> tuple[list[Kind], SimulatedNetwork]:
     """Exchange the k largest entries of the sum of all nodes' residuals, one row per node. What is delivered leaves the
     residuals. Return each node's end of the exchange, and the network."""
-    network = PlayedNetwork(len(residuals))
+    network = SimulatedNetwork(len(residuals))
     parts = [kind(residual, k, wire) for residual in residuals]
     network.run([part.exchange(comm) for part, comm in zip(parts, network.comms, strict=True)])
     for part, residual in zip(parts, residuals, strict=True):
@@ -51,7 +53,7 @@ def exchange_top(kind: type[Kind], residuals: Sequence[Array], k: int, wire: str
     return parts, network
 
 
-class PlayedRequest:
+class SimulatedRequest:
     """The request of a call that has begun. `try_to_end` returns True when the call has ended."""
 
     def __init__(self, try_to_end: Callable[[], bool]) -> None:
@@ -62,20 +64,20 @@ class PlayedRequest:
         return self._has_ended
 
 
-class PlayedComm:
+class SimulatedComm:
     """The part of an MPI communicator that exchanges use."""
 
-    def __init__(self, network: PlayedNetwork, rank: int, size: int) -> None:
+    def __init__(self, network: SimulatedNetwork, rank: int, size: int) -> None:
         self.rank, self.size, self._network, self._collectives = rank, size, network, 0
 
-    def Isend(self, data: Any, to: int, tag: int = 0) -> PlayedRequest:
+    def Isend(self, data: Any, to: int, tag: int = 0) -> SimulatedRequest:
         raw = as_bytes(data).copy()
         assert to != self.rank
         self._network.sent_bytes[self.rank] += raw.size
         self._network.messages[self.rank, to, tag].append(raw)
-        return PlayedRequest(lambda: True)
+        return SimulatedRequest(lambda: True)
 
-    def Irecv(self, buffer: Any, source: int, tag: int = 0) -> PlayedRequest:
+    def Irecv(self, buffer: Any, source: int, tag: int = 0) -> SimulatedRequest:
         def receive() -> bool:
             if not (queue := self._network.messages[source, self.rank, tag]):
                 return False
@@ -83,16 +85,16 @@ class PlayedComm:
             as_bytes(buffer)[: raw.size] = raw
             return True
 
-        return PlayedRequest(receive)
+        return SimulatedRequest(receive)
 
-    def Iallreduce(self, data: Any, result: Any) -> PlayedRequest:
+    def Iallreduce(self, data: Any, result: Any) -> SimulatedRequest:
         """Begin a sum, as MPI does."""
         return self._collect(data, result, lambda rows: np.sum(rows, axis=0, dtype=result.dtype))
 
-    def Iallgather(self, data: Any, result: Any) -> PlayedRequest:
+    def Iallgather(self, data: Any, result: Any) -> SimulatedRequest:
         return self._collect(data, result, np.stack)
 
-    def _collect(self, data: Any, result: Any, combine: Callable[[list[Any]], Any]) -> PlayedRequest:
+    def _collect(self, data: Any, result: Any, combine: Callable[[list[Any]], Any]) -> SimulatedRequest:
         rows = self._network.collected[self._collectives]
         self._collectives += 1
         rows[self.rank] = np.array(data)
@@ -103,4 +105,4 @@ class PlayedComm:
             result[:] = combine([rows[rank] for rank in range(self.size)])
             return True
 
-        return PlayedRequest(end)
+        return SimulatedRequest(end)

@@ -1,4 +1,4 @@
-"""Measures the cost of metrics: `python benchmarks/metrics.py` writes benchmarks/results/metrics.json.
+"""Measure the cost of metrics: `python benchmarks/metrics.py` writes benchmarks/results/metrics.json.
 
 There are three measurements, each the median of many repetitions:
 - the bookkeeping of a step on a rank: counting, and the write of the rank's file, including the data cache;
@@ -58,13 +58,15 @@ def measure() -> dict[str, object]:
         ranks = [RankMetrics(directory, rank) for rank in range(RANKS)]
 
         def step() -> None:
-            ranks[0].cache(sum_statistics())  # training does this once per second, this benchmark every step
-            ranks[0].step(0.1, OWN, 8, GAUGES)
+            ranks[0].store_cache_counters(
+                sum_statistics()
+            )  # training does this once per second, this benchmark every step
+            ranks[0].count_step(0.1, OWN, 8, GAUGES)
 
         step_seconds = measure_median(step, 5000)
         for rank in ranks:
-            rank.cache(dict.fromkeys(CACHE, 0.0))
-            rank.step(0.1, OWN, 8, {**GAUGES, "loss": 1, "residual_norm": 1, "link_rate": 1})
+            rank.store_cache_counters(dict.fromkeys(CACHE, 0.0))
+            rank.count_step(0.1, OWN, 8, {**GAUGES, "loss": 1, "residual_norm": 1, "link_rate": 1})
         with MetricsEndpoint(lambda: directory, "job", 0, "127.0.0.1") as endpoint:
             worker_series = count_series(scrape(endpoint.port))
             worker_seconds = measure_median(lambda: scrape(endpoint.port), 50)

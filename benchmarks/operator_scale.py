@@ -1,4 +1,4 @@
-"""Measures how fast the operator creates pods, and its cost when there is nothing to do.
+"""Measure how fast the operator creates pods, and its cost when there is nothing to do.
 
     python benchmarks/operator_scale.py [--only start|many|idle ...] [--json FILE]
 
@@ -14,7 +14,7 @@ many    100 jobs of 4 workers at once: until all 500 pods exist and every status
 idle    1,000 finished jobs with their pods: CPU and memory of an operator that has just started. The floor: a process
         that only keeps the operator's watches open and fills its cache
 
-Every part stores the machine's load average from before its start. On a busy machine only the ratios to the floors say
+Every part stores the machine's load average from before its start. On a busy machine only the ratios to the floors mean
 something.
 """
 
@@ -46,22 +46,22 @@ from localkube.control_plane import ControlPlane  # noqa: E402
 from localkube.layout import Layout  # noqa: E402
 from localkube.packages import TO_RUN, compile_kubernetes, install_packages  # noqa: E402
 
-from played_nodes import NAMESPACE, create_finished_job, job  # noqa: E402
+from simulated_kubelets import NAMESPACE, build_job, create_finished_job  # noqa: E402
 from topkube.job import KIND  # noqa: E402
 from topkube_operator.control.plan_executor import CALLS  # noqa: E402
 from topkube_operator.model import names  # noqa: E402
 from topkube_operator.watch.api_client import Cluster  # noqa: E402
 from topkube_operator.watch.api_connection import ApiError  # noqa: E402
 
-OPERATOR = "topkube-system"
-METRICS = 18099
+OPERATOR_NAMESPACE = "topkube-system"
+METRICS_PORT = 18099
 CHILDREN = {"Secret": "v1", "Service": "v1", "NetworkPolicy": "networking.k8s.io/v1", "Pod": "v1"}
 RESULTS = ROOT / "benchmarks" / "results" / "operator-scale.json"
 TARGETS = {"start_2": 0.3, "start_64": 1.0, "many_created": 12.0, "idle_cpu_percent": 2.0, "idle_rss_mb": 300.0}
 
 
 @contextmanager
-def api_server() -> Iterator[str]:
+def run_api_server() -> Iterator[str]:
     """Run only etcd and kube-apiserver; yield a kubeconfig."""
     layout = Layout(8)
     install_packages(*TO_RUN)
@@ -71,7 +71,7 @@ def api_server() -> Iterator[str]:
     Group(layout.name).make()
     plane = ControlPlane(layout, programs)
     # the controllers are not started, because they would take processor time
-    plane.controller_manager = plane.scheduler = Nothing()  # type: ignore[assignment]
+    plane.controller_manager = plane.scheduler = NoDaemon()  # type: ignore[assignment]
     try:
         plane.start()
         yield str(layout.kubeconfig)
@@ -79,24 +79,24 @@ def api_server() -> Iterator[str]:
         stop_cluster(layout)
 
 
-class Nothing:
+class NoDaemon:
     """A daemon that does not run."""
 
     def start(self) -> None:
         """Start nothing."""
 
 
-def prepare(cluster: Cluster) -> None:
-    for name in (NAMESPACE, OPERATOR):
+def prepare_cluster(cluster: Cluster) -> None:
+    for name in (NAMESPACE, OPERATOR_NAMESPACE):
         cluster.call("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
         account = {"metadata": {"name": "default"}}
         cluster.call("POST", f"/api/v1/namespaces/{name}/serviceaccounts", account)
     crd = yaml.safe_load((ROOT / "manifests" / "crd.yaml").read_text())
     cluster.call("POST", "/apis/apiextensions.k8s.io/v1/customresourcedefinitions", crd)
-    wait_until(lambda: served(cluster), "the CRD")
+    wait_until(lambda: is_served(cluster), "the CRD")
 
 
-def served(cluster: Cluster) -> bool:
+def is_served(cluster: Cluster) -> bool:
     try:
         cluster.list(KIND, NAMESPACE)
     except ApiError:
@@ -113,10 +113,18 @@ def wait_until(true: Callable[[], object], what: str, seconds: float = 120.0) ->
 
 
 @contextmanager
-def operator(kubeconfig: str) -> Iterator[int]:
+def run_operator(kubeconfig: str) -> Iterator[int]:
     """Run the operator in its own process; yield its process id when it leads."""
-    command = [sys.executable, "-m", "topkube_operator", "--kubeconfig", kubeconfig, "--metrics-port", str(METRICS)]
-    process = subprocess.Popen([*command, "--operator-namespace", OPERATOR, "--log-level", "warning"])
+    command = [
+        sys.executable,
+        "-m",
+        "topkube_operator",
+        "--kubeconfig",
+        kubeconfig,
+        "--metrics-port",
+        str(METRICS_PORT),
+    ]
+    process = subprocess.Popen([*command, "--operator-namespace", OPERATOR_NAMESPACE, "--log-level", "warning"])
     try:
         wait_until(lambda: read_metric("topkube_leader") == 1, "the operator to lead")
         yield process.pid
@@ -127,7 +135,7 @@ def operator(kubeconfig: str) -> Iterator[int]:
 
 def read_metric(name: str) -> float | None:
     try:
-        text = urllib.request.urlopen(f"http://127.0.0.1:{METRICS}/metrics", timeout=5).read().decode()
+        text = urllib.request.urlopen(f"http://127.0.0.1:{METRICS_PORT}/metrics", timeout=5).read().decode()
     except OSError:
         return None
     return next(
@@ -136,8 +144,8 @@ def read_metric(name: str) -> float | None:
 
 
 @contextmanager
-def kubelets(kubeconfig: str) -> Iterator[None]:
-    process = subprocess.Popen([sys.executable, str(Path(__file__).with_name("played_nodes.py")), kubeconfig])
+def run_kubelets(kubeconfig: str) -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, str(Path(__file__).with_name("simulated_kubelets.py")), kubeconfig])
     try:
         yield
     finally:
@@ -165,21 +173,21 @@ class PodWatch:
                 return
 
 
-def start(cluster: Cluster, workers: int, repeats: int) -> dict[str, Any]:
+def measure_start(cluster: Cluster, workers: int, repeats: int) -> dict[str, Any]:
     """Return the seconds from sending a job to its last pod, for several jobs."""
     load, watch, seconds, floors = os.getloadavg()[0], PodWatch(cluster), list[float](), list[float]()
     for number in range(repeats + 1):
         name = f"start-{workers}-{number}"
         begun = time.monotonic()
-        cluster.create(job(name, workers))
+        cluster.create(build_job(name, workers))
         own_pods = lambda name=name: [pod for pod in watch.seen if pod.startswith(name + "-")]  # noqa: E731
         wait_until(lambda own_pods=own_pods: len(own_pods()) == workers + 1, f"the pods of {name}")
         if number:  # the first job warms up connections
             seconds.append(max(watch.seen[pod] for pod in own_pods()) - begun)
         children = list_children(cluster)
-        remove(cluster, name)
+        remove_jobs(cluster, name)
         if number:
-            floors.append(measure_floor(cluster, [job(name, workers)], children))
+            floors.append(measure_floor(cluster, [build_job(name, workers)], children))
     return {
         "workers": workers,
         "seconds": statistics.median(seconds),
@@ -199,7 +207,7 @@ def list_children(cluster: Cluster) -> list[dict[str, Any]]:
     ]
 
 
-def remove(cluster: Cluster, *jobs: str) -> None:
+def remove_jobs(cluster: Cluster, *jobs: str) -> None:
     """Suspend jobs, so that the operator deletes their pods (there is no garbage collector), and delete the jobs."""
     for name in jobs:
         cluster.patch(KIND, NAMESPACE, name, {"spec": {"runPolicy": {"suspend": True}}})
@@ -209,16 +217,16 @@ def remove(cluster: Cluster, *jobs: str) -> None:
         cluster.delete(KIND, NAMESPACE, name, job["metadata"]["uid"])
 
 
-def create_all(cluster: Cluster, jobs: list[dict[str, Any]]) -> None:
+def create_jobs(cluster: Cluster, jobs: list[dict[str, Any]]) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(cluster.create, jobs))
 
 
 def measure_many_jobs(cluster: Cluster, kubeconfig: str, jobs: int, workers: int) -> dict[str, Any]:
-    listed = [job(f"many-{number}", workers) for number in range(jobs)]
+    listed = [build_job(f"many-{number}", workers) for number in range(jobs)]
     load, watch = os.getloadavg()[0], PodWatch(cluster)
     begun = time.monotonic()
-    create_all(cluster, listed)
+    create_jobs(cluster, listed)
     sent = time.monotonic() - begun
     wait_until(lambda: len(watch.seen) == jobs * (workers + 1), "all pods")
     pods = max(watch.seen.values()) - begun
@@ -227,7 +235,7 @@ def measure_many_jobs(cluster: Cluster, kubeconfig: str, jobs: int, workers: int
     children = list_children(cluster)
     ended: dict[str, float] = {}
     begun = time.monotonic()
-    with kubelets(kubeconfig):
+    with run_kubelets(kubeconfig):
         wait_until(
             lambda: all(has_succeeded(item, workers) for item in cluster.list(KIND, NAMESPACE)[0]), "every success"
         )
@@ -249,25 +257,25 @@ def measure_floor(cluster: Cluster, jobs: list[dict[str, Any]], children: list[d
     """Return the seconds in which a plain client creates jobs that the operator ignores, and then children like
     these."""
     managed = {"runPolicy": {"managedBy": "example.com/nobody"}}
-    alike = [{**item, "metadata": rename(item), "spec": {**item["spec"], **managed}} for item in jobs]
-    manifests = [{**item, "metadata": rename(item)} for item in children]
+    alike = [{**item, "metadata": build_new_metadata(item), "spec": {**item["spec"], **managed}} for item in jobs]
+    manifests = [{**item, "metadata": build_new_metadata(item)} for item in children]
     for item in manifests:
         item.pop("status", None)
         if item["kind"] == "Service":
             item["spec"] = {name: value for name, value in item["spec"].items() if not name.startswith("clusterIP")}
     begun = time.monotonic()
-    create_all(cluster, alike)
+    create_jobs(cluster, alike)
     with ThreadPoolExecutor(CALLS) as pool:
         list(pool.map(cluster.create, manifests))
     seconds = time.monotonic() - begun
     remove_ended(cluster)
     for item in manifests:
         if item["kind"] not in ("Pod", KIND):
-            delete(cluster, item["kind"], item)
+            delete_if_present(cluster, item["kind"], item)
     return seconds
 
 
-def rename(manifest: dict[str, Any]) -> dict[str, Any]:
+def build_new_metadata(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata of a copy without an owner."""
     kept = {name: manifest["metadata"][name] for name in ("namespace", "annotations") if name in manifest["metadata"]}
     return {**kept, "name": f"bare-{manifest['metadata']['name']}"}
@@ -277,10 +285,10 @@ def remove_ended(cluster: Cluster) -> None:
     for kind in ("Pod", KIND):
         items, _ = cluster.list(kind, NAMESPACE)
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda item, kind=kind: delete(cluster, kind, item), items))
+            list(pool.map(lambda item, kind=kind: delete_if_present(cluster, kind, item), items))
 
 
-def delete(cluster: Cluster, kind: str, item: dict[str, Any]) -> None:
+def delete_if_present(cluster: Cluster, kind: str, item: dict[str, Any]) -> None:
     """Delete an object that may be gone. Without a UID, its name decides."""
     try:
         uid = item["metadata"].get("uid") or cluster.get(kind, NAMESPACE, item["metadata"]["name"])["metadata"]["uid"]
@@ -315,8 +323,8 @@ def has_succeeded(job: dict[str, Any], workers: int) -> bool:
 def measure_idle(cluster: Cluster, kubeconfig: str, jobs: int, workers: int, seconds: float) -> dict[str, Any]:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: create_finished_job(cluster, f"done-{number}", workers), range(jobs)))
-    load, floor_percent = os.getloadavg()[0], measure_played_watcher(kubeconfig, seconds)
-    with operator(kubeconfig) as process:
+    load, floor_percent = os.getloadavg()[0], measure_watcher(kubeconfig, seconds)
+    with run_operator(kubeconfig) as process:
         wait_until(lambda: is_quiet(cluster), "the operator to reconcile all jobs", 180)
         before, begun = read_cpu_seconds(process), time.monotonic()
         time.sleep(seconds)
@@ -336,7 +344,7 @@ def measure_idle(cluster: Cluster, kubeconfig: str, jobs: int, workers: int, sec
         }
 
 
-_PLAYED_WATCHER = """
+_WATCHER = """
 import sys
 import time
 from topkube_operator.watch.api_client import Cluster
@@ -351,13 +359,13 @@ sys.stdin.read()
 """
 
 
-def measure_played_watcher(kubeconfig: str, seconds: float) -> float:
+def measure_watcher(kubeconfig: str, seconds: float) -> float:
     """Return the percentage of a core that a process needs to keep the operator's watches open."""
-    command = [sys.executable, "-c", _PLAYED_WATCHER, kubeconfig]
+    command = [sys.executable, "-c", _WATCHER, kubeconfig]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"synced\n", "the played watcher has listed nothing"
+        assert process.stdout.readline() == b"synced\n", "the watcher has listed nothing"
         before, begun = read_cpu_seconds(process.pid), time.monotonic()
         time.sleep(seconds)
         return 100 * (read_cpu_seconds(process.pid) - before) / (time.monotonic() - begun)
@@ -371,7 +379,7 @@ _last: dict[str, float] = {}
 
 def is_quiet(cluster: Cluster) -> bool:
     """Return True if the number of reconciles has not changed for three seconds."""
-    text = urllib.request.urlopen(f"http://127.0.0.1:{METRICS}/metrics", timeout=5).read().decode()
+    text = urllib.request.urlopen(f"http://127.0.0.1:{METRICS_PORT}/metrics", timeout=5).read().decode()
     total = sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("topkube_reconciles_total{"))
     if _last.get("total") != total:
         _last.update(total=total, since=time.monotonic())
@@ -401,14 +409,14 @@ def main() -> None:
     results["machine"] = {"cores": os.cpu_count(), "python": platform.python_version(), "kubernetes": "1.20.2"}
     results["machine"]["date"] = time.strftime("%Y-%m-%d")
     results["targets"] = TARGETS
-    with api_server() as kubeconfig:
+    with run_api_server() as kubeconfig:
         cluster = Cluster(kubeconfig)
-        prepare(cluster)
+        prepare_cluster(cluster)
         if "start" in parts or "many" in parts:
-            with operator(kubeconfig):
+            with run_operator(kubeconfig):
                 if "start" in parts:
-                    results["start_2"] = start(cluster, 2, 7)
-                    results["start_64"] = start(cluster, 64, 5)
+                    results["start_2"] = measure_start(cluster, 2, 7)
+                    results["start_64"] = measure_start(cluster, 64, 5)
                 if "many" in parts:
                     results["many"] = measure_many_jobs(cluster, kubeconfig, options.jobs, 4)
         if "idle" in parts:

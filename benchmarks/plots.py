@@ -168,7 +168,7 @@ def draw_sizes(rows: list[Row], path: Path) -> None:
     save(figure, path, rows)
 
 
-def convergence(runs: list[Row], path: Path) -> None:
+def draw_convergence(runs: list[Row], path: Path) -> None:
     """Plot the training loss of every run."""
     colours = {"dense": INK, "hitopk": OURS, "hitopk, corrected": "tab:green", "hitopk without feedback": TOPK}
     cells = sorted({(run["model"], run["optimizer"]) for run in runs})

@@ -1,4 +1,4 @@
-"""Compares the steps that `topkube plan` predicts from a trace with measured steps.
+"""Compare the steps that `topkube plan` predicts from a trace with measured steps.
 
     python benchmarks/prediction.py [--part 2x1|2x2|4x1 ...] [--rate unshaped|1gbit|200mbit|100mbit ...]
     python benchmarks/prediction.py --again        # predict again from the stored profiles; measure nothing
@@ -45,7 +45,7 @@ PAPER_FLOPS, PAPER_LINK, PAPER_MEMORY = 30e12, 0.95 * 25e9 / 8, 300e9
 Row = dict[str, Any]
 
 
-def record(part: str, contender: str, directory: Path, network: Network) -> dict[str, Any]:
+def record_trace(part: str, contender: str, directory: Path, network: Network) -> dict[str, Any]:
     """Return the trace of some steps of `contender`, over links that are not shaped."""
     folder = directory / f"traces-{contender}"
     more = (("TOPKUBE_TRACE_DIRECTORY", str(folder)), ("TOPKUBE_TRACE_STEPS", str(TRACED_STEPS)))
@@ -144,7 +144,7 @@ def measure(part: str, rates: list[str], rounds: int, steps: int) -> tuple[dict[
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(create_scratch())
         network = stack.enter_context(Network(len(LAYOUTS[part])))
-        profile = build_profile([record(part, contender, directory, network) for contender in TRACED], part)
+        profile = build_profile([record_trace(part, contender, directory, network) for contender in TRACED], part)
         bench = StepBench(part, MODELS[0], directory, network)
         stack.callback(bench.close)
         rows = []

@@ -1,4 +1,4 @@
-"""Measures all parts of a training with many real ranks on this machine: seconds, memory and open files per rank.
+"""Measure all parts of a training with many real ranks on this machine: seconds, memory and open files per rank.
 
     python benchmarks/ranks.py                          16, 32, 64 and 128 ranks, MPICH and Open MPI
     python benchmarks/ranks.py --ranks 128 --mpi mpich  one of these; the other results stay

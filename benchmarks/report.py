@@ -34,7 +34,7 @@ DOCUMENT = ROOT / "docs" / "benchmarks.md"
 IMAGES = ROOT / "docs" / "images"
 
 
-def load(name: str, results: Path = RESULTS) -> dict[str, Any] | None:
+def load_result(name: str, results: Path = RESULTS) -> dict[str, Any] | None:
     """Return the stored result of a benchmark; None if there is none."""
     path = results / f"{name}.json"
     if not path.exists():
@@ -212,12 +212,12 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], dict[str, str]]] = {
 }
 
 
-def render(results: Path = RESULTS) -> str:
+def render_page(results: Path = RESULTS) -> str:
     """Return the page. A section of the template without a result is left out. A part marked `without NAME` is left out
     if that result exists."""
     text = Path(__file__).with_name("report.template.md").read_text()
     for name, section in SECTIONS.items():
-        stored = load(name, results)
+        stored = load_result(name, results)
         start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
         while start in text:
             before, _, rest = text.partition(start)
@@ -240,36 +240,36 @@ def list_pictures(results: Path = RESULTS) -> dict[str, tuple[Callable[..., None
     import plots
 
     plotted: dict[str, tuple[Callable[..., None], Any]] = {}
-    stored = load("allreduce", results)
+    stored = load_result("allreduce", results)
     if stored:
         plotted.update(allreduce_report.list_pictures(stored))
-    stored = load("convergence", results)
+    stored = load_result("convergence", results)
     if stored:
-        plotted["convergence.png"] = (plots.convergence, stored["runs"])
-    stored = load("simulated_nodes", results)
+        plotted["convergence.png"] = (plots.draw_convergence, stored["runs"])
+    stored = load_result("simulated_nodes", results)
     if stored:
         plotted["simulated-nodes.png"] = (simulated_report.draw_picture, stored["compared"])
-    stored = load("timeline", results)
+    stored = load_result("timeline", results)
     if stored:
         plotted["step-timeline.png"] = (timeline_report.draw_picture, stored)
-    stored = load("target_loss", results)
+    stored = load_result("target_loss", results)
     if stored:
         plotted["target-loss.png"] = (
             target_loss_report.draw_picture,
             {name: stored[name] for name in ("runs", "times")},
         )
-    stored = load("cache", results)
+    stored = load_result("cache", results)
     if stored:
         plotted["cache.png"] = (cache.draw_picture, stored)
     return plotted
 
 
-def list_stale(results: Path = RESULTS) -> list[str]:
+def list_stale_files(results: Path = RESULTS) -> list[str]:
     """Return the files that differ from the results: the page or plots."""
     import plots
 
     wrong = []
-    if not DOCUMENT.exists() or DOCUMENT.read_text() != render(results):
+    if not DOCUMENT.exists() or DOCUMENT.read_text() != render_page(results):
         wrong.append(str(DOCUMENT.relative_to(ROOT)))
     for name, (_, rows) in list_pictures(results).items():
         path = IMAGES / name
@@ -282,11 +282,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only list stale files")
     if parser.parse_args().check:
-        wrong = list_stale()
+        wrong = list_stale_files()
         print("\n".join(f"{path} is stale; run python benchmarks/report.py" for path in wrong))
         return 1 if wrong else 0
     IMAGES.mkdir(parents=True, exist_ok=True)
-    DOCUMENT.write_text(render())
+    DOCUMENT.write_text(render_page())
     for name, (draw, rows) in list_pictures().items():
         draw(rows, IMAGES / name)
     return 0

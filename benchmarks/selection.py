@@ -1,4 +1,4 @@
-"""Compares selection with its peers, on ordinary and on adversarial inputs: python benchmarks/selection.py
+"""Compare selection with its peers, on ordinary and on adversarial inputs: python benchmarks/selection.py
 
 Writes benchmarks/results/select.json. One thread selects from 25,557,032 float32 elements (those of ResNet-50), or from
 --elements elements. The peers are numpy.argpartition and torch.topk on the precomputed |x|, and MSTopK built from torch

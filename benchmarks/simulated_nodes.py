@@ -103,19 +103,19 @@ def train(
     """Train once. Returns the result; the loss is that of the weights that all nodes agree on. The learning rate is
     that of the task times `rate`."""
     torch.manual_seed(seed)
-    model, dataset, loss_of, held_out = tasks.build_task(model_name)
+    model, dataset, compute_loss, measure_held_out = tasks.build_task(model_name)
     learning_rate = rate * tasks.LEARNING_RATE[model_name, optimizer_name]
     nodes = Nodes(model, options.nodes, lambda model: make_optimizer(optimizer_name, model, learning_rate))
     rule: Rule = RULES[rule_name](nodes, options)
-    rise = steps // 20
+    warmup_steps = steps // 20
     start = time.perf_counter()
     for step, batches in enumerate(divide_batches(dataset, tasks.BATCH[model_name], options.nodes, seed, steps)):
-        factor = min((step + 1) / rise, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+        factor = min((step + 1) / warmup_steps, 0.5 + 0.5 * math.cos(math.pi * step / steps))
         nodes.set_learning_rate(learning_rate * factor)
-        rule.step(step, lambda node, model, batches=batches: loss_of(model, *batches[node]))
+        rule.step(step, lambda node, model, batches=batches: compute_loss(model, *batches[node]))
     rule.finish()
     with torch.no_grad():
-        loss, _ = held_out(nodes.global_model())
+        loss, _ = measure_held_out(nodes.get_agreed_model())
     count = sum(parameter.numel() for parameter in model.parameters())
     dense = 2 * (options.nodes - 1) / options.nodes * 4 * count
     return SimulatedRun(
@@ -194,7 +194,7 @@ def _find_largest(values: list[list[float] | None]) -> list[float] | None:
     return [max(column) for column in zip(*measured, strict=True)] if measured else None
 
 
-def table(rows: list[dict[str, object]]) -> str:
+def format_differences(rows: list[dict[str, object]]) -> str:
     """Return the rows as a Markdown table."""
     lines = [
         "| rule | model | optimizer | rate | nodes | steps | every | fewer bytes | seeds | difference | 95% interval |",
@@ -246,7 +246,7 @@ def main() -> None:
             text = json.dumps({"compared": rows, "runs": [asdict(result) for result in results]}, indent=1)
             args.output.write_text(text + "\n")
             print(f"{rule} seed {seed}: loss {result.loss:.4f} in {result.seconds:.0f} s", flush=True)
-    print(table(compute_differences(results)))
+    print(format_differences(compute_differences(results)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compares the training step of TopKube with DistributedDataParallel and its communication hooks.
+"""Compare the training step of TopKube with DistributedDataParallel and its communication hooks.
 
     python benchmarks/step.py [--part 2x1|2x2|4x1 ...] [--rate unshaped|1gbit|100mbit ...] [--contender NAME ...]
         [--model gpt|resnet50|timed]

@@ -1,4 +1,4 @@
-"""Measures the time to a target loss over slow links: TopKube against DistributedDataParallel and its hooks.
+"""Measure the time to a target loss over slow links: TopKube against DistributedDataParallel and its hooks.
 
     python benchmarks/target_loss.py                                  # train and time what is missing, then report
     python benchmarks/target_loss.py --only times --rate 100mbit      # measure the times of a step over this link again
@@ -153,16 +153,16 @@ def _compare_on_link(
     count = min(len(values) for values in turns.values())
     each_turn = [{name: values[turn] for name, values in turns.items()} for turn in range(count)]
 
-    def seconds(name: str, seed: int, ms: dict[str, float]) -> float | None:
+    def compute_seconds(name: str, seed: int, ms: dict[str, float]) -> float | None:
         reached = steps[name].get(seed)
         if reached is None:
             return None
         dense_steps = round(DENSE_SHARE * length) if CONTENDERS[name].is_dense_first else 0
         return compute_seconds_to_target(reached, ms[name], dense_steps, ms[DDP])
 
-    def against_best(name: str, seed: int, ms: dict[str, float]) -> float:
-        of_peers = [seconds(peer, seed, ms) for peer in PEERS if peer in turns]
-        own = seconds(name, seed, ms)
+    def compute_ratio(name: str, seed: int, ms: dict[str, float]) -> float:
+        of_peers = [compute_seconds(peer, seed, ms) for peer in PEERS if peer in turns]
+        own = compute_seconds(name, seed, ms)
         assert own is not None
         return min(value for value in of_peers if value is not None) / own
 
@@ -185,11 +185,13 @@ def _compare_on_link(
             "range": None,
         }
         if seeds == reached:
-            ratios = [against_best(name, seed, ms) for seed in seeds for ms in each_turn]
+            ratios = [compute_ratio(name, seed, ms) for seed in seeds for ms in each_turn]
             row |= {
                 "steps": fmean(value for seed in seeds if (value := steps[name][seed]) is not None),
-                "seconds": fmean(value for seed in seeds if (value := seconds(name, seed, medians)) is not None),
-                "against_best": fmean(against_best(name, seed, medians) for seed in seeds),
+                "seconds": fmean(
+                    value for seed in seeds if (value := compute_seconds(name, seed, medians)) is not None
+                ),
+                "against_best": fmean(compute_ratio(name, seed, medians) for seed in seeds),
                 "range": [min(ratios), max(ratios)],
             }
         rows.append(row)

@@ -77,7 +77,7 @@ class Ddp:
         return Wrapped(parallel, optimizer, nullcontext, lambda: None)
 
 
-def batches_of_rank(
+def yield_batches(
     dataset: Dataset[tuple[torch.Tensor, ...]], batch: int, rank: int, size: int, seed: int
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield batches without end: entries rank, rank + size, ... of the epoch's permutation, which is that of
@@ -98,7 +98,7 @@ class Training:
         torch.manual_seed(order["seed"])
         name, steps = order["model"], order["steps"]
         self._backend = backend
-        self._model, dataset, self._loss_of, self._held_out = tasks.build_task(name)
+        self._model, dataset, self._compute_loss, self._measure_held_out = tasks.build_task(name)
         plain = make_optimizer(order["optimizer"], self._model, tasks.LEARNING_RATE[name, order["optimizer"]])
         self._wrapped = backend.wrap(self._model, plain, order["exchange"])
         rise = max(1, steps // 20)
@@ -107,12 +107,12 @@ class Training:
             return min((step + 1) / rise, 0.5 + 0.5 * math.cos(math.pi * step / steps))
 
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._wrapped.optimizer, rate)
-        self._batches = batches_of_rank(dataset, tasks.BATCH[name], backend.rank, backend.size, order["seed"])
+        self._batches = yield_batches(dataset, tasks.BATCH[name], backend.rank, backend.size, order["seed"])
 
     def run(self, steps: int) -> None:
         """Make `steps` steps."""
         for _ in range(steps):
-            self._loss_of(self._wrapped.model, *next(self._batches)).backward()
+            self._compute_loss(self._wrapped.model, *next(self._batches)).backward()
             self._wrapped.optimizer.step()
             self._wrapped.optimizer.zero_grad()
             self._scheduler.step()
@@ -129,10 +129,10 @@ class Training:
         self._backend.barrier()
         return {"start": start, "end": end}
 
-    def held_out(self) -> float | None:
+    def measure_held_out(self) -> float | None:
         """Return the held-out loss of the weights that all nodes agree on; None on all ranks but the first."""
         with self._wrapped.consensus(), torch.no_grad():
-            return float(self._held_out(self._model)[0]) if self._backend.rank == 0 else None
+            return float(self._measure_held_out(self._model)[0]) if self._backend.rank == 0 else None
 
     def end(self) -> None:
         self._wrapped.end()
@@ -155,7 +155,7 @@ class Follower:
         if order["do"] == "time":
             return dict(self._training.time(order["steps"]))
         self._training.run(order["steps"])
-        return {"loss": self._training.held_out() if order.get("held_out", True) else None}
+        return {"loss": self._training.measure_held_out() if order.get("held_out", True) else None}
 
 
 def main(library: str, path: str) -> None:

@@ -71,7 +71,7 @@ def _build_text_task(name: str) -> Task:
     chosen = torch.linspace(0, len(dataset) - 1, 1024).long().tolist()
     codes, targets = (torch.stack(part) for part in zip(*(dataset[i] for i in chosen), strict=True))
 
-    def held_out(model: nn.Module) -> tuple[float, None]:
+    def measure_held_out(model: nn.Module) -> tuple[float, None]:
         parts = [model(*part).item() for part in zip(codes.split(64), targets.split(64), strict=True)]
         return sum(parts) / len(parts), None
 
@@ -79,24 +79,24 @@ def _build_text_task(name: str) -> Task:
         model: nn.Module = GPT(GPT_LAYERS, GPT_WIDTH, 4, CONTEXT)
     else:
         model = LSTM(VOCABULARY, LSTM_WIDTH)
-    return model, CharacterWindows(CONTEXT), lambda model, codes, targets: model(codes, targets), held_out
+    return model, CharacterWindows(CONTEXT), lambda model, codes, targets: model(codes, targets), measure_held_out
 
 
 def _build_digits_task(name: str) -> Task:
     train, test = load_split_digits()
     images, labels = test.tensors
 
-    def held_out(model: nn.Module) -> tuple[float, float]:
+    def measure_held_out(model: nn.Module) -> tuple[float, float]:
         model.eval()
         loss = F.cross_entropy(model(images), labels, label_smoothing=LABEL_SMOOTHING)
         right = compute_accuracy(model, test)  # type: ignore[arg-type]
         model.train()
         return loss.item(), right
 
-    def loss_of(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def compute_loss(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(images), labels, label_smoothing=LABEL_SMOOTHING)
 
-    return (BatchNormCNN if name == "digits_batchnorm" else CNN)(CNN_CHANNELS), train, loss_of, held_out
+    return (BatchNormCNN if name == "digits_batchnorm" else CNN)(CNN_CHANNELS), train, compute_loss, measure_held_out
 
 
 MODELS = tuple(BATCH)

@@ -1,4 +1,4 @@
-"""Draws what a rank does in one training step, for TopKube's algorithms and for DistributedDataParallel.
+"""Draw what a rank does in one training step, for TopKube's algorithms and for DistributedDataParallel.
 
     python benchmarks/timeline.py [--rate 1gbit|100mbit] [--contender NAME ...]
 
@@ -35,7 +35,7 @@ SKIPPED = 3
 """The first steps, which a trace of TopKube leaves out."""
 
 
-def record(contender: str, directory: Path, network: Network) -> dict[str, Any]:
+def record_step(contender: str, directory: Path, network: Network) -> dict[str, Any]:
     """Return a step of rank 0 of a contender."""
     name = choose_world(contender)
     steps = STEPS[name]
@@ -61,7 +61,7 @@ def main() -> int:
         return 2
     with create_scratch() as directory, Network(len(LAYOUTS[PART])) as network:
         network.shape(options.rate)
-        steps = [record(contender, directory, network) for contender in options.contender or CONTENDERS]
+        steps = [record_step(contender, directory, network) for contender in options.contender or CONTENDERS]
     for step in steps:
         print(f"{step['contender']}: {step['ms']:.0f} ms")
     stored = {"facts": describe_machine(), "part": PART, "rate": options.rate, "steps": steps}

@@ -96,16 +96,16 @@ class TracedDdp(Ddp):
         parallel.register_comm_hook(None, self._trace_hook(*self._choose_hook(contender), spans))
         produced: list[float] = []
         for tensor in model.parameters():
-            tensor.register_hook(lambda gradient: produced.append(_now()))
+            tensor.register_hook(lambda gradient: produced.append(_read_time()))
         for _ in range(steps):
-            start = _now()
+            start = _read_time()
             loss = parallel(codes, targets)
-            after_forward = _now()
+            after_forward = _read_time()
             produced.clear()
             loss.backward()
-            after_backward = _now()
+            after_backward = _read_time()
             optimizer.step()
-            end = _now()
+            end = _read_time()
             optimizer.zero_grad()
             spans += [
                 ("compute", "forward", start, after_forward),
@@ -113,7 +113,7 @@ class TracedDdp(Ddp):
                 ("compute", "wait", produced[-1], after_backward),
                 ("compute", "optimizer", after_backward, end),
             ]
-            bounds.append((start, _now()))
+            bounds.append((start, _read_time()))
         return pick_step(spans, bounds)
 
     @staticmethod
@@ -132,10 +132,10 @@ class TracedDdp(Ddp):
     @staticmethod
     def _trace_hook(hook: Callable[[Any, Any], Any], state: Any, spans: list[Event]) -> Callable[[Any, Any], Any]:
         def traced(_: Any, bucket: Any) -> Any:
-            start = _now()
+            start = _read_time()
 
             def note_end(future: Any) -> Any:
-                spans.append(("link", "exchange", start, _now()))
+                spans.append(("link", "exchange", start, _read_time()))
                 return future.value()
 
             return hook(state, bucket).then(note_end)
@@ -144,7 +144,7 @@ class TracedDdp(Ddp):
         return traced
 
 
-def _now() -> float:
+def _read_time() -> float:
     """Return the time in milliseconds."""
     return time.perf_counter() * 1e3
 

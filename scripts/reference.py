@@ -15,10 +15,11 @@ class PublicNames(griffe.Extension):
     """Adds the names that `topkube` loads on first use, and turns lines that describe parameters into lists."""
 
     def on_module_members(self, *, mod: griffe.Module, **_: Any) -> None:
-        """Add each name of the package's `_HOME` as an alias, because a static reader does not see `__getattr__`."""
+        """Add each name of the package's `_DEFINING_MODULES` as an alias, because a static reader does not see
+        `__getattr__`."""
         if mod.path != "topkube":
             return
-        homes: dict[str, str] = ast.literal_eval(str(mod.members["_HOME"].value))  # type: ignore[union-attr]
+        homes: dict[str, str] = ast.literal_eval(str(mod.members["_DEFINING_MODULES"].value))  # type: ignore[union-attr]
         for name, module in homes.items():
             mod.set_member(name, griffe.Alias(name, f"{module}.{name}", parent=mod))
 

@@ -23,30 +23,30 @@ class _Mpi:
         self.rank = self.comm.rank
         self.barrier: Callable[[], None] = self.comm.Barrier
 
-    def collective(self, contender: str, density: float) -> Collective:
+    def build_collective(self, contender: str, density: float) -> Collective:
         if contender == "dense":
-            return self._dense
+            return self._reduce_dense
         if contender == "topk-allgather":
-            return lambda work: self._topk_allgather(work, density)
+            return lambda work: self._reduce_topk(work, density)
         raise ValueError(contender)
 
-    def _dense(self, work: Floats) -> Floats:
+    def _reduce_dense(self, work: Floats) -> Floats:
         self.comm.Allreduce(self.mpi.IN_PLACE, work)
         return work
 
-    def _topk_allgather(self, work: Floats, density: float) -> Floats:
+    def _reduce_topk(self, work: Floats, density: float) -> Floats:
         """Sum with torch.topk and two all-gathers of equal length: no codec, no hierarchy, 8 bytes per entry."""
         import torch
 
         torch.set_num_threads(1)
-        indices, values = _torch_topk(torch.from_numpy(work), density)
+        indices, values = _select_with_torch(torch.from_numpy(work), density)
         all_indices = np.empty(indices.numel() * self.comm.size, np.int32)
         all_values = np.empty(values.numel() * self.comm.size, np.float32)
         self.comm.Allgather(indices.numpy(), all_indices)
         self.comm.Allgather(values.numpy(), all_values)
         return _densify(torch.from_numpy(work), torch.from_numpy(all_indices), torch.from_numpy(all_values))
 
-    def phases(self) -> dict[str, float]:
+    def take_phases(self) -> dict[str, float]:
         return {}
 
     def close(self) -> None:
@@ -63,19 +63,19 @@ class _Mpich(_Mpi):
         topkube.init()
         self.topkube = topkube
 
-    def collective(self, contender: str, density: float) -> Collective:
+    def build_collective(self, contender: str, density: float) -> Collective:
         algorithm, _, wire = contender.removeprefix("topkube:").partition("/")
         if not contender.startswith("topkube:"):
-            return super().collective(contender, density)
+            return super().build_collective(contender, density)
         return lambda work: self.topkube.allreduce_(
             work, op="sum", algorithm=algorithm, density=density, wire=wire or "fp32"
         )
 
-    def phases(self) -> dict[str, float]:
+    def take_phases(self) -> dict[str, float]:
         from topkube.telemetry import phases
 
-        taken = phases.current.take()
-        return {**taken.seconds, "intra_bytes": taken.intra_bytes, "inter_bytes": taken.inter_bytes}
+        spent = phases.current.take()
+        return {**spent.seconds, "intra_bytes": spent.intra_bytes, "inter_bytes": spent.inter_bytes}
 
 
 class _Gloo:
@@ -93,19 +93,19 @@ class _Gloo:
     def barrier(self) -> None:
         self.dist.barrier()
 
-    def collective(self, contender: str, density: float) -> Collective:
+    def build_collective(self, contender: str, density: float) -> Collective:
         if contender == "dense":
-            return self._dense
+            return self._reduce_dense
         if contender == "topk-allgather":
-            return lambda work: self._topk_allgather(work, density)
+            return lambda work: self._reduce_topk(work, density)
         raise ValueError(contender)
 
-    def _dense(self, work: Floats) -> Floats:
+    def _reduce_dense(self, work: Floats) -> Floats:
         self.dist.all_reduce(self.torch.from_numpy(work))
         return work
 
-    def _topk_allgather(self, work: Floats, density: float) -> Floats:
-        indices, values = _torch_topk(self.torch.from_numpy(work), density)
+    def _reduce_topk(self, work: Floats, density: float) -> Floats:
+        indices, values = _select_with_torch(self.torch.from_numpy(work), density)
         # One message instead of two: the indices are sent as the bits of floats.
         packed = self.torch.cat([indices.view(self.torch.float32), values])
         gathered = self.torch.empty(packed.numel() * self.dist.get_world_size())
@@ -115,14 +115,14 @@ class _Gloo:
             self.torch.from_numpy(work), parts[:, 0].contiguous().view(self.torch.int32), parts[:, 1].contiguous()
         )
 
-    def phases(self) -> dict[str, float]:
+    def take_phases(self) -> dict[str, float]:
         return {}
 
     def close(self) -> None:
         self.dist.destroy_process_group()
 
 
-def _torch_topk(work: Any, density: float) -> tuple[Any, Any]:
+def _select_with_torch(work: Any, density: float) -> tuple[Any, Any]:
     import math
 
     k = max(1, math.ceil(density * work.numel()))

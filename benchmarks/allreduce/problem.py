@@ -38,17 +38,17 @@ class SumProblem:
         np.save(directory / "dense.npy", total.astype(np.float32))
         nodes = _sum_nodes(inputs, layout)
         for density in densities:
-            everyone = np.zeros(length, np.float32)
+            naive_sum = np.zeros(length, np.float32)
             for array in inputs:
-                everyone += _keep_largest(array, density, 1)
-            np.save(directory / f"naive-{density}.npy", everyone)
-            between = np.zeros(length, np.float32)
+                naive_sum += _keep_largest(array, density, 1)
+            np.save(directory / f"naive-{density}.npy", naive_sum)
+            hitopk_sum = np.zeros(length, np.float32)
             for array in nodes:
-                between += _keep_largest(array, density, min(layout))
-            np.save(directory / f"hitopk-{density}.npy", between)
+                hitopk_sum += _keep_largest(array, density, min(layout))
+            np.save(directory / f"hitopk-{density}.npy", hitopk_sum)
         return problem
 
-    def input(self, rank: int) -> Floats:
+    def load_input(self, rank: int) -> Floats:
         array: Floats = np.load(self.directory / f"rank{rank}.npy", mmap_mode="r")
         return array
 

@@ -37,8 +37,8 @@ def run_order(backend: Any, order: dict[str, Any]) -> dict[str, Any]:
     problem = SumProblem(Path(order["problem"]))
     if _work.size != problem.length:
         _work = np.empty(problem.length, np.float32)
-    np.copyto(_work, problem.input(backend.rank))
-    collective = backend.collective(order["contender"], order["density"])
+    np.copyto(_work, problem.load_input(backend.rank))
+    collective = backend.build_collective(order["contender"], order["density"])
     gc.collect()
     gc.disable()
     try:
@@ -49,7 +49,7 @@ def run_order(backend: Any, order: dict[str, Any]) -> dict[str, Any]:
         backend.barrier()
     finally:
         gc.enable()
-    answer = {"start": start, "end": end, "phases": backend.phases()}
+    answer = {"start": start, "end": end, "phases": backend.take_phases()}
     if order["check"]:
         problem.check(np.asarray(result), order["reference"], order["tolerance"])
     return answer

@@ -1,4 +1,4 @@
-"""Compares all-reduce of TopKube and its peers on this machine.
+"""Compare all-reduce of TopKube and its peers on this machine.
 
     python benchmarks/allreduce/run.py [--quick] [--json FILE] [--part 2x2|4x1|node ...]
     python benchmarks/allreduce/run.py --part 2x2 --rate 1gbit --contender hitopk --contender MPICH
@@ -28,10 +28,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from allreduce import field as entries
+from allreduce import contender_settings as settings
 from allreduce import probes
 from allreduce.bounds import Machine
-from allreduce.field import Contender
+from allreduce.contender_settings import Contender
 from allreduce.network import RATES, Network, explain_missing_tools
 from allreduce.problem import SumProblem
 from allreduce.scratch import create_scratch
@@ -71,16 +71,16 @@ def choose_contenders(part: str, rate: str | None, elements: int, quick: bool) -
     """Return the contenders of one measurement: fewer on slow links, because a dense all-reduce at 100 Mbit/s takes ten
     seconds."""
     if part == "node":
-        return [*entries.PEERS[part], entries.OURS_DENSE[2]]
-    peers, dense, sparse = entries.PEERS[part], entries.OURS_DENSE, entries.OURS_SPARSE
-    everyone = [*peers, *entries.SPARSE_PEERS, *dense, *sparse]
+        return [*settings.PEERS[part], settings.OURS_DENSE[2]]
+    peers, dense, sparse = settings.PEERS[part], settings.OURS_DENSE, settings.OURS_SPARSE
+    every_contender = [*peers, *settings.SPARSE_PEERS, *dense, *sparse]
     if quick:
-        return [peers[0], peers[-1], entries.SPARSE_PEERS[0], dense[2], sparse[1]]
+        return [peers[0], peers[-1], settings.SPARSE_PEERS[0], dense[2], sparse[1]]
     if rate == "100mbit":
-        return [*peers[1:], entries.SPARSE_PEERS[0], dense[2], *sparse[1:]]
+        return [*peers[1:], settings.SPARSE_PEERS[0], dense[2], *sparse[1:]]
     if elements != LENGTH or rate == UNSHAPED:
-        return [*peers, entries.SPARSE_PEERS[0], dense[2], *sparse[1:]]
-    return everyone
+        return [*peers, settings.SPARSE_PEERS[0], dense[2], *sparse[1:]]
+    return every_contender
 
 
 class AllreduceBench:
@@ -108,14 +108,14 @@ class AllreduceBench:
         """Return the world of a contender, which the first call starts."""
         name = contender.world
         if name not in self.worlds:
-            recipe = entries.PLAIN_MPICH if self.network is None and name == "mpich" else entries.RECIPES[name]
+            recipe = settings.PLAIN_MPICH if self.network is None and name == "mpich" else settings.RECIPES[name]
             self.worlds[name] = RankWorld(recipe, self.layout, self.directory, self.network)
         return self.worlds[name]
 
     def measure_memory(self) -> None:
         """Measure bandwidths with all ranks of this layout at once, over arrays larger than the caches; keep the
         best."""
-        world, length = self.start_world(entries.OURS_DENSE[2]), LENGTH // 4
+        world, length = self.start_world(settings.OURS_DENSE[2]), LENGTH // 4
         for kind, width in (("read", 4), ("update", 12)):
             for _ in range(3):
                 answers = world.ask(do="probe", kind=kind, length=length)
@@ -124,12 +124,12 @@ class AllreduceBench:
                 self._bandwidth[kind] = max(self._bandwidth[kind], reached)
             self.facts[f"{self.part} memory {kind} GB/s"] = round(self._bandwidth[kind] / 1e9, 1)
 
-    def measure_links(self, field: list[Contender], length: int) -> dict[str, Any]:
-        """Measure the link with messages of the sizes that the contenders send. Returns lists of bytes and seconds,
+    def measure_links(self, contenders: list[Contender], length: int) -> dict[str, Any]:
+        """Measure the link with messages of the sizes that the contenders send. Return lists of bytes and seconds,
         empty without a network."""
         if self.network is None:
             return {"bytes": [], "seconds": []}
-        sent = {int(c.bound(length, self.layout, Machine(1, 1)).sent_bytes) for c in field}
+        sent = {int(contender.compute_bound(length, self.layout, Machine(1, 1)).sent_bytes) for contender in contenders}
         sizes = sorted({min(size, probes.LARGEST) for size in sent})
         answer = probes.time_link(self.network, sizes)
         if length == LENGTH or self.quick:
@@ -139,22 +139,23 @@ class AllreduceBench:
         return answer
 
     def measure(self, rate: str | None, length: int, rounds: int, warm: bool) -> None:
-        field = [c for c in choose_contenders(self.part, rate, length, self.quick) if self.is_available(c)]
+        chosen = choose_contenders(self.part, rate, length, self.quick)
+        contenders = [contender for contender in chosen if self.is_available(contender)]
         if self.network:
             self.network.shape(None if rate == UNSHAPED else rate)
         problem = self.directory / f"problem-{length}"
         if not problem.exists():
-            SumProblem.create(problem, length, self.layout, entries.DENSITIES if self.part != "node" else ())
+            SumProblem.create(problem, length, self.layout, settings.DENSITIES if self.part != "node" else ())
         self.measure_memory()
-        link = self.measure_links(field, length)
-        runs: dict[str, list[dict[str, Any]]] = {c.label: [] for c in field}
+        link = self.measure_links(contenders, length)
+        runs: dict[str, list[dict[str, Any]]] = {contender.label: [] for contender in contenders}
         for turn in range(-1 if warm else 0, rounds):
-            first = turn % len(field)
-            for contender in field[first:] + field[:first]:
+            first = turn % len(contenders)
+            for contender in contenders[first:] + contenders[:first]:
                 run = self.run_once(contender, problem, check=turn in (-1 if warm else 0, rounds - 1))
                 if turn >= 0:
                     runs[contender.label].append(run)
-        self._measured.append((rate, length, link, [(c, runs[c.label]) for c in field]))
+        self._measured.append((rate, length, link, [(contender, runs[contender.label]) for contender in contenders]))
         for row in self._build_rows(*self._measured[-1]):
             _print_row(row)
 
@@ -173,14 +174,14 @@ class AllreduceBench:
     def is_available(self, contender: Contender) -> bool:
         if self.wanted and not any(text in contender.label for text in self.wanted):
             return False
-        recipe = entries.RECIPES[contender.world]
+        recipe = settings.RECIPES[contender.world]
         if recipe.python.exists():
             return True
         print(f"skipping {contender.label}: {recipe.python} is missing; run scripts/openmpi-environment.sh")
         return False
 
     def run_once(self, contender: Contender, problem: Path, check: bool) -> dict[str, Any]:
-        """Run the contender once. Returns seconds, the most bytes that a node sent, and seconds per phase."""
+        """Run the contender once. Return seconds, the most bytes that a node sent, and seconds per phase."""
         world = self.start_world(contender)
         before = self.network.read_traffic() if self.network else []
         answers = world.ask(
@@ -197,16 +198,16 @@ class AllreduceBench:
         }
 
     def build_row(
-        self, c: Contender, rate: str | None, length: int, runs: list[dict[str, Any]], machine: Machine
+        self, contender: Contender, rate: str | None, length: int, runs: list[dict[str, Any]], machine: Machine
     ) -> dict[str, Any]:
-        bound = c.bound(length, self.layout, machine)
+        bound = contender.compute_bound(length, self.layout, machine)
         ms = [run["seconds"] * 1e3 for run in runs]
         row: dict[str, Any] = {
             "part": self.part,
             "rate": rate,
             "elements": length,
-            "contender": c.label,
-            "kind": ("ours" if c.ours else "peer") + (" dense" if c.dense else " sparse"),
+            "contender": contender.label,
+            "kind": ("ours" if contender.is_ours else "peer") + (" dense" if contender.is_dense else " sparse"),
             "ms": round(median(ms), 2),
             "ms_min": round(min(ms), 2),
             "ms_max": round(max(ms), 2),
@@ -216,7 +217,7 @@ class AllreduceBench:
         }
         row["sent_mb"] = round(median(run["sent"] for run in runs) / 1e6, 3) if self.network else None
         row["formula_mb"] = round(bound.sent_bytes / 1e6, 3) if self.network else None
-        if c.ours:
+        if contender.is_ours:
             for phase in ("select", "intra", "inter"):
                 row[f"{phase}_ms"] = round(median(run[phase] for run in runs) * 1e3, 2)
         return row
@@ -245,8 +246,8 @@ def _print_row(row: dict[str, Any]) -> None:
 
 
 def time_peer_settings() -> list[dict[str, Any]]:
-    """Time every world of `field.RECIPES` with the whole dense array at 1 Gbit/s: the median of three runs after a
-    warm-up run."""
+    """Time every world of `contender_settings.RECIPES` with the whole dense array at 1 Gbit/s: the median of three runs
+    after a warm-up run."""
     rows = []
     for part in ("2x2", "4x1"):
         with contextlib.ExitStack() as stack:
@@ -254,7 +255,7 @@ def time_peer_settings() -> list[dict[str, Any]]:
             network = stack.enter_context(Network(len(LAYOUTS[part]), "1gbit"))
             problem = directory / "problem"
             SumProblem.create(problem, LENGTH, LAYOUTS[part], ())
-            for name, recipe in entries.RECIPES.items():
+            for name, recipe in settings.RECIPES.items():
                 bench = AllreduceBench(part, directory, network, quick=False, wanted=[])
                 contender = Contender(name, name, "dense", "ring")
                 if bench.is_available(contender):

@@ -36,7 +36,7 @@ def _receive(stream: socket.socket, into: memoryview) -> None:
         done += count
 
 
-def _stream(role: str, address: str) -> socket.socket:
+def _open_stream(role: str, address: str) -> socket.socket:
     if role == "listen":
         with socket.create_server((address, PORT)) as server:
             return server.accept()[0]
@@ -51,7 +51,7 @@ def _stream(role: str, address: str) -> socket.socket:
 
 
 def _main(role: str, address: str, sizes: list[int]) -> None:
-    with _stream(role, address) as stream:
+    with _open_stream(role, address) as stream:
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         byte = memoryview(bytearray(1))
         trips = []

@@ -113,7 +113,7 @@ class RankWorld:
             homes = [node for node, slots in enumerate(self.layout) for _ in range(slots)]
             environment["GLOO_SOCKET_IFNAME"] = "lo" if network is None else "eth0"
             environment["MASTER_ADDR"] = "127.0.0.1" if network is None else network.nodes[0].address
-            environment["MASTER_PORT"] = str(_free_port() if network is None else next(_PORTS))
+            environment["MASTER_PORT"] = str(_find_free_port() if network is None else next(_PORTS))
             commands = []
             for index, home in enumerate(homes):
                 command = ["env", f"RANK={index}", f"WORLD_SIZE={self.size}", *rank]
@@ -189,7 +189,7 @@ class RankWorld:
         self.close()
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -34,7 +34,7 @@ BATCH = 256
 class CacheContender(Protocol):
     """A contender. `epoch` is called once for each of the epochs 0, 1, 2, ..."""
 
-    def epoch(self, number: int) -> Iterator[torch.Tensor]: ...
+    def read_epoch(self, number: int) -> Iterator[torch.Tensor]: ...
 
     def close(self) -> None: ...
 
@@ -52,7 +52,7 @@ class OurCache:
         )
         self.sampler = DistributedSampler(self.dataset, seed=1)
 
-    def epoch(self, number: int) -> Iterator[torch.Tensor]:
+    def read_epoch(self, number: int) -> Iterator[torch.Tensor]:
         self.sampler.set_epoch(number)
         return iter(self.dataset.batches(BATCH, self.sampler))
 
@@ -71,7 +71,7 @@ def import_libraries(kind: str) -> None:
         import_mosaic()
 
 
-class FileCached(Dataset[torch.Tensor]):
+class FileCacheDataset(Dataset[torch.Tensor]):
     """Samples through fsspec's filecache, which caches whole objects in a folder. The positions of samples in shards
     are given. If two processes fetch the same object into the same folder, they read partial files. So every rank has
     its own folder for shards, which all ranks read."""
@@ -79,7 +79,7 @@ class FileCached(Dataset[torch.Tensor]):
     def __init__(self, problem: CacheProblem, uri: str, folder: Path) -> None:
         self._problem, self._uri = problem, f"{uri}/{problem.name}"
         self._folder = folder / ("filecache" if problem.form == "files" else f"filecache-{topkube.rank()}")
-        self._names, self._object, self._offset = problem.places()
+        self._names, self._object, self._offset = problem.find_places()
         self._files: dict[int, Any] = {}
         self._system: tuple[int, Any] | None = None
 
@@ -107,16 +107,16 @@ class FileCached(Dataset[torch.Tensor]):
 
 
 class FileCache:
-    """torch's DataLoader and DistributedSampler over `FileCached`, with `workers` worker processes."""
+    """torch's DataLoader and DistributedSampler over `FileCacheDataset`, with `workers` worker processes."""
 
     def __init__(self, problem: CacheProblem, uri: str, folder: Path, root: Path, *, workers: int) -> None:
-        dataset = FileCached(problem, uri, folder)
+        dataset = FileCacheDataset(problem, uri, folder)
         self._sampler: Any = TorchSampler(dataset, topkube.size(), topkube.rank())
         self._loader: Any = DataLoader(
             dataset, BATCH, sampler=self._sampler, num_workers=workers, persistent_workers=workers > 0
         )
 
-    def epoch(self, number: int) -> Iterator[torch.Tensor]:
+    def read_epoch(self, number: int) -> Iterator[torch.Tensor]:
         self._sampler.set_epoch(number)
         return iter(self._loader)
 
@@ -147,7 +147,7 @@ class LitData:
             dataset, batch_size=BATCH, num_workers=workers, persistent_workers=workers > 0, collate_fn=_stack_samples
         )
 
-    def epoch(self, number: int) -> Iterator[torch.Tensor]:
+    def read_epoch(self, number: int) -> Iterator[torch.Tensor]:
         return iter(self._loader)
 
     def close(self) -> None:
@@ -202,7 +202,7 @@ class Mosaic:
             dataset, BATCH, num_workers=workers, persistent_workers=workers > 0, collate_fn=_stack_fields
         )
 
-    def epoch(self, number: int) -> Iterator[torch.Tensor]:
+    def read_epoch(self, number: int) -> Iterator[torch.Tensor]:
         return iter(self._loader)
 
     def close(self) -> None:
@@ -259,9 +259,9 @@ class InMemory:
     """The reference of the second epoch: the same batches gathered from a NumPy array of this rank."""
 
     def __init__(self, problem: CacheProblem, uri: str, folder: Path, root: Path, sampler: DistributedSampler) -> None:
-        self._data, self._sampler = problem.array(root), sampler
+        self._data, self._sampler = problem.read_array(root), sampler
 
-    def epoch(self, number: int) -> Iterator[torch.Tensor]:
+    def read_epoch(self, number: int) -> Iterator[torch.Tensor]:
         self._sampler.set_epoch(number)
         order = self._sampler.indices()
         return (torch.from_numpy(self._data[order[at : at + BATCH]]) for at in range(0, order.size, BATCH))
@@ -278,7 +278,7 @@ class PageCache:
         self._file = os.open(root / f"{problem.name}.flat", os.O_RDONLY)
         self._buffer = np.empty(BATCH * problem.size, np.uint8)
 
-    def epoch(self, number: int) -> Iterator[torch.Tensor]:
+    def read_epoch(self, number: int) -> Iterator[torch.Tensor]:
         self._sampler.set_epoch(number)
         order, size = self._sampler.indices(), self._problem.size
         for at in range(0, order.size, BATCH):

@@ -32,23 +32,23 @@ class CacheProblem:
         """The samples of a tar shard; each has a header of 512 bytes and fills whole blocks."""
         return SHARD_BYTES // (512 + -(-self.size // 512) * 512)
 
-    def bytes(self, root: Path) -> int:
+    def count_bytes(self, root: Path) -> int:
         """Return the least bytes that a job must read from the remote: all files, or all shards with their headers."""
         return sum(path.stat().st_size for path in (root / self.name).rglob("*") if path.suffix in (".bin", ".tar"))
 
-    def array(self, root: Path) -> npt.NDArray[np.uint8]:
+    def read_array(self, root: Path) -> npt.NDArray[np.uint8]:
         """Return all samples, in the shape (samples, size)."""
         return np.fromfile(root / f"{self.name}.flat", np.uint8).reshape(self.samples, self.size)
 
-    def places(self) -> tuple[list[str], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def find_places(self) -> tuple[list[str], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the positions of the samples: the names of objects, and for every sample its object and offset."""
         numbers = np.arange(self.samples)
         if self.form == "files":
-            return [file_name(at) for at in range(self.samples)], numbers, np.zeros(self.samples, np.int64)
+            return [name_file(at) for at in range(self.samples)], numbers, np.zeros(self.samples, np.int64)
         record = 512 + -(-self.size // 512) * 512
         shards = -(-self.samples // self.per_shard)
         return (
-            [shard_name(at) for at in range(shards)],
+            [name_shard(at) for at in range(shards)],
             numbers // self.per_shard,
             numbers % self.per_shard * record + 512,
         )
@@ -57,11 +57,11 @@ class CacheProblem:
         return asdict(self)
 
 
-def file_name(number: int) -> str:
+def name_file(number: int) -> str:
     return f"{number // 1000:03}/{number:07}.bin"
 
 
-def shard_name(number: int) -> str:
+def name_shard(number: int) -> str:
     return f"{number:04}.tar"
 
 
@@ -80,7 +80,7 @@ def write_dataset(problem: CacheProblem, root: Path) -> None:
 
 def _write_files(problem: CacheProblem, data: npt.NDArray[np.uint8], folder: Path) -> None:
     for number in range(problem.samples):
-        path = folder / file_name(number)
+        path = folder / name_file(number)
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data[number].tobytes())
 
@@ -89,7 +89,7 @@ def _write_shards(problem: CacheProblem, data: npt.NDArray[np.uint8], folder: Pa
     lines = []
     for shard, first in enumerate(range(0, problem.samples, problem.per_shard)):
         part = data[first : first + problem.per_shard]
-        path = folder / shard_name(shard)
+        path = folder / name_shard(shard)
         with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
             for number, sample in enumerate(part, first):
                 member = tarfile.TarInfo(f"{number:07}.bin")

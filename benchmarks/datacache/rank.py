@@ -50,7 +50,7 @@ def run_order(world: Any, order: dict[str, Any]) -> dict[str, Any]:
     start = time.clock_gettime(time.CLOCK_MONOTONIC)
     if order["name"] not in _open:
         _open[order["name"]] = open_dataset(world, order, problem)
-    heads = [batch[:, :NUMBER_BYTES].clone() for batch in _open[order["name"]].epoch(order["epoch"])]
+    heads = [batch[:, :NUMBER_BYTES].clone() for batch in _open[order["name"]].read_epoch(order["epoch"])]
     end = time.clock_gettime(time.CLOCK_MONOTONIC)
     worked = read_processor_seconds() - worked
     wait_for_all(world)

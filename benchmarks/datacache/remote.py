@@ -34,7 +34,7 @@ http {{
 """
 
 
-def install() -> str | None:
+def install_nginx() -> str | None:
     """Install nginx if it is missing. Return why it cannot be installed, else None."""
     if shutil.which("nginx"):
         return None

@@ -11,7 +11,7 @@ Row = dict[str, Any]
 LINKS = {"1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}
 
 
-def describe(problem: dict[str, Any]) -> str:
+def describe_problem(problem: dict[str, Any]) -> str:
     """Return the size of a problem in a few words."""
     size = f"{problem['sample_bytes'] / 1000:.0f} KB" if problem["sample_bytes"] > 10_000 else "3 KB"
     samples = f"{problem['samples']:,}"
@@ -30,7 +30,7 @@ def fill_section(stored: dict[str, Any]) -> dict[str, str]:
     """Return the values of the template's placeholders."""
     first = [
         [
-            describe(stored["problems"][row["problem"]]),
+            describe_problem(stored["problems"][row["problem"]]),
             _make_bold(row),
             LINKS[row["link"]],
             f"{row['seconds']:.2f}",
@@ -44,7 +44,7 @@ def fill_section(stored: dict[str, Any]) -> dict[str, str]:
     ]
     second = [
         [
-            describe(stored["problems"][row["problem"]]),
+            describe_problem(stored["problems"][row["problem"]]),
             _make_bold(row),
             f"{row['mb_per_s']:,.0f}",
             f"{row['min']:,.0f}–{row['max']:,.0f}",
@@ -106,7 +106,7 @@ def draw_picture(stored: dict[str, Any], path: Path) -> None:
             axes.tick_params(axis="y", length=0)
             axes.grid(axis="x", color=plots.FAINT, zorder=0)
             if part == "first":
-                axes.set_title(describe(stored["problems"][name]).replace(", ", ",\n"))
+                axes.set_title(describe_problem(stored["problems"][name]).replace(", ", ",\n"))
                 axes.axvline(100, color=plots.INK, linewidth=1.4, zorder=3)
                 axes.set_xlim(0, 119)
                 axes.set_xlabel("first epoch, % of the link's rate (1 Gbit/s)")

@@ -28,32 +28,32 @@ def run(device: Device, rows: Rows, quick: bool) -> None:
 
 
 def _list_cases(device: Device, quick: bool) -> Iterator[tuple[str, Callable[[], torch.Tensor], float]]:
-    def unaligned() -> torch.Tensor:
-        return device.normal(device.elements(25_557_032) + 3)[3:]
+    def make_unaligned() -> torch.Tensor:
+        return device.make_normal(device.limit_elements(25_557_032) + 3)[3:]
 
-    def mostly_zero() -> torch.Tensor:
-        x = device.normal(device.elements(110_000_000))
+    def make_mostly_zero() -> torch.Tensor:
+        x = device.make_normal(device.limit_elements(110_000_000))
         return x * (torch.rand_like(x) < 0.005)
 
-    def with_nans() -> torch.Tensor:
-        x = device.normal(device.elements(25_557_032))
+    def make_with_nans() -> torch.Tensor:
+        x = device.make_normal(device.limit_elements(25_557_032))
         x[::1009] = torch.nan
         x[7::100_003] = -torch.inf
         return x
 
-    def normal(elements: int, dtype: torch.dtype = torch.float32) -> Callable[[], torch.Tensor]:
-        return lambda: device.normal(device.elements(elements), dtype)
+    def prepare_normal(elements: int, dtype: torch.dtype = torch.float32) -> Callable[[], torch.Tensor]:
+        return lambda: device.make_normal(device.limit_elements(elements), dtype)
 
-    yield "25.6M fp32", normal(25_557_032), 0.01
-    yield "25.6M bf16", normal(25_557_032, torch.bfloat16), 0.001
-    yield "25.6M fp16 half", normal(25_557_032, torch.float16), 0.5
-    yield "unaligned", unaligned, 0.01
-    yield "99.5% zeros", mostly_zero, 0.01
-    yield "constant", lambda: torch.full((device.elements(110_000_000),), -1.5, device=device.place), 0.01
-    yield "nan", with_nans, 0.01
+    yield "25.6M fp32", prepare_normal(25_557_032), 0.01
+    yield "25.6M bf16", prepare_normal(25_557_032, torch.bfloat16), 0.001
+    yield "25.6M fp16 half", prepare_normal(25_557_032, torch.float16), 0.5
+    yield "unaligned", make_unaligned, 0.01
+    yield "99.5% zeros", make_mostly_zero, 0.01
+    yield "constant", lambda: torch.full((device.limit_elements(110_000_000),), -1.5, device=device.place), 0.01
+    yield "nan", make_with_nans, 0.01
     if not quick:
-        yield "1B fp32", normal(1_000_000_000), 0.001
-        yield "2.2G bf16", normal(_BEYOND_2_31, torch.bfloat16), 0.001
+        yield "1B fp32", prepare_normal(1_000_000_000), 0.001
+        yield "2.2G bf16", prepare_normal(_BEYOND_2_31, torch.bfloat16), 0.001
 
 
 def convert_indices(indices: torch.Tensor) -> torch.Tensor:
@@ -81,11 +81,13 @@ def _check_case(x: torch.Tensor, density: float) -> Row:
         decoded, exact = kernels.decode(buffer, length=elements)
         checks["codec: indices"] = _have_same_bits(torch.as_tensor(decoded), indices)
         checks["codec: values"] = _have_same_bits(torch.as_tensor(exact), values.float())
-        taken, kept = kernels.mstopk(x, k)
-        checks["mstopk: values are those of the array"] = _have_same_bits(x[convert_indices(taken)], kept)
+        mstopk_indices, mstopk_values = kernels.mstopk(x, k)
+        checks["mstopk: values are those of the array"] = _have_same_bits(
+            x[convert_indices(mstopk_indices)], mstopk_values
+        )
         upper = kernels.last_thresholds().upper
         reached = int((x.float().abs() >= upper).sum())
-        checks["mstopk: above the threshold"] = int((kept.float().abs() >= upper).sum()) == reached
+        checks["mstopk: above the threshold"] = int((mstopk_values.float().abs() >= upper).sum()) == reached
     if x.dtype == torch.float32:
         residual = torch.empty_like(x).normal_()
         whole = x + residual

@@ -22,11 +22,11 @@ class Device:
         self.dry, self.repeats = dry, 1 if dry else repeats
         self.place = torch.device("cpu" if dry else "cuda")
 
-    def elements(self, wanted: int) -> int:
+    def limit_elements(self, wanted: int) -> int:
         """Return how many elements to use in place of `wanted`."""
         return min(wanted, _DRY_ELEMENTS) if self.dry else wanted
 
-    def normal(self, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def make_normal(self, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(elements, dtype=dtype, device=self.place).normal_()
 
     def synchronize(self) -> None:
@@ -43,13 +43,13 @@ class Device:
         if not self.dry:
             torch.cuda.empty_cache()
 
-    def milliseconds(self, run: Callable[[int], Any], repeats: int | None = None) -> float:
+    def measure_milliseconds(self, run: Callable[[int], Any], repeats: int | None = None) -> float:
         """Return the median time of `run(i)`, which uses the i-th of rotating inputs."""
         for i in range(1 if self.dry else 3):
             run(i)
-        return statistics.median(self._timed(run, i) for i in range(1 if self.dry else repeats or self.repeats))
+        return statistics.median(self._time_call(run, i) for i in range(1 if self.dry else repeats or self.repeats))
 
-    def _timed(self, run: Callable[[int], Any], i: int) -> float:
+    def _time_call(self, run: Callable[[int], Any], i: int) -> float:
         if self.dry:
             start = time.perf_counter()
             run(i)
@@ -63,7 +63,7 @@ class Device:
         torch.cuda.synchronize()
         return begin.elapsed_time(end)
 
-    def kernel_times(self, run: Callable[[], Any]) -> dict[str, float]:
+    def measure_kernels(self, run: Callable[[], Any]) -> dict[str, float]:
         """Return the microseconds of each kernel that `run` launches, by name, from torch's profiler. Empty if the
         profiler cannot observe this device."""
         if self.dry:
@@ -81,7 +81,7 @@ class Device:
                 times[event.name[:80]] = times.get(event.name[:80], 0.0) + float(event.device_time_total)
         return times
 
-    def facts(self) -> dict[str, Any]:
+    def read_facts(self) -> dict[str, Any]:
         """Return the facts that a reader of the figures needs: device, driver and versions."""
         facts: dict[str, Any] = {"torch": torch.__version__, "CUDA of torch": torch.version.cuda, "dry": self.dry}
         if not self.dry:
@@ -118,4 +118,4 @@ class Device:
         host, there = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True), torch.empty(1 << 28, dtype=torch.uint8)
         there = there.to(self.place)
         to, source = (there, host) if is_up else (host, there)
-        return (1 << 28) / self.milliseconds(lambda _: to.copy_(source, non_blocking=True)) / 1e6
+        return (1 << 28) / self.measure_milliseconds(lambda _: to.copy_(source, non_blocking=True)) / 1e6

@@ -24,7 +24,7 @@ class Prediction:
     reason: str
     per: str = ""
 
-    def measured(self, rows: dict[str, Row]) -> float | None:
+    def find_figure(self, rows: dict[str, Row]) -> float | None:
         """Return the figure; None if a row has not been measured."""
         values = [rows.get(key, {}).get(self.field) for key in (self.key, self.per) if key]
         numbers = [float(value) for value in values if isinstance(value, int | float)]
@@ -34,7 +34,10 @@ class Prediction:
 
     def judge(self, rows: dict[str, Row]) -> str:
         """Return a line that compares the figure with its range."""
-        figure, value = f"{self.key}: {self.field}{f' / that of {self.per}' if self.per else ''}", self.measured(rows)
+        figure, value = (
+            f"{self.key}: {self.field}{f' / that of {self.per}' if self.per else ''}",
+            self.find_figure(rows),
+        )
         if value is None:
             return f"not measured  {figure} (expected {self.low:g} to {self.high:g})"
         verdict = "as expected " if self.low <= value <= self.high else "UNEXPECTED  "

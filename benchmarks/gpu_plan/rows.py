@@ -26,7 +26,7 @@ class Rows:
         self.path, self.deadline = path, deadline
         self.left_out: list[str] = []
         """The keys of rows that were not started before the deadline."""
-        self._rows = {row["key"]: row for row in read(path)}
+        self._rows = {row["key"]: row for row in read_rows(path)}
         self._starts = _count_unfinished_starts(path)
         if path.exists() and not path.read_text().endswith("\n"):  # a line that was cut off ends here
             with path.open("a") as file:
@@ -62,7 +62,7 @@ class Rows:
             file.write(json.dumps(line) + "\n")
 
 
-def read(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[Row]:
     """Return the rows of a file, the last row of each key. A row that was started and never ended has an `error`."""
     rows = {row["key"]: row for row in _read_lines(path) if "key" in row}
     for key, starts in _count_unfinished_starts(path).items():

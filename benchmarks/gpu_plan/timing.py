@@ -35,17 +35,17 @@ def run(device: Device, rows: Rows, quick: bool) -> None:
 def _measure_packing(device: Device, name: str, elements: int) -> Row:
     """Time signs and integers. `% of its bytes` compares with an addition, which reads 8 and writes 4 bytes per
     element: 100 is the time of an addition of as many bytes."""
-    elements = device.elements(elements)
+    elements = device.limit_elements(elements)
     copies = max(1, min(64, _ROTATED_BYTES // (4 * elements)))
-    arrays, other = [device.normal(elements) for _ in range(copies)], torch.zeros(elements, device=device.place)
+    arrays, other = [device.make_normal(elements) for _ in range(copies)], torch.zeros(elements, device=device.place)
     wait: dict[str, Any] = {} if device.dry else {"wait": False}
-    add = device.milliseconds(lambda i: arrays[i % copies].add_(other, alpha=0.0))
+    add = device.measure_milliseconds(lambda i: arrays[i % copies].add_(other, alpha=0.0))
     row: Row = {"size": name, "elements": elements, "dtype": "fp32", "density": 1, "add ms": add}
 
     def time_kernel(kernel: str, message_bytes: int, run: Callable[[torch.Tensor], Any]) -> None:
-        row[f"{kernel} ms"] = spent = device.milliseconds(lambda i: run(arrays[i % copies]))
+        row[f"{kernel} ms"] = spent = device.measure_milliseconds(lambda i: run(arrays[i % copies]))
         row[f"{kernel} % of its bytes"] = 100 * add / spent * (8 * elements + message_bytes) / (12 * elements)
-        row[f"{kernel} kernels us"] = device.kernel_times(lambda: run(arrays[0]))
+        row[f"{kernel} kernels us"] = device.measure_kernels(lambda: run(arrays[0]))
 
     scales, signs, _ = kernels.sign_pack_(other.clone())
     part = torch.as_tensor(scales), torch.as_tensor(signs)
@@ -82,42 +82,42 @@ def _measure_packing(device: Device, name: str, elements: int) -> Row:
             lambda i: kernels.top_sign_unpack_add_(arrays[i % copies], count, message, 1.0, **wait),
         ),
     ):
-        row[f"{kernel} ms"] = device.milliseconds(run)
-        row[f"{kernel} kernels us"] = device.kernel_times(lambda run=run: run(0))
+        row[f"{kernel} ms"] = device.measure_milliseconds(run)
+        row[f"{kernel} kernels us"] = device.measure_kernels(lambda run=run: run(0))
     return row
 
 
 def _measure_kernel(
     device: Device, name: str, elements: int, dtype_name: str, dtype: torch.dtype, density: float
 ) -> Row:
-    elements = device.elements(elements)
+    elements = device.limit_elements(elements)
     copies = max(1, min(64, _ROTATED_BYTES // (dtype.itemsize * elements)))
-    inputs = [device.normal(elements, dtype) for _ in range(copies)]
-    residuals = [device.normal(elements) for _ in range(max(1, min(copies, _ROTATED_BYTES // (4 * elements))))]
+    inputs = [device.make_normal(elements, dtype) for _ in range(copies)]
+    residuals = [device.make_normal(elements) for _ in range(max(1, min(copies, _ROTATED_BYTES // (4 * elements))))]
     accumulated = torch.empty(elements, device=device.place)
     k = kernels.entries_kept(elements, density)
     few = 5 if elements > 5e8 else 9
 
-    def of(i: int) -> torch.Tensor:
+    def get_input(i: int) -> torch.Tensor:
         return inputs[i % copies]
 
-    read = device.milliseconds(lambda i: of(i).sum())
-    add = device.milliseconds(lambda i: residuals[i % len(residuals)].add_(accumulated, alpha=0.0))
-    peer = _torch_topk(device, inputs[0].abs(), k, few)
-    topk = device.milliseconds(lambda i: kernels.topk(of(i), k))
+    read = device.measure_milliseconds(lambda i: get_input(i).sum())
+    add = device.measure_milliseconds(lambda i: residuals[i % len(residuals)].add_(accumulated, alpha=0.0))
+    peer = _time_torch_topk(device, inputs[0].abs(), k, few)
+    topk = device.measure_milliseconds(lambda i: kernels.topk(get_input(i), k))
     passes = kernels.last_effort().passes
     indices, values = kernels.topk(inputs[0], k)
     wait: dict[str, Any] = {} if device.dry else {"wait": False}
-    encode = device.milliseconds(lambda _: kernels.encode(indices, values, elements, wire="bf16", **wait))
+    encode = device.measure_milliseconds(lambda _: kernels.encode(indices, values, elements, wire="bf16", **wait))
     buffer = kernels.encode(indices, values, elements, wire="bf16")
-    decode = device.milliseconds(lambda _: kernels.decode_add_(accumulated, buffer, **wait))
+    decode = device.measure_milliseconds(lambda _: kernels.decode_add_(accumulated, buffer, **wait))
 
     def compress(i: int) -> None:
-        kernels.compress_(of(i), residuals[i % len(residuals)], k, out=accumulated)
+        kernels.compress_(get_input(i), residuals[i % len(residuals)], k, out=accumulated)
 
-    compress_ms = device.milliseconds(compress)
-    mstopk = device.milliseconds(lambda i: kernels.mstopk(of(i), k))
-    composed = device.milliseconds(lambda i: torch_mstopk(of(i), k), few)
+    compress_ms = device.measure_milliseconds(compress)
+    mstopk = device.measure_milliseconds(lambda i: kernels.mstopk(get_input(i), k))
+    composed = device.measure_milliseconds(lambda i: run_torch_mstopk(get_input(i), k), few)
     return {
         "size": name,
         "elements": elements,
@@ -138,19 +138,19 @@ def _measure_kernel(
         "topk × torch.topk": peer / topk,
         "compress_ % of 12 bytes": 100 * add / compress_ms * (dtype.itemsize + 8) / 12,
         "mstopk × torch": composed / mstopk,
-        "topk kernels us": device.kernel_times(lambda: kernels.topk(inputs[0], k)),
-        "compress_ kernels us": device.kernel_times(lambda: compress(0)),
-        "mstopk kernels us": device.kernel_times(lambda: kernels.mstopk(inputs[0], k)),
-        "encode kernels us": device.kernel_times(lambda: kernels.encode(indices, values, elements, wire="bf16")),
-        "decode_add_ kernels us": device.kernel_times(lambda: kernels.decode_add_(accumulated, buffer)),
+        "topk kernels us": device.measure_kernels(lambda: kernels.topk(inputs[0], k)),
+        "compress_ kernels us": device.measure_kernels(lambda: compress(0)),
+        "mstopk kernels us": device.measure_kernels(lambda: kernels.mstopk(inputs[0], k)),
+        "encode kernels us": device.measure_kernels(lambda: kernels.encode(indices, values, elements, wire="bf16")),
+        "decode_add_ kernels us": device.measure_kernels(lambda: kernels.decode_add_(accumulated, buffer)),
     }
 
 
-def _torch_topk(device: Device, magnitudes: torch.Tensor, k: int, repeats: int) -> float:
-    return device.milliseconds(lambda _: torch.topk(magnitudes, k, sorted=False), repeats)
+def _time_torch_topk(device: Device, magnitudes: torch.Tensor, k: int, repeats: int) -> float:
+    return device.measure_milliseconds(lambda _: torch.topk(magnitudes, k, sorted=False), repeats)
 
 
-def torch_mstopk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def run_torch_mstopk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Run MSTopK's Algorithm 1 with operations of torch."""
     a = x.abs()
     mean, top = a.double().mean().float(), a.max().float()

@@ -42,13 +42,13 @@ def run_tests(rows: Rows, dry: bool, seconds: float = 300) -> None:
     )
 
 
-def profile(rows: Rows, dry: bool, seconds: float = 120) -> None:
+def read_counters(rows: Rows, dry: bool, seconds: float = 120) -> None:
     """Read the counters of the hot kernels with Nsight Compute."""
     command = ["ncu", "--metrics", _COUNTERS, "--kernel-name", _HOT, "--csv", sys.executable, "-c", _SAMPLE]
     rows.measure("counters", lambda: _run_if_installed(rows, command, seconds, dry))
 
 
-def sanitise(rows: Rows, dry: bool, seconds: float = 120) -> None:
+def run_sanitisers(rows: Rows, dry: bool, seconds: float = 120) -> None:
     """Check a selection for memory errors and races with compute-sanitizer."""
     for tool in ("memcheck", "racecheck"):
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", sys.executable, "-c", _SAMPLE]

@@ -54,7 +54,7 @@ def _check_two_backwards(device: Device) -> Row:
 
 def _make_matrix(device: Device, elements: int) -> torch.Tensor:
     """Return random numbers in two dimensions: gradients with one dimension are never selected from."""
-    return device.normal(device.elements(elements)).view(-1, 100)
+    return device.make_normal(device.limit_elements(elements)).view(-1, 100)
 
 
 def _check_skipped_steps(device: Device) -> Row:
@@ -62,7 +62,9 @@ def _check_skipped_steps(device: Device) -> Row:
     milliseconds of the host for a backward and a step while the device is busy."""
     results, host_ms = [], {}
     for check in ("device", "host"):
-        weights = [torch.nn.Parameter(torch.ones(device.elements(4_000_000), device=device.place)) for _ in range(2)]
+        weights = [
+            torch.nn.Parameter(torch.ones(device.limit_elements(4_000_000), device=device.place)) for _ in range(2)
+        ]
         named = [(f"weight{i}", weight) for i, weight in enumerate(weights)]
         inner = torch.optim.AdamW(weights, lr=0.1, fused=True)
         settings = Settings(finite_check=check, node_exchange="torch")

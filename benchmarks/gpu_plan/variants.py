@@ -49,23 +49,23 @@ def _measure(device: Device, name: str, work: Path, end: float) -> Row:
     if device.dry:
         return {"defines": defines, "build": loaded.build}
     kernels = DeviceKernels(loaded)
-    x, residual = device.normal(_ELEMENTS), device.normal(_ELEMENTS)
+    x, residual = device.make_normal(_ELEMENTS), device.make_normal(_ELEMENTS)
     sum_, narrow, small = torch.empty_like(x), x.to(torch.bfloat16), x[:_SMALL]
     previous, previous_of_small = PreviousThreshold(x.device), PreviousThreshold(x.device)
 
-    def milliseconds(launch: Callable[[], object]) -> float:
-        return device.milliseconds(lambda _: launch())
+    def measure(launch: Callable[[], object]) -> float:
+        return device.measure_milliseconds(lambda _: launch())
 
     few, half, fewest = _ELEMENTS // 100, _ELEMENTS // 2, _SMALL // 100
     return {
         "defines": defines,
         "build": loaded.build,
-        "topk ms": milliseconds(lambda: kernels.topk(x, few)),
-        "topk bf16 ms": milliseconds(lambda: kernels.topk(narrow, few)),
-        "compress_ ms": milliseconds(lambda: kernels.compress_(x, residual, few, sum_)),
-        "mstopk ms": milliseconds(lambda: kernels.mstopk(x, few, 30, 0)),
-        "half ms": milliseconds(lambda: kernels.topk(x, half)),
-        "topk again ms": milliseconds(lambda: kernels.topk(x, few, previous)),
-        "small topk ms": milliseconds(lambda: kernels.topk(small, fewest)),
-        "small topk again ms": milliseconds(lambda: kernels.topk(small, fewest, previous_of_small)),
+        "topk ms": measure(lambda: kernels.topk(x, few)),
+        "topk bf16 ms": measure(lambda: kernels.topk(narrow, few)),
+        "compress_ ms": measure(lambda: kernels.compress_(x, residual, few, sum_)),
+        "mstopk ms": measure(lambda: kernels.mstopk(x, few, 30, 0)),
+        "half ms": measure(lambda: kernels.topk(x, half)),
+        "topk again ms": measure(lambda: kernels.topk(x, few, previous)),
+        "small topk ms": measure(lambda: kernels.topk(small, fewest)),
+        "small topk again ms": measure(lambda: kernels.topk(small, fewest, previous_of_small)),
     }

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from message_network import exchange_top
-from simulated_rules.rule import BLOCK, LossOf, Nodes, Rule, RuleOptions, apply_signs
+from simulated_rules.rule import BLOCK, LossFunction, Nodes, Rule, RuleOptions, apply_signs
 from topkube import kernels
 from topkube.collectives.codecs import Integers
 from topkube.collectives.global_top import GlobalTop, TopTree
@@ -23,9 +23,9 @@ from topkube.training.exchange.buckets.fusion import fill_buckets
 class Dense(Rule):
     """All-reduce of the gradients in float32: the reference."""
 
-    def step(self, step: int, loss_of: LossOf) -> None:
+    def step(self, step: int, compute_loss: LossFunction) -> None:
         nodes, count = self.nodes, self.options.nodes
-        rows = [self.compute_gradients(node, loss_of) for node in range(count)]
+        rows = [self.compute_gradients(node, compute_loss) for node in range(count)]
         for parameter, gradients in zip(nodes.list_parameters(0), zip(*rows, strict=True), strict=True):
             parameter.grad = torch.stack(gradients).sum(0) / count
             self.sent_bytes += self.count_ring_bytes(parameter.numel(), 4)
@@ -43,9 +43,9 @@ class SimulatedHiTopK(Rule):
         self._residuals: list[list[np.ndarray]] = []
         self._aggregation = AggregationSettings("hitopk", options.density, options.warmup_steps, "bf16", "topk")
 
-    def step(self, step: int, loss_of: LossOf) -> None:
+    def step(self, step: int, compute_loss: LossFunction) -> None:
         nodes, count = self.nodes, self.options.nodes
-        rows = [self.compute_gradients(node, loss_of) for node in range(count)]
+        rows = [self.compute_gradients(node, compute_loss) for node in range(count)]
         if not self._buckets:
             self._buckets = fill_buckets(reversed(nodes.list_named_parameters(0)))
             self._residuals = [[np.zeros(b.length, np.float32) for _ in range(count)] for b in self._buckets]
@@ -123,10 +123,10 @@ class Int4(AllEntries):
     def _exchange(self, flat: list[np.ndarray], residuals: list[np.ndarray], density: float) -> np.ndarray:
         count, length = self.options.nodes, len(flat[0])
 
-        def codec_of(places: list[slice], length: int) -> Integers:
+        def get_codec(places: list[slice], length: int) -> Integers:
             return Integers(places, self.BITS)
 
-        stages = [TwoStage(codec_of, [slice(0, length)], length, node, count) for node in range(count)]
+        stages = [TwoStage(get_codec, [slice(0, length)], length, node, count) for node in range(count)]
         rows = []
         for stage, gradient, residual in zip(stages, flat, residuals, strict=True):
             residual += gradient * np.float32(1 / count)
@@ -173,9 +173,9 @@ class PowerSGD(Rule):
         self._errors: dict[tuple[int, int], torch.Tensor] = {}
         self._factors: dict[int, torch.Tensor] = {}
 
-    def step(self, step: int, loss_of: LossOf) -> None:
+    def step(self, step: int, compute_loss: LossFunction) -> None:
         count = self.options.nodes
-        rows = [self.compute_gradients(node, loss_of) for node in range(count)]
+        rows = [self.compute_gradients(node, compute_loss) for node in range(count)]
         for index, parameter in enumerate(self.nodes.list_parameters(0)):
             parts = [row[index] for row in rows]
             if self._small[index] or step < self.options.warmup_steps:

@@ -14,7 +14,7 @@ from topkube.collectives.codecs import Codec, Signs
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.node_weights.guard import DriftGuard
 
-LossOf = Callable[[int, torch.nn.Module], torch.Tensor]
+LossFunction = Callable[[int, torch.nn.Module], torch.Tensor]
 """(node, model) -> the loss of the node's batch."""
 BLOCK = 256
 """Elements that share one scale of a one-bit compressor."""
@@ -80,7 +80,7 @@ class Nodes:
         pairs = zip(self._names, self.list_parameters(node), strict=True)
         return [Parameter(index, name, tensor) for index, (name, tensor) in enumerate(pairs)]
 
-    def global_model(self) -> torch.nn.Module:
+    def get_agreed_model(self) -> torch.nn.Module:
         """Return the model with the weights that all nodes agree on; `Rule.finish` has put them into node 0."""
         return self.models[0]
 
@@ -96,16 +96,16 @@ class Rule:
         self.guard_values = GuardValues()
         """Measured in rules that keep what was not sent in the weights."""
 
-    def step(self, step: int, loss_of: LossOf) -> None:
+    def step(self, step: int, compute_loss: LossFunction) -> None:
         raise NotImplementedError
 
     def finish(self) -> None:
         """Put the weights that all nodes agree on into node 0."""
 
-    def compute_gradients(self, node: int, loss_of: LossOf) -> list[torch.Tensor]:
+    def compute_gradients(self, node: int, compute_loss: LossFunction) -> list[torch.Tensor]:
         """Return the node's gradients at its own weights."""
         model = self.nodes.models[node if len(self.nodes.models) > 1 else 0]
-        return list(torch.autograd.grad(loss_of(node, model), list(model.parameters())))
+        return list(torch.autograd.grad(compute_loss(node, model), list(model.parameters())))
 
     def count_ring_bytes(self, elements: int, width: int) -> float:
         """Return the bytes that one node sends in a dense all-reduce of `elements` of `width` bytes."""

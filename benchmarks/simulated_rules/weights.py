@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from simulated_rules.rule import BLOCK, LossOf, Nodes, Rule, RuleOptions, apply_codec, apply_signs
+from simulated_rules.rule import BLOCK, LossFunction, Nodes, Rule, RuleOptions, apply_codec, apply_signs
 from topkube.collectives.sparse import count_selected
 from topkube.collectives.top_levels import TopLevels
 from topkube.collectives.top_signs import TopSigns
@@ -30,9 +30,9 @@ class LocalAveraging(Rule):
         """The weights that all nodes agree on: those after the last exchange."""
         self._exchanges = 0
 
-    def step(self, step: int, loss_of: LossOf) -> None:
+    def step(self, step: int, compute_loss: LossFunction) -> None:
         for node in range(self.options.nodes):
-            gradients = self.compute_gradients(node, loss_of)
+            gradients = self.compute_gradients(node, compute_loss)
             for parameter, gradient in zip(self.nodes.list_parameters(node), gradients, strict=True):
                 parameter.grad = gradient
             self.update(node, gradients)
@@ -111,10 +111,10 @@ class WeightFeedback(LocalAveraging):
         self._ratio = [[1.0] * len(named) for _ in range(options.nodes)]
         self._step = 0
 
-    def step(self, step: int, loss_of: LossOf) -> None:
+    def step(self, step: int, compute_loss: LossFunction) -> None:
         self._step = step
         self._seen: list[list[torch.Tensor]] = []
-        rows = [self.compute_gradients(node, loss_of) for node in range(self.options.nodes)]
+        rows = [self.compute_gradients(node, compute_loss) for node in range(self.options.nodes)]
         self.apply_arriving()
         if self._adam:
             self._probe(rows)

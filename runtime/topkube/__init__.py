@@ -10,8 +10,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOME = {
-    # name: module that defines it
+_DEFINING_MODULES = {
     "init": "topkube.world",
     "shutdown": "topkube.world",
     "rank": "topkube.world",
@@ -38,12 +37,12 @@ _HOME = {
 }
 _MODULES = ("kernels", "data", "errors", "job", "collectives", "training", "telemetry", "settings", "world")
 
-__all__ = ["__version__", *_HOME, *_MODULES]
+__all__ = ["__version__", *_DEFINING_MODULES, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
+    if name in _DEFINING_MODULES:
+        return getattr(importlib.import_module(_DEFINING_MODULES[name]), name)
     if name in _MODULES:
         return importlib.import_module(f"topkube.{name}")
     raise AttributeError(f"module 'topkube' has no attribute {name!r}")

@@ -53,8 +53,8 @@ def list_neighbours(rank: int, size: int) -> list[int]:
     if size <= _DIRECT:
         return [other for other in range(size) if other != rank]
     distances = [1 << power for power in range((size - 1).bit_length())]
-    around = {(rank + sign * distance) % size for distance in distances for sign in (1, -1)}
-    return sorted(around - {rank})
+    neighbours = {(rank + sign * distance) % size for distance in distances for sign in (1, -1)}
+    return sorted(neighbours - {rank})
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -154,11 +154,11 @@ class Control:
         self._reports: list[Any] = []
         """The buffer and the requests of this rank's report of a mismatch."""
 
-    def has_begun(self) -> bool:
+    def has_seen_roll_call(self) -> bool:
         """Return True if another rank has begun a roll call."""
-        return self._has(self._roll_call_tag)
+        return self._has_message(self._roll_call_tag)
 
-    def call(self, counts: Sequence[int], what: str) -> Roll:
+    def call_roll(self, counts: Sequence[int], what: str) -> Roll:
         """Begin a roll call, or join one, and return the answers. A second call returns the answers of the first. Empty
         `counts` mean that this rank has not entered a wait yet."""
         with self._lock:
@@ -175,14 +175,14 @@ class Control:
         with self._lock:
             if not self._reports:
                 nothing = np.zeros(1, np.int64)
-                around = list_neighbours(self._comm.rank, self._comm.size)
-                self._reports = [nothing, *(self._comm.Isend(nothing, rank, self._mismatch_tag) for rank in around)]
+                neighbours = list_neighbours(self._comm.rank, self._comm.size)
+                self._reports = [nothing, *(self._comm.Isend(nothing, rank, self._mismatch_tag) for rank in neighbours)]
 
     def has_seen_mismatch(self) -> bool:
         """Return True if another rank has reported a mismatch."""
-        return self._has(self._mismatch_tag)
+        return self._has_message(self._mismatch_tag)
 
-    def _has(self, tag: int) -> bool:
+    def _has_message(self, tag: int) -> bool:
         from mpi4py import MPI
 
         return bool(self._comm.Iprobe(MPI.ANY_SOURCE, tag))
@@ -191,13 +191,13 @@ class Control:
         from mpi4py import MPI
 
         comm, status, sends = self._comm, MPI.Status(), list[tuple[Answers, Any]]()
-        around = list_neighbours(comm.rank, comm.size)
+        neighbours = list_neighbours(comm.rank, comm.size)
 
         def send_new() -> None:
             answers = roll.take_new()
             if answers.size:
                 sends.extend(
-                    (answers, comm.Isend(answers.view(np.uint8), rank, self._roll_call_tag)) for rank in around
+                    (answers, comm.Isend(answers.view(np.uint8), rank, self._roll_call_tag)) for rank in neighbours
                 )
 
         quiet, longest = self._quiet_seconds, _LONGEST_QUIETS * self._quiet_seconds
@@ -219,7 +219,7 @@ class Control:
                 send_new()
             time.sleep(pause)
         send_new()
-        finish = time.monotonic() + _LEAVE_SECONDS * self._slowness
-        while not MPI.Request.Testall([request for _, request in sends]) and time.monotonic() < finish:
+        deadline = time.monotonic() + _LEAVE_SECONDS * self._slowness
+        while not MPI.Request.Testall([request for _, request in sends]) and time.monotonic() < deadline:
             time.sleep(pause)
         self._sends.append(sends)

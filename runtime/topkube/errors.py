@@ -44,13 +44,13 @@ class JobError(TopKubeError, ValueError):
 
     def __init__(self, what: str, problems: Iterable[str] = (), *, cause: str = "", next_step: str = "") -> None:
         lines = tuple(problems)
-        self.problems = tuple(map(self._short, lines[: self.MOST_PROBLEMS]))
+        self.problems = tuple(map(self._shorten, lines[: self.MOST_PROBLEMS]))
         more = f"\n  - … and {len(lines) - self.MOST_PROBLEMS} more" if len(lines) > self.MOST_PROBLEMS else ""
         listed = "".join(f"\n  - {problem}" for problem in self.problems) + more
         super().__init__(what + (":" + listed if listed else ""), cause=cause, next_step=next_step)
 
     @classmethod
-    def _short(cls, problem: str) -> str:
+    def _shorten(cls, problem: str) -> str:
         return problem if len(problem) <= cls.LONGEST_PROBLEM else problem[: cls.LONGEST_PROBLEM - 1] + "…"
 
 

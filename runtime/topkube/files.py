@@ -21,7 +21,7 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replace_file(path: Path) -> Iterator[Path]:
     """Yield the hidden name under which the caller writes a file. Rename the file to `path` when the block ends, and
     remove it if the block or the rename raises an error. An earlier file at `path` is replaced."""
     part = _name_hidden(path)
@@ -35,7 +35,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Replace the file at `path`, or create it. Raises OSError; the earlier file is unchanged then."""
-    with replacing(path) as part:
+    with replace_file(path) as part:
         part.write_bytes(data)
 
 
@@ -52,7 +52,7 @@ def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def create_folder(path: Path) -> Iterator[Path]:
     """Yield the hidden name under which the caller creates and fills a folder. Rename the folder to `path` when the
     block ends, and remove it if the block or the rename raises an error. Raises FileExistsError if there is a folder at
     `path` that is not empty, for example because another process was faster."""

@@ -8,15 +8,15 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 
-def install_command(extra: str) -> str:
+def build_install_command(extra: str) -> str:
     """Return the command that adds an extra of pyproject.toml: from the checkout, folder or wheel that TopKube was
     installed from, if it still exists; otherwise from the package index."""
-    return _command(extra, _read_origin())
+    return _build_pip_command(extra, _read_origin())
 
 
-def reinstall_command() -> str:
+def build_reinstall_command() -> str:
     """Return the command that installs TopKube again from where it came, without its dependencies."""
-    return _command("", _read_origin()).replace("pip install", "pip install --force-reinstall --no-deps", 1)
+    return _build_pip_command("", _read_origin()).replace("pip install", "pip install --force-reinstall --no-deps", 1)
 
 
 def _read_origin() -> str | None:
@@ -26,7 +26,7 @@ def _read_origin() -> str | None:
         return None
 
 
-def _command(extra: str, stored: str | None) -> str:
+def _build_pip_command(extra: str, stored: str | None) -> str:
     """Return the command; an empty `extra` stands for none. `stored` is the file direct_url.json of the installation,
     which pip writes if the package did not come from an index (packaging.python.org, "Recording the Direct URL
     Origin")."""

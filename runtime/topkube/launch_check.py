@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from topkube.errors import WorldError
-from topkube.settings import Launched
+from topkube.settings import ProcessLaunch
 
 
-def check_launch(size: int, library: str, launched: Launched, expected_ranks: int = 0) -> None:
+def check_launch(size: int, library: str, launched: ProcessLaunch, expected_ranks: int = 0) -> None:
     """Raise WorldError if more ranks were started than the `size` that MPI (`library`: its version) sees.
 
     There are three cases: the launcher belongs to another MPI than the library; `topkube run` or the operator expects

@@ -46,7 +46,7 @@ def end_together(comm: Any) -> None:
     _process = os.getpid()
     if comm.size > 1:
         _abort_on_exceptions(comm)
-    _note_sys_exit()
+    _record_sys_exit()
     if _finalizes and _finalize_on_success():
         return
     if _finalizes:
@@ -70,7 +70,7 @@ def forget_exit() -> None:
         _exit_status = 0
 
 
-def exit_status() -> int:
+def get_exit_status() -> int:
     """Return the status of the last `sys.exit`; 0 if there was none, or if the program has continued since."""
     return _exit_status
 
@@ -102,28 +102,28 @@ def _finalize_on_success() -> bool:
 
 
 def _abort_on_exceptions(comm: Any) -> None:
-    before, before_in_threads = sys.excepthook, threading.excepthook
+    previous_hook, previous_thread_hook = sys.excepthook, threading.excepthook
 
     def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
+        previous_hook(kind, error, trace)
         _abort(comm)
 
     def on_thread_exception(arguments: threading.ExceptHookArgs) -> None:
-        before_in_threads(arguments)
+        previous_thread_hook(arguments)
         if arguments.exc_type is not SystemExit:
             _abort(comm)
 
     sys.excepthook, threading.excepthook = on_exception, on_thread_exception
 
 
-def _note_sys_exit() -> None:
-    before = sys.exit
+def _record_sys_exit() -> None:
+    previous_exit = sys.exit
 
     def on_exit(status: Any = None) -> NoReturn:
         global _exit_status
         if threading.current_thread() is threading.main_thread():
             _exit_status = status % 256 if isinstance(status, int) else int(status is not None)
-        before(status)
+        previous_exit(status)
 
     sys.exit = on_exit
 

@@ -64,7 +64,9 @@ class Settings:
     )
     # aggregation: the job's spec.aggregation
     algorithm: str = _setting(
-        "TOPKUBE_ALGORITHM", "auto", "aggregation: auto or dense, which send the whole gradient, or an algorithm's name"
+        "TOPKUBE_ALGORITHM",
+        "auto",
+        "aggregation: auto, which lets the ranks choose; dense, which sends the whole gradient; or an algorithm's name",
     )
     density: float = _setting("TOPKUBE_DENSITY", 0.01, "share of a gradient that is sent, in (0, 1]")
     warmup_steps: int = _setting("TOPKUBE_WARMUP_STEPS", 0, "steps over which the density falls from 1 to its target")
@@ -95,6 +97,33 @@ class Settings:
         "TOPKUBE_CHECK_WEIGHTS_EVERY",
         100,
         "steps between two comparisons of the weights of all ranks; the first step is compared too",
+    )
+    momentum_correction: bool = _setting(
+        "TOPKUBE_MOMENTUM_CORRECTION",
+        False,
+        "apply momentum to every shard before selection, instead of after the exchange",
+    )
+    period: int = _setting(
+        "TOPKUBE_PERIOD",
+        1,
+        "steps from one exchange of the weights to the next (onebit, topk1bit, localsgd, diloco, sparseloco)",
+    )
+    outer_learning_rate: float = _setting(
+        "TOPKUBE_OUTER_LEARNING_RATE", 0.7, "factor on the mean change of all nodes (diloco)"
+    )
+    delay: int = _setting(
+        "TOPKUBE_DELAY",
+        0,
+        "1: with error feedback in the weights, an exchange overlaps with the next step, which does not see its result",
+    )
+    outer_momentum: float = _setting(
+        "TOPKUBE_OUTER_MOMENTUM", 0.9, "Nesterov momentum of the mean change of all nodes (diloco)"
+    )
+    matrix_rank: int = _setting("TOPKUBE_MATRIX_RANK", 4, "rank of the approximation of each matrix (powersgd, acpsgd)")
+    schedule: str = _setting(
+        "TOPKUBE_SCHEDULE",
+        "",
+        'what changes at which step, as JSON: `[{"fromStep": 2000, "algorithm": "dense"}]`; also `density`, `period`',
     )
     # the dataset and its cache: the job's spec.dataset
     dataset_uri: str = _setting("TOPKUBE_DATASET_URI", "", "URI of the dataset: any URI that fsspec opens")
@@ -132,33 +161,6 @@ class Settings:
     )
     cache_prefetch: int = _setting(
         "TOPKUBE_CACHE_PREFETCH", 1, "1: fill the cache ahead of the training loop; 0: do not"
-    )
-    momentum_correction: bool = _setting(
-        "TOPKUBE_MOMENTUM_CORRECTION",
-        False,
-        "apply momentum to every shard before selection, instead of after the exchange",
-    )
-    period: int = _setting(
-        "TOPKUBE_PERIOD",
-        1,
-        "steps from one exchange of the weights to the next (onebit, topk1bit, localsgd, diloco, sparseloco)",
-    )
-    outer_learning_rate: float = _setting(
-        "TOPKUBE_OUTER_LEARNING_RATE", 0.7, "factor on the mean change of all nodes (diloco)"
-    )
-    delay: int = _setting(
-        "TOPKUBE_DELAY",
-        0,
-        "1: with error feedback in the weights, an exchange overlaps with the next step, which does not see its result",
-    )
-    outer_momentum: float = _setting(
-        "TOPKUBE_OUTER_MOMENTUM", 0.9, "Nesterov momentum of the mean change of all nodes (diloco)"
-    )
-    matrix_rank: int = _setting("TOPKUBE_MATRIX_RANK", 4, "rank of the approximation of each matrix (powersgd, acpsgd)")
-    schedule: str = _setting(
-        "TOPKUBE_SCHEDULE",
-        "",
-        'what changes at which step, as JSON: `[{"fromStep": 2000, "algorithm": "dense"}]`; also `density`, `period`',
     )
     # the run
     job_name: str = _setting("TOPKUBE_JOB_NAME", "", "name of the TrainingJob, for messages and files")
@@ -310,7 +312,7 @@ def list_kubeconfig_paths() -> list[Path]:
 
 
 @dataclass(frozen=True)
-class Launched:
+class ProcessLaunch:
     """The launcher of this process: the name of the MPI `launcher` and its number of `ranks` ("" and 0 if none),
     and the number of `processes` that torchrun or a similar launcher started (0 if there is none)."""
 
@@ -330,22 +332,22 @@ def read_launched_rank(environment: Mapping[str, str] | None = None) -> int | No
     return next((int(value) for value in values if value.isdigit()), None)
 
 
-def read_launched_ranks(environment: Mapping[str, str] | None = None) -> Launched:
+def read_process_launch(environment: Mapping[str, str] | None = None) -> ProcessLaunch:
     """Return what started this process, and how many processes it started.
 
     Launchers set variables of their own: PMI_SIZE (MPICH, Intel MPI, Slurm's PMI), OMPI_COMM_WORLD_SIZE (Open MPI),
     WORLD_SIZE and RANK (torchrun). They are used only to detect ranks that cannot reach each other."""
     environment = os.environ if environment is None else environment
 
-    def number(variable: str) -> int:
+    def read_number(variable: str) -> int:
         text = environment.get(variable, "")
         return int(text) if text.isdigit() else 0
 
-    processes = number("WORLD_SIZE") if environment.get("RANK", "").isdigit() else 0
+    processes = read_number("WORLD_SIZE") if environment.get("RANK", "").isdigit() else 0
     for variable, launcher in [("OMPI_COMM_WORLD_SIZE", "Open MPI's mpiexec"), ("PMI_SIZE", "MPICH's mpiexec")]:
-        if number(variable):
-            return Launched(launcher, number(variable), processes)
-    return Launched(processes=processes)
+        if read_number(variable):
+            return ProcessLaunch(launcher, read_number(variable), processes)
+    return ProcessLaunch(processes=processes)
 
 
 def read_torch_local_size(environment: Mapping[str, str] | None = None) -> int:
@@ -382,7 +384,7 @@ def choose_wandb_mode(environment: Mapping[str, str] | None = None) -> str | Non
     return None if environment.get("WANDB_MODE") or environment.get("WANDB_API_KEY") else "offline"
 
 
-def are_threads_chosen(environment: Mapping[str, str] | None = None) -> bool:
+def is_thread_count_set(environment: Mapping[str, str] | None = None) -> bool:
     """Return True if OMP_NUM_THREADS or MKL_NUM_THREADS sets the number of threads of a rank, because a person or
     `topkube run` set it."""
     environment = os.environ if environment is None else environment

@@ -23,16 +23,16 @@ _MOST_CALLS = 64
 _CHECK_SECONDS = 0.1
 """The time between two calls of `check`."""
 _MEETING_TAG = 32_000
-"""The first tag of a roll call in `meet`, on MPI.COMM_WORLD: a script's own messages have smaller tags. Every MPI has
-tags up to 32,767."""
+"""The first tag of a roll call in `wait_for_all_ranks`, on MPI.COMM_WORLD: a script's own messages have smaller tags.
+Every MPI has tags up to 32,767."""
 
 _advances: dict[int, Callable[[], object]] = {}
 """What the waits of a thread call, by the thread's identity."""
 
 
 def advance_in_waits(advance: Callable[[], object] | None) -> None:
-    """Call `advance`, which does not wait, again and again in all waits of this thread from now on, so that exchanges
-    continue for which other ranks wait. None ends that."""
+    """Call `advance`, which does not wait, again and again in all waits of this thread from now on: exchanges that
+    other ranks wait for then continue. None ends that."""
     if advance is None:
         _advances.pop(threading.get_ident(), None)
     else:
@@ -59,7 +59,7 @@ def advance_messages(advance: Callable[[], bool]) -> bool:
 def wait_until(
     ready: Callable[[], bool], check: Callable[[float], None], crowding: float = 1.0, pause_seconds: float | None = None
 ) -> None:
-    """Return when `ready()` is true. `check` gets the seconds since the start about ten times a second, and may raise.
+    """Wait until `ready()` is true. `check` gets the seconds since the start about ten times a second, and may raise.
 
     The wait yields the processor at once and sleeps soon: ranks may outnumber processors, and the thread that computes
     gradients needs the processor more. With more ranks per processor (`crowding`), the wait sleeps longer. Without
@@ -85,8 +85,8 @@ def wait_until(
         pause = min(pause * 1.25, longest)
 
 
-def meet(comm: Any, deadline_seconds: float) -> None:
-    """Return when all ranks of MPI.COMM_WORLD, `comm`, have called this function.
+def wait_for_all_ranks(comm: Any, deadline_seconds: float) -> None:
+    """Wait until all ranks of MPI.COMM_WORLD, `comm`, have called this function.
 
     MPI makes communicators in calls that block: they use a whole processor while they wait, and have no deadline. If
     all ranks have met before, these calls take milliseconds. Raises CollectiveTimeout, which names the absent ranks,
@@ -98,9 +98,9 @@ def meet(comm: Any, deadline_seconds: float) -> None:
     request = comm.Ibarrier()
 
     def check(waited: float) -> None:
-        if waited < deadline_seconds and not control.has_begun():
+        if waited < deadline_seconds and not control.has_seen_roll_call():
             return
-        missing = control.call((), "topkube.init()").list_missing(comm.size)
+        missing = control.call_roll((), "topkube.init()").list_missing(comm.size)
         absent = f"{name_ranks(missing)} did not call it" if missing else "although all ranks called it"
         raise CollectiveTimeout(
             f"topkube.init() did not complete within {deadline_seconds:g} s: {absent}",

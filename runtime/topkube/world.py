@@ -23,14 +23,14 @@ import numpy.typing as npt
 from topkube.control import Control, build_timeout, name_ranks
 from topkube.errors import CollectiveError, WorldError
 from topkube.heartbeat import Heartbeat
-from topkube.installation import install_command
+from topkube.installation import build_install_command
 from topkube.launch_check import check_launch
 from topkube.mpi_exit import end_together, forget_exit, take_over_finalize
 from topkube.processors import count_own_threads, limit_to_cgroup
 from topkube.roll_call import RollCall
-from topkube.settings import Settings, read_launched_ranks, tune_messages
+from topkube.settings import Settings, read_process_launch, tune_messages
 from topkube.topology import Nodes, find_nodes_of_ranks, group_by_home, parse_declared_nodes
-from topkube.waiting import advance_messages, meet, wait_until
+from topkube.waiting import advance_messages, wait_for_all_ranks, wait_until
 
 _DESCRIPTION_BYTES = 160
 _WINDOW_BYTES_PER_RANK = 1100 << 10
@@ -54,7 +54,7 @@ class WaitSeries(IntEnum):
 
 @dataclass
 class World:
-    """Communicators and topology.
+    """The communicators and the topology of a group of ranks.
 
     `node_comm` joins the ranks of this node; `cross_comm` joins the ranks of equal local rank on all nodes, None for
     surplus ranks (local_rank >= shards). `shards` is the smallest number of ranks on a node: a bucket is divided
@@ -188,7 +188,7 @@ class World:
                 cause="the script ended, or exited with a status, while gradients were exchanged",
                 next_step="end the script on all ranks after the same step",
             )
-        if self.control.has_begun():
+        if self.control.has_seen_roll_call():
             self.give_up(what, series)
 
     def give_up(self, what: str, series: WaitSeries = WaitSeries.COLLECTIVE) -> NoReturn:
@@ -199,7 +199,7 @@ class World:
         """
         waited_for, number = time.monotonic() - self.entered[series], self.counts[series]
         place, own = f"{what} ({series.name.lower()} {number})", self.members[self.rank]
-        roll = self.control.call(self.counts, place)
+        roll = self.control.call_roll(self.counts, place)
         missing = self.translate_ranks(roll.list_missing(self.size, series, number))
         if not missing and waited_for < self.deadline_seconds / 2:
             missing = (own,)
@@ -232,6 +232,7 @@ class World:
 _LISTED = 8
 """Most descriptions that a message lists."""
 _leaving: set[int] = set()
+"""The identities of the threads that must leave their waits."""
 
 
 def leave_waits(thread: int) -> None:
@@ -258,17 +259,17 @@ def init(settings: Settings | None = None) -> World:
     MPI = _load_mpi()
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    meet(MPI.COMM_WORLD, settings.deadline_seconds)
+    wait_for_all_ranks(MPI.COMM_WORLD, settings.deadline_seconds)
     comm = MPI.COMM_WORLD.Dup()
     library = MPI.Get_library_version().strip("\0").splitlines()[0]
-    check_launch(comm.size, library, read_launched_ranks(), settings.expected_ranks)
+    check_launch(comm.size, library, read_process_launch(), settings.expected_ranks)
     machine = comm.Split_type(MPI.COMM_TYPE_SHARED)
     host, affinity = machine.bcast(comm.rank), frozenset(os.sched_getaffinity(0))
     hosts, affinities = comm.allgather(host), machine.allgather(affinity)
     processors = limit_to_cgroup(len(frozenset().union(*affinities)))
     host_rank = machine.rank
     machine.Free()
-    _world = _join(
+    _world = _create_world(
         MPI,
         comm,
         parse_declared_nodes(settings.ranks_per_node, hosts) if settings.ranks_per_node else hosts,
@@ -286,7 +287,7 @@ def init(settings: Settings | None = None) -> World:
     return _world
 
 
-def sub_world(parent: World, ranks: Sequence[int], has_window: bool = True) -> World | None:
+def create_sub_world(parent: World, ranks: Sequence[int], has_window: bool = True) -> World | None:
     """Return the world of `ranks` of `parent`, in their order, on these ranks, and None on other ranks. All ranks of
     `parent` must call this function; `topkube.new_world` first checks that they agree. A world without a window
     (`has_window`) needs no shared memory; its ranks exchange between nodes only."""
@@ -297,7 +298,7 @@ def sub_world(parent: World, ranks: Sequence[int], has_window: bool = True) -> W
     if comm == MPI.COMM_NULL:
         return None
     homes = find_nodes_of_ranks(parent.node_ranks)
-    world = _join(
+    world = _create_world(
         MPI,
         comm,
         [homes[rank] for rank in ranks],
@@ -315,7 +316,7 @@ def sub_world(parent: World, ranks: Sequence[int], has_window: bool = True) -> W
     return world
 
 
-def _join(
+def _create_world(
     MPI: Any,
     comm: Any,
     homes: Sequence[int],
@@ -413,7 +414,7 @@ def _load_mpi() -> Any:
         raise WorldError(
             f"MPI could not be loaded: {error}",
             cause="no MPI library is installed here",
-            next_step=f"{install_command('mpich')}, or install the system's MPI and try `topkube doctor`",
+            next_step=f"{build_install_command('mpich')}, or install the system's MPI and try `topkube doctor`",
         ) from error
     if MPI.Is_initialized() and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise WorldError(

@@ -81,9 +81,9 @@ def test_a_value_limits_the_callers_of_the_webhook() -> None:
 
 def _remove_labels(item: dict[str, Any]) -> dict[str, Any]:
     """Return the object without its labels and annotations, because Helm adds labels."""
-    rest = json.loads(json.dumps(item))
-    rest["metadata"] = {key: rest["metadata"].get(key) for key in ("name", "namespace")}
-    return rest
+    stripped = json.loads(json.dumps(item))
+    stripped["metadata"] = {key: stripped["metadata"].get(key) for key in ("name", "namespace")}
+    return stripped
 
 
 def test_the_node_cache_is_off_by_default_and_the_same_in_both_when_it_is_on() -> None:

@@ -48,8 +48,8 @@ def read_alloy(text: str) -> dict[tuple[str, str], str]:
     """Return the body of each component of an Alloy configuration, by the component's name and label. Fails if braces
     do not match."""
     components = re.findall(r'^([a-z_.]+) "([a-z_]+)" \{\n(.*?)^\}$', text, re.DOTALL | re.MULTILINE)
-    rest = re.sub(r'^[a-z_.]+ "[a-z_]+" \{\n.*?^\}$', "", text, flags=re.DOTALL | re.MULTILINE)
-    assert not rest.strip()
+    unmatched = re.sub(r'^[a-z_.]+ "[a-z_]+" \{\n.*?^\}$', "", text, flags=re.DOTALL | re.MULTILINE)
+    assert not unmatched.strip()
     assert all(body.count("{") == body.count("}") for *_, body in components)
     return {(name, label): body for name, label, body in components}
 

@@ -23,7 +23,8 @@ metrics = RankMetrics(settings.run_path, topkube.rank(), settings.attempt)
 step = 0
 while not Path(sys.argv[1]).exists():
     step += 1
-    metrics.step(0.1, Snapshot({"forward": 0.1}), 8, {"step": step, "total_steps": 1000, "last_step": time.time()})
+    gauges = {"step": step, "total_steps": 1000, "last_step": time.time()}
+    metrics.count_step(0.1, Snapshot({"forward": 0.1}), 8, gauges)
     time.sleep(0.02)
 """
 

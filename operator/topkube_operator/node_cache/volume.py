@@ -26,7 +26,7 @@ from typing import Any
 
 from topkube.data.cache.disk.disk_tier import DiskTier
 from topkube.errors import TopKubeError
-from topkube.files import new_folder
+from topkube.files import create_folder
 from topkube.job.cached_dataset import compute_dataset_id
 from topkube_operator.node_cache.decisions import LocalDataset
 
@@ -82,7 +82,7 @@ class Volume:
         complete, because pods wait for the name."""
         if not _NAMESPACE.fullmatch(namespace):
             raise UnusableFolder(f"{namespace!r} is not a valid namespace")
-        with contextlib.suppress(FileExistsError), new_folder(self.root / namespace) as new:
+        with contextlib.suppress(FileExistsError), create_folder(self.root / namespace) as new:
             new.mkdir(mode=0o700)
             try:
                 os.setxattr(new, _ACL, _EVERYBODY)

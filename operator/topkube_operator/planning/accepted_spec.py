@@ -11,7 +11,7 @@ from typing import Any
 
 from topkube.errors import JobError
 from topkube.job import TrainingJob
-from topkube.job.changes import find_refused_changes, merge_allowed_changes, outline, restore_spec
+from topkube.job.changes import build_outline, find_refused_changes, merge_allowed_changes, restore_spec
 from topkube.job.spec import Spec
 from topkube.job.template import remove_nulls, restore_nulls
 from topkube_operator.model import stored_job
@@ -91,7 +91,7 @@ def choose_spec(job: Mapping[str, Any], draft: StatusDraft) -> AcceptedJob:
 def _copy_for_status(spec: dict[str, Any]) -> dict[str, Any]:
     """Return what status.acceptedSpec holds: all of the spec, or the outline of a large spec, because spec and status
     share the 1.5 MiB that etcd accepts per object."""
-    return spec if len(json.dumps(spec)) <= LARGEST_COPY else outline(spec)
+    return spec if len(json.dumps(spec)) <= LARGEST_COPY else build_outline(spec)
 
 
 def _suspend_spec(spec: Spec) -> Spec:

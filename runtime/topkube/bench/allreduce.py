@@ -104,7 +104,7 @@ def measure(
     values = np.random.default_rng(here.rank).standard_normal(elements, np.float32).astype(_TYPES[dtype])
     start, work = memory.put(values), memory.put(values)
     for name in names:
-        checked, error = _check(here, memory, name, density, wire, dtype)
+        checked, error = _check_result(here, memory, name, density, wire, dtype)
 
         def prepare() -> None:
             memory.restore(work, start)
@@ -169,7 +169,9 @@ def list_names(text: str, memory: ArrayMemory) -> list[str]:
     return [algorithm.name for algorithm in listed if memory.can_reduce(algorithm)] + list(memory.peers)
 
 
-def _check(here: World, memory: ArrayMemory, name: str, density: float, wire: str, dtype: str) -> tuple[bool, float]:
+def _check_result(
+    here: World, memory: ArrayMemory, name: str, density: float, wire: str, dtype: str
+) -> tuple[bool, float]:
     """Reduce a small array with `name`. Return True if the result is right on all ranks, and its largest error relative
     to the largest value."""
     inputs = [

@@ -21,7 +21,7 @@ PEER = "peer: "
 
 
 class ArrayMemory(Protocol):
-    """A kind of memory. `peers` are the names of the contenders of other libraries there."""
+    """A kind of memory. `peers` are the names of the other libraries' all-reduces there."""
 
     name: str
     peers: tuple[str, ...]

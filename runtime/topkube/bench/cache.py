@@ -51,11 +51,11 @@ def measure(megabytes: int = 128, repeats: int = 5) -> BenchReport:
     report = BenchReport("Batches of 256 from a warm cache, one process", COLUMNS)
     for size in SAMPLES:
         with make_folder() as home:
-            _measure(report, home, size, max(BATCH * 4, megabytes * 1_000_000 // size), repeats)
+            _measure_sample_size(report, home, size, max(BATCH * 4, megabytes * 1_000_000 // size), repeats)
     return report
 
 
-def _measure(report: BenchReport, home: Path, size: int, count: int, repeats: int) -> None:
+def _measure_sample_size(report: BenchReport, home: Path, size: int, count: int, repeats: int) -> None:
     source = home / "source"
     source.mkdir()
     data = np.random.default_rng(0).integers(0, 256, (count, size), np.uint8)

@@ -25,12 +25,12 @@ def measure_reading(x: Array, repeats: int = 7) -> dict[str, float]:
     if view.dtype.kind == "f" and view.dtype.itemsize == 4:
         tensor = torch.from_numpy(view)
         readers["torch.sum"] = lambda: tensor.sum()
-    before = torch.get_num_threads()
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         return {name: time_runs(reader, repeats=repeats).median for name, reader in readers.items()}
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads_before)
 
 
 def measure_addition(a: Array, b: Array, repeats: int = 7) -> float:

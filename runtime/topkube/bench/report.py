@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -93,13 +93,6 @@ class BenchReport:
         for row in self.rows:
             table.add_row(*(_format_cell(row.get(key)) for key in self.columns))
         return table
-
-    def write_markdown(self, keys: Sequence[str] = ()) -> str:
-        """Return the rows as a Markdown table for the docs. `keys` selects and orders columns (default: all)."""
-        keys = list(keys) or list(self.columns)
-        lines = [" | ".join(self.columns[key] for key in keys), " | ".join("---" for _ in keys)]
-        lines += [" | ".join(_format_cell(row.get(key)) for key in keys) for row in self.rows]
-        return "\n".join(f"| {line} |" for line in lines)
 
     def to_json(self) -> str:
         """Return the report as JSON text: title, columns, facts, rows."""

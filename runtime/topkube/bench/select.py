@@ -44,8 +44,7 @@ def measure(
     """Time `topk`, `compress_` and `mstopk` on `elements` normal values at each density, one row each.
 
     The bound of `topk` and `mstopk` is one read of the array, that of `compress_` an in-place addition, both by one
-    thread.
-    Peers find the k largest of the ready-made |x| by one thread. Raises ArgumentError for unusable sizes.
+    thread. Peers find the k largest of the ready-made |x| by one thread. Raises ArgumentError for unusable sizes.
     """
     if dtype not in DTYPES:
         raise ArgumentError(f"dtype = {dtype!r} is unknown", next_step=f"choose one of {', '.join(DTYPES)}")
@@ -71,7 +70,7 @@ def measure(
     }
     report.facts |= {f"one read by {reader} ms": round(seconds * 1e3, 3) for reader, seconds in readers.items()}
     for density, k in zip(densities, kept, strict=True):
-        rivals = _time_peers(x32, k, repeats) if peers else {}
+        peer_seconds = _time_peers(x32, k, repeats) if peers else {}
         runs: list[tuple[str, Callable[[], object], Callable[[], object] | None, float]] = [
             ("topk", partial(kernels.topk, x, k, threads=threads), None, read),
             _prepare_compress_run(x, acc, residual, k, threads, add),
@@ -87,9 +86,9 @@ def measure(
                 max_ms=timing.maximum * 1e3,
                 bound_percent=100 * bound / timing.median,
                 passes=kernels.last_effort().passes,
-                **{f"vs_{peer}": seconds / timing.median for peer, seconds in rivals.items()},
+                **{f"vs_{peer}": seconds / timing.median for peer, seconds in peer_seconds.items()},
             )
-        for peer, seconds in rivals.items():
+        for peer, seconds in peer_seconds.items():
             report.add(kernel=f"peer: {peer}", density=density, ms=seconds * 1e3)
     return report
 
@@ -121,12 +120,12 @@ def _time_peers(x: Array, k: int, repeats: int) -> dict[str, float]:
         import torch
     except ImportError:
         return seconds
-    tensor, before = torch.from_numpy(magnitude), torch.get_num_threads()
+    tensor, threads_before = torch.from_numpy(magnitude), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         seconds["torch"] = time_runs(lambda: torch.topk(tensor, k), repeats=few).median
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads_before)
     return seconds
 
 

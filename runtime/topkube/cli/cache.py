@@ -27,7 +27,7 @@ DirectoryOption = Annotated[
     Path | None, typer.Option("--directory", "-d", metavar="DIR", help="The cache [default: TOPKUBE_CACHE_DIRECTORY].")
 ]
 Uri = Annotated[str, typer.Argument(metavar="URI", help="A dataset: file://, http(s)://, s3://…, a path, a manifest.")]
-Which = Annotated[list[str] | None, typer.Argument(metavar="[DATASET…]", help="URIs or IDs as ls shows them.")]
+DatasetNames = Annotated[list[str] | None, typer.Argument(metavar="[DATASET…]", help="URIs or IDs as ls shows them.")]
 
 
 @cache.command()
@@ -61,7 +61,7 @@ def warm(
     finally:
         opened.close()
     if output is OutputFormat.json:
-        _print({"shards": done.total, "cached": done.shards, "remoteBytes": done.remote_bytes})
+        _print_json({"shards": done.total, "cached": done.shards, "remoteBytes": done.remote_bytes})
     else:
         print(f"{done.shards} of {done.total} shards are cached; {_format_size(done.remote_bytes)} were fetched")
     raise typer.Exit(0 if done.is_complete else 1)
@@ -72,7 +72,7 @@ def ls(directory: DirectoryOption = None, output: OutputOption = OutputFormat.te
     """List the datasets in the cache."""
     rows = [describe_dataset(folder) for folder in _open_tier(directory).list_folders()]
     if output is OutputFormat.json:
-        _print(rows)
+        _print_json(rows)
         return
     from rich.console import Console
     from rich.table import Table
@@ -102,7 +102,9 @@ def describe_dataset(folder: DatasetFolder) -> dict[str, Any]:
 
 
 @cache.command()
-def check(datasets: Which = None, directory: DirectoryOption = None, output: OutputOption = OutputFormat.text) -> None:
+def check(
+    datasets: DatasetNames = None, directory: DirectoryOption = None, output: OutputOption = OutputFormat.text
+) -> None:
     """Read every shard and compare its checksum. Take damaged shards out of use, and exit with code 1."""
     folders = _choose_datasets(_open_tier(directory), datasets, all_by_default=True)
     damaged: dict[str, list[str]] = {}
@@ -113,7 +115,7 @@ def check(datasets: Which = None, directory: DirectoryOption = None, output: Out
             if damaged_shards := folder.check(advance):
                 damaged[folder.uri] = damaged_shards
     if output is OutputFormat.json:
-        _print({"checked": [folder.uri for folder in folders], "damaged": damaged})
+        _print_json({"checked": [folder.uri for folder in folders], "damaged": damaged})
     else:
         for uri, keys in damaged.items():
             print(f"{uri}: {len(keys)} damaged and taken out of use: {', '.join(keys)}")
@@ -124,7 +126,7 @@ def check(datasets: Which = None, directory: DirectoryOption = None, output: Out
 
 @cache.command()
 def evict(
-    datasets: Which = None,
+    datasets: DatasetNames = None,
     everything: Annotated[bool, typer.Option("--all", help="Evict all datasets that are not pinned.")] = False,
     idle: Annotated[
         float | None, typer.Option(metavar="DAYS", help="Evict datasets that were not used for this many days.")
@@ -147,7 +149,7 @@ def evict(
         else:
             removed.append(row)
     if output is OutputFormat.json:
-        _print({"evicted": removed, "kept": kept})
+        _print_json({"evicted": removed, "kept": kept})
     else:
         for row in removed:
             print(f"evicted {row['uri']} ({_format_size(row['bytes'])})")
@@ -236,7 +238,7 @@ def _show_progress(what: str, total: int, output: OutputFormat) -> Iterator[Call
         yield lambda size: progress.advance(task, size)
 
 
-def _print(value: Any) -> None:
+def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=1))
 
 

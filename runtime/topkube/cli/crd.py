@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from topkube.errors import ArgumentError
-from topkube.job.crd import RULES_SINCE, write_cached_dataset_crd, write_crd
+from topkube.job.crd import RULES_SINCE, format_cached_dataset_crd, format_crd
 
 
 def show_crd(kubernetes: str, cached_datasets: bool = False) -> None:
@@ -17,6 +17,6 @@ def show_crd(kubernetes: str, cached_datasets: bool = False) -> None:
             next_step="give a version such as 1.27; `kubectl version` prints it",
         )
     if cached_datasets:
-        print(write_cached_dataset_crd(), end="")
+        print(format_cached_dataset_crd(), end="")
         return
-    print(write_crd(rules=(int(match[1]), int(match[2])) >= RULES_SINCE), end="")
+    print(format_crd(rules=(int(match[1]), int(match[2])) >= RULES_SINCE), end="")

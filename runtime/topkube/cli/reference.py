@@ -31,8 +31,8 @@ def build_page() -> str:
 def _list_sections(command: Any, name: str) -> Iterator[str]:
     """Yield the sections of a command and of its subcommands."""
     if hasattr(command, "list_commands"):
-        for below in command.list_commands(None):
-            yield from _list_sections(command.get_command(None, below), f"{name} {below}")
+        for subcommand in command.list_commands(None):
+            yield from _list_sections(command.get_command(None, subcommand), f"{name} {subcommand}")
         return
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
     words = [

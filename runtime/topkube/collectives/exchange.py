@@ -31,7 +31,7 @@ class Exchanges:
 
     def start(self, number: int, exchange: Exchange) -> None:
         """Start an exchange under a number of its own."""
-        self._running[number] = (exchange if trace.active is None else trace.active.exchange(exchange), [])
+        self._running[number] = (exchange if trace.active is None else trace.active.record_exchange(exchange), [])
         self.advance()
 
     def advance(self) -> None:

@@ -21,7 +21,7 @@ from topkube.data.remote.listing import UNKNOWN, IndexPart, Listing, RemoteObjec
 from topkube.data.remote.object_store import ObjectStore
 from topkube.data.remote.object_version import is_proven_same
 from topkube.errors import DatasetError
-from topkube.files import replacing
+from topkube.files import replace_file
 from topkube.settings import Settings
 
 
@@ -76,7 +76,7 @@ def _open_index_file(path: Path | None) -> Iterator[BinaryIO | None]:
         yield None
         return
     try:
-        with replacing(path) as part, part.open("wb") as file:
+        with replace_file(path) as part, part.open("wb") as file:
             yield file
     except OSError as error:
         raise DatasetError(

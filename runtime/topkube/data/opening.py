@@ -21,7 +21,7 @@ from topkube.data.remote.listing import Listing
 from topkube.data.remote.object_store import ObjectStore
 from topkube.data.remote.retry import Patience
 from topkube.errors import DatasetError, TopKubeError
-from topkube.files import new_folder
+from topkube.files import create_folder
 from topkube.settings import Settings
 
 _LISTING_FORMAT = 3
@@ -136,7 +136,7 @@ def list_dataset(store: ObjectStore, tier: DiskTier | None) -> Listing:
         with contextlib.suppress(OSError, ValueError):
             return Listing.load(folder / name)
         listing = store.read_listing()
-        with new_folder(folder / name) as part:
+        with create_folder(folder / name) as part:
             listing.save(part)
     except OSError:
         return store.read_listing()

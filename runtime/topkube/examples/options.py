@@ -9,7 +9,7 @@ import torch
 
 import topkube
 from topkube import algorithms
-from topkube.settings import are_threads_chosen
+from topkube.settings import is_thread_count_set
 
 
 def parse_positive(text: str) -> int:
@@ -71,5 +71,5 @@ def read_aggregation(args: argparse.Namespace) -> dict[str, Any]:
 def set_threads() -> None:
     """Share this machine's cores among the ranks that run on it, of all simulated nodes. If OMP_NUM_THREADS is set, it
     decides."""
-    if not are_threads_chosen():
+    if not is_thread_count_set():
         torch.set_num_threads(topkube.world.current().threads)

@@ -10,7 +10,7 @@ from accelerate.utils.dataclasses import DDPCommunicationHookType
 
 from topkube.errors import ArgumentError, TrainingError
 from topkube.integrations.ddp import Hook, check_device, ddp_hook
-from topkube.settings import read_launched_ranks
+from topkube.settings import read_process_launch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -78,7 +78,7 @@ class _HookHandler(DistributedDataParallelKwargs):  # type: ignore[misc]  # mypy
 
 
 def _check_processes(accelerator: Accelerator) -> None:
-    launched = read_launched_ranks()
+    launched = read_process_launch()
     started = max(launched.ranks, launched.processes)
     if started != accelerator.num_processes and started > 1:
         raise TrainingError(

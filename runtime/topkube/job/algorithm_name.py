@@ -1,6 +1,6 @@
 """The name of an all-reduce algorithm in a TrainingJob.
 
-The CRD and the operator know TopKube's own algorithms. An algorithm of another package is called PACKAGE.NAME. Where
+The CRD and the operator know TopKube's own algorithms. An algorithm of another package is called PACKAGE.NAME. If
 no algorithm of PACKAGE is installed, any such name is accepted: the operator's image needs no package that only the
 workers run. The workers check the name when they start.
 """
@@ -35,7 +35,7 @@ def is_foreign(name: str) -> bool:
     return "." in name and not is_known(name)
 
 
-def _check(name: str) -> str:
+def _check_algorithm_name(name: str) -> str:
     if name in _OWN:
         return name
     package, dot, _ = name.partition(".")
@@ -63,4 +63,4 @@ _SCHEMA: dict[str, Any] = {
     "maxLength": _LONGEST,
     "pattern": rf"^({'|'.join(_OWN)}|{NAME}\.{NAME})$",
 }
-AlgorithmName = Annotated[str, AfterValidator(_check), Allowed(_ALLOWED), WithJsonSchema(_SCHEMA)]
+AlgorithmName = Annotated[str, AfterValidator(_check_algorithm_name), Allowed(_ALLOWED), WithJsonSchema(_SCHEMA)]

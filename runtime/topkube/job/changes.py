@@ -62,26 +62,26 @@ _DIGEST, _REST_DIGEST = "topkube.dev/sha256", "topkube.dev/sha256-without-placem
 def find_refused_changes(old: Spec, new: Spec) -> list[str]:
     """Return the changes from `old` to `new` that are not allowed, one line per field, with the next step."""
     before, after = (remove_nulls(spec.model_dump(by_alias=True)) for spec in (old, new))
-    free = old.run_policy.suspend or new.run_policy.suspend
+    is_suspended = old.run_policy.suspend or new.run_policy.suspend
     refused: list[str] = []
     for path in FIXED:
         if _read_path(before, path) != _read_path(after, path):
             refused += _describe_refused_change(path, _read_path(before, path), _read_path(after, path))
     for path in WHILE_SUSPENDED:
-        if not free and _read_path(before, path) != _read_path(after, path):
+        if not is_suspended and _read_path(before, path) != _read_path(after, path):
             refused.append(_describe_placement_field(path))
     for path in TEMPLATES:
         earlier, later = _read_path(before, path) or {}, _read_path(after, path) or {}
         if _remove_placement(earlier) != _remove_placement(later):
             differences = _find_differences(_remove_placement(earlier), _remove_placement(later))
             refused += [_describe_fixed_field((*path, *below)) for below in differences]
-        elif earlier != later and not free:
+        elif earlier != later and not is_suspended:
             moved = [below for below in PLACEMENT if _read_path(earlier, below) != _read_path(later, below)]
             refused += [_describe_placement_field((*path, *below)) for below in moved]
     return refused
 
 
-def outline(spec: Mapping[str, Any]) -> dict[str, Any]:
+def build_outline(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Return a spec (plain data) with digests in place of its pod templates: enough to detect changes."""
     fields = copy.copy(dict(spec))
     for *above, name in TEMPLATES:
@@ -107,7 +107,7 @@ def restore_spec(accepted: Mapping[str, Any], wanted: Any) -> tuple[dict[str, An
     if only its placement has changed and the job is suspended. Any other change of a template is refused.
     """
     spec, problems = copy.deepcopy(dict(accepted)), list[str]()
-    free = any(_read_path(value, ("runPolicy", "suspend")) is True for value in (accepted, wanted))
+    is_suspended = any(_read_path(value, ("runPolicy", "suspend")) is True for value in (accepted, wanted))
     for path in TEMPLATES:
         known, template = _read_path(accepted, path), _read_path(wanted, path)
         if not isinstance(known, dict) or _DIGEST not in known:
@@ -118,7 +118,7 @@ def restore_spec(accepted: Mapping[str, Any], wanted: Any) -> tuple[dict[str, An
             continue
         if not isinstance(template, dict) or known.get(_REST_DIGEST) != _compute_digest(_remove_placement(template)):
             problems.append(_describe_fixed_field(path))
-        elif not free:
+        elif not is_suspended:
             text = "where pods go can be changed only while the job is suspended: set spec.runPolicy.suspend first"
             problems.append(describe_problem(("spec", *path), text, {}))
     return spec, problems
@@ -133,8 +133,8 @@ def merge_allowed_changes(accepted: Mapping[str, Any], wanted: Mapping[str, Any]
     accepted spec with the changes that take effect at once."""
     policy = {key: value for key, value in (accepted.get("runPolicy") or {}).items() if key not in FREE}
     changed = {key: value for key, value in (wanted.get("runPolicy") or {}).items() if key in FREE}
-    rest = {key: value for key, value in accepted.items() if key != "runPolicy"}
-    return {**rest, "runPolicy": policy | changed} if policy or changed else rest
+    other_fields = {key: value for key, value in accepted.items() if key != "runPolicy"}
+    return {**other_fields, "runPolicy": policy | changed} if policy or changed else other_fields
 
 
 def _describe_refused_change(path: Path, before: Any, after: Any) -> list[str]:
@@ -160,14 +160,14 @@ def _read_path(data: Any, path: tuple[str, ...]) -> Any:
 
 
 def _remove_placement(template: Any) -> Any:
-    rest = copy.deepcopy(template)
+    stripped = copy.deepcopy(template)
     for *above, name in PLACEMENT:
-        part = _read_path(rest, tuple(above))
+        part = _read_path(stripped, tuple(above))
         if isinstance(part, dict):
             part.pop(name, None)
-    if isinstance(rest, dict) and not rest.get("metadata"):
-        rest.pop("metadata", None)
-    return rest
+    if isinstance(stripped, dict) and not stripped.get("metadata"):
+        stripped.pop("metadata", None)
+    return stripped
 
 
 def _find_differences(old: Any, new: Any) -> Iterator[Path]:

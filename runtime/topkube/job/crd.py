@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from topkube.job.base.part import KEEP, RULES, Part
-from topkube.job.base.reading import write
+from topkube.job.base.reading import format_yaml
 from topkube.job.cached_dataset import CACHED_KIND, CACHED_PLURAL, CachedDatasetSpec, CachedDatasetStatus
 from topkube.job.changes import FIXED, WHILE_SUSPENDED
 from topkube.job.metadata import Metadata
@@ -121,15 +121,15 @@ def _build_definition(
     }
 
 
-def write_crd(rules: bool = True) -> str:
+def format_crd(rules: bool = True) -> str:
     """Return the definition of the TrainingJob as a manifest."""
     command = "topkube crd" if rules else "topkube crd --kubernetes 1.20"
-    return _HEADER.format(command=command) + write(build_crd(rules))
+    return _HEADER.format(command=command) + format_yaml(build_crd(rules))
 
 
-def write_cached_dataset_crd() -> str:
+def format_cached_dataset_crd() -> str:
     """Return the definition of the CachedDataset as a manifest."""
-    return _HEADER.format(command="topkube crd --cached-datasets") + write(build_cached_dataset_crd())
+    return _HEADER.format(command="topkube crd --cached-datasets") + format_yaml(build_cached_dataset_crd())
 
 
 def _build_root_schema() -> Schema:
@@ -159,8 +159,8 @@ def _convert(schema: Schema, named: dict[str, Schema]) -> Schema:
         schema = {**named[schema["$ref"].rsplit("/", 1)[1]], **{k: v for k, v in schema.items() if k != "$ref"}}
     options = [option for option in schema.get("anyOf", ()) if option != {"type": "null"}]
     if len(options) == 1:  # an optional field; null means absent in Kubernetes too
-        rest = {key: value for key, value in schema.items() if key != "anyOf"}
-        return _convert({**rest, **options[0]}, named)
+        other_fields = {key: value for key, value in schema.items() if key != "anyOf"}
+        return _convert({**other_fields, **options[0]}, named)
     result: Schema = {}
     for key in ("type", "description", *schema):
         if key in schema and key not in ("title", "$defs", "const", "additionalProperties"):

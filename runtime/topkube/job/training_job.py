@@ -14,7 +14,7 @@ from topkube.errors import JobError
 from topkube.job.base.part import Part
 from topkube.job.base.problems import list_problems, show_value
 from topkube.job.base.quantity import parse_bytes
-from topkube.job.base.reading import Document, check_extent, read, write
+from topkube.job.base.reading import Document, check_extent, format_yaml, read_document
 from topkube.job.metadata import Metadata
 from topkube.job.spec import Spec
 from topkube.job.status import Status
@@ -44,7 +44,7 @@ class TrainingJob(Part):
         Raises JobError with all mistakes; unknown fields are mistakes.
         """
         text, name = _read_text(source)
-        return cls._validate(read(text, name), name)
+        return cls._validate(read_document(text, name), name)
 
     @classmethod
     def parse(cls, data: Any) -> TrainingJob:
@@ -167,7 +167,7 @@ class TrainingJob(Part):
         return self.model_dump(by_alias=True, exclude_unset=True)
 
     def to_yaml(self) -> str:
-        return write(self.to_dict())
+        return format_yaml(self.to_dict())
 
 
 def _read_text(source: str | bytes | FilePath) -> tuple[str | bytes, str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from topkube import _kernels
 from topkube.errors import DeviceError
-from topkube.installation import reinstall_command
+from topkube.installation import build_reinstall_command
 
 NAME = "libtopkube_cuda.so"
 STATE_BYTES = 256
@@ -150,5 +150,5 @@ def load() -> CudaLibrary:
         return CudaLibrary(library_path)
     except OSError as error:
         raise DeviceError(
-            f"the CUDA kernels do not load: {error}", next_step=f"reinstall: {reinstall_command()}"
+            f"the CUDA kernels do not load: {error}", next_step=f"reinstall: {build_reinstall_command()}"
         ) from error

@@ -9,7 +9,7 @@ from typing import Any
 
 from topkube.algorithms import Algorithm
 from topkube.errors import ArgumentError
-from topkube.installation import install_command
+from topkube.installation import build_install_command
 from topkube.planning.profile import Gradient, StepProfile
 
 _MANY_BUCKETS = 32
@@ -44,7 +44,7 @@ def _find_largest_bucket(profile: StepProfile, has_small_buckets: bool, ranks: i
         raise ArgumentError(
             f"a step cannot be predicted: {error}",
             cause="torch is not installed; the rule that makes buckets is part of the training loop",
-            next_step=install_command("train"),
+            next_step=build_install_command("train"),
         ) from error
     return profile.bucket_bytes or choose_largest_size(has_small_buckets, profile.on_cpu, ranks)
 

@@ -97,8 +97,8 @@ def count_most_samples(
 
 @dataclass(frozen=True)
 class BreakEven:
-    """The link up to which an algorithm saves at least WORTH of the dense step, in bytes per second. `link` is None if
-    it does so on every link (`is_faster`) or on none."""
+    """The link up to which an algorithm saves at least LEAST_SAVING of the dense step, in bytes per second. `link` is
+    None if it does so on every link (`is_faster`) or on none."""
 
     link: float | None
     is_faster: bool

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from topkube.installation import install_command
+from topkube.installation import build_install_command
 from topkube.planning.step import Prediction
 from topkube.telemetry.plot import GRID, INK, MUTED, PlotError
 
@@ -21,7 +21,7 @@ def draw_sweep(rows: list[tuple[int, list[Prediction]]], path: Path, title: str)
         from matplotlib import pyplot
     except ImportError:
         raise PlotError(
-            "there is no picture: matplotlib is not installed", next_step=install_command("train")
+            "there is no picture: matplotlib is not installed", next_step=build_install_command("train")
         ) from None
     style: Any = {"font.family": "sans-serif", "text.color": INK, "axes.edgecolor": MUTED, "axes.labelcolor": MUTED}
     style |= {"xtick.color": MUTED, "ytick.color": MUTED, "axes.spines.top": False, "axes.spines.right": False}

@@ -60,7 +60,9 @@ def predict_step(profile: StepProfile, situation: Situation, algorithm: Algorith
     slow, cores = estimate_slowest(profile.spread, situation.ranks), situation.cores / situation.machines.slots
     steps = 1  # in which there is one exchange
     if situation.delay and can_delay(situation, algorithm):
-        tasks, others = (_list_delayed_tasks(profile, situation, algorithm, slow, has) for has in (True, False))
+        tasks, others = (
+            _list_delayed_tasks(profile, situation, algorithm, slow, has_exchange) for has_exchange in (True, False)
+        )
         steps = situation.build_workload(algorithm, profile.elements).period
         step = (simulate(tasks, cores) + (steps - 1) * simulate(others, cores)) / steps
     else:
@@ -140,8 +142,8 @@ def _add_backward(
         seconds = sum(gradient.seconds for gradient in segment) * slow
         ready.append(tasks.add(f"backward to {segment[-1].name}" if segment else "backward", COMPUTE, seconds))
         first = bucket.last + 1
-    rest = sum(gradient.seconds for gradient in profile.gradients[first:]) * slow
-    return ready, tasks.add("end of backward", COMPUTE, rest)
+    seconds_left = sum(gradient.seconds for gradient in profile.gradients[first:]) * slow
+    return ready, tasks.add("end of backward", COMPUTE, seconds_left)
 
 
 # ---- with a delay

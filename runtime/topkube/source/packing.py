@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from topkube.errors import SourceError
-from topkube.installation import install_command
+from topkube.installation import build_install_command
 
 ARCHIVE_KEY = "source.tar.gz"
 """The key of the ConfigMap that holds the archive."""
@@ -166,7 +166,7 @@ def _parse_patterns(lines: list[str]) -> Any:
         raise SourceError(
             "the library pathspec, which reads .gitignore, is not installed here",
             cause="topkube was installed for local runs only",
-            next_step=install_command("cluster"),
+            next_step=build_install_command("cluster"),
         ) from None
     return pathspec.GitIgnoreSpec.from_lines(lines)
 

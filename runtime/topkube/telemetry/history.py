@@ -37,7 +37,7 @@ class History:
                 column.pop()
         self.steps.append(record.step)
         self.losses.append(float("nan") if record.loss is None else record.loss)
-        for part, value in split(record.seconds).items():
+        for part, value in split_step(record.seconds).items():
             self.seconds[part].append(value)
         self.samples.append(record.samples)
         self.sent.append(record.intra_bytes + record.inter_bytes)
@@ -71,7 +71,7 @@ class History:
         return max(0.0, (self.total_steps - self.steps[-1]) * pace)
 
 
-def split(seconds: dict[str, float]) -> dict[str, float]:
+def split_step(seconds: dict[str, float]) -> dict[str, float]:
     """Return seconds per part, given seconds per phase. select, intra and inter overlap with backward, which waits for
     them at its end."""
     step = sum(seconds.get(phase, 0.0) for phase in ("data", "forward", "backward", "update"))
@@ -103,7 +103,7 @@ class LogFollower:
     """Reads the whole lines that were added to a log since the last call."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset, self._rest = path, 0, b""
+        self._path, self._offset, self._unfinished = path, 0, b""
 
     def read(self, most: int = 1 << 20) -> list[str]:
         """Return the new lines, at most about `most` bytes."""
@@ -114,9 +114,9 @@ class LogFollower:
         except FileNotFoundError:
             return []
         self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > most:
-            lines, self._rest = [*lines, self._rest], b""
+        *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+        if len(self._unfinished) > most:
+            lines, self._unfinished = [*lines, self._unfinished], b""
         return [_decode_line(line) for line in lines]
 
     def finish(self) -> Iterator[list[str]]:
@@ -125,8 +125,8 @@ class LogFollower:
         while self._offset != before:
             before = self._offset
             yield self.read()
-        rest, self._rest = self._rest, b""
-        yield [_decode_line(rest)] if rest else []
+        unfinished, self._unfinished = self._unfinished, b""
+        yield [_decode_line(unfinished)] if unfinished else []
 
 
 def _decode_line(line: bytes) -> str:

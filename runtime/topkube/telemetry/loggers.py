@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from topkube.errors import SettingsError
-from topkube.installation import install_command
+from topkube.installation import build_install_command
 from topkube.settings import Settings, choose_wandb_mode
 from topkube.telemetry.progress import ProgressWriter, StepRecord
 
@@ -77,8 +77,8 @@ class MLflow:
             return
         name = settings.job_name or "topkube"
         experiment = self._client.get_experiment_by_name(name)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
-        self._run = self._client.create_run(number).info.run_id
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        self._run = self._client.create_run(experiment_id).info.run_id
         stored.write_text(self._run, encoding="utf-8")
         for key in ("algorithm", "density", "wire", "ranks_per_node"):
             self._client.log_param(self._run, key, getattr(settings, key))
@@ -141,7 +141,7 @@ def check_loggers(names: str) -> tuple[str, ...]:
         if importlib.util.find_spec(library) is None:
             raise SettingsError(
                 f"the logger {name} cannot be used: {library} is not installed",
-                next_step=f"{install_command(name)}, in the image of the job too",
+                next_step=f"{build_install_command(name)}, in the image of the job too",
             )
     return chosen
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from topkube.errors import TopKubeError
-from topkube.installation import install_command
+from topkube.installation import build_install_command
 from topkube.telemetry.history import PARTS, History
 from topkube.telemetry.summary import average_edge_losses, describe_mean
 
@@ -44,7 +44,8 @@ def draw(history: History, path: Path, title: str) -> None:
         from matplotlib import pyplot, ticker
     except ImportError:
         raise PlotError(
-            "there is no plot: matplotlib is not installed", next_step=f"{install_command('train')}, or use --no-plot"
+            "there is no plot: matplotlib is not installed",
+            next_step=f"{build_install_command('train')}, or use --no-plot",
         ) from None
     steps = np.array(history.steps, np.float64)
     style: Any = {

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from topkube.files import replacing
+from topkube.files import replace_file
 from topkube.telemetry.metrics import STEP_BUCKETS
 from topkube.telemetry.phases import PHASES, Snapshot
 
@@ -59,8 +59,8 @@ def build_metrics_path(directory: Path, rank: int) -> Path:
 
 
 class RankMetrics:
-    """The metrics of a rank. `step` writes them to disk after each step. If the directory cannot be written, a message
-    is printed once and training continues without metrics."""
+    """The metrics of a rank. `count_step` writes them to disk after each step. If the directory cannot be written, a
+    message is printed once and training continues without metrics."""
 
     def __init__(self, directory: Path, rank: int, attempt: int = 1) -> None:
         self.values = array("d", [0.0] * len(FIELDS))
@@ -71,7 +71,7 @@ class RankMetrics:
             self[name] = ABSENT
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            with replacing(build_metrics_path(directory, rank)) as part:
+            with replace_file(build_metrics_path(directory, rank)) as part:
                 self._file = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
                 self.flush()
             # a reader sees the file of an earlier attempt, or this whole file
@@ -81,7 +81,7 @@ class RankMetrics:
     def __setitem__(self, name: str, value: float) -> None:
         self.values[_INDEX[name]] = value
 
-    def step(self, seconds: float, own: Snapshot, samples: int, gauges: Mapping[str, float]) -> None:
+    def count_step(self, seconds: float, own: Snapshot, samples: int, gauges: Mapping[str, float]) -> None:
         """Count a finished step. `own` has this rank's phases and bytes in the step, `gauges` has further values by
         their names in FIELDS."""
         values = self.values
@@ -96,8 +96,8 @@ class RankMetrics:
             values[_INDEX[name]] = value
         self.flush()
 
-    def cache(self, counters: Mapping[str, float]) -> None:
-        """Store the counters of the data cache; the next `step` writes them to disk."""
+    def store_cache_counters(self, counters: Mapping[str, float]) -> None:
+        """Store the counters of the data cache; the next `count_step` writes them to disk."""
         for name in CACHE:
             if name in counters:
                 self[f"cache {name}"] = counters[name]

@@ -2,9 +2,9 @@
 
 A process of the trace is a rank. It has two tracks: `compute`, the thread that runs the script, and `communication`,
 the thread that exchanges buckets. A third track, `delayed exchange`, has the thread of delayed exchanges of weights, if
-there are any. Messages between nodes travel while the threads do other work, so they are
-asynchronous events, which viewers show on tracks of their own. `ts` and `dur` are microseconds; `tdur` is the processor
-time of the thread. Categories and their events are listed in docs/trace.md.
+there are any. Messages between nodes travel while the threads do other work, so they are asynchronous events, which
+viewers show on tracks of their own. `ts` and `dur` are microseconds; `tdur` is the processor time of the thread.
+Categories and their events are listed in docs/trace.md.
 
 No event is recorded unless `active` is set: a hook costs one comparison.
 """
@@ -52,7 +52,7 @@ class Trace:
         self._has_delayed_track = False
         self._path = directory / f"rank-{rank}.json"
         self._rank, self._facts = rank, {**facts, "rank": rank, "node": node}
-        self._left_to_skip, self._left = WARM_STEPS, steps
+        self._steps_to_skip, self._steps_left = WARM_STEPS, steps
         self._origin, self._wall_origin = time.perf_counter_ns(), time.time_ns()
         self._events: list[dict[str, Any]] = []
         self._step_began: int | None = None
@@ -76,7 +76,7 @@ class Trace:
 
     # ---- events
 
-    def span(
+    def record_span(
         self, category: str, name: str, start: int, end: int, processor: int | None = None, track: int = 0, **args: Any
     ) -> None:
         """Record work of a thread from `start` to `end` (perf_counter_ns), with its `processor` time in nanoseconds.
@@ -95,7 +95,7 @@ class Trace:
             event["args"] = args
         self._events.append(event)
 
-    def instant(self, category: str, name: str, at: int, **args: Any) -> None:
+    def record_instant(self, category: str, name: str, at: int, **args: Any) -> None:
         """Record a moment on the compute track."""
         if self.recording:
             self._events.append({**self._build_event("i", category, name, at, COMPUTE), "s": "t", "args": args})
@@ -111,37 +111,37 @@ class Trace:
         category, name = _PHASES.get(phase, (STAGE, phase))
         bucket = self.bucket if bucket is None and category == STAGE else bucket
         args = {} if bucket is None else {"bucket": bucket}
-        self.span(category, stage or name, start, end, processor, **args)
+        self.record_span(category, stage or name, start, end, processor, **args)
 
     @contextmanager
-    def block(self, category: str, name: str, **args: Any) -> Iterator[None]:
+    def record_block(self, category: str, name: str, **args: Any) -> Iterator[None]:
         """Record a `with` block."""
         start, processor = time.perf_counter_ns(), time.thread_time_ns()
         try:
             yield
         finally:
-            self.span(category, name, start, time.perf_counter_ns(), time.thread_time_ns() - processor, **args)
+            self.record_span(category, name, start, time.perf_counter_ns(), time.thread_time_ns() - processor, **args)
 
     @contextmanager
-    def bucket_block(self, number: int, **args: Any) -> Iterator[None]:
+    def record_bucket(self, number: int, **args: Any) -> Iterator[None]:
         """Record that the communication thread works on bucket `number`."""
         self._bucket = number
         try:
-            with self.block(BUCKET, f"bucket {number}", bucket=number, **args):
+            with self.record_block(BUCKET, f"bucket {number}", bucket=number, **args):
                 yield
         finally:
             self._bucket = None
 
-    def exchange(self, exchange: Iterable[Any], sent: str = BETWEEN) -> Generator[Any, None, None]:
+    def record_exchange(self, exchange: Iterable[Any], name: str = BETWEEN) -> Generator[Any, None, None]:
         """Yield from `exchange`, and record it from its first message to its last as an asynchronous event."""
         number, bucket = f"{self._rank}.{next(self._exchanges)}", self.bucket
         start = time.perf_counter_ns()
         yield from exchange
         if self.recording:
             common = {"id": number, "args": {} if bucket is None else {"bucket": bucket}}
-            self._events.append({**self._build_event("b", EXCHANGE, sent, start, COMMUNICATION), **common})
+            self._events.append({**self._build_event("b", EXCHANGE, name, start, COMMUNICATION), **common})
             self._events.append(
-                {**self._build_event("e", EXCHANGE, sent, time.perf_counter_ns(), COMMUNICATION), **common}
+                {**self._build_event("e", EXCHANGE, name, time.perf_counter_ns(), COMMUNICATION), **common}
             )
 
     # ---- steps
@@ -156,13 +156,13 @@ class Trace:
                 "compute_cpu_ms": 1e3 * compute,
                 "communication_cpu_ms": 1e3 * communication,
             }
-            self.span(STEP, f"step {self._step}", self._step_began, now, track=COMPUTE, **args)
-            self._left -= 1
+            self.record_span(STEP, f"step {self._step}", self._step_began, now, track=COMPUTE, **args)
+            self._steps_left -= 1
         self._step += 1
-        self._left_to_skip -= 1
-        self.recording = self._left_to_skip <= 0 < self._left
+        self._steps_to_skip -= 1
+        self.recording = self._steps_to_skip <= 0 < self._steps_left
         self._step_began, self._processor = now, processor
-        if self._left <= 0:
+        if self._steps_left <= 0:
             self.close()
 
     def close(self) -> None:

@@ -108,8 +108,8 @@ class RunReports:
         if self._metrics is not None:
             if now >= self._cache_checked + _CACHE_CHECK_SECONDS:
                 self._cache_checked = now
-                self._metrics.cache(sum_statistics())
-            self._metrics.step(now - self._last_time, own, own_samples, self._list_gauges(self._record))
+                self._metrics.store_cache_counters(sum_statistics())
+            self._metrics.count_step(now - self._last_time, own, own_samples, self._list_gauges(self._record))
         self._last_time = now
 
     def note_checkpoints(self, checkpoint_step: int | None, failed_checkpoints: int) -> None:

@@ -49,7 +49,7 @@ def problem(tmp_path: Path) -> SumProblem:
 
 
 def test_references_are_the_sums_they_claim(problem: SumProblem) -> None:
-    inputs = [problem.input(rank).astype(np.float64) for rank in range(4)]
+    inputs = [problem.load_input(rank).astype(np.float64) for rank in range(4)]
     dense = np.load(problem.directory / "dense.npy")
     np.testing.assert_allclose(dense, sum(inputs), atol=1e-6)
     kept = np.load(problem.directory / "hitopk-0.01.npy")

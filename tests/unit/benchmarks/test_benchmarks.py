@@ -11,7 +11,7 @@ import report
 
 
 def test_the_document_and_its_pictures_are_those_of_the_results() -> None:
-    assert report.list_stale() == [], "run: python benchmarks/report.py"
+    assert report.list_stale_files() == [], "run: python benchmarks/report.py"
 
 
 def test_no_placeholder_is_left_and_every_picture_is_there() -> None:
@@ -22,7 +22,7 @@ def test_no_placeholder_is_left_and_every_picture_is_there() -> None:
 
 
 def test_a_changed_figure_makes_the_document_and_its_picture_stale(tmp_path: Path) -> None:
-    stored = report.load("allreduce")
+    stored = report.load_result("allreduce")
     if stored is None:
         pytest.skip("benchmarks/results/allreduce.json is not there yet")
     for path in report.RESULTS.glob("*.json"):
@@ -30,10 +30,10 @@ def test_a_changed_figure_makes_the_document_and_its_picture_stale(tmp_path: Pat
     row = next(row for row in stored["rows"] if (row["part"], row["rate"]) == ("2x2", "1gbit"))
     row["ms"] *= 2
     (tmp_path / "allreduce.json").write_text(json.dumps(stored))
-    assert {"docs/benchmarks.md", "docs/images/allreduce.png"} <= set(report.list_stale(tmp_path))
+    assert {"docs/benchmarks.md", "docs/images/allreduce.png"} <= set(report.list_stale_files(tmp_path))
 
 
 def test_a_missing_result_leaves_its_section_out(tmp_path: Path) -> None:
-    text = report.render(tmp_path)
+    text = report.render_page(tmp_path)
     assert "## Convergence" not in text
     assert "## Run it yourself" in text

@@ -22,7 +22,7 @@ from gpu_plan import checks, machine, timing, tools, training, variants
 from gpu_plan.device import Device
 from gpu_plan.predictions import PREDICTIONS, Prediction
 from gpu_plan.programs import run_group
-from gpu_plan.rows import Rows, read
+from gpu_plan.rows import Rows, read_rows
 from gpu_plan.training import measure_gaps
 
 SCRIPT = machine.ROOT / "benchmarks" / "gpu.py"
@@ -39,7 +39,7 @@ def test_rows_are_written_at_once_and_measured_once(tmp_path: Path) -> None:
 
     first = Rows(path)
     first.measure("a", lambda: measure("a"))
-    assert [row["key"] for row in read(path)] == ["a"]
+    assert [row["key"] for row in read_rows(path)] == ["a"]
     assert "device is full" in str(first.measure("b", lambda: measure("b")))
     with path.open("a") as file:
         file.write('{"key": "c", "ms"')  # the machine was taken away
@@ -47,7 +47,7 @@ def test_rows_are_written_at_once_and_measured_once(tmp_path: Path) -> None:
     for name in "abc":
         again.measure(name, lambda name=name: measure(name))
     assert calls == ["a", "b", "b", "c"]
-    assert sorted(row["key"] for row in read(path) if "error" not in row) == ["a", "b", "c"]
+    assert sorted(row["key"] for row in read_rows(path) if "error" not in row) == ["a", "b", "c"]
 
 
 def test_a_row_that_was_killed_twice_does_not_stop_the_rows_after_it(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ rows.measure("last", dict)
         for _ in range(3)
     ]
     assert statuses == [9, 9, 0]
-    rows = {row["key"]: row for row in read(path)}
+    rows = {row["key"]: row for row in read_rows(path)}
     assert "started 2 times and did not end" in rows["hangs"]["error"]
     assert "error" not in rows["last"]
 
@@ -77,12 +77,12 @@ def test_rows_of_other_sources_are_not_continued(tmp_path: Path, monkeypatch: py
     gpu.start_rows(args)
     Rows(args.out).measure("facts", lambda: {"device": "first"})
     gpu.start_rows(args)
-    assert [row["key"] for row in read(args.out)] == ["run", "facts"]
+    assert [row["key"] for row in read_rows(args.out)] == ["run", "facts"]
     monkeypatch.setattr(machine, "digest_sources", lambda: "changed")
     gpu.start_rows(args)
-    assert [row["key"] for row in read(args.out)] == ["run"]
+    assert [row["key"] for row in read_rows(args.out)] == ["run"]
     kept = next(path for path in tmp_path.iterdir() if path != args.out)
-    assert [row["key"] for row in read(kept)] == ["run", "facts"]
+    assert [row["key"] for row in read_rows(kept)] == ["run", "facts"]
 
 
 def test_the_plan_fits_45_minutes_and_no_stage_exceeds_a_command() -> None:
@@ -152,8 +152,8 @@ def test_a_sanitiser_that_hangs_is_killed_with_its_children_and_costs_one_row(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     rows = Rows(tmp_path / "rows.jsonl")
-    tools.sanitise(rows, dry=False, seconds=3)
-    stored_rows = read(rows.path)
+    tools.run_sanitisers(rows, dry=False, seconds=3)
+    stored_rows = read_rows(rows.path)
     assert [row["key"] for row in stored_rows] == ["sanitiser memcheck", "sanitiser racecheck"]
     assert [row["skipped"] for row in stored_rows] == ["it did not end within 3 s"] * 2
     for child in (tmp_path / "children").read_text().split():
@@ -287,7 +287,7 @@ def test_another_package_than_the_one_that_was_built_is_refused(
 def test_the_checks_of_streams_and_graphs_end_in_the_dry_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     topkube.init()
     device = Device(dry=True, repeats=1)
-    monkeypatch.setattr(device, "elements", lambda wanted: min(wanted, 4000))
+    monkeypatch.setattr(device, "limit_elements", lambda wanted: min(wanted, 4000))
     skipped = training._check_skipped_steps(device)
     assert skipped["wrong"] == [], skipped
     assert (skipped["steps"], skipped["skipped"], skipped["left to the device"]) == (9, 3, 12)
@@ -310,7 +310,7 @@ def test_the_dry_mode_checks_and_times_on_the_cpu(tmp_path: Path) -> None:
         timing.run(device, rows, quick=True)
     finally:
         torch.set_num_threads(before)
-    stored_rows = read(rows.path)
+    stored_rows = read_rows(rows.path)
     assert len(stored_rows) >= 9
     assert all("error" not in row and not row.get("wrong") for row in stored_rows), stored_rows
 
@@ -371,7 +371,7 @@ training.run(Device(dry=True, repeats=1), Rows(path), quick=True)
     command = [sys.executable, "-c", code, " ".join(refused), str(tmp_path / "rows.jsonl")]
     ended = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    stored_rows = read(tmp_path / "rows.jsonl")
+    stored_rows = read_rows(tmp_path / "rows.jsonl")
     assert len(stored_rows) == 4
     assert [row["error"] for row in stored_rows if "error" in row] == []
 

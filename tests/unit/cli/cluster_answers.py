@@ -1,4 +1,4 @@
-"""Answers of an API server that a test plays, and kubeconfigs."""
+"""Answers of a simulated API server, and kubeconfigs."""
 
 from __future__ import annotations
 

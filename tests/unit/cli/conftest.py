@@ -1,4 +1,4 @@
-"""An API server that tests of the cluster commands play."""
+"""A simulated API server for the tests of the cluster commands."""
 
 from __future__ import annotations
 

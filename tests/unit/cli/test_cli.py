@@ -232,8 +232,10 @@ def test_the_doctor_does_not_wait_for_a_torch_that_hangs(monkeypatch: pytest.Mon
 def test_next_steps_fit_how_topkube_was_installed(tmp_path: Path, origin: str | None, command: str) -> None:
     (tmp_path / "my checkout").mkdir()
     stored = origin.replace("FOLDER", str(tmp_path)) if origin else None
-    assert installation._command("train", stored) == command.replace("FOLDER", str(tmp_path))
-    assert installation._command("", stored) == command.replace("FOLDER", str(tmp_path)).replace("[train]", "")
+    assert installation._build_pip_command("train", stored) == command.replace("FOLDER", str(tmp_path))
+    assert installation._build_pip_command("", stored) == command.replace("FOLDER", str(tmp_path)).replace(
+        "[train]", ""
+    )
 
 
 def test_commands_that_install_topkube_are_defined_once() -> None:
@@ -242,14 +244,14 @@ def test_commands_that_install_topkube_are_defined_once() -> None:
     for path in root.rglob("*.py"):
         if path.name != "installation.py":
             assert not re.search(r"pip install[^\n\"']*'?topkube", path.read_text()), path
-    assert installation.reinstall_command().startswith("pip install --force-reinstall --no-deps ")
+    assert installation.build_reinstall_command().startswith("pip install --force-reinstall --no-deps ")
 
 
 def test_errors_name_extras_that_exist() -> None:
     root = Path(__file__).parents[3]
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     source = "".join(path.read_text() for path in (root / "runtime").rglob("*.py"))
-    named = set(re.findall(r"install_command\(['\"]([a-z0-9]+)['\"]\)", source))
+    named = set(re.findall(r"build_install_command\(['\"]([a-z0-9]+)['\"]\)", source))
     schemes = {"s3", "gs", "gcs", "az", "abfs", "hf"}  # data/remote/object_store.py names the extra after the scheme
     assert named | schemes | set(LOGGERS) <= set(extras)
     assert len(named) >= 4

@@ -28,7 +28,7 @@ def build_job(phase: str, *conditions: dict[str, str], spec: Any = None, **statu
     return {"metadata": metadata, "spec": spec or SPEC, "status": known}
 
 
-def report_lines(stored: dict[str, Any]) -> list[str]:
+def list_report_lines(stored: dict[str, Any]) -> list[str]:
     return list(build_report(View(stored, [], []), NOW))
 
 
@@ -39,7 +39,7 @@ def test_a_refused_change_comes_first_and_the_accepted_spec_is_shown() -> None:
         spec={**SPEC, "workers": 9, "slotsPerWorker": 5},
         acceptedSpec=SPEC,
     )
-    shown = report_lines(stored)
+    shown = list_report_lines(stored)
     at = next(number for number, line in enumerate(shown) if "the job follows status.acceptedSpec" in line)
     assert "spec.workers: cannot be changed from 2 to 9" in shown[at + 1]
     assert any("0/2 ready, 2 ranks each" in line for line in shown)
@@ -47,7 +47,7 @@ def test_a_refused_change_comes_first_and_the_accepted_spec_is_shown() -> None:
 
 
 def test_messages_of_several_lines_do_not_break_the_table() -> None:
-    shown = report_lines(
+    shown = list_report_lines(
         build_job("Failed", build_condition("Failed", "True", "InvalidSpec", "two mistakes:\n  - a\n  - b"))
     )
     assert [line for line in shown if "InvalidSpec" in line] == [
@@ -69,20 +69,20 @@ def test_the_reason_for_waiting_is_shown_while_a_job_waits(phase: str, words: st
 def test_the_newest_checkpoint_is_shown_with_its_age() -> None:
     spec = {**SPEC, "checkpoint": {"claimName": "c", "everySteps": 50}}
     progress = {"step": 70, "checkpointStep": 50, "checkpointAt": "2026-01-01T00:00:20Z", "etaSeconds": 90}
-    shown = "\n".join(report_lines(build_job("Running", spec=spec, progress=progress)))
+    shown = "\n".join(list_report_lines(build_job("Running", spec=spec, progress=progress)))
     assert "newest of step 50, 40s ago; claim c, every 50 steps" in shown
     assert "1 min 30 s left" in shown
-    assert "none yet; claim c" in "\n".join(report_lines(build_job("Running", spec=spec)))
+    assert "none yet; claim c" in "\n".join(list_report_lines(build_job("Running", spec=spec)))
 
 
 def test_workers_of_a_job_that_has_succeeded_are_not_called_ready() -> None:
     assert any(
-        "2/2 succeeded, 2 ranks each" in line for line in report_lines(build_job("Succeeded", workersReady="2/2"))
+        "2/2 succeeded, 2 ranks each" in line for line in list_report_lines(build_job("Succeeded", workersReady="2/2"))
     )
 
 
 def test_the_node_of_the_first_failure_and_the_nodes_that_the_job_avoids_are_shown() -> None:
-    shown = report_lines(
+    shown = list_report_lines(
         build_job(
             "Restarting",
             firstFailure={"pod": "j-worker-0-1", "node": "node-a", "rank": 1, "reason": "HardwareFault"},
@@ -106,7 +106,9 @@ def test_the_node_of_the_first_failure_and_the_nodes_that_the_job_avoids_are_sho
 )
 def test_the_source_and_the_packages_of_a_job_are_shown(source: dict[str, Any], words: str) -> None:
     shown = "\n".join(
-        report_lines(build_job("Running", spec={**SPEC, "source": source, "setup": {"requirements": ["a[b]==1", "c"]}}))
+        list_report_lines(
+            build_job("Running", spec={**SPEC, "source": source, "setup": {"requirements": ["a[b]==1", "c"]}})
+        )
     )
     assert words in shown
     assert "a\\[b]==1, c" in shown

@@ -116,14 +116,14 @@ def test_ranks_can_save_their_state_on_a_signal(tmp_path: Path) -> None:
     assert read_output(tmp_path / "run").count("saved") == 2
 
 
-def test_a_deaf_rank_is_killed_by_the_second_signal(tmp_path: Path) -> None:
+def test_a_rank_that_ignores_signals_is_killed_by_the_second_signal(tmp_path: Path) -> None:
     script = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print('up'); time.sleep(999)"
     running = start_run(write_job(tmp_path, ["python", "-c", script], workers=1), tmp_path)
     wait_for(lambda: read_output(tmp_path / "run").count("up") == 2)
     running.send_signal(signal.SIGINT)
     assert running.stdout is not None
     assert any("press Ctrl-C again to kill them" in line for line in running.stdout)
-    assert len(list_commands(tmp_path)) >= 3  # topkube run and two deaf ranks
+    assert len(list_commands(tmp_path)) >= 3  # topkube run and two ranks
     running.send_signal(signal.SIGINT)
     assert finish_run(running, 8).returncode == 130  # well before the grace of 10 s is over
     assert list_commands(tmp_path) == []

@@ -17,7 +17,7 @@ from topkube.telemetry.bar import (
     format_duration,
     format_rate,
 )
-from topkube.telemetry.history import History, LogFollower, ProgressReader, split
+from topkube.telemetry.history import History, LogFollower, ProgressReader, split_step
 from topkube.telemetry.plot import PlotError, average_groups, draw, smooth_values
 from topkube.telemetry.progress import ProgressWriter, StepRecord
 from topkube.telemetry.summary import list_rows, summarize
@@ -51,13 +51,13 @@ def test_after_a_restart_the_later_step_counts() -> None:
 def test_the_parts_of_a_step_add_up_to_it() -> None:
     seconds = {"data": 1.0, "forward": 2.0, "backward": 5.0, "update": 1.0, "select": 0.5, "intra": 1.0, "inter": 2.0}
     waits = {"wait for data": 1.0, "compute": 4.5}
-    assert split(seconds) == {**waits, "select": 0.5, "inside node": 1.0, "between nodes": 2.0}
-    longer = split({"backward": 3.0, "select": 1.0, "inter": 5.0})
+    assert split_step(seconds) == {**waits, "select": 0.5, "inside node": 1.0, "between nodes": 2.0}
+    longer = split_step({"backward": 3.0, "select": 1.0, "inter": 5.0})
     exchange = {"select": 0.5, "inside node": 0.0, "between nodes": 2.5}
     assert longer == pytest.approx({"wait for data": 0.0, "compute": 0.0, **exchange})
-    late = split({"data": 4.0, "backward": 3.0, "select": 1.0, "inter": 5.0})
+    late = split_step({"data": 4.0, "backward": 3.0, "select": 1.0, "inter": 5.0})
     assert late == pytest.approx({"wait for data": 4.0, "compute": 0.0, **exchange})
-    assert sum(split({"select": 1.0}).values()) == 0
+    assert sum(split_step({"select": 1.0}).values()) == 0
 
 
 def test_the_remaining_time_follows_from_the_speed() -> None:

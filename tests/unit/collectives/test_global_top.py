@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from message_network import PlayedNetwork, exchange_top
+from message_network import SimulatedNetwork, exchange_top
 from topkube.algorithms import Workload, find_algorithm
 from topkube.collectives.global_top import TopTree
 
 Array = Any
 
 
-def exchange(totals: list[Array], k: int, wire: str = "fp32") -> tuple[list[TopTree], list[Array], PlayedNetwork]:
+def exchange(totals: list[Array], k: int, wire: str = "fp32") -> tuple[list[TopTree], list[Array], SimulatedNetwork]:
     """Return the trees of all nodes after the exchange, and their residuals."""
     residuals = [total.copy() for total in totals]
     trees, network = exchange_top(TopTree, residuals, k, wire)

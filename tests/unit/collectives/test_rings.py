@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from message_network import PlayedNetwork
+from message_network import SimulatedNetwork
 from topkube.arrays import BFLOAT16
 from topkube.collectives.exchange import count_buffer_elements, pairwise_all_reduce, ring_all_reduce
 
 
 def reduce(exchange: Any, arrays: list[Any], scale: float) -> tuple[list[Any], int]:
     """Return the result of each rank, and the bytes that rank 0 sent."""
-    network, results = PlayedNetwork(len(arrays)), [array.copy() for array in arrays]
+    network, results = SimulatedNetwork(len(arrays)), [array.copy() for array in arrays]
     room = count_buffer_elements(len(arrays[0]), len(arrays))
     network.run(
         [

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from message_network import PlayedNetwork, exchange_top
+from message_network import SimulatedNetwork, exchange_top
 from topkube.algorithms import Workload, find_algorithm
 from topkube.collectives.split_top import SplitTop
 
 Array = Any
 
 
-def exchange(totals: list[Array], k: int, wire: str = "fp32") -> tuple[list[SplitTop], list[Array], PlayedNetwork]:
+def exchange(totals: list[Array], k: int, wire: str = "fp32") -> tuple[list[SplitTop], list[Array], SimulatedNetwork]:
     """Return the parts of all nodes after the exchange, and their residuals."""
     residuals = [total.copy() for total in totals]
     parts, network = exchange_top(SplitTop, residuals, k, wire)

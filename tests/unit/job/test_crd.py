@@ -20,7 +20,7 @@ from topkube.cli.app import run_app
 from topkube.errors import JobError
 from topkube.job import TrainingJob
 from topkube.job.changes import find_refused_changes
-from topkube.job.crd import build_cached_dataset_crd, build_crd, write_cached_dataset_crd, write_crd
+from topkube.job.crd import build_cached_dataset_crd, build_crd, format_cached_dataset_crd, format_crd
 
 MANIFESTS = Path(__file__).parents[3] / "manifests"
 RULES = "x-kubernetes-validations"
@@ -31,20 +31,20 @@ CACHED_SCHEMA = CACHED["versions"][0]["schema"]["openAPIV3Schema"]
 
 
 def test_the_manifests_are_fresh() -> None:
-    assert (MANIFESTS / "crd.yaml").read_text() == write_crd(rules=False), (
+    assert (MANIFESTS / "crd.yaml").read_text() == format_crd(rules=False), (
         "stale: topkube crd --kubernetes 1.20 > manifests/crd.yaml"
     )
-    assert (MANIFESTS / "crd-cached-datasets.yaml").read_text() == write_cached_dataset_crd(), (
+    assert (MANIFESTS / "crd-cached-datasets.yaml").read_text() == format_cached_dataset_crd(), (
         "stale: topkube crd --cached-datasets > manifests/crd-cached-datasets.yaml"
     )
     folder = MANIFESTS / "kubernetes-1.25"
-    assert (folder / "crd.yaml").read_text() == write_crd(), "stale: topkube crd > manifests/kubernetes-1.25/crd.yaml"
+    assert (folder / "crd.yaml").read_text() == format_crd(), "stale: topkube crd > manifests/kubernetes-1.25/crd.yaml"
 
 
 def test_the_command_prints_the_definition_for_a_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_app(["crd"]) == 0
     printed = capsys.readouterr().out
-    assert printed == write_crd()
+    assert printed == format_crd()
     assert yaml.safe_load(printed) == DEFINITION
     assert run_app(["crd", "--kubernetes", "v1.24.3"]) == 0
     assert RULES not in capsys.readouterr().out
@@ -70,7 +70,7 @@ def test_kubectl_shows_the_columns_that_users_need() -> None:
 
 def test_cached_datasets_show_where_and_how_much() -> None:
     version = CACHED["versions"][0]
-    assert (CACHED["names"]["plural"], CACHED["scope"], RULES in write_cached_dataset_crd()) == (
+    assert (CACHED["names"]["plural"], CACHED["scope"], RULES in format_cached_dataset_crd()) == (
         "cacheddatasets",
         "Namespaced",
         False,

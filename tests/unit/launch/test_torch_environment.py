@@ -15,7 +15,7 @@ from local_runs import run_job, write_job
 from topkube.errors import WorldError
 from topkube.launch.host.torch_environment import build_rank_variables, list_accelerate_variables
 from topkube.launch_check import check_launch
-from topkube.settings import Settings, read_launched_ranks
+from topkube.settings import Settings, read_process_launch
 
 SCRIPT = Path(__file__).parents[1] / "ddp_script.py"
 CASES = [
@@ -57,7 +57,7 @@ def test_accelerate_uses_the_cpu_only_without_a_device(
 def test_these_variables_do_not_count_as_torchrun() -> None:
     """Each process of torchrun is alone in MPI; the ranks of TopKube's launch layer are not."""
     variables = build_rank_variables(1, Settings(ranks_per_node="2,2", expected_ranks=4))
-    launched = read_launched_ranks(variables)
+    launched = read_process_launch(variables)
     check_launch(4, "MPICH", launched, expected_ranks=4)
     with pytest.raises(WorldError, match="but not by MPI"):
         check_launch(1, "MPICH", launched)

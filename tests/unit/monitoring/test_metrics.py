@@ -56,8 +56,8 @@ def test_steps_add_up_and_values_stay(tmp_path: Path, endpoint: MetricsEndpoint)
     rank = RankMetrics(tmp_path, 0)
     rank["link_rate"] = 1e6
     own = build_snapshot(intra_bytes=10, inter_bytes=2_000_000, dense_bytes=900)
-    rank.step(0.3, own, 8, {**GAUGES, "gradient_norm": 2.0})
-    rank.step(100.0, own, 8, {**GAUGES, "step": 2, "skipped_steps": 1})
+    rank.count_step(0.3, own, 8, {**GAUGES, "gradient_norm": 2.0})
+    rank.count_step(100.0, own, 8, {**GAUGES, "step": 2, "skipped_steps": 1})
     rank["loss"] = 1.25
     rank.flush()
     samples = scrape(endpoint)
@@ -84,7 +84,7 @@ def test_steps_add_up_and_values_stay(tmp_path: Path, endpoint: MetricsEndpoint)
 def test_unknown_values_have_no_series(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
     assert {name for name, _ in scrape(endpoint)} == {"topkube_runtime_build_info"}
     rank = RankMetrics(tmp_path, 0)
-    rank.step(0.1, build_snapshot(), 8, {**GAUGES, "total_steps": ABSENT})
+    rank.count_step(0.1, build_snapshot(), 8, {**GAUGES, "total_steps": ABSENT})
     names = {name for name, _ in scrape(endpoint)}
     absent = {"loss", "gradient_norm", "residual_norm", "link_bytes_per_second", "job_progress_ratio"}
     assert not names & {f"topkube_{name}" for name in absent}
@@ -92,7 +92,7 @@ def test_unknown_values_have_no_series(tmp_path: Path, endpoint: MetricsEndpoint
 
 def test_job_wide_series_come_from_rank_0_alone(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
     for rank in (2, 3):
-        RankMetrics(tmp_path, rank).step(0.1, build_snapshot(), 8, GAUGES)
+        RankMetrics(tmp_path, rank).count_step(0.1, build_snapshot(), 8, GAUGES)
     names = {name for name, _ in scrape(endpoint)}
     assert "topkube_step_seconds_count" in names
     assert not names & {metric.name for metric in metrics.METRICS if metric.job_wide}
@@ -103,8 +103,8 @@ def test_every_metric_is_served_with_its_labels_and_a_help_that_lists_label_valu
 ) -> None:
     everything = {**GAUGES, **SAMPLED}
     rank = RankMetrics(tmp_path, 0)
-    rank.cache(dict.fromkeys(CACHE, 0.0))
-    rank.step(0.1, build_snapshot(), 8, everything)
+    rank.store_cache_counters(dict.fromkeys(CACHE, 0.0))
+    rank.count_step(0.1, build_snapshot(), 8, everything)
     served = {(name, tuple(sorted(key for key, _ in pairs if key != "le"))) for name, pairs in scrape(endpoint)}
     declared = {
         (name, tuple(sorted(metric.labels))) for metric in (*metrics.METRICS, *metrics.CACHE) for name in metric.series
@@ -118,8 +118,10 @@ def test_the_caches_of_all_ranks_are_summed(tmp_path: Path, endpoint: MetricsEnd
     counted = dict.fromkeys(CACHE, 0.0)
     for rank, state in ((0, 0), (1, 1)):
         rank_metrics = RankMetrics(tmp_path, rank)
-        rank_metrics.cache({**counted, "disk_requests": 10, "disk_misses": 4, "remote_bytes": 7, "disk_state": state})
-        rank_metrics.step(0.1, build_snapshot(), 8, GAUGES)
+        rank_metrics.store_cache_counters(
+            {**counted, "disk_requests": 10, "disk_misses": 4, "remote_bytes": 7, "disk_state": state}
+        )
+        rank_metrics.count_step(0.1, build_snapshot(), 8, GAUGES)
     samples = scrape(endpoint)
     assert samples["topkube_cache_requests_total", build_labels(tier="disk")] == 20
     assert samples["topkube_cache_hits_total", build_labels(tier="disk")] == 12
@@ -132,11 +134,11 @@ def test_the_caches_of_all_ranks_are_summed(tmp_path: Path, endpoint: MetricsEnd
 def test_restarts_leave_no_old_series(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
     """The ranks of an attempt replace those of the previous attempt, even if there are fewer ranks on this node."""
     for rank in range(4):
-        RankMetrics(tmp_path, rank, attempt=1).step(0.1, build_snapshot(), 8, GAUGES)
+        RankMetrics(tmp_path, rank, attempt=1).count_step(0.1, build_snapshot(), 8, GAUGES)
     for attempt in range(2, 30):
         for rank in range(2):
             rank_metrics = RankMetrics(tmp_path, rank, attempt)
-            rank_metrics.step(0.1, build_snapshot(), 8, GAUGES)
+            rank_metrics.count_step(0.1, build_snapshot(), 8, GAUGES)
             rank_metrics.close()
     samples = scrape(endpoint)
     assert {value for _, pairs in samples for key, value in pairs if key == "rank"} == {"0", "1"}
@@ -149,8 +151,8 @@ def test_eight_ranks_are_one_cheap_scrape(tmp_path: Path, endpoint: MetricsEndpo
     everything = {**GAUGES, **SAMPLED}
     for rank in range(8):
         rank_metrics = RankMetrics(tmp_path, rank)
-        rank_metrics.cache(dict.fromkeys(CACHE, 0.0))
-        rank_metrics.step(0.1, build_snapshot(), 8, everything)
+        rank_metrics.store_cache_counters(dict.fromkeys(CACHE, 0.0))
+        rank_metrics.count_step(0.1, build_snapshot(), 8, everything)
     assert len(scrape(endpoint)) <= 500
     seconds = []
     for _ in range(5):
@@ -162,7 +164,7 @@ def test_eight_ranks_are_one_cheap_scrape(tmp_path: Path, endpoint: MetricsEndpo
 
 def test_damaged_and_foreign_files_are_ignored(tmp_path: Path) -> None:
     for rank in range(4):
-        RankMetrics(tmp_path, rank).step(0.1, build_snapshot(), 8, GAUGES)
+        RankMetrics(tmp_path, rank).count_step(0.1, build_snapshot(), 8, GAUGES)
     whole = build_metrics_path(tmp_path, 1).read_bytes()
     build_metrics_path(tmp_path, 1).write_bytes(whole[:-9])
     build_metrics_path(tmp_path, 2).write_bytes(b"x" * len(whole))
@@ -176,7 +178,7 @@ def test_a_reader_never_sees_half_a_step(tmp_path: Path) -> None:
 
     def train() -> None:
         while not stop.is_set():
-            rank.step(0.1, build_snapshot(), 8, GAUGES)
+            rank.count_step(0.1, build_snapshot(), 8, GAUGES)
 
     training = threading.Thread(target=train)
     training.start()
@@ -193,8 +195,8 @@ def test_a_reader_never_sees_half_a_step(tmp_path: Path) -> None:
 def test_training_continues_if_metrics_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     rank = RankMetrics(tmp_path / "file", 3)
-    rank.step(0.1, build_snapshot(), 8, GAUGES)
-    rank.step(0.1, build_snapshot(), 8, GAUGES)
+    rank.count_step(0.1, build_snapshot(), 8, GAUGES)
+    rank.count_step(0.1, build_snapshot(), 8, GAUGES)
     assert capsys.readouterr().err.count("no metrics from rank 3") == 1
 
 

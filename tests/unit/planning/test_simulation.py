@@ -111,7 +111,7 @@ HIERARCHICAL = find_algorithm("hierarchical")
 LINK_RATE, LATENCY_SECONDS, AGREEMENT = 1e9, 1e-4, 2e-4
 
 
-def layers(count: int, forward: float, backward: float) -> StepProfile:
+def build_layers_profile(count: int, forward: float, backward: float) -> StepProfile:
     """Return the profile of equal layers of 4 MB, each a bucket: its exchange sends 4 ms on the link below."""
     gradients = tuple(Gradient(str(number), 1_000_000, backward / count) for number in range(count))
     return StepProfile("layers", forward, gradients, on_cpu=True, bucket_bytes=4_000_000)
@@ -127,7 +127,7 @@ def predict_both(profile: StepProfile) -> tuple[float, float]:
 
 def test_dear_with_a_single_layer_hides_only_waits() -> None:
     """The layer travels in two pieces: the first is gathered while the second waits for its last message."""
-    profile = dataclasses.replace(layers(1, forward=0.1, backward=0.2), update=0.01)
+    profile = dataclasses.replace(build_layers_profile(1, forward=0.1, backward=0.2), update=0.01)
     plain, dear = predict_both(profile)
     assert plain == pytest.approx(0.31 + 0.004 + 2 * LATENCY_SECONDS + AGREEMENT)
     assert dear == pytest.approx(0.31 + 0.004 + LATENCY_SECONDS)
@@ -136,7 +136,7 @@ def test_dear_with_a_single_layer_hides_only_waits() -> None:
 def test_dear_hides_the_exchange_of_all_layers_but_the_last() -> None:
     """Computation is slower than the link. The reduce-scatter of the last bucket follows backward, and forward needs
     its gather first, unless the rest of the loop hides it."""
-    profile = layers(10, forward=0.1, backward=0.2)
+    profile = build_layers_profile(10, forward=0.1, backward=0.2)
     plain, dear = predict_both(profile)
     assert plain == pytest.approx(0.3 + 0.004 + 2 * LATENCY_SECONDS + AGREEMENT)
     assert dear == pytest.approx(0.3 + 0.004 + LATENCY_SECONDS)
@@ -149,10 +149,10 @@ def test_with_dear_the_link_works_without_a_break() -> None:
     rests only from the last gather to the first gradient: while the last bucket's part of forward and the first of
     backward are computed. Backward hides half of the gathers of a longer computation, where the reduce-scatters alone
     would leave gaps on the link."""
-    plain, dear = predict_both(layers(10, forward=0.01, backward=0.01))
+    plain, dear = predict_both(build_layers_profile(10, forward=0.01, backward=0.01))
     assert plain == pytest.approx(0.01 + 0.001 + 0.04 + 2 * LATENCY_SECONDS + AGREEMENT)
     assert 0.001 + 0.04 <= dear <= 0.002 + 0.04 + 2 * LATENCY_SECONDS + 0.001
-    plain, dear = predict_both(layers(10, forward=0.01, backward=0.04))
+    plain, dear = predict_both(build_layers_profile(10, forward=0.01, backward=0.04))
     assert plain == pytest.approx(0.05 + 0.004 + 2 * LATENCY_SECONDS + AGREEMENT)
     assert dear <= 0.05 + 0.004 + 2 * LATENCY_SECONDS + AGREEMENT
 
@@ -162,10 +162,10 @@ def test_dear_waits_for_the_buckets_of_the_first_layers_only() -> None:
     last, forward hides none either. If it is in the first layer, it hides all but one."""
     late, early = (
         dataclasses.replace(
-            layers(10, forward=0.1, backward=0.0),
+            build_layers_profile(10, forward=0.1, backward=0.0),
             gradients=tuple(
                 dataclasses.replace(gradient, forward=0.1 if number == slow else 0.0)
-                for number, gradient in enumerate(layers(10, 0.1, 0.0).gradients)
+                for number, gradient in enumerate(build_layers_profile(10, 0.1, 0.0).gradients)
             ),
         )
         for slow in (0, 9)
@@ -179,7 +179,7 @@ def test_dear_waits_for_the_buckets_of_the_first_layers_only() -> None:
     "change", [{"on_cpu": False}, {"nodes": 1}, {"overlap": False}, {"algorithm": "hitopk"}, {"algorithm": "flat"}]
 )
 def test_dear_changes_nothing_if_the_runtime_does_not_use_it(change: dict[str, object]) -> None:
-    profile = dataclasses.replace(layers(10, 0.02, 0.02), on_cpu=bool(change.get("on_cpu", True)))
+    profile = dataclasses.replace(build_layers_profile(10, 0.02, 0.02), on_cpu=bool(change.get("on_cpu", True)))
     machines = Machines(int(str(change.get("nodes", 2))), 1, LINK_RATE, math.inf, LATENCY_SECONDS)
     overlap, algorithm = bool(change.get("overlap", True)), find_algorithm(str(change.get("algorithm", "hierarchical")))
     plain, dear = (Situation(machines, overlap=overlap, is_decoupled=dear) for dear in (False, True))
@@ -194,11 +194,11 @@ def test_dear_does_the_same_work_and_is_not_slower(profile: StepProfile, where: 
     plain = predict_step(profile, where, HIERARCHICAL)
     dear = predict_step(profile, dataclasses.replace(where, is_decoupled=True), HIERARCHICAL)
 
-    def work(prediction: Prediction, *lanes: str) -> float:
+    def sum_work(prediction: Prediction, *lanes: str) -> float:
         return sum(task.seconds for task in prediction.tasks if task.lane in lanes)
 
     assert dear.wire == pytest.approx(plain.wire)
-    assert work(dear, *PROCESSOR_LANES) == pytest.approx(work(plain, *PROCESSOR_LANES))
+    assert sum_work(dear, *PROCESSOR_LANES) == pytest.approx(sum_work(plain, *PROCESSOR_LANES))
     assert dear.step >= max(dear.compute + profile.update + profile.other, dear.wire) * (1 - 1e-9)
     piece = max((task.seconds for task in dear.tasks if "gather of" in task.name), default=0.0)
     assert dear.step <= (plain.step + 4 * piece) * (1 + 1e-9)  # a piece has four tasks
@@ -210,7 +210,7 @@ ONEBIT = find_algorithm("onebit")
 
 def predict_onebit(link: float, period: int = 1, delay: int = 1) -> float:
     """Return the seconds of a step on two nodes. Its exchange sends 132,814 bytes. Work in memory takes no time."""
-    profile = dataclasses.replace(layers(1, forward=0.1, backward=0.2), update=0.01)
+    profile = dataclasses.replace(build_layers_profile(1, forward=0.1, backward=0.2), update=0.01)
     machines = Machines(2, 1, link, math.inf, LATENCY_SECONDS)
     return predict_step(profile, Situation(machines, period=period, delay=delay), ONEBIT).step
 
@@ -250,7 +250,7 @@ def test_a_delay_changes_nothing_if_the_runtime_does_not_use_it(change: dict[str
     machines = Machines(int(str(change.get("nodes", 2))), 2, 1e6, 1e10, LATENCY_SECONDS)
     overlap, algorithm = bool(change.get("overlap", True)), find_algorithm(str(change.get("algorithm", "onebit")))
     plain, delayed = (Situation(machines, overlap=overlap, delay=delay) for delay in (0, 1))
-    profile = layers(10, 0.02, 0.02)
+    profile = build_layers_profile(10, 0.02, 0.02)
     assert predict_step(profile, delayed, algorithm).step == predict_step(profile, plain, algorithm).step
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from topkube.files import new_folder, replacing, sync_directory, write_bytes, write_json, write_text
+from topkube.files import create_folder, replace_file, sync_directory, write_bytes, write_json, write_text
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_a_new_version_replaces_the_earlier_version(tmp_path: Path) -> None:
 def test_a_reader_sees_the_earlier_version_until_the_new_version_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "value"
     path.write_text("earlier")
-    with replacing(path) as part:
+    with replace_file(path) as part:
         part.write_text("ne")
         assert path.read_text() == "earlier"
         assert part.parent == tmp_path  # a rename between file systems would copy
@@ -64,7 +64,7 @@ def test_a_full_disk_leaves_the_earlier_version_and_nothing_half_written(
 
 
 def test_a_folder_appears_with_everything_in_it(tmp_path: Path) -> None:
-    with new_folder(tmp_path / "run") as part:
+    with create_folder(tmp_path / "run") as part:
         part.mkdir()
         assert not (tmp_path / "run").exists()
         (part / "claim").write_text("mine")
@@ -73,7 +73,7 @@ def test_a_folder_appears_with_everything_in_it(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_filled_is_removed(tmp_path: Path, full_disk: None) -> None:
-    with pytest.raises(OSError, match="File too large"), new_folder(tmp_path / "run") as part:  # noqa: PT012
+    with pytest.raises(OSError, match="File too large"), create_folder(tmp_path / "run") as part:  # noqa: PT012
         part.mkdir()
         (part / "small").write_bytes(b"1")
         (part / "large").write_bytes(bytes(1000))
@@ -83,7 +83,7 @@ def test_a_folder_that_cannot_be_filled_is_removed(tmp_path: Path, full_disk: No
 def test_only_the_first_of_two_folders_of_one_name_is_kept(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "claim").write_text("theirs")
-    with pytest.raises(FileExistsError), new_folder(tmp_path / "run") as part:  # noqa: PT012
+    with pytest.raises(FileExistsError), create_folder(tmp_path / "run") as part:  # noqa: PT012
         part.mkdir()
         (part / "claim").write_text("mine")
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
@@ -93,7 +93,7 @@ def test_only_the_first_of_two_folders_of_one_name_is_kept(tmp_path: Path) -> No
 def test_links_to_the_same_file_leave_no_hidden_name(tmp_path: Path) -> None:
     (tmp_path / "shard").write_text("bytes")
     os.link(tmp_path / "shard", tmp_path / "shown")
-    with replacing(tmp_path / "shown") as part:
+    with replace_file(tmp_path / "shown") as part:
         os.link(tmp_path / "shard", part)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["shard", "shown"]
 

@@ -27,7 +27,7 @@ def test_ranks_take_no_more_threads_than_there_are_processors_unless_they_outnum
 @pytest.mark.parametrize(
     ("own", "affinities", "granted", "threads"),
     [
-        (range(2), [range(2), range(2)], 2, 1),  # two nodes of one rank, played on two cores
+        (range(2), [range(2), range(2)], 2, 1),  # two nodes of one rank on a machine with two cores
         (range(8), [range(8), range(8)], 8, 4),
         (range(4), [range(4), range(4, 8)], 8, 4),  # bound to halves: each has its own
         (range(1), [range(1), range(1, 2)], 2, 1),  # bound to one core each, as Open MPI does
@@ -43,7 +43,7 @@ def test_a_rank_has_its_share_of_the_processors_that_it_may_use(
 
 
 @pytest.fixture
-def two_played_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_nodes_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that is alone on its node, beside another node on the same two cores."""
     world = SimpleNamespace(local_size=1, threads=count_threads_per_rank(2, 2))
     monkeypatch.setattr("topkube.world._world", world)
@@ -53,8 +53,8 @@ def two_played_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(before)
 
 
-def test_examples_share_cores_among_all_nodes_that_a_machine_plays(
-    two_played_nodes: None, monkeypatch: pytest.MonkeyPatch
+def test_examples_share_cores_among_all_nodes_of_a_machine(
+    two_nodes_of_one_machine: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
@@ -63,7 +63,9 @@ def test_examples_share_cores_among_all_nodes_that_a_machine_plays(
     assert torch.get_num_threads() == topkube.world.current().threads == 1
 
 
-def test_examples_keep_the_threads_that_a_person_set(two_played_nodes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_keep_the_threads_that_a_person_set(
+    two_nodes_of_one_machine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     torch.set_num_threads(3)
     set_threads()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from topkube.errors import WorldError
 from topkube.launch_check import check_launch
-from topkube.settings import Launched, read_launched_ranks
+from topkube.settings import ProcessLaunch, read_process_launch
 from topkube.topology import find_nodes_of_ranks, group_by_home, parse_declared_nodes
 
 
@@ -35,32 +35,32 @@ def test_without_mpi_the_error_names_the_command_to_install_it() -> None:
 @pytest.mark.parametrize(
     ("environment", "wanted"),
     [
-        ({}, Launched()),
-        ({"PMI_SIZE": "4"}, Launched("MPICH's mpiexec", 4)),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, Launched("Open MPI's mpiexec", 2)),
-        ({"PMI_SIZE": "many"}, Launched()),
-        ({"WORLD_SIZE": "8", "RANK": "3"}, Launched(processes=8)),
-        ({"WORLD_SIZE": "8"}, Launched()),
-        ({"WORLD_SIZE": "8", "RANK": "3", "PMI_SIZE": "4"}, Launched("MPICH's mpiexec", 4, 8)),
+        ({}, ProcessLaunch()),
+        ({"PMI_SIZE": "4"}, ProcessLaunch("MPICH's mpiexec", 4)),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, ProcessLaunch("Open MPI's mpiexec", 2)),
+        ({"PMI_SIZE": "many"}, ProcessLaunch()),
+        ({"WORLD_SIZE": "8", "RANK": "3"}, ProcessLaunch(processes=8)),
+        ({"WORLD_SIZE": "8"}, ProcessLaunch()),
+        ({"WORLD_SIZE": "8", "RANK": "3", "PMI_SIZE": "4"}, ProcessLaunch("MPICH's mpiexec", 4, 8)),
     ],
 )
-def test_launchers_are_recognised(environment: dict[str, str], wanted: Launched) -> None:
-    assert read_launched_ranks(environment) == wanted
+def test_launchers_are_recognised(environment: dict[str, str], wanted: ProcessLaunch) -> None:
+    assert read_process_launch(environment) == wanted
 
 
 @pytest.mark.parametrize(
     ("size", "launched", "expected"),
     [
-        (1, Launched(), 0),
-        (1, Launched(processes=1), 0),  # torchrun with one process
-        (4, Launched(processes=4), 0),  # MPI found all that torchrun's variables count
-        (4, Launched("MPICH's mpiexec", 4, 2), 0),  # mpiexec, with variables of something else around it
-        (1, Launched("MPICH's mpiexec", 1, 4), 0),
-        (1, Launched(processes=2), 1),  # `topkube run`, or the operator, with one rank
-        (2, Launched(processes=2), 2),
+        (1, ProcessLaunch(), 0),
+        (1, ProcessLaunch(processes=1), 0),  # torchrun with one process
+        (4, ProcessLaunch(processes=4), 0),  # MPI found all that torchrun's variables count
+        (4, ProcessLaunch("MPICH's mpiexec", 4, 2), 0),  # mpiexec, with variables of something else around it
+        (1, ProcessLaunch("MPICH's mpiexec", 1, 4), 0),
+        (1, ProcessLaunch(processes=2), 1),  # `topkube run`, or the operator, with one rank
+        (2, ProcessLaunch(processes=2), 2),
     ],
 )
-def test_a_launch_that_agrees_with_mpi_is_taken(size: int, launched: Launched, expected: int) -> None:
+def test_a_launch_that_agrees_with_mpi_is_taken(size: int, launched: ProcessLaunch, expected: int) -> None:
     check_launch(size, "MPICH Version: 5", launched, expected)
 
 
@@ -69,16 +69,18 @@ def test_a_launch_that_agrees_with_mpi_is_taken(size: int, launched: Launched, e
     [
         (
             1,
-            Launched("MPICH's mpiexec", 2),
+            ProcessLaunch("MPICH's mpiexec", 2),
             0,
             "2 ranks were started, but MPI sees 1 (MPICH Version: 5; started by MPI",
         ),
-        (1, Launched(), 4, "started by topkube run"),
-        (2, Launched("MPICH's mpiexec", 2), 4, "4 ranks were started, but MPI sees 2"),
-        (1, Launched(processes=4), 0, "4 processes were started (WORLD_SIZE=4), but not by MPI"),
+        (1, ProcessLaunch(), 4, "started by topkube run"),
+        (2, ProcessLaunch("MPICH's mpiexec", 2), 4, "4 ranks were started, but MPI sees 2"),
+        (1, ProcessLaunch(processes=4), 0, "4 processes were started (WORLD_SIZE=4), but not by MPI"),
     ],
 )
-def test_ranks_that_would_train_alone_are_refused(size: int, launched: Launched, expected: int, message: str) -> None:
+def test_ranks_that_would_train_alone_are_refused(
+    size: int, launched: ProcessLaunch, expected: int, message: str
+) -> None:
     with pytest.raises(WorldError, match=re.escape(message)):
         check_launch(size, "MPICH Version: 5", launched, expected)
 

@@ -17,14 +17,14 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from topkube.errors import ClusterError, JobError, TopKubeError
-from topkube.installation import install_command
+from topkube.installation import build_install_command
 
 CONNECT_SECONDS, READ_SECONDS = 10.0, 60.0
 FIELD_MANAGER = "topkube"
 APPLY, MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
 JSON = "application/json"
 _ACCOUNT_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-_INSTALL = install_command("cluster")
+_INSTALL = build_install_command("cluster")
 
 
 @dataclass(frozen=True)
@@ -92,17 +92,17 @@ class Api:
         answer = self._send("GET", path, query, None, JSON, silent_seconds)
         if answer.status >= 400:
             raise _build_refusal_error(answer.status, answer.read(), "GET", path, self.namespace)
-        rest = b""
+        unfinished = b""
         try:
             for piece in answer.stream(1 << 16, decode_content=False):
-                *whole, rest = (rest + piece).split(b"\n")
+                *whole, unfinished = (unfinished + piece).split(b"\n")
                 yield from whole
         except urllib3.exceptions.HTTPError:
             return
         finally:
             answer.close()
-        if rest:
-            yield rest
+        if unfinished:
+            yield unfinished
 
     def _send(
         self, method: str, path: str, query: Mapping[str, Any], body: Any, content: str, silent: float | None = None

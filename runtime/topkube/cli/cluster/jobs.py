@@ -18,9 +18,9 @@ JOB_LABEL, ROLE_LABEL, INDEX_LABEL, ATTEMPT_LABEL = (
     f"topkube.dev/{name}" for name in ("job-name", "role", "worker-index", "attempt")
 )
 DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
-OVER = ("Succeeded", "Failed")
+FINISHED_PHASES = ("Succeeded", "Failed")
 _NO_DNS = "MissingClusterDNS"  # not shown: jobs need no DNS
-WAIT_CODE = 124
+TIMEOUT_CODE = 124
 """Exit code of a command whose --timeout has passed, like that of timeout(1)."""
 WATCH_SECONDS = 60
 """A watch is renewed after this time at the latest."""

@@ -56,7 +56,7 @@ class Printer:
     def print_note(self, text: str) -> None:
         self._notes.print(text, style="dim", soft_wrap=True, markup=False, emoji=False)
 
-    def print_kept(self, note: str, failure: dict[str, Any]) -> None:
+    def print_kept_failure(self, note: str, failure: dict[str, Any]) -> None:
         """Show what the status keeps of a failure, if there are no pods."""
         print(note, file=sys.stderr)
         if failure.get("logTail"):
@@ -76,7 +76,7 @@ class Collector(Printer):
     def print_note(self, text: str) -> None:
         pass
 
-    def print_kept(self, note: str, failure: dict[str, Any]) -> None:
+    def print_kept_failure(self, note: str, failure: dict[str, Any]) -> None:
         for line in str(failure.get("logTail") or "").splitlines():
             self._put(line)
 

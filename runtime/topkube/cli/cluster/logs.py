@@ -11,8 +11,8 @@ from typing import Any
 
 from topkube.cli.cluster.api import Api, connect
 from topkube.cli.cluster.jobs import (
-    OVER,
-    WAIT_CODE,
+    FINISHED_PHASES,
+    TIMEOUT_CODE,
     JobWatch,
     find_exit_code,
     find_job,
@@ -75,7 +75,7 @@ class _Closed(Exception):
 
 def _show(api: Api, options: LogOptions, printer: Printer) -> int:
     job = find_job(api, options.job)
-    if options.follow and read_phase(job) not in OVER:
+    if options.follow and read_phase(job) not in FINISHED_PHASES:
         return _follow(api, options, job["metadata"].get("uid"), printer)
     sources, printed = list_sources(list_pods(api, options.job, job["metadata"].get("uid")), options), False
     for source in sources:
@@ -111,16 +111,16 @@ def _follow(api: Api, options: LogOptions, uid: str | None, printer: Printer) ->
                 printer.print_note(
                     f"{options.job} is still {read_phase(last or {})} after {options.timeout_seconds:g} s and continues"
                 )
-                return WAIT_CODE
+                return TIMEOUT_CODE
             if isinstance(change, Exception):
                 raise change
-            if change is None and last is not None and read_phase(last) not in OVER:
+            if change is None and last is not None and read_phase(last) not in FINISHED_PHASES:
                 printer.print_note(f"the job {options.job} was deleted")
                 return 1
             if change is not None:
                 last = change
                 _announce(last, announced, printer)
-        if last is not None and read_phase(last) in OVER:
+        if last is not None and read_phase(last) in FINISHED_PHASES:
             ended_at = ended_at or time.monotonic()
             if streams.has_ended() or time.monotonic() - ended_at > DRAIN_SECONDS:
                 for source, stamp, text in streams.take_lines(0):
@@ -135,7 +135,7 @@ def _watch(watch: JobWatch, watched: queue.SimpleQueue[dict[str, Any] | Exceptio
     try:
         for job in watch.read_states():
             watched.put(job)
-            if job is None or read_phase(job) in OVER:
+            if job is None or read_phase(job) in FINISHED_PHASES:
                 return
     except Exception as error:  # the thread that waits for the job's end must receive every error
         watched.put(error)
@@ -163,7 +163,9 @@ def _show_kept_failure(job: dict[str, Any], options: LogOptions, printer: Printe
     """Show what the status holds of the first failure, if the pods are gone."""
     failure = (job.get("status") or {}).get("firstFailure") or {}
     if failure.get("logTail"):
-        printer.print_kept(f"the pods are gone; the last lines of {failure.get('pod', 'the first failure')}:", failure)
+        printer.print_kept_failure(
+            f"the pods are gone; the last lines of {failure.get('pod', 'the first failure')}:", failure
+        )
     else:
-        note = "kubectl get events" if read_phase(job) in OVER else f"topkube status {options.job}"
-        printer.print_kept(f"{options.job} is {read_phase(job)} and has no pods with logs; next: {note}", {})
+        note = "kubectl get events" if read_phase(job) in FINISHED_PHASES else f"topkube status {options.job}"
+        printer.print_kept_failure(f"{options.job} is {read_phase(job)} and has no pods with logs; next: {note}", {})

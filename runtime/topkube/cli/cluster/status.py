@@ -13,7 +13,7 @@ from typing import Any
 from topkube.algorithms import AUTO, DENSITY, describe
 from topkube.cli.cluster.api import Api, ClusterLocation, connect
 from topkube.cli.cluster.jobs import (
-    OVER,
+    FINISHED_PHASES,
     JobWatch,
     find_job,
     find_waiting_reason,
@@ -123,7 +123,7 @@ def _follow(api: Api, options: StatusOptions, name: str) -> int:
                 if line != printed:
                     print(line, flush=True)
                 printed = line
-            if read_phase(job) in OVER:
+            if read_phase(job) in FINISHED_PHASES:
                 break
     return 0
 

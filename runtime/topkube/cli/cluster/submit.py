@@ -11,8 +11,8 @@ from typing import Any
 from topkube.cli.cluster import sync
 from topkube.cli.cluster.api import APPLY, FIELD_MANAGER, Api, ClusterLocation, connect
 from topkube.cli.cluster.jobs import (
-    OVER,
-    WAIT_CODE,
+    FINISHED_PHASES,
+    TIMEOUT_CODE,
     JobWatch,
     build_job_path,
     find_exit_code,
@@ -22,7 +22,7 @@ from topkube.cli.cluster.jobs import (
 from topkube.cli.script_job import Target, load_job
 from topkube.errors import ClusterError, JobError, TopKubeError
 from topkube.job import TrainingJob
-from topkube.job.base.reading import write
+from topkube.job.base.reading import format_yaml
 from topkube.source.packing import PackedSource, pack_source
 
 _WRITTEN = ("name", "namespace", "labels", "annotations")
@@ -113,9 +113,9 @@ def _print_manifests(job: TrainingJob, packed: PackedSource | None, namespace: s
     if namespace:
         data["metadata"]["namespace"] = namespace
     if packed is not None:
-        print(write(sync.build_config_map(job, packed, namespace)) + "---")
+        print(format_yaml(sync.build_config_map(job, packed, namespace)) + "---")
         print("note: the ConfigMap outlives the job if kubectl applies it; topkube submit deletes it", file=sys.stderr)
-    print(write(data), end="")
+    print(format_yaml(data), end="")
     return 0
 
 
@@ -203,7 +203,7 @@ def wait_for_end(api: Api, name: str, seconds: float | None) -> int:
             if state != printed:
                 printed = state
                 print(f"{name}: {state}", file=sys.stderr, flush=True)
-            if read_phase(job) in OVER:
+            if read_phase(job) in FINISHED_PHASES:
                 failure = (job.get("status") or {}).get("firstFailure") or {}
                 if read_phase(job) == "Failed" and failure.get("message"):
                     print(f"{name}: {failure['message']}", file=sys.stderr)
@@ -212,4 +212,4 @@ def wait_for_end(api: Api, name: str, seconds: float | None) -> int:
         print(
             f"{name} is still {printed} after {seconds:g} s and continues; next: topkube status {name}", file=sys.stderr
         )
-    return WAIT_CODE
+    return TIMEOUT_CODE

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from topkube.cli.cluster.api import FIELD_MANAGER, MERGE, Api, ClusterLocation, connect
-from topkube.cli.cluster.jobs import OVER, build_job_path, find_job, list_pods, print_line, read_phase
+from topkube.cli.cluster.jobs import FINISHED_PHASES, build_job_path, find_job, list_pods, print_line, read_phase
 from topkube.cli.cluster.status import describe_newest_checkpoint
 from topkube.errors import ClusterError
 
@@ -35,7 +35,7 @@ def set_suspended(options: SuspendOptions, say: Callable[[str], None] = print_li
     api = connect(options.where)
     jobs = [find_job(api, name) for name in options.jobs]
     for job in jobs:
-        if read_phase(job) in OVER:
+        if read_phase(job) in FINISHED_PHASES:
             name = job["metadata"]["name"]
             raise ClusterError(
                 f"the job {name} is {read_phase(job)}: a finished job cannot be suspended or resumed",
@@ -79,7 +79,9 @@ def _wait_for_end_of_pods(api: Api, name: str, deadline: float, seconds: float) 
         try:
             job = api.get(build_job_path(api, name))
             phase = read_phase(job)
-            if phase in OVER or (phase == "Suspended" and not list_pods(api, name, job["metadata"].get("uid"))):
+            if phase in FINISHED_PHASES or (
+                phase == "Suspended" and not list_pods(api, name, job["metadata"].get("uid"))
+            ):
                 return job
             state = f"{name} is {phase} and still has pods"
         except ClusterError as error:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from topkube.algorithms import find_package, load_all
 from topkube.cli.doctor.check import Check, report_ok
 from topkube.errors import TopKubeError
-from topkube.installation import install_command, reinstall_command
+from topkube.installation import build_install_command, build_reinstall_command
 
 _TORCH_SECONDS = 120
 """The most that a process may take to import torch."""
@@ -34,7 +34,7 @@ def check_kernels() -> Iterator[Check]:
             "kernels",
             "fail",
             f"the extension does not load: {error}",
-            f"reinstall: {reinstall_command()}",
+            f"reinstall: {build_reinstall_command()}",
         )
         return
     paths = tuple(kernels.simd_paths())
@@ -85,7 +85,7 @@ def check_torch() -> Iterator[Check]:
             "torch",
             "warn",
             "not installed; kernels and collectives work on NumPy arrays",
-            install_command("train"),
+            build_install_command("train"),
         )
         return
     command = [sys.executable, "-c", "import torch"]

@@ -116,9 +116,9 @@ def read_comparison(options: PlanOptions) -> Comparison:
         options.overlap,
         dense_wire=dense_wire,
         period=period,
-        is_decoupled=_check_dear(options, aggregation, profile),
+        is_decoupled=_read_dear(options, aggregation, profile),
         matrix_rank=aggregation.matrix_rank if aggregation else MATRIX_RANK.default,
-        delay=_check_delay(options, aggregation),
+        delay=_read_delay(options, aggregation),
     )
     forbids_compression = aggregation is not None and (aggregation.momentum_correction or bool(aggregation.schedule))
     may_compress = machines.nodes > 1 and (profile is None or profile.on_cpu)
@@ -146,7 +146,7 @@ def _read_formats(options: PlanOptions, aggregation: Aggregation | None) -> tupl
     return density, wire, dense_wire
 
 
-def _check_dear(options: PlanOptions, aggregation: Aggregation | None, profile: StepProfile | None) -> bool:
+def _read_dear(options: PlanOptions, aggregation: Aggregation | None, profile: StepProfile | None) -> bool:
     """Return True if an option or the job asks for DeAR. Raises ArgumentError if DeAR has no effect here."""
     wanted = aggregation is not None and aggregation.overlap == "dear" if options.dear is None else options.dear
     if not wanted:
@@ -165,7 +165,7 @@ def _check_dear(options: PlanOptions, aggregation: Aggregation | None, profile: 
     return True
 
 
-def _check_delay(options: PlanOptions, aggregation: Aggregation | None) -> int:
+def _read_delay(options: PlanOptions, aggregation: Aggregation | None) -> int:
     """Return the delay that an option or the job sets. Raises ArgumentError if exchanges must not overlap."""
     job_delay = aggregation.delay if aggregation else DELAY.default
     delay = job_delay if options.delay is None else options.delay

@@ -13,7 +13,7 @@ from typing import Literal
 from rich.console import Console
 
 from topkube.cli.run.options import RunOptions
-from topkube.cli.run.report import TRACES, describe, report_run, say
+from topkube.cli.run.report import TRACES, describe_aggregation, report_run, say
 from topkube.cli.run.watch import RunWatch, Signals
 from topkube.cli.script_job import Target, load_job
 from topkube.job import TrainingJob
@@ -87,7 +87,8 @@ def _announce(console: Console, job: TrainingJob, mpi: mpi_library.Mpi, director
     spec = job.spec
     say(
         console,
-        f"{job.name}: {spec.workers} x {spec.slots_per_worker} ranks, {describe(job)}, {mpi}; logs in {directory}",
+        f"{job.name}: {spec.workers} x {spec.slots_per_worker} ranks, {describe_aggregation(job)}, {mpi};"
+        f" logs in {directory}",
     )
     if job.ranks > count_cores():
         say(console, f"warning: {job.ranks} ranks share {count_cores()} cores and wait for each other")

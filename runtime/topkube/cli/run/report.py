@@ -43,7 +43,11 @@ def report_run(watch: RunWatch, failure: LaunchError | None) -> None:
     if options.draw and history.steps:
         plotted = options.plot or directory / "plot.png"
         try:
-            draw(history, plotted, f"{job.name}: {nodes} x {job.spec.slots_per_worker} ranks, {describe(job)}")
+            draw(
+                history,
+                plotted,
+                f"{job.name}: {nodes} x {job.spec.slots_per_worker} ranks, {describe_aggregation(job)}",
+            )
         except PlotError as error:
             plotted = None
             say(console, f"warning: {error}")
@@ -99,7 +103,7 @@ def report_run(watch: RunWatch, failure: LaunchError | None) -> None:
         )
 
 
-def describe(job: TrainingJob) -> str:
+def describe_aggregation(job: TrainingJob) -> str:
     """Return the aggregation in a few words: 'hitopk at density 0.01'."""
     return algorithms.describe(job.spec.aggregation.algorithm, job.spec.aggregation.density)
 

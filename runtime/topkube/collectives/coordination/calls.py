@@ -24,7 +24,7 @@ from topkube.collectives.coordination.numbers import Reducible
 from topkube.collectives.coordination.ordered import fold
 from topkube.control import name_ranks
 from topkube.errors import ArgumentError, CollectiveError, MismatchError
-from topkube.world import WaitSeries, World, current, sub_world
+from topkube.world import WaitSeries, World, create_sub_world, current
 
 CHUNK = 64 << 20
 """Bytes of a message, and of the data of all ranks in a round of `allgather`."""
@@ -142,7 +142,7 @@ def new_world(ranks: Sequence[int]) -> World | None:
             next_step=f"pass each rank once, from 0 to {parent.size - 1}, at least one",
         )
     with _enter_call(parent, "new_world()", f"ranks={chosen}"):
-        return sub_world(parent, chosen)
+        return create_sub_world(parent, chosen)
 
 
 # ---- the check of a call

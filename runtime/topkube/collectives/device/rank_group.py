@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from topkube.errors import ArgumentError, DeviceError
-from topkube.mpi_exit import exit_status
+from topkube.mpi_exit import get_exit_status
 from topkube.settings import does_nccl_order_launches
 from topkube.world import World
 
@@ -71,7 +71,7 @@ class RankGroup:
     def close(self) -> None:
         """End the group. All of its ranks call this."""
         group, self._group = self._group, None
-        if group is not None and self._is_nccl and not exit_status():  # after a failure, other ranks are gone
+        if group is not None and self._is_nccl and not get_exit_status():  # after a failure, other ranks are gone
             group.shutdown()
 
     def _refuse_second_nccl(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from topkube.errors import WorldError
-from topkube.settings import read_launched_ranks
+from topkube.settings import read_process_launch
 from topkube.world import current
 
 
@@ -46,7 +46,7 @@ def find_place() -> RankPlace:
     try:
         world = current()
     except WorldError:
-        if read_launched_ranks().ranks > 1:
+        if read_process_launch().ranks > 1:
             raise
         return RankPlace()
     if world.size == 1:

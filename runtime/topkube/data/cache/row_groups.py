@@ -16,7 +16,7 @@ from topkube.data.cache.early.early_groups import EarlyGroups
 from topkube.data.remote.listing import Longs, RemoteObject
 from topkube.data.remote.retry import Changed
 from topkube.errors import DatasetError
-from topkube.installation import install_command
+from topkube.installation import build_install_command
 
 if TYPE_CHECKING:
     from topkube.data.cache.shard_cache import ShardCache
@@ -37,7 +37,7 @@ def _import_arrow() -> Any:
         raise DatasetError(
             "pyarrow is needed for Parquet and Arrow files",
             cause=str(error),
-            next_step=install_command("parquet"),
+            next_step=build_install_command("parquet"),
         ) from None
     return pyarrow
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from topkube.data.cache.shard_cache import ShardCache
 from topkube.data.formats.shards import DataShard
 from topkube.data.remote.listing import check_path
-from topkube.files import replacing, write_text
+from topkube.files import replace_file, write_text
 
 COMPLETE = ".topkube-complete"
 """A file in the view that exists when all files of the dataset are there. It contains the digest of the listing."""
@@ -62,7 +62,7 @@ class FileView:
             check_path(remote_object.path, cache.shards.uri)
             target = self.directory / remote_object.path
             target.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(target) as part:
+            with replace_file(target) as part:
                 if not (is_one_object and opened.is_cached and self._link(shard.key, part)):
                     _copy(opened.file, at, remote_object.size, part)
             at += remote_object.size

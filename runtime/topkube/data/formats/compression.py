@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from topkube.errors import DatasetError
-from topkube.installation import install_command
+from topkube.installation import build_install_command
 
 Compression = Literal["", "gzip", "zstd"]
 ENDINGS: dict[str, Compression] = {".gz": "gzip", ".tgz": "gzip", ".zst": "zstd", ".tzst": "zstd"}
@@ -86,7 +86,7 @@ def _decompress_zstd(file: int, size: int, name: str, receive: Callable[[bytes],
         import zstandard
     except ImportError as error:
         raise DatasetError(
-            f"the library zstandard is needed for {name}", cause=str(error), next_step=install_command("zstd")
+            f"the library zstandard is needed for {name}", cause=str(error), next_step=build_install_command("zstd")
         ) from None
     reader = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
     frame, is_new, at, data, read_ahead = reader.decompressobj(), True, 0, b"", b""

@@ -18,7 +18,7 @@ from topkube.data.remote.http.reading import describe_object
 from topkube.data.remote.object_version import read_info_version
 from topkube.data.remote.retry import Patience, build_final_error, is_worth_a_retry
 from topkube.errors import DatasetError
-from topkube.installation import install_command
+from topkube.installation import build_install_command
 
 HTTP, S3, LOCAL = ("http", "https"), ("s3", "s3a"), ("file", "local")
 CONCURRENT_OBJECTS = 16
@@ -59,7 +59,7 @@ class StoreAccess:
             raise DatasetError(
                 f"{self.uri}: {error}",
                 cause="the library for this scheme is not installed",
-                next_step=f"{install_command(extra)}, or install the library named above",
+                next_step=f"{build_install_command(extra)}, or install the library named above",
             ) from None
         self._local.filesystem = (os.getpid(), filesystem)
         return filesystem

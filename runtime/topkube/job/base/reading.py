@@ -67,7 +67,7 @@ def check_extent(data: Any, name: str) -> None:
         waiting += [value for value in below if isinstance(value, Mapping | list)]
 
 
-def read(text: str | bytes, name: str) -> Document:
+def read_document(text: str | bytes, name: str) -> Document:
     """Return the only document of `text`; messages use `name` for it.
 
     Raises JobError if it is not YAML, is empty, or holds more than one document.
@@ -112,9 +112,9 @@ def read(text: str | bytes, name: str) -> Document:
     return Document(data, builder.lines, builder.mistakes)
 
 
-def write(data: Any) -> str:
-    """Return plain data as YAML that `read` returns unchanged: the text '1e3' is quoted, which PyYAML alone would not
-    do."""
+def format_yaml(data: Any) -> str:
+    """Return plain data as YAML that `read_document` returns unchanged: the text '1e3' is quoted, which PyYAML
+    alone would not do."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from topkube.errors import LaunchError
-from topkube.installation import install_command
+from topkube.installation import build_install_command
 
 _VERSION_SCRIPT = (
     "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
@@ -62,7 +62,7 @@ def find_mpi(beside: Path | None = None, path: str | None = None) -> Mpi:
         raise LaunchError(
             "there is no mpiexec, neither in the folder of this Python nor on PATH",
             cause="no MPI is installed",
-            next_step=f"{sys.executable} -m {install_command('mpich')}",
+            next_step=f"{sys.executable} -m {build_install_command('mpich')}",
         )
     try:
         answer = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=20, check=False)
@@ -79,7 +79,7 @@ def find_mpi(beside: Path | None = None, path: str | None = None) -> Mpi:
     raise LaunchError(
         f"{mpiexec} belongs to neither MPICH nor Open MPI: it prints {first!r}",
         cause="another MPI, or a broken installation",
-        next_step=f"{sys.executable} -m {install_command('mpich')}, which installs mpiexec beside this Python",
+        next_step=f"{sys.executable} -m {build_install_command('mpich')}, which installs mpiexec beside this Python",
     )
 
 
@@ -113,7 +113,7 @@ def read_library(python: str = sys.executable) -> str:
         raise LaunchError(
             f"mpi4py finds no MPI library: {reason}",
             cause="mpi4py is installed, but no libmpi that it can load",
-            next_step=f"{python} -m {install_command('mpich')}",
+            next_step=f"{python} -m {build_install_command('mpich')}",
         )
     version = re.search(r"\d+\.\d\S*", text)
     name = "OpenMPI" if text.startswith("Open MPI") else text.split()[0].rstrip(",")

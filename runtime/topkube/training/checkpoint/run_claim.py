@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from topkube.errors import CheckpointError
-from topkube.files import new_folder, sync_directory
+from topkube.files import create_folder, sync_directory
 from topkube.training.checkpoint.format.state_file import write_new_text
 from topkube.training.checkpoint.published import find_last_run
 
@@ -55,7 +55,7 @@ class Claim:
             claim = cls(directory, max([*claims, find_last_run(directory)]) + 1)
             about = {"job": job, "attempt": attempt, "host": socket.gethostname(), "time": time.time()}
             try:
-                with new_folder(directory / f".run-{claim.run:05d}") as part:
+                with create_folder(directory / f".run-{claim.run:05d}") as part:
                     part.mkdir()
                     write_new_text(part / "claim.json", json.dumps(about))
             except FileExistsError:

@@ -26,7 +26,7 @@ from topkube.training.node_weights.trained_weights import Masters, TrainedWeight
 from topkube.training.ranks import communication_thread
 from topkube.training.ranks.agreement import open_agreement
 from topkube.training.reporting.warning import warn
-from topkube.world import World, sub_world
+from topkube.world import World, create_sub_world
 
 _all: weakref.WeakSet[NodeWeights] = weakref.WeakSet()
 
@@ -38,7 +38,7 @@ def find_node_world(world: World) -> World:
     existing: World | None = world.cache.get("world of the node")
     if existing is None:
         for ranks in world.node_ranks:
-            existing = sub_world(world, ranks) or existing
+            existing = create_sub_world(world, ranks) or existing
         assert existing is not None
         world.cache["world of the node"] = existing
     return existing
@@ -49,7 +49,9 @@ def find_delayed_world(world: World) -> World:
     use."""
     existing: World | None = world.cache.get("world of delayed exchanges")
     if existing is None:
-        existing = world.cache["world of delayed exchanges"] = sub_world(world, range(world.size), has_window=False)
+        existing = world.cache["world of delayed exchanges"] = create_sub_world(
+            world, range(world.size), has_window=False
+        )
         assert existing is not None
         existing.at_end.append(partial(communication_thread.finish, DELAYED_THREAD))
     return existing

@@ -23,7 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from topkube.errors import TopKubeError, WorldError
-from topkube.mpi_exit import exit_status, is_rank
+from topkube.mpi_exit import get_exit_status, is_rank
 from topkube.telemetry.trace import COMMUNICATION_THREAD
 from topkube.world import current, leave_waits
 
@@ -124,7 +124,7 @@ def _report_at_end(error: BaseException) -> None:
     """Print a warning about an error at the end of the program, when nothing waits for the result. Never free the
     error, because its frames hold the buffers of unfinished messages, which must outlive the interpreter."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))
-    if not exit_status():
+    if not get_exit_status():
         what = "the program ended during an exchange"
         cause = error if isinstance(error, TopKubeError) else f"{type(error).__name__}: {error}"
         print(f"topkube: warning: {what}: {cause}", file=sys.stderr, flush=True)
@@ -179,7 +179,7 @@ def _close() -> None:
     if not is_rank():
         return
     seconds = _BRIEFLY_SECONDS
-    if not exit_status():
+    if not get_exit_status():
         with contextlib.suppress(WorldError):  # after `shutdown`
             seconds = current().deadline_seconds + _LEAVE_SECONDS
     for thread in _threads.values():

@@ -85,7 +85,7 @@ class StepTrace:
 
     def _record_span(self, category: str, name: str, start: tuple[int, int], end: tuple[int, int], **args: Any) -> None:
         processor = None if self._on_device else max(end[1] - start[1], 0)
-        self._recorder.span(category, name, start[0], end[0], processor, trace.COMPUTE, **args)
+        self._recorder.record_span(category, name, start[0], end[0], processor, trace.COMPUTE, **args)
 
     # ---- forward
 
@@ -131,7 +131,7 @@ class StepTrace:
             self._segment = (layer, *self._last)
         self._last = now
         args = {"parameter": name, "elements": elements, "itemsize": itemsize, "small": is_always_dense}
-        self._recorder.instant(trace.GRADIENT, "gradient ready", now[0], **args)
+        self._recorder.record_instant(trace.GRADIENT, "gradient ready", now[0], **args)
 
     def _end_segment(self) -> None:
         if self._segment is not None:
@@ -160,11 +160,11 @@ class StepTrace:
     ) -> Callable[..., T]:
         """Record that a bucket is handed over, and return `run` as a function that records its work."""
         recorder = self._recorder
-        recorder.instant(trace.BUCKET, f"bucket {number} ready", time.perf_counter_ns(), bucket=number)
+        recorder.record_instant(trace.BUCKET, f"bucket {number} ready", time.perf_counter_ns(), bucket=number)
 
         def recorded(*arguments: Any) -> T:
             args = {"elements": elements, "itemsize": itemsize, "algorithm": algorithm, "density": density}
-            with recorder.bucket_block(number, **args):
+            with recorder.record_bucket(number, **args):
                 return run(*arguments)
 
         return recorded

@@ -46,7 +46,7 @@ def simulate(
         for step in range(STEPS):
             simulated.step(step, lambda node, model, step=step: compute_loss(model, *draw_batch(node, step)))
         simulated.finish()
-        played_model = nodes.global_model()
+        played_model = nodes.get_agreed_model()
     topkube.barrier()
     return played_model
 

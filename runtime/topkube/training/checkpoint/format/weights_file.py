@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from topkube.errors import CheckpointError, StorageError
-from topkube.files import replacing
-from topkube.installation import install_command
+from topkube.files import replace_file
+from topkube.installation import build_install_command
 
 
 def write_weights(model: torch.nn.Module, path: Path, step: int) -> None:
@@ -22,10 +22,10 @@ def write_weights(model: torch.nn.Module, path: Path, step: int) -> None:
     except ImportError:
         raise CheckpointError(
             "weights cannot be saved: safetensors is not installed",
-            next_step=f"{install_command('safetensors')}, in the image of the job too",
+            next_step=f"{build_install_command('safetensors')}, in the image of the job too",
         ) from None
     try:
-        with replacing(path) as part:
+        with replace_file(path) as part:
             save_model(model, str(part), metadata={"format": "pt", "step": str(step)})
     except SafetensorError as error:
         raise StorageError(

@@ -31,11 +31,11 @@ _RING = (
 )
 
 
-def _mpich(name: str, *settings: tuple[str, str], tcp: tuple[tuple[str, str], ...] = _TCP) -> Recipe:
+def _build_mpich_recipe(name: str, *settings: tuple[str, str], tcp: tuple[tuple[str, str], ...] = _TCP) -> Recipe:
     return Recipe(name, "mpich", Path(sys.executable), (*tcp, *settings))
 
 
-def _openmpi(name: str, *options: str) -> Recipe:
+def _build_openmpi_recipe(name: str, *options: str) -> Recipe:
     return Recipe(name, "openmpi", OPENMPI_PYTHON, (), (*_OB1, *options))
 
 
@@ -43,17 +43,19 @@ _OFI = (("MPIR_CVAR_CH4_NETMOD", "ofi"), ("FI_PROVIDER", "tcp"))
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        _mpich("mpich"),
-        _mpich("mpich, one level", ("MPIR_CVAR_ALLREDUCE_COMPOSITION", "2")),
-        _mpich("mpich, ring", ("MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM", "ring")),
-        _mpich("mpich, smp", ("MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM", "smp")),
-        _mpich("mpich, libfabric", tcp=_OFI),
-        _mpich("mpich, libfabric, one level", ("MPIR_CVAR_ALLREDUCE_COMPOSITION", "2"), tcp=_OFI),
-        _openmpi("openmpi, as installed"),
-        _openmpi("openmpi, yield", *_YIELD),
-        _openmpi("openmpi, yield, 256 KB segments", *_YIELD, "--mca", "coll_han_allreduce_segsize", "262144"),
-        _openmpi("openmpi, yield, no han", *_YIELD, "--mca", "coll", "^han"),
-        _openmpi("openmpi, yield, ring", *_YIELD, *_RING),
+        _build_mpich_recipe("mpich"),
+        _build_mpich_recipe("mpich, one level", ("MPIR_CVAR_ALLREDUCE_COMPOSITION", "2")),
+        _build_mpich_recipe("mpich, ring", ("MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM", "ring")),
+        _build_mpich_recipe("mpich, smp", ("MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM", "smp")),
+        _build_mpich_recipe("mpich, libfabric", tcp=_OFI),
+        _build_mpich_recipe("mpich, libfabric, one level", ("MPIR_CVAR_ALLREDUCE_COMPOSITION", "2"), tcp=_OFI),
+        _build_openmpi_recipe("openmpi, as installed"),
+        _build_openmpi_recipe("openmpi, yield", *_YIELD),
+        _build_openmpi_recipe(
+            "openmpi, yield, 256 KB segments", *_YIELD, "--mca", "coll_han_allreduce_segsize", "262144"
+        ),
+        _build_openmpi_recipe("openmpi, yield, no han", *_YIELD, "--mca", "coll", "^han"),
+        _build_openmpi_recipe("openmpi, yield, ring", *_YIELD, *_RING),
         Recipe("gloo", "gloo", Path(sys.executable)),
     )
 }
@@ -74,16 +76,16 @@ class Contender:
     entry_bytes: int = 0
 
     @property
-    def ours(self) -> bool:
+    def is_ours(self) -> bool:
         return self.call.startswith("topkube:")
 
     @property
-    def dense(self) -> bool:
+    def is_dense(self) -> bool:
         return self.density == 1.0
 
     @property
     def reference(self) -> str:
-        if self.dense:
+        if self.is_dense:
             return "dense"
         return f"{'hitopk' if self.formula == 'hitopk' else 'naive'}-{self.density}"
 
@@ -92,9 +94,9 @@ class Contender:
         """Sums of a few values around 4 in float32; bfloat16 keeps 8 bits of each."""
         return 1e-5 if self.wire == "fp32" else 0.1
 
-    def bound(self, d: int, layout: tuple[int, ...], machine: Machine) -> Bound:
+    def compute_bound(self, d: int, layout: tuple[int, ...], machine: Machine) -> Bound:
         m, n = len(layout), layout[0]
-        if self.dense:
+        if self.is_dense:
             sent = bounds.count_ring_bytes(d, m, n) if self.formula == "ring" else bounds.count_hierarchical_bytes(d, m)
             return bounds.bound_dense(d, m, n, sent, machine)
         if self.formula == "hitopk":
@@ -105,7 +107,7 @@ class Contender:
         return bounds.bound_sparse(d, m, n, sent, machine, hierarchical=False)
 
 
-def _sparse(algorithm: str, density: float, wire: str) -> Contender:
+def _build_sparse_contender(algorithm: str, density: float, wire: str) -> Contender:
     return Contender(
         f"TopKube {algorithm} {density:.1%}".replace(".0%", "%") + (f" {wire}" if wire != "fp32" else ""),
         "mpich",
@@ -147,8 +149,8 @@ OURS_DENSE = [
     Contender("TopKube hierarchical", "mpich", "topkube:hierarchical", "between-nodes"),
 ]
 OURS_SPARSE = [
-    _sparse("naive", 0.01, "fp32"),
-    _sparse("hitopk", 0.01, "fp32"),
-    _sparse("hitopk", 0.01, "bf16"),
-    _sparse("hitopk", 0.001, "fp32"),
+    _build_sparse_contender("naive", 0.01, "fp32"),
+    _build_sparse_contender("hitopk", 0.01, "fp32"),
+    _build_sparse_contender("hitopk", 0.01, "bf16"),
+    _build_sparse_contender("hitopk", 0.001, "fp32"),
 ]

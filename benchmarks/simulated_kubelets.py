@@ -1,6 +1,6 @@
 """Simulated nodes, and objects of earlier operators, for benchmarks/operator_scale.py, which has no kubelets.
 
-python benchmarks/played_nodes.py KUBECONFIG       # sets the status of every new pod, like a kubelet
+python benchmarks/simulated_kubelets.py KUBECONFIG       # sets the status of every new pod, like a kubelet
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from topkube_operator.watch.api_connection import ApiError
 NAMESPACE = "scale"
 
 
-def play_kubelets(kubeconfig: str) -> None:
+def simulate_kubelets(kubeconfig: str) -> None:
     """Start every new pod. End a launcher 2 s after its start, and a worker 2.5 s after its start."""
     cluster = Cluster(kubeconfig)
     pool = ThreadPoolExecutor(8)
@@ -34,7 +34,7 @@ def play_kubelets(kubeconfig: str) -> None:
 
 
 def start_pod(cluster: Cluster, pod: dict[str, Any]) -> None:
-    set_pod(cluster, pod, "Running", {"running": {"startedAt": now()}})
+    set_pod(cluster, pod, "Running", {"running": {"startedAt": format_now()}})
     seconds = 2.0 if pod["metadata"]["labels"][names.ROLE] == names.LAUNCHER else 2.5
     timer = threading.Timer(seconds, end_pod, (cluster, pod))
     timer.daemon = True
@@ -42,7 +42,12 @@ def start_pod(cluster: Cluster, pod: dict[str, Any]) -> None:
 
 
 def end_pod(cluster: Cluster, pod: dict[str, Any]) -> None:
-    set_pod(cluster, pod, "Succeeded", {"terminated": {"exitCode": 0, "startedAt": now(), "finishedAt": now()}})
+    set_pod(
+        cluster,
+        pod,
+        "Succeeded",
+        build_end_state(),
+    )
 
 
 def set_pod(cluster: Cluster, pod: dict[str, Any], phase: str, state: dict[str, Any]) -> None:
@@ -67,11 +72,15 @@ def set_pod(cluster: Cluster, pod: dict[str, Any], phase: str, state: dict[str, 
             print(f"kubelet: {name}: {error}", file=sys.stderr)
 
 
-def now() -> str:
+def build_end_state() -> dict[str, Any]:
+    return {"terminated": {"exitCode": 0, "startedAt": format_now(), "finishedAt": format_now()}}
+
+
+def format_now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-def job(name: str, workers: int) -> dict[str, Any]:
+def build_job(name: str, workers: int) -> dict[str, Any]:
     container = {"name": "worker", "image": "image:1", "command": ["python", "train.py"]}
     return {
         "apiVersion": "topkube.dev/v1alpha1",
@@ -83,8 +92,8 @@ def job(name: str, workers: int) -> dict[str, Any]:
 
 def create_finished_job(cluster: Cluster, name: str, workers: int) -> None:
     """Create a finished job and its pods, in the state that the operator stores at the end of a job."""
-    made_job = cluster.create(job(name, workers))
-    uid = made_job["metadata"]["uid"]
+    stored_job = cluster.create(build_job(name, workers))
+    uid = stored_job["metadata"]["uid"]
     pods = [(names.name_launcher_pod(name, uid, 1), names.LAUNCHER, "")]
     pods += [(names.name_worker_pod(name, uid, index, 1), names.WORKER, str(index)) for index in range(workers)]
     for pod, role, index in pods:
@@ -107,16 +116,19 @@ def create_finished_job(cluster: Cluster, name: str, workers: int) -> None:
         }
         created_pod = cluster.create(manifest)
         set_pod(
-            cluster, created_pod, "Succeeded", {"terminated": {"exitCode": 0, "startedAt": now(), "finishedAt": now()}}
+            cluster,
+            created_pod,
+            "Succeeded",
+            build_end_state(),
         )
-    condition = {"reason": "Succeeded", "message": "all ranks ended with 0", "lastTransitionTime": now()}
+    condition = {"reason": "Succeeded", "message": "all ranks ended with 0", "lastTransitionTime": format_now()}
     status = {
         "phase": "Succeeded",
         "attempt": 1,
         "restarts": 0,
         "disruptions": 0,
-        "startTime": now(),
-        "completionTime": now(),
+        "startTime": format_now(),
+        "completionTime": format_now(),
         "progress": {"step": 200, "totalSteps": 200, "percent": 100},
         "conditions": [
             {"type": "Created", "status": "True", **condition},
@@ -128,4 +140,4 @@ def create_finished_job(cluster: Cluster, name: str, workers: int) -> None:
 
 
 if __name__ == "__main__":
-    play_kubelets(sys.argv[1])
+    simulate_kubelets(sys.argv[1])
