@@ -81,7 +81,7 @@ class TrainingClient:
         Each rank runs the function's source with `arguments`, as JSON. The function imports what it needs; closures,
         lambdas and names of the notebook are refused. `source` is a folder whose files the ranks find in their working
         directory, such as modules of yours. `packages` are pip requirements that the pods install. `aggregation` is the
-        name of an algorithm, or fields of `spec.aggregation`; by default "auto", which sends the whole gradient.
+        name of an algorithm, or fields of `spec.aggregation`; by default "auto", which measures the links and chooses.
         `environment` and `resources` are those of the worker's container, such as {"limits": {"nvidia.com/gpu": 8}}.
         `spec` has other fields of a TrainingJob's spec, with YAML's names: {"checkpoint": {...}, "runPolicy": {...}}.
         The default `name` is the function's, with a random ending.
