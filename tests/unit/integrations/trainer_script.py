@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from topkube.examples.trainer_gpt import Windows, build_small_gpt2
+from topkube.examples.trainer_gpt import GPT2Windows, build_small_gpt2
 from topkube.integrations.accelerate import hook_accelerator
 from topkube.integrations.trainer import hook_trainer
 
@@ -49,7 +49,7 @@ def train(aggregation: str | None, **more: Any) -> dict[str, Any]:
         **more,
     )
     trainer = RecordingTrainer(
-        model, arguments, train_dataset=Subset(Windows(CONTEXT), range(STEPS * 2 * 4)), callbacks=[recorder]
+        model, arguments, train_dataset=Subset(GPT2Windows(CONTEXT), range(STEPS * 2 * 4)), callbacks=[recorder]
     )
     trainer.samples = []
     if aggregation is not None:

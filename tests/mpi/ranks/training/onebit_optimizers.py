@@ -51,7 +51,8 @@ def build(kind: str, **options: Any) -> tuple[nn.Module, topkube.DistributedOpti
 
 def read_state(model: nn.Module, optimizer: topkube.DistributedOptimizer) -> list[bytes]:
     """Return the bits of the weights, the agreed weights and the optimizer's state."""
-    tensors = [value for state in optimizer.state.values() for _, value in sorted(state.items())]
+    trained = [tensor for group in optimizer.param_groups for tensor in group["params"]]  # the order of states differs
+    tensors = [value for tensor in trained for _, value in sorted(optimizer.state[tensor].items())]
     halves = [parameter.detach().float() for parameter in model.parameters()]
     return [*read_bits(optimizer, model), *(tensor.numpy().tobytes() for tensor in [*tensors, *halves])]
 
