@@ -35,7 +35,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from allreduce.network import Network, explain_missing_tools
+from allreduce.network import Network, explain_why_unavailable
 from allreduce.scratch import create_scratch
 from allreduce.worlds import RankWorld, Recipe
 from datacache import million_objects, remote
@@ -365,7 +365,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="end before this time; then resume")
     parser.add_argument("--contender", action="append", default=[], help="only those whose name has this text")
     options = parser.parse_args()
-    reason = explain_missing_tools() or remote.install_nginx()
+    reason = explain_why_unavailable() or remote.install_nginx()
     if reason:
         print(f"cannot measure here: {reason}", file=sys.stderr)
         return 2

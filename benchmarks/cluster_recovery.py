@@ -3,10 +3,10 @@
     sudo make cluster NODES=3 && kubectl apply -f manifests/ && sudo .venv/bin/python benchmarks/cluster_recovery.py
 
 char_gpt runs as a TrainingJob with 2 workers x 2 ranks on two nodes. It writes a checkpoint every 20 steps to a volume
-claim that both nodes share. Each of these is done several times: SIGKILL to all processes of a worker's pod, to one
-rank, and to the launcher. Measured are the time until the end of the first step of the next attempt, by the clock of
-the machine that simulates all nodes, and the steps that are repeated. Also measured is the time from `kubectl delete`
-until no pod, Service, Secret or NetworkPolicy of the job is left.
+claim that both nodes share. The benchmark sends SIGKILL, several times each, to all processes of a worker's pod, to one
+rank, and to the launcher. It measures the time until the end of the first step of the next attempt, and the number of
+repeated steps. One machine runs all nodes of this Kubernetes, so there is one clock. The benchmark also measures the
+time from `kubectl delete` until no pod, Service, Secret or NetworkPolicy of the job is left.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from topkube.launch.rank import find_commands
 
 RESULTS = Path(__file__).with_name("results") / "cluster-recovery.json"
 EVERY_STEPS = 20
-TARGET_SECONDS = 15.0
+GOAL_SECONDS = 15.0
 VICTIMS = ("worker", "rank", "launcher")
 MODEL = ["--steps", "1000000", "--layers", "2", "--width", "64", "--batch-size", "4"]
-# The unchanged example; rank 0 prints when each step ends.
-ENDS = """
+# Runs the example without a change of its file; rank 0 also prints when each step ends.
+TIMED_SCRIPT = """
 import os, sys, time
 import topkube, topkube.examples.char_gpt as example
 
@@ -64,7 +64,7 @@ class RecoveryRun:
         self.folder = folder / self.namespace.name
         create_shared_claim(self.namespace, self.folder, "checkpoints")
         checkpoint = {"claimName": "checkpoints", "everySteps": EVERY_STEPS, "keep": 2}
-        command = ["python", "-c", ENDS, *MODEL]
+        command = ["python", "-c", TIMED_SCRIPT, *MODEL]
         wait_for(self._has_account, "the service account", 30)
         self.name = self.namespace.create(build_job("again", command, workers=2, slots=2, checkpoint=checkpoint))
         wait_for(lambda: len(self.list_step_ends(1)) > EVERY_STEPS + 5, "steps and a checkpoint", 180)
@@ -86,7 +86,8 @@ class RecoveryRun:
         return [float(text) for text in re.findall(rf"step-end {attempt} ([\d.]+)", self.read_logs())]
 
     def kill(self, victim: str) -> float:
-        """Send SIGKILL and return the time. Worker 1 or its ranks are killed, because the log of worker 0 is needed."""
+        """Send SIGKILL and return the time. The worker, or the rank, is of worker 1, because
+        the log of worker 0 is needed."""
         role = "launcher" if victim == "launcher" else "worker"
         pod = self.namespace.list_pods(role)[-1]
         at = time.time()
@@ -130,8 +131,13 @@ def measure_deletion(target: Target, folder: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="how often each is killed (%(default)s)")
-    parser.add_argument("--only", choices=[*VICTIMS, "delete"], action="append", help="only these, results added")
+    parser.add_argument("--rounds", type=int, default=3, help="the number of rounds of each measurement (%(default)s)")
+    parser.add_argument(
+        "--only",
+        choices=[*VICTIMS, "delete"],
+        action="append",
+        help="measure only these, and add the results to the file",
+    )
     parser.add_argument("--json", type=Path, default=RESULTS, help="the file for the result (%(default)s)")
     args = parser.parse_args()
     target, cluster = find_running_cluster()
@@ -141,7 +147,7 @@ def main() -> None:
         "what": "char_gpt as a TrainingJob: from SIGKILL to the end of the next attempt's first step, seconds",
         **describe_measurement(target),
         "every_steps": EVERY_STEPS,
-        "target_seconds": TARGET_SECONDS,
+        "target_seconds": GOAL_SECONDS,
         "arguments": MODEL,
     }
     for victim in args.only or [*VICTIMS, "delete"]:

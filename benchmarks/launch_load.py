@@ -1,4 +1,4 @@
-"""Measure the launch layer: the cost of the sessions of a launcher, and the megabytes that a rank prints.
+"""Measure the launch layer: the cost of a launcher's sessions, and how fast the output of a rank arrives.
 
     .venv/bin/python benchmarks/launch_load.py                          # about a minute
     .venv/bin/python benchmarks/launch_load.py --sessions 128 1024 --megabytes 20 700

@@ -23,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from allreduce import probes
-from allreduce.network import Network, explain_missing_tools
+from allreduce.network import Network, explain_why_unavailable
 from allreduce.scratch import create_scratch
 from allreduce.worlds import RankWorld, Recipe
 from step import LAYOUTS, MODELS, UNSHAPED, WARM_STEPS, WORLDS, StepBench, describe_machine
@@ -170,7 +170,7 @@ def main() -> int:
     target: Path = options.json
     stored = json.loads(target.read_text()) if target.exists() else {"facts": {}, "profiles": {}, "rows": []}
     if not options.again:
-        if reason := explain_missing_tools():
+        if reason := explain_why_unavailable():
             print(reason, file=sys.stderr)
             return 2
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

@@ -38,7 +38,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from allreduce.network import Network, explain_missing_tools
+from allreduce.network import Network, explain_why_unavailable
 from allreduce.scratch import create_scratch
 from allreduce.worlds import RankWorld, Recipe, WorldFailed
 
@@ -257,7 +257,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one turn of two steps at 1 Gbit/s; stores nothing")
     parser.add_argument("--json", type=Path, help=f"result file (default {RESULTS})")
     options = parser.parse_args()
-    if reason := explain_missing_tools():
+    if reason := explain_why_unavailable():
         print(reason, file=sys.stderr)
         return 2
     parts, rates, contenders, rounds, steps = choose(options)

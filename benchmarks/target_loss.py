@@ -35,7 +35,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from allreduce.network import Network, explain_missing_tools
+from allreduce.network import Network, explain_why_unavailable
 from allreduce.scratch import create_scratch
 from allreduce.worlds import RankWorld, WorldFailed
 from step import WORLDS, describe_machine
@@ -395,7 +395,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="40 steps, one seed, one turn at 1 Gbit/s; stores nothing")
     parser.add_argument("--json", type=Path, help=f"result file (default {RESULTS})")
     options = parser.parse_args()
-    if reason := explain_missing_tools():
+    if reason := explain_why_unavailable():
         print(reason, file=sys.stderr)
         return 2
     target: Path | None = None if options.quick else options.json or RESULTS

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from allreduce.network import Network, explain_missing_tools
+from allreduce.network import Network, explain_why_unavailable
 from allreduce.scratch import create_scratch
 from allreduce.worlds import RankWorld
 from step import LAYOUTS, WORLDS, choose_world, describe_machine
@@ -56,7 +56,7 @@ def main() -> int:
     parser.add_argument("--contender", choices=CONTENDERS, action="append", help="only this contender; may be repeated")
     parser.add_argument("--json", type=Path, default=RESULTS, help="result file (%(default)s)")
     options = parser.parse_args()
-    if reason := explain_missing_tools():
+    if reason := explain_why_unavailable():
         print(reason, file=sys.stderr)
         return 2
     with create_scratch() as directory, Network(len(LAYOUTS[PART])) as network:

@@ -37,7 +37,7 @@ class NetworkError(RuntimeError):
     """The namespaces could not be created: the user is not root, or a tool or a kernel feature is missing."""
 
 
-def explain_missing_tools() -> str | None:
+def explain_why_unavailable() -> str | None:
     """Return why nodes cannot be created on this machine, None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root; run with sudo"
@@ -126,7 +126,7 @@ class Network:
     """
 
     def __init__(self, nodes: int, rate: str | None = None) -> None:
-        reason = explain_missing_tools()
+        reason = explain_why_unavailable()
         if reason:
             raise NetworkError(reason)
         self.nodes: list[Node] = []

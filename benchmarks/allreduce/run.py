@@ -32,7 +32,7 @@ from allreduce import contender_settings as settings
 from allreduce import probes
 from allreduce.bounds import Machine
 from allreduce.contender_settings import Contender
-from allreduce.network import RATES, Network, explain_missing_tools
+from allreduce.network import RATES, Network, explain_why_unavailable
 from allreduce.problem import SumProblem
 from allreduce.scratch import create_scratch
 from allreduce.worlds import RankWorld
@@ -322,7 +322,7 @@ def main() -> int:
     options = parser.parse_args()
     parts = options.part or ([] if options.peer_settings else list(LAYOUTS))
     tuning: list[dict[str, Any]] = []
-    reason = explain_missing_tools()
+    reason = explain_why_unavailable()
     if reason and (options.peer_settings or set(parts) - {"node"}):
         print(f"{reason}. Without it: {sys.argv[0]} --part node", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""The time of the kernels, for all sizes, densities and dtypes, and the share of each launch."""
+"""The time of each call, for all sizes, densities and dtypes, and the time of each GPU kernel in it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def run(device: Device, rows: Rows, quick: bool) -> None:
         for dtype_name, dtype in DTYPES.items():
             for density in DENSITIES[-1:] if quick else DENSITIES:
                 key = f"time {name} {dtype_name} {density:g}"
-                rows.measure(key, lambda a=(name, elements, dtype_name, dtype, density): _measure_kernel(device, *a))
+                rows.measure(
+                    key, lambda a=(name, elements, dtype_name, dtype, density): _measure_sparse_kernels(device, *a)
+                )
                 device.free()
         rows.measure(f"packing {name}", lambda a=(name, elements): _measure_packing(device, *a))
         device.free()
@@ -87,7 +89,7 @@ def _measure_packing(device: Device, name: str, elements: int) -> Row:
     return row
 
 
-def _measure_kernel(
+def _measure_sparse_kernels(
     device: Device, name: str, elements: int, dtype_name: str, dtype: torch.dtype, density: float
 ) -> Row:
     elements = device.limit_elements(elements)

@@ -93,8 +93,8 @@ def _predict(algorithm: Algorithm, dense_wire: str, machines: Machines, buckets:
     between = inside = seconds = 0.0
     for bucket in buckets:
         used = HIERARCHICAL if bucket.small and algorithm.compresses else algorithm
-        is_narrow = bucket.itemsize == 4 and not bucket.small
-        wire = dense_wire if is_narrow else DENSE_WIRE.default
+        can_be_narrowed = bucket.itemsize == 4 and not bucket.small
+        wire = dense_wire if can_be_narrowed else DENSE_WIRE.default
         scale = bucket.itemsize / 4  # the catalogue counts float32
         exchange = estimate_cost(used, machines, bucket.elements, dense_wire=wire)
         on_link = exchange.sent / machines.link_of(used)
@@ -106,10 +106,10 @@ def _predict(algorithm: Algorithm, dense_wire: str, machines: Machines, buckets:
 
 
 def resolve(name: str, nodes: int, length: int, density: float) -> Algorithm:
-    """Return the algorithm behind a name, for arrays of `length` elements over `nodes`, without measurements: a dense
-    algorithm that sends the fewest bytes in the fewest messages, if `name` is one of CHOICES.
+    """Return the algorithm called `name`. If `name` is one of CHOICES, return the dense algorithm that sends the fewest
+    bytes, in the fewest messages, for arrays of `length` elements over `nodes`. No measurement is used.
 
-    The choice is the same on all ranks. It considers TopKube's own algorithms only, so that installing a package
+    The result is the same on all ranks. It considers TopKube's own algorithms only, so that installing a package
     changes no job. Raises ArgumentError if there is no algorithm of this name.
     """
     return _find_least_traffic(nodes, length, density) if name in CHOICES else find_algorithm(name)
@@ -121,8 +121,8 @@ def describe(name: str, density: float) -> str:
 
 
 def compresses(name: str) -> bool:
-    """Return True if the algorithm behind a name may send less than the whole gradient. The result is also True for an
-    algorithm that cannot be loaded here."""
+    """Return True if the algorithm called `name` may send less than the whole gradient, or cannot be loaded here. The
+    result is False for CHOICES, which begin with a dense algorithm; `auto` may change to another in training only."""
     if name in CHOICES:
         return False
     algorithm = _load_if_known(name)
@@ -156,7 +156,8 @@ def explain_dense_wire(name: str) -> str:
 
 
 def explain_overlap(names: Sequence[str]) -> str:
-    """Return why DeAR does not work with the algorithms called `names`, and what to do; "" if it does."""
+    """Return why the overlap `dear` (DeAR) does not work with the algorithms called `names`, and what to do; "" if it
+    works."""
     for name in names:
         algorithm = None if name in CHOICES else _load_if_known(name)
         if algorithm is not None and OVERLAP not in algorithm.parameters:

@@ -18,8 +18,9 @@ This page lists the names for `spec.aggregation.algorithm` of a [TrainingJob](tr
 This page is generated from the declarations: `python -m topkube.algorithms.reference > docs/algorithms.md`.
 
 `auto` is the default. It sends the whole gradient, or uses `int8` if that makes the steps of training at least 10%
-faster. `dense` always sends the whole gradient. To send fewer bytes, name an algorithm, such as `hitopk` or `onebit`.
-[Accuracy](accuracy.md) shows which algorithm fits which link and model, and its loss.
+faster; with `nodeWeights: own`, it may also use `onebit`. `dense` always sends the whole gradient. To send fewer bytes,
+name an algorithm, such as `hitopk` or `onebit`. [Accuracy](accuracy.md) shows which algorithm fits each link and model,
+and the loss of each algorithm.
 """
 _ELEMENTS, _SLOTS, _NODES = 25_600_000, 8, (2, 8, 16, 64)
 
@@ -39,9 +40,10 @@ def build_markdown() -> str:
         "",
         "## Bytes that a node sends",
         "",
-        f"MB per step for {_ELEMENTS / 1e6:.1f} million parameters, {_SLOTS} ranks per node, density "
+        f"The table shows MB per step, by the declared costs, for {_ELEMENTS / 1e6:.1f} million parameters, {_SLOTS} "
+        "ranks per node, density "
         f"{PARAMETERS['density'].default:g}, {PARAMETERS['wire'].default} values, and the smallest period (1, or 2 for "
-        "`diloco` and `sparseloco`), by the declared costs. With a period of N, an algorithm that reads `period` sends "
+        "`diloco` and `sparseloco`). With a period of N, an algorithm that reads `period` sends "
         "one N-th of the bytes of period 1. `topkube plan` computes the bytes for your cluster.",
         "",
         "| name | " + " | ".join(f"{nodes} nodes" for nodes in _NODES) + " |",

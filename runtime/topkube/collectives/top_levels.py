@@ -2,8 +2,8 @@
 
 Indices are sent in the code of Elias and Fano (Elias, "Efficient storage and retrieval by content and address of static
 files", 1974): the low bits of each index as they are, the high bits as distances from index to index in unary. For a
-share of 1/32, the code has 0.22 bits per element, whatever the indices are. Rows of a place therefore always have the
-same length.
+share of 1/32, the code has 0.22 bits per element of the tensor, whatever the indices are. All rows of one codec
+therefore have the same length.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class TopLevels(Codec):
     """A codec of the largest 1/32 of the elements of each place, at least one, with two bits each: the sign, and which
     of two magnitudes. `places` are the slices of the values that belong to one tensor each.
 
-    The two magnitudes of each 256 values are the mean magnitude of those below the mean of all 256, and the mean of
-    the others, in bf16. So what is sent is orthogonal to what is left, but for the rounding to bf16.
+    The sent values are split into blocks of 256. In each block, the values with a magnitude below the block's mean
+    magnitude are sent as the mean of these magnitudes, and the other values as the mean of theirs. Both means are bf16.
+    The sent part is therefore orthogonal to the remainder, but for the rounding to bf16.
     """
 
     def __init__(self, places: Sequence[slice]) -> None:
@@ -47,7 +48,7 @@ class TopLevels(Codec):
         for place, count, code, offset in self._parts:
             part, start = values[place], offset + self._count_value_bytes(count)
             indices, chosen = kernels.topk(part, count)
-            is_finite = self._pack_values(chosen, row[offset:start]) and is_finite
+            is_finite = self._pack_and_subtract(chosen, row[offset:start]) and is_finite
             part[indices] = chosen
             code.write(indices, row[start : start + code.nbytes])
         return is_finite
@@ -64,7 +65,7 @@ class TopLevels(Codec):
         """Return the bytes of `count` values: a multiple of 8."""
         return align(4 * count_sign_blocks(count) + 2 * -(-count // 8))
 
-    def _pack_values(self, chosen: Array, row: Array) -> bool:
+    def _pack_and_subtract(self, chosen: Array, row: Array) -> bool:
         """Write what is sent of `chosen`, (count,) float32, at the start of `row`, and subtract it from `chosen`.
         Return False if it contains a NaN or an infinite value, else True."""
         count, levels = len(chosen), self._view_levels(len(chosen), row)

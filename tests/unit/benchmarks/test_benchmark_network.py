@@ -16,7 +16,8 @@ from allreduce import network, probes, scratch
 from allreduce.network import Network, NetworkError
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-as_root = pytest.mark.skipif(network.explain_missing_tools() is not None, reason=f"{network.explain_missing_tools()}")
+_REASON = network.explain_why_unavailable()
+as_root = pytest.mark.skipif(_REASON is not None, reason=f"{_REASON}")
 
 
 def run_inside(node: network.Node, command: str) -> str:

@@ -88,7 +88,7 @@ def test_lightning_trains_as_its_own_strategy_does(lightning_run: tuple[Ranks, P
         check_each_sample_is_seen_once(ranks, name)
 
 
-def test_lightning_resumes_and_has_other_precisions(lightning_run: tuple[Ranks, Path]) -> None:
+def test_lightning_resumes_and_trains_in_bf16(lightning_run: tuple[Ranks, Path]) -> None:
     ranks, _ = lightning_run
     assert [results["resumed"]["step"] for results in ranks] == [12] * 4
     assert len(ranks[0]["resumed"]["losses"]) == 4, "the finished steps are not repeated"

@@ -1,4 +1,4 @@
-"""Running statistics stay as they are while a rank replays a batch."""
+"""Running statistics stay as they are while a rank replays a batch; a loop over `join()` that ends early."""
 
 from __future__ import annotations
 
@@ -65,14 +65,15 @@ def test_a_replay_leaves_statistics_and_a_real_batch_moves_them(kind: str) -> No
         loss.backward()  # autograd saved the buffers: they are still valid
         kept.release()
         assert are_equal(before, read_statistics(model))
-    assert model.calls.item() > calls  # other buffers are the model's own business
+    assert model.calls.item() > calls  # other buffers are not restored
     called(torch.randn(5, 3))
     kept.release()
     assert not are_equal(before, read_statistics(model))
 
 
 def test_statistics_of_every_model_are_kept() -> None:
-    """In evaluation at the time, frozen by gc.freeze(), without weights, lazy, or unfinished."""
+    """The model is in evaluation mode when `keep()` is called, and frozen by gc.freeze(). A lazy module without weights
+    and a module whose constructor did not run raise no error."""
     unfinished = Model.__new__(Model)
     model = Model().eval()
     lazy = nn.LazyBatchNorm1d()
@@ -92,7 +93,7 @@ def test_statistics_of_every_model_are_kept() -> None:
 
 
 def test_a_model_in_evaluation_is_left_to_the_script() -> None:
-    """The script keeps an average of weights and buffers, which gathers no statistics itself."""
+    """The averaged model is in evaluation mode and updates no statistics; only the script changes its buffers."""
     average = Model().eval()
     kept = KeptStatistics()
     kept.keep()
@@ -102,7 +103,7 @@ def test_a_model_in_evaluation_is_left_to_the_script() -> None:
     assert (average.block[1].running_mean == 3).all()
 
 
-def test_a_loop_that_is_left_ends_the_announcement() -> None:
+def test_leaving_a_loop_over_join_resets_the_weight_of_batches() -> None:
     topkube.init()
     model = nn.Linear(3, 1)
     optimizer = topkube.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())

@@ -73,4 +73,4 @@ def _end_ranks(process: subprocess.Popen[str]) -> None:
         process.communicate(timeout=_END_SECONDS)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()  # not for the end of its output: a rank that has left the session may keep the pipe open
+        process.wait()  # Do not read the output to its end: a rank that has left the session may keep the pipe open

@@ -1,6 +1,7 @@
 """Ranks joined through torch.distributed: by NCCL on GPUs, by gloo on CPUs.
 
-A group is made directly, not with `init_process_group`: the script's own default group, if it has one, stays its own.
+A group is made directly, not with `init_process_group`: TopKube neither uses nor replaces the default group of the
+script.
 torch is imported here on use.
 """
 
@@ -19,10 +20,10 @@ from topkube.world import World
 class RankGroup:
     """Collectives of some ranks of `world` on tensors of `device`. `where` is the name of the exchange in errors. On
     CUDA they run in torch's current stream and return at once. All ranks of the group make it together and call the
-    same methods in the same order. A group of one rank exchanges nothing.
+    same methods in the same order. In a group of one rank, call `all_reduce` only, which then does nothing.
 
-    The watchdog of NCCL waits twice the deadline of a collective. It ends the process without naming a rank, so
-    TopKube's own deadline, whose error names the missing ranks, must come first.
+    The deadline of TopKube must come before NCCL's watchdog, because the watchdog ends the process without naming the
+    missing ranks. The watchdog therefore waits twice the deadline.
     """
 
     def __init__(self, world: World, device: Any, size: int, where: str) -> None:
@@ -81,8 +82,8 @@ class RankGroup:
         if "nccl" in str(distributed.get_backend()):
             raise DeviceError(
                 f"torch.distributed's default group uses NCCL, and TopKube uses NCCL for {self._where}",
-                cause="SyncBatchNorm, DDP, FSDP or the script communicates through the default group; NCCL can stop if"
-                " ranks start the collectives of two groups in different orders",
+                cause="SyncBatchNorm, DDP, FSDP or the script communicates through the default group; NCCL can deadlock"
+                " if ranks start the collectives of two groups in different orders",
                 next_step='pass backend="gloo" to init_process_group, or set NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26 or'
                 " newer)",
             )

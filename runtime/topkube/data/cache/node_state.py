@@ -37,7 +37,7 @@ class NodeState:
         self._user_lock: FileLock | None = FileLock(directory / f"session-{name}.users")
         self._owner = os.getpid()
         self._filler_lock = FileLock(directory / f"session-{name}.fillers")
-        """Every process that fills the tier holds this lock (shared)."""
+        """Every process that fills the disk tier holds this lock (shared)."""
         self._own_fillers, self._last_search = 0, 0.0
         try:
             make_private_folder(directory)
@@ -117,8 +117,8 @@ class NodeState:
 
     @property
     def filler_count(self) -> int:
-        """The number of ranks that fill the tier. Ranks that were killed are counted until no living rank fills the
-        tier, and at most _SEARCH_SECONDS longer."""
+        """The number of ranks that fill the disk tier. It includes killed ranks while a living rank fills the tier, and
+        becomes 0 at most _SEARCH_SECONDS after the last living rank stops."""
         count = int(self._cells[_FILLERS])
         if count and self._user_lock is not None and time.monotonic() - self._last_search > _SEARCH_SECONDS:
             self._last_search = time.monotonic()
@@ -126,7 +126,7 @@ class NodeState:
         return count
 
     def _forget_dead_fillers(self) -> int:
-        """Set the number of fillers to 0 if no living process fills the tier. Return the number after that."""
+        """Set the number of fillers to 0 if no living process fills the disk tier. Return the number after that."""
         lock = FileLock(self._filler_lock.path)
         try:
             if lock.acquire(wait=False):
@@ -137,8 +137,8 @@ class NodeState:
         return int(self._cells[_FILLERS])
 
     def change_filler_count(self, change: int) -> None:
-        """Add `change` to the number of ranks that fill the tier: 1 before this process begins to fill, -1 after its
-        end."""
+        """Add `change` to the number of ranks that fill the disk tier: 1 before this process begins to fill, -1 after
+        it stops."""
         if self._user_lock is not None and not self._own_fillers:
             self._filler_lock.acquire(shared=True)
         self._own_fillers += change

@@ -50,7 +50,8 @@ class SelectionKernels(Launches):
         self.check_floats(residual, "residual", (float32,))
         if out is None and gradient.dtype != float32:
             raise ArgumentError(
-                f"gradient has dtype {gradient.dtype}: the sum with the residual is float32 and does not fit it",
+                f"gradient has dtype {gradient.dtype}: the sum with the residual is float32 and cannot be stored in the"
+                " gradient",
                 next_step="pass out=torch.empty(gradient.numel(), device=gradient.device)",
             )
         acc = gradient if out is None else out

@@ -18,11 +18,11 @@ _FILES = {
 
 
 def find_available_bytes(cgroups: Path = _CGROUPS, own: Path = _OWN, machine: Path = _MACHINE) -> float:
-    """Return the bytes that the machine has available, or this process's cgroup if that has less; infinity if neither
-    is known.
+    """Return the bytes that are available on the machine, or in this process's cgroup if they are fewer. Return
+    infinity if both are unknown.
 
-    In a container the files of the cgroup may be at the root of the mount, whatever path the kernel names: both are
-    read.
+    In a container, the files of the cgroup may be at the root of the mount, and not at the path that the kernel names.
+    This function reads both places.
     """
     version2, version1 = find_cgroup_paths(own)
     places = [(2, cgroups / version2), (2, cgroups), (1, cgroups / "memory" / version1), (1, cgroups / "memory")]
@@ -34,7 +34,7 @@ def find_available_bytes(cgroups: Path = _CGROUPS, own: Path = _OWN, machine: Pa
 
 def _find_cgroup_bytes(version: int, place: Path) -> float:
     limit, use, cached = _FILES[version]
-    with contextlib.suppress(OSError, ValueError, KeyError):  # "max" is not a number: there is no limit
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no limit ("max" is no number), or no such files
         counts = _read_fields(place / "memory.stat")
         files = sum(int(counts[name]) for name in cached)
         return float(int((place / limit).read_text()) - int((place / use).read_text()) + files)

@@ -78,7 +78,7 @@ class BucketQueue:
 
     def _wait(self, futures: Iterable[Future[bool]]) -> bool | DeviceFlag:
         finite = all([future.result() for future in futures])
-        if self._exchange.agrees_on_device(self._plan.buckets):
+        if self._exchange.can_check_finite_on_device(self._plan.buckets):
             assert finite  # the flag has it
             flag = communication_thread.run(self._exchange.flush_undecided)
             self._exchange.follow()

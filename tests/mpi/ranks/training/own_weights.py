@@ -1,4 +1,5 @@
-"""`auto` with `node_weights="own"` on real ranks: it takes onebit, and nodes merge if it returns to dense."""
+"""`auto` with `node_weights="own"` on real ranks: it switches to onebit on trial. If it returns to dense, the weights
+of the nodes are averaged."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def case_auto_takes_onebit_and_keeps_it_if_steps_become_faster(world: World) -> 
     assert are_equal_on_all_ranks(copy_weights(model))
 
 
-def case_nodes_merge_if_onebit_is_not_faster(world: World) -> None:
+def case_weights_are_averaged_if_onebit_is_not_faster(world: World) -> None:
     if world.nodes == 1:
         return
     for make in (build_sgd, build_adamw):
@@ -70,7 +71,8 @@ def case_nodes_merge_if_onebit_is_not_faster(world: World) -> None:
 
 
 def check_merge(world: World, make: Any) -> None:
-    """The mean of the nodes' weights and of their optimizers' states stays; afterwards, steps are dense."""
+    """Check that the merge keeps the mean of the nodes' weights and of the optimizers' states, and that later steps are
+    dense."""
     model = build_network()
     optimizer = build_auto(model, make)
     train(world, model, optimizer, range(2 * STEPS - 1))
@@ -79,11 +81,11 @@ def check_merge(world: World, make: Any) -> None:
     assert node_weights is not None
     merge, before = node_weights.merge, []
 
-    def merge_and_note() -> None:
+    def record_and_merge() -> None:
         before.append((compute_mean_weights(world, model), read_state_tensors(optimizer, model)))
         merge()
 
-    node_weights.merge = merge_and_note  # type: ignore[method-assign]
+    node_weights.merge = record_and_merge  # type: ignore[method-assign]
     train(world, model, optimizer, range(2 * STEPS - 1, 2 * STEPS))
     assert read_algorithm(optimizer) == "hierarchical"
     assert optimizer.guard is None
@@ -100,9 +102,9 @@ def check_merge(world: World, make: Any) -> None:
     optimizer.unwrap()
 
 
-def case_a_skipped_step_before_the_change_and_accumulated_gradients_change_nothing(world: World) -> None:
-    """The backward that ends the comparison is not finite: the change to onebit follows its skipped step. A backward
-    under `no_sync()` follows."""
+def case_the_switch_to_onebit_survives_a_skipped_step_and_no_sync(world: World) -> None:
+    """The gradients of the last step of the comparison are not finite. That step is skipped, and `auto` then switches
+    to onebit. A backward under `no_sync()` follows."""
     if world.nodes == 1:
         return
     with play_measured_steps(world, *KEPT):
@@ -121,8 +123,8 @@ def case_a_skipped_step_before_the_change_and_accumulated_gradients_change_nothi
     optimizer.unwrap()
 
 
-def case_announced_batches_go_on_over_the_change(world: World) -> None:
-    """The loop over `join` began before the change, and ranks have different numbers of batches."""
+def case_a_loop_over_join_continues_when_auto_switches(world: World) -> None:
+    """The loop over `join` began before the switch, and ranks have different numbers of batches."""
     if world.nodes == 1:
         return
     with play_measured_steps(world, *KEPT):
@@ -135,7 +137,7 @@ def case_announced_batches_go_on_over_the_change(world: World) -> None:
             optimizer.zero_grad()
     assert read_algorithm(optimizer) == "onebit"
     assert optimizer.steps == STEPS + 3 + world.size - 1
-    assert optimizer.turns is turns, "the weights of batches come from the loop's announcements"
+    assert optimizer.turns is turns, "the same object still counts the batches of the loop"
     assert are_equal_on_all_ranks(read_agreed_weights(optimizer, model))
     optimizer.unwrap()
 
@@ -154,7 +156,8 @@ def run_until(world: World, directory: str, steps: int) -> tuple[nn.Module, topk
 
 
 def case_a_checkpoint_of_onebit_is_resumed_by_auto_bit_for_bit(world: World) -> None:
-    """The first run saves at its end, in the trial of onebit. What it resumes continues with onebit."""
+    """The first run saves a checkpoint during the trial of onebit, and then trains on as the reference. The second run
+    resumes the checkpoint and continues with onebit."""
     if world.nodes == 1:
         return
     with make_shared_directory(world) as directory, play_measured_steps(world, 0.5):
@@ -170,7 +173,7 @@ def case_a_checkpoint_of_onebit_is_resumed_by_auto_bit_for_bit(world: World) -> 
         optimizer.unwrap()
 
 
-def case_a_dense_state_replaces_own_weights(world: World) -> None:
+def case_a_dense_state_replaces_weights_of_nodes(world: World) -> None:
     """A state that was saved before the change is loaded after it: the run is dense again, with equal weights."""
     if world.nodes == 1:
         return
@@ -179,8 +182,7 @@ def case_a_dense_state_replaces_own_weights(world: World) -> None:
         optimizer = build_auto(model)
         train(world, model, optimizer, range(3))
         state, start = copy.deepcopy(optimizer.state_dict()), copy_weights(model)
-        optimizer.tuning._is_settled = False  # the state was copied, and the run goes on as if nothing was saved
-        optimizer.tuning.is_saved = False
+        optimizer.tuning.is_saved = False  # a saved state would settle `auto`; it must still try onebit
         train(world, model, optimizer, range(3, STEPS + 3))
         assert read_algorithm(optimizer) == "onebit"
         with torch.no_grad():
@@ -194,7 +196,7 @@ def case_a_dense_state_replaces_own_weights(world: World) -> None:
         optimizer.unwrap()
 
 
-def case_without_permission_auto_never_takes_onebit(world: World) -> None:
+def case_auto_never_takes_onebit_without_node_weights_own(world: World) -> None:
     if world.nodes == 1:
         return
     model = build_network()

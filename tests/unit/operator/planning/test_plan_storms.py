@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_cluster import SimulatedCluster, start_running_job
 from simulated_job import build_job
-from simulated_kubelets import RANK_FAILED
 
+from simulated_kubelets import RANK_FAILED
 from topkube_operator.model.observed import Trouble, find_difference, satisfies
 
 HOUR = 3600
 MOST_IN_AN_HOUR = 20
-"""Quick attempts: pauses of 0, 5, 10, 20, 40, 80, 160 s and then of 300 s."""
+"""An upper bound on the attempts in an hour if each attempt fails at once. The pauses between them are 0, 5, 10, 20,
+40, 80 and 160 s, and then 300 s each."""
 
 
 def _remove_pod(world: SimulatedCluster, name: str) -> None:
@@ -31,7 +32,7 @@ def _name_launcher(world: SimulatedCluster) -> str:
 
 
 def _fail_launcher(world: SimulatedCluster, skew: int) -> None:
-    """The launcher fails on a node whose clock is wrong."""
+    """Let the launcher fail on a node whose clock is wrong by `skew` seconds."""
     now, world.now = world.now, world.now + timedelta(seconds=skew)
     world.schedule()
     world.run()
@@ -66,7 +67,7 @@ def test_without_passing_time_at_most_two_attempts_have_pods(trouble: str) -> No
 
 @settings(max_examples=20)
 @given(st.lists(st.sampled_from(sorted(TROUBLES)), min_size=1, max_size=4), st.sampled_from([1, 4, 7]))
-def test_attempts_of_an_hour_are_few_whatever_goes_wrong(troubles: list[str], every: int) -> None:
+def test_attempts_of_a_quarter_of_an_hour_are_few_whatever_goes_wrong(troubles: list[str], every: int) -> None:
     world = SimulatedCluster(build_job(runPolicy={"backoffLimit": 1000}))
     attempts = set()
     for step in range(HOUR // every // 4):

@@ -16,7 +16,7 @@ from topkube.errors import DatasetError, StoreError
 
 PAGE_BYTES = 64 << 20
 """The most bytes of an index page."""
-_SKIPPED_AT_ONCE = 1 << 20
+_CHUNK_BYTES = 1 << 20
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _PAGES = ("text/html", "application/xhtml+xml")
 _PAGE_NAMES = (".html", ".htm", ".xhtml", "/")
@@ -42,7 +42,8 @@ class Reading:
     version: str = field(default="", init=False)
 
     def confirm(self, headers: Mapping[str, str]) -> None:
-        """Raise Changed or StoreError if the headers do not name the version that is being read."""
+        """Store the version of the first response. Raise Changed or StoreError if a later response has another version,
+        or if the listing names another."""
         check_version(self.listed.version, headers, self.url)
         version = read_header_version(headers)
         if self.version and version != self.version:
@@ -63,7 +64,7 @@ async def read_range(filesystem: Any, reading: Reading, start: int, end: int) ->
         skipped = check_range(response, reading, start, end)
         reading.confirm(response.headers)
         while skipped:
-            count = min(skipped, _SKIPPED_AT_ONCE)
+            count = min(skipped, _CHUNK_BYTES)
             await response.content.readexactly(count)
             skipped -= count
         data: bytes = await response.content.readexactly(end - start)
@@ -117,9 +118,9 @@ def is_page(headers: Mapping[str, str]) -> bool:
 async def read_page(filesystem: Any, url: str) -> bytes:
     """Return an index page. Raises DatasetError if it has more than PAGE_BYTES."""
     async with _open_response(filesystem, "GET", url, {}) as response:
-        check_content(response.headers, url if url.endswith("/") else f"{url}/")
+        check_content(response.headers, url if url.endswith("/") else f"{url}/")  # a name that ends with / may be HTML
         page = bytearray()
-        while part := await response.content.read(_SKIPPED_AT_ONCE):
+        while part := await response.content.read(_CHUNK_BYTES):
             page += part
             if len(page) > PAGE_BYTES:
                 raise DatasetError(
@@ -131,8 +132,8 @@ async def read_page(filesystem: Any, url: str) -> bytes:
 
 
 async def describe_object(filesystem: Any, url: str) -> dict[str, Any]:
-    """Return the `size` of an object (None if the server does not send it), its `version`, and `page`: True for an HTML
-    page."""
+    """Return the `size` of an object (None if the server does not send it, or sends the object compressed), its
+    `version`, and `page`: True for an HTML page."""
     for method in ("HEAD", "GET"):
         try:
             async with _open_response(filesystem, method, url, {}) as response:

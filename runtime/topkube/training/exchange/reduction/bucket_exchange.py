@@ -25,11 +25,11 @@ from topkube.world import World
 
 class BucketExchange:
     """The exchange of buckets among the ranks of a world. Methods run in the communication thread, in the same order on
-    every rank; `mark_caller`, `follow` and `spread_flag` run in the thread of the caller.
+    every rank; `mark_caller`, `follow` and `write_nan_if_flagged` run in the thread of the caller.
 
     If `device` is set, buckets are reduced on it, as a pipeline (collectives/device/): `run` then only starts the
-    reduction of a bucket, and `flush` finishes all of them. Dense buckets between nodes of CPUs work in the same way
-    (overlapped_buckets.py). `reduced_parts` holds what is reduced but not gathered, with DeAR.
+    reduction of a bucket, and `flush` finishes all of them. On CPUs, dense buckets that nodes exchange work in the same
+    way (overlapped_buckets.py). With DeAR, `reduced_parts` holds the parts that are reduced and not yet gathered.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class BucketExchange:
         return measure_nccl_link(self.on_device)
 
     def is_overlapped(self, bucket: Bucket) -> bool:
-        """Return True if a dense exchange of the bucket between nodes overlaps with the next buckets. All-reduces of
-        the warm-up do not count."""
+        """Return True if a dense exchange of the bucket between nodes overlaps with the next buckets. The
+        answer ignores the warm-up, which may use another algorithm."""
         return self._overlapped is not None and self.algorithms.may_overlap(bucket)
 
     @property
@@ -85,7 +85,8 @@ class BucketExchange:
         loss_scale: torch.Tensor | float = 1.0,
     ) -> bool:
         """Exchange the bucket's local gradients and add the means to the aggregated gradients in `.grad`. Return True
-        if all values that this rank saw were finite. Residuals change with `accept`. `mark` is what `mark_caller`
+        if all values that this rank saw were finite, without those that `flush` still finishes. Residuals change only
+        when `Residuals.accept` is called. `mark` is what `mark_caller`
         returned when the gradients were handed over; `loss_scale` is the factor by which the loss was multiplied."""
         with self._work_after(mark):
             if bucket.has_rows:
@@ -95,7 +96,8 @@ class BucketExchange:
             return self._reduction.reduce_strided(task)
 
     def _read_factor(self, loss_scale: torch.Tensor | float) -> float:
-        """Return the factor as a number. A factor on the device is read once per backward, because that waits."""
+        """Return the factor as a number. A factor on the device is read once per backward, because the host
+        waits for the device to read it."""
         if not isinstance(loss_scale, torch.Tensor):
             return loss_scale
         if self._scale is None or self._scale[0] is not loss_scale:
@@ -123,9 +125,9 @@ class BucketExchange:
             return self.on_device.flush()
         return self._overlapped is None or self._overlapped.flush()
 
-    def agrees_on_device(self, buckets: Iterable[Bucket]) -> bool:
-        """Return True if all ranks agree on the device whether these buckets are finite, so that no host waits for the
-        answer: no byte of them passes through host memory, and no residual depends on the answer. The same on all
+    def can_check_finite_on_device(self, buckets: Iterable[Bucket]) -> bool:
+        """Return True if the ranks can decide on the device if these buckets are finite; no host then waits. Buckets
+        must not pass through host memory, and no residual may depend on the answer. The result is the same on all
         ranks."""
         if self.on_device is None or self._finite_check == "host":
             return False
@@ -136,7 +138,7 @@ class BucketExchange:
     @torch.no_grad()
     def flush_undecided(self) -> DeviceFlag:
         """Finish the reductions that `run` has started. Return a flag that is 1 on all ranks if a value was not finite.
-        The host does not wait for the device. Only if `agrees_on_device`."""
+        The host does not wait for the device. Call this only if `can_check_finite_on_device` returned True."""
         assert self.on_device is not None
         self.on_device.memory.enter_thread()
         return self.on_device.flush_undecided()
@@ -153,7 +155,7 @@ class BucketExchange:
             self.on_device.follow()
 
     @torch.no_grad()
-    def spread_flag(self, flag: DeviceFlag, gradients: Iterable[torch.Tensor]) -> None:
+    def write_nan_if_flagged(self, flag: DeviceFlag, gradients: Iterable[torch.Tensor]) -> None:
         """Write NaN into a gradient if the flag is 1, on the stream of the caller: clipping and GradScaler then decide
         the same on every rank."""
         assert self.on_device is not None

@@ -78,7 +78,9 @@ class StepGradients:
         were_nonfinite, self._were_nonfinite = self._are_nonfinite, nonfinite is True
         if isinstance(nonfinite, DeviceFlag):  # there are no residuals: they would depend on the answer
             self.decisions.hold(nonfinite)
-            self._exchange.spread_flag(nonfinite, [p.tensor.grad for p in trainable if p.tensor.grad is not None])
+            self._exchange.write_nan_if_flagged(
+                nonfinite, [p.tensor.grad for p in trainable if p.tensor.grad is not None]
+            )
             if has_idle:
                 self._drop_unused(trainable)
         elif nonfinite:
