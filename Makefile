@@ -41,8 +41,8 @@ test-cluster: $(VENV)/.ready ## run the tests on a real Kubernetes: the cluster 
 	@scripts/test-cluster.sh $(VENV)/bin/python
 
 lint: $(VENV)/.ready ## ruff, mypy --strict, import contracts, clang-format
-	$(RUN) ruff format --check .
-	$(RUN) ruff check .
+	$(RUN) ruff format --no-cache --check .
+	$(RUN) ruff check --no-cache .
 	$(RUN) mypy
 	$(RUN) mypy --config-file tests/cluster/mypy.ini tests/cluster tests/chart benchmarks
 	$(VENV)/bin/lint-imports

@@ -46,7 +46,7 @@ from localkube.control_plane import ControlPlane  # noqa: E402
 from localkube.layout import Layout  # noqa: E402
 from localkube.packages import TO_RUN, compile_kubernetes, install_packages  # noqa: E402
 
-from simulated_kubelets import NAMESPACE, build_job, create_finished_job  # noqa: E402
+from scale_kubelets import NAMESPACE, build_job, create_finished_job  # noqa: E402
 from topkube.job import KIND  # noqa: E402
 from topkube_operator.control.plan_executor import CALLS  # noqa: E402
 from topkube_operator.model import names  # noqa: E402
@@ -145,7 +145,7 @@ def read_metric(name: str) -> float | None:
 
 @contextmanager
 def run_kubelets(kubeconfig: str) -> Iterator[None]:
-    process = subprocess.Popen([sys.executable, str(Path(__file__).with_name("simulated_kubelets.py")), kubeconfig])
+    process = subprocess.Popen([sys.executable, str(Path(__file__).with_name("scale_kubelets.py")), kubeconfig])
     try:
         yield
     finally:

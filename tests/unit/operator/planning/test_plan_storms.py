@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_cluster import SimulatedCluster, start_running_job
 from simulated_job import build_job
-
 from simulated_kubelets import RANK_FAILED
+
 from topkube_operator.model.observed import Trouble, find_difference, satisfies
 
 HOUR = 3600

@@ -1,6 +1,6 @@
 """Simulated nodes, and objects of earlier operators, for benchmarks/operator_scale.py, which has no kubelets.
 
-python benchmarks/simulated_kubelets.py KUBECONFIG       # sets the status of every new pod, like a kubelet
+python benchmarks/scale_kubelets.py KUBECONFIG       # sets the status of every new pod, like a kubelet
 """
 
 from __future__ import annotations
