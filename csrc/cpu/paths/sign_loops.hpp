@@ -10,7 +10,7 @@
 namespace topkube {
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(TOPKUBE_EMULATE_AVX512)
 #define TOPKUBE_VECTOR_BYTES 64
 #elif defined(__AVX2__)
 #define TOPKUBE_VECTOR_BYTES 32
@@ -75,7 +75,7 @@ std::uint16_t sign_pack(float* values, std::size_t length, std::uint8_t* bits) {
 
 // Adds +-scales over the parts, in their order, to the sums of 32 elements.
 struct SignSums {
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(TOPKUBE_EMULATE_AVX512)
   __m512 sums[2] = {};
 
   void add(float scale, std::uint32_t signs) {
