@@ -43,7 +43,9 @@ FREE = (
 )
 """The fields of runPolicy whose changes take effect at once."""
 WHILE_SUSPENDED: tuple[tuple[str, ...], ...] = (("spread",), ("runPolicy", "schedulingPolicy"))
+"""Paths below spec that can change only while the job is suspended."""
 TEMPLATES: tuple[tuple[str, ...], ...] = (("template",), ("launcher", "template"))
+"""Paths of the pod templates below spec."""
 PLACEMENT: tuple[tuple[str, ...], ...] = (
     ("metadata", "labels"),
     ("metadata", "annotations"),
@@ -109,14 +111,16 @@ def restore_spec(accepted: Mapping[str, Any], wanted: Any) -> tuple[dict[str, An
     spec, problems = copy.deepcopy(dict(accepted)), list[str]()
     is_suspended = any(_read_path(value, ("runPolicy", "suspend")) is True for value in (accepted, wanted))
     for path in TEMPLATES:
-        known, template = _read_path(accepted, path), _read_path(wanted, path)
-        if not isinstance(known, dict) or _DIGEST not in known:
+        accepted_template, template = _read_path(accepted, path), _read_path(wanted, path)
+        if not isinstance(accepted_template, dict) or _DIGEST not in accepted_template:
             continue
         *above, name = path
         _read_path(spec, tuple(above))[name] = template
-        if known[_DIGEST] == _compute_digest(template):
+        if accepted_template[_DIGEST] == _compute_digest(template):
             continue
-        if not isinstance(template, dict) or known.get(_REST_DIGEST) != _compute_digest(_remove_placement(template)):
+        if not isinstance(template, dict) or accepted_template.get(_REST_DIGEST) != _compute_digest(
+            _remove_placement(template)
+        ):
             problems.append(_describe_fixed_field(path))
         elif not is_suspended:
             text = "where pods go can be changed only while the job is suspended: set spec.runPolicy.suspend first"
