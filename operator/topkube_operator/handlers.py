@@ -52,17 +52,21 @@ def build_registry(operator: Operator, hook: WebhookOptions) -> kopf.OperatorReg
 
     @kopf.on.login(registry=handlers)
     def login(**_: Any) -> kopf.ConnectionInfo:
-        known = operator.cluster.configuration
-        header = known.get_api_key_with_prefix("BearerToken") or known.get_api_key_with_prefix("authorization") or ""
+        configuration = operator.cluster.configuration
+        header = (
+            configuration.get_api_key_with_prefix("BearerToken")
+            or configuration.get_api_key_with_prefix("authorization")
+            or ""
+        )
         scheme, token = header.rpartition(" ")[::2]
         return kopf.ConnectionInfo(
-            server=known.host,
-            ca_path=known.ssl_ca_cert,
-            insecure=not known.verify_ssl,
+            server=configuration.host,
+            ca_path=configuration.ssl_ca_cert,
+            insecure=not configuration.verify_ssl,
             scheme=scheme or None,
             token=token or None,
-            certificate_path=known.cert_file,
-            private_key_path=known.key_file,
+            certificate_path=configuration.cert_file,
+            private_key_path=configuration.key_file,
         )
 
     @kopf.on.startup(registry=handlers)

@@ -1,11 +1,13 @@
-"""The compiled extension (csrc/). Arrays are 1-D contiguous uint8 views with a dtype code beside; indices uint32."""
+"""The compiled extension (csrc/). Arrays are 1-D contiguous uint8 views; the code of their dtype is a separate
+argument (`arrays.DTYPE_CODES`). Indices are uint32."""
 
 from collections.abc import Callable, Sequence
 
 from topkube.arrays import Array
 
 def finalize_on_success(finalize: int, is_finalized: int) -> bool:
-    """Addresses of MPI_Finalize and MPI_Finalized; whether the process will end MPI where its exit status is 0."""
+    """Finalize MPI at the end of the process if its exit status is 0. The arguments are the addresses of MPI_Finalize
+    and MPI_Finalized. Returns False if the C library has no such hook: then nothing changes."""
 
 def finalize_in_any_case() -> None: ...
 def simd_paths() -> list[str]: ...
@@ -39,7 +41,7 @@ class NodeMismatch(Exception):
     """`args`: the local ranks whose signature differs."""
 
 class Node:
-    """Collectives of one node's ranks through `window`, which all of them map; see cpu/shared_memory.hpp."""
+    """Collectives of one node's ranks through `window`, which all of them map; see csrc/cpu/node/shared_memory.hpp."""
 
     def __init__(
         self, window: Array, rank: int, ranks: int, shards: int, cells: int, crowded: bool, poll: Callable[[], None]
@@ -62,42 +64,43 @@ class Node:
 
 def sum_sparse(out: Array, dtype: int, parts: Sequence[tuple[Array, Array]]) -> None: ...
 def gather_memory(source: Array, offsets: Array, lengths: Array, out: Array) -> None:
-    """Records source[offset : offset + length], one after the other. offsets, lengths: int64."""
+    """Copy the records source[offset : offset + length] to `out`, one after the other. offsets, lengths: int64."""
 
 def gather_rows(source: Array, length: int, rows: Array, out: Array) -> None:
-    """Records source[row * length : (row + 1) * length], one after the other. rows: int64."""
+    """Copy the records source[row * length : (row + 1) * length] to `out`, one after the other. rows: int64."""
 
 def gather_set_rows(flags: Array, source: Array, length: int, rows: Array, out: Array) -> bool:
-    """Does the same if flags[row] (uint8) is 1 for every row. Returns False otherwise, and writes nothing."""
+    """Copy records as `gather_rows` does, if flags[row] (uint8) is 1 for every row. Otherwise return False and write
+    nothing."""
 
 def gather_files(files: Array, offsets: Array, lengths: Array, out: Array) -> tuple[int, int]:
-    """The same by pread from open files (int32). Returns the records read and, where one failed, its errno (0 at the
-    end of a file)."""
+    """Read records by pread from open files (int32) to `out`, one after the other. Returns the number of records read
+    and, if a record could not be read, its errno (0 at the end of a file)."""
 
 def gather_samples(
     starts: Array, files: Array, offsets: Array, lengths: Array, samples: Array, length: int, out: Array
 ) -> bool:
-    """Samples of `length` bytes, by pread from the shards that have them. Shard k has the samples starts[k] to
+    """Read samples of `length` bytes by pread from the shards that have them. Shard k has the samples starts[k] to
     starts[k + 1] - 1 and is open as files[k] (int32; negative if it is not open). Sample s has lengths[s] bytes at
-    offsets[s] of its shard. Returns False, with `out` undefined, if a shard is not open or a sample has another length
-    or cannot be read."""
+    offsets[s] of its shard. Returns False, with `out` undefined, if a shard is not open or if a sample has another
+    length or cannot be read."""
 
 def write_rows(file: int, length: int, rows: Array, source: Array) -> tuple[int, int]:
-    """Records of `length` bytes each, from `source`, to a file at row * length, by pwrite. rows: int64. Returns the
-    records written and, where one failed, its errno."""
+    """Write records of `length` bytes each from `source` to a file, at the bytes row * length, by pwrite. rows: int64.
+    Returns the number of records written and, if a record could not be written, its errno."""
 
 def map_file(file: int, size: int, alignment: int) -> Array:
-    """The first `size` bytes of an open file, mapped read-only at a multiple of `alignment` (bytes, a power of two).
-    Raises OSError."""
+    """Return the first `size` bytes of an open file, mapped read-only at a multiple of `alignment` (bytes, a power of
+    two). Raises OSError."""
 
 def collapse_pages(mapped: Array, start: int, size: int) -> int:
-    """Moves the pages of mapped[start : start + size] into huge pages. Returns 0, or the errno of the kernel."""
+    """Move the pages of mapped[start : start + size] into huge pages. Returns 0, or the errno of the kernel."""
 
 def scan_tar(file: int, size: int, at: int, header: Array, lengths: Array, names: Array) -> tuple[int, int]:
-    """The consecutive members of a tar from byte `at` on whose headers are valid and differ from `header` (512 bytes)
-    in nothing but name, owner, length, time and checksum; at most as many as `lengths` (int64) has elements. Writes
-    their lengths, and their names with a zero after each (`names`: 101 bytes for each length). Returns the number of
-    members and the bytes of the names."""
+    """Find the consecutive members of a tar from byte `at` on. The scan ends at a member whose header is invalid, or
+    differs from `header` (512 bytes) in more than name, owner, length, time and checksum, and after as many members as
+    `lengths` (int64) has elements. Writes the lengths of the members, and their names with a zero after each (`names`:
+    101 bytes for each length). Returns the number of members and the bytes of the names."""
 
 def quantised_bytes(length: int, bits: int) -> int: ...
 def quantised_pack(values: Array, bits: int, message: Array) -> bool: ...

@@ -35,9 +35,10 @@ _PATIENCE_RANKS = 8
 """With more ranks per processor, a roll call lasts longer in proportion, because each rank runs less often."""
 _LEAVE_SECONDS = 0.2
 """How long a rank waits until its messages are sent. Messages to absent ranks may never be sent; MPI keeps them."""
-_LISTED = 8
+_LISTED_RANKS = 8
 _LISTED_WAITS = 3
-_DIRECT = 64
+"""The most ranks, and the most places in which other ranks wait, that a message lists."""
+_DIRECT_RANKS = 64
 """In a world of at most this many ranks, every rank sends to all others."""
 
 Answers = npt.NDArray[np.void]
@@ -50,7 +51,7 @@ ANSWER = np.dtype([("rank", np.int32), ("counts", np.int64, (SERIES,)), ("what",
 def list_neighbours(rank: int, size: int) -> list[int]:
     """Return the ranks that `rank` sends to: all others among up to 64 ranks, otherwise the ranks at distances 1, 2, 4,
     ... in both directions."""
-    if size <= _DIRECT:
+    if size <= _DIRECT_RANKS:
         return [other for other in range(size) if other != rank]
     distances = [1 << power for power in range((size - 1).bit_length())]
     neighbours = {(rank + sign * distance) % size for distance in distances for sign in (1, -1)}
@@ -59,8 +60,8 @@ def list_neighbours(rank: int, size: int) -> list[int]:
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return "rank 3" or "ranks 1, 3": at most eight numbers, then the count of the other ranks."""
-    listed = ", ".join(str(rank) for rank in ranks[:_LISTED])
-    listed += f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
+    listed = ", ".join(str(rank) for rank in ranks[:_LISTED_RANKS])
+    listed += f" and {len(ranks) - _LISTED_RANKS} more" if len(ranks) > _LISTED_RANKS else ""
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
 
 
@@ -202,6 +203,7 @@ class Control:
 
         quiet, longest = self._quiet_seconds, _LONGEST_QUIETS * self._quiet_seconds
         pause, between_sends = _PAUSE_SECONDS * self._slowness, _SEND_SECONDS * self._slowness
+
         start = last_answer = last_send = time.monotonic()
         send_new()
         while len(roll.answers) < comm.size:
@@ -218,6 +220,7 @@ class Control:
                 last_send = now
                 send_new()
             time.sleep(pause)
+
         send_new()
         deadline = time.monotonic() + _LEAVE_SECONDS * self._slowness
         while not MPI.Request.Testall([request for _, request in sends]) and time.monotonic() < deadline:

@@ -416,7 +416,7 @@ def _parse(variable: str, raw: str, kind: type) -> Any:
     try:
         return _SWITCH[raw.lower()] if kind is bool else kind(raw)
     except (ValueError, KeyError):
-        wanted = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
+        expected_kind = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
         raise SettingsError(
-            f"{variable}={raw!r} is not {wanted}", next_step=f"unset {variable} or correct it"
+            f"{variable}={raw!r} is not {expected_kind}", next_step=f"unset {variable} or correct it"
         ) from None

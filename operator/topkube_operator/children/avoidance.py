@@ -9,7 +9,7 @@ from topkube_operator.children.placement import HOSTNAME
 from topkube_operator.children.templates import ensure_list, ensure_mapping
 from topkube_operator.model import names
 
-_WHERE = "spec.template.spec"
+_POD_SPEC = "spec.template.spec"
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
@@ -21,12 +21,15 @@ def avoid_nodes(pod: dict[str, Any], hostnames: Iterable[str]) -> None:
     if not avoided:
         return
     pod["metadata"]["annotations"][names.AVOIDED_NODES] = ",".join(avoided)
-    affinity = ensure_mapping(ensure_mapping(pod["spec"], "affinity", _WHERE), "nodeAffinity", f"{_WHERE}.affinity")
-    required = ensure_mapping(affinity, _REQUIRED, f"{_WHERE}.affinity.nodeAffinity")
-    terms = ensure_list(required, "nodeSelectorTerms", f"{_WHERE}.affinity.nodeAffinity.{_REQUIRED}")
+    affinity = ensure_mapping(
+        ensure_mapping(pod["spec"], "affinity", _POD_SPEC), "nodeAffinity", f"{_POD_SPEC}.affinity"
+    )
+    required = ensure_mapping(affinity, _REQUIRED, f"{_POD_SPEC}.affinity.nodeAffinity")
+    terms = ensure_list(required, "nodeSelectorTerms", f"{_POD_SPEC}.affinity.nodeAffinity.{_REQUIRED}")
     if not terms:
         terms.append({})
     for term in terms:  # a node fits if one of the terms matches, so each term needs the rule
         if isinstance(term, dict):
-            expressions = ensure_list(term, "matchExpressions", f"{_WHERE}.affinity.nodeAffinity.{_REQUIRED}")
+            path = f"{_POD_SPEC}.affinity.nodeAffinity.{_REQUIRED}"
+            expressions = ensure_list(term, "matchExpressions", path)
             expressions.append({"key": HOSTNAME, "operator": "NotIn", "values": avoided})

@@ -15,7 +15,7 @@ from topkube.job import TrainingJob
 from topkube.job.base.quantity import parse_bytes
 from topkube.job.cached_dataset import compute_dataset_id
 from topkube.job.fields.dataset import Dataset
-from topkube_operator.children.templates import ensure_list
+from topkube_operator.children.templates import ensure_list, escape_variables
 from topkube_operator.model.observed import Policy
 
 VOLUME = "topkube-dataset"
@@ -96,7 +96,7 @@ def add_dataset(pod: dict[str, Any], container: dict[str, Any], job: TrainingJob
     entries = ensure_list(container, "env", _CONTAINER)
     set_variables = {entry.get("name") for entry in entries if isinstance(entry, dict)}
     entries += [
-        {"name": name, "value": value.replace("$", "$$")}
+        {"name": name, "value": escape_variables(value)}
         for name, value in sorted(job.environment(**build_cache_settings(job, policy)).items())
         if name.startswith(_SETTINGS) and name not in set_variables
     ]

@@ -32,6 +32,8 @@ need one more node."""
 _REQUESTS = {"cpu": "50m", "memory": "96Mi"}
 _GUARANTEED_CPU, _LIMIT_CPU = "500m", "2"
 _LIMIT_MIB, _LIMIT_MIB_PER_WORKER = 512, 1
+"""The launcher's resources without spec.launcher.resources: its requests, the processors of a launcher in a Guaranteed
+pod and of any other launcher, and the memory limit, which grows with the workers."""
 
 
 def inherit_fields(launcher: dict[str, Any], workers: Mapping[str, Any]) -> None:

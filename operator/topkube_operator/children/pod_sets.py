@@ -75,8 +75,8 @@ def _read_requests(container: Any) -> dict[str, Decimal]:
 
 def _read_amounts(value: Any) -> dict[str, Decimal]:
     entries = value.items() if isinstance(value, Mapping) else ()
-    known = ((str(name), parse_quantity(text)) for name, text in entries)
-    return {name: amount for name, amount in known if amount is not None}
+    parsed = ((str(name), parse_quantity(text)) for name, text in entries)
+    return {name: amount for name, amount in parsed if amount is not None}
 
 
 def _sum_amounts(parts: Iterable[Mapping[str, Decimal]]) -> dict[str, Decimal]:

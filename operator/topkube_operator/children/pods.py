@@ -16,7 +16,7 @@ from topkube.job import TrainingJob
 from topkube.job.template import find_worker_container, remove_nulls
 from topkube.launch import contract
 from topkube_operator.children import datasets, inheritance, placement, source
-from topkube_operator.children.templates import ensure_list, ensure_mapping
+from topkube_operator.children.templates import ensure_list, ensure_mapping, escape_variables
 from topkube_operator.model import names
 from topkube_operator.model.observed import Policy, hash_data
 
@@ -231,7 +231,7 @@ def _configure_launcher(
         container.setdefault("imagePullPolicy", worker["imagePullPolicy"])
     container.setdefault("command", ["topkube", "launch"])
     container.setdefault("resources", inheritance.choose_launcher_resources(job))
-    _add_environment(container, {contract.PLAN_VARIABLE: plan.to_json().replace("$", "$$")})
+    _add_environment(container, {contract.PLAN_VARIABLE: escape_variables(plan.to_json())})
     _hide_gpus(container)
     _restrict_container(container, pod["spec"], _find_unset_fields(job, of_launcher=True))
     container["securityContext"].setdefault("readOnlyRootFilesystem", True)

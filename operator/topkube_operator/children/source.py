@@ -11,7 +11,7 @@ from typing import Any
 
 from topkube.job import TrainingJob
 from topkube.launch import contract
-from topkube_operator.children.templates import ensure_list
+from topkube_operator.children.templates import ensure_list, escape_variables
 
 _VOLUME, _FILES, _SECRET = "topkube-code", "topkube-source-files", "topkube-source-credentials"
 _CONTAINER, _POD = "the container", "the pod template's spec"
@@ -61,7 +61,7 @@ def build_source_container(
     entries[:] = [
         entry for entry in entries if not (isinstance(entry, dict) and entry.get("name") == contract.SOURCE_VARIABLE)
     ]
-    entries.append({"name": contract.SOURCE_VARIABLE, "value": plan.to_json().replace("$", "$$")})
+    entries.append({"name": contract.SOURCE_VARIABLE, "value": escape_variables(plan.to_json())})
     archive = job.spec.source.archive if job.spec.source is not None else None
     if archive is not None and archive.secret_name:
         ensure_list(built, "envFrom", _CONTAINER).append({"secretRef": {"name": archive.secret_name}})

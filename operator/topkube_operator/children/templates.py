@@ -24,6 +24,11 @@ def ensure_mapping(parent: dict[str, Any], field: str, path: str) -> dict[str, A
     return value
 
 
+def escape_variables(text: str) -> str:
+    """Return the text of a variable's value in which Kubernetes replaces no $(NAME)."""
+    return text.replace("$", "$$")
+
+
 def _build_type_error(path: str, kind: str) -> JobError:
     problem = f"{path}: is not a {kind}"
     return JobError("the pods of this job cannot be made", [problem], next_step="correct the pod template")

@@ -159,8 +159,8 @@ class ChildWriter:
         return describe_contest(stored, manifest)
 
     def _change_child(self, child: Child, manifest: dict[str, Any]) -> dict[str, Any]:
-        """Change a child to its wanted content. A Secret is patched, because apply would keep the tokens of removed
-        pods that create has written."""
+        """Change a child to the content of `manifest`. A Secret is patched, because apply would keep the tokens of
+        removed pods that create has written."""
         if child.kind != "Secret":
             return self._cluster.apply(manifest)
         stale: dict[str, None] = {item: None for item in child.content if item not in manifest["data"]}

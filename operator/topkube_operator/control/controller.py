@@ -31,7 +31,7 @@ WORKERS = 16
 """Threads that reconcile."""
 _MAX_ROUNDS = 12
 """The most plans in a row for one job. After them, other jobs come first."""
-_LONGEST_PAUSE = 60.0
+_LONGEST_PAUSE_SECONDS = 60.0
 _CHECK_SECONDS = 0.5
 """How often a replica checks if it may take up postponed jobs."""
 
@@ -221,7 +221,7 @@ class Controller:
                 self._postpone_job(key)
                 return
             _log.warning("%s/%s: the pods of an earlier job keep their finalizers for now: %s", *key, error)
-            self._queue.add_after(key, max(_LONGEST_PAUSE, error.wait))
+            self._queue.add_after(key, max(_LONGEST_PAUSE_SECONDS, error.wait))
 
     def _read_job_uid(self, key: Key) -> str:
         """Return the UID of the job of this name; empty if there is none."""

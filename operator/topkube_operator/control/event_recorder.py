@@ -36,7 +36,7 @@ class _RecordedEvent:
 
     name: str
     count: int
-    at: float
+    last_at: float
 
 
 class EventRecorder:
@@ -45,8 +45,10 @@ class EventRecorder:
     def __init__(self, cluster: Cluster, identity: str) -> None:
         self._cluster, self._identity = cluster, identity
         self._queue: queue.Queue[tuple[dict[str, Any], Event] | None] = queue.Queue(maxsize=10_000)
-        self._known: OrderedDict[str, _RecordedEvent] = OrderedDict()
+        self._recorded: OrderedDict[str, _RecordedEvent] = OrderedDict()
+        """The Events that were written, by the digest of their text."""
         self._budgets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """The tokens of each job, and when they were counted (monotonic)."""
         self._thread = threading.Thread(target=self._write_events, name="events", daemon=True)
 
     def start(self) -> None:
@@ -82,13 +84,13 @@ class EventRecorder:
         now, time_text = time.monotonic(), format_timestamp(datetime.now(UTC))
         text = f"{job['uid']}/{event.type}/{event.reason}/{event.message}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        known = self._known.get(digest)
-        if known is not None and now - known.at < _REPEATED_WITHIN:
-            known.count, known.at = known.count + 1, now
-            self._known.move_to_end(digest)
+        recorded = self._recorded.get(digest)
+        if recorded is not None and now - recorded.last_at < _REPEATED_WITHIN:
+            recorded.count, recorded.last_at = recorded.count + 1, now
+            self._recorded.move_to_end(digest)
             try:
-                patch = {"count": known.count, "lastTimestamp": time_text}
-                self._cluster.patch("Event", job["namespace"], known.name, patch)
+                patch = {"count": recorded.count, "lastTimestamp": time_text}
+                self._cluster.patch("Event", job["namespace"], recorded.name, patch)
                 return
             except ApiError as error:
                 if error.status != 404:
@@ -120,9 +122,9 @@ class EventRecorder:
                 "count": 1,
             }
         )
-        self._known[digest] = _RecordedEvent(name, 1, now)
-        if len(self._known) > _REMEMBERED:
-            self._known.popitem(last=False)
+        self._recorded[digest] = _RecordedEvent(name, 1, now)
+        if len(self._recorded) > _REMEMBERED:
+            self._recorded.popitem(last=False)
 
     def _take_token(self, uid: str, now: float) -> bool:
         """Return True if the job's token bucket allows another Event."""

@@ -8,8 +8,9 @@ from typing import Any
 from topkube_operator.model.observed import LauncherReport, Trouble
 from topkube_operator.planning.contests import Contests
 
-_LONGEST_PAUSE = 60.0
+_LONGEST_PAUSE_SECONDS = 60.0
 _OBJECT_SECONDS, _MISSING_OBJECT_SECONDS = 60.0, 8.0
+"""How long an object of the cluster is remembered, and how long an object that could not be read."""
 
 
 def _choose_age_limit(content: dict[str, Any]) -> float:
@@ -44,4 +45,4 @@ class JobMemory:
     def back_off(self) -> float:
         """Count a failure. Return the seconds until the next try."""
         self.failures += 1
-        return float(min(0.5 * 2.0 ** min(self.failures, 10), _LONGEST_PAUSE))
+        return float(min(0.5 * 2.0 ** min(self.failures, 10), _LONGEST_PAUSE_SECONDS))

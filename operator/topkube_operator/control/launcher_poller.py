@@ -35,13 +35,18 @@ from topkube_operator.watch.watch_cache import WatchCache
 from topkube_operator.watch.work_queue import Key
 
 _log = logging.getLogger(__name__)
-_TICK = 0.5
+_TICK_SECONDS = 0.5
 _STARTING, _RUNNING, _SILENT = 1.0, 5.0, 10.0
 """Seconds between two polls: until ranks run, while they run, and after a launcher has not answered for a while."""
+_MOST_QUICK_MISSES = 20
+"""After this many polls without an answer, a launcher is polled less often."""
+_REPORTED_MISSES = (10, 100)
+"""The numbers of polls without an answer at which a warning is logged."""
 _TIMEOUT = aiohttp.ClientTimeout(total=4, connect=2)
 LARGEST_ANSWER = 256 << 10
 """Bytes. The longest valid answer has 130 KiB: 10,000 missing workers and 256 nodes with long names."""
 _AT_ONCE = 64
+"""The most polls at the same time."""
 _METADATA = frozenset(
     map(ipaddress.ip_address, ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254", "fd20:ce::254"))
 )
@@ -53,7 +58,8 @@ class _Target:
     """One launcher to poll."""
 
     context: ssl.SSLContext
-    next: float = 0.0
+    next_poll_at: float = 0.0
+    """The time (monotonic) of the next poll."""
     domains: str = ""
     """The zone, rack or block of each worker, for the launcher; empty if it is not known or not wanted."""
     misses: int = 0
@@ -80,12 +86,12 @@ class LauncherPoller:
                         if target is None:
                             target = self._targets[launcher.uid] = _Target(_build_tls_context(self._policy.seed, uid))
                         target.domains = domains
-                        if not target.busy and time.monotonic() >= target.next:
+                        if not target.busy and time.monotonic() >= target.next_poll_at:
                             target.busy = True
                             task = asyncio.create_task(self._poll_launcher(session, key, uid, launcher, target))
                             tasks.add(task)
                             task.add_done_callback(tasks.discard)
-                await asyncio.sleep(_TICK)
+                await asyncio.sleep(_TICK_SECONDS)
 
     def _find_launchers(self) -> list[tuple[Key, str, Pod, str]]:
         """Return the running launchers of the jobs that this operator manages, and the domains of their workers."""
@@ -121,12 +127,12 @@ class LauncherPoller:
                 status = await read_status(session, endpoint, token, target.context, target.domains)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, TopKubeError) as error:
             target.misses += 1
-            target.next = time.monotonic() + (_STARTING if target.misses < 20 else _SILENT)
-            if target.misses in (10, 100):
+            target.next_poll_at = time.monotonic() + (_STARTING if target.misses < _MOST_QUICK_MISSES else _SILENT)
+            if target.misses in _REPORTED_MISSES:
                 _log.warning("%s/%s: the launcher at %s does not answer: %s", *key, launcher.address, error)
         else:
             target.misses = 0
-            target.next = time.monotonic() + (_RUNNING if status.state == "Running" else _STARTING)
+            target.next_poll_at = time.monotonic() + (_RUNNING if status.state == "Running" else _STARTING)
             if status.attempt == launcher.attempt:
                 self._controller.receive_report(key, uid, _build_report(status))
         finally:

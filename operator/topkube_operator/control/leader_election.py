@@ -20,8 +20,11 @@ from topkube_operator.watch.api_connection import ApiError
 
 _log = logging.getLogger(__name__)
 _LEASE = 12.0
+"""Seconds without a renewal after which another replica takes the Lease."""
 _RENEW_WITHIN = 8.0
+"""Seconds for which a replica leads after a renewal."""
 _RENEW_EVERY = 2.5
+"""Seconds between two renewals."""
 _CHECK_EVERY = 1.0
 """Seconds between two checks by a replica that does not lead."""
 

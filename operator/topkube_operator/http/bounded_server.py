@@ -132,8 +132,8 @@ class BoundedServer:
     def _make_room(self, host: str) -> bool:
         """Return False if all connections are at work, so that none can be closed for a new one from this address."""
         connections = list(self._connections.values())
-        own = [connection for connection in connections if connection.host == host]
-        candidates = own if len(own) >= self._bounds.connections_per_client else connections
+        from_host = [connection for connection in connections if connection.host == host]
+        candidates = from_host if len(from_host) >= self._bounds.connections_per_client else connections
         if candidates is connections and len(connections) < self._bounds.connections:
             return True
         waiting = [connection for connection in candidates if not connection.is_working]

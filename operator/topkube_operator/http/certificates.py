@@ -42,7 +42,17 @@ class Authority:
         seed = hmac.new(secret, b"topkube webhook authority", hashlib.sha512).digest()
         key = ec.derive_private_key(int.from_bytes(seed, "big") % (_ORDER - 1) + 1, ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "topkube webhook")])
-        usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
+        usage = x509.KeyUsage(
+            digital_signature=False,
+            content_commitment=False,
+            key_encipherment=False,
+            data_encipherment=False,
+            key_agreement=False,
+            key_cert_sign=True,
+            crl_sign=True,
+            encipher_only=False,
+            decipher_only=False,
+        )
         certificate = (
             build_certificate(name, name, key.public_key(), int.from_bytes(seed[:8], "big") >> 1 | 1, _BEGIN, _END)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

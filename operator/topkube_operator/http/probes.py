@@ -136,8 +136,8 @@ class Probes:
     async def _scrape(self) -> bytes:
         """Return the metrics. One scrape runs at a time, because it takes some time for a thousand jobs."""
         async with self._scraping:
-            at, text = self._scraped
-            if time.monotonic() - at > _SCRAPE_SECONDS:
+            scraped_at, text = self._scraped
+            if time.monotonic() - scraped_at > _SCRAPE_SECONDS:
                 text = await asyncio.get_running_loop().run_in_executor(self._pool, self._metrics)
                 self._scraped = (time.monotonic(), text)
             return text

@@ -1,7 +1,7 @@
 """Who may read /metrics: TLS for the connection, and Kubernetes' own authentication for the caller.
 
-With authentication, a scraper sends the token of its service account. The API server tells which account owns the
-token (TokenReview), and whether that account may `get` the non-resource URL /metrics (SubjectAccessReview). The
+With authentication, a scraper sends the token of its service account. The API server reports which account owns
+the token (TokenReview), and if that account may `get` the non-resource URL /metrics (SubjectAccessReview). The
 kubelet's probes need no token.
 """
 

@@ -252,33 +252,35 @@ def select_compared_content(kind: str, child: Mapping[str, Any]) -> dict[str, An
     return dict(child.get("spec") or {})
 
 
-def satisfies(actual: Any, wanted: Any) -> bool:
-    """Return True if `actual` contains all of `wanted`. Additional fields and list entries in `actual` are ignored."""
-    return find_difference(actual, wanted) is None
+def satisfies(actual: Any, required: Any) -> bool:
+    """Return True if `actual` contains all of `required`. Additional fields and list entries in `actual` are
+    ignored."""
+    return find_difference(actual, required) is None
 
 
-def find_difference(actual: Any, wanted: Any) -> str | None:
-    """Return the path, such as `.ingress[0].ports`, of the first part of `wanted` that is missing in `actual`; None if
-    `actual` contains all of it. Each entry of a wanted list needs its own entry in the actual list, in any order."""
-    if isinstance(wanted, Mapping):
+def find_difference(actual: Any, required: Any) -> str | None:
+    """Return the path, such as `.ingress[0].ports`, of the first part of `required` that is missing in `actual`; None
+    if `actual` contains all of it. Each entry of a required list needs its own entry in the actual list, in any
+    order."""
+    if isinstance(required, Mapping):
         if not isinstance(actual, Mapping):
             return ""
-        for key, value in wanted.items():
+        for key, value in required.items():
             path = find_difference(actual.get(key), value)
             if path is not None:
                 return f".{key}{path}"
         return None
-    if isinstance(wanted, list):
+    if isinstance(required, list):
         if not isinstance(actual, list):
             return ""
         unmatched = list(actual)
-        for index, value in enumerate(wanted):
+        for index, value in enumerate(required):
             match = next((position for position, entry in enumerate(unmatched) if satisfies(entry, value)), None)
             if match is None:
                 return f"[{index}]"
             del unmatched[match]
         return None
-    return None if actual == wanted else ""
+    return None if actual == required else ""
 
 
 @dataclass(frozen=True, slots=True)

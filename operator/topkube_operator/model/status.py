@@ -38,6 +38,7 @@ OURS = (
     "startTime",
     "completionTime",
 )
+"""The fields of the status that the operator writes."""
 _MAPPINGS = {
     "acceptedSpec": "accepted",
     "firstFailure": "first_failure",
@@ -45,6 +46,7 @@ _MAPPINGS = {
     "cache": "cache",
     "replicaStatuses": "replicas",
 }
+"""The fields that hold a mapping, and the attributes of StatusDraft for them."""
 _LONGEST_REASON, _LONGEST_MESSAGE = 64, 8192
 
 
@@ -173,8 +175,8 @@ class StatusDraft:
         workers = list(workers)
         counts = _count_pods(workers)
         before = self.replicas.get("workers") if self.replicas else None
-        known = _read_count(before.get("ready")) if isinstance(before, dict) and self.phase == "Running" else 0
-        counts["ready"] = min(report.joined if report is not None else known, counts["active"])
+        last_count = _read_count(before.get("ready")) if isinstance(before, dict) and self.phase == "Running" else 0
+        counts["ready"] = min(report.joined if report is not None else last_count, counts["active"])
         self.replicas = {"launcher": _count_pods([launcher] if launcher else []), "workers": counts}
         self.workers_ready = f"{counts['ready']}/{total}"
 
@@ -204,11 +206,11 @@ class StatusDraft:
 
     def build_patch(self) -> dict[str, Any]:
         """Return the change of the stored status as a merge patch (None removes a field); empty if nothing changes."""
-        wanted = self.to_dict()
+        current = self.to_dict()
         return {
-            name: _build_merge_patch(self.stored.get(name), wanted.get(name))
+            name: _build_merge_patch(self.stored.get(name), current.get(name))
             for name in OURS
-            if wanted.get(name) != self.stored.get(name)
+            if current.get(name) != self.stored.get(name)
         }
 
 

@@ -31,7 +31,7 @@ from topkube_operator.watch.api_connection import ApiError
 _log = logging.getLogger(__name__)
 POLL_SECONDS = 2.0
 CLUSTER_SECONDS = 10.0
-"""How often the cluster is asked for claims and wishes while nothing changes on the disk."""
+"""How often the cluster is asked for claims and CachedDatasets while nothing changes on the disk."""
 
 
 @dataclass
@@ -57,8 +57,8 @@ class Agent:
         self._metrics = metrics or AgentMetrics("topkube", node)
         self._allowed: frozenset[str] = frozenset()
         self._claims_read_at = float("-inf")
-        self._wishes: dict[Name, bool] = {}
-        """Datasets whose CachedDataset the agent has seen, and if it asks for a pin."""
+        self._pin_requests: dict[Name, bool] = {}
+        """The datasets whose CachedDataset the agent has seen: True if the CachedDataset asks to pin the dataset."""
         self._deleted: set[Name] = set()
         self._reports: dict[Name, _LastReport] = {}
         self._warnings: dict[str, str] = {}
@@ -77,7 +77,7 @@ class Agent:
             present,
             tuple(datasets),
             self._volume.measure_free_bytes(),
-            dict(self._wishes),
+            dict(self._pin_requests),
             frozenset(self._deleted),
         )
         decisions = decide(state, self._limits, time.time())
@@ -179,9 +179,9 @@ class Agent:
         except ApiError as error:
             if error.status != http.HTTPStatus.NOT_FOUND:
                 raise
-            if name in self._wishes:
+            if name in self._pin_requests:
                 _log.info("%s/%s was deleted: its data is removed when no job reads it", namespace, object_name)
-                del self._wishes[name]
+                del self._pin_requests[name]
                 self._deleted.add(name)
                 return
             if dataset is None or not dataset.cached_bytes:
@@ -199,7 +199,7 @@ class Agent:
                 object_name, f"{namespace}/{object_name} is not the CachedDataset of {uri}: it stays unchanged"
             )
             return
-        self._wishes[name] = bool(stored["spec"].get("pinned"))
+        self._pin_requests[name] = bool(stored["spec"].get("pinned"))
         status = build_status(stored.get("status"), self._node, dataset, datetime.now(UTC))
         if status is not None:
             guard = {key: stored["metadata"][key] for key in ("uid", "resourceVersion")}

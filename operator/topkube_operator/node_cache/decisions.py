@@ -1,4 +1,5 @@
-"""The decisions of a node agent: `decide` compares the cache with its limits and the cluster's wishes. Pure.
+"""The decisions of a node agent: `decide` compares the cache with its limits, and with the pins and deletions that
+people ask for in CachedDatasets. Pure.
 
 Between two calls, the agent remembers only the names of datasets that the cluster knew. An agent that was killed at any
 time continues from the state of the disk and the cluster.
@@ -74,7 +75,7 @@ class CacheState:
     datasets: tuple[LocalDataset, ...] = ()
     free: int = 0
     """Free bytes of the volume."""
-    wishes: Mapping[Name, bool] = field(default_factory=dict)
+    pin_requests: Mapping[Name, bool] = field(default_factory=dict)
     """True for each dataset whose CachedDataset asks to pin it, False for the others."""
     deleted: frozenset[Name] = frozenset()
     """Datasets whose CachedDataset somebody has deleted."""
@@ -94,7 +95,7 @@ class Decisions:
 
 def decide(state: CacheState, limits: CacheLimits, now: float) -> Decisions:
     """Return what to do at `now` (Unix seconds)."""
-    pinned = {dataset.name: state.wishes.get(dataset.name, dataset.pinned) for dataset in state.datasets}
+    pinned = {dataset.name: state.pin_requests.get(dataset.name, dataset.pinned) for dataset in state.datasets}
     evicted = [dataset for dataset in state.datasets if dataset.name in state.deleted and not dataset.in_use]
     evictable = [
         dataset
@@ -159,10 +160,10 @@ def build_status(stored: Any, node: str, dataset: LocalDataset | None, now: date
     own = next((entry for entry in entries if entry["name"] == node), None)
     others = [entry for entry in entries if entry["name"] != node]
     kept = [entry for entry in others if _read_update_time(entry) >= now - _FORGOTTEN]
-    wanted = build_share(dataset, node, now) if dataset is not None else None
-    if wanted is not None and own is not None and _is_same_share(wanted, own):
-        wanted = own if _read_update_time(own) >= now - _REPEAT else wanted
-    nodes = sorted([*kept, *([wanted] if wanted else [])], key=lambda entry: entry["name"])[:MOST_NODES]
+    current = build_share(dataset, node, now) if dataset is not None else None
+    if current is not None and own is not None and _is_same_share(current, own):
+        current = own if _read_update_time(own) >= now - _REPEAT else current
+    nodes = sorted([*kept, *([current] if current else [])], key=lambda entry: entry["name"])[:MOST_NODES]
     if nodes == entries and before:
         return None
     total = dataset.total_bytes if dataset is not None and dataset.total_bytes is not None else before.get("totalBytes")

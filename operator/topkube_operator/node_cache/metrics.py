@@ -94,9 +94,9 @@ class AgentMetrics:
         self._bytes.clear()
         self._datasets.clear()
         for namespace in namespaces:
-            own = [dataset for dataset in stored if dataset.namespace == namespace]
-            self._bytes.labels(namespace, *self._own).set(sum(dataset.cached_bytes for dataset in own))
-            self._datasets.labels(namespace, *self._own).set(len(own))
+            in_namespace = [dataset for dataset in stored if dataset.namespace == namespace]
+            self._bytes.labels(namespace, *self._own).set(sum(dataset.cached_bytes for dataset in in_namespace))
+            self._datasets.labels(namespace, *self._own).set(len(in_namespace))
             self._evictions.labels(namespace, *self._own)  # starts at 0, so that a rate includes the first eviction
         self._missing.set(missing_bytes)
         self._unreadable.set(unreadable)

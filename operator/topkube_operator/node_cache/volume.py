@@ -34,10 +34,12 @@ _log = logging.getLogger(__name__)
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _URI = re.compile(r"[a-z][a-z0-9+.-]*://\S{1,2000}")
 _READ_SECONDS, _APPLY_SECONDS = 20.0, 300.0
+"""The longest time that a child process may take to read a folder, and to remove and pin datasets."""
 _LARGEST_ANSWER = 16 << 20
-_MEMORY = 1 << 30
+_MEMORY_BYTES = 1 << 30
 _MOST_BYTES = 1 << 62
 _ACL = "system.posix_acl_default"
+# Version 2 of the format; the tags of owner, group and others; an ID that names nobody (acl(5)).
 _EVERYBODY = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", tag, 7, 0xFFFFFFFF) for tag in (1, 4, 0x20))
 """Default access list: owner, group and others have all rights to new files in the folder, whatever the creator's
 umask. Pods of other namespaces never reach the folder."""
@@ -208,7 +210,7 @@ def _run_in_child(folder: Path, work: Callable[[DiskTier], Any]) -> str:
     try:
         with open("/proc/self/statm") as statm:
             used = int(statm.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, used + _MEMORY))
+        resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, used + _MEMORY_BYTES))
         visible_folder = folder
         if os.geteuid() == 0:
             os.chroot(folder)

@@ -50,11 +50,11 @@ def choose_spec(job: Mapping[str, Any], draft: StatusDraft) -> AcceptedJob:
     Raises JobError if no spec can be followed.
     """
     data = {name: value for name, value in job.items() if name != "status"}
-    accepted, wanted, lost = draft.accepted, remove_nulls(job.get("spec")), list[str]()
+    accepted, requested, refused_templates = draft.accepted, remove_nulls(job.get("spec")), list[str]()
     if accepted is not None:
-        accepted, lost = restore_spec(accepted, wanted)
+        accepted, refused_templates = restore_spec(accepted, requested)
     before: TrainingJob | None = None
-    if accepted is not None and accepted != wanted:
+    if accepted is not None and accepted != requested:
         with contextlib.suppress(JobError):  # a spec that an older version accepted may be invalid now
             before = TrainingJob.from_cluster({**data, "spec": accepted})
     try:
@@ -63,26 +63,26 @@ def choose_spec(job: Mapping[str, Any], draft: StatusDraft) -> AcceptedJob:
         if before is None or not has_ended(draft):
             raise
         return AcceptedJob(before)  # only cleaning up is left to do
-    if lost and not has_ended(draft):
+    if refused_templates and not has_ended(draft):
         raise JobError(
             "this cannot be changed in a job that exists",
-            lost,
+            refused_templates,
             cause=f"the spec has more than {LARGEST_COPY >> 10} KiB, so the status holds no copy to continue with",
             next_step="revert the change, or delete the job and create it again",
         )
-    if lost:
+    if refused_templates:
         return AcceptedJob(after)
     problems = find_refused_changes(before.spec, after.spec) if before is not None else []
     if not problems or accepted is None:
-        draft.accepted = _copy_for_status(wanted)
+        draft.accepted = _copy_for_status(requested)
         return AcceptedJob(after)
     assert before is not None
     if _count_changes(draft) >= _EDITS_OF_A_RESUMPTION and not find_refused_changes(
         _suspend_spec(before.spec), after.spec
     ):
-        draft.accepted = _copy_for_status(wanted)
+        draft.accepted = _copy_for_status(requested)
         return AcceptedJob(after, replaced=True)
-    accepted = merge_allowed_changes(accepted, wanted)
+    accepted = merge_allowed_changes(accepted, requested)
     draft.accepted = _copy_for_status(accepted)
     followed = {**data, "spec": restore_nulls(accepted, job.get("spec"))}
     return AcceptedJob(TrainingJob.from_cluster(followed), admission.explain_change_refusal(problems))

@@ -41,8 +41,8 @@ def find_current_pods(job: TrainingJob, uid: str, draft: StatusDraft, observed: 
 
     for pod in observed.pods:
         if pod.role == names.WORKER and 0 <= pod.index < count and pod.attempt <= number:
-            known = newest.get(pod.index)
-            if known is None or compute_preference(pod) > compute_preference(known):
+            current = newest.get(pod.index)
+            if current is None or compute_preference(pod) > compute_preference(current):
                 newest[pod.index] = pod
     return AttemptPods(
         number,
@@ -122,19 +122,19 @@ def _plan_objects(
     trouble = observed.troubles.get(key)
     if service is not None or (trouble is not None and trouble.reason == "Refused"):
         address = ""  # a Service keeps its address; a refused address may belong to another Service by now
-    wanted = [
+    manifests = [
         objects.build_secret(job, uid, workers, observed.policy),
         objects.build_service(job, uid, number, address),
         *objects.build_network_policies(job, uid, observed.policy),
     ]
     if observed.policy.gang and placement.asks_for_gang(job):
         resources = pod_sets.sum_member_requests(job, uid, observed.policy)
-        wanted.append(objects.build_pod_group(job, uid, observed.policy.gang, resources))
-    return [[manifest for manifest in wanted if not _is_unchanged(manifest, observed)]]
+        manifests.append(objects.build_pod_group(job, uid, observed.policy.gang, resources))
+    return [[manifest for manifest in manifests if not _is_unchanged(manifest, observed)]]
 
 
 def _is_unchanged(manifest: dict[str, Any], observed: Observed) -> bool:
-    """Return True if a child is as wanted, or must stay unchanged for now."""
+    """Return True if a child has the content of its manifest, or must stay unchanged for now."""
     kind, name = manifest["kind"], manifest["metadata"]["name"]
     if (kind, name) in observed.paused:
         return True
@@ -145,8 +145,8 @@ def _is_unchanged(manifest: dict[str, Any], observed: Observed) -> bool:
 def _find_known_address(observed: Observed) -> str:
     """Return the Service's address that the environment of living workers contains; empty if there is none. A new
     Service must have this address again."""
-    known = [pod for pod in observed.pods if pod.launcher_address and is_reusable(pod, observed)]
-    return max(known, key=lambda pod: pod.attempt).launcher_address if known else ""
+    living_workers = [pod for pod in observed.pods if pod.launcher_address and is_reusable(pod, observed)]
+    return max(living_workers, key=lambda pod: pod.attempt).launcher_address if living_workers else ""
 
 
 def _find_kept_workers(
@@ -180,8 +180,8 @@ def _read_avoided_nodes(draft: StatusDraft) -> frozenset[str]:
 def _find_nodes_to_leave(draft: StatusDraft, observed: Observed) -> frozenset[str]:
     """Return the avoided nodes on which living workers are replaced: nodes with a fault, and nodes on which this job
     failed. Failures of other jobs are no reason to move a worker that runs."""
-    own = {str(entry["name"]) for entry in draft.node_failures}
-    return _read_avoided_nodes(draft) & (own | observed.node_faults.keys())
+    own_nodes = {str(entry["name"]) for entry in draft.node_failures}
+    return _read_avoided_nodes(draft) & (own_nodes | observed.node_faults.keys())
 
 
 def _read_lost_pods(draft: StatusDraft) -> tuple[str, ...]:

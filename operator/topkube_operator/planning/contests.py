@@ -20,8 +20,9 @@ _FREE_WRITES = 2
 """Writes without a pause: the first creates or changes the child. The second repairs it at once, because people
 sometimes delete a child by mistake."""
 _REPORTED_FROM = 3
-_LONGEST_PAUSE = 300.0
-_FORGOTTEN_AFTER = 600.0
+"""The number of writes from which a contest is reported."""
+_LONGEST_PAUSE_SECONDS = 300.0
+_FORGOTTEN_SECONDS = 600.0
 """Minimum seconds without a write after which a contest ends."""
 
 
@@ -39,12 +40,12 @@ class _Contest:
     def pause(self) -> float:
         """Seconds from the last write to the next write."""
         doublings = self.count - _FREE_WRITES
-        return 0.0 if doublings < 0 else float(min(2.0**doublings, _LONGEST_PAUSE))
+        return 0.0 if doublings < 0 else float(min(2.0**doublings, _LONGEST_PAUSE_SECONDS))
 
     @property
     def ends_at(self) -> float:
         """When the contest is forgotten (monotonic)."""
-        return self.written_at + max(_FORGOTTEN_AFTER, 2 * self.pause)
+        return self.written_at + max(_FORGOTTEN_SECONDS, 2 * self.pause)
 
 
 class Contests:
@@ -104,14 +105,14 @@ def _hash_content(manifest: Mapping[str, Any]) -> str:
     return hash_data({name: part for name, part in manifest.items() if name not in ("kind", "apiVersion", "metadata")})
 
 
-def describe_contest(actual: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> str:
-    """Return a message that names who changes a child. `actual` is the stored child, None if it is gone; `wanted` is
+def describe_contest(actual: Mapping[str, Any] | None, manifest: Mapping[str, Any]) -> str:
+    """Return a message that names who changes a child. `actual` is the stored child, None if it is gone; `manifest` is
     the child as the operator sets it."""
-    kind, name = str(wanted["kind"]), wanted["metadata"]["name"]
+    kind, name = str(manifest["kind"]), manifest["metadata"]["name"]
     if actual is None:
         action, cause = "deletes it", "a policy engine or a script"
     else:
-        path = find_difference(select_compared_content(kind, actual), select_compared_content(kind, wanted)) or ""
+        path = find_difference(select_compared_content(kind, actual), select_compared_content(kind, manifest)) or ""
         action = f"changes {path.lstrip('.') or 'it'}"
         managers = {str(entry.get("manager")) for entry in actual["metadata"].get("managedFields") or ()}
         others = ", ".join(sorted(managers - {names.FIELD_MANAGER}))

@@ -15,8 +15,8 @@ from topkube_operator.planning.causes.failures import AttemptPods
 
 _LONG_RUN = timedelta(seconds=60)
 """After an attempt whose ranks ran for this long, the next restart comes at once, as the first restart does."""
-_LONGEST_PAUSE = 300.0
-_PENDING_PAUSE = 60.0
+_LONGEST_PAUSE_SECONDS = 300.0
+_PENDING_PAUSE_SECONDS = 60.0
 """The shortest pause after an attempt that gave its nodes back, so that another job can take the nodes."""
 _MOST_DOUBLINGS = 16
 
@@ -32,12 +32,12 @@ def compute_pause(draft: StatusDraft, policy: Policy) -> float:
     """Return the seconds between the end of the last attempt and the pods of the current one."""
     count = draft.restarts_in_a_row
     if draft.holds("Restarting", PENDING_TIMEOUT):
-        shortest, doublings = _PENDING_PAUSE, max(0, count - 1)
+        shortest, doublings = _PENDING_PAUSE_SECONDS, max(0, count - 1)
     elif count <= 1 or not draft.holds("Restarting"):
         return 0.0
     else:
         shortest, doublings = policy.backoff_seconds, count - 2
-    return float(min(shortest * 2.0 ** min(doublings, _MOST_DOUBLINGS), _LONGEST_PAUSE))
+    return float(min(shortest * 2.0 ** min(doublings, _MOST_DOUBLINGS), _LONGEST_PAUSE_SECONDS))
 
 
 def compute_earliest_start(draft: StatusDraft, policy: Policy) -> datetime:

@@ -56,10 +56,10 @@ def _plan_invalid_job(job: Mapping[str, Any], draft: StatusDraft, observed: Obse
             patch = draft.build_patch()
             return Plan(status=patch, events=tuple(draft.events), phase=draft.phase)
     draft.completion = draft.completion or draft.now
-    left = accepted_spec.compute_seconds_to_live(job, draft.completion, draft.now)
-    if left is not None and left <= 0:
+    seconds_left = accepted_spec.compute_seconds_to_live(job, draft.completion, draft.now)
+    if seconds_left is not None and seconds_left <= 0:
         return Plan(delete=(Deletion("TrainingJob", job["metadata"]["name"], job["metadata"]["uid"]),))
-    return Plan(status=draft.build_patch(), events=tuple(draft.events), phase=draft.phase, requeue=left)
+    return Plan(status=draft.build_patch(), events=tuple(draft.events), phase=draft.phase, requeue=seconds_left)
 
 
 def _plan_accepted_job(steps: PlanSteps, accepted: accepted_spec.AcceptedJob) -> Plan:

@@ -73,10 +73,10 @@ def build_quota_return(workload: Child | None, now: datetime) -> StatusPatch | N
 
 def build_pods_report(workload: Child, draft: StatusDraft) -> StatusPatch | None:
     """Return the change of an admitted Workload that reports if all pods of the job run; None if nothing changes."""
-    known = str(workloads.find_condition(workload, "PodsReady").get("reason"))
-    was_ready = known in ("Started", "Recovered", "WaitForRecovery")
+    last_reason = str(workloads.find_condition(workload, "PodsReady").get("reason"))
+    was_ready = last_reason in ("Started", "Recovered", "WaitForRecovery")
     if draft.phase == "Running":
-        reason = "Recovered" if known in ("WaitForRecovery", "Recovered") else "Started"
+        reason = "Recovered" if last_reason in ("WaitForRecovery", "Recovered") else "Started"
         return _build_patch(workload, [("PodsReady", True, reason, "all ranks run")], draft.now)
     reason = "WaitForRecovery" if was_ready else "WaitForStart"
     return _build_patch(workload, [("PodsReady", False, reason, f"the job is {draft.phase or 'Pending'}")], draft.now)

@@ -10,6 +10,7 @@ from topkube_operator.children.placement import HOSTNAME
 from topkube_operator.model.nodes import find_fault
 
 _REMEMBERED = timedelta(minutes=10)
+"""How long a removed node is remembered, at least."""
 
 
 class KnownNodes:

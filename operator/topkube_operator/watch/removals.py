@@ -14,6 +14,7 @@ from topkube_operator.watch.owner import Owner
 
 _REMEMBERED = timedelta(minutes=10)
 _MOST_REMEMBERED = 10_000
+"""Objects that were removed longer ago are forgotten if there are more than this number."""
 
 
 class Removals:

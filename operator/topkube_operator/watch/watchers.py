@@ -31,10 +31,13 @@ OPTIONAL = ("Node", CLAIM, CACHED_KIND, "Workload")
 preference for warm nodes, and jobs in Kueue's queues wait."""
 _SELECTORS = {"Node": "", CACHED_KIND: "", CLAIM: names.NODE_CACHE}
 _AUDIT_SECONDS = 30.0
+"""How often the jobs that kopf has reported are compared with a list."""
 _PAUSE, _LONGEST_PAUSE, _REFUSED_PAUSE = 0.2, 10.0, 30.0
+"""Seconds between two tries: the first pause, the longest pause, and the pause after a refusal."""
 _SHORT_WATCH = 1.0
 """If a watch ends sooner and without an event, the next watch begins after a pause."""
-_PATIENCE = 180.0
+_PATIENCE_SECONDS = 180.0
+"""A watcher that has heard nothing for longer counts as dead."""
 
 
 class Watchers:
@@ -86,7 +89,7 @@ class Watchers:
 
     def is_alive(self) -> bool:
         """Return True if every watcher has heard from the API server within the last three minutes."""
-        oldest = time.monotonic() - _PATIENCE
+        oldest = time.monotonic() - _PATIENCE_SECONDS
         return all(self._heard_at.get(task, 0.0) > oldest or task in self._refused for task in self._tasks)
 
     def _follow_kind(self, kind: str, namespace: str | None, version: str = "") -> None:
@@ -210,10 +213,10 @@ class Watchers:
                 if metadata["uid"] not in listed:
                     self._cache.remove_job((metadata["namespace"], metadata["name"]), metadata["uid"])
                     changed.add((metadata["namespace"], metadata["name"]))
-            known = {job["metadata"]["uid"]: read_version(job["metadata"]) for job in self._cache.list_jobs()}
+            known_versions = {job["metadata"]["uid"]: read_version(job["metadata"]) for job in self._cache.list_jobs()}
             for manifest in objects:
                 metadata = manifest["metadata"]
-                if known.get(metadata["uid"], -1) < read_version(metadata):
+                if known_versions.get(metadata["uid"], -1) < read_version(metadata):
                     job = self._cluster.get(KIND, metadata["namespace"], metadata["name"])
                     if self._cache.put_job(job):
                         changed.add((metadata["namespace"], metadata["name"]))

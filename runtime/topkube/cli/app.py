@@ -54,8 +54,8 @@ def _bench() -> None:
     """Measure selection and all-reduce on this machine."""
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"topkube {__version__}")
         raise typer.Exit
 
@@ -374,9 +374,9 @@ for _command in (
 def run_app(arguments: list[str], name: str = "topkube") -> int:
     """Run one command line and return its exit code. --debug may stand anywhere before `--`. `name` is the name of the
     program in help texts."""
-    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    debug = "--debug" in own
-    arguments = [word for word in own if word != "--debug"] + arguments[len(own) :]
+    own_words = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    debug = "--debug" in own_words
+    arguments = [word for word in own_words if word != "--debug"] + arguments[len(own_words) :]
     try:
         app(arguments, prog_name=name)
     except SystemExit as end:
@@ -389,8 +389,8 @@ def run_app(arguments: list[str], name: str = "topkube") -> int:
         show_error(error)
         return choose_exit_code(error)
     except KeyboardInterrupt:
-        return 130
+        return 130  # 128 + SIGINT, as a shell reports it
     except BrokenPipeError:  # topkube … | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return 141  # 128 + SIGPIPE
     return 0

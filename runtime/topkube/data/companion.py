@@ -63,7 +63,7 @@ class Companion:
         self._runs, self._sessions = runs, sessions
         self._report, self._request = report, request
         self._prefetch, self._plain_seconds = prefetch, plain_seconds
-        self._number_of_key = {cache.shards.compute_key(number): number for number in range(len(cache.shards))}
+        self._numbers_by_key = {cache.shards.compute_key(number): number for number in range(len(cache.shards))}
         self._records_seen = 0
         self._arrived: set[int] = set()
         """Shards that have been published and are not in the view yet."""
@@ -121,7 +121,7 @@ class Companion:
 
     def _may_fetch(self) -> bool:
         """Return True if this process should begin to fetch a shard now."""
-        return self._prefetch and self._cache.state == OPEN and not self._ranks_read_samples()
+        return self._prefetch and self._cache.disk_state == OPEN and not self._ranks_read_samples()
 
     def _fetch(self, number: int) -> None:
         if not self._stop.is_set():
@@ -155,7 +155,7 @@ class Companion:
         if len(records) < self._records_seen:  # the dataset was removed from the cache and is filled again
             self._records_seen = 0
         for record in records[self._records_seen :]:
-            number = self._number_of_key.get(read_key(record))
+            number = self._numbers_by_key.get(read_key(record))
             if number is not None and record["kind"] == PUBLISHED and number not in self._shown:
                 self._arrived.add(number)
         self._records_seen = len(records)

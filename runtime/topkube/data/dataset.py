@@ -243,7 +243,7 @@ class CachedDataset:
         """Return all counters (telemetry.cache_counters.NAMES) of this process and its workers, and the states of the
         tiers and the bytes in memory."""
         statistics = self.counters.sum_rows()
-        statistics["disk_state"] = self.node_state.state
+        statistics["disk_state"] = self.node_state.disk_state
         statistics["memory_state"] = self.node_state.memory_state
         memory = self._samples.memory
         statistics["memory_used_bytes"] = memory.used_bytes if memory is not None else 0
@@ -252,7 +252,7 @@ class CachedDataset:
     def __repr__(self) -> str:
         return (
             f"CachedDataset({self.uri!r}, {len(self):,} samples in {len(self.cache.shards):,} shards of "
-            f"{self.cache.shards.format}, disk tier {STATES[self.node_state.state]})"
+            f"{self.cache.shards.format}, disk tier {STATES[self.node_state.disk_state]})"
         )
 
     def close(self) -> None:

@@ -49,20 +49,20 @@ def generate_manifest(
             next_step="write the manifest without --index",
         )
     with _open_index_file(index) as index_file:
-        wanted = _Wanted(samples or index is not None, checksums, index_file)
+        added = _AddedParts(samples or index is not None, checksums, index_file)
         for remote_object in _copy_facts(shards.listing, earlier):
-            yield from format_manifest([_complete_object(store, shards.format, remote_object, wanted)])
+            yield from format_manifest([_complete_object(store, shards.format, remote_object, added)])
 
 
 def _copy_facts(listing: Listing, earlier: Listing | None) -> Iterator[RemoteObject]:
     """Yield the objects of `listing`. An object that is proven to be the same in `earlier` has the samples, the
     checksum and the index that are listed there."""
-    at, count = 0, len(earlier) if earlier is not None else 0
+    position, count = 0, len(earlier) if earlier is not None else 0
     for remote_object in listing:
-        while earlier is not None and at < count and earlier.paths[at] < remote_object.path:
-            at += 1
-        if earlier is not None and at < count and earlier.paths[at] == remote_object.path:
-            previous = earlier[at]
+        while earlier is not None and position < count and earlier.paths[position] < remote_object.path:
+            position += 1
+        if earlier is not None and position < count and earlier.paths[position] == remote_object.path:
+            previous = earlier[position]
             if previous.size == remote_object.size and is_proven_same(previous.version, remote_object.version):
                 yield previous
                 continue
@@ -86,23 +86,23 @@ def _open_index_file(path: Path | None) -> Iterator[BinaryIO | None]:
         ) from None
 
 
-class _Wanted(NamedTuple):
-    """The parts that are added to each object of a manifest. `index_file`: None if no indexes are wanted."""
+class _AddedParts(NamedTuple):
+    """The parts that are added to each object of a manifest. `index_file`: None if no indexes are added."""
 
     samples: bool
     checksums: bool
     index_file: BinaryIO | None
 
 
-def _complete_object(store: ObjectStore, format: str, remote_object: RemoteObject, wanted: _Wanted) -> RemoteObject:
-    """Return the object with the wanted parts: its number of samples, its checksum and its index."""
+def _complete_object(store: ObjectStore, format: str, remote_object: RemoteObject, added: _AddedParts) -> RemoteObject:
+    """Return the object with the added parts: its number of samples, its checksum and its index."""
     compression = find_compression(remote_object.path) if format != "files" else ""
-    index_file = wanted.index_file if not compression else None
-    must_count = wanted.samples and remote_object.samples == UNKNOWN and format in ("tar", "parquet")
+    index_file = added.index_file if not compression else None
+    must_count = added.samples and remote_object.samples == UNKNOWN and format in ("tar", "parquet")
     if must_count and format == "parquet" and not compression:
         remote_object, must_count = remote_object._replace(samples=count_parquet_rows(store, remote_object)), False
     needs_content = must_count or index_file is not None
-    if not wanted.checksums and not needs_content:
+    if not added.checksums and not needs_content:
         return remote_object
     file = os.memfd_create("topkube-manifest", os.MFD_CLOEXEC) if needs_content else -1
     state = xxhash.xxh3_128()
@@ -122,7 +122,7 @@ def _complete_object(store: ObjectStore, format: str, remote_object: RemoteObjec
     finally:
         if file >= 0:
             os.close(file)
-    return remote_object._replace(checksum=state.hexdigest()) if wanted.checksums else remote_object
+    return remote_object._replace(checksum=state.hexdigest()) if added.checksums else remote_object
 
 
 def _index_object(file: int, remote_object: RemoteObject, index_file: BinaryIO) -> RemoteObject:

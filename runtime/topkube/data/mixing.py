@@ -37,16 +37,16 @@ class MixedDataset:
 
     def __getitems__(self, indices: Sequence[int] | Longs) -> list[Any]:
         """Return the samples with these indices, in this order. Raises IndexError."""
-        wanted = np.asarray(indices, np.int64)
-        if wanted.size and not 0 <= wanted.min() <= wanted.max() < len(self):
+        requested = np.asarray(indices, np.int64)
+        if requested.size and not 0 <= requested.min() <= requested.max() < len(self):
             raise IndexError(f"an index is outside the {len(self)} samples of the datasets")
-        owners = np.searchsorted(self.starts, wanted, "right") - 1
-        result: list[Any] = [None] * wanted.size
+        owners = np.searchsorted(self.starts, requested, "right") - 1
+        result: list[Any] = [None] * requested.size
         for number in np.unique(owners).tolist():
             positions = np.flatnonzero(owners == number)
-            dataset, inner = self.datasets[number], (wanted[positions] - self.starts[number]).tolist()
+            dataset, own_indices = self.datasets[number], (requested[positions] - self.starts[number]).tolist()
             get_samples = getattr(dataset, "__getitems__", None)
-            samples = get_samples(inner) if get_samples is not None else [dataset[index] for index in inner]
+            samples = get_samples(own_indices) if get_samples is not None else [dataset[index] for index in own_indices]
             for position, sample in zip(positions.tolist(), samples, strict=True):
                 result[position] = sample
         return result

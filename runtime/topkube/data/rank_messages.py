@@ -15,7 +15,7 @@ import topkube.errors
 from topkube.data.remote.listing import Listing, Longs
 from topkube.errors import TopKubeError
 
-_AT_ONCE = 1 << 30
+_BROADCAST_BYTES = 1 << 30
 """MPI counts elements in 32 bits."""
 
 
@@ -65,6 +65,6 @@ def _broadcast_bytes(comm: Any, data: bytes | None, root: int) -> bytes:
     if comm.rank == root:
         assert data is not None
         buffer[:] = np.frombuffer(data, np.uint8)
-    for start in range(0, buffer.size, _AT_ONCE):
-        comm.Bcast(buffer[start : start + _AT_ONCE], root)
+    for start in range(0, buffer.size, _BROADCAST_BYTES):
+        comm.Bcast(buffer[start : start + _BROADCAST_BYTES], root)
     return buffer.tobytes()

@@ -89,31 +89,31 @@ class DistributedSampler:
         """Return the samples that are left for this rank in this epoch, in order, and announce the order of all ranks'
         samples to the dataset."""
         place = find_place()
-        left = self._order_samples()[self.position :]
-        left = left[: self._count_left(place.size)]
+        remaining = self._order_samples()[self.position :]
+        remaining = remaining[: self._count_remaining(place.size)]
         if hasattr(self.dataset, "expect"):
-            self.dataset.expect(left)
-        return left[place.rank :: place.size]
+            self.dataset.expect(remaining)
+        return remaining[place.rank :: place.size]
 
     def __len__(self) -> int:
         """Return the number of samples that are left for this rank in this epoch."""
         place = find_place()
-        return max(0, -(-(self._count_left(place.size) - place.rank) // place.size))
+        return max(0, -(-(self._count_remaining(place.size) - place.rank) // place.size))
 
     @property
     def common_length(self) -> int:
         """The smallest number of samples that a rank has left."""
         size = find_place().size
-        return self._count_left(size) // size
+        return self._count_remaining(size) // size
 
     def _count_samples(self) -> int:
         """Return the number of samples of an epoch."""
         return len(self.dataset)
 
-    def _count_left(self, size: int) -> int:
+    def _count_remaining(self, size: int) -> int:
         """Return the number of samples of this epoch that are left for all `size` ranks."""
-        left = max(0, self._count_samples() - self.position)
-        return left - left % size if self.drop_last else left
+        remaining = max(0, self._count_samples() - self.position)
+        return remaining - remaining % size if self.drop_last else remaining
 
     def _order_samples(self) -> Longs:
         """Return all samples of the epoch, in order."""

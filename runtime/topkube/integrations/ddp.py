@@ -61,14 +61,14 @@ def ddp_hook(
     values = AggregationSettings.from_settings(
         settings, algorithm=aggregation, density=density, wire=wire, warmup_steps=warmup_steps
     )
-    local = ranks_per_node or read_torch_local_size() or 1
-    _compare_settings(values, local)
+    local_size = ranks_per_node or read_torch_local_size() or 1
+    _compare_settings(values, local_size)
     if values.algorithm not in (HITOPK, *CHOICES):
         raise ArgumentError(
             f"aggregation is {values.algorithm!r}, which ddp_hook does not support",
             next_step=f"choose one of {HITOPK}, {', '.join(CHOICES)}, or use topkube.DistributedOptimizer",
         )
-    exchange = _Exchange(values, local)
+    exchange = _Exchange(values, local_size)
 
     # torch refuses annotations that are text, as they are in this module.
     def topkube_hook(state, bucket):  # type: ignore[no-untyped-def]
@@ -107,20 +107,20 @@ class _Residual:
 class _Exchange:
     """The exchange of all buckets of a model, in one thread and in the order of the calls, while backward continues."""
 
-    def __init__(self, aggregation: AggregationSettings, local: int) -> None:
+    def __init__(self, aggregation: AggregationSettings, local_size: int) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
-        if local < 1 or size % local:
+        if local_size < 1 or size % local_size:
             raise ArgumentError(
-                f"ranks_per_node is {local}, but {size} ranks cannot be divided into nodes of {local}",
+                f"ranks_per_node is {local_size}, but {size} ranks cannot be divided into nodes of {local_size}",
                 next_step="start the same number of ranks on every node, or pass ranks_per_node",
             )
         watch_scalers()
-        self._aggregation, self._local, self._nodes, self._size = aggregation, local, size // local, size
-        node, place = divmod(rank, local)
+        self._aggregation, self._local_size, self._nodes, self._size = aggregation, local_size, size // local_size, size
+        node, local_rank = divmod(rank, local_size)
         # Every rank makes every group, in the same order.
-        in_node = [dist.new_group(list(range(first, first + local))) for first in range(0, size, local)]
-        across = [dist.new_group(list(range(first, size, local))) for first in range(local)]
-        self._in_node, self._across = in_node[node], across[place]
+        in_node = [dist.new_group(list(range(first, first + local_size))) for first in range(0, size, local_size)]
+        across = [dist.new_group(list(range(first, size, local_size))) for first in range(local_size)]
+        self._in_node, self._across = in_node[node], across[local_rank]
         self._thread = ThreadPoolExecutor(1, "topkube-ddp")
         self._step = 0
         self._is_first_bucket = True
@@ -175,10 +175,10 @@ class _Exchange:
         """Replace `buffer` by its mean over all ranks. buffer: (n,)."""
         is_whole = buffer.dtype == torch.float64 or self._is_whole_at(step)
         count = buffer.numel()
-        length = math.ceil(count / self._local)
-        whole = buffer  # (local * length,)
-        if count != self._local * length:
-            whole = torch.zeros(self._local * length, dtype=buffer.dtype)
+        length = math.ceil(count / self._local_size)
+        whole = buffer  # (local_size * length,)
+        if count != self._local_size * length:
+            whole = torch.zeros(self._local_size * length, dtype=buffer.dtype)
             whole[:count] = buffer
         phases.current.sent(dense=2 * (self._size - 1) * buffer.nbytes // self._size)
         with phases.current.timed("intra"):
@@ -187,10 +187,10 @@ class _Exchange:
         if self._nodes > 1:
             shard = self._sum_between_nodes(shard) if is_whole else self._compress(shard, index, step, loss_scale)
         result = shard.to(buffer.dtype)
-        if self._local > 1:
+        if self._local_size > 1:
             with phases.current.timed("intra"):
                 _all_gather(whole, result, group=self._in_node)
-            phases.current.sent(intra=2 * (self._local - 1) * result.nbytes)
+            phases.current.sent(intra=2 * (self._local_size - 1) * result.nbytes)
             result = whole
         if result.data_ptr() != buffer.data_ptr():
             buffer.copy_(result[:count])
@@ -201,10 +201,10 @@ class _Exchange:
         return values.algorithm in CHOICES or step == 0 or values.density_at(step) >= 1
 
     def _sum_in_node(self, whole: torch.Tensor, length: int) -> torch.Tensor:
-        """Return this rank's shard of the node's sum, added in rank order. (local * length,) -> (length,), float32 or
-        float64."""
-        rows = whole.view(self._local, length)
-        if self._local > 1:
+        """Return this rank's shard of the node's sum, added in rank order. (local_size * length,) -> (length,), float32
+        or float64."""
+        rows = whole.view(self._local_size, length)
+        if self._local_size > 1:
             rows = torch.empty_like(rows)
             dist.all_to_all_single(rows.view(-1), whole, group=self._in_node)
         sum_type = torch.float64 if whole.dtype == torch.float64 else torch.float32
@@ -257,10 +257,10 @@ class _Exchange:
         return total
 
 
-def _compare_settings(aggregation: AggregationSettings, local: int) -> None:
+def _compare_settings(aggregation: AggregationSettings, local_size: int) -> None:
     """Raise ArgumentError on all ranks if ranks have different settings. A collective of all ranks."""
-    own = digest((aggregation, local))
-    bounds = torch.tensor([own, -own], dtype=torch.float64)
+    own_digest = digest((aggregation, local_size))
+    bounds = torch.tensor([own_digest, -own_digest], dtype=torch.float64)
     try:
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
     except RuntimeError as error:
@@ -272,7 +272,7 @@ def _compare_settings(aggregation: AggregationSettings, local: int) -> None:
     if bounds[0] != -bounds[1]:
         raise ArgumentError(
             f"ranks call ddp_hook with different settings; those of rank {dist.get_rank()} are {aggregation}, with"
-            f" {local} ranks per node",
+            f" {local_size} ranks per node",
             cause="TOPKUBE_* variables, LOCAL_WORLD_SIZE or the arguments differ between ranks",
             next_step="use the same settings, and the same number of ranks per node, on every rank",
         )

@@ -43,7 +43,9 @@ FREE = (
 )
 """The fields of runPolicy whose changes take effect at once."""
 WHILE_SUSPENDED: tuple[tuple[str, ...], ...] = (("spread",), ("runPolicy", "schedulingPolicy"))
+"""Paths below spec that can change only while the job is suspended."""
 TEMPLATES: tuple[tuple[str, ...], ...] = (("template",), ("launcher", "template"))
+"""Paths of the pod templates below spec."""
 PLACEMENT: tuple[tuple[str, ...], ...] = (
     ("metadata", "labels"),
     ("metadata", "annotations"),
@@ -100,23 +102,25 @@ def build_outline(spec: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def restore_spec(accepted: Mapping[str, Any], wanted: Any) -> tuple[dict[str, Any], list[str]]:
+def restore_spec(accepted: Mapping[str, Any], requested: Any) -> tuple[dict[str, Any], list[str]]:
     """Return the accepted spec with whole templates, and the refused changes of templates, one line each.
 
-    `accepted` may be an outline, with digests of templates. A template is taken from `wanted` if it has not changed, or
-    if only its placement has changed and the job is suspended. Any other change of a template is refused.
+    `accepted` may be an outline, with digests of templates. A template is taken from `requested` if it has not changed,
+    or if only its placement has changed and the job is suspended. Any other change of a template is refused.
     """
     spec, problems = copy.deepcopy(dict(accepted)), list[str]()
-    is_suspended = any(_read_path(value, ("runPolicy", "suspend")) is True for value in (accepted, wanted))
+    is_suspended = any(_read_path(value, ("runPolicy", "suspend")) is True for value in (accepted, requested))
     for path in TEMPLATES:
-        known, template = _read_path(accepted, path), _read_path(wanted, path)
-        if not isinstance(known, dict) or _DIGEST not in known:
+        accepted_template, template = _read_path(accepted, path), _read_path(requested, path)
+        if not isinstance(accepted_template, dict) or _DIGEST not in accepted_template:
             continue
         *above, name = path
         _read_path(spec, tuple(above))[name] = template
-        if known[_DIGEST] == _compute_digest(template):
+        if accepted_template[_DIGEST] == _compute_digest(template):
             continue
-        if not isinstance(template, dict) or known.get(_REST_DIGEST) != _compute_digest(_remove_placement(template)):
+        if not isinstance(template, dict) or accepted_template.get(_REST_DIGEST) != _compute_digest(
+            _remove_placement(template)
+        ):
             problems.append(_describe_fixed_field(path))
         elif not is_suspended:
             text = "where pods go can be changed only while the job is suspended: set spec.runPolicy.suspend first"
@@ -128,11 +132,11 @@ def _compute_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def merge_allowed_changes(accepted: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the spec that a job follows if its change from `accepted` to `wanted` is refused, all as plain data: the
-    accepted spec with the changes that take effect at once."""
+def merge_allowed_changes(accepted: Mapping[str, Any], requested: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the spec that a job follows if its change from `accepted` to `requested` is refused, all as plain data:
+    the accepted spec with the changes that take effect at once."""
     policy = {key: value for key, value in (accepted.get("runPolicy") or {}).items() if key not in FREE}
-    changed = {key: value for key, value in (wanted.get("runPolicy") or {}).items() if key in FREE}
+    changed = {key: value for key, value in (requested.get("runPolicy") or {}).items() if key in FREE}
     other_fields = {key: value for key, value in accepted.items() if key != "runPolicy"}
     return {**other_fields, "runPolicy": policy | changed} if policy or changed else other_fields
 

@@ -91,11 +91,11 @@ class Spec(Part):
     @field_validator("run_policy")
     @classmethod
     def _check_min_available(cls, policy: RunPolicy, info: ValidationInfo) -> RunPolicy:
-        wanted, workers = policy.scheduling_policy.min_available, info.data.get("workers")
+        min_available, workers = policy.scheduling_policy.min_available, info.data.get("workers")
         launcher = info.data.get("launcher")
-        if wanted is not None and workers is not None and launcher is not None:
+        if min_available is not None and workers is not None and launcher is not None:
             pods = workers + (0 if launcher.colocate else 1)
-            if wanted > pods:
+            if min_available > pods:
                 path: Path = ("schedulingPolicy", "minAvailable")
-                raise_problems([(path, f"{wanted} is more than the job's {pods} pods (workers and launcher)")])
+                raise_problems([(path, f"{min_available} is more than the job's {pods} pods (workers and launcher)")])
         return policy

@@ -136,9 +136,9 @@ def find_template_problems(template: Mapping[str, Any], slots: int | None) -> li
             )
     worker = find_worker_container(template)
     if worker is None:
-        known = ", ".join(str(name or "(no name)") for name in names)
+        listed_names = ", ".join(str(name or "(no name)") for name in names)
         mistakes.append(
-            (containers_path, f"none of {known} is called 'worker': give this name to the container that trains")
+            (containers_path, f"none of {listed_names} is called 'worker': give this name to the container that trains")
         )
     elif isinstance(worker, dict):
         place: Path = (*containers_path, containers.index(worker))

@@ -39,6 +39,7 @@ _KILLING_SECONDS = 0.2
 _STUCK_SECONDS = 5.0
 """A process that was killed and still lives after this time is reported."""
 _MOST_NAMED = 16
+"""The most processes that a message names."""
 _REPORT_CHARACTERS = 8192
 """The longest traceback and the longest tail of a log in a report to the launcher, which may receive 4,096 at once."""
 
@@ -208,14 +209,14 @@ class Attempt:
 
     def _kill_remaining(self, seconds: float) -> None:
         """Try for `seconds` to kill every process below this worker. Report processes that cannot be killed."""
-        left = kill_descendants(self._dataset.list_pids(), seconds)
+        survivors = kill_descendants(self._dataset.list_pids(), seconds)
         self.proxy.poll()
-        late = time.monotonic() - self._end_at > _STUCK_SECONDS or seconds >= _STUCK_SECONDS
-        if left and late and left != self._stuck:
-            self._stuck = left
+        is_late = time.monotonic() - self._end_at > _STUCK_SECONDS or seconds >= _STUCK_SECONDS
+        if survivors and is_late and survivors != self._stuck:
+            self._stuck = survivors
             self._output.say(
-                f"processes {left[:_MOST_NAMED]} cannot be killed. Likely cause: they wait in the kernel for a volume "
-                "or a GPU that does not answer. Next: read the node's kernel log"
+                f"processes {survivors[:_MOST_NAMED]} cannot be killed. Likely cause: they wait in the kernel for a "
+                "volume or a GPU that does not answer. Next: read the node's kernel log"
             )
 
     def remove(self) -> None:

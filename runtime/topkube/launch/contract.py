@@ -87,9 +87,8 @@ TERMINATION_MESSAGE_BYTES = 4096
 State = Literal["Waiting", "Starting", "Running", "Succeeded", "Failed"]
 """Waiting: for workers. Starting: MPI. Running: the ranks run. Succeeded and Failed: the attempt has ended."""
 
-
 MOST_REFUSALS, REASON_CHARACTERS = 8, 400
-
+"""The most rejected workers in a LauncherStatus, and the most characters of each reason."""
 _LONG_TEXT = VARIABLE_BYTES // 4  # quotation may double it
 
 
@@ -370,6 +369,7 @@ class Ending(Message):
             failure = ending.first_failure
             if failure is None or not (failure.log_tail or failure.message):
                 break
+            # JSON needs at most 6 bytes for a character, so each pass cuts off at least a sixth of the excess.
             if failure.log_tail:
                 shorter = failure.log_tail[max(1, excess // 6) :]
                 failure = failure.model_copy(update={"log_tail": shorter or None})

@@ -22,9 +22,13 @@ from topkube.launch.host.processes import prepare_to_die_with_parent
 from topkube.settings import Settings
 
 _RESTART_SECONDS = 10.0
+"""The shortest time between two starts of the process."""
 _END_SECONDS = 3.0
+"""The time that the process has to end after SIGTERM."""
 _ANSWER_SECONDS = 2.0
+"""The longest wait for the last report of an attempt."""
 _NICENESS = 5
+"""The process runs at a lower priority than the ranks."""
 REPORT_FILE, _REQUEST_FILE = "dataset.json", "dataset.asked"
 
 

@@ -51,6 +51,7 @@ own."""
 _LAST_SECONDS = 3.0
 """The longest wait for the reader of the launcher's own output at the launcher's end."""
 _MOST_NAMED = 8
+"""The most workers that a message names."""
 _REPORTS_SECONDS = 5.0
 """The longest time that the ranks' reports may take after mpiexec has ended."""
 
@@ -109,7 +110,7 @@ class JobLauncher:
         self._state: State = "Waiting"
         self._failure: FirstFailure | None = None
         self._mpiexec: Mpiexec | None = None
-        self._stop_requested: float | None = None
+        self._stop_requested_at: float | None = None
         self.port = 0
         self._tick = max(_TICK_SECONDS, len(plan.workers) * _MEMBER_SECONDS)
 
@@ -173,8 +174,8 @@ class JobLauncher:
         )
 
     def _request_stop(self) -> None:
-        if self._stop_requested is None:
-            self._stop_requested = time.monotonic()
+        if self._stop_requested_at is None:
+            self._stop_requested_at = time.monotonic()
             self._say("asked to end: the ranks save their state and end")
             self.members.end(self.plan.grace_seconds)
 
@@ -185,7 +186,7 @@ class JobLauncher:
         while not self.members.are_all_connected() or not self._may_start(complete_since):
             if not self.members.are_all_connected():
                 complete_since = time.monotonic()
-            if self._stop_requested is not None:
+            if self._stop_requested_at is not None:
                 raise AttemptFailed(ASKED_TO_END)
             if time.monotonic() > end:
                 raise AttemptFailed(
@@ -289,9 +290,12 @@ class JobLauncher:
 
     def _raise_if_stopped(self, now: float) -> None:
         """Raise AttemptFailed once the workers have ended after a request to stop, or have had the time for it."""
-        if self._stop_requested is None:
+        if self._stop_requested_at is None:
             return
-        if not self.members.may_any_send(now) or now - self._stop_requested > self.plan.grace_seconds + ENDED_SECONDS:
+        if (
+            not self.members.may_any_send(now)
+            or now - self._stop_requested_at > self.plan.grace_seconds + ENDED_SECONDS
+        ):
             raise AttemptFailed(ASKED_TO_END)
 
     def _raise_if_failed(self, now: float) -> None:
@@ -300,7 +304,7 @@ class JobLauncher:
         members, first_failure_at = self.members.by_index.values(), self.members.first_failure_at
         if first_failure_at is None or not is_settled(self.plan, members, first_failure_at, now):
             return
-        if self._stop_requested is not None:
+        if self._stop_requested_at is not None:
             raise AttemptFailed(ASKED_TO_END)
         failure = find_first_failure(self.plan, members)
         raise AttemptFailed(failure or describe_unexplained_end(self._mpiexec.code, members, self._mpiexec.tail))
@@ -311,7 +315,7 @@ class JobLauncher:
         confirm in time that it has printed everything, may have lost output."""
         self.members.end(0.0, run_is_over=True)
         end = time.monotonic() + _PRINT_SECONDS
-        while time.monotonic() < end and self._stop_requested is None:
+        while time.monotonic() < end and self._stop_requested_at is None:
             if not self.members.may_any_send(time.monotonic()):
                 break
             await asyncio.sleep(_TICK_SECONDS)

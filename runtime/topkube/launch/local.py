@@ -131,11 +131,11 @@ class LocalRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        left = kill_descendants(self._others)
+        survivors = kill_descendants(self._others)
         self._process.wait()
         reap_orphans(self._others)
-        if left:
-            print(f"topkube run: processes {left} could not be killed", file=sys.stderr)
+        if survivors:
+            print(f"topkube run: processes {survivors} could not be killed", file=sys.stderr)
 
     @property
     def _process(self) -> subprocess.Popen[bytes]:
@@ -217,16 +217,16 @@ def _indent_lines(text: str) -> str:
     return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
 
 
-def create_fresh_directory(wanted: Path | None, job: TrainingJob, now: time.struct_time) -> Path:
-    """Return the run's directory: `wanted`, or runs/NAME-TIME. Create it if needed. Reports of an earlier run in it are
+def create_fresh_directory(chosen: Path | None, job: TrainingJob, now: time.struct_time) -> Path:
+    """Return the run's directory: `chosen`, or runs/NAME-TIME. Create it if needed. Reports of an earlier run in it are
     removed; its checkpoints stay.
 
     Raises LaunchError if the directory cannot be written, or if it is not empty and not the directory of an earlier
     run.
     """
-    directory = wanted or Path("runs") / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', now)}"
+    directory = chosen or Path("runs") / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', now)}"
     number = 1
-    while wanted is None and directory.exists():
+    while chosen is None and directory.exists():
         number += 1
         directory = directory.with_name(f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', now)}-{number}")
     if directory.is_dir() and any(directory.iterdir()) and not (directory / MPIEXEC_LOG).exists():

@@ -169,6 +169,7 @@ class Keeper:
         if self.directory:
             reserve_report(self.directory, self.rank)
             log = RankLogWriter(self.directory, self.rank)
+
         selector = selectors.DefaultSelector()
         wake, waker = socket.socketpair()
         for end in (wake, waker):
@@ -176,6 +177,7 @@ class Keeper:
         signal.set_wakeup_fd(waker.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
         selector.register(wake, selectors.EVENT_READ)
+
         try:
             # A pipe, not the log file: a command that opens /dev/stdout would truncate the file.
             child = subprocess.Popen(
@@ -199,11 +201,13 @@ class Keeper:
                     os.set_blocking(stream.fileno(), False)
                     echo = Echo(target.fileno(), lambda: _is_asked_to_end(wake)) if self.echo else None
                     selector.register(stream, selectors.EVENT_READ, OutputCopier(stream.fileno(), log, echo))
+
         while child.poll() is None:
             self._handle_events(selector, wake, child)
         ended = time.time()
         if os.getppid() != self.front:
             self._front_ended = self._front_ended or ended
+
         selector.unregister(wake)
         copiers = [key.data for key in selector.get_map().values()]
         _copy_rest(selector)
@@ -212,9 +216,9 @@ class Keeper:
             os.killpg(child.pid, signal.SIGKILL)
         for copier in copiers:
             copier.copy_last()
-        number = -child.returncode if child.returncode < 0 else None
-        code = 128 + number if number else child.returncode
-        self._report(log, started, ended, code, number, count_memory_kills() > kills)
+        signal_number = -child.returncode if child.returncode < 0 else None
+        code = 128 + signal_number if signal_number else child.returncode
+        self._report(log, started, ended, code, signal_number, count_memory_kills() > kills)
         return code
 
     def _handle_events(
@@ -255,7 +259,7 @@ class Keeper:
         started: float,
         ended: float,
         code: int,
-        number: int | None,
+        signal_number: int | None,
         kernel_killed: bool,
         not_started: str | None = None,
     ) -> None:
@@ -266,7 +270,7 @@ class Keeper:
         if self._front_ended:
             # MPI ended this rank first. With MPICH the rank may have asked for that: MPI_Abort waits to be killed.
             ended, told_to_end = self._front_ended, not aborted
-            code, number = (aborted, None) if aborted else (code, number)
+            code, signal_number = (aborted, None) if aborted else (code, signal_number)
         roll_call = RollCall.read(self.directory, self.rank, since=started)
         report = RankReport(
             rank=self.rank,
@@ -275,10 +279,11 @@ class Keeper:
             started=started,
             ended=ended,
             exit_code=code,
-            signal=name_signal(number) if number else None,
+            signal=name_signal(signal_number) if signal_number else None,
             told_to_end=told_to_end,
             aborted=aborted is not None,
-            out_of_memory=kernel_killed and was_killed_for_memory(name_signal(number) if number else None, code, lines),
+            out_of_memory=kernel_killed
+            and was_killed_for_memory(name_signal(signal_number) if signal_number else None, code, lines),
             not_started=not_started,
             missing=roll_call.missing if roll_call and code else [],
             traceback=traceback if code else None,
@@ -307,8 +312,8 @@ def _copy_rest(selector: selectors.BaseSelector) -> None:
     """Copy the rest of the output after the command has ended, until every pipe is closed. Processes that it left
     behind may hold a pipe open, for at most `_REST_SECONDS`, and `_QUIET_SECONDS` without output."""
     end = time.monotonic() + _REST_SECONDS
-    while selector.get_map() and (left := end - time.monotonic()) > 0:
-        ready = selector.select(min(_QUIET_SECONDS, left))
+    while selector.get_map() and (seconds_left := end - time.monotonic()) > 0:
+        ready = selector.select(min(_QUIET_SECONDS, seconds_left))
         if not ready:
             return
         for key, _ in ready:

@@ -21,6 +21,7 @@ _WINDOW = 30
 _MOST_STEPS, _LATEST = 10**15, 253402300799.0
 """The highest step that a record may have; the end of the year 9999 in Unix seconds."""
 _MOST_NAMED, _MOST_NODES = 8, 256
+"""The most ranks that a message names, and the most nodes in status.cache."""
 
 
 def combine_caches(caches: Iterable[NodeCache]) -> CacheStatus | None:
@@ -48,9 +49,9 @@ def parse_record(values: Mapping[str, Any]) -> StepRecord | None:
         record = StepRecord.from_json(json.dumps(values))
     except (TypeError, ValueError, RecursionError):
         return None
-    whole = isinstance(record.step, int) and isinstance(record.total_steps, int | None)
+    are_steps_whole = isinstance(record.step, int) and isinstance(record.total_steps, int | None)
     numbers = (record.time, record.samples_per_second, 0.0 if record.loss is None else record.loss)
-    if not whole or not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+    if not are_steps_whole or not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
         return None
     if not 0 <= record.step <= _MOST_STEPS or not 0 <= (record.total_steps or 0) <= _MOST_STEPS:
         return None

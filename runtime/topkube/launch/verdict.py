@@ -23,13 +23,15 @@ ASKED_TO_END = FirstFailure(
     reason="Terminated", exit_code=TERMINATED, message="the launcher was asked to end: its pod was deleted or drained"
 )
 _MESSAGE_CHARACTERS, _REASON_CHARACTERS = 1024, 400
+_MOST_NAMED = 8
+"""The most pods that a message names."""
 
 
 def describe_missing_workers(plan: LaunchPlan, present: Collection[int], refused: Mapping[int, str]) -> FirstFailure:
     """Return the failure of a rendezvous that took too long. `refused` holds, by index, why workers that did call were
     rejected."""
     missing = [worker for worker in plan.workers if worker.index not in present]
-    names = ", ".join(worker.pod for worker in missing[:8]) + (", …" if len(missing) > 8 else "")
+    names = ", ".join(worker.pod for worker in missing[:_MOST_NAMED]) + (", …" if len(missing) > _MOST_NAMED else "")
     rejected = next((worker.index for worker in missing if worker.index in refused), None)
     cause = "their pods do not run yet, or a NetworkPolicy blocks the launcher. Next: kubectl describe the pods"
     if rejected is not None:
@@ -99,10 +101,10 @@ def find_first_failure(plan: LaunchPlan, members: Iterable[Member]) -> FirstFail
             candidates.append((member.terminating, failure))
         elif member.is_lost(now, plan.lost_seconds):
             silent = member.count_silent_seconds()
-            how = f"it has been silent for {silent:.0f} s"
+            state = f"it has been silent for {silent:.0f} s"
             if member.is_gone(now):
-                how = "its connection was closed and did not come back"
-            message = f"worker {member.index} is lost: {how}"
+                state = "its connection was closed and did not come back"
+            message = f"worker {member.index} is lost: {state}"
             candidates.append((clock - silent, FirstFailure(pod=pod, reason="WorkerLost", message=message)))
         if member.proxy is not None and member.proxy.problem:
             message = f"worker {member.index} could not start its ranks: {member.proxy.problem}"[:_MESSAGE_CHARACTERS]

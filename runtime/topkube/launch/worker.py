@@ -132,7 +132,7 @@ class Worker:
         self._last_attempt: Attempt | None = None
         self._last_number = plan.attempt
         self._run_is_over = False
-        self._terminated: float | None = None
+        self._terminated_at: float | None = None
         """When this pod was asked to end (monotonic)."""
         self._is_unreachable = False
         """True if the launcher was not reached for as long as the plan allows."""
@@ -144,8 +144,8 @@ class Worker:
         adopt_orphans()
         logging.getLogger().addHandler(OutputHandler(self.output))
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._terminate)
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signal_number, self._terminate)
         if self._identity.problem is not None:
             self._say(str(self._identity.problem))
         self._serve_metrics()
@@ -163,7 +163,7 @@ class Worker:
         if self._is_unreachable:
             return UNREACHABLE_CODE
         code = self._last_attempt.exit_code if self._last_attempt is not None else 0
-        if self._terminated is not None and not self._run_is_over and code in (0, 128 + signal.SIGKILL):
+        if self._terminated_at is not None and not self._run_is_over and code in (0, 128 + signal.SIGKILL):
             return 128 + signal.SIGTERM  # mpiexec kills ranks that still save when others have ended
         return code
 
@@ -182,7 +182,7 @@ class Worker:
     def print_remaining_output(self) -> int:
         """Wait for the reader of this pod's output, within limits. Return the number of bytes of the ranks' output that
         are lost."""
-        grace_end = self._terminated + self.plan.grace_seconds if self._terminated is not None else None
+        grace_end = self._terminated_at + self.plan.grace_seconds if self._terminated_at is not None else None
         return self._remaining_output.close(grace_end)
 
     def build_ending(self, code: int, lost: int = 0) -> Ending:
@@ -246,8 +246,8 @@ class Worker:
             return
         if before is None or before.reason != self._calls.problem.reason:
             write_ending(self._termination_log, self.build_ending(UNREACHABLE_CODE), quiet=True)
-        most = self.plan.unreachable_seconds
-        if most and self._calls.failing_seconds > most and self._attempt is None and self._terminated is None:
+        longest = self.plan.unreachable_seconds
+        if longest and self._calls.failing_seconds > longest and self._attempt is None and self._terminated_at is None:
             self._is_unreachable = True
             self._done.set()
 
@@ -258,7 +258,7 @@ class Worker:
         """End the attempt without its launcher, or the session if no attempt runs."""
         if self._attempt is None:
             self._session.end()
-        elif self._terminated is None:  # else the ranks end already, with the pod's own grace period
+        elif self._terminated_at is None:  # else the ranks end already, with the pod's own grace period
             self._say(f"{reason}: ending the ranks of attempt {self._last_number}")
             self._attempt.stop(min(self.plan.grace_seconds, _LAUNCHER_GONE_GRACE_SECONDS))
 
@@ -281,7 +281,7 @@ class Worker:
             mpi = self._identity.mpi
             if mpi is None:
                 raise self._identity.problem or LaunchError("there is no MPI")
-            if self._attempt is not None or self._terminated is not None:
+            if self._attempt is not None or self._terminated_at is not None:
                 raise LaunchError("this worker is still ending its previous ranks")
             stale = shared_memory.remove_dead_segments(self.shared_before)
             if stale:
@@ -302,7 +302,7 @@ class Worker:
         """End the attempt and the session, and the worker if the run is over."""
         self._ending, self._run_is_over = end, end.over
         if self._attempt is not None:
-            if end.grace_seconds == 0 or self._terminated is None:
+            if end.grace_seconds == 0 or self._terminated_at is None:
                 self._attempt.stop(end.grace_seconds)
             await self._wait_for_attempt()
         lost = await self._remaining_output.wait_until_printed(self._is_terminated) if end.over else 0
@@ -316,7 +316,7 @@ class Worker:
 
     def _is_terminated(self) -> bool:
         """Return True if this pod was asked to end."""
-        return self._terminated is not None
+        return self._terminated_at is not None
 
     async def _wait_for_attempt(self) -> None:
         while self._attempt is not None:
@@ -356,9 +356,9 @@ class Worker:
 
     def _terminate(self) -> None:
         """Let the ranks save their state and end, and then end this worker. SIGTERM calls this method."""
-        if self._terminated is not None:
+        if self._terminated_at is not None:
             return
-        self._terminated = time.monotonic()
+        self._terminated_at = time.monotonic()
         if self._attempt is not None:
             self._say("asked to end: the ranks save their state and end")
             self._session.send(Terminating())

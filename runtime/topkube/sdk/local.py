@@ -175,9 +175,9 @@ class LocalBackend:
 
     def _find_job(self, name: str) -> _LocalJob:
         if name not in self._jobs:
-            known = f"; jobs are {', '.join(self._jobs)}" if self._jobs else "; there are no jobs"
+            listed_jobs = f"; jobs are {', '.join(self._jobs)}" if self._jobs else "; there are no jobs"
             raise ClusterError(
-                f"there is no job {name} of this process{known}",
+                f"there is no job {name} of this process{listed_jobs}",
                 status=404,
                 cause="local jobs belong to the client that started them",
                 next_step=f"the folders in {self.directory} hold earlier runs",

@@ -92,9 +92,9 @@ def _check_bytes(total: int, name: str) -> None:
         raise _build_size_error(name, f"more than {MOST_BYTES >> 20:,} MiB")
 
 
-def _build_size_error(name: str, how: str) -> SourceError:
+def _build_size_error(name: str, excess: str) -> SourceError:
     return SourceError(
-        f"the archive of the source, {name}, has {how}",
+        f"the archive of the source, {name}, has {excess}",
         cause="it contains data, results or an environment besides the code",
         next_step="pack the code only; put data into spec.dataset, and packages into the image",
     )
@@ -116,11 +116,11 @@ def compute_file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_digest(digest: str, wanted: str, what: str, field: str) -> None:
-    """Raise SourceError if `digest` is not the `wanted` checksum of the archive `what`."""
-    if digest != wanted:
+def check_digest(digest: str, expected: str, what: str, field: str) -> None:
+    """Raise SourceError if `digest` is not the `expected` checksum of the archive `what`."""
+    if digest != expected:
         raise SourceError(
-            f"{what} has the checksum {digest}, and {field} is {wanted}",
+            f"{what} has the checksum {digest}, and {field} is {expected}",
             cause="the archive was replaced after the job was written, or it was damaged on its way",
             next_step=f"upload the right archive, or set {field} to its checksum (sha256sum FILE)",
         )

@@ -85,7 +85,7 @@ def _check_replacements(versions: dict[str, str], setup: Setup) -> None:
 
 
 def _run_pip(arguments: list[str], setup: Setup) -> None:
-    """Run `pip install`, with its output on this process's. Raises SourceError with its last lines."""
+    """Run `pip install` and print its output. Raises SourceError with the last lines if pip fails."""
     command = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--no-cache-dir"]
     tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
     with subprocess.Popen(

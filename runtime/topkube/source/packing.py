@@ -95,20 +95,37 @@ def _build_archive(files: Mapping[str, tuple[Path | None, int]], extra_files: Ma
     return buffer.getvalue()
 
 
+@dataclass(frozen=True)
+class _Patterns:
+    """The patterns of one file for `root`, the folder that is packed. `folder` is the path of the file's folder below
+    the root. If the file is above the root, `prefix` is the path of the root below the file's folder, with a slash."""
+
+    spec: Any
+    folder: str = "."
+    prefix: str = ""
+
+    def is_ignored(self, name: str) -> bool | None:
+        """Return the decision of the last pattern that matches the path `name` below the root; None if none matches."""
+        below_folder = name if self.folder == "." else name.removeprefix(f"{self.folder}/")
+        decision: bool | None = self.spec.check_file(self.prefix + below_folder).include
+        return decision
+
+
 def _list_files(root: Path) -> Iterator[tuple[Path, str]]:
     """Yield the files to pack and their paths below `root`, in order."""
-    specs = [("", _parse_patterns(list(USUALLY_IGNORED)))]
+    patterns = [_Patterns(_parse_patterns(list(USUALLY_IGNORED)))]
     folders = [root, *root.parents]
     repository = next((index for index, parent in enumerate(folders) if (parent / ".git").exists()), 0)
     for parent in reversed(folders[1 : repository + 1]):
-        specs += [(f"{root.relative_to(parent).as_posix()}/", spec) for spec in _read_specs(parent)]
-    yield from _walk_folder(root, root, specs)
+        prefix = f"{root.relative_to(parent).as_posix()}/"
+        patterns += [_Patterns(spec, prefix=prefix) for spec in _read_specs(parent)]
+    yield from _walk_folder(root, root, patterns)
 
 
-def _walk_folder(root: Path, folder: Path, specs: list[tuple[str, Any]]) -> Iterator[tuple[Path, str]]:
-    """Yield the files of `folder`. `specs` holds patterns with the path of `root`, seen from the patterns' folder."""
+def _walk_folder(root: Path, folder: Path, patterns: list[_Patterns]) -> Iterator[tuple[Path, str]]:
+    """Yield the files of `folder` and their paths below `root`. `patterns` holds the patterns of the folders above."""
     below = folder.relative_to(root).as_posix()
-    specs = [*specs, *((f"-{below}", spec) for spec in _read_specs(folder))]
+    patterns = [*patterns, *(_Patterns(spec, folder=below) for spec in _read_specs(folder))]
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
@@ -119,10 +136,10 @@ def _walk_folder(root: Path, folder: Path, specs: list[tuple[str, Any]]) -> Iter
         path = Path(entry.path)
         name = path.relative_to(root).as_posix()
         is_folder = entry.is_dir(follow_symlinks=False)
-        if _is_ignored(name + ("/" if is_folder else ""), specs):
+        if _is_ignored(name + ("/" if is_folder else ""), patterns):
             continue
         if is_folder:
-            yield from _walk_folder(root, path, specs)
+            yield from _walk_folder(root, path, patterns)
         elif path.is_file() and path.resolve().is_relative_to(root):
             yield path, name
         else:
@@ -134,18 +151,10 @@ def _walk_folder(root: Path, folder: Path, specs: list[tuple[str, Any]]) -> Iter
             )
 
 
-def _is_ignored(name: str, specs: list[tuple[str, Any]]) -> bool:
+def _is_ignored(name: str, patterns: list[_Patterns]) -> bool:
     """Return the decision of the last pattern that matches `name`, as in git."""
-    ignored = False
-    for place, spec in specs:
-        if place.startswith("-"):  # patterns of a folder below the root see paths from there
-            relative_name = name if place == "-." else name.removeprefix(f"{place[1:]}/")
-        else:
-            relative_name = place + name
-        decision = spec.check_file(relative_name).include
-        if decision is not None:
-            ignored = decision
-    return ignored
+    decisions = (file_patterns.is_ignored(name) for file_patterns in reversed(patterns))
+    return next((decision for decision in decisions if decision is not None), False)
 
 
 def _read_specs(folder: Path) -> list[Any]:
@@ -171,11 +180,11 @@ def _parse_patterns(lines: list[str]) -> Any:
     return pathspec.GitIgnoreSpec.from_lines(lines)
 
 
-def _build_size_error(folder: Path | None, files: Mapping[str, tuple[Path | None, int]], how: str) -> SourceError:
+def _build_size_error(folder: Path | None, files: Mapping[str, tuple[Path | None, int]], excess: str) -> SourceError:
     largest = sorted(files.items(), key=lambda entry: -entry[1][1])[:_LARGEST_SHOWN]
     shown = ", ".join(f"{name} ({size:,} bytes)" for name, (_, size) in largest)
     return SourceError(
-        f"the code in {folder} has {how}; the largest files are {shown}",
+        f"the code in {folder} has {excess}; the largest files are {shown}",
         cause="the folder contains data or results besides the code",
         next_step="name them in .topkubeignore, or upload an archive and set spec.source.archive (docs/code.md)",
     )

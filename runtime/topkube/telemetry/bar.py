@@ -138,11 +138,11 @@ def describe_progress(history: History, nodes: int, ranks: int, width: int | Non
     skipped = f"{last.skipped_steps} skipped" if last.skipped_steps else ""
     eta = history.estimate_seconds_left()
     left = f"{format_duration(eta)} left" if eta and last.total_steps and last.step < last.total_steps else ""
-    parts = [step, loss, speed, describe_sent_bytes(history, nodes, ranks), skipped, left]
-    for least_important in (None, 3, 4, 2, 1):
-        if least_important is not None:
-            parts[least_important] = ""
-        line = "  ".join(part for part in parts if part)
+    sent = describe_sent_bytes(history, nodes, ranks)
+    parts = {"step": step, "loss": loss, "rate": speed, "bytes": sent, "skipped": skipped, "left": left}
+    for least_important in ("", "bytes", "skipped", "rate", "loss"):
+        parts.pop(least_important, None)
+        line = "  ".join(part for part in parts.values() if part)
         if width is None or len(line) <= width:
             break
     return line
@@ -161,15 +161,15 @@ class _Line(ProgressColumn):
         name = Text(task.description, style="bold", no_wrap=True, overflow="ellipsis")
         name.truncate(min(self._NAME_MOST, self._console.width // 4), overflow="ellipsis")
         room = self._console.width - name.cell_len - self._BAR_LEAST - 4
-        known = Text(describe_progress(*self._arguments, width=room), no_wrap=True)
+        text = Text(describe_progress(*self._arguments, width=room), no_wrap=True)
         bar = ProgressBar(
             total=task.total,
             completed=task.completed,
-            width=max(1, self._console.width - name.cell_len - known.cell_len - 4),
+            width=max(1, self._console.width - name.cell_len - text.cell_len - 4),
             pulse=task.total is None,
             complete_style="cyan",
             finished_style="green",
         )
         line = Table.grid(padding=(0, 2, 0, 0))
-        line.add_row(name, bar, known)
+        line.add_row(name, bar, text)
         return line

@@ -35,6 +35,7 @@ _BY_RANK = {
     metrics.RESIDUAL_NORM: "residual_norm",
     metrics.LAST_STEP: "last_step",
 }
+"""The metrics of each rank, and the fields of the rank's file that hold them."""
 _BY_JOB = {
     metrics.STEP: "step",
     metrics.LOSS: "loss",
@@ -48,8 +49,7 @@ _BY_JOB = {
     metrics.PREDICTED_EXCHANGE: "predicted_exchange",
     metrics.MEASURED_EXCHANGE: "measured_exchange",
 }
-
-
+"""The metrics of the whole job, and the fields of rank 0's file that hold them."""
 _CACHE = {
     metrics.CACHE_FETCHES: "fetches",
     metrics.CACHE_FETCH_SECONDS: "fetch_seconds",
@@ -58,6 +58,7 @@ _CACHE = {
     metrics.CACHE_EVICTIONS: "evictions",
     metrics.CACHE_CORRUPTIONS: "corruptions",
 }
+"""The metrics of the data cache that are sums of one counter, and the names of the counters."""
 
 
 class RunCollector(Collector):

@@ -47,8 +47,8 @@ class History:
         self.last = record
 
     def _list_columns(self) -> list[array[int] | array[float]]:
-        whole = [self.steps, self.samples, self.sent, self.between, self.dense]
-        return [*whole, self.losses, self.times, *self.seconds.values()]
+        integer_columns = [self.steps, self.samples, self.sent, self.between, self.dense]
+        return [*integer_columns, self.losses, self.times, *self.seconds.values()]
 
     @property
     def total_steps(self) -> int | None:
@@ -56,7 +56,7 @@ class History:
 
     @property
     def samples_per_second(self) -> float | None:
-        """The rate over the whole run, from the first record to the last."""
+        """The rate over the integer_columns run, from the first record to the last."""
         if len(self.times) < 2 or self.times[-1] <= self.times[0]:
             return self.last.samples_per_second if self.last and self.last.samples_per_second else None
         return sum(self.samples[1:]) / (self.times[-1] - self.times[0])
@@ -66,8 +66,8 @@ class History:
         if self.total_steps is None or len(self.times) < 2:
             return None
         span = min(recent, len(self.times) - 1)
-        done = self.steps[-1] - self.steps[-1 - span]
-        pace = (self.times[-1] - self.times[-1 - span]) / max(1, done)
+        steps_done = self.steps[-1] - self.steps[-1 - span]
+        pace = (self.times[-1] - self.times[-1 - span]) / max(1, steps_done)
         return max(0.0, (self.total_steps - self.steps[-1]) * pace)
 
 
@@ -100,7 +100,7 @@ class ProgressReader:
 
 
 class LogFollower:
-    """Reads the whole lines that were added to a log since the last call."""
+    """Reads the integer_columns lines that were added to a log since the last call."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset, self._unfinished = path, 0, b""

@@ -60,8 +60,8 @@ class StepRecord:
     @classmethod
     def from_json(cls, line: str) -> StepRecord:
         """Return the record in a line. Unknown names are ignored."""
-        known = {entry.name for entry in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in json.loads(line).items() if name in known})
+        field_names = {entry.name for entry in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in json.loads(line).items() if name in field_names})
 
 
 def _replace_nonfinite(value: Any) -> Any:

@@ -23,6 +23,7 @@ from topkube.telemetry.phases import PHASES, Snapshot
 ABSENT = float("-inf")
 """The value of a field that was never set. The endpoint leaves out its series."""
 _HEADER = struct.Struct("<8sIIiiQ")
+"""Magic, version, number of fields, rank, attempt, sequence number."""
 _MAGIC = b"tkmetric"
 _VERSION = 2
 _COUNTERS = ("steps", "step_seconds", "samples", "intra_bytes", "inter_bytes", "dense_bytes", "bound_seconds")

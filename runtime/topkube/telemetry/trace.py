@@ -25,6 +25,7 @@ from typing import Any
 from topkube.files import write_text
 
 COMPUTE, COMMUNICATION, DELAYED = 1, 2, 3
+"""The numbers of the tracks."""
 COMMUNICATION_THREAD, DELAYED_THREAD = "topkube-communication", "topkube-delayed-exchange"
 """The names of the thread that exchanges buckets, and of the thread of delayed exchanges of weights."""
 _TRACKS = {COMMUNICATION_THREAD: COMMUNICATION, DELAYED_THREAD: DELAYED}

@@ -12,7 +12,7 @@ from topkube.telemetry.trace import WARM_STEPS
 
 MOST_READ = 64
 """A reader of a directory needs no more ranks than this, evenly spaced."""
-_SAME = ("nodes", "ranksPerNode", "algorithm", "device")
+_SHARED_FACTS = ("nodes", "ranksPerNode", "algorithm", "device")
 """Facts that all ranks of a run share."""
 
 
@@ -64,7 +64,7 @@ def merge_traces(directory: Path, most: int | None = None) -> dict[str, Any]:
     traces = [read_trace(path) for path in files]
     for path, content in zip(files, traces, strict=True):
         facts, first = content.get("otherData", {}), traces[0].get("otherData", {})
-        if "originUnixNanoseconds" not in facts or any(facts.get(name) != first.get(name) for name in _SAME):
+        if "originUnixNanoseconds" not in facts or any(facts.get(name) != first.get(name) for name in _SHARED_FACTS):
             raise TraceError(
                 f"{path} and {files[0]} are traces of different runs",
                 cause="a run with other workers or another algorithm wrote into the same directory before",

@@ -37,7 +37,7 @@ def read_many_shards(source: Path, cache: Path, memory_limit: int) -> None:
     for _ in range(2):
         check_samples(dataset, source, 400)
     dataset.warm()
-    assert dataset.node_state.state == OPEN
+    assert dataset.node_state.disk_state == OPEN
     assert all(dataset.cache.has(number) for number in range(400))
 
 
@@ -66,7 +66,7 @@ def read_beside_other_files(source: Path, cache: Path, memory_limit: int) -> Non
     for file in others:
         os.close(file)
     check_samples(dataset, source, 400)
-    assert dataset.node_state.state == OPEN
+    assert dataset.node_state.disk_state == OPEN
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def fill_volume(source: Path, where: Path) -> None:
     check_samples(opened, source)
     held = sum(opened.cache.has(number) for number in range(len(opened.cache.shards)))
     assert 0 < held < len(opened.cache.shards), held
-    assert opened.node_state.state == FROZEN
+    assert opened.node_state.disk_state == FROZEN
     assert not list(where.rglob("*.part"))
 
 
@@ -65,7 +65,7 @@ def train_on_read_only(source: Path, where: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(where)], check=True)
     opened = open_dataset(source, where)
     check_samples(opened, source)
-    assert opened.node_state.state == FROZEN
+    assert opened.node_state.disk_state == FROZEN
     assert opened.statistics()["remote_bytes"] > 0
 
 
@@ -74,7 +74,7 @@ def train_on_empty_read_only(source: Path, where: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(where)], check=True)
     opened = open_dataset(source, where)
     check_samples(opened, source)
-    assert opened.node_state.state == DROPPED
+    assert opened.node_state.disk_state == DROPPED
 
 
 def lose_volume(source: Path, where: Path) -> None:
@@ -82,11 +82,11 @@ def lose_volume(source: Path, where: Path) -> None:
     mount(where, "4m")
     opened = open_dataset(source, where, prefetch=False)
     opened[0]
-    assert opened.node_state.state == OPEN
+    assert opened.node_state.disk_state == OPEN
     opened.cache.open_shards.close_idle()
     subprocess.run(["umount", "--lazy", str(where)], check=True)
     check_samples(opened, source)
-    assert opened.node_state.state == DROPPED
+    assert opened.node_state.disk_state == DROPPED
 
 
 if __name__ == "__main__":

@@ -35,11 +35,14 @@ _NOT_THE_NODE = (*SCRIPT_ERRORS, SOURCE_UNAVAILABLE, SETUP_FAILED, "OOMKilled", 
 """Reasons of failures that the job itself, or a store outside the cluster, causes."""
 _OWN_FAILURES, _ALL_FAILURES, _JOBS = 2, 3, 2
 """Failures of the job itself, or of all jobs and of how many jobs, from which on a node is avoided."""
+_URGENCY_FAULT, _URGENCY_HARDWARE, _URGENCY_OWN, _URGENCY_ALL = 3, 2, 1, 0
+"""The urgency of avoiding a node: it reports a fault; the job failed there because of hardware; the job failed there
+again and again; several jobs did."""
 
 
 @dataclass(frozen=True)
 class _Suspect:
-    """A node to avoid. The order is the urgency: faults first, then the number of failures."""
+    """A node to avoid. Nodes are ordered by urgency, and then by the number of failures."""
 
     urgency: int
     count: int
@@ -54,9 +57,9 @@ def record_failure(draft: StatusDraft, failure: Failure) -> None:
     by_cluster = failure.disruption and failure.reason not in (*_HARDWARE, "WorkerLost")
     if not failure.node or by_cluster or failure.reason in _NOT_THE_NODE:
         return
-    own_failures = {known.node: known for known in _find_own_failures(draft)}
-    known = own_failures.pop(failure.node, None)
-    count = known.count + 1 if known is not None else 1
+    own_failures = {earlier.node: earlier for earlier in _find_own_failures(draft)}
+    earlier_failure = own_failures.pop(failure.node, None)
+    count = earlier_failure.count + 1 if earlier_failure is not None else 1
     others = sorted(own_failures.values(), key=lambda entry: (entry.at, entry.node))[1 - MOST_NODES :]
     entries = [*others, NodeFailure(failure.node, "", count, failure.reason, draft.now)]
     draft.node_failures = [
@@ -99,7 +102,7 @@ def _find_suspects(draft: StatusDraft, observed: Observed) -> list[_Suspect]:
         if failure.at > oldest:
             failures_of_others.setdefault(failure.node, []).append(failure)
     suspects = [
-        _Suspect(3, 0, node, fault, f"the node reports the condition {fault}", None)
+        _Suspect(_URGENCY_FAULT, 0, node, fault, f"the node reports the condition {fault}", None)
         for node, fault in observed.node_faults.items()
     ]
     for node in sorted({*own_failures, *failures_of_others} - observed.node_faults.keys()):
@@ -109,14 +112,18 @@ def _find_suspects(draft: StatusDraft, observed: Observed) -> list[_Suspect]:
         until = max(failure.at for failure in all_failures) + REMEMBERED
         if own_failure is not None and own_failure.reason in _HARDWARE:
             message = f"an attempt of this job ended there: {own_failure.reason}"
-            suspects.append(_Suspect(2, count, node, own_failure.reason, message, own_failure.at + REMEMBERED))
+            suspects.append(
+                _Suspect(_URGENCY_HARDWARE, count, node, own_failure.reason, message, own_failure.at + REMEMBERED)
+            )
         elif own_failure is not None and own_failure.count >= _OWN_FAILURES:
             message = f"{own_failure.count} attempts of this job failed there first, the last with {own_failure.reason}"
-            suspects.append(_Suspect(1, count, node, own_failure.reason, message, own_failure.at + REMEMBERED))
+            suspects.append(
+                _Suspect(_URGENCY_OWN, count, node, own_failure.reason, message, own_failure.at + REMEMBERED)
+            )
         elif count >= _ALL_FAILURES and len(all_failures) >= _JOBS:
             reason = max(all_failures, key=lambda failure: (failure.at, failure.reason)).reason
             message = f"{count} attempts of {len(all_failures)} jobs failed there first, the last with {reason}"
-            suspects.append(_Suspect(0, count, node, reason, message, until))
+            suspects.append(_Suspect(_URGENCY_ALL, count, node, reason, message, until))
     return suspects
 
 

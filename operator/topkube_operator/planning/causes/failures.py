@@ -34,9 +34,13 @@ _LONG_AGO = datetime.min.replace(tzinfo=UTC)
 _CLOCK_DIFFERENCE = timedelta(seconds=2)
 """The clocks of nodes and of the API server may differ by this much."""
 _FRESH = timedelta(seconds=15)
+"""A launcher's report that is younger than this shows that the launcher lives."""
 _SETTLE = timedelta(seconds=5)
+"""How long the cluster may take to report why a launcher has lost a worker."""
 _AFTER_DELETION = timedelta(seconds=5)
+"""How long a deleted pod may remain after the end of its grace period. Then it counts as dead."""
 _AFTER_SUCCESS = timedelta(seconds=60)
+"""How long an attempt may continue after a worker has ended with exit code 0."""
 
 
 @dataclass(frozen=True)

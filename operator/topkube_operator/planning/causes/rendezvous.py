@@ -9,6 +9,8 @@ from topkube.launch import contract
 from topkube_operator.model.observed import Pod
 
 _SUSPICIOUS_AFTER = timedelta(seconds=30)
+_MOST_NAMED = 8
+"""The most pods that a message names."""
 _ALL_SILENT = (
     "Likely causes: nothing routes the address of the job's Service on their nodes (kube-proxy or its replacement), "
     f"a NetworkPolicy closes port {contract.LAUNCHER_PORT} of the launcher to them, or a service mesh intercepts the "
@@ -30,7 +32,8 @@ def describe_missing_workers(workers: Sequence[str], missing: Sequence[int], *, 
     """Return a message that names the workers that have not called. `workers` holds all pod names by index; `missing`
     holds indices. If `with_causes`, the message includes the likely causes and the next command."""
     silent = [workers[index] for index in missing if index < len(workers)]
-    shown = ", ".join(silent[:8]) + (f" and {len(silent) - 8} more" if len(silent) > 8 else "")
+    shown = ", ".join(silent[:_MOST_NAMED])
+    shown += f" and {len(silent) - _MOST_NAMED} more" if len(silent) > _MOST_NAMED else ""
     message = f"{len(missing)} of {len(workers)} workers have not called the launcher: {shown}"
     if not with_causes or not silent:
         return message

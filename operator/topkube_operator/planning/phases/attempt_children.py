@@ -43,10 +43,10 @@ def create_children(steps: PlanSteps) -> None:
 def _check_assigned_flavors(steps: PlanSteps) -> bool:
     """Return True if the operator knows on which nodes Kueue wants the pods. Otherwise request the flavors that Kueue
     has assigned, or report a flavor that cannot be read."""
-    wanted = workloads.list_assigned_flavors(steps.workload) if steps.workload is not None else []
-    unknown = [name for name in wanted if (workloads.FLAVOR, name) not in steps.observed.objects]
+    flavors = workloads.list_assigned_flavors(steps.workload) if steps.workload is not None else []
+    unknown = [name for name in flavors if (workloads.FLAVOR, name) not in steps.observed.objects]
     steps.reads += [ObjectRequest(workloads.FLAVOR, name) for name in unknown]
-    unreadable = [name for name in wanted if steps.observed.objects.get((workloads.FLAVOR, name)) == {}]
+    unreadable = [name for name in flavors if steps.observed.objects.get((workloads.FLAVOR, name)) == {}]
     if unreadable:
         message = f"the ResourceFlavor {unreadable[0]}, which Kueue has assigned, cannot be read"
         steps.draft.set_condition("Created", False, "FlavorNotFound", message, "Warning")
@@ -66,11 +66,11 @@ def repair_children(steps: PlanSteps, attempt: AttemptPods) -> None:
 def _report_troubles(steps: PlanSteps, attempt: AttemptPods | None) -> None:
     """Report children that cannot be made, or that others change. `attempt` is None until its pods are made."""
     draft, observed = steps.draft, steps.observed
-    wanted = {(manifest["kind"], manifest["metadata"]["name"]) for stage in steps.apply for manifest in stage}
+    planned = {(manifest["kind"], manifest["metadata"]["name"]) for stage in steps.apply for manifest in stage}
     troubles = [
         (trouble.reason, key)
         for key, trouble in observed.troubles.items()
-        if key in wanted or trouble.reason == "Contested"
+        if key in planned or trouble.reason == "Contested"
     ]
     if troubles:
         reason, (kind, name) = min(troubles)

@@ -65,16 +65,16 @@ class Api:
         server refuses a job."""
         import urllib3
 
-        answer = self._send(method, path, query or {}, body, content)
+        response = self._send(method, path, query or {}, body, content)
         try:
-            text = answer.read()
+            text = response.read()
         except urllib3.exceptions.HTTPError as error:
             raise self._build_silence_error(error) from None
         finally:
-            answer.release_conn()
-        if answer.status >= 400:
-            raise _build_refusal_error(answer.status, text, method, path, self.namespace)
-        warnings = [_parse_warning(value) for name, value in answer.headers.iteritems() if name.lower() == "warning"]
+            response.release_conn()
+        if response.status >= 400:
+            raise _build_refusal_error(response.status, text, method, path, self.namespace)
+        warnings = [_parse_warning(value) for name, value in response.headers.iteritems() if name.lower() == "warning"]
         try:
             return Answer(json.loads(text), warnings)
         except ValueError:
@@ -89,18 +89,18 @@ class Api:
         the connection breaks or is silent for `silent_seconds`: ask again for the rest."""
         import urllib3
 
-        answer = self._send("GET", path, query, None, JSON, silent_seconds)
-        if answer.status >= 400:
-            raise _build_refusal_error(answer.status, answer.read(), "GET", path, self.namespace)
+        response = self._send("GET", path, query, None, JSON, silent_seconds)
+        if response.status >= 400:
+            raise _build_refusal_error(response.status, response.read(), "GET", path, self.namespace)
         unfinished = b""
         try:
-            for piece in answer.stream(1 << 16, decode_content=False):
+            for piece in response.stream(1 << 16, decode_content=False):
                 *whole, unfinished = (unfinished + piece).split(b"\n")
                 yield from whole
         except urllib3.exceptions.HTTPError:
             return
         finally:
-            answer.close()
+            response.close()
         if unfinished:
             yield unfinished
 
@@ -139,7 +139,7 @@ class Api:
         )
 
 
-def connect(where: ClusterLocation) -> Api:
+def connect(location: ClusterLocation) -> Api:
     """Return a connection. Raises ClusterError if the client, the kubeconfig or the context is missing."""
     import yaml
 
@@ -152,51 +152,53 @@ def connect(where: ClusterLocation) -> Api:
             cause="topkube was installed for local runs only",
             next_step=_INSTALL,
         ) from None
-    file = str(where.kubeconfig) if where.kubeconfig else None
+    file = str(location.kubeconfig) if location.kubeconfig else None
     configuration = client.Configuration()
-    location = file or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
+    shown_path = file or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
     try:
         if file is None and not _has_kubeconfig(kube_config.KUBE_CONFIG_DEFAULT_LOCATION):
-            return _connect_in_cluster(configuration, where, kube_config.KUBE_CONFIG_DEFAULT_LOCATION)
+            return _connect_in_cluster(configuration, location, kube_config.KUBE_CONFIG_DEFAULT_LOCATION)
         contexts, active = config.list_kube_config_contexts(file)
         chosen = (
-            next((candidate for candidate in contexts if candidate["name"] == where.context), active)
-            if where.context
+            next((candidate for candidate in contexts if candidate["name"] == location.context), active)
+            if location.context
             else active
         )
-        config.load_kube_config(file, context=where.context, client_configuration=configuration, persist_config=False)
+        config.load_kube_config(
+            file, context=location.context, client_configuration=configuration, persist_config=False
+        )
     except config.ConfigException as error:
         names = _list_context_names(file)
         listed = f"; known: {', '.join(names)}" if names else ""
         raise ClusterError(
-            f"the kubeconfig {location} cannot be used: {_read_first_line(error)}{listed}",
+            f"the kubeconfig {shown_path} cannot be used: {_read_first_line(error)}{listed}",
             cause="the context is not in the file, or the file is incomplete",
             next_step="kubectl config get-contexts",
         ) from None
     except (OSError, ValueError, TypeError, AttributeError, KeyError, yaml.YAMLError) as error:
         # The client raises these for a damaged file.
         raise ClusterError(
-            f"the kubeconfig {location} cannot be read: {_read_first_line(error)}",
+            f"the kubeconfig {shown_path} cannot be read: {_read_first_line(error)}",
             cause="it is not a kubeconfig",
             next_step="kubectl config view",
         ) from None
-    namespace = where.namespace or (chosen.get("context") or {}).get("namespace") or "default"
+    namespace = location.namespace or (chosen.get("context") or {}).get("namespace") or "default"
     return Api(configuration, namespace)
 
 
-def _connect_in_cluster(configuration: Any, where: ClusterLocation, location: str) -> Api:
+def _connect_in_cluster(configuration: Any, location: ClusterLocation, shown_path: str) -> Api:
     from kubernetes import config
 
     try:
         config.load_incluster_config(client_configuration=configuration)
     except config.ConfigException:
         raise ClusterError(
-            f"no cluster is configured: {location} does not exist",
+            f"no cluster is configured: {shown_path} does not exist",
             cause="no kubeconfig has been set up on this machine",
             next_step="export KUBECONFIG=FILE, or pass --kubeconfig FILE; without a cluster: topkube run JOB.yaml",
         ) from None
     own = _ACCOUNT_NAMESPACE.read_text().strip() if _ACCOUNT_NAMESPACE.exists() else "default"
-    return Api(configuration, where.namespace or own)
+    return Api(configuration, location.namespace or own)
 
 
 def _has_kubeconfig(location: str) -> bool:

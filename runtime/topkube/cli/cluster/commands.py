@@ -89,7 +89,7 @@ def submit(
     )
     chosen = SubmitOptions(
         target=target,
-        where=ClusterLocation(kubeconfig, context, namespace),
+        location=ClusterLocation(kubeconfig, context, namespace),
         requirements=requirements,
         dry_run=dry_run,
         manifest=output is options.ManifestOutput.yaml,
@@ -118,8 +118,8 @@ def status(
     """Show a job: phase, progress, pods, why it failed, events."""
     from topkube.cli.cluster.status import StatusOptions, show_status
 
-    where = ClusterLocation(kubeconfig, context, namespace)
-    raise typer.Exit(show_status(StatusOptions(job, where, all_namespaces, watch, output is OutputFormat.json)))
+    location = ClusterLocation(kubeconfig, context, namespace)
+    raise typer.Exit(show_status(StatusOptions(job, location, all_namespaces, watch, output is OutputFormat.json)))
 
 
 def logs(
@@ -141,8 +141,10 @@ def logs(
     from topkube.cli.cluster.log_options import LogOptions
     from topkube.cli.cluster.logs import show_logs
 
-    where = ClusterLocation(kubeconfig, context, namespace)
-    raise typer.Exit(show_logs(LogOptions(job, where, follow, worker, tail, timestamps, output is OutputFormat.json)))
+    location = ClusterLocation(kubeconfig, context, namespace)
+    raise typer.Exit(
+        show_logs(LogOptions(job, location, follow, worker, tail, timestamps, output is OutputFormat.json))
+    )
 
 
 def suspend(
@@ -158,8 +160,8 @@ def suspend(
     """Suspend jobs: their ranks save a checkpoint and their pods end; the jobs stay."""
     from topkube.cli.cluster.suspend import SuspendOptions, set_suspended
 
-    where = ClusterLocation(kubeconfig, context, namespace)
-    raise typer.Exit(set_suspended(SuspendOptions(jobs, where, suspend=True, wait=wait, timeout_seconds=timeout)))
+    location = ClusterLocation(kubeconfig, context, namespace)
+    raise typer.Exit(set_suspended(SuspendOptions(jobs, location, suspend=True, wait=wait, timeout_seconds=timeout)))
 
 
 def resume(

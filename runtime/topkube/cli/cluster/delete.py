@@ -18,21 +18,21 @@ class DeleteOptions:
     """The options of the command line."""
 
     jobs: list[str]
-    where: ClusterLocation
+    location: ClusterLocation
     wait: bool = True
     timeout_seconds: float = 300.0
 
 
-def delete_jobs(options: DeleteOptions, say: Callable[[str], None] = print_line) -> int:
-    """Delete the jobs, and `say` what was done. If one name is wrong, no job is deleted. Raises ClusterError."""
-    api = connect(options.where)
+def delete_jobs(options: DeleteOptions, report: Callable[[str], None] = print_line) -> int:
+    """Delete the jobs, and `report` what was done. If one name is wrong, no job is deleted. Raises ClusterError."""
+    api = connect(options.location)
     jobs = [find_job(api, name) for name in options.jobs]
     for job in jobs:
         metadata = job["metadata"]
         body = {"propagationPolicy": "Background", "preconditions": {"uid": metadata["uid"]}}
         with ignore_missing():
             api.request("DELETE", build_job_path(api, metadata["name"]), body=body)
-        say(f"trainingjob.topkube.dev/{metadata['name']} deleted")
+        report(f"trainingjob.topkube.dev/{metadata['name']} deleted")
     if options.wait:
         deadline = time.monotonic() + options.timeout_seconds
         for job in jobs:
@@ -41,10 +41,10 @@ def delete_jobs(options: DeleteOptions, say: Callable[[str], None] = print_line)
 
 
 def _wait_until_gone(api: Api, name: str, uid: str, deadline: float, seconds: float) -> None:
-    while left := _find_remaining(api, name, uid):
+    while remaining := _find_remaining(api, name, uid):
         if time.monotonic() >= deadline:
             raise ClusterError(
-                f"after {seconds:g} s these still exist: {', '.join(left)}",
+                f"after {seconds:g} s these still exist: {', '.join(remaining)}",
                 cause="a lost node cannot report that its pods have ended, or a finalizer keeps the object",
                 next_step=f"kubectl get tj,pods -n {api.namespace} -l topkube.dev/job-name={name}; "
                 "`topkube delete --no-wait` does not wait",
@@ -62,8 +62,8 @@ def _find_remaining(api: Api, name: str, uid: str) -> list[str]:
 
 
 def _list_remaining(api: Api, name: str, uid: str) -> list[str]:
-    left = []
+    remaining = []
     with ignore_missing():
         if api.get(build_job_path(api, name))["metadata"].get("uid") == uid:
-            left.append(f"the job {name}")
-    return left + [f"pod {pod['metadata']['name']}" for pod in list_pods(api, name, uid)]
+            remaining.append(f"the job {name}")
+    return remaining + [f"pod {pod['metadata']['name']}" for pod in list_pods(api, name, uid)]

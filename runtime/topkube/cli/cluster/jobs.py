@@ -44,9 +44,9 @@ def find_job(api: Api, name: str) -> dict[str, Any]:
             raise
     names = [job["metadata"]["name"] for job in list_jobs(api)]
     near = difflib.get_close_matches(name, names, 3, 0.5) or names[:3]
-    known = f"; jobs are {', '.join(near)}" if near else "; there are no jobs"
+    listed_jobs = f"; jobs are {', '.join(near)}" if near else "; there are no jobs"
     raise ClusterError(
-        f"there is no TrainingJob {name} in namespace {api.namespace}{known}",
+        f"there is no TrainingJob {name} in namespace {api.namespace}{listed_jobs}",
         status=404,
         cause="it was deleted, it has another name, or it is in another namespace",
         next_step="topkube status --all-namespaces",

@@ -12,7 +12,7 @@ class LogOptions:
     """The options of the command line."""
 
     job: str
-    where: ClusterLocation
+    location: ClusterLocation
     follow: bool = True
     workers: list[int] | None = None
     """None: all workers and the launcher."""

@@ -98,8 +98,8 @@ class LogStreams:
         deadline = time.monotonic() + seconds
         while True:
             try:
-                left = deadline - time.monotonic()
-                yield self._lines.get(timeout=left) if left > 0 else self._lines.get_nowait()
+                seconds_left = deadline - time.monotonic()
+                yield self._lines.get(timeout=seconds_left) if seconds_left > 0 else self._lines.get_nowait()
             except queue.Empty:
                 return
 
@@ -123,13 +123,13 @@ def read_lines(api: Api, source: LogSource, options: LogOptions, follow: bool) -
     }
     last, shown = "", set[bytes]()  # the newest time stamp, and the lines that carry it
     while True:
-        resumed = _normalize_stamp(last)
+        resumed_at = _normalize_stamp(last)
         try:
             for line in api.read_lines(f"{path}/log", query, silent_seconds=SILENT_SECONDS if follow else None):
                 match = _STAMP.match(line)
                 stamp, text = (match[1].decode(), line[match.end() :]) if match else (last, line)
-                if _normalize_stamp(stamp) < resumed or (
-                    stamp == last and line in shown and _normalize_stamp(stamp) == resumed
+                if _normalize_stamp(stamp) < resumed_at or (
+                    stamp == last and line in shown and _normalize_stamp(stamp) == resumed_at
                 ):
                     continue  # shown before the stream broke
                 if stamp != last:

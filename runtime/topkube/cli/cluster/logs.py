@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from topkube.cli.cluster.api import Api, connect
@@ -32,13 +33,13 @@ DRAIN_SECONDS = 10.0
 
 def show_logs(options: LogOptions) -> int:
     """Show the logs. Return the job's exit code if it has ended, else 0."""
-    return _show(connect(options.where), options, Printer(options))
+    return _show(connect(options.location), options, Printer(options))
 
 
 def read_log_lines(options: LogOptions) -> Iterator[str]:
     """Yield the lines of the logs, as `show_logs` prints them without a terminal: to the job's end with
     `options.follow`. Notes for people are left out. Raises ClusterError."""
-    api = connect(options.where)
+    api = connect(options.location)
     find_job(api, options.job)
     collected: queue.Queue[str | BaseException | None] = queue.Queue(1000)
     closed = threading.Event()
@@ -73,6 +74,14 @@ class _Closed(Exception):
     """The reader of the lines has gone."""
 
 
+@dataclass
+class _Announced:
+    """The state and the attempt that the person has been told."""
+
+    state: str = ""
+    attempt: int = 0
+
+
 def _show(api: Api, options: LogOptions, printer: Printer) -> int:
     job = find_job(api, options.job)
     if options.follow and read_phase(job) not in FINISHED_PHASES:
@@ -94,19 +103,19 @@ def _show(api: Api, options: LogOptions, printer: Printer) -> int:
 
 def _follow(api: Api, options: LogOptions, uid: str | None, printer: Printer) -> int:
     streams = LogStreams(api, options, uid)
-    announced = {"phase": "", "attempt": 0}
+    announced = _Announced()
     last: dict[str, Any] | None = None
-    watched: queue.SimpleQueue[dict[str, Any] | Exception | None] = queue.SimpleQueue()
+    states: queue.SimpleQueue[dict[str, Any] | Exception | None] = queue.SimpleQueue()
     watch = JobWatch(api, options.job, options.timeout_seconds)
-    threading.Thread(target=_watch, args=(watch, watched), daemon=True).start()
+    threading.Thread(target=_collect_states, args=(watch, states), daemon=True).start()
     ended_at: float | None = None
     while True:
         for note in streams.follow_new_containers():
             printer.print_note(note)
         for source, stamp, text in streams.take_lines(POLL_SECONDS):
             printer.print_line(source, stamp, text)
-        while not watched.empty():
-            change = watched.get()
+        while not states.empty():
+            change = states.get()
             if isinstance(change, TimeoutError):
                 printer.print_note(
                     f"{options.job} is still {read_phase(last or {})} after {options.timeout_seconds:g} s and continues"
@@ -131,25 +140,25 @@ def _follow(api: Api, options: LogOptions, uid: str | None, printer: Printer) ->
                 return find_exit_code(last)
 
 
-def _watch(watch: JobWatch, watched: queue.SimpleQueue[dict[str, Any] | Exception | None]) -> None:
+def _collect_states(watch: JobWatch, states: queue.SimpleQueue[dict[str, Any] | Exception | None]) -> None:
     try:
         for job in watch.read_states():
-            watched.put(job)
+            states.put(job)
             if job is None or read_phase(job) in FINISHED_PHASES:
                 return
     except Exception as error:  # the thread that waits for the job's end must receive every error
-        watched.put(error)
+        states.put(error)
 
 
-def _announce(job: dict[str, Any], announced: dict[str, Any], printer: Printer) -> None:
+def _announce(job: dict[str, Any], announced: _Announced, printer: Printer) -> None:
     attempt = (job.get("status") or {}).get("attempt") or 0
-    if attempt > announced["attempt"] > 0:
+    if attempt > announced.attempt > 0:
         reason = ((job.get("status") or {}).get("firstFailure") or {}).get("message")
         printer.print_note(f"attempt {attempt} begins" + (f"; the last one ended: {reason}" if reason else ""))
     state = f"{read_phase(job)}: {find_waiting_reason(job)}" if find_waiting_reason(job) else read_phase(job)
-    if state != announced["phase"]:
+    if state != announced.state:
         printer.print_note(f"{job['metadata']['name']} is {state}")
-    announced.update(phase=state, attempt=attempt)
+    announced.state, announced.attempt = state, attempt
 
 
 def _note_failure(job: dict[str, Any], name: str, printer: Printer) -> None:
@@ -167,5 +176,7 @@ def _show_kept_failure(job: dict[str, Any], options: LogOptions, printer: Printe
             f"the pods are gone; the last lines of {failure.get('pod', 'the first failure')}:", failure
         )
     else:
-        note = "kubectl get events" if read_phase(job) in FINISHED_PHASES else f"topkube status {options.job}"
-        printer.print_kept_failure(f"{options.job} is {read_phase(job)} and has no pods with logs; next: {note}", {})
+        next_step = "kubectl get events" if read_phase(job) in FINISHED_PHASES else f"topkube status {options.job}"
+        printer.print_kept_failure(
+            f"{options.job} is {read_phase(job)} and has no pods with logs; next: {next_step}", {}
+        )

@@ -34,7 +34,7 @@ from topkube.timestamps import parse_timestamp
 
 MOST_EVENTS = 12
 MOST_PODS = 24
-_BAR = 30
+_BAR_CELLS = 30
 _REFUSED = "ChangeRefused"
 _COLOURS = {"Succeeded": "green", "Failed": "red", "Running": "cyan", "Suspended": "yellow", "Restarting": "yellow"}
 
@@ -44,7 +44,7 @@ class StatusOptions:
     """The options of the command line."""
 
     job: str | None
-    where: ClusterLocation
+    location: ClusterLocation
     everywhere: bool = False
     watch: bool = False
     json: bool = False
@@ -61,7 +61,7 @@ class View:
 
 def show_status(options: StatusOptions) -> int:
     """Show one job, or list all jobs. Return the exit code. Raises ClusterError."""
-    api = connect(options.where)
+    api = connect(options.location)
     if options.job is None:
         return _list_all_jobs(api, options)
     if options.watch:
@@ -182,8 +182,8 @@ def build_report(view: View, now: datetime, bar: bool = False) -> Iterator[str]:
         yield f"  [bold]{name:<12}[/bold]{escape(text)}"
     progress = status.get("progress") or {}
     if bar and "percent" in progress:
-        done = round(_BAR * progress["percent"] / 100)
-        yield f"  {'':<12}[cyan]{'━' * done}[/][dim]{'━' * (_BAR - done)}[/]"
+        full_cells = round(_BAR_CELLS * progress["percent"] / 100)
+        yield f"  {'':<12}[cyan]{'━' * full_cells}[/][dim]{'━' * (_BAR_CELLS - full_cells)}[/]"
     generation = metadata.get("generation")
     if status and generation and (status.get("observedGeneration") or 0) < generation:
         yield "  [yellow]the operator has not seen the last change yet[/]"
@@ -347,12 +347,12 @@ def _format_failure(status: dict[str, Any]) -> list[str]:
     failure = status.get("firstFailure") or {}
     if not failure:
         return []
-    where = [f"pod {failure['pod']}"] if failure.get("pod") else []
-    where += [f"node {failure['node']}"] if failure.get("node") else []
-    where += [f"rank {failure['rank']}"] if failure.get("rank") is not None else []
+    place = [f"pod {failure['pod']}"] if failure.get("pod") else []
+    place += [f"node {failure['node']}"] if failure.get("node") else []
+    place += [f"rank {failure['rank']}"] if failure.get("rank") is not None else []
     reasons = [failure["reason"]] if failure.get("reason") else []
     reasons += [f"exit code {failure['exitCode']}"] if failure.get("exitCode") is not None else []
-    lines = [f"  {', '.join(where)}{': ' if where else ''}{', '.join(reasons)}"]
+    lines = [f"  {', '.join(place)}{': ' if place else ''}{', '.join(reasons)}"]
     lines += [f"  {line}" for line in str(failure.get("message") or "").splitlines()]
     lines += [f"    | {line}" for line in str(failure.get("logTail") or "").splitlines()]
     return lines

@@ -25,7 +25,8 @@ from topkube.job import TrainingJob
 from topkube.job.base.reading import format_yaml
 from topkube.source.packing import PackedSource, pack_source
 
-_WRITTEN = ("name", "namespace", "labels", "annotations")
+_WRITTEN_METADATA = ("name", "namespace", "labels", "annotations")
+"""The fields of the metadata that people write."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class SubmitOptions:
     """The options of the command line."""
 
     target: Target
-    where: ClusterLocation
+    location: ClusterLocation
     requirements: Path | None = None
     """A file with pip requirements for spec.setup."""
     dry_run: bool = False
@@ -50,14 +51,14 @@ def submit_job(options: SubmitOptions) -> int:
     """Submit the job and return the exit code: the job's own with --wait or --follow."""
     job, packed = _load_job(options)
     own = job.metadata.namespace
-    if own and options.where.namespace and own != options.where.namespace:
+    if own and options.location.namespace and own != options.location.namespace:
         raise JobError(
-            f"{options.target.program} is for namespace {own}, but --namespace is {options.where.namespace}",
+            f"{options.target.program} is for namespace {own}, but --namespace is {options.location.namespace}",
             next_step="remove one of the two",
         )
     if options.manifest:
-        return _print_manifests(job, packed, own or options.where.namespace)
-    api = connect(options.where)
+        return _print_manifests(job, packed, own or options.location.namespace)
+    api = connect(options.location)
     api.namespace = own or api.namespace
     before = _read_stored(api, job.name)
     applied = apply_job(api, job, packed, dry_run=options.dry_run, force_conflicts=options.force_conflicts)
@@ -74,8 +75,8 @@ def submit_job(options: SubmitOptions) -> int:
         from topkube.cli.cluster import logs
         from topkube.cli.cluster.log_options import LogOptions
 
-        where = ClusterLocation(options.where.kubeconfig, options.where.context, api.namespace)
-        return logs.show_logs(LogOptions(job.name, where, timeout_seconds=options.timeout_seconds))
+        location = ClusterLocation(options.location.kubeconfig, options.location.context, api.namespace)
+        return logs.show_logs(LogOptions(job.name, location, timeout_seconds=options.timeout_seconds))
     return wait_for_end(api, job.name, options.timeout_seconds) if options.wait else 0
 
 
@@ -123,7 +124,7 @@ def _select_written_fields(job: TrainingJob) -> dict[str, Any]:
     """Return the part of a job that people write."""
     data = job.to_dict()
     data.pop("status", None)
-    data["metadata"] = {key: value for key, value in data["metadata"].items() if key in _WRITTEN}
+    data["metadata"] = {key: value for key, value in data["metadata"].items() if key in _WRITTEN_METADATA}
     return data
 
 

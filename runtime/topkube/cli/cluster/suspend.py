@@ -21,18 +21,18 @@ class SuspendOptions:
     """The options of the command line."""
 
     jobs: list[str]
-    where: ClusterLocation
+    location: ClusterLocation
     suspend: bool
     wait: bool = True
     timeout_seconds: float = 300.0
 
 
-def set_suspended(options: SuspendOptions, say: Callable[[str], None] = print_line) -> int:
-    """Suspend or resume the jobs, and `say` what was done. If one name is wrong, no job is changed.
+def set_suspended(options: SuspendOptions, report: Callable[[str], None] = print_line) -> int:
+    """Suspend or resume the jobs, and `report` what was done. If one name is wrong, no job is changed.
 
     Raises ClusterError if a job is finished, or if the pods of a suspended job do not end in time.
     """
-    api = connect(options.where)
+    api = connect(options.location)
     jobs = [find_job(api, name) for name in options.jobs]
     for job in jobs:
         if read_phase(job) in FINISHED_PHASES:
@@ -43,7 +43,7 @@ def set_suspended(options: SuspendOptions, say: Callable[[str], None] = print_li
             )
     deadline = time.monotonic() + options.timeout_seconds
     for job in jobs:
-        say(_change_job(api, job, options, deadline))
+        report(_change_job(api, job, options, deadline))
     return 0
 
 

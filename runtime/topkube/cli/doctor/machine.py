@@ -21,10 +21,12 @@ def check_processor() -> Iterator[Check]:
     info = Path("/proc/cpuinfo").read_text()
     flags = next((line.split(":")[1].split() for line in info.splitlines() if line.startswith("flags")), [])
     model = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), "?")
-    wanted = [
+    vector_flags = [
         flag for flag in ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_bf16") if flag in flags
     ]
-    yield report_ok("processor", f"{model}, {count_cores()} cores; {' '.join(wanted) or 'no vector extensions known'}")
+    yield report_ok(
+        "processor", f"{model}, {count_cores()} cores; {' '.join(vector_flags) or 'no vector extensions known'}"
+    )
 
 
 def check_memory() -> Iterator[Check]:

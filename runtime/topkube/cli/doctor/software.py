@@ -20,9 +20,9 @@ _TORCH_SECONDS = 120
 
 def check_python() -> Iterator[Check]:
     """Report the versions of Python and of TopKube."""
-    version, own = platform.python_version(), importlib.metadata.version("topkube")
-    yield report_ok("python", f"{version} ({sys.executable})")
-    yield report_ok("topkube", own)
+    python_version, topkube_version = platform.python_version(), importlib.metadata.version("topkube")
+    yield report_ok("python", f"{python_version} ({sys.executable})")
+    yield report_ok("topkube", topkube_version)
 
 
 def check_kernels() -> Iterator[Check]:

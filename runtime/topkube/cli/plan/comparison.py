@@ -148,8 +148,8 @@ def _read_formats(options: PlanOptions, aggregation: Aggregation | None) -> tupl
 
 def _read_dear(options: PlanOptions, aggregation: Aggregation | None, profile: StepProfile | None) -> bool:
     """Return True if an option or the job asks for DeAR. Raises ArgumentError if DeAR has no effect here."""
-    wanted = aggregation is not None and aggregation.overlap == "dear" if options.dear is None else options.dear
-    if not wanted:
+    is_requested = aggregation is not None and aggregation.overlap == "dear" if options.dear is None else options.dear
+    if not is_requested:
         return False
     source = "--dear is set" if options.dear else "the job has overlap: dear"
     if not options.overlap:

@@ -67,24 +67,24 @@ def print_sweep(swept: list[tuple[int, list[Prediction]]]) -> None:
 
 def print_recommendations(advice: dict[str, Any], options: PlanOptions) -> None:
     """Print the recommendations that `recommend` returned, each in a line."""
-    wanted, name = f"{advice['efficiency']:.0%}", advice["algorithm"]
+    scaling, name = f"{advice['efficiency']:.0%}", advice["algorithm"]
     print()
     if advice["fastest"] != name:
         print(f"fastest here: {advice['fastest']}")
     nodes = advice["nodes"]
     print(
-        f"workers: up to {nodes:,} keep a scaling of {wanted} with {name} and the same batch per rank"
+        f"workers: up to {nodes:,} keep a scaling of {scaling} with {name} and the same batch per rank"
         if nodes > 1
-        else f"workers: two already scale below {wanted} with {name}; use a larger batch per rank or a faster link"
+        else f"workers: two already scale below {scaling} with {name}; use a larger batch per rank or a faster link"
     )
-    print(f"workers for the same total batch: {advice['ranksOfThisTotalBatch']:,} ranks keep {wanted}")
+    print(f"workers for the same total batch: {advice['ranksOfThisTotalBatch']:,} ranks keep {scaling}")
     factor = advice["batchFactor"]
     if factor is None:
-        print(f"batch: no batch per rank reaches {wanted} on this cluster with {name}")
+        print(f"batch: no batch per rank reaches {scaling} on this cluster with {name}")
     elif advice["batch"] is not None:
-        print(f"batch: {advice['batch']:,} samples per rank are enough for {wanted} with {name}")
+        print(f"batch: {advice['batch']:,} samples per rank are enough for {scaling} with {name}")
     else:
-        print(f"batch: {factor:.2g} x the present batch per rank is enough for {wanted} with {name}")
+        print(f"batch: {factor:.2g} x the present batch per rank is enough for {scaling} with {name}")
     if (steps := advice["overlap"]) is not None:
         ratio, texts = steps["backward"] / steps["dear"], {key: _format_seconds(value) for key, value in steps.items()}
         print(f"overlap: a step of {name} takes {texts['dear']} with dear, {texts['backward']} without: {ratio:.2f}x")

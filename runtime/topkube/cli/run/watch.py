@@ -62,7 +62,7 @@ class RunWatch:
         """Run the ranks. Return why the run failed; None if it succeeded or was stopped by a signal."""
         start = time.monotonic()
         deadline = self.options.deadline_seconds or self.job.spec.run_policy.active_deadline_seconds
-        handled, late, failed_at = 0, False, float("inf")
+        handled, deadline_passed, failed_at = 0, False, float("inf")
         display = ProgressDisplay(self.console, self.history, self.job.name, self.job.spec.workers, self.job.ranks)
         with self.local, display:
             while not self.local.wait(READ_SECONDS):
@@ -74,8 +74,8 @@ class RunWatch:
                         "ending all ranks; press Ctrl-C again to kill them" if handled == 1 else "killing all ranks"
                     )
                     self.local.stop()
-                if deadline is not None and now - start > deadline and not late:
-                    late = True
+                if deadline is not None and now - start > deadline and not deadline_passed:
+                    deadline_passed = True
                     display.note(f"the run's deadline of {deadline:g} s has passed: ending all ranks")
                     self.local.stop()
                 if failed_at == float("inf") and self.local.find_failed_report() is not None:
@@ -91,7 +91,7 @@ class RunWatch:
         self.wall_seconds = time.monotonic() - start
         if self.signals.received is not None:
             return None
-        if late and self.local.find_failed_report() is None:
+        if deadline_passed and self.local.find_failed_report() is None:
             return LaunchError(
                 f"the run did not finish within its deadline of {deadline:g} s",
                 exit_code=DEADLINE_CODE,

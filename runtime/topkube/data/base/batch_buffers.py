@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-_SMALLEST_REUSED = 256 << 10
+_SMALLEST_REUSED_BYTES = 256 << 10
 _MOST_BUFFERS = 4
 _REFERENCES_OF_FREE_BUFFER = 3
 """The number of references to a buffer that is free: the list, the loop variable and the argument of getrefcount."""
@@ -26,7 +26,7 @@ class BatchBuffers:
 
     def take(self, size: int) -> npt.NDArray[np.uint8]:
         """Return an array of `size` bytes with undefined content: a free array, or a new array."""
-        if size < _SMALLEST_REUSED:
+        if size < _SMALLEST_REUSED_BYTES:
             return np.empty(size, np.uint8)
         buffers: list[npt.NDArray[np.uint8]] = getattr(self._local, "buffers", [])
         for buffer in buffers:

@@ -13,8 +13,12 @@ from topkube.errors import CacheError
 
 _DEFAULT_ACCESS = "system.posix_acl_default"
 _OWNER, _GROUP, _OTHERS, _NOBODY = 0x01, 0x04, 0x20, 0xFFFFFFFF
-_LOOSE = stat.S_IWGRP | stat.S_IWOTH
-_ANYBODY_ELSE = stat.S_IRWXG | stat.S_IRWXO
+"""The tags of the entries of a POSIX access list, and the ID of an entry that names no user or group (acl(5))."""
+_ACCESS_LIST_VERSION = 2
+"""The version of the format in which the kernel stores an access list."""
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_OPEN_TO_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+"""The mode bits that let the group or other users write, and the bits that give them any access."""
 
 
 def make_private_folder(folder: Path) -> None:
@@ -30,11 +34,11 @@ def make_private_folder(folder: Path) -> None:
         raise PermissionError(
             errno.EPERM, f"{folder} belongs to user {status.st_uid}, who may have put any files there"
         )
-    if status.st_mode & _LOOSE:
+    if status.st_mode & _WRITABLE_BY_OTHERS:
         raise PermissionError(
             errno.EPERM, f"others may write to {folder}; remove it, or `chmod 700` it while it is empty"
         )
-    if status.st_mode & _ANYBODY_ELSE:
+    if status.st_mode & _OPEN_TO_OTHERS:
         os.chmod(folder, 0o700)
 
 
@@ -58,7 +62,7 @@ def set_cache_access(directory: Path, sharing: str) -> None:
             next_step="use another directory; if you trust that user and your common group, both of you can set "
             "TOPKUBE_CACHE_SHARING=group",
         )
-    is_shared = status.st_mode & _LOOSE or (_has_default(directory) and status.st_mode & _ANYBODY_ELSE)
+    is_shared = status.st_mode & _WRITABLE_BY_OTHERS or (_has_default(directory) and status.st_mode & _OPEN_TO_OTHERS)
     if is_owner and (sharing == "private" or not is_shared):
         with contextlib.suppress(OSError):  # some volumes have no modes: every user who can mount them can read them
             os.chmod(directory, 0o700)
@@ -90,4 +94,4 @@ def _set_default(directory: Path, group: int) -> None:
     """Set the access list of all files that will be created in the directory. The umask does not apply to them."""
     entries = ((_OWNER, 7), (_GROUP, group), (_OTHERS, 0))
     packed = b"".join(struct.pack("<HHI", tag, rights, _NOBODY) for tag, rights in entries)
-    os.setxattr(directory, _DEFAULT_ACCESS, struct.pack("<I", 2) + packed)
+    os.setxattr(directory, _DEFAULT_ACCESS, struct.pack("<I", _ACCESS_LIST_VERSION) + packed)

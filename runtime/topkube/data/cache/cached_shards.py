@@ -46,9 +46,9 @@ class CachedShards:
         if not self._node_state.degrade(state):
             return
         what = {FROZEN: "takes no more shards", DROPPED: "is no longer used"}[state]
-        where = self.folder.tier.directory if self.folder is not None else "of this node"
+        place = self.folder.tier.directory if self.folder is not None else "of this node"
         print(
-            f"topkube: the disk cache {where} {what} ({error.strerror or error}); "
+            f"topkube: the disk cache {place} {what} ({error.strerror or error}); "
             "training continues; shards that are not cached are read from the remote",
             file=sys.stderr,
             flush=True,
@@ -63,7 +63,7 @@ class CachedShards:
 
     def has(self, key: str) -> bool:
         """Return True if the tier has a file with this key."""
-        if self.folder is None or self._node_state.state == DROPPED:
+        if self.folder is None or self._node_state.disk_state == DROPPED:
             return False
         try:
             return self.folder.get_shard_path(key).exists()
@@ -73,7 +73,7 @@ class CachedShards:
     def open(self, shard: DataShard) -> ShardFile | None:
         """Open the shard in the disk tier. Return None if the tier does not have it. The shard is verified unless a
         process of this node has verified it since the dataset was opened. A damaged shard is quarantined."""
-        if self.folder is None or self._node_state.state == DROPPED:
+        if self.folder is None or self._node_state.disk_state == DROPPED:
             return None
         try:
             file = self.folder.open(shard.key)
@@ -106,11 +106,11 @@ class CachedShards:
         """Return True if every object has the checksum of the manifest. Objects without a checksum always match."""
         if not self._shards.listing.checksums[shard.start : shard.stop].any():
             return True
-        at = 0
+        offset = 0
         for remote_object in self._shards.list_objects(shard):
-            if remote_object.checksum and compute_digest(file, remote_object.size, at) != remote_object.checksum:
+            if remote_object.checksum and compute_digest(file, remote_object.size, offset) != remote_object.checksum:
                 return False
-            at += remote_object.size
+            offset += remote_object.size
         return True
 
     def _recheck_damaged(self, shard: DataShard) -> ShardFile | None:

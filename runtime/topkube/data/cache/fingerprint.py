@@ -19,6 +19,6 @@ def compute_fingerprint(decode: Any) -> str:
     """
     if decode is None:
         return ""
-    given = getattr(decode, "fingerprint", None)
-    parts = [given] if isinstance(given, str) else describe_value(decode)
+    own_fingerprint = getattr(decode, "fingerprint", None)
+    parts = [own_fingerprint] if isinstance(own_fingerprint, str) else describe_value(decode)
     return xxhash.xxh3_128_hexdigest("\0".join(parts).encode("utf-8", "surrogatepass"))

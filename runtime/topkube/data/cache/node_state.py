@@ -23,7 +23,9 @@ STATES = ("open", "frozen", "dropped")
 _SEARCH_SECONDS = 1.0
 """The seconds between two searches of a process for fillers that were killed."""
 _CELLS = 8
-_STATE, _PROGRESS, _FILLERS, _MEMORY_STATE = range(4)
+"""The number of shared integers before the times of the shards."""
+_DISK_STATE, _PROGRESS, _FILLERS, _MEMORY_STATE = range(4)
+"""The positions of the integers that are in use."""
 
 
 class NodeState:
@@ -79,17 +81,17 @@ class NodeState:
         self._verified[shard] = 0
 
     @property
-    def state(self) -> int:
+    def disk_state(self) -> int:
         """The state of the disk tier: OPEN, FROZEN or DROPPED."""
-        return int(self._cells[_STATE])
+        return int(self._cells[_DISK_STATE])
 
     def degrade(self, state: int) -> bool:
         """Change the state of the disk tier to FROZEN or DROPPED. Return True in the only process that must report the
         change; False if the tier already has this state or a worse state."""
         with self._lock_state():
-            if self._cells[_STATE] >= state:
+            if self._cells[_DISK_STATE] >= state:
                 return False
-            self._cells[_STATE] = state
+            self._cells[_DISK_STATE] = state
             return True
 
     def freeze_memory_tier(self) -> bool:

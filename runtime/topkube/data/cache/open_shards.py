@@ -16,6 +16,7 @@ from topkube.data.base.open_files import limit_open_files
 from topkube.data.formats.shards import DataShard
 
 _OPEN_FILES = 400
+"""The most cached shards that stay open, if the limit of open files allows them."""
 _MEMORY_BYTES = 1 << 30
 """The most bytes of shards in the memory of this process: a shuffle window of 16 shards of 64 MB should fit."""
 

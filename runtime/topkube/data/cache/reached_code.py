@@ -148,7 +148,7 @@ class _Walk:
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 yield from self._describe_code(constant, names)
-            else:
+            else:  # a new walk, because the compiler may store equal constants once or several times
                 yield from _Walk().describe(constant, "a constant")
         for step in dis.get_instructions(code):
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):

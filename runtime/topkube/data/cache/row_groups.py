@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from topkube.data.remote.object_store import ObjectStore
 
 _MOST_FILES = 64
+"""The most files of shards that stay open."""
 _KEPT_BYTES = 512 << 20
 """The most bytes of decoded row groups that a process keeps. A shuffled batch has rows of many row groups."""
 _FOOTER_BYTES = 64 << 10
+"""The bytes that are read first from the end of a Parquet file: most footers are smaller."""
 
 
 def _import_arrow() -> Any:
@@ -183,14 +185,14 @@ class RowGroups:
         self.verify_early()
         with self._get_lock():
             places: dict[tuple[int, int], list[tuple[int, int]]] = {}
-            for at, (number, row) in enumerate(zip(numbers.tolist(), rows.tolist(), strict=True)):
+            for position, (number, row) in enumerate(zip(numbers.tolist(), rows.tolist(), strict=True)):
                 starts = self._find_first_rows(number)
                 group = int(np.searchsorted(starts, row, "right")) - 1
-                places.setdefault((number, group), []).append((at, row - int(starts[group])))
-            for (number, group), wanted in places.items():
+                places.setdefault((number, group), []).append((position, row - int(starts[group])))
+            for (number, group), rows_in_group in places.items():
                 table = self._read_group(number, group)
                 with self._translate_errors(number):
-                    table_rows = table.take([row for _, row in wanted]).to_pylist()
-                for (at, _), row in zip(wanted, table_rows, strict=True):
-                    result[at] = row
+                    table_rows = table.take([row for _, row in rows_in_group]).to_pylist()
+                for (position, _), row in zip(rows_in_group, table_rows, strict=True):
+                    result[position] = row
         return result

@@ -102,11 +102,11 @@ class SampleReader:
         """Return the indexes of the shards whose samples are read before the shards are in the cache."""
         assert self._early is not None
         is_open = self._held.descriptors.take(numbers) >= 0
-        wanted = {
+        positions = {
             number: np.unique(indices[numbers == number]) - self.starts[number]
             for number in np.unique(numbers[~is_open]).tolist()
         }
-        return self._early.load_indexes(wanted) if wanted else {}
+        return self._early.load_indexes(positions) if positions else {}
 
     def _read_partly_early(
         self, indices: Longs, numbers: Longs, indexes: Mapping[int, CheckedIndex]
@@ -169,12 +169,12 @@ class SampleReader:
 
     def _read_from_shards(self, indices: Longs, numbers: Longs) -> tuple[npt.NDArray[np.uint8], Longs]:
         """Return the bytes of the samples, one after the other, and the length of each."""
-        most = self._most_held
-        if indices.size <= most or np.unique(numbers).size <= most:
+        most_shards = self._most_held
+        if indices.size <= most_shards or np.unique(numbers).size <= most_shards:
             return self._read_few_shards(indices, numbers)
         parts = [
-            self._read_few_shards(indices[at : at + most], numbers[at : at + most])
-            for at in range(0, indices.size, most)
+            self._read_few_shards(indices[at : at + most_shards], numbers[at : at + most_shards])
+            for at in range(0, indices.size, most_shards)
         ]
         return np.concatenate([data for data, _ in parts]), np.concatenate([lengths for _, lengths in parts])
 

@@ -60,9 +60,9 @@ class ShardCache:
         return self._cached.folder
 
     @property
-    def state(self) -> int:
+    def disk_state(self) -> int:
         """The state of the disk tier: OPEN, FROZEN or DROPPED."""
-        return self.node_state.state
+        return self.node_state.disk_state
 
     # ---- shards
 
@@ -113,7 +113,7 @@ class ShardCache:
         begun = progress_time = time.monotonic()
         progress = self.node_state.progress
         has_waited, pause = False, _POLL_SECONDS
-        while self.folder is not None and self.state == OPEN:
+        while self.folder is not None and self.disk_state == OPEN:
             now = time.monotonic()
             if self.node_state.progress != progress:
                 progress, progress_time = self.node_state.progress, now
@@ -230,7 +230,7 @@ class ShardCache:
             return index_shard(self.shards, shard, -1)
         if (
             self.folder is not None
-            and self.state != DROPPED
+            and self.disk_state != DROPPED
             and (stored := read_index(self.folder.get_index_path(shard.key)))
         ):
             return stored

@@ -67,7 +67,7 @@ class DiskFiller:
         cache = self._cache
         while True:
             with self._change:
-                if self._stopping or cache.state != OPEN or not self._waiting:
+                if self._stopping or cache.disk_state != OPEN or not self._waiting:
                     self._waiting.clear()
                     self._end_if_last()
                     return

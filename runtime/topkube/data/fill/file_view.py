@@ -57,15 +57,15 @@ class FileView:
         is_one_object = shard.stop - shard.start == 1
         if is_one_object and self._is_shown(shard):
             return
-        opened, at = cache.open(number, cache.fetch_from_store), 0
+        opened, offset = cache.open(number, cache.fetch_from_store), 0
         for remote_object in cache.shards.list_objects(shard):
             check_path(remote_object.path, cache.shards.uri)
             target = self.directory / remote_object.path
             target.parent.mkdir(parents=True, exist_ok=True)
             with replace_file(target) as part:
                 if not (is_one_object and opened.is_cached and self._link(shard.key, part)):
-                    _copy(opened.file, at, remote_object.size, part)
-            at += remote_object.size
+                    _copy(opened.file, offset, remote_object.size, part)
+            offset += remote_object.size
 
     def mark_complete(self) -> None:
         """Mark the view as complete: all files of the dataset are there."""

@@ -37,15 +37,15 @@ class MessageBuffers:
         self._spare: list[Bytes] = []
         """Buffers of CHUNK_BYTES that are reused, because getting new pages takes as long as filling them."""
 
-    def count_next_bytes(self, left: int) -> int:
-        """Return the number of bytes of the next chunk, if `left` bytes of the shard are left."""
-        return min(CHUNK_BYTES, left)
+    def count_next_bytes(self, remaining: int) -> int:
+        """Return the number of bytes of the next chunk, if `remaining` bytes of the shard are left."""
+        return min(CHUNK_BYTES, remaining)
 
-    def take(self, left: int) -> Bytes:
-        """Return a buffer for the next chunk, if `left` bytes of the shard are left."""
-        if left >= CHUNK_BYTES and self._spare:
+    def take(self, remaining: int) -> Bytes:
+        """Return a buffer for the next chunk, if `remaining` bytes of the shard are left."""
+        if remaining >= CHUNK_BYTES and self._spare:
             return self._spare.pop()
-        return np.empty(self.count_next_bytes(left), np.uint8)
+        return np.empty(self.count_next_bytes(remaining), np.uint8)
 
     def give_back(self, buffer: Any) -> None:
         """Keep the buffer of a complete request for another chunk."""

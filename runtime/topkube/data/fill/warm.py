@@ -50,7 +50,7 @@ def warm(
             return
         if file_view is not None:
             file_view.show(number)
-        elif cache.state == OPEN and not cache.has_samples(number):
+        elif cache.disk_state == OPEN and not cache.has_samples(number):
             cache.open_samples(number, cache.fetch_from_store)
         progress(int(cache.shards.sizes[number]))
 

@@ -73,21 +73,21 @@ def unpack_checked_index(data: bytes, shard_bytes: int) -> CheckedIndex:
     shard of `shard_bytes` bytes."""
     if len(data) < _HEAD.size:
         raise ValueError("the index is too short")
-    magic, count, width, name_bytes, field_bytes = _HEAD.unpack_from(data)
-    expected = _HEAD.size + 8 * count * (5 + 2 * width) + name_bytes + field_bytes
-    if magic != _MAGIC or not 1 <= width <= _MOST_FIELDS or len(data) != expected:
+    magic, count, field_count, name_bytes, field_bytes = _HEAD.unpack_from(data)
+    expected = _HEAD.size + 8 * count * (5 + 2 * field_count) + name_bytes + field_bytes
+    if magic != _MAGIC or not 1 <= field_count <= _MOST_FIELDS or len(data) != expected:
         raise ValueError("the index has another format or length")
-    at = _HEAD.size
+    offset = _HEAD.size
 
     def take(kind: str, *shape: int) -> Any:
-        nonlocal at
+        nonlocal offset
         size = int(np.prod(shape))
-        column = np.frombuffer(data, kind, size, at).reshape(shape)
-        at += column.nbytes
+        column = np.frombuffer(data, kind, size, offset).reshape(shape)
+        offset += column.nbytes
         return column
 
     ends, offsets, sizes = (take("<i8", count) for _ in range(3))
-    starts, lengths = (take("<i8", count, width) for _ in range(2))
+    starts, lengths = (take("<i8", count, field_count) for _ in range(2))
     checksums, names, fields = take("<u8", count, 2), take("u1", name_bytes), take("u1", field_bytes).tobytes()
     _check_places(offsets, sizes, shard_bytes)
     is_present = lengths != ABSENT
@@ -95,7 +95,7 @@ def unpack_checked_index(data: bytes, shard_bytes: int) -> CheckedIndex:
     if (np.diff(ends, prepend=0) < 0).any() or (int(ends[-1]) if count else 0) != name_bytes:
         raise ValueError("the names of the index are damaged")
     field_names = tuple(fields.decode().split("\0"))
-    if len(set(field_names)) != width:
+    if len(set(field_names)) != field_count:
         raise ValueError("the fields of the index are damaged")
     return CheckedIndex(SampleIndex(Texts(names, ends), offsets, sizes, field_names, starts, lengths), checksums)
 

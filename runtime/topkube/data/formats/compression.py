@@ -17,6 +17,8 @@ MOST_TIMES = 200
 become thousands of times larger."""
 _ALWAYS_ALLOWED_BYTES = 1 << 20
 """A decompressed shard may have this many bytes even if the compressed shard is very small."""
+_GZIP_WINDOW = 31
+"""For zlib: the largest window (2**15 bytes), plus 16 for the header and the trailer of gzip."""
 _READ_BYTES = 256 << 10
 _WRITE_BYTES = 1 << 20
 _ZSTD_READ_BYTES = 2 << 10
@@ -53,7 +55,7 @@ def decompress(file: int, size: int, kind: Compression, name: str, write: Write)
 
 
 def _decompress_gzip(file: int, size: int, name: str, receive: Callable[[bytes], None]) -> None:
-    member, at, data = zlib.decompressobj(31), 0, b""
+    member, at, data = zlib.decompressobj(_GZIP_WINDOW), 0, b""
     while True:
         if not data:
             data = os.pread(file, min(_READ_BYTES, size - at), at) if at < size else b""
@@ -78,7 +80,7 @@ def _decompress_gzip(file: int, size: int, name: str, receive: Callable[[bytes],
             data = data.lstrip(b"\0")
         if not data:
             return
-        member = zlib.decompressobj(31)  # a file may have several members
+        member = zlib.decompressobj(_GZIP_WINDOW)  # a file may have several members
 
 
 def _decompress_zstd(file: int, size: int, name: str, receive: Callable[[bytes], None]) -> None:

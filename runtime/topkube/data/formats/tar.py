@@ -20,7 +20,9 @@ from topkube.errors import DatasetError
 
 _BLOCK = 512
 _SKIPPED = frozenset((b"5", b"V", b"D"))
-"""Folders and volume labels."""
+"""The types of folders and volume labels."""
+_LONG_NAME, _EXTENDED, _GLOBAL = b"L", b"x", b"g"
+"""The types of members that describe the next member (its long name, its extended header) or all later members."""
 _WINDOW_BYTES = 1 << 20
 _MOST_HEADER_BYTES = 1 << 20
 """The most bytes of an extended header or of a long name."""
@@ -144,7 +146,7 @@ def read_members(file: int, size: int, name: str) -> Iterator[tuple[str, int, in
             raise DatasetError(
                 f"{name} is truncated: a member ends at byte {end} of {size}", next_step="upload the shard again"
             )
-        if kind in (b"L", b"x", b"g"):
+        if kind in (_LONG_NAME, _EXTENDED, _GLOBAL):
             if length > _MOST_HEADER_BYTES:
                 raise DatasetError(
                     f"{name} has an extended header of {length:,} bytes at byte {at}, more than {_MOST_HEADER_BYTES:,}",
@@ -152,9 +154,9 @@ def read_members(file: int, size: int, name: str) -> Iterator[tuple[str, int, in
                     next_step="compare it with its source",
                 )
             data = window.read(at, length)
-            if kind == b"L":
+            if kind == _LONG_NAME:
                 long_name = data.rstrip(b"\0").decode("utf-8", "surrogateescape")
-            elif kind == b"x":
+            elif kind == _EXTENDED:
                 extended = _parse_pax(data, name)
             else:
                 _check_global_header(_parse_pax(data, name), name)
@@ -171,8 +173,8 @@ def read_members(file: int, size: int, name: str) -> Iterator[tuple[str, int, in
             yield path.removeprefix("./"), at, length, mode
             long_name, extended = None, {}
             if is_plain:
-                following = at + -(-length // _BLOCK) * _BLOCK
-                for path, at, length in _scan_members(file, size, following, header, name):
+                next_member = at + -(-length // _BLOCK) * _BLOCK
+                for path, at, length in _scan_members(file, size, next_member, header, name):
                     yield path, at, length, mode
                 end = at + length
         else:

@@ -280,8 +280,8 @@ def _split_checksum(checksum: str) -> tuple[int, int]:
 
 def _build_index_rows(indexes: Mapping[int, IndexPart], count: int) -> npt.NDArray[np.uint64]:
     rows = np.zeros((count if indexes else 0, 4), np.uint64)
-    for at, part in indexes.items():
-        rows[at] = part.start, part.size, *_split_checksum(part.checksum)
+    for position, part in indexes.items():
+        rows[position] = part.start, part.size, *_split_checksum(part.checksum)
     return rows
 
 

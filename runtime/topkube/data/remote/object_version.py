@@ -67,30 +67,30 @@ def check_version(version: str, headers: Mapping[str, str], name: str) -> None:
             raise build_changed_error(name, f"{header} is {answered}, the listing has {listed}")
 
 
-def is_same_version(listed: str, match: str) -> bool:
+def is_same_version(listed: str, current: str) -> bool:
     """Return False if both versions are of the same kind (etag, number, date) and differ. Versions of different kinds
     cannot be compared and count as equal."""
-    if listed == match:
+    if listed == current:
         return True
-    if listed.startswith('"') and match.startswith('"'):
+    if listed.startswith('"') and current.startswith('"'):
         return False
     for kind, read in ((_SECONDS, float), (_DATE, datetime.fromisoformat)):
-        if kind.fullmatch(listed) and kind.fullmatch(match):
-            return bool(read(listed) == read(match))
+        if kind.fullmatch(listed) and kind.fullmatch(current):
+            return bool(read(listed) == read(current))
     return True
 
 
-def is_proven_same(listed: str, match: str) -> bool:
+def is_proven_same(listed: str, current: str) -> bool:
     """Return True if both versions are the same strong etag: the objects then have the same bytes. A time or a weak
     etag proves nothing, because two versions may share it."""
     is_weak, tag, _ = _split(listed)
-    return bool(tag) and not is_weak and listed == match
+    return bool(tag) and not is_weak and listed == current
 
 
-def build_changed_error(name: str, how: str) -> Changed:
-    """Return the error for an object that is no longer the listed object. `how`: the difference."""
+def build_changed_error(name: str, difference: str) -> Changed:
+    """Return the error for an object that is no longer the listed object."""
     return Changed(
-        f"{name} is no longer the object that was listed ({how})",
+        f"{name} is no longer the object that was listed ({difference})",
         cause="it was replaced while the job was running",
         next_step="start the job again; it then fetches the new object under a new key",
     )

@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 from fsspec.asyn import sync
 
-from topkube.data.remote.http.reading import describe_object
+from topkube.data.remote.http.reading import ObjectDescription, describe_object
 from topkube.data.remote.object_version import read_info_version
 from topkube.data.remote.retry import Patience, build_final_error, is_worth_a_retry
 from topkube.errors import DatasetError
@@ -100,30 +100,29 @@ class StoreAccess:
                 pause *= 2
         raise AssertionError
 
-    def describe(self, url: str) -> tuple[str, int | None, bool]:
-        """Return the version of an object, its size (None if unknown), and False: fsspec does not report whether the
-        store sent an HTML page. Raises the errors of fsspec."""
+    def describe(self, url: str) -> ObjectDescription:
+        """Return the description of an object. fsspec does not report if the store sent an HTML page. Raises the errors
+        of fsspec."""
         self.filesystem.invalidate_cache()
         info = self.filesystem.info(url)
-        return read_info_version(info), info.get("size"), False
+        return ObjectDescription(read_info_version(info), info.get("size"))
 
-    async def async_describe(self, url: str) -> tuple[str, int | None, bool]:
+    async def async_describe(self, url: str) -> ObjectDescription:
         """Return what `describe` returns, on the loop of an asynchronous file system."""
         if self.protocol in HTTP:
-            description = await describe_object(self.filesystem, url)
-            return description["version"], description["size"], description["page"]
+            return await describe_object(self.filesystem, url)
         self.filesystem.invalidate_cache()
         info = await self.filesystem._info(url)
-        return read_info_version(info), info.get("size"), False
+        return ObjectDescription(read_info_version(info), info.get("size"))
 
-    async def async_describe_all(self, urls: list[str]) -> list[tuple[str, int | None, bool]]:
+    async def async_describe_all(self, urls: list[str]) -> list[ObjectDescription]:
         """Describe many objects, `CONCURRENT_OBJECTS` of them at the same time, with retries."""
-        described: list[tuple[str, int | None, bool]] = [("", None, False)] * len(urls)
+        described = [ObjectDescription("", None)] * len(urls)
         waiting = iter(enumerate(urls))
 
         async def describe_objects() -> None:
-            for at, url in waiting:
-                described[at] = await self.await_with_retries(partial(self.async_describe, url), url)
+            for position, url in waiting:
+                described[position] = await self.await_with_retries(partial(self.async_describe, url), url)
 
         await run_until_failure([describe_objects() for _ in range(CONCURRENT_OBJECTS)])
         return described

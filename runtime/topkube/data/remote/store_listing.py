@@ -12,7 +12,7 @@ from urllib.parse import quote
 from fsspec.asyn import sync
 
 from topkube.data.remote.http.index_pages import walk_index_pages
-from topkube.data.remote.http.reading import Reading, read_page
+from topkube.data.remote.http.reading import ObjectDescription, Reading, read_page
 from topkube.data.remote.listing import Listing, RemoteObject, read_manifest
 from topkube.data.remote.object_version import read_info_version
 from topkube.data.remote.retry import Absent
@@ -70,28 +70,28 @@ class StoreListing:
         """Return the version of the manifest, None if there is no manifest. Raises StoreError if the store does not
         answer, because a listing without the manifest would lack its checksums."""
         described = self._describe_manifest()
-        return None if described is None else described[0] or str(described[1])
+        return None if described is None else described.version or str(described.size)
 
-    def _describe_manifest(self) -> tuple[str, int | None] | None:
-        """Return version and size of the manifest; None if there is no manifest."""
+    def _describe_manifest(self) -> ObjectDescription | None:
+        """Return the description of the manifest; None if there is no manifest."""
         url = self.manifest_uri
         try:
-            version, size, is_page = self._access.call_with_retries(
+            described: ObjectDescription = self._access.call_with_retries(
                 partial(self._access.describe, url), partial(self._access.async_describe, url), url
             )
         except Absent:
             if self._is_explicit:
                 raise
             return None
-        if is_page and not self._is_explicit:  # some servers have a page for every address
+        if described.is_page and not self._is_explicit:  # some servers have a page for every address
             return None
-        return version, size
+        return described
 
     def _read_manifest(self) -> Listing | None:
         described = self._describe_manifest()
         if described is None:
             return None
-        version, size = described
+        version, size, _ = described
         if size is None:
             raise DatasetError(
                 f"the size of {self.manifest_uri} is unknown",
@@ -153,7 +153,7 @@ class StoreListing:
         """Return the objects of these paths, with the sizes and versions that the store states for each of them."""
         base, access = self._root.rstrip("/") + "/", self._access
         urls = [base + (quote(path) if access.protocol in HTTP else path) for path in paths]
-        described: Iterable[tuple[str, int | None, bool]]
+        described: Iterable[ObjectDescription]
         if access.is_asynchronous:
             described = sync(access.filesystem.loop, access.async_describe_all, urls)
         else:

@@ -32,8 +32,8 @@ class Transfer:
 
     def __post_init__(self) -> None:
         self.at = self._range_start = self.start
-        whole = self.start == 0 and self.stop == self.reading.listed.size
-        self.checksum = xxhash.xxh3_128() if whole and self.reading.listed.checksum else None
+        is_whole = self.start == 0 and self.stop == self.reading.listed.size
+        self.checksum = xxhash.xxh3_128() if is_whole and self.reading.listed.checksum else None
         """The state of the checksum, if the listing has one."""
         self._held = bytearray()
         """Bytes of an object without a version: they are written when their range is complete."""

@@ -16,7 +16,7 @@ import fsspec
 from fsspec.asyn import sync
 
 from topkube.data.remote.http.connection import NotPlain
-from topkube.data.remote.http.reading import Reading, Unfit, read_range
+from topkube.data.remote.http.reading import ObjectDescription, Reading, Unfit, read_range
 from topkube.data.remote.http.sockets import SocketClient
 from topkube.data.remote.object_version import build_changed_error, is_same_version
 from topkube.data.remote.s3_reading import check_object
@@ -134,8 +134,8 @@ class TransferReader:
             async with response["Body"] as body:
                 check_object(response, reading, start, end)
                 return _check_length(await body.read(), start, end)
-        whole = start == 0 and end == remote_object.size
-        byte_range: dict[str, Any] = {"start": None if whole else start, "end": None if whole else end}
+        is_whole = start == 0 and end == remote_object.size
+        byte_range: dict[str, Any] = {"start": None if is_whole else start, "end": None if is_whole else end}
         return _check_length(await filesystem._cat_file(url, **byte_range), start, end)
 
     def _read_range(self, reading: Reading, start: int, end: int) -> bytes:
@@ -147,10 +147,10 @@ class TransferReader:
         return self._protocol in (*HTTP, *S3)
 
     def _confirm(self, reading: Reading) -> None:
-        _check_description(reading, *self._access.describe(reading.url))
+        _check_description(reading, self._access.describe(reading.url))
 
     async def _async_confirm(self, reading: Reading) -> None:
-        _check_description(reading, *await self._access.async_describe(reading.url))
+        _check_description(reading, await self._access.async_describe(reading.url))
 
 
 def _ignore(count: int) -> None:
@@ -163,9 +163,11 @@ def _check_length(data: bytes, start: int, end: int) -> bytes:
     return data
 
 
-def _check_description(reading: Reading, version: str, size: int | None, is_page: bool) -> None:
-    remote_object = reading.listed
+def _check_description(reading: Reading, current: ObjectDescription) -> None:
+    remote_object, size = reading.listed, current.size
     if size is not None and size != remote_object.size:
         raise build_changed_error(reading.url, f"it has {size:,} bytes, the listing has {remote_object.size:,}")
-    if not is_same_version(remote_object.version, version):
-        raise build_changed_error(reading.url, f"its version is {version}, the listing has {remote_object.version}")
+    if not is_same_version(remote_object.version, current.version):
+        raise build_changed_error(
+            reading.url, f"its version is {current.version}, the listing has {remote_object.version}"
+        )

@@ -92,9 +92,8 @@ def limit_entries(data: Any) -> Any:
 
 
 def declare_rules(*entries: tuple[str, str]) -> dict[str, Any]:
-    """Return the CEL rules of a type for its JSON schema, from (rule, message). Kubernetes 1.25 and newer checks them.
-    For older versions, a validator in Python checks the same as each rule.
-    """
+    """Return the CEL rules of a type for its JSON schema, from (rule, message). Kubernetes 1.25 and newer versions
+    check them. For older versions, a validator in Python checks the same as each rule."""
     return {RULES: [{"rule": rule, "message": message} for rule, message in entries]}
 
 
@@ -105,6 +104,7 @@ MOST_FIELDS = 200
 versions may have more fields."""
 RULES = "x-kubernetes-validations"
 KEEP = "x-kubernetes-preserve-unknown-fields"
+"""Keys of a JSON schema that only Kubernetes has: rules in CEL, and fields that are kept unread."""
 INT32 = 2**31 - 1
 LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 LONGEST_NAME = 63
@@ -140,8 +140,8 @@ Uri = Annotated[
 
 
 def _write_number_as_text(value: Any) -> Any:
-    whole = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
-    return str(int(value)) if whole else value
+    is_whole = isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
+    return str(int(value)) if is_whole else value
 
 
 QUANTITY = r"^\+?([0-9]+(\.[0-9]*)?|\.[0-9]+)(Ki|Mi|Gi|Ti|Pi|Ei|m|k|M|G|T|P|E|[eE][+-]?[0-9]{1,2})?$"

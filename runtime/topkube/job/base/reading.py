@@ -83,8 +83,8 @@ def read_document(text: str | bytes, name: str) -> Document:
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
-        where = error.problem_mark
-        place = f"line {where.line + 1}, column {where.column + 1}: " if where else ""
+        mark = error.problem_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise JobError(
             f"{name} is not YAML: {place}{error.problem or error.context}",
             cause="an indentation, a quote or a colon is wrong",
@@ -154,7 +154,7 @@ class _Builder:
     def _read_mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
         result: dict[str, Any] = {}
         merged: dict[str, Any] = {}
-        first: dict[str, int] = {}
+        first_lines: dict[str, int] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if key_node.tag == _PREFIX + "merge":
@@ -165,10 +165,10 @@ class _Builder:
                 self._add_mistake((*path, f"line {line}"), f"this key is not text{quoted}")
                 continue
             key = key_node.value
-            if key in first:
-                self._add_mistake((*path, key), f"occurs twice, at lines {first[key]} and {line}: keep one")
+            if key in first_lines:
+                self._add_mistake((*path, key), f"occurs twice, at lines {first_lines[key]} and {line}: keep one")
                 continue
-            first[key] = line
+            first_lines[key] = line
             self.lines[*path, key] = line
             result[key] = self.read_value(value_node, (*path, key))
         return {**merged, **result}

@@ -26,11 +26,11 @@ class Resources(Part):
     @classmethod
     def _check_limits(cls, limits: dict[str, str], info: ValidationInfo) -> dict[str, str]:
         requests: dict[str, str] = info.data.get("requests") or {}
-        known = {name: (parse_quantity(requests.get(name)), parse_quantity(limit)) for name, limit in limits.items()}
+        amounts = {name: (parse_quantity(requests.get(name)), parse_quantity(limit)) for name, limit in limits.items()}
         raise_problems(
             [
                 ((name,), f"{limits[name]} is less than the request of {requests[name]}")
-                for name, (request, limit) in known.items()
+                for name, (request, limit) in amounts.items()
                 if request is not None and limit is not None and limit < request
             ]
         )

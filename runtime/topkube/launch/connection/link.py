@@ -30,6 +30,7 @@ _ROOM_BYTES = 1 << 20
 """The most unconfirmed bytes of a link. With more, its tunnel waits. The launcher may have thousands of links."""
 _CONFIRM_FRAMES = 32
 _CONFIRM_BYTES = 256 << 10
+"""After this many frames or bytes of a tunnel, an end confirms what it has received."""
 
 
 class Link:
@@ -45,7 +46,9 @@ class Link:
         """When the last frame or confirmation arrived (monotonic)."""
         self.is_connected = False
         self._wake = asyncio.Event()
+        """Set when there is something to send."""
         self._room = asyncio.Event()
+        """Set while at most `_ROOM_BYTES` are unconfirmed."""
         self._room.set()
         self._socket: Socket | None = None
 
@@ -112,16 +115,16 @@ class Link:
             self._room.set()
 
     async def _send(self, socket: Socket) -> None:
-        following = self._confirmed  # number of the next frame on this connection
+        next_number = self._confirmed  # of the next frame on this connection
         confirmed, confirmed_at = -1, 0.0
         while not socket.closed:
             self._wake.clear()
             if self.received != confirmed or time.monotonic() - confirmed_at > HEARTBEAT_SECONDS:
                 confirmed, confirmed_at = self.received, time.monotonic()
                 await socket.send_str(f'{{"has":{confirmed}}}')
-            while (place := following - self._confirmed) < len(self._unconfirmed):
-                frame = self._unconfirmed[place]
-                following += 1
+            while (position := next_number - self._confirmed) < len(self._unconfirmed):
+                frame = self._unconfirmed[position]
+                next_number += 1
                 if isinstance(frame, str):
                     await socket.send_str(frame)
                 else:
@@ -130,7 +133,7 @@ class Link:
                 await asyncio.wait_for(self._wake.wait(), HEARTBEAT_SECONDS)
 
     async def _receive(self, socket: Socket) -> None:
-        unconfirmed = unconfirmed_bytes = 0
+        frames_to_confirm = bytes_to_confirm = 0
         async for incoming in socket:
             self.last_heard = time.monotonic()
             if incoming.type not in (WSMsgType.TEXT, WSMsgType.BINARY):
@@ -140,9 +143,9 @@ class Link:
                 self._confirm(_parse_number(data))
                 continue
             self.received += 1
-            unconfirmed, unconfirmed_bytes = unconfirmed + 1, unconfirmed_bytes + len(data)
-            if unconfirmed >= _CONFIRM_FRAMES or unconfirmed_bytes >= _CONFIRM_BYTES:
-                unconfirmed = unconfirmed_bytes = 0
+            frames_to_confirm, bytes_to_confirm = frames_to_confirm + 1, bytes_to_confirm + len(data)
+            if frames_to_confirm >= _CONFIRM_FRAMES or bytes_to_confirm >= _CONFIRM_BYTES:
+                frames_to_confirm = bytes_to_confirm = 0
                 self._wake.set()
             if incoming.type == WSMsgType.TEXT:
                 self._wake.set()  # messages are few, so each is confirmed at once

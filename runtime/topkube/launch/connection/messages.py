@@ -197,9 +197,9 @@ def parse_message(text: str) -> AnyMessage:
         return _adapter.validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(step) for step in first["loc"])
+        field = ".".join(str(step) for step in first["loc"])
         raise LaunchError(
-            f"the other end sent an invalid message: {where}: {first['msg']}",
+            f"the other end sent an invalid message: {field}: {first['msg']}",
             cause="launcher and worker are of different releases",
             next_step="use the same image for both",
         ) from None

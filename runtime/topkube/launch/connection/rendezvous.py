@@ -41,6 +41,7 @@ UNKNOWN_CALLERS, UNKNOWN_CALLERS_PER_ADDRESS = 1024, 512
 _FILES = 2048
 """Descriptors that the launcher needs for unknown callers and itself."""
 _FILES_PER_WORKER, _LEAST_FILES = 4, 128
+"""Descriptors that the launcher needs for each worker, and the fewest that it needs besides."""
 _SIDECARS = ("127.0.0.6", "::6")
 """The addresses from which Istio's sidecar forwards calls."""
 _REASON_BYTES = 123
@@ -219,12 +220,12 @@ class Rendezvous:
         if not self._plan.check_address or caller == pod_address:
             return ""
         # All calls through a sidecar come from the sidecar's address, which proves nothing.
-        sidecar = str(caller) in _SIDECARS
+        is_sidecar = str(caller) in _SIDECARS
         if (
-            caller.is_loopback and announced == self._own_address and not sidecar
+            caller.is_loopback and announced == self._own_address and not is_sidecar
         ):  # the launcher runs inside this worker's pod
             return ""
-        if sidecar:
+        if is_sidecar:
             return (
                 f"the call comes from {caller}, a service mesh's sidecar, not from {announced}. Next: exclude port "
                 f"{self._plan.port} from the mesh (Istio: traffic.sidecar.istio.io/excludeInboundPorts on the "
@@ -238,7 +239,7 @@ def _raise_file_limit(workers: int) -> None:
     """Raise the limit of open files as far as `workers` need it, and no further: MPI's programs close every descriptor
     up to the limit. Raises LaunchError if the container's limit is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _FILES + _FILES_PER_WORKER * workers
+    needed = _FILES + _FILES_PER_WORKER * workers
     least = _FILES_PER_WORKER * workers + _LEAST_FILES
     if hard != resource.RLIM_INFINITY and hard < least:
         raise LaunchError(
@@ -246,9 +247,9 @@ def _raise_file_limit(workers: int) -> None:
             cause="the node's container runtime sets a low limit (LimitNOFILE)",
             next_step="raise the limit on the node, or use more slots per worker and fewer workers",
         )
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        needed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _shorten(reason: str) -> bytes:

@@ -22,8 +22,14 @@ def set_defaults(environment: dict[str, str], ranks: int) -> None:
 def read_container_environment() -> dict[str, str]:
     """Return the environment that ranks inherit from the worker's container: all variables, except those for the worker
     itself."""
-    own = {"TOPKUBE_WORKER", "TOPKUBE_LAUNCH", "TOPKUBE_SOURCE", "TOPKUBE_CREDENTIALS", "TOPKUBE_TERMINATION_LOG"}
-    return {name: value for name, value in copy_environment().items() if name not in own}
+    worker_variables = {
+        "TOPKUBE_WORKER",
+        "TOPKUBE_LAUNCH",
+        "TOPKUBE_SOURCE",
+        "TOPKUBE_CREDENTIALS",
+        "TOPKUBE_TERMINATION_LOG",
+    }
+    return {name: value for name, value in copy_environment().items() if name not in worker_variables}
 
 
 def disable_single_copy(environment: dict[str, str]) -> None:

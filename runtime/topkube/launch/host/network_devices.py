@@ -45,12 +45,12 @@ def find_nearest_devices(gpu: str, devices: list[str], root: Path = Path("/")) -
     """Return the RDMA devices, among `devices`, that share the most PCI bridges with the GPU at the address `gpu`. If
     none shares a bridge, return those of its NUMA node. Return an empty list if all devices are at the same
     distance."""
-    own = root / "sys/bus/pci/devices" / gpu
-    if not own.exists():
+    gpu_device = root / "sys/bus/pci/devices" / gpu
+    if not gpu_device.exists():
         return []
     places = {name: root / "sys/class/infiniband" / name / "device" for name in devices}
-    shared = {name: _count_shared_bridges(own, place) for name, place in places.items()}
-    same_node = {name: _find_node(place) == _find_node(own) for name, place in places.items()}
+    shared = {name: _count_shared_bridges(gpu_device, place) for name, place in places.items()}
+    same_node = {name: _find_node(place) == _find_node(gpu_device) for name, place in places.items()}
     closeness = {name: (shared[name], same_node[name]) for name in devices}
     if len(set(closeness.values())) < 2:
         return []

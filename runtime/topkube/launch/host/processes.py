@@ -79,11 +79,11 @@ def kill_descendants(but: frozenset[int] = frozenset(), seconds: float = 5.0) ->
     """Kill every process below this process, except `but`. Return the processes that could not be killed, because they
     wait in the kernel. The function repeats, because a process may fork meanwhile."""
     end = time.monotonic() + seconds
-    while (left := list_descendants(but=but)) and time.monotonic() < end:
-        signal_all(left, signal.SIGKILL)
+    while (survivors := list_descendants(but=but)) and time.monotonic() < end:
+        signal_all(survivors, signal.SIGKILL)
         reap_orphans(but)
         time.sleep(0.01)
-    return left
+    return survivors
 
 
 def reap_orphans(but: frozenset[int] = frozenset()) -> None:

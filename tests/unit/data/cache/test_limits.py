@@ -53,7 +53,7 @@ def test_within_a_job_the_tier_takes_shards_until_it_is_full_and_then_freezes(
     dataset = open_dataset(tmp_path / "source", decode=RECORD, group_bytes=30_000, size_limit=100_000)
     for _ in range(2):
         check_samples(dataset, data)
-    assert dataset.node_state.state == FROZEN
+    assert dataset.node_state.disk_state == FROZEN
     assert DiskTier(open_dataset.cache).count_used_bytes() <= 100_000
     shards = range(len(dataset.cache.shards))
     wait_until(lambda: sum(map(dataset.cache.has, shards)) == 3)  # readers do not wait for the last shard

@@ -246,7 +246,7 @@ def test_decompressed_shards_count_against_the_limit(
     limit = 150_000
     dataset = open_dataset(folder, decode=RECORD, size_limit=limit)
     check_samples(dataset, data)
-    assert dataset.node_state.state == FROZEN
+    assert dataset.node_state.disk_state == FROZEN
     assert DiskTier(open_dataset.cache).count_used_bytes() <= limit
     dataset.close()
     assert capfd.readouterr().err.count("takes no more shards") == 1

@@ -94,7 +94,7 @@ def test_a_dataset_lives_from_the_claim_to_its_deletion(volume: Volume, api: Pla
     assert api.writes == writes, "an agent that was killed reads the state again, and continues"
     api.objects[key]["spec"]["pinned"] = True
     full = Agent(cluster, volume, "n1", CacheLimits(size=10))
-    full._wishes = {("team-a", compute_dataset_id("s3://bucket/data")): True}
+    full._pin_requests = {("team-a", compute_dataset_id("s3://bucket/data")): True}
     full.run_once()
     assert volume.read_datasets("team-a")[0].pinned
     del api.objects[key]
@@ -163,7 +163,7 @@ def test_a_pass_is_in_the_metrics(volume: Volume, api: PlayedApi) -> None:
     assert samples["topkube_node_cache_last_pass_timestamp_seconds", "n1", "r"] == pytest.approx(time.time(), abs=120)
     for dataset in volume.read_datasets("team-a"):
         volume.apply("team-a", [], [dataset.id], [])
-        agent._wishes[dataset.name] = True
+        agent._pin_requests[dataset.name] = True
     agent._limits = CacheLimits(size=10)
     agent.run_once()
     assert read_samples(metrics.render())["topkube_node_cache_missing_bytes", "n1", "r"] > 0, (

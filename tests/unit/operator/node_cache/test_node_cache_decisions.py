@@ -50,7 +50,7 @@ def draw_states(draw: st.DrawFn) -> CacheState:
         present=frozenset(dataset.namespace for dataset in datasets),
         datasets=datasets,
         free=draw(st.integers(0, 400)),
-        wishes={name: draw(st.booleans()) for name in draw(subsets)},
+        pin_requests={name: draw(st.booleans()) for name in draw(subsets)},
         deleted=frozenset(draw(subsets)),
     )
 
@@ -82,7 +82,7 @@ def test_datasets_in_use_or_pinned_stay_and_the_others_are_evicted_oldest_first(
     decisions = decide(state, wanted, NOW)
     by_name = {dataset.name: dataset for dataset in state.datasets}
     evicted = [by_name[name] for name in decisions.evict]
-    pinned = {name: state.wishes.get(name, dataset.pinned) for name, dataset in by_name.items()}
+    pinned = {name: state.pin_requests.get(name, dataset.pinned) for name, dataset in by_name.items()}
     assert len(set(decisions.evict)) == len(decisions.evict)
     assert not any(dataset.in_use for dataset in evicted)
     assert not any(pinned[dataset.name] and dataset.name not in state.deleted for dataset in evicted)

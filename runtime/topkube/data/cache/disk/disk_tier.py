@@ -36,6 +36,7 @@ from topkube.files import write_json
 FORMAT = 1
 _MARK = "topkube-cache.json"
 _DIGITS = 20
+"""The digits of a reserved size, which is replaced in place."""
 
 
 class Full(OSError):

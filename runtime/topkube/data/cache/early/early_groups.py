@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from topkube.data.cache.shard_cache import ShardCache
 
 _FOOTER_BYTES = 64 << 10
+"""The bytes that are read first from the end of a file: most footers are smaller."""
 _LEAST_GROUPS = 4
 """A group is read early only if its shard is at least this many times larger. For a smaller shard, waiting takes about
 as long as the request."""

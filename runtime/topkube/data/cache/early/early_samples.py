@@ -53,12 +53,12 @@ class EarlySamples:
         self._lock = threading.Lock()
         self._process = os.getpid()
 
-    def load_indexes(self, wanted: Mapping[int, Longs]) -> dict[int, CheckedIndex]:
-        """Return the indexes of the shards whose wanted samples can be read early: the shards are not in the cache,
-        fillers are at work, and the samples can be checked. `wanted`: for each shard, the positions of the samples.
+    def load_indexes(self, positions: Mapping[int, Longs]) -> dict[int, CheckedIndex]:
+        """Return the indexes of the shards whose samples can be read early: the shards are not in the cache, fillers
+        are at work, and the samples can be checked. `positions`: the positions of the samples in each shard, by shard.
         Raises DatasetError if the index file does not belong to the manifest."""
         cache = self._cache
-        missing = [number for number in wanted if cache.node_state.filler_count and not cache.has_samples(number)]
+        missing = [number for number in positions if cache.node_state.filler_count and not cache.has_samples(number)]
         indexes: dict[int, CheckedIndex | None]
         if self._remote_indexes is None:
             indexes = {number: self._load_file_index(number) for number in missing}
@@ -67,7 +67,7 @@ class EarlySamples:
             indexes = {
                 number: checked
                 for number, checked in self._remote_indexes.load(candidates).items()
-                if self._is_within_early_limit(number, int(checked.index.sizes[wanted[number]].sum()))
+                if self._is_within_early_limit(number, int(checked.index.sizes[positions[number]].sum()))
             }
         return {number: checked for number, checked in indexes.items() if checked is not None}
 

@@ -42,13 +42,13 @@ class RemoteIndexes:
         """Return the indexes of these shards. Indexes that this process does not have are read together. A shard is
         left out if it has no index, or if the store does not send its index. Raises DatasetError if the index file does
         not belong to the manifest."""
-        wanted = set(numbers)
+        requested = set(numbers)
         if self._process != os.getpid():  # after a fork the lock may be held by a thread of the parent
             self._process, self._lock = os.getpid(), threading.Lock()
         with self._lock:
-            if parts := self._choose_parts(wanted):
+            if parts := self._choose_parts(requested):
                 self._read(parts)
-            return {number: self._indexes[number] for number in wanted if number in self._indexes}
+            return {number: self._indexes[number] for number in requested if number in self._indexes}
 
     def _read(self, parts: dict[int, IndexPart]) -> None:
         """Read these parts of the index file, check them and keep them."""
@@ -64,20 +64,20 @@ class RemoteIndexes:
             cache.counters.add("remote_bytes", len(data))
             self._indexes[number], self._sizes[number] = self._unpack(number, part, data), len(data)
 
-    def _choose_parts(self, wanted: set[int]) -> dict[int, IndexPart]:
+    def _choose_parts(self, requested: set[int]) -> dict[int, IndexPart]:
         """Return the parts of the index file that must be read for these shards. Remove the oldest indexes to make
         room."""
         shards, parts = self._cache.shards, dict[int, IndexPart]()
-        total = sum(self._sizes[number] for number in wanted & self._sizes.keys())
-        for number in sorted(wanted - self._sizes.keys() - self._refused):
+        total = sum(self._sizes[number] for number in requested & self._sizes.keys())
+        for number in sorted(requested - self._sizes.keys() - self._refused):
             part = shards.listing.find_index(shards[number].start)
             if part is None or shards.find_compression(number):
                 self._refused.add(number)
             elif total + part.size <= _KEPT_BYTES:
                 parts[number] = part
                 total += part.size
-        total += sum(self._sizes[number] for number in self._sizes.keys() - wanted)
-        for number in [number for number in self._indexes if number not in wanted]:
+        total += sum(self._sizes[number] for number in self._sizes.keys() - requested)
+        for number in [number for number in self._indexes if number not in requested]:
             if total <= _KEPT_BYTES:
                 break
             del self._indexes[number]

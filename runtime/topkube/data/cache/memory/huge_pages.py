@@ -58,31 +58,31 @@ class HugePages:
         self._column, self._record_bytes, self._present, self._moved = column, record_bytes, present, moved
         self._size = read_huge_page_size()
         self._count = count_huge_pages(column.size)
-        self._left = self._count * _PASSES
+        self._calls_left = self._count * _PASSES
         """The calls of `advance` that this process still makes."""
         self._failures = 0
         """The failures since the last page was moved."""
-        self._at = os.getpid() * 31 % max(self._count, 1)  # processes begin at different pages
+        self._next_page = os.getpid() * 31 % max(self._count, 1)  # processes begin at different pages
 
     @property
     def is_over(self) -> bool:
         """True if this process moves no more pages."""
-        return self._left <= 0
+        return self._calls_left <= 0
 
     def advance(self) -> None:
         """Move the next huge page whose samples are all present."""
         if self.is_over:
             return
-        skipped = int(self._moved[self._at :].argmin())  # the pages before the first page that is not moved
-        if self._moved[self._at + skipped]:
-            self._left -= self._count - self._at
-            self._at = 0
+        skipped = int(self._moved[self._next_page :].argmin())  # the pages before the first page that is not moved
+        if self._moved[self._next_page + skipped]:
+            self._calls_left -= self._count - self._next_page
+            self._next_page = 0
             if self._moved.all():
-                self._left = 0
+                self._calls_left = 0
             return
-        number = self._at + skipped
-        self._left -= skipped + 1
-        self._at = (number + 1) % self._count
+        number = self._next_page + skipped
+        self._calls_left -= skipped + 1
+        self._next_page = (number + 1) % self._count
         if self._has_all_samples(number):
             self._moved[number] = 1  # other processes then skip the page
             error = _kernels.collapse_pages(self._column, number * self._size, self._size)
@@ -90,7 +90,7 @@ class HugePages:
             if error:
                 self._moved[number] = 0
             if error == errno.EINVAL or self._failures == _MOST_FAILURES:  # EINVAL: this kernel cannot do it
-                self._left = 0
+                self._calls_left = 0
 
     def _has_all_samples(self, number: int) -> bool:
         """Return True if all samples of a huge page are present: an absent sample has no memory yet."""

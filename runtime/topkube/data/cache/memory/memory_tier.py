@@ -140,10 +140,10 @@ class MemoryTier:
     def _reserve(self, indices: Longs, sizes: Longs) -> tuple[Longs, bool]:
         """Reserve the absent samples and their space. Return the positions of the reserved samples in `indices`, and
         True if all absent samples fit."""
-        _, first = np.unique(indices, return_index=True)
-        first.sort()
+        _, first_positions = np.unique(indices, return_index=True)
+        first_positions.sort()
         with self._lock_tier():
-            absent = first[self.present[indices[first]] == _ABSENT]
+            absent = first_positions[self.present[indices[first_positions]] == _ABSENT]
             total = np.cumsum(sizes[absent])
             reserved = absent[: int(np.searchsorted(total, self.limit - self.used_bytes, "right"))]
             self._cells[_USED_BYTES] += sizes[reserved].sum()

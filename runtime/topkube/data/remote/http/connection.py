@@ -175,7 +175,7 @@ class Connection:
         while True:
             view = self._server.buffer
             if self._stage == _BODY:
-                view = view[: min(self._left, len(view))]
+                view = view[: min(self._body_bytes_left, len(view))]
             else:
                 view = view[: MOST_HEAD_BYTES - len(self._head)]
             try:
@@ -216,12 +216,12 @@ class Connection:
             data = data[length - len(self._head) :]
             self._check(parse_head(head[: length - 4]))
             self._stage = _BODY
-            if len(data) > self._left:
+            if len(data) > self._body_bytes_left:
                 raise Unfit("the server sent more bytes than its response has")
             if not data:
                 self._set_wake()
                 return False
-        self._left -= len(data)
+        self._body_bytes_left -= len(data)
         skipped = min(self._skipped, len(data))
         if skipped:
             self._skipped -= skipped
@@ -232,7 +232,7 @@ class Connection:
             transfer.add(data, self.end, write, progress)
         if transfer.at < self.end:
             return False
-        if self._left:  # the rest of a whole object
+        if self._body_bytes_left:  # the rest of a whole object
             self.stays_open = False
         self._wake_after(1)
         self._stage = _SENDING
@@ -253,11 +253,11 @@ class Connection:
                 raise NotPlain("a body without a length")
         self._skipped = check_range(response, transfer.reading, transfer.at, self.end)
         transfer.reading.confirm(headers)
-        self._left = int(headers["Content-Length"])
+        self._body_bytes_left = int(headers["Content-Length"])
         self.stays_open = headers.get("Connection", "").lower() != "close"
 
     def _set_wake(self) -> None:
-        self._wake_after(min(self._left, _WAKE_BYTES) if self._stage == _BODY else 1)
+        self._wake_after(min(self._body_bytes_left, _WAKE_BYTES) if self._stage == _BODY else 1)
 
     def _wake_after(self, count: int) -> None:
         """Let the kernel wake this thread when `count` bytes have arrived; after every packet if `count` is small."""

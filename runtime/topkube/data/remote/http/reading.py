@@ -8,7 +8,7 @@ import errno
 import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from topkube.data.remote.listing import RemoteObject
 from topkube.data.remote.object_version import build_changed_error, build_condition, check_version, read_header_version
@@ -131,9 +131,17 @@ async def read_page(filesystem: Any, url: str) -> bytes:
         return bytes(page)
 
 
-async def describe_object(filesystem: Any, url: str) -> dict[str, Any]:
-    """Return the `size` of an object (None if the server does not send it, or sends the object compressed), its
-    `version`, and `page`: True for an HTML page."""
+class ObjectDescription(NamedTuple):
+    """What a store reports about an object. `size` is None if the store does not send it. `is_page`: the server sends
+    an HTML page; always False for stores that do not report this."""
+
+    version: str
+    size: int | None
+    is_page: bool = False
+
+
+async def describe_object(filesystem: Any, url: str) -> ObjectDescription:
+    """Return the description of an object. Its size is unknown if the server sends the object compressed."""
     for method in ("HEAD", "GET"):
         try:
             async with _open_response(filesystem, method, url, {}) as response:
@@ -142,11 +150,7 @@ async def describe_object(filesystem: Any, url: str) -> dict[str, Any]:
                 size = int(length) if length.isdigit() and not is_encoded else None
                 if size is None and method == "HEAD":
                     continue
-                return {
-                    "size": size,
-                    "version": read_header_version(response.headers),
-                    "page": is_page(response.headers),
-                }
+                return ObjectDescription(read_header_version(response.headers), size, is_page(response.headers))
         except Exception as error:
             if method == "HEAD" and getattr(error, "status", 0) in (400, 403, 405, 501):  # some servers refuse HEAD
                 continue

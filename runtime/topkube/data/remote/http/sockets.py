@@ -84,12 +84,12 @@ class _ReadLoop:
                 if not self._active:
                     if not self._retries:
                         return
-                    time.sleep(max(0.0, min(when for when, _ in self._retries) - time.monotonic()))
+                    time.sleep(max(0.0, min(earliest for earliest, _ in self._retries) - time.monotonic()))
                     continue
                 now = time.monotonic()
                 until = min(connection.next_deadline for connection in self._active)
                 if self._retries and len(self._active) < self._connections:
-                    until = min(until, *(when for when, _ in self._retries))
+                    until = min(until, *(earliest for earliest, _ in self._retries))
                 for key, _ in self._selector.select(max(0.0, until - now)):
                     self._advance_connection(key.data)
                 now = time.monotonic()
@@ -106,15 +106,15 @@ class _ReadLoop:
     def _start_transfers(self) -> None:
         now = time.monotonic()
         while len(self._active) < self._connections:
-            ready = next((at for at, (when, _) in enumerate(self._retries) if when <= now), None)
+            ready = next((position for position, (earliest, _) in enumerate(self._retries) if earliest <= now), None)
             if ready is not None:
                 transfer = self._retries[ready][1]
                 del self._retries[ready]
             else:
-                following = next(self._transfers, None)
-                if following is None:
+                next_transfer = next(self._transfers, None)
+                if next_transfer is None:
                     return
-                transfer = following
+                transfer = next_transfer
                 if transfer.at >= transfer.stop:  # an empty object
                     continue
             try:
