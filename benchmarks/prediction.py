@@ -83,10 +83,10 @@ def predict_milliseconds(profile: Any, row: Row, cores: int) -> float:
     machines = Machines(nodes, slots, row["bandwidth"], MEMORY, profile.latency or row["latency"])
     contender = row["contender"]
     algorithm = resolve(VARIANTS.get(contender, contender), nodes, sys.maxsize, DENSITY.default)
-    where = Situation(
+    situation = Situation(
         machines, cores=cores / nodes, is_decoupled=contender == "dear", delay=int(contender == "onebit_delayed")
     )
-    return 1e3 * predict_step(profile, where, algorithm).step
+    return 1e3 * predict_step(profile, situation, algorithm).step
 
 
 def compute_error(row: Row) -> float:
@@ -109,14 +109,14 @@ def predict_paper() -> list[Row]:
     from topkube.planning.situation import Situation
     from topkube.planning.step import predict_step
 
-    where = Situation(Machines(16, 8, PAPER_LINK, PAPER_MEMORY))
+    situation = Situation(Machines(16, 8, PAPER_LINK, PAPER_MEMORY))
     rows = []
     for name, batches in PAPER.items():
         model = find_model(name)
         for batch in batches:
             profile = model.build_profile(model.flops * batch / PAPER_FLOPS)
             steps = {
-                algorithm: predict_step(profile, where, find_algorithm(algorithm))
+                algorithm: predict_step(profile, situation, find_algorithm(algorithm))
                 for algorithm in ("torus2d", "hitopk")
             }
             row: Row = {"model": model.name, "batch": batch, "compute_ms": round(1e3 * profile.compute, 1)}
