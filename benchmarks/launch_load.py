@@ -26,7 +26,7 @@ import aiohttp
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests/mpi"))
 
-from pods import KEY, PYTHONS, UID, PlayedJob  # noqa: E402  the tests' stand-in for the operator
+from pods import KEY, PYTHONS, UID, SimulatedJob  # noqa: E402  the tests' stand-in for the operator
 
 from topkube.launch.connection.link import FRAME_BYTES, Link  # noqa: E402
 from topkube.launch.connection.messages import Hello  # noqa: E402
@@ -71,7 +71,7 @@ async def run_session(client: aiohttp.ClientSession, index: int, port: int) -> N
 
 async def measure_sessions(count: int, directory: Path) -> dict[str, object]:
     """Measure the cost of `count` sessions for the launcher."""
-    with PlayedJob(directory, ["true"], count + 1, 1, rendezvous_seconds=3600, check_address=False) as job:
+    with SimulatedJob(directory, ["true"], count + 1, 1, rendezvous_seconds=3600, check_address=False) as job:
         launcher = job.start_launcher().process.pid
         while await asyncio.to_thread(job.ask_status) is None:
             await asyncio.sleep(0.1)
@@ -101,7 +101,7 @@ async def measure_sessions(count: int, directory: Path) -> dict[str, object]:
 def measure_output(megabytes: int, directory: Path) -> dict[str, object]:
     """Measure a rank that prints `megabytes` (10**6 bytes) and ends."""
     command = [str(PYTHONS["MPICH"]), "-c", _PRINTING_SCRIPT.format(megabytes=megabytes)]
-    with PlayedJob(directory, command, 1, 1) as job:
+    with SimulatedJob(directory, command, 1, 1) as job:
         job.environment = {"PYTHONUNBUFFERED": ""}
         began = time.monotonic()
         job.start()

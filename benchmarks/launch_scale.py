@@ -44,7 +44,7 @@ sys.path.insert(0, str(ROOT / "tests/mpi"))
 sys.path.insert(0, str(ROOT / "tests/cluster"))
 
 from localkube.cgroups import Group, list_hierarchies  # noqa: E402
-from pods import KEY, PYTHONS, UID, PlayedJob  # noqa: E402  the tests' stand-in for the operator
+from pods import KEY, PYTHONS, UID, SimulatedJob  # noqa: E402  the tests' stand-in for the operator
 
 from topkube.launch.connection.link import FRAME_BYTES, Link  # noqa: E402
 from topkube.launch.connection.messages import (  # noqa: E402
@@ -185,7 +185,7 @@ async def measure_launch(
     mpi: Mpi, workers: int, programs: Programs, directory: Path, seconds: float
 ) -> dict[str, object]:
     """Measure a launch by TopKube."""
-    with PlayedJob(directory, [], workers, 1, mpi.implementation) as job:
+    with SimulatedJob(directory, [], workers, 1, mpi.implementation) as job:
         began, used_before = time.time(), time.process_time()
         launcher = job.start_launcher(rendezvous_seconds=120.0)
         while "waiting for" not in launcher.output:
