@@ -151,8 +151,8 @@ def run_all(args: argparse.Namespace) -> int:
     carried = machine.unpack_wheels(args.wheels, work / "site")
     sys.path.insert(0, str(work / "site"))
     importlib.invalidate_caches()
-    more = os.environ.get("PYTHONPATH", "")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(work / "site"), more]))}
+    inherited_path = os.environ.get("PYTHONPATH", "")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(work / "site"), inherited_path]))}
     if (work / "site" / "lib" / "libmpi.so.12").exists():
         environment.setdefault("MPI4PY_LIBMPI", str(work / "site" / "lib" / "libmpi.so.12"))
     print(f"wheels used: {', '.join(carried) or 'none'}", flush=True)

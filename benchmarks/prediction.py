@@ -48,9 +48,9 @@ Row = dict[str, Any]
 def record_trace(part: str, contender: str, directory: Path, network: Network) -> dict[str, Any]:
     """Return the trace of some steps of `contender`, over links that are not shaped."""
     folder = directory / f"traces-{contender}"
-    more = (("TOPKUBE_TRACE_DIRECTORY", str(folder)), ("TOPKUBE_TRACE_STEPS", str(TRACED_STEPS)))
+    trace_settings = (("TOPKUBE_TRACE_DIRECTORY", str(folder)), ("TOPKUBE_TRACE_STEPS", str(TRACED_STEPS)))
     recipe: Recipe = dataclasses.replace(
-        WORLDS["mpich"], name=f"trace-{contender}", environment=WORLDS["mpich"].environment + more
+        WORLDS["mpich"], name=f"trace-{contender}", environment=WORLDS["mpich"].environment + trace_settings
     )
     with RankWorld(recipe, LAYOUTS[part], directory, network) as world:
         world.ask(do="steps", contender=contender, warm=WARM_STEPS, steps=TRACED_STEPS + 1)

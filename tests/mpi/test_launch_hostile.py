@@ -58,9 +58,9 @@ def receive_all(connection: ssl.SSLSocket) -> str:
 
 
 def build_join_request(
-    token: str = TOKEN, query: str = "index=0&attempt=1", more: str = UPGRADE, method: str = "GET"
+    token: str = TOKEN, query: str = "index=0&attempt=1", headers: str = UPGRADE, method: str = "GET"
 ) -> str:
-    return f"{method} {JOIN_PATH}?{query} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n{more}\r\n"
+    return f"{method} {JOIN_PATH}?{query} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n{headers}\r\n"
 
 
 def build_hello(busy: bool = False) -> bytes:
@@ -145,15 +145,15 @@ def test_a_worker_that_still_runs_ranks_of_another_attempt_is_not_counted(job: S
 
 def test_other_paths_and_methods_are_refused(job: SimulatedJob) -> None:
     assert ask(job, "GET /v1/anything HTTP/1.1\r\nHost: x\r\n\r\n").startswith("HTTP/1.1 404")
-    assert ask(job, build_join_request(more="Content-Length: 0\r\n", method="POST")).startswith("HTTP/1.1 405")
-    assert ask(job, build_join_request(more="")).startswith("HTTP/1.1 426")
+    assert ask(job, build_join_request(headers="Content-Length: 0\r\n", method="POST")).startswith("HTTP/1.1 405")
+    assert ask(job, build_join_request(headers="")).startswith("HTTP/1.1 426")
     assert ask(job, "\r\n\r\n\x00\x01nonsense\r\n\r\n").startswith("HTTP/1.0 400")
 
 
 @pytest.mark.parametrize("token", ["wrong", TOKEN])
 def test_ten_megabytes_are_not_read(job: SimulatedJob, token: str) -> None:
     with connect(job) as connection:
-        connection.sendall(build_join_request(token, more=f"Content-Length: {10 << 20}\r\n", method="POST").encode())
+        connection.sendall(build_join_request(token, headers=f"Content-Length: {10 << 20}\r\n", method="POST").encode())
         sent = 0
         with contextlib.suppress(OSError):
             while sent < 10 << 20:
@@ -177,7 +177,7 @@ def test_a_first_message_of_ten_megabytes_ends_the_connection(job: SimulatedJob)
 
 def test_headers_without_end_are_refused(job: SimulatedJob) -> None:
     many = "".join(f"X-{number}: {'y' * 4000}\r\n" for number in range(200))
-    answer = ask(job, build_join_request(more=many))
+    answer = ask(job, build_join_request(headers=many))
     assert answer == "" or answer.startswith("HTTP/1.0 400")
 
 

@@ -107,12 +107,12 @@ def case_tensors_under_way_keep_apart(world: World) -> None:
     engine = DeviceAllReduce(world, CPU)
     sizes, dtypes = (1, 2, 3, 7, 1000, 70_001), (torch.float32, torch.bfloat16)
     done: list[int] = []
-    tensors, wanted = [], []
+    tensors, expected_sums = [], []
     for number, (size, dtype) in enumerate(itertools.product(sizes, dtypes)):
         rng = np.random.default_rng(number)
         everyone = torch.from_numpy(rng.integers(-8, 9, (world.size, size)).astype(np.float32))
         tensors.append(everyone[world.rank].to(dtype))
-        wanted.append(everyone.sum(0))
+        expected_sums.append(everyone.sum(0))
         sparse = number % 3 == 0
         engine.begin(
             load(find_algorithm("hitopk" if sparse else "hierarchical")),
@@ -122,7 +122,7 @@ def case_tensors_under_way_keep_apart(world: World) -> None:
         assert len(done) == number  # only the last tensor is under way
     assert engine.flush()
     assert done == list(range(len(tensors)))
-    for tensor, expected in zip(tensors, wanted, strict=True):
+    for tensor, expected in zip(tensors, expected_sums, strict=True):
         assert torch.equal(tensor.float(), expected), tensor
 
 
