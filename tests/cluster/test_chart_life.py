@@ -181,7 +181,10 @@ def server(release: ChartRelease, training: str) -> Iterator[Prometheus]:
 
 def test_every_panel_is_answered_from_the_running_job(release: ChartRelease, server: Prometheus) -> None:
     """The panels are waited for together. The operator's progress comes last, up to 15 seconds late. One more job
-    begins, because some metrics count the starts of jobs."""
+    begins, because some metrics count the starts of jobs and the webhook's reviews. It begins after the first scrape,
+    because a rate needs a value from before."""
+    replicas = len(release.list_operators())
+    wait_for(lambda: len(server.query("topkube_leader")) == replicas, "the first scrape of each operator", 30)
     release.jobs.wait_phase(release.jobs.create(build_job("begins", ["sleep", "30"])), "Running")
     variables = {"namespace": release.jobs.name}
     queries = [query for panel in PANELS for query in panel.queries]
