@@ -184,9 +184,9 @@ def format_facts(facts: dict[str, Any]) -> str:
     probed: dict[str, list[str]] = {}
     for name, value in facts.items():
         if name not in machine:
-            where, _, what = name.partition(" ")
-            probed.setdefault(where, []).append(f"{what} {value}")
-    return "\n".join([*lines, *(f"- {where}: {'; '.join(values)}" for where, values in probed.items())])
+            part, _, measured = name.partition(" ")
+            probed.setdefault(part, []).append(f"{measured} {value}")
+    return "\n".join([*lines, *(f"- {part}: {'; '.join(values)}" for part, values in probed.items())])
 
 
 def format_tuning(rows: list[Row]) -> str:

@@ -10,7 +10,7 @@ time. Every contender starts with an empty cache and without bytes that the disk
 checked to contain every sample once. `--quick`, `--problem`, `--fast-only` and `--contender` store nothing unless
 --json is given. The results are stored after each contender, and `--resume` measures only what the file lacks.
 `--minutes` ends the run before that time; the next run resumes. Everything takes about 30 minutes, most of it for the
-peers. The processor time of the ranks and their workers is reported too: it says more than seconds if other programs
+peers. The processor time of the ranks and their workers is reported too: it is the better measure if other programs
 use the machine.
 """
 
@@ -72,26 +72,27 @@ QUICK = (CacheProblem("files-150k", "files", 150_000, 300), CacheProblem("shards
 
 
 @dataclass(frozen=True)
-class Contender:
-    """The class of a contender in `contenders`, and the arguments that open it."""
+class CacheSetting:
+    """A contender with its settings: its class in `contenders`, and the arguments of this class. It reads the datasets
+    of these `forms`."""
 
     label: str
     kind: str
-    given: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
     forms: tuple[str, ...] = ("files", "shards")
 
 
 OURS, OURS_DISK = (
-    Contender("TopKube", "OurCache", {"memory": True}),
-    Contender("TopKube, disk only", "OurCache", {"memory": False}),
+    CacheSetting("TopKube", "OurCache", {"memory": True}),
+    CacheSetting("TopKube, disk only", "OurCache", {"memory": False}),
 )
 PEERS = (
-    Contender("DataLoader + fsspec filecache", "FileCache", {"workers": 0}, ("shards",)),
-    Contender("DataLoader + fsspec filecache, 2 workers", "FileCache", {"workers": 2}, ("files",)),
-    Contender("litdata", "LitData", {"workers": 0}),
-    Contender("litdata, 2 workers", "LitData", {"workers": 2}),
-    Contender("MosaicML Streaming", "Mosaic", {"workers": 0}),
-    Contender("MosaicML Streaming, 2 workers", "Mosaic", {"workers": 2}),
+    CacheSetting("DataLoader + fsspec filecache", "FileCache", {"workers": 0}, ("shards",)),
+    CacheSetting("DataLoader + fsspec filecache, 2 workers", "FileCache", {"workers": 2}, ("files",)),
+    CacheSetting("litdata", "LitData", {"workers": 0}),
+    CacheSetting("litdata, 2 workers", "LitData", {"workers": 2}),
+    CacheSetting("MosaicML Streaming", "Mosaic", {"workers": 0}),
+    CacheSetting("MosaicML Streaming, 2 workers", "Mosaic", {"workers": 2}),
 )
 CONTENDERS = (OURS, OURS_DISK, *PEERS)
 OWN_SHARDS = {
@@ -103,16 +104,16 @@ OWN_SHARDS = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is measured and stored at once. At the rate LINK: first and second epochs; at SLOW_LINK: the first epoch."""
+    """A measurement, stored at once. At the rate LINK: first and second epochs; at SLOW_LINK: the first epoch."""
 
     problem: CacheProblem
-    contender: Contender
+    contender: CacheSetting
     rate: str
 
     def is_stored(self, stored: dict[str, Any]) -> bool:
-        """Return True if the results have it."""
-        own = (self.problem.name, self.contender.label, self.rate)
-        return any((row["problem"], row["contender"], row["link"]) == own for row in stored.get("first", []))
+        """Return True if the results have this measurement."""
+        key = (self.problem.name, self.contender.label, self.rate)
+        return any((row["problem"], row["contender"], row["link"]) == key for row in stored.get("first", []))
 
 
 class CacheBench:
@@ -129,7 +130,7 @@ class CacheBench:
         self.repeated: dict[str, int] = {}
         """For each contender, the most samples of an epoch that came twice."""
 
-    def find_own_shards(self, contender: Contender, problem: CacheProblem) -> Path | None:
+    def find_own_shards(self, contender: CacheSetting, problem: CacheProblem) -> Path | None:
         """Return the folder with the dataset in the peer's own format; None if it reads the same objects as TopKube."""
         return self.root / f"{problem.name}.{OWN_SHARDS[contender.kind][0]}" if contender.kind in OWN_SHARDS else None
 
@@ -146,27 +147,29 @@ class CacheBench:
             rates.append(sum(a["bytes"] for a in answers) / _compute_seconds(answers))
         return max(rates)
 
-    def read_epoch(self, contender: Contender, problem: CacheProblem, number: int, **more: Any) -> list[dict[str, Any]]:
+    def read_epoch(
+        self, contender: CacheSetting, problem: CacheProblem, number: int, **more: Any
+    ) -> list[dict[str, Any]]:
         """Read an epoch on all ranks. Every sample must come once; a peer that repeats samples is timed and
         reported."""
         answers = self._world.ask(
             do="epoch",
             name=contender.label,
             kind=contender.kind,
-            given={**contender.given, **more},
+            arguments={**contender.arguments, **more},
             problem=problem.to_data(),
             folder=f"caches/{self._turn}",
             uri=self.remote.uri,
             epoch=number,
         )
-        wrong = answers[0]["repeated"]
-        if wrong >= sum(LAYOUT):  # torch's sampler gives every rank the same number of samples
+        repeated = answers[0]["repeated"]
+        if repeated >= sum(LAYOUT):  # torch's sampler gives every rank the same number of samples
             if contender not in PEERS:
-                raise SystemExit(f"{contender.label} returned {wrong} samples twice and is not measured")
-            self.repeated[contender.label] = max(wrong, self.repeated.get(contender.label, 0))
+                raise SystemExit(f"{contender.label} returned {repeated} samples twice and is not measured")
+            self.repeated[contender.label] = max(repeated, self.repeated.get(contender.label, 0))
         return answers
 
-    def close(self, contender: Contender, *, forget: bool = True) -> None:
+    def close(self, contender: CacheSetting, *, forget: bool = True) -> None:
         """Close the contender on all ranks. With `forget`, the cache is emptied too."""
         self._world.ask(do="close", name=contender.label)
         self.repeated.pop(contender.label, None)
@@ -175,14 +178,14 @@ class CacheBench:
             self._turn += 1
 
     def measure_first_epoch(
-        self, contender: Contender, problem: CacheProblem, link: float, rate: str = LINK
+        self, contender: CacheSetting, problem: CacheProblem, link: float, rate: str = LINK
     ) -> dict[str, Any]:
         """Read the epoch that fills an empty cache, including opening. `link`: bytes per second of plain GETs at
         `rate`."""
-        os.sync()  # otherwise it waits until the disk has written the bytes of the contenders before
-        before, (worked, had) = self.remote.count_sent_bytes(), _read_processor_times()
+        os.sync()  # otherwise this epoch waits until the disk has written the bytes of earlier contenders
+        before, times_before = self.remote.count_sent_bytes(), _read_processor_times()
         answers = self.read_epoch(contender, problem, 0)
-        worked, had = (now - then for now, then in zip(_read_processor_times(), (worked, had), strict=True))
+        busy, available = (now - then for now, then in zip(_read_processor_times(), times_before, strict=True))
         fetched, least = self.remote.count_sent_bytes() - before, problem.count_bytes(self.root)
         if (own := self.find_own_shards(contender, problem)) is not None:
             least = sum(path.stat().st_size for path in own.iterdir())
@@ -195,7 +198,7 @@ class CacheBench:
             "mb_per_s": round(least / seconds / 1e6, 1),
             "percent_of_link": round(100 * least / seconds / link, 1),
             "fetched_of_dataset": round(fetched / least, 4),
-            "processors_percent": round(100 * worked / had),
+            "processors_percent": round(100 * busy / available),
             "processor_seconds": round(sum(answer["processor_seconds"] for answer in answers), 2),
             "missing": answers[0]["missing"],
             "repeated": self.repeated.get(contender.label, 0),
@@ -210,7 +213,7 @@ class CacheBench:
         return row
 
     def measure_second_epochs(
-        self, turns: list[tuple[Contender, dict[str, Any], str]], problem: CacheProblem, first: int = 1
+        self, turns: list[tuple[CacheSetting, dict[str, Any], str]], problem: CacheProblem, first: int = 1
     ) -> list[dict[str, Any]]:
         """Read further epochs; the contenders alternate, and the first epoch of each is not timed. `turns`: (contender,
         further arguments, label of its reference)."""
@@ -228,7 +231,7 @@ class CacheBench:
         megabytes = problem.samples * problem.size / 1e6
         rate = {label: megabytes / median(times) for label, times in seconds.items()}
         rows = []
-        for contender, _, of in turns:
+        for contender, _, reference in turns:
             times = seconds[contender.label]
             rows.append(
                 {
@@ -238,13 +241,13 @@ class CacheBench:
                     "min": round(megabytes / max(times), 1),
                     "max": round(megabytes / min(times), 1),
                     "epochs": len(times),
-                    "of": of,
-                    "percent": round(100 * rate[contender.label] / rate[of], 1) if of else None,
+                    "of": reference,
+                    "percent": round(100 * rate[contender.label] / rate[reference], 1) if reference else None,
                     "fetched_mb_per_epoch": round(fetched[contender.label] / len(times) / 1e6, 1),
                     "repeated": self.repeated.get(contender.label, 0),
                 }
             )
-            share = f" {rows[-1]['percent']:6.1f}% of {of}" if of else ""
+            share = f" {rows[-1]['percent']:6.1f}% of {reference}" if reference else ""
             print(
                 f"{problem.name:12} second epoch  {contender.label:42}{rate[contender.label]:18.1f} MB/s{share}",
                 flush=True,
@@ -263,7 +266,7 @@ def _compute_seconds(answers: list[dict[str, Any]]) -> float:
     return float(max(a["end"] for a in answers) - min(a["start"] for a in answers))
 
 
-ARRAY, PAGES = Contender("NumPy array in memory", "InMemory"), Contender("page cache, same samples", "PageCache")
+ARRAY, PAGES = CacheSetting("NumPy array in memory", "InMemory"), CacheSetting("page cache, same samples", "PageCache")
 REFERENCES = {OURS.label: ARRAY, OURS_DISK.label: PAGES}
 
 
@@ -397,14 +400,14 @@ def main() -> int:
         with contextlib.ExitStack() as stack:
             bench = CacheBench(stack.enter_context(create_scratch()), stack)
             stored = measure_all(bench, waiting, stored, ends, store)
-    left = [measurement for measurement in waiting if not measurement.is_stored(stored)]
-    if "entries" not in stored and not left and time.monotonic() + LONGEST_SECONDS <= ends:
+    remaining = [measurement for measurement in waiting if not measurement.is_stored(stored)]
+    if "entries" not in stored and not remaining and time.monotonic() + LONGEST_SECONDS <= ends:
         stored["entries"] = million_objects.measure()
         print(stored["entries"], flush=True)
         store(stored)
     print(f"{time.monotonic() - begun:.0f} s in all" + (f"; kept in {target}" if target else ""), flush=True)
-    if left or "entries" not in stored:
-        print(f"{len(left)} measurements are left: run it again with --resume", flush=True)
+    if remaining or "entries" not in stored:
+        print(f"{len(remaining)} measurements remain: run it again with --resume", flush=True)
     return 0
 
 
@@ -416,7 +419,7 @@ def add_rows(
     names = [problem.name for problem in PROBLEMS]
     labels = [contender.label for own in CONTENDERS for contender in (REFERENCES.get(own.label, own), own)]
 
-    def place(row: dict[str, Any]) -> tuple[int, bool, int]:
+    def find_position(row: dict[str, Any]) -> tuple[int, bool, int]:
         return names.index(row["problem"]), row.get("link", LINK) != LINK, labels.index(row["contender"])
 
     described = {**stored.get("problems", {}), problem.name: description}
@@ -426,8 +429,8 @@ def add_rows(
         "imports_are_timed": False,
         "date": time.strftime("%Y-%m-%d"),
         "problems": {name: described[name] for name in names if name in described},
-        "first": sorted(stored.get("first", []) + first, key=place),
-        "second": sorted(stored.get("second", []) + second, key=place),
+        "first": sorted(stored.get("first", []) + first, key=find_position),
+        "second": sorted(stored.get("second", []) + second, key=find_position),
         "facts": describe_machine(),
         "versions": list_versions(),
     }

@@ -116,12 +116,14 @@ def main() -> None:
         steps.train(run, model, optimizer, x, args.every * (args.saves + 1) - 1)
         waits = [time_call(run.save) for _ in range(args.repeats)]
     size = sum(path.stat().st_size for path in Path(name).glob("step-*/*"))
-    rank_0 = sum((next(Path(name).glob("step-*")) / file).stat().st_size for file in ("shared.pt", "rank-00000.pt"))
-    again = topkube.checkpointing(model, optimizer, settings=settings)
-    load = time_call(again.__enter__)
-    again.__exit__(None, None, None)
+    rank_0_bytes = sum(
+        (next(Path(name).glob("step-*")) / file).stat().st_size for file in ("shared.pt", "rank-00000.pt")
+    )
+    resumed_run = topkube.checkpointing(model, optimizer, settings=settings)
+    resume_seconds = time_call(resumed_run.__enter__)
+    resumed_run.__exit__(None, None, None)
     if world.rank == 0:
-        least = [time_call(lambda: write_plain(Path(name) / "plain", rank_0)) for _ in range(args.repeats)]
+        plain_writes = [time_call(lambda: write_plain(Path(name) / "plain", rank_0_bytes)) for _ in range(args.repeats)]
         stalls = steps.compute_stalls(args.every)
         results = {
             "parameters": width * 10_000,
@@ -134,10 +136,12 @@ def main() -> None:
             "stall_seconds": round(statistics.median(stall for stall, _ in stalls[1:]), 3),
             "stall_seconds_most": round(max(stall for stall, _ in stalls[1:]), 3),
             "slower_steps_seconds": round(statistics.median(slower for _, slower in stalls[1:]), 3),
-            "steps_until_published": statistics.median(there - saved for saved, there in steps.published.items()),
+            "steps_until_published": statistics.median(
+                published - saved for saved, published in steps.published.items()
+            ),
             "save_and_wait_seconds": round(statistics.median(waits), 3),
-            "load_seconds": round(load, 3),
-            "plain_write_seconds": round(statistics.median(least), 3),
+            "load_seconds": round(resume_seconds, 3),
+            "plain_write_seconds": round(statistics.median(plain_writes), 3),
         }
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(results, indent=1) + "\n")

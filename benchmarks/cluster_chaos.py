@@ -40,6 +40,8 @@ from topkube.launch.rank import find_commands
 
 RESULTS = Path(__file__).with_name("results") / "cluster-chaos.json"
 JOBS, AT_ONCE, STEPS, EVERY_STEPS, PAUSE = 20, 5, 500, 20, 0.05
+"""The number of jobs, how many run at the same time, the steps of a job, the steps between two saves, and the seconds
+between two steps."""
 FAILING = 3
 """The number of jobs that end with exit code 7 in the middle of their steps."""
 SCRIPT = """
@@ -110,7 +112,7 @@ class Watcher:
     def _run(self) -> None:
         custom = self.namespace.target.custom
         while not self._stop.wait(0.3):
-            with suppress(Exception):  # the API server is among the victims
+            with suppress(Exception):  # the script also kills the API server
                 listed = custom.list_namespaced_custom_object(GROUP, VERSION, self.namespace.name, PLURAL)
                 for item in listed["items"]:
                     self._check_status(item["metadata"]["name"], item.get("status") or {})
@@ -147,14 +149,14 @@ class Chaos:
             "kill the API server": (1, self._kill_api_server),
         }
 
-    def strike(self) -> None:
+    def break_one_thing(self) -> None:
         weights = [weight for weight, _ in self._actions.values()]
         [name] = self.random.choices(list(self._actions), weights)
         try:
-            struck = self._actions[name][1]()
+            is_done = self._actions[name][1]()
         except (ApiException, LookupError, StopIteration, OSError, RuntimeError, TimeoutError, TypeError):
-            struck = False  # the victim was gone before it was hit
-        if struck:
+            is_done = False  # the pod or process had ended before
+        if is_done:
             self.done[name] += 1
             self.history.append({"at": time.time(), "what": name})
 
@@ -278,7 +280,7 @@ def run(minutes: float, seed: int, every: float) -> dict[str, Any]:
                 call_with_retries(lambda job=job: namespace.create(job))
             submitted += 1
         time.sleep(chaos.random.uniform(0.5, 1.5) * every)
-        chaos.strike()
+        chaos.break_one_thing()
         print(
             f"{time.monotonic() - began:4.0f} s: {len(watcher.ended)} ended, {sum(chaos.done.values())} hits",
             flush=True,

@@ -34,7 +34,7 @@ from topkube.launch.rank import find_commands
 RESULTS = Path(__file__).with_name("results") / "cluster-recovery.json"
 EVERY_STEPS = 20
 GOAL_SECONDS = 15.0
-VICTIMS = ("worker", "rank", "launcher")
+KILLED_PARTS = ("worker", "rank", "launcher")
 MODEL = ["--steps", "1000000", "--layers", "2", "--width", "64", "--batch-size", "4"]
 # Runs the example without a change of its file; rank 0 also prints when each step ends.
 TIMED_SCRIPT = """
@@ -53,8 +53,8 @@ example.main(sys.argv[1:])
 """
 
 
-class RecoveryRun:
-    """A job that trains in its own namespace."""
+class RunningJob:
+    """A job that trains in its own namespace, from the call of the constructor until `close`."""
 
     def __init__(self, target: Target, folder: Path) -> None:
         self.target = target
@@ -85,41 +85,44 @@ class RecoveryRun:
         """Return when the steps of the attempt ended, in Unix time."""
         return [float(text) for text in re.findall(rf"step-end {attempt} ([\d.]+)", self.read_logs())]
 
-    def kill(self, victim: str) -> float:
-        """Send SIGKILL and return the time. The worker, or the rank, is of worker 1, because
-        the log of worker 0 is needed."""
-        role = "launcher" if victim == "launcher" else "worker"
+    def kill(self, killed_part: str) -> float:
+        """Send SIGKILL to the launcher, to worker 1, or to a rank of worker 1. Return the time. Worker 0 is left alone,
+        because its log is needed."""
+        role = "launcher" if killed_part == "launcher" else "worker"
         pod = self.namespace.list_pods(role)[-1]
-        at = time.time()
-        if victim == "rank":
+        killed_at = time.time()
+        if killed_part == "rank":
             os.kill(self._find_rank(pod), signal.SIGKILL)
         else:
             self.target.kill_container(pod, role)
-        return at
+        return killed_at
 
     def _find_rank(self, pod: Any) -> int:
         """Return the process id of a rank on this machine."""
         return find_commands(self.target.find_container(pod, "worker").list_processes())[0]
 
 
-def measure_recovery(target: Target, folder: Path, victim: str) -> dict[str, float]:
+def measure_recovery(target: Target, folder: Path, killed_part: str) -> dict[str, float]:
     """Return the seconds from the kill to the end of the next step, and the number of lost steps."""
-    run = RecoveryRun(target, folder)
+    run = RunningJob(target, folder)
     try:
-        at = run.kill(victim)
+        killed_at = run.kill(killed_part)
         wait_for(lambda: run.list_step_ends(2), "a step of the second attempt", 120)
         resumed = re.search(r"resumed at step (\d+)", run.read_logs())
         status = run.namespace.read_status(run.name)
         assert resumed is not None, run.read_logs()[-2000:]
         assert status["restarts"] + status["disruptions"] == 1, status
-        return {"seconds": run.list_step_ends(2)[0] - at, "steps_lost": len(run.list_step_ends(1)) - int(resumed[1])}
+        return {
+            "seconds": run.list_step_ends(2)[0] - killed_at,
+            "steps_lost": len(run.list_step_ends(1)) - int(resumed[1]),
+        }
     finally:
         run.close()
 
 
 def measure_deletion(target: Target, folder: Path) -> float:
     """Return the seconds from deleting a running job until nothing of it is left."""
-    run = RecoveryRun(target, folder)
+    run = RunningJob(target, folder)
     try:
         before = time.monotonic()
         run.namespace.delete(run.name)
@@ -134,7 +137,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="the number of rounds of each measurement (%(default)s)")
     parser.add_argument(
         "--only",
-        choices=[*VICTIMS, "delete"],
+        choices=[*KILLED_PARTS, "delete"],
         action="append",
         help="measure only these, and add the results to the file",
     )
@@ -150,15 +153,15 @@ def main() -> None:
         "target_seconds": GOAL_SECONDS,
         "arguments": MODEL,
     }
-    for victim in args.only or [*VICTIMS, "delete"]:
+    for killed_part in args.only or [*KILLED_PARTS, "delete"]:
         rounds: list[dict[str, float]] = []
         for _ in range(args.rounds):
-            if victim == "delete":
+            if killed_part == "delete":
                 rounds.append({"seconds": measure_deletion(target, folder)})
             else:
-                rounds.append(measure_recovery(target, folder, victim))
-            print(victim, rounds[-1], flush=True)
-        result[victim] = {
+                rounds.append(measure_recovery(target, folder, killed_part))
+            print(killed_part, rounds[-1], flush=True)
+        result[killed_part] = {
             "median_seconds": statistics.median(round_result["seconds"] for round_result in rounds),
             "rounds": rounds,
         }

@@ -30,7 +30,7 @@ WORKERS, SLOTS = 2, 2
 # 4 blocks of width 256: 3.3 million parameters. Few characters per step, so that the exchange dominates, not the
 # processors, which all ranks share.
 MODEL = ["--layers", "4", "--width", "256", "--heads", "4", "--context", "32", "--batch-size", "2"]
-ENDS = """
+TIMED_SCRIPT = """
 import json, sys, time
 import topkube, topkube.examples.char_gpt as example
 
@@ -52,7 +52,7 @@ def measure_step_seconds(namespace: Namespace, algorithm: str, steps: int, skip:
     """Run a job to its end. Return the seconds of each step after the first `skip`, the number of parameters, and the
     last line that the job printed."""
     name = f"step-{algorithm}-{uuid.uuid4().hex[:4]}"
-    command = ["python", "-c", ENDS, "--steps", str(steps), *MODEL]
+    command = ["python", "-c", TIMED_SCRIPT, "--steps", str(steps), *MODEL]
     aggregation = {"algorithm": algorithm, "density": 0.01, "wire": "bf16"}
     namespace.create(build_job(name, command, workers=WORKERS, slots=SLOTS, aggregation=aggregation))
     status = namespace.wait_phase(name, "Succeeded", seconds=300)
@@ -74,23 +74,28 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS, help="the file for the result (%(default)s)")
     args = parser.parse_args()
     target, cluster = find_running_cluster()
-    place = f"bench-{uuid.uuid4().hex[:6]}"
-    target.core.create_namespace(kubernetes.client.V1Namespace(metadata=kubernetes.client.V1ObjectMeta(name=place)))
-    namespace = Namespace(target, place)
+    namespace_name = f"bench-{uuid.uuid4().hex[:6]}"
+    target.core.create_namespace(
+        kubernetes.client.V1Namespace(metadata=kubernetes.client.V1ObjectMeta(name=namespace_name))
+    )
+    namespace = Namespace(target, namespace_name)
     rounds_of: dict[str, list[list[float]]] = {"dense": [], "hitopk": []}
-    parameters, words = 0, {}
+    parameters, last_lines = 0, {}
     cluster.shape(args.rate)
     try:
         for _ in range(args.rounds):
             for algorithm, rounds in rounds_of.items():
-                seconds, parameters, words[algorithm] = measure_step_seconds(namespace, algorithm, args.steps, skip=5)
+                seconds, parameters, last_lines[algorithm] = measure_step_seconds(
+                    namespace, algorithm, args.steps, skip=5
+                )
                 rounds.append(seconds)
                 print(
-                    f"{algorithm}: {statistics.median(seconds) * 1e3:.0f} ms per step; {words[algorithm]}", flush=True
+                    f"{algorithm}: {statistics.median(seconds) * 1e3:.0f} ms per step; {last_lines[algorithm]}",
+                    flush=True,
                 )
     finally:
         cluster.shape("off")
-        target.core.delete_namespace(place)
+        target.core.delete_namespace(namespace_name)
     medians = {name: statistics.median(list(itertools.chain(*rounds))) for name, rounds in rounds_of.items()}
     result = {
         "what": "char_gpt as a TrainingJob on a real Kubernetes, seconds per step",
@@ -104,7 +109,7 @@ def main() -> None:
         "median_seconds": medians,
         "rounds": {name: [statistics.median(seconds) for seconds in rounds] for name, rounds in rounds_of.items()},
         "dense_over_hitopk": medians["dense"] / medians["hitopk"],
-        "last_words": words,
+        "last_words": last_lines,
     }
     args.json.write_text(json.dumps(result, indent=1) + "\n")
     print(f"hitopk is {result['dense_over_hitopk']:.1f} times as fast per step as dense at {args.rate}")

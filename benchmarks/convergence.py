@@ -67,7 +67,7 @@ class TrainedRun:
 
 
 class WithoutFeedback(HiTopK):
-    """Forgets what is not sent."""
+    """hitopk without error feedback: entries that are not sent are discarded."""
 
     def run(self, world: World, request: Request) -> bool:
         return super().run(world, dataclasses.replace(request, residual=None))
@@ -77,7 +77,7 @@ FORGETFUL = algorithms.register(
     dataclasses.replace(
         algorithms.find_algorithm("hitopk"),
         name="benchmark.hitopk-without-feedback",
-        summary="hitopk, but what is not sent is forgotten",
+        summary="hitopk, but entries that are not sent are discarded",
         state=(),
         implementation=f"{__name__}:WithoutFeedback",
     )
@@ -104,10 +104,10 @@ def train(name: str, optimizer_name: str, condition: str, seed: int, steps: int,
         warmup_steps=0 if condition == "dense" else steps // 10,
         wire="bf16",
     )
-    rise = steps // 20
+    rising_steps = max(1, steps // 20)
 
     def rate(step: int) -> float:
-        return min((step + 1) / rise, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+        return min((step + 1) / rising_steps, 0.5 + 0.5 * math.cos(math.pi * step / steps))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     sampler = topkube.data.DistributedSampler(dataset, seed=seed)
@@ -123,11 +123,14 @@ def train(name: str, optimizer_name: str, condition: str, seed: int, steps: int,
             losses.append(loss.item())
     seconds = time.perf_counter() - start
     with torch.no_grad():
-        final, right = measure_held_out(model)
-    stretch = max(1, steps // 50)
-    curve = [sum(losses[i : i + stretch]) / stretch for i in range(0, steps - stretch + 1, stretch)]
+        final_loss, accuracy = measure_held_out(model)
+    steps_per_point = max(1, steps // 50)
+    curve = [
+        sum(losses[first : first + steps_per_point]) / steps_per_point
+        for first in range(0, steps - steps_per_point + 1, steps_per_point)
+    ]
     count = sum(parameter.numel() for parameter in model.parameters())
-    return TrainedRun(name, optimizer_name, condition, seed, steps, count, final, right, seconds, curve)
+    return TrainedRun(name, optimizer_name, condition, seed, steps, count, final_loss, accuracy, seconds, curve)
 
 
 def read_runs(path: Path) -> list[TrainedRun]:
@@ -242,7 +245,7 @@ def main() -> None:
     world = topkube.init()
     torch.set_num_threads(1)
     runs = world.comm.bcast(read_runs(args.output) if world.rank == 0 else None)
-    wanted = [
+    all_keys = [
         (model, optimizer, condition, seed, args.steps)
         for conditions in (CONDITIONS[:3], CONDITIONS[3:])  # first the comparison, then its control
         for model in reversed(MODELS)
@@ -251,12 +254,12 @@ def main() -> None:
         for condition in conditions
     ]
     done = {run.key for run in runs}
-    for key in [key for key in wanted if key not in done][: args.most]:
+    for key in [key for key in all_keys if key not in done][: args.most]:
         result = train(*key, learning_rate=tasks.LEARNING_RATE[key[:2]])
         runs.append(result)
         if world.rank == 0:
             write_runs(args.output, runs)
-            print(f"{len(runs)}/{len(wanted)} {key} loss {result.loss:.4f} in {result.seconds:.0f} s", flush=True)
+            print(f"{len(runs)}/{len(all_keys)} {key} loss {result.loss:.4f} in {result.seconds:.0f} s", flush=True)
     if world.rank == 0:
         write_report(args.output)
 

@@ -122,18 +122,18 @@ def create_checkpoint_claim(target: Target, cluster: LocalCluster) -> Iterator[N
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def submit_jobs(place: dict[str, Namespace]) -> None:
+def submit_jobs(namespaces: dict[str, Namespace]) -> None:
     sparse = {"algorithm": "hitopk", "density": 0.01, "warmupSteps": 40}
     gpt = build_job("gpt-stdlib", GPT, slots=2, aggregation={**sparse, "wire": "bf16"})
     gpt["spec"]["checkpoint"] = {"claimName": "checkpoints", "everySteps": 20}
-    place[LANGUAGE].create(gpt)
-    place[VISION].create(build_job("autoencoder", ["python", "-c", IMAGES], aggregation=sparse))
+    namespaces[LANGUAGE].create(gpt)
+    namespaces[VISION].create(build_job("autoencoder", ["python", "-c", IMAGES], aggregation=sparse))
     sample: dict[str, Any] = yaml.safe_load((ROOT / "manifests/samples/digits-cnn.yaml").read_text())
     sample["spec"]["template"]["spec"]["containers"][0]["image"] = images.RUNTIME.name
-    place[VISION].create(sample)
+    namespaces[VISION].create(sample)
     waits = build_job("waits-for-a-node", ["true"])
     waits["spec"]["template"]["spec"]["nodeSelector"] = {"accelerator": "h200"}
-    place[VISION].create(waits)
+    namespaces[VISION].create(waits)
 
 
 def main() -> None:
@@ -146,26 +146,26 @@ def main() -> None:
     target, cluster = find_running_cluster()
     with (
         tempfile.TemporaryDirectory() as folder,
-        create_namespaces(target) as place,
+        create_namespaces(target) as namespaces,
         create_checkpoint_claim(target, cluster),
     ):
-        targets = ScrapeTargets(target, Path(folder), list(place))
+        targets = ScrapeTargets(target, Path(folder), list(namespaces))
         with run_prometheus(Path(folder), targets.jobs) as server:
-            submit_jobs(place)
+            submit_jobs(namespaces)
             began, killed = time.monotonic(), False
             while (passed := time.monotonic() - began) < args.seconds:
                 targets.refresh()
                 if not killed and passed > args.seconds / 2:
-                    victim = place[LANGUAGE].list_pods("worker", "gpt-stdlib")[1]
-                    target.kill_container(victim, "worker")
+                    killed_pod = namespaces[LANGUAGE].list_pods("worker", "gpt-stdlib")[1]
+                    target.kill_container(killed_pod, "worker")
                     killed = True
                 time.sleep(1)
-            chosen = {"topkube-job": {"namespace": LANGUAGE, "training_job": "gpt-stdlib"}}
+            variables = {"topkube-job": {"namespace": LANGUAGE, "training_job": "gpt-stdlib"}}
             for dashboard in DASHBOARDS:
                 path = args.directory / f"{dashboard.uid.replace('topkube-', 'dashboards-')}.png"
-                draw_dashboard(server, dashboard, path, args.seconds, "20s", **chosen.get(dashboard.uid, {}))
+                draw_dashboard(server, dashboard, path, args.seconds, "20s", **variables.get(dashboard.uid, {}))
                 print(path)
-        for namespace in place.values():
+        for namespace in namespaces.values():
             print(*namespace.describe(), sep="\n")
 
 

@@ -1,6 +1,6 @@
 """Build, check and measure the CUDA kernels on the GPU of this machine.
 
-    python benchmarks/gpu.py --prepare           where there is a network: collect wheels for a machine without one
+    python benchmarks/gpu.py --prepare           on a machine with a network: collect wheels for a machine without one
     python benchmarks/gpu.py                     everything; writes benchmarks/results/gpu.jsonl and gpu.json
     python benchmarks/gpu.py --minutes 9         start no row after 9 minutes; the next call continues
     python benchmarks/gpu.py --quick             one size and few repeats, to check that everything works
@@ -72,7 +72,7 @@ def list_missing(dry: bool) -> list[str]:
     if machine.find_nvcc() is None:
         problems.append("there is no nvcc. Next: install the CUDA toolkit, or set CUDA_HOME")
     problems += [
-        f"{', '.join(absent)} missing, needed for: {kind}. Next: gpu.py --prepare where pip works"
+        f"{', '.join(absent)} missing, needed for: {kind}. Next: run gpu.py --prepare on a machine on which pip works"
         for kind in machine.NEEDED
         if (absent := machine.list_absent_modules(kind))
     ]
@@ -151,8 +151,8 @@ def run_all(args: argparse.Namespace) -> int:
     carried = machine.unpack_wheels(args.wheels, work / "site")
     sys.path.insert(0, str(work / "site"))
     importlib.invalidate_caches()
-    more = os.environ.get("PYTHONPATH", "")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(work / "site"), more]))}
+    inherited_path = os.environ.get("PYTHONPATH", "")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(work / "site"), inherited_path]))}
     if (work / "site" / "lib" / "libmpi.so.12").exists():
         environment.setdefault("MPI4PY_LIBMPI", str(work / "site" / "lib" / "libmpi.so.12"))
     print(f"wheels used: {', '.join(carried) or 'none'}", flush=True)
@@ -210,8 +210,8 @@ def start_rows(args: argparse.Namespace) -> None:
     run = {"sources": machine.digest_sources(), "dry": args.dry, "quick": args.quick}
     stored = next((row for row in read_rows(args.out) if row["key"] == "run"), None)
     if args.out.exists() and (stored is None or any(stored.get(name) != value for name, value in run.items())):
-        of = "unknown" if stored is None else stored["sources"]
-        kept = args.out.with_name(f"{args.out.stem}-{of}-{time.time_ns()}.jsonl")
+        sources = "unknown" if stored is None else stored["sources"]
+        kept = args.out.with_name(f"{args.out.stem}-{sources}-{time.time_ns()}.jsonl")
         args.out.rename(kept)
         print(f"rows of other sources or options are kept in {kept}", flush=True)
     Rows(args.out).measure("run", lambda: run)

@@ -4,9 +4,9 @@
     .venv/bin/python benchmarks/launch_load.py --sessions 128 1024 --megabytes 20 700
 
 Sessions: a real launcher waits for one more worker than there are; the workers are coroutines of this process. The
-figures are those of the launcher: its processor time to accept all calls, its memory, and its processor time per second
+results are those of the launcher: its processor time to accept all calls, its memory, and its processor time per second
 for the heartbeats. Output: a real worker with one rank prints lines of 100 bytes as fast as it can and ends. The
-figures are the share of the lines in the pod's output, and the time from the launcher's start to the worker's end.
+results are the share of the lines in the pod's output, and the time from the launcher's start to the worker's end.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import resource
 import sys
 import tempfile
@@ -25,14 +26,14 @@ import aiohttp
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests/mpi"))
 
-from pods import KEY, PYTHONS, UID, PlayedJob  # noqa: E402  the tests' stand-in for the operator
+from pods import KEY, PYTHONS, UID, SimulatedJob  # noqa: E402  the tests' stand-in for the operator
 
 from topkube.launch.connection.link import FRAME_BYTES, Link  # noqa: E402
 from topkube.launch.connection.messages import Hello  # noqa: E402
 from topkube.launch.contract import JOIN_PATH, compute_worker_token  # noqa: E402
 
 _HEARTBEATS_SECONDS = 10.0
-_PRINTS = """
+_PRINTING_SCRIPT = """
 import sys
 for _ in range({megabytes}):
     sys.stdout.write(("x" * 99 + chr(10)) * 10_000)
@@ -41,8 +42,9 @@ print("the last line")
 
 
 def read_processor_seconds(pid: int) -> float:
+    """Return the processor time of a living process, without its children."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / 100
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def read_resident_mib(pid: int) -> int:
@@ -69,7 +71,7 @@ async def run_session(client: aiohttp.ClientSession, index: int, port: int) -> N
 
 async def measure_sessions(count: int, directory: Path) -> dict[str, object]:
     """Measure the cost of `count` sessions for the launcher."""
-    with PlayedJob(directory, ["true"], count + 1, 1, rendezvous_seconds=3600, check_address=False) as job:
+    with SimulatedJob(directory, ["true"], count + 1, 1, rendezvous_seconds=3600, check_address=False) as job:
         launcher = job.start_launcher().process.pid
         while await asyncio.to_thread(job.ask_status) is None:
             await asyncio.sleep(0.1)
@@ -79,7 +81,7 @@ async def measure_sessions(count: int, directory: Path) -> dict[str, object]:
             calls = [asyncio.create_task(run_session(client, index, job.port)) for index in range(count)]
             while (status := await asyncio.to_thread(job.ask_status)) is None or status.joined < count:
                 await asyncio.sleep(0.2)
-            joined, join_used = time.monotonic() - began, read_processor_seconds(launcher) - used
+            join_seconds, join_used = time.monotonic() - began, read_processor_seconds(launcher) - used
             began, used = time.monotonic(), read_processor_seconds(launcher)
             await asyncio.sleep(_HEARTBEATS_SECONDS)
             share = (read_processor_seconds(launcher) - used) / (time.monotonic() - began)
@@ -89,7 +91,7 @@ async def measure_sessions(count: int, directory: Path) -> dict[str, object]:
             await asyncio.gather(*calls, return_exceptions=True)
     return {
         "sessions": count,
-        "join_seconds": round(joined, 1),
+        "join_seconds": round(join_seconds, 1),
         "join_processor_seconds": round(join_used, 1),
         "heartbeats_percent_of_a_core": round(100 * share, 1),
         "memory_mib": memory,
@@ -98,8 +100,8 @@ async def measure_sessions(count: int, directory: Path) -> dict[str, object]:
 
 def measure_output(megabytes: int, directory: Path) -> dict[str, object]:
     """Measure a rank that prints `megabytes` (10**6 bytes) and ends."""
-    command = [str(PYTHONS["MPICH"]), "-c", _PRINTS.format(megabytes=megabytes)]
-    with PlayedJob(directory, command, 1, 1) as job:
+    command = [str(PYTHONS["MPICH"]), "-c", _PRINTING_SCRIPT.format(megabytes=megabytes)]
+    with SimulatedJob(directory, command, 1, 1) as job:
         job.environment = {"PYTHONUNBUFFERED": ""}
         began = time.monotonic()
         job.start()

@@ -9,7 +9,7 @@ int main(int count, char **words) {
   char path[4096];
   struct timespec now;
   int rank, size;
-  if (nice(19) == -1) return 2; /* ranks spin while they wait; on separate machines, this would take no processor time from proxies and tunnels */
+  if (nice(19) == -1) return 2; /* Ranks spin while they wait. On separate machines, this takes no processor time from proxies and tunnels. */
   MPI_Init(&count, &words);
   clock_gettime(CLOCK_REALTIME, &now);
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);

@@ -44,7 +44,7 @@ sys.path.insert(0, str(ROOT / "tests/mpi"))
 sys.path.insert(0, str(ROOT / "tests/cluster"))
 
 from localkube.cgroups import Group, list_hierarchies  # noqa: E402
-from pods import KEY, PYTHONS, UID, PlayedJob  # noqa: E402  the tests' stand-in for the operator
+from pods import KEY, PYTHONS, UID, SimulatedJob  # noqa: E402  the tests' stand-in for the operator
 
 from topkube.launch.connection.link import FRAME_BYTES, Link  # noqa: E402
 from topkube.launch.connection.messages import (  # noqa: E402
@@ -101,7 +101,7 @@ class Programs:
 
 @dataclass
 class SimulatedWorker:
-    """A simulated worker."""
+    """A worker that is a coroutine of this process: it answers the launcher, and starts a real proxy."""
 
     index: int
     ip: str
@@ -167,7 +167,7 @@ async def wait_for_end(process: subprocess.Popen[bytes]) -> None:
 
 
 def read_processor_seconds(pid: int) -> float:
-    """Return the processor time of a living process and its ended children."""
+    """Return the processor time of a living process, without its children."""
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return sum(int(fields[i]) for i in (11, 12)) / os.sysconf("SC_CLK_TCK")
@@ -176,16 +176,16 @@ def read_processor_seconds(pid: int) -> float:
 
 def read_leave_time(directory: Path, workers: int) -> float | None:
     """Return when the last rank left MPI_Init; None if a rank did not, or saw another number of ranks."""
-    left = [path.read_text().split() for path in directory.glob("rank-*.left")]
-    complete = len(left) == workers and all(int(size) == workers for size, _ in left)
-    return max(float(at) for _, at in left) if complete else None
+    records = [path.read_text().split() for path in directory.glob("rank-*.left")]
+    is_complete = len(records) == workers and all(int(size) == workers for size, _ in records)
+    return max(float(left_at) for _, left_at in records) if is_complete else None
 
 
 async def measure_launch(
     mpi: Mpi, workers: int, programs: Programs, directory: Path, seconds: float
 ) -> dict[str, object]:
     """Measure a launch by TopKube."""
-    with PlayedJob(directory, [], workers, 1, mpi.implementation) as job:
+    with SimulatedJob(directory, [], workers, 1, mpi.implementation) as job:
         began, used_before = time.time(), time.process_time()
         launcher = job.start_launcher(rendezvous_seconds=120.0)
         while "waiting for" not in launcher.output:
@@ -345,8 +345,8 @@ def main() -> int:
                 results = [row for row in results if (row["way"], row["workers"]) != (way, workers)] + [result]
                 results.sort(key=lambda row: (row["way"], row["workers"]))
                 machine = {"cores": os.cpu_count(), "python": platform.python_version()}
-                text = {"machine": machine, "goal_seconds": GOAL_SECONDS, "runs": results}
-                options.json.write_text(json.dumps(text, indent=1) + "\n")
+                document = {"machine": machine, "goal_seconds": GOAL_SECONDS, "runs": results}
+                options.json.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 

@@ -42,8 +42,8 @@ class SimulatedNetwork:
 def exchange_top(
     kind: type[Kind], residuals: Sequence[Array], k: int, wire: str
 ) -> tuple[list[Kind], SimulatedNetwork]:
-    """Exchange the k largest entries of the sum of all nodes' residuals, one row per node. What is delivered leaves the
-    residuals. Return each node's end of the exchange, and the network."""
+    """Exchange the k largest entries of the sum of all nodes' residuals, one row per node. Delivered entries are
+    removed from the residuals. Return each node's end of the exchange, and the network."""
     network = SimulatedNetwork(len(residuals))
     parts = [kind(residual, k, wire) for residual in residuals]
     network.run([part.exchange(comm) for part, comm in zip(parts, network.comms, strict=True)])

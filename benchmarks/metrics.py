@@ -33,11 +33,11 @@ GAUGES = {"step": 1, "total_steps": 100, "density": 0.01, "skipped_steps": 0, "l
 OWN = Snapshot(dict.fromkeys(PHASES, 0.001), intra_bytes=10, inter_bytes=10, dense_bytes=10)
 
 
-def measure_median(measured: Callable[[], object], repetitions: int) -> float:
+def measure_median(function: Callable[[], object], repetitions: int) -> float:
     seconds = []
     for _ in range(repetitions):
         start = time.perf_counter()
-        measured()
+        function()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 
@@ -58,9 +58,7 @@ def measure() -> dict[str, object]:
         ranks = [RankMetrics(directory, rank) for rank in range(RANKS)]
 
         def step() -> None:
-            ranks[0].store_cache_counters(
-                sum_statistics()
-            )  # training does this once per second, this benchmark every step
+            ranks[0].store_cache_counters(sum_statistics())  # in training once per second, here at every step
             ranks[0].count_step(0.1, OWN, 8, GAUGES)
 
         step_seconds = measure_median(step, 5000)

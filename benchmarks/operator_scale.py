@@ -70,7 +70,7 @@ def run_api_server() -> Iterator[str]:
     layout.state.mkdir(parents=True, mode=0o700)
     Group(layout.name).make()
     plane = ControlPlane(layout, programs)
-    # the controllers are not started, because they would take processor time
+    # Controllers and scheduler would take processor time, so they are not started.
     plane.controller_manager = plane.scheduler = NoDaemon()  # type: ignore[assignment]
     try:
         plane.start()
@@ -104,9 +104,9 @@ def is_served(cluster: Cluster) -> bool:
     return True
 
 
-def wait_until(true: Callable[[], object], what: str, seconds: float = 120.0) -> None:
+def wait_until(condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
-    while not true():
+    while not condition():
         if time.monotonic() > end:
             raise TimeoutError(f"waited {seconds:.0f} s in vain for {what}")
         time.sleep(0.02)
@@ -154,7 +154,7 @@ def run_kubelets(kubeconfig: str) -> Iterator[None]:
 
 
 class PodWatch:
-    """Counts the pods that a watcher has seen."""
+    """A watch of all pods. `seen` has the time at which each pod was seen first (monotonic seconds)."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -223,32 +223,33 @@ def create_jobs(cluster: Cluster, jobs: list[dict[str, Any]]) -> None:
 
 
 def measure_many_jobs(cluster: Cluster, kubeconfig: str, jobs: int, workers: int) -> dict[str, Any]:
-    listed = [build_job(f"many-{number}", workers) for number in range(jobs)]
+    """Create many jobs at once. Measure until all pods exist, until all statuses are complete, and (with simulated
+    kubelets) until all jobs have succeeded."""
+    manifests = [build_job(f"many-{number}", workers) for number in range(jobs)]
     load, watch = os.getloadavg()[0], PodWatch(cluster)
     begun = time.monotonic()
-    create_jobs(cluster, listed)
+    create_jobs(cluster, manifests)
     sent = time.monotonic() - begun
     wait_until(lambda: len(watch.seen) == jobs * (workers + 1), "all pods")
     pods = max(watch.seen.values()) - begun
     wait_until(lambda: all(is_complete(item, workers) for item in cluster.list(KIND, NAMESPACE)[0]), "every status")
     statuses = time.monotonic() - begun
     children = list_children(cluster)
-    ended: dict[str, float] = {}
     begun = time.monotonic()
     with run_kubelets(kubeconfig):
         wait_until(
             lambda: all(has_succeeded(item, workers) for item in cluster.list(KIND, NAMESPACE)[0]), "every success"
         )
-        ended["seconds"] = time.monotonic() - begun
-    remove_ended(cluster)
+        succeeded = time.monotonic() - begun
+    remove_pods_and_jobs(cluster)
     return {
         "jobs": jobs,
         "workers": workers,
         "sent_seconds": sent,
         "pods_seconds": pods,
         "statuses_seconds": statuses,
-        "succeeded_seconds": ended["seconds"],
-        "floor_seconds": measure_floor(cluster, listed, children),
+        "succeeded_seconds": succeeded,
+        "floor_seconds": measure_floor(cluster, manifests, children),
         "load": load,
     }
 
@@ -257,18 +258,20 @@ def measure_floor(cluster: Cluster, jobs: list[dict[str, Any]], children: list[d
     """Return the seconds in which a plain client creates jobs that the operator ignores, and then children like
     these."""
     managed = {"runPolicy": {"managedBy": "example.com/nobody"}}
-    alike = [{**item, "metadata": build_new_metadata(item), "spec": {**item["spec"], **managed}} for item in jobs]
+    ignored_jobs = [
+        {**item, "metadata": build_new_metadata(item), "spec": {**item["spec"], **managed}} for item in jobs
+    ]
     manifests = [{**item, "metadata": build_new_metadata(item)} for item in children]
     for item in manifests:
         item.pop("status", None)
         if item["kind"] == "Service":
             item["spec"] = {name: value for name, value in item["spec"].items() if not name.startswith("clusterIP")}
     begun = time.monotonic()
-    create_jobs(cluster, alike)
+    create_jobs(cluster, ignored_jobs)
     with ThreadPoolExecutor(CALLS) as pool:
         list(pool.map(cluster.create, manifests))
     seconds = time.monotonic() - begun
-    remove_ended(cluster)
+    remove_pods_and_jobs(cluster)
     for item in manifests:
         if item["kind"] not in ("Pod", KIND):
             delete_if_present(cluster, item["kind"], item)
@@ -281,7 +284,7 @@ def build_new_metadata(manifest: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "name": f"bare-{manifest['metadata']['name']}"}
 
 
-def remove_ended(cluster: Cluster) -> None:
+def remove_pods_and_jobs(cluster: Cluster) -> None:
     for kind in ("Pod", KIND):
         items, _ = cluster.list(kind, NAMESPACE)
         with ThreadPoolExecutor(8) as pool:
@@ -329,15 +332,15 @@ def measure_idle(cluster: Cluster, kubeconfig: str, jobs: int, workers: int, sec
         before, begun = read_cpu_seconds(process), time.monotonic()
         time.sleep(seconds)
         percent = 100 * (read_cpu_seconds(process) - before) / (time.monotonic() - begun)
-        scrape = time.monotonic()
+        scrape_start = time.monotonic()
         assert read_metric("topkube_leader") == 1
-        scrape = time.monotonic() - scrape
+        scrape_seconds = time.monotonic() - scrape_start
         return {
             "jobs": jobs,
             "pods": jobs * (workers + 1),
             "cpu_percent": percent,
             "rss_mb": read_rss_mb(process),
-            "scrape_seconds": scrape,
+            "scrape_seconds": scrape_seconds,
             "measured_seconds": seconds,
             "floor_cpu_percent": floor_percent,
             "load": load,
@@ -375,6 +378,7 @@ def measure_watcher(kubeconfig: str, seconds: float) -> float:
 
 
 _last: dict[str, float] = {}
+"""The last number of reconciles (`total`), and the time at which it was seen first (`since`, monotonic seconds)."""
 
 
 def is_quiet(cluster: Cluster) -> bool:

@@ -98,8 +98,8 @@ def draw_legend(figure: Figure, kinds: Sequence[str], **place: Any) -> None:
 
 def draw_headline(rows: list[Row], path: Path) -> None:
     """Plot the whole array with 2 nodes x 2 ranks at 1 Gbit/s, for the README."""
-    aside = ("naive", "torus", "(MPICH)")
-    shown = [row for row in rows if not any(word in row["contender"] for word in aside)]
+    left_out = ("naive", "torus", "(MPICH)")
+    shown = [row for row in rows if not any(word in row["contender"] for word in left_out)]
     figure, axes = pyplot.subplots(figsize=(9.6, 5.0), layout="constrained")
     elements = f"{shown[0]['elements']:,}"
     draw_bars(axes, shown, f"All-reduce of {elements} float32 over 1 Gbit/s, 2 nodes × 2 ranks (log scale)")
@@ -117,9 +117,9 @@ def draw_links(rows: list[Row], path: Path) -> None:
     for line, part in zip(grid, parts, strict=True):
         for axes, rate in zip(line, rates, strict=True):
             nodes, ranks = part.split("x")
-            here = [row for row in rows if (row["part"], row["rate"]) == (part, rate)]
-            if here:
-                draw_bars(axes, here, f"{LINKS[rate]}, {nodes} nodes × {ranks} rank{'s' if ranks != '1' else ''}")
+            selected = [row for row in rows if (row["part"], row["rate"]) == (part, rate)]
+            if selected:
+                draw_bars(axes, selected, f"{LINKS[rate]}, {nodes} nodes × {ranks} rank{'s' if ranks != '1' else ''}")
     draw_legend(figure, list(KINDS), loc="outside lower center", ncols=5)
     save(figure, path, rows)
 
@@ -136,14 +136,14 @@ def draw_sizes(rows: list[Row], path: Path) -> None:
     parts = [part for part in ("2x2", "4x1") if any(row["part"] == part for row in rows)]
     figure, line = pyplot.subplots(1, len(parts), figsize=(5.6 * len(parts), 4.2), layout="constrained", squeeze=False)
     for axes, part in zip(line[0], parts, strict=True):
-        here = [row for row in rows if row["part"] == part]
-        lengths = sorted({row["elements"] for row in here})
+        selected = [row for row in rows if row["part"] == part]
+        lengths = sorted({row["elements"] for row in selected})
         for label, (colour, style, marker) in chosen.items():
             points = []
             for length in lengths:
                 times = [
                     row["ms"]
-                    for row in here
+                    for row in selected
                     if row["elements"] == length
                     and (row["contender"] == label or (label == "best dense peer" and row["kind"] == "peer dense"))
                 ]
@@ -180,10 +180,10 @@ def draw_convergence(runs: list[Row], path: Path) -> None:
     for line, model in zip(grid, models, strict=True):
         for axes, optimizer in zip(line, columns, strict=True):
             for condition, colour in colours.items():
-                here = [
+                selected = [
                     r for r in runs if (r["model"], r["optimizer"], r["condition"]) == (model, optimizer, condition)
                 ]
-                for index, run in enumerate(here):
+                for index, run in enumerate(selected):
                     at = [run["steps"] * (i + 1) / len(run["curve"]) for i in range(len(run["curve"]))]
                     axes.plot(
                         at, run["curve"], color=colour, alpha=0.55, linewidth=1.1, label="" if index else condition

@@ -48,9 +48,9 @@ Row = dict[str, Any]
 def record_trace(part: str, contender: str, directory: Path, network: Network) -> dict[str, Any]:
     """Return the trace of some steps of `contender`, over links that are not shaped."""
     folder = directory / f"traces-{contender}"
-    more = (("TOPKUBE_TRACE_DIRECTORY", str(folder)), ("TOPKUBE_TRACE_STEPS", str(TRACED_STEPS)))
+    trace_settings = (("TOPKUBE_TRACE_DIRECTORY", str(folder)), ("TOPKUBE_TRACE_STEPS", str(TRACED_STEPS)))
     recipe: Recipe = dataclasses.replace(
-        WORLDS["mpich"], name=f"trace-{contender}", environment=WORLDS["mpich"].environment + more
+        WORLDS["mpich"], name=f"trace-{contender}", environment=WORLDS["mpich"].environment + trace_settings
     )
     with RankWorld(recipe, LAYOUTS[part], directory, network) as world:
         world.ask(do="steps", contender=contender, warm=WARM_STEPS, steps=TRACED_STEPS + 1)
@@ -83,10 +83,10 @@ def predict_milliseconds(profile: Any, row: Row, cores: int) -> float:
     machines = Machines(nodes, slots, row["bandwidth"], MEMORY, profile.latency or row["latency"])
     contender = row["contender"]
     algorithm = resolve(VARIANTS.get(contender, contender), nodes, sys.maxsize, DENSITY.default)
-    where = Situation(
+    situation = Situation(
         machines, cores=cores / nodes, is_decoupled=contender == "dear", delay=int(contender == "onebit_delayed")
     )
-    return 1e3 * predict_step(profile, where, algorithm).step
+    return 1e3 * predict_step(profile, situation, algorithm).step
 
 
 def compute_error(row: Row) -> float:
@@ -109,14 +109,14 @@ def predict_paper() -> list[Row]:
     from topkube.planning.situation import Situation
     from topkube.planning.step import predict_step
 
-    where = Situation(Machines(16, 8, PAPER_LINK, PAPER_MEMORY))
+    situation = Situation(Machines(16, 8, PAPER_LINK, PAPER_MEMORY))
     rows = []
     for name, batches in PAPER.items():
         model = find_model(name)
         for batch in batches:
             profile = model.build_profile(model.flops * batch / PAPER_FLOPS)
             steps = {
-                algorithm: predict_step(profile, where, find_algorithm(algorithm))
+                algorithm: predict_step(profile, situation, find_algorithm(algorithm))
                 for algorithm in ("torus2d", "hitopk")
             }
             row: Row = {"model": model.name, "batch": batch, "compute_ms": round(1e3 * profile.compute, 1)}

@@ -24,10 +24,10 @@ def build_section(stored: dict[str, Any]) -> dict[str, str]:
         seconds = {name.replace("resume and checkpoint", "checkpoint"): value for name, value in row["seconds"].items()}
         sizes = sorted(set(row["nodes"]))
         mpi = "MPICH" if row["mpi"] == "mpich" else "Open MPI"
-        of = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
+        ranks_per_node = f"{sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
         rows.append(
             [
-                f"{row['ranks']}, {len(row['nodes'])} nodes of {of}, {mpi}",
+                f"{row['ranks']}, {len(row['nodes'])} nodes of {ranks_per_node}, {mpi}",
                 *(format_number(seconds[name] / times) for name, times, _ in phases),
                 format_number(row["cpu_seconds_per_rank"]),
                 f"{row['memory_mib']['median']:.0f} (most {row['memory_mib']['most']:.0f})",

@@ -129,7 +129,7 @@ def build_gpu_section(stored: dict[str, Any]) -> dict[str, str]:
         for row in stored["rows"]
     ]
     headings = ["elements, density", "read, ms", "GB/s", *(f"{name}, ms" for name in columns)]
-    headings += ["topk of a read", "compress_ of 12 bytes", "topk × torch.topk", "mstopk × torch"]
+    headings += ["topk of a read", "compress_ of an addition", "topk × torch.topk", "mstopk × torch"]
     about = (
         f"{stored['device']}, torch {stored['torch']}, {stored['date']}, `{stored['command']}`; medians of CUDA "
         "events, float32, inputs rotating through more memory than the L2 cache."

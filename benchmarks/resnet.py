@@ -15,18 +15,20 @@ def _build_convolution(channels: int, width: int, size: int, stride: int = 1) ->
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions and a path around them. `stride` is that of the middle convolution."""
+    """Three convolutions and a shortcut around them. `stride` is that of the middle convolution."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
         out = width * GROWTH
         self.reduce, self.middle = _build_convolution(channels, width, 1), _build_convolution(width, width, 3, stride)
         self.widen = _build_convolution(width, out, 1)
-        self.around = nn.Identity() if (channels, stride) == (out, 1) else _build_convolution(channels, out, 1, stride)
+        self.shortcut = (
+            nn.Identity() if (channels, stride) == (out, 1) else _build_convolution(channels, out, 1, stride)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = torch.relu(self.middle(torch.relu(self.reduce(x))))
-        return torch.relu(self.widen(inner) + self.around(x))
+        return torch.relu(self.widen(inner) + self.shortcut(x))
 
 
 class ResNet50(nn.Module):

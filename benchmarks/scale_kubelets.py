@@ -34,7 +34,7 @@ def simulate_kubelets(kubeconfig: str) -> None:
 
 
 def start_pod(cluster: Cluster, pod: dict[str, Any]) -> None:
-    set_pod(cluster, pod, "Running", {"running": {"startedAt": format_now()}})
+    set_pod_status(cluster, pod, "Running", {"running": {"startedAt": format_now()}})
     seconds = 2.0 if pod["metadata"]["labels"][names.ROLE] == names.LAUNCHER else 2.5
     timer = threading.Timer(seconds, end_pod, (cluster, pod))
     timer.daemon = True
@@ -42,27 +42,22 @@ def start_pod(cluster: Cluster, pod: dict[str, Any]) -> None:
 
 
 def end_pod(cluster: Cluster, pod: dict[str, Any]) -> None:
-    set_pod(
-        cluster,
-        pod,
-        "Succeeded",
-        build_end_state(),
-    )
+    set_pod_status(cluster, pod, "Succeeded", build_end_state())
 
 
-def set_pod(cluster: Cluster, pod: dict[str, Any], phase: str, state: dict[str, Any]) -> None:
+def set_pod_status(cluster: Cluster, pod: dict[str, Any], phase: str, state: dict[str, Any]) -> None:
     name = pod["metadata"]["name"]
     container = pod["spec"]["containers"][0]["name"]
-    running = phase == "Running"
+    is_running = phase == "Running"
     conditions = [
-        {"type": kind, "status": str(running or kind == "PodScheduled")} for kind in ("PodScheduled", "Ready")
+        {"type": kind, "status": str(is_running or kind == "PodScheduled")} for kind in ("PodScheduled", "Ready")
     ]
     status = {
         "phase": phase,
         "podIP": "127.0.0.1",
         "conditions": conditions,
         "containerStatuses": [
-            {"name": container, "state": state, "ready": running, "restartCount": 0, "image": "", "imageID": ""}
+            {"name": container, "state": state, "ready": is_running, "restartCount": 0, "image": "", "imageID": ""}
         ],
     }
     try:
@@ -115,12 +110,7 @@ def create_finished_job(cluster: Cluster, name: str, workers: int) -> None:
             },
         }
         created_pod = cluster.create(manifest)
-        set_pod(
-            cluster,
-            created_pod,
-            "Succeeded",
-            build_end_state(),
-        )
+        set_pod_status(cluster, created_pod, "Succeeded", build_end_state())
     condition = {"reason": "Succeeded", "message": "all ranks ended with 0", "lastTransitionTime": format_now()}
     status = {
         "phase": "Succeeded",

@@ -77,9 +77,9 @@ def run_torch_mstopk(x: torch.Tensor, k: int, iterations: int = 30) -> tuple[int
             left = ratio
             if count < k2:
                 k2, lower = count, threshold
-    first = torch.nonzero(a >= upper).squeeze(1)
-    run = torch.nonzero((a < upper) & (a >= lower)).squeeze(1)[: k - k1]
-    chosen = torch.cat([first, run])
+    above = torch.nonzero(a >= upper).squeeze(1)
+    between = torch.nonzero((a < upper) & (a >= lower)).squeeze(1)[: k - k1]
+    chosen = torch.cat([above, between])
     assert x[chosen].numel() == k
     return k1, k2
 

@@ -7,7 +7,7 @@
 A node stands for all of its ranks: the exchange inside a node is dense, so they act as one. Every node sees the samples
 that it would see in a real run (benchmarks/convergence.py: same model, same data, same order, same schedule). A rule
 decides what the nodes exchange and what happens to the rest. The result is the held-out loss after the last step, the
-relative difference to `dense` with the same seed, and the bytes that one node sends per step, headers left out.
+relative difference to `dense` with the same seed, and the bytes that one node sends per step, without headers.
 
 The rules `hitopk`, `topk1bit` and those of signs call the kernels that real ranks call;
 `tests/mpi/ranks/training/simulated.py` compares their weights with those of real ranks. Results are appended to a JSON
@@ -57,7 +57,7 @@ class SimulatedRun:
 
     @property
     def setting(self) -> tuple[object, ...]:
-        """All that decides the result, but the seed."""
+        """All settings that decide the result, except the seed."""
         return (self.rule, self.model, self.optimizer, self.nodes, self.steps, self.period, self.density, self.rate)
 
     @property
@@ -77,16 +77,16 @@ def divide_batches(dataset: torch.utils.data.Dataset, batch: int, nodes: int, se
     """Yield, for each step, the batch of each node: entries node, node + nodes, ... of the epoch's permutation."""
     sampler = DistributedSampler(dataset, seed=seed)  # type: ignore[arg-type]
     per_node = batch // nodes
-    done = epoch = 0
-    while done < steps:
+    yielded = epoch = 0
+    while yielded < steps:
         sampler.set_epoch(epoch)
         order = sampler.indices()
         for first in range(0, len(order) - batch + 1, batch):
             block = order[first : first + batch]
             samples = [[dataset[int(i)] for i in block[node::nodes][:per_node]] for node in range(nodes)]
             yield [tuple(torch.stack(column) for column in zip(*rows, strict=True)) for rows in samples]
-            done += 1
-            if done == steps:
+            yielded += 1
+            if yielded == steps:
                 return
         epoch += 1
 
@@ -107,7 +107,7 @@ def train(
     learning_rate = rate * tasks.LEARNING_RATE[model_name, optimizer_name]
     nodes = Nodes(model, options.nodes, lambda model: make_optimizer(optimizer_name, model, learning_rate))
     rule: Rule = RULES[rule_name](nodes, options)
-    warmup_steps = steps // 20
+    warmup_steps = max(1, steps // 20)
     start = time.perf_counter()
     for step, batches in enumerate(divide_batches(dataset, tasks.BATCH[model_name], options.nodes, seed, steps)):
         factor = min((step + 1) / warmup_steps, 0.5 + 0.5 * math.cos(math.pi * step / steps))
@@ -117,7 +117,7 @@ def train(
     with torch.no_grad():
         loss, _ = measure_held_out(nodes.get_agreed_model())
     count = sum(parameter.numel() for parameter in model.parameters())
-    dense = 2 * (options.nodes - 1) / options.nodes * 4 * count
+    dense_bytes = 2 * (options.nodes - 1) / options.nodes * 4 * count
     return SimulatedRun(
         rule_name,
         model_name,
@@ -129,7 +129,7 @@ def train(
         seed,
         float(loss),
         rule.sent_bytes / steps,
-        dense,
+        dense_bytes,
         time.perf_counter() - start,
         rate,
         _find_median_and_largest(rule.guard_values.unsent),
@@ -150,8 +150,8 @@ def compute_differences(results: list[SimulatedRun]) -> list[dict[str, object]]:
             settings.setdefault(result.setting, []).append(result)
     rows = []
     for runs in settings.values():
-        pairs = [100 * (run.loss / dense[run.task] - 1) for run in runs]
-        mean, interval = compute_interval(pairs)
+        differences = [100 * (run.loss / dense[run.task] - 1) for run in runs]
+        mean, interval = compute_interval(differences)
         first = runs[0]
         rows.append(
             {
@@ -163,13 +163,13 @@ def compute_differences(results: list[SimulatedRun]) -> list[dict[str, object]]:
                 "period": first.period,
                 "density": first.density,
                 "rate": first.rate,
-                "seeds": len(pairs),
+                "seeds": len(differences),
                 "times_fewer_bytes": first.dense_bytes / first.sent_bytes if first.sent_bytes else None,
                 "loss": statistics.fmean(run.loss for run in runs),
                 "dense_loss": statistics.fmean(dense[run.task] for run in runs),
                 "difference_percent": mean,
                 "interval_percent": interval,
-                "each_seed": pairs,
+                "each_seed": differences,
                 "unsent": _find_largest([run.unsent for run in runs]),
                 "spread": _find_largest([run.spread for run in runs]),
             }
@@ -177,14 +177,14 @@ def compute_differences(results: list[SimulatedRun]) -> list[dict[str, object]]:
     return rows
 
 
-def compute_interval(pairs: list[float]) -> tuple[float, list[float] | None]:
+def compute_interval(differences: list[float]) -> tuple[float, list[float] | None]:
     """Return the mean and its 95% interval (Student's t); None with one value."""
     from scipy.stats import t
 
-    count, mean = len(pairs), statistics.fmean(pairs)
+    count, mean = len(differences), statistics.fmean(differences)
     if count == 1:
         return mean, None
-    half = float(t.ppf(0.975, count - 1)) * statistics.stdev(pairs) / math.sqrt(count)
+    half = float(t.ppf(0.975, count - 1)) * statistics.stdev(differences) / math.sqrt(count)
     return mean, [mean - half, mean + half]
 
 

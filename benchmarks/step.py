@@ -10,8 +10,8 @@ one thread per rank. With `--model resnet50`, it is ResNet-50 (25.6 million para
 pixels per rank. With `--model timed`, the layers of a model of 6.3 million parameters sleep instead of computing,
 as if another device computed: 60 ms in forward and 120 ms in backward. Contenders alternate: each makes a few steps per
 round. A step lasts until the slowest rank has made it. Results are medians over all steps of all rounds, with an
-interval that contains the true median with a probability of 95%, if steps are independent. `auto` is measured when its
-choice is final, and so is `auto_own`, with which nodes may have weights of their own (`node_weights="own"`).
+interval that contains the true median with a probability of 95%, if steps are independent. `auto` and `auto_own` are
+measured when their choice is final. With `auto_own`, nodes may have weights of their own (`node_weights="own"`).
 
 Beside the time, a row holds the processor time of the computing thread and of all other threads (the cost of
 communication), how often these other threads woke up, and the bytes that the busiest node sent per step. A row that is
@@ -115,8 +115,8 @@ class Turns:
 
 def digest_sources() -> str:
     """Return a digest of the code that the times depend on."""
-    here = Path(__file__).parent
-    files = [*here.glob("step*.py"), *(here.parent / "runtime" / "topkube").rglob("*.py")]
+    folder = Path(__file__).parent
+    files = [*folder.glob("step*.py"), *(folder.parent / "runtime" / "topkube").rglob("*.py")]
     content = hashlib.sha256()
     for path in sorted(files):
         content.update(path.read_bytes())
@@ -150,23 +150,23 @@ class StepBench:
         self._rate = rate
         for world in self._worlds.values():
             world.ask(do="link", rate=rate)
-        samples = {contender: list(turns.find_samples(*self._key(rate, contender))) for contender in contenders}
+        samples = {contender: list(turns.find_samples(*self._build_key(rate, contender))) for contender in contenders}
         for turn in range(rounds):
             first = turn % len(contenders)
             for contender in contenders[first:] + contenders[:first]:
                 if contender in samples and len(samples[contender]) <= turn:
                     try:
                         samples[contender].append(self._run_once(contender, steps))
-                        turns.add(samples[contender][-1], *self._key(rate, contender))
+                        turns.add(samples[contender][-1], *self._build_key(rate, contender))
                     except WorldFailed as error:
                         print(f"{contender} is left out: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
                         del samples[contender]
                         self._worlds.pop(choose_world(contender)).close()
-        rows = [self._build_row(rate, contender, taken) for contender, taken in samples.items() if taken]
+        rows = [self._build_row(rate, contender, measured) for contender, measured in samples.items() if measured]
         compare(rows)
         return rows
 
-    def _key(self, rate: str, contender: str) -> tuple[str, ...]:
+    def _build_key(self, rate: str, contender: str) -> tuple[str, ...]:
         return self.part, self.model, rate, contender
 
     def _run_once(self, contender: str, steps: int) -> Row:
@@ -203,14 +203,14 @@ class StepBench:
 
 
 def bound_median(values: list[float]) -> tuple[float, float]:
-    """Return a 95% interval of the median: two of the sorted values, whose places follow from the binomial
-    distribution. With fewer than six values, the smallest and the largest, whose interval has a smaller probability."""
+    """Return a 95% interval of the median: two of the sorted values. Their positions follow from the binomial
+    distribution. With fewer than six values, return the smallest and the largest: the probability is then below 95%."""
     ordered, count = sorted(values), len(values)
-    place, tail = 0, 1 / 2**count
-    while tail + math.comb(count, place + 1) / 2**count <= 0.025:
-        place += 1
-        tail += math.comb(count, place) / 2**count
-    return ordered[place], ordered[-1 - place]
+    position, tail = 0, 1 / 2**count
+    while tail + math.comb(count, position + 1) / 2**count <= 0.025:
+        position += 1
+        tail += math.comb(count, position) / 2**count
+    return ordered[position], ordered[-1 - position]
 
 
 def compare(rows: list[Row]) -> None:
@@ -253,14 +253,14 @@ def main() -> int:
     parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="what trains (%(default)s)")
     parser.add_argument("--rounds", type=int, help="turns of every contender (5)")
     parser.add_argument("--steps", type=int, help="measured steps per turn (6)")
-    parser.add_argument("--minimal", action="store_true", help="the shortest run that says something")
+    parser.add_argument("--minimal", action="store_true", help="the shortest run with useful results")
     parser.add_argument("--quick", action="store_true", help="one turn of two steps at 1 Gbit/s; stores nothing")
     parser.add_argument("--json", type=Path, help=f"result file (default {RESULTS})")
     options = parser.parse_args()
     if reason := explain_why_unavailable():
         print(reason, file=sys.stderr)
         return 2
-    parts, rates, contenders, rounds, steps = choose(options)
+    parts, rates, contenders, rounds, steps = choose_measurements(options)
     target: Path | None = options.json or (None if options.quick else RESULTS)
     turns = Turns(None if target is None else target.with_name(f"{target.stem}.turns.json"), steps)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -285,7 +285,7 @@ def main() -> int:
     return 0
 
 
-def choose(options: argparse.Namespace) -> tuple[list[str], list[str], list[str], int, int]:
+def choose_measurements(options: argparse.Namespace) -> tuple[list[str], list[str], list[str], int, int]:
     """Return the layouts, the links, the contenders, and how many turns and steps are measured."""
     parts, rates, contenders, rounds, steps = list(LAYOUTS), list(RATES), [PLAIN, *OURS, *PEERS], 5, 6
     if options.minimal:

@@ -26,6 +26,7 @@ LAYERS, WIDTH = 6, 256
 IMAGES, SIDE = 4, 64
 """Images of a batch, and pixels per side."""
 TIMED_LAYERS, TIMED_WIDTH, FORWARD_SECONDS = 12, 724, 0.005
+"""Of the model whose layers sleep. FORWARD_SECONDS is the time of one layer."""
 POWERSGD_START = 2
 """The first step that PowerSGD compresses. The smallest number that it allows."""
 ONE_BUCKET_MB = 1024
@@ -87,7 +88,7 @@ def build_model_and_data(rank: int, name: str) -> tuple[torch.nn.Module, torch.T
     return model, codes[:, :-1].contiguous(), codes[:, 1:].contiguous()
 
 
-def step_of(model: Callable[..., torch.Tensor], optimizer: Any, codes: torch.Tensor, targets: torch.Tensor) -> Step:
+def build_step(model: Callable[..., torch.Tensor], optimizer: Any, codes: torch.Tensor, targets: torch.Tensor) -> Step:
     def step() -> None:
         model(codes, targets).backward()
         optimizer.step()
@@ -96,7 +97,7 @@ def step_of(model: Callable[..., torch.Tensor], optimizer: Any, codes: torch.Ten
     return step
 
 
-class TopKube:
+class TopKubeTrainer:
     """Training with DistributedOptimizer."""
 
     def __init__(self) -> None:
@@ -124,7 +125,7 @@ class TopKube:
             self._settled[contender] = self._optimizer.state_dict()
         return made
 
-    def training(self, contender: str, name: str) -> tuple[Step, Callable[[], None]]:
+    def start_training(self, contender: str, name: str) -> tuple[Step, Callable[[], None]]:
         """Return a function that makes a step, and a function that ends the training."""
         model, codes, targets = build_model_and_data(self.rank, name)
         inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -143,15 +144,15 @@ class TopKube:
             optimizer.load_state_dict(self._settled[contender])
             optimizer.restore_node_weights()
         self._optimizer = optimizer
-        return step_of(model, optimizer, codes, targets), optimizer.unwrap
+        return build_step(model, optimizer, codes, targets), optimizer.unwrap
 
-    def phases(self) -> dict[str, float]:
+    def take_phases(self) -> dict[str, float]:
         from topkube.telemetry import phases
 
         return phases.current.take().seconds
 
 
-class Ddp:
+class DdpTrainer:
     """Training with DistributedDataParallel over gloo, or without any exchange ("plain")."""
 
     def __init__(self) -> None:
@@ -161,7 +162,7 @@ class Ddp:
         self.rank = dist.get_rank()
         self.barrier: Callable[[], None] = dist.barrier
 
-    def training(self, contender: str, name: str) -> tuple[Step, Callable[[], None]]:
+    def start_training(self, contender: str, name: str) -> tuple[Step, Callable[[], None]]:
         """Return a function that makes a step, and a function that ends the training."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
         from torch.nn.parallel import DistributedDataParallel
@@ -169,7 +170,7 @@ class Ddp:
         model, codes, targets = build_model_and_data(self.rank, name)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         if contender == "plain":
-            return step_of(model, optimizer, codes, targets), lambda: None
+            return build_step(model, optimizer, codes, targets), lambda: None
         is_powersgd = contender.startswith("powersgd")
         parallel = DistributedDataParallel(model, **({"bucket_cap_mb": ONE_BUCKET_MB} if is_powersgd else {}))
         if is_powersgd:
@@ -182,7 +183,7 @@ class Ddp:
         elif contender != "ddp":
             hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[contender]
             parallel.register_comm_hook(None, hook)
-        return step_of(parallel, optimizer, codes, targets), lambda: None
+        return build_step(parallel, optimizer, codes, targets), lambda: None
 
     def enter_link(self) -> None:
         """Do nothing: no measurement is kept."""
@@ -191,7 +192,7 @@ class Ddp:
         """Return 0: there is no choice to wait for."""
         return 0
 
-    def phases(self) -> dict[str, float]:
+    def take_phases(self) -> dict[str, float]:
         return {}
 
 
@@ -211,27 +212,27 @@ def measure_other_threads() -> tuple[float, int]:
     return seconds, wakeups
 
 
-def run_order(backend: TopKube | Ddp, order: dict[str, Any]) -> dict[str, Any]:
+def run_order(backend: TopKubeTrainer | DdpTrainer, order: dict[str, Any]) -> dict[str, Any]:
     """Make `order["steps"]` steps with `order["contender"]`, after `order["warm"]` steps that are not measured, and
-    after those in which a choice becomes final. The order "link" says that the links have another speed."""
+    after those in which a choice becomes final. The order "link" means that the speed of the links has changed."""
     if order["do"] == "link":
         backend.enter_link()
         return {}
-    step, end = backend.training(order["contender"], order.get("model", "gpt"))
+    step, end = backend.start_training(order["contender"], order.get("model", "gpt"))
     for _ in range(order["warm"]):
         step()
     settling = backend.settle(order["contender"], step)
     gc.collect()
     gc.disable()
-    backend.phases()
+    backend.take_phases()
     backend.barrier()
     processor, wakeups = measure_other_threads()
-    own = time.thread_time()
+    own_start = time.thread_time()
     times = [time.clock_gettime(time.CLOCK_MONOTONIC)]
     for _ in range(order["steps"]):
         step()
         times.append(time.clock_gettime(time.CLOCK_MONOTONIC))
-    own = time.thread_time() - own
+    own_seconds = time.thread_time() - own_start
     after_processor, after_wakeups = measure_other_threads()
     gc.enable()
     backend.barrier()
@@ -239,16 +240,16 @@ def run_order(backend: TopKube | Ddp, order: dict[str, Any]) -> dict[str, Any]:
     return {
         "times": times,
         "made": order["warm"] + settling + order["steps"],
-        "main_cpu": own / order["steps"],
+        "main_cpu": own_seconds / order["steps"],
         "other_cpu": (after_processor - processor) / order["steps"],
         "wakeups": (after_wakeups - wakeups) / order["steps"],
-        "phases": {name: seconds / order["steps"] for name, seconds in backend.phases().items()},
+        "phases": {name: seconds / order["steps"] for name, seconds in backend.take_phases().items()},
     }
 
 
 def main(library: str, path: str) -> None:
     torch.set_num_threads(1)
-    backend = TopKube() if library == "mpich" else Ddp()
+    backend = TopKubeTrainer() if library == "mpich" else DdpTrainer()
     orders.follow(path, backend.rank, lambda order: run_order(backend, order))
 
 

@@ -59,7 +59,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Contender:
+class TargetContender:
     """A way to exchange. `exchange` holds the arguments of DistributedOptimizer (in the world mpich) or the hook of DDP
     (in the world gloo). With `is_dense_first`, the first tenth of the run is plain DDP."""
 
@@ -71,16 +71,18 @@ class Contender:
 
 DDP = "ddp"
 CONTENDERS = {
-    "dense": Contender("TopKube dense", "mpich", {"aggregation": "dense"}),
-    "dense_bf16": Contender("TopKube dense, bf16", "mpich", {"aggregation": "dense", "dense_wire": "bf16"}),
-    "onebit": Contender("TopKube onebit", "mpich", {"aggregation": "onebit"}),
-    "onebit_4": Contender("TopKube onebit, period 4", "mpich", {"aggregation": "onebit", "period": 4}),
-    "topk1bit": Contender("TopKube topk1bit", "mpich", {"aggregation": "topk1bit"}),
-    "topk1bit_4": Contender("TopKube topk1bit, period 4", "mpich", {"aggregation": "topk1bit", "period": 4}),
-    DDP: Contender("DDP", "gloo"),
-    "fp16": Contender("DDP, fp16 hook", "gloo", {"hook": "fp16"}),
+    "dense": TargetContender("TopKube dense", "mpich", {"aggregation": "dense"}),
+    "dense_bf16": TargetContender("TopKube dense, bf16", "mpich", {"aggregation": "dense", "dense_wire": "bf16"}),
+    "onebit": TargetContender("TopKube onebit", "mpich", {"aggregation": "onebit"}),
+    "onebit_4": TargetContender("TopKube onebit, period 4", "mpich", {"aggregation": "onebit", "period": 4}),
+    "topk1bit": TargetContender("TopKube topk1bit", "mpich", {"aggregation": "topk1bit"}),
+    "topk1bit_4": TargetContender("TopKube topk1bit, period 4", "mpich", {"aggregation": "topk1bit", "period": 4}),
+    DDP: TargetContender("DDP", "gloo"),
+    "fp16": TargetContender("DDP, fp16 hook", "gloo", {"hook": "fp16"}),
     **{
-        f"powersgd{rank}": Contender(f"DDP, PowerSGD rank {rank}", "gloo", {"hook": "powersgd", "rank": rank}, True)
+        f"powersgd{rank}": TargetContender(
+            f"DDP, PowerSGD rank {rank}", "gloo", {"hook": "powersgd", "rank": rank}, True
+        )
         for rank in (1, 2, 4)
     },
 }
@@ -161,10 +163,10 @@ def _compare_on_link(
         return compute_seconds_to_target(reached, ms[name], dense_steps, ms[DDP])
 
     def compute_ratio(name: str, seed: int, ms: dict[str, float]) -> float:
-        of_peers = [compute_seconds(peer, seed, ms) for peer in PEERS if peer in turns]
+        peer_seconds = [compute_seconds(peer, seed, ms) for peer in PEERS if peer in turns]
         own = compute_seconds(name, seed, ms)
         assert own is not None
-        return min(value for value in of_peers if value is not None) / own
+        return min(value for value in peer_seconds if value is not None) / own
 
     rows = []
     for name in turns:
@@ -211,8 +213,8 @@ def compare_losses(runs: list[Row]) -> list[Row]:
             seeds = [seed for contender, seed in sorted(last) if contender == name and (DDP, seed) in last]
             if name == DDP or not seeds:
                 continue
-            pairs = [100 * (last[name, seed] / last[DDP, seed] - 1) for seed in seeds]
-            mean, interval = compute_interval(pairs)
+            differences = [100 * (last[name, seed] / last[DDP, seed] - 1) for seed in seeds]
+            mean, interval = compute_interval(differences)
             rows.append(
                 {
                     "optimizer": optimizer,
@@ -223,7 +225,7 @@ def compare_losses(runs: list[Row]) -> list[Row]:
                     "ddp_loss": fmean(last[DDP, seed] for seed in seeds),
                     "difference_percent": mean,
                     "interval_percent": interval,
-                    "each_seed": pairs,
+                    "each_seed": differences,
                 }
             )
     return rows
@@ -282,7 +284,7 @@ class TargetBench:
             "evaluations": evaluations,
         }
 
-    def time(self, names: list[str], optimizer: str, rate: str, turns: int, steps: int) -> list[Row]:
+    def measure_times(self, names: list[str], optimizer: str, rate: str, turns: int, steps: int) -> list[Row]:
         """Measure the steps of all contenders over links of `rate`. A contender that fails is left out, with a line on
         stderr."""
         self.network.shape(rate)
@@ -292,7 +294,7 @@ class TargetBench:
             for name in names[first:] + names[:first]:
                 if name in samples:
                     try:
-                        samples[name].append(self._time_once(name, optimizer, steps))
+                        samples[name].append(self._measure_time(name, optimizer, steps))
                     except WorldFailed as error:
                         self._leave_out(name, error)
                         del samples[name]
@@ -303,16 +305,16 @@ class TargetBench:
                 "model": MODEL,
                 "optimizer": optimizer,
                 "rate": rate,
-                "turns_ms": [round(ms, 2) for ms, _ in taken],
+                "turns_ms": [round(ms, 2) for ms, _ in measured],
                 "steps": steps,
-                "sent_kb": round(median(sent for _, sent in taken) / 1e3, 1),
+                "sent_kb": round(median(sent for _, sent in measured) / 1e3, 1),
                 "date": facts["date"],
                 "load": facts["load"],
             }
-            for name, taken in samples.items()
+            for name, measured in samples.items()
         ]
 
-    def _time_once(self, name: str, optimizer: str, steps: int) -> tuple[float, float]:
+    def _measure_time(self, name: str, optimizer: str, steps: int) -> tuple[float, float]:
         """Return the milliseconds of a step, and the bytes that the busier node sends in it."""
         world = self._start(name, optimizer, 0, STEPS, POWERSGD_START)
         world.ask(do="train", steps=WARM_STEPS, held_out=False)
@@ -343,8 +345,8 @@ def find_missing_runs(
 ) -> list[tuple[str, str, int, int]]:
     """Return the runs that are not stored, as arguments of `TargetBench.train`."""
     stored = {(run["contender"], run["optimizer"], run["seed"], run["steps"]) for run in runs}
-    wanted = [(name, optimizer, seed, steps) for seed in range(seeds) for optimizer in optimizers for name in names]
-    return [key for key in wanted if key not in stored]
+    all_runs = [(name, optimizer, seed, steps) for seed in range(seeds) for optimizer in optimizers for name in names]
+    return [key for key in all_runs if key not in stored]
 
 
 def build_time_key(row: Row) -> tuple[Any, ...]:
@@ -357,15 +359,15 @@ def merge_times(stored: list[Row], new: list[Row]) -> list[Row]:
     return [row for row in stored if build_time_key(row) not in replaced] + new
 
 
-def read(path: Path | None) -> dict[str, Any]:
-    """Return what is stored; None means that nothing is."""
+def read_results(path: Path | None) -> dict[str, Any]:
+    """Return the stored results; without a file, empty results."""
     stored: dict[str, Any] = {"facts": {}, "compared": [], "losses": [], "runs": [], "times": []}
     if path is not None and path.exists():
         stored |= json.loads(path.read_text())
     return stored
 
 
-def write(path: Path | None, stored: dict[str, Any]) -> None:
+def write_results(path: Path | None, stored: dict[str, Any]) -> None:
     """Replace the whole file, so that an interrupted benchmark loses at most the present run."""
     if path is None:
         return
@@ -403,7 +405,7 @@ def main() -> int:
     rates = ["1gbit"] if options.quick else options.rate or list(RATES)
     contenders = options.contender or list(CONTENDERS)
     optimizers = options.optimizer or list(OPTIMIZERS)
-    stored = read(target)
+    stored = read_results(target)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(create_scratch())
@@ -414,15 +416,15 @@ def main() -> int:
                 for rate in rates:
                     names = find_missing_times(stored["times"], contenders, optimizer, rate, options.only == "times")
                     if names:
-                        rows = bench.time(names, optimizer, rate, turns, steps=32)
+                        rows = bench.measure_times(names, optimizer, rate, turns, steps=32)
                         stored["times"] = merge_times(stored["times"], rows)
-                        write(target, stored)
+                        write_results(target, stored)
                         print("\n".join(json.dumps(row) for row in rows), flush=True)
         if options.only != "times":
             for key in find_missing_runs(stored["runs"], contenders, optimizers, seeds, steps):
                 if run := bench.train(*key):
                     stored["runs"].append(run)
-                    write(target, stored)
+                    write_results(target, stored)
                     print(f"{key}: loss {run['evaluations'][-1][1]:.4f}", flush=True)
     return 0
 

@@ -35,7 +35,7 @@ class Wrapped(NamedTuple):
     end: Callable[[], object]
 
 
-class TopKube:
+class TopKubeWrapper:
     """Training with DistributedOptimizer."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class TopKube:
         return Wrapped(model, distributed, distributed.consensus, distributed.unwrap)
 
 
-class Ddp:
+class DdpWrapper:
     """Training with DistributedDataParallel over gloo."""
 
     def __init__(self) -> None:
@@ -91,20 +91,20 @@ def yield_batches(
         epoch += 1
 
 
-class Training:
+class TargetTraining:
     """A run that is under way."""
 
-    def __init__(self, backend: TopKube | Ddp, order: dict[str, Any]) -> None:
+    def __init__(self, backend: TopKubeWrapper | DdpWrapper, order: dict[str, Any]) -> None:
         torch.manual_seed(order["seed"])
         name, steps = order["model"], order["steps"]
         self._backend = backend
         self._model, dataset, self._compute_loss, self._measure_held_out = tasks.build_task(name)
         plain = make_optimizer(order["optimizer"], self._model, tasks.LEARNING_RATE[name, order["optimizer"]])
         self._wrapped = backend.wrap(self._model, plain, order["exchange"])
-        rise = max(1, steps // 20)
+        rising_steps = max(1, steps // 20)
 
         def rate(step: int) -> float:
-            return min((step + 1) / rise, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+            return min((step + 1) / rising_steps, 0.5 + 0.5 * math.cos(math.pi * step / steps))
 
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._wrapped.optimizer, rate)
         self._batches = yield_batches(dataset, tasks.BATCH[name], backend.rank, backend.size, order["seed"])
@@ -139,17 +139,17 @@ class Training:
 
 
 class Follower:
-    """Executes the orders with one training at a time."""
+    """The receiver of orders. It has one training at a time."""
 
-    def __init__(self, backend: TopKube | Ddp) -> None:
+    def __init__(self, backend: TopKubeWrapper | DdpWrapper) -> None:
         self._backend = backend
-        self._training: Training | None = None
+        self._training: TargetTraining | None = None
 
     def run_order(self, order: dict[str, Any]) -> dict[str, Any]:
         if order["do"] == "start":
             if self._training is not None:
                 self._training.end()
-            self._training = Training(self._backend, order)
+            self._training = TargetTraining(self._backend, order)
             return {}
         assert self._training is not None
         if order["do"] == "time":
@@ -160,7 +160,7 @@ class Follower:
 
 def main(library: str, path: str) -> None:
     torch.set_num_threads(1)
-    backend = TopKube() if library == "mpich" else Ddp()
+    backend = TopKubeWrapper() if library == "mpich" else DdpWrapper()
     orders.follow(path, backend.rank, Follower(backend).run_order)
 
 

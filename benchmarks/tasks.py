@@ -68,8 +68,8 @@ def build_task(name: str) -> Task:
 
 def _build_text_task(name: str) -> Task:
     dataset = CharacterWindows(CONTEXT, held_out=True)
-    chosen = torch.linspace(0, len(dataset) - 1, 1024).long().tolist()
-    codes, targets = (torch.stack(part) for part in zip(*(dataset[i] for i in chosen), strict=True))
+    indices = torch.linspace(0, len(dataset) - 1, 1024).long().tolist()
+    codes, targets = (torch.stack(part) for part in zip(*(dataset[i] for i in indices), strict=True))
 
     def measure_held_out(model: nn.Module) -> tuple[float, None]:
         parts = [model(*part).item() for part in zip(codes.split(64), targets.split(64), strict=True)]
@@ -89,9 +89,9 @@ def _build_digits_task(name: str) -> Task:
     def measure_held_out(model: nn.Module) -> tuple[float, float]:
         model.eval()
         loss = F.cross_entropy(model(images), labels, label_smoothing=LABEL_SMOOTHING)
-        right = compute_accuracy(model, test)  # type: ignore[arg-type]
+        accuracy = compute_accuracy(model, test)  # type: ignore[arg-type]
         model.train()
-        return loss.item(), right
+        return loss.item(), accuracy
 
     def compute_loss(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(images), labels, label_smoothing=LABEL_SMOOTHING)

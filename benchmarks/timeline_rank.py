@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from allreduce import orders
-from step_rank import POWERSGD_START, Ddp, TopKube, build_model_and_data
+from step_rank import POWERSGD_START, DdpTrainer, TopKubeTrainer, build_model_and_data
 
 LAST_STEPS = 11
 """The step of median duration is chosen among the last steps of a run."""
@@ -34,12 +34,12 @@ def pick_step(spans: list[Event], steps: list[tuple[float, float]]) -> dict[str,
     last = steps[-LAST_STEPS:]
     length = median_low([end - start for start, end in last])
     start, end = next(step for step in last if step[1] - step[0] == length)
-    inside = [
+    events_of_step = [
         (track, kind, round(max(begin, start) - start, 2), round(min(stop, end) - start, 2))
         for track, kind, begin, stop in spans
         if stop > start and begin < end
     ]
-    return {"ms": round(length, 2), "events": sorted(inside, key=lambda event: event[2])}
+    return {"ms": round(length, 2), "events": sorted(events_of_step, key=lambda event: event[2])}
 
 
 def read_trace(path: Path) -> dict[str, Any]:
@@ -71,18 +71,18 @@ def _name_kind(event: dict[str, Any]) -> str | None:
     return "work" if category == "stage" else None
 
 
-class TracedTopKube(TopKube):
+class TracedTopKube(TopKubeTrainer):
     """Training whose steps the product traces."""
 
     def record(self, contender: str, steps: int) -> dict[str, Any]:
         """Make `steps` steps, and return the chosen step."""
-        step, _ = self.training(contender, "gpt")
+        step, _ = self.start_training(contender, "gpt")
         for _ in range(steps):
             step()
         return read_trace(Path(os.environ["TOPKUBE_TRACE_DIRECTORY"]) / f"rank-{self.rank}.json")
 
 
-class TracedDdp(Ddp):
+class TracedDdp(DdpTrainer):
     """Training with DistributedDataParallel, whose steps this class traces. An exchange of a bucket lasts from the call
     of its communication hook until the hook's future has its result."""
 

@@ -44,8 +44,8 @@ def draw_picture(stored: dict[str, Any], path: Path) -> None:
     }
     steps = sorted(stored["steps"], key=lambda step: step["ms"])
     figure, axes = pyplot.subplots(figsize=(10.5, 0.95 * len(steps) + 1.3), layout="constrained")
-    for place, step in enumerate(steps):
-        top = place + 0.42
+    for position, step in enumerate(steps):
+        top = position + 0.42
         for track in TRACKS:
             for name, kind, start, end in step["events"]:
                 # Work and waits lie above the block that contains them.
@@ -63,7 +63,7 @@ def draw_picture(stored: dict[str, Any], path: Path) -> None:
                         )
                     )
             top -= HEIGHTS[track]
-        axes.text(step["ms"] + 4, place + 0.25, plots.format_milliseconds(step["ms"]), va="center", fontsize=9)
+        axes.text(step["ms"] + 4, position + 0.25, plots.format_milliseconds(step["ms"]), va="center", fontsize=9)
     names = [NAMES[step["contender"]] for step in steps]
     axes.set_yticks(range(len(steps)), [name.strip("*") for name in names])
     for tick, name in zip(axes.get_yticklabels(), names, strict=True):

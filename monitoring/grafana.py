@@ -25,7 +25,8 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel. `unit` is Grafana's name of a unit: s, bytes, Bps, percentunit (0 to 1), short (a count)."""
+    """A panel. `unit` is Grafana's name of a unit: s, bytes, Bps, percentunit (0 to 1), short (a count). `least` and
+    `most` are the limits of the axis; None: Grafana chooses."""
 
     title: str
     description: str
@@ -109,7 +110,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable that the user selects: the values of `label` in `series`."""
+    """A variable that the user selects: one of the values of `label` in `series`, or several of them."""
 
     name: str
     label: str

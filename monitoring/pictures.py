@@ -139,8 +139,8 @@ def _draw_lines(
     colours = _choose_colours([name for name, _ in named_series])
     if panel.stacked and named_series:
         times = sorted({at for _, series in named_series for at, _ in series.points})
-        values = [dict(series.points) for _, series in named_series]
-        stack = [[known.get(at, 0.0) if math.isfinite(known.get(at, 0.0)) else 0.0 for at in times] for known in values]
+        finite = [{at: value for at, value in series.points if math.isfinite(value)} for _, series in named_series]
+        stack = [[values.get(at, 0.0) for at in times] for values in finite]
         names = [name for name, _ in named_series]
         axes.stackplot(times, stack, labels=names, colors=[colours[name] for name in names], alpha=0.85)
     else:
@@ -185,11 +185,11 @@ def _draw_lines(
 
 def _insert_gaps(series: Series) -> tuple[list[float], list[float]]:
     """Return times and values, with a gap after more than three steps of the plot without a value."""
-    usual = min((after[0] - before[0] for before, after in itertools.pairwise(series.points)), default=0.0)
+    interval = min((after[0] - before[0] for before, after in itertools.pairwise(series.points)), default=0.0)
     times, values, last = [], [], math.inf
     for at, value in series.points:
-        if at - last > 3 * usual:
-            times.append(at - usual)
+        if at - last > 3 * interval:
+            times.append(at - interval)
             values.append(math.nan)
         times.append(at)
         values.append(value)
@@ -282,8 +282,8 @@ def format_value(value: float, unit: str) -> str:
     """Return a value approximately as Grafana formats it."""
     if not math.isfinite(value):
         return str(value)
-    known = _FORMATS.get(unit)
-    return known(value) if known else _format_scaled(value, ("", "k", "M", "G"))
+    format_unit = _FORMATS.get(unit)
+    return format_unit(value) if format_unit else _format_scaled(value, ("", "k", "M", "G"))
 
 
 def main() -> None:

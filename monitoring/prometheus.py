@@ -42,7 +42,7 @@ class Prometheus:
         return [_parse_series(result, result["values"]) for result in answer["result"]]
 
     def call_api(self, endpoint: str, **parameters: Any) -> Any:
-        """Return the `data` of the answer to /api/v1/WHAT. Raises QueryError."""
+        """Return the `data` of the answer to /api/v1/ENDPOINT. Raises QueryError."""
         address = f"{self._url}/api/v1/{endpoint}?{urllib.parse.urlencode(parameters, doseq=True)}"
         try:
             with urllib.request.urlopen(address, timeout=30) as answer:

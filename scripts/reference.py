@@ -19,8 +19,8 @@ class PublicNames(griffe.Extension):
         `__getattr__`."""
         if mod.path != "topkube":
             return
-        homes: dict[str, str] = ast.literal_eval(str(mod.members["_DEFINING_MODULES"].value))  # type: ignore[union-attr]
-        for name, module in homes.items():
+        defining_modules: dict[str, str] = ast.literal_eval(str(mod.members["_DEFINING_MODULES"].value))  # type: ignore[union-attr]
+        for name, module in defining_modules.items():
             mod.set_member(name, griffe.Alias(name, f"{module}.{name}", parent=mod))
 
     def on_function_instance(self, *, func: griffe.Function, **_: Any) -> None:

@@ -85,13 +85,14 @@ class Contender:
 
     @property
     def reference(self) -> str:
+        """The name of the file of `SumProblem` with the expected sums."""
         if self.is_dense:
             return "dense"
         return f"{'hitopk' if self.formula == 'hitopk' else 'naive'}-{self.density}"
 
     @property
     def tolerance(self) -> float:
-        """Sums of a few values around 4 in float32; bfloat16 keeps 8 bits of each."""
+        """The largest error of a sum of a few values around 4. bfloat16 keeps 8 bits of each value."""
         return 1e-5 if self.wire == "fp32" else 0.1
 
     def compute_bound(self, d: int, layout: tuple[int, ...], machine: Machine) -> Bound:
@@ -143,14 +144,17 @@ SPARSE_PEERS = [
     Contender("torch.topk + all-gather (gloo) 1%", "gloo", "topk-allgather", "gathered", 0.01, "fp32", 8),
     Contender("torch.topk + all-gather (MPICH) 1%", "mpich", "topk-allgather", "gathered", 0.01, "fp32", 8),
 ]
+HIERARCHICAL = Contender("TopKube hierarchical", "mpich", "topkube:hierarchical", "between-nodes")
 OURS_DENSE = [
     Contender("TopKube flat", "mpich", "topkube:flat", "ring"),
     Contender("TopKube torus2d", "mpich", "topkube:torus2d", "between-nodes"),
-    Contender("TopKube hierarchical", "mpich", "topkube:hierarchical", "between-nodes"),
+    HIERARCHICAL,
 ]
+NAIVE = _build_sparse_contender("naive", 0.01, "fp32")
+HITOPK = _build_sparse_contender("hitopk", 0.01, "fp32")
 OURS_SPARSE = [
-    _build_sparse_contender("naive", 0.01, "fp32"),
-    _build_sparse_contender("hitopk", 0.01, "fp32"),
+    NAIVE,
+    HITOPK,
     _build_sparse_contender("hitopk", 0.01, "bf16"),
     _build_sparse_contender("hitopk", 0.001, "fp32"),
 ]

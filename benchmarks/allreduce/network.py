@@ -5,8 +5,8 @@ they reach other nodes only through their link. A node exists in the namespaces 
 pipe from its owner closes. When the owner ends, also by SIGKILL, the kernel kills every process of every node and
 removes the devices. So there is nothing to clean up, and the devices of other programs are never touched.
 
-A token bucket (tc tbf) shapes links in both directions, with a burst of at most 64 KB. A larger burst would let a small
-message pass at the speed of memory.
+A token bucket (tc tbf) limits links in both directions. A full bucket lets 64 KiB pass at once, faster than the link's
+rate. With a larger bucket, small messages would pass at the speed of memory.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from types import TracebackType
 
 _SUBNET = "10.77.0"
 BURST_BYTES = 64 * 1024
+"""The size of the token bucket: a link that was idle lets so many bytes pass at once."""
 GSO_BYTES = 32 * 1024
 """The largest packet that leaves a socket. It is below the burst; otherwise tbf splits every packet into frames on the
 processor, which a network card does in hardware."""
 QUEUE_SECONDS = 0.05
+"""A link's queue holds the bytes that the link sends in this time, at least 8 bursts. Further packets are dropped."""
 RATES = {"200mbit": 200e6, "100mbit": 100e6, "1gbit": 1e9, "10gbit": 10e9}
 """Link speeds by their tc names, in bits per second."""
 
-_HOLD = """
+_HOLDER_SCRIPT = """
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm && hostname "$1" && ip link set lo up && echo ready && exec cat > /dev/null
 """
 
@@ -71,7 +73,7 @@ class Node:
         self.name, self.address = name, address
         self._holder = subprocess.Popen(
             ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc",
-             "sh", "-c", _HOLD, "sh", name],
+             "sh", "-c", _HOLDER_SCRIPT, "sh", name],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self._holder.stdout is not None
@@ -80,7 +82,7 @@ class Node:
             raise NetworkError(f"the kernel refused the namespaces of {name}: {self._holder.stderr.read().strip()}")
         self.pid = next(iter(_list_children(self._holder.pid)))
 
-    def enter(self, command: list[str], *, network_only: bool = False) -> list[str]:
+    def wrap_command(self, command: list[str], *, network_only: bool = False) -> list[str]:
         """Return the command line that runs `command` inside this node, in the current directory."""
         kinds = ["--net"] if network_only else ["--net", "--uts", "--ipc", "--mount", "--pid"]
         return ["nsenter", f"--target={self.pid}", *kinds, f"--wdns={os.getcwd()}", "--", *command]
@@ -143,7 +145,7 @@ class Network:
             raise
 
     def _run_inside(self, node: Node, *command: str) -> None:
-        _run(*node.enter(list(command), network_only=True))
+        _run(*node.wrap_command(list(command), network_only=True))
 
     def _add_node(self, index: int) -> None:
         node = Node(f"node{index}", f"{_SUBNET}.{index + 1}")
@@ -167,15 +169,15 @@ class Network:
         for index, node in enumerate(self.nodes):
             if only is not None and index not in only:
                 continue
-            for place, device in ((node, "eth0"), (self.control, f"port{index}")):
+            for namespace, device in ((node, "eth0"), (self.control, f"port{index}")):
                 if rate is None:
                     subprocess.run(
-                        place.enter(["tc", "qdisc", "del", "dev", device, "root"], network_only=True),
+                        namespace.wrap_command(["tc", "qdisc", "del", "dev", device, "root"], network_only=True),
                         capture_output=True,
                     )
                     continue
                 queue = max(BURST_BYTES * 8, int(RATES[rate] / 8 * QUEUE_SECONDS))
-                self._run_inside(place, "tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate,
+                self._run_inside(namespace, "tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate,
                              "burst", str(BURST_BYTES), "limit", str(queue))  # fmt: skip
 
     def read_traffic(self) -> list[LinkTraffic]:

@@ -15,6 +15,7 @@ from allreduce.network import Network
 STREAM = Path(__file__).with_name("stream.py")
 PASSES = 10
 LARGEST = 16_000_000
+"""The bytes of the largest message of the link probe."""
 
 
 def time_memory(kind: str, length: int, barrier: Callable[[], None]) -> dict[str, Any]:
@@ -44,9 +45,12 @@ def time_link(network: Network, sizes: list[int]) -> dict[str, Any]:
     arguments = [first.address, ",".join(map(str, sizes))]
     program = [sys.executable, str(STREAM)]
     listener = subprocess.Popen(
-        first.enter([*program, "listen", *arguments]), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+        first.wrap_command([*program, "listen", *arguments]),
+        stdout=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
     )
-    connector = subprocess.Popen(second.enter([*program, "connect", *arguments]), stdin=subprocess.DEVNULL)
+    connector = subprocess.Popen(second.wrap_command([*program, "connect", *arguments]), stdin=subprocess.DEVNULL)
     output, _ = listener.communicate(timeout=120)
     connector.wait(timeout=10)
     if listener.returncode or connector.returncode:

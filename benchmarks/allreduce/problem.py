@@ -55,11 +55,11 @@ class SumProblem:
     def check(self, result: Floats, reference: str, tolerance: float) -> None:
         """Raise WrongResult unless every element is within `tolerance` of `reference` and the zeros are at its
         zeros."""
-        wanted = np.load(self.directory / f"{reference}.npy", mmap_mode="r")
-        if result.shape != wanted.shape:
-            raise WrongResult(f"length {result.shape}, not {wanted.shape}")
+        sums = np.load(self.directory / f"{reference}.npy", mmap_mode="r")
+        if result.shape != sums.shape:
+            raise WrongResult(f"length {result.shape}, not {sums.shape}")
         for start in range(0, self.length, CHUNK):
-            actual, expected = result[start : start + CHUNK], wanted[start : start + CHUNK]
+            actual, expected = result[start : start + CHUNK], sums[start : start + CHUNK]
             wrong = ~(np.abs(actual - expected) <= tolerance)
             if reference != "dense":
                 # Rounded values may cancel to zero although the exact values do not; the reverse is an error.

@@ -26,6 +26,7 @@ def serve(library: str, path: str) -> None:
 
 
 _work = np.empty(0, np.float32)
+"""The array on which collectives work. It is kept between orders."""
 
 
 def run_order(backend: Any, order: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -70,35 +70,42 @@ COLUMNS = {
 def choose_contenders(part: str, rate: str | None, elements: int, quick: bool) -> list[Contender]:
     """Return the contenders of one measurement: fewer on slow links, because a dense all-reduce at 100 Mbit/s takes ten
     seconds."""
+    peers, hierarchical = settings.PEERS[part], settings.HIERARCHICAL
     if part == "node":
-        return [*settings.PEERS[part], settings.OURS_DENSE[2]]
-    peers, dense, sparse = settings.PEERS[part], settings.OURS_DENSE, settings.OURS_SPARSE
-    every_contender = [*peers, *settings.SPARSE_PEERS, *dense, *sparse]
+        return [*peers, hierarchical]
+    sparse_peer = settings.SPARSE_PEERS[0]
+    sparse_without_naive = [contender for contender in settings.OURS_SPARSE if contender is not settings.NAIVE]
     if quick:
-        return [peers[0], peers[-1], settings.SPARSE_PEERS[0], dense[2], sparse[1]]
+        return [peers[0], peers[-1], sparse_peer, hierarchical, settings.HITOPK]
     if rate == "100mbit":
-        return [*peers[1:], settings.SPARSE_PEERS[0], dense[2], *sparse[1:]]
+        return [*peers[1:], sparse_peer, hierarchical, *sparse_without_naive]  # without MPICH's default settings
     if elements != LENGTH or rate == UNSHAPED:
-        return [*peers, settings.SPARSE_PEERS[0], dense[2], *sparse[1:]]
-    return every_contender
+        return [*peers, sparse_peer, hierarchical, *sparse_without_naive]
+    return [*peers, *settings.SPARSE_PEERS, *settings.OURS_DENSE, *settings.OURS_SPARSE]
+
+
+class _Measured(NamedTuple):
+    """The runs of all contenders with one link rate and one array length."""
+
+    rate: str | None
+    length: int
+    link: dict[str, Any]
+    """The link probe: lists of bytes and seconds."""
+    runs: list[tuple[Contender, list[dict[str, Any]]]]
 
 
 class AllreduceBench:
     """A layout: its network, its worlds and its measurements."""
 
-    def __init__(self, part: str, directory: Path, network: Network | None, quick: bool, wanted: list[str]) -> None:
-        self.part, self.layout, self.directory, self.network, self.quick = (
-            part,
-            LAYOUTS[part],
-            directory,
-            network,
-            quick,
-        )
-        self.wanted = wanted
+    def __init__(self, part: str, directory: Path, network: Network | None, quick: bool, labels: list[str]) -> None:
+        self.part, self.layout, self.directory, self.network = part, LAYOUTS[part], directory, network
+        self.quick = quick
+        self.labels = labels
+        """Texts: only contenders whose label has one of them run. Empty: all run."""
         self.facts: dict[str, Any] = {}
         self.worlds: dict[str, RankWorld] = {}
         self._bandwidth = {"read": 0.0, "update": 0.0}
-        self._measured: list[tuple[str | None, int, dict[str, Any], list[tuple[Contender, list[dict[str, Any]]]]]] = []
+        self._measured: list[_Measured] = []
 
     def close(self) -> None:
         for world in self.worlds.values():
@@ -115,12 +122,12 @@ class AllreduceBench:
     def measure_memory(self) -> None:
         """Measure bandwidths with all ranks of this layout at once, over arrays larger than the caches; keep the
         best."""
-        world, length = self.start_world(settings.OURS_DENSE[2]), LENGTH // 4
-        for kind, width in (("read", 4), ("update", 12)):
+        world, length = self.start_world(settings.HIERARCHICAL), LENGTH // 4
+        for kind, bytes_per_element in (("read", 4), ("update", 12)):
             for _ in range(3):
                 answers = world.ask(do="probe", kind=kind, length=length)
                 seconds = max(a["end"] for a in answers) - min(a["start"] for a in answers)
-                reached = world.size * length * width * answers[0]["passes"] / seconds
+                reached = world.size * length * bytes_per_element * answers[0]["passes"] / seconds
                 self._bandwidth[kind] = max(self._bandwidth[kind], reached)
             self.facts[f"{self.part} memory {kind} GB/s"] = round(self._bandwidth[kind] / 1e9, 1)
 
@@ -152,27 +159,31 @@ class AllreduceBench:
         for turn in range(-1 if warm else 0, rounds):
             first = turn % len(contenders)
             for contender in contenders[first:] + contenders[:first]:
-                run = self.run_once(contender, problem, check=turn in (-1 if warm else 0, rounds - 1))
+                is_first_or_last = turn in (-1 if warm else 0, rounds - 1)
+                run = self.run_once(contender, problem, check=is_first_or_last)
                 if turn >= 0:
                     runs[contender.label].append(run)
-        self._measured.append((rate, length, link, [(contender, runs[contender.label]) for contender in contenders]))
-        for row in self._build_rows(*self._measured[-1]):
+        pairs = [(contender, runs[contender.label]) for contender in contenders]
+        self._measured.append(_Measured(rate, length, link, pairs))
+        for row in self._build_rows(self._measured[-1]):
             _print_row(row)
 
     def build_rows(self) -> list[dict[str, Any]]:
         """Return all measurements with their bounds, by the best memory probe and the link probe of this layout."""
-        return [row for measured in self._measured for row in self._build_rows(*measured)]
+        return [row for measured in self._measured for row in self._build_rows(measured)]
 
-    def _build_rows(
-        self, rate: str | None, length: int, link: dict[str, Any], runs: list[tuple[Contender, list[dict[str, Any]]]]
-    ) -> list[dict[str, Any]]:
-        machine = Machine(**self._bandwidth, link_bytes=tuple(link["bytes"]), link_seconds=tuple(link["seconds"]))
-        rows = [self.build_row(contender, rate, length, timings, machine) for contender, timings in runs]
+    def _build_rows(self, measured: _Measured) -> list[dict[str, Any]]:
+        link_bytes, link_seconds = tuple(measured.link["bytes"]), tuple(measured.link["seconds"])
+        machine = Machine(**self._bandwidth, link_bytes=link_bytes, link_seconds=link_seconds)
+        rows = [
+            self.build_row(contender, measured.rate, measured.length, runs, machine)
+            for contender, runs in measured.runs
+        ]
         _compare(rows)
         return rows
 
     def is_available(self, contender: Contender) -> bool:
-        if self.wanted and not any(text in contender.label for text in self.wanted):
+        if self.labels and not any(text in contender.label for text in self.labels):
             return False
         recipe = settings.RECIPES[contender.world]
         if recipe.python.exists():
@@ -256,7 +267,7 @@ def time_peer_settings() -> list[dict[str, Any]]:
             problem = directory / "problem"
             SumProblem.create(problem, LENGTH, LAYOUTS[part], ())
             for name, recipe in settings.RECIPES.items():
-                bench = AllreduceBench(part, directory, network, quick=False, wanted=[])
+                bench = AllreduceBench(part, directory, network, quick=False, labels=[])
                 contender = Contender(name, name, "dense", "ring")
                 if bench.is_available(contender):
                     ms = [bench.run_once(contender, problem, check=turn == 0)["seconds"] * 1e3 for turn in range(4)][1:]

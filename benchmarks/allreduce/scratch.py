@@ -1,5 +1,7 @@
-"""The directory of a run for arrays and sockets (hundreds of megabytes). The run removes it; after a kill the next run
-does."""
+"""The directory of a run for arrays and sockets (hundreds of megabytes).
+
+The run removes its directory at the end. If the run was killed, the next run removes the directory.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ _PREFIX = "topkube-allreduce-"
 
 
 def _find_start(pid: int) -> str | None:
-    """Return when a process started, in ticks since boot; None if it does not exist. With its id, this identifies
-    it."""
+    """Return when a process started, in ticks since boot; None if it does not exist. The id and the start time together
+    identify a process, because ids are used again."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import socket
+import statistics
 import sys
 import threading
 import time
@@ -62,7 +63,7 @@ def _main(role: str, address: str, sizes: list[int]) -> None:
             trips.append(time.perf_counter() - start)
         seconds = [sorted(_exchange(stream, size) for _ in range(REPEATS))[REPEATS // 2] for size in sizes]
     if role == "listen":
-        print(json.dumps({"bytes": sizes, "seconds": seconds, "latency": sorted(trips)[25]}))
+        print(json.dumps({"bytes": sizes, "seconds": seconds, "latency": statistics.median_high(trips)}))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class WorldFailed(RuntimeError):
 
 def write_agent(network: Network, directory: Path) -> Path:
     """Write the program that mpiexec calls instead of ssh: it enters the node and runs the command there."""
-    nodes = [f'{node.address}) exec {shlex.join(node.enter(["sh", "-c"]))} "$*" ;;' for node in network.nodes]
+    nodes = [f'{node.address}) exec {shlex.join(node.wrap_command(["sh", "-c"]))} "$*" ;;' for node in network.nodes]
     path = directory / "agent.sh"
     path.write_text(_AGENT.replace("NODES", "\n".join(nodes)))
     path.chmod(0o755)
@@ -95,7 +95,7 @@ class RankWorld:
         hosts = (
             []
             if network is None
-            else [f"{n.address}:{slots}" for n, slots in zip(network.nodes, self.layout, strict=False)]
+            else [f"{node.address}:{slots}" for node, slots in zip(network.nodes, self.layout, strict=False)]
         )
         count = ["-n", str(self.size)]
         commands: list[list[str]]
@@ -117,9 +117,9 @@ class RankWorld:
             commands = []
             for index, home in enumerate(homes):
                 command = ["env", f"RANK={index}", f"WORLD_SIZE={self.size}", *rank]
-                commands.append(command if network is None else network.nodes[home].enter(command))
+                commands.append(command if network is None else network.nodes[home].wrap_command(command))
         if network is not None and recipe.library != "gloo":
-            commands = [network.control.enter(command, network_only=True) for command in commands]
+            commands = [network.control.wrap_command(command, network_only=True) for command in commands]
         log = self._log.open("w")
         return [
             subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True)

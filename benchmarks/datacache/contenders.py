@@ -32,7 +32,7 @@ BATCH = 256
 
 
 class CacheContender(Protocol):
-    """A contender. `epoch` is called once for each of the epochs 0, 1, 2, ..."""
+    """A contender. `read_epoch` is called once for each of the epochs 0, 1, 2, ..."""
 
     def read_epoch(self, number: int) -> Iterator[torch.Tensor]: ...
 

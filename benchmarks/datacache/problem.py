@@ -28,9 +28,14 @@ class CacheProblem:
     samples: int
 
     @property
+    def record_bytes(self) -> int:
+        """The bytes of a sample in a tar file: a header of 512 bytes, and whole blocks of 512 bytes."""
+        return 512 + -(-self.size // 512) * 512
+
+    @property
     def per_shard(self) -> int:
-        """The samples of a tar shard; each has a header of 512 bytes and fills whole blocks."""
-        return SHARD_BYTES // (512 + -(-self.size // 512) * 512)
+        """The number of samples in a tar shard."""
+        return SHARD_BYTES // self.record_bytes
 
     def count_bytes(self, root: Path) -> int:
         """Return the least bytes that a job must read from the remote: all files, or all shards with their headers."""
@@ -45,12 +50,11 @@ class CacheProblem:
         numbers = np.arange(self.samples)
         if self.form == "files":
             return [name_file(at) for at in range(self.samples)], numbers, np.zeros(self.samples, np.int64)
-        record = 512 + -(-self.size // 512) * 512
         shards = -(-self.samples // self.per_shard)
         return (
             [name_shard(at) for at in range(shards)],
             numbers // self.per_shard,
-            numbers % self.per_shard * record + 512,
+            numbers % self.per_shard * self.record_bytes + 512,
         )
 
     def to_data(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from datacache.problem import NUMBER_BYTES, CacheProblem
 
 _DIRECTORY = Path(os.environ["TMPDIR"])
 _open: dict[str, Any] = {}
+"""The contenders that are open, by name."""
 
 
 def main(path: str) -> None:
@@ -46,20 +47,21 @@ def run_order(world: Any, order: dict[str, Any]) -> dict[str, Any]:
     problem = CacheProblem(**order["problem"])
     contenders.import_libraries(order["kind"])
     wait_for_all(world)
-    worked = read_processor_seconds()
+    used_before = read_processor_seconds()
     start = time.clock_gettime(time.CLOCK_MONOTONIC)
     if order["name"] not in _open:
         _open[order["name"]] = open_dataset(world, order, problem)
+    # The numbers of the samples: each sample begins with its number.
     heads = [batch[:, :NUMBER_BYTES].clone() for batch in _open[order["name"]].read_epoch(order["epoch"])]
     end = time.clock_gettime(time.CLOCK_MONOTONIC)
-    worked = read_processor_seconds() - worked
+    used = read_processor_seconds() - used_before
     wait_for_all(world)
     missing, repeated = count_missing(world, problem, heads)
     statistics = getattr(getattr(_open[order["name"]], "dataset", None), "statistics", dict)()
     return {
         "start": start,
         "end": end,
-        "processor_seconds": worked,
+        "processor_seconds": used,
         "missing": missing,
         "repeated": repeated,
         "counted": statistics,
@@ -83,11 +85,11 @@ def read_processor_seconds() -> float:
 
 def open_dataset(world: Any, order: dict[str, Any], problem: CacheProblem) -> Any:
     folder = _DIRECTORY / order["folder"] / f"node{world.node}"
-    given: dict[str, Any] = dict(order["given"])
+    arguments: dict[str, Any] = dict(order["arguments"])
     if order["kind"] in ("InMemory", "PageCache"):
-        given["sampler"] = _open[given.pop("like")].sampler
+        arguments["sampler"] = _open[arguments.pop("like")].sampler
     kind = getattr(contenders, order["kind"])
-    return kind(problem, order["uri"], folder, _DIRECTORY / "remote", **given)
+    return kind(problem, order["uri"], folder, _DIRECTORY / "remote", **arguments)
 
 
 def count_missing(world: Any, problem: CacheProblem, heads: list[torch.Tensor]) -> tuple[int, int]:
@@ -97,7 +99,7 @@ def count_missing(world: Any, problem: CacheProblem, heads: list[torch.Tensor]) 
     total = np.empty_like(counts)
     world.comm.Allreduce(counts, total)
     if total.size != problem.samples:
-        raise ValueError(f"sample {total.size - 1} arrived, of {problem.samples}")
+        raise ValueError(f"sample {total.size - 1} arrived, but the dataset has {problem.samples} samples")
     return int((total == 0).sum()), int((total - 1).clip(0).sum())
 
 

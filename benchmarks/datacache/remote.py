@@ -60,7 +60,7 @@ class Remote:
         path = home / "nginx.conf"
         path.write_text(_CONFIGURATION.format(home=home, root=root, address=node.address))
         self._process = subprocess.Popen(
-            node.enter(["nginx", "-p", str(home), "-e", str(home / "error.log"), "-c", str(path)]),
+            node.wrap_command(["nginx", "-p", str(home), "-e", str(home / "error.log"), "-c", str(path)]),
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

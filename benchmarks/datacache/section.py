@@ -20,7 +20,7 @@ def describe_problem(problem: dict[str, Any]) -> str:
     )
 
 
-def _make_bold(row: Row) -> str:
+def _format_contender(row: Row) -> str:
     if row["contender"].startswith("TopKube"):
         return f"**{row['contender']}**"
     return str(row["contender"]) + (f" (returned {row['repeated']:,} samples twice)" if row.get("repeated") else "")
@@ -31,7 +31,7 @@ def fill_section(stored: dict[str, Any]) -> dict[str, str]:
     first = [
         [
             describe_problem(stored["problems"][row["problem"]]),
-            _make_bold(row),
+            _format_contender(row),
             LINKS[row["link"]],
             f"{row['seconds']:.2f}",
             f"{row['mb_per_s']:.0f}",
@@ -45,7 +45,7 @@ def fill_section(stored: dict[str, Any]) -> dict[str, str]:
     second = [
         [
             describe_problem(stored["problems"][row["problem"]]),
-            _make_bold(row),
+            _format_contender(row),
             f"{row['mb_per_s']:,.0f}",
             f"{row['min']:,.0f}–{row['max']:,.0f}",
             f"{row['percent']:.0f}% of {row['of']}" if row["of"] else "",
@@ -53,11 +53,11 @@ def fill_section(stored: dict[str, Any]) -> dict[str, str]:
         ]
         for row in stored["second"]
     ]
-    works = ["work of the ranks"] if "processor_seconds" in stored["first"][0] else []
+    work_heading = ["work of the ranks"] if "processor_seconds" in stored["first"][0] else []
     entries, facts = stored["entries"], stored["facts"]
     return {
         "CACHE_FIRST": format_table(
-            ["dataset", "contender", "link", "seconds", "MB/s", "of the link", "fetched", *works, "processors"],
+            ["dataset", "contender", "link", "seconds", "MB/s", "of the link", "fetched", *work_heading, "processors"],
             first,
         ),
         "CACHE_SECOND": format_table(["dataset", "contender", "MB/s", "min–max", "", "MB fetched"], second),
@@ -92,13 +92,13 @@ def draw_picture(stored: dict[str, Any], path: Path) -> None:
         ):
             rows = [row for row in stored[part] if row["problem"] == name and row.get("link", "1gbit") == "1gbit"]
             rows.sort(key=lambda row: row[value])
-            for place, row in enumerate(rows):
+            for position, row in enumerate(rows):
                 colour = plots.OURS if row["contender"].startswith("TopKube") else plots.PEER
                 if row["contender"].startswith(("NumPy", "page cache")):
                     colour = plots.TOPK
-                axes.barh(place, row[value], color=colour, height=0.72, zorder=2)
+                axes.barh(position, row[value], color=colour, height=0.72, zorder=2)
                 shown = f"{row[value]:.0f}%" if part == "first" else f"{row[value]:,.0f} MB/s"
-                axes.text(row[value] * 1.03, place, shown, va="center", fontsize=9)
+                axes.text(row[value] * 1.03, position, shown, va="center", fontsize=9)
             labels = [row["contender"].replace("DataLoader + fsspec ", "DataLoader + fsspec\n") for row in rows]
             axes.set_yticks(range(len(rows)), labels)
             for tick, row in zip(axes.get_yticklabels(), rows, strict=True):

@@ -65,9 +65,9 @@ def _check_case(x: torch.Tensor, density: float) -> Row:
     elements, checks = x.numel(), {}
     k = kernels.entries_kept(elements, density)
     indices, values = kernels.topk(x, k)
-    at = convert_indices(indices)
-    checks["topk: indices ascend"] = bool((at[1:] > at[:-1]).all())
-    checks["topk: values are those of the array"] = _have_same_bits(x[at], values)
+    positions = convert_indices(indices)
+    checks["topk: indices ascend"] = bool((positions[1:] > positions[:-1]).all())
+    checks["topk: values are those of the array"] = _have_same_bits(x[positions], values)
     previous = kernels.PreviousThreshold(x.device)
     again = [kernels.topk(x, k, previous=previous) for _ in range(2)]  # the second begins at the threshold of the first
     checks["topk: the same after itself"] = all(_have_equal_entries((indices, values), entries) for entries in again)
@@ -92,49 +92,49 @@ def _check_case(x: torch.Tensor, density: float) -> Row:
         residual = torch.empty_like(x).normal_()
         whole = x + residual
         whole[whole.isnan()] = torch.nan  # 0x7fc00000, as the kernels write it
-        left = x.clone()
-        indices, values = kernels.compress_(left, residual, k)
-        at = convert_indices(indices)
-        checks["compress_: values"] = _have_same_bits(whole[at], values)
-        whole[at] = 0
-        checks["compress_: what is left"] = _have_same_bits(whole, left)
+        rest = x.clone()
+        indices, values = kernels.compress_(rest, residual, k)
+        positions = convert_indices(indices)
+        checks["compress_: values"] = _have_same_bits(whole[positions], values)
+        whole[positions] = 0
+        checks["compress_: what is left"] = _have_same_bits(whole, rest)
     return {"elements": elements, "k": k, "wrong": [name for name, is_right in checks.items() if not is_right]}
 
 
 def _check_packing(x: torch.Tensor) -> Row:
     """Compare signs and integers with those of the CPU: messages, what is left, and a sum of three messages."""
     host, checks = x.cpu(), {}
-    left, host_left = x.clone(), host.clone()
-    *part, is_finite = kernels.sign_pack_(left)
-    *host_part, host_is_finite = kernels.sign_pack_(host_left)
+    rest, host_rest = x.clone(), host.clone()
+    *part, is_finite = kernels.sign_pack_(rest)
+    *host_part, host_is_finite = kernels.sign_pack_(host_rest)
     checks["sign_pack_"] = _have_equal_entries(map(torch.as_tensor, part), map(torch.as_tensor, host_part))
     checks["sign_pack_: finite"] = is_finite == host_is_finite
-    checks["sign_pack_: what is left"] = _have_same_bits(left, host_left)
+    checks["sign_pack_: what is left"] = _have_same_bits(rest, host_rest)
     weights = [0.5, -1.0, 0.1]
-    kernels.sign_unpack_add_(left, [part] * 3, weights)
-    kernels.sign_unpack_add_(host_left, [host_part] * 3, weights)
-    checks["sign_unpack_add_"] = _have_same_bits(left, host_left)
+    kernels.sign_unpack_add_(rest, [part] * 3, weights)
+    kernels.sign_unpack_add_(host_rest, [host_part] * 3, weights)
+    checks["sign_unpack_add_"] = _have_same_bits(rest, host_rest)
     for bits in kernels.QUANTISED_BITS:
-        left, host_left = x.clone(), host.clone()
+        rest, host_rest = x.clone(), host.clone()
         message = torch.empty(kernels.quantised_bytes(x.numel(), bits), dtype=torch.uint8, device=x.device)
         host_message = torch.empty_like(message, device="cpu")
-        is_finite = kernels.quantised_pack_(left, bits, message)
-        checks[f"quantised_pack_ {bits}: finite"] = is_finite == kernels.quantised_pack_(host_left, bits, host_message)
+        is_finite = kernels.quantised_pack_(rest, bits, message)
+        checks[f"quantised_pack_ {bits}: finite"] = is_finite == kernels.quantised_pack_(host_rest, bits, host_message)
         checks[f"quantised_pack_ {bits}"] = _have_same_bits(message, host_message)
-        checks[f"quantised_pack_ {bits}: what is left"] = _have_same_bits(left, host_left)
-        kernels.quantised_unpack_add_(left, bits, [message] * 3, weights)
-        kernels.quantised_unpack_add_(host_left, bits, [host_message] * 3, weights)
-        checks[f"quantised_unpack_add_ {bits}"] = _have_same_bits(left, host_left)
-    left, host_left, count = x.clone(), host.clone(), kernels.entries_kept(x.numel(), 0.1)
+        checks[f"quantised_pack_ {bits}: what is left"] = _have_same_bits(rest, host_rest)
+        kernels.quantised_unpack_add_(rest, bits, [message] * 3, weights)
+        kernels.quantised_unpack_add_(host_rest, bits, [host_message] * 3, weights)
+        checks[f"quantised_unpack_add_ {bits}"] = _have_same_bits(rest, host_rest)
+    rest, host_rest, count = x.clone(), host.clone(), kernels.entries_kept(x.numel(), 0.1)
     message = torch.empty(kernels.top_sign_bytes(x.numel(), count), dtype=torch.uint8, device=x.device)
     host_message = torch.empty_like(message, device="cpu")
-    is_finite = kernels.top_sign_pack_(left, count, message)
-    checks["top_sign_pack_: finite"] = is_finite == kernels.top_sign_pack_(host_left, count, host_message)
+    is_finite = kernels.top_sign_pack_(rest, count, message)
+    checks["top_sign_pack_: finite"] = is_finite == kernels.top_sign_pack_(host_rest, count, host_message)
     checks["top_sign_pack_"] = _have_same_bits(message, host_message)
-    checks["top_sign_pack_: what is left"] = _have_same_bits(left, host_left)
-    kernels.top_sign_unpack_add_(left, count, message, 0.5)
-    kernels.top_sign_unpack_add_(host_left, count, host_message, 0.5)
-    checks["top_sign_unpack_add_"] = _have_same_bits(left, host_left)
+    checks["top_sign_pack_: what is left"] = _have_same_bits(rest, host_rest)
+    kernels.top_sign_unpack_add_(rest, count, message, 0.5)
+    kernels.top_sign_unpack_add_(host_rest, count, host_message, 0.5)
+    checks["top_sign_unpack_add_"] = _have_same_bits(rest, host_rest)
     return {"elements": x.numel(), "wrong": [name for name, is_right in checks.items() if not is_right]}
 
 

@@ -55,6 +55,7 @@ NEEDED = {
 }
 """The modules that each kind of stage needs."""
 _GLIBC = (17, 24, 27, 28, 31, 34)
+"""The minor versions of glibc 2 for which a wheel may be built, as in the tag "manylinux_2_28_x86_64"."""
 
 
 class BuildError(Exception):
@@ -70,14 +71,11 @@ def prepare(python: str, processor: str, folder: Path, constraints: Path = ROOT 
     pinned = read_pinned_versions(constraints)
     failed = []
     for name in PACKAGES.values():
+        version = pinned.get(normalize_name(name))
         command = [
             *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"),
             *("--python-version", python, "--implementation", "cp", *platforms),
-            *(
-                "--dest",
-                str(folder),
-                name + (f"=={pinned[normalize_name(name)]}" if normalize_name(name) in pinned else ""),
-            ),
+            *("--dest", str(folder), f"{name}=={version}" if version is not None else name),
         ]
         if subprocess.run(command, check=False).returncode:
             failed.append(name)
@@ -105,10 +103,10 @@ def unpack_wheels(folder: Path, site: Path) -> list[str]:
     """Install carried wheels of modules that are absent into `site`, without a network. Return the names of the
     packages. A module that the machine has keeps its version. What an earlier call has installed stays untouched:
     newer headers of nanobind would compile the extension again."""
-    wanted = {normalize_name(PACKAGES[module]) for module in PACKAGES if importlib.util.find_spec(module) is None}
+    absent = {normalize_name(PACKAGES[module]) for module in PACKAGES if importlib.util.find_spec(module) is None}
     carried = {normalize_name(wheel.name.split("-")[0]) for wheel in folder.glob("*.whl")}
     installed = []
-    for name in sorted(wanted & carried):  # pip chooses the wheel of this Python: the folder may hold those of several
+    for name in sorted(absent & carried):  # pip chooses the wheel of this Python: the folder may hold those of several
         mark = site / f".installed-{name}"
         versions = " ".join(sorted(wheel.name for wheel in folder.glob("*.whl") if _has_package(wheel, name)))
         if mark.exists() and mark.read_text() == versions:
@@ -210,7 +208,7 @@ def find_nanobind(environment: dict[str, str]) -> str:
     command = [sys.executable, "-m", "nanobind", "--cmake_dir"]
     answer = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     if answer.returncode:
-        raise BuildError("nanobind is not installed. Next: gpu.py --prepare where pip works")
+        raise BuildError("nanobind is not installed. Next: run gpu.py --prepare on a machine on which pip works")
     return answer.stdout.strip()
 
 

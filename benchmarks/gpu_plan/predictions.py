@@ -34,10 +34,8 @@ class Prediction:
 
     def judge(self, rows: dict[str, Row]) -> str:
         """Return a line that compares the figure with its range."""
-        figure, value = (
-            f"{self.key}: {self.field}{f' / that of {self.per}' if self.per else ''}",
-            self.find_figure(rows),
-        )
+        figure = f"{self.key}: {self.field}{f' / that of {self.per}' if self.per else ''}"
+        value = self.find_figure(rows)
         if value is None:
             return f"not measured  {figure} (expected {self.low:g} to {self.high:g})"
         verdict = "as expected " if self.low <= value <= self.high else "UNEXPECTED  "

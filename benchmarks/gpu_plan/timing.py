@@ -15,8 +15,16 @@ SIZES = {"0.82M": 819_200, "6.5M": 6_553_600, "25.6M": 25_557_032, "110M": 110_0
 DENSITIES = (0.001, 0.01)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 GOALS = {"topk % of a read": 60, "topk × torch.topk": 5, "compress_ % of 12 bytes": 65, "mstopk × torch": 5}
+"""The least value of some columns of a row.
+
+`topk % of a read`: 100 is the time of a sum, which reads the input once. `compress_ % of 12 bytes`: 100 is the time of
+an addition of float32, which moves 12 bytes per element (it reads 8 and writes 4), as compress_ does. `×` is the time
+of torch divided by our time.
+"""
 _NODES = (2, 8)
+"""The numbers of nodes whose messages are added."""
 _ROTATED_BYTES = 1 << 30
+"""The memory of the inputs that take turns: more than the L2 cache holds."""
 
 
 def run(device: Device, rows: Rows, quick: bool) -> None:
@@ -69,11 +77,13 @@ def _measure_packing(device: Device, name: str, elements: int) -> Row:
             lambda x, bits=bits, to=messages[0]: kernels.quantised_pack_(x, bits, to, **wait),
         )
         for nodes in _NODES:
-            some, weights = messages[:nodes], [1.0] * nodes
+            received, weights = messages[:nodes], [1.0] * nodes
             time_kernel(
                 f"quantised_unpack_add_ {bits} {nodes} nodes",
                 nodes * nbytes,
-                lambda x, bits=bits, some=some, weights=weights: kernels.quantised_unpack_add_(x, bits, some, weights),
+                lambda x, bits=bits, received=received, weights=weights: kernels.quantised_unpack_add_(
+                    x, bits, received, weights
+                ),
             )
     count = kernels.entries_kept(elements, 0.1)
     message = torch.zeros(kernels.top_sign_bytes(elements, count), dtype=torch.uint8, device=device.place)
@@ -98,14 +108,14 @@ def _measure_sparse_kernels(
     residuals = [device.make_normal(elements) for _ in range(max(1, min(copies, _ROTATED_BYTES // (4 * elements))))]
     accumulated = torch.empty(elements, device=device.place)
     k = kernels.entries_kept(elements, density)
-    few = 5 if elements > 5e8 else 9
+    peer_repeats = 5 if elements > 5e8 else 9  # the operations of torch are slow
 
     def get_input(i: int) -> torch.Tensor:
         return inputs[i % copies]
 
     read = device.measure_milliseconds(lambda i: get_input(i).sum())
     add = device.measure_milliseconds(lambda i: residuals[i % len(residuals)].add_(accumulated, alpha=0.0))
-    peer = _time_torch_topk(device, inputs[0].abs(), k, few)
+    torch_topk = _time_torch_topk(device, inputs[0].abs(), k, peer_repeats)
     topk = device.measure_milliseconds(lambda i: kernels.topk(get_input(i), k))
     passes = kernels.last_effort().passes
     indices, values = kernels.topk(inputs[0], k)
@@ -119,7 +129,7 @@ def _measure_sparse_kernels(
 
     compress_ms = device.measure_milliseconds(compress)
     mstopk = device.measure_milliseconds(lambda i: kernels.mstopk(get_input(i), k))
-    composed = device.measure_milliseconds(lambda i: run_torch_mstopk(get_input(i), k), few)
+    torch_mstopk = device.measure_milliseconds(lambda i: run_torch_mstopk(get_input(i), k), peer_repeats)
     return {
         "size": name,
         "elements": elements,
@@ -130,16 +140,16 @@ def _measure_sparse_kernels(
         "add ms": add,
         "topk ms": topk,
         "topk passes": passes,
-        "torch.topk ms": peer,
+        "torch.topk ms": torch_topk,
         "compress_ ms": compress_ms,
         "encode ms": encode,
         "decode_add_ ms": decode,
         "mstopk ms": mstopk,
-        "torch mstopk ms": composed,
+        "torch mstopk ms": torch_mstopk,
         "topk % of a read": 100 * read / topk,
-        "topk × torch.topk": peer / topk,
+        "topk × torch.topk": torch_topk / topk,
         "compress_ % of 12 bytes": 100 * add / compress_ms * (dtype.itemsize + 8) / 12,
-        "mstopk × torch": composed / mstopk,
+        "mstopk × torch": torch_mstopk / mstopk,
         "topk kernels us": device.measure_kernels(lambda: kernels.topk(inputs[0], k)),
         "compress_ kernels us": device.measure_kernels(lambda: compress(0)),
         "mstopk kernels us": device.measure_kernels(lambda: kernels.mstopk(inputs[0], k)),
@@ -161,9 +171,9 @@ def run_torch_mstopk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tenso
     for _ in range(30):
         ratio = left + (right - left) / 2
         threshold = mean + ratio * (top - mean)
-        few = (a >= threshold).sum() <= k
-        right, left = torch.where(few, ratio, right), torch.where(few, left, ratio)
-        upper, lower = torch.where(few, threshold, upper), torch.where(few, lower, threshold)
+        at_most_k = (a >= threshold).sum() <= k
+        right, left = torch.where(at_most_k, ratio, right), torch.where(at_most_k, left, ratio)
+        upper, lower = torch.where(at_most_k, threshold, upper), torch.where(at_most_k, lower, threshold)
     above = (a >= upper).nonzero().view(-1)
     between = ((a >= lower) & (a < upper)).nonzero().view(-1)[: k - above.numel()]
     indices = torch.cat([above, between]).sort().values

@@ -11,22 +11,39 @@ from gpu_plan.machine import ROOT
 from gpu_plan.programs import run_group
 from gpu_plan.rows import Row, Rows
 
-_SAMPLE = (
-    "import torch, topkube.kernels as k; x = torch.randn(300_000).cuda();"
-    "i, v = k.topk(x, 3000); k.compress_(x, torch.zeros_like(x), 3000); k.mstopk(x, 3000);"
-    "k.decode(k.encode(i, v, x.numel(), wire='bf16')); p = k.PreviousThreshold('cuda');"
-    "k.topk(x, 3000, previous=p); k.topk(x, 3000, previous=p); s, b, _ = k.sign_pack_(x);"
-    "k.sign_unpack_add_(x, [(s, b)] * 2, [0.5, 0.5]); y = x[1:];"
-    "m = {n: torch.zeros(k.quantised_bytes(y.numel(), n), dtype=torch.uint8).cuda() for n in k.QUANTISED_BITS};"
-    "[(k.quantised_pack_(y, n, m[n]), k.quantised_unpack_add_(y, n, [m[n]] * 2, [0.5, 0.5])) for n in m];"
-    "t = torch.zeros(k.top_sign_bytes(y.numel(), 30_000), dtype=torch.uint8).cuda();"
-    "k.top_sign_pack_(y, 30_000, t); k.top_sign_unpack_add_(y, 30_000, t, 0.5); torch.cuda.synchronize()"
-)
+_SAMPLE = """
+import torch
+import topkube.kernels as k
+
+x = torch.randn(300_000).cuda()
+indices, values = k.topk(x, 3000)
+k.compress_(x, torch.zeros_like(x), 3000)
+k.mstopk(x, 3000)
+k.decode(k.encode(indices, values, x.numel(), wire="bf16"))
+previous = k.PreviousThreshold("cuda")
+for _ in range(2):
+    k.topk(x, 3000, previous=previous)
+scales, signs, _ = k.sign_pack_(x)
+k.sign_unpack_add_(x, [(scales, signs)] * 2, [0.5, 0.5])
+unaligned = x[1:]
+messages = {
+    bits: torch.zeros(k.quantised_bytes(unaligned.numel(), bits), dtype=torch.uint8).cuda() for bits in k.QUANTISED_BITS
+}
+for bits, message in messages.items():
+    k.quantised_pack_(unaligned, bits, message)
+    k.quantised_unpack_add_(unaligned, bits, [message] * 2, [0.5, 0.5])
+top_signs = torch.zeros(k.top_sign_bytes(unaligned.numel(), 30_000), dtype=torch.uint8).cuda()
+k.top_sign_pack_(unaligned, 30_000, top_signs)
+k.top_sign_unpack_add_(unaligned, 30_000, top_signs, 0.5)
+torch.cuda.synchronize()
+"""
+"""A program that launches every kernel."""
 _COUNTERS = (
     "dram__throughput.avg.pct_of_peak_sustained_elapsed,sm__throughput.avg.pct_of_peak_sustained_elapsed,"
     "sm__warps_active.avg.pct_of_peak_sustained_active,gpu__time_duration.sum"
 )
 _HOT = "regex:filter|collect|narrow|total|pack_"
+"""The kernels that take most of the time, for the option --kernel-name of Nsight Compute."""
 _BEFORE_THE_KILL = 15
 """Seconds after the deadline of a stage, before its process is killed (gpu.py: GRACE_SECONDS)."""
 
@@ -35,10 +52,13 @@ def run_tests(rows: Rows, dry: bool, seconds: float = 300) -> None:
     """Run the tests that are marked `gpu`: they compare every kernel with the CPU, bit for bit."""
     folders = [str(ROOT / "tests/unit" / name) for name in ("kernels", "training/test_training_devices.py")]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", "-p", "no:cacheprovider", *folders]
-    is_there = all(importlib.util.find_spec(name) is not None for name in ("pytest", "hypothesis"))
-    skipped = "the dry mode" if dry else "" if is_there else "pytest or hypothesis is not installed"
+    are_installed = all(importlib.util.find_spec(name) is not None for name in ("pytest", "hypothesis"))
+    skipped = "the dry mode" if dry else "" if are_installed else "pytest or hypothesis is not installed"
     rows.measure(
-        "suite", lambda: {"tool": "pytest", "skipped": skipped} if skipped else _run_command(rows, command, seconds, 1)
+        "suite",
+        lambda: (
+            {"tool": "pytest", "skipped": skipped} if skipped else _run_command(rows, command, seconds, wrong_status=1)
+        ),
     )
 
 
@@ -58,17 +78,17 @@ def run_sanitisers(rows: Rows, dry: bool, seconds: float = 120) -> None:
 def _run_if_installed(rows: Rows, command: list[str], seconds: float, dry: bool) -> Row:
     if dry or shutil.which(command[0]) is None:
         return {"tool": command[0], "skipped": "the dry mode" if dry else "it is not installed"}
-    return _run_command(rows, command, seconds, 3)
+    return _run_command(rows, command, seconds, wrong_status=3)
 
 
 def _run_command(rows: Rows, command: list[str], seconds: float, wrong_status: int) -> Row:
-    """Run a command. Return its exit status and its output. `wrong_status` is the exit status with which it reports
-    errors. It ends before this stage is killed, which would leave it on the device. Raises TimeoutError if it did not
-    end in the time that is left, so that the next call runs it again."""
-    left = rows.deadline + _BEFORE_THE_KILL - time.monotonic()
-    status, output = run_group(command, min(seconds, left), capture=True)
-    if status is None and left < seconds:
-        raise TimeoutError(f"the time was over after {left:.0f} s")
+    """Run a command. Return its exit status and its output. The command reports errors with the exit status
+    `wrong_status`. Kill the command before this stage is killed: otherwise it would continue on the device. Raises
+    TimeoutError if the command did not end before the deadline, so that the next call runs it again."""
+    seconds_left = rows.deadline + _BEFORE_THE_KILL - time.monotonic()
+    status, output = run_group(command, min(seconds, seconds_left), capture=True)
+    if status is None and seconds_left < seconds:
+        raise TimeoutError(f"the time was over after {seconds_left:.0f} s")
     if status is None:
         return {"tool": command[0], "skipped": f"it did not end within {seconds:g} s"}
     wrong = ["errors"] if status == wrong_status else []

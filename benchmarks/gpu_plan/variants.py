@@ -56,16 +56,16 @@ def _measure(device: Device, name: str, work: Path, end: float) -> Row:
     def measure(launch: Callable[[], object]) -> float:
         return device.measure_milliseconds(lambda _: launch())
 
-    few, half, fewest = _ELEMENTS // 100, _ELEMENTS // 2, _SMALL // 100
+    k, half_of_all, k_of_small = _ELEMENTS // 100, _ELEMENTS // 2, _SMALL // 100
     return {
         "defines": defines,
         "build": loaded.build,
-        "topk ms": measure(lambda: kernels.topk(x, few)),
-        "topk bf16 ms": measure(lambda: kernels.topk(narrow, few)),
-        "compress_ ms": measure(lambda: kernels.compress_(x, residual, few, sum_)),
-        "mstopk ms": measure(lambda: kernels.mstopk(x, few, 30, 0)),
-        "half ms": measure(lambda: kernels.topk(x, half)),
-        "topk again ms": measure(lambda: kernels.topk(x, few, previous)),
-        "small topk ms": measure(lambda: kernels.topk(small, fewest)),
-        "small topk again ms": measure(lambda: kernels.topk(small, fewest, previous_of_small)),
+        "topk ms": measure(lambda: kernels.topk(x, k)),
+        "topk bf16 ms": measure(lambda: kernels.topk(narrow, k)),
+        "compress_ ms": measure(lambda: kernels.compress_(x, residual, k, sum_)),
+        "mstopk ms": measure(lambda: kernels.mstopk(x, k, 30, 0)),
+        "half ms": measure(lambda: kernels.topk(x, half_of_all)),
+        "topk again ms": measure(lambda: kernels.topk(x, k, previous)),
+        "small topk ms": measure(lambda: kernels.topk(small, k_of_small)),
+        "small topk again ms": measure(lambda: kernels.topk(small, k_of_small, previous_of_small)),
     }

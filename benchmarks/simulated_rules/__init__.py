@@ -18,7 +18,7 @@ from simulated_rules.weights import (
     LocalAveraging,
     SignWeights,
     SignWeightsTwoStage,
-    SparseLoCo,
+    SimulatedSparseLoCo,
     TopKWeights,
     TopSignWeights,
 )
@@ -41,7 +41,7 @@ RULES: dict[str, type[Rule]] = {
     "topk-weights": TopKWeights,
     "topk1bit": TopSignWeights,
     "diloco": DiLoCo,
-    "sparseloco": SparseLoCo,
+    "sparseloco": SimulatedSparseLoCo,
     "sign-residual": SignResidual,
 }
 """The rules by name."""

@@ -201,8 +201,8 @@ class PowerSGD(Rule):
         return mean
 
     def _approximate(self, index: int, matrices: list[torch.Tensor], last: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Return the approximation of the mean of all nodes' matrices, and how many values a factor has. `last` is what
-        this method left in `_factors`."""
+        """Return the approximation of the mean of all nodes' matrices, and the number of values that a node
+        sends. `last` is the factor that the last call stored in `_factors`."""
         p = torch.linalg.qr(sum(m @ last for m in matrices) / self.options.nodes).Q
         q = self._factors[index] = sum(m.T @ p for m in matrices) / self.options.nodes
         return p @ q.T, p.numel() + q.numel()
@@ -213,10 +213,11 @@ class AcpSGD(PowerSGD):
 
     def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
         super().__init__(nodes, options)
-        self._had_rows: dict[int, bool] = {}
+        self._has_row_factor: dict[int, bool] = {}
+        """For each parameter, whether the last factor has the rows of the matrix (otherwise its columns)."""
 
     def _approximate(self, index: int, matrices: list[torch.Tensor], last: torch.Tensor) -> tuple[torch.Tensor, int]:
-        whole, given = sum(matrices) / self.options.nodes, torch.linalg.qr(last).Q
-        had_rows = self._had_rows[index] = not self._had_rows.get(index, True)
-        sent = self._factors[index] = whole.T @ given if had_rows else whole @ given
-        return given @ sent.T if had_rows else sent @ given.T, sent.numel()
+        mean, basis = sum(matrices) / self.options.nodes, torch.linalg.qr(last).Q
+        has_row_factor = self._has_row_factor[index] = not self._has_row_factor.get(index, True)
+        sent = self._factors[index] = mean.T @ basis if has_row_factor else mean @ basis
+        return basis @ sent.T if has_row_factor else sent @ basis.T, sent.numel()

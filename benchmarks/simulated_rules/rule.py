@@ -39,11 +39,11 @@ class GuardValues:
     unsent: list[float] = field(default_factory=list)
     spread: list[float] = field(default_factory=list)
 
-    def add(self, change: float, left: float, agreed: float) -> None:
+    def add(self, change: float, unsent: float, agreed: float) -> None:
         """Add a measurement: the mean squares of nodes of the change before an exchange, of its unsent part after it,
         and the squares of the agreed weights."""
         guard = DriftGuard(1, "")
-        guard.check_drift(change, left, agreed)
+        guard.check_drift(change, unsent, agreed)
         assert guard.unsent_ratio is not None
         assert guard.weight_spread is not None
         self.unsent.append(guard.unsent_ratio)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from simulated_rules.rule import BLOCK, LossFunction, Nodes, Rule, RuleOptions, apply_codec, apply_signs
@@ -56,11 +55,11 @@ class LocalAveraging(Rule):
             drift = [parameter - weight for parameter in own]
             sent = self.compress(index, drift)
             weight += self.average(index, sent)
-            for parameter, moved, delivered in zip(own, drift, sent, strict=True):
-                left = moved - delivered
-                self._arriving.append((parameter, weight + left))
+            for parameter, change, delivered in zip(own, drift, sent, strict=True):
+                unsent = change - delivered
+                self._arriving.append((parameter, weight + unsent))
                 if is_measured:
-                    squares += torch.stack([(part * part).sum() for part in (moved, left, weight)]).double()
+                    squares += torch.stack([(part * part).sum() for part in (change, unsent, weight)]).double()
         if is_measured:
             self.guard_values.add(*(squares / self.options.nodes).tolist())
         if not self.is_delayed:
@@ -74,7 +73,7 @@ class LocalAveraging(Rule):
         self._arriving.clear()
 
     def average(self, index: int, sent: list[torch.Tensor]) -> torch.Tensor:
-        """Return what the weights of tensor `index` move by, if nodes sent `sent`."""
+        """Return the change of the agreed weights of tensor `index`. Each node sent one entry of `sent`."""
         return torch.stack(sent).sum(0) / self.options.nodes
 
     def compress(self, index: int, drift: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -89,7 +88,8 @@ class LocalAveraging(Rule):
 
 
 class WeightFeedback(LocalAveraging):
-    """Base: error feedback in the weights. Node i keeps x + e_i; it sends C(x_i - x); e_i is what C leaves.
+    """Base of rules with error feedback in the weights. x are the agreed weights, and x_i are the weights of node i.
+    Node i sends C(x_i - x). What C leaves out, e_i, stays: the node continues from x + e_i.
 
     Close to CSER (Xie et al., 2020). For AdamW a node's second moment holds the noise of a smaller batch: it is divided
     by rho = sum v_i / sum v(mean gradient), clamped to [1, nodes], estimated per tensor from `PROBES` fixed entries.
@@ -103,20 +103,21 @@ class WeightFeedback(LocalAveraging):
         super().__init__(nodes, options)
         named = nodes.list_named_parameters(0)
         self._small = [parameter.is_always_dense for parameter in named]
-        self._adam = isinstance(nodes.optimizers[0], torch.optim.AdamW)
+        self._is_adam = isinstance(nodes.optimizers[0], torch.optim.AdamW)
         generator = torch.Generator().manual_seed(0)
         self._entries = [torch.randperm(parameter.length, generator=generator)[: self.PROBES] for parameter in named]
+        # Running means of the squares of these entries: of each node's gradient, and of the mean gradient.
         self._own = [[torch.zeros(len(entries)) for entries in self._entries] for _ in range(options.nodes)]
         self._mean = [torch.zeros(len(entries)) for entries in self._entries]
+        # rho of each node and tensor.
         self._ratio = [[1.0] * len(named) for _ in range(options.nodes)]
         self._step = 0
 
     def step(self, step: int, compute_loss: LossFunction) -> None:
         self._step = step
-        self._seen: list[list[torch.Tensor]] = []
         rows = [self.compute_gradients(node, compute_loss) for node in range(self.options.nodes)]
         self.apply_arriving()
-        if self._adam:
+        if self._is_adam:
             self._probe(rows)
         for node, gradients in enumerate(rows):
             for parameter, gradient in zip(self.nodes.list_parameters(node), gradients, strict=True):
@@ -144,7 +145,7 @@ class WeightFeedback(LocalAveraging):
     @torch.no_grad()
     def update(self, node: int, gradients: list[torch.Tensor]) -> None:
         optimizer = self.nodes.optimizers[node]
-        if not self._adam:
+        if not self._is_adam:
             optimizer.step()
             return
         group = optimizer.param_groups[0]
@@ -240,7 +241,7 @@ class TopSignWeights(WeightFeedback):
         return float(TopSigns([slice(0, elements)]).row_bytes)
 
 
-class SparseLoCo(LocalAveraging):
+class SimulatedSparseLoCo(LocalAveraging):
     """The largest 1/32 of the changes with two bits each, error feedback in the weights (sparseloco)."""
 
     def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
@@ -252,14 +253,7 @@ class SparseLoCo(LocalAveraging):
             return super().compress(index, drift)
         codec = TopLevels([slice(0, drift[0].numel())])
         self.sent_bytes += (self.options.nodes - 1) * codec.row_bytes
-        return [self._send(codec, part) for part in drift]
-
-    @staticmethod
-    def _send(codec: TopLevels, drift: torch.Tensor) -> torch.Tensor:
-        row, sent = np.zeros(codec.row_bytes, np.uint8), np.zeros(drift.numel(), np.float32)
-        codec.pack(drift.reshape(-1).numpy().copy(), row)
-        codec.unpack_add(sent, [row], [1.0])
-        return torch.from_numpy(sent).view_as(drift)
+        return [apply_codec(codec, part.reshape(-1)).view_as(part) for part in drift]
 
 
 class DiLoCo(LocalAveraging):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import string
 import subprocess
 import sys
 import tempfile
@@ -31,19 +32,21 @@ def list_compiled_devices(wheel: Path) -> set[str]:
 
 
 def main() -> None:
-    folder, wanted = Path(sys.argv[1]), set(sys.argv[2].split(";"))
+    folder, required = Path(sys.argv[1]), set(sys.argv[2].split(";"))
     wheels = list(folder.glob("topkube-*.whl"))
     if len(wheels) != 1:
         sys.exit(f"{len(wheels)} wheels in {folder}, expected 1. Next: read the output of pip wheel above")
     compiled = list_compiled_devices(wheels[0])
-    if absent := wanted - compiled:
+    if absent := required - compiled:
         only = _format_devices(compiled) or "none"
         sys.exit(f"{wheels[0].name} has no machine code for {_format_devices(absent)}, only for {only}")
-    print(f"{wheels[0].name}: machine code for {', '.join(f'sm_{device}' for device in sorted(compiled, key=int))}")
+    print(f"{wheels[0].name}: machine code for {_format_devices(compiled)}")
 
 
 def _format_devices(devices: set[str]) -> str:
-    return ", ".join(f"sm_{device}" for device in sorted(devices))
+    """Return the devices in the order of their numbers. A letter may follow the number, as in 90a."""
+    ordered = sorted(devices, key=lambda device: (int(device.rstrip(string.ascii_letters)), device))
+    return ", ".join(f"sm_{device}" for device in ordered)
 
 
 if __name__ == "__main__":

@@ -57,9 +57,8 @@ CACHE = Dashboard(
             (
                 Panel(
                     "Time on data",
-                    "Seconds per second that a rank waits for its next batch, mean of all ranks: the time that the "
-                    "cache and "
-                    "the loader do not hide.",
+                    "Seconds per second that a rank waits for its next batch, mean of all ranks. Batches that "
+                    "the loader prepares during a step cost no such time.",
                     "percentunit",
                     (Query(f"avg {BY_JOB} ({build_rate('topkube_step_phase_seconds_total', _DATA)})", _NAME),),
                 ),
@@ -100,8 +99,7 @@ CACHE = Dashboard(
                 Panel(
                     "Tiers by state",
                     "Worker pods whose tier is open (stores shards), frozen (full or failing: stores no more) or "
-                    "dropped "
-                    "(not used any more).",
+                    "dropped (not used any more).",
                     "short",
                     (Query(f"sum by (tier, state) (topkube_cache_tier_state{{{OF_JOB}}})", "{{tier}}: {{state}}"),),
                 ),

@@ -106,8 +106,7 @@ CLUSTER = Dashboard(
                 Panel(
                     "Restarts",
                     "Ended attempts that were followed by another, by reason. The job did not cause Evicted, "
-                    "Preempted and "
-                    "NodeLost.",
+                    "Preempted and NodeLost.",
                     "short",
                     (
                         Query(

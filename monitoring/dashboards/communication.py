@@ -21,8 +21,7 @@ COMMUNICATION = Dashboard(
                 Panel(
                     "Sent against dense",
                     "Bytes per second between nodes and inside nodes, and the bytes that a dense ring all-reduce of "
-                    "the same "
-                    "gradients would send at the same step rate.",
+                    "the same gradients would send at the same step rate.",
                     "Bps",
                     (
                         Query(f"sum by (level) ({build_rate('topkube_sent_bytes_total')})", "{{level}}"),
@@ -58,8 +57,7 @@ COMMUNICATION = Dashboard(
                 Panel(
                     "Bandwidth between nodes",
                     "Bytes per second that a rank sends during the exchange, mean of all ranks, and the bandwidth "
-                    "that the link "
-                    "had when the job started. The time of waiting for slower ranks counts as exchange.",
+                    "that the link had when the job started. The time of waiting for slower ranks counts as exchange.",
                     "Bps",
                     (
                         Query(
@@ -120,8 +118,7 @@ COMMUNICATION = Dashboard(
                 Panel(
                     "Exchange share of a step",
                     "Seconds of the exchange divided by seconds of the step. Overlap with backward costs nothing. If "
-                    "the share is "
-                    "above half of backward, try a lower density or larger batches.",
+                    "the share is above half of backward, try a lower density or larger batches.",
                     "percentunit",
                     (
                         Query(

@@ -103,9 +103,10 @@ JOB = Dashboard(
                 ),
                 Panel(
                     "Weights of nodes",
-                    "onebit only. Unsent: what nodes keep of the changes of their weights, over what they "
-                    "send. Spread: the distance of the nodes' weights from the agreed weights, over the norm of those. "
-                    "Beyond 100 (unsent) or 1 (spread) the run shortens its period.",
+                    "onebit only. Unsent: the norm of the weight changes that nodes have not sent yet, divided by the "
+                    "norm of what they send. Spread: the distance of the nodes' weights from the weights that they "
+                    "agree on, divided by the norm of those. Above 100 (unsent) or 1 (spread) the run shortens its "
+                    "period.",
                     "percentunit",
                     (
                         Query(f"max by (training_job) (topkube_unsent_ratio{{{OF_JOB}}})", "unsent"),
@@ -118,7 +119,7 @@ JOB = Dashboard(
             "Time",
             (
                 Panel(
-                    "A step's time",
+                    "Step time by phase",
                     "Seconds per step by phase, mean of all ranks. select, intra and inter are the exchange. They run "
                     "during backward, which waits for them at its end, so backward includes the time without overlap.",
                     "s",

@@ -27,10 +27,10 @@ def test_helm_lint_reports_no_problem() -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
-    "given", [{}, EVERYTHING, {"replicas": 1, "webhook": {"enabled": False}}], ids=["plain", "all", "small"]
+    "values", [{}, EVERYTHING, {"replicas": 1, "webhook": {"enabled": False}}], ids=["plain", "all", "small"]
 )
-def test_objects_are_valid_in_every_supported_kubernetes(version: str, given: dict[str, Any]) -> None:
-    objects = render({**given, "kubeVersionOverride": f"v{version}.0"})
+def test_objects_are_valid_in_every_supported_kubernetes(version: str, values: dict[str, Any]) -> None:
+    objects = render({**values, "kubeVersionOverride": f"v{version}.0"})
     assert len(objects) > 10
     for item in objects:
         if item["apiVersion"].startswith(("monitoring.coreos.com", "cert-manager.io")):
@@ -60,7 +60,7 @@ def test_crds_are_upgraded_with_the_chart_and_kept_without_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "path"),
+    ("values", "path"),
     [
         ({"replicas": 0}, "/replicas"),
         ({"replica": 3}, "replica"),
@@ -74,20 +74,20 @@ def test_crds_are_upgraded_with_the_chart_and_kept_without_it() -> None:
         ({"operator": {"resources": {"limit": {}}}}, "/operator/resources"),
     ],
 )
-def test_a_wrong_value_is_refused_with_its_path(given: dict[str, Any], path: str) -> None:
+def test_a_wrong_value_is_refused_with_its_path(values: dict[str, Any], path: str) -> None:
     with helm.Chart.load(CHART) as chart, pytest.raises(helm.HelmError) as caught:
-        chart.validate_schema(given)
+        chart.validate_schema(values)
     assert path in str(caught.value)
 
 
 def test_every_value_is_documented_and_in_the_schema() -> None:
     def list_leaves(node: dict[str, Any], path: str = "") -> Iterator[str]:
-        for name, below in node.items():
-            here = f"{path}.{name}".lstrip(".")
-            if isinstance(below, dict) and below and here not in documented:
-                yield from list_leaves(below, here)
+        for name, child in node.items():
+            full_path = f"{path}.{name}".lstrip(".")
+            if isinstance(child, dict) and child and full_path not in documented:
+                yield from list_leaves(child, full_path)
             else:
-                yield here
+                yield full_path
 
     text = (CHART / "values.yaml").read_text()
     documented = {value.path: value for value in list_values(text)}
@@ -95,13 +95,13 @@ def test_every_value_is_documented_and_in_the_schema() -> None:
     assert all(value.meaning.endswith(".") for value in documented.values())
 
     def list_properties(schema: dict[str, Any], path: str = "") -> Iterator[str]:
-        for name, below in schema["properties"].items():
-            here = f"{path}.{name}".lstrip(".")
-            if "properties" in below and here not in documented:
-                assert below["additionalProperties"] is False, here
-                yield from list_properties(below, here)
+        for name, child in schema["properties"].items():
+            full_path = f"{path}.{name}".lstrip(".")
+            if "properties" in child and full_path not in documented:
+                assert child["additionalProperties"] is False, full_path
+                yield from list_properties(child, full_path)
             else:
-                yield here
+                yield full_path
 
     schema = json.loads((CHART / "values.schema.json").read_text())
     assert schema["additionalProperties"] is False
@@ -140,12 +140,12 @@ def test_a_list_of_namespaces_grants_no_right_in_other_namespaces() -> None:
             ["priorityclasses"],
         )
         assert not {"create", "delete", "patch"} & set(rule["verbs"])
-    where = {
+    namespaces = {
         binding["metadata"]["namespace"]
         for binding in select_kind("RoleBinding", objects)
         if "-jobs" in binding["metadata"]["name"]
     }
-    assert where == {"team-a", "team-b"}
+    assert namespaces == {"team-a", "team-b"}
     (container,) = read_pod_spec(objects)["containers"]
     assert {"--namespace=team-a", "--namespace=team-b"} <= set(container["args"])
     selector = find_only("ValidatingWebhookConfiguration", objects)["webhooks"][0]["namespaceSelector"]
@@ -153,8 +153,8 @@ def test_a_list_of_namespaces_grants_no_right_in_other_namespaces() -> None:
 
 
 def test_no_role_of_the_operator_has_a_wildcard_or_exec() -> None:
-    for given in ({}, {"namespaces": ["team-a"]}):
-        objects = render(given)
+    for values in ({}, {"namespaces": ["team-a"]}):
+        objects = render(values)
         for role in [*select_kind("ClusterRole", objects), *select_kind("Role", objects)]:
             if role["metadata"]["name"] in ("topkube-view", "topkube-edit", "topkube-admin"):
                 continue

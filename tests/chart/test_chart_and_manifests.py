@@ -73,9 +73,9 @@ def test_both_have_the_same_network_policy_for_the_operators_pods() -> None:
 
 def test_a_value_limits_the_callers_of_the_webhook() -> None:
     peers = [{"ipBlock": {"cidr": "172.18.0.2/32"}}]
-    for given, wanted in (({}, None), ({"webhookFrom": peers}, peers)):
-        rules = find_only("NetworkPolicy", render({"networkPolicy": given}))["spec"]["ingress"]
-        assert {rule["ports"][0]["port"]: rule.get("from") for rule in rules}["webhook"] == wanted
+    for values, expected in (({}, None), ({"webhookFrom": peers}, peers)):
+        rules = find_only("NetworkPolicy", render({"networkPolicy": values}))["spec"]["ingress"]
+        assert {rule["ports"][0]["port"]: rule.get("from") for rule in rules}["webhook"] == expected
     assert select_kind("NetworkPolicy", render({"networkPolicy": {"enabled": False}})) == []
 
 
@@ -118,12 +118,12 @@ def test_the_node_cache_is_off_by_default_and_the_same_in_both_when_it_is_on() -
 
 
 def test_the_operator_accepts_every_option_that_the_chart_sets() -> None:
-    given = {
+    values = {
         "namespaces": ["a"],
         "operator": {"stallSeconds": 5, "gangScheduler": "g", "checkAddress": False},
         "webhook": {"certManager": {"enabled": True}},
     }
-    (container,) = find_only("Deployment", render(given))["spec"]["template"]["spec"]["containers"]
+    (container,) = find_only("Deployment", render(values))["spec"]["template"]["spec"]["containers"]
     options = vars(build_parser().parse_args(container["args"]))
     assert options["namespace"] == ["a"]
     assert options["stall_seconds"] == 5

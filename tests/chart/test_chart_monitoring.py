@@ -28,12 +28,12 @@ def test_monitors_wait_for_their_crds() -> None:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
 def test_the_rules_are_those_of_the_file_with_complete_runbook_links(tmp_path: Path) -> None:
-    given = {
+    values = {
         "metrics": {
             "alerts": {"enabled": True, "runbookBaseUrl": "https://example.com/", "disabled": ["TopKubeNoLeader"]}
         }
     }
-    spec = find_only("PrometheusRule", render(given))["spec"]
+    spec = find_only("PrometheusRule", render(values))["spec"]
     rules = [rule for group in spec["groups"] for rule in group["rules"]]
     assert "TopKubeNoLeader" not in [rule["alert"] for rule in rules]
     assert {rule["alert"] for rule in rules} == {alert.name for alert in ALERTS} - {"TopKubeNoLeader"}
@@ -60,7 +60,7 @@ def read_attributes(body: str) -> dict[str, Any]:
 
 
 def test_alloy_scrapes_what_prometheus_scrapes() -> None:
-    """Alloy cannot be had for tests, so its configuration is compared with that of Prometheus, which is run."""
+    """Alloy is not available to the tests, so its configuration is compared with that of Prometheus, which is run."""
     page = (CHART.parents[1] / "docs/monitoring.md").read_text()
     (prometheus,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", page, re.DOTALL)
     (text,) = re.findall(r"```alloy\n(.*?)```", page, re.DOTALL)
@@ -81,8 +81,8 @@ def test_alloy_scrapes_what_prometheus_scrapes() -> None:
     assert ("prometheus.remote_write", "default") in components
 
 
-def render_rules(alerts: dict[str, Any], name: str = "topkube", **given: Any) -> dict[str, dict[str, Any]]:
-    objects = render({**given, "metrics": {"alerts": {"enabled": True, **alerts}}}, name=name)
+def render_rules(alerts: dict[str, Any], name: str = "topkube", **values: Any) -> dict[str, dict[str, Any]]:
+    objects = render({**values, "metrics": {"alerts": {"enabled": True, **alerts}}}, name=name)
     groups = find_only("PrometheusRule", objects)["spec"]["groups"]
     return {rule["alert"]: rule for group in groups for rule in group["rules"]}
 

@@ -139,9 +139,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     probes = Probes(0, build_operator_metrics().render, str, str, "127.0.0.1")
     agent_probes = Probes(0, build_agent_metrics().render, str, str, "127.0.0.1")
     with contextlib.ExitStack() as stack:
-        for server in (probes, agent_probes):
-            server.start()
-            stack.callback(server.stop)
+        for probe_server in (probes, agent_probes):
+            probe_server.start()
+            stack.callback(probe_server.stop)
         addresses = {name: stack.enter_context(run_training(directory / name, name)) for name in ALGORITHMS}
         targets = [
             *(
@@ -196,13 +196,13 @@ def test_every_variable_of_a_dashboard_has_values(server: Prometheus) -> None:
         for variable in dashboard.variables:
             series = fill_variables(variable.series, INTERVAL)
             values = server.call_api(f"label/{variable.label}/values", **{"match[]": series})
-            known = {
+            expected_values = {
                 "namespace": "ml",
                 "training_job": JOB,
                 "operator_namespace": "topkube-system",
                 "release": "topkube",
             }
-            assert known[variable.name] in values
+            assert expected_values[variable.name] in values
 
 
 def test_every_alert_is_evaluated_without_an_error(server: Prometheus) -> None:

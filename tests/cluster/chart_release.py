@@ -36,9 +36,9 @@ MONITORING = "monitoring.coreos.com"
 class ChartRelease:
     """One release, called topkube as in the docs, and a namespace of jobs."""
 
-    def __init__(self, on: Target, kubectl: Path, directory: Path) -> None:
-        self.target, self.directory = on, directory
-        self.commands = Commands(on.kubeconfig, kubectl, {"image": {"tag": images.TAG}})
+    def __init__(self, target: Target, kubectl: Path, directory: Path) -> None:
+        self.target, self.directory = target, directory
+        self.commands = Commands(target.kubeconfig, kubectl, {"image": {"tag": images.TAG}})
         self.namespaces: list[str] = []
         self.jobs = self.create_namespace()
         self.installed: dict[str, Any] = {}
@@ -112,7 +112,7 @@ def is_deployed(target: Target) -> bool:
 
 
 def avoid_a_node(jobs: Namespace) -> None:
-    """Create a job of another controller, which the test plays: its status contains a node that new pods avoid."""
+    """Create a job that no operator manages. Write to its status, as an operator would, a node that new pods avoid."""
     name = jobs.create(build_job("avoids", ["true"], runPolicy={"managedBy": "example.com/test"}))
     avoided = {"name": "node1", "reason": "HardwareFault", "message": "an attempt of this job ended there"}
     status = {"phase": "Running", "avoidedNodes": [avoided]}

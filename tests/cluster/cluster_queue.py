@@ -1,5 +1,5 @@
-"""A played Kueue on a real API server. A ClusterQueue admits Workloads while it has room, and evicts Workloads of lower
-priority. A PodGroup counts the pods of one group, as Kueue's integration of plain pods does.
+"""A simulated Kueue on a real API server. A ClusterQueue admits Workloads while it has room, and evicts Workloads of
+lower priority. A PodGroup counts the pods of one group, as Kueue's integration of plain pods does.
 
 Both act when a test asks them to, and fail if the job's controller breaks a rule of the protocol: pods run only with
 quota, and quota is given back after the pods.
@@ -55,7 +55,7 @@ def _remove_leftover(cluster: Cluster, definition: Mapping[str, Any]) -> None:
     if not stored:
         return
     if stored["metadata"].get("annotations") != definition["metadata"]["annotations"]:
-        pytest.skip("Kueue is installed on this cluster, and these tests play it. Next: use another cluster")
+        pytest.skip("Kueue is installed on this cluster, and these tests simulate it. Next: use another cluster")
     with suppress(ApiError):
         cluster.call("DELETE", path)
     wait_for(lambda: not _read(cluster, path), f"{path} to be gone", 120)
@@ -78,7 +78,23 @@ def _read(cluster: Cluster, path: str) -> dict[str, Any]:
         return {}
 
 
-class ClusterQueue:
+class _KueuePart:
+    """A part of Kueue that acts when a test asks it to."""
+
+    def reconcile(self) -> None:
+        raise NotImplementedError
+
+    def act_until(self, condition: Callable[[], Any], what: str, seconds: float = 90.0) -> Any:
+        """Act as Kueue until `condition` returns a true result. Return the result. `what` names the condition."""
+
+        def act_and_check() -> Any:
+            self.reconcile()
+            return condition()
+
+        return wait_for(act_and_check, what, seconds)
+
+
+class ClusterQueue(_KueuePart):
     """The Workloads of one namespace share a quota of `room` pods. The oldest Workload of the highest priority is
     first."""
 
@@ -99,15 +115,6 @@ class ClusterQueue:
     def holds_quota(self, job: str) -> bool:
         workload = self.find_workload(job)
         return bool(workload) and kueue_protocol.holds_quota(workload)
-
-    def act_until(self, look: Callable[[], Any], what: str, seconds: float = 90.0) -> Any:
-        """Act as Kueue until `look` returns a true result. Return the result."""
-
-        def act_and_look() -> Any:
-            self.reconcile()
-            return look()
-
-        return wait_for(act_and_look, what, seconds)
 
     def evict(self, job: str, reason: str) -> None:
         """Ask a job to return its quota."""
@@ -152,9 +159,9 @@ class ClusterQueue:
         is_clearing = any(kueue_protocol.has_true_condition(other, "Evicted") for other in holders)
         lower = [other for other in holders if _read_priority(other) < _read_priority(entry)]
         if lower and not is_clearing:
-            victim = max(lower, key=_compute_turn)
-            self.evictions.append(victim["metadata"]["name"])
-            self._write(victim, kueue_protocol.build_evicted_status(victim, "Preempted", now))
+            evicted = max(lower, key=_compute_turn)
+            self.evictions.append(evicted["metadata"]["name"])
+            self._write(evicted, kueue_protocol.build_evicted_status(evicted, "Preempted", now))
         message = "couldn't assign flavors to pod set launcher: insufficient unused quota for pods"
         if kueue_protocol.find_condition(entry, "QuotaReserved").get("message") != message:
             self._write(entry, kueue_protocol.build_refused_status(entry, message, now))
@@ -189,8 +196,8 @@ class ClusterQueue:
         Kueue writes by a merge patch or by server-side apply. API servers of 1.20 take the conditions of a custom
         resource for one field, so that an apply would remove the conditions of the job's controller.
         """
-        own = {name: status[name] for name in ("admission", "admissionChecks", "conditions") if status.get(name)}
-        body = {"metadata": {"resourceVersion": workload["metadata"]["resourceVersion"]}, "status": own}
+        kueue_part = {name: status[name] for name in ("admission", "admissionChecks", "conditions") if status.get(name)}
+        body = {"metadata": {"resourceVersion": workload["metadata"]["resourceVersion"]}, "status": kueue_part}
         path = f"{self._path}/{workload['metadata']['name']}/status"
         try:
             self.cluster.call("PATCH", path, body, query={"fieldManager": "kueue"}, content=_MERGE)
@@ -201,22 +208,13 @@ class ClusterQueue:
         return True
 
 
-class PodGroup:
+class PodGroup(_KueuePart):
     """The pods of one group, and its quota. The first complete set of pods decides how many pods each role has."""
 
     def __init__(self, cluster: Cluster, namespace: str, name: str) -> None:
         self.cluster, self.namespace, self.name = cluster, namespace, name
         self.roles: Counter[str] = Counter()
         self.holds_quota = False
-
-    def act_until(self, look: Callable[[], Any], what: str, seconds: float = 90.0) -> Any:
-        """Act as Kueue until `look` returns a true result. Return the result."""
-
-        def act_and_look() -> Any:
-            self.reconcile()
-            return look()
-
-        return wait_for(act_and_look, what, seconds)
 
     def reconcile(self) -> None:
         """Check all rules, and take the next step with the group."""

@@ -68,17 +68,17 @@ def target(shared_step: SharedStep) -> Iterator[Target]:
         return
     if os.geteuid() != 0:
         pytest.skip("needs root to start a cluster here, or TOPKUBE_TEST_KUBECONFIG for another cluster")
-    layout, wanted = Layout.from_environment(), [images.RUNTIME, images.RUNTIME_OPENMPI, images.OPERATOR]
+    layout, required = Layout.from_environment(), [images.RUNTIME, images.RUNTIME_OPENMPI, images.OPERATOR]
     running = LocalCluster.find_running(layout)
     if running is not None:
         with shared_step("images") as first:
             if first:
-                running.load_images(wanted)
+                running.load_images(required)
         yield Target(layout.kubeconfig, running)
         return
     if "PYTEST_XDIST_WORKER" in os.environ:
         pytest.fail("several processes share a cluster that is up. Next: make cluster NODES=3, or make test-cluster")
-    cluster = LocalCluster.start(layout, NODES, wanted)
+    cluster = LocalCluster.start(layout, NODES, required)
     try:
         yield Target(layout.kubeconfig, cluster)
     finally:
@@ -101,8 +101,8 @@ def kubectl(target: Target) -> Path:
 @pytest.fixture(scope="session")
 def installation(target: Target, shared_step: SharedStep) -> Target:
     """The cluster, with the operator of manifests/ running."""
-    for wanted in (images.OPERATOR, images.RUNTIME):
-        needs.require_image(target, wanted.name)
+    for image in (images.OPERATOR, images.RUNTIME):
+        needs.require_image(target, image.name)
     with shared_step("operator") as first:
         if first:
             _install_operator(target)

@@ -20,9 +20,9 @@ from monitoring.server import build_file_target
 @functools.cache
 def _read_monitor(kind: str) -> dict[str, Any]:
     """Return the spec of the chart's monitor of a kind."""
-    wanted = {"metrics": {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}}}
+    values = {"metrics": {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}}}
     with helm.Chart.load(REPOSITORY / "charts/topkube") as chart:
-        text = chart.render(wanted)["topkube/templates/monitoring.yaml"]
+        text = chart.render(values)["topkube/templates/monitoring.yaml"]
     (spec,) = (document["spec"] for document in yaml.safe_load_all(text) if document and document["kind"] == kind)
     assert isinstance(spec, dict)
     return spec

@@ -96,7 +96,7 @@ class Jobs:
         return failure
 
 
-class Operator:
+class OperatorProcess:
     """`python -m topkube_operator` for one namespace, which also has its Lease and its secret."""
 
     def __init__(self, kubeconfig: str, namespace: str, *options: str) -> None:
@@ -119,7 +119,7 @@ class Operator:
             self.process.wait(60)
 
     @contextlib.contextmanager
-    def keep_running(self) -> Iterator[Operator]:
+    def keep_running(self) -> Iterator[OperatorProcess]:
         self.start()
         try:
             yield self
@@ -140,7 +140,7 @@ class KillingProxy:
         self._target = cluster.configuration
         self.kubeconfig = folder / "through.conf"
         self.kills: list[str] = []
-        self.victim: Operator | None = None
+        self.operator: OperatorProcess | None = None
         self._tries: dict[str, int] = {}
         self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -156,10 +156,10 @@ class KillingProxy:
 
     async def _serve(self) -> None:
         self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
-        known = self._target
-        context = ssl.create_default_context(cafile=known.ssl_ca_cert)
-        if known.cert_file:
-            context.load_cert_chain(known.cert_file, known.key_file)
+        configuration = self._target
+        context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
+        if configuration.cert_file:
+            context.load_cert_chain(configuration.cert_file, configuration.key_file)
         connector = aiohttp.TCPConnector(ssl=context, limit=0)
         async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as self._session:
             application = web.Application()
@@ -227,9 +227,9 @@ class KillingProxy:
         return self._tries[key] if self._tries[key] <= 2 else 0
 
     def _kill(self, request: web.Request, when: str) -> None:
-        assert self.victim is not None
+        assert self.operator is not None
         self.kills.append(f"{when} {request.method} {request.path}")
-        self.victim.kill()
+        self.operator.kill()
 
 
 def is_gone(cluster: Cluster, kind: str, namespace: str, name: str) -> bool:

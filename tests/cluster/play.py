@@ -1,5 +1,5 @@
-"""Functions by which a test plays the operator: they create pods that print given lines, and write the job's status.
-So commands that show pods and statuses can be tested with exact values."""
+"""Functions with which a test acts in place of the operator: they create pods that print given lines, and write the
+job's status. So commands that show pods and statuses can be tested with exact values."""
 
 from __future__ import annotations
 

@@ -30,13 +30,13 @@ PATIENCE = 5
 condition is true, so tests that pass do not take longer."""
 
 
-def wait_for(look: Callable[[], T], what: str, seconds: float = 60.0, interval: float = 0.15) -> T:
-    """Return the first true result of `look`. Raises AssertionError that names `what` after `seconds` of a fast
+def wait_for(condition: Callable[[], T], what: str, seconds: float = 60.0, interval: float = 0.15) -> T:
+    """Return the first true result of `condition`. Raises AssertionError that names `what` after `seconds` of a fast
     machine."""
     seconds *= PATIENCE
     deadline, result = time.monotonic() + seconds, None
     while time.monotonic() < deadline:
-        if result := look():
+        if result := condition():
             return result
         time.sleep(interval)
     raise AssertionError(f"waited {seconds:.0f} s in vain for {what}; last seen: {result!r}")
@@ -64,11 +64,11 @@ class Target:
         """Create or update the objects of YAML documents."""
         for manifest in yaml.safe_load_all(manifests):
             kind = self.dynamic.resources.get(api_version=manifest["apiVersion"], kind=manifest["kind"])
-            where = {"namespace": manifest["metadata"]["namespace"]} if kind.namespaced else {}
+            namespace = {"namespace": manifest["metadata"]["namespace"]} if kind.namespaced else {}
             try:
-                kind.create(body=manifest, **where)
+                kind.create(body=manifest, **namespace)
             except ConflictError:
-                kind.patch(body=manifest, content_type="application/merge-patch+json", **where)
+                kind.patch(body=manifest, content_type="application/merge-patch+json", **namespace)
 
     def list_nodes(self) -> list[str]:
         """Return the names of the nodes that are Ready."""
@@ -94,9 +94,9 @@ class Target:
         """Return True if the operator's pods are those that the Deployment asks for, all are ready, the webhook's
         Service leads to them alone, and no other pod is left. `replaced` holds UIDs of pods that must be gone."""
         deployment = self.apps.read_namespaced_deployment(OPERATOR, OPERATOR_NAMESPACE)
-        status, wanted, pods = deployment.status, deployment.spec.replicas, self.list_operator_pods()
+        status, expected, pods = deployment.status, deployment.spec.replicas, self.list_operator_pods()
         counts = (status.replicas or 0, status.updated_replicas or 0, status.ready_replicas or 0, len(pods))
-        if status.observed_generation != deployment.metadata.generation or set(counts) != {wanted}:
+        if status.observed_generation != deployment.metadata.generation or set(counts) != {expected}:
             return False
         if any(pod.metadata.deletion_timestamp or pod.metadata.uid in replaced for pod in pods):
             return False
@@ -196,12 +196,12 @@ class Namespace:
 
         def follow() -> None:
             watching = kubernetes.watch.Watch()
-            which, kind = f"metadata.name={name}", (GROUP, VERSION, self.name, PLURAL)
-            listed = self.target.custom.list_namespaced_custom_object
+            selector, kind = f"metadata.name={name}", (GROUP, VERSION, self.name, PLURAL)
+            list_jobs = self.target.custom.list_namespaced_custom_object
             end = time.monotonic() + 1800
             while seen[-1:] not in (["Succeeded"], ["Failed"]) and time.monotonic() < end:
                 # A watch may end before the job. A new one begins with the present job.
-                for event in watching.stream(listed, *kind, field_selector=which, timeout_seconds=280):
+                for event in watching.stream(list_jobs, *kind, field_selector=selector, timeout_seconds=280):
                     phase = (event["object"].get("status") or {}).get("phase")
                     if phase and phase not in seen[-1:]:
                         seen.append(phase)

@@ -113,10 +113,10 @@ def hooked_api(api: Api) -> Iterator[Api]:
             }
         ],
     }
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:  # the address by which the API server can call us
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # to find our address for the API server
         server_address = urlsplit(api.server)
-        way.connect((server_address.hostname, server_address.port or 443))
-        host = way.getsockname()[0]
+        probe.connect((server_address.hostname, server_address.port or 443))
+        host = probe.getsockname()[0]
 
     async def run() -> None:
         bundle = asyncio.get_running_loop().create_future()

@@ -181,10 +181,14 @@ def server(release: ChartRelease, training: str) -> Iterator[Prometheus]:
 
 def test_every_panel_is_answered_from_the_running_job(release: ChartRelease, server: Prometheus) -> None:
     """The panels are waited for together. The operator's progress comes last, up to 15 seconds late. One more job
-    begins, because some metrics count the starts of jobs."""
+    begins, because some metrics count the starts of jobs and the webhook's reviews. It begins after the first scrape,
+    because a rate needs a value from before."""
+    replicas = len(release.list_operators())
+    wait_for(lambda: len(server.query("topkube_leader")) == replicas, "the first scrape of each operator", 30)
     release.jobs.wait_phase(release.jobs.create(build_job("begins", ["sleep", "30"])), "Running")
-    variables, silent = {"namespace": release.jobs.name}, [query for panel in PANELS for query in panel.queries]
-    silent = [query for query in silent if "topkube_node_cache_" not in query.expression]  # this release has none
+    variables = {"namespace": release.jobs.name}
+    queries = [query for panel in PANELS for query in panel.queries]
+    silent = [query for query in queries if "topkube_node_cache_" not in query.expression]  # this release has none
 
     def has_values(expression: str) -> bool:
         values = [
@@ -194,12 +198,12 @@ def test_every_panel_is_answered_from_the_running_job(release: ChartRelease, ser
         ]
         return any(not math.isnan(value) for value in values)
 
-    def do_all_report() -> bool:
+    def do_all_have_values() -> bool:
         silent[:] = [query for query in silent if not has_values(query.expression)]
         return not silent
 
     try:
-        wait_for(do_all_report, "answers", 150, interval=1)
+        wait_for(do_all_have_values, "answers", 150, interval=1)
     except AssertionError:
         raise AssertionError(f"no data for {[query.expression for query in silent]}") from None
     finally:
@@ -326,9 +330,9 @@ def test_two_releases_for_different_namespaces_run_side_by_side(release: ChartRe
     releases = {"first": (OPERATOR_NAMESPACE, release.jobs), "second": (other.name, other)}
     small = {"replicas": 1, "crds": {"install": False}, "rbac": {"userRoles": False}}
     try:
-        for name, (home, place) in releases.items():
-            line = f"helm install {name} charts/topkube -n {home} --set namespaces={{{place.name}}}"
-            release.commands.run(line, webhook={"name": place.name}, **small)
+        for name, (home, jobs) in releases.items():
+            line = f"helm install {name} charts/topkube -n {home} --set namespaces={{{jobs.name}}}"
+            release.commands.run(line, webhook={"name": jobs.name}, **small)
         with pytest.raises(helm.HelmError, match=rf"looks after namespace {other.name} already"):
             release.commands.run(
                 f"helm install third charts/topkube -n {other.name} --set namespaces={{{other.name}}}",

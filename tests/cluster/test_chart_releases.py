@@ -113,7 +113,7 @@ def _has_account(core: Any, namespace: str, account: str) -> bool:
 
 
 def fetch(url: str, token: str = "") -> tuple[int, str]:
-    """Return the status and the text of the answer. The operator's certificate is of its own authority."""
+    """Return the status and the text of the answer. The certificate is not verified: the operator issues it itself."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         request = urllib.request.Request(url, headers=headers)

@@ -26,7 +26,7 @@ from topkube.errors import ClusterError
 
 
 @dataclass
-class Ended:
+class CommandResult:
     """The result of a command."""
 
     returncode: int
@@ -34,7 +34,7 @@ class Ended:
     stderr: str
 
 
-Topkube = Callable[..., Ended]
+Topkube = Callable[..., CommandResult]
 
 
 @pytest.fixture
@@ -42,12 +42,12 @@ def topkube(api: Api, kubeconfig: Path) -> Topkube:
     """The command line in the test's namespace. It runs in this process, because the start of a process takes most of a
     second."""
 
-    def run(*arguments: str, config: Path = kubeconfig) -> Ended:
-        where = ["--namespace", api.namespace, "--kubeconfig", str(config)]
+    def run(*arguments: str, config: Path = kubeconfig) -> CommandResult:
+        location = ["--namespace", api.namespace, "--kubeconfig", str(config)]
         out, err = io.StringIO(), io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):
-            code = run_app([*arguments, *where])
-        return Ended(code, out.getvalue(), err.getvalue())
+            code = run_app([*arguments, *location])
+        return CommandResult(code, out.getvalue(), err.getvalue())
 
     return run
 
@@ -325,10 +325,10 @@ def test_the_roles_for_users_allow_what_they_need_and_no_more(
 
 def test_kubectl_finds_the_plugin(api: Api, kubectl: Path, kubeconfig: Path) -> None:
     create_job(api, build_minimal_job("plugged"))
-    here = Path(sys.executable).parent
+    programs = Path(sys.executable).parent
     shown = subprocess.run(
         [str(kubectl), "topkube", "status", "-n", api.namespace],
-        env={"PATH": f"{here}:/usr/bin:/bin", "KUBECONFIG": str(kubeconfig)},
+        env={"PATH": f"{programs}:/usr/bin:/bin", "KUBECONFIG": str(kubeconfig)},
         capture_output=True,
         text=True,
         timeout=60 * PATIENCE,

@@ -81,17 +81,17 @@ def test_preemption_is_not_a_failure(namespace: Namespace, urgent_class: str, br
     container["resources"] = {"limits": {"nvidia.com/gpu": 1}}
     name = namespace.create(modest)
     namespace.wait_phase(name, "Running")
-    victim = namespace.list_pods("worker")[1]
-    node = namespace.target.core.read_node(victim.spec.node_name)
+    preempted = namespace.list_pods("worker")[1]
+    node = namespace.target.core.read_node(preempted.spec.node_name)
     everything = {"limits": {"nvidia.com/gpu": node.status.allocatable["nvidia.com/gpu"]}}
     container = {**container, "command": ["sleep", "100000"], "resources": everything}
-    where = {"kubernetes.io/hostname": victim.spec.node_name}
-    spec = {"containers": [container], "nodeSelector": where, "priorityClassName": urgent_class}
+    same_node = {"kubernetes.io/hostname": preempted.spec.node_name}
+    spec = {"containers": [container], "nodeSelector": same_node, "priorityClassName": urgent_class}
     spec["terminationGracePeriodSeconds"] = 0
     namespace.target.core.create_namespaced_pod(namespace.name, {"metadata": {"name": "urgent"}, "spec": spec})
     wait_for(lambda: namespace.read_status(name)["attempt"] == 2, "the next attempt", 60)
     namespace.target.core.delete_namespaced_pod("urgent", namespace.name)
     status = namespace.wait_phase(name, "Running")
     assert (status["restarts"], status["disruptions"]) == (0, 1)
-    assert status["firstFailure"]["pod"] == victim.metadata.name
+    assert status["firstFailure"]["pod"] == preempted.metadata.name
     assert status["firstFailure"]["reason"] in ("Preempted", "Deleted")  # Deleted before Kubernetes 1.26

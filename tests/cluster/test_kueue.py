@@ -1,4 +1,4 @@
-"""Jobs in Kueue's queues, with Kueue's kinds on the real API server and a played Kueue that keeps to its protocol."""
+"""Jobs in Kueue's queues, with Kueue's kinds on the real API server and a simulated Kueue that follows its protocol."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cluster_queue import QUEUE_LABEL, ClusterQueue, PodGroup, serve_kueue_kinds
-from operating import Jobs, Operator, build_shell_job
+from operating import Jobs, OperatorProcess, build_shell_job
 from target import Namespace, Target, wait_for
 
 from topkube_operator.watch.api_client import Cluster
@@ -82,7 +82,7 @@ def find_waiting_condition(jobs: Jobs, name: str, reason: str) -> dict[str, Any]
 def test_a_job_waits_for_its_admission_runs_where_kueue_puts_it_and_gives_the_quota_back(
     resting_cluster: Target, jobs: Jobs, kueue: str, kubeconfig: Path, queue: ClusterQueue
 ) -> None:
-    with Operator(str(kubeconfig), jobs.namespace).keep_running():
+    with OperatorProcess(str(kubeconfig), jobs.namespace).keep_running():
         jobs.create(build_queued_job("first", **{"kueue.x-k8s.io/priority-class": URGENT}))
         wait_for(lambda: find_waiting_condition(jobs, "first", "Queued"), "the job to wait without pods")
         spec = wait_for(lambda: queue.find_workload("first"), "the Workload")["spec"]
@@ -133,7 +133,7 @@ def test_a_preempted_job_leaves_its_place_and_continues_later(
 ) -> None:
     """The quota moves only when the pods of the preempted job are gone. Its preemption counts neither as a restart nor
     as a disruption."""
-    with Operator(str(kubeconfig), jobs.namespace).keep_running():
+    with OperatorProcess(str(kubeconfig), jobs.namespace).keep_running():
         jobs.create(build_queued_job("low"))
         queue.act_until(lambda: is_running(jobs, "low"), "the first job to run")
         jobs.create(build_queued_job("high", **{"kueue.x-k8s.io/priority-class": URGENT}))
@@ -159,7 +159,7 @@ def test_a_preempted_job_leaves_its_place_and_continues_later(
 def test_suspension_gives_the_quota_to_another_job(
     resting_cluster: Target, jobs: Jobs, kubeconfig: Path, queue: ClusterQueue
 ) -> None:
-    with Operator(str(kubeconfig), jobs.namespace).keep_running():
+    with OperatorProcess(str(kubeconfig), jobs.namespace).keep_running():
         jobs.create(build_queued_job("first"))
         queue.act_until(lambda: is_running(jobs, "first"), "the first job to run")
         jobs.create(build_queued_job("second"))
@@ -178,7 +178,7 @@ def test_suspension_gives_the_quota_to_another_job(
 def test_after_other_evictions_kueue_decides_when_the_job_is_queued_again(
     jobs: Jobs, kubeconfig: Path, queue: ClusterQueue
 ) -> None:
-    with Operator(str(kubeconfig), jobs.namespace).keep_running():
+    with OperatorProcess(str(kubeconfig), jobs.namespace).keep_running():
         jobs.create(build_queued_job("slow"))
         queue.act_until(lambda: is_running(jobs, "slow"), "the job to run")
         queue.evict("slow", "PodsReadyTimeout")
@@ -206,7 +206,7 @@ def test_a_pod_group_replaces_its_pods_and_frees_its_quota_when_the_job_has_fail
 ) -> None:
     """Attempt 1 fails and its pods are replaced within the group, then attempt 2 fails. The group never has more pods
     than Kueue allows."""
-    with Operator(str(kubeconfig), jobs.namespace).keep_running():
+    with OperatorProcess(str(kubeconfig), jobs.namespace).keep_running():
         grouped = build_shell_job("grouped", "exit 3", runPolicy={"backoffLimit": 1})
         grouped["metadata"]["labels"] = {QUEUE_LABEL: "team", "kueue.x-k8s.io/pod-group-name": "mine"}
         jobs.create(grouped)

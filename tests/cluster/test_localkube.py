@@ -112,14 +112,14 @@ def can_fetch(namespace: Namespace, address: str, seconds: float) -> bool:
 
 @pytest.mark.alone
 def test_links_can_be_cut_and_mended(namespace: Namespace, breakable_cluster: LocalCluster) -> None:
-    _, other = start_two_pods(namespace)
-    wait_for(lambda: can_fetch(namespace, other, 5), "the pods to reach each other", 30)
+    _, second = start_two_pods(namespace)
+    wait_for(lambda: can_fetch(namespace, second, 5), "the pods to reach each other", 30)
     breakable_cluster.cut("node1", "node2")
     try:
-        assert not can_fetch(namespace, other, 2)
+        assert not can_fetch(namespace, second, 2)
     finally:
         breakable_cluster.mend("node1", "node2")
-    wait_for(lambda: can_fetch(namespace, other, 5), "the pods to reach each other again", 30)
+    wait_for(lambda: can_fetch(namespace, second, 5), "the pods to reach each other again", 30)
 
 
 @pytest.mark.alone
@@ -127,9 +127,9 @@ def test_shaped_links_have_the_chosen_rate(namespace: Namespace, breakable_clust
     """2.5 MB over 20 Mbit/s take a second."""
     _, second = start_two_pods(namespace)
     target = namespace.target
-    serve = "head -c 2500000 /dev/zero >/tmp/zeros"
+    write_file = "head -c 2500000 /dev/zero >/tmp/zeros"
     line = [str(breakable_cluster.kubectl_program), f"--kubeconfig={target.kubeconfig}", "-n", namespace.name, "exec"]
-    subprocess.run([*line, "node2", "--", "sh", "-c", serve], check=True)
+    subprocess.run([*line, "node2", "--", "sh", "-c", write_file], check=True)
     wait_for(lambda: can_fetch(namespace, second, 5), "the pods to reach each other", 30)
     code = (
         "import time,urllib.request as u; began=time.monotonic();"

@@ -85,7 +85,7 @@ while sys.argv[1:] and not os.path.exists(sys.argv[1]):
 
 
 @dataclass
-class Remote:
+class RemotePod:
     """The pod that serves the dataset."""
 
     address: str
@@ -107,7 +107,7 @@ class Remote:
 
 
 @pytest.fixture
-def remote(namespace: Namespace) -> Remote:
+def remote(namespace: Namespace) -> RemotePod:
     container = {
         "name": "remote",
         "image": RUNTIME.name,
@@ -118,18 +118,18 @@ def remote(namespace: Namespace) -> Remote:
     core = namespace.target.core
     core.create_namespaced_pod(namespace.name, body)
 
-    def connect_when_served() -> Remote | None:
+    def connect_when_served() -> RemotePod | None:
         address = core.read_namespaced_pod("remote", namespace.name).status.pod_ip
         try:
-            return Remote(address) if address and Remote(address).sent == 0 else None
+            return RemotePod(address) if address and RemotePod(address).sent == 0 else None
         except OSError:
             return None
 
     return wait_for(connect_when_served, "the remote", 60)
 
 
-def build_dataset(remote: Remote, medium: str, **more: Any) -> dict[str, Any]:
-    return {"uri": remote.uri, "mountPath": "/data", "cache": {"medium": medium, **more}}
+def build_dataset(remote: RemotePod, medium: str, **cache_options: Any) -> dict[str, Any]:
+    return {"uri": remote.uri, "mountPath": "/data", "cache": {"medium": medium, **cache_options}}
 
 
 def read_printed_lines(namespace: Namespace, name: str) -> list[dict[str, Any]]:
@@ -142,7 +142,7 @@ def list_worker_nodes(namespace: Namespace, name: str) -> set[str]:
     return {pod.spec.node_name for pod in namespace.list_pods("worker", name)}
 
 
-def test_a_volume_of_the_pods_own_shows_the_files_to_a_plain_script(namespace: Namespace, remote: Remote) -> None:
+def test_a_volume_of_the_pods_own_shows_the_files_to_a_plain_script(namespace: Namespace, remote: RemotePod) -> None:
     """The store's credentials are in the workers' environment, and come only from the Secret."""
     namespace.target.core.create_namespaced_secret(
         namespace.name, {"metadata": {"name": "keys"}, "stringData": {"AWS_SECRET_ACCESS_KEY": "hunter2"}}
@@ -222,7 +222,7 @@ def read_kubectl_table(kubectl: Path, namespace: Namespace) -> list[dict[str, st
 
 
 def test_a_second_job_lands_on_the_warm_node_and_reads_nothing_from_the_remote(
-    cached_namespace: Namespace, remote: Remote, kubectl: Path
+    cached_namespace: Namespace, remote: RemotePod, kubectl: Path
 ) -> None:
     command, dataset = ["python", "-c", SAMPLES], build_dataset(remote, "Node")
     first = cached_namespace.create(build_job("first", command, workers=1, dataset=dataset))
@@ -250,7 +250,7 @@ def test_a_second_job_lands_on_the_warm_node_and_reads_nothing_from_the_remote(
 
 
 def test_datasets_survive_their_agent_and_are_evicted_when_they_are_deleted(
-    cached_namespace: Namespace, remote: Remote
+    cached_namespace: Namespace, remote: RemotePod
 ) -> None:
     """The agent is killed while a job publishes. Then the dataset is deleted while the job reads it, and the job of
     another user fetches it again."""

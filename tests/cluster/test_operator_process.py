@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from localkube.cluster import LocalCluster
-from operating import Jobs, KillingProxy, Operator, build_shell_job
+from operating import Jobs, KillingProxy, OperatorProcess, build_shell_job
 from target import wait_for
 
 from topkube_operator.watch.api_client import Cluster
@@ -22,8 +22,8 @@ def test_killed_at_each_of_its_writes_the_operator_brings_the_job_to_its_end(
     """The operator gets SIGKILL before and after each write. The first attempt fails and the second succeeds. One
     restart is counted, and each pod is created once."""
     with KillingProxy(jobs.cluster, tmp_path) as proxy:
-        operator = Operator(str(proxy.kubeconfig), jobs.namespace, "--no-leader-election")
-        proxy.victim = operator
+        operator = OperatorProcess(str(proxy.kubeconfig), jobs.namespace, "--no-leader-election")
+        proxy.operator = operator
         created = build_shell_job("killed", '[ "$TOPKUBE_ATTEMPT" = 2 ]', workers=1, runPolicy={"backoffLimit": 1})
         jobs.create(created)
         seen: set[tuple[str, str]] = set()
@@ -47,7 +47,7 @@ def test_killed_at_each_of_its_writes_the_operator_brings_the_job_to_its_end(
 
 
 def test_ranks_that_make_no_step_end_the_attempt(jobs: Jobs, kubeconfig: Path) -> None:
-    with Operator(str(kubeconfig), jobs.namespace, "--startup-seconds", "4").keep_running():
+    with OperatorProcess(str(kubeconfig), jobs.namespace, "--startup-seconds", "4").keep_running():
         jobs.create(build_shell_job("stalled", "sleep 100000", workers=1))
         failure = jobs.wait_failure("stalled")
     assert failure["reason"] == "Stalled"
@@ -61,11 +61,11 @@ def test_a_rendezvous_that_takes_too_long_names_who_is_missing(
     first, second = list(breakable_cluster.nodes)[:2]
     breakable_cluster.cut(first, second)
     try:
-        with Operator(str(kubeconfig), jobs.namespace, "--rendezvous-seconds", "3").keep_running():
+        with OperatorProcess(str(kubeconfig), jobs.namespace, "--rendezvous-seconds", "3").keep_running():
             apart = build_shell_job("apart", "true", workers=1)
             apart["spec"]["template"]["spec"]["nodeSelector"] = {"kubernetes.io/hostname": second}
-            where = {"nodeSelector": {"kubernetes.io/hostname": first}}
-            apart["spec"]["launcher"] = {"template": {"spec": where}}
+            launcher_spec = {"nodeSelector": {"kubernetes.io/hostname": first}}
+            apart["spec"]["launcher"] = {"template": {"spec": launcher_spec}}
             jobs.create(apart)
             failure = jobs.wait_failure("apart")
     finally:
@@ -94,7 +94,7 @@ def test_a_gang_waits_for_its_scheduler(jobs: Jobs, kubeconfig: Path) -> None:
     try:
         wait_for(lambda: _is_served(cluster), "PodGroups")
         cluster.register_kind("PodGroup", "scheduling.x-k8s.io/v1alpha1", "podgroups")
-        with Operator(str(kubeconfig), jobs.namespace, "--gang-scheduler", "nobody").keep_running():
+        with OperatorProcess(str(kubeconfig), jobs.namespace, "--gang-scheduler", "nobody").keep_running():
             uid = jobs.create(build_shell_job("gang", runPolicy={"schedulingPolicy": {"minAvailable": 3}}))["metadata"][
                 "uid"
             ]

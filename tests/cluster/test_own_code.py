@@ -122,8 +122,8 @@ def test_a_folder_is_sent_trained_with_and_removed_with_its_job(
     (tmp_path / "helpers" / "words.py").write_text("WORD = 'trains'\n")
     (tmp_path / "train.py").write_text(TRAIN)
     monkeypatch.chdir(tmp_path)
-    where = ["--namespace", namespace.name, "--kubeconfig", str(namespace.target.kubeconfig)]
-    words = ["train.py", "--workers", "2", "--slots", "2", "--sync", ".", "--image", RUNTIME.name, *where]
+    location = ["--namespace", namespace.name, "--kubeconfig", str(namespace.target.kubeconfig)]
+    words = ["train.py", "--workers", "2", "--slots", "2", "--sync", ".", "--image", RUNTIME.name, *location]
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = run_app(["submit", "--follow", "--timeout", "180", *words, "--", "--epochs", "3"])

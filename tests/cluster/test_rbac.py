@@ -55,7 +55,7 @@ _PATH = re.compile(
 
 
 @dataclass
-class Recorder:
+class CallRecorder:
     """The calls that went through the proxy."""
 
     calls: set[Call] = field(default_factory=set)
@@ -66,15 +66,16 @@ class Recorder:
         if match is None:
             return  # discovery
         resource = match["resource"] + (f"/{match['sub']}" if match["sub"] else "")
-        many = "watch" if watch else "list"
-        verb = {"GET": "get" if match["name"] else many, "POST": "create", "PUT": "update"}.get(method, method.lower())
+        collection_verb = "watch" if watch else "list"
+        read_verb = "get" if match["name"] else collection_verb
+        verb = {"GET": read_verb, "POST": "create", "PUT": "update"}.get(method, method.lower())
         self.calls.add((match["group"] or "", resource, verb))
         if status == 403:
             self.refused.append(text.decode(errors="replace"))
 
 
 @contextmanager
-def run_proxy(api: Api, recorder: Recorder) -> Iterator[str]:
+def run_proxy(api: Api, recorder: CallRecorder) -> Iterator[str]:
     """Run an HTTP server that forwards all calls with the caller's own token. Yield its address."""
     ready, stop, address = threading.Event(), threading.Event(), list[str]()
     trust = api._pool.connection_pool_kw["ca_certs"]
@@ -190,15 +191,15 @@ def account(api: Api, admin: Api) -> Iterator[tuple[str, set[Call]]]:
                 admin.request("DELETE", f"{RBAC}/{kind}/{name}")
 
 
-def wait_until(what: str, look: Callable[[], Any], seconds: float = 60) -> Any:
-    """Return the first true result of `look`, which may raise the error of an object that does not exist."""
+def wait_until(what: str, condition: Callable[[], Any], seconds: float = 60) -> Any:
+    """Return the first true result of `condition`, which may raise the error of an object that does not exist."""
 
-    def look_at_existing() -> Any:
+    def check_existing() -> Any:
         with ignore_missing():
-            return look()
+            return condition()
         return None
 
-    return wait_for(look_at_existing, what, seconds)
+    return wait_for(check_existing, what, seconds)
 
 
 @pytest.mark.alone
@@ -206,7 +207,7 @@ def test_every_call_is_allowed_and_nothing_more(
     api: Api, account: tuple[str, set[Call]], only_operator: None, tmp_path: Path
 ) -> None:
     token, allowed = account
-    recorder = Recorder()
+    recorder = CallRecorder()
     with run_proxy(api, recorder) as address:
         config = tmp_path / "kubeconfig"
         cluster = {"name": "c", "cluster": {"server": address}}

@@ -48,9 +48,9 @@ def test_a_killed_rank_restarts_in_place(namespace: Namespace) -> None:
     start_running(namespace, "rank")
     before = namespace.read_uids("worker")
     launcher = namespace.read_uids("launcher")
-    victim, living = (namespace.build_pod_name("rank", part) for part in ("worker-1-1", "worker-0-1"))
-    match = wait_for(lambda: re.search(r"rank 1 of 2 runs as (\d+)", namespace.read_log(victim)), "rank 1's number", 30)
-    namespace.execute(victim, "python", "-c", f"import os; os.kill({match[1]}, 9)")
+    failed, living = (namespace.build_pod_name("rank", part) for part in ("worker-1-1", "worker-0-1"))
+    match = wait_for(lambda: re.search(r"rank 1 of 2 runs as (\d+)", namespace.read_log(failed)), "rank 1's number", 30)
+    namespace.execute(failed, "python", "-c", f"import os; os.kill({match[1]}, 9)")
     began = time.monotonic()
     status = wait_for_attempt(namespace, "rank", 2)
     assert time.monotonic() - began < RESTART_SECONDS
@@ -69,8 +69,8 @@ def test_a_killed_worker_is_replaced_and_the_living_stay(namespace: Namespace, b
     before = namespace.read_uids("worker")
     parts = ("worker-0-1", "worker-1-1", "worker-1-2")
     living, killed, replacement = (namespace.build_pod_name("worker", part) for part in parts)
-    victim = next(pod for pod in namespace.list_pods("worker") if pod.metadata.name == killed)
-    namespace.target.kill_container(victim, "worker")
+    pod = next(pod for pod in namespace.list_pods("worker") if pod.metadata.name == killed)
+    namespace.target.kill_container(pod, "worker")
     began = time.monotonic()
     status = wait_for_attempt(namespace, "worker", 2)
     assert time.monotonic() - began < RESTART_SECONDS
@@ -87,16 +87,16 @@ def test_a_deleted_pod_costs_one_attempt_and_no_backoff(namespace: Namespace, ho
     role, _, way = how.partition(" ")
     start_running(namespace, "gone", runPolicy={"backoffLimit": 0})
     before = namespace.read_uids("worker")
-    victim = namespace.list_pods(role)[0].metadata.name
+    deleted = namespace.list_pods(role)[0].metadata.name
     if way == "drained":
-        eviction = {"metadata": {"name": victim, "namespace": namespace.name}}
-        namespace.target.core.create_namespaced_pod_eviction(victim, namespace.name, eviction)
+        eviction = {"metadata": {"name": deleted, "namespace": namespace.name}}
+        namespace.target.core.create_namespaced_pod_eviction(deleted, namespace.name, eviction)
     else:
-        namespace.target.core.delete_namespaced_pod(victim, namespace.name)
+        namespace.target.core.delete_namespaced_pod(deleted, namespace.name)
     status = wait_for_attempt(namespace, "gone", 2)
     assert (status["restarts"], status["disruptions"]) == (0, 1)
     after = namespace.read_uids("worker")
-    assert {name: uid for name, uid in before.items() if name != victim}.items() <= after.items()
+    assert {name: uid for name, uid in before.items() if name != deleted}.items() <= after.items()
     assert len(after) == 2
 
 
@@ -206,8 +206,8 @@ def test_a_restart_of_the_api_server_does_not_disturb_a_job(
     breakable_cluster.restart_api_server()
     assert namespace.read_uids("worker") == uids
     assert namespace.read_status("outage")["restarts"] == 0
-    victim = namespace.list_pods("worker")[1].metadata.name  # the operator listens again
-    namespace.target.core.delete_namespaced_pod(victim, namespace.name, grace_period_seconds=0)
+    worker = namespace.list_pods("worker")[1].metadata.name  # the operator listens again
+    namespace.target.core.delete_namespaced_pod(worker, namespace.name, grace_period_seconds=0)
     assert wait_for_attempt(namespace, "outage", 2)["disruptions"] == 1
 
 
@@ -218,28 +218,30 @@ def test_a_worker_on_a_vanished_node_is_replaced(namespace: Namespace, breakable
     needs.require_nodes(namespace.target, 3, "the third to replace the lost one")
     start_running(namespace, "lost", runPolicy={"backoffLimit": 0})
     before = {pod.metadata.name: pod for pod in namespace.list_pods()}
-    victims = [pod for name, pod in before.items() if "worker" in name]
+    workers = [pod for name, pod in before.items() if "worker" in name]
     launcher = next(pod for name, pod in before.items() if "launcher" in name)
-    victim = next((pod for pod in victims if pod.spec.node_name != launcher.spec.node_name), victims[0])
-    node = victim.spec.node_name
+    lost_worker = next((pod for pod in workers if pod.spec.node_name != launcher.spec.node_name), workers[0])
+    node = lost_worker.spec.node_name
     breakable_cluster.vanish(node)
     try:
         status = wait_for_attempt(namespace, "lost", 2, seconds=120)
         assert (status["restarts"], status["disruptions"]) == (0, 1)
-        assert status["firstFailure"]["pod"] == victim.metadata.name
+        assert status["firstFailure"]["pod"] == lost_worker.metadata.name
         assert status["firstFailure"]["reason"] in ("NodeLost", "WorkerLost"), status["firstFailure"]
-        living = next(pod for pod in victims if pod is not victim).metadata.name
+        living = next(pod for pod in workers if pod is not lost_worker).metadata.name
         assert namespace.read_uids("worker")[living] == before[living].metadata.uid
         replaced = [pod for pod in namespace.list_pods("worker") if pod.metadata.labels["topkube.dev/attempt"] == "2"]
         assert [pod.spec.node_name == node for pod in replaced] == [False]
         namespace.delete("lost")
         wait_for(lambda: not namespace.exists("lost"), "the job to be gone")
         start_running(namespace, "lost")
-        stuck = namespace.target.core.read_namespaced_pod(victim.metadata.name, namespace.name).metadata
-        assert stuck.uid == victim.metadata.uid, "the pod on the lost node stays, and the next job of this name runs"
+        stuck = namespace.target.core.read_namespaced_pod(lost_worker.metadata.name, namespace.name).metadata
+        assert stuck.uid == lost_worker.metadata.uid, (
+            "the pod on the lost node stays, and the next job of this name runs"
+        )
     finally:
         breakable_cluster.come_back(node)
-    wait_for(lambda: _is_gone(namespace, victim), "the lost pod to be cleared away", 60)
+    wait_for(lambda: _is_gone(namespace, lost_worker), "the lost pod to be cleared away", 60)
     status = namespace.read_status("lost")
     assert (status["attempt"], status["restarts"], status["disruptions"]) == (1, 0, 0)
 

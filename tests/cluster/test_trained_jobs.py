@@ -87,8 +87,7 @@ def test_the_sample_trains_and_its_checkpoint_holds_the_weights(namespace: Names
     seen = namespace.watch_phases(name)
     wait_for(lambda: list_published(checkpoints), "a first checkpoint", 120)
     at = int(list_published(checkpoints)[-1].name[5:13])
-    victim = namespace.list_pods("worker")[1]
-    namespace.target.kill_container(victim, "worker")
+    namespace.target.kill_container(namespace.list_pods("worker")[1], "worker")
 
     def read_resumed_step() -> int:
         status = namespace.read_status(name)

@@ -42,8 +42,8 @@ def skip_init(directory: Path) -> None:
     from mpi4py.MPI import COMM_WORLD
 
     if COMM_WORLD.rank != 1:
-        leave(directory, COMM_WORLD.rank, topkube.init)
-    await_all(directory, COMM_WORLD.size - 1)
+        record_error(directory, COMM_WORLD.rank, topkube.init)
+    end_when_all_have_written(directory, COMM_WORLD.size - 1)
 
 
 def skip_agreement(world: World) -> None:
@@ -243,11 +243,11 @@ def main(case: str, directory: Path) -> None:
     if case.startswith(("raises", "exits", "ends")):
         CASES[case](world)
         return
-    leave(directory, world.rank, lambda: CASES[case](world))
-    await_all(directory, world.size)
+    record_error(directory, world.rank, lambda: CASES[case](world))
+    end_when_all_have_written(directory, world.size)
 
 
-def leave(directory: Path, rank: int, act: Callable[[], object]) -> None:
+def record_error(directory: Path, rank: int, act: Callable[[], object]) -> None:
     """Write to `directory` which error `act` raises on this rank."""
     start = time.monotonic()
     report: dict[str, object] = {"error": ""}
@@ -265,7 +265,7 @@ def leave(directory: Path, rank: int, act: Callable[[], object]) -> None:
     writing.rename(directory / f"{rank}.json")
 
 
-def await_all(directory: Path, ranks: int) -> NoReturn:
+def end_when_all_have_written(directory: Path, ranks: int) -> NoReturn:
     """End the process when all ranks have written. The ranks are out of step, so MPI_Finalize would not return."""
     while len(list(directory.glob("*.json"))) < ranks:
         time.sleep(0.01)

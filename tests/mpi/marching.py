@@ -18,7 +18,7 @@ from topkube.settings import Settings
 from topkube.telemetry.progress import ProgressWriter, StepRecord
 
 
-def cause(fault: str) -> None:
+def cause_fault(fault: str) -> None:
     """Make this rank fail, or sleep."""
     name, _, value = fault.partition("=")
     if name == "raise":
@@ -46,7 +46,7 @@ def main() -> None:
     print(f"from step {step} in attempt {settings.attempt} as process {os.getpid()}", flush=True)
     while step < steps:
         if (world.rank, step) in faults and settings.attempt == 1:
-            cause(faults[world.rank, step])
+            cause_fault(faults[world.rank, step])
         flag = np.zeros(1)
         request = world.Iallreduce(stop, flag)
         while not request.Test():  # a call that blocks would use a processor for as long as another rank hangs
@@ -63,11 +63,11 @@ def main() -> None:
     print(f"done at step {step}", flush=True)
 
 
-def end_all(kind: type[BaseException], error: BaseException, trace: object) -> None:
+def abort_all_ranks(kind: type[BaseException], error: BaseException, trace: object) -> None:
     sys.__excepthook__(kind, error, trace)  # type: ignore[arg-type]
     sys.stderr.flush()
     MPI.COMM_WORLD.Abort(1)
 
 
-sys.excepthook = end_all
+sys.excepthook = abort_all_ranks
 main()

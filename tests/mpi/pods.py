@@ -54,8 +54,8 @@ def wait_until(condition: Callable[[], Any], seconds: float = 200.0, what: str =
 
 
 def choose_port() -> int:
-    """Return a free port below those that the kernel gives to programs that ask for any port. One of these is no longer
-    free when the launcher listens, if a rank of another test got it in between."""
+    """Return a free port below the range from which the kernel chooses ports for programs that ask for any port. A port
+    of that range may be taken by a rank of another test before the launcher listens."""
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         port = random.SystemRandom().randrange(10_000, min(lowest, 29_000))
@@ -87,8 +87,8 @@ def write_certificate(directory: Path) -> None:
     )
 
 
-class Pod:
-    """A process that plays a pod's container, with its output and its termination message."""
+class PodProcess:
+    """A process in place of a pod's container, with its output and its termination message."""
 
     def __init__(
         self,
@@ -101,11 +101,11 @@ class Pod:
     ) -> None:
         """`descriptor` is an open file to which the process prints; None: a file in `directory`."""
         self.name = name
-        self.output_file, self.last_words = directory / f"{name}.log", directory / f"{name}.termination"
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(_DROPPED)}
+        self.output_file, self.termination_file = directory / f"{name}.log", directory / f"{name}.termination"
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED)}
         binary = PYTHONS[mpi].parent
         inherited |= {"PATH": f"{binary}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-        inherited |= {"TOPKUBE_TERMINATION_LOG": str(self.last_words), **environment}
+        inherited |= {"TOPKUBE_TERMINATION_LOG": str(self.termination_file), **environment}
         command = [str(PYTHONS[mpi]), "-m", "topkube.cli", *arguments]
         if mpi == "OpenMPI" and arguments[0] == "worker":
             # Open MPI distinguishes nodes by their host names, as pods have them.
@@ -134,10 +134,10 @@ class Pod:
 
     @property
     def ending(self) -> Ending:
-        return Ending.read(self.last_words.read_text())
+        return Ending.read(self.termination_file.read_text())
 
     def list_processes(self) -> list[int]:
-        """Return the pid of its process, and of all processes below it."""
+        """Return the ids of the pod's processes: its first process, and all processes below it."""
         processes = [self.process.pid]
         for pid in processes:
             with contextlib.suppress(OSError):
@@ -156,20 +156,20 @@ class Pod:
         self.process.wait(10)
 
 
-class PlayedJob:
+class SimulatedJob:
     """A job that this class runs in place of the operator: it makes credentials, plans, and the pods of each attempt.
     At the end of its `with` block, no process is left."""
 
     def __init__(
         self, directory: Path, command: list[str], workers: int = 2, slots: int = 2, mpi: str = "MPICH", **plan: Any
     ) -> None:
-        self.directory, self.command, self.slots, self.mpi, self.more = directory, command, slots, mpi, plan
+        self.directory, self.command, self.slots, self.mpi, self.plan_options = directory, command, slots, mpi, plan
         self.environment: dict[str, str] = {}
         self.attempts_made = [1] * workers
         self.attempt = 0
-        self.launcher: Pod | None = None
-        self.workers: dict[int, Pod] = {}
-        self._pods: list[Pod] = []
+        self.launcher: PodProcess | None = None
+        self.workers: dict[int, PodProcess] = {}
+        self._pods: list[PodProcess] = []
         self._network = next(_networks)
         self.port = choose_port()
         self.secret = directory / "launcher"
@@ -177,7 +177,7 @@ class PlayedJob:
         (self.secret / "launcher.key").write_text(KEY + "\n")
         (self.secret / "operator.token").write_text("the operator's token\n")
 
-    def __enter__(self) -> PlayedJob:
+    def __enter__(self) -> SimulatedJob:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -203,22 +203,22 @@ class PlayedJob:
         return LaunchPlan(
             name="j", namespace="n", uid=UID, attempt=self.attempt, workers=workers, slots=self.slots,
             address="127.0.0.1", port=self.port,
-            **{"mpi": self.mpi, "rendezvous_seconds": 60.0, **self.more, **more},
+            **{"mpi": self.mpi, "rendezvous_seconds": 60.0, **self.plan_options, **more},
         )  # fmt: skip
 
-    def start_launcher(self, replaced: tuple[int, ...] = (), **more: Any) -> Pod:
+    def start_launcher(self, replaced: tuple[int, ...] = (), **more: Any) -> PodProcess:
         """Start the launcher of the next attempt. The workers in `replaced` get new pods when they are started."""
         self.attempt += 1
         for index in replaced:
             self.attempts_made[index] = self.attempt
         environment = {"TOPKUBE_LAUNCH": self.build_plan(**more).to_json(), "TOPKUBE_CREDENTIALS": str(self.secret)}
-        self.launcher = Pod(f"launcher-{self.attempt}", ["launch"], environment, self.directory, self.mpi)
+        self.launcher = PodProcess(f"launcher-{self.attempt}", ["launch"], environment, self.directory, self.mpi)
         self._pods.append(self.launcher)
         return self.launcher
 
     def start_worker(
         self, index: int, command: list[str] | None = None, descriptor: int | None = None, **changes: str
-    ) -> Pod:
+    ) -> PodProcess:
         """Start the pod of worker `index`. `changes` are environment variables."""
         name = f"worker-{index}-{self.attempts_made[index]}"
         secret = self.directory / f"{name}-secret"
@@ -239,12 +239,14 @@ class PlayedJob:
             "TMPDIR": str(temporary),
             **changes,
         }
-        pod = Pod(name, ["worker", "--", *(command or self.command)], environment, self.directory, self.mpi, descriptor)
+        pod = PodProcess(
+            name, ["worker", "--", *(command or self.command)], environment, self.directory, self.mpi, descriptor
+        )
         self.workers[index] = pod
         self._pods.append(pod)
         return pod
 
-    def start(self, **more: Any) -> Pod:
+    def start(self, **more: Any) -> PodProcess:
         """Start the launcher and all workers. Return the launcher."""
         launcher = self.start_launcher(**more)
         for index in range(len(self.attempts_made)):

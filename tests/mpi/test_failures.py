@@ -32,8 +32,8 @@ def failing_world(forks: Callable[[str], Path], tmp_path: Path) -> FailingWorld:
         ranks = sum(map(int, layout.split(",")))
         ended = worlds.run(mpi, ranks, [FAILING, case, str(tmp_path)], settings, seconds=100, forks=forks(mpi))
         reports = {int(path.stem): json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-        wanted = set(range(ranks)) - set(absent)
-        assert set(reports) == wanted, (
+        expected = set(range(ranks)) - set(absent)
+        assert set(reports) == expected, (
             f"{sorted(reports)} of {ranks} ranks ended, mpiexec with {ended.code}\n{ended.output}"
         )
         return reports

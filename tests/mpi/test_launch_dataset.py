@@ -8,7 +8,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from pods import PlayedJob, read_records
+from pods import SimulatedJob, read_records
 
 PLAIN = """
 import json, os, pathlib, time
@@ -42,13 +42,13 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def run_job(folder: Path, source: Path, script: str, workers: int) -> tuple[PlayedJob, str]:
+def run_job(folder: Path, source: Path, script: str, workers: int) -> tuple[SimulatedJob, str]:
     """Run a job of one rank per worker to its end. Each worker is a separate node, whose cache outlives the job."""
     (folder / "run").mkdir(exist_ok=True)
     directory = folder / "run" / str(len(list((folder / "run").iterdir())))
     directory.mkdir()
     dataset = {"TOPKUBE_DATASET_URI": source.as_uri(), "TOPKUBE_DATASET_MOUNT": "/data"}
-    with PlayedJob(directory, [sys.executable, "-c", script], workers=workers, slots=1) as job:
+    with SimulatedJob(directory, [sys.executable, "-c", script], workers=workers, slots=1) as job:
         launcher = job.start_launcher()
         for index in range(workers):
             node = folder / f"node{index}"

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from pods import PYTHONS, PlayedJob, wait_until
+from pods import PYTHONS, SimulatedJob, wait_until
 
 from topkube.job import FirstFailure
 
@@ -22,7 +22,7 @@ def build_marching_command(mpi: str, steps: int, seconds: float, *faults: str) -
     return [str(PYTHONS[mpi]), MARCHING, str(steps), str(seconds), *faults]
 
 
-def wait_for_failure(job: PlayedJob, seconds: float = 90) -> FirstFailure:
+def wait_for_failure(job: SimulatedJob, seconds: float = 90) -> FirstFailure:
     """Wait until the launcher ends the attempt. Return its first failure."""
     assert job.launcher is not None
     assert job.launcher.wait(seconds) != 0, job.read_all_output()
@@ -32,7 +32,7 @@ def wait_for_failure(job: PlayedJob, seconds: float = 90) -> FirstFailure:
     return failure
 
 
-def wait_for_step(job: PlayedJob, least: int) -> int:
+def wait_for_step(job: SimulatedJob, least: int) -> int:
     """Wait until the job has reached step `least`. Return the current step."""
 
     def read_step() -> int:
@@ -57,7 +57,7 @@ def wait_for_step(job: PlayedJob, least: int) -> int:
 def test_the_first_failing_rank_is_named(
     tmp_path: Path, mpi: str, fault: str, reason: str, code: int, message: str
 ) -> None:
-    with PlayedJob(tmp_path, build_marching_command(mpi, 1000, 0.01, fault), mpi=mpi) as job:
+    with SimulatedJob(tmp_path, build_marching_command(mpi, 1000, 0.01, fault), mpi=mpi) as job:
         job.start()
         failure = wait_for_failure(job)
         rank = int(fault[0])
@@ -76,7 +76,7 @@ def test_the_first_failing_rank_is_named(
 
 
 def test_a_command_that_does_not_exist_is_reported(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, ["no-such-program", "--flag"]) as job:
+    with SimulatedJob(tmp_path, ["no-such-program", "--flag"]) as job:
         job.start()
         failure = wait_for_failure(job)
         assert (failure.reason, failure.exit_code) == ("CommandNotFound", 127)
@@ -84,7 +84,7 @@ def test_a_command_that_does_not_exist_is_reported(tmp_path: Path) -> None:
 
 
 def test_missing_workers_are_named(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, ["true"], workers=3, rendezvous_seconds=8) as job:
+    with SimulatedJob(tmp_path, ["true"], workers=3, rendezvous_seconds=8) as job:
         job.start_launcher()
         job.start_worker(1)
         status = wait_until(lambda: (answer := job.ask_status()) and answer.joined == 1 and answer)
@@ -96,7 +96,7 @@ def test_missing_workers_are_named(tmp_path: Path) -> None:
 
 
 def test_a_stalled_step_ends_the_attempt(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, build_marching_command("MPICH", 100, 0.01, "2:7:hang"), stall_seconds=5.0) as job:
+    with SimulatedJob(tmp_path, build_marching_command("MPICH", 100, 0.01, "2:7:hang"), stall_seconds=5.0) as job:
         job.start()
         failure = wait_for_failure(job)
         assert failure.reason == "Stalled"
@@ -111,7 +111,7 @@ def test_a_hung_collective_names_its_ranks(tmp_path: Path) -> None:
         "world.deadline_seconds = 2\n"  # ranks may start more than two seconds apart
         "topkube.rank() == 1 and os.kill(os.getpid(), signal.SIGSTOP); topkube.allreduce_(numpy.ones(8, 'f'))"
     )
-    with PlayedJob(tmp_path, [str(PYTHONS["MPICH"]), "-c", script], slots=1) as job:
+    with SimulatedJob(tmp_path, [str(PYTHONS["MPICH"]), "-c", script], slots=1) as job:
         job.environment = {"TOPKUBE_DEADLINE_SECONDS": "60"}
         job.start()
         failure = wait_for_failure(job)
@@ -126,7 +126,7 @@ def test_a_hang_in_a_script_that_reports_no_steps_ends_the_attempt_and_names_the
         "    if step == 40 and topkube.rank() == 2: os.kill(os.getpid(), signal.SIGSTOP)\n"
         "    topkube.allreduce_(x)"
     )
-    with PlayedJob(tmp_path, [str(PYTHONS["MPICH"]), "-c", script], startup_seconds=30.0) as job:
+    with SimulatedJob(tmp_path, [str(PYTHONS["MPICH"]), "-c", script], startup_seconds=30.0) as job:
         job.start()
         failure = wait_for_failure(job)
         assert (failure.reason, failure.rank, failure.pod) == ("Stalled", 2, "j-worker-1-1")
@@ -134,8 +134,8 @@ def test_a_hang_in_a_script_that_reports_no_steps_ends_the_attempt_and_names_the
 
 
 def test_a_worker_asked_to_end_saves_first_and_is_named(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, build_marching_command("MPICH", 10000, 0.02), slots=1) as job:
-        job.more["environment"] = {"TOPKUBE_CHECKPOINT_DIRECTORY": str(tmp_path)}
+    with SimulatedJob(tmp_path, build_marching_command("MPICH", 10000, 0.02), slots=1) as job:
+        job.plan_options["environment"] = {"TOPKUBE_CHECKPOINT_DIRECTORY": str(tmp_path)}
         job.start()
         wait_for_step(job, 3)
         job.workers[1].process.terminate()
@@ -148,8 +148,8 @@ def test_a_worker_asked_to_end_saves_first_and_is_named(tmp_path: Path) -> None:
 
 
 def test_a_launcher_asked_to_end_lets_the_ranks_save(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, build_marching_command("MPICH", 10000, 0.02), slots=1) as job:
-        job.more["environment"] = {"TOPKUBE_CHECKPOINT_DIRECTORY": str(tmp_path)}
+    with SimulatedJob(tmp_path, build_marching_command("MPICH", 10000, 0.02), slots=1) as job:
+        job.plan_options["environment"] = {"TOPKUBE_CHECKPOINT_DIRECTORY": str(tmp_path)}
         launcher = job.start()
         wait_for_step(job, 3)
         launcher.process.terminate()
@@ -160,8 +160,8 @@ def test_a_launcher_asked_to_end_lets_the_ranks_save(tmp_path: Path) -> None:
 
 def test_a_job_that_is_deleted_ends_at_once_with_its_state_saved(tmp_path: Path) -> None:
     """All its pods are asked to end at the same time."""
-    with PlayedJob(tmp_path, build_marching_command("MPICH", 10000, 0.02), slots=1) as job:
-        job.more["environment"] = {"TOPKUBE_CHECKPOINT_DIRECTORY": str(tmp_path)}
+    with SimulatedJob(tmp_path, build_marching_command("MPICH", 10000, 0.02), slots=1) as job:
+        job.plan_options["environment"] = {"TOPKUBE_CHECKPOINT_DIRECTORY": str(tmp_path)}
         launcher = job.start()
         wait_for_step(job, 3)
         pods = [launcher, *job.workers.values()]
@@ -171,7 +171,7 @@ def test_a_job_that_is_deleted_ends_at_once_with_its_state_saved(tmp_path: Path)
         assert int((tmp_path / "step").read_text()) == launcher.ending.progress.step
 
 
-class Network:
+class TcpProxy:
     """A TCP proxy in front of the launcher. It can reset its connections, or pass nothing on without an error."""
 
     def __init__(self, target: int) -> None:
@@ -222,10 +222,10 @@ class Network:
 
 
 def test_a_job_survives_short_interruptions_of_the_network(tmp_path: Path) -> None:
-    with PlayedJob(
+    with SimulatedJob(
         tmp_path, build_marching_command("MPICH", 400, 0.02), slots=1, lost_seconds=30, check_address=False
     ) as job:
-        network = Network(job.port)
+        network = TcpProxy(job.port)
         launcher = job.start_launcher()
         job.start_worker(0)
         own, job.port = job.port, network.port
@@ -244,10 +244,10 @@ def test_a_job_survives_short_interruptions_of_the_network(tmp_path: Path) -> No
 
 
 def test_a_worker_cut_off_for_good_is_named(tmp_path: Path) -> None:
-    with PlayedJob(
+    with SimulatedJob(
         tmp_path, build_marching_command("MPICH", 100000, 0.02), slots=1, lost_seconds=8, check_address=False
     ) as job:
-        network = Network(job.port)
+        network = TcpProxy(job.port)
         job.start_launcher()
         job.start_worker(0)
         own, job.port = job.port, network.port
@@ -264,7 +264,7 @@ def test_a_worker_cut_off_for_good_is_named(tmp_path: Path) -> None:
 
 
 def test_a_worker_without_its_mpi_is_unfit(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, ["true"], slots=1) as job:
+    with SimulatedJob(tmp_path, ["true"], slots=1) as job:
         job.start_launcher()
         job.start_worker(0)
         job.mpi = "OpenMPI"  # of another image
@@ -275,7 +275,7 @@ def test_a_worker_without_its_mpi_is_unfit(tmp_path: Path) -> None:
 
 
 def test_a_launcher_without_the_mpi_of_the_plan_reports_it(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, ["true"]) as job:
+    with SimulatedJob(tmp_path, ["true"]) as job:
         launcher = job.start_launcher(mpi="OpenMPI")
         assert launcher.wait() == 127
         failure = launcher.ending.first_failure
@@ -291,7 +291,7 @@ def test_shared_memory_of_a_killed_attempt_is_removed(tmp_path: Path) -> None:
         "print(sorted(name for name in os.listdir('/dev/shm') if name.startswith(sys.argv[1])))\n"
     )
     name = f"topkube-test-{os.getpid()}"
-    with PlayedJob(tmp_path, [str(PYTHONS["MPICH"]), "-c", leak, name], slots=1, workers=1) as job:
+    with SimulatedJob(tmp_path, [str(PYTHONS["MPICH"]), "-c", leak, name], slots=1, workers=1) as job:
         job.start()
         assert wait_for_failure(job).reason == "SIGKILL"
         launcher = job.start_launcher()
@@ -306,7 +306,7 @@ def test_shared_memory_of_a_killed_attempt_is_removed(tmp_path: Path) -> None:
 
 def test_a_killed_worker_is_named_and_not_the_ranks_that_fail_because_of_it(tmp_path: Path) -> None:
     """A worker's process is killed, and its shims end with it. The other worker's ranks fail as a consequence."""
-    with PlayedJob(tmp_path, build_marching_command("MPICH", 100000, 0.005)) as job:
+    with SimulatedJob(tmp_path, build_marching_command("MPICH", 100000, 0.005)) as job:
         job.start()
         wait_for_step(job, 3)
         os.kill(job.workers[1].process.pid, signal.SIGKILL)

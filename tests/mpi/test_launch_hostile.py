@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pods import KEY, PYTHONS, UID, PlayedJob, wait_until, write_certificate
+from pods import KEY, PYTHONS, UID, SimulatedJob, wait_until, write_certificate
 
 from topkube.launch.connection.messages import Hello
 from topkube.launch.connection.rendezvous import UNKNOWN_CALLERS_PER_ADDRESS
@@ -27,9 +27,9 @@ UPGRADE = (
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayedJob]:
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimulatedJob]:
     """A launcher that waits for two workers that never come."""
-    with PlayedJob(tmp_path_factory.mktemp("hostile"), ["true"], rendezvous_seconds=3600) as job:
+    with SimulatedJob(tmp_path_factory.mktemp("hostile"), ["true"], rendezvous_seconds=3600) as job:
         job.start_launcher()
         wait_until(job.ask_status)
         yield job
@@ -37,12 +37,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayedJob]:
         assert job.ask_status().joined == 0
 
 
-def connect(job: PlayedJob, source: str = "127.0.0.1") -> ssl.SSLSocket:
+def connect(job: SimulatedJob, source: str = "127.0.0.1") -> ssl.SSLSocket:
     raw = socket.create_connection(("127.0.0.1", job.port), 60, source_address=(source, 0))
     return job.tls.wrap_socket(raw)
 
 
-def ask(job: PlayedJob, head: str, source: str = "127.0.0.1") -> str:
+def ask(job: SimulatedJob, head: str, source: str = "127.0.0.1") -> str:
     """Send the head of a request. Return all bytes that arrive until the other end closes."""
     with connect(job, source) as connection:
         connection.sendall(head.encode())
@@ -58,9 +58,9 @@ def receive_all(connection: ssl.SSLSocket) -> str:
 
 
 def build_join_request(
-    token: str = TOKEN, query: str = "index=0&attempt=1", more: str = UPGRADE, method: str = "GET"
+    token: str = TOKEN, query: str = "index=0&attempt=1", headers: str = UPGRADE, method: str = "GET"
 ) -> str:
-    return f"{method} {JOIN_PATH}?{query} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n{more}\r\n"
+    return f"{method} {JOIN_PATH}?{query} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n{headers}\r\n"
 
 
 def build_hello(busy: bool = False) -> bytes:
@@ -88,20 +88,20 @@ def build_hello(busy: bool = False) -> bytes:
         ("the operator's token", "index=0&attempt=1"),
     ],
 )
-def test_a_wrong_token_is_refused(job: PlayedJob, token: str, query: str) -> None:
+def test_a_wrong_token_is_refused(job: SimulatedJob, token: str, query: str) -> None:
     answer = ask(job, build_join_request(token, query))
     assert answer.startswith("HTTP/1.1 401"), answer
     assert "101 Switching" not in answer
 
 
-def test_the_status_is_for_the_operator(job: PlayedJob) -> None:
+def test_the_status_is_for_the_operator(job: SimulatedJob) -> None:
     for token in ("", TOKEN, "the operator's tokeN"):
         answer = ask(job, f"GET {STATUS_PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n")
         assert answer.startswith("HTTP/1.1 401")
         assert '"state"' not in answer
 
 
-def test_a_token_does_not_work_from_another_address(job: PlayedJob) -> None:
+def test_a_token_does_not_work_from_another_address(job: SimulatedJob) -> None:
     """Another pod cannot use a stolen token."""
     with connect(job, "127.88.0.1") as connection:
         connection.sendall(build_join_request().encode() + build_hello())
@@ -109,7 +109,7 @@ def test_a_token_does_not_work_from_another_address(job: PlayedJob) -> None:
     assert "the call comes from 127.88.0.1" in answer
 
 
-def test_a_call_through_a_service_mesh_is_named_as_such(job: PlayedJob) -> None:
+def test_a_call_through_a_service_mesh_is_named_as_such(job: SimulatedJob) -> None:
     """Istio's sidecar forwards calls, which then arrive from the sidecar's address."""
     with connect(job, "127.0.0.6") as connection:
         connection.sendall(build_join_request().encode() + build_hello())
@@ -124,7 +124,7 @@ def test_a_call_through_a_service_mesh_is_named_as_such(job: PlayedJob) -> None:
 
 
 def test_without_the_check_of_the_address_a_call_through_a_mesh_is_taken(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, ["true"], rendezvous_seconds=3600, check_address=False) as job:
+    with SimulatedJob(tmp_path, ["true"], rendezvous_seconds=3600, check_address=False) as job:
         job.start_launcher()
         wait_until(job.ask_status)
         with connect(job, "127.0.0.6") as connection:
@@ -133,7 +133,7 @@ def test_without_the_check_of_the_address_a_call_through_a_mesh_is_taken(tmp_pat
             assert status.refused == ()
 
 
-def test_a_worker_that_still_runs_ranks_of_another_attempt_is_not_counted(job: PlayedJob) -> None:
+def test_a_worker_that_still_runs_ranks_of_another_attempt_is_not_counted(job: SimulatedJob) -> None:
     """Such a worker leaves to end its ranks, so an attempt that began with it would fail."""
     with connect(job, "127.77.0.9") as connection:
         connection.sendall(build_join_request().encode() + build_hello(busy=True))
@@ -143,17 +143,17 @@ def test_a_worker_that_still_runs_ranks_of_another_attempt_is_not_counted(job: P
     assert " joined from " not in job.read_all_output()
 
 
-def test_other_paths_and_methods_are_refused(job: PlayedJob) -> None:
+def test_other_paths_and_methods_are_refused(job: SimulatedJob) -> None:
     assert ask(job, "GET /v1/anything HTTP/1.1\r\nHost: x\r\n\r\n").startswith("HTTP/1.1 404")
-    assert ask(job, build_join_request(more="Content-Length: 0\r\n", method="POST")).startswith("HTTP/1.1 405")
-    assert ask(job, build_join_request(more="")).startswith("HTTP/1.1 426")
+    assert ask(job, build_join_request(headers="Content-Length: 0\r\n", method="POST")).startswith("HTTP/1.1 405")
+    assert ask(job, build_join_request(headers="")).startswith("HTTP/1.1 426")
     assert ask(job, "\r\n\r\n\x00\x01nonsense\r\n\r\n").startswith("HTTP/1.0 400")
 
 
 @pytest.mark.parametrize("token", ["wrong", TOKEN])
-def test_ten_megabytes_are_not_read(job: PlayedJob, token: str) -> None:
+def test_ten_megabytes_are_not_read(job: SimulatedJob, token: str) -> None:
     with connect(job) as connection:
-        connection.sendall(build_join_request(token, more=f"Content-Length: {10 << 20}\r\n", method="POST").encode())
+        connection.sendall(build_join_request(token, headers=f"Content-Length: {10 << 20}\r\n", method="POST").encode())
         sent = 0
         with contextlib.suppress(OSError):
             while sent < 10 << 20:
@@ -163,7 +163,7 @@ def test_ten_megabytes_are_not_read(job: PlayedJob, token: str) -> None:
     assert sent < 10 << 20, "the launcher took the whole body"
 
 
-def test_a_first_message_of_ten_megabytes_ends_the_connection(job: PlayedJob) -> None:
+def test_a_first_message_of_ten_megabytes_ends_the_connection(job: SimulatedJob) -> None:
     with connect(job) as connection:
         connection.sendall(
             build_join_request().encode() + bytes([0x81, 0x80 | 127]) + (10 << 20).to_bytes(8, "big") + b"\0\0\0\0"
@@ -175,13 +175,13 @@ def test_a_first_message_of_ten_megabytes_ends_the_connection(job: PlayedJob) ->
     assert sent < 10 << 20
 
 
-def test_headers_without_end_are_refused(job: PlayedJob) -> None:
+def test_headers_without_end_are_refused(job: SimulatedJob) -> None:
     many = "".join(f"X-{number}: {'y' * 4000}\r\n" for number in range(200))
-    answer = ask(job, build_join_request(more=many))
+    answer = ask(job, build_join_request(headers=many))
     assert answer == "" or answer.startswith("HTTP/1.0 400")
 
 
-def test_slow_clients_do_not_keep_others_out(job: PlayedJob) -> None:
+def test_slow_clients_do_not_keep_others_out(job: SimulatedJob) -> None:
     slow: list[socket.socket] = []
     try:
         for number in range(150):
@@ -205,7 +205,7 @@ def test_slow_clients_do_not_keep_others_out(job: PlayedJob) -> None:
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_a_crowd_from_one_address_does_not_keep_others_out(job: PlayedJob, tls: bool) -> None:
+def test_a_crowd_from_one_address_does_not_keep_others_out(job: SimulatedJob, tls: bool) -> None:
     """The launcher limits the callers of an address that may stay connected. Two crowds come, one after another."""
     crowd: list[socket.socket] = []
     try:
@@ -235,7 +235,7 @@ def _is_open(connection: socket.socket) -> bool:
         return False
 
 
-def _read_status(job: PlayedJob, source: str) -> str:
+def _read_status(job: SimulatedJob, source: str) -> str:
     try:
         token = "Authorization: Bearer the operator's token"
         return ask(job, f"GET {STATUS_PATH} HTTP/1.1\r\nHost: x\r\n{token}\r\nConnection: close\r\n\r\n", source)
@@ -243,7 +243,7 @@ def _read_status(job: PlayedJob, source: str) -> str:
         return ""
 
 
-def test_plain_text_and_old_tls_are_refused(job: PlayedJob) -> None:
+def test_plain_text_and_old_tls_are_refused(job: SimulatedJob) -> None:
     with socket.create_connection(("127.0.0.1", job.port), 60) as plain:
         plain.sendall(b"GET /v1/status HTTP/1.1\r\n\r\n")
         plain.settimeout(90)
@@ -257,17 +257,17 @@ def test_plain_text_and_old_tls_are_refused(job: PlayedJob) -> None:
 
 
 def test_a_worker_does_not_talk_to_another_certificate(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, ["true"], rendezvous_seconds=3600) as job:
+    with SimulatedJob(tmp_path, ["true"], rendezvous_seconds=3600) as job:
         launcher = job.start_launcher()
         wait_until(job.ask_status)
-        write_certificate(job.secret)  # what workers mount from now on is another
+        write_certificate(job.secret)  # workers mount another certificate from now on
         worker = job.start_worker(0)
         wait_until(lambda: "does not have the certificate of this job's launcher" in worker.output)
         assert "joined" not in launcher.output
 
 
 def test_a_second_session_replaces_the_first_while_waiting(tmp_path: Path) -> None:
-    with PlayedJob(tmp_path, ["true"], slots=1) as job:
+    with SimulatedJob(tmp_path, ["true"], slots=1) as job:
         launcher = job.start_launcher()
         first = job.start_worker(0)
         wait_until(lambda: job.ask_status() and job.ask_status().joined == 1)
@@ -287,7 +287,7 @@ def test_an_intruder_with_mpis_own_proxy_does_not_become_a_rank(tmp_path: Path, 
         "while not os.path.exists('looked'): time.sleep(0.05)\n"
         "MPI.COMM_WORLD.Barrier()"
     )
-    with PlayedJob(tmp_path, [str(PYTHONS[mpi]), "-c", script], slots=1, mpi=mpi) as job:
+    with SimulatedJob(tmp_path, [str(PYTHONS[mpi]), "-c", script], slots=1, mpi=mpi) as job:
         launcher = job.start()
         wait_until(lambda: (answer := job.ask_status()) and answer.state == "Running", what="running")
         open_ports = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import urllib.request
 from pathlib import Path
 
-from pods import PlayedJob, wait_until
+from pods import SimulatedJob, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
 from topkube.launch.contract import METRICS_PORT
@@ -47,7 +47,7 @@ def serves_attempt(address: str, attempt: int) -> bool:
 
 def test_each_worker_serves_its_ranks_of_the_attempt_that_runs(tmp_path: Path) -> None:
     end = tmp_path / "end"
-    with PlayedJob(tmp_path, ["python", "-c", TRAIN, str(end)], workers=2, slots=2, lost_seconds=10.0) as job:
+    with SimulatedJob(tmp_path, ["python", "-c", TRAIN, str(end)], workers=2, slots=2, lost_seconds=10.0) as job:
         job.start()
         first, second = job.choose_address(0), job.choose_address(1)
         wait_until(lambda: serves_attempt(first, 1), what=job.read_all_output())

@@ -7,7 +7,7 @@ import signal
 import threading
 from pathlib import Path
 
-from pods import PYTHONS, PlayedJob, wait_until
+from pods import PYTHONS, SimulatedJob, wait_until
 
 MARCHING = str(Path(__file__).parent / "marching.py")
 PYTHON = str(PYTHONS["MPICH"])
@@ -28,7 +28,7 @@ else:
 def test_all_that_ranks_print_is_in_the_pods_log(tmp_path: Path) -> None:
     """Ranks print 20 MB, open their output again, and print bytes that are not text. Their command has 1.3 MB."""
     command = [PYTHON, "-c", PRINTS, *["y" * 120_000] * 11]
-    with PlayedJob(tmp_path, command, workers=1) as job:
+    with SimulatedJob(tmp_path, command, workers=1) as job:
         launcher = job.start()
         assert launcher.wait() == 0, job.read_all_output()
         worker = job.workers[0]
@@ -46,30 +46,30 @@ def test_a_worker_whose_output_nobody_reads_is_not_lost(tmp_path: Path) -> None:
     """Heartbeats and training continue; the output waits for the reader."""
     flood = "import runpy, sys; print(('z' * 99 + '\\n') * 20_000, end='', flush=True)\n"
     flood += f"sys.argv = ['marching.py', '400', '0.02']; runpy.run_path({MARCHING!r}, run_name='__main__')"
-    near, far = os.pipe()
+    read_end, write_end = os.pipe()
     received = bytearray()
-    with PlayedJob(tmp_path, [PYTHON, "-c", flood], workers=2, slots=1, lost_seconds=6.0) as job:
+    with SimulatedJob(tmp_path, [PYTHON, "-c", flood], workers=2, slots=1, lost_seconds=6.0) as job:
         launcher = job.start_launcher()
         job.start_worker(0)
-        job.start_worker(1, descriptor=far)
-        os.close(far)
+        job.start_worker(1, descriptor=write_end)
+        os.close(write_end)
         wait_until(
             lambda: (answer := job.ask_status()) and answer.progress and answer.progress.step == 400, what="all steps"
         )
         assert job.workers[1].process.poll() is None, "it waits for its reader"
-        reading = threading.Thread(target=lambda: drain(near, received), daemon=True)
+        reading = threading.Thread(target=lambda: drain(read_end, received), daemon=True)
         reading.start()
         assert launcher.wait() == 0, job.read_all_output()
         assert launcher.ending.lost_output_bytes == 0
         assert job.workers[1].wait() == 0
         reading.join(200)
-    os.close(near)
+    os.close(read_end)
     assert received.count(b"z" * 99) == 20_000
     assert b"done at step 400" in received
 
 
-def drain(near: int, into: bytearray) -> None:
-    while data := os.read(near, 1 << 16):
+def drain(read_end: int, into: bytearray) -> None:
+    while data := os.read(read_end, 1 << 16):
         into += data
 
 
@@ -85,7 +85,7 @@ def test_a_rank_that_is_ended_with_the_attempt_keeps_its_last_words(tmp_path: Pa
         "for number in itertools.count():\n"
         "    os.write(1, b'%09d\\n' % number); os.pwrite(side, b'%09d' % number, 0)"
     )
-    with PlayedJob(tmp_path, [PYTHON, "-c", script], workers=2, slots=1) as job:
+    with SimulatedJob(tmp_path, [PYTHON, "-c", script], workers=2, slots=1) as job:
         launcher = job.start()
         assert launcher.wait() == 9, job.read_all_output()
         failure = launcher.ending.first_failure
@@ -102,7 +102,7 @@ def test_a_preempted_worker_that_is_gone_is_not_waited_for(tmp_path: Path) -> No
         "signal.signal(signal.SIGTERM, lambda *_: print('saving', flush=True))\n"
         "print('up', flush=True); [time.sleep(0.1) for _ in range(10**6)]"
     )
-    with PlayedJob(tmp_path, [PYTHON, "-c", script], workers=2, slots=1, grace_seconds=600.0) as job:
+    with SimulatedJob(tmp_path, [PYTHON, "-c", script], workers=2, slots=1, grace_seconds=600.0) as job:
         launcher = job.start()
         lost_worker = job.workers[1]
         wait_until(lambda: "[rank 1] up" in lost_worker.output)

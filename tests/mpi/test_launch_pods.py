@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from pods import PYTHONS, PlayedJob, read_records, wait_until
+from pods import PYTHONS, SimulatedJob, read_records, wait_until
 
 from topkube.launch.contract import DOMAINS_HEADER
 
@@ -27,7 +27,7 @@ print(json.dumps({"rank": world.rank, "size": world.size, "node": node.size, "to
 
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
 def test_ranks_of_all_workers_form_one_world(tmp_path: Path, mpi: str) -> None:
-    with PlayedJob(tmp_path, [str(PYTHONS[mpi]), "-c", SHOW], workers=3, slots=2, mpi=mpi) as job:
+    with SimulatedJob(tmp_path, [str(PYTHONS[mpi]), "-c", SHOW], workers=3, slots=2, mpi=mpi) as job:
         job.environment = {"FROM_THE_POD": "yes", "HOME": "/nowhere"}
         launcher = job.start()
         assert launcher.wait() == 0, job.read_all_output()
@@ -55,7 +55,7 @@ def test_ranks_of_all_workers_form_one_world(tmp_path: Path, mpi: str) -> None:
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
 def test_ranks_follow_the_racks_of_the_workers(tmp_path: Path, mpi: str) -> None:
     command = [str(PYTHONS[mpi]), "-c", SHOW]
-    with PlayedJob(tmp_path, command, workers=3, slots=1, mpi=mpi, domains_seconds=3600) as job:
+    with SimulatedJob(tmp_path, command, workers=3, slots=1, mpi=mpi, domains_seconds=3600) as job:
         launcher = job.start()
         wait_until(lambda: (status := job.ask_status()) is not None and status.joined == 3)
         status = job.ask_status(**{DOMAINS_HEADER: "1,0,1"})
@@ -91,7 +91,7 @@ def read_saved_step(mpi: str, directory: Path) -> int:
     return max(int(path.name[5:13]) for path in directory.glob("step-*"))
 
 
-def read_step_from(job: PlayedJob, step: int) -> int:
+def read_step_from(job: SimulatedJob, step: int) -> int:
     """Return the step that the launcher reports to the operator, once it is `step` or later; 0 before."""
     status = job.ask_status()
     now = status.progress.step if status and status.progress and status.progress.step else 0
@@ -100,8 +100,8 @@ def read_step_from(job: PlayedJob, step: int) -> int:
 
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
 def test_each_death_costs_one_attempt_and_living_workers_continue_in_place(tmp_path: Path, mpi: str) -> None:
-    with PlayedJob(tmp_path, build_training_command(mpi), workers=2, slots=1, mpi=mpi, lost_seconds=10) as job:
-        job.more["environment"] = build_checkpoint_settings(tmp_path)
+    with SimulatedJob(tmp_path, build_training_command(mpi), workers=2, slots=1, mpi=mpi, lost_seconds=10) as job:
+        job.plan_options["environment"] = build_checkpoint_settings(tmp_path)
         (tmp_path / "checkpoints").mkdir()
         launcher = job.start()
         wait_until(lambda: read_step_from(job, 15), what="15 steps")

@@ -54,8 +54,8 @@ def test_simulated_nodes(outcome, mpi: str, layout: tuple[int, ...], case: str) 
 
 
 ONEBIT = (
-    "training.onebit,training.onebit_definition,training.onebit_checkpoints,training.onebit_optimizers,"
-    "training.own_weights"
+    "training.onebit,training.onebit_delay,training.onebit_weights,training.onebit_definition,"
+    "training.onebit_checkpoints,training.onebit_optimizers,training.own_weights"
 )
 # One node, uneven nodes, and three nodes: from three nodes on, averages have two stages. With Open MPI, nodes of two
 # ranks.
@@ -124,8 +124,8 @@ def test_another_world_takes_up_the_weights_of_all_nodes(tmp_path: Path, forks: 
         EIGHT_NODES: [(2, 1), (2,) + (1,) * 7],
     }
     for before, worlds_after in changes.items():
-        left = tmp_path / f"left-{len(before)}-{before[-1]}"
-        assert run(before, "leave_checkpoint", left) == {"leave_checkpoint": ""}
+        checkpoints = tmp_path / f"left-{len(before)}-{before[-1]}"
+        assert run(before, "leave_checkpoint", checkpoints) == {"leave_checkpoint": ""}
         for after in worlds_after:
-            directory = shutil.copytree(left, left.with_name(f"{left.name}-{len(after)}"))
+            directory = shutil.copytree(checkpoints, checkpoints.with_name(f"{checkpoints.name}-{len(after)}"))
             assert run(after, "take_up", directory) == {"take_up": ""}

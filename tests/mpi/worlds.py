@@ -54,7 +54,9 @@ def start_forks(mpi: str, directory: Path, modules: Sequence[str] = PRELOADED) -
     in `directory`."""
     path = directory / f"forks-{mpi}"
     command = [str(ENVIRONMENTS[mpi] / "bin" / "python"), str(HERE / "forking.py"), "serve", str(path), *modules]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(_DROPPED)} | {"OMP_NUM_THREADS": "1"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED)} | {
+        "OMP_NUM_THREADS": "1"
+    }
     with subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True) as server:
         try:
             while not path.exists() and server.poll() is None:
@@ -83,7 +85,7 @@ def run(
     binary = ENVIRONMENTS[mpi] / "bin"
     if forks is not None:
         arguments = [*build_fork_arguments(forks, Path(arguments[0])), *arguments[1:]]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(_DROPPED)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED)}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **settings}
     options: list[str] = []
     if mpi == "openmpi":
@@ -100,7 +102,7 @@ def run(
             code: int | None = process.wait(seconds)
         except subprocess.TimeoutExpired:
             code = None
-            os.killpg(process.pid, signal.SIGTERM)  # the launcher takes its ranks along
+            os.killpg(process.pid, signal.SIGTERM)  # mpiexec then ends its ranks
             try:
                 process.wait(10)
             except subprocess.TimeoutExpired:

@@ -19,17 +19,18 @@ JOB = {
 }
 
 
-def wait_until(look, what):
-    """Return the first true result of `look`. Try for a minute, because an installation takes some time."""
-    end, last = time.monotonic() + 60, None
+def wait_until(condition, problem):
+    """Return the first true result of `condition`. Try for a minute, because an installation takes some time. Exit with
+    `problem` if no result was true."""
+    end, last_error = time.monotonic() + 60, None
     while time.monotonic() < end:
         try:
-            if result := look():
+            if result := condition():
                 return result
         except OSError as error:
-            last = error
+            last_error = error
         time.sleep(0.5)
-    raise SystemExit(f"{what}. Last error: {last}")
+    raise SystemExit(f"{problem}. Last error: {last_error}")
 
 
 def is_leading():
@@ -61,14 +62,14 @@ print("a replica leads")
 if reason := explain_refusal(JOB):
     raise SystemExit(f"a valid job is refused: {reason}")
 print("a valid job is accepted")
-# The definition itself refuses this mistake. Only the webhook refuses mistakes in the template.
+# The TrainingJob definition itself refuses this mistake. Only the webhook refuses mistakes in the template.
 mistakes = {"workers": {"workers": 0}}
 if os.environ["WEBHOOK"] == "true":
     mistakes["command"] = {"template": {"spec": {"containers": [{"name": "worker", "image": "none"}]}}}
 for field, change in mistakes.items():
-    bad = {**JOB, "spec": {**JOB["spec"], **change}}
+    invalid_job = {**JOB, "spec": {**JOB["spec"], **change}}
     reason = wait_until(
-        lambda bad=bad: explain_refusal(bad), f"a job with {change} is accepted. Next: read the operator's log"
+        lambda job=invalid_job: explain_refusal(job), f"a job with {change} is accepted. Next: read the operator's log"
     )
     if field not in reason:
         raise SystemExit(f"a job with {change} is refused, but not for that: {reason}")

@@ -3,17 +3,17 @@
 {{- $mine := .Values.namespaces -}}
 {{- range (lookup "apps/v1" "Deployment" "" "").items -}}
 {{- $labels := .metadata.labels | default dict -}}
-{{- $named := and (eq (get $labels "app.kubernetes.io/name") "topkube") (eq (get $labels "app.kubernetes.io/component") "operator") -}}
-{{- $own := and (eq (get $labels "app.kubernetes.io/instance") $.Release.Name) (eq .metadata.namespace $.Release.Namespace) -}}
-{{- if and $named (not $own) -}}
-{{- $who := printf "%s/%s" .metadata.namespace .metadata.name -}}
+{{- $isOperator := and (eq (get $labels "app.kubernetes.io/name") "topkube") (eq (get $labels "app.kubernetes.io/component") "operator") -}}
+{{- $isOwn := and (eq (get $labels "app.kubernetes.io/instance") $.Release.Name) (eq .metadata.namespace $.Release.Namespace) -}}
+{{- if and $isOperator (not $isOwn) -}}
+{{- $other := printf "%s/%s" .metadata.namespace .metadata.name -}}
 {{- $theirs := get (.metadata.annotations | default dict) "topkube.dev/namespaces" | default "*" -}}
 {{- if or (eq $theirs "*") (not $mine) -}}
-{{- fail (printf "another operator, %s, looks after %s. Likely cause: TopKube is installed already. Next: upgrade that release, or give both different lists with --set namespaces={...}" $who (ternary "all namespaces" (printf "namespaces %s" $theirs) (eq $theirs "*"))) -}}
+{{- fail (printf "another operator, %s, looks after %s. Likely cause: TopKube is installed already. Next: upgrade that release, or give both different lists with --set namespaces={...}" $other (ternary "all namespaces" (printf "namespaces %s" $theirs) (eq $theirs "*"))) -}}
 {{- end -}}
 {{- range (splitList "," $theirs) -}}
 {{- if has . $mine -}}
-{{- fail (printf "another operator, %s, looks after namespace %s already. Next: leave it out of `namespaces`, or out of the other release" $who .) -}}
+{{- fail (printf "another operator, %s, looks after namespace %s already. Next: leave it out of `namespaces`, or out of the other release" $other .) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -24,22 +24,22 @@
 {{- define "topkube.checkOwners" -}}
 {{- $name := include "topkube.operator" . -}}
 {{- $roles := ternary $name (printf "%s-cluster" $name) (empty .Values.namespaces) -}}
-{{- $wanted := list -}}
+{{- $objects := list -}}
 {{- if .Values.crds.install -}}
 {{- range list "trainingjobs.topkube.dev" "cacheddatasets.topkube.dev" -}}
-{{- $wanted = append $wanted (list "apiextensions.k8s.io/v1" "CustomResourceDefinition" . "set crds.install=false to leave it as it is") -}}
+{{- $objects = append $objects (list "apiextensions.k8s.io/v1" "CustomResourceDefinition" . "set crds.install=false to leave it as it is") -}}
 {{- end -}}
 {{- end -}}
 {{- if .Values.rbac.create -}}
-{{- $wanted = append $wanted (list "rbac.authorization.k8s.io/v1" "ClusterRole" $roles "give this release another name, or set fullnameOverride") -}}
+{{- $objects = append $objects (list "rbac.authorization.k8s.io/v1" "ClusterRole" $roles "give this release another name, or set fullnameOverride") -}}
 {{- end -}}
 {{- if .Values.rbac.userRoles -}}
-{{- $wanted = append $wanted (list "rbac.authorization.k8s.io/v1" "ClusterRole" "topkube-view" "set rbac.userRoles=false") -}}
+{{- $objects = append $objects (list "rbac.authorization.k8s.io/v1" "ClusterRole" "topkube-view" "set rbac.userRoles=false") -}}
 {{- end -}}
 {{- if .Values.webhook.enabled -}}
-{{- $wanted = append $wanted (list "admissionregistration.k8s.io/v1" "ValidatingWebhookConfiguration" .Values.webhook.name "set webhook.name to another name") -}}
+{{- $objects = append $objects (list "admissionregistration.k8s.io/v1" "ValidatingWebhookConfiguration" .Values.webhook.name "set webhook.name to another name") -}}
 {{- end -}}
-{{- range $wanted -}}
+{{- range $objects -}}
 {{- $found := lookup (index . 0) (index . 1) "" (index . 2) -}}
 {{- if $found -}}
 {{- $marks := $found.metadata.annotations | default dict -}}

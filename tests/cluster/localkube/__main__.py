@@ -24,15 +24,18 @@ def main() -> int:
     start = commands.add_parser("up", help="start a cluster that has TopKube's images on its nodes")
     start.add_argument("--nodes", type=int, default=2)
     start.add_argument("--openmpi", action="store_true", help="also the runtime image with Open MPI")
-    commands.add_parser("down", help="stop it and remove all of it, also what an interrupted start left")
+    commands.add_parser("down", help="stop the cluster and remove all of it, also the remains of an interrupted start")
     load = commands.add_parser("images", help="build the images from this checkout and put them on every node")
     load.add_argument("--openmpi", action="store_true", help="also the runtime image with Open MPI")
     load.add_argument("--from", dest="sources", type=Path, default=images.REPOSITORY, help="another checkout")
-    load.add_argument("--tag", default="", help="instead of TopKube's version")
-    commands.add_parser("env", help="print what to set to use it")
+    load.add_argument("--tag", default="", help="the tag of the images (default: TopKube's version)")
+    commands.add_parser("env", help="print the environment variables with which kubectl uses the cluster")
     shape = commands.add_parser("shape", help="limit every node's link, e.g. 200mbit; off lifts the limit")
     shape.add_argument("rate")
-    for name, words in (("cut", "drop every packet between two nodes' pods"), ("mend", "undo cut")):
+    for name, words in (
+        ("cut", "drop every packet between two nodes' pods"),
+        ("mend", "repair the link that `cut` has cut"),
+    ):
         link = commands.add_parser(name, help=words)
         link.add_argument("first")
         link.add_argument("second")
@@ -42,11 +45,11 @@ def main() -> int:
 
     layout = Layout.from_environment()
     began = time.monotonic()
-    wanted = [images.RUNTIME, images.OPERATOR]
+    selected = [images.RUNTIME, images.OPERATOR]
     if getattr(arguments, "openmpi", False):
-        wanted.append(images.RUNTIME_OPENMPI)
+        selected.append(images.RUNTIME_OPENMPI)
     if arguments.command == "up":
-        cluster = LocalCluster.start(layout, arguments.nodes, wanted)
+        cluster = LocalCluster.start(layout, arguments.nodes, selected)
         seconds = time.monotonic() - began
         print(f"up after {seconds:.0f} s: {len(cluster.nodes)} nodes. To use it:\n\n{explain_usage(cluster)}\n")
         print("kubectl get nodes        # make cluster-down stops it")
@@ -64,8 +67,8 @@ def main() -> int:
             print(explain_usage(running))
         case "images":
             if arguments.tag:
-                wanted = [image.with_tag(arguments.tag) for image in wanted]
-            built = running.load_images(wanted, images.Store(layout.cache, arguments.sources.resolve()))
+                selected = [image.with_tag(arguments.tag) for image in selected]
+            built = running.load_images(selected, images.Store(layout.cache, arguments.sources.resolve()))
             names = ", ".join(image.name for image in built) or "nothing"
             print(f"built {names}; every node is up to date after {time.monotonic() - began:.1f} s")
         case "shape":

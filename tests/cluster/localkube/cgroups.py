@@ -1,7 +1,8 @@
 """A group of processes in a cgroup, which starts, lists and kills them.
 
-The kernel uses process ids again, but a process stays in its cgroup. All that a daemon or a pod starts is in the same
-cgroup, so after an interrupted run the cgroup lists every process of the cluster and no other process.
+The kernel gives the number of an ended process to a new process, so a number alone does not identify a process of the
+cluster. But a process stays in its cgroup, and all that a daemon or a pod starts is in the same cgroup. So after an
+interrupted run, the cgroup lists every process of the cluster and no other process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def list_hierarchies() -> tuple[Path, ...]:
     if (ROOT / "cgroup.controllers").exists():
         return (ROOT,)
     mounts = (line.split() for line in Path("/proc/mounts").read_text().splitlines())
-    directories = sorted({Path(where) for _, where, kind, *_ in mounts if kind == "cgroup"})
+    directories = sorted({Path(directory) for _, directory, kind, *_ in mounts if kind == "cgroup"})
     if (ROOT / "freezer") not in directories:
         raise RuntimeError(
             "no cgroup hierarchy with the freezer is mounted. Next: run on a machine with cgroups, as root"
@@ -64,8 +65,8 @@ class Group:
 
     def list_subgroups(self) -> Iterator[Group]:
         """Yield this group and all groups below it, deepest first."""
-        for where, _, _ in os.walk(self.directory, topdown=False):
-            yield Group(str(Path(where).relative_to(list_hierarchies()[0])))
+        for folder, _, _ in os.walk(self.directory, topdown=False):
+            yield Group(str(Path(folder).relative_to(list_hierarchies()[0])))
 
     def list_processes(self) -> set[int]:
         """Return the process ids of the group and of all groups below it."""
@@ -112,10 +113,10 @@ class Group:
         self.kill(seconds)
         deadline = time.monotonic() + seconds
         for hierarchy in list_hierarchies():
-            for where, _, _ in os.walk(hierarchy / self.path, topdown=False):
+            for folder, _, _ in os.walk(hierarchy / self.path, topdown=False):
                 while True:
                     try:
-                        Path(where).rmdir()
+                        Path(folder).rmdir()
                     except FileNotFoundError:
                         pass
                     except OSError:  # the last process has not ended yet

@@ -75,8 +75,8 @@ class LocalCluster:
         record = layout.state / "cluster.json"
         if not record.exists():
             return None
-        known = json.loads(record.read_text())
-        cluster = cls(layout, Path(known["programs"]), known["nodes"])
+        recorded = json.loads(record.read_text())
+        cluster = cls(layout, Path(recorded["programs"]), recorded["nodes"])
         return cluster if cluster.control_plane.api_server.is_alive() and cluster.control_plane.is_ready() else None
 
     def stop(self) -> None:
@@ -86,9 +86,9 @@ class LocalCluster:
         """Build what changed, and send it to every running node. Return what was built."""
         store = store or self.store
         built = store.build(images)
-        up = [node for node in self.nodes.values() if node.containerd.is_alive()]
+        running = [node for node in self.nodes.values() if node.containerd.is_alive()]
         with ThreadPoolExecutor() as pool:
-            list(pool.map(lambda node: store.load(node.socket, images), up))
+            list(pool.map(lambda node: store.load(node.socket, images), running))
         return built
 
     # -- state
@@ -103,18 +103,18 @@ class LocalCluster:
 
     def wait_ready(self, names: Iterable[str] | None = None, seconds: float = 300.0) -> None:
         """Wait until the nodes (default: all) are Ready, and set the number of their GPUs."""
-        wanted = set(names or self.nodes)
+        awaited = set(names or self.nodes)
         try:
             wait_until(
-                lambda: wanted <= self.list_ready_nodes(),
-                f"{', '.join(sorted(wanted))} to be Ready",
+                lambda: awaited <= self.list_ready_nodes(),
+                f"{', '.join(sorted(awaited))} to be Ready",
                 seconds,
                 interval=0.3,
             )
         except TimeoutError as error:
-            words = "\n".join(self.nodes[name].read_log_tail() for name in sorted(wanted - self.list_ready_nodes()))
+            words = "\n".join(self.nodes[name].read_log_tail() for name in sorted(awaited - self.list_ready_nodes()))
             raise TimeoutError(f"{error}\n{words}") from None
-        for name in wanted:
+        for name in awaited:
             self._set_gpus(name)
 
     def _set_gpus(self, name: str) -> None:

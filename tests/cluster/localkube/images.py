@@ -246,9 +246,8 @@ class Store:
                 _import_image(
                     containerd, layout, manifest, present=set(_run_ctr(containerd, "content", "ls", "-q").split())
                 )
-            except (
-                RuntimeError
-            ):  # its garbage collection may have removed layers that only a former image of this name used
+            except RuntimeError:
+                # containerd's garbage collection may have removed layers that only a former image of this name used.
                 _import_image(containerd, layout, manifest, present=set())
 
     def _list_layouts(self, images: Iterable[Image]) -> list[Path]:
@@ -271,16 +270,16 @@ class Store:
     def grow_seed(self, images: Iterable[Image], containerd_at: Callable[[Path], AbstractContextManager[Path]]) -> None:
         """Bring the seed up to date with `images`. `containerd_at(root)` runs a containerd on `root` and yields its
         socket."""
-        wanted = _compute_digest(*(self._read_recipe(layout) for layout in self._list_layouts(images)))
+        fingerprint = _compute_digest(*(self._read_recipe(layout) for layout in self._list_layouts(images)))
         fingerprint_file = self.seed / "fingerprint"
         with hold_lock(self.folder / "lock"):
-            if fingerprint_file.exists() and fingerprint_file.read_text() == wanted:
+            if fingerprint_file.exists() and fingerprint_file.read_text() == fingerprint:
                 return
             fingerprint_file.unlink(missing_ok=True)
             self.seed.mkdir(parents=True, exist_ok=True)
             with containerd_at(self.seed / "root") as socket:
                 self.load(socket, images)
-            fingerprint_file.write_text(wanted)
+            fingerprint_file.write_text(fingerprint)
 
 
 def _read_pip_configuration() -> Iterator[tuple[str, str, str | None]]:

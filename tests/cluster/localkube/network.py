@@ -42,13 +42,13 @@ def shape(node: Node, rate: str) -> None:
 
 def cut(first: Node, second: Node) -> None:
     """Drop all packets between the pods of two nodes, in both directions and without any notice."""
-    for here, there in ((first, second), (second, first)):
-        here.run_inside("ip", "route", "replace", "blackhole", there.layout.compute_pod_range(there.index))
+    for node, other in ((first, second), (second, first)):
+        node.run_inside("ip", "route", "replace", "blackhole", other.layout.compute_pod_range(other.index))
 
 
 def mend(first: Node, second: Node) -> None:
     """Undo `cut`."""
-    for here, there in ((first, second), (second, first)):
-        pods = there.layout.compute_pod_range(there.index)
-        here.run_inside("ip", "route", "del", "blackhole", pods, check=False)
-        here.run_inside("ip", "route", "replace", pods, "via", there.address)
+    for node, other in ((first, second), (second, first)):
+        pods = other.layout.compute_pod_range(other.index)
+        node.run_inside("ip", "route", "del", "blackhole", pods, check=False)
+        node.run_inside("ip", "route", "replace", pods, "via", other.address)

@@ -79,8 +79,8 @@ class Node:
         processes = self.holder.group.list_processes()
         if not processes:
             raise RuntimeError(f"{self.name} is not up")
-        where = f"/proc/{min(processes)}/ns"
-        return ["nsenter", f"--net={where}/net", f"--mount={where}/mnt", "--"]
+        namespaces = f"/proc/{min(processes)}/ns"
+        return ["nsenter", f"--net={namespaces}/net", f"--mount={namespaces}/mnt", "--"]
 
     def run_inside(self, *command: str | Path, check: bool = True) -> str:
         """Run a command in the node's namespaces."""

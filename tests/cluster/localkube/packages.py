@@ -34,16 +34,16 @@ def hold_lock(path: Path) -> Iterator[None]:
 
 def install_packages(*packages: str) -> None:
     """Install the Debian packages that are missing."""
-    known = subprocess.run(
+    listing = subprocess.run(
         ["dpkg-query", "-W", "-f", "${Package} ${db:Status-Status}\n", *packages], capture_output=True, text=True
     )
-    present = {line.split()[0] for line in known.stdout.splitlines() if line.endswith(" installed")}
+    present = {line.split()[0] for line in listing.stdout.splitlines() if line.endswith(" installed")}
     missing = [package for package in packages if package not in present]
     if missing:
         print(f"installing {' '.join(missing)}", flush=True)
-        quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        run("apt-get", "update", "-qq", env=quiet)
-        run("apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing, env=quiet)
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        run("apt-get", "update", "-qq", env=environment)
+        run("apt-get", "install", "-y", "-qq", "--no-install-recommends", *missing, env=environment)
 
 
 def compile_kubernetes(cache: Path) -> Path:
@@ -116,9 +116,9 @@ def _compile_source(scratch: Path) -> tuple[str, Path]:
     major, minor, _ = version[1].split(".")
     flags = ["-s", "-w"]
     for package in ("component-base/version", "client-go/pkg/version"):
-        where = f"k8s.io/kubernetes/vendor/k8s.io/{package}"
+        path_of_package = f"k8s.io/kubernetes/vendor/k8s.io/{package}"
         for name, value in (("gitVersion", f"v{version[1]}"), ("gitMajor", major), ("gitMinor", minor)):
-            flags.append(f"-X {where}.{name}={value}")
+            flags.append(f"-X {path_of_package}.{name}={value}")
     programs = [f"k8s.io/kubernetes/cmd/{program}" for program in PROGRAMS]
     binaries = scratch / "programs"
     binaries.mkdir()

@@ -48,10 +48,10 @@ def draw_values(length: int, seed: int) -> npt.NDArray[np.float32]:
     return x * (1 + np.abs(x * x * x))
 
 
-def assert_near(result: Array, wanted: Array, dtype: np.dtype, ranks: int, what: str) -> None:
+def assert_near(result: Array, expected: Array, dtype: np.dtype, ranks: int, what: str) -> None:
     """Check that `result` is a few roundings from `wanted` at most."""
-    bound = 2 * UNIT[dtype] * (ranks + 2) * max(1e-6, float(np.abs(wanted).max()))
-    worst = float(np.abs(result.astype(np.float64) - wanted).max())
+    bound = 2 * UNIT[dtype] * (ranks + 2) * max(1e-6, float(np.abs(expected).max()))
+    worst = float(np.abs(result.astype(np.float64) - expected).max())
     assert worst <= bound, f"{what}: {worst} off, {bound} allowed"
 
 
@@ -61,14 +61,14 @@ def case_every_algorithm_matches_float64(world: World) -> None:
             arrays = draw_inputs(world, length, dtype)
             total = np.sum([array.astype(np.float64) for array in arrays], axis=0)
             for name in EXACT:
-                for op, wanted in [("sum", total), ("mean", total / world.size)]:
-                    if np.abs(wanted).max() > 6e4:
+                for op, expected in [("sum", total), ("mean", total / world.size)]:
+                    if np.abs(expected).max() > 6e4:
                         continue  # fp16 ends at 65504
                     x = arrays[world.rank].copy()
                     # At density 1 nothing is left out, so the sparse algorithms must agree as well.
                     returned = topkube.allreduce_(x, op=op, algorithm=name, density=1.0)
                     assert returned is x
-                    assert_near(x, wanted, dtype, world.size, f"{name} {op} {dtype} {length}")
+                    assert_near(x, expected, dtype, world.size, f"{name} {op} {dtype} {length}")
 
 
 def case_pieces_and_chunks_meet(world: World) -> None:

@@ -30,8 +30,8 @@ def case_hitopk_is_hitopkcomm(world: World) -> None:
                 arrays = draw_inputs(world, length, seed=10 + step)
                 x = arrays[world.rank].copy()
                 topkube.allreduce_(x, algorithm="hitopk", density=density, wire=wire, residual=residual)
-                wanted = simulated.step(arrays)
-                assert x.tobytes() == wanted.tobytes(), f"{wire} {length} step {step}: {np.abs(x - wanted).max()}"
+                expected = simulated.step(arrays)
+                assert x.tobytes() == expected.tobytes(), f"{wire} {length} step {step}: {np.abs(x - expected).max()}"
                 if world.local_rank < world.shards:
                     own_residual = simulated.residuals[world.node][world.local_rank]
                     assert residual.current.tobytes() == own_residual.tobytes(), (
@@ -48,7 +48,7 @@ def case_signsgd_is_a_majority_vote(world: World) -> None:
     x = arrays[world.rank].copy()
     topkube.allreduce_(x, algorithm="signsgd")
     bounds = [length * i // world.shards for i in range(world.shards + 1)]
-    wanted = np.zeros(length)
+    expected = np.zeros(length)
     for start, stop in itertools.pairwise(bounds):
         for first in range(start, stop, 256):
             block = slice(first, min(first + 256, stop))
@@ -60,9 +60,9 @@ def case_signsgd_is_a_majority_vote(world: World) -> None:
                 total = total * np.float32(1 / world.size)
                 votes += np.where(np.signbit(total), -len(ranks), len(ranks))
                 scale += float(np.abs(total.astype(np.float64)).mean().astype(ml_dtypes.bfloat16))
-            wanted[block] = np.sign(votes) * scale
-    scales = np.abs(x[np.abs(x) > 0]) / np.abs(wanted[np.abs(x) > 0])
-    assert (np.sign(x) == np.sign(wanted)).all()
+            expected[block] = np.sign(votes) * scale
+    scales = np.abs(x[np.abs(x) > 0]) / np.abs(expected[np.abs(x) > 0])
+    assert (np.sign(x) == np.sign(expected)).all()
     assert (np.abs(scales - 1) < 2.0**-7).all(), "a mean may round to the next bfloat16"
     if world.node_ranks == [[0], [1]]:
         assert (x[:512] == 0).all()
@@ -106,7 +106,7 @@ def follow_definition(world: World, name: str, approximate: Callable[[Array, lis
         assert world.agree(load(find_algorithm(name)).run(world, request))
         residual.accept()
         residual.commit()
-        wanted = np.zeros(length)
+        expected = np.zeros(length)
         shares = [np.sum([arrays[rank] for rank in ranks], axis=0, dtype=np.float64) for ranks in world.node_ranks]
         for share, error in zip(shares, errors, strict=True):
             share[3197:] = 0
@@ -116,11 +116,11 @@ def follow_definition(world: World, name: str, approximate: Callable[[Array, lis
             padded = np.zeros(matrix.rows * matrix.columns)
             padded[: matrix.length] = np.sum(errors, axis=0)[place]
             whole = padded.reshape(matrix.rows, matrix.columns)
-            wanted[place] = approximate(whole, rights, number, step).reshape(-1)[: matrix.length]
+            expected[place] = approximate(whole, rights, number, step).reshape(-1)[: matrix.length]
         for error, ranks in zip(errors, world.node_ranks, strict=True):
-            error -= wanted * len(ranks) / world.size
-        scale = float(np.abs(wanted).max())
-        np.testing.assert_allclose(x, wanted, rtol=0, atol=1e-4 * scale)
+            error -= expected * len(ranks) / world.size
+        scale = float(np.abs(expected).max())
+        np.testing.assert_allclose(x, expected, rtol=0, atol=1e-4 * scale)
         assert len(set(world.comm.allgather(hash_bits(x.tobytes())))) == 1
         if world.local_rank < world.shards:
             first, last = (length * (world.local_rank + i) // world.shards for i in range(2))

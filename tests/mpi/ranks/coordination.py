@@ -37,11 +37,11 @@ def case_reduced_integers_are_exact(world: World) -> None:
     assert topkube.reduce(world.rank == 0) == 1
     assert topkube.reduce(world.rank == 0, "min") is (world.size == 1)
     big = np.array([LARGEST if world.rank == 0 else -LARGEST, -3, 2**40 + world.rank])
-    wanted = [LARGEST - (world.size - 1) * LARGEST, -3 * world.size, sum(2**40 + r for r in range(world.size))]
+    expected = [LARGEST - (world.size - 1) * LARGEST, -3 * world.size, sum(2**40 + r for r in range(world.size))]
     if world.size <= 2:
         result = topkube.reduce(big)
         assert result.dtype == np.int64
-        assert result.tolist() == wanted
+        assert result.tolist() == expected
     if world.size > 1:
         with pytest.raises(ArgumentError, match="the sum exceeds int64"):
             topkube.reduce(np.array([1, LARGEST]))
@@ -96,15 +96,15 @@ def case_arrays_of_different_lengths_are_joined(world: World) -> None:
     def build_part(rank: int) -> np.ndarray:
         return np.full(((rank * 7) % 5, 3), rank, np.int32)
 
-    wanted = np.concatenate([build_part(rank) for rank in range(world.size)])
+    expected = np.concatenate([build_part(rank) for rank in range(world.size)])
     for chunk in (1 << 26, 16 * world.size):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(calls, "CHUNK", chunk)
             joined = topkube.allgather(build_part(world.rank))
             assert joined.dtype == np.int32
-            assert np.array_equal(joined, wanted)
+            assert np.array_equal(joined, expected)
             tensor = topkube.allgather(torch.from_numpy(build_part(world.rank)).bfloat16())
-            assert torch.equal(tensor, torch.from_numpy(wanted).bfloat16())
+            assert torch.equal(tensor, torch.from_numpy(expected).bfloat16())
     assert topkube.allgather(world.rank).tolist() == list(range(world.size))
     assert topkube.allgather(torch.tensor(2.5)).tolist() == [2.5] * world.size
     assert topkube.allgather(np.zeros((0, 2))).shape == (0, 2)

@@ -117,10 +117,10 @@ def case_the_first_epoch_overlaps_with_filling_and_ranks_share_every_sample(worl
         )
         for epoch in range(2):
             sampler.set_epoch(epoch)
-            wanted = sampler.indices()
+            expected = sampler.indices()
             own_samples = torch.cat(list(loader)).numpy()
-            np.testing.assert_array_equal(own_samples, data[wanted])
-            dealt = np.concatenate(world.comm.allgather(wanted))
+            np.testing.assert_array_equal(own_samples, data[expected])
+            dealt = np.concatenate(world.comm.allgather(expected))
             assert sorted(dealt.tolist()) == list(range(120))
         loader = None
         assert sum_over_ranks(world, dataset, "remote_bytes") == data.nbytes

@@ -3,6 +3,7 @@ is the same."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -78,14 +79,14 @@ def case_training_takes_the_same_steps_as_through_shared_memory(world: World) ->
     """If a node has two ranks, the bits are equal, because the order of two numbers does not change their sum."""
     results = []
     for selection in ("topk", "mstopk"):
-        for path in (False, True):
+        for through_torch in (False, True):
             model = build_network()
-            with exchange_through_torch() if path else gradients.contextlib.nullcontext():
+            with exchange_through_torch() if through_torch else contextlib.nullcontext():
                 optimizer = build_optimizer(
                     model, build_sgd, aggregation="hitopk", density=0.03, wire="bf16", selection=selection,
                     bucket_bytes=4096,
                 )  # fmt: skip
-            assert (optimizer._backward.exchange.on_device is not None) == path
+            assert (optimizer._backward.exchange.on_device is not None) == through_torch
             for step in range(8):
                 x, y = draw_samples(8 * topkube.size(), step)
                 compute_loss(model, take_own_part(x), take_own_part(y)).backward()
@@ -106,14 +107,13 @@ def case_tensors_under_way_keep_apart(world: World) -> None:
     engine = DeviceAllReduce(world, CPU)
     sizes, dtypes = (1, 2, 3, 7, 1000, 70_001), (torch.float32, torch.bfloat16)
     done: list[int] = []
-    tensors, wanted, whole = [], [], []
+    tensors, expected_sums = [], []
     for number, (size, dtype) in enumerate(itertools.product(sizes, dtypes)):
         rng = np.random.default_rng(number)
         everyone = torch.from_numpy(rng.integers(-8, 9, (world.size, size)).astype(np.float32))
         tensors.append(everyone[world.rank].to(dtype))
-        wanted.append(everyone.sum(0))
+        expected_sums.append(everyone.sum(0))
         sparse = number % 3 == 0
-        whole.append(sparse)
         engine.begin(
             load(find_algorithm("hitopk" if sparse else "hierarchical")),
             Request(tensors[-1], "sum", density=1.0),
@@ -122,7 +122,7 @@ def case_tensors_under_way_keep_apart(world: World) -> None:
         assert len(done) == number  # only the last tensor is under way
     assert engine.flush()
     assert done == list(range(len(tensors)))
-    for tensor, expected in zip(tensors, wanted, strict=True):
+    for tensor, expected in zip(tensors, expected_sums, strict=True):
         assert torch.equal(tensor.float(), expected), tensor
 
 
@@ -316,8 +316,8 @@ def case_algorithms_of_host_memory_are_refused(world: World) -> None:
 
 def case_norms_that_ranks_compute_in_shares_equal_norms_that_one_rank_computes(world: World) -> None:
     weights = [torch.randn(n, 5, generator=torch.Generator().manual_seed(n)) for n in (3, 400, 1, 77, 20)]
-    gradients_ = [weight * 0.1 for weight in weights]
-    assert compute_norms(weights, gradients_, parallel=True) == compute_norms(weights, gradients_)
+    layer_gradients = [weight * 0.1 for weight in weights]
+    assert compute_norms(weights, layer_gradients, parallel=True) == compute_norms(weights, layer_gradients)
 
 
 def case_parallel_lars_takes_the_same_steps(world: World) -> None:

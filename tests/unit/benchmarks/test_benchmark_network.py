@@ -21,7 +21,7 @@ as_root = pytest.mark.skipif(_REASON is not None, reason=f"{_REASON}")
 
 
 def run_inside(node: network.Node, command: str) -> str:
-    done = subprocess.run(node.enter(["sh", "-c", command]), capture_output=True, text=True, check=True)
+    done = subprocess.run(node.wrap_command(["sh", "-c", command]), capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
@@ -65,7 +65,7 @@ def test_nothing_outlives_a_killed_owner() -> None:
     script = (
         "import subprocess; from allreduce.network import Network\n"
         "pair = Network(2, '1gbit')\n"
-        "subprocess.Popen(pair.nodes[0].enter(['sleep', '600']))\n"
+        "subprocess.Popen(pair.nodes[0].wrap_command(['sleep', '600']))\n"
         "print(*(node.pid for node in [*pair.nodes, pair.control]), flush=True)\n"
         "input()\n"
     )

@@ -55,7 +55,9 @@ def test_a_device_without_machine_code_is_named(tmp_path: Path, monkeypatch: pyt
     assert _run_check(tmp_path, "80", library).returncode == 0
     ended = _run_check(tmp_path, "80;90;100", library)
     assert ended.returncode == 1
-    assert "no machine code for sm_100, sm_90, only for sm_80" in ended.stderr
+    assert "no machine code for sm_90, sm_100, only for sm_80" in ended.stderr
+    program.write_text("#!/bin/sh\necho libtopkube_cuda.1.sm_100.cubin\necho libtopkube_cuda.2.sm_90a.cubin\n")
+    assert _run_check(tmp_path, "90a", library).stdout.endswith("machine code for sm_90a, sm_100\n")
 
 
 def test_the_build_of_the_image_ends_where_kernels_are_absent() -> None:

@@ -91,8 +91,8 @@ def case_if_the_disk_of_one_rank_is_full_no_rank_has_the_checkpoint(world: World
 
 def case_a_state_that_cannot_be_saved_on_rank_0_ends_the_run_on_all(world: World) -> None:
     with make_shared_directory(world) as directory:
-        wanted = "script_object.*cannot be saved: it is a builtins" if world.rank == 0 else "step 2 .*: rank 0 failed"
-        with pytest.raises(CheckpointError, match=wanted):
+        expected = "script_object.*cannot be saved: it is a builtins" if world.rank == 0 else "step 2 .*: rank 0 failed"
+        with pytest.raises(CheckpointError, match=expected):
             train(directory, 7, ScriptObject(print))
         world.comm.Barrier()
         assert list_published(directory) == []
@@ -103,8 +103,8 @@ def case_a_resume_that_fails_on_one_rank_leaves_all_as_they_were(world: World) -
         train(directory, 2, ScriptObject())
         model, last = build_network(), world.size - 1
         before = copy_weights(model)
-        wanted = "belongs to another model" if world.rank == last else f"cannot be resumed from: rank {last} failed"
-        with pytest.raises(CheckpointError, match=wanted):
+        expected = "belongs to another model" if world.rank == last else f"cannot be resumed from: rank {last} failed"
+        with pytest.raises(CheckpointError, match=expected):
             train(directory, 4, ScriptObject(loads=world.rank != last), model)
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
         assert train(directory, 4, ScriptObject()).step == 4
@@ -135,7 +135,7 @@ def recut_state(optimizer: topkube.DistributedOptimizer, world: World) -> dict[s
 
 
 def case_what_is_owed_counts_once_after_two_changes_of_the_world(world: World) -> None:
-    """Both if the second change comes at once, and if it comes after steps that sent a part."""
+    """The second change of the world comes at once, or after steps that sent a part of what is owed."""
     model = build_network()
     optimizer = build_optimizer(model, aggregation="hitopk", density=0.1)
 

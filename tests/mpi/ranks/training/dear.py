@@ -30,7 +30,7 @@ Step = Callable[[nn.Module, topkube.DistributedOptimizer, int], None]
 STEPS = 5
 
 
-class Network(nn.Module):
+class DearNetwork(nn.Module):
     """A network of large and small tensors: one layer is used twice, one is frozen, and some steps leave layers out."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ def take_step(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: i
 def train(
     overlap: str, script: Step, steps: int = STEPS, **options: object
 ) -> tuple[nn.Module, topkube.DistributedOptimizer]:
-    model = Network()
+    model = DearNetwork()
     del model.unused  # with it, no step would be late
     optimizer = build_optimizer(model, build_adamw, overlap=overlap, **options)
     for step in range(steps):
@@ -79,14 +79,16 @@ def is_late(optimizer: topkube.DistributedOptimizer) -> bool:
 
 def check_equal(script: Step, steps: int = STEPS, **options: object) -> None:
     """Compare a script with DeAR and without, bit for bit: weights, and the optimizer's state."""
-    (late, of_late), (reference, of_reference) = (
+    (late, late_optimizer), (reference, reference_optimizer) = (
         train(overlap, script, steps, **options) for overlap in ("dear", "backward")
     )
-    for own, wanted in zip(copy_weights(late), copy_weights(reference), strict=True):
-        assert torch.equal(own, wanted)
-    states = zip(of_late.state_dict()["state"].values(), of_reference.state_dict()["state"].values(), strict=True)
-    for own, wanted in states:
-        assert all(torch.equal(own[name], wanted[name]) for name in wanted)
+    for own, expected in zip(copy_weights(late), copy_weights(reference), strict=True):
+        assert torch.equal(own, expected)
+    states = zip(
+        late_optimizer.state_dict()["state"].values(), reference_optimizer.state_dict()["state"].values(), strict=True
+    )
+    for own, expected in states:
+        assert all(torch.equal(own[name], expected[name]) for name in expected)
     assert are_equal_on_all_ranks(copy_weights(late))
 
 
@@ -202,8 +204,8 @@ def case_clipping_by_the_optimizer_needs_no_gather(world: World) -> None:
             optimizer.zero_grad()
 
         models.append((train(overlap, script)[0], norms))
-    (late, own), (reference, wanted) = models
-    assert own == pytest.approx(wanted, rel=1e-5)
+    (late, own), (reference, expected) = models
+    assert own == pytest.approx(expected, rel=1e-5)
     for mine, other in zip(copy_weights(late), copy_weights(reference), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
     assert are_equal_on_all_ranks(copy_weights(late))
@@ -284,8 +286,8 @@ def case_every_reader_sees_finished_weights(world: World) -> None:
             means.setdefault(id(optimizer), []).append(float(sum(value.double().mean() for value in values)))
 
     check_equal(script, steps=len(readers))
-    own, wanted = means.values()
-    assert own == wanted
+    own, expected = means.values()
+    assert own == expected
 
 
 def case_a_second_step_uses_the_same_gradients_again(world: World) -> None:
@@ -311,8 +313,8 @@ def case_the_state_of_the_wrapped_optimizer_is_finished(world: World) -> None:
         saved.setdefault(id(optimizer), []).extend(state[key]["exp_avg"].clone() for key in sorted(state))
 
     check_equal(script)
-    own, wanted = saved.values()
-    assert all(torch.equal(a, b) for a, b in zip(own, wanted, strict=True))
+    own, expected = saved.values()
+    assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True))
 
 
 def case_layers_that_a_forward_leaves_out_are_updated_too(world: World) -> None:
@@ -332,8 +334,8 @@ def case_memory_that_something_else_reads_is_updated_at_once(world: World) -> No
         seen.setdefault(id(optimizer), []).append(alias.clone())
 
     check_equal(script)
-    own, wanted = seen.values()
-    assert all(torch.equal(a, b) for a, b in zip(own, wanted, strict=True))
+    own, expected = seen.values()
+    assert all(torch.equal(a, b) for a, b in zip(own, expected, strict=True))
 
 
 def case_a_use_that_is_not_noticed_sees_nan(world: World) -> None:
@@ -347,7 +349,7 @@ def case_a_use_that_is_not_noticed_sees_nan(world: World) -> None:
 
 
 def case_a_graph_from_before_a_late_step_is_refused(world: World) -> None:
-    model = Network()
+    model = DearNetwork()
     optimizer = build_optimizer(model, build_adamw, overlap="dear")
     take_step(model, optimizer, 0)
     x, y = draw_samples(8, 1)
@@ -363,20 +365,20 @@ def case_a_graph_from_before_a_late_step_is_refused(world: World) -> None:
 def case_a_resumed_run_with_late_updates_has_the_same_bits(world: World) -> None:
     whole, _ = train("dear", take_step)
     for overlap in ("dear", "backward"):
-        model = Network()
+        model = DearNetwork()
         del model.unused
         optimizer = build_optimizer(model, build_adamw, overlap=overlap)
         for step in range(STEPS // 2):
             take_step(model, optimizer, step)
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         optimizer.unwrap()
-        resumed = Network()
+        resumed = DearNetwork()
         del resumed.unused
-        again = build_optimizer(resumed, build_adamw, overlap="dear")
+        resumed_optimizer = build_optimizer(resumed, build_adamw, overlap="dear")
         resumed.load_state_dict(saved[0])
-        again.load_state_dict(saved[1])
+        resumed_optimizer.load_state_dict(saved[1])
         for step in range(STEPS // 2, STEPS):
-            take_step(resumed, again, step)
+            take_step(resumed, resumed_optimizer, step)
         assert all(torch.equal(a, b) for a, b in zip(copy_weights(whole), copy_weights(resumed), strict=True))
 
 
@@ -395,7 +397,7 @@ def case_hooks_of_the_script_run_once_per_step(world: World) -> None:
 
 
 def case_optimizers_that_need_all_gradients_are_refused(world: World) -> None:
-    model = Network()
+    model = DearNetwork()
     with pytest.raises(ArgumentError, match="does not work with LAMB"):
         build_optimizer(model, lambda p: LAMB(p, lr=1e-3), overlap="dear")
     with pytest.raises(ArgumentError, match=r"overlap is dear, but hitopk has no reduce-scatter"):

@@ -102,11 +102,11 @@ def case_error_feedback_loses_nothing(world: World) -> None:
         optimizer = build_optimizer(
             model, lambda p: torch.optim.SGD(p, lr=1.0), aggregation="hitopk", density=0.02, wire=wire
         )
-        start, wanted = copy_weights(model), [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+        start, expected = copy_weights(model), [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
         for step in range(10):
             x, y = draw_samples(8 * topkube.size(), step)
             for total, gradient in zip(
-                wanted, torch.autograd.grad(0.01 * compute_loss(model, x, y), list(model.parameters())), strict=True
+                expected, torch.autograd.grad(0.01 * compute_loss(model, x, y), list(model.parameters())), strict=True
             ):
                 total += gradient
             (0.01 * compute_loss(model, take_own_part(x), take_own_part(y))).backward()
@@ -114,7 +114,7 @@ def case_error_feedback_loses_nothing(world: World) -> None:
             optimizer.zero_grad()
         owed = sum_residuals(optimizer, model)
         assert any(value.abs().sum() > 0 for value in owed.values())
-        for (name, parameter), first, total in zip(model.named_parameters(), start, wanted, strict=True):
+        for (name, parameter), first, total in zip(model.named_parameters(), start, expected, strict=True):
             paid = (first - parameter).double().detach()
             torch.testing.assert_close(paid + owed[name], total, rtol=1e-4, atol=2e-6)
 

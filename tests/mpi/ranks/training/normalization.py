@@ -71,10 +71,10 @@ def copy_with_gradients(model: nn.Module) -> nn.Module:
 
 def assert_models_close(reference: nn.Module, model: nn.Module, tolerance: float = 1e-5) -> None:
     """Compare all weights, buffers and gradients with those of `reference`, which are float64."""
-    wanted = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
+    expected = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    assert wanted.keys() == tensors.keys()
-    for name, value in wanted.items():
+    assert expected.keys() == tensors.keys()
+    for name, value in expected.items():
         assert_close(tensors[name], value, tolerance, name)
         if value.grad is not None:
             assert_close(tensors[name].grad, value.grad, tolerance, f"gradient of {name}")
@@ -156,12 +156,12 @@ def case_16_bits_keep_float32_statistics(world: World) -> None:
     for inside, outside in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)):
         reference, layer = nn.BatchNorm2d(3).double(), nn.SyncBatchNorm(3).to(inside)
         batches = [draw_images(2 + r, r)[0].to(outside) for r in range(size)]
-        wanted = reference(torch.cat(batches).double())
+        expected = reference(torch.cat(batches).double())
         outputs = layer(batches[rank])
         outputs.sum().backward()
         assert outputs.dtype == outside
         first = sum(len(x) for x in batches[:rank])
-        torch.testing.assert_close(outputs.double(), wanted[first : first + len(outputs)], rtol=0.01, atol=0.02)
+        torch.testing.assert_close(outputs.double(), expected[first : first + len(outputs)], rtol=0.01, atol=0.02)
 
 
 def case_a_layer_runs_twice_and_is_recomputed_in_backward(world: World) -> None:

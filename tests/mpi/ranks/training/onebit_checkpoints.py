@@ -23,6 +23,7 @@ from ranks.training.onebit_scene import (
     sum_owed_by_owners,
     sum_unsent_changes,
     train,
+    train_with_checkpoints,
 )
 from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_loss, copy_weights
 from topkube.algorithms import Stage
@@ -37,12 +38,7 @@ def run_until(
     """Train up to `steps` with checkpoints; return the model, with the node's own weights, and the optimizer."""
     model = build_network()
     optimizer = build_onebit(model, build_adamw, **options)
-    settings = Settings(checkpoint_directory=directory, checkpoint_every=4, checkpoint_keep=9)
-    with topkube.checkpointing(model, optimizer, settings=settings) as run:
-        for _ in run.progress([0] * steps, total=steps, samples=1):
-            compute_loss(model, *draw_batch(world.rank, run.step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train_with_checkpoints(world, model, optimizer, directory, steps)
     return model, optimizer
 
 
@@ -81,7 +77,7 @@ def case_a_checkpoint_holds_the_agreed_weights(world: World) -> None:
         [path] = Path(directory).glob("step-00000005*")
         saved = torch.load(path / "shared.pt", weights_only=True)["model"]
         plain = build_network()
-        plain.load_state_dict({name: value for name, value in saved.items()} if isinstance(saved, dict) else saved)
+        plain.load_state_dict(saved)
         assert all(torch.equal(a, b) for a, b in zip(copy_weights(plain), x, strict=True))
 
 
@@ -99,7 +95,7 @@ def restore_by_hand(world: World, delay: int) -> None:
         x = {name: value.clone() for name, value in model.state_dict().items()}
         state = copy.deepcopy(optimizer.state_dict())  # torch's own state is not copied
     train(world, model, optimizer, range(3, 6))
-    wanted = read_state(model, optimizer)
+    expected = read_state(model, optimizer)
     optimizer.unwrap()
 
     other = build_network()
@@ -113,7 +109,7 @@ def restore_by_hand(world: World, delay: int) -> None:
         again.zero_grad()
     again.restore_node_weights()
     train(world, other, again, range(3, 6))
-    assert read_state(other, again) == wanted
+    assert read_state(other, again) == expected
     again.unwrap()
 
 
@@ -202,11 +198,11 @@ def take_up(world: World, directory: str) -> None:
     take_up_masters(world, directory)
 
 
-def take_up_delayed(world: World, directory: str, wanted: list[torch.Tensor]) -> None:
+def take_up_delayed(world: World, directory: str, expected: list[torch.Tensor]) -> None:
     """Resume a run whose last exchange was not in the weights: nothing is lost or counted twice."""
     model, optimizer = run_until(world, f"{directory}/delayed", 6, delay=1)
     owners = sum_owed_by_owners(world, optimizer, model)
-    for parameter, owner, total in zip(model.parameters(), owners, wanted, strict=True):
+    for parameter, owner, total in zip(model.parameters(), owners, expected, strict=True):
         mean = world.comm.allreduce(parameter.detach().double().numpy()) / world.size
         np.testing.assert_allclose(mean + owner, total.numpy(), rtol=0, atol=1e-6)
     optimizer.unwrap()
@@ -219,9 +215,9 @@ def take_up_outer_momentum(world: World, directory: str) -> None:
     """Resume a run, and check that the momentum of the mean change stays the same on all nodes."""
     if world.nodes == 1:
         return  # without other nodes there is no outer step
-    wanted = torch.load(f"{directory}/momentum.pt", weights_only=True)
+    expected = torch.load(f"{directory}/momentum.pt", weights_only=True)
     model, optimizer = run_until(world, f"{directory}/diloco", 6, **DILOCO)
-    for momentum, before in zip(sum_outer_momentum(world, model, optimizer), wanted, strict=True):
+    for momentum, before in zip(sum_outer_momentum(world, model, optimizer), expected, strict=True):
         torch.testing.assert_close(momentum, before, rtol=1e-5, atol=1e-9)
         assert before.any()
     model, optimizer = run_until(world, f"{directory}/diloco", 10, **DILOCO)

@@ -238,10 +238,10 @@ def is_small(x: torch.Tensor) -> bool:
     return x.ndim <= 1 or x.numel() < 1024
 
 
-def assert_follows(weights: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+def assert_follows(weights: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     """Check that all elements but a few are equal to rounding. A change near zero may have either sign, and a block's
     scale may round to either neighbour in bfloat16. With a wrong definition, most elements would differ."""
-    error = torch.cat([(a.double() - b.detach()).abs().reshape(-1) for a, b in zip(weights, wanted, strict=True)])
+    error = torch.cat([(a.double() - b.detach()).abs().reshape(-1) for a, b in zip(weights, expected, strict=True)])
     assert int((error > 2e-6).sum()) <= 20 + 2 * 256, (int((error > 2e-6).sum()), float(error.max()))
 
 

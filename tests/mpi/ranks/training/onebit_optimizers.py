@@ -26,6 +26,7 @@ from ranks.training.onebit_scene import (
     sum_owed_by_owners,
     sum_unsent_changes,
     train,
+    train_with_checkpoints,
 )
 from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_loss
 from topkube.errors import TrainingError
@@ -165,12 +166,7 @@ def run_until(
 ) -> tuple[nn.Module, topkube.DistributedOptimizer]:
     """Train up to `steps` with checkpoints; return the model, with the node's own weights, and the optimizer."""
     model, optimizer = build(kind, **options)
-    settings = Settings(checkpoint_directory=directory, checkpoint_every=4, checkpoint_keep=9)
-    with topkube.checkpointing(model, optimizer, settings=settings) as run:
-        for _ in run.progress([0] * steps, total=steps, samples=1):
-            compute_loss(model, *draw_batch_of(model, world.rank, run.step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train_with_checkpoints(world, model, optimizer, directory, steps)
     return model, optimizer
 
 
@@ -197,14 +193,14 @@ def case_a_state_loaded_by_hand_continues_bit_for_bit(world: World) -> None:
             x = {name: value.clone() for name, value in model.state_dict().items()}
             state = copy.deepcopy(optimizer.state_dict())
         train(world, model, optimizer, range(3, 6))
-        wanted = read_state(model, optimizer)
+        expected = read_state(model, optimizer)
         optimizer.unwrap()
         other, again = build(kind)
         again.load_state_dict(state)
         other.load_state_dict(x)
         again.restore_node_weights()
         train(world, other, again, range(3, 6))
-        assert read_state(other, again) == wanted, kind
+        assert read_state(other, again) == expected, kind
         again.unwrap()
 
 

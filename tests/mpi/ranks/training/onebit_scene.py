@@ -10,6 +10,7 @@ from torch import nn
 
 import topkube
 from ranks.training.scene import compute_loss, copy_weights
+from topkube.settings import Settings
 from topkube.training.optimizers.lamb import LAMB
 from topkube.training.optimizers.lars import LARS
 from topkube.training.optimizers.mixed_precision import MasterWeights
@@ -74,6 +75,18 @@ def train(world: World, model: nn.Module, optimizer: topkube.DistributedOptimize
         compute_loss(model, *draw_batch_of(model, world.rank, step)).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def train_with_checkpoints(
+    world: World, model: nn.Module, optimizer: topkube.DistributedOptimizer, directory: str, steps: int, every: int = 4
+) -> None:
+    """Train up to `steps` with a checkpoint every `every` steps. Continue from the newest checkpoint in `directory`."""
+    settings = Settings(checkpoint_directory=directory, checkpoint_every=every, checkpoint_keep=9)
+    with topkube.checkpointing(model, optimizer, settings=settings) as run:
+        for _ in run.progress([0] * steps, total=steps, samples=1):
+            compute_loss(model, *draw_batch_of(model, world.rank, run.step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def read_agreed_weights(optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[torch.Tensor]:

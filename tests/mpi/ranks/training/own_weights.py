@@ -14,10 +14,17 @@ from torch import nn
 
 import topkube
 from ranks.training.checkpoints import make_shared_directory
-from ranks.training.onebit_scene import build_adamw, build_sgd, draw_batch, read_agreed_weights, read_bits, train
+from ranks.training.onebit_scene import (
+    build_adamw,
+    build_sgd,
+    draw_batch,
+    read_agreed_weights,
+    read_bits,
+    train,
+    train_with_checkpoints,
+)
 from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_loss, copy_weights
-from ranks.training.tuning import STEPS, have_same_choice, play_measured_steps, read_algorithm
-from topkube.settings import Settings
+from ranks.training.tuning import STEPS, have_same_choice, read_algorithm, simulate_step_times
 from topkube.world import World
 
 KEPT, REJECTED = (0.5, 0.4), (0.5, 0.49)
@@ -43,7 +50,7 @@ def read_state_tensors(optimizer: topkube.DistributedOptimizer, model: nn.Module
 def case_auto_takes_onebit_and_keeps_it_if_steps_become_faster(world: World) -> None:
     if world.nodes == 1:
         return
-    with play_measured_steps(world, *KEPT):
+    with simulate_step_times(world, *KEPT):
         model = build_network()
         optimizer = build_auto(model)
         names, steps = [], 2 * STEPS + 3
@@ -66,7 +73,7 @@ def case_weights_are_averaged_if_onebit_is_not_faster(world: World) -> None:
     if world.nodes == 1:
         return
     for make in (build_sgd, build_adamw):
-        with play_measured_steps(world, *REJECTED):
+        with simulate_step_times(world, *REJECTED):
             check_merge(world, make)
 
 
@@ -107,7 +114,7 @@ def case_the_switch_to_onebit_survives_a_skipped_step_and_no_sync(world: World) 
     to onebit. A backward under `no_sync()` follows."""
     if world.nodes == 1:
         return
-    with play_measured_steps(world, *KEPT):
+    with simulate_step_times(world, *KEPT):
         model = build_network()
         optimizer = build_auto(model)
         train(world, model, optimizer, range(STEPS - 1))
@@ -127,7 +134,7 @@ def case_a_loop_over_join_continues_when_auto_switches(world: World) -> None:
     """The loop over `join` began before the switch, and ranks have different numbers of batches."""
     if world.nodes == 1:
         return
-    with play_measured_steps(world, *KEPT):
+    with simulate_step_times(world, *KEPT):
         model = build_network()
         optimizer = build_auto(model)
         turns, batches = optimizer.turns, [draw_batch(world.rank, step) for step in range(STEPS + 3 + world.rank)]
@@ -146,12 +153,7 @@ def run_until(world: World, directory: str, steps: int) -> tuple[nn.Module, topk
     """Train up to `steps` with checkpoints."""
     model = build_network()
     optimizer = build_auto(model, build_adamw)
-    settings = Settings(checkpoint_directory=directory, checkpoint_every=100, checkpoint_keep=9)
-    with topkube.checkpointing(model, optimizer, settings=settings) as run:
-        for _ in run.progress([0] * steps, total=steps, samples=1):
-            compute_loss(model, *draw_batch(world.rank, run.step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train_with_checkpoints(world, model, optimizer, directory, steps, every=100)
     return model, optimizer
 
 
@@ -160,7 +162,7 @@ def case_a_checkpoint_of_onebit_is_resumed_by_auto_bit_for_bit(world: World) -> 
     resumes the checkpoint and continues with onebit."""
     if world.nodes == 1:
         return
-    with make_shared_directory(world) as directory, play_measured_steps(world, 0.5):
+    with make_shared_directory(world) as directory, simulate_step_times(world, 0.5):
         model, optimizer = run_until(world, directory, STEPS + 3)
         assert read_algorithm(optimizer) == "onebit"
         train(world, model, optimizer, range(STEPS + 3, STEPS + 8))
@@ -177,7 +179,7 @@ def case_a_dense_state_replaces_weights_of_nodes(world: World) -> None:
     """A state that was saved before the change is loaded after it: the run is dense again, with equal weights."""
     if world.nodes == 1:
         return
-    with play_measured_steps(world, *KEPT):
+    with simulate_step_times(world, *KEPT):
         model = build_network()
         optimizer = build_auto(model)
         train(world, model, optimizer, range(3))
@@ -200,7 +202,7 @@ def case_auto_never_takes_onebit_without_node_weights_own(world: World) -> None:
     if world.nodes == 1:
         return
     model = build_network()
-    with play_measured_steps(world, *KEPT):
+    with simulate_step_times(world, *KEPT):
         optimizer = topkube.DistributedOptimizer(
             build_sgd(model.parameters()), model.named_parameters(), aggregation="auto"
         )
@@ -211,11 +213,11 @@ def case_auto_never_takes_onebit_without_node_weights_own(world: World) -> None:
 
 
 def case_a_model_that_onebit_does_not_support_trains_without_it(world: World) -> None:
-    """Parameters of 16 bits without master weights: rank 0 says why `auto` will not take onebit."""
+    """The parameters have 16 bits, without master weights. Rank 0 prints why `auto` will not take onebit."""
     model = build_network().to(torch.bfloat16)
     with contextlib.redirect_stderr(io.StringIO()) as output:
         optimizer = build_auto(model)
-    is_told = "auto will not take onebit" in output.getvalue() and "bfloat16" in output.getvalue()
-    assert is_told == (world.rank == 0)
+    is_reported = "auto will not take onebit" in output.getvalue() and "bfloat16" in output.getvalue()
+    assert is_reported == (world.rank == 0)
     assert all(not algorithm.in_weights for algorithm in optimizer.tuning.compressed_choices)
     optimizer.unwrap()

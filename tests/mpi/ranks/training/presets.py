@@ -12,11 +12,18 @@ from torch import nn
 
 import topkube
 from ranks.training.checkpoints import make_shared_directory
-from ranks.training.onebit_scene import build_adamw, build_sgd, draw_batch, read_agreed_weights, read_bits, train
+from ranks.training.onebit_scene import (
+    build_adamw,
+    build_sgd,
+    draw_batch,
+    read_agreed_weights,
+    read_bits,
+    train,
+    train_with_checkpoints,
+)
 from ranks.training.scene import are_equal_on_all_ranks, build_network, build_plain_sgd, compute_loss, copy_weights
 from topkube.algorithms import OWN, PERIOD, Algorithm, Stage
 from topkube.errors import TrainingError
-from topkube.settings import Settings
 from topkube.world import World
 
 IN_HOST_MEMORY = [algorithm for algorithm in OWN if not algorithm.needs_gpu]
@@ -87,12 +94,7 @@ def case_runs_repeat_and_resume_bit_for_bit(world: World) -> None:
                 for total in parts:
                     model = build_network()
                     optimizer = build_optimizer(model, algorithm, build_adamw)
-                    settings = Settings(checkpoint_directory=directory, checkpoint_every=5)
-                    with topkube.checkpointing(model, optimizer, settings=settings) as run:
-                        for _ in run.progress([0] * total, total=total, samples=1):
-                            compute_loss(model, *draw_batch(world.rank, run.step)).backward()
-                            optimizer.step()
-                            optimizer.zero_grad()
+                    train_with_checkpoints(world, model, optimizer, directory, total, every=5)
                     last = read_bits(optimizer, model)
                     optimizer.unwrap()
                 ends.append(last)
@@ -160,12 +162,7 @@ def case_scheduled_runs_resume_bit_for_bit(world: World) -> None:
                 for total in parts:
                     model = build_network()
                     optimizer = build_scheduled(model, algorithm, *stages, make=build_adamw)
-                    settings = Settings(checkpoint_directory=directory, checkpoint_every=100)
-                    with topkube.checkpointing(model, optimizer, settings=settings) as run:
-                        for _ in run.progress([0] * total, total=total, samples=1):
-                            compute_loss(model, *draw_batch(world.rank, run.step)).backward()
-                            optimizer.step()
-                            optimizer.zero_grad()
+                    train_with_checkpoints(world, model, optimizer, directory, total, every=100)
                     last = read_bits(optimizer, model)
                     optimizer.unwrap()
                 ends.append(last)

@@ -119,10 +119,10 @@ KILLS = {
 
 def end_by_sigkill(world: World, directory: str, moment: str) -> None:
     """Start a run in which a rank gets SIGKILL while the checkpoint of step 8 is saved."""
-    rank, wanted, name = KILLS[moment]
+    rank, expected, name = KILLS[moment]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        path = str(arguments[0]) if event == wanted else ""
+        path = str(arguments[0]) if event == expected else ""
         if os.path.basename(path) == name and "step-00000008" in path:  # the save of step 4 may still be under way
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -170,8 +170,8 @@ def take_up_residuals(world: World, directory: str) -> None:
         (sum(parameter.sum() for parameter in model.parameters()) * 0).backward()
         optimizer.step()
         optimizer.zero_grad()
-        owed, wanted = sum_residuals(optimizer, model), torch.load(f"{directory}/owed.pt", weights_only=True)
-        assert any(value.abs().sum() > 0 for value in wanted.values())
+        owed, expected = sum_residuals(optimizer, model), torch.load(f"{directory}/owed.pt", weights_only=True)
+        assert any(value.abs().sum() > 0 for value in expected.values())
         for (name, parameter), first in zip(model.named_parameters(), before, strict=True):
             paid = (first - parameter).double().detach()
-            torch.testing.assert_close(paid + owed[name], wanted[name], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(paid + owed[name], expected[name], rtol=1e-4, atol=1e-6)

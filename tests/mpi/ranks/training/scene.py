@@ -89,16 +89,16 @@ def check_conservation(model: nn.Module, optimizer: topkube.DistributedOptimizer
     step uses. At the end, the change of the weights (learning rate 1) plus the change of the residuals must be the sum
     of these gradients."""
     start, before = copy_weights(model), sum_residuals(optimizer, model)
-    wanted = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+    expected = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
 
     def count(loss: torch.Tensor) -> None:
         gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-        for total, gradient in zip(wanted, gradients, strict=True):
+        for total, gradient in zip(expected, gradients, strict=True):
             total += 0 if gradient is None else gradient
 
     yield count
     owed = sum_residuals(optimizer, model)
-    for (name, parameter), first, total in zip(model.named_parameters(), start, wanted, strict=True):
+    for (name, parameter), first, total in zip(model.named_parameters(), start, expected, strict=True):
         paid = (first - parameter).double().detach()
         torch.testing.assert_close(
             paid + owed[name] - before[name], total, rtol=1e-4, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"

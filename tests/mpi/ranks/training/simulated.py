@@ -37,18 +37,18 @@ def build_network() -> nn.Module:
 def simulate(
     world: World, rule: str, make: Callable[[nn.Module], torch.optim.Optimizer], options: RuleOptions
 ) -> nn.Module | None:
-    """Return the model that the simulated nodes have after all steps. Rank 0 plays all nodes; the other ranks, which
-    have the weights of rank 0, sleep and return None."""
-    played_model = None
+    """Return the model that the simulated nodes have after all steps. Rank 0 simulates all nodes. The other ranks have
+    the weights of rank 0; they sleep and return None."""
+    simulated_model = None
     if world.rank == 0:
         nodes = Nodes(build_network(), world.nodes, make)
         simulated = RULES[rule](nodes, options)
         for step in range(STEPS):
             simulated.step(step, lambda node, model, step=step: compute_loss(model, *draw_batch(node, step)))
         simulated.finish()
-        played_model = nodes.get_agreed_model()
+        simulated_model = nodes.get_agreed_model()
     topkube.barrier()
-    return played_model
+    return simulated_model
 
 
 def compare_with_simulation(world: World, rule: str, warmup_steps: int) -> None:
@@ -69,17 +69,17 @@ def compare_with_simulation(world: World, rule: str, warmup_steps: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert are_equal_on_all_ranks(copy_weights(model))
-    played_model = simulate(
+    simulated_model = simulate(
         world,
         rule,
         lambda model: torch.optim.SGD(model.parameters(), 0.2, 0.9),
         RuleOptions(world.nodes, density=0.05, warmup_steps=warmup_steps),
     )
-    if played_model is None:
+    if simulated_model is None:
         return
-    for before, real, played in zip(start, model.parameters(), played_model.parameters(), strict=True):
+    for before, real, simulated_values in zip(start, model.parameters(), simulated_model.parameters(), strict=True):
         assert not torch.allclose(before, real, atol=1e-3)
-        torch.testing.assert_close(real, played, rtol=0, atol=1e-4)  # a bf16 value may round the other way
+        torch.testing.assert_close(real, simulated_values, rtol=0, atol=1e-4)  # a bf16 value may round the other way
 
 
 def case_dense_is_simulated(world: World) -> None:
@@ -115,7 +115,7 @@ def compare_weights(
 ) -> None:
     """Train with onebit and with the rule sign-weights, or with the rule of the algorithm's name: the agreed weights
     must be equal to rounding."""
-    makes = {
+    builders = {
         "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.05, 0.9),
         "adamw": lambda model: torch.optim.AdamW(model.parameters(), 1e-3),
     }
@@ -124,7 +124,7 @@ def compare_weights(
     rule = name if name != "onebit" else "sign-weights" if world.nodes < 8 else "sign-weights-two-stage"
     rule = "sign-weights-delayed" if delay else rule
     optimizer = topkube.DistributedOptimizer(
-        makes[kind](model), model.named_parameters(), aggregation=name, period=period, delay=delay
+        builders[kind](model), model.named_parameters(), aggregation=name, period=period, delay=delay
     )
     for step in range(STEPS):
         compute_loss(model, *draw_batch(world.node, step)).backward()
@@ -134,13 +134,13 @@ def compare_weights(
         agreed = copy_weights(model)
     optimizer.unwrap()
     assert are_equal_on_all_ranks(agreed)
-    played_model = simulate(world, rule, makes[kind], RuleOptions(world.nodes, period=period))
-    if played_model is None:
+    simulated_model = simulate(world, rule, builders[kind], RuleOptions(world.nodes, period=period))
+    if simulated_model is None:
         return
     errors = []
-    for before, real, played in zip(start, agreed, played_model.parameters(), strict=True):
+    for before, real, simulated_values in zip(start, agreed, simulated_model.parameters(), strict=True):
         assert not torch.allclose(before, real, atol=1e-3)
-        errors.append((real - played.detach()).abs().reshape(-1))
+        errors.append((real - simulated_values.detach()).abs().reshape(-1))
     # A change near zero may have either sign, and probes are sent as bf16.
     error = torch.cat(errors)
     assert float(error.mean()) < tolerance, float(error.mean())

@@ -45,7 +45,7 @@ def have_same_choice(world: World, optimizer: topkube.DistributedOptimizer) -> b
 
 
 @contextmanager
-def measure_wrongly(world: World, factor: float) -> Iterator[None]:
+def distort_measured_links(world: World, factor: float) -> Iterator[None]:
     """Let the links of the world seem `factor` times as fast as they are."""
     measure = machines.measure_machines
 
@@ -64,9 +64,8 @@ def measure_wrongly(world: World, factor: float) -> Iterator[None]:
 
 
 @contextmanager
-def play_measured_steps(world: World, *seconds: float) -> Iterator[None]:
-    """Play steps that seem to take `seconds`, one value for each comparison, with long exchanges that differ by
-    rank."""
+def simulate_step_times(world: World, *seconds: float) -> Iterator[None]:
+    """Let steps seem to take `seconds`, one value for each comparison. The exchanges seem long, and differ by rank."""
     steps, note_step = iter(seconds), Tuning.note_step
 
     def note_times(self: Tuning, now: float) -> list[float] | None:
@@ -112,7 +111,7 @@ def case_a_wrong_measurement_is_corrected_by_all_ranks_together(world: World) ->
     int8."""
     if world.nodes == 1:
         return
-    with measure_wrongly(world, 1e6), play_measured_steps(world, 1.0, 0.5):
+    with distort_measured_links(world, 1e6), simulate_step_times(world, 1.0, 0.5):
         model = build_network()
         optimizer = build_optimizer(
             model, aggregation="auto", dense_wire="bf16", bucket_bytes=None, schedule=(Stage(1000, "hierarchical"),)
@@ -140,7 +139,7 @@ def case_auto_tries_int8_and_all_ranks_keep_it_if_steps_become_faster(world: Wor
     """A run that resumes from the state of int8 makes the same steps."""
     if world.nodes == 1:
         return
-    with play_measured_steps(world, 0.5, 0.4):
+    with simulate_step_times(world, 0.5, 0.4):
         model = build_network()
         optimizer = build_optimizer(model, aggregation="auto", bucket_bytes=None)
         names = []
@@ -175,7 +174,7 @@ def case_what_int8_owes_is_sent_when_auto_returns_to_dense(world: World) -> None
     sends what was owed."""
     if world.nodes == 1:
         return
-    with play_measured_steps(world, 0.5, 0.49):
+    with simulate_step_times(world, 0.5, 0.49):
         model = build_network()
         optimizer = topkube.DistributedOptimizer(
             build_plain_sgd(model.parameters()), model.named_parameters(), aggregation="auto"
@@ -212,7 +211,7 @@ def case_dear_and_schedules_keep_auto_dense(world: World) -> None:
     if world.nodes == 1:
         return
     for more in ({"overlap": "dear"}, {"schedule": (Stage(1000, "hierarchical"),)}):
-        with play_measured_steps(world, 0.5, 0.4):
+        with simulate_step_times(world, 0.5, 0.4):
             model = build_network()
             optimizer = build_optimizer(model, aggregation="auto", bucket_bytes=None, **more)
             train(model, optimizer, 0, STEPS + 2)
@@ -222,7 +221,7 @@ def case_dear_and_schedules_keep_auto_dense(world: World) -> None:
 
 def case_a_saved_state_ends_the_tuning_and_a_resumed_run_makes_the_same_steps(world: World) -> None:
     """Only one rank saves before the comparison is due: no rank changes the choice after it."""
-    with measure_wrongly(world, 1e6):
+    with distort_measured_links(world, 1e6):
         model = build_network()
         optimizer = build_optimizer(model, aggregation="auto", dense_wire="bf16", bucket_bytes=None)
         train(model, optimizer, 0, 4)
@@ -254,7 +253,7 @@ def case_a_stage_of_auto_is_chosen_by_all_ranks_together(world: World) -> None:
     if world.nodes == 1:
         return
     stages = (Stage(3, "auto"), Stage(3 + 2 * STEPS + 2, "hitopk"))
-    with measure_wrongly(world, 1e6), play_measured_steps(world, 1.0, 0.5):
+    with distort_measured_links(world, 1e6), simulate_step_times(world, 1.0, 0.5):
         model = build_network()
         optimizer = build_optimizer(model, aggregation="hitopk", density=0.05, schedule=stages, dense_wire="bf16")
         wires = []
@@ -276,7 +275,7 @@ def case_a_stage_after_a_saved_state_is_chosen_alike_in_a_resumed_run(world: Wor
     stage, last = Stage(4, "auto"), 4 + 2 * STEPS
     ends, state, start = [], None, list[torch.Tensor]()
     for factor in (1e6, 1e-6):
-        with measure_wrongly(world, factor):
+        with distort_measured_links(world, factor):
             model = build_network()
             optimizer = build_optimizer(
                 model, aggregation="dense", schedule=(stage,), dense_wire="bf16", bucket_bytes=None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 import topkube
-from ranks.training import onebit
+from ranks.training import onebit, onebit_weights
 from ranks.training.checkpoints import make_shared_directory
 from ranks.training.onebit_checkpoints import read_state, run_until
 from ranks.training.onebit_definition import follow_definition
@@ -38,7 +38,7 @@ def case_a_nan_on_one_rank_changes_nothing_anywhere(world: World) -> None:
 
 
 def case_consensus_has_equal_weights_and_restores_own_weights(world: World) -> None:
-    onebit.case_consensus_has_equal_weights_and_restores_own_weights(world)
+    onebit_weights.case_consensus_has_equal_weights_and_restores_own_weights(world)
 
 
 def case_allreduce_has_two_stages_too(world: World) -> None:
