@@ -30,10 +30,10 @@ from topkube.algorithms.choice import (
     explain_node_weights,
     explain_overlap,
     list_compressed_choices,
-    rank_choices,
     reads_dense_wire,
     reads_density,
     resolve,
+    sort_choices_by_time,
 )
 from topkube.algorithms.cost import (
     Cost,
@@ -137,10 +137,10 @@ __all__ = [
     "list_compressed_choices",
     "load_all",
     "names",
-    "rank_choices",
     "reads_dense_wire",
     "reads_density",
     "reduce_scatter_memory",
     "register",
     "resolve",
+    "sort_choices_by_time",
 ]

@@ -18,7 +18,7 @@ from topkube.errors import AlgorithmError, ArgumentError
 
 GROUP = "topkube.algorithms"
 _OWN = {algorithm.name: algorithm for algorithm in OWN}
-_of_script: dict[str, Algorithm] = {}
+_script_algorithms: dict[str, Algorithm] = {}
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Package:
 
 def names() -> tuple[str, ...]:
     """Return the names of all algorithms: TopKube's own first. No package is loaded."""
-    return (*_OWN, *sorted({*_of_script, *_find_entry_points()} - set(_OWN)))
+    return (*_OWN, *sorted({*_script_algorithms, *_find_entry_points()} - set(_OWN)))
 
 
 def is_known(name: object) -> bool:
     """Return True if an algorithm of this name is in the catalogue. No package is loaded."""
-    return isinstance(name, str) and (name in _OWN or name in _of_script or name in _find_entry_points())
+    return isinstance(name, str) and (name in _OWN or name in _script_algorithms or name in _find_entry_points())
 
 
 def find_algorithm(name: str) -> Algorithm:
@@ -56,7 +56,7 @@ def find_algorithm(name: str) -> Algorithm:
             cause="its package is not installed here" if "." in str(name) else "",
             next_step=f"{hint}choose one of {', '.join(names())}",
         )
-    return _OWN.get(name) or _of_script.get(name) or _load(name)
+    return _OWN.get(name) or _script_algorithms.get(name) or _load(name)
 
 
 def load_all() -> tuple[list[Algorithm], list[AlgorithmError]]:
@@ -81,21 +81,22 @@ def register(algorithm: Algorithm) -> Algorithm:
             f"{algorithm.name!r} is a name for TopKube's own algorithms",
             next_step=f"call it PACKAGE.NAME, such as experiment.{algorithm.name}",
         )
-    if is_known(algorithm.name) and _of_script.get(algorithm.name) != algorithm:
+    if is_known(algorithm.name) and _script_algorithms.get(algorithm.name) != algorithm:
         raise ArgumentError(f"there is already an algorithm called {algorithm.name!r}", next_step="choose another name")
-    _of_script[algorithm.name] = algorithm
+    _script_algorithms[algorithm.name] = algorithm
     return algorithm
 
 
 def find_package(name: str) -> Package | None:
     """Return the package that declares the algorithm called `name`; None for TopKube's own and those of the script."""
-    points = () if name in _OWN or name in _of_script else _find_entry_points().get(name, ())
+    points = () if name in _OWN or name in _script_algorithms else _find_entry_points().get(name, ())
     return _read_package(points[0]) if points else None
 
 
 @functools.cache
 def _find_entry_points() -> dict[str, tuple[EntryPoint, ...]]:
-    """Return the entry points of all installed packages by the name of the algorithm, which several can declare."""
+    """Return the entry points of all installed packages by the name of the algorithm. Several packages can declare the
+    same name."""
     points: dict[str, dict[str, EntryPoint]] = {}
     for point in entry_points(group=GROUP):
         points.setdefault(point.name, {}).setdefault(_read_package(point).name, point)

@@ -15,12 +15,12 @@ from topkube.errors import AlgorithmError
 
 AUTO, DENSE = "auto", "dense"
 CHOICES = {
-    AUTO: "takes the fastest algorithm that keeps the loss, by measurements at the start and in the first steps: a "
-    "dense algorithm, with 16 bits between nodes if `denseWire` allows them and they are faster, or `int8` if that "
-    "makes steps at least 10% faster; with `nodeWeights: own`, also `onebit`",
+    AUTO: "takes the fastest algorithm that keeps the loss, by measurements at the start and in the first steps. It "
+    "takes a dense algorithm, with 16 bits between nodes if `denseWire` allows them and they are faster. It takes "
+    "`int8` instead if that makes steps at least 10% faster, or `onebit` with `nodeWeights: own`",
     DENSE: "takes the fastest dense algorithm, by the same measurements",
 }
-"""Names that stand for an algorithm, with one sentence for people."""
+"""Names that stand for an algorithm, with a description for people, without a full stop."""
 EQUAL_COMPRESSED_CHOICES = (INT8,)
 """The algorithms that compress and that `auto` may take in every job. docs/accuracy.md shows that their loss is within
 1% of dense training. All ranks and nodes have the same gradients and weights with them, so a script need not know which
@@ -59,7 +59,7 @@ class Choice:
         return f"{self.algorithm.name}{wire} {self.seconds * 1e3:.3g} ms"
 
 
-def rank_choices(
+def sort_choices_by_time(
     name: str,
     machines: Machines,
     buckets: Sequence[BucketSize],
@@ -85,29 +85,31 @@ def rank_choices(
 
 
 def list_compressed_choices(node_weights: str) -> tuple[Algorithm, ...]:
-    """Return the algorithms that compress and that `auto` may take, if the job's `node_weights` is "equal" or "own"."""
+    """Return the algorithms that compress and that `auto` may take. `node_weights` is the job's setting: "equal" or
+    "own"."""
     return EQUAL_COMPRESSED_CHOICES + (() if node_weights == NODE_WEIGHTS.default else _OWN_WEIGHTS_CHOICES)
 
 
 def _predict(algorithm: Algorithm, dense_wire: str, machines: Machines, buckets: Sequence[BucketSize]) -> Choice:
+    """Return the predicted choice. Small buckets are never compressed: `hierarchical` reduces them."""
     between = inside = seconds = 0.0
     for bucket in buckets:
-        used = HIERARCHICAL if bucket.small and algorithm.compresses else algorithm
+        used_algorithm = HIERARCHICAL if bucket.small and algorithm.compresses else algorithm
         can_be_narrowed = bucket.itemsize == 4 and not bucket.small
         wire = dense_wire if can_be_narrowed else DENSE_WIRE.default
         scale = bucket.itemsize / 4  # the catalogue counts float32
-        exchange = estimate_cost(used, machines, bucket.elements, dense_wire=wire)
-        on_link = exchange.sent / machines.link_of(used)
-        link = exchange.between - on_link + on_link * (1.0 if used.compresses else scale)
+        exchange = estimate_cost(used_algorithm, machines, bucket.elements, dense_wire=wire)
+        on_link = exchange.sent / machines.link_of(used_algorithm)
+        link = exchange.between - on_link + on_link * (1.0 if used_algorithm.compresses else scale)
         memory = exchange.inside * scale
         between, inside = between + link, inside + memory
-        seconds += max(link, memory) if used.overlaps else link + memory
+        seconds += max(link, memory) if used_algorithm.overlaps else link + memory
     return Choice(algorithm, dense_wire, between, inside, seconds)
 
 
 def resolve(name: str, nodes: int, length: int, density: float) -> Algorithm:
     """Return the algorithm called `name`. If `name` is one of CHOICES, return the dense algorithm that sends the fewest
-    bytes, in the fewest messages, for arrays of `length` elements over `nodes`. No measurement is used.
+    bytes, in the fewest messages, for arrays of `length` elements over `nodes`. No measurement is used_algorithm.
 
     The result is the same on all ranks. It considers TopKube's own algorithms only, so that installing a package
     changes no job. Raises ArgumentError if there is no algorithm of this name.
@@ -202,8 +204,8 @@ def _load_if_known(name: str) -> Algorithm | None:
 
 @functools.lru_cache(maxsize=1024)
 def _find_least_traffic(nodes: int, length: int, density: float) -> Algorithm:
-    def count_traffic(algorithm: Algorithm) -> tuple[float, float]:
+    def count_bytes_and_messages(algorithm: Algorithm) -> tuple[float, float]:
         traffic = algorithm.traffic(Workload(max(nodes, 2), 1, length, density, "fp32"))
         return traffic.sent, traffic.messages
 
-    return min(_DENSE_MPI, key=count_traffic)
+    return min(_DENSE_MPI, key=count_bytes_and_messages)

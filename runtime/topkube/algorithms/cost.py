@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from topkube.algorithms.declaration import Algorithm
 
 PAIRWISE_LIMIT = 16
-"""Up to this many partners, everybody sends to everybody at once; beyond, rings spare the receivers' links."""
+"""Up to this many partners, every partner sends to all others at the same time. With more partners, messages go around
+a ring, because so many messages at once would overload the link of a receiver."""
 INDEX_BYTES = 2
 """An index is an offset within a block of 65,536 elements."""
 VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -84,7 +85,7 @@ class Machines:
     """Bandwidth of one node's link for NCCL; None if it is not measured, or if there are no GPUs."""
 
     def link_of(self, algorithm: Algorithm) -> float:
-        """Return the bandwidth of one node's link for what carries the algorithm's data."""
+        """Return the bandwidth of one node's link for the transport of the algorithm: MPI or NCCL."""
         return self.nccl_link if self.nccl_link is not None and algorithm.needs_gpu else self.link
 
 
@@ -151,13 +152,14 @@ def all_reduce_messages(partners: int) -> int:
 
 
 def two_stage_sent(message_bytes: float, nodes: int) -> float:
-    """Return the bytes that each node sends if it sends every owner of a segment its part of a message, and sends its
-    own segment of the sum, of the same length, to all nodes."""
+    """Return the bytes that each node sends in two stages: each segment of its message to the owner of the segment,
+    then its own segment of the sum, which has the same length, to all nodes."""
     return 2 * (nodes - 1) / nodes * message_bytes
 
 
 def two_stage_messages(partners: int) -> int:
-    """Return how many messages of both stages wait for one another: each stage has PAIRWISE_LIMIT partners at once."""
+    """Return how many messages of both stages wait for one another: each stage sends to PAIRWISE_LIMIT partners at a
+    time."""
     return 2 * -(-(partners - 1) // PAIRWISE_LIMIT)
 
 

@@ -79,7 +79,7 @@ class Algorithm:
     rank keeps for the next step. `parameters` are those that the algorithm reads. `traffic` returns what one exchange
     costs. `overlaps` is True if the algorithm sends one piece while it adds up another. `on_device` is True if the
     algorithm also reduces torch tensors on a GPU. `transport` carries the data between nodes: an algorithm of NCCL
-    reduces nothing else than tensors on a GPU, all others reduce CPU arrays too.
+    reduces only tensors on a GPU, all others reduce CPU arrays too.
 
     `in_weights` is True if training keeps what was not sent in the node's weights: gradients are then reduced within
     the node only, and nodes exchange the changes of their weights in the optimizer's step (training/node_weights/).
@@ -161,7 +161,7 @@ class Algorithm:
 
     @property
     def needs_gpu(self) -> bool:
-        """True if the algorithm reduces nothing else than tensors on a GPU."""
+        """True if the algorithm reduces only tensors on a GPU."""
         return self.transport is Transport.NCCL
 
     @property

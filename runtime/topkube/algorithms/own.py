@@ -1,4 +1,4 @@
-"""The declarations of TopKube's own algorithms, in the order of lists and tables: in each family the best first."""
+"""The declarations of TopKube's own algorithms, in the order in which lists and tables show them."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ TOPK1BIT = Algorithm(
 )
 SIGNSGD = Algorithm(
     name="signsgd",
-    summary="every element takes the sign of most ranks, where each node votes for all its ranks (for comparisons)",
+    summary="every element takes the sign of most ranks; each node votes for all its ranks (for comparisons)",
     family=Family.SIGN,
     sends="one bit per element, and the mean magnitude of each block of 256",
     route=Route.ALL_GATHER,

@@ -184,9 +184,9 @@ def _count_traffic_of_changes(workload: Workload, message_bytes: float, two_stag
         sent, messages = two_stage_sent(message_bytes, workload.nodes), two_stage_messages(workload.nodes)
     # The change of the weights, the part of it that is sent, the sum of all nodes.
     read_and_write_shards = 5 * workload.array_bytes
-    of_gradients = reduce_scatter_memory(workload) + all_gather_memory(workload)
+    gradient_memory = reduce_scatter_memory(workload) + all_gather_memory(workload)
     return Traffic(
-        sent / workload.period, of_gradients + read_and_write_shards / workload.period, messages / workload.period
+        sent / workload.period, gradient_memory + read_and_write_shards / workload.period, messages / workload.period
     )
 
 
@@ -201,6 +201,6 @@ def count_powersgd_traffic(workload: Workload) -> Traffic:
 
 def count_acpsgd_traffic(workload: Workload) -> Traffic:
     """Return the traffic of one all-reduce, of the factor P or Q of all matrices."""
-    of_both = count_powersgd_traffic(workload)
+    both_factors = count_powersgd_traffic(workload)
     read_and_write_shard = workload.array_bytes  # for the second product of powersgd
-    return Traffic(of_both.sent / 2, of_both.memory - read_and_write_shard, of_both.messages / 2)
+    return Traffic(both_factors.sent / 2, both_factors.memory - read_and_write_shard, both_factors.messages / 2)

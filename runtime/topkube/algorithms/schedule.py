@@ -35,13 +35,14 @@ def check_schedule(algorithm: str, warmup_steps: int, momentum_correction: bool,
 
     Algorithms of packages that are not installed here are not checked: the workers check them when they start.
     """
-    before = 0
+    previous_step = 0
     current = algorithm
     for number, stage in enumerate(stages):
         stage_name = f"stage {number + 1} of the schedule (from step {stage.from_step})"
-        if stage.from_step <= before:
+        if stage.from_step <= previous_step:
             raise ArgumentError(
-                f"{stage_name} does not begin after {'the first step' if before == 0 else f'step {before}'}",
+                f"{stage_name} does not begin after "
+                f"{'the first step' if previous_step == 0 else f'step {previous_step}'}",
                 next_step="order the stages by their steps, from 1 on",
             )
         if stage.from_step < warmup_steps:
@@ -54,25 +55,25 @@ def check_schedule(algorithm: str, warmup_steps: int, momentum_correction: bool,
                 f"{stage_name} changes nothing", next_step="set its algorithm, its density or its period"
             )
         _check_change(stage_name, current, stage, momentum_correction)
-        before, current = stage.from_step, stage.algorithm or current
+        previous_step, current = stage.from_step, stage.algorithm or current
     _check_residuals([algorithm, *(stage.algorithm for stage in stages if stage.algorithm)])
 
 
 def _check_change(stage_name: str, current: str, stage: Stage, momentum_correction: bool) -> None:
     following = stage.algorithm or current
-    changes = stage.algorithm is not None and stage.algorithm != current
+    changes_algorithm = stage.algorithm is not None and stage.algorithm != current
     is_declared = following in CHOICES or is_known(following)
     if "." not in following and not is_declared:
         find_algorithm(following)  # raises, and names the nearest algorithm
     for name in (current, following):
-        if changes and _keeps_weights(name):
+        if changes_algorithm and _keeps_weights(name):
             raise ArgumentError(
                 f"{stage_name} changes from {current} to {following}",
                 cause=f"with {name}, every node has weights and an optimizer state of its own, which another algorithm"
                 " cannot take over",
                 next_step="change only its period, or start another job from the weights",
             )
-    if changes and momentum_correction:
+    if changes_algorithm and momentum_correction:
         raise ArgumentError(
             f"{stage_name} changes the algorithm, which does not work with momentum correction",
             cause="the velocity of each node cannot be taken over",

@@ -1,8 +1,8 @@
 """`topkube bench allreduce`: measure every all-reduce algorithm on these ranks and links. Start it under mpiexec.
 
-Columns follow NCCL's convention: algbw = bytes / time, busbw = algbw * 2(P-1)/P with P ranks, so busbw compares with
-the speed of the links whatever P is. For sparse algorithms these are dense-equivalent: the bytes of the array that
-was reduced. The bytes that were sent have columns of their own.
+Columns follow NCCL's convention: algbw = bytes / time, busbw = algbw * 2(P-1)/P with P ranks, so busbw can be
+compared with the speed of the links for every P. For sparse algorithms these are dense-equivalent: bytes are those of
+the array that was reduced. The bytes that were sent have columns of their own.
 """
 
 from __future__ import annotations
@@ -132,10 +132,11 @@ def _add_row(
     error: float,
     is_counted: bool,
 ) -> None:
-    """Add the row of an array of `nbytes`. `is_counted` is False for peers, whose messages and stages nobody counts."""
-    spent = phases.current.take()
+    """Add the row of an array of `nbytes` bytes. `is_counted` is False for peers: their messages and stages are not
+    counted."""
+    stages = phases.current.take()
     runs = timing.repeats
-    sent, inside = here.sum_small(np.array([spent.inter_bytes, spent.intra_bytes], np.float64)) / runs
+    sent, inside = here.sum_small(np.array([stages.inter_bytes, stages.intra_bytes], np.float64)) / runs
     algbw = nbytes / timing.median / 1e9
     report.add(
         algorithm=name,
@@ -147,7 +148,7 @@ def _add_row(
         inter_mb=float(sent) / here.nodes / 1e6 if is_counted else None,
         intra_mb=float(inside) / here.size / 1e6 if is_counted else None,
         **{
-            f"{phase}_ms": spent.seconds.get(phase, 0.0) / runs * 1e3 if is_counted else None
+            f"{phase}_ms": stages.seconds.get(phase, 0.0) / runs * 1e3 if is_counted else None
             for phase in ("inter", "intra", "select")
         },
         error=error,
@@ -156,7 +157,7 @@ def _add_row(
 
 
 def list_names(text: str, memory: ArrayMemory) -> list[str]:
-    """Return the algorithms that the text names, or all that work in `memory`; and the peers there."""
+    """Return the algorithms that the text names, or all that work in `memory`, followed by the peers there."""
     chosen = [name.strip() for name in text.split(",") if name.strip()]
     for name in chosen:
         algorithms.find_algorithm(name)
@@ -184,10 +185,10 @@ def _check_result(
     if not algorithm.compresses or SELECTION in algorithm.parameters:
         reduced = memory.put(inputs[here.rank])
         memory.reduce(reduced, name, density, wire)
-        wanted, sure = _compute_reference(here, algorithm, inputs, density, _TOLERANCE[dtype])
+        expected, is_certain = _compute_reference(here, algorithm, inputs, density, _TOLERANCE[dtype])
         actual = memory.read(reduced).astype(np.float64)
     elif algorithm.residual is not None:
-        wanted, sure = (
+        expected, is_certain = (
             np.sum([array.astype(np.float64) / here.size for array in inputs], axis=0),
             np.ones(_CHECKED, np.bool_),
         )
@@ -196,7 +197,7 @@ def _check_result(
         result = inputs[here.rank].copy()
         collectives.allreduce_(result, algorithm=name, density=density, wire=wire)
         return here.agree(bool(np.isfinite(result).all())), float("nan")
-    error = float((np.abs(actual - wanted) * sure).max() / np.abs(wanted).max())
+    error = float((np.abs(actual - expected) * is_certain).max() / np.abs(expected).max())
     return here.agree(error <= tolerance), error
 
 
@@ -221,9 +222,9 @@ def _compute_reference(
     entries with magnitudes near the k-th is sent, so these elements are not certain: those that differ from it by less
     than the share `margin`."""
     means = [array.astype(np.float64) / here.size for array in inputs]
-    wanted, sure = np.zeros(_CHECKED), np.ones(_CHECKED, np.bool_)
+    expected, is_certain = np.zeros(_CHECKED), np.ones(_CHECKED, np.bool_)
     if not algorithm.compresses:
-        return np.sum(means, axis=0), sure
+        return np.sum(means, axis=0), is_certain
     is_per_node = algorithm.residual is not None and algorithm.residual.scope is Scope.SHARD
     shards = here.shards if is_per_node else 1
     senders = [sum(means[rank] for rank in ranks) for ranks in here.node_ranks] if is_per_node else means
@@ -234,6 +235,6 @@ def _compute_reference(
             values = np.asarray(sender)[part]
             magnitude = np.abs(values)
             threshold = np.sort(magnitude)[-min(k, values.size)]
-            wanted[part] += np.where(magnitude >= threshold, values, 0.0)
-            sure[part] &= np.abs(magnitude - threshold) > margin * threshold
-    return wanted, sure
+            expected[part] += np.where(magnitude >= threshold, values, 0.0)
+            is_certain[part] &= np.abs(magnitude - threshold) > margin * threshold
+    return expected, is_certain

@@ -17,7 +17,7 @@ from topkube.errors import DeviceError
 from topkube.world import World
 
 PEER = "peer: "
-"""Begins the name of a row that another library reduces."""
+"""The beginning of the name of a row whose array another library reduces."""
 
 
 class ArrayMemory(Protocol):
@@ -104,7 +104,7 @@ class DeviceArrays:
             engine.wait_for(engine.mark_caller())
             engine.begin(load(find_algorithm(name)), Request(x, density=density, wire=wire))
             engine.flush()
-            engine.follow()
+            engine.make_caller_wait()
         self._wait()
 
     def read(self, x: Any) -> Array:
@@ -126,11 +126,11 @@ def choose_memory(world: World, has_gpus: bool) -> ArrayMemory:
         return HostArrays()
     from topkube.training.exchange.reduction.devices import device
 
-    own = device()
-    if own.type != "cuda":
+    own_device = device()
+    if own_device.type != "cuda":
         raise DeviceError(
             f"rank {world.rank} has no GPU",
             cause="this machine has none, or this build of torch is for the CPU alone",
             next_step="run `topkube doctor`, or leave out --gpu",
         )
-    return DeviceArrays(world, own)
+    return DeviceArrays(world, own_device)

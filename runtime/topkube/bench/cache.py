@@ -46,8 +46,8 @@ def make_folder() -> Iterator[Path]:
 
 
 def measure(megabytes: int = 128, repeats: int = 5) -> BenchReport:
-    """Return the second-epoch rates of the memory tier and of the disk tier alone. Readers take turns, epoch by
-    epoch."""
+    """Return the rates of the memory tier and of the disk tier alone after the first epoch, and the rates of their
+    bounds. Readers take turns, epoch by epoch."""
     report = BenchReport("Batches of 256 from a warm cache, one process", COLUMNS)
     for size in SAMPLES:
         with make_folder() as home:
@@ -102,15 +102,15 @@ def _measure_sample_size(report: BenchReport, home: Path, size: int, count: int,
             if turn:  # the first epoch fills the tiers
                 seconds[name].append(perf_counter() - start)
     rate = {name: data.nbytes / 1e6 / median(times) for name, times in seconds.items()}
-    for name, (_, of) in readers.items():
+    for name, (_, bound) in readers.items():
         report.add(
             sample=size,
             reader=name,
             mb_per_s=rate[name],
             min=data.nbytes / 1e6 / max(seconds[name]),
             max=data.nbytes / 1e6 / min(seconds[name]),
-            of=of or None,
-            percent=100 * rate[name] / rate[of] if of else None,
+            of=bound or None,
+            percent=100 * rate[name] / rate[bound] if bound else None,
         )
     os.close(file)
     disk.close()

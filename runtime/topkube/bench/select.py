@@ -112,9 +112,11 @@ def _prepare_compress_run(
 def _time_peers(x: Array, k: int, repeats: int) -> dict[str, float]:
     """Return the median seconds in which NumPy and torch find the k largest of |x|, float32, with one thread."""
     magnitude = np.abs(x)
-    few = min(repeats, 3)  # they are slow, and their times vary little
+    peer_repeats = min(repeats, 3)  # they are slow, and their times vary little
     seconds = {
-        "argpartition": time_runs(lambda: np.argpartition(magnitude, x.size - k)[x.size - k :], repeats=few).median
+        "argpartition": time_runs(
+            lambda: np.argpartition(magnitude, x.size - k)[x.size - k :], repeats=peer_repeats
+        ).median
     }
     try:
         import torch
@@ -123,7 +125,7 @@ def _time_peers(x: Array, k: int, repeats: int) -> dict[str, float]:
     tensor, threads_before = torch.from_numpy(magnitude), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        seconds["torch"] = time_runs(lambda: torch.topk(tensor, k), repeats=few).median
+        seconds["torch"] = time_runs(lambda: torch.topk(tensor, k), repeats=peer_repeats).median
     finally:
         torch.set_num_threads(threads_before)
     return seconds

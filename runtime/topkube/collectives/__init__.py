@@ -67,7 +67,7 @@ def allreduce_(
     view = view_flat(array, "array", writable=True)
     chosen = resolve(algorithm, world, view.size, density)
     state = _check_residual(residual, chosen, world, view.size)
-    matrices = _convert_matrices(tuple(array.shape)) if MATRIX_RANK in chosen.parameters else ()
+    matrices = _list_matrices(tuple(array.shape)) if MATRIX_RANK in chosen.parameters else ()
     request = Request(view, op, density, wire, selection, state, dense_wire, matrix_rank, matrices)
     finite = load(chosen).run(world, request)
     if state is not None and world.agree(finite):
@@ -78,7 +78,8 @@ def allreduce_(
     return array
 
 
-def _convert_matrices(shape: tuple[int, ...]) -> tuple[Matrix, ...]:
+def _list_matrices(shape: tuple[int, ...]) -> tuple[Matrix, ...]:
+    """Return an array of this shape as one matrix; no matrix if the array is empty or has one dimension."""
     length = math.prod(shape)
     return (Matrix(0, length, length // shape[0]),) if len(shape) > 1 and length else ()
 
@@ -102,19 +103,19 @@ def _reduce_on_device(
     chosen = resolve(algorithm, world, x.numel(), density)
     state = None
     if residual is not None and chosen.residual is not None:
-        wanted = residual_length(chosen, world, x.numel())
+        residual_elements = residual_length(chosen, world, x.numel())
         is_float32 = is_tensor(residual) and residual.element_size() == 4 and residual.is_floating_point()
-        if not is_float32 or residual.device != x.device or residual.numel() != wanted:
+        if not is_float32 or residual.device != x.device or residual.numel() != residual_elements:
             raise ArgumentError(
-                f"residual is not a float32 tensor of {wanted} elements on {x.device}",
-                next_step=f"make it with torch.zeros({wanted}, device=array.device)",
+                f"residual is not a float32 tensor of {residual_elements} elements on {x.device}",
+                next_step=f"make it with torch.zeros({residual_elements}, device=array.device)",
             )
         state = Residual(0)
-        state.current, state.pending = residual, residual.new_empty(wanted)
+        state.current, state.pending = residual, residual.new_empty(residual_elements)
     engine.wait_for(engine.mark_caller())
     engine.begin(load(chosen), Request(x.view(-1), op, density, wire, selection, state, dense_wire))
     finite = engine.flush()
-    engine.follow()
+    engine.make_caller_wait()
     if state is not None and world.agree(finite):
         residual.copy_(state.pending)
     return x
@@ -136,16 +137,16 @@ def resolve(algorithm: str, world: World, length: int, density: float = 0.01) ->
 def _check_residual(residual: Any, algorithm: Algorithm, world: World, length: int) -> Residual | None:
     if residual is None or algorithm.residual is None:
         return None
-    wanted = residual_length(algorithm, world, length)
+    residual_elements = residual_length(algorithm, world, length)
     if isinstance(residual, Residual):
         state, residual_size = residual, residual.current.size
     else:
         view: Array = view_flat(residual, "residual", writable=True, dtypes=(np.dtype(np.float32),))
         state, residual_size = Residual(0), view.size
         state.current, state.pending = view, np.empty_like(view)
-    if residual_size != wanted:
+    if residual_size != residual_elements:
         raise ArgumentError(
-            f"residual has length {residual_size}; {algorithm.name} keeps {wanted} on rank {world.rank}",
+            f"residual has length {residual_size}; {algorithm.name} keeps {residual_elements} on rank {world.rank}",
             next_step=f"make it with topkube.collectives.new_residual({algorithm.name!r}, {length})",
         )
     return state

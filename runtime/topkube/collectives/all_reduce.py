@@ -48,7 +48,7 @@ class NodeAllReduce(AllReduce):
     """An algorithm that differs from others only between nodes.
 
     Inside each node, ranks add up their arrays and each keeps one shard. Ranks of equal local rank on all nodes
-    exchange their shards. At last each node gathers its shards.
+    exchange their shards. At the end, each node gathers its shards.
     """
 
     @abstractmethod
@@ -114,9 +114,9 @@ def build_exchange(route: Route, comm: Any, payload: Any, tag: int = 0) -> tuple
     under way at the same time need different tags."""
     if route is Route.ALL_GATHER:
         return gather_rows(comm, payload, tag), (comm.size - 1) * payload.shape[1]
-    room = np.empty(count_buffer_elements(payload.size, comm.size), payload.dtype)
+    buffer = np.empty(count_buffer_elements(payload.size, comm.size), payload.dtype)
     reduce = ring_all_reduce if comm.size > PAIRWISE_LIMIT else pairwise_all_reduce
-    return reduce(comm, payload, room, tag, _ignore), 2 * (comm.size - 1) * payload.nbytes // comm.size
+    return reduce(comm, payload, buffer, tag, _ignore), 2 * (comm.size - 1) * payload.nbytes // comm.size
 
 
 def finish_exchange(call: Call, exchange: Exchange, sent: int) -> None:
@@ -137,13 +137,13 @@ def load(algorithm: Algorithm) -> AllReduce:
     """Return the implementation of an algorithm. Raises AlgorithmError if its class cannot be imported or used."""
     module, _, name = algorithm.implementation.partition(":")
     try:
-        kind: Any = getattr(importlib.import_module(module), name)
+        implementation_class: Any = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise _explain_failure(algorithm, f"{type(error).__name__}: {error}") from error
-    wanted = ShardAllReduce if algorithm.on_device else AllReduce
-    if not (isinstance(kind, type) and issubclass(kind, wanted)):
-        raise _explain_failure(algorithm, f"{name} is not a subclass of topkube.collectives.{wanted.__name__}")
-    implementation: AllReduce = kind(algorithm)
+    base_class = ShardAllReduce if algorithm.on_device else AllReduce
+    if not (isinstance(implementation_class, type) and issubclass(implementation_class, base_class)):
+        raise _explain_failure(algorithm, f"{name} is not a subclass of topkube.collectives.{base_class.__name__}")
+    implementation: AllReduce = implementation_class(algorithm)
     return implementation
 
 
@@ -168,4 +168,4 @@ def _find_scratch(world: World, name: str, length: int, dtype: str) -> Array:
 
 
 def _ignore(finite: bool) -> None:
-    """Sums that are not finite show in what `unpack` checks."""
+    """Do nothing: `unpack` checks if the sum is finite."""

@@ -17,6 +17,7 @@ import xxhash
 
 from topkube import _kernels
 from topkube.algorithms import MATRIX_RANK
+from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import DTYPE_CODES, Array, as_bytes
 from topkube.collectives.request import Request
 from topkube.errors import MismatchError
@@ -26,8 +27,6 @@ from topkube.world import World
 _TAG = 32767
 """The tag of the hashes on the communicator between nodes: the largest tag of every MPI. Tags of pieces count from
 0."""
-_NEIGHBOURS_ABOVE = 16
-"""With more nodes, exchanges are rings, and hashes go to both neighbours only."""
 
 
 def compute_shard_bounds(length: int, shards: int) -> list[int]:
@@ -59,12 +58,12 @@ class Call:
         world.enter()
         self.world = world
         self.name = f"all-reduce {algorithm!r}"
-        sparse = f" density={request.density:g} wire={request.wire} selection={request.selection}"
+        options = f" density={request.density:g} wire={request.wire} selection={request.selection}"
         if request.dense_wire != "fp32":
-            sparse += f" dense_wire={request.dense_wire}"
+            options += f" dense_wire={request.dense_wire}"
         if request.matrix_rank != MATRIX_RANK.default:
-            sparse += f" matrix_rank={request.matrix_rank}"
-        self._description = f"{algorithm} length={request.length} dtype={request.dtype} op={request.op}{sparse}"
+            options += f" matrix_rank={request.matrix_rank}"
+        self._description = f"{algorithm} length={request.length} dtype={request.dtype} op={request.op}{options}"
         self._hash = xxhash.xxh3_64_intdigest(f"{world.calls} {self._description}".encode())
         self._stage = 0
         self._traced_bucket = trace.active.bucket if trace.active is not None else None
@@ -76,7 +75,8 @@ class Call:
 
     def _greet(self, comm: Any) -> None:
         nodes, me = comm.size, comm.rank
-        others = range(1, nodes) if nodes <= _NEIGHBOURS_ABOVE else (1, nodes - 1)
+        # With more nodes, exchanges are rings, and hashes go to both neighbours only.
+        others = range(1, nodes) if nodes <= PAIRWISE_LIMIT else (1, nodes - 1)
         self._own_hash, self._peers = np.array([self._hash], np.uint64), np.empty(len(others), np.uint64)
         for place, distance in enumerate(others):
             peer = (me + distance) % nodes
@@ -89,7 +89,7 @@ class Call:
         world = self.world
         node = world.cache.get("node")
         if node is None:
-            cells = 4
+            cells = 4  # as many as fit into the window, up to 64
             while _kernels.Node.window_bytes(world.local_size, cells + 1) <= world.window.size and cells < 64:
                 cells += 1
             node = _kernels.Node(

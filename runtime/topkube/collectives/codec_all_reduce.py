@@ -161,13 +161,13 @@ class SignSgd(ShardAllReduce):
         length = len(shard.values)
         parts = [view_signs(row, slice(0, length)) for row in received]
         scales = np.zeros(count_sign_blocks(length), np.float32)
-        for sent, _ in parts:
-            scales += sent.view(BFLOAT16).astype(np.float32)
+        for node_scales, _ in parts:
+            scales += node_scales.view(BFLOAT16).astype(np.float32)
         ones = np.ones(len(scales), np.float32).astype(BFLOAT16).view(np.uint16)
         votes = shard.scratch("values", length, "float32")
         votes[:] = 0
-        ranks = [float(len(ranks)) for ranks in shard.world.node_ranks]
-        kernels.sign_unpack_add_(votes, [(ones, bits) for _, bits in parts], ranks)
+        weights = [float(len(ranks)) for ranks in shard.world.node_ranks]
+        kernels.sign_unpack_add_(votes, [(ones, bits) for _, bits in parts], weights)
         np.sign(votes, out=votes)
         votes *= np.repeat(scales, kernels.SIGN_BLOCK)[:length]
         shard.values[:] = votes.astype(shard.values.dtype)

@@ -45,6 +45,7 @@ class Signs(Codec):
 
     def __init__(self, places: Sequence[slice]) -> None:
         self._parts: list[tuple[slice, int]] = []
+        """(place, offset in the row) of each place."""
         self.row_bytes = 0
         for place in places:
             self._parts.append((place, self.row_bytes))
@@ -69,6 +70,7 @@ class Integers(Codec):
     def __init__(self, places: Sequence[slice], bits: int) -> None:
         self._bits = bits
         self._parts: list[tuple[slice, slice]] = []
+        """(place, slice of the row) of each place."""
         self.row_bytes = 0
         for place in places:
             start, self.row_bytes = self.row_bytes, self.row_bytes + kernels.quantised_bytes(_length_of(place), bits)

@@ -3,8 +3,8 @@ Fine-Grained All-Reduce Pipelining", 2023): a reduce-scatter now, and the all-ga
 
 The first half is that of `OverlappedAllReduce`, piece by piece: the ranks of a node reduce a piece, then each shard is
 reduced among equal local ranks, so that every rank holds the sum of its own segment. The second half consists of
-messages only, between nodes and inside the node. No rank has to be at the same point as another rank for it, so a rank
-can wait for an array while another rank computes. The second half has communicators of its own: other collectives may
+messages only, between nodes and inside the node. Ranks need not be at the same point of the program for it: a rank can
+wait for an array while another rank computes. The second half has communicators of its own: other collectives may
 run before it ends.
 
 First halves alone would leave the link idle while the next array is computed, and the second halves could then take
@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from topkube import kernels
 from topkube.algorithms.cost import PAIRWISE_LIMIT
@@ -55,24 +55,31 @@ EARLY = 2
 _COMMUNICATORS = "communicators of gathers"
 
 
+class HalvedPiece(NamedTuple):
+    """A piece of an array, by its number. `narrow` is this rank's shard in 16 bits if the shard is sent in 16 bits."""
+
+    number: int
+    values: Array
+    narrow: Array | None
+
+
 @dataclass(eq=False)
 class HalvedArray:
     """An array whose reduce-scatter has begun. `ranges` holds the elements [start, stop) that this rank reduces, a
-    range for each piece: all ranks together have every element once. `left` is the number of pieces that are not
+    range for each piece: all ranks together have every element once. `ungathered` is the number of pieces that are not
     gathered."""
 
     call: Call
     ranges: list[tuple[int, int]] = field(default_factory=list)
-    pieces: list[tuple[int, Array, Array | None]] = field(default_factory=list)
-    """The number of each piece, its values, and this rank's shard in 16 bits if it is sent so."""
+    pieces: list[HalvedPiece] = field(default_factory=list)
     begun: set[int] = field(default_factory=set)
     """The numbers of the pieces whose gather has begun or has its place in the order."""
-    left: int = 0
+    ungathered: int = 0
 
     @property
     def is_gathered(self) -> bool:
         """True if the array holds the whole result."""
-        return self.left == 0
+        return self.ungathered == 0
 
 
 class DecoupledAllReduce(OverlappedAllReduce):
@@ -86,15 +93,14 @@ class DecoupledAllReduce(OverlappedAllReduce):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self._cross, self._node = _find_communicators(world)
-        self._halved: HalvedArray | None = None
         self._narrow: dict[int, Array] = {}
-        self._kept: dict[int, int] = {}
-        """The buffer of 16-bit values of each piece that is not gathered, by the piece's number."""
+        self._narrow_buffers: dict[int, int] = {}
+        """The number of the buffer that holds the 16-bit values of a piece, by the number of the piece."""
         self._gathers = Exchanges()
-        self._waiting: deque[tuple[HalvedArray, int]] = deque()
+        self._waiting: deque[tuple[HalvedArray, HalvedPiece]] = deque()
         self._gathering: dict[int, HalvedArray] = {}
         self._gathering_since = 0.0
-        self._places: dict[int, tuple[HalvedArray, int]] = {}
+        self._halved_pieces: dict[int, tuple[HalvedArray, HalvedPiece]] = {}
         """The pieces whose first half has begun, by their numbers."""
         self._reduced: list[int] = []
         """The numbers of pieces whose first half has ended, and whose gather has not begun."""
@@ -103,19 +109,20 @@ class DecoupledAllReduce(OverlappedAllReduce):
 
     def halve(self, call: Call, array: Array, factor: float, wire: str = "fp32") -> HalvedArray:
         """Begin to reduce `array`, in place, to the sum times `factor`: the arguments of `begin`."""
-        self._halved = halved = HalvedArray(call)
+        halved = HalvedArray(call)
         number, position, nodes = self._number, 0, self.world.nodes
         self.begin(call, array, factor, wire=wire)
-        for piece in split(array):
-            first, last = find_own_shard(self.world, piece.size)
+        for values in split(array):
+            first, last = find_own_shard(self.world, values.size)
             if self._cross is not None:
                 start, stop = find_own_segment(self._cross, last - first, nodes > PAIRWISE_LIMIT)
                 halved.ranges.append((position + first + start, position + first + stop))
-            self._places[number] = halved, len(halved.pieces)
-            halved.pieces.append((number, piece, self._narrow.pop(number, None)))
-            number, position = number + 1, position + piece.size
-        halved.left = len(halved.pieces)
-        self._halved, self._is_halving = None, True
+            piece = HalvedPiece(number, values, self._narrow.pop(number, None))
+            self._halved_pieces[number] = halved, piece
+            halved.pieces.append(piece)
+            number, position = number + 1, position + values.size
+        halved.ungathered = len(halved.pieces)
+        self._is_halving = True
         return halved
 
     def finish(self) -> None:
@@ -127,11 +134,11 @@ class DecoupledAllReduce(OverlappedAllReduce):
         """Begin to gather the results of `arrays`, in their order, the same on all ranks. Called after `finish`. What
         has begun already continues."""
         self._reduced.clear()
-        self._places.clear()
+        self._halved_pieces.clear()
         for halved in arrays:
-            left = [(number, place) for place, (number, _, _) in enumerate(halved.pieces) if number not in halved.begun]
-            halved.begun.update(number for number, _ in left)
-            self._waiting.extend((halved, place) for _, place in left)
+            remaining = [piece for piece in halved.pieces if piece.number not in halved.begun]
+            halved.begun.update(piece.number for piece in remaining)
+            self._waiting.extend((halved, piece) for piece in remaining)
         self._advance_gathers()
 
     def advance(self) -> float | None:
@@ -143,10 +150,10 @@ class DecoupledAllReduce(OverlappedAllReduce):
         self._advance_gathers()
         while self._is_halving and self._reduced and not self._under_way and len(self._early) < EARLY:
             number = self._reduced.pop()
-            halved, place = self._places[number]
+            halved, piece = self._halved_pieces[number]
             self._early.add(number)
             halved.begun.add(number)
-            self._start_gather(halved, place)
+            self._start_gather(halved, piece)
         return choose_pause(self.world) if self._exchanges.are_running or self._gathering else None
 
     def finish_gather(self, halved: HalvedArray) -> None:
@@ -163,8 +170,8 @@ class DecoupledAllReduce(OverlappedAllReduce):
         """Move the gathers as far as messages allow, and start those that wait."""
         self._gathers.advance()
         for number in [number for number in self._gathering if not self._gathers.is_running(number)]:
-            self._gathering.pop(number).left -= 1
-            self._kept.pop(number, None)
+            self._gathering.pop(number).ungathered -= 1
+            self._narrow_buffers.pop(number, None)
             self._early.discard(number)
         while self._waiting and len(self._gathering) - len(self._early) < UNDER_WAY:
             self._start_gather(*self._waiting.popleft())
@@ -173,13 +180,12 @@ class DecoupledAllReduce(OverlappedAllReduce):
             self._gathering_since = 0.0
             advance_in_waits(None)
 
-    def _start_gather(self, halved: HalvedArray, place: int) -> None:
-        number, piece, narrow = halved.pieces[place]
+    def _start_gather(self, halved: HalvedArray, piece: HalvedPiece) -> None:
         if not self._gathering_since:
             self._gathering_since = time.perf_counter()
             advance_in_waits(self._advance_gathers)
-        self._gathering[number] = halved
-        self._gathers.start(number, self._gather(number, piece, narrow))
+        self._gathering[piece.number] = halved
+        self._gathers.start(piece.number, self._gather(piece.number, piece.values, piece.narrow))
 
     def _end_piece(self, piece: Piece) -> None:
         self._reduced.append(piece.number)  # the second half follows later
@@ -189,9 +195,9 @@ class DecoupledAllReduce(OverlappedAllReduce):
         if buffer.dtype == shard.dtype:
             reduce = ring_reduce_scatter if self.world.nodes > PAIRWISE_LIMIT else pairwise_reduce_scatter
             return reduce(comm, shard, buffer, tag, self._note_finite, scale)
-        place = next(place for place in itertools.count() if place not in self._kept.values())
-        narrow = reserve_workspace(self.world, f"halved shard {place}", shard.size, buffer.dtype)
-        self._kept[self._number] = place
+        free = next(number for number in itertools.count() if number not in self._narrow_buffers.values())
+        narrow = reserve_workspace(self.world, f"halved shard {free}", shard.size, buffer.dtype)
+        self._narrow_buffers[self._number] = free
         self._narrow[self._number] = narrow
         return self._reduce_narrow(comm, shard, narrow, buffer, tag, scale)
 

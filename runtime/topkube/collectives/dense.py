@@ -49,12 +49,12 @@ class _Dense(ShardAllReduce):
         return shard.values
 
     def unpack(self, shard: Shard, received: Any) -> None:
-        shard.check(received)  # which is shard.values
+        shard.check(shard.values)  # `received` is the same array: see `pack`
 
 
 class Hierarchical(_Dense):
     """Reduce-scatter inside the node, all-reduce of each shard among equal local ranks, all-gather inside the node;
-    piece by piece, so that only the wire takes time (`overlapped.py`)."""
+    piece by piece, so that the work inside the node overlaps with the messages between nodes (`overlapped.py`)."""
 
     def _run_on_nodes(self, call: Call, request: Request) -> bool:
         pieces = OverlappedAllReduce(call.world)

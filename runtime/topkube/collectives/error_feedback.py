@@ -26,7 +26,7 @@ class Residual:
     unit. `rescale` changes it.
 
     With `momentum` above 0 the shard has a velocity as well, with copies of its own. A collective writes the gradient
-    into `pending_velocity` and calls `accumulate`; what it sends it clears in both (`clear`).
+    into `pending_velocity` and calls `accumulate`; `clear` clears the entries that it sends in both.
 
     `factors` are small arrays that an algorithm keeps from one exchange to the next beside the residual: the factors of
     a low rank, one array per matrix. A collective leaves their successors in `pending_factors`.
@@ -47,7 +47,7 @@ class Residual:
         self.threshold = PreviousThreshold(device)
         self._committed_factors: list[Any] = []
         self._committed: tuple[Any, Any] | None = None
-        self._spare = True
+        self._has_spare = True
 
     @property
     def is_tentative(self) -> bool:
@@ -71,9 +71,9 @@ class Residual:
 
     def prepare(self) -> None:
         """Make room for an exchange. Call it before a collective that uses this residual."""
-        if not self._spare:
+        if not self._has_spare:
             self.pending, self.pending_velocity = _allocate_like(self.current), _allocate_like(self.velocity)
-            self._spare = True
+            self._has_spare = True
 
     def accumulate(self) -> None:
         """velocity = momentum * velocity + gain * gradient; residual = residual + velocity. If several exchanges add up
@@ -101,7 +101,7 @@ class Residual:
         arrived = self.pending, self.pending_velocity
         if self._committed is None:
             self._committed, self._committed_factors = (self.current, self.velocity), self.factors
-            self._spare = False
+            self._has_spare = False
         else:
             self.pending, self.pending_velocity = self.current, self.velocity
         self.current, self.velocity = arrived
@@ -111,7 +111,7 @@ class Residual:
         """Make `current` final, after the optimizer's step."""
         if self._committed is not None:
             self.pending, self.pending_velocity = self._committed
-            self._committed, self._spare = None, True
+            self._committed, self._has_spare = None, True
 
     def discard(self) -> None:
         """Return to the residual of the last step, after the gradients were thrown away."""
@@ -119,7 +119,7 @@ class Residual:
             self.pending, self.pending_velocity = self.current, self.velocity
             self.current, self.velocity = self._committed
             self.factors = self._committed_factors
-            self._committed, self._spare = None, True
+            self._committed, self._has_spare = None, True
 
     def discard_range(self, start: int, stop: int) -> None:
         """Return to the residual of the last step for the elements [start, stop) of the shard."""

@@ -20,7 +20,7 @@ from topkube.telemetry import phases, trace
 from topkube.waiting import advance_messages
 
 Exchange = Iterator[list[Any]]
-"""Yields the MPI requests it waits for."""
+"""Yields the MPI requests that it waits for."""
 
 
 class Exchanges:
@@ -57,11 +57,11 @@ class Exchanges:
         for number, (exchange, requests) in list(self._running.items()):
             while Request.Testall(requests):
                 has_continued = True
-                following = next(exchange, None)
-                if following is None:
+                next_requests = next(exchange, None)
+                if next_requests is None:
                     del self._running[number]
                     break
-                requests = following
+                requests = next_requests
                 self._running[number] = (exchange, requests)
         return has_continued
 
@@ -234,7 +234,7 @@ def ring_all_gather(comm: Any, x: Array, tag: int) -> Exchange:
 
 
 def _list_ring_segments(x: Array, ranks: int) -> list[Array]:
-    """Return the segments of x, twice, so that a number may be one or two below 0 or above the last."""
+    """Return the segments of x, twice in a row: numbers from -2 * ranks to 2 * ranks - 1 name a segment."""
     bounds = compute_shard_bounds(x.size, ranks)
     return [x[bounds[i % ranks] : bounds[i % ranks + 1]] for i in range(2 * ranks)]
 
@@ -247,7 +247,7 @@ def find_own_segment(comm: Any, length: int, is_ring: bool) -> tuple[int, int]:
 
 
 def count_buffer_elements(length: int, ranks: int) -> int:
-    """Return how long the buffer of either exchange must be for an array of `length`."""
+    """Return how many elements are enough for the buffer of a pairwise or ring all-reduce of `length` elements."""
     return -(-length // ranks) * max(ranks - 1, 1)
 
 

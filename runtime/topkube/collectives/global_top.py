@@ -1,7 +1,7 @@
 """Sparse all-reduces that deliver the k largest entries of the sum of all nodes: the base class, and gTop-k.
 
-All nodes know in the end which entries are delivered. An entry that a node selected and that is not delivered stays in
-the residual of this node. So nothing is lost, whoever adds up the entries.
+At the end, every node has the list of delivered entries. If a node selected an entry that is not delivered, the entry
+stays in the residual of this node. So nothing is lost, whichever node adds up the entries.
 
 **gTop-k**: Shi et al., "A distributed synchronous SGD algorithm with global top-k sparsification for low bandwidth
 networks", 2019, section III. Pairs of nodes add up their largest k entries and keep the largest k of the sum, then
@@ -74,6 +74,7 @@ class GlobalTop(ABC):
         return comm.Isend(row, to)
 
     def _leave_out(self, indices: Array, exact: Array, sent: Array) -> None:
+        """Note the error of rounding `exact` to `sent`."""
         with np.errstate(invalid="ignore"):  # infinity: all ranks skip the step
             self._left_out.append((indices, exact - sent))
 
@@ -142,13 +143,13 @@ class TopTree(GlobalTop):
         return row
 
     def _add(self, first: tuple[Array, Array], second: tuple[Array, Array], is_keeper: bool) -> None:
-        """Keep the largest k entries of a sum of two sparse vectors. Both orders have the same bits."""
+        """Keep the largest k entries of the sum of two sparse vectors. The order of the vectors changes no bit."""
         indices, values = _add_sparse(first, second)
         places, kept = kernels.topk(values, self._k)
         if is_keeper:
-            is_left = np.ones(len(indices), bool)
-            is_left[places] = False
-            self._left_out.append((indices[is_left], values[is_left]))
+            is_left_out = np.ones(len(indices), bool)
+            is_left_out[places] = False
+            self._left_out.append((indices[is_left_out], values[is_left_out]))
         self.indices, self.values = indices[places], kept
 
 

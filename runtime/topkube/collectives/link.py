@@ -22,9 +22,9 @@ from topkube.collectives.request import Request
 from topkube.world import World
 
 _SIZES = (32 << 10, 256 << 10, 1 << 20, 4 << 20)
-"""Bytes that a node sends in one round of each measurement of its link. The last that was made counts."""
+"""Bytes that a node sends in one round of each measurement of its link. The last round that was made counts."""
 _LEAST = 256
-"""The fewest bytes that a rank sends to measure a rate."""
+"""The fewest bytes that a rank sends in one round of a measurement of its link."""
 _MOST_SECONDS = 0.2
 """A round that is expected to take longer on the slowest link is not made."""
 _ROUNDS = 2

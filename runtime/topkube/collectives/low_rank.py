@@ -113,13 +113,13 @@ class AcpSgd(_LowRank):
         had_rows = [number < len(last) and _holds_rows(last[number]) for number in range(factorization.count)]
         sends_rows = [not side for side in had_rows]
         with phases.current.timed("select"):
-            given = factorization.begin(had_rows, [values.reshape(-1)[1:] for values in last])
-            factorization.orthonormalize(given, had_rows)
-            sent = factorization.compute(sends_rows, given)
+            fixed = factorization.begin(had_rows, [values.reshape(-1)[1:] for values in last])
+            factorization.orthonormalize(fixed, had_rows)
+            sent = factorization.compute(sends_rows, fixed)
         factorization.sum_over_all(sent)
         pairs = list(
             zip(
-                factorization.cut_factors(given, had_rows),
+                factorization.cut_factors(fixed, had_rows),
                 factorization.cut_factors(sent, sends_rows),
                 had_rows,
                 strict=True,
@@ -140,7 +140,7 @@ class AcpSgd(_LowRank):
 
 def _holds_rows(kept: Array) -> bool:
     """Return True if `kept`, what AcpSgd left of a matrix, holds P. It may hold a factor of `powersgd`, after a change
-    of the algorithm: then both sides are right, because any first factor is."""
+    of the algorithm: either side is then correct, because any first factor is."""
     return bool(kept.size) and float(kept.reshape(-1)[0]) > 0
 
 
@@ -196,7 +196,7 @@ class _Factorization:
         return buffer
 
     def begin(self, sides: Sequence[bool], warm: Sequence[Array]) -> Array:
-        """Return the first factors: those of the last exchange, with new columns in place of zeros."""
+        """Return the first factors: `warm`, the factors of the last exchange, with random columns in place of zeros."""
         factors = self._allocate("first factors", sides)
         for number, part in enumerate(self.cut_factors(factors, sides)):
             if number < len(warm) and warm[number].size == part.size:
@@ -210,9 +210,9 @@ class _Factorization:
         """Return this rank's share of the factors P = A Q or Q = A^T P, from the elements of its shard. `others` has
         the factors of the other sides."""
         factors = self._allocate("factors of rows" if any(sides) else "factors of columns", sides)
-        parts, given = self.cut_factors(factors, sides), self.cut_factors(others, [not side for side in sides])
+        parts, other_parts = self.cut_factors(factors, sides), self.cut_factors(others, [not side for side in sides])
         for piece in self._pieces:
-            part, other, values = parts[piece.matrix], given[piece.matrix], self._view_values(piece)
+            part, other, values = parts[piece.matrix], other_parts[piece.matrix], self._view_values(piece)
             if sides[piece.matrix]:
                 part[piece.row : piece.row + piece.rows] += values @ other[piece.left : piece.right]
             else:
@@ -287,8 +287,8 @@ def _orthonormalize(columns: Array) -> Array:
         norm = math.sqrt(_sum_products(column, column))
         for other in range(number):
             column -= _sum_products(result[:, other], column) * result[:, other]
-        left = math.sqrt(_sum_products(column, column))
-        result[:, number] = column / left if left > _LEAST_NEW * norm else 0.0
+        new_norm = math.sqrt(_sum_products(column, column))
+        result[:, number] = column / new_norm if new_norm > _LEAST_NEW * norm else 0.0
     return result.astype(np.float32)
 
 

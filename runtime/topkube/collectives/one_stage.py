@@ -34,16 +34,18 @@ class OneStage:
     def __init__(self, codec_of: CodecOf, places: Sequence[slice], length: int) -> None:
         part_elements = max(PART_ELEMENTS, -(-length // (_MOST_PARTS - 1)))
         self.bounds = [0]
-        inside: list[list[slice]] = [[]]
+        part_places: list[list[slice]] = [[]]
         for place in places:
             start = self.bounds[-1]
-            inside[-1].append(slice(place.start - start, place.stop - start))
+            part_places[-1].append(slice(place.start - start, place.stop - start))
             if place.stop - start >= part_elements and place.stop < length:
                 self.bounds.append(place.stop)
-                inside.append([])
+                part_places.append([])
         self.bounds.append(length)
         sizes = [stop - start for start, stop in itertools.pairwise(self.bounds)]
-        self.codecs: list[Codec] = [codec_of(own, size) for own, size in zip(inside, sizes, strict=True)]
+        self.codecs: list[Codec] = [
+            codec_of(own_places, size) for own_places, size in zip(part_places, sizes, strict=True)
+        ]
         self._rows: list[Array] = []
         """The rows of all nodes for each part, (nodes, bytes), between `begin` and `finish`."""
 

@@ -156,7 +156,7 @@ class OverlappedAllReduce:
         first, last = find_own_shard(world, piece.size)
         shard = piece[first:last]
         length = count_buffer_elements(shard.size, world.nodes)
-        # Pieces under way use buffers of their own.
+        # Each piece that is under way uses a buffer of its own.
         buffer = reserve_workspace(world, f"shard {self._number % (UNDER_WAY + 1)}", length, sent_type)
         exchange = self._exchange(world.cross_comm, shard, buffer, scale)
         element_bytes = (
@@ -173,8 +173,8 @@ class OverlappedAllReduce:
         """Return the exchange of the shard with its equals, in the type of `buffer`."""
         tag = self._number % TAGS
         if buffer.dtype != shard.dtype:
-            place = self._number % (UNDER_WAY + 1)
-            narrow = reserve_workspace(self.world, f"narrow shard {place}", shard.size, buffer.dtype)
+            buffer_number = self._number % (UNDER_WAY + 1)
+            narrow = reserve_workspace(self.world, f"narrow shard {buffer_number}", shard.size, buffer.dtype)
             return narrow_all_reduce(comm, shard, narrow, buffer, tag, self._note_finite, scale)
         reduce = ring_all_reduce if self.world.nodes > PAIRWISE_LIMIT else pairwise_all_reduce
         return reduce(comm, shard, buffer, tag, self._note_finite, scale)

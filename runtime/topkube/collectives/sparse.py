@@ -188,7 +188,7 @@ def select_largest(
 
 
 def _convert_to_positions(indices: Any) -> Any:
-    """Return uint32 indices as what torch takes for an index."""
+    """Return uint32 indices in the type that torch indexes with: int64."""
     if not is_tensor(indices):
         return indices
     import torch

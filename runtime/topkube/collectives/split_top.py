@@ -65,9 +65,9 @@ class SplitTop(GlobalTop):
         own = self._own[self._k * np.arange(1, parts, dtype=np.int64) // parts].astype(np.int64)
         total = yield from self._sum(comm, own)
         quantiles = np.concatenate([[0], total // nodes, [self._length]])
-        place, remainder = np.divmod(np.arange(nodes + 1, dtype=np.int64) * parts, nodes)
-        following = quantiles[np.minimum(place + 1, parts)]
-        bounds: Array = quantiles[place] + (following - quantiles[place]) * remainder // nodes
+        quantile, remainder = np.divmod(np.arange(nodes + 1, dtype=np.int64) * parts, nodes)
+        next_quantiles = quantiles[np.minimum(quantile + 1, parts)]
+        bounds: Array = quantiles[quantile] + (next_quantiles - quantiles[quantile]) * remainder // nodes
         return bounds
 
     def _add_up(self, comm: Any, bounds: Array) -> Generator[list[Any], None, tuple[Array, Array]]:
@@ -120,8 +120,8 @@ class SplitTop(GlobalTop):
         """Return the places of the sums that this owner delivers, and how many entries each owner delivers."""
         keys = ((sums.view(np.uint32) & 0x7FFFFFFF) >> _KEY_SHIFT).astype(np.int64)
         highs, lows = np.divmod(keys, _BINS)
-        high, wanted = yield from self._find_bin(comm, highs, self._k)
-        low, wanted = yield from self._find_bin(comm, lows[highs == high], wanted)
+        high, needed = yield from self._find_bin(comm, highs, self._k)
+        low, needed = yield from self._find_bin(comm, lows[highs == high], needed)
         threshold = high * _BINS + low
         places = np.flatnonzero(keys == threshold)
         own = np.array([np.count_nonzero(keys > threshold), len(places)], np.uint32)
@@ -129,18 +129,18 @@ class SplitTop(GlobalTop):
         yield [comm.Iallgather(own, everyone)]
         self.sent_bytes += (comm.size - 1) * own.nbytes
         above, equal = everyone.astype(np.int64).T
-        delivered = np.clip(wanted - (np.cumsum(equal) - equal), 0, equal)
+        delivered = np.clip(needed - (np.cumsum(equal) - equal), 0, equal)
         chosen = np.concatenate([np.flatnonzero(keys > threshold), places[: delivered[comm.rank]]])
         return np.sort(chosen), above + delivered
 
-    def _find_bin(self, comm: Any, own: Array, wanted: int) -> Generator[list[Any], None, tuple[int, int]]:
-        """Return the bin that contains entry number `wanted` of all nodes' entries, from the highest bin on, and the
-        number that are wanted of this bin. `own` has the bins of this node's entries."""
+    def _find_bin(self, comm: Any, own: Array, needed: int) -> Generator[list[Any], None, tuple[int, int]]:
+        """Return the bin that is reached when `needed` entries of all nodes are chosen from the highest bin on, and how
+        many of these entries are in this bin. `own` has the bins of this node's entries."""
         histogram = yield from self._sum(comm, np.bincount(own, minlength=_BINS).astype(np.uint32))
         counts = histogram[::-1].astype(np.int64)
         up_to = np.cumsum(counts)
-        place = int(np.argmax(up_to >= wanted))
-        return _BINS - 1 - place, int(wanted - (up_to[place] - counts[place]))
+        position = int(np.argmax(up_to >= needed))
+        return _BINS - 1 - position, int(needed - (up_to[position] - counts[position]))
 
     def _gather(self, comm: Any, bounds: Array, counts: Array, indices: Array, sums: Array) -> Exchange:
         """Send `indices` (from the own region's start) and `sums` to all nodes. `counts` has the number of entries of

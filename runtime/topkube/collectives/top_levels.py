@@ -34,6 +34,7 @@ class TopLevels(Codec):
 
     def __init__(self, places: Sequence[slice]) -> None:
         self._parts: list[tuple[slice, int, _IndexCode, int]] = []
+        """(place, number of sent values, code of their indices, offset in the row) of each place."""
         self.row_bytes = 0
         for place in places:
             length = place.stop - place.start
@@ -66,16 +67,17 @@ class TopLevels(Codec):
         return align(4 * count_sign_blocks(count) + 2 * -(-count // 8))
 
     def _pack_and_subtract(self, chosen: Array, row: Array) -> bool:
-        """Write what is sent of `chosen`, (count,) float32, at the start of `row`, and subtract it from `chosen`.
-        Return False if it contains a NaN or an infinite value, else True."""
+        """Write the part of `chosen`, (count,) float32, that is sent at the start of `row`, and subtract this part from
+        `chosen`. Return False if it contains a NaN or an infinite value, else True."""
         count, levels = len(chosen), self._view_levels(len(chosen), row)
         magnitudes = np.zeros((len(levels), kernels.SIGN_BLOCK))
         magnitudes.reshape(-1)[:count] = np.abs(chosen)
         is_value = (np.arange(magnitudes.size) < count).reshape(magnitudes.shape)
         with np.errstate(invalid="ignore"):  # NaN and infinity: all ranks skip the step
             is_high = is_value & ~(magnitudes < _average_blocks(magnitudes, is_value)[:, None])
-            highs, lows = _average_blocks(magnitudes, is_high), _average_blocks(magnitudes, is_value & ~is_high)
-            levels[:] = np.stack([lows, highs], axis=1).astype(np.float32).astype(BFLOAT16)
+            low_means = _average_blocks(magnitudes, is_value & ~is_high)
+            high_means = _average_blocks(magnitudes, is_high)
+            levels[:] = np.stack([low_means, high_means], axis=1).astype(np.float32).astype(BFLOAT16)
             self._view_bits(count, row)[0] = np.packbits(np.signbit(chosen))
             self._view_bits(count, row)[1] = np.packbits(is_high.reshape(-1)[:count])
             chosen -= self._unpack_values(count, row, 1.0)
@@ -98,8 +100,8 @@ class TopLevels(Codec):
     @staticmethod
     def _view_bits(count: int, row: Array) -> Array:
         """Return the bits of all signs, and those of all levels: (2, ceil(count / 8)) uint8."""
-        start, octets = 4 * count_sign_blocks(count), -(-count // 8)
-        return row[start : start + 2 * octets].reshape(2, octets)
+        start, bit_bytes = 4 * count_sign_blocks(count), -(-count // 8)
+        return row[start : start + 2 * bit_bytes].reshape(2, bit_bytes)
 
 
 def _average_blocks(values: Array, is_counted: Array) -> Array:
@@ -111,18 +113,18 @@ def _average_blocks(values: Array, is_counted: Array) -> Array:
 
 @dataclass(frozen=True)
 class _IndexCode:
-    """The code of `count` ascending indices below `length`. `low` is the number of low bits of each index, which are
-    sent as bit planes, one after the other. `high` is the number of bits of the unary part."""
+    """The code of `count` ascending indices below `length`. The lowest `low_bits` bits of each index are sent as bit
+    planes, one after the other. The unary part of all indices together has `unary_bits` bits."""
 
     length: int
     count: int
-    low: int
-    high: int
+    low_bits: int
+    unary_bits: int
 
     @classmethod
     def build(cls, length: int, count: int) -> _IndexCode:
-        low = max(length // count, 1).bit_length() - 1
-        return cls(length, count, low, ((length - 1) >> low) + count)
+        low_bits = max(length // count, 1).bit_length() - 1
+        return cls(length, count, low_bits, ((length - 1) >> low_bits) + count)
 
     @property
     def _plane_bytes(self) -> int:
@@ -131,30 +133,30 @@ class _IndexCode:
     @property
     def nbytes(self) -> int:
         """The bytes of the code: a multiple of 8."""
-        return align(self.low * self._plane_bytes + -(-self.high // 8))
+        return align(self.low_bits * self._plane_bytes + -(-self.unary_bits // 8))
 
     def write(self, indices: Array, out: Array) -> None:
         """Write `indices`, (count,) uint32, into `out`, (nbytes,) uint8."""
-        for plane in range(self.low):
+        for plane in range(self.low_bits):
             out[plane * self._plane_bytes :][: self._plane_bytes] = np.packbits((indices >> plane & 1).astype(bool))
-        unary = np.zeros(self.high, bool)
-        unary[(indices >> self.low) + np.arange(self.count, dtype=np.uint32)] = True
-        start = self.low * self._plane_bytes
-        octets = np.packbits(unary)
-        out[start : start + octets.size] = octets
-        out[start + octets.size :] = 0
+        unary = np.zeros(self.unary_bits, bool)
+        unary[(indices >> self.low_bits) + np.arange(self.count, dtype=np.uint32)] = True
+        start = self.low_bits * self._plane_bytes
+        unary_bytes = np.packbits(unary)
+        out[start : start + unary_bytes.size] = unary_bytes
+        out[start + unary_bytes.size :] = 0
 
     def read(self, data: Array) -> Array:
         """Return the indices, (count,) uint32, that `write` wrote. Raises WireError if `data` is not such a code."""
-        start = self.low * self._plane_bytes
-        high = np.flatnonzero(np.unpackbits(data[start:], count=self.high))
-        if high.size == self.count:
-            indices: Array = high.astype(np.uint32)
+        start = self.low_bits * self._plane_bytes
+        ones = np.flatnonzero(np.unpackbits(data[start:], count=self.unary_bits))
+        if ones.size == self.count:
+            indices: Array = ones.astype(np.uint32)
             indices -= np.arange(self.count, dtype=np.uint32)
-            indices <<= np.uint32(self.low)
-            for plane in range(self.low):
-                octets = data[plane * self._plane_bytes :][: self._plane_bytes]
-                indices |= np.unpackbits(octets, count=self.count).astype(np.uint32) << np.uint32(plane)
+            indices <<= np.uint32(self.low_bits)
+            for plane in range(self.low_bits):
+                plane_bytes = data[plane * self._plane_bytes :][: self._plane_bytes]
+                indices |= np.unpackbits(plane_bytes, count=self.count).astype(np.uint32) << np.uint32(plane)
             if indices[-1] < self.length and (indices[1:] > indices[:-1]).all():
                 return indices
         raise WireError(

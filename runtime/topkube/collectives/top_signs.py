@@ -1,6 +1,6 @@
 """The largest tenth of the values with one bit each: the codec of `topk1bit`. The kernel `top_sign_pack_` describes the
-bytes. The indices have 0.525 bits per element of the array, whatever they are; their entropy is 0.47. Rows of a place
-therefore always have the same length."""
+bytes. The indices have 0.525 bits per element of the array, whatever the indices are; their entropy is 0.47. Rows of
+a place therefore always have the same length."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class TopSigns(Codec):
 
     def __init__(self, places: Sequence[slice]) -> None:
         self._parts: list[tuple[slice, int, slice]] = []
+        """(place, number of sent values, slice of the row) of each place."""
         self.row_bytes = 0
         for place in places:
             length = place.stop - place.start

@@ -30,7 +30,7 @@ def quantised_bytes(length: int, bits: int) -> int:
 
 def quantised_pack_(values: Any, bits: int, message: Any, *, wait: bool = True) -> Any:
     """Write a message about `values` (float32), and subtract what is sent from them in place. Return False if a scale
-    is NaN, as a NaN or infinite element makes that of its block.
+    is NaN: a NaN or infinite element makes the scale of its block NaN.
 
     The scale of a block of 256 elements is its largest |x| divided by 7 (4 bits) or 127 (8 bits), rounded up to a
     bfloat16 number. An element is sent as the nearest multiple of the scale. A block whose scale would be below 2^-126
@@ -68,6 +68,6 @@ def quantised_unpack_add_(out: Any, bits: int, messages: Sequence[Any], weights:
 
 def _view_message(message: Any, name: str, length: int, bits: int, writable: bool = False) -> Array:
     """Check a message about `length` elements, and return a view of it."""
-    wanted, view = quantised_bytes(length, bits), view_flat(message, name, writable=writable, dtypes=(_BYTES,))
-    check_message_size(name, view.size, wanted, length, bits)
+    view = view_flat(message, name, writable=writable, dtypes=(_BYTES,))
+    check_message_size(name, view.size, quantised_bytes(length, bits), length, bits)
     return view

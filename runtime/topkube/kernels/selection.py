@@ -78,8 +78,8 @@ def topk(x: Any, k: int, *, threads: int | None = None, previous: PreviousThresh
     x: d elements of float32, bfloat16 or float16, NumPy or torch (CPU or CUDA), any shape, contiguous; indices count
     in its flat view. indices: (k,) uint32, ascending. values: (k,), x's dtype, with their signs. Of equal magnitudes
     at the threshold the lowest index wins; NaN and infinity are the largest. threads: default TOPKUBE_THREADS, of the
-    CPU; the result is the same with any number. previous: where a GPU begins to search; the result is the same with
-    any contents. Raises ArgumentError if k is outside 1..d or x cannot be used.
+    CPU; the result is the same with any number. previous: the magnitude at which a GPU begins to search; the result is
+    the same with any contents. Raises ArgumentError if k is outside 1..d or x cannot be used.
     """
     if gpu := find_device_kernels(x=x):
         _last.effort = gpu

@@ -68,14 +68,14 @@ def _plan_buckets(gradients: tuple[Gradient, ...], largest: int | None, rate: fl
         for position, gradient in enumerate(gradients)
     ]
     planned = plan_buckets(parameters, largest, rate)
-    latest, lengths = -1, []
+    last_position, lengths = -1, []
     for number, bucket in enumerate(planned):
         members: list[Any] = bucket.parameters
-        latest = max(latest, *(member.position for member in members))
+        last_position = max(last_position, *(member.position for member in members))
         pieces = _count_pieces(bucket.length * bucket.dtype.itemsize) if len(planned) <= _MANY_BUCKETS else 1
         lengths.append(
             BucketLength(
-                f"bucket {number}", bucket.length, bucket.dtype.itemsize, bucket.is_always_dense, latest, pieces
+                f"bucket {number}", bucket.length, bucket.dtype.itemsize, bucket.is_always_dense, last_position, pieces
             )
         )
     return tuple(lengths)

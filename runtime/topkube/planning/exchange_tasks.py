@@ -131,11 +131,11 @@ def estimate_weight_exchange(
     mean = estimate_exchange(bucket, profile, situation, algorithm)
     load = situation.build_workload(algorithm, bucket.elements)
     inside, scale = mean.before + mean.after, bucket.itemsize / 4
-    of_gradients = (reduce_scatter_memory(load) + all_gather_memory(load)) * scale / situation.machines.memory
-    of_gradients = min(of_gradients, inside)
-    half = (inside - of_gradients) * load.period / 2
+    gradient_seconds = (reduce_scatter_memory(load) + all_gather_memory(load)) * scale / situation.machines.memory
+    gradient_seconds = min(gradient_seconds, inside)
+    half = (inside - gradient_seconds) * load.period / 2
     link, latency = mean.link * load.period, mean.latency * load.period
-    return of_gradients, ExchangeParts(mean.name, half, link, latency, half, 1)
+    return gradient_seconds, ExchangeParts(mean.name, half, link, latency, half, 1)
 
 
 def _choose_algorithm(bucket: BucketLength, algorithm: Algorithm, nodes: int, density: float) -> Algorithm:

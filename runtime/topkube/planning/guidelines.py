@@ -76,8 +76,8 @@ def count_ranks_of_fixed_batch(prediction: Prediction, ranks: int, efficiency: f
 def find_batch_factor(
     profile: StepProfile, situation: Situation, algorithm: Algorithm, efficiency: float
 ) -> float | None:
-    """Return by how much the batch of `profile` must grow for the wanted efficiency; below 1 if it can shrink; None if
-    no batch reaches it. Forward and backward take time in proportion to the batch."""
+    """Return the factor by which the batch of `profile` must grow for the wanted efficiency; below 1 if the batch can
+    shrink; None if no batch reaches the efficiency. Forward and backward take time in proportion to the batch."""
     return _find_smallest(
         lambda factor: predict_step(profile.scale_batch(factor), situation, algorithm).efficiency >= efficiency,
         1 / _LARGEST_FACTOR,
@@ -98,7 +98,7 @@ def count_most_samples(
 @dataclass(frozen=True)
 class BreakEven:
     """The link up to which an algorithm saves at least LEAST_SAVING of the dense step, in bytes per second. `link` is
-    None if it does so on every link (`is_faster`) or on none."""
+    None if the algorithm saves that much on every link (then `is_faster` is True) or on no link."""
 
     link: float | None
     is_faster: bool

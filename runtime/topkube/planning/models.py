@@ -93,12 +93,14 @@ def build_resnet50(image: int = 224) -> Model:
 
 
 def _build_transformer(name: str, layers: int, width: int, tokens: int, tables: list[int], head: list[Layer]) -> Model:
-    """Return a transformer with biases, normalization before or after, and a feed-forward width of 4 x `width`."""
-    attention = 4.0 * tokens**2 * width
-    stored = 34.0 * tokens * width / 4
+    """Return a transformer with biases, normalization before or after, and a feed-forward width of 4 x `width`.
 
-    def build_linear_layer(name: str, inputs: int, outputs: int, more: float = 0.0) -> Layer:
-        return Layer(name, ((outputs, inputs), (outputs,)), 2.0 * tokens * inputs * outputs + more, stored)
+    `tables` has the number of rows of each embedding, `head` the layers after the transformer."""
+    attention = 4.0 * tokens**2 * width
+    stored = 34.0 * tokens * width / 4  # divided among the four linear layers
+
+    def build_linear_layer(name: str, inputs: int, outputs: int, attention_flops: float = 0.0) -> Layer:
+        return Layer(name, ((outputs, inputs), (outputs,)), 2.0 * tokens * inputs * outputs + attention_flops, stored)
 
     body = [Layer(f"embedding{i}", ((rows, width),), 0.0) for i, rows in enumerate(tables)]
     for i in range(layers):
@@ -132,10 +134,10 @@ def build_gpt2(tokens: int = 1024) -> Model:
 def build_llama_7b(tokens: int = 2048) -> Model:
     """Return a LLaMA of 6.7 billion parameters."""
     width, inner, vocabulary = 4096, 11008, 32000
-    stored = 34.0 * tokens * width / 7
+    stored = 34.0 * tokens * width / 7  # divided among the seven linear layers
 
-    def build_linear_layer(name: str, inputs: int, outputs: int, more: float = 0.0) -> Layer:
-        return Layer(name, ((outputs, inputs),), 2.0 * tokens * inputs * outputs + more, stored)
+    def build_linear_layer(name: str, inputs: int, outputs: int, attention_flops: float = 0.0) -> Layer:
+        return Layer(name, ((outputs, inputs),), 2.0 * tokens * inputs * outputs + attention_flops, stored)
 
     layers = [Layer("embedding", ((vocabulary, width),), 0.0)]
     for i in range(32):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class Gradient:
     """A gradient of `elements` values of `itemsize` bytes. `seconds` is the time of backward from the gradient before
-    it, or from the begin of backward; `forward` is the time of forward from the first use of its parameter to that of
+    it, or from the start of backward; `forward` is the time of forward from the first use of its parameter to that of
     the next parameter, None if unknown. A gradient that `is_always_dense` is never compressed, and neither is a
     gradient with few elements (training/exchange/buckets/fusion.py)."""
 

@@ -57,25 +57,25 @@ class Prediction:
 def predict_step(profile: StepProfile, situation: Situation, algorithm: Algorithm) -> Prediction:
     """Return the predicted step of `profile` with `algorithm`. Raises ArgumentError if torch is not installed, because
     the bucket rule is part of the training loop."""
-    slow, cores = estimate_slowest(profile.spread, situation.ranks), situation.cores / situation.machines.slots
-    steps = 1  # in which there is one exchange
+    slowdown, cores = estimate_slowest(profile.spread, situation.ranks), situation.cores / situation.machines.slots
+    steps_per_exchange = 1
     if situation.delay and can_delay(situation, algorithm):
         tasks, others = (
-            _list_delayed_tasks(profile, situation, algorithm, slow, has_exchange) for has_exchange in (True, False)
+            _list_delayed_tasks(profile, situation, algorithm, slowdown, has_exchange) for has_exchange in (True, False)
         )
-        steps = situation.build_workload(algorithm, profile.elements).period
-        step = (simulate(tasks, cores) + (steps - 1) * simulate(others, cores)) / steps
+        steps_per_exchange = situation.build_workload(algorithm, profile.elements).period
+        step = (simulate(tasks, cores) + (steps_per_exchange - 1) * simulate(others, cores)) / steps_per_exchange
     else:
         is_decoupled = situation.is_decoupled and can_decouple(profile, situation, algorithm)
-        tasks = (_list_decoupled_tasks if is_decoupled else _list_tasks)(profile, situation, algorithm, slow)
+        tasks = (_list_decoupled_tasks if is_decoupled else _list_tasks)(profile, situation, algorithm, slowdown)
         step = simulate(tasks, cores)
     alone = profile.serial if situation.is_input_pipelined else profile.serial + profile.data
     return Prediction(
         algorithm,
         step,
         max(alone, profile.data),
-        profile.compute * slow,
-        sum(task.seconds for task in tasks if task.lane == LINK) / steps,
+        profile.compute * slowdown,
+        sum(task.seconds for task in tasks if task.lane == LINK) / steps_per_exchange,
         tuple(tasks),
     )
 
@@ -102,12 +102,12 @@ def estimate_slowest(spread: float, ranks: int) -> float:
 # ---- the dependency graph
 
 
-def _list_tasks(profile: StepProfile, situation: Situation, algorithm: Algorithm, slow: float) -> TaskList:
+def _list_tasks(profile: StepProfile, situation: Situation, algorithm: Algorithm, slowdown: float) -> TaskList:
     tasks = TaskList()
     data = tasks.add("data", INPUT, profile.data)
-    tasks.add("forward", COMPUTE, profile.forward * slow, *(() if situation.is_input_pipelined else (data,)))
+    tasks.add("forward", COMPUTE, profile.forward * slowdown, *(() if situation.is_input_pipelined else (data,)))
     buckets = _plan_buckets(profile, situation, algorithm)
-    ready, end = _add_backward(tasks, profile, buckets, slow)
+    ready, end = _add_backward(tasks, profile, buckets, slowdown)
     exchanges = [estimate_exchange(bucket, profile, situation, algorithm) for bucket in buckets]
     if algorithm.in_weights:  # nodes exchange their weights in the optimizer's step
         update = tasks.add("update", COMPUTE, profile.update)
@@ -132,17 +132,17 @@ def _plan_buckets(profile: StepProfile, situation: Situation, algorithm: Algorit
 
 
 def _add_backward(
-    tasks: TaskList, profile: StepProfile, buckets: Sequence[BucketLength], slow: float
+    tasks: TaskList, profile: StepProfile, buckets: Sequence[BucketLength], slowdown: float
 ) -> tuple[list[Task], Task]:
     """Add backward. Return the tasks that complete the buckets, and the last task."""
     ready: list[Task] = []
     first = 0
     for bucket in buckets:
         segment = profile.gradients[first : bucket.last + 1]
-        seconds = sum(gradient.seconds for gradient in segment) * slow
+        seconds = sum(gradient.seconds for gradient in segment) * slowdown
         ready.append(tasks.add(f"backward to {segment[-1].name}" if segment else "backward", COMPUTE, seconds))
         first = bucket.last + 1
-    seconds_left = sum(gradient.seconds for gradient in profile.gradients[first:]) * slow
+    seconds_left = sum(gradient.seconds for gradient in profile.gradients[first:]) * slowdown
     return ready, tasks.add("end of backward", COMPUTE, seconds_left)
 
 
@@ -150,7 +150,7 @@ def _add_backward(
 
 
 def _list_delayed_tasks(
-    profile: StepProfile, situation: Situation, algorithm: Algorithm, slow: float, has_exchange: bool
+    profile: StepProfile, situation: Situation, algorithm: Algorithm, slowdown: float, has_exchange: bool
 ) -> TaskList:
     """Return the tasks of a step during which the weights of the step before travel, if it `has_exchange`. The step
     adds what has arrived when its gradients are agreed on. All steps with an exchange have the same tasks."""
@@ -163,14 +163,14 @@ def _list_delayed_tasks(
         link = tasks.add(f"send {exchange.name}", LINK, exchange.link, before)
         arrived.append(tasks.add(f"latency of {exchange.name}", LATENCY, exchange.latency, link))
     data = tasks.add("data", INPUT, profile.data)
-    tasks.add("forward", COMPUTE, profile.forward * slow, *(() if situation.is_input_pipelined else (data,)))
-    ready, end = _add_backward(tasks, profile, buckets, slow)
+    tasks.add("forward", COMPUTE, profile.forward * slowdown, *(() if situation.is_input_pipelined else (data,)))
+    ready, end = _add_backward(tasks, profile, buckets, slowdown)
     reduced = [
         tasks.add(f"reduce {bucket.name}", COMMUNICATION, seconds, gradient)
         for bucket, (seconds, _), gradient in zip(buckets, costs, ready, strict=True)
     ]
     agreed = add_agreement(tasks, situation, end, *reduced[-1:])
-    for (_, exchange), last in zip(costs, arrived, strict=False):  # there are none without an exchange
+    for (_, exchange), last in zip(costs, arrived, strict=False):  # `arrived` is empty without an exchange
         tasks.add(f"finish {exchange.name}", COMPUTE, exchange.after, agreed, last)
     tasks.add("update", COMPUTE, profile.update + profile.other, agreed)
     return tasks
@@ -179,7 +179,9 @@ def _list_delayed_tasks(
 # ---- with DeAR
 
 
-def _list_decoupled_tasks(profile: StepProfile, situation: Situation, algorithm: Algorithm, slow: float) -> TaskList:
+def _list_decoupled_tasks(
+    profile: StepProfile, situation: Situation, algorithm: Algorithm, slowdown: float
+) -> TaskList:
     """Return the tasks of a step that begins with backward and ends with the next forward. Gathers fill gaps, and the
     piece that was reduced last is gathered first. All tasks end before forward does: all steps have the same tasks."""
     buckets = _plan_buckets(profile, situation, algorithm)
@@ -187,7 +189,7 @@ def _list_decoupled_tasks(profile: StepProfile, situation: Situation, algorithm:
     is_halved = [bucket.itemsize < 8 for bucket in buckets]  # float64 is exchanged as a whole, in backward
     halves = [exchange.halve() if half else exchange for exchange, half in zip(exchanges, is_halved, strict=True)]
     tasks = TaskList()
-    ready, end = _add_backward(tasks, profile, buckets, slow)
+    ready, end = _add_backward(tasks, profile, buckets, slowdown)
     reduced = add_exchanges(tasks, halves, ready, count_window(profile, algorithm), is_prompt=True)
     owners = [number for number, half in enumerate(halves) for _ in range(half.pieces)]
     gathers: dict[int, list[Task]] = {number: [] for number, half in enumerate(is_halved) if half}
@@ -197,7 +199,7 @@ def _list_decoupled_tasks(profile: StepProfile, situation: Situation, algorithm:
     agreement = add_agreement(tasks, situation, *reduced[-1:], end)
     data = tasks.add("data", INPUT, profile.data, *(() if situation.is_input_pipelined else (agreement,)))
     tasks.add("other", COMPUTE, profile.other, agreement, *(() if situation.is_input_pipelined else (data,)))
-    _add_forward(tasks, profile, buckets, gathers, slow)
+    _add_forward(tasks, profile, buckets, gathers, slowdown)
     return tasks
 
 
@@ -206,16 +208,16 @@ def _add_forward(
     profile: StepProfile,
     buckets: Sequence[BucketLength],
     gathered: Mapping[int, Sequence[Task]],
-    slow: float,
+    slowdown: float,
 ) -> None:
     """Add forward in the reverse order of backward. The parameter whose gradient completes a bucket is used first: the
     bucket is then updated, after the tasks of `gathered` by its number. The other parameters are updated in `step`."""
     seconds, first, elements = profile.forward_seconds, len(profile.gradients), max(profile.elements, 1)
-    late = sum(bucket.elements for number, bucket in enumerate(buckets) if number in gathered)
-    tasks.add("update", COMPUTE, profile.update * (1 - late / elements))
+    late_elements = sum(bucket.elements for number, bucket in enumerate(buckets) if number in gathered)
+    tasks.add("update", COMPUTE, profile.update * (1 - late_elements / elements))
     for number in sorted(gathered, reverse=True):
         bucket = buckets[number]
-        tasks.add("forward", COMPUTE, sum(seconds[bucket.last + 1 : first]) * slow)
+        tasks.add("forward", COMPUTE, sum(seconds[bucket.last + 1 : first]) * slowdown)
         tasks.add(f"update {bucket.name}", COMPUTE, profile.update * bucket.elements / elements, *gathered[number])
         first = bucket.last + 1
-    tasks.add("forward", COMPUTE, sum(seconds[:first]) * slow)
+    tasks.add("forward", COMPUTE, sum(seconds[:first]) * slowdown)

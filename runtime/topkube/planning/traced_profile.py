@@ -71,7 +71,7 @@ def _read_events(content: Mapping[str, Any], name: str) -> StepProfile:
 
 def add_host_costs(profile: StepProfile, others: Iterable[StepProfile]) -> StepProfile:
     """Return `profile` with the host costs that other traces of the same training add. Costs that were measured with
-    large buckets come first."""
+    large buckets take precedence."""
     host = dict(profile.host)
     for other in others:
         for algorithm, measured in other.host.items():
@@ -178,15 +178,15 @@ def _name_layer(event: Event) -> str:
 def _find_weight_exchange(facts: Mapping[str, Any], nodes: int) -> str | None:
     """Return the algorithm of the trace if its nodes exchanged weights in steps, else None."""
     name = facts.get("algorithm")
-    return name if nodes > 1 and any(known.in_weights for known in OWN if known.name == name) else None
+    return name if nodes > 1 and any(algorithm.in_weights for algorithm in OWN if algorithm.name == name) else None
 
 
 def _measure_host_costs(
     steps: list[list[Event]], nodes: int, slots: int, weight_exchange: str | None, gradients: Sequence[Gradient]
 ) -> dict[str, HostCost]:
     """Return the cost of a bucket by algorithm. The processor time of the communication thread in a step is divided
-    among its buckets as the parts of it that were measured per bucket. With a `weight_exchange`, it is the cost of that
-    algorithm instead: nodes exchange all weights together, without buckets."""
+    among its buckets in proportion to the times that were measured per bucket. With a `weight_exchange`, the whole time
+    is the cost of that algorithm, because nodes exchange all weights together, without buckets."""
     if weight_exchange is not None:
         elements = sum(gradient.elements for gradient in gradients)
         total = fmean(_find_step_event(step)["args"]["communication_cpu_ms"] for step in steps) / 1e3
@@ -200,7 +200,7 @@ def _measure_host_costs(
         for event in step:
             if event["cat"] == trace.STAGE and "bucket" in event["args"]:
                 stages[event["args"]["bucket"]][event["name"]] += event.get("tdur", 0.0)
-        outside = {
+        outside = {  # microseconds of the stages of each bucket outside its own event
             number: sum(
                 e.get("tdur", 0.0)
                 for e in step
@@ -230,7 +230,7 @@ def _measure_host_costs(
 def _fit_line(points: list[tuple[int, float]]) -> tuple[float, float]:
     """Return (intercept, slope) of the median seconds over sizes, both at least 0, by least squares."""
     sizes = sorted({size for size, _ in points})
-    medians = [median(seconds for size, seconds in points if size == wanted) for wanted in sizes]
+    medians = [median(seconds for length, seconds in points if length == size) for size in sizes]
     if len(sizes) == 1:
         return (0.0, medians[0] / sizes[0]) if sizes[0] >= _LARGE_ELEMENTS else (medians[0], 0.0)
     x, y = fmean(sizes), fmean(medians)

@@ -88,7 +88,7 @@ class DistributedOptimizer(OptimizerWrapper):
         settings: Settings | None = None,
         world: World | None = None,
     ) -> None:
-        everyone = current()
+        all_ranks = current()
         if isinstance(optimizer, DistributedOptimizer):
             raise ArgumentError("the optimizer is distributed already", next_step="wrap the plain torch optimizer once")
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -117,7 +117,7 @@ class DistributedOptimizer(OptimizerWrapper):
             bucket_bytes=bucket_bytes,
         )
         names = [(p.name, p.tensor) for p in name_parameters(optimizer, named_parameters, sharded=world is not None)]
-        self._build(optimizer, names, chosen, settings, world or everyone)
+        self._build(optimizer, names, chosen, settings, world or all_ranks)
 
     def _build(
         self,
@@ -251,11 +251,11 @@ class DistributedOptimizer(OptimizerWrapper):
         """Make each backward() inside this context only accumulate; the next backward() outside exchanges the sum.
         Unlike in DDP, only the place of backward() matters, not the place of forward."""
         backward = self._backward
-        before, backward.synchronizes = backward.synchronizes, False
+        synchronized_before, backward.synchronizes = backward.synchronizes, False
         try:
             yield
         finally:
-            backward.synchronizes = before
+            backward.synchronizes = synchronized_before
 
     def synchronize(self) -> None:
         """Exchange the gradients that no backward() has exchanged: those that a script assigned to `.grad`, or that

@@ -70,12 +70,12 @@ def build_parts(
 
 def follow_choice(parts: OptimizerParts, settings: Settings) -> OptimizerParts:
     """Return the parts for what `auto` stands for after a step. They are new if the nodes get weights of their own, or
-    equal weights again; the nodes then merge. All ranks call this together."""
+    equal weights again; the nodes' weights are then averaged. All ranks call this together."""
     choice = parts.backward.plan.tuning.choice
     if choice is None or choice.algorithm.in_weights == parts.aggregation.in_weights:
         return parts
     if parts.node_weights is not None:
-        parts.node_weights.merge()
+        parts.node_weights.average()
     return _build_again(parts, choice.algorithm if choice.algorithm.in_weights else None, settings)
 
 

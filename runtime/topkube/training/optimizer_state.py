@@ -58,8 +58,8 @@ class OptimizerState:
 
     def load(self, state_dict: dict[str, Any]) -> None:
         """Load a state that `save` returned, or the state of a plain optimizer (residuals are then zero). Warns if the
-        residuals are another rank's, and does not load them. Raises TrainingError if they are those of another kind of
-        algorithm."""
+        residuals are another rank's, and does not load them. Raises TrainingError if another kind of algorithm
+        left them."""
         state = dict(state_dict)
         own = state.pop("topkube", {})
         self._inner.load_state_dict(state)

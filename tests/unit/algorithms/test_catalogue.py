@@ -125,7 +125,7 @@ def test_mistakes_of_a_declaration_are_refused(changes: dict[str, object], reaso
 
 
 def test_a_script_registers_its_own_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "_of_script", {})
+    monkeypatch.setattr(catalogue, "_script_algorithms", {})
     own = algorithms.register(dataclasses.replace(HITOPK, name="mine.top"))
     assert algorithms.register(own) is find_algorithm("mine.top") is own
     assert "mine.top" in algorithms.names()

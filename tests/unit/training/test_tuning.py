@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkube.algorithms import BucketSize, Family, Machines, list_compressed_choices, rank_choices
+from topkube.algorithms import BucketSize, Family, Machines, list_compressed_choices, sort_choices_by_time
 from topkube.settings import Settings
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.tuning import machines, step_times
@@ -55,7 +55,7 @@ def test_only_dense_algorithms_are_chosen_and_no_other_is_faster(
 ) -> None:
     cluster = Machines(nodes, slots, link, memory, latency)
     for name in ("auto", "dense"):
-        ranked = rank_choices(name, cluster, BUCKETS, "fp32")
+        ranked = sort_choices_by_time(name, cluster, BUCKETS, "fp32")
         assert {choice.algorithm.family for choice in ranked} == {Family.DENSE}
         assert ranked[0].seconds == min(choice.seconds for choice in ranked)
         assert {choice.dense_wire for choice in ranked} == {"fp32"}
@@ -137,7 +137,7 @@ def test_a_transport_that_is_far_slower_is_not_tried(monkeypatch: Any) -> None:
 
 
 def test_without_gpus_nccl_is_no_choice() -> None:
-    names = {choice.algorithm.name for choice in rank_choices("auto", build_machines(), BUCKETS, "fp32")}
+    names = {choice.algorithm.name for choice in sort_choices_by_time("auto", build_machines(), BUCKETS, "fp32")}
     assert not any("nccl" in name for name in names)
 
 

@@ -23,7 +23,7 @@ from topkube.algorithms import (
     Choice,
     Machines,
     list_compressed_choices,
-    rank_choices,
+    sort_choices_by_time,
 )
 from topkube.cli.plan.model_profile import count_parameters, read_profile
 from topkube.cli.plan.options import PlanOptions, parse_number
@@ -77,7 +77,7 @@ class Comparison:
 
 def _find_choice(name: str, machines: Machines, elements: int, dense_wire: str) -> Choice:
     """Return what `auto` or `dense` stands for, as the ranks choose it from their measurements."""
-    return rank_choices(name, machines, [BucketSize(elements)], dense_wire)[0]
+    return sort_choices_by_time(name, machines, [BucketSize(elements)], dense_wire)[0]
 
 
 def read_comparison(options: PlanOptions) -> Comparison:

@@ -92,9 +92,9 @@ def allgather(array: Any, *, world: World | None = None) -> Any:
 def broadcast_object(obj: Any, root: int = 0, *, world: World | None = None) -> Any:
     """Return the `obj` of rank `root` on every rank: the object itself on the root, a copy on the other ranks. The
     `obj` of other ranks is ignored. Raises ArgumentError on all ranks if pickle refuses the object."""
-    here = world or current()
-    _check_root(here, root)
-    with _enter_call(here, f"broadcast_object(root={root})") as world:
+    world = world or current()
+    _check_root(world, root)
+    with _enter_call(world, f"broadcast_object(root={root})") as world:
         what = f"broadcast_object(root={root})"
         payload, problem = _pickle(obj) if world.rank == root else (np.empty(0, np.uint8), "")
         header = np.array([payload.size, bool(problem)], np.int64)
@@ -112,9 +112,9 @@ def broadcast_object(obj: Any, root: int = 0, *, world: World | None = None) -> 
 def gather_object(obj: Any, root: int = 0, *, world: World | None = None) -> list[Any] | None:
     """Return the objects of all ranks, in rank order, on rank `root`, and None on the other ranks. Objects are anything
     that pickle accepts. Raises ArgumentError on all ranks if pickle refuses an object."""
-    here = world or current()
-    _check_root(here, root)
-    with _enter_call(here, f"gather_object(root={root})") as world:
+    world = world or current()
+    _check_root(world, root)
+    with _enter_call(world, f"gather_object(root={root})") as world:
         what = f"gather_object(root={root})"
         payload, problem = _pickle(obj)
         rows = _gather_numbers(world, [payload.size, bool(problem)], what)
@@ -173,9 +173,9 @@ def _check_same_call(world: World, name: str, description: str) -> None:
 
     call_hash = np.uint64(xxhash.xxh3_64_intdigest(f"{world.counts[WaitSeries.CALL]} {description}".encode()))
     own = np.array([call_hash, ~call_hash])
-    most = np.empty_like(own)
-    world.wait([world.calls_comm.Iallreduce(own, most, MPI.MAX)], name, series=WaitSeries.CALL)
-    if most[0] == ~most[1]:
+    largest = np.empty_like(own)
+    world.wait([world.calls_comm.Iallreduce(own, largest, MPI.MAX)], name, series=WaitSeries.CALL)
+    if largest[0] == ~largest[1]:  # the largest hash is also the smallest, because ~ turns the order round
         return
     groups, listed = world.describe_ranks(world.calls_comm, description, WaitSeries.CALL)
     raise MismatchError(
@@ -237,15 +237,15 @@ def _gather_bytes(world: World, own: Bytes, lengths: npt.NDArray[np.int64], what
 
 def _gather_to_root(world: World, own: Bytes, lengths: list[int], root: int, what: str) -> list[Bytes]:
     """Return the bytes of all ranks, by rank, on the root, gathered along a binomial tree: the root has connections to
-    few ranks. Other ranks get what passed through them."""
+    few ranks. Other ranks get the bytes that passed through them."""
     comm, size = world.calls_comm, world.size
     place = (world.rank - root) % size  # 0 at the root; a subtree is a range of places
-    below = [own]
+    subtree_pieces = [own]
     mask = 1
     while mask < size:
         if place & mask:
             parent = (place - mask + root) % size
-            for piece in below:
+            for piece in subtree_pieces:
                 for start in range(0, piece.size, CHUNK):
                     request = comm.Isend(piece[start : start + CHUNK], parent, _TAG)
                     world.wait([request], what, series=WaitSeries.CALL)
@@ -255,9 +255,9 @@ def _gather_to_root(world: World, own: Bytes, lengths: list[int], root: int, wha
             for start in range(0, piece.size, CHUNK):
                 request = comm.Irecv(piece[start : start + CHUNK], (place + mask + root) % size, _TAG)
                 world.wait([request], what, series=WaitSeries.CALL)
-            below.append(piece)
+            subtree_pieces.append(piece)
         mask *= 2
-    return [below[(rank - root) % size] for rank in range(size)] if world.rank == root else below
+    return [subtree_pieces[(rank - root) % size] for rank in range(size)] if world.rank == root else subtree_pieces
 
 
 # ---- objects

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from topkube.arrays import is_tensor
 from topkube.errors import ArgumentError
 
-_LOW = (1 << 32) - 1
+_LOW_HALF = (1 << 32) - 1
 _INT64 = np.iinfo(np.int64)
 
 
@@ -24,8 +24,8 @@ class Reducible:
     """
 
     def __init__(self, value: Any, op: str) -> None:
-        self._op, self._tensor, self._device = op, is_tensor(value), None
-        if self._tensor:
+        self._op, self._is_tensor, self._device = op, is_tensor(value), None
+        if self._is_tensor:
             self._dtype, self._device = value.dtype, value.device
             host = _copy_to_host(value)
         elif isinstance(value, bool | int | float | np.ndarray | np.generic):
@@ -36,52 +36,57 @@ class Reducible:
             self._dtype = host.dtype
         else:
             raise _explain_type(type(value).__name__)
-        self._python = (
+        self._python_type = (
             type(value) if isinstance(value, bool | int | float) and not isinstance(value, np.generic) else None
         )
         self._shape = host.shape
-        kind = "tensor" if self._tensor else self._python.__name__ if self._python else f"array dtype={host.dtype}"
-        self.description = f"{kind}{f' dtype={self._dtype}' if self._tensor else ''} shape={tuple(self._shape)}"
+        if self._is_tensor:
+            kind = "tensor"
+        elif self._python_type is not None:
+            kind = self._python_type.__name__
+        else:
+            kind = f"array dtype={host.dtype}"
+        self.description = f"{kind}{f' dtype={self._dtype}' if self._is_tensor else ''} shape={tuple(self._shape)}"
         if host.dtype.kind in "iub":
             if host.dtype.kind == "u" and host.size and int(host.max()) > _INT64.max:
                 raise _explain_overflow(int(host.max()))
-            self._whole, numbers = True, host.reshape(-1).astype(np.int64)
+            self._is_integer, numbers = True, host.reshape(-1).astype(np.int64)
         elif host.dtype.kind == "f" or host.dtype.name == "bfloat16":
-            self._whole, numbers = False, host.reshape(-1).astype(np.float64)
+            self._is_integer, numbers = False, host.reshape(-1).astype(np.float64)
         else:
             raise _explain_type(f"{kind} of {host.dtype}")
-        self._adds = op in ("sum", "mean")
+        self._is_sum = op in ("sum", "mean")
         self.sent: npt.NDArray[Any] = numbers
-        if self._whole and self._adds:
-            self.sent = np.concatenate([numbers >> 32, numbers & _LOW])
+        if self._is_integer and self._is_sum:
+            self.sent = np.concatenate([numbers >> 32, numbers & _LOW_HALF])
 
     def restore(self, combined: npt.NDArray[Any], ranks: int) -> Any:
         """Return the reduction, given what `ranks` ranks combined."""
-        if self._whole and self._adds:
+        if self._is_integer and self._is_sum:
             high, low = np.split(combined, 2)
             if self._op == "mean":
                 return self._restore_kind((high.astype(np.float64) * 2.0**32 + low) / ranks)
             high = high + (low >> 32)
             if high.size and (high.max() >= 1 << 31 or high.min() < -(1 << 31)):
                 raise _explain_overflow("the sum")
-            return self._restore_kind((high << 32) | (low & _LOW))
+            return self._restore_kind((high << 32) | (low & _LOW_HALF))
         if self._op == "mean":
             combined = combined / ranks
-        return self._restore_kind(combined, keep=True)
+        return self._restore_kind(combined, keeps_type=True)
 
-    def _restore_kind(self, flat: npt.NDArray[Any], keep: bool = False) -> Any:
-        """Return `flat` in the value's shape and kind; with `keep` also in its type."""
-        if self._python is not None:
+    def _restore_kind(self, flat: npt.NDArray[Any], keeps_type: bool = False) -> Any:
+        """Return `flat` in the value's shape and kind; with `keeps_type` also in its type."""
+        if self._python_type is not None:
             number = flat.reshape(-1)[0].item()
-            return self._python(number) if keep else number
+            return self._python_type(number) if keeps_type else number
         shaped = flat.reshape(self._shape)
-        if not self._tensor:
-            array = shaped.astype(self._dtype) if keep else shaped
+        if not self._is_tensor:
+            array = shaped.astype(self._dtype) if keeps_type else shaped
             return array if self._shape else array[()]
         import torch
 
         tensor = torch.from_numpy(np.ascontiguousarray(shaped).reshape(self._shape))
-        return tensor.to(self._device, self._dtype if keep else tensor.dtype)
+        return tensor.to(self._device, self._dtype if keeps_type else tensor.dtype)
 
 
 def _copy_to_host(tensor: Any) -> npt.NDArray[Any]:

@@ -41,9 +41,9 @@ def fold(
     for start in range(0, own.size, _PIECE):
         piece = total[start : start + _PIECE]
         if world.rank > 0:
-            before = np.empty_like(piece)
-            world.wait([comm.Irecv(before, world.rank - 1, _TAG)], what, series=series)
-            combine(before, piece, out=piece)
+            partial = np.empty_like(piece)
+            world.wait([comm.Irecv(partial, world.rank - 1, _TAG)], what, series=series)
+            combine(partial, piece, out=piece)
         if world.rank < world.size - 1:
             world.wait([comm.Isend(piece, world.rank + 1, _TAG)], what, series=series)
     for start in range(0, own.size, _PIECE):

@@ -44,8 +44,8 @@ class WorkGraphs:
         self.stopped, self.recorded = "", 0
         self._cuda: Any = torch.cuda
         self._memory, self._rank = memory, rank
-        self._known: OrderedDict[Hashable, _Work] = OrderedDict()
-        self._new = 0
+        self._seen: OrderedDict[Hashable, _Work] = OrderedDict()
+        self._new_in_a_row = 0
         self._pool: Any = None
 
     def run(self, key: Hashable, shard: Shard, work: Callable[[Shard], Any]) -> Any:
@@ -53,35 +53,35 @@ class WorkGraphs:
         work launches, on which memory and with which numbers, but for the shard's work buffers."""
         if self.stopped:
             return work(shard)
-        known = self._known.get(key)
-        if known is None:
+        seen = self._seen.get(key)
+        if seen is None:
             return self._run_first(key, shard, work)
-        self._new = 0
-        self._known.move_to_end(key)
-        addresses = [shard.scratch(*asked).data_ptr() for asked in known.scratch]
-        if known.graph is None or known.addresses != addresses:
-            known.addresses = addresses
-            if not self._record(known, shard, work):
+        self._new_in_a_row = 0
+        self._seen.move_to_end(key)
+        addresses = [shard.scratch(*scratch_arguments).data_ptr() for scratch_arguments in seen.scratch]
+        if seen.graph is None or seen.addresses != addresses:
+            seen.addresses = addresses
+            if not self._record(seen, shard, work):
                 return work(shard)
-        known.graph.replay()
-        shard.finite += known.flags
-        return known.result
+        seen.graph.replay()
+        shard.finite += seen.flags
+        return seen.result
 
     def _run_first(self, key: Hashable, shard: Shard, work: Callable[[Shard], Any]) -> Any:
-        known = self._known[key] = _Work()
-        if len(self._known) > MOST_GRAPHS:
-            self._known.popitem(last=False)
-        self._new += 1
-        if self._new > MOST_GRAPHS:
+        seen = self._seen[key] = _Work()
+        if len(self._seen) > MOST_GRAPHS:
+            self._seen.popitem(last=False)
+        self._new_in_a_row += 1
+        if self._new_in_a_row > MOST_GRAPHS:
             self._stop("the memory of gradients changes from step to step, and a graph needs the same memory again")
 
         def note(name: str, length: int, dtype: str) -> Any:
-            known.scratch.append((name, length, dtype))
+            seen.scratch.append((name, length, dtype))
             return shard.scratch(name, length, dtype)
 
         return work(dataclasses.replace(shard, scratch=note))
 
-    def _record(self, known: _Work, shard: Shard, work: Callable[[Shard], Any]) -> bool:
+    def _record(self, seen: _Work, shard: Shard, work: Callable[[Shard], Any]) -> bool:
         """Record the work without running it. Return False if that failed: nothing has run then."""
         recorded = dataclasses.replace(shard, finite=[])
         try:
@@ -90,19 +90,19 @@ class WorkGraphs:
             # Other threads may allocate and wait meanwhile: the script's backward runs, and NCCL's watchdog.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                known.result = work(recorded)
+                seen.result = work(recorded)
             finally:
                 graph.capture_end()
         except Exception as error:  # an error of the work itself is raised when it runs as usual
             self._stop(f"a CUDA graph cannot record them ({type(error).__name__}: {error})")
             return False
-        known.graph, known.flags = graph, recorded.finite
+        seen.graph, seen.flags = graph, recorded.finite
         self.recorded += 1
         return True
 
     def _stop(self, reason: str) -> None:
         self.stopped = reason
-        self._known.clear()
+        self._seen.clear()
         print(
             f"topkube: rank {self._rank} launches the kernels of each bucket one by one: {reason}."
             " Next: TOPKUBE_DEVICE_GRAPHS=0 does the same without this message",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Slot:
-    """Work buffers of one tensor under way, kept from call to call."""
+    """Work buffers for one tensor at a time, kept from call to call."""
 
     buffers: dict[str, Any] = field(default_factory=dict)
     read: Any = None
@@ -86,20 +86,20 @@ class DeviceMemory:
         """Make this stream wait for the mark."""
         self.stream.wait_event(mark.event)
 
-    def follow(self) -> None:
+    def make_caller_wait(self) -> None:
         """Make torch's current stream wait for all work in this stream so far. The host does not wait."""
         if self.is_cuda:
             self._torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def borrow(self, tensor: Any) -> None:
-        """Keep the memory of a tensor of another stream until this stream has done the work that it has when the
-        tensor is freed."""
+        """Keep the memory of a tensor of another stream: after the tensor is freed, the memory is not used again
+        before this stream has done the work that it had at that time."""
         if self.is_cuda:
             _record(tensor, self.stream)
 
     def lend(self, tensor: Any, mark: Mark | None) -> None:
-        """Keep the memory of a tensor of this stream until the stream of `mark` has done the work that it has when the
-        tensor is freed."""
+        """Keep the memory of a tensor of this stream: after the tensor is freed, the memory is not used again
+        before the stream of `mark` has done the work that it had at that time."""
         if mark is not None:
             _record(tensor, mark.stream)
 
@@ -153,7 +153,7 @@ class DeviceMemory:
         return DeviceFlag(flag, host, self.mark())
 
     def read_all_true(self, flags: list[Any]) -> bool:
-        """Return True if all flags are, given as bool or as tensors on the device. Waits for the device."""
+        """Return True if all `flags`, bool or tensors on the device, are true. Waits for the device."""
         tensors = [flag for flag in flags if not isinstance(flag, bool)]
         return all(flag for flag in flags if isinstance(flag, bool)) and (
             not tensors or bool(self._torch.stack(tensors).all())

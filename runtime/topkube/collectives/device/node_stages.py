@@ -23,9 +23,9 @@ def reduce_in_node(
     `shard` is this rank's shard of the node's sum times `scale`. `padded` is `flat` itself, or a copy of it in which
     all shards have the same length: `gather_in_node` needs it. Both may be in memory of `slot`.
     """
-    narrow = flat.dtype != memory.float32
-    if narrow and scale != 1:
-        flat.mul_(scale)  # before the sum: that of all ranks may exceed fp16
+    is_narrow = flat.dtype != memory.float32
+    if is_narrow and scale != 1:
+        flat.mul_(scale)  # before the sum, because the sum of all ranks may exceed fp16
     if world.local_size == 1:
         padded = shard = flat
     elif world.local_size != world.shards:  # nodes of different sizes: shards and ranks do not match
@@ -33,13 +33,13 @@ def reduce_in_node(
         first, last = find_own_shard(world, flat.numel())
         padded, shard = flat, flat[first:last]
     else:
-        part = -(-flat.numel() // world.shards)
-        padded = _cut_in_parts(memory, slot, flat, part, world.shards)
-        shard = memory.find_buffer(slot, "shard", part, flat.dtype)
+        part_length = -(-flat.numel() // world.shards)
+        padded = _cut_in_parts(memory, slot, flat, part_length, world.shards)
+        shard = memory.find_buffer(slot, "shard", part_length, flat.dtype)
         group.reduce_scatter(shard, padded)
         first, last = find_own_shard(world, flat.numel())
         shard = shard[: last - first]
-    if not narrow and scale != 1:
+    if not is_narrow and scale != 1:
         shard.mul_(scale)
     return padded, shard
 
@@ -52,22 +52,22 @@ def gather_in_node(world: World, group: NodeGroup, memory: DeviceMemory, slot: S
         for root, (start, stop) in enumerate(itertools.pairwise(compute_shard_bounds(flat.numel(), world.shards))):
             group.broadcast(flat[start:stop], root)
         return
-    part = padded.numel() // world.shards
-    shard = memory.find_buffer(slot, "shard", part, flat.dtype)  # begins with the shard that was reduced
+    part_length = padded.numel() // world.shards
+    shard = memory.find_buffer(slot, "shard", part_length, flat.dtype)  # begins with the shard that was reduced
     group.all_gather(padded, shard)
     if padded is not flat:
         for i, (start, stop) in enumerate(itertools.pairwise(compute_shard_bounds(flat.numel(), world.shards))):
-            flat[start:stop].copy_(padded[i * part : i * part + stop - start])
-    phases.current.sent(intra=(world.local_size - 1) * part * flat.element_size())
+            flat[start:stop].copy_(padded[i * part_length : i * part_length + stop - start])
+    phases.current.sent(intra=(world.local_size - 1) * part_length * flat.element_size())
 
 
-def _cut_in_parts(memory: DeviceMemory, slot: Slot, flat: Any, part: int, shards: int) -> Any:
-    """Return `flat` itself if its `shards` shards all have `part` elements, else a copy in which they are padded to
-    `part` elements."""
-    if flat.numel() == part * shards:
+def _cut_in_parts(memory: DeviceMemory, slot: Slot, flat: Any, part_length: int, shards: int) -> Any:
+    """Return `flat` itself if its `shards` shards all have `part_length` elements, else a copy in which they are
+    padded to `part_length` elements."""
+    if flat.numel() == part_length * shards:
         return flat
-    padded = memory.find_buffer(slot, "padded", part * shards, flat.dtype)
+    padded = memory.find_buffer(slot, "padded", part_length * shards, flat.dtype)
     for i, (start, stop) in enumerate(itertools.pairwise(compute_shard_bounds(flat.numel(), shards))):
-        padded[i * part : i * part + stop - start].copy_(flat[start:stop])
-        padded[i * part + stop - start : (i + 1) * part].zero_()
+        padded[i * part_length : i * part_length + stop - start].copy_(flat[start:stop])
+        padded[i * part_length + stop - start : (i + 1) * part_length].zero_()
     return padded

@@ -78,10 +78,10 @@ class DeviceAllReduce:
         and stream when the result is in place on the stream: at the latest in `flush`. Raises ArgumentError if the
         algorithm is not declared `on_device`."""
         if not isinstance(all_reduce, ShardAllReduce) or not all_reduce.algorithm.on_device:
-            able = [algorithm.name for algorithm in OWN if algorithm.on_device]
+            device_algorithms = [algorithm.name for algorithm in OWN if algorithm.on_device]
             raise ArgumentError(
                 f"{all_reduce.algorithm.name} works on CPU tensors",
-                next_step=f"choose one of {', '.join(able)} on a GPU",
+                next_step=f"choose one of {', '.join(device_algorithms)} on a GPU",
             )
         self._groups.claim_node()
         under_way = self._reduce_and_pack(all_reduce, request, finished)
@@ -124,9 +124,9 @@ class DeviceAllReduce:
         self._finite.clear()
         self._groups.release()
 
-    def follow(self) -> None:
+    def make_caller_wait(self) -> None:
         """Make the caller's stream wait for the work of this stream; the host does not wait."""
-        self.memory.follow()
+        self.memory.make_caller_wait()
 
     def mark_caller(self) -> Mark | None:
         """Return a mark in the caller's stream, for `wait_for`."""
@@ -173,9 +173,9 @@ class DeviceAllReduce:
                     self._groups.reduce_between_nodes(packed)
             elif world.nodes > 1:
                 is_gathered = all_reduce.algorithm.route is Route.ALL_GATHER
-                direct = self._direct and is_gathered
-                under_way.carried = packed if direct else memory.find_host_memory(slot, packed)
-                if memory.is_cuda and not direct:
+                is_direct = self._direct and is_gathered
+                under_way.carried = packed if is_direct else memory.find_host_memory(slot, packed)
+                if memory.is_cuda and not is_direct:
                     own = world.node if is_gathered else slice(None)
                     under_way.carried[own].copy_(packed[own], non_blocking=True)
                 under_way.sent = memory.mark()

@@ -18,19 +18,20 @@ from topkube.world import World
 
 
 class RankGroup:
-    """Collectives of some ranks of `world` on tensors of `device`. `where` is the name of the exchange in errors. On
-    CUDA they run in torch's current stream and return at once. All ranks of the group make it together and call the
-    same methods in the same order. In a group of one rank, call `all_reduce` only, which then does nothing.
+    """Collectives of some ranks of `world` on tensors of `device`. On CUDA they run in torch's current stream and
+    return at once. `purpose` names the exchange in errors: "an exchange inside the node". All ranks of the group make
+    it together and call the same methods in the same order. In a group of one rank, call `all_reduce` only, which then
+    does nothing.
 
     The deadline of TopKube must come before NCCL's watchdog, because the watchdog ends the process without naming the
     missing ranks. The watchdog therefore waits twice the deadline.
     """
 
-    def __init__(self, world: World, device: Any, size: int, where: str) -> None:
+    def __init__(self, world: World, device: Any, size: int, purpose: str) -> None:
         import torch.distributed
 
         distributed: Any = torch.distributed
-        self._world, self._distributed, self.size, self._where = world, distributed, size, where
+        self._world, self._distributed, self.size, self._purpose = world, distributed, size, purpose
         self._group: Any = None
         self._is_nccl = device.type == "cuda"
         self._user: object = None
@@ -44,7 +45,7 @@ class RankGroup:
             return
         if not distributed.is_nccl_available():
             raise DeviceError(
-                f"this build of torch has no NCCL, which {self._where} needs for CUDA tensors",
+                f"this build of torch has no NCCL, which {self._purpose} needs for CUDA tensors",
                 next_step="install a build of torch for CUDA",
             )
         options = distributed.ProcessGroupNCCL.Options()
@@ -81,7 +82,7 @@ class RankGroup:
             return
         if "nccl" in str(distributed.get_backend()):
             raise DeviceError(
-                f"torch.distributed's default group uses NCCL, and TopKube uses NCCL for {self._where}",
+                f"torch.distributed's default group uses NCCL, and TopKube uses NCCL for {self._purpose}",
                 cause="SyncBatchNorm, DDP, FSDP or the script communicates through the default group; NCCL can deadlock"
                 " if ranks start the collectives of two groups in different orders",
                 next_step='pass backend="gloo" to init_process_group, or set NCCL_LAUNCH_ORDER_IMPLICIT=1 (NCCL 2.26 or'
@@ -114,7 +115,7 @@ class RankGroup:
         except RuntimeError as error:
             if "imed out" not in str(error) and "onnection" not in str(error):
                 raise
-            self._world.give_up(self._where)
+            self._world.give_up(self._purpose)
 
 
 def refuse_mig(gpu: str) -> None:

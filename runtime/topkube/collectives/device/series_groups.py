@@ -46,7 +46,7 @@ class SeriesGroups:
         world = self._world
         is_wide = flat.element_size() == 4
         if not is_wide and scale != 1:
-            flat.mul_(scale)  # before the sum: that of all ranks may exceed fp16
+            flat.mul_(scale)  # before the sum, because the sum of all ranks may exceed fp16
         if world.nodes == 1:
             self.node.all_reduce(flat)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from topkube.errors import ArgumentError
 from topkube.kernels.arguments import check_count, check_indexable, check_iterations, check_same_length
@@ -13,6 +13,14 @@ from topkube.kernels.previous_threshold import PreviousThreshold
 
 if TYPE_CHECKING:
     import torch
+
+
+class _Passes(NamedTuple):
+    """The passes over memory of a selection: if its candidates are enough, and if it must select from the data. The
+    device decides between them."""
+
+    from_candidates: int
+    from_the_data: int
 
 
 class SelectionKernels(Launches):
@@ -33,7 +41,7 @@ class SelectionKernels(Launches):
             "topk", x, x.data_ptr(), self.dtype_codes[x.dtype], x.numel(), k, indices.data_ptr(), values.data_ptr(),
             previous=previous,
         )  # fmt: skip
-        self._last.passes = (3, 3) if _skips_candidates(k, x.numel()) else (1, 4)
+        self._last.passes = _Passes(3, 3) if _skips_candidates(k, x.numel()) else _Passes(1, 4)
         return indices, values
 
     def compress_(
@@ -54,20 +62,20 @@ class SelectionKernels(Launches):
                 " gradient",
                 next_step="pass out=torch.empty(gradient.numel(), device=gradient.device)",
             )
-        acc = gradient if out is None else out
-        self.check_floats(acc, "out", (float32,))
+        total = gradient if out is None else out
+        self.check_floats(total, "out", (float32,))
         check_same_length("residual", residual.numel(), "gradient", gradient.numel())
-        check_same_length("out", acc.numel(), "gradient", gradient.numel())
+        check_same_length("out", total.numel(), "gradient", gradient.numel())
         self.check_apart("gradient", gradient, "residual", residual)
-        self.check_apart("out", acc, "residual", residual)
-        self.check_apart("gradient", gradient, "out", acc, same_allowed=True)
+        self.check_apart("out", total, "residual", residual)
+        self.check_apart("gradient", gradient, "out", total, same_allowed=True)
         k = check_count(k, gradient.numel())
         indices, values = self.allocate_entries(gradient, k, float32)
         self._launch_selection(
             "compress", gradient, gradient.data_ptr(), self.dtype_codes[gradient.dtype], residual.data_ptr(),
-            acc.data_ptr(), gradient.numel(), k, indices.data_ptr(), values.data_ptr(), previous=previous,
+            total.data_ptr(), gradient.numel(), k, indices.data_ptr(), values.data_ptr(), previous=previous,
         )  # fmt: skip
-        self._last.passes = (4, 4) if _skips_candidates(k, gradient.numel()) else (1, 4)
+        self._last.passes = _Passes(4, 4) if _skips_candidates(k, gradient.numel()) else _Passes(1, 4)
         return indices, values
 
     def mstopk(
@@ -81,19 +89,21 @@ class SelectionKernels(Launches):
             "mstopk", x, x.data_ptr(), self.dtype_codes[x.dtype], x.numel(), k, iterations, seed % 2**64,
             indices.data_ptr(), values.data_ptr(), previous=previous,
         )  # fmt: skip
-        self._last.passes = (5, 5) if _skips_candidates(min(k + 1, x.numel()), x.numel()) else (2, 6)
+        skips_candidates = _skips_candidates(min(k + 1, x.numel()), x.numel())
+        self._last.passes = _Passes(5, 5) if skips_candidates else _Passes(2, 6)
         return indices, values
 
     def read_effort(self) -> tuple[int, EffortRead]:
         """Return the passes over memory of this thread's last selection, and its state. Waits for the selection."""
         read = self.library.read_effort(bytes(self._last.state.cpu().numpy()))
-        return self._last.passes[read.from_the_data], read
+        passes = self._last.passes
+        return passes.from_the_data if read.from_the_data else passes.from_candidates, read
 
     def _launch_selection(self, name: str, like: Any, *arguments: Any, previous: PreviousThreshold | None) -> None:
         """Launch with the address of the previous threshold (0 if there is none) and that of a new state."""
-        begin = 0 if previous is None else previous.find_address(like)
+        previous_address = 0 if previous is None else previous.find_address(like)
         state = self.allocate(like, STATE_BYTES, self.torch.uint8)
-        self.launch(name, like, *arguments, begin, state.data_ptr())
+        self.launch(name, like, *arguments, previous_address, state.data_ptr())
         self._last.state = state
 
 

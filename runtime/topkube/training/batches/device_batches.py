@@ -46,8 +46,11 @@ def is_prepared_elsewhere(loader: Iterable[Any]) -> bool:
     return isinstance(loader, DataLoader) and loader.num_workers > 0
 
 
-def _copy_to_device(batches: Iterator[CountedBatch], device: torch.device, ahead: bool) -> Iterator[CountedBatch]:
-    """Yield `batches` on `device`. If `ahead` is True, the copy of the next batch begins before a batch is yielded."""
+def _copy_to_device(
+    batches: Iterator[CountedBatch], device: torch.device, copies_ahead: bool
+) -> Iterator[CountedBatch]:
+    """Yield `batches` on `device`. If `copies_ahead` is True, the copy of the next batch begins before a batch is
+    yielded."""
     stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin_next() -> tuple[CountedBatch, Any] | None:
@@ -58,16 +61,16 @@ def _copy_to_device(batches: Iterator[CountedBatch], device: torch.device, ahead
             on_device = map_tensors(counted.batch, lambda tensor: _begin_copy(tensor, device))
             return CountedBatch(on_device, counted.samples, counted.drawn), stream.record_event()
 
-    following = begin_next()
-    while following is not None:
-        current_batch, copied = following
-        following = begin_next() if ahead else None
+    next_batch = begin_next()
+    while next_batch is not None:
+        current_batch, copied = next_batch
+        next_batch = begin_next() if copies_ahead else None
         stream_in_use = torch.cuda.current_stream(device)
         stream_in_use.wait_event(copied)
         map_tensors(current_batch.batch, lambda tensor: _keep_until_used(tensor, stream_in_use))  # noqa: B023  # called at once
         yield current_batch
-        if not ahead:
-            following = begin_next()
+        if not copies_ahead:
+            next_batch = begin_next()
 
 
 def _begin_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -99,9 +102,9 @@ def map_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         changed = {key: map_tensors(value, change) for key, value in batch.items()}
         if type(batch) is dict:
             return changed
-        twin: Any = copy.copy(batch)  # such as a BatchEncoding of transformers
-        twin.update(changed)
-        return twin
+        copied_batch: Any = copy.copy(batch)  # such as a BatchEncoding of transformers
+        copied_batch.update(changed)
+        return copied_batch
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(map_tensors(value, change) for value in batch))
     if type(batch) in (list, tuple):

@@ -29,7 +29,7 @@ class SampleCounter:
     it reads the length of the sampler."""
 
     def __init__(self, loader: Iterable[Any], samples: Samples = None) -> None:
-        self._given = samples
+        self._script_samples = samples
         self._items_are_batches = isinstance(loader, DataLoader) and loader.batch_sampler is None
         self._sizes = iter(_list_drawn_sizes(loader))
 
@@ -38,14 +38,14 @@ class SampleCounter:
         same number, unless a collate function drops samples, the script counts something else, or the dataset's items
         are batches themselves. Raises TrainingError if the number is not certain."""
         drawn = next(self._sizes, None)
-        if self._given is not None:
-            samples = self._count_given(batch)
+        if self._script_samples is not None:
+            samples = self._count_by_script(batch)
         else:
             samples = count_samples(batch, None if self._items_are_batches else drawn)
         return samples, samples if drawn is None else drawn
 
-    def _count_given(self, batch: Any) -> int:
-        value: Any = self._given(batch) if callable(self._given) else self._given
+    def _count_by_script(self, batch: Any) -> int:
+        value: Any = self._script_samples(batch) if callable(self._script_samples) else self._script_samples
         try:
             samples = operator.index(value.item() if isinstance(value, torch.Tensor) else value)  # type: ignore[arg-type]
         except (TypeError, RuntimeError):

@@ -91,6 +91,6 @@ class CheckpointReader:
             own = read_file(name_rank_file(self._world.rank))
             if old_copies in (None, copies):
                 return LoadedCheckpoint(checkpoint, read_file(SHARED_FILE), own)
-        wanted = range(1) if old_copies is None else compute_shares(old_copies, copy, copies)
-        saved = (read_residuals(rank) for old in wanted for rank in manifest.list_ranks(old))
+        old_copy_numbers = range(1) if old_copies is None else compute_shares(old_copies, copy, copies)
+        saved = (read_residuals(rank) for old in old_copy_numbers for rank in manifest.list_ranks(old))
         return LoadedCheckpoint(checkpoint, read_file(SHARED_FILE), {**own, "residuals": recut(saved, copy, copies)})

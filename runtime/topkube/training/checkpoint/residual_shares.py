@@ -24,10 +24,10 @@ def compute_shares(old_copies: int, copy: int, copies: int) -> dict[int, float]:
 
 def recut(saved: Iterable[Mapping[str, Any]], copy: int, copies: int) -> dict[str, Any]:
     """Return the "residuals" of a state dict for copy number `copy` of `copies`; `saved` holds the "residuals" that
-    ranks of the other world saved. Residuals that this copy takes nothing of may be among them.
+    ranks of the other world saved. `saved` may also contain residuals from which this copy takes nothing.
 
     Every rank of the new copy gets the same pieces: their names are "whole". Ranks that save such pieces before they
-    were used hold the same, so pieces that are "whole" count once per old copy.
+    were used save the same values, so pieces that are "whole" count once per old copy.
 
     With error feedback in the weights, each old copy has a "weight". Pieces are then multiplied by it, and "mass" is
     the sum of the weights that the new copy takes. "owners", what old copies owe of the mean of all nodes, is not

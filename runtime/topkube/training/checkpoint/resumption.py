@@ -106,15 +106,15 @@ def _join_names(names: Any) -> str:
 def load_all_or_none(items: Sequence[Stateful]) -> Iterator[None]:
     """Return a context in which `items` load their states. If the context raises an error, the items load their earlier
     states again, which are kept in host memory."""
-    before = [_copy_to_host(item.state_dict()) for item in items]
+    earlier_states = [_copy_to_host(item.state_dict()) for item in items]
     try:
         yield
     except BaseException as error:
-        for item, state in zip(items, before, strict=True):
+        for item, state in zip(items, earlier_states, strict=True):
             try:
                 item.load_state_dict(state)
-            except Exception as again:
-                error.add_note(f"{type(item).__name__} does not take its own state back: {again}")
+            except Exception as restore_error:
+                error.add_note(f"{type(item).__name__} does not take its own state back: {restore_error}")
         raise
 
 

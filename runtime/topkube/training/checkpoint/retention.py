@@ -69,7 +69,8 @@ class Retention:
         warn(f"the damaged checkpoint {path} is kept as {checkpoint.set_aside_name}; remove it when you do not need it")
 
     def _remove(self, checkpoint: PublishedCheckpoint) -> None:
-        """Rename the checkpoint to a hidden name, then remove it: a half-removed checkpoint would look damaged."""
+        """Rename the checkpoint to a hidden name, then remove it: a published checkpoint without some of its
+        files would look damaged."""
         path, hidden = self._directory / checkpoint.name, self._directory / checkpoint.hidden_name
         try:
             path.rename(hidden)

@@ -213,7 +213,7 @@ class CheckpointStore:
         """Wait until the stage is done on all ranks. The ranks agree at intervals, so that a rank with a slow disk does
         not count as missing. Raises StorageError on all ranks if rank 0 sees no byte written anywhere for the deadline
         of collectives."""
-        pause, since, last, given_up = 1e-3, time.monotonic(), -1.0, False
+        pause, last_progress, last_total, given_up = 1e-3, time.monotonic(), -1.0, False
         while True:
             wait([save.work], pause)
             rows = self._stages.gather([save.work.done(), save.tally.bytes, given_up])
@@ -221,9 +221,9 @@ class CheckpointStore:
                 return
             if rows[0, 2]:
                 break
-            if (total := float(rows[:, 1].sum())) != last:
-                since, last = time.monotonic(), total
-            given_up = time.monotonic() - since > self._world.deadline_seconds
+            if (total := float(rows[:, 1].sum())) != last_total:
+                last_progress, last_total = time.monotonic(), total
+            given_up = time.monotonic() - last_progress > self._world.deadline_seconds
             pause = min(2 * pause, _CHECK_SECONDS)
         self._save, self._hung = None, save.work
         save.tally.cancelled = True

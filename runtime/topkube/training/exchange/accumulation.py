@@ -26,10 +26,10 @@ class Accumulation:
         the gradient itself. Raises TrainingError for a gradient of another dtype or layout than before."""
         self._check_layout(parameter, gradient)
         if gradient.is_conj() or gradient.is_neg():
-            return self._weigh(parameter, gradient.resolve_conj().resolve_neg(), replaced=True)
+            return self._weigh(parameter, gradient.resolve_conj().resolve_neg(), is_replacement=True)
         return self._weigh(parameter, gradient)
 
-    def _weigh(self, parameter: Parameter, gradient: torch.Tensor, replaced: bool = False) -> torch.Tensor | None:
+    def _weigh(self, parameter: Parameter, gradient: torch.Tensor, is_replacement: bool = False) -> torch.Tensor | None:
         if parameter.tensor.grad is None:
             parameter.is_aggregated, parameter.stash = False, None
         elif parameter.is_aggregated and parameter.holds_delivered:
@@ -42,7 +42,7 @@ class Accumulation:
             parameter.is_weightless = parameter.tensor.grad is None and parameter.stash is None
             return torch.zeros_like(gradient)  # 0 * NaN would be NaN
         parameter.is_weightless = False
-        return gradient * scale if scale != 1 else gradient if replaced else None
+        return gradient * scale if scale != 1 else gradient if is_replacement else None
 
     def _check_layout(self, parameter: Parameter, gradient: torch.Tensor) -> None:
         if gradient.dtype != parameter.gradient_dtype:

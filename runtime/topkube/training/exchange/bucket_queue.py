@@ -81,11 +81,11 @@ class BucketQueue:
         if self._exchange.can_check_finite_on_device(self._plan.buckets):
             assert finite  # the flag has it
             flag = communication_thread.run(self._exchange.flush_undecided)
-            self._exchange.follow()
+            self._exchange.make_caller_wait()
             return flag
         if self._exchange.is_pipelined:
             finite = communication_thread.run(self._exchange.flush) and finite
-            self._exchange.follow()
+            self._exchange.make_caller_wait()
         return not finite
 
     def wait_for_handed_over(self) -> None:
@@ -102,7 +102,7 @@ class BucketQueue:
             future.result()
         if self._exchange.is_pipelined:
             communication_thread.run(self._exchange.flush)
-            self._exchange.follow()
+            self._exchange.make_caller_wait()
         self._exchange.residuals.reject()
         if self._exchange.reduced_parts is not None:
             self._exchange.reduced_parts.take()

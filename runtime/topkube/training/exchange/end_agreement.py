@@ -51,23 +51,41 @@ def agree_at_end(agreement: QueuedAgreement, comparison: RankComparison, own: En
     """Return the agreement of all ranks on their reports. All ranks call this together. Raises TrainingError on all
     ranks if their steps, their trainable parameters or the factors of their gradient scalers differ."""
     trainable, weights, scale = own.trainable_digest, own.weights_digest, own.loss_scale
-    numbers = [own.is_nonfinite, own.has_idle, trainable, -trainable, weights, -weights, own.has_unplanned]
-    numbers += [own.steps, -own.steps, own.is_saved, not own.can_gather_late]
-    numbers += [scale, -scale] if scale != 1 else [-math.inf, -math.inf]  # a rank without a scaler may send zeros
-    largest = agreement.maximum(numbers)
-    if largest[7] != -largest[8]:
+    has_scale = scale != 1  # the factor 1 is not compared: a rank without a scaler may send zeros only
+    numbers: dict[str, float] = {
+        "is_nonfinite": own.is_nonfinite,
+        "has_idle": own.has_idle,
+        "trainable": trainable,
+        "-trainable": -trainable,
+        "weights": weights,
+        "-weights": -weights,
+        "has_unplanned": own.has_unplanned,
+        "steps": own.steps,
+        "-steps": -own.steps,
+        "is_saved": own.is_saved,
+        "cannot_gather_late": not own.can_gather_late,
+        "scale": scale if has_scale else -math.inf,
+        "-scale": -scale if has_scale else -math.inf,
+    }
+    maxima = dict(zip(numbers, agreement.maximum(list(numbers.values())), strict=True))
+
+    def are_equal(name: str) -> bool:
+        """Return True if all ranks sent the same number: its largest value is also its smallest."""
+        return bool(maxima[name] == -maxima[f"-{name}"])
+
+    if not are_equal("steps"):
         _raise_different_steps(agreement, own.steps)
-    if largest[2] != -largest[3]:
+    if not are_equal("trainable"):
         comparison.raise_different_trainable()
-    if largest[11] != -largest[12] and largest[11] > -math.inf:
+    if not are_equal("scale") and maxima["scale"] > -math.inf:
         _raise_different_scales(agreement, scale)
     return EndAgreement(
-        is_nonfinite=bool(largest[0] > 0),
-        has_idle=bool(largest[1] > 0),
-        has_unplanned=bool(largest[6]),
-        is_saved=bool(largest[9] > 0),
-        can_gather_late=not largest[10],
-        has_equal_weights=bool(largest[4] == -largest[5]),
+        is_nonfinite=bool(maxima["is_nonfinite"] > 0),
+        has_idle=bool(maxima["has_idle"] > 0),
+        has_unplanned=bool(maxima["has_unplanned"]),
+        is_saved=bool(maxima["is_saved"] > 0),
+        can_gather_late=not maxima["cannot_gather_late"],
+        has_equal_weights=are_equal("weights"),
     )
 
 

@@ -53,10 +53,10 @@ class EndOfBackward:
         self.density_used = self._in_force.density
         self._queue.hand_over_rest()
         digest = self._weights.take_digest()
-        nonfinite, left_out = self._queue.finish()
+        nonfinite, left_out_buckets = self._queue.finish()
         can_gather_late = late is not None and not are_hooks_deferred and self._can_gather_late(late)
-        own = self._report(nonfinite is True, seen, digest, late is not None, can_gather_late)
-        agreed = agree_at_end(self._agreement, self._plan.comparison, own)
+        own_report = self._report(nonfinite is True, seen, digest, late is not None, can_gather_late)
+        agreed = agree_at_end(self._agreement, self._plan.comparison, own_report)
         has_idle, can_gather_late = agreed.has_idle, agreed.can_gather_late
         if isinstance(nonfinite, bool):
             nonfinite = agreed.is_nonfinite
@@ -65,10 +65,10 @@ class EndOfBackward:
         if self._plan.update_trainable() or agreed.has_unplanned:
             new_buckets = self._plan.extend(seen)
             more_nonfinite = self._queue.exchange_more(
-                [b for b in [*left_out, *new_buckets] if self._plan.is_active(b)]
+                [b for b in [*left_out_buckets, *new_buckets] if self._plan.is_active(b)]
             )
-            largest = self._agreement.maximum([_read(nonfinite) or _read(more_nonfinite), True])
-            nonfinite, has_idle, can_gather_late = bool(largest[0] > 0), True, False
+            maxima = self._agreement.maximum([_read(nonfinite) or _read(more_nonfinite), True])
+            nonfinite, has_idle, can_gather_late = bool(maxima[0] > 0), True, False
         if late is not None and self._exchange.reduced_parts is not None:
             if nonfinite or has_idle or not can_gather_late:
                 communication_thread.run(self._exchange.reduced_parts.gather_now)
@@ -111,7 +111,7 @@ class EndOfBackward:
 
     def _read_host_loss_scale(self) -> float:
         """Return the factor of a gradient scaler on the last loss; 1 if there is none, or if the host would have to
-        wait for a device to know it."""
+        wait for a device to read it."""
         scale = self._queue.loss_scale
         return 1.0 if isinstance(scale, torch.Tensor) and scale.device.type != "cpu" else float(scale)
 

@@ -38,9 +38,11 @@ class SettingsInForce:
         self._plan.tuning.change_to(in_force, self._plan.list_sizes())
         self._algorithms.adopt(self._plan.tuning.choice)
         if begins and self._world.rank == 0:
-            words = algorithms.describe(in_force.algorithm, in_force.density)
-            every = f", every {in_force.period} steps" if in_force.period > 1 else ""
-            print(f"topkube: from step {steps} on, nodes exchange with {words}{every}", file=sys.stderr, flush=True)
+            description = algorithms.describe(in_force.algorithm, in_force.density)
+            period = f", every {in_force.period} steps" if in_force.period > 1 else ""
+            print(
+                f"topkube: from step {steps} on, nodes exchange with {description}{period}", file=sys.stderr, flush=True
+            )
 
     def retract(self, steps: int) -> None:
         """Subtract steps that the device has skipped. A job with a schedule does not leave steps to the device."""

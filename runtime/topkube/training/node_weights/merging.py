@@ -1,4 +1,5 @@
-"""The end of different weights: all nodes get the same weights and the same state of the optimizer."""
+"""The average of the nodes' weights, after which all nodes have the same weights and the same state of the
+optimizer."""
 
 from __future__ import annotations
 
@@ -12,19 +13,19 @@ from topkube.training.node_weights.node_state import NodeWeightsState
 
 
 @torch.no_grad()
-def merge_nodes(exchange: WeightExchange, state: NodeWeightsState) -> None:
-    """Write x + mean(e) into the parameters of all nodes, and the mean of the optimizers' states into each state.
+def average_nodes(exchange: WeightExchange, state: NodeWeightsState) -> None:
+    """Write the mean of the nodes' weights into the parameters of all nodes, and the mean of their optimizers' states
+    into each state.
 
-    x are the agreed weights, and e is what a node has not sent, with what it owes as the owner of segments. Means are
-    weighted by the ranks per node. So the mean of the nodes' weights does not change. A collective of all ranks, in the
-    communication thread."""
-    merged = [_sum_unsent(exchange, chunk) for chunk in exchange.chunks]
-    exchange.place(merged)
+    The mean is x + mean(e): x are the agreed weights, and e is what a node has not sent, with what it owes as the owner
+    of segments. Means are weighted by the ranks per node. A collective of all ranks, in the communication thread."""
+    averaged = [_average_chunk(exchange, chunk) for chunk in exchange.chunks]
+    exchange.place(averaged)
     state.average_optimizer()
 
 
-def _sum_unsent(exchange: WeightExchange, chunk: Chunk) -> Array:
-    """Return this rank's shard of the agreed weights with all that nodes have not sent: (chunk.shard,), float32."""
+def _average_chunk(exchange: WeightExchange, chunk: Chunk) -> Array:
+    """Return this rank's shard of the mean of the nodes' weights: (chunk.shard,), float32."""
     agreed, stage = exchange.agreed[chunk.number], exchange.stages[chunk.number]
     unsent = np.empty(chunk.shard, np.float32)
     collect_shard(chunk, unsent, agreed)

@@ -19,7 +19,7 @@ from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.node_weights.exchange import WeightExchange
 from topkube.training.node_weights.gradient_noise import GradientNoise, NoiseCorrection
 from topkube.training.node_weights.guard import DriftGuard, Squares
-from topkube.training.node_weights.merging import merge_nodes
+from topkube.training.node_weights.merging import average_nodes
 from topkube.training.node_weights.node_state import NodeWeightsState
 from topkube.training.node_weights.requirements import check_parameters
 from topkube.training.node_weights.trained_weights import Masters, TrainedWeights
@@ -195,13 +195,12 @@ class NodeWeights:
             self.trained.write()
             self.exchange.agreed = []
 
-    def merge(self) -> None:
-        """Write the same weights into the parameters of all nodes: the agreed weights and all that was not sent. The
-        optimizer's state becomes its mean over the nodes. Nodes have equal weights then. All ranks call this
-        together."""
+    def average(self) -> None:
+        """Write the mean of the nodes' weights into the parameters of all nodes. The optimizer's state becomes its mean
+        over the nodes. Nodes have equal weights then. All ranks call this together."""
         self.apply_exchange()
         if self.differ:
-            communication_thread.run(partial(merge_nodes, self.exchange, self.state))
+            communication_thread.run(partial(average_nodes, self.exchange, self.state))
             self.trained.write()
             self.exchange.agreed = []
 

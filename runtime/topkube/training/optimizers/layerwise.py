@@ -19,7 +19,7 @@ from topkube.world import World
 
 @dataclass(frozen=True)
 class NoisyGradients:
-    """What a step knows of the noise of its gradients. With the mean gradients of all nodes, all ratios are 1. With the
+    """The noise of the gradients of a step. With the mean gradients of all nodes, all ratios are 1. With the
     gradients of one of `nodes` nodes, `ratios` holds rho by tensor (node_weights/gradient_noise.py), and `ranks` are
     the ranks that have the same gradients; None stands for all ranks."""
 
@@ -36,7 +36,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     """An optimizer that updates all tensors of a group at once."""
 
     noise = NoisyGradients()
-    """The noise of the gradients of the present step."""
+    """The noise of the gradients of the current step."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -60,12 +60,12 @@ class LayerwiseNoise(NoiseCorrection):
     @contextmanager
     def corrected(self, ratios: Mapping[torch.Tensor, float]) -> Iterator[None]:
         """Return a context in which the optimizer's step uses `ratios`."""
-        before = self._optimizer.noise
+        earlier_noise = self._optimizer.noise
         self._optimizer.noise = NoisyGradients(ratios, self._nodes, self._ranks)
         try:
             yield
         finally:
-            self._optimizer.noise = before
+            self._optimizer.noise = earlier_noise
 
 
 def compute_ratio_of_mean(ratio: float, share: float, nodes: int) -> float:

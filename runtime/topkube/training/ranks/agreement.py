@@ -83,8 +83,8 @@ def find_differing_ranks(column: npt.NDArray[np.float64]) -> list[int]:
     """Return the ranks whose value in `column`, shape (ranks,), is not that of most ranks. If two values are equally
     frequent, the value of rank 0 counts as the most frequent."""
     values, first, counts = np.unique(column, return_index=True, return_counts=True)
-    most = values[np.lexsort((first, -counts))[0]]
-    return [int(rank) for rank in np.flatnonzero(column != most)]
+    most_frequent = values[np.lexsort((first, -counts))[0]]
+    return [int(rank) for rank in np.flatnonzero(column != most_frequent)]
 
 
 def open_agreement(world: World | None = None) -> Agreement:

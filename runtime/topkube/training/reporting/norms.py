@@ -29,7 +29,7 @@ class Norms:
 
     @torch.no_grad()
     def measure(self, gradients: Sequence[torch.Tensor], residuals: Iterable[torch.Tensor]) -> None:
-        """Measure both norms. The next measurement is due after five seconds, or later if this one took long."""
+        """Measure both norms. The next measurement is due after five seconds, or later if the measurement took long."""
         start = time.perf_counter()
         self.gradient, self.residual = _compute_norm(gradients), _compute_norm(list(residuals))
         spent = time.perf_counter() - start

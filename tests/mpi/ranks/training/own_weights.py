@@ -74,25 +74,25 @@ def case_weights_are_averaged_if_onebit_is_not_faster(world: World) -> None:
         return
     for make in (build_sgd, build_adamw):
         with simulate_step_times(world, *REJECTED):
-            check_merge(world, make)
+            check_average(world, make)
 
 
-def check_merge(world: World, make: Any) -> None:
-    """Check that the merge keeps the mean of the nodes' weights and of the optimizers' states, and that later steps are
-    dense."""
+def check_average(world: World, make: Any) -> None:
+    """Check that the average of the nodes keeps the mean of their weights and of the optimizers' states, and that later
+    steps are dense."""
     model = build_network()
     optimizer = build_auto(model, make)
     train(world, model, optimizer, range(2 * STEPS - 1))
     assert read_algorithm(optimizer) == "onebit"
     node_weights = optimizer._node_weights
     assert node_weights is not None
-    merge, before = node_weights.merge, []
+    average, before = node_weights.average, []
 
-    def record_and_merge() -> None:
+    def record_and_average() -> None:
         before.append((compute_mean_weights(world, model), read_state_tensors(optimizer, model)))
-        merge()
+        average()
 
-    node_weights.merge = record_and_merge  # type: ignore[method-assign]
+    node_weights.average = record_and_average  # type: ignore[method-assign]
     train(world, model, optimizer, range(2 * STEPS - 1, 2 * STEPS))
     assert read_algorithm(optimizer) == "hierarchical"
     assert optimizer.guard is None

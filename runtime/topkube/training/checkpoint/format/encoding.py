@@ -155,10 +155,10 @@ def _encode_bytes(data: bytes | bytearray | npt.NDArray[np.uint8]) -> torch.Tens
 
 def _encode_array(value: np.generic | npt.NDArray[Any], path: str) -> dict[str, Any]:
     """Return the encoding of a NumPy scalar or array: its dtype, shape and bytes."""
-    known = isinstance(value, np.generic) or type(value) is np.ndarray
+    is_array = isinstance(value, np.generic) or type(value) is np.ndarray
     values = np.array(value, order="C")
     dtype = values.dtype
-    if not known or dtype.hasobject or not dtype.itemsize or np.dtype(dtype.str) != dtype:
+    if not is_array or dtype.hasobject or not dtype.itemsize or np.dtype(dtype.str) != dtype:
         _refuse(value, path)
     tag = "ndarray" if isinstance(value, np.ndarray) else "numpy scalar"
     return {TAG: tag, "dtype": dtype.str, "shape": values.shape, "values": _encode_bytes(values.tobytes())}

@@ -40,7 +40,7 @@ class Manifest:
         return [rank for rank, own in enumerate(self.copies) if own == copy]
 
     def format_text(self, step: int, job: str, attempt: int, time: float) -> str:
-        about = {
+        fields = {
             "format": FORMAT,
             "step": step,
             "job": job,
@@ -50,24 +50,24 @@ class Manifest:
             "residual_copies": {"number": self.number_of_copies, "of_ranks": self.copies},
             "files": {name: {"bytes": file.bytes, "xxh3": f"{file.digest:016x}"} for name, file in self.files.items()},
         }
-        return json.dumps(about)
+        return json.dumps(fields)
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of the checkpoint in `folder`. Waits for a manifest that is not complete yet
     (state_file.SEEN_WITHIN_SECONDS). Raises Damaged, CheckpointError if a newer TopKube wrote the checkpoint, and
     OSError."""
-    abouts: list[dict[str, Any]] = []
+    parsed_manifests: list[dict[str, Any]] = []
 
     def is_seen() -> bool:
         try:
-            abouts.append(_parse(folder))
+            parsed_manifests.append(_parse(folder))
         except Damaged:
             return False
         return True
 
-    about = abouts[0] if wait_until_seen(is_seen, folder) else _parse(folder)
-    return _build_manifest(about, folder)
+    fields = parsed_manifests[0] if wait_until_seen(is_seen, folder) else _parse(folder)
+    return _build_manifest(fields, folder)
 
 
 def is_manifest_readable(folder: Path) -> bool:
@@ -83,8 +83,8 @@ def _parse(folder: Path) -> dict[str, Any]:
     """Return the fields of `checkpoint.json`. The format is checked first, because a newer format may have other
     fields."""
     try:
-        about = json.loads(read_text(folder / NAME))
-        number = about["format"]
+        fields = json.loads(read_text(folder / NAME))
+        number = fields["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise _make_changed_error(folder) from error
     if not isinstance(number, int):
@@ -95,17 +95,18 @@ def _parse(folder: Path) -> dict[str, Any]:
             cause="a newer TopKube wrote it",
             next_step="continue with that version, or use another directory",
         )
-    parsed: dict[str, Any] = about
+    parsed: dict[str, Any] = fields
     return parsed
 
 
-def _build_manifest(about: dict[str, Any], folder: Path) -> Manifest:
+def _build_manifest(fields: dict[str, Any], folder: Path) -> Manifest:
     try:
-        ranks = tuple(tuple(int(rank) for rank in ranks) for ranks in about["node_ranks"])
+        ranks = tuple(tuple(int(rank) for rank in ranks) for ranks in fields["node_ranks"])
         files = {
-            str(name): FileDigest(int(entry["bytes"]), int(entry["xxh3"], 16)) for name, entry in about["files"].items()
+            str(name): FileDigest(int(entry["bytes"]), int(entry["xxh3"], 16))
+            for name, entry in fields["files"].items()
         }
-        copies = about["residual_copies"] if about["format"] > 1 else None
+        copies = fields["residual_copies"] if fields["format"] > 1 else None
         if copies is None:
             return Manifest(ranks, files, None, None)
         of_ranks = _read_numbers(copies["of_ranks"])

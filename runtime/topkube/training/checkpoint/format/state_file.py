@@ -95,17 +95,17 @@ def write_state(path: Path, state: dict[str, Any], tally: Tally | None = None) -
         try:
             torch.save(state, cast(IO[bytes], checked))
         except Exception:
-            if checked.error is not None:  # torch reports it in another way
+            if checked.error is not None:  # torch raises its own error in place of the error of the disk
                 raise checked.error from None
             raise
         sync(file)
     return FileDigest(checked.bytes, checked.hash.intdigest())
 
 
-def read_state(path: Path, wanted: FileDigest) -> dict[str, Any]:
+def read_state(path: Path, expected: FileDigest) -> dict[str, Any]:
     """Return the state that `write_state` wrote, decoded. Waits for a file that is not complete yet, for
     SEEN_WITHIN_SECONDS. Raises Damaged if the file has changed since it was written, else OSError."""
-    wait_until_seen(lambda: _read_size(path) == wanted.bytes, path.parent)
+    wait_until_seen(lambda: _read_size(path) == expected.bytes, path.parent)
     digest, count = xxhash.xxh3_64(), 0
     try:
         with path.open("rb") as file:
@@ -114,9 +114,9 @@ def read_state(path: Path, wanted: FileDigest) -> dict[str, Any]:
                 count += len(data)
     except OSError as error:
         raise _classify_error(error, path) from error
-    if count != wanted.bytes:
-        raise Damaged(f"{path} has {count} bytes instead of {wanted.bytes}")
-    if digest.intdigest() != wanted.digest:
+    if count != expected.bytes:
+        raise Damaged(f"{path} has {count} bytes instead of {expected.bytes}")
+    if digest.intdigest() != expected.digest:
         raise Damaged(f"{path} has changed since it was written")
     try:
         state = decode(torch.load(path, map_location="cpu", weights_only=True))

@@ -47,8 +47,8 @@ class BackwardPass:
 
     def __init__(self) -> None:
         self.has_several = False
-        self._all: list[weakref.ref[Participant]] = []
-        self._made = 0
+        self._registered: list[weakref.ref[Participant]] = []
+        self._created_count = 0
         self._task: int | None = None
         self._reached: list[Participant] = []
 
@@ -56,16 +56,16 @@ class BackwardPass:
         """Add an optimizer's exchange. Return its number, which is the same on every rank if all ranks create their
         optimizers in the same order."""
         self._free_cycles()
-        self._all = [reference for reference in self._all if reference() is not None]
-        self.has_several = bool(self._all)
-        self._all.append(weakref.ref(exchange))
-        self._made += 1
-        return self._made
+        self._registered = [reference for reference in self._registered if reference() is not None]
+        self.has_several = bool(self._registered)
+        self._registered.append(weakref.ref(exchange))
+        self._created_count += 1
+        return self._created_count
 
     def remove(self, exchange: Participant) -> None:
         """Remove an optimizer's exchange."""
-        self._all = [reference for reference in self._all if reference() not in (None, exchange)]
-        self.has_several = len(self._all) > 1
+        self._registered = [reference for reference in self._registered if reference() not in (None, exchange)]
+        self.has_several = len(self._registered) > 1
 
     def is_broken_off(self, exchange: Participant) -> bool:
         """Return True if the last backward that reached `exchange` did not finish."""
@@ -118,7 +118,7 @@ class BackwardPass:
             gc.freeze()
 
     def _list_living(self) -> list[Participant]:
-        return [exchange for reference in self._all if (exchange := reference()) is not None]
+        return [exchange for reference in self._registered if (exchange := reference()) is not None]
 
     def _agree_on_reached(self, reached: list[Participant]) -> list[Participant]:
         """Return the optimizers that were reached on any rank, in the order in which they were created."""
@@ -126,18 +126,19 @@ class BackwardPass:
         chosen = [exchange for exchange in reached if not exchange.synchronizes]
         worlds = dict.fromkeys(id(exchange.world) for exchange in living)
         for key in worlds:
-            there = [exchange for exchange in living if id(exchange.world) == key and exchange.synchronizes]
-            if there:
-                numbers = _gather_union(there[0].world, [exchange.number for exchange in there if exchange in reached])
-                known = {exchange.number: exchange for exchange in there}
-                if missing := [number for number in numbers if number not in known]:
+            synchronizing = [exchange for exchange in living if id(exchange.world) == key and exchange.synchronizes]
+            if synchronizing:
+                own_numbers = [exchange.number for exchange in synchronizing if exchange in reached]
+                numbers = _gather_union(synchronizing[0].world, own_numbers)
+                by_number = {exchange.number: exchange for exchange in synchronizing}
+                if missing := [number for number in numbers if number not in by_number]:
                     raise TrainingError(
                         f"other ranks exchange gradients of an optimizer that this rank does not have (the"
                         f" optimizer with number {missing[0]})",
                         cause="an optimizer was deleted, or is under no_sync(), on some ranks only",
                         next_step="create, use and delete the same optimizers on every rank",
                     )
-                chosen += [known[number] for number in numbers]
+                chosen += [by_number[number] for number in numbers]
         return sorted(chosen, key=lambda exchange: exchange.number)
 
 
@@ -147,12 +148,12 @@ def _gather_union(world: World, numbers: list[int]) -> list[int]:
         return numbers
     own = sorted(numbers)
     own_digest = digest(own)
-    most, high, low = communication_thread.run(
+    largest_count, largest_digest, largest_negative_digest = communication_thread.run(
         lambda: open_agreement(world).maximum([len(own), own_digest, -own_digest])
     )
-    if high == -low:
+    if largest_digest == -largest_negative_digest:  # the largest digest is also the smallest: all ranks have the same
         return own
-    padded = [float(number) for number in own] + [-1.0] * (int(most) - len(own))
+    padded = [float(number) for number in own] + [-1.0] * (int(largest_count) - len(own))
     rows = communication_thread.run(lambda: open_agreement(world).gather(padded))
     return sorted({int(number) for number in rows.flat if number >= 0})
 

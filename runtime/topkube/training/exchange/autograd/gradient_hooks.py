@@ -81,9 +81,9 @@ class GradientHooks:
             owner, own = exchange(), hooks()
             if owner is None or own is None:
                 return None
-            replaced = owner.prepare_gradient(parameter, gradients[0])
+            replacement = owner.prepare_gradient(parameter, gradients[0])
             own._defer(parameter)
-            return None if replaced is None else (replaced,)
+            return None if replacement is None else (replacement,)
 
         def after_accumulation(*_: Any) -> None:
             owner = exchange()

@@ -31,24 +31,24 @@ def watch_scalers() -> None:
     if "_watched_by_topkube" in vars(grad_scaler.GradScaler):
         return
     grad_scaler.GradScaler._watched_by_topkube = True  # type: ignore[attr-defined]
-    kinds = [grad_scaler.GradScaler]
-    for kind in kinds:  # the list grows during the loop
-        kinds += kind.__subclasses__()
-        _watch(kind)
+    scaler_classes = [grad_scaler.GradScaler]
+    for scaler_class in scaler_classes:  # the list grows during the loop
+        scaler_classes += scaler_class.__subclasses__()
+        _watch(scaler_class)
     define = grad_scaler.GradScaler.__init_subclass__
 
-    def on_definition(kind: type[grad_scaler.GradScaler], **options: Any) -> None:
+    def on_definition(scaler_class: type[grad_scaler.GradScaler], **options: Any) -> None:
         define(**options)
-        _watch(kind)
+        _watch(scaler_class)
 
     grad_scaler.GradScaler.__init_subclass__ = classmethod(on_definition)  # type: ignore[assignment, arg-type]
 
 
-def _watch(kind: type[grad_scaler.GradScaler]) -> None:
+def _watch(scaler_class: type[grad_scaler.GradScaler]) -> None:
     """Replace the `scale` that the class itself defines, if it defines one."""
-    if "scale" not in vars(kind):
+    if "scale" not in vars(scaler_class):
         return
-    original = kind.scale
+    original = scaler_class.scale
 
     @functools.wraps(original)
     def scale(self: Any, outputs: Any) -> Any:
@@ -58,16 +58,16 @@ def _watch(kind: type[grad_scaler.GradScaler]) -> None:
             scaled = _hook_losses(scaled, factor)
         return scaled
 
-    kind.scale = scale  # type: ignore[method-assign]
+    scaler_class.scale = scale  # type: ignore[method-assign]
 
 
 def _hook_losses(scaled: Any, factor: torch.Tensor) -> Any:
-    def note(_: torch.Tensor) -> None:
+    def note_factor(_: torch.Tensor) -> None:
         global _latest
-        task, (before, other) = torch._C._current_graph_task_id(), _latest
-        if task == before and other is not factor and float(other) != float(factor):
+        task, (latest_task, latest_factor) = torch._C._current_graph_task_id(), _latest
+        if task == latest_task and latest_factor is not factor and float(latest_factor) != float(factor):
             raise TrainingError(
-                f"a backward() contains losses that are scaled by {float(other):g} and by {float(factor):g}",
+                f"a backward() contains losses that are scaled by {float(latest_factor):g} and by {float(factor):g}",
                 cause="the losses of two gradient scalers were added",
                 next_step="use one GradScaler for losses that share a backward()",
             )
@@ -75,7 +75,7 @@ def _hook_losses(scaled: Any, factor: torch.Tensor) -> Any:
 
     if isinstance(scaled, torch.Tensor):
         if scaled.requires_grad:
-            scaled.register_hook(note)  # type: ignore[no-untyped-call]
+            scaled.register_hook(note_factor)  # type: ignore[no-untyped-call]
         return scaled
     if isinstance(scaled, list | tuple):
         for entry in scaled:

@@ -51,7 +51,7 @@ class BucketPlan:
         self._bucket_of: dict[int, Bucket] = {}
 
     def find_bucket(self, parameter: Parameter) -> Bucket | None:
-        """Return the parameter's bucket, None if it was frozen whenever buckets were planned."""
+        """Return the parameter's bucket; None if the parameter was frozen each time that buckets were planned."""
         return self._bucket_of.get(parameter.index)
 
     def is_active(self, bucket: Bucket) -> bool:
@@ -171,9 +171,9 @@ class BucketPlan:
 
     def _choose_largest_size(self) -> int | None:
         """Return the most bytes of a bucket, None if sizes are chosen so that exchanges overlap with backward."""
-        given, world = self._aggregation.bucket_bytes, self._world
-        if given is not None:
-            return given
+        job_bytes, world = self._aggregation.bucket_bytes, self._world
+        if job_bytes is not None:
+            return job_bytes
         algorithm = algorithms.resolve(self._aggregation.algorithm, world.nodes, sys.maxsize, self._aggregation.density)
         is_on_cpu = all(parameter.tensor.device.type == "cpu" for parameter in self._parameters)
         return choose_largest_size(algorithm.has_small_buckets, is_on_cpu, world.size)
@@ -192,8 +192,8 @@ class BucketPlan:
         """Adopt the order of the first rank that has an order, if ranks differ."""
         rank, ranks, order_digest = self._world.rank, self._world.size, digest(self.save())
         first = -rank if self.order is not None else -ranks
-        high, low, root = self._agreement.maximum([order_digest, -order_digest, first])
-        if high == -low:
+        largest_digest, largest_negative_digest, root = self._agreement.maximum([order_digest, -order_digest, first])
+        if largest_digest == -largest_negative_digest:  # all ranks have the same digest
             return
         root = int(-root)
         state = json.dumps(self.save()).encode() if rank == root else b""

@@ -43,16 +43,16 @@ def find_overlap_ends(parameters: Iterable[Parameter], rate: float = 0.0) -> set
         if total <= LEAST_BUCKET_BYTES:
             continue
         by_link = rate * BUCKET_SECONDS
-        usual = min(BUCKET_BYTES, max(LEAST_BUCKET_BYTES, total // BUCKETS, by_link))
-        first = min(usual, max(LEAST_BUCKET_BYTES, by_link / 4))
-        filled, limit, left, before, is_last = 0, first, total, -1, False
+        usual_limit = min(BUCKET_BYTES, max(LEAST_BUCKET_BYTES, total // BUCKETS, by_link))
+        first = min(usual_limit, max(LEAST_BUCKET_BYTES, by_link / 4))
+        filled, limit, remaining, previous_position, is_last = 0, first, total, -1, False
         for position, size in group:
-            begins_last = not is_last and left <= LEAST_BUCKET_BYTES
+            begins_last = not is_last and remaining <= LEAST_BUCKET_BYTES
             if filled and (begins_last or filled + size > limit):
-                ends.add(before)
-                filled, limit = 0, usual
+                ends.add(previous_position)
+                filled, limit = 0, usual_limit
             is_last = is_last or begins_last
-            filled, left, before = filled + size, left - size, position
+            filled, remaining, previous_position = filled + size, remaining - size, position
     return ends
 
 

@@ -38,17 +38,17 @@ class RankComparison:
             "aggregation settings": digest((self._aggregation, self._finite_check)),
         }
         values = list(digests.values())
-        both = self._agreement.maximum([*values, *(-value for value in values)])
-        for number, what in enumerate(digests):
-            if both[number] == -both[number + len(digests)]:
+        maxima = self._agreement.maximum([*values, *(-value for value in values)])
+        for number, compared in enumerate(digests):
+            if maxima[number] == -maxima[number + len(digests)]:
                 continue
-            if what == "frozen parameters":
+            if compared == "frozen parameters":
                 self.raise_different_trainable()
             rows = self._agreement.gather(values)
             raise TrainingError(
-                f"{name_ranks(find_differing_ranks(rows[:, number]))} have different {what} than the other ranks",
+                f"{name_ranks(find_differing_ranks(rows[:, number]))} have different {compared} than the other ranks",
                 cause="the model or the settings depend on the rank"
-                if what == "parameters"
+                if compared == "parameters"
                 else "TOPKUBE_* variables or the arguments of DistributedOptimizer differ",
                 next_step="build the same model with the same arguments on every rank",
             )
@@ -63,11 +63,11 @@ class RankComparison:
         frozen = sorted(p.name for p in self._parameters if not p.tensor.requires_grad)
         rows = self._agreement.gather([self.digest_trainable(), len(frozen)])
         ranks = find_differing_ranks(rows[:, 0])
-        here = f"; on rank {self._world.rank} {len(frozen)} are frozen" + (
+        own_frozen = f"; on rank {self._world.rank} {len(frozen)} are frozen" + (
             f", {frozen[0]} among them" if frozen else ""
         )
         raise TrainingError(
-            f"{name_ranks(ranks)} train different parameters than the other ranks{here}",
+            f"{name_ranks(ranks)} train different parameters than the other ranks{own_frozen}",
             cause="a parameter was frozen, unfrozen or added on some ranks only",
             next_step="set requires_grad to the same value on every rank, before the same step",
         )

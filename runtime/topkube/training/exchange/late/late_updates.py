@@ -97,12 +97,12 @@ class LateUpdates:
         self._parts: list[_LatePart] = []
         self._begun_count = 0
         self._gathers: Future[None] | None = None
-        me = weakref.ref(self)
+        own_reference = weakref.ref(self)  # the hooks must not keep this object alive
 
         def finish(*_: Any) -> None:
-            late = me()
-            if late is not None:
-                late.finish()
+            late_updates = own_reference()
+            if late_updates is not None:
+                late_updates.finish()
 
         self._hooks = [  # a script may save or load the state of the wrapped optimizer directly
             optimizer.register_state_dict_pre_hook(finish),
@@ -142,10 +142,10 @@ class LateUpdates:
             self.finish()
         for part in [part for part in self._parts if any(is_shared(tensor) for tensor in part.parameters)]:
             self._finish(part)  # something else may read the memory of these weights
-        late = {id(tensor) for part in self._parts for tensor in part.parameters}
+        late_ids = {id(tensor) for part in self._parts for tensor in part.parameters}
         values = [{name: _copy_value(value) for name, value in group.items() if name != "params"} for group in groups]
         with torch._C.DisableTorchFunction():
-            self._update(lambda tensor: id(tensor) not in late, values)
+            self._update(lambda tensor: id(tensor) not in late_ids, values)
             for part in self._parts:
                 _hide_weights(part)
                 part.hyperparameters = values
@@ -231,17 +231,15 @@ class LateUpdates:
 
     def _update_part(self, part: _LatePart, values: list[dict[str, Any]]) -> None:
         gradients_before = [parameter.grad for parameter in part.parameters]
-        chosen = {id(parameter) for parameter in part.parameters}
+        part_ids = {id(parameter) for parameter in part.parameters}
         for parameter, gradient in zip(part.parameters, part.gradients, strict=True):
             parameter.grad = gradient
         optimizer: Any = self._optimizer
         hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = (
-            {},
-            {},
-        )  # new hooks belong to the next step
+        # Hooks that the script has registered since belong to the next step.
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = {}, {}
         try:
-            self._update(lambda tensor: id(tensor) in chosen, values)
+            self._update(lambda tensor: id(tensor) in part_ids, values)
         finally:
             optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
             for parameter, before in zip(part.parameters, gradients_before, strict=True):
@@ -265,11 +263,10 @@ class LateUpdates:
     def _has_hooks(self) -> bool:
         """Return True if the script has hooks on the optimizer's step: they must run once per step."""
         optimizer: Any = self._optimizer
-        hooks = (
-            len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks) - 1
-        )  # StepGuard has one hook
-        anywhere = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
-        return bool(hooks or anywhere)
+        guard_hooks = 1  # StepGuard's own
+        hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks) - guard_hooks
+        global_hooks = torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks
+        return bool(hooks or global_hooks)
 
 
 def _hide_weights(part: _LatePart) -> None:

@@ -45,7 +45,7 @@ _SETS_GRADIENT = {_GRADIENT.__set__, _GRADIENT.__delete__}
 
 _overrides: Any = torch.overrides  # it has no annotations
 _owners: dict[int, Callable[[torch.Tensor, Use], None]] = {}
-_here = threading.local()
+_thread_state = threading.local()
 
 
 def register_tensors(tensors: Iterable[torch.Tensor], complete: Callable[[torch.Tensor, Use], None]) -> None:
@@ -55,7 +55,7 @@ def register_tensors(tensors: Iterable[torch.Tensor], complete: Callable[[torch.
 
 
 def forget_tensors(tensors: Iterable[torch.Tensor]) -> None:
-    """Stop to watch the tensors."""
+    """Stop watching the tensors."""
     for tensor in tensors:
         _owners.pop(id(tensor), None)
 
@@ -87,7 +87,7 @@ def _complete(values: Iterable[Any], use: Use) -> None:
 def watch() -> None:
     """Notice uses in this thread from now on. The mode is below all modes that the script may leave later."""
     if not is_watching():
-        _here.watch = watch = _Watch()
+        _thread_state.watch = watch = _Watch()
         modes = _list_modes()
         default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # torch keeps it at the bottom
         lowest = int(bool(modes) and modes[0] is default)
@@ -95,17 +95,17 @@ def watch() -> None:
 
 
 def unwatch() -> None:
-    """Stop to watch uses in this thread, if no tensor is registered."""
+    """Stop watching uses in this thread, if no tensor is registered."""
     if _owners:
         return
     modes = _list_modes()
     _replace_modes([mode for mode in modes if not isinstance(mode, _Watch)])
-    _here.watch = None
+    _thread_state.watch = None
 
 
 def is_watched_thread() -> bool:
     """Return True if `watch` was called in this thread. While torch runs a call, its modes are suspended."""
-    return getattr(_here, "watch", None) is not None
+    return getattr(_thread_state, "watch", None) is not None
 
 
 def is_watching() -> bool:

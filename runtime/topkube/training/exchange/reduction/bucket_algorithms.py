@@ -76,8 +76,8 @@ class BucketAlgorithms:
 
     def choose(self, bucket: Bucket, density: float, is_warming_up: bool) -> AllReduce:
         """Return the all-reduce that exchanges the bucket at this density, during or after the warm-up."""
-        whole = is_warming_up and density == 1 and not self.aggregation.momentum_correction
-        return self._dense if bucket.is_always_dense or whole else self._load_algorithm(bucket.length)
+        sends_whole = is_warming_up and density == 1 and not self.aggregation.momentum_correction
+        return self._dense if bucket.is_always_dense or sends_whole else self._load_algorithm(bucket.length)
 
     def choose_after_warmup(self, bucket: Bucket) -> AllReduce:
         """Return the all-reduce that exchanges the bucket after the warm-up."""

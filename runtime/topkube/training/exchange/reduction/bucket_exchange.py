@@ -25,7 +25,7 @@ from topkube.world import World
 
 class BucketExchange:
     """The exchange of buckets among the ranks of a world. Methods run in the communication thread, in the same order on
-    every rank; `mark_caller`, `follow` and `write_nan_if_flagged` run in the thread of the caller.
+    every rank; `mark_caller`, `make_caller_wait` and `write_nan_if_flagged` run in the thread of the caller.
 
     If `device` is set, buckets are reduced on it, as a pipeline (collectives/device/): `run` then only starts the
     reduction of a bucket, and `flush` finishes all of them. On CPUs, dense buckets that nodes exchange work in the same
@@ -86,8 +86,8 @@ class BucketExchange:
     ) -> bool:
         """Exchange the bucket's local gradients and add the means to the aggregated gradients in `.grad`. Return True
         if all values that this rank saw were finite, without those that `flush` still finishes. Residuals change only
-        when `Residuals.accept` is called. `mark` is what `mark_caller`
-        returned when the gradients were handed over; `loss_scale` is the factor by which the loss was multiplied."""
+        when `Residuals.accept` is called. `mark` is what `mark_caller` returned when the gradients were handed over;
+        `loss_scale` is the factor by which the loss was multiplied."""
         with self._work_after(mark):
             if bucket.has_rows:
                 return self._reduction.reduce_rows(bucket.parameters[0], mark)
@@ -149,10 +149,10 @@ class BucketExchange:
         """Return a mark that `run` waits for on the device: all work so far in the caller's stream."""
         return self.on_device.mark_caller() if self.on_device is not None else None
 
-    def follow(self) -> None:
+    def make_caller_wait(self) -> None:
         """Make the caller's stream wait for the delivered gradients."""
         if self.on_device is not None:
-            self.on_device.follow()
+            self.on_device.make_caller_wait()
 
     @torch.no_grad()
     def write_nan_if_flagged(self, flag: DeviceFlag, gradients: Iterable[torch.Tensor]) -> None:

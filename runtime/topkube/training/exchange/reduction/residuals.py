@@ -152,10 +152,10 @@ class Residuals:
             for name, begin, end, at in _find_overlaps(bucket, start, start + len(residual))
             if name in frozen
         ]
-        kinds = [(residual.current, "pending")] + [(residual.velocity, "pending_velocity")] * bool(residual.momentum)
+        arrays = [(residual.current, "pending")] + [(residual.velocity, "pending_velocity")] * bool(residual.momentum)
         kept = [
             (values, pending_name, place, _copy_values(values[place]))
-            for values, pending_name in kinds
+            for values, pending_name in arrays
             for place in places
         ]
         for values, _, place, _ in kept:

@@ -18,7 +18,8 @@ from topkube.training.ranks.agreement import Agreement
 from topkube.world import World
 
 _MOST_ROWS = 2.0
-"""An all-reduce sends a whole tensor twice; every rank receives gathered rows once."""
+"""The most rows that are gathered, as a multiple of the rows of the whole tensor: an all-reduce sends a whole tensor
+twice, and every rank receives gathered rows once."""
 
 
 @torch.no_grad()
@@ -51,11 +52,11 @@ def _average_whole(world: World, own: torch.Tensor) -> torch.Tensor:
     """Return the mean over ranks of sparse tensors that have many rows. An additional column shows which rows a rank
     has: the result has the rows that any rank has, also if their sum is zero."""
     outer, inner = own.shape[: own.sparse_dim()], own.shape[own.sparse_dim() :]
-    places, columns = math.prod(outer), math.prod(inner)
+    row_count, columns = math.prod(outer), math.prod(inner)
     values = own.values().cpu().reshape(own._nnz(), columns)
     if values.is_complex():
         values = torch.view_as_real(values).reshape(own._nnz(), 2 * columns)
-    whole = torch.zeros(places, values.shape[1] + 1, dtype=values.dtype)
+    whole = torch.zeros(row_count, values.shape[1] + 1, dtype=values.dtype)
     rows = _flatten_indices(own.indices().cpu(), outer)
     whole[rows, :-1] = values
     whole[rows, -1] = 1

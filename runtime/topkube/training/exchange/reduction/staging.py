@@ -22,9 +22,9 @@ class Staging:
         side, otherwise a staging buffer, one of `buffers`, or a new buffer for None."""
         if bucket.memory is not None and (values := bucket.memory.find_whole()) is not None:
             return values
-        only = bucket.parameters[0]
-        if len(bucket.parameters) == 1 and only.is_local and only.tensor.requires_grad and only.stash is None:
-            gradient = view_real(only.tensor.grad)
+        first = bucket.parameters[0]
+        if len(bucket.parameters) == 1 and first.is_local and first.tensor.requires_grad and first.stash is None:
+            gradient = view_real(first.tensor.grad)
             if gradient.is_contiguous():
                 return gradient.detach().view(-1)
         staging = self._take_buffer(bucket, buffers)
@@ -48,10 +48,10 @@ class Staging:
         if buffers is None:
             return torch.empty(bucket.length, dtype=bucket.dtype, device=device)
         self._number += 1
-        place = (bucket.dtype, self._number % max(self._least_buffers, buffers))
-        staging = self._buffers.get(place)
+        key = (bucket.dtype, self._number % max(self._least_buffers, buffers))
+        staging = self._buffers.get(key)
         if staging is None or staging.numel() < bucket.length:
-            staging = self._buffers[place] = torch.empty(bucket.length, dtype=bucket.dtype, device=device)
+            staging = self._buffers[key] = torch.empty(bucket.length, dtype=bucket.dtype, device=device)
         return staging
 
 

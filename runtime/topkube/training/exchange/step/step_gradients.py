@@ -1,4 +1,5 @@
-"""The gradients that the optimizer's next step uses: all ranks agree if they are finite, else all skip the step."""
+"""The gradients that the optimizer's next step uses. All ranks agree if the gradients are finite; otherwise all ranks
+skip the step."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class StepGradients:
         self._agreement, self._parameters, self._exchange, self._plan = agreement, parameters, exchange, plan
         self._in_force, self._weights = in_force, weights
         self._are_nonfinite = False
-        """True if the next step must be skipped, until it was."""
+        """True if the next step must be skipped."""
         self._were_nonfinite = False
         """True if the last backward ended with gradients that were not finite."""
         self._skipped_in_a_row = 0
@@ -52,7 +53,7 @@ class StepGradients:
 
     def begin_backward(self, has_gradients: bool) -> None:
         """Begin a backward. `has_gradients` is True if its gradients add up with gradients of earlier backwards."""
-        if self.decisions.is_open and has_gradients:  # the host has to know the first decision
+        if self.decisions.is_open and has_gradients:  # the host needs the first decision now
             self.settle()
         self.decisions.close()
         if not has_gradients:
@@ -65,8 +66,8 @@ class StepGradients:
 
     @property
     def may_leave_to_device(self) -> bool:
-        """True if this rank's host need not know whether the gradients are finite, and the optimizer can skip its step
-        on the device. The first step of all ranks is different: they compare their weights if they make it."""
+        """True if this rank's host need not read if the gradients are finite, and the optimizer can skip its step on
+        the device. The first step of all ranks is different: they compare their weights if they make it."""
         if not self.decisions.are_possible or self._are_nonfinite:
             return False
         return not self.measures_norms and not self._weights.is_first_due
@@ -117,24 +118,24 @@ class StepGradients:
                 parameter.forget()
 
     def _report_skipped_steps(self) -> None:
-        """Warn on rank 0 that training has stopped to make steps. Raise TrainingError on all ranks if the weights of
+        """Warn on rank 0 that training makes no steps any more. Raise TrainingError on all ranks if the weights of
         some ranks only are the cause: such a run never recovers. All ranks call this together."""
         is_bad = not all(is_finite(view_real(parameter.tensor)) for parameter in self._parameters)
         rows = self._agreement.gather([is_bad])[:, 0]
         world = self._agreement.world
-        bad = [rank for rank in range(world.size) if rows[rank]]
-        what = f"{self._skipped_in_a_row} steps in a row were skipped, because gradients were NaN or infinite"
-        if 0 < len(bad) < world.size:
+        failed = [rank for rank in range(world.size) if rows[rank]]
+        summary = f"{self._skipped_in_a_row} steps in a row were skipped, because gradients were NaN or infinite"
+        if 0 < len(failed) < world.size:
             raise TrainingError(
-                f"{what}: weights of {name_ranks(bad)} are NaN or infinite, and those of the other ranks are not",
+                f"{summary}: weights of {name_ranks(failed)} are NaN or infinite, and those of the other ranks are not",
                 cause="only some ranks changed their weights, or the memory of a machine is damaged",
                 next_step="resume from the last checkpoint, without that machine if it happens again",
             )
         if world.rank == 0:
+            weights_too = "The weights are too. " if failed else ""
             warn(
-                f"{what}. {'The weights are too. ' if bad else ''}Likely cause: the learning rate or the loss scale is"
-                " too high, or batches contain NaN. Next: check the data; resume from the last checkpoint with a lower"
-                " learning rate."
+                f"{summary}. {weights_too}Likely cause: the learning rate or the loss scale is too high, or batches"
+                " contain NaN. Next: check the data; resume from the last checkpoint with a lower learning rate."
             )
 
     # ---- around the optimizer's step
@@ -185,7 +186,7 @@ class StepGradients:
             self.skipped_steps += 1
             self._in_force.retract(decision.steps)
             if decision.steps:
-                self._weights.withdraw()  # as on ranks that knew it earlier
+                self._weights.withdraw()  # as on ranks that have read the flag earlier
         return is_nonfinite
 
     def forget(self) -> None:

@@ -37,7 +37,7 @@ from topkube.algorithms import (
     Machines,
     find_algorithm,
     is_known,
-    rank_choices,
+    sort_choices_by_time,
 )
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.tuning.fitted_machines import WRONG, find_same, fit_machines, is_same, is_wrong
@@ -249,7 +249,9 @@ class Tuning:
         machines = machines or self.machines
         assert machines is not None
         aggregation = self._aggregation
-        return rank_choices(aggregation.algorithm, machines, buckets, aggregation.dense_wire, self.compressed_choices)
+        return sort_choices_by_time(
+            aggregation.algorithm, machines, buckets, aggregation.dense_wire, self.compressed_choices
+        )
 
     def _adopt(self, choice: Choice, reason: str, others: Sequence[Choice] = ()) -> None:
         machines, name = self.machines, self._aggregation.algorithm
