@@ -1,14 +1,15 @@
 """All-reduce of torch tensors on their device, through torch.distributed inside the node. The cases are in
-ranks/device.py."""
+ranks/device.py, and those of error feedback in the weights in ranks/training/onebit_devices.py."""
 
 from __future__ import annotations
 
 import pytest
 from worlds import list_parameters
 
+MODULES = "device,training.onebit_devices"
 LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(1,), (2, 2), (2, 1)]}
 
 
-@pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters("device", LAYOUTS))
+@pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters(MODULES, LAYOUTS))
 def test_device(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
-    assert not (problem := outcome("device", mpi, layout, case)), problem
+    assert not (problem := outcome(MODULES, mpi, layout, case)), problem

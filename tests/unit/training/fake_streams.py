@@ -26,6 +26,7 @@ import topkube
 from topkube.collectives.device import pipeline
 from topkube.collectives.device.memory import DeviceMemory
 from topkube.settings import Settings
+from topkube.training.node_weights import weights_device
 from topkube.training.ranks import communication_thread
 
 _HOST_WAITS = ("_local_scalar_dense", "is_nonzero", "equal")
@@ -194,15 +195,21 @@ def play_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     fake = Streams()
 
     class FakeMemory(DeviceMemory):
+        stream_name = "exchange"
+
         def __init__(self, device: torch.device) -> None:
             super().__init__(device)
-            self.is_cuda, self.stream = True, FakeStream("exchange", fake)
+            self.is_cuda, self.stream = True, FakeStream(self.stream_name, fake)
 
         def allocate_host_number(self) -> torch.Tensor:
             fake.host_memory.append(torch.empty(()))
             return fake.host_memory[-1]
 
+    class FakeWeightsMemory(FakeMemory):
+        stream_name = "weights"
+
     monkeypatch.setattr(pipeline, "DeviceMemory", FakeMemory)
+    monkeypatch.setattr(weights_device, "DeviceMemory", FakeWeightsMemory)
     monkeypatch.setattr(torch.cuda, "current_stream", fake.current)
     monkeypatch.setattr(torch.cuda, "stream", fake.stream)
     monkeypatch.setattr(torch.cuda, "set_device", fake.set_device)

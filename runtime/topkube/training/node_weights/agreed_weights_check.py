@@ -29,9 +29,8 @@ class AgreedWeightsCheck(WeightsCheck):
         nodes have the same agreed weights and the ranks of each node the same weights. A collective of the node. Waits
         for a delayed exchange, which changes the agreed weights."""
         self._exchange.wait_for_delayed()
-        rows = communication_thread.run(
-            lambda: open_agreement(self._node_world).gather([self._digest_shards(), self._digest_own()])
-        )
+        own = super().compute_digest()
+        rows = communication_thread.run(lambda: open_agreement(self._node_world).gather([self._digest_shards(), own]))
         shards = rows[: self._world.shards, 0].tolist()
         is_equal = len(set(rows[:, 1].tolist())) == 1
         if self._world.nodes == 1:
@@ -40,9 +39,6 @@ class AgreedWeightsCheck(WeightsCheck):
 
     def _digest_shards(self) -> float:
         return _digest_arrays(self._exchange.agreed)
-
-    def _digest_own(self) -> float:
-        return _digest_arrays([parameter.tensor.detach().contiguous().numpy() for parameter in self._parameters])
 
     def describe_difference(self, agreement: Agreement, digest: float, first: bool) -> str:
         ranks = find_differing_ranks(agreement.gather([digest])[:, 0])

@@ -11,6 +11,9 @@ their shards, and add them up in the order of the nodes: x has the same bits on 
 the shards of x_i, so they have the same weights. From `two_stage_from` nodes on (the algorithm declares it), the
 exchange has two stages, and x moves by what the owners of segments send of the mean (collectives/two_stage.py).
 
+If the weights are on a GPU, x and all codecs stay in host memory. A rank copies its shard of x_i to the host, and the
+whole x_i back to the GPU (weights_device.py).
+
 With one stage, the parts of a chunk travel while the processor packs the next parts and the next chunk
 (collectives/one_stage.py).
 
@@ -44,6 +47,7 @@ from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.node_weights.guard import Squares, sum_squares
 from topkube.training.node_weights.layout import Chunk, cut_into_chunks
 from topkube.training.node_weights.outer_momentum import OuterMomentum
+from topkube.training.node_weights.weights_device import WeightsDevice
 from topkube.world import World
 
 
@@ -61,9 +65,12 @@ class _ChunkExchange:
 
 class WeightExchange:
     """The exchange among the nodes of `world`. `agreed` holds this rank's shards of x, one per chunk; it is empty until
-    `capture` or `place`. All methods but `capture` are collectives of all ranks, or of the ranks of a node, and run in
-    the communication thread; the script's thread calls those with "delayed" in their names, and `keep_weights`. Delayed
-    exchanges run in another thread, in `delayed_world`, which has the ranks and nodes of `world`."""
+    `capture` or `place`. `device` is that of the weights, None for host memory.
+
+    All methods but `capture`, `collect_shard` and those with "delayed" in their names are collectives of all ranks, or
+    of the ranks of a node. They run in the communication thread (`WeightsDevice.run`). `capture` and the delayed ones,
+    with `keep_weights`, run in the script's thread. Delayed exchanges run in another thread, in `delayed_world`, which
+    has the ranks and nodes of `world`."""
 
     def __init__(
         self,
@@ -71,8 +78,10 @@ class WeightExchange:
         parameters: Sequence[Parameter],
         aggregation: AggregationSettings,
         delayed_world: World | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.world, self.algorithm, self._wire = world, find_algorithm(aggregation.algorithm), aggregation.wire
+        self.device = WeightsDevice(device)
         self.delayed_world = delayed_world
         self.chunks = cut_into_chunks(parameters, world)
         self.agreed: list[Array] = []
@@ -111,7 +120,7 @@ class WeightExchange:
         """Take the current weights of this rank as x: they are the same on all ranks. Nothing is owed then."""
         self.agreed = [np.zeros(chunk.shard, np.float32) for chunk in self.chunks]
         for chunk, agreed in zip(self.chunks, self.agreed, strict=True):
-            collect_shard(chunk, agreed)
+            self.collect_shard(chunk, agreed)
         for stage in self.stages:
             if stage is not None:
                 stage.owed[:] = 0
@@ -160,7 +169,7 @@ class WeightExchange:
         """Start the exchange of a chunk."""
         chunk, own = current.chunk, current.own
         if current.before is None:
-            collect_shard(chunk, own, self.agreed[chunk.number])
+            self.collect_shard(chunk, own, self.agreed[chunk.number])
         else:
             np.subtract(current.before, self.agreed[chunk.number], out=own)
         if squares is not None:
@@ -189,18 +198,23 @@ class WeightExchange:
         if current.before is not None:
             own += agreed
             np.subtract(own, current.before, out=current.before)
-        elif self.world.local_size > 1 or not _write_sums(chunk, own, agreed):
+        elif not self._has_whole_chunks or not _write_sums(chunk, own, agreed):
             staging, shard = self._take_staging(chunk, self.world)
             np.add(own, agreed, out=shard)
             current.call.all_gather(staging)
-            _scatter(chunk, staging)
+            self._scatter(chunk, staging)
+
+    @property
+    def _has_whole_chunks(self) -> bool:
+        """True if this rank can write all weights of its node from host memory, without the other ranks."""
+        return self.world.local_size == 1 and self.device.device is None
 
     def keep_weights(self) -> None:
         """Copy this rank's shards of the parameters, for a delayed exchange."""
         if not self._changes:
             self._changes = [np.empty(chunk.shard, np.float32) for chunk in self.chunks]
         for chunk, shard in zip(self.chunks, self._changes, strict=True):
-            collect_shard(chunk, shard)
+            self.collect_shard(chunk, shard)
 
     def note_delayed(self, exchange: Future[None]) -> None:
         """Note that a delayed exchange is under way."""
@@ -244,7 +258,7 @@ class WeightExchange:
         """Add the result of a delayed exchange to the parameters. The ranks of a node gather it, and add the same."""
         for chunk, change in zip(self.chunks, self._changes, strict=True):
             values = self.gather(chunk, change)
-            for parameter, own in _list_tensors(chunk, values):
+            for parameter, own in self._list_tensors(chunk, values):
                 parameter += own
 
     @torch.no_grad()
@@ -252,7 +266,7 @@ class WeightExchange:
         """Write the weights that `shards` holds, this rank's shard of each chunk, into the parameters. The ranks of a
         node gather them."""
         for chunk, shard in zip(self.chunks, shards, strict=True):
-            _scatter(chunk, self.gather(chunk, shard))
+            self._scatter(chunk, self.gather(chunk, shard))
 
     def gather(self, chunk: Chunk, shard: Array) -> Array:
         """Return the chunk of which every rank of the node passes its shard: a work buffer, until the next call."""
@@ -273,20 +287,29 @@ class WeightExchange:
         staging = reserve_workspace(world, f"staging of weights {chunk.number % 2}", chunk.length, np.float32)
         return staging, staging[chunk.first : chunk.last]
 
+    def collect_shard(self, chunk: Chunk, shard: Array, agreed: Array | None = None) -> None:
+        """Copy this rank's shard of the parameters into `shard`, without `agreed`, its shard of the agreed weights. The
+        gaps between tensors become zero."""
+        filled = 0
+        pieces = [piece.view(piece.parameter.tensor) for piece in chunk.pieces]
+        for piece, values in zip(chunk.pieces, self.device.read(pieces), strict=True):
+            shard[filled : piece.at] = 0
+            if agreed is None:
+                shard[piece.place] = values
+            else:
+                np.subtract(values, agreed[piece.place], out=shard[piece.place])
+            filled = piece.place.stop
+        shard[filled:] = 0
 
-def collect_shard(chunk: Chunk, shard: Array, agreed: Array | None = None) -> None:
-    """Copy this rank's shard of the parameters into `shard`, without `agreed`, its shard of the agreed weights. The
-    gaps between tensors become zero."""
-    filled = 0
-    for piece in chunk.pieces:
-        shard[filled : piece.at] = 0
-        values = piece.view(piece.parameter.tensor).numpy()
-        if agreed is None:
-            shard[piece.place] = values
-        else:
-            np.subtract(values, agreed[piece.place], out=shard[piece.place])
-        filled = piece.place.stop
-    shard[filled:] = 0
+    def _scatter(self, chunk: Chunk, staging: Array) -> None:
+        for parameter, values in self._list_tensors(chunk, staging):
+            parameter.copy_(values)
+
+    def _list_tensors(self, chunk: Chunk, staging: Array) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the parameters of a chunk, and their parts of `staging`, in each one's shape and on their device."""
+        values = self.device.copy_to_device(staging)
+        for parameter, start in zip(chunk.parameters, chunk.starts, strict=True):
+            yield parameter.tensor, values[start : start + parameter.length].view(parameter.tensor.shape)
 
 
 def _write_sums(chunk: Chunk, own: Array, agreed: Array) -> bool:
@@ -298,15 +321,3 @@ def _write_sums(chunk: Chunk, own: Array, agreed: Array) -> bool:
         parts = torch.from_numpy(own[piece.place]), torch.from_numpy(agreed[piece.place])
         torch.add(*parts, out=piece.view(piece.parameter.tensor))  # autograd notices it, as it notices copy_
     return True
-
-
-def _scatter(chunk: Chunk, staging: Array) -> None:
-    for parameter, values in _list_tensors(chunk, staging):
-        parameter.copy_(values)
-
-
-def _list_tensors(chunk: Chunk, staging: Array) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the parameters of a chunk, and their parts of `staging`, a view of each one's shape."""
-    values = torch.from_numpy(staging)
-    for parameter, start in zip(chunk.parameters, chunk.starts, strict=True):
-        yield parameter.tensor, values[start : start + parameter.length].view(parameter.tensor.shape)

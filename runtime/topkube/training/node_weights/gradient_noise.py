@@ -26,6 +26,7 @@ from topkube.collectives.all_reduce import build_exchange, finish_exchange
 from topkube.collectives.call import Call, reserve_workspace
 from topkube.collectives.request import Request
 from topkube.training.exchange.buckets.parameter import Parameter
+from topkube.training.node_weights.weights_device import WeightsDevice
 from topkube.world import World
 
 PROBES = 256
@@ -48,13 +49,16 @@ class NoiseCorrection(ABC):
 
 class GradientNoise:
     """The estimate of rho on this rank's node. `parameters` hold the tensors and the gradients that the optimizer
-    reads, and `weights` are those of the nodes in means. `ratios` holds rho for each parameter, shape (parameters,),
-    float64."""
+    reads, `weights` are those of the nodes in means, and `device` is that of the gradients. `ratios` holds rho for each
+    parameter, shape (parameters,), float64."""
 
-    def __init__(self, world: World, parameters: Sequence[Parameter], weights: Sequence[float]) -> None:
-        self._world, self._parameters, self._weights = world, parameters, weights
+    def __init__(
+        self, world: World, parameters: Sequence[Parameter], weights: Sequence[float], device: WeightsDevice
+    ) -> None:
+        self._world, self._parameters, self._weights, self._device = world, parameters, weights, device
         generator = torch.Generator().manual_seed(0)
-        self._entries = [torch.randperm(p.length, generator=generator)[:PROBES] for p in parameters]
+        drawn = [torch.randperm(p.length, generator=generator)[:PROBES] for p in parameters]
+        self._entries = [chosen.to(p.tensor.device) for chosen, p in zip(drawn, parameters, strict=True)]
         self._bounds = np.cumsum([0, *(len(entries) for entries in self._entries)])
         count = int(self._bounds[-1])
         self._length = -(-count // world.shards) * world.shards
@@ -91,10 +95,10 @@ class GradientNoise:
         beyond, an all-reduce of float32 sends less."""
         world = self._world
         own = np.zeros(self._length, BFLOAT16)
-        for parameter, entries, start in zip(self._parameters, self._entries, self._bounds, strict=False):
-            gradient = parameter.tensor.grad
-            if gradient is not None:
-                kernels.cast_(own[start : start + len(entries)], gradient.reshape(-1)[entries].numpy())
+        gradients = [(number, p.tensor.grad) for number, p in enumerate(self._parameters) if p.tensor.grad is not None]
+        chosen = [gradient.reshape(-1)[self._entries[number]] for number, gradient in gradients]
+        for (number, _), entries in zip(gradients, self._device.read(chosen), strict=True):
+            kernels.cast_(own[self._bounds[number] : self._bounds[number + 1]], entries)
         values, mean = own.astype(np.float32), np.zeros(self._length, np.float32)
         call = Call(world, "gradient noise", Request(mean, "sum"))
         call.check_between_nodes()

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from topkube.arrays import Array
-from topkube.training.node_weights.exchange import WeightExchange, collect_shard
+from topkube.training.node_weights.exchange import WeightExchange
 from topkube.training.node_weights.layout import Chunk
 from topkube.training.node_weights.node_state import NodeWeightsState
 
@@ -28,7 +28,7 @@ def _average_chunk(exchange: WeightExchange, chunk: Chunk) -> Array:
     """Return this rank's shard of the mean of the nodes' weights: (chunk.shard,), float32."""
     agreed, stage = exchange.agreed[chunk.number], exchange.stages[chunk.number]
     unsent = np.empty(chunk.shard, np.float32)
-    collect_shard(chunk, unsent, agreed)
+    exchange.collect_shard(chunk, unsent, agreed)
     unsent *= np.float32(exchange.weights[exchange.world.node])
     if stage is not None:
         unsent[stage.segment] += stage.owed

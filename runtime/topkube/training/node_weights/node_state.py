@@ -18,7 +18,6 @@ from topkube.training.node_weights.gradient_noise import GradientNoise
 from topkube.training.node_weights.guard import DriftGuard
 from topkube.training.node_weights.layout import Chunk, ShardPiece
 from topkube.training.node_weights.outer_momentum import KEY
-from topkube.training.ranks import communication_thread
 
 _NOISE = "second_moment"
 """The key of the squares from which the noise of gradients is estimated, in the state of a node."""
@@ -66,7 +65,7 @@ class NodeWeightsState:
         for chunk, agreed in zip(self._exchange.chunks, self._exchange.agreed, strict=False):
             for piece in chunk.pieces:
                 name = piece.parameter.name
-                own = piece.view(self.own_weights.get(name, piece.parameter.tensor)).numpy()
+                own = self._read(piece, self.own_weights.get(name, piece.parameter.tensor))
                 pieces[name] = _list_differences(piece, own, agreed[piece.place])
                 if is_delayed:
                     change = self._exchange.find_delayed(chunk)[piece.place]
@@ -75,7 +74,7 @@ class NodeWeightsState:
                     key, entries = self._exchange.outer.save(chunk, piece)
                     pieces[key] = entries
                 for key, values in self._list_state(piece.parameter):
-                    pieces[f"{piece.parameter.name} {key}"] = [(piece.begin, piece.view(values).clone())]
+                    pieces[f"{piece.parameter.name} {key}"] = [(piece.begin, piece.view(values).to("cpu", copy=True))]
             if (stage := self._exchange.stages[chunk.number]) is not None:
                 for name, entry in _list_owed(chunk, stage):
                     owners[name] = [entry]
@@ -112,7 +111,7 @@ class NodeWeightsState:
             return
         state, self._loaded = self._loaded, None
         self._exchange.capture()
-        communication_thread.run(lambda: self._restore(state))
+        self._exchange.device.run(lambda: self._restore(state))
         if self._world.nodes == 1:
             self._exchange.agreed = []
 
@@ -178,9 +177,13 @@ class NodeWeightsState:
                 for piece in chunk.pieces:
                     for own_key, tensor in self._list_state(piece.parameter):
                         if own_key == key:
-                            shard[piece.place] = piece.view(tensor).numpy() * weight
+                            shard[piece.place] = self._read(piece, tensor) * weight
                 self._exchange.sum_over_nodes(shard)
                 self._write_state(key, chunk, shard)
+
+    def _read(self, piece: ShardPiece, tensor: torch.Tensor) -> Array:
+        """Return the elements of the piece of a tensor of the parameter's shape: (piece.end - piece.begin,)."""
+        return self._exchange.device.read([piece.view(tensor)])[0]
 
     def _list_keys(self) -> list[str]:
         return sorted({key for p in self._parameters for key, _ in self._list_state(p)})

@@ -16,6 +16,7 @@ from topkube.telemetry import phases
 from topkube.telemetry.trace import DELAYED_THREAD
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.parameter import Parameter
+from topkube.training.exchange.reduction.devices import find_exchange_device
 from topkube.training.node_weights.exchange import WeightExchange
 from topkube.training.node_weights.gradient_noise import GradientNoise, NoiseCorrection
 from topkube.training.node_weights.guard import DriftGuard, Squares
@@ -83,11 +84,13 @@ class NodeWeights:
         self.world, self.node_world = world, find_node_world(world)
         self._is_delayed = aggregation.delay > 0 and world.nodes > 1
         delayed_world = find_delayed_world(world) if self._is_delayed else None
-        self.exchange = WeightExchange(world, self.trained.parameters, aggregation, delayed_world)
+        device = find_exchange_device(self.trained.parameters)
+        self.exchange = WeightExchange(world, self.trained.parameters, aggregation, delayed_world, device)
+        self._run = self.exchange.device.run
         self._correction = correction
         self.guard = DriftGuard(aggregation.period, algorithm.name)
         self._noise = (
-            GradientNoise(world, self.trained.parameters, self.exchange.weights)
+            GradientNoise(world, self.trained.parameters, self.exchange.weights, self.exchange.device)
             if world.nodes > 1 and algorithm.corrects_second_moment and correction is not None
             else None
         )
@@ -119,7 +122,7 @@ class NodeWeights:
             self.trained.note_versions()
         self.trained.list_gradients()  # the estimate and the correction read those of the masters
         if self._noise is not None and self._noise.is_due(steps):
-            communication_thread.run(self._noise.exchange)
+            self._run(self._noise.exchange)
 
     def corrected(self) -> Any:
         """Return a context for the step of the wrapped optimizer, which corrects the step for the noise of the node's
@@ -146,7 +149,7 @@ class NodeWeights:
             thread = communication_thread.open_thread(DELAYED_THREAD)
             self.exchange.note_delayed(thread.submit(partial(exchange, is_delayed=True)))
         else:
-            communication_thread.run(exchange)
+            self._run(exchange)
             self.trained.write()
 
     def apply_exchange(self) -> None:
@@ -157,7 +160,7 @@ class NodeWeights:
             return
         self._warn_of_changes()
         self.trained.take_changes()
-        communication_thread.run(self.exchange.apply)
+        self._run(self.exchange.apply)
         self.exchange.forget_delayed()
         self.trained.write()
 
@@ -191,7 +194,7 @@ class NodeWeights:
         self.exchange.wait_for_delayed()
         self.exchange.forget_delayed()
         if self.differ:
-            communication_thread.run(lambda: self.exchange.place(self.exchange.agreed))
+            self._run(lambda: self.exchange.place(self.exchange.agreed))
             self.trained.write()
             self.exchange.agreed = []
 
@@ -200,7 +203,7 @@ class NodeWeights:
         over the nodes. Nodes have equal weights then. All ranks call this together."""
         self.apply_exchange()
         if self.differ:
-            communication_thread.run(partial(average_nodes, self.exchange, self.state))
+            self._run(partial(average_nodes, self.exchange, self.state))
             self.trained.write()
             self.exchange.agreed = []
 
@@ -222,7 +225,7 @@ class NodeWeights:
             return
         self.trained.take_changes(also_unnoticed=True)
         own = {parameter.name: parameter.tensor.detach().clone() for parameter in self.trained.parameters}
-        communication_thread.run(lambda: self.exchange.place(self.exchange.agreed))
+        self._run(lambda: self.exchange.place(self.exchange.agreed))
         self.trained.write()
         self._in_consensus, self.state.own_weights = True, own
         versions = self.trained.list_versions()

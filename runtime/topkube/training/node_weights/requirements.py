@@ -18,15 +18,15 @@ def check_parameters(trained: TrainedWeights, algorithm: str) -> None:
         gradient, has_master = of_model.gradient_dtype, parameter is not of_model
         problems = {
             "is a DTensor": is_sharded(tensor),
-            f"is on {tensor.device}": tensor.device.type != "cpu",
+            f"is on {tensor.device}": tensor.device.type not in ("cpu", "cuda"),
             f"has dtype {tensor.dtype}": tensor.dtype != torch.float32,
             f"has gradients of {gradient}": gradient != (of_model.tensor.dtype if has_master else torch.float32),
         }
         if problem := next((text for text, is_present in problems.items() if is_present), None):
-            is_narrow = tensor.dtype in (torch.bfloat16, torch.float16) and tensor.device.type == "cpu"
+            is_narrow = tensor.dtype in (torch.bfloat16, torch.float16)
             raise ArgumentError(
                 f"{algorithm} does not support this model: parameter {parameter.name} {problem}",
-                cause=f"{algorithm} exchanges weights that are float32 tensors in host memory",
+                cause=f"{algorithm} exchanges weights that are float32 tensors, in host memory or on an NVIDIA GPU",
                 next_step="wrap the optimizer in topkube.training.MasterWeights, which keeps float32 masters, or choose"
                 " another algorithm, such as dense"
                 if is_narrow and not is_sharded(tensor)

@@ -1,0 +1,61 @@
+"""The device of the weights that nodes exchange. Codecs and nodes work in host memory, so weights on a GPU are copied.
+
+The exchange works on a stream of its own. It begins after the work that the script has given its current stream, and
+the script's later work begins after the exchange. So neither reads weights that the other is about to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from topkube.arrays import Array
+from topkube.collectives.device.memory import DeviceMemory
+from topkube.training.ranks import communication_thread
+
+T = TypeVar("T")
+
+
+class WeightsDevice:
+    """The device of the weights, a GPU, or None for host memory."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.device = device
+        self._memory = DeviceMemory(device) if device is not None else None
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Run `work`, which reads or writes weights, in the communication thread, and return its result. Raises the
+        error that it raised."""
+        memory = self._memory
+        if memory is None:
+            return communication_thread.run(work)
+        mark = memory.mark_caller()
+
+        def run_in_order() -> T:
+            memory.enter_thread()
+            if mark is not None:
+                memory.wait_for(mark)
+            with memory.on_stream():
+                return work()
+
+        result = communication_thread.run(run_in_order)
+        memory.follow()
+        return result
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> list[Array]:
+        """Return the values of 1-D tensors of one dtype: views if they are in host memory, otherwise copies, which are
+        complete. Tensors on a device cross to the host together."""
+        if self.device is None or not tensors:
+            return [tensor.numpy() for tensor in tensors]
+        joined = torch.cat(list(tensors))
+        in_host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=joined.is_cuda)
+        in_host.copy_(joined)
+        return [part.numpy() for part in in_host.split([tensor.numel() for tensor in tensors])]
+
+    def copy_to_device(self, values: Array) -> torch.Tensor:
+        """Return `values` as a tensor on the device: a view if that is host memory, otherwise a copy. `values` may
+        change afterwards."""
+        in_host = torch.from_numpy(values)
+        return in_host if self.device is None else in_host.to(self.device, copy=True)

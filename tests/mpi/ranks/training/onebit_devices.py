@@ -1,0 +1,69 @@
+"""Error feedback in the weights of models on a device: weights are copied to the host, and gradients stay there."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from ranks.device import exchange_through_torch
+from ranks.training.checkpoints import make_shared_directory
+from ranks.training.onebit_checkpoints import read_state, run_until
+from ranks.training.onebit_scene import (
+    build_adamw,
+    build_lamb,
+    build_masters,
+    build_onebit,
+    build_sgd,
+    read_bits,
+    train,
+)
+from ranks.training.scene import build_network
+from topkube.world import World
+
+ALGORITHMS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("onebit", {}),
+    ("onebit", {"delay": 1}),
+    ("onebit", {"period": 2}),
+    ("topk1bit", {}),
+    ("localsgd", {"period": 2}),
+    ("diloco", {"period": 2}),
+)
+
+
+def run_steps(world: World, build_optimizer: Any, is_on_device: bool, **options: Any) -> list[bytes]:
+    """Return the bits of the weights after 8 steps, with or without the copies of a device."""
+    model = build_network()
+    with exchange_through_torch() if is_on_device else nullcontext():
+        optimizer = build_onebit(model, build_optimizer, **options)
+        assert (optimizer._backward.exchange.on_device is not None) == is_on_device
+        train(world, model, optimizer, range(8))
+        return read_bits(optimizer, model)
+
+
+def have_same_sums(world: World) -> bool:
+    """Return True if sums within nodes do not depend on their order: a node has at most two ranks."""
+    return max(len(ranks) for ranks in world.node_ranks) <= 2
+
+
+def case_a_model_on_a_device_trains_with_the_same_bits(world: World) -> None:
+    if not have_same_sums(world):
+        return
+    for algorithm, options in ALGORITHMS:
+        arguments = {"aggregation": algorithm, **options}
+        on_device = run_steps(world, build_adamw, True, **arguments)
+        assert on_device == run_steps(world, build_adamw, False, **arguments), arguments
+
+
+def case_each_optimizer_works_on_a_device(world: World) -> None:
+    if not have_same_sums(world):
+        return
+    for build_optimizer in (build_sgd, build_lamb, build_masters(build_adamw)):
+        assert run_steps(world, build_optimizer, True) == run_steps(world, build_optimizer, False)
+
+
+def case_a_resumed_run_on_a_device_has_the_same_bits(world: World) -> None:
+    for options in ({}, {"delay": 1}):
+        with make_shared_directory(world) as directory, exchange_through_torch():
+            whole = read_state(*run_until(world, f"{directory}/whole", 10, **options))
+            run_until(world, f"{directory}/parts", 7, **options)
+            assert whole == read_state(*run_until(world, f"{directory}/parts", 10, **options)), options

@@ -1,0 +1,92 @@
+"""Weights cross between the script's stream and the stream of their exchange between nodes (fake_streams.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from topkube.settings import Settings
+from topkube.training.exchange.aggregation import AggregationSettings
+from topkube.training.exchange.buckets.parameter import Parameter
+from topkube.training.node_weights.exchange import WeightExchange
+from topkube.training.node_weights.gradient_noise import GradientNoise
+from topkube.world import current
+from unit.training.fake_streams import Streams, play_device
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
+    with play_device(monkeypatch) as fake:
+        yield fake
+
+
+class Training:
+    """Two parameters, and the exchange of their changes in a world of one node."""
+
+    def __init__(self) -> None:
+        self.weights = [torch.nn.Parameter(torch.randn(70, 100)) for _ in range(2)]
+        parameters = [Parameter(i, f"weight{i}", weight) for i, weight in enumerate(self.weights)]
+        aggregation = AggregationSettings.from_settings(Settings(), algorithm="onebit")
+        self.exchange = WeightExchange(current(), parameters, aggregation, device=CPU)
+        self.noise = GradientNoise(current(), parameters, self.exchange.weights, self.exchange.device)
+        self.exchange.capture()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Work as the script does: read the weights and write them."""
+        for weight in self.weights:
+            weight.grad = torch.randn(70, 100)
+            weight -= 0.1 * weight.grad
+
+
+def place_agreed(training: Training) -> None:
+    training.exchange.place(training.exchange.agreed)
+
+
+EXCHANGES: dict[str, Callable[[Training], None]] = {
+    "run": lambda training: training.exchange.run(),
+    "place": place_agreed,
+    "noise": lambda training: training.noise.exchange(),
+}
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
+def test_exchange_and_script_do_not_use_weights_at_the_same_time(
+    streams: Streams, exchange: Callable[[Training], None]
+) -> None:
+    training = Training()
+    for _ in range(3):
+        training.update()
+        training.exchange.device.run(lambda: exchange(training))
+    training.update()
+    streams.check_freed_memory()
+    assert not streams.hazards
+    assert "weights" in streams.work(), "the exchange worked in the stream of the script"
+
+
+def test_a_delayed_exchange_is_added_in_order(streams: Streams) -> None:
+    training = Training()
+    exchange = training.exchange
+    for _ in range(3):
+        training.update()
+        exchange.keep_weights()
+        kept = [shard.copy() for shard in (exchange.find_delayed(chunk) for chunk in exchange.chunks)]
+        training.update()  # the weights change while the exchange is under way
+        assert all(
+            (exchange.find_delayed(chunk) == shard).all() for chunk, shard in zip(exchange.chunks, kept, strict=True)
+        )
+        exchange.device.run(exchange.apply)
+    training.update()
+    streams.check_freed_memory()
+    assert not streams.hazards
+
+
+def test_the_thread_of_the_exchange_uses_the_device_of_the_rank(streams: Streams) -> None:
+    """Otherwise each rank of a node would create a CUDA context on the first GPU."""
+    training = Training()
+    training.exchange.device.run(training.exchange.run)
+    assert ("topkube-communication", CPU) in streams.devices or any(device == CPU for _, device in streams.devices)
