@@ -78,11 +78,17 @@ def _format_row(algorithm: Algorithm) -> str:
             [
                 *cells,
                 "; ".join(states) or "nothing",
-                "only" if algorithm.needs_gpu else "yes" if algorithm.on_device else "no",
+                _name_support_of_gpus(algorithm),
             ]
         )
         + " |"
     )
+
+
+def _name_support_of_gpus(algorithm: Algorithm) -> str:
+    if algorithm.in_weights:
+        return "through host memory"
+    return "only" if algorithm.needs_gpu else "yes" if algorithm.on_device else "no"
 
 
 _COPIES = {"shard": "node, cut over its ranks", "rank": "rank"}

@@ -16,6 +16,7 @@ from topkube.training.exchange.autograd.loss_scale import watch_scalers
 from topkube.training.exchange.backward import Backward
 from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
 from topkube.training.exchange.late.late_updates import LateUpdates, check_optimizer
+from topkube.training.exchange.reduction.devices import find_exchange_device
 from topkube.training.exchange.tuning.tuning import find_saved_algorithm
 from topkube.training.node_weights.agreed_weights_check import AgreedWeightsCheck
 from topkube.training.node_weights.gradient_noise import NoiseCorrection
@@ -110,15 +111,20 @@ def _check_permission(
     """Return the settings without `node_weights: own`, with a warning, if the optimizer or the model does not support
     it. Otherwise create the world of the node. All ranks call this together."""
     own = next(algorithm for algorithm in aggregation.compressed_choices if algorithm.in_weights)
+    parameters = name_parameters(optimizer, names, sharded=True)
+    problem = ""
+    if find_exchange_device(parameters) is not None:
+        problem = f"auto does not compress for models on a GPU; name the algorithm {own.name} to use it there"
     try:
-        parameters = name_parameters(optimizer, names, sharded=True)
         check_parameters(TrainedWeights(parameters, _find_masters(optimizer)), own.name)
     except ArgumentError as error:
-        if world.rank == 0:
-            warn(f"auto will not take {own.name}, which node_weights allows: {error.what}")
-        return replace(aggregation, node_weights=NODE_WEIGHTS.default)
-    find_node_world(world)
-    return aggregation
+        problem = error.what
+    if not problem:
+        find_node_world(world)
+        return aggregation
+    if world.rank == 0:
+        warn(f"auto will not take {own.name}, which node_weights allows: {problem}")
+    return replace(aggregation, node_weights=NODE_WEIGHTS.default)
 
 
 def _build_parts(

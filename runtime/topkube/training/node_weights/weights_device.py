@@ -52,7 +52,7 @@ class WeightsDevice:
         joined = torch.cat(list(tensors))
         in_host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=joined.is_cuda)
         in_host.copy_(joined)
-        return [part.numpy() for part in in_host.split([tensor.numel() for tensor in tensors])]
+        return [part.numpy() for part in torch.split(in_host, [tensor.numel() for tensor in tensors])]
 
     def copy_to_device(self, values: Array) -> torch.Tensor:
         """Return `values` as a tensor on the device: a view if that is host memory, otherwise a copy. `values` may
