@@ -41,7 +41,7 @@ class WeightsDevice:
                 return work()
 
         result = communication_thread.run(run_in_order)
-        memory.follow()
+        memory.make_caller_wait()
         return result
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[Array]:
