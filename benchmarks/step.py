@@ -12,6 +12,7 @@ as if another device computed: 60 ms in forward and 120 ms in backward. Contende
 round. A step lasts until the slowest rank has made it. Results are medians over all steps of all rounds, with an
 interval that contains the true median with a probability of 95%, if steps are independent. `auto` and `auto_own` are
 measured when their choice is final. With `auto_own`, nodes may have weights of their own (`node_weights="own"`).
+A contender that exchanges only every few steps counts with the mean of all steps of a period.
 
 Beside the time, a row holds the processor time of the computing thread and of all other threads (the cost of
 communication), how often these other threads woke up, and the bytes that the busiest node sent per step. A row that is
@@ -49,12 +50,14 @@ RATES = (UNSHAPED, "1gbit", "100mbit")
 LAYOUTS = {"2x1": (1, 1), "2x2": (2, 2), "4x1": (1, 1, 1, 1)}
 OURS = (
     *("dense", "dense_bf16", "dear", "dear_bf16", "int8", "int4", "hitopk", "onebit", "onebit_delayed", "topk1bit"),
-    "topk1bit_delayed",
+    *("topk1bit_delayed", "onebit_period2", "onebit_period4"),
     "auto",
     "auto_own",
 )
 PEERS = ("ddp", "fp16", "powersgd1", "powersgd2", "powersgd4")
 PLAIN = "plain"
+PERIODS = {"onebit_period2": 2, "onebit_period4": 4}
+"""The steps between two exchanges of the contenders that do not exchange in every step."""
 MINIMAL = (
     *(PLAIN, "ddp", "fp16", "powersgd1", "dense", "dear", "int8", "auto", "auto_own"),
     *("onebit", "onebit_delayed", "topk1bit"),
@@ -72,7 +75,8 @@ WORLDS = {
     "gloo": Recipe("gloo", "gloo", Path(sys.executable), script=SCRIPT),
 }
 WARM_STEPS = 4
-"""Steps before the measured steps: DDP plans its buckets again after the first, and PowerSGD starts with the third."""
+"""Steps before the measured steps: DDP plans its buckets again after the first, and PowerSGD starts with the third. A
+multiple of all periods."""
 Row = dict[str, Any]
 
 
@@ -172,11 +176,12 @@ class StepBench:
     def _run_once(self, contender: str, steps: int) -> Row:
         world = self._start_world(choose_world(contender))
         before = self.network.read_traffic()
-        answers = world.ask(do="steps", contender=contender, model=self.model, warm=WARM_STEPS, steps=steps)
+        period = PERIODS.get(contender, 1)
+        answers = world.ask(do="steps", contender=contender, model=self.model, warm=WARM_STEPS, steps=steps * period)
         moved = [after - earlier for after, earlier in zip(self.network.read_traffic(), before, strict=True)]
-        ends = [max(times) for times in zip(*(answer["times"] for answer in answers), strict=True)]
+        ends = [max(times) for times in zip(*(answer["times"] for answer in answers), strict=True)][::period]
         return {
-            "seconds": [after - earlier for earlier, after in itertools.pairwise(ends)],
+            "seconds": [(after - earlier) / period for earlier, after in itertools.pairwise(ends)],
             "sent": max(link.sent for link in moved) / answers[0]["made"],
             **{name: max(answer[name] for answer in answers) for name in ("main_cpu", "other_cpu", "wakeups")},
         }

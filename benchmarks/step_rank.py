@@ -133,6 +133,8 @@ class TopKubeTrainer:
         options: dict[str, Any] = {"density": 0.01, "wire": "bf16", "warmup_steps": 0}
         if variant == "delayed":
             options["delay"] = 1
+        elif variant.startswith("period"):
+            options["period"] = int(variant.removeprefix("period"))
         elif variant == "own":
             options["node_weights"] = "own"
         elif variant:

@@ -17,6 +17,8 @@ NAMES = {
     "hitopk": "**TopKube hitopk, 1%, bf16**",
     "onebit": "**TopKube onebit**",
     "onebit_delayed": "**TopKube onebit, delay 1**",
+    "onebit_period2": "**TopKube onebit, period 2**",
+    "onebit_period4": "**TopKube onebit, period 4**",
     "topk1bit": "**TopKube topk1bit**",
     "topk1bit_delayed": "**TopKube topk1bit, delay 1**",
     "auto": "**TopKube auto**",
