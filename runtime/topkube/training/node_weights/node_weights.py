@@ -17,10 +17,10 @@ from topkube.telemetry.trace import DELAYED_THREAD
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.exchange.reduction.devices import find_exchange_device
+from topkube.training.node_weights.averaging import average_nodes
 from topkube.training.node_weights.exchange import WeightExchange
 from topkube.training.node_weights.gradient_noise import GradientNoise, NoiseCorrection
 from topkube.training.node_weights.guard import DriftGuard, Squares
-from topkube.training.node_weights.merging import average_nodes
 from topkube.training.node_weights.node_state import NodeWeightsState
 from topkube.training.node_weights.requirements import check_parameters
 from topkube.training.node_weights.trained_weights import Masters, TrainedWeights
