@@ -35,8 +35,8 @@ def write_job(directory: Path, command: list[str], workers: int = 2, **spec: Any
 
 def build_command(job: Path, directory: Path, *options: str) -> list[str]:
     """Return the command of `topkube run` with its run directory inside `directory`."""
-    where = ["--run-directory", str(directory / "run")]
-    return [sys.executable, "-m", "topkube.cli", "run", str(job), *where, *options]
+    directory_option = ["--run-directory", str(directory / "run")]
+    return [sys.executable, "-m", "topkube.cli", "run", str(job), *directory_option, *options]
 
 
 def start_run(
@@ -63,7 +63,8 @@ def run_job(
 
 
 def list_commands(directory: Path) -> list[str]:
-    """Return the command lines of living processes of runs in `directory`, in which all of them were started."""
+    """Return the command lines of living processes whose working directory is `directory`: the runs that tests started
+    there."""
     processes = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) != os.getpid():

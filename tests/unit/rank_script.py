@@ -1,5 +1,5 @@
-"""The script of each rank in the tests: STEPS MODE RANK. It reports progress as training does; RANK fails in the way
-MODE."""
+"""The script of each rank in the tests, with the arguments STEPS MODE RANK. The script reports progress as training
+does. In step 3, RANK fails in the way MODE."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import topkube
 from topkube.settings import Settings
 from topkube.telemetry.progress import ProgressWriter, StepRecord
 
-steps, mode, who = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+steps, mode, failing_rank = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 topkube.init()
 settings = Settings.from_environment()
 print("up", topkube.rank(), topkube.node(), os.environ["OMP_NUM_THREADS"], os.environ.get("LEVEL"), flush=True)
@@ -44,7 +44,7 @@ for step in range(1, steps + 1):
         assert world.deadline_seconds == 30
         world.deadline_seconds = 1
     world.agree(True)
-    if step == 3 and topkube.rank() == who:
+    if step == 3 and topkube.rank() == failing_rank:
         fail()
     if writer is not None:
         writer.write(

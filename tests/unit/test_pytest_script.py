@@ -24,9 +24,11 @@ def test_by_chance(case):
 def run_tests(folder: Path, source: str, **environment: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_it.py").write_text(source)
     command = [SCRIPT, sys.executable, "-n", "1", "test_it.py"]
-    others = {name: value for name, value in os.environ.items() if name != "CI" and not name.startswith("PYTEST_")}
+    outer_environment = {
+        name: value for name, value in os.environ.items() if name != "CI" and not name.startswith("PYTEST_")
+    }
     return subprocess.run(
-        command, cwd=folder, env={**others, **environment}, capture_output=True, text=True, timeout=240
+        command, cwd=folder, env={**outer_environment, **environment}, capture_output=True, text=True, timeout=240
     )
 
 

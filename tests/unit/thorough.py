@@ -1,4 +1,4 @@
-"""How much properties and explorations try: a part in `make test`, all of it with the option `--thorough`
+"""The effort of properties and explorations: `make test` tries fewer examples, and the option `--thorough` more
 (tests/conftest.py)."""
 
 from __future__ import annotations

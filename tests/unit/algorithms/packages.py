@@ -1,4 +1,5 @@
-"""Packages outside the repository, installed without pip and without a network: their files and metadata on a path."""
+"""Packages outside the repository, installed without pip and without a network: their files and metadata are written
+into a folder of `sys.path`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ PAGE = Path(__file__).parents[3] / "docs/new-algorithm.md"
 
 
 def install_page(directory: Path) -> None:
-    """Install the package of docs/new-algorithm.md, its text as it is on the page, into `directory`."""
+    """Install the package of docs/new-algorithm.md, exactly as it is printed there, into `directory`."""
     files = re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```', PAGE.read_text(), re.M | re.S)
     assert {name for name, _ in files} == {"pyproject.toml", "acme_topkube/__init__.py", "acme_topkube/stride_k.py"}
     for name, text in files:

@@ -41,7 +41,7 @@ def parse_job(algorithm: object) -> TrainingJob:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder whose packages are installed."""
+    """A folder of `sys.path`, like site-packages."""
     directory = tmp_path / "site"
     directory.mkdir()
     monkeypatch.syspath_prepend(str(directory))
@@ -75,7 +75,7 @@ def test_no_other_module_names_an_algorithm() -> None:
     allowed = {("runtime/topkube/algorithms/own.py", algorithm.name) for algorithm in OWN}
     allowed |= {("runtime/topkube/collectives/__init__.py", "hitopk")}
     allowed |= {("runtime/topkube/integrations/ddp.py", "hitopk")}  # the only sparse algorithm of DDP's hook
-    # the library: torch's name of its backend, and a line of `topkube doctor`
+    # "nccl" is also the library: the name of torch's backend, and a line of `topkube doctor`.
     allowed |= {
         (f"runtime/topkube/{file}.py", "nccl") for file in ("collectives/device/rank_group", "cli/doctor/gpu_checks")
     }
@@ -199,7 +199,7 @@ def test_doctor_lists_the_algorithm_with_its_package_and_names_broken_packages(s
         ),
     ],
 )
-def test_a_broken_package_is_named_and_spoils_nothing_else(site: Path, text: str, place: str, reason: str) -> None:
+def test_a_broken_package_is_named_and_breaks_nothing_else(site: Path, text: str, place: str, reason: str) -> None:
     (site / "broken_package.py").write_text(text)
     install(site, "broken-package", "0.3", {"broken.x": place})
     with pytest.raises(AlgorithmError, match=r"broken-package 0\.3") as raised:

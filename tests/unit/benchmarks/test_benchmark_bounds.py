@@ -48,29 +48,29 @@ def problem(tmp_path: Path) -> SumProblem:
     return SumProblem.create(tmp_path / "problem", 1000, (2, 2), (0.01,))
 
 
-def test_references_are_the_sums_they_claim(problem: SumProblem) -> None:
+def test_references_are_the_sums_of_the_inputs(problem: SumProblem) -> None:
     inputs = [problem.load_input(rank).astype(np.float64) for rank in range(4)]
     dense = np.load(problem.directory / "dense.npy")
     np.testing.assert_allclose(dense, sum(inputs), atol=1e-6)
     kept = np.load(problem.directory / "hitopk-0.01.npy")
     per_node = [inputs[0] + inputs[1], inputs[2] + inputs[3]]
     for shard in (slice(0, 500), slice(500, 1000)):
-        wanted = np.zeros(500)
+        expected = np.zeros(500)
         for node in per_node:
             chosen = np.argsort(-np.abs(node[shard]))[:5]
-            wanted[chosen] += node[shard][chosen]
-        np.testing.assert_allclose(kept[shard], wanted, atol=1e-6)
+            expected[chosen] += node[shard][chosen]
+        np.testing.assert_allclose(kept[shard], expected, atol=1e-6)
 
 
 def test_a_wrong_sum_is_refused(problem: SumProblem) -> None:
-    right = np.load(problem.directory / "naive-0.01.npy")
-    problem.check(right, "naive-0.01", 1e-5)
-    elsewhere = right.copy()
-    elsewhere[np.flatnonzero(right == 0)[0]] = 1e-7  # within the tolerance, but nobody selected it
+    correct = np.load(problem.directory / "naive-0.01.npy")
+    problem.check(correct, "naive-0.01", 1e-5)
+    misplaced = correct.copy()
+    misplaced[np.flatnonzero(correct == 0)[0]] = 1e-7  # within the tolerance, but nobody selected it
     with pytest.raises(WrongResult, match="element"):
-        problem.check(elsewhere, "naive-0.01", 1e-5)
-    missing = right.copy()
-    missing[np.flatnonzero(right)[0]] = 0
+        problem.check(misplaced, "naive-0.01", 1e-5)
+    missing = correct.copy()
+    missing[np.flatnonzero(correct)[0]] = 0
     with pytest.raises(WrongResult):
         problem.check(missing, "naive-0.01", 1e-5)
     with pytest.raises(WrongResult):

@@ -1,4 +1,4 @@
-"""benchmarks/cache.py in several runs: each resumes where the one before ended."""
+"""benchmarks/cache.py in several runs: each run measures what the runs before have not measured."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def test_a_peer_that_cannot_be_imported_is_reported_and_left_out(
 
 
 def test_nothing_is_measured_if_the_time_is_too_short() -> None:
-    """A bench that is not there would raise."""
+    """The bench is None, so that a measurement would raise an error."""
     waiting = cache.plan_measurements(list(cache.PROBLEMS), ["TopKube"])
     assert cache.measure_all(None, waiting, {"first": []}, 0.0, print) == {"first": []}  # type: ignore[arg-type]

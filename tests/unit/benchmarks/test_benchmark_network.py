@@ -26,7 +26,7 @@ def run_inside(node: network.Node, command: str) -> str:
 
 
 @as_root
-def test_links_have_the_stated_speed_and_count_what_crosses() -> None:
+def test_links_have_the_stated_speed_and_count_the_bytes_that_cross_them() -> None:
     size = 1_000_000
     with Network(2, "100mbit") as pair:
         before = pair.read_traffic()

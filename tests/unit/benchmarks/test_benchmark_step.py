@@ -49,13 +49,13 @@ def test_an_interrupted_run_continues_with_the_turns_that_are_missing(
     path = tmp_path / "step.turns.json"
     turns = step.Turns(path, 5)
     turns.add({"seconds": [1.0]}, "2x1", "gpt", "1gbit", "dense")
-    again = step.Turns(path, 5)
-    assert again.find_samples("2x1", "gpt", "1gbit", "dense") == [{"seconds": [1.0]}]
-    assert again.find_samples("2x1", "gpt", "1gbit", "ddp") == []
+    resumed = step.Turns(path, 5)
+    assert resumed.find_samples("2x1", "gpt", "1gbit", "dense") == [{"seconds": [1.0]}]
+    assert resumed.find_samples("2x1", "gpt", "1gbit", "ddp") == []
     assert step.Turns(path, 6).find_samples("2x1", "gpt", "1gbit", "dense") == []
     monkeypatch.setattr(step, "digest_sources", lambda: "other sources")
     assert step.Turns(path, 5).find_samples("2x1", "gpt", "1gbit", "dense") == []
-    again.forget()
+    resumed.forget()
     assert not path.exists()
 
 
@@ -78,7 +78,7 @@ def test_only_missing_turns_are_measured_and_all_of_them_count(monkeypatch: pyte
     assert rows["dense"]["against_ddp"] == 1.5
 
 
-def test_the_interval_of_a_median_has_the_places_of_tables() -> None:
+def test_the_bounds_of_a_median_are_those_of_published_tables() -> None:
     """Places of the 95% interval by the binomial distribution, as in tables of the sign test."""
     for count, place in ((5, 1), (6, 1), (8, 1), (9, 2), (12, 3), (15, 4), (20, 6), (30, 10)):
         assert step.bound_median([float(value) for value in range(count, 0, -1)]) == (place, count + 1 - place)

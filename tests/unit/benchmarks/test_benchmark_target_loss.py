@@ -112,7 +112,7 @@ def test_last_losses_are_compared_with_ddp_of_the_same_seed() -> None:
     assert onebit["interval_percent"] == pytest.approx([2 - 12.706, 2 + 12.706], abs=1e-3)
 
 
-def test_runs_of_another_length_are_compared_apart() -> None:
+def test_runs_of_another_length_are_compared_separately() -> None:
     runs = [build_run("ddp", [[100, 2.0]]), build_run("onebit", [[100, 3.0]])]
     longer = [{**build_run(name, [[200, 1.0]]), "steps": 200} for name in ("ddp", "onebit")]
     rows = target_loss.compare(runs + longer, [build_times("ddp", 40.0), build_times("onebit", 20.0)])

@@ -1,4 +1,4 @@
-"""The script that measures on a GPU: rows that survive, programs that can be killed, a machine without network."""
+"""The script that measures on a GPU: rows survive, programs that hang are killed, and the machine needs no network."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_rows_are_written_at_once_and_measured_once(tmp_path: Path) -> None:
     assert "device is full" in str(first.measure("b", lambda: measure("b")))
     with path.open("a") as file:
         file.write('{"key": "c", "ms"')  # the machine was taken away
-    again = Rows(path)
+    resumed = Rows(path)
     for name in "abc":
-        again.measure(name, lambda name=name: measure(name))
+        resumed.measure(name, lambda name=name: measure(name))
     assert calls == ["a", "b", "b", "c"]
     assert sorted(row["key"] for row in read_rows(path) if "error" not in row) == ["a", "b", "c"]
 
@@ -95,7 +95,7 @@ def test_the_plan_fits_45_minutes_and_no_stage_exceeds_a_command() -> None:
     )  # a device that a sanitiser leaves behind may be slow, or hang
 
 
-def test_a_build_that_runs_out_of_time_says_how_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_that_runs_out_of_time_reports_how_to_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("cmake", "nvcc"):
         program = tmp_path / name
         program.write_text("#!/bin/sh\nexec sleep 600\n")
@@ -123,7 +123,7 @@ def test_no_row_starts_after_the_deadline(tmp_path: Path) -> None:
 
 
 def _wait_for_the_end_of(process: int) -> None:
-    """Wait until the process has ended. Fails after two minutes."""
+    """Wait until the process has ended. Fail the test after two minutes."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         stat = Path(f"/proc/{process}/stat")
@@ -174,7 +174,7 @@ def _write_wheel(folder: Path, name: str, version: str = "1.0", tag: str = "py3-
 def test_wheels_are_installed_without_a_network_and_only_if_they_are_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    index = tmp_path / "index" / "topkube-absent"  # has a newer version: pip must not ask it
+    index = tmp_path / "index" / "topkube-absent"  # an index with a newer version, which pip must not use
     _write_wheel(index, "topkube_absent", "3.0")
     (index / "index.html").write_text('<a href="topkube_absent-3.0-py3-none-any.whl">topkube_absent-3.0</a>')
     monkeypatch.setenv("PIP_INDEX_URL", index.parent.as_uri())
@@ -207,16 +207,16 @@ def test_wheels_are_installed_without_a_network_and_only_if_they_are_absent(
 def test_wheels_are_collected_for_the_python_and_the_processor_of_the_other_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str, processor: str, tag: str
 ) -> None:
-    shop, wheels, constraints = tmp_path / "shop", tmp_path / "wheels", tmp_path / "constraints.txt"
+    package_folder, wheels, constraints = tmp_path / "shop", tmp_path / "wheels", tmp_path / "constraints.txt"
     tags = [f"cp3{minor}-cp3{minor}-manylinux_2_17_{name}" for minor in (11, 12, 13) for name in ("x86_64", "aarch64")]
     for version in ("1.0", "2.0"):  # the constraints ask for the older version
-        for each in tags:
-            _write_wheel(shop, "topkube_compiled", version, each)
-    _write_wheel(shop, "topkube_pure")
-    _write_wheel(shop, "topkube_rare", tag="cp39-cp39-win_amd64")
+        for wheel_tag in tags:
+            _write_wheel(package_folder, "topkube_compiled", version, wheel_tag)
+    _write_wheel(package_folder, "topkube_pure")
+    _write_wheel(package_folder, "topkube_rare", tag="cp39-cp39-win_amd64")
     constraints.write_text("topkube-compiled==1.0\n")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(shop))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(package_folder))
     monkeypatch.setattr(
         machine, "PACKAGES", {name: name for name in ("topkube_compiled", "topkube_pure", "topkube_rare")}
     )
@@ -269,7 +269,7 @@ def test_each_stage_is_a_process_that_imports_what_was_built(tmp_path: Path, mon
 def test_another_package_than_the_one_that_was_built_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An editable installation answers before PYTHONPATH does."""
+    """An editable installation is found before the folders of PYTHONPATH."""
     installed = tmp_path / "installed" / "topkube" / "__init__.py"
     monkeypatch.setattr(machine, "build", lambda *_: tmp_path / "package")
     monkeypatch.setattr(gpu, "list_missing", lambda _: [])
@@ -317,18 +317,18 @@ def test_the_dry_mode_checks_and_times_on_the_cpu(tmp_path: Path) -> None:
 
 def _find_requirements(name: str) -> set[str]:
     """Return the names of a package and of all installed packages that it requires."""
-    known, open_names = set[str](), [name]
+    required_packages, open_names = set[str](), [name]
     while open_names:
         package = open_names.pop()
-        known.add(package)
+        required_packages.add(package)
         with suppress(metadata.PackageNotFoundError):
             lines = [line for line in metadata.requires(package) or [] if "extra ==" not in line]
             required = {machine.normalize_name(re.split(r"[ ;<>=!~(\[]", line)[0]) for line in lines}
-            open_names += required - known
-    return known
+            open_names += required - required_packages
+    return required_packages
 
 
-def test_stages_import_nothing_that_the_machine_may_lack_and_nobody_carries(tmp_path: Path) -> None:
+def test_stages_import_only_packages_of_the_machine_and_carried_packages(tmp_path: Path) -> None:
     """The machine has torch and what torch requires; `--prepare` carries the rest. The kernels are measured without
     most of that too. Training imports some packages only when it runs."""
     code = """

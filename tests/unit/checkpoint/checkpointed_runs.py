@@ -33,15 +33,15 @@ def train(
     width: int = 64,
     make: MakeOptimizer = build_sgd,
     pair: tuple[nn.Module, topkube.DistributedOptimizer] | None = None,
-    more: dict[str, object] | None = None,
+    objects: dict[str, object] | None = None,
     **settings: object,
 ) -> topkube.training.Run:
-    """Run in `directory`. By default, save every 2 steps and keep 2 checkpoints."""
+    """Run in `directory`. By default, save every 2 steps and keep 2 checkpoints. The states of `objects` are saved."""
     model, optimizer = pair or build_training(width, make)
     data = list(torch.randn(6, 4, 20, generator=torch.Generator().manual_seed(0)))
     values = {"checkpoint_directory": str(directory), "checkpoint_every": 2, "checkpoint_keep": 2, **settings}
     run_settings = Settings(**values)  # type: ignore[arg-type]
-    with topkube.checkpointing(model, optimizer, settings=run_settings, **(more or {})) as run:
+    with topkube.checkpointing(model, optimizer, settings=run_settings, **(objects or {})) as run:
         for x in run.progress(data, total=steps):
             run.loss(model(x).square().mean()).backward()
             optimizer.step()
@@ -59,9 +59,9 @@ def open_store(directory: Path, attempt: int = 1, job: str = "", keep: int = 2) 
 
 def claim_store(directory: Path, **options: int) -> CheckpointStore:
     """Return a store that has claimed `directory`."""
-    store_of_run = open_store(directory, **options)  # type: ignore[arg-type]
-    store_of_run.claim()
-    return store_of_run
+    store = open_store(directory, **options)  # type: ignore[arg-type]
+    store.claim()
+    return store
 
 
 def save_value(store: CheckpointStore, step: int, value: float = 0.0) -> None:

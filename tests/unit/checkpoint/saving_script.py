@@ -1,5 +1,6 @@
-"""Trains, is killed with SIGKILL before its n-th change of the checkpoint directory, and goes on, for every n until a
-run comes through: `saving_script.py DIRECTORY`. Prints one JSON line per n.
+"""For each n from 1 on: train, get killed with SIGKILL before the n-th change of the checkpoint directory, and continue
+the training to its end. Stop at the first n at which no run is killed. Print one JSON line per n:
+`saving_script.py DIRECTORY`.
 
 Every run is a fork of this process, so that each starts at once.
 """
@@ -64,14 +65,14 @@ def run_forked(directory: Path, killed_before: int = 0) -> tuple[bool, dict[str,
     child = os.fork()
     if child == 0:
         os.close(reading)
-        left = killed_before
+        changes_left = killed_before
 
         def kill_at_change(event: str, arguments: tuple[Any, ...]) -> None:
-            nonlocal left
+            nonlocal changes_left
             changes = event in _CHANGES or (event == "open" and isinstance(arguments[0], str | Path))
             if changes and str(arguments[0]).startswith(str(directory)):
-                left -= 1
-                if left == 0:
+                changes_left -= 1
+                if changes_left == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         if killed_before:
@@ -97,23 +98,23 @@ def warm_up() -> None:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def main(place: Path) -> None:
+def main(folder: Path) -> None:
     topkube.init()
     torch.set_num_threads(1)
     warm_up()
-    _, whole = run_forked(place / "whole")
+    _, whole = run_forked(folder / "whole")
     number, killed = 0, True
     while killed:
         number += 1
-        killed, before = run_forked(place / str(number), number)
-        _, after = run_forked(place / str(number))
+        killed, before = run_forked(folder / str(number), number)
+        _, after = run_forked(folder / str(number))
         entry = {
             "number": number,
             "killed": killed,
             "done": before.get("done", 0),
             "resumed": after["resumed"],
             "equal": after["digest"] == whole["digest"],
-            "left": sorted(path.name for path in (place / str(number)).glob("*step-*")),
+            "checkpoints": sorted(path.name for path in (folder / str(number)).glob("*step-*")),
         }
         print(json.dumps(entry), flush=True)
 

@@ -80,7 +80,7 @@ def prompt_storage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("prompt_storage")
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+def test_after_a_damaged_checkpoint_is_found_the_checkpoint_before_is_loaded(
     damage: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints = open_store(tmp_path)
@@ -162,7 +162,7 @@ def test_an_attempt_that_comes_late_is_refused(tmp_path: Path) -> None:
     open_store(tmp_path, attempt=3, job="a").claim()
     with pytest.raises(CheckpointError, match=r"attempt 3 of this job uses .* this is attempt 2"):
         open_store(tmp_path, attempt=2, job="a").claim()
-    open_store(tmp_path, attempt=3, job="a").claim()  # the same attempt by hand again
+    open_store(tmp_path, attempt=3, job="a").claim()  # a person starts the same attempt again
     open_store(tmp_path, attempt=1, job="another of the same name").claim()
 
 
@@ -207,7 +207,9 @@ def test_training_continues_if_the_disk_refuses_a_checkpoint(
     )
     run = train(tmp_path, 11, run_directory=str(tmp_path / "run"))
     assert run.failed_checkpoints == 3
-    assert kept[3] == kept[8] == ["step-00000002.run-00001"], "the older one stays, and no half one is published"
+    assert kept[3] == kept[8] == ["step-00000002.run-00001"], (
+        "the older checkpoint stays, and no incomplete checkpoint is published"
+    )
     assert list_names(tmp_path) == ["step-00000010.run-00001", "step-00000011.run-00001"]
     output = capfd.readouterr().err
     assert (
@@ -236,7 +238,7 @@ def find_living_runs() -> list[Run]:
     return [item for item in gc.get_objects() if type(item) is Run]
 
 
-def test_a_run_whose_last_checkpoint_is_refused_does_not_end_well(tmp_path: Path) -> None:
+def test_a_run_whose_last_checkpoint_is_refused_fails(tmp_path: Path) -> None:
     handler, before = signal.getsignal(signal.SIGTERM), find_living_runs()
     with (
         limit_file_size(3000),
@@ -281,8 +283,9 @@ def test_a_later_format_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_killed_while_saving_continues_bit_for_bit(tmp_path: Path) -> None:
-    """SIGKILL comes before each change of the directory. At most the save that runs then is lost, and the end is the
-    same. Every step is saved; the save of the step before the last reported step may still run when SIGKILL comes."""
+    """SIGKILL comes before each change of the directory. At most the save that runs then is lost, and the run ends with
+    the same weights. Every step is saved; the save of the step before the last reported step may still run when
+    SIGKILL comes."""
     ended = subprocess.run(
         [sys.executable, str(SAVING_SCRIPT), str(tmp_path)], capture_output=True, text=True, timeout=280, check=False
     )
@@ -293,7 +296,7 @@ def test_a_run_that_is_killed_while_saving_continues_bit_for_bit(tmp_path: Path)
         assert run["equal"], run
         assert run["resumed"] >= run["done"] - 2, run
     assert not runs[-1]["killed"]
-    assert runs[-1]["left"] == ["step-00000003.run-00001"]
+    assert runs[-1]["checkpoints"] == ["step-00000003.run-00001"]
 
 
 @pytest.mark.parametrize("moment", ["before the first step", "while data is loaded", "while a checkpoint is written"])

@@ -69,19 +69,19 @@ def test_training_continues_while_a_checkpoint_is_written_and_the_checkpoint_is_
     tmp_path: Path, gate: Gate
 ) -> None:
     model, optimizer = build_training()
-    wanted: dict[str, torch.Tensor] = {}
+    expected: dict[str, torch.Tensor] = {}
     settings = Settings(checkpoint_directory=str(tmp_path), checkpoint_every=5, checkpoint_keep=9)
     with topkube.checkpointing(model, optimizer, settings=settings) as run:
         for step in train_steps(run, model, optimizer, 9):
             if step == 5:
-                wanted = {name: value.clone() for name, value in model.state_dict().items()}
+                expected = {name: value.clone() for name, value in model.state_dict().items()}
             if step == 9:
                 assert gate.reached.wait(SECONDS)
                 assert list_names(tmp_path) == [".step-00000005.run-00001.tmp"]
                 gate.opened.set()
     assert list_names(tmp_path) == ["step-00000005.run-00001", "step-00000009.run-00001"]
     saved = torch.load(tmp_path / "step-00000005.run-00001" / "shared.pt", weights_only=True)["model"]
-    assert all(torch.equal(saved[name], value) for name, value in wanted.items())
+    assert all(torch.equal(saved[name], value) for name, value in expected.items())
     assert not torch.equal(saved["0.weight"], model.state_dict()["0.weight"])
 
 
@@ -204,13 +204,15 @@ def test_residuals_in_a_state_dict_are_copies(monkeypatch: pytest.MonkeyPatch) -
     for number in range(2, 6):
         train_step(number)
     for name, entries in pieces.items():
-        assert all(torch.equal(values, was) for (_, values), was in zip(entries, before[name], strict=True))
+        assert all(
+            torch.equal(values, value_before) for (_, values), value_before in zip(entries, before[name], strict=True)
+        )
 
 
 def test_agreements_about_checkpoints_do_not_grow_with_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This rank plays rank 0 of 4,096 ranks: a few numbers of each rank are gathered once."""
+    """This rank acts as rank 0 of 4,096 ranks: a few numbers of each rank are gathered once."""
     size, gathered = 4096, []
 
     def gather(self: Stages, values: Any) -> np.ndarray:
@@ -248,7 +250,7 @@ def test_without_memory_for_a_copy_training_waits_for_the_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("files", "wanted"),
+    ("files", "expected"),
     [
         ({}, 4096.0),
         ({"memory.max": "3000", "memory.current": "2500", "memory.stat": "active_file 100\ninactive_file 200"}, 800.0),
@@ -264,14 +266,14 @@ def test_without_memory_for_a_copy_training_waits_for_the_checkpoint(
     ],
 )
 def test_available_memory_is_that_of_the_machine_or_of_the_cgroup(
-    files: dict[str, str], wanted: float, tmp_path: Path
+    files: dict[str, str], expected: float, tmp_path: Path
 ) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     machine = tmp_path / "meminfo"
     machine.write_text("MemTotal: 9 kB\nMemAvailable: 4 kB\n")
-    assert find_available_bytes(tmp_path, tmp_path / "none", machine) == wanted
+    assert find_available_bytes(tmp_path, tmp_path / "none", machine) == expected
 
 
 def test_training_that_waits_for_slow_storage_prints_one_message(

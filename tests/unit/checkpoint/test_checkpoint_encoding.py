@@ -92,7 +92,7 @@ STATES = st.dictionaries(TEXT, st.recursive(LEAVES, build_containers, max_leaves
 
 
 def assert_same(a: Any, b: Any) -> None:
-    """Equal values of equal types, at any depth; NaN equals NaN."""
+    """Assert that two values and their types are equal, at any depth. NaN equals NaN."""
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
         assert (a.dtype, a.requires_grad, a.layout) == (b.dtype, b.requires_grad, b.layout)
@@ -173,13 +173,13 @@ def test_save_refuses_a_value_that_load_would_refuse_and_names_its_key(name: str
     assert "cannot be saved" in str(refused.value)
 
 
-def test_nothing_is_written_where_a_state_cannot_be_saved(tmp_path: Path) -> None:
+def test_nothing_is_written_if_a_state_cannot_be_saved(tmp_path: Path) -> None:
     class Tracker:
         def state_dict(self) -> dict[str, Any]:
             return {"started": print}
 
     with pytest.raises(CheckpointError, match=r"^more\['tracker'\]\['started'\] cannot be saved: it is a builtins\."):
-        train(tmp_path, 3, more={"tracker": Tracker()})
+        train(tmp_path, 3, objects={"tracker": Tracker()})
     assert list_names(tmp_path) == []
 
 
@@ -210,12 +210,14 @@ def test_a_scheduler_with_a_numpy_learning_rate_and_a_tracker_come_back(tmp_path
     tracker.state = kept
     for _ in range(3):
         scheduler.step()
-    train(tmp_path, 3, pair=pair, more={"scheduler": scheduler, "tracker": tracker})
-    assert isinstance(pair[1].param_groups[0]["lr"], np.floating), "this is what could not be loaded"
-    resumed, again, its_tracker = build_state()
-    assert train(tmp_path, 3, pair=resumed, more={"scheduler": again, "tracker": its_tracker}).step == 3
-    assert_same(its_tracker.state, kept)
-    assert again.get_last_lr() == scheduler.get_last_lr()
+    train(tmp_path, 3, pair=pair, objects={"scheduler": scheduler, "tracker": tracker})
+    assert isinstance(pair[1].param_groups[0]["lr"], np.floating), "the learning rate is a NumPy scalar"
+    resumed, resumed_scheduler, resumed_tracker = build_state()
+    assert (
+        train(tmp_path, 3, pair=resumed, objects={"scheduler": resumed_scheduler, "tracker": resumed_tracker}).step == 3
+    )
+    assert_same(resumed_tracker.state, kept)
+    assert resumed_scheduler.get_last_lr() == scheduler.get_last_lr()
     assert resumed[1].param_groups[0]["lr"] == pair[1].param_groups[0]["lr"]
 
 
@@ -259,9 +261,9 @@ def test_a_foreign_file_with_a_valid_checksum_is_damage(tmp_path: Path) -> None:
         (tmp_path / "other.pt").unlink()
         import xxhash
 
-        wanted = type(written)(len(content), xxhash.xxh3_64_intdigest(content))
+        digest = type(written)(len(content), xxhash.xxh3_64_intdigest(content))
         with pytest.raises(Damaged):
-            read_state(path, wanted)
+            read_state(path, digest)
 
 
 def test_tied_weights_stay_tied_and_are_written_once(tmp_path: Path) -> None:

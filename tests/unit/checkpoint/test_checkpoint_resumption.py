@@ -80,7 +80,7 @@ class Fussy:
 
 @pytest.mark.parametrize("problem", ["another width", "an object that does not load"])
 def test_a_resume_that_fails_leaves_model_and_optimizer_as_they_were(problem: str, tmp_path: Path) -> None:
-    train(tmp_path, 4, more={"fussy": Fussy()})
+    train(tmp_path, 4, objects={"fussy": Fussy()})
     pair, fussy = build_training(width=32 if problem == "another width" else 64), Fussy()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(pair[1], 0.5)
     pair[0](torch.ones(1, 20)).sum().backward()
@@ -90,7 +90,7 @@ def test_a_resume_that_fails_leaves_model_and_optimizer_as_they_were(problem: st
         fussy.__dict__["refuse"] = True
     before = copy.deepcopy((pair[0].state_dict(), pair[1].inner.state_dict()))
     with pytest.raises(CheckpointError, match=r"belongs to another model or optimizer: (Fussy|Sequential)"):
-        train(tmp_path, 8, pair=pair, more={"fussy": fussy, "scheduler": scheduler})
+        train(tmp_path, 8, pair=pair, objects={"fussy": fussy, "scheduler": scheduler})
     assert_unchanged(pair, before)
 
 
@@ -98,7 +98,7 @@ def test_an_object_without_a_state_in_the_checkpoint_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train(tmp_path, 2)
-    train(tmp_path, 4, more={"fussy": Fussy()})
+    train(tmp_path, 4, objects={"fussy": Fussy()})
     assert "contains no state of fussy, which starts from the beginning" in capfd.readouterr().err
 
 
@@ -112,7 +112,7 @@ def test_an_object_without_a_state_in_the_checkpoint_is_named(
         ({"own": {"generators": {"torch": 1}}}, "not those of generators"),
     ],
 )
-def test_a_foreign_file_with_a_valid_checksum_is_passed_over_for_the_one_before(
+def test_after_a_foreign_file_with_a_valid_checksum_the_checkpoint_before_is_loaded(
     foreign: dict[str, Any], reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train(tmp_path, 2)
@@ -143,11 +143,11 @@ def test_a_checkpoint_of_format_1_is_resumed(tmp_path: Path) -> None:
     shared = torch.load(folder / "shared.pt", weights_only=True)
     del shared["optimizer_names"]
     torch.save(shared, folder / "shared.pt")
-    about = json.loads((folder / "checkpoint.json").read_text())
+    manifest = json.loads((folder / "checkpoint.json").read_text())
     data = (folder / "shared.pt").read_bytes()
-    about["files"]["shared.pt"] = {"bytes": len(data), "xxh3": f"{xxhash.xxh3_64_intdigest(data):016x}"}
-    del about["residual_copies"]
-    (folder / "checkpoint.json").write_text(json.dumps({**about, "format": 1}))
+    manifest["files"]["shared.pt"] = {"bytes": len(data), "xxh3": f"{xxhash.xxh3_64_intdigest(data):016x}"}
+    del manifest["residual_copies"]
+    (folder / "checkpoint.json").write_text(json.dumps({**manifest, "format": 1}))
     assert train(tmp_path, 2).step == 2
 
 
@@ -179,20 +179,20 @@ def test_generators_of_gpus_are_put_back(monkeypatch: pytest.MonkeyPatch) -> Non
     gpus.draw()
     states = read_generators()
     check_generators(states)
-    wanted = gpus.draw()
-    assert gpus.draw() != wanted
+    expected = gpus.draw()
+    assert gpus.draw() != expected
     set_generators(states)
-    assert gpus.draw() == wanted
+    assert gpus.draw() == expected
 
 
 def test_with_other_gpus_the_generator_of_the_current_gpu_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     before = Gpus(monkeypatch, 2, current=1)
     states = read_generators()
-    wanted = before.draw()[1]
+    expected = before.draw()[1]
     after = Gpus(monkeypatch, 1)
     after.draw()
     set_generators(states)
-    assert after.draw() == [wanted]
+    assert after.draw() == [expected]
 
 
 def test_a_script_without_gpus_starts_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

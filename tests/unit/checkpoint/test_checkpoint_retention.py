@@ -1,4 +1,4 @@
-"""Which checkpoints of a directory are kept, removed and loaded."""
+"""The checkpoints of a directory that are kept, removed and loaded."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_an_older_checkpoint_is_removed_only_if_enough_newer_checkpoints_are_kno
         "step-00000020.run-00001",
         "step-00000030.run-00001",
         "step-00000040.run-00002",
-    ], "20 was not read by this run: it may be damaged, and 10 the last resort"
+    ], "this run has not read step 20: it may be damaged, and step 10 may be needed"
     save_value(second, 50)
     assert list_names(tmp_path, "step-*") == [
         "step-00000030.run-00001",
@@ -102,32 +102,32 @@ def test_the_newest_whole_checkpoint_is_found_and_none_that_was_found_damaged_is
                     return
                 loaded = current.load(0, 1)
                 assert (loaded.checkpoint.name if loaded else None) == whole
-                passed = newest_first[: newest_first.index(whole)] if whole else []
-                damaged_folders.update(passed)
+                skipped = newest_first[: newest_first.index(whole)] if whole else []
+                damaged_folders.update(skipped)
             present = {name.removeprefix("damaged-") for name in list_names(tmp_path)}
             assert damaged_folders <= present
 
 
 @pytest.mark.parametrize("name", ["shared.pt", "rank-00000.pt", "checkpoint.json"])
-def test_a_file_that_is_not_seen_for_a_moment_is_waited_for(
+def test_a_load_waits_for_a_file_that_is_not_visible_yet(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_value(claim_store(tmp_path), 10, 1.0)
     save_value(claim_store(tmp_path), 20, 2.0)
     folder = tmp_path / "step-00000020.run-00002"
     (folder / name).rename(tmp_path / "unseen")
-    listed, looks = os.listdir, 0
+    listed, listings = os.listdir, 0
 
     def listdir(path: Path) -> list[str]:
-        nonlocal looks
-        looks += 1
-        if looks == 3:
+        nonlocal listings
+        listings += 1
+        if listings == 3:
             (tmp_path / "unseen").rename(folder / name)
         return listed(path)
 
     monkeypatch.setattr(state_file.os, "listdir", listdir)
     assert load_value(tmp_path) == 2.0
-    assert looks >= 3
+    assert listings >= 3
 
 
 def test_a_newer_format_with_other_fields_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_retention_leaves_checkpoints_that_this_version_cannot_read(
     assert capfd.readouterr().err.count("stays: this version cannot read its manifest") == 1
 
 
-def test_folders_that_are_not_ours_are_not_swept(tmp_path: Path) -> None:
+def test_temporary_folders_of_others_are_not_removed(tmp_path: Path) -> None:
     (tmp_path / ".step-notes.tmp").mkdir()
     (tmp_path / ".step-00000001.run-00099.tmp").mkdir()  # of a later run
     checkpoints = claim_store(tmp_path)
@@ -189,7 +189,7 @@ def test_the_files_of_4096_ranks_are_listed_together(tmp_path: Path, monkeypatch
     assert scans == 3
 
 
-def test_files_that_do_not_appear_are_named_and_a_swept_folder_too(
+def test_files_that_do_not_appear_are_named_and_a_removed_folder_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_file, "SEEN_WITHIN_SECONDS", 0.0)

@@ -32,13 +32,13 @@ def start_server(tmp_path: Path) -> Iterator[Callable[[Answers], Path]]:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        http.daemon_threads = True
-        started.append(http)
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        return write_kubeconfig(tmp_path / "config", f"http://127.0.0.1:{http.server_address[1]}")
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.daemon_threads = True
+        started.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return write_kubeconfig(tmp_path / "config", f"http://127.0.0.1:{server.server_address[1]}")
 
     yield start
-    for http in started:
-        http.shutdown()
-        http.server_close()
+    for server in started:
+        server.shutdown()
+        server.server_close()

@@ -1,4 +1,4 @@
-"""The command line's shell: help, version, errors, settings, doctor, and pages that must not go stale."""
+"""The command line around its commands: help, version, errors, settings, doctor, and pages that must not go stale."""
 
 from __future__ import annotations
 
@@ -110,15 +110,15 @@ def test_every_option_is_in_the_docs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "fresh", "command"),
+    ("page", "build_page", "command"),
     [
         ("trainingjob.md", build_markdown, "python -m topkube.job.reference > docs/trainingjob.md"),
         ("settings.md", build_settings_page, "topkube settings --markdown > docs/settings.md"),
     ],
 )
-def test_generated_pages_are_fresh(page: str, fresh: object, command: str) -> None:
-    assert callable(fresh)
-    assert (DOCS / page).read_text() == fresh(), f"stale: {command}"
+def test_generated_pages_are_fresh(page: str, build_page: object, command: str) -> None:
+    assert callable(build_page)
+    assert (DOCS / page).read_text() == build_page(), f"stale: {command}"
 
 
 def test_the_settings_command_shows_set_variables() -> None:
@@ -251,10 +251,10 @@ def test_errors_name_extras_that_exist() -> None:
     root = Path(__file__).parents[3]
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     source = "".join(path.read_text() for path in (root / "runtime").rglob("*.py"))
-    named = set(re.findall(r"build_install_command\(['\"]([a-z0-9]+)['\"]\)", source))
+    extras_in_errors = set(re.findall(r"build_install_command\(['\"]([a-z0-9]+)['\"]\)", source))
     schemes = {"s3", "gs", "gcs", "az", "abfs", "hf"}  # data/remote/object_store.py names the extra after the scheme
-    assert named | schemes | set(LOGGERS) <= set(extras)
-    assert len(named) >= 4
+    assert extras_in_errors | schemes | set(LOGGERS) <= set(extras)
+    assert len(extras_in_errors) >= 4
 
 
 @pytest.mark.parametrize(

@@ -166,18 +166,18 @@ def test_a_log_stream_that_breaks_continues_where_it_was(
     assert "sinceTime=2025-01-01T00%3A00%3A02.2Z" in requests[1]
 
 
-PASSING: dict[str, Answer] = {
-    "it starts, and has no paths yet": build_status(
+PASSING_FAILURES: dict[str, Answer] = {
+    "the server starts, and has no paths yet": build_status(
         503, "the request has been made before all known HTTP paths have been installed"
     ),
-    "it starts, and does not know TrainingJobs yet": (404, b"404 page not found\n", {}),
-    "it has lost its leader": build_status(500, "etcdserver: leader changed"),
-    "it has too much to do": build_status(429, "Too many requests, please try again later."),
-    "it is killed while it answers": (200, b"{", {"Content-Length": "100", "Connection": "close"}),
+    "the server starts, and does not know TrainingJobs yet": (404, b"404 page not found\n", {}),
+    "etcd has lost its leader": build_status(500, "etcdserver: leader changed"),
+    "the server has too much to do": build_status(429, "Too many requests, please try again later."),
+    "the server is killed while it answers": (200, b"{", {"Content-Length": "100", "Connection": "close"}),
 }
 
 
-@pytest.mark.parametrize("answer", PASSING.values(), ids=PASSING)
+@pytest.mark.parametrize("answer", PASSING_FAILURES.values(), ids=PASSING_FAILURES)
 @pytest.mark.parametrize("command", ["submit --wait", "logs", "status --watch"])
 def test_commands_that_wait_for_a_job_survive_a_restart_of_the_api_server(
     start_server: Callable[[Answers], Path], command: str, answer: Answer, capsys: pytest.CaptureFixture[str]
@@ -313,8 +313,8 @@ def test_suspend_waits_for_the_pods_and_names_the_last_checkpoint(
     def answer(method: str, path: str) -> Answer:
         calls.append(method)
         if "/pods" in path:
-            left = [{"metadata": {"name": "p"}}] if calls.count("GET") < 6 else []
-            return 200, json.dumps({"items": left}).encode(), {}
+            remaining_pods = [{"metadata": {"name": "p"}}] if calls.count("GET") < 6 else []
+            return 200, json.dumps({"items": remaining_pods}).encode(), {}
         return 200, json.dumps(build_job("Suspended" if "PATCH" in calls else "Running")).encode(), {}
 
     config = start_server(answer)
@@ -325,7 +325,7 @@ def test_suspend_waits_for_the_pods_and_names_the_last_checkpoint(
     assert calls.count("GET") >= 6, "the pods still saved their state"
 
 
-@pytest.mark.parametrize("answer", PASSING.values(), ids=PASSING)
+@pytest.mark.parametrize("answer", PASSING_FAILURES.values(), ids=PASSING_FAILURES)
 def test_suspend_outlives_a_restart_of_the_api_server(
     start_server: Callable[[Answers], Path], answer: Answer, capsys: pytest.CaptureFixture[str]
 ) -> None:

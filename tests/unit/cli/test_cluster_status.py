@@ -12,7 +12,9 @@ from topkube.cli.cluster.status import View, build_report
 
 NOW = datetime(2026, 1, 1, 0, 1, tzinfo=UTC)
 SPEC: dict[str, Any] = {"workers": 2, "slotsPerWorker": 2, "runPolicy": {"backoffLimit": 1}}
-WORDS = "this cannot be changed in a job that exists:\n  - spec.workers: cannot be changed from 2 to 9: delete the job."
+REFUSAL = (
+    "this cannot be changed in a job that exists:\n  - spec.workers: cannot be changed from 2 to 9: delete the job."
+)
 
 
 def build_condition(kind: str, status: str, reason: str, message: str) -> dict[str, str]:
@@ -24,8 +26,8 @@ def build_condition(kind: str, status: str, reason: str, message: str) -> dict[s
 
 def build_job(phase: str, *conditions: dict[str, str], spec: Any = None, **status: Any) -> dict[str, Any]:
     metadata = {"name": "j", "namespace": "team", "generation": 2, "creationTimestamp": "2026-01-01T00:00:00Z"}
-    known = {"phase": phase, "observedGeneration": 2, "conditions": list(conditions), **status}
-    return {"metadata": metadata, "spec": spec or SPEC, "status": known}
+    stored_status = {"phase": phase, "observedGeneration": 2, "conditions": list(conditions), **status}
+    return {"metadata": metadata, "spec": spec or SPEC, "status": stored_status}
 
 
 def list_report_lines(stored: dict[str, Any]) -> list[str]:
@@ -35,15 +37,15 @@ def list_report_lines(stored: dict[str, Any]) -> list[str]:
 def test_a_refused_change_comes_first_and_the_accepted_spec_is_shown() -> None:
     stored = build_job(
         "Running",
-        build_condition("Failed", "False", "ChangeRefused", WORDS),
+        build_condition("Failed", "False", "ChangeRefused", REFUSAL),
         spec={**SPEC, "workers": 9, "slotsPerWorker": 5},
         acceptedSpec=SPEC,
     )
     shown = list_report_lines(stored)
-    at = next(number for number, line in enumerate(shown) if "the job follows status.acceptedSpec" in line)
-    assert "spec.workers: cannot be changed from 2 to 9" in shown[at + 1]
+    position = next(number for number, line in enumerate(shown) if "the job follows status.acceptedSpec" in line)
+    assert "spec.workers: cannot be changed from 2 to 9" in shown[position + 1]
     assert any("0/2 ready, 2 ranks each" in line for line in shown)
-    assert not any("ChangeRefused" in line for line in shown[at + 1 :]), "the refusal is shown once"
+    assert not any("ChangeRefused" in line for line in shown[position + 1 :]), "the refusal is shown once"
 
 
 def test_messages_of_several_lines_do_not_break_the_table() -> None:

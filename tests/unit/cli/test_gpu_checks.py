@@ -1,4 +1,4 @@
-"""What `topkube doctor` reports about GPUs."""
+"""The checks of `topkube doctor` that concern GPUs."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_a_failed_check_has_a_next_step(changes: dict[str, Any], line: str, stat
 def test_the_probe_compares_every_bit_with_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     assert gpu_probe.run_kernels(device) == ""
-    right, calls = kernels.topk, []
+    select, calls = kernels.topk, []
 
     def select_wrongly_on_the_device(x: Any, k: int) -> Any:
-        indices, values = right(x, k)
+        indices, values = select(x, k)
         calls.append(k)
         return (indices, -values) if len(calls) > 1 else (indices, values)
 
@@ -90,7 +90,7 @@ def test_a_driver_without_a_gpu_that_torch_can_use_is_reported(tmp_path: Path, m
     assert (check.state, "hangs" in check.message) == ("fail", True)
 
 
-def test_an_answer_survives_its_way_as_json() -> None:
+def test_an_answer_can_be_sent_as_json() -> None:
     assert GpuAnswer.read(json.dumps(dataclasses.asdict(ANSWER))) == ANSWER
     for broken in ("", "5", "{}", '{"gpus": [{"no": 1}]}'):
         with pytest.raises((ValueError, KeyError, TypeError)):

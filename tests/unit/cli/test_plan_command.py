@@ -225,14 +225,14 @@ def test_dear_is_predicted_and_compared_with_the_step_without_it(tmp_path: Path,
 
 def test_auto_takes_int8_if_its_step_is_a_tenth_shorter(tmp_path: Path, capsys: Any) -> None:
     options = ["--model", "resnet50", "--compute", "0.3", "--device", "cpu", "--workers", "4", "--link"]
-    for link, more, chosen in (
+    for link, other_options, chosen in (
         ("100Mbit/s", (), "int8"),
         ("2Gbit/s", (), "int8"),
         ("100Gbit/s", (), "hierarchical"),
         ("100Mbit/s", ("--dear",), "hierarchical"),
     ):
-        plan = read_plan(*options, link, *more, capsys=capsys)
-        assert (plan["wanted"], plan["chosen"]) == ("auto", chosen), (link, more)
+        plan = read_plan(*options, link, *other_options, capsys=capsys)
+        assert (plan["wanted"], plan["chosen"]) == ("auto", chosen), (link, other_options)
     job = tmp_path / "job.yaml"
     job.write_text(SAMPLE.read_text().replace("algorithm: hitopk", "algorithm: dense"))
     assert read_plan(str(job), *options, "100Mbit/s", capsys=capsys)["chosen"] == "hierarchical"
@@ -254,9 +254,9 @@ def test_a_delay_is_predicted_and_compared_with_the_step_without_it(tmp_path: Pa
     assert plain["advice"]["delay"] is None  # auto takes an algorithm without a delay
     job = tmp_path / "job.yaml"
     job.write_text(SAMPLE.read_text().replace("algorithm: hitopk", "algorithm: onebit\n    delay: 1"))
-    of_job = read_plan(str(job), *options, "--slots", "1", capsys=capsys)
-    assert of_job["delay"] == 1
-    assert of_job["advice"]["delay"] == {"0": steps[0]["onebit"], "1": steps[1]["onebit"]}
+    plan_of_job = read_plan(str(job), *options, "--slots", "1", capsys=capsys)
+    assert plan_of_job["delay"] == 1
+    assert plan_of_job["advice"]["delay"] == {"0": steps[0]["onebit"], "1": steps[1]["onebit"]}
     assert read_plan(str(job), *options, "--delay", "0", capsys=capsys)["delay"] == 0
     assert run_app(["plan", str(job), *options]) == 0
     printed = capsys.readouterr().out
@@ -275,7 +275,8 @@ def test_a_low_rank_is_that_of_the_job(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_a_trace_with_dear_has_its_updates_in_forward(tmp_path: Path, capsys: Any) -> None:
-    """They are updates, and no part of forward. Forward's time is divided among the layers as in the trace."""
+    """The updates within forward count as updates, not as forward. The time of forward is divided among the layers as
+    in the trace."""
     content = build_trace()
     forward = next(event for event in content["traceEvents"] if event["cat"] == "forward")
     parts = [("optimizer", "optimizer", 2.0, 1.0), ("forward", "first", 3.0, 2.0), ("forward", "last", 6.0, 5.0)]

@@ -16,7 +16,7 @@ from local_runs import SCRIPT, build_command, list_commands, run_job, write_job
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """One run, its summary as JSON."""
+    """Return a finished run, whose output is its summary as JSON, and the directory of the run."""
     directory = tmp_path_factory.mktemp("finished")
     job = write_job(directory, ["python", str(SCRIPT), "50", "$(MODE)", "0"])
     job.write_text(
@@ -40,14 +40,14 @@ def test_the_summary_of_a_run_is_printed(finished_run: tuple[subprocess.Complete
     assert summary["secondsPerStep"] == pytest.approx(
         {"waitForData": 0.001, "compute": 0.006, "select": 0.001, "insideNode": 0.001, "betweenNodes": 0.002}
     )
-    # 50 steps x 100 bytes between nodes, where a ring of 4 ranks has 2 of its 4 links: half of 50 x 10,000.
+    # 50 steps x 100 bytes. A ring of 4 ranks has 2 of its 4 links between nodes, so dense is half of 50 x 10,000 bytes.
     assert (summary["bytesBetweenNodes"], summary["bytesDense"]) == (5_000, 250_000)
     assert summary["lossSteps"] == 10
     assert summary["firstFailure"] is None
     assert json.loads((directory / "summary.json").read_text()) == summary
 
 
-def test_ranks_know_their_place_and_their_environment(
+def test_ranks_get_their_place_and_their_environment(
     finished_run: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:
     _, directory = finished_run
@@ -56,7 +56,7 @@ def test_ranks_know_their_place_and_their_environment(
         lines = (directory / f"rank-{rank}.log").read_text().splitlines()
         assert lines == [f"up {rank} {rank // 2} {threads} 3", "done"]
     record = json.loads((directory / "progress.jsonl").read_text().splitlines()[0])
-    assert record["density"] == 0.01  # the job's, not what the shell had exported
+    assert record["density"] == 0.01  # the density of the job, not that of the shell
 
 
 def test_output_carries_node_and_rank(finished_run: tuple[subprocess.CompletedProcess[str], Path]) -> None:
@@ -82,11 +82,11 @@ def test_the_plot_is_a_picture(finished_run: tuple[subprocess.CompletedProcess[s
     assert pixels.shape[0] > 600
     assert pixels.shape[1] > 900
     colours = (255 * pixels[..., :3]).round().astype(int)
-    for wanted in ((0xC3, 0xCF, 0xDB), (0xE9, 0xA2, 0x3B), (0x4A, 0xA3, 0x7C), (0xCF, 0x4F, 0x4F), (0x2F, 0x6F, 0xB7)):
-        assert (np.abs(colours - wanted).max(axis=2) <= 1).sum() > 100, f"no area of colour {wanted}"
+    for colour in ((0xC3, 0xCF, 0xDB), (0xE9, 0xA2, 0x3B), (0x4A, 0xA3, 0x7C), (0xCF, 0x4F, 0x4F), (0x2F, 0x6F, 0xB7)):
+        assert (np.abs(colours - colour).max(axis=2) <= 1).sum() > 100, f"no area of colour {colour}"
 
 
-def test_a_person_sees_a_table_and_overrides_hold(tmp_path: Path) -> None:
+def test_the_summary_is_a_table_and_options_replace_fields_of_the_job(tmp_path: Path) -> None:
     job = write_job(tmp_path, ["python", str(SCRIPT), "20", "none", "0"], mpiImplementation="OpenMPI")
     ended = run_job(job, tmp_path, "--workers", "1", "--slots", "3", "--no-plot")
     assert ended.returncode == 0, ended.stderr

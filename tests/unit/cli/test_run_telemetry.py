@@ -70,7 +70,7 @@ def test_the_remaining_time_follows_from_the_speed() -> None:
     )
 
 
-def test_bytes_are_compared_where_they_cross_between_nodes() -> None:
+def test_bytes_between_nodes_are_compared_with_those_of_a_dense_exchange() -> None:
     steps = build_history(build_record(1, intra_bytes=900, inter_bytes=100, dense_bytes=10_000))
     assert describe_sent_bytes(steps, nodes=2, ranks=4) == "100 B, 50x less than dense"
     assert describe_sent_bytes(steps, nodes=4, ranks=4) == "100 B, 100x less than dense"
@@ -132,9 +132,9 @@ def test_numbers_are_short_and_have_units() -> None:
 def test_the_summary_holds_averages_of_the_first_and_last_steps() -> None:
     empty = summarize(History(), 1, 1)
     assert (empty.steps, empty.first_loss, empty.samples_per_second, empty.seconds_per_step) == (0, None, None, {})
-    some = summarize(build_history(*(build_record(n, loss=None if n % 2 else float(n)) for n in range(1, 41))), 1, 1)
-    assert some.first_loss == np.mean(np.arange(2, 21, 2))
-    assert some.final_loss == np.mean(np.arange(22, 41, 2))
+    summary = summarize(build_history(*(build_record(n, loss=None if n % 2 else float(n)) for n in range(1, 41))), 1, 1)
+    assert summary.first_loss == np.mean(np.arange(2, 21, 2))
+    assert summary.final_loss == np.mean(np.arange(22, 41, 2))
 
 
 def test_the_plot_ends_with_the_loss_of_the_summary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_code_that_cannot_be_sent_is_refused(
     assert message in capsys.readouterr().err
 
 
-class _Cluster:
+class _SubmitServer:
     """Records requests; `refused` makes it refuse the job."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class _Cluster:
 def test_the_config_map_exists_before_the_job_and_then_belongs_to_it(
     code: Path, start_server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster = _Cluster()
+    cluster = _SubmitServer()
     assert run_app(["submit", "train.py", "--sync", ".", "--kubeconfig", str(start_server(cluster))]) == 0
     output = capsys.readouterr()
     assert output.out == "trainingjob.topkube.dev/train created\n"
@@ -129,7 +129,7 @@ def test_the_config_map_exists_before_the_job_and_then_belongs_to_it(
 def test_a_refused_job_leaves_no_config_map(
     code: Path, start_server: Callable[[Answers], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster = _Cluster()
+    cluster = _SubmitServer()
     cluster.refused = True
     assert run_app(["submit", "train.py", "--sync", ".", "--kubeconfig", str(start_server(cluster))]) == 2
     assert "spec.workers: too many" in capsys.readouterr().err
@@ -138,7 +138,7 @@ def test_a_refused_job_leaves_no_config_map(
 
 
 def test_a_dry_run_on_the_server_changes_nothing(code: Path, start_server: Callable[[Answers], Path]) -> None:
-    cluster = _Cluster()
+    cluster = _SubmitServer()
     assert run_app(["submit", "train.py", "--sync", ".", "--dry-run", "--kubeconfig", str(start_server(cluster))]) == 0
     assert cluster.stored == set()
     assert ("DELETE", "configmaps") not in cluster.requests

@@ -30,14 +30,15 @@ def deliver(tree: TopTree, length: int) -> Array:
 
 
 def keep_largest(values: Array, k: int) -> Array:
-    """Return the k largest magnitudes of a vector of float64; of equal values the first. The others are zero."""
+    """Return `values` (float64) with the k largest magnitudes, and zeros elsewhere. Of equal magnitudes, the first
+    stay."""
     kept = np.argsort(-np.abs(values), kind="stable")[:k]
     result = np.zeros_like(values)
     result[kept] = values[kept]
     return result
 
 
-def play_definition(totals: list[Array], k: int) -> tuple[Array, list[Array]]:
+def compute_by_definition(totals: list[Array], k: int) -> tuple[Array, list[Array]]:
     """Return what gtopk delivers and the residuals of all nodes, in float64. Values must have distinct magnitudes."""
     nodes = len(totals)
     subtrees = {node: keep_largest(total.astype(np.float64), k) for node, total in enumerate(totals)}
@@ -59,9 +60,9 @@ def play_definition(totals: list[Array], k: int) -> tuple[Array, list[Array]]:
         step *= 2
     is_delivered = subtrees[0] != 0
     residuals = []
-    for total, own, rest in zip(totals, selected, left_out, strict=True):
-        residual = np.where(own & is_delivered, 0, total.astype(np.float64))
-        residuals.append(residual + sum(part * is_delivered for part in rest))
+    for total, is_selected, left_out_sums in zip(totals, selected, left_out, strict=True):
+        residual = np.where(is_selected & is_delivered, 0, total.astype(np.float64))
+        residuals.append(residual + sum(part * is_delivered for part in left_out_sums))
     return subtrees[0], residuals
 
 
@@ -80,13 +81,13 @@ def draw_problem(draw: Any) -> tuple[list[Array], int]:
 @given(draw_problem())
 def test_the_exchange_follows_its_definition(problem: tuple[list[Array], int]) -> None:
     totals, k = problem
-    wanted, owed = play_definition(totals, k)
+    expected_sum, expected_residuals = compute_by_definition(totals, k)
     trees, residuals, _ = exchange(totals, k)
     scale = max(float(np.abs(totals).max()), 1e-30) * len(totals)
     for tree in trees:
-        np.testing.assert_allclose(deliver(tree, len(wanted)), wanted, rtol=0, atol=1e-6 * scale)
-    for residual, expected in zip(residuals, owed, strict=True):
-        np.testing.assert_allclose(residual, expected, rtol=0, atol=1e-6 * scale)
+        np.testing.assert_allclose(deliver(tree, len(expected_sum)), expected_sum, rtol=0, atol=1e-6 * scale)
+    for residual, expected_residual in zip(residuals, expected_residuals, strict=True):
+        np.testing.assert_allclose(residual, expected_residual, rtol=0, atol=1e-6 * scale)
 
 
 @settings(max_examples=12, deadline=None)
@@ -100,22 +101,22 @@ def test_the_exchange_follows_its_definition(problem: tuple[list[Array], int]) -
 def test_nothing_is_lost_in_many_steps(nodes: int, length: int, density: float, wire: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     k = max(1, round(density * length))
-    owed = [np.zeros(length, np.float32) for _ in range(nodes)]
+    residuals = [np.zeros(length, np.float32) for _ in range(nodes)]
     received, summed = np.zeros(length), np.zeros(length)
     for _ in range(3):
         inputs = [rng.standard_normal(length).astype(np.float32) for _ in range(nodes)]
         summed += np.sum(inputs, axis=0, dtype=np.float64)
-        trees, owed, _ = exchange([a + b for a, b in zip(inputs, owed, strict=True)], k, wire)
+        trees, residuals, _ = exchange([a + b for a, b in zip(inputs, residuals, strict=True)], k, wire)
         bits = {(tree.indices.tobytes(), tree.values.tobytes()) for tree in trees}
         assert len(bits) == 1, "nodes differ"
         assert len(trees[0].indices) == k
         received += deliver(trees[0], length)
-    lost = np.abs(received + np.sum(owed, axis=0, dtype=np.float64) - summed).max()
+    lost = np.abs(received + np.sum(residuals, axis=0, dtype=np.float64) - summed).max()
     assert lost <= 1e-4 * max(np.abs(summed).max(), 1)
 
 
-def test_entries_that_are_left_out_on_the_way_are_owed() -> None:
-    """Entry 0 wins because of nodes 2 and 3; what nodes 0 and 1 had of it is left out in their own sum."""
+def test_entries_that_are_left_out_on_the_way_stay_in_the_residuals() -> None:
+    """Nodes 2 and 3 decide that entry 0 is delivered. The sum of nodes 0 and 1 leaves their part of entry 0 out."""
     totals = [np.array(values, np.float32) for values in ([3, 4, 0], [0, 4, 0], [9, 0, 0], [9, 0, 0])]
     trees, residuals, _ = exchange(totals, 1)
     assert deliver(trees[3], 3).tolist() == [18, 0, 0]

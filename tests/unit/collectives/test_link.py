@@ -1,4 +1,4 @@
-"""The measurement of links: on simulated links it takes under a second, and finds their rate."""
+"""The measurement of links. On simulated links, the measurement takes under a second and finds their rates."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from topkube.collectives import link
 
 
 class SimulatedLink:
-    """The world of one of many ranks that behave alike. Its clock advances in waits. `messages` and `sent_bytes` count
-    what this rank sends, without barriers and maxima, which pass through all nodes."""
+    """The world of a rank, if all ranks behave alike. The clock of the world advances in waits. `messages` and
+    `sent_bytes` count what this rank sends, without barriers and maxima, which pass through all nodes."""
 
     def __init__(self, nodes: int, shards: int, rate: float, latency: float) -> None:
         self.nodes, self.shards, self.rate, self.latency = nodes, shards, rate, latency
@@ -60,7 +60,7 @@ def measure(world: SimulatedLink) -> link.MeasuredMachine:
 
 @settings(deadline=None)
 @given(st.integers(2, 4096), st.integers(1, 128), st.floats(125e3, 50e9), st.floats(1e-6, 1e-3))
-def test_it_takes_under_a_second_on_every_link_from_1_mbit_with_up_to_4096_nodes(
+def test_a_measurement_takes_under_a_second_on_every_link_from_1_mbit_with_up_to_4096_nodes(
     nodes: int, shards: int, rate: float, latency: float
 ) -> None:
     world = SimulatedLink(nodes, shards, rate, latency)

@@ -1,5 +1,6 @@
-"""Low-rank exchanges on one rank: nothing is lost in many steps, and what is kept continues in another world. The cases
-of several nodes are in tests/mpi/ranks/allreduce_definitions.py."""
+"""Low-rank exchanges on one rank: nothing is lost in many steps, and the kept factors continue in another
+world. The cases of several
+nodes are in tests/mpi/ranks/allreduce_definitions.py."""
 
 from __future__ import annotations
 
@@ -48,12 +49,12 @@ def place_matrices(shapes: list[tuple[int, int]]) -> tuple[tuple[Matrix, ...], i
 def test_nothing_is_lost_in_many_steps(name: str, shapes: list[tuple[int, int]], rank: int, seed: int) -> None:
     matrices, length = place_matrices(shapes)
     rng, residual = np.random.default_rng(seed), Residual(length)
-    given_sum, received = np.zeros(length), np.zeros(length)
+    sum_of_inputs, received = np.zeros(length), np.zeros(length)
     for _ in range(5):
         values = rng.standard_normal(length).astype(np.float32)
-        given_sum += values
+        sum_of_inputs += values
         received += send(name, values, residual, matrices, rank)
-    np.testing.assert_allclose(received + residual.current, given_sum, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(received + residual.current, sum_of_inputs, rtol=0, atol=1e-4)
 
 
 def test_acpsgd_keeps_p_and_q_in_turn() -> None:
@@ -67,7 +68,7 @@ def test_acpsgd_keeps_p_and_q_in_turn() -> None:
 
 @pytest.mark.parametrize("steps", [3, 4])
 def test_the_kept_factor_continues_in_a_world_of_more_nodes(steps: int) -> None:
-    """Checkpoints for another number of nodes divide what was kept by the nodes: P and Q in turn go on."""
+    """A checkpoint that continues with more nodes divides the kept factor by their number. P and Q still alternate."""
     matrices, length = place_matrices([(9, 5), (6, 6)])
     values = np.random.default_rng(1).standard_normal(length).astype(np.float32)
     residual = Residual(length)
@@ -76,17 +77,17 @@ def test_the_kept_factor_continues_in_a_world_of_more_nodes(steps: int) -> None:
     resumed = Residual(length)
     resumed.current[:] = residual.current
     resumed.factors = [factor / 3 for factor in residual.factors]
-    wanted = send("acpsgd", values, residual, matrices, 2)
-    np.testing.assert_allclose(send("acpsgd", values, resumed, matrices, 2), wanted, rtol=0, atol=1e-5)
+    expected = send("acpsgd", values, residual, matrices, 2)
+    np.testing.assert_allclose(send("acpsgd", values, resumed, matrices, 2), expected, rtol=0, atol=1e-5)
     fresh = send("acpsgd", values, Residual(length), matrices, 2)
-    assert np.abs(fresh - wanted).max() > 0.1
+    assert np.abs(fresh - expected).max() > 0.1
 
 
 def test_a_factor_of_powersgd_does_not_disturb_acpsgd() -> None:
     matrices, length = place_matrices([(8, 8)])
     values, residual = np.random.default_rng(2).standard_normal(length).astype(np.float32), Residual(length)
-    given_sum, received = np.zeros(length), np.zeros(length)
+    sum_of_inputs, received = np.zeros(length), np.zeros(length)
     for name in ("powersgd", "acpsgd", "acpsgd", "powersgd", "acpsgd"):
-        given_sum += values
+        sum_of_inputs += values
         received += send(name, values, residual, matrices, 2)
-    np.testing.assert_allclose(received + residual.current, given_sum, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(received + residual.current, sum_of_inputs, rtol=0, atol=1e-4)

@@ -31,10 +31,10 @@ def test_partial_sums_keep_small_values(dtype: Any, large: float, ranks: int) ->
     """The type cannot add 1 to `large`. With many ranks, partial sums have a wider type, so that no 1 is lost."""
     arrays = [np.full(3 * ranks + 5, large if rank == 0 else 1.0, np.float32).astype(dtype) for rank in range(ranks)]
     around, sent = reduce(ring_all_reduce, arrays, 0.5)
-    wanted, _ = reduce(pairwise_all_reduce, arrays, 0.5)
+    expected, _ = reduce(pairwise_all_reduce, arrays, 0.5)
     if np.dtype(dtype).itemsize == 2:
         for result in around:
-            assert result.tobytes() == wanted[0].tobytes()
+            assert result.tobytes() == expected[0].tobytes()
         assert float(around[0][0]) > large / 2 + 6
         assert sent < 7 * len(arrays[0])  # 4 bytes in the first round, 2 in the second
     for result in around:

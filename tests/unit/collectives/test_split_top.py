@@ -29,8 +29,9 @@ def deliver(part: SplitTop, length: int) -> Array:
     return result
 
 
-def play_definition(totals: list[Array], k: int) -> tuple[Array, list[Array]]:
-    """Return what oktopk delivers and the residuals of all nodes, in float64. The upper 14 bits of magnitudes count."""
+def compute_by_definition(totals: list[Array], k: int) -> tuple[Array, list[Array]]:
+    """Return what oktopk delivers and the residuals of all nodes, in float64. Sums are
+    compared by the upper 14 bits of their magnitudes."""
     rows, selected = [total.astype(np.float64) for total in totals], []
     for row in rows:
         chosen = np.zeros(len(row), bool)
@@ -62,14 +63,14 @@ def draw_problem(draw: Any) -> tuple[list[Array], int]:
 @given(draw_problem())
 def test_the_exchange_follows_its_definition(problem: tuple[list[Array], int]) -> None:
     totals, k = problem
-    wanted, owed = play_definition(totals, k)
+    expected_sum, expected_residuals = compute_by_definition(totals, k)
     parts, residuals, _ = exchange(totals, k)
     for part in parts:
         assert len(part.indices) == k
         assert (np.diff(part.indices.astype(np.int64)) > 0).all()
-        assert (deliver(part, len(wanted)) == wanted).all()
-    for residual, expected in zip(residuals, owed, strict=True):
-        assert (residual == expected).all()
+        assert (deliver(part, len(expected_sum)) == expected_sum).all()
+    for residual, expected_residual in zip(residuals, expected_residuals, strict=True):
+        assert (residual == expected_residual).all()
 
 
 @settings(max_examples=12, deadline=None)
@@ -83,15 +84,15 @@ def test_the_exchange_follows_its_definition(problem: tuple[list[Array], int]) -
 def test_nothing_is_lost_in_many_steps(nodes: int, length: int, density: float, wire: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     k = max(1, round(density * length))
-    owed = [np.zeros(length, np.float32) for _ in range(nodes)]
+    residuals = [np.zeros(length, np.float32) for _ in range(nodes)]
     received, summed = np.zeros(length), np.zeros(length)
     for _ in range(3):
         inputs = [rng.standard_normal(length).astype(np.float32) for _ in range(nodes)]
         summed += np.sum(inputs, axis=0, dtype=np.float64)
-        parts, owed, _ = exchange([a + b for a, b in zip(inputs, owed, strict=True)], k, wire)
+        parts, residuals, _ = exchange([a + b for a, b in zip(inputs, residuals, strict=True)], k, wire)
         assert len({(part.indices.tobytes(), part.values.tobytes()) for part in parts}) == 1, "nodes differ"
         received += deliver(parts[0], length)
-    lost = np.abs(received + np.sum(owed, axis=0, dtype=np.float64) - summed).max()
+    lost = np.abs(received + np.sum(residuals, axis=0, dtype=np.float64) - summed).max()
     assert lost <= 1e-4 * max(np.abs(summed).max(), 1)
 
 
@@ -105,14 +106,14 @@ def test_a_value_that_is_not_finite_reaches_all_nodes(nodes: int, value: float) 
         assert not any(np.isfinite(part.values).all() for part in parts)
 
 
-ENTRY, MEASURED = 4, 3000
-"""Bytes of an entry of bf16, and the most bytes of what a node sends to measure bounds and the threshold."""
+ENTRY_BYTES, MEASURING_BYTES = 4, 3000
+"""The size of an entry of bf16, and the most bytes that a node sends to measure bounds and the threshold."""
 
 
 def compute_most_sent(k: int, nodes: int) -> float:
     """Return the bytes of the paper's bound, 6k(P-1)/P numbers (an entry is two numbers), plus the headers of all
     messages."""
-    return 3 * k * (nodes - 1) / nodes * ENTRY + 2 * (nodes - 1) * 40 + MEASURED
+    return 3 * k * (nodes - 1) / nodes * ENTRY_BYTES + 2 * (nodes - 1) * 40 + MEASURING_BYTES
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 5, 8, 17])
@@ -130,7 +131,7 @@ def test_no_node_sends_more_than_the_bound_of_the_paper(nodes: int) -> None:
 
 @pytest.mark.parametrize("nodes", [3, 8, 18])
 def test_uneven_regions_cannot_break_the_bound(nodes: int) -> None:
-    """Every node selects entries of one place only, and all that are delivered belong to one owner."""
+    """Every node selects entries of one region only, and all delivered entries belong to one owner."""
     totals = [np.zeros(40_000, np.float32) for _ in range(nodes)]
     for node, total in enumerate(totals):
         start = 38_000 * node // nodes

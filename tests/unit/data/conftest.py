@@ -1,3 +1,5 @@
+"""A remote server, and datasets with a cache in the folder of the test."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -5,13 +7,13 @@ from pathlib import Path
 
 import pytest
 from openers import Opener
-from remotes import Remote
+from remotes import RemoteServer
 
 
 @pytest.fixture
-def remote(tmp_path: Path) -> Iterator[Remote]:
+def remote(tmp_path: Path) -> Iterator[RemoteServer]:
     (tmp_path / "remote").mkdir()
-    server = Remote(tmp_path / "remote")
+    server = RemoteServer(tmp_path / "remote")
     yield server
     server.close()
 

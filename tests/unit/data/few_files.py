@@ -17,9 +17,14 @@ from topkube.data.dataset import CachedDataset
 from topkube.errors import StoreError
 
 
-def open_small_dataset(source: Path, cache: Path, **more: Any) -> CachedDataset:
-    given: dict[str, Any] = {"memory_directory": cache.parent / "memory", "free_bytes": 0, "group_bytes": 1, **more}
-    return CachedDataset(source, cache_directory=cache, decode=ArrayOf("uint8", (3072,)), **given)
+def open_small_dataset(source: Path, cache: Path, **overrides: Any) -> CachedDataset:
+    options: dict[str, Any] = {
+        "memory_directory": cache.parent / "memory",
+        "free_bytes": 0,
+        "group_bytes": 1,
+        **overrides,
+    }
+    return CachedDataset(source, cache_directory=cache, decode=ArrayOf("uint8", (3072,)), **options)
 
 
 def check_samples(dataset: CachedDataset, source: Path, at_once: int) -> None:
@@ -54,16 +59,16 @@ def read_beside_other_files(source: Path, cache: Path, memory_limit: int) -> Non
     """Read samples after other code has opened as many files as possible."""
     dataset = open_small_dataset(source, cache, memory_limit=memory_limit, prefetch=False)
     check_samples(dataset, source, 400)
-    others = take_all_files(dataset)
+    other_files = take_all_files(dataset)
     for at in range(400):  # open shards are closed to make room for others
         assert dataset[at].shape == (3072,)
     dataset.cache.open_shards.close_idle()
-    others += take_all_files(dataset)
+    other_files += take_all_files(dataset)
     try:
         dataset[5]
     except StoreError as error:
         print(error)
-    for file in others:
+    for file in other_files:
         os.close(file)
     check_samples(dataset, source, 400)
     assert dataset.node_state.disk_state == OPEN

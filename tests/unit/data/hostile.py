@@ -112,64 +112,77 @@ class HostileServer:
     async def _respond(
         self, kind: str, method: str, number: int, headers: dict[str, str], writer: asyncio.StreamWriter
     ) -> bool:
-        pick = self._random
-        version = pick.randrange(1, 7) if kind in ("changed", "conditional") else 0
-        data, more = self.build_bytes(number, version), self.build_validators(number, version)
+        random_source = self._random
+        version = random_source.randrange(1, 7) if kind in ("changed", "conditional") else 0
+        data, header_lines = self.build_bytes(number, version), self.build_validators(number, version)
         size = len(data)
         match = headers.get("if-match")
         if kind == "conditional" and match is not None and match != f'"{number}-{version}"':
-            return await self._send(writer, method, 412, b"", more)
+            return await self._send(writer, method, 412, b"", header_lines)
         status, start, stop = 200, 0, size
-        wanted = headers.get("range", "").removeprefix("bytes=")
-        if wanted and kind != "whole":
-            first, _, last = wanted.partition("-")
+        requested_range = headers.get("range", "").removeprefix("bytes=")
+        if requested_range and kind != "whole":
+            first, _, last = requested_range.partition("-")
             status, start, stop = 206, int(first), int(last) + 1
             if kind == "elsewhere":  # another range, with the right Content-Range
-                start = pick.randrange(0, size)
+                start = random_source.randrange(0, size)
                 stop = min(size, start + int(last) + 1 - int(first))
-            more.append(f"Content-Range: bytes {start}-{stop - 1}/{size}")
+            header_lines.append(f"Content-Range: bytes {start}-{stop - 1}/{size}")
         elif kind == "elsewhere":
             status, start, stop = 206, 0, max(1, size // 2)
-            more.append(f"Content-Range: bytes 0-{stop - 1}/{size}")
+            header_lines.append(f"Content-Range: bytes 0-{stop - 1}/{size}")
         body = data[start:stop]
         if kind == "nameless":
-            more, body = [header for header in more if header.startswith("Content-Range")], bytes(len(body))
+            header_lines, body = (
+                [header for header in header_lines if header.startswith("Content-Range")],
+                bytes(len(body)),
+            )
         if kind == "rangeless":
-            more, status = [header for header in more if not header.startswith("Content-Range")], 206
+            header_lines, status = [header for header in header_lines if not header.startswith("Content-Range")], 206
             body = data[: stop - start]
         if kind == "resized":
-            more = [header for header in more if not header.startswith("Content-Range")]
-            more.append(f"Content-Range: bytes {start}-{stop - 1}/{size + 1}")
+            header_lines = [header for header in header_lines if not header.startswith("Content-Range")]
+            header_lines.append(f"Content-Range: bytes {start}-{stop - 1}/{size + 1}")
             body, status = bytes(len(body)), 206
         if kind == "junk":
-            more = [header for header in more if not header.startswith("Content-Range")]
-            more.append(
-                pick.choice(["Content-Range: bytes x-y/z", "Content-Range: bytes -5-5/5", "Content-Range: lines 1-2/3"])
+            header_lines = [header for header in header_lines if not header.startswith("Content-Range")]
+            header_lines.append(
+                random_source.choice(
+                    ["Content-Range: bytes x-y/z", "Content-Range: bytes -5-5/5", "Content-Range: lines 1-2/3"]
+                )
             )
             body, status = bytes(len(body)), 206
         if kind == "page":
             body = PAGE.ljust(len(body))[: len(body)]
-            more.append("Content-Type: text/html")
+            header_lines.append("Content-Type: text/html")
         if kind == "compressed":
             body = gzip.compress(bytes(len(body)))
-            more.append("Content-Encoding: gzip")
+            header_lines.append("Content-Encoding: gzip")
         if kind == "status":
-            status = pick.choice([204, 304, 403, 404, 416, 429, 500, 503] + [301] * (not self.plain))
+            status = random_source.choice([204, 304, 403, 404, 416, 429, 500, 503] + [301] * (not self.plain))
             body = bytes(len(body)) if status >= 400 else b""
-            more += ["Location: /o/"] if status == 301 else []
+            header_lines += ["Location: /o/"] if status == 301 else []
         if kind == "flipped" and body:
-            at = pick.randrange(len(body))
-            body = pick.choice([body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :], bytes(len(body)), body[::-1]])
-        return await self._send(writer, method, status, body, more, kind)
+            at = random_source.randrange(len(body))
+            body = random_source.choice(
+                [body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :], bytes(len(body)), body[::-1]]
+            )
+        return await self._send(writer, method, status, body, header_lines, kind)
 
     async def _send(
-        self, writer: asyncio.StreamWriter, method: str, status: int, body: bytes, more: list[str], kind: str = ""
+        self,
+        writer: asyncio.StreamWriter,
+        method: str,
+        status: int,
+        body: bytes,
+        header_lines: list[str],
+        kind: str = "",
     ) -> bool:
-        pick, length, sent, chunked = self._random, len(body), body, False
+        random_source, length, sent, chunked = self._random, len(body), body, False
         if kind == "cut":
-            sent = body[: pick.randrange(0, len(body) + 1)] if body else b""
+            sent = body[: random_source.randrange(0, len(body) + 1)] if body else b""
         elif kind == "short":
-            length = pick.randrange(0, len(body) + 1)
+            length = random_source.randrange(0, len(body) + 1)
         elif kind == "long":
             sent, length = body + b"more", len(body) + 4
         elif kind in ("chunked", "chunked short", "chunked long"):
@@ -179,8 +192,8 @@ class HostileServer:
             writer.transport.abort()
             return False
         elif kind in ("late", "drip"):
-            await asyncio.sleep(pick.choice([0.001, 0.02] if kind == "late" else [2.5]))
-        lines = [f"HTTP/1.1 {status} X", *more]
+            await asyncio.sleep(random_source.choice([0.001, 0.02] if kind == "late" else [2.5]))
+        lines = [f"HTTP/1.1 {status} X", *header_lines]
         lines.append("Transfer-Encoding: chunked" if chunked else f"Content-Length: {length}")
         writer.write(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
         if method != "HEAD" and status not in (204, 304):
@@ -224,3 +237,4 @@ _KINDS: dict[str, float] = {
     "late": 3,
     "drip": 0.2,
 }
+"""The kinds of responses, each with its weight in the random choice."""

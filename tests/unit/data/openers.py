@@ -25,16 +25,16 @@ class Opener:
         self.cache, self.memory = folder / "cache", folder / "memory"
         self.opened: list[CachedDataset] = []
 
-    def __call__(self, uri: str | Path, **more: Any) -> CachedDataset:
-        given: dict[str, Any] = {
+    def __call__(self, uri: str | Path, **overrides: Any) -> CachedDataset:
+        options: dict[str, Any] = {
             "cache_directory": self.cache,
             "memory_directory": self.memory,
             "patience": HASTY,
             "wait_seconds": 20.0,
             "free_bytes": 0,
-            **more,
+            **overrides,
         }
-        self.opened.append(CachedDataset(str(uri), **given))
+        self.opened.append(CachedDataset(str(uri), **options))
         return self.opened[-1]
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ class Answer:
     size: int
 
 
-class Remote:
+class RemoteServer:
     """Serves `folder`. `faults` maps a path to the faults of its next requests: truncate, stall, drip, 503, 404."""
 
     def __init__(self, folder: Path) -> None:
@@ -121,9 +121,9 @@ class Remote:
         if self.etags == "none":
             del headers["ETag"]
         answer = Answer(HTTPStatus.OK, data, headers, 0, len(data), len(data))
-        wanted = request.headers.get("Range")
-        if wanted and self.ranges:
-            first, _, last = wanted.removeprefix("bytes=").partition("-")
+        requested_range = request.headers.get("Range")
+        if requested_range and self.ranges:
+            first, _, last = requested_range.removeprefix("bytes=").partition("-")
             start, stop = int(first), min(int(last) + 1 if last else len(data), len(data))
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
             answer = Answer(HTTPStatus.PARTIAL_CONTENT, data[start:stop], headers, start, stop, len(data))
@@ -191,8 +191,8 @@ def write_files(folder: Path, count: int, size: int = 3072, seed: int = 0) -> np
     for name in ("a", "b"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     for number in range(count):
-        where = "a" if number < count // 2 else "b"
-        (folder / where / f"{number:05}.bin").write_bytes(data[number].tobytes())
+        name = "a" if number < count // 2 else "b"
+        (folder / name / f"{number:05}.bin").write_bytes(data[number].tobytes())
     return data
 
 

@@ -13,7 +13,7 @@ from fsspec.registry import _registry as fsspec_classes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openers import Opener
-from remotes import Remote, add_member, write_files, write_tars
+from remotes import RemoteServer, add_member, write_files, write_tars
 
 from topkube.data.cache.disk.disk_tier import DiskTier
 from topkube.data.remote.listing import Listing, RemoteObject, read_manifest
@@ -32,7 +32,7 @@ def test_a_library_that_is_missing_is_named(open_dataset: Opener, monkeypatch: p
         open_dataset("s3://bucket/data")
 
 
-def test_an_empty_dataset_is_refused(tmp_path: Path, remote: Remote, open_dataset: Opener) -> None:
+def test_an_empty_dataset_is_refused(tmp_path: Path, remote: RemoteServer, open_dataset: Opener) -> None:
     (tmp_path / "empty").mkdir()
     for uri in (tmp_path / "empty", remote.uri):
         with pytest.raises(DatasetError, match="is empty"):
@@ -97,7 +97,7 @@ def test_a_table_with_invalid_values_is_a_typed_error(tmp_path: Path, open_datas
 
 
 @pytest.mark.parametrize("name", ["../out.bin", "/abs.bin", "a/../../out.bin"])
-def test_a_tar_that_would_unpack_elsewhere_is_refused(remote: Remote, open_dataset: Opener, name: str) -> None:
+def test_a_tar_that_would_unpack_elsewhere_is_refused(remote: RemoteServer, open_dataset: Opener, name: str) -> None:
     with tarfile.open(remote.folder / "0.tar", "w") as tar:
         add_member(tar, "good.bin", b"x")
         add_member(tar, name, b"y")
@@ -107,7 +107,7 @@ def test_a_tar_that_would_unpack_elsewhere_is_refused(remote: Remote, open_datas
     assert DiskTier(open_dataset.cache).count_used_bytes() == 0
 
 
-def test_links_in_a_tar_are_refused(remote: Remote, open_dataset: Opener) -> None:
+def test_links_in_a_tar_are_refused(remote: RemoteServer, open_dataset: Opener) -> None:
     with tarfile.open(remote.folder / "0.tar", "w") as tar:
         link = tarfile.TarInfo("a.bin")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
@@ -132,7 +132,7 @@ def test_a_manifest_with_a_wrong_count_is_named(tmp_path: Path, open_dataset: Op
         open_dataset(tmp_path / "source")[0]
 
 
-def test_a_manifest_with_wrong_sizes_is_an_error_not_a_batch(remote: Remote, open_dataset: Opener) -> None:
+def test_a_manifest_with_wrong_sizes_is_an_error_not_a_batch(remote: RemoteServer, open_dataset: Opener) -> None:
     write_files(remote.folder, 2)
     (remote.folder / "manifest.jsonl").write_text('{"path": "a/00000.bin", "size": 4000}\n')
     with pytest.raises(StoreError):

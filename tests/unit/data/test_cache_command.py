@@ -16,13 +16,15 @@ from topkube.data.formats.checked_index import unpack_checked_index
 
 
 class Command:
+    """Runs `topkube cache` with a cache in `directory`, and returns its output."""
+
     def __init__(self, directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
         self._directory, self._capfd = directory, capfd
 
     def __call__(self, *words: object, code: int = 0) -> str:
         self._capfd.readouterr()
-        own = [] if words[0] == "manifest" else ["--directory", str(self._directory)]
-        ended = run_app(["cache", *map(str, words), *own])
+        directory_option = [] if words[0] == "manifest" else ["--directory", str(self._directory)]
+        ended = run_app(["cache", *map(str, words), *directory_option])
         captured = self._capfd.readouterr()
         assert ended == code, captured
         return captured.out if ended != 2 else captured.err
@@ -47,10 +49,10 @@ def test_a_dataset_is_warmed_listed_checked_pinned_and_evicted(command: Command,
     assert (row["uri"], row["shards"], row["bytes"]) == ((tmp_path / "source").as_uri(), 2, size)
     assert not row["inUse"]
     assert command.run_json("check")["damaged"] == {}
-    victim = next(path for path in (tmp_path / "cache").glob("datasets/*/shards/*/*") if path.suffix != ".index")
-    victim.chmod(0o644)
-    victim.write_bytes(victim.read_bytes()[:-1] + b"!")
-    assert command.run_json("check", code=1)["damaged"] == {row["uri"]: [victim.name]}
+    shard_file = next(path for path in (tmp_path / "cache").glob("datasets/*/shards/*/*") if path.suffix != ".index")
+    shard_file.chmod(0o644)
+    shard_file.write_bytes(shard_file.read_bytes()[:-1] + b"!")
+    assert command.run_json("check", code=1)["damaged"] == {row["uri"]: [shard_file.name]}
     command("pin", row["id"])
     assert command.run_json("evict", "--all")["kept"][0]["reason"] == "pinned"
     command("pin", row["id"], "--off")
@@ -100,7 +102,7 @@ def test_a_manifest_names_the_index_of_every_plain_tar(command: Command, tmp_pat
     assert command("manifest", source, "--index", source / "manifest.index") == lines, "the index is not a shard"
 
 
-def test_an_index_is_refused_where_it_is_of_no_use(command: Command, tmp_path: Path) -> None:
+def test_an_index_of_a_dataset_without_tar_shards_is_refused(command: Command, tmp_path: Path) -> None:
     write_files(tmp_path / "files", 2)
     assert "has no tar shards" in command("manifest", tmp_path / "files", "--index", tmp_path / "i", code=2)
     assert not (tmp_path / "i").exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from openers import wait_until
-from remotes import Remote, write_files, write_tars
+from remotes import RemoteServer, write_files, write_tars
 
 from topkube.data.base.rank_place import RankPlace
 from topkube.data.cache.shard_cache import ShardCache
@@ -22,18 +22,20 @@ from topkube.data.remote.object_store import Patience
 from topkube.settings import Settings
 
 
-class Pod:
+class CompanionPod:
     """The folders of a worker."""
 
-    def __init__(self, folder: Path, remote: Remote) -> None:
+    def __init__(self, folder: Path, remote: RemoteServer) -> None:
         self.folder, self.remote = folder, remote
         self.view, self.runs, self.report = folder / "view", folder / "runs", folder / "report.json"
         self.runs.mkdir(parents=True)
 
     def open(self, **settings: object) -> ShardCache:
-        own = Settings(cache_directory=str(self.folder / "cache"), cache_memory_directory=str(self.folder / "shm"))
+        cache_settings = Settings(
+            cache_directory=str(self.folder / "cache"), cache_memory_directory=str(self.folder / "shm")
+        )
         return open_cache(
-            self.remote.uri, own, RankPlace(), patience=Patience(retries=0, pause_seconds=0.01), **settings
+            self.remote.uri, cache_settings, RankPlace(), patience=Patience(retries=0, pause_seconds=0.01), **settings
         )
 
     @contextmanager
@@ -59,11 +61,11 @@ class Pod:
 
 
 @pytest.fixture
-def pod(tmp_path: Path, remote: Remote) -> Pod:
-    return Pod(tmp_path / "pod", remote)
+def pod(tmp_path: Path, remote: RemoteServer) -> CompanionPod:
+    return CompanionPod(tmp_path / "pod", remote)
 
 
-def read_source(remote: Remote) -> dict[str, bytes]:
+def read_source(remote: RemoteServer) -> dict[str, bytes]:
     return {
         path.relative_to(remote.folder).as_posix(): path.read_bytes()
         for path in remote.folder.rglob("*")
@@ -72,7 +74,9 @@ def read_source(remote: Remote) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("write", [lambda folder: write_tars(folder, [3, 2, 4]), lambda folder: write_files(folder, 9)])
-def test_plain_files_appear_under_their_own_names(pod: Pod, remote: Remote, write: Callable[[Path], object]) -> None:
+def test_plain_files_appear_under_their_own_names(
+    pod: CompanionPod, remote: RemoteServer, write: Callable[[Path], object]
+) -> None:
     write(remote.folder)
     with pod.run_companion():
         wait_until((pod.view / COMPLETE).exists)
@@ -88,14 +92,16 @@ def test_plain_files_appear_under_their_own_names(pod: Pod, remote: Remote, writ
     assert {path: path.stat().st_ino for path in pod.view.rglob("*")} == before, "nothing is copied again"
 
 
-def test_an_object_that_is_a_shard_is_shown_as_a_link(pod: Pod, remote: Remote) -> None:
+def test_an_object_that_is_a_shard_is_shown_as_a_link(pod: CompanionPod, remote: RemoteServer) -> None:
     write_tars(remote.folder, [3])
     with pod.run_companion():
         wait_until((pod.view / COMPLETE).exists)
         assert (pod.view / "000.tar").stat().st_nlink == 2
 
 
-def test_a_worker_fetches_its_share_and_the_rest_only_for_plain_scripts(pod: Pod, remote: Remote) -> None:
+def test_a_worker_fetches_its_share_and_the_rest_only_for_plain_scripts(
+    pod: CompanionPod, remote: RemoteServer
+) -> None:
     write_tars(remote.folder, [2] * 6)
     with pod.run_companion((1, 3), plain_seconds=0.5):
         wait_until(lambda: len(pod.read_files()) == 2)
@@ -105,7 +111,7 @@ def test_a_worker_fetches_its_share_and_the_rest_only_for_plain_scripts(pod: Pod
         assert pod.read_files() == read_source(remote)
 
 
-def test_the_companion_stops_fetching_for_ranks_that_read_samples(pod: Pod, remote: Remote) -> None:
+def test_the_companion_stops_fetching_for_ranks_that_read_samples(pod: CompanionPod, remote: RemoteServer) -> None:
     write_tars(remote.folder, [2] * 6)
     ranks = pod.open()
     ranks.node_state.change_filler_count(+1)
@@ -118,7 +124,7 @@ def test_the_companion_stops_fetching_for_ranks_that_read_samples(pod: Pod, remo
 
 
 def test_small_files_that_do_not_fit_twice_are_not_shown(
-    pod: Pod, remote: Remote, capfd: pytest.CaptureFixture[str]
+    pod: CompanionPod, remote: RemoteServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_files(remote.folder, 8)
     cache = pod.open(size_limit=40_000)
@@ -140,7 +146,7 @@ def test_small_files_that_do_not_fit_twice_are_not_shown(
     cache.close()
 
 
-def test_a_report_is_newer_than_the_request_for_it(pod: Pod, remote: Remote) -> None:
+def test_a_report_is_newer_than_the_request_for_it(pod: CompanionPod, remote: RemoteServer) -> None:
     write_tars(remote.folder, [4, 5, 3], 500)
     request_file = pod.folder / "asked"
     with pod.run_companion(request=request_file, prefetch=False) as cache:
@@ -151,7 +157,7 @@ def test_a_report_is_newer_than_the_request_for_it(pod: Pod, remote: Remote) -> 
         assert json.loads(pod.report.read_text())["cachedBytes"] == cache.shards.sizes[0]
 
 
-def test_a_changed_dataset_replaces_the_old_files(pod: Pod, remote: Remote) -> None:
+def test_a_changed_dataset_replaces_the_old_files(pod: CompanionPod, remote: RemoteServer) -> None:
     write_tars(remote.folder, [3, 3])
     with pod.run_companion():
         wait_until((pod.view / COMPLETE).exists)
@@ -164,12 +170,12 @@ def test_a_changed_dataset_replaces_the_old_files(pod: Pod, remote: Remote) -> N
         wait_until((pod.view / COMPLETE).exists)
         assert pod.read_files() == read_source(remote)
         assert cache.folder is not None
-        held = cache.folder.log.sum_shard_bytes()
-        assert held == sum(map(len, read_source(remote).values())), "shards of the old listing are gone"
-        assert cache.folder.read_summary()["bytes"] == held
+        cached_bytes = cache.folder.log.sum_shard_bytes()
+        assert cached_bytes == sum(map(len, read_source(remote).values())), "shards of the old listing are gone"
+        assert cache.folder.read_summary()["bytes"] == cached_bytes
 
 
-def test_a_remote_that_fails_is_retried(pod: Pod, remote: Remote) -> None:
+def test_a_remote_that_fails_is_retried(pod: CompanionPod, remote: RemoteServer) -> None:
     write_tars(remote.folder, [3])
     remote.faults["000.tar"] = ["503", "503"]
     with pod.run_companion():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from openers import Opener, wait_until
-from remotes import Remote, write_files, write_tars
+from remotes import RemoteServer, write_files, write_tars
 from torch.utils.data import DataLoader
 
 from topkube.data import ArrayOf, DistributedSampler, collate
@@ -32,7 +32,7 @@ def decode_tensors(sample: dict[str, bytes]) -> tuple[torch.Tensor, int]:
 @pytest.mark.parametrize("scheme", ["file", "http", "memory"])
 @pytest.mark.parametrize("memory_limit", [0, 1 << 24])
 def test_files_are_read_by_number(
-    remote: Remote, open_dataset: Opener, tmp_path: Path, scheme: str, memory_limit: int
+    remote: RemoteServer, open_dataset: Opener, tmp_path: Path, scheme: str, memory_limit: int
 ) -> None:
     data = write_files(remote.folder, 60)
     uri = {"file": str(remote.folder), "http": remote.uri, "memory": f"memory://{tmp_path}"}[scheme]
@@ -52,7 +52,7 @@ def test_files_are_read_by_number(
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("memory_limit", [0, 1 << 24])
 def test_every_epoch_has_every_sample_of_a_tar_dataset_once(
-    remote: Remote, open_dataset: Opener, workers: int, memory_limit: int
+    remote: RemoteServer, open_dataset: Opener, workers: int, memory_limit: int
 ) -> None:
     data = write_tars(remote.folder, [30, 1, 17, 40])  # uneven shards
     dataset = open_dataset(remote.uri, decode=decode_tensors, memory_limit=memory_limit)
@@ -77,7 +77,7 @@ def test_every_epoch_has_every_sample_of_a_tar_dataset_once(
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_iterable_style_follows_set_epoch_and_the_position_in_persistent_workers(
-    remote: Remote, open_dataset: Opener, workers: int
+    remote: RemoteServer, open_dataset: Opener, workers: int
 ) -> None:
     data = write_files(remote.folder, 50)
     dataset = open_dataset(remote.uri, decode=RECORD, group_bytes=20_000)
@@ -88,13 +88,13 @@ def test_the_iterable_style_follows_set_epoch_and_the_position_in_persistent_wor
     for epoch, position in [(0, 0), (1, 0), (2, 24)]:
         sampler.set_epoch(epoch)
         sampler.advance(position)
-        wanted = sampler.indices()
-        assert wanted.size == 50 - position
-        np.testing.assert_array_equal(torch.cat(list(loader)).numpy(), data[wanted])
+        order = sampler.indices()
+        assert order.size == 50 - position
+        np.testing.assert_array_equal(torch.cat(list(loader)).numpy(), data[order])
     loader = None
 
 
-def test_a_position_is_resumed_on_the_same_permutation(remote: Remote, open_dataset: Opener) -> None:
+def test_a_position_is_resumed_on_the_same_permutation(remote: RemoteServer, open_dataset: Opener) -> None:
     write_files(remote.folder, 50)
     dataset = open_dataset(remote.uri, decode=RECORD, group_bytes=20_000)
     sampler = DistributedSampler(dataset, seed=3, window=2)
@@ -106,7 +106,7 @@ def test_a_position_is_resumed_on_the_same_permutation(remote: Remote, open_data
     assert list(resumed) == whole[20:]
 
 
-def test_random_transforms_are_applied_after_the_cache(remote: Remote, open_dataset: Opener) -> None:
+def test_random_transforms_are_applied_after_the_cache(remote: RemoteServer, open_dataset: Opener) -> None:
     write_files(remote.folder, 8)
     random = np.random.default_rng(0)
     dataset = open_dataset(
@@ -121,7 +121,7 @@ def test_random_transforms_are_applied_after_the_cache(remote: Remote, open_data
     assert dataset.statistics()["memory_misses"] == 1
 
 
-def test_another_decode_never_gets_samples_of_the_first(remote: Remote, open_dataset: Opener) -> None:
+def test_another_decode_never_gets_samples_of_the_first(remote: RemoteServer, open_dataset: Opener) -> None:
     write_tars(remote.folder, [5])
     first = open_dataset(remote.uri, decode=lambda sample: int(sample["cls"]), memory_limit=1 << 20)
     assert [first[at] for at in range(5)] == [0, 1, 2, 3, 4]
@@ -129,7 +129,9 @@ def test_another_decode_never_gets_samples_of_the_first(remote: Remote, open_dat
     assert [second[at] for at in range(5)] == [0, 10, 20, 30, 40]
 
 
-def test_samples_of_different_shapes_and_kinds_come_back_as_they_were(remote: Remote, open_dataset: Opener) -> None:
+def test_samples_of_different_shapes_and_kinds_come_back_as_they_were(
+    remote: RemoteServer, open_dataset: Opener
+) -> None:
     write_tars(remote.folder, [12])
 
     def decode_ragged(sample: dict[str, bytes]) -> dict[str, Any]:
@@ -154,7 +156,7 @@ def test_samples_of_different_shapes_and_kinds_come_back_as_they_were(remote: Re
 
 
 def write_tables(folder: Path, kind: str) -> None:
-    """3 files of 100 rows in groups of 30."""
+    """Write 3 files of 100 rows, in groups of 30 rows."""
     arrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet
 
@@ -170,7 +172,7 @@ def write_tables(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_rows_of_tables_are_read_through_the_cache(remote: Remote, open_dataset: Opener, kind: str) -> None:
+def test_rows_of_tables_are_read_through_the_cache(remote: RemoteServer, open_dataset: Opener, kind: str) -> None:
     write_tables(remote.folder, kind)
     dataset = open_dataset(remote.uri)
     assert len(dataset) == 300
@@ -179,13 +181,13 @@ def test_rows_of_tables_are_read_through_the_cache(remote: Remote, open_dataset:
     loader: Any = DataLoader(dataset, 32, num_workers=2, shuffle=True)
     assert sorted(number for batch in loader for number in batch["id"].tolist()) == list(range(300))
     sampler = DistributedSampler(dataset)
-    wanted = sampler.indices()
+    order = sampler.indices()
     batches = list(dataset.batches(32, sampler, ahead=3))  # threads share the decoded groups
-    assert [number for batch in batches for number in batch["id"].tolist()] == wanted.tolist()
+    assert [number for batch in batches for number in batch["id"].tolist()] == order.tolist()
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_a_damaged_table_is_named(remote: Remote, open_dataset: Opener, kind: str) -> None:
+def test_a_damaged_table_is_named(remote: RemoteServer, open_dataset: Opener, kind: str) -> None:
     write_tables(remote.folder, kind)
     path = remote.folder / f"1.{kind}"
     data = path.read_bytes()
@@ -195,7 +197,7 @@ def test_a_damaged_table_is_named(remote: Remote, open_dataset: Opener, kind: st
             open_dataset(remote.uri)[150]
 
 
-def test_a_second_job_reads_nothing_from_the_remote(remote: Remote, open_dataset: Opener) -> None:
+def test_a_second_job_reads_nothing_from_the_remote(remote: RemoteServer, open_dataset: Opener) -> None:
     data = write_tars(remote.folder, [20, 20])
     first = open_dataset(remote.uri, decode=decode_tensors)
     assert len(list(first)) == 40
@@ -207,7 +209,7 @@ def test_a_second_job_reads_nothing_from_the_remote(remote: Remote, open_dataset
     assert remote.sent_bytes - before < 1000  # the listing
 
 
-def test_a_manifest_has_counts_before_any_shard_is_fetched(remote: Remote, open_dataset: Opener) -> None:
+def test_a_manifest_has_counts_before_any_shard_is_fetched(remote: RemoteServer, open_dataset: Opener) -> None:
     data = write_tars(remote.folder / "data", [20, 25])
     lines = [
         f'{{"path": "{number:03}.tar", "size": {(remote.folder / "data" / f"{number:03}.tar").stat().st_size}, '
@@ -221,28 +223,28 @@ def test_a_manifest_has_counts_before_any_shard_is_fetched(remote: Remote, open_
     np.testing.assert_array_equal(dataset[44][0].numpy(), data[44])
 
 
-def test_spawned_workers_read_the_same_samples(remote: Remote, open_dataset: Opener) -> None:
+def test_spawned_workers_read_the_same_samples(remote: RemoteServer, open_dataset: Opener) -> None:
     data = write_files(remote.folder, 20)
     dataset = open_dataset(remote.uri, decode=RECORD)
     loader: Any = DataLoader(dataset, 10, num_workers=1, multiprocessing_context="spawn", collate_fn=collate)
     np.testing.assert_array_equal(torch.cat(list(loader)).numpy(), data)
 
 
-def test_a_batch_that_is_referenced_is_never_overwritten(remote: Remote, open_dataset: Opener) -> None:
+def test_a_batch_that_is_referenced_is_never_overwritten(remote: RemoteServer, open_dataset: Opener) -> None:
     data = write_files(remote.folder, 300)  # batches large enough for reused buffers
     for memory_limit in (0, 1 << 22):
         dataset = open_dataset(str(remote.folder), decode=RECORD, memory_limit=memory_limit)
         sampler = DistributedSampler(dataset)
         for _ in range(2):
-            held = [(batch, wanted) for batch, wanted in zip(
+            held = [(batch, order) for batch, order in zip(
                 dataset.batches(100, sampler, ahead=2), np.split(sampler.indices(), 3), strict=True
             )]  # fmt: skip
             views = [batch[3] for batch, _ in held]
             for batch in dataset.batches(100, sampler):  # buffers are free again after each turn
                 del batch
-            for (batch, wanted), view in zip(held, views, strict=True):
-                np.testing.assert_array_equal(batch.numpy(), data[wanted])
-                np.testing.assert_array_equal(view.numpy(), data[wanted[3]])
+            for (batch, order), view in zip(held, views, strict=True):
+                np.testing.assert_array_equal(batch.numpy(), data[order])
+                np.testing.assert_array_equal(view.numpy(), data[order[3]])
 
 
 def decode_kinds(raw: bytes) -> dict[str, Any]:
@@ -271,11 +273,11 @@ def test_a_batch_that_is_partly_in_memory_is_collated_like_any_other(tmp_path: P
     for turn in range(2):  # first half of the samples are in memory, then all
         batch, expected = dataset.__getitems__(range(24)), plain.__getitems__(range(24))
         assert dataset.statistics()["memory_misses"] == 24
-        for sample, wanted in zip(batch, expected, strict=True):
+        for sample, expected_sample in zip(batch, expected, strict=True):
             assert {name: type(value) for name, value in sample.items()} == {
-                name: type(value) for name, value in wanted.items()
+                name: type(value) for name, value in expected_sample.items()
             }, turn
-            torch.testing.assert_close(sample["no dimensions"], wanted["no dimensions"], rtol=0, atol=0)
+            torch.testing.assert_close(sample["no dimensions"], expected_sample["no dimensions"], rtol=0, atol=0)
         for make in (collate, torch.utils.data.default_collate):
             batch_made, expected_batch = make(batch), torch.utils.data.default_collate(expected)
             for name, value in expected_batch.items():
@@ -351,13 +353,13 @@ def test_memory_is_filled_in_the_background_with_samples_that_were_not_read(
 def test_memory_is_filled_when_nobody_reads(
     tmp_path: Path, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, is_idle = [], threading.Event()
-    are_over = property(lambda self: asked.append(1) or is_idle.is_set())
+    idle_checks, is_idle = [], threading.Event()
+    are_over = property(lambda self: idle_checks.append(1) or is_idle.is_set())
     monkeypatch.setattr(memory_filler.ReadsInProgress, "are_over", are_over)
     write_files(tmp_path / "source", 20)
     dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20, prefetch=True)
     assert dataset._samples.memory is not None
-    wait_until(lambda: len(asked) > 3)
+    wait_until(lambda: len(idle_checks) > 3)
     assert not dataset._samples.memory.used_bytes
     is_idle.set()
     wait_until(lambda: dataset._samples.memory.has(np.arange(20)).all())

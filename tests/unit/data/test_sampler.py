@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openers import Opener
-from remotes import Remote, write_files
+from remotes import RemoteServer, write_files
 
 from topkube.data import ArrayOf, Batches, DistributedSampler, MixedDataset, MixedSampler
 from topkube.data import sampler as sampler_module
@@ -91,19 +91,21 @@ def test_an_invalid_state_is_refused(state: dict[str, Any]) -> None:
         DistributedSampler(range(50)).load_state_dict(state)
 
 
-def test_a_state_of_another_order_is_refused_in_the_middle_of_an_epoch(remote: Remote, open_dataset: Opener) -> None:
+def test_a_state_of_another_order_is_refused_in_the_middle_of_an_epoch(
+    remote: RemoteServer, open_dataset: Opener
+) -> None:
     write_files(remote.folder, 50)
-    given: dict[str, Any] = {"decode": ArrayOf("uint8", (3072,)), "prefetch": False, "group_bytes": 20_000}
-    dataset = open_dataset(remote.uri, **given)
+    options: dict[str, Any] = {"decode": ArrayOf("uint8", (3072,)), "prefetch": False, "group_bytes": 20_000}
+    dataset = open_dataset(remote.uri, **options)
     sampler = DistributedSampler(dataset, window=2)
     sampler.advance(20)
     state = sampler.state_dict()
-    DistributedSampler(open_dataset(str(remote.folder), **given), window=2).load_state_dict(state)  # moved
+    DistributedSampler(open_dataset(str(remote.folder), **options), window=2).load_state_dict(state)  # moved
     DistributedSampler(dataset, window=3).load_state_dict({"epoch": 0, "position": 20, "seed": 0})  # an older version
     for other, names in (
         (DistributedSampler(dataset, window=3), "window is 3, was 2"),
         (DistributedSampler(dataset, window=2, shuffle=False), "shuffle is False, was True"),
-        (DistributedSampler(open_dataset(remote.uri, **{**given, "group_bytes": 30_000}), window=2), "dataset is"),
+        (DistributedSampler(open_dataset(remote.uri, **{**options, "group_bytes": 30_000}), window=2), "dataset is"),
         (DistributedSampler(range(40), window=2), "samples is 40, was 50"),
     ):
         with pytest.raises(ArgumentError, match=names):
@@ -139,14 +141,14 @@ def test_a_mix_gives_each_dataset_its_share_and_each_sample_in_turn(
         assert sorted(at for rank in ranks for at in rank) == sorted(deal_out(sampler, 1)[0])
         values = mixed.__getitems__(deal_out(sampler, 1)[0])
         for number in range(len(parts)):
-            own = [value - 1000 * number for value in values if value // 1000 == number]
-            assert len(own) == sampler.shares[number]
-            assert abs(len(own) - weights[number] / sum(weights) * samples) < 1
-            seen[number] += own
+            values_of_part = [value - 1000 * number for value in values if value // 1000 == number]
+            assert len(values_of_part) == sampler.shares[number]
+            assert abs(len(values_of_part) - weights[number] / sum(weights) * samples) < 1
+            seen[number] += values_of_part
         assert len(values) == samples
-    for (count, _), own in zip(parts, seen, strict=True):
-        times = np.bincount(own, minlength=count)
-        assert times.max() - times.min() <= 1  # each once before any comes again
+    for (count, _), values_of_part in zip(parts, seen, strict=True):
+        times = np.bincount(values_of_part, minlength=count)
+        assert times.max() - times.min() <= 1  # each sample comes once before any sample comes again
 
 
 def test_a_mix_is_resumed_by_any_number_of_ranks_and_checks_its_state() -> None:

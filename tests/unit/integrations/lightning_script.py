@@ -1,5 +1,6 @@
-"""Two nodes x two ranks under `topkube run`: the same small GPT with Lightning's own strategy, with TopKube's dense
-exchange and with hitopk, which also saves a checkpoint and resumes. Each rank stores its weights and losses."""
+"""Two nodes x two ranks under `topkube run`: train the same small GPT with Lightning's own strategy, with TopKube's
+dense exchange and with hitopk. The run with hitopk also saves a checkpoint, from which another run continues. Each rank
+stores its weights and losses."""
 
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ folder = Path(sys.argv[1])
 samples = Subset(CharacterWindows(CONTEXT, characters=20_000), range(STEPS * 2 * 4))
 
 
-class Recorder(pl.Callback):
+class BatchRecorder(pl.Callback):
     """Stores the loss of each step, and the indexes of the samples of this rank."""
 
     def __init__(self) -> None:
@@ -30,9 +31,9 @@ class Recorder(pl.Callback):
         self.samples.append(batch[0])
 
 
-def fit(strategy: Any, steps: int = STEPS, resume: Path | None = None, **more: Any) -> dict[str, Any]:
+def fit(strategy: Any, steps: int = STEPS, resume: Path | None = None, **options: Any) -> dict[str, Any]:
     pl.seed_everything(0, verbose=False)
-    model, recorder = CharGPT(learning_rate=1e-2, layers=1, width=32, context=CONTEXT), Recorder()
+    model, recorder = CharGPT(learning_rate=1e-2, layers=1, width=32, context=CONTEXT), BatchRecorder()
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -43,7 +44,7 @@ def fit(strategy: Any, steps: int = STEPS, resume: Path | None = None, **more: A
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **more,
+        **options,
     )
     trainer.fit(model, DataLoader(samples, batch_size=2, shuffle=True), ckpt_path=resume)
     if resume is None:

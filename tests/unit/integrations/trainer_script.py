@@ -1,5 +1,5 @@
-"""Two nodes x two ranks under `topkube run`: the same small GPT-2 with the Trainer alone, with TopKube's dense exchange
-and with hitopk. Each rank stores its weights, its losses and its samples."""
+"""Two nodes x two ranks under `topkube run`: train the same small GPT-2 with the Trainer alone, with TopKube's dense
+exchange and with hitopk. Each rank stores its weights, its losses and its samples."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ CONTEXT, STEPS = 16, 8
 folder = Path(sys.argv[1])
 
 
-class Recorder(TrainerCallback):
+class LossRecorder(TrainerCallback):
     def __init__(self) -> None:
         self.losses: list[float] = []
 
@@ -29,14 +29,14 @@ class Recorder(TrainerCallback):
 class RecordingTrainer(Trainer):
     samples: list[torch.Tensor]
 
-    def training_step(self, model: Any, inputs: Any, *more: Any, **named: Any) -> torch.Tensor:
+    def training_step(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> torch.Tensor:
         self.samples.append(inputs["input_ids"])
-        return super().training_step(model, inputs, *more, **named)
+        return super().training_step(model, inputs, *arguments, **options)
 
 
-def train(aggregation: str | None, **more: Any) -> dict[str, Any]:
+def train(aggregation: str | None, **options: Any) -> dict[str, Any]:
     set_seed(0)
-    model, recorder = build_small_gpt2(1, 32, CONTEXT), Recorder()
+    model, recorder = build_small_gpt2(1, 32, CONTEXT), LossRecorder()
     arguments = TrainingArguments(
         output_dir=str(folder / "out"),
         max_steps=STEPS,
@@ -46,7 +46,7 @@ def train(aggregation: str | None, **more: Any) -> dict[str, Any]:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        **more,
+        **options,
     )
     trainer = RecordingTrainer(
         model, arguments, train_dataset=Subset(GPT2Windows(CONTEXT), range(STEPS * 2 * 4)), callbacks=[recorder]

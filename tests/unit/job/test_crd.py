@@ -68,7 +68,7 @@ def test_kubectl_shows_the_columns_that_users_need() -> None:
         assert field.get("type", "string") == ("string" if column["type"] == "date" else column["type"]), column
 
 
-def test_cached_datasets_show_where_and_how_much() -> None:
+def test_kubectl_shows_the_nodes_and_the_percentage_of_cached_datasets() -> None:
     version = CACHED["versions"][0]
     assert (CACHED["names"]["plural"], CACHED["scope"], RULES in format_cached_dataset_crd()) == (
         "cacheddatasets",
@@ -85,7 +85,7 @@ def test_cached_datasets_show_where_and_how_much() -> None:
     assert nodes["x-kubernetes-list-map-keys"] == ["name"]
 
 
-# What Kubernetes demands of a schema. The real API servers of the cluster tests demand it again.
+# The requirements of Kubernetes for a schema. The real API servers of the cluster tests check them too.
 
 
 def walk_schema(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -130,7 +130,7 @@ def test_fields_that_rules_read_are_bounded() -> None:
             assert set(rule) == {"rule", "message"}, "other keys need a newer Kubernetes than 1.27"
 
 
-# The API server's part, in a few lines: null is absent, defaults are filled in, the schema and the rules are checked.
+# The part of the API server: null is absent, defaults are filled in, and the schema and the rules are checked.
 
 
 def fill_defaults(data: Any, schema: dict[str, Any]) -> Any:
@@ -186,8 +186,8 @@ def test_a_job_of_a_laptop_can_be_applied_and_means_the_same(data: dict[str, Any
     job = TrainingJob.parse(data)
     stored = fill_defaults(data, SCHEMA)
     assert find_refusals(stored) == []
-    again = TrainingJob.from_cluster(stored)
-    assert again.spec.model_dump() == job.spec.model_dump()
+    read_back = TrainingJob.from_cluster(stored)
+    assert read_back.spec.model_dump() == job.spec.model_dump()
     assert stored["spec"] == job.spec.model_dump(by_alias=True, exclude_none=True)
 
 
@@ -226,8 +226,8 @@ def test_a_rule_guards_each_field_that_may_not_change(path: str, value: Any) -> 
     spec: dict[str, Any] = {"workers": 2, "template": {"spec": {"containers": [container]}}, "runPolicy": {}}
     data = {"apiVersion": "topkube.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "a"}, "spec": spec}
     after: dict[str, Any] = copy.deepcopy(spec)
-    *above, last = path.split(".")
-    (after[above[0]] if above else after)[last] = value
+    *parents, last = path.split(".")
+    (after[parents[0]] if parents else after)[last] = value
     old, new = (fill_defaults({**data, "spec": changed_spec}, SCHEMA) for changed_spec in (spec, after))
     [refused] = find_refusals(new, old)
     assert last in refused
@@ -236,7 +236,7 @@ def test_a_rule_guards_each_field_that_may_not_change(path: str, value: Any) -> 
     assert bool(find_refusals(new, suspended)) == (path == "workers")
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
+INVALID_CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"launcher": {"colocate": True, "template": {}}}, "spec.launcher: template has no effect when colocate is true"),
     ({"checkpoint": {"claimName": "c", "path": "a/../b"}}, "spec.checkpoint.path: leaves the claim"),
     ({"runPolicy": {"schedulingPolicy": {"minAvailable": 3}}}, "spec: runPolicy.schedulingPolicy.minAvailable is more"),
@@ -260,7 +260,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "words"), BAD)
+@pytest.mark.parametrize(("change", "words"), INVALID_CHANGES)
 def test_rules_and_types_refuse_the_same_jobs(change: dict[str, Any], words: str) -> None:
     spec = {"template": {"spec": {"containers": [{"name": "worker", "image": "i", "command": ["a"]}]}}, **change}
     data = {"apiVersion": "topkube.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "a"}, "spec": spec}
@@ -270,7 +270,8 @@ def test_rules_and_types_refuse_the_same_jobs(change: dict[str, Any], words: str
 
 
 def test_rules_hold_for_the_defaults_themselves() -> None:
-    """Kubernetes refuses a CRD whose default breaks a rule, and looks before the defaults inside are filled in."""
+    """Kubernetes refuses a CRD whose default breaks a rule. It checks this before it fills in the defaults of inner
+    fields."""
     for path, schema in walk_schema(SCHEMA):
         for entry in schema.get(RULES, ()):
             if "default" in schema:

@@ -91,20 +91,20 @@ def find_problems(data: Any) -> tuple[str, ...]:
 
 
 def test_the_whole_job_is_read() -> None:
-    read = TrainingJob.from_yaml(WHOLE)
-    assert read.name == "gpt-stdlib"
-    assert read.ranks == 4
-    assert read.command == ["python", "-m", "topkube.examples.char_gpt", "--steps", "200"]
-    assert read.plain_environment == {"LEVEL": "3"}
-    assert read.spec.aggregation.warmup_steps == 20
-    assert read.spec.dataset is not None
-    assert read.spec.dataset.cache.memory_limit == "64Gi"
-    assert read.spec.run_policy.scheduling_policy.min_available == 3
-    assert read.spec.template["spec"]["nodeSelector"] == {"disk": "fast"}  # type: ignore[index, call-overload]
-    assert read.status is not None
-    assert read.status.progress is not None
-    assert read.status.progress.total_steps == 200
-    assert read.status.conditions[0].last_transition_time == "2025-01-01T00:00:00Z"
+    job = TrainingJob.from_yaml(WHOLE)
+    assert job.name == "gpt-stdlib"
+    assert job.ranks == 4
+    assert job.command == ["python", "-m", "topkube.examples.char_gpt", "--steps", "200"]
+    assert job.plain_environment == {"LEVEL": "3"}
+    assert job.spec.aggregation.warmup_steps == 20
+    assert job.spec.dataset is not None
+    assert job.spec.dataset.cache.memory_limit == "64Gi"
+    assert job.spec.run_policy.scheduling_policy.min_available == 3
+    assert job.spec.template["spec"]["nodeSelector"] == {"disk": "fast"}  # type: ignore[index, call-overload]
+    assert job.status is not None
+    assert job.status.progress is not None
+    assert job.status.progress.total_steps == 200
+    assert job.status.conditions[0].last_transition_time == "2025-01-01T00:00:00Z"
 
 
 def test_the_smallest_job_has_the_documented_defaults() -> None:
@@ -116,16 +116,16 @@ def test_the_smallest_job_has_the_documented_defaults() -> None:
 
 
 def test_null_takes_the_default_as_in_kubernetes() -> None:
-    read = TrainingJob.parse(build_job(aggregation=None, dataset=None, workers=None))
-    assert read.spec.aggregation.density == 0.01
-    assert read.spec.workers == 1
+    job = TrainingJob.parse(build_job(aggregation=None, dataset=None, workers=None))
+    assert job.spec.aggregation.density == 0.01
+    assert job.spec.workers == 1
 
 
 def test_a_job_is_written_back_as_it_was_read() -> None:
-    read = TrainingJob.from_yaml(WHOLE)
-    assert TrainingJob.from_yaml(read.to_yaml()) == read
+    job = TrainingJob.from_yaml(WHOLE)
+    assert TrainingJob.from_yaml(job.to_yaml()) == job
     assert TrainingJob.parse(SMALLEST).to_dict() == SMALLEST
-    assert json.loads(json.dumps(read.to_dict())) == read.to_dict()
+    assert json.loads(json.dumps(job.to_dict())) == job.to_dict()
 
 
 def test_ranks_get_the_settings() -> None:
@@ -391,9 +391,9 @@ def test_bad_yaml_is_a_job_error(text: str | bytes, message: str) -> None:
 
 def test_yaml_is_read_as_kubernetes_reads_it() -> None:
     data = build_job(dataset={"uri": "s3://b", "cache": {"sizeLimit": 1e3}}, aggregation={"density": 1})
-    read = TrainingJob.parse(data)
-    assert read.spec.dataset is not None
-    assert read.spec.dataset.cache.size_limit == "1000"
+    job = TrainingJob.parse(data)
+    assert job.spec.dataset is not None
+    assert job.spec.dataset.cache.size_limit == "1000"
     text = yaml.safe_dump(SMALLEST) + "---\n"  # an empty document at the end is no second job
     assert TrainingJob.from_yaml(text) == TrainingJob.parse(SMALLEST)
     merged = yaml.safe_dump(SMALLEST).replace("- command", "- &w\n        command")
@@ -406,9 +406,9 @@ def test_yaml_is_read_as_kubernetes_reads_it() -> None:
 def test_unknown_fields_of_a_stored_job_are_kept() -> None:
     stored = build_job(workers=2, futureField={"a": 1}, aggregation={"density": 0.5, "newKnob": [1]})
     stored["status"] = {"phase": "Running", "newThing": 1}
-    read = TrainingJob.from_cluster(stored)
-    assert read.spec.aggregation.density == 0.5
-    assert read.to_dict() == stored
+    job = TrainingJob.from_cluster(stored)
+    assert job.spec.aggregation.density == 0.5
+    assert job.to_dict() == stored
     assert len(find_problems(stored)) == 3
     with pytest.raises(JobError, match=r"spec\.workers: 'x'"):
         TrainingJob.from_cluster(build_job(workers="x"))
@@ -416,5 +416,5 @@ def test_unknown_fields_of_a_stored_job_are_kept() -> None:
 
 @pytest.mark.parametrize("algorithm", ["auto", "dense", "hierarchical", "acme.not-installed-here"])
 def test_a_dense_wire_is_accepted_if_the_algorithm_may_read_it(algorithm: str) -> None:
-    read = TrainingJob.parse(build_job(aggregation={"algorithm": algorithm, "denseWire": "bf16"}))
-    assert read.spec.aggregation.dense_wire == "bf16"
+    job = TrainingJob.parse(build_job(aggregation={"algorithm": algorithm, "denseWire": "bf16"}))
+    assert job.spec.aggregation.dense_wire == "bf16"

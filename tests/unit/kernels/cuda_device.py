@@ -1,4 +1,4 @@
-"""The device that CUDA kernels are tested on, emulated or real, and equality to the bit."""
+"""The device that CUDA kernels are tested on, emulated or real, and comparisons of bits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def build_adversarial_inputs(d: int) -> dict[str, torch.Tensor]:
     nan = normal.copy()
     nan[rng.integers(0, d, 1 + d // 50)] = np.nan
     nan[-1] = -np.inf
-    quarter = np.where(rng.random(d) < 0.3, normal, 0).astype(np.float32)
+    mostly_zero = np.where(rng.random(d) < 0.3, normal, 0).astype(np.float32)
     cases = {
         "normal": normal,
         "reversed": np.arange(d, dtype=np.float32)[::-1].copy(),
@@ -55,7 +55,7 @@ def build_adversarial_inputs(d: int) -> dict[str, torch.Tensor]:
         "spike": spike,
         "denormals": rng.integers(0, 4096, d, dtype=np.uint32).view(np.float32),
         "heavy tails": (rng.standard_cauchy(d) ** 3).astype(np.float32),
-        "mostly zero": quarter,
+        "mostly zero": mostly_zero,
         "99.5% zeros": np.where(rng.random(d) < 0.005, normal, 0).astype(np.float32),
         "nan": nan,
         "any bits": rng.integers(0, 2**32, d, dtype=np.uint32).view(np.float32),

@@ -1,4 +1,5 @@
-"""The CUDA kernels, compiled for this host once for each state of their sources. emulated_cuda.hpp plays the GPU."""
+"""The CUDA kernels, compiled for this host once for each state of their sources. emulated_cuda.hpp simulates
+the GPU."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ TRAPS = ["-fsanitize=alignment,shift,bounds", "-fsanitize-undefined-trap-on-erro
 
 @functools.cache
 def compile_emulation(*options: str) -> DeviceKernels:
-    """Return the kernels for CPU tensors, with the same launches, compiled with `options` too. Skips if there is no
-    g++."""
+    """Return the kernels for CPU tensors, with the same launches, compiled with `options` too. Skip the test if
+    there is no g++."""
     if not shutil.which("g++") or not sysconfig.get_platform().startswith("linux"):
         pytest.skip("no g++ here to compile the emulation")
     defines = ["-DTOPKUBE_EMULATE_CUDA", '-DTOPKUBE_CUDA_BUILD="an emulation"', "-I", str(HERE)]

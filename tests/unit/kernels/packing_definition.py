@@ -1,4 +1,4 @@
-"""Signs and integers with a scale per block, from NumPy alone: the definition that the kernels are tested against."""
+"""Signs and integers with a scale per block in NumPy alone. The kernels are compared with this definition."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from topkube import kernels
 
 BLOCK = kernels.SIGN_BLOCK
 LEVELS = {4: 7, 8: 127}
+"""The largest integer of each width in bits."""
 
 
 def compute_mean_magnitude(block: Any) -> Any:
@@ -34,14 +35,14 @@ def pack_signs_by_definition(x: Any) -> tuple[Any, Any, Any]:
 
 
 def unpack_signs_by_definition(scales: Any, bits: Any, length: int, weight: float = 1.0) -> Any:
-    weighted = scales.view(ml_dtypes.bfloat16).astype(np.float32) * np.float32(weight)
+    weighted_scales = scales.view(ml_dtypes.bfloat16).astype(np.float32) * np.float32(weight)
     negative = np.unpackbits(bits, bitorder="little")[:length].astype(bool)
-    each = np.repeat(weighted, BLOCK)[:length]
-    return np.where(negative, -each, each)
+    magnitudes = np.repeat(weighted_scales, BLOCK)[:length]
+    return np.where(negative, -magnitudes, magnitudes)
 
 
 def pack_integers_by_definition(x: Any, bits: int) -> tuple[Any, Any]:
-    """Return (message, what is sent)."""
+    """Return (message, the values that the message holds)."""
     scales, codes, sent = [], [], np.zeros_like(x)
     for start in range(0, len(x), BLOCK):
         block = x[start : start + BLOCK]
@@ -53,18 +54,18 @@ def pack_integers_by_definition(x: Any, bits: int) -> tuple[Any, Any]:
         integers = np.rint(block * (np.float32(1) / scale)) if scale else np.zeros_like(block)
         scales.append(int(rounded_up) >> 16)
         sent[start : start + BLOCK] = integers * scale
-        own = integers.astype(np.int8).view(np.uint8)
+        block_codes = integers.astype(np.int8).view(np.uint8)
         if bits == 4:
-            pairs = np.pad(own, (0, -len(own) % 32)).reshape(-1, 2, 16)
-            own = ((pairs[:, 0] & 15) | (pairs[:, 1] << 4)).ravel()
-        codes.append(own)
+            pairs = np.pad(block_codes, (0, -len(block_codes) % 32)).reshape(-1, 2, 16)
+            block_codes = ((pairs[:, 0] & 15) | (pairs[:, 1] << 4)).ravel()
+        codes.append(block_codes)
     message = np.concatenate([np.array(scales, np.uint16).view(np.uint8), *codes])
     return np.pad(message, (0, -len(message) % 8)), sent
 
 
 def build_ties(blocks: int) -> Any:
-    """Return blocks whose mean magnitude is half-way between two bf16 numbers, or a little more: that depends on the
-    order in which the block is summed. 257 and 2^-16 at two other places add up to 257 or 257 + 2^-15."""
+    """Return blocks whose mean magnitude is half-way between two bf16 numbers, or a little more. The order in which
+    the block is summed decides: 257, 2^-16 and 2^-16 add up to 257 or to 257 + 2^-15."""
     rng = np.random.default_rng(blocks)
     x = np.zeros((blocks, BLOCK), np.float32)
     for block in x:
@@ -75,7 +76,8 @@ def build_ties(blocks: int) -> Any:
 
 @st.composite
 def draw_floats(draw: Any) -> Any:
-    """Normal values of very different sizes, denormals and zeros of both signs among them, and whole blocks of them."""
+    """Draw finite values of very different sizes, with zeros of both signs, denormals and whole blocks of denormals or
+    zeros."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     length = draw(st.integers(0, 800))
     exponents = rng.integers(draw(st.sampled_from([-149, -20])), 100, length)
@@ -89,7 +91,7 @@ def draw_floats(draw: Any) -> Any:
 
 @st.composite
 def draw_any_bits(draw: Any) -> Any:
-    """What `draw_floats` draws, with NaNs of any payload and infinities in some blocks, or any bits at all."""
+    """Draw the values of `draw_floats`, also with NaNs of any payload and infinities, or values of any bits."""
     x = draw(draw_floats())
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     kind = draw(st.sampled_from(["floats", "some", "any"]))

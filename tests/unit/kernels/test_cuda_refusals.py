@@ -53,20 +53,23 @@ def test_tensors_of_two_devices_are_refused() -> None:
 
 def test_arguments_are_refused_as_on_the_cpu(device: Device) -> None:
     x, half = device.put(torch.randn(100)), device.put(torch.randn(100).half())
-    table = device.kernels
+    device_kernels = device.kernels
     for call, words in (
-        (lambda: table.topk(x, 0), "k = 0 is outside"),
-        (lambda: table.topk(x, 101), "k = 101 is outside"),
-        (lambda: table.topk(x.view(10, 10).t(), 3), "not contiguous"),
-        (lambda: table.topk(x.double(), 3), "dtype"),
-        (lambda: table.mstopk(x, 3, 0, 0), "iterations"),
-        (lambda: table.compress_(half, x, 3, None), "out=torch.empty"),
-        (lambda: table.compress_(x, x, 3, None), "overlap"),
-        (lambda: table.compress_(x, x.clone()[:50], 3, None), "has 50 elements"),
-        (lambda: table.sum_(x, [x] * 17), "17 inputs"),
-        (lambda: table.sum_(x[:99], [x[1:]]), "overlap"),
-        (lambda: table.scatter_add_(x, x, x), "indices has dtype"),
-        (lambda: table.decode_add_(x, device.put(torch.zeros(64, dtype=torch.uint8))[1:], 1.0), "aligned to 8"),
+        (lambda: device_kernels.topk(x, 0), "k = 0 is outside"),
+        (lambda: device_kernels.topk(x, 101), "k = 101 is outside"),
+        (lambda: device_kernels.topk(x.view(10, 10).t(), 3), "not contiguous"),
+        (lambda: device_kernels.topk(x.double(), 3), "dtype"),
+        (lambda: device_kernels.mstopk(x, 3, 0, 0), "iterations"),
+        (lambda: device_kernels.compress_(half, x, 3, None), "out=torch.empty"),
+        (lambda: device_kernels.compress_(x, x, 3, None), "overlap"),
+        (lambda: device_kernels.compress_(x, x.clone()[:50], 3, None), "has 50 elements"),
+        (lambda: device_kernels.sum_(x, [x] * 17), "17 inputs"),
+        (lambda: device_kernels.sum_(x[:99], [x[1:]]), "overlap"),
+        (lambda: device_kernels.scatter_add_(x, x, x), "indices has dtype"),
+        (
+            lambda: device_kernels.decode_add_(x, device.put(torch.zeros(64, dtype=torch.uint8))[1:], 1.0),
+            "aligned to 8",
+        ),
     ):
         before = x.clone()
         with pytest.raises(ArgumentError, match=words):
@@ -74,8 +77,8 @@ def test_arguments_are_refused_as_on_the_cpu(device: Device) -> None:
         assert have_same_bits(x, before)
 
 
-class _NoRoom:
-    """torch, but for an allocator that is full."""
+class FullTorch:
+    """torch with an allocator that has no memory left."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -92,14 +95,14 @@ class _NoRoom:
 def test_a_workspace_that_does_not_fit_is_an_error(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     x = device.put(torch.randn(100))
     before = x.clone()
-    monkeypatch.setattr(device.kernels, "torch", _NoRoom())
+    monkeypatch.setattr(device.kernels, "torch", FullTorch())
     with pytest.raises(DeviceError, match=r"no room for \d+ bytes \(5 of 10 are free\); nothing was written"):
         device.kernels.compress_(x, torch.zeros_like(x), 3, None)
     assert have_same_bits(x, before)
 
 
-def test_the_build_has_cuda_kernels_where_nvcc_is() -> None:
-    """This is how CI compiles them: the package was installed on this machine."""
+def test_a_build_on_a_machine_with_nvcc_has_cuda_kernels() -> None:
+    """The package was installed on this machine, so the installation compiled the kernels. CI depends on this."""
     if not (shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()):
         pytest.skip("no nvcc here")
     if os.environ.get("TOPKUBE_CUDA") == "off":

@@ -159,14 +159,15 @@ DRIFTING = 20_011
 
 
 def read_start_and_fallback(device: Device) -> tuple[bool, bool]:
-    """Return if the last selection began at the previous threshold, and if it had to read the data again."""
+    """Return two facts about the last selection: True if it began at the previous threshold, True if it had to read the
+    data again."""
     read = device.kernels.read_effort()[1]
     return read.is_reused, read.from_the_data
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
 def test_a_selection_after_that_of_any_other_data_selects_the_same_entries(device: Device, dtype: torch.dtype) -> None:
-    """The previous threshold is near, or far below or above: then only the time is lost."""
+    """The previous threshold is near, or far too low or too high. A wrong threshold costs only time."""
     previous, starts_and_fallbacks = PreviousThreshold(device.place), set()
     inputs = {name: x.to(dtype) for name, x in build_adversarial_inputs(DRIFTING).items()}
     for name, x in inputs.items():

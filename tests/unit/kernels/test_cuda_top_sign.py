@@ -21,14 +21,14 @@ GUARD = 0xA5
 
 
 @pytest.fixture(autouse=True)
-def _public(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def use_device_kernels(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The public functions of this process find the kernels of the device for the arrays on it."""
     if device.name == "emulated":
-        marked = "topkube.kernels.sign.find_device_kernels"
-        monkeypatch.setattr(marked, lambda **arrays: device.kernels if _are_there(arrays) else None)
+        finder = "topkube.kernels.sign.find_device_kernels"
+        monkeypatch.setattr(finder, lambda **arrays: device.kernels if are_on_device(arrays) else None)
 
 
-def _are_there(arrays: dict[str, object]) -> bool:
+def are_on_device(arrays: dict[str, object]) -> bool:
     """Return True if an array is a tensor: here, NumPy arrays are on the CPU, and tensors on the emulated device."""
     return any(isinstance(x, torch.Tensor) for x in arrays.values())
 
@@ -38,10 +38,10 @@ def compare(device: Device, x: torch.Tensor, out: torch.Tensor, count: int, offs
     size = kernels.top_sign_bytes(len(x), count)
     left, message, total = x.numpy().copy(), np.full(size, 255, np.uint8), out.numpy().copy()
     around = device.put(torch.full((size + offset + 3,), GUARD, dtype=torch.uint8))
-    there, own, own_total = device.put(x), around[offset : offset + size], device.put(out)
-    assert kernels.top_sign_pack_(there, count, own) == kernels.top_sign_pack_(left, count, message)
+    on_device, own, own_total = device.put(x), around[offset : offset + size], device.put(out)
+    assert kernels.top_sign_pack_(on_device, count, own) == kernels.top_sign_pack_(left, count, message)
     assert have_same_bits(own, torch.from_numpy(message))
-    assert have_same_bits(there, torch.from_numpy(left))
+    assert have_same_bits(on_device, torch.from_numpy(left))
     assert bool((around[:offset] == GUARD).all())
     assert bool((around[offset + size :] == GUARD).all())
     assert kernels.top_sign_unpack_add_(own_total, count, own, weight) is own_total
@@ -52,11 +52,11 @@ def compare(device: Device, x: torch.Tensor, out: torch.Tensor, count: int, offs
 @EXAMPLES
 @given(st.integers(1, 4000), st.floats(0, 1), st.integers(0, 2**32), st.integers(0, 3), st.booleans())
 def test_messages_and_sums_are_those_of_the_cpu(
-    device: Device, length: int, share: float, seed: int, offset: int, is_any: bool
+    device: Device, length: int, share: float, seed: int, offset: int, has_any_bits: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     x, out = rng.standard_t(2, length).astype(np.float32), rng.standard_normal(length, dtype=np.float32)
-    if is_any:
+    if has_any_bits:
         x, out = (rng.integers(0, 2**32, length, dtype=np.uint32).view(np.float32) for _ in range(2))
     out[::5] = -0.0
     compare(device, torch.from_numpy(x), torch.from_numpy(out), max(1, round(share * length)), offset, 0.3)

@@ -44,10 +44,10 @@ def test_scatter_add_keeps_the_order(device: Device, dtype: torch.dtype, value_d
     for indices in (np.arange(0, 900, 3), rng.integers(0, 1000, 700), rng.integers(0, 5, 300), np.zeros(40, np.int64)):
         dense, values = torch.randn(1000).to(dtype), torch.randn(len(indices)).to(value_dtype)
         for kind in (np.uint32, np.int64):
-            at = torch.from_numpy(indices.astype(kind))
+            positions = torch.from_numpy(indices.astype(kind))
             expected, out = dense.clone(), device.put(dense)
-            kernels.scatter_add_(expected, at, values)
-            verdict, _ = device.kernels.scatter_add_(out, device.put(at), device.put(values))
+            kernels.scatter_add_(expected, positions, values)
+            verdict, _ = device.kernels.scatter_add_(out, device.put(positions), device.put(values))
             assert device.kernels.read_verdict(verdict)[0] == NO_FAULT
             assert have_same_bits(out, expected)
 
@@ -55,8 +55,8 @@ def test_scatter_add_keeps_the_order(device: Device, dtype: torch.dtype, value_d
 @pytest.mark.parametrize("index", [-1, 1000, 2**32 - 1, 2**32, 2**40])
 def test_scatter_add_beyond_the_array_writes_nothing(device: Device, index: int) -> None:
     out = device.put(torch.ones(1000))
-    at = torch.tensor([3, 5, index, 1, index])
-    verdict, _ = device.kernels.scatter_add_(out, device.put(at), device.put(torch.ones(5)))
+    positions = torch.tensor([3, 5, index, 1, index])
+    verdict, _ = device.kernels.scatter_add_(out, device.put(positions), device.put(torch.ones(5)))
     assert device.kernels.read_verdict(verdict)[0] == 2
     assert bool((out == 1).all())
 
@@ -93,11 +93,13 @@ def test_encoded_bytes_equal_those_of_the_cpu(device: Device, wire: str, length:
 
 
 def test_indices_out_of_order_are_not_encoded(device: Device) -> None:
-    for indices, position in (([1, 5, 5], 2), ([5, 1, 9], 1), ([1, 2, 100], 2), ([100, 2, 3], 0)):
-        at, residual = torch.tensor(indices, dtype=torch.uint32), torch.zeros(100)
+    for indices, fault_position in (([1, 5, 5], 2), ([5, 1, 9], 1), ([1, 2, 100], 2), ([100, 2, 3], 0)):
+        positions, residual = torch.tensor(indices, dtype=torch.uint32), torch.zeros(100)
         left = device.put(residual)
-        _, verdict, _ = device.kernels.encode(device.put(at), device.put(torch.full((3,), 0.1)), 100, "bf16", left)
-        assert device.kernels.read_verdict(verdict)[0] == position
+        _, verdict, _ = device.kernels.encode(
+            device.put(positions), device.put(torch.full((3,), 0.1)), 100, "bf16", left
+        )
+        assert device.kernels.read_verdict(verdict)[0] == fault_position
         assert have_same_bits(left, residual)
 
 
@@ -123,9 +125,9 @@ def test_a_damaged_buffer_is_refused_as_the_cpu_refuses_it(device: Device, data:
     indices = np.sort(np.random.default_rng(k).choice(length, k, replace=False)).astype(np.uint32)
     buffer = kernels.encode(indices, np.ones(k, np.float32), length, wire=data.draw(st.sampled_from(["fp32", "bf16"])))
     damaged = buffer.copy()
-    where = data.draw(st.integers(0, buffer.size - 1))
-    damaged[where] ^= data.draw(st.integers(0, 255))
-    damaged = damaged[: data.draw(st.sampled_from([buffer.size, buffer.size, 8, max(0, where)]))]
+    position = data.draw(st.integers(0, buffer.size - 1))
+    damaged[position] ^= data.draw(st.integers(0, 255))
+    damaged = damaged[: data.draw(st.sampled_from([buffer.size, buffer.size, 8, max(0, position)]))]
     if data.draw(st.booleans()) and damaged.size >= 24:
         damaged[16:24] = kernels.wire._compute_checksum(damaged)  # then only the other fields are wrong
     dense = torch.ones(length)

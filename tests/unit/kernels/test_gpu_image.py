@@ -46,7 +46,7 @@ def test_a_wheel_that_lacks_a_device_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_device_without_machine_code_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plays cuobjdump, for machines without the CUDA toolkit."""
+    """A script takes the place of cuobjdump, for machines without the CUDA toolkit."""
     program, library = tmp_path / "cuobjdump", tmp_path / "library.so"
     program.write_text("#!/bin/sh\necho 'ELF file    1: libtopkube_cuda.1.sm_80.cubin'\n")
     program.chmod(0o755)
@@ -60,7 +60,7 @@ def test_a_device_without_machine_code_is_named(tmp_path: Path, monkeypatch: pyt
     assert _run_check(tmp_path, "90a", library).stdout.endswith("machine code for sm_90a, sm_100\n")
 
 
-def test_the_build_of_the_image_ends_where_kernels_are_absent() -> None:
+def test_the_build_of_the_image_fails_if_kernels_are_absent() -> None:
     lines = (ROOT / "images/gpu/Dockerfile").read_text().replace("\\\n", "").splitlines()
     stages = [number for number, line in enumerate(lines) if line.startswith("FROM ")]
     assert [line for line in lines if line.startswith("ARG CUDA_ARCHITECTURES")] == [

@@ -113,7 +113,8 @@ def test_compress_keeps_the_unsent_rest(path: str, x32: Any) -> None:
 
 
 def find_mstopk_thresholds(x: Any, k: int, iterations: int = 30) -> tuple[float, int, float, int]:
-    """Algorithm 1 as it is written: one count per probe, float32 thresholds."""
+    """Follow algorithm 1 of the paper of MSTopK word by word: one count per probe, float32 thresholds. Return (upper
+    threshold, count of elements above it, lower threshold, count of elements above it)."""
     a = np.abs(x).astype(np.float32)
     mean, top = float(a.astype(np.float64).mean()), float(a.max())
     left, right, k1, k2, upper, lower = 0.0, 1.0, 0, a.size, np.inf, 0.0

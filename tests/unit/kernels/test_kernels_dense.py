@@ -29,17 +29,17 @@ def assert_same_bits(a: Any, b: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, np.float16])
 def test_every_16_bit_number_widens_and_rounds_as_in_ieee_754(dtype: Any) -> None:
-    every = np.arange(2**16, dtype=np.uint16).view(dtype)
-    wide = kernels.cast_(np.empty(2**16, np.float32), every)
-    numbers = ~np.isnan(every.astype(np.float32))
-    assert_same_bits(wide[numbers], every.astype(np.float32)[numbers])
+    all_numbers = np.arange(2**16, dtype=np.uint16).view(dtype)
+    wide = kernels.cast_(np.empty(2**16, np.float32), all_numbers)
+    numbers = ~np.isnan(all_numbers.astype(np.float32))
+    assert_same_bits(wide[numbers], all_numbers.astype(np.float32)[numbers])
     assert np.isnan(wide[~numbers]).all()
-    # Around every boundary between two of them, and anywhere.
+    # Floats near every 16-bit number, floats of any bits, and floats half-way between two 16-bit numbers.
     near = (wide[numbers].view(np.uint32)[:, None] + np.arange(-2, 3, dtype=np.int64) * 0x0FFF).astype(np.uint32)
-    some = np.random.default_rng(0).integers(0, 2**32, 2**18, dtype=np.uint32)
+    any_numbers = np.random.default_rng(0).integers(0, 2**32, 2**18, dtype=np.uint32)
     ties = (np.arange(2**16, dtype=np.uint32) << 16) + 0x8000
     ties16 = (np.arange(2**19, dtype=np.uint32) << 13) + 0x1000
-    floats = np.concatenate([near.ravel(), some, ties, ties16]).view(np.float32)
+    floats = np.concatenate([near.ravel(), any_numbers, ties, ties16]).view(np.float32)
     rounded = kernels.cast_(np.empty(floats.size, dtype), floats)
     numbers = ~np.isnan(floats)
     with np.errstate(all="ignore"):
@@ -68,11 +68,11 @@ def test_sums_keep_their_order_and_round_once(dtype: Any, length: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_is_finite_finds_one_bad_element_anywhere(dtype: Any) -> None:
     for length in (1, 17, 4096, 10_000):
-        for where in (0, length // 2, length - 1):
+        for position in (0, length // 2, length - 1):
             for value in (np.nan, np.inf, -np.inf):
                 x = np.full(length, -3e4, dtype)
                 assert kernels.is_finite(x)
-                x[where] = value
+                x[position] = value
                 assert not kernels.is_finite(x)
     assert kernels.is_finite(np.empty(0, dtype))
 

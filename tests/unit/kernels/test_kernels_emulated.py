@@ -1,4 +1,5 @@
-"""The AVX-512 path on processors without it: its unit is compiled against SIMDe and compared with the portable path."""
+"""The AVX-512 path on processors without AVX-512: its source file is compiled against SIMDe. Its results are
+compared with those of the portable path."""
 
 from __future__ import annotations
 
@@ -19,9 +20,9 @@ AVX2 = ["-mavx2", "-mf16c", "-mbmi2", "-mpopcnt"]
 @pytest.mark.skipif(not SIMDE.exists(), reason="no SIMDe headers (Debian: libsimde-dev)")
 @pytest.mark.skipif("avx2" not in Path("/proc/cpuinfo").read_text(), reason="the emulation needs AVX2 itself")
 def test_the_emulated_avx512_path_gives_the_same_bits(tmp_path: Path) -> None:
-    def compile_(source: Path, name: str, *more: str) -> Path:
+    def compile_(source: Path, name: str, *flags: str) -> Path:
         target = tmp_path / name
-        subprocess.run(["g++", *FLAGS, *more, "-c", str(source), "-o", str(target)], check=True)
+        subprocess.run(["g++", *FLAGS, *flags, "-c", str(source), "-o", str(target)], check=True)
         return target
 
     emulated = compile_(

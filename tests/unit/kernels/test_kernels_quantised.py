@@ -1,4 +1,5 @@
-"""The kernels of integers with 4 or 8 bits against NumPy, on every path: messages, what is left, sums of many nodes."""
+"""The kernels of integers with 4 or 8 bits against NumPy, on every path: messages, remainders, and sums of many
+nodes."""
 
 from __future__ import annotations
 

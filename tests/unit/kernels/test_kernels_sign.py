@@ -1,4 +1,4 @@
-"""The sign kernels against NumPy, on every path: bits, scales, what is left, and sums of many nodes."""
+"""The sign kernels against NumPy, on every path: bits, scales, remainders, and sums of many nodes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_packing_equals_numpy_bit_for_bit(x: Any) -> None:
     np.testing.assert_array_equal(own.view(np.uint32), left.view(np.uint32))
 
 
-def test_the_sum_of_a_block_has_its_order() -> None:
+def test_the_elements_of_a_block_are_summed_in_the_order_of_the_definition() -> None:
     x = build_ties(600)
     scales, _, left = pack_signs_by_definition(x)
     assert len(set(scales.tolist())) == 2
@@ -93,8 +93,8 @@ def test_outputs_can_be_passed_and_tensors_too() -> None:
     packed = kernels.sign_pack_(x, scales, bits)
     assert packed[0] is scales
     assert packed[1] is bits
-    for own, wanted in zip((scales, bits, x.numpy()), expected, strict=True):
-        np.testing.assert_array_equal(own, wanted)
+    for own, expected_part in zip((scales, bits, x.numpy()), expected, strict=True):
+        np.testing.assert_array_equal(own, expected_part)
 
 
 def test_wrong_lengths_and_overlap_are_refused_before_anything_is_written() -> None:

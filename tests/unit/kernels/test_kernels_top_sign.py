@@ -1,5 +1,5 @@
-"""The kernels of the largest elements with one bit each, against their format in NumPy: on every path, for any indices,
-and for damaged messages."""
+"""The kernels that send the largest elements with one bit each, compared with their format in NumPy: on every path, for
+any indices, and for damaged messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pad(octets: Any) -> Any:
 
 
 def encode_indices(indices: Any, length: int) -> Any:
-    """Return the code of ascending indices below `length`: planes of their low bits, and the high bits in unary."""
+    """Return the code of ascending indices below `length`: planes of their low bits, then the high bits in unary."""
     count, indices = len(indices), np.asarray(indices)
     low = (length // count).bit_length() - 1
     planes = [np.packbits((indices >> plane & 1).astype(bool)) for plane in range(low)]
@@ -42,7 +42,7 @@ def encode_indices(indices: Any, length: int) -> Any:
 def build_message(x: Any, count: int) -> tuple[Any, Any]:
     """Return the reference: (message, remainder of x)."""
     indices, values = kernels.topk(x, count)
-    scales, bits, _ = kernels.sign_pack_(values)  # leaves the rest in `values`
+    scales, bits, _ = kernels.sign_pack_(values)  # leaves the remainders in `values`
     left = x.copy()
     left[indices] = values
     return np.concatenate([pad(np.concatenate([scales.view(np.uint8), bits])), encode_indices(indices, len(x))]), left
@@ -64,8 +64,8 @@ def test_a_message_equals_its_format_bit_for_bit(length: int, share: float, seed
 @given(st.integers(1, 4000), st.floats(0, 1), st.integers(0, 2**32))
 def test_any_indices_survive_and_their_signs_are_added(length: int, share: float, seed: int) -> None:
     count, rng = max(1, round(share * length)), np.random.default_rng(seed)
-    some = np.sort(rng.choice(length, count, replace=False))
-    for indices in (some, np.arange(count), np.arange(length - count, length)):  # also the extremes
+    any_indices = np.sort(rng.choice(length, count, replace=False))
+    for indices in (any_indices, np.arange(count), np.arange(length - count, length)):  # also the extremes
         x = np.zeros(length, np.float32)
         x[indices] = rng.choice([-1.0, 1.0], count)
         message = np.zeros(kernels.top_sign_bytes(length, count), np.uint8)

@@ -25,7 +25,9 @@ def draw_shard(length: int, k: int, seed: int = 0) -> tuple[Any, Any]:
 
 @settings(max_examples=80)
 @given(st.integers(1, 300_000), st.floats(0, 1), st.sampled_from(sorted(WIRES)), st.integers(0, 9))
-def test_round_trip_and_the_error_goes_to_the_residual(length: int, share: float, wire: str, seed: int) -> None:
+def test_a_round_trip_returns_the_entries_and_the_rounding_error_goes_to_the_residual(
+    length: int, share: float, wire: str, seed: int
+) -> None:
     indices, values = draw_shard(length, int(share * length), seed)
     residual = np.zeros(length, np.float32)
     buffer = kernels.encode(indices, values, length, wire=wire, residual=residual)

@@ -41,16 +41,20 @@ def write_program(directory: Path, name: str, text: str) -> Path:
 
 
 def test_the_mpi_beside_this_python_comes_first(tmp_path: Path) -> None:
-    beside, elsewhere = tmp_path / "bin", tmp_path / "usr"
-    for directory in (beside, elsewhere):
+    python_folder, system_folder = tmp_path / "bin", tmp_path / "usr"
+    for directory in (python_folder, system_folder):
         directory.mkdir()
-    write_program(elsewhere, "mpiexec", "mpiexec (Open MPI) 5.0.11\n\nReport bugs to …")
-    library = mpi_library.find_mpi(beside, str(elsewhere))
-    assert (library.implementation, library.version, library.mpiexec) == ("OpenMPI", "5.0.11", elsewhere / "mpiexec")
-    write_program(beside, "mpiexec", "HYDRA build details:\n    Version:                                 5.0.2")
-    library = mpi_library.find_mpi(beside, str(elsewhere))
+    write_program(system_folder, "mpiexec", "mpiexec (Open MPI) 5.0.11\n\nReport bugs to …")
+    library = mpi_library.find_mpi(python_folder, str(system_folder))
+    assert (library.implementation, library.version, library.mpiexec) == (
+        "OpenMPI",
+        "5.0.11",
+        system_folder / "mpiexec",
+    )
+    write_program(python_folder, "mpiexec", "HYDRA build details:\n    Version:                                 5.0.2")
+    library = mpi_library.find_mpi(python_folder, str(system_folder))
     assert str(library) == "MPICH 5.0.2"
-    assert library.mpiexec == beside / "mpiexec"
+    assert library.mpiexec == python_folder / "mpiexec"
 
 
 def test_no_mpi_and_an_unknown_mpi_are_distinguished(tmp_path: Path) -> None:
@@ -70,7 +74,7 @@ def test_two_mpis_are_refused() -> None:
         mpi_library.check_same_mpi(MPICH, "OpenMPI 5.0.11")
 
 
-def test_the_library_is_the_one_that_mpiexec_belongs_to() -> None:
+def test_mpi4py_loads_the_library_that_mpiexec_belongs_to() -> None:
     assert mpi_library.read_library().split()[0] == mpi_library.find_mpi().implementation
 
 
@@ -93,7 +97,7 @@ def test_variables_are_replaced_as_kubernetes_does() -> None:
     assert expand_variables("a$(B)c $(NONE) $$(B) $B", {"B": "x"}) == "axc $(NONE) $(B) $B"
 
 
-def test_the_job_outweighs_the_shell_but_not_its_personal_settings(tmp_path: Path) -> None:
+def test_settings_of_the_job_replace_those_of_the_shell_except_for_settings_of_the_machine(tmp_path: Path) -> None:
     container = {"image": "i", "command": ["x"], "env": [{"name": "OMP_NUM_THREADS", "value": "7"}]}
     job = TrainingJob.parse(
         {
@@ -104,7 +108,7 @@ def test_the_job_outweighs_the_shell_but_not_its_personal_settings(tmp_path: Pat
         }
     )
     shell = {"TOPKUBE_DENSITY": "0.9", "TOPKUBE_ATTEMPT": "4", "TOPKUBE_SIMD": "portable", "OTHER": "1"}
-    shell["TOPKUBE_CACHE_DIRECTORY"] = "/disk/cache"  # where `topkube cache` looks as well
+    shell["TOPKUBE_CACHE_DIRECTORY"] = "/disk/cache"  # `topkube cache` reads this variable too
     environment = build_rank_environment(job, MPICH, tmp_path, shell, deadline_seconds=9)
     assert "TOPKUBE_DENSITY" not in environment  # the job's value is the default
     assert "TOPKUBE_ATTEMPT" not in environment
@@ -136,9 +140,14 @@ def test_output_is_passed_on_and_logged(tmp_path: Path) -> None:
     assert running.communicate(timeout=200) == (b"out\n", b"err\n")
     assert running.returncode == 3
     assert sorted((tmp_path / "rank-2.log").read_text().split()) == ["err", "out"]
-    end = read_report(tmp_path)
-    assert (end.exit_code, end.signal, end.told_to_end, sorted(end.tail)) == (3, None, False, ["err", "out"])
-    assert end.started <= end.ended
+    report = read_report(tmp_path)
+    assert (report.exit_code, report.signal, report.told_to_end, sorted(report.tail)) == (
+        3,
+        None,
+        False,
+        ["err", "out"],
+    )
+    assert report.started <= report.ended
 
 
 def test_much_output_arrives_whole(tmp_path: Path) -> None:
@@ -148,7 +157,7 @@ def test_much_output_arrives_whole(tmp_path: Path) -> None:
     assert (tmp_path / "rank-2.log").stat().st_size == 3_000_001
 
 
-def test_without_echo_output_is_in_the_log_alone(tmp_path: Path) -> None:
+def test_without_echo_output_is_only_in_the_log(tmp_path: Path) -> None:
     running = start_shim(tmp_path, "sh", "-c", "echo out; kill -9 $$", options=("--no-echo",))
     assert running.communicate(timeout=200) == (b"", b"")
     assert running.returncode == 137
@@ -189,21 +198,21 @@ def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
     assert read_report(tmp_path).told_to_end is True
 
 
-def test_when_the_front_is_killed_the_command_ends_and_the_report_is_written(tmp_path: Path) -> None:
+def test_if_the_shim_is_killed_the_command_ends_and_the_report_is_written(tmp_path: Path) -> None:
     """Hydra does this to every rank when a rank aborts."""
     running = start_shim(tmp_path, "sh", "-c", "echo up $$; exec sleep 1000")
     assert running.stdout is not None
     pid = int(running.stdout.readline().split()[1])
     running.kill()
-    end = time.monotonic() + 200
+    deadline = time.monotonic() + 200
     while not (tmp_path / "rank-2.json").exists():
-        assert time.monotonic() < end
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     assert read_report(tmp_path).told_to_end is True
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_no_command_is_a_mistake() -> None:
+def test_a_missing_command_line_is_refused_with_an_example() -> None:
     ended = subprocess.run(SHIM, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 2
     assert "Next: topkube rank -- python train.py" in ended.stderr
@@ -216,7 +225,7 @@ def build_report(rank: int, at: float, code: int = 1, **fields: Any) -> RankRepo
     return RankReport(rank=rank, host="h", command=["python"], started=0.0, ended=at, exit_code=code, **fields)
 
 
-def test_the_first_failure_is_the_earliest_that_was_not_ordered() -> None:
+def test_the_first_failure_is_the_earliest_of_a_rank_that_was_not_asked_to_end() -> None:
     finished, victim = build_report(0, 1.0, code=0), build_report(1, 2.0, code=143, signal="SIGTERM", told_to_end=True)
     first, second = build_report(2, 3.0, code=7), build_report(3, 4.0)
     assert select_first_failure([second, victim, finished, first]) is first

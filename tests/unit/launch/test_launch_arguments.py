@@ -74,13 +74,13 @@ def test_a_worker_with_arguments_that_are_too_long_fails_before_it_calls(
     for name, value in (
         ("TOPKUBE_WORKER", plan.to_json()),
         ("TOPKUBE_CREDENTIALS", str(tmp_path)),
-        ("TOPKUBE_TERMINATION_LOG", str(tmp_path / "words")),
+        ("TOPKUBE_TERMINATION_LOG", str(tmp_path / "termination")),
     ):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("topkube.launch.worker.WorkerCredentials.load", lambda _: None)
     with pytest.raises(LaunchError, match="Linux takes"):
         run_worker(["python", *["x" * 100_000] * 80])
-    ending = Ending.read((tmp_path / "words").read_text())
+    ending = Ending.read((tmp_path / "termination").read_text())
     assert ending.first_failure is not None
     assert (ending.first_failure.reason, ending.exit_code, ending.attempt) == ("ArgumentsTooLong", 126, 3)
 
@@ -96,7 +96,7 @@ def test_a_rank_that_linux_does_not_start_reports_the_sizes(tmp_path: Path) -> N
     report = RankReport.read(tmp_path / "rank-0.json")
     assert report.not_started is not None
     assert "the command has 61 arguments with 78" in report.not_started
-    assert (tmp_path / "rank-0.json").stat().st_size < 256 << 10, "it goes to the launcher in one frame"
+    assert (tmp_path / "rank-0.json").stat().st_size < 256 << 10, "the report fits in one frame to the launcher"
 
 
 def test_a_command_is_shown_in_short() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from played_credentials import write_credentials
+from mounted_credentials import write_credentials
 
 from topkube.launch.connection import calls
 from topkube.launch.connection.calls import Calls, build_rejection_error
@@ -38,17 +38,17 @@ def call_and_fail(server: Path, client: Path) -> BaseException:
     """Return the error of a worker with the certificate in `client` at a launcher with the certificate in `server`."""
 
     async def call() -> BaseException:
-        serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        serving.load_cert_chain(server / "tls.crt", server / "tls.key")
-        listening = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=serving)
-        port = listening.sockets[0].getsockname()[1]
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(server / "tls.crt", server / "tls.key")
+        server_socket = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=tls)
+        port = server_socket.sockets[0].getsockname()[1]
         try:
             async with aiohttp.ClientSession() as session:
                 await session.get(f"https://127.0.0.1:{port}/", ssl=build_pinned_context(client / "tls.crt"))
         except aiohttp.ClientError as error:
             return error
         finally:
-            listening.close()
+            server_socket.close()
         raise AssertionError("the call succeeded")
 
     return asyncio.run(call())
@@ -65,7 +65,7 @@ def note_failure(error: BaseException, certificate: Path, plan: WorkerPlan = PLA
 @pytest.mark.parametrize(
     ("begins", "ends", "problem"), [(-20.0, -10.0, "has expired"), (10.0, 20.0, "is not valid yet")]
 )
-def test_a_certificate_out_of_its_time_names_the_clocks(
+def test_a_certificate_that_is_not_valid_now_is_reported_with_its_dates_and_the_time_of_the_node(
     tmp_path: Path, begins: float, ends: float, problem: str
 ) -> None:
     before = datetime.datetime.now(datetime.UTC)
@@ -73,9 +73,9 @@ def test_a_certificate_out_of_its_time_names_the_clocks(
     message, _ = note_failure(call_and_fail(folder, folder), folder)
     assert f"{problem} by this node's clock" in message
     times = (before, datetime.datetime.now(datetime.UTC))  # the hour or the day may end between them
-    assert any(f"{now:%Y-%m-%dT%H:}" in message for now in times), "the time here"
-    assert any(f"valid from {now + datetime.timedelta(days=begins):%Y-%m-%d}" in message for now in times)
-    assert any(f"to {now + datetime.timedelta(days=ends):%Y-%m-%d}" in message for now in times)
+    assert any(f"{time_here:%Y-%m-%dT%H:}" in message for time_here in times), "the message has the time of this node"
+    assert any(f"valid from {time_here + datetime.timedelta(days=begins):%Y-%m-%d}" in message for time_here in times)
+    assert any(f"to {time_here + datetime.timedelta(days=ends):%Y-%m-%d}" in message for time_here in times)
     assert "does not have the certificate" not in message
 
 
@@ -93,15 +93,15 @@ def test_plain_http_is_not_a_launcher(tmp_path: Path) -> None:
             writer.write(b"HTTP/1.1 503 upstream connect error\r\n\r\n")
             writer.close()
 
-        listening = await asyncio.start_server(answer, "127.0.0.1", 0)
-        port = listening.sockets[0].getsockname()[1]
+        server_socket = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server_socket.sockets[0].getsockname()[1]
         try:
             async with aiohttp.ClientSession() as session:
                 await session.get(f"https://127.0.0.1:{port}/", ssl=build_pinned_context(folder / "tls.crt"))
         except aiohttp.ClientError as error:
             return error
         finally:
-            listening.close()
+            server_socket.close()
         raise AssertionError
 
     message, _ = note_failure(asyncio.run(call()), folder)
@@ -128,7 +128,7 @@ def test_an_absent_launcher_is_reported_with_causes_and_the_next_command(
         worker_calls.note_failure(TimeoutError(), "10.0.0.9")
         clock.now += 1
     assert messages[0] == "the launcher at 10.0.0.1:7077 cannot be reached: no answer; the worker keeps calling"
-    assert len(messages) == 1 + 3, "once, then once a minute"
+    assert len(messages) == 1 + 3, "one message at first, then one message per minute"
     message = messages[1]
     assert "cannot be reached: no answer, for 15 s now" in message
     for cause in ("pod does not run yet", "NetworkPolicy", "kube-proxy", "service mesh"):
@@ -144,7 +144,7 @@ def test_an_absent_launcher_is_reported_with_causes_and_the_next_command(
     worker_calls.note_answer()
     assert worker_calls.problem is None
     worker_calls.note_failure(TimeoutError(), "10.0.0.9")
-    assert messages[-1].endswith("keeps calling"), "the time begins anew"
+    assert messages[-1].endswith("keeps calling"), "the time since the first failure starts again"
 
 
 def test_a_worker_behind_a_service_mesh_prints_the_next_step(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_worker_behind_a_service_mesh_prints_the_next_step(tmp_path: Path) -> 
         ("127.0.0.6", "10.0.0.9", True, "the call comes from 127.0.0.6, a service mesh's sidecar"),
         ("::6", "fd00::9", True, "the call comes from ::6, a service mesh's sidecar"),
         ("127.0.0.6", "10.0.0.9", False, ""),
-        ("127.0.0.1", "10.0.0.1", True, ""),  # the launcher sits inside this worker's pod
+        ("127.0.0.1", "10.0.0.1", True, ""),  # the launcher runs inside this worker's pod
         ("127.0.0.6", "10.0.0.1", True, "the call comes from 127.0.0.6, a service mesh's sidecar"),
         ("127.0.0.6", "nonsense", False, "'nonsense' is not an address"),
     ],
@@ -179,8 +179,8 @@ def test_callers_are_checked_by_their_address(
     plan = LaunchPlan.model_validate({"name": "j", "namespace": "n", "uid": "u", "attempt": 1, "workers": workers})
     plan = plan.model_copy(update={"check_address": check})
     assert LaunchPlan.read(plan.to_json()).check_address == check
-    known = LauncherCredentials.load(write_credentials(tmp_path / "c"))
-    rendezvous = Rendezvous(plan, known, "10.0.0.1", None, None)  # type: ignore[arg-type]
+    credentials = LauncherCredentials.load(write_credentials(tmp_path / "c"))
+    rendezvous = Rendezvous(plan, credentials, "10.0.0.1", None, None)  # type: ignore[arg-type]
     problem = rendezvous._find_address_problem(caller, claimed)
     assert problem.startswith(expected)
     assert bool(problem) == bool(expected)
@@ -190,12 +190,13 @@ def test_callers_are_checked_by_their_address(
 def test_the_termination_message_explains_why_a_worker_cannot_reach_the_launcher(
     tmp_path: Path, asked_to_end: bool
 ) -> None:
-    """The worker writes it by itself after the time in the plan, when its pod is deleted, and even if it is killed."""
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        port = nobody.getsockname()[1]
-        patience = 3600.0 if asked_to_end else 1.0
-        plan = PLAN.model_copy(update={"launcher": f"127.0.0.1:{port}", "unreachable_seconds": patience})
+    """The worker writes the message by itself after the time in the plan, and when its pod is deleted. The message is
+    there even if the worker is killed."""
+    with socket.socket() as silent_socket:
+        silent_socket.bind(("127.0.0.1", 0))
+        port = silent_socket.getsockname()[1]
+        unreachable_seconds = 3600.0 if asked_to_end else 1.0
+        plan = PLAN.model_copy(update={"launcher": f"127.0.0.1:{port}", "unreachable_seconds": unreachable_seconds})
         termination_log = tmp_path / "termination"
         environment = {
             **os.environ,

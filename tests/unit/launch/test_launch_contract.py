@@ -54,7 +54,7 @@ def test_the_plan_of_ten_thousand_workers_fits_a_variable(name: str, attempts: t
     subprocess.run(["true"], env={"TOPKUBE_LAUNCH": text}, check=True)
 
 
-def test_invalid_attempts_are_named_too() -> None:
+def test_an_invalid_list_of_attempts_is_reported_with_its_field() -> None:
     with pytest.raises(LaunchError, match=r"workers\.1\.attempt"):
         LaunchPlan.read('{"name": "a", "namespace": "n", "uid": "u", "attempt": 1, "made": [1, "x"]}')
 

@@ -41,17 +41,19 @@ def test_kills_for_memory_are_counted_in_both_versions_of_cgroups(tmp_path: Path
     machine = write_file(tmp_path / "vmstat", "nr_free_pages 5\noom_kill 9\n")
     none = write_file(tmp_path / "none", "")
     version_2, version_1 = tmp_path / "two", tmp_path / "one"
-    own_two = write_file(tmp_path / "own2", "0::/kubepods/pod1/c\n")
-    own_one = write_file(tmp_path / "own1", "11:cpu,cpuacct:/x\n7:memory:/kubepods/pod1/c\n0::/\n")
-    assert count_memory_kills(version_2, own_two, machine) == 9, "no counter of its own: the machine's"
+    cgroup_2 = write_file(tmp_path / "own2", "0::/kubepods/pod1/c\n")
+    cgroup_1 = write_file(tmp_path / "own1", "11:cpu,cpuacct:/x\n7:memory:/kubepods/pod1/c\n0::/\n")
+    assert count_memory_kills(version_2, cgroup_2, machine) == 9, (
+        "without a counter of the container, that of the machine counts"
+    )
     write_file(version_2 / "memory.events", "low 0\noom 3\noom_kill 2\n")  # as inside a container
-    assert count_memory_kills(version_2, own_two, machine) == 2
+    assert count_memory_kills(version_2, cgroup_2, machine) == 2
     write_file(version_2 / "kubepods/pod1/c/memory.events", "oom_kill 4\n")  # as on the host
-    assert count_memory_kills(version_2, own_two, machine) == 4
+    assert count_memory_kills(version_2, cgroup_2, machine) == 4
     write_file(version_1 / "memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n")
-    assert count_memory_kills(version_1, own_one, machine) == 5
+    assert count_memory_kills(version_1, cgroup_1, machine) == 5
     write_file(version_1 / "memory/kubepods/pod1/c/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 6\n")
-    assert count_memory_kills(version_1, own_one, machine) == 6
+    assert count_memory_kills(version_1, cgroup_1, machine) == 6
     assert count_memory_kills(tmp_path / "gone", none, none) == 0
     assert count_memory_kills() >= 0
 
@@ -72,10 +74,10 @@ def test_processors_are_counted_in_both_versions_of_cgroups(tmp_path: Path, monk
 def test_only_dead_segments_of_our_own_are_removed(tmp_path: Path) -> None:
     kept = write_file(tmp_path / "before", "x")
     keep = shared_memory.list_segments(tmp_path)
-    dead, mapped, held = (write_file(tmp_path / name, "x" * 4096) for name in ("dead", "mapped", "held"))
+    dead, mapped, opened = (write_file(tmp_path / name, "x" * 4096) for name in ("dead", "mapped", "opened"))
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(kept)
-    script = f"import sys; f = open({str(held)!r}); print('ready', flush=True); sys.stdin.read()"
+    script = f"import sys; f = open({str(opened)!r}); print('ready', flush=True); sys.stdin.read()"
     with (
         mapped.open("r+b") as file,
         mmap.mmap(file.fileno(), 4096),
@@ -86,14 +88,14 @@ def test_only_dead_segments_of_our_own_are_removed(tmp_path: Path) -> None:
         file.close()
         assert shared_memory.remove_dead_segments(keep, tmp_path) == ["dead"]
         assert not dead.exists()
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "folder", "held", "link", "mapped"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "folder", "link", "mapped", "opened"]
         other.communicate()
     assert shared_memory.remove_dead_segments(frozenset(), tmp_path / "none") == []
 
 
-def build_report(**more: object) -> RankReport:
+def build_report(**fields: object) -> RankReport:
     return RankReport.parse(
-        {"rank": 5, "host": "h", "command": ["x"], "started": 1.0, "ended": 2.0, "exit_code": 1, **more}
+        {"rank": 5, "host": "h", "command": ["x"], "started": 1.0, "ended": 2.0, "exit_code": 1, **fields}
     )
 
 
@@ -125,7 +127,9 @@ def test_tails_fit_the_status() -> None:
     assert long.endswith("the end")
 
 
-def test_last_words_without_a_container_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_termination_message_that_cannot_be_written_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ending = Ending(attempt=1, state="Succeeded", exit_code=0)
     write_ending(tmp_path / "log", ending)
     assert Ending.read((tmp_path / "log").read_text()) == ending
@@ -149,7 +153,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_progress_has_the_newest_checkpoint_and_when_it_was_first_reported() -> None:
+def test_progress_has_the_newest_checkpoint_and_the_time_of_its_first_report() -> None:
     counted = Steps()
     for step, saved, failed in ((1, None, 0), (2, 2, 0), (3, 2, 0), (4, 2, 1)):
         counted.add(StepRecord(step, 10, checkpoint_step=saved, failed_checkpoints=failed, time=60.0 * step))
@@ -168,7 +172,7 @@ def test_the_choice_of_auto_is_reported_and_cut_to_its_length(written: Any, repo
     assert progress.choice == reported
 
 
-def test_progress_has_an_eta_and_stalls_are_seen(clock: Clock) -> None:
+def test_progress_has_an_eta_and_stalls_are_detected(clock: Clock) -> None:
     counted = Steps()
     assert counted.build_progress() is None
     counted.start()
@@ -185,13 +189,13 @@ def test_progress_has_an_eta_and_stalls_are_seen(clock: Clock) -> None:
     assert "the last was step 10" in counted.describe_stall(10, 0)
     counted.add(StepRecord(step=11, total_steps=None))
     assert counted.build_progress().eta_seconds is None
-    fresh = Steps()
-    fresh.start()
+    restarted = Steps()
+    restarted.start()
     clock.now += 20
-    assert "first step" in fresh.describe_stall(0, 10)
+    assert "first step" in restarted.describe_stall(0, 10)
 
 
-def test_a_script_that_reports_no_steps_is_seen_by_its_collectives_and_who_is_behind_is_named(clock: Clock) -> None:
+def test_without_steps_collectives_are_the_sign_of_life_and_the_ranks_that_are_behind_are_named(clock: Clock) -> None:
     counted = Steps()
     counted.start()
     clock.now += 20
@@ -201,15 +205,15 @@ def test_a_script_that_reports_no_steps_is_seen_by_its_collectives_and_who_is_be
     clock.now += 20
     counted.note_activity({}, True)  # a thread that prints is no sign of life if collectives are counted
     counted.note_activity({0: 7}, False)  # and neither is the same count
-    words = counted.describe_stall(1000, 10)
-    assert "waited for: rank 1, 3 (collective 5 of 7)" in words
+    stall = counted.describe_stall(1000, 10)
+    assert "waited for: rank 1, 3 (collective 5 of 7)" in stall
     assert counted.find_ranks_behind() == [1, 3]
     counted.note_activity({1: 7, 3: 7}, False)
     assert counted.describe_stall(1000, 10) == ""
     assert counted.find_ranks_behind() == []
 
 
-def test_output_is_the_sign_of_life_of_a_program_that_uses_nothing_of_ours(clock: Clock) -> None:
+def test_output_is_the_sign_of_life_of_a_program_that_does_not_use_topkube(clock: Clock) -> None:
     counted = Steps()
     counted.start()
     clock.now += 20
@@ -233,8 +237,8 @@ def test_a_heartbeat_is_read_by_other_processes_and_a_failed_write_ends_nothing(
 def test_bad_plans_and_credentials_become_the_termination_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = tmp_path / "termination"
-    monkeypatch.setenv("TOPKUBE_TERMINATION_LOG", str(words))
+    termination_log = tmp_path / "termination"
+    monkeypatch.setenv("TOPKUBE_TERMINATION_LOG", str(termination_log))
     monkeypatch.setenv("TOPKUBE_CREDENTIALS", str(tmp_path))
     for plan in ("", "{", '{"name": "a"}'):
         monkeypatch.setenv("TOPKUBE_LAUNCH", plan)
@@ -242,7 +246,7 @@ def test_bad_plans_and_credentials_become_the_termination_message(
         for run in (run_launcher, lambda: run_worker(["true"])):
             with pytest.raises(LaunchError, match="is invalid"):
                 run()
-            ending = Ending.read(words.read_text())
+            ending = Ending.read(termination_log.read_text())
             assert ending.exit_code == 2
             assert ending.first_failure is not None
             assert ending.first_failure.reason == "BadPlan"
@@ -256,7 +260,7 @@ def test_bad_plans_and_credentials_become_the_termination_message(
     monkeypatch.setenv("TOPKUBE_LAUNCH", json.dumps(plan))
     with pytest.raises(LaunchError, match=r"tls\.crt is invalid: No such file"):
         run_launcher()
-    assert Ending.read(words.read_text()).attempt == 4
+    assert Ending.read(termination_log.read_text()).attempt == 4
     for name in ("tls.crt", "tls.key", "token"):
         (tmp_path / name).write_text("nonsense")
     for load in (LauncherCredentials.load, WorkerCredentials.load):
@@ -267,9 +271,9 @@ def test_bad_plans_and_credentials_become_the_termination_message(
         WorkerCredentials.load(tmp_path)
 
 
-def test_a_home_is_found_for_any_user(tmp_path: Path) -> None:
-    for given in ({}, {"HOME": "/nowhere"}, {"HOME": "/proc/1/fdinfo/none"}, {"HOME": ""}):
-        environment = dict(given)
+def test_any_user_gets_a_home_folder_that_exists(tmp_path: Path) -> None:
+    for shell in ({}, {"HOME": "/nowhere"}, {"HOME": "/proc/1/fdinfo/none"}, {"HOME": ""}):
+        environment = dict(shell)
         set_home(environment, str(tmp_path))
         assert environment["HOME"] == str(tmp_path)
     environment = {"HOME": str(tmp_path / "own")}

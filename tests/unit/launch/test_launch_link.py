@@ -1,4 +1,4 @@
-"""A session that survives broken connections: every frame once, in order."""
+"""A session that survives broken connections: every frame arrives once and in order."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from topkube.launch.connection.messages import AnyMessage, Open
 from topkube.launch.connection.tunnel import Tunnel
 
 
-class Ends:
+class ConnectedLinks:
     """Two links over real WebSockets. `connect` connects them, and returns a function that breaks the connection."""
 
     def __init__(self, near: Link, far: Link) -> None:
         self.near, self.far = near, far
         self._tasks: list[asyncio.Task[Any]] = []
 
-    async def __aenter__(self) -> Ends:
+    async def __aenter__(self) -> ConnectedLinks:
         server = web.Server(self._serve)
         self._listening = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
         self._port = self._listening.sockets[0].getsockname()[1]
@@ -44,16 +44,16 @@ class Ends:
     async def _serve(self, request: web.BaseRequest) -> web.WebSocketResponse:
         socket = web.WebSocketResponse(max_msg_size=FRAME_BYTES)
         await socket.prepare(request)
-        has = int(await socket.receive_str())
+        received_by_peer = int(await socket.receive_str())
         await socket.send_str(str(self.far.received))
-        await self.far.run(socket, has)
+        await self.far.run(socket, received_by_peer)
         return socket
 
     async def connect(self) -> Callable[[], Awaitable[None]]:
         socket = await self._client.ws_connect(f"http://127.0.0.1:{self._port}/", max_msg_size=FRAME_BYTES)
         await socket.send_str(str(self.near.received))
-        has = int(await socket.receive_str())
-        task = asyncio.create_task(self.near.run(socket, has))
+        received_by_peer = int(await socket.receive_str())
+        task = asyncio.create_task(self.near.run(socket, received_by_peer))
         self._tasks.append(task)
         while not (self.near.is_connected and self.far.is_connected):
             await asyncio.sleep(0.001)
@@ -88,9 +88,9 @@ async def _exchange(chance: random.Random, breaks: int) -> None:
     )
     sent: dict[str, list[tuple[int, bytes]]] = {"near": [], "far": []}
     number = 0
-    async with Ends(near, far) as ends:
+    async with ConnectedLinks(near, far) as links:
         for turn in range(breaks + 1):
-            break_connection = await ends.connect()
+            break_connection = await links.connect()
             for _ in range(chance.randint(0, 60)):
                 number += 1
                 name, end = chance.choice((("near", near), ("far", far)))
@@ -144,8 +144,8 @@ async def _send_through_tunnel() -> None:
     launcher = Link(build_reader("launcher"), lambda stream, data: ends["launcher"].write_to_stream(stream, data))
     ends["worker"] = Tunnel(worker)
     ends["launcher"] = Tunnel(launcher, service.sockets[0].getsockname()[1])
-    async with Ends(worker, launcher) as both:
-        break_connection = await both.connect()
+    async with ConnectedLinks(worker, launcher) as links:
+        break_connection = await links.connect()
         port = await ends["worker"].listen()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         payload = random.Random(0).randbytes(3 << 20)
@@ -154,7 +154,7 @@ async def _send_through_tunnel() -> None:
         await break_connection()
         writer.write(payload[1 << 20 :])
         await asyncio.sleep(0.01)
-        await both.connect()
+        await links.connect()
         rest = 0
         while rest < 4 << 20:
             rest += len(await reader.read(1 << 20))
@@ -170,7 +170,7 @@ def test_the_launcher_opens_no_other_port() -> None:
         messages: list[Any] = []
         end = Link(lambda _: None, lambda *_: None)
         end.send = messages.append  # type: ignore[method-assign]
-        Tunnel(end).open_stream(3)  # a worker's end is asked to open something
+        Tunnel(end).open_stream(3)  # the end of a worker has no port to open
         launcher = Tunnel(end, 1)  # nothing listens there
         launcher.open_stream(4)
         launcher.open_stream(4)  # twice

@@ -1,4 +1,4 @@
-"""`topkube run` with many arguments, with more than Linux takes, and with a disk that is full."""
+"""`topkube run` with many arguments, with more arguments than Linux accepts, and with a full disk."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_arguments_that_linux_refuses_are_refused_before_the_start(tmp_path: Pat
 
 
 def test_output_that_a_full_disk_refuses_is_reported(tmp_path: Path) -> None:
-    """A limit on the size of files plays the full disk."""
+    """A limit on the size of files has the same effect as a full disk."""
     job = write_job(tmp_path, ["python", "-c", "print('x' * 2_999_999)"], workers=1)
 
     def limit_file_size() -> None:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from played_credentials import write_credentials
+from mounted_credentials import write_credentials
 
 from topkube.errors import LaunchError
 from topkube.launch import launcher as launchers
@@ -27,13 +27,13 @@ from topkube.launch.steps import Steps, parse_record
 from topkube.launch.verdict import describe_missing_workers
 
 
-def make_launcher(tmp_path: Path, workers: int) -> JobLauncher:
+def build_launcher(tmp_path: Path, workers: int) -> JobLauncher:
     data = {"name": "j", "namespace": "n", "uid": "u", "attempt": 1, "made": [1] * workers}
-    known = LauncherCredentials.load(write_credentials(tmp_path / "c"))
+    credentials = LauncherCredentials.load(write_credentials(tmp_path / "c"))
     lines: list[str] = []
     output: Any = SimpleNamespace(say=lines.append, lines=lines)
     launcher = JobLauncher(
-        LaunchPlan.model_validate(data), known, Mpi("MPICH", "5.0.2", Path("/x")), "10.0.0.1", output
+        LaunchPlan.model_validate(data), credentials, Mpi("MPICH", "5.0.2", Path("/x")), "10.0.0.1", output
     )
     launcher.lines = lines  # type: ignore[attr-defined]
     return launcher
@@ -55,8 +55,8 @@ def list_sent_frames(member: Member) -> list[str]:
 
 
 def test_silent_workers_are_dropped_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link to a host that is gone takes a second to close: one after the other, minutes. Here, no link closes before
-    all links have begun to close."""
+    """A link to a host that is gone takes a second to close, so 128 links one after the other would take minutes. Here,
+    no link closes before all links have begun to close."""
     monkeypatch.setattr(launchers, "ENDED_SECONDS", 0.1)
     dropped = list[Link]()
     all_dropped = asyncio.Event()
@@ -68,14 +68,14 @@ def test_silent_workers_are_dropped_side_by_side(tmp_path: Path, monkeypatch: py
         await all_dropped.wait()
 
     monkeypatch.setattr(Link, "drop", drop)
-    launcher = make_launcher(tmp_path, 128)
+    launcher = build_launcher(tmp_path, 128)
     for index in range(128):
         join_worker(launcher, index)
     asyncio.run(asyncio.wait_for(launcher._end_workers(), 60))
 
 
 def test_four_thousand_workers_are_gathered_and_their_status_is_answered_at_once(tmp_path: Path) -> None:
-    launcher = make_launcher(tmp_path, 4096)
+    launcher = build_launcher(tmp_path, 4096)
     for index in range(4096):
         join_worker(launcher, index)
     launcher._rendezvous.refused = dict.fromkeys(range(4096), "why " * 200)
@@ -98,7 +98,7 @@ def test_four_thousand_workers_are_gathered_and_their_status_is_answered_at_once
 
 def test_success_waits_until_all_output_is_printed(tmp_path: Path) -> None:
     """A job that has succeeded may be cleaned up at once, with the pods that still print."""
-    launcher = make_launcher(tmp_path, 3)
+    launcher = build_launcher(tmp_path, 3)
     members = [join_worker(launcher, index) for index in range(3)]
 
     async def wait_for_endings() -> None:

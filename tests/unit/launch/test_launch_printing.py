@@ -1,5 +1,4 @@
-"""The output of ranks reaches the pod's output, whoever reads it and however slowly; a loss is reported with its
-size."""
+"""The output of ranks reaches the pod's output, however slowly a reader reads. A loss is reported with its size."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ class Reader:
     """The other end of a pipe: reads nothing before `start`."""
 
     def __init__(self) -> None:
-        self.near, self.far = os.pipe()
+        self.read_end, self.write_end = os.pipe()
         self.data = bytearray()
         self._thread: threading.Thread | None = None
 
@@ -32,11 +31,11 @@ class Reader:
         self._thread.start()
 
     def _read(self) -> None:
-        while data := os.read(self.near, 1 << 16):
+        while data := os.read(self.read_end, 1 << 16):
             self.data += data
 
     def read_all(self) -> bytes:
-        os.close(self.far)
+        os.close(self.write_end)
         assert self._thread is not None
         self._thread.join(20)
         return bytes(self.data)
@@ -46,7 +45,7 @@ class Reader:
 def reader() -> Iterator[Reader]:
     reader = Reader()
     yield reader
-    os.close(reader.near)
+    os.close(reader.read_end)
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
@@ -69,7 +68,7 @@ def take_whole_log(log: RankLog, backlog: int = 1 << 40) -> bytes:
 def test_every_byte_of_a_log_is_copied_in_order(
     tmp_path_factory: pytest.TempPathFactory, data: bytes, piece: int, cuts: list[int]
 ) -> None:
-    """However it grows, whatever is in it, however long its lines are: a line that is too long is broken."""
+    """The log may grow in any way and hold any bytes and lines of any length. A line that is too long is broken."""
     path = tmp_path_factory.mktemp("log") / "rank-3.log"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(pod_output, "_PIECE_BYTES", piece)
@@ -82,7 +81,7 @@ def test_every_byte_of_a_log_is_copied_in_order(
         log.finish(len(data))
         text += take_whole_log(log)
     lines = re.findall(rb"\[rank 3\] [^\n]*\n", text)
-    assert b"".join(lines) == text, "each line has the rank in front, and an end"
+    assert b"".join(lines) == text, "each line begins with the rank and ends with a newline"
     bare = b"".join(line.removeprefix(b"[rank 3] ") for line in lines)
     assert bare.replace(b"\n", b"") == data.replace(b"\n", b"")
     assert log.lost_bytes == 0
@@ -93,7 +92,7 @@ def test_every_byte_of_a_log_is_copied_in_order(
 def test_many_megabytes_before_the_end_arrive_with_the_last_line(tmp_path: Path, reader: Reader) -> None:
     text = b"".join(b"line %d %s\n" % (number, b"x" * 90) for number in range(200_000)) + b"the last, without its end"
     (tmp_path / "log").write_bytes(text)
-    printing = PodOutput(reader.far)
+    printing = PodOutput(reader.write_end)
     log = printing.follow(tmp_path / "log", 0)
     log.finish(len(text))
     reader.start()
@@ -106,10 +105,10 @@ def test_many_megabytes_before_the_end_arrive_with_the_last_line(tmp_path: Path,
 
 def test_a_reader_that_does_not_read_blocks_no_thread(tmp_path: Path, reader: Reader) -> None:
     """The lines of the process itself wait in bounded memory, those of the ranks on the disk."""
-    (tmp_path / "log").write_bytes(b"x" * 99 + b"\n" * 1)
+    (tmp_path / "log").write_bytes(b"x" * 99 + b"\n")
     with (tmp_path / "log").open("ab") as file:
         file.write((b"x" * 99 + b"\n") * 20_000)
-    printing = PodOutput(reader.far)
+    printing = PodOutput(reader.write_end)
     log = printing.follow(tmp_path / "log", 0)
     before = time.monotonic()
     for _ in range(50_000):
@@ -131,25 +130,25 @@ def test_a_reader_that_does_not_read_blocks_no_thread(tmp_path: Path, reader: Re
 
 def test_output_that_nobody_reads_is_counted_at_the_end(tmp_path: Path, reader: Reader) -> None:
     (tmp_path / "log").write_bytes((b"x" * 99 + b"\n") * 20_000)
-    printing = PodOutput(reader.far)
+    printing = PodOutput(reader.write_end)
     printing.follow(tmp_path / "log", 0).finish(2_000_000)
     before = time.monotonic()
     lost = printing.close(stall_seconds=0.3, most_seconds=1000)
     assert time.monotonic() - before < 60
     assert 1_900_000 <= lost <= 2_000_000, "all but what the pipe holds"
     reader.start()
-    printing._thread.join(20)  # it must not write into a descriptor that the next test gets
+    printing._thread.join(20)  # the thread must not write into a descriptor that the next test gets
     reader.read_all()
 
 
-def test_an_output_that_refuses_loses_with_a_number(tmp_path: Path, reader: Reader) -> None:
+def test_bytes_that_an_output_refuses_are_counted_and_reported(tmp_path: Path, reader: Reader) -> None:
     (tmp_path / "log").write_bytes(b"x" * 99 + b"\n")
-    with open("/dev/full", "wb", buffering=0) as full:
-        printing = PodOutput(full.fileno())
+    with open("/dev/full", "wb", buffering=0) as full_device:
+        printing = PodOutput(full_device.fileno())
         printing.follow(tmp_path / "log", 0).finish(100)
         wait_until(lambda: printing.is_idle)
         assert printing.lost_bytes == 100
-        os.dup2(reader.far, full.fileno())  # the disk has room again
+        os.dup2(reader.write_end, full_device.fileno())  # the disk has room again
         printing.say("after")
         wait_until(lambda: printing.is_idle)
         assert printing.close(5, 5) == 100
@@ -168,12 +167,12 @@ def test_a_log_that_grows_faster_than_it_is_read_loses_its_oldest_lines_and_repo
     first, *rest = text.splitlines()
     (left_out,) = re.findall(rb"(\d+) bytes of output are missing here: the ranks print faster", first)
     kept = [int(line.removeprefix(b"[rank 1] ")) for line in rest]
-    assert kept == list(range(kept[0], 10_000)), "whole lines, to the last"
+    assert kept == list(range(kept[0], 10_000)), "the last lines, each of them whole"
     assert int(left_out) == 7 * kept[0] == log.lost_bytes
     assert 66_000 <= log.lost_bytes <= 67_000
 
 
-def test_a_log_that_somebody_cuts_is_noticed(tmp_path: Path) -> None:
+def test_bytes_of_a_log_that_was_truncated_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"one\ntwo\n")
     log = RankLog(path, 0)
@@ -185,21 +184,23 @@ def test_a_log_that_somebody_cuts_is_noticed(tmp_path: Path) -> None:
     log.finish(14)
     text = take_whole_log(log)
     assert b"[rank 0] three\n" in text
-    assert b"6 bytes of output are missing here: the log file was truncated" in text, "14 were written, 8 are there"
+    assert b"6 bytes of output are missing here: the log file was truncated" in text, (
+        "14 bytes were written, 8 bytes are there"
+    )
     assert log.lost_bytes == 6
 
 
 def test_copied_output_frees_its_disk_space(tmp_path: Path, reader: Reader) -> None:
     path = tmp_path / "log"
     path.write_bytes((b"x" * 99 + b"\n") * 100_000)
-    full = path.stat().st_blocks
+    blocks_before = path.stat().st_blocks
     reader.start()
-    printing = PodOutput(reader.far)
+    printing = PodOutput(reader.write_end)
     log = printing.follow(path, 0)
     wait_until(lambda: log.waiting_bytes == 0)
-    if not full:
+    if not blocks_before:
         pytest.skip("this file system counts no blocks")
-    wait_until(lambda: path.stat().st_blocks < full // 2)
+    wait_until(lambda: path.stat().st_blocks < blocks_before // 2)
     assert path.stat().st_size == 10_000_000
     with path.open("rb") as file:
         file.seek(-100, 2)
@@ -209,9 +210,10 @@ def test_copied_output_frees_its_disk_space(tmp_path: Path, reader: Reader) -> N
     reader.read_all()
 
 
-def test_warnings_of_libraries_take_the_same_way(reader: Reader) -> None:
-    """aiohttp logs every bad request. If the log went to stderr, it would wait for its reader."""
-    printing = PodOutput(reader.far, "topkube launch")
+def test_warnings_of_libraries_go_to_the_pods_output_too(reader: Reader) -> None:
+    """aiohttp logs every bad request. If these messages went to stderr, the launcher would wait for the reader of
+    stderr."""
+    printing = PodOutput(reader.write_end, "topkube launch")
     logger = logging.getLogger("topkube.test")
     handler = OutputHandler(printing)
     logger.addHandler(handler)
@@ -226,7 +228,7 @@ def test_warnings_of_libraries_take_the_same_way(reader: Reader) -> None:
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
-    """A rank may put what it likes there; opening a pipe would stop all output."""
+    """A rank may put any file in place of its log. If a pipe were opened, all output would stop."""
     path = tmp_path / "log"
     if kind == "link":
         (tmp_path / "other").write_text("another's words\n")

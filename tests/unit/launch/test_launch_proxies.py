@@ -40,7 +40,7 @@ ORTED = [
 
 
 def encode_call(words: list[str]) -> bytes:
-    """Return `words` as the agent reports a call: each followed by a zero byte."""
+    """Return `words` as the agent reports a call: each word ends with a zero byte."""
     return b"".join(word.encode() + b"\0" for word in words)
 
 
@@ -50,7 +50,7 @@ def mpich(tmp_path: Path) -> Mpi:
 
 
 def install_mpi(directory: Path, name: str, version: str, proxy: str) -> Mpi:
-    """Put an empty program `proxy` into `directory`, beside an mpiexec. Returns that MPI library."""
+    """Put an empty program `proxy` into `directory`, beside an mpiexec. Return this MPI library."""
     program = directory / proxy
     program.touch()
     program.chmod(0o755)
@@ -61,10 +61,10 @@ def test_a_hydra_proxy_goes_through_the_tunnel(mpich: Mpi) -> None:
     number, port, parameters = proxies.parse_hydra_parameters(HYDRA_5)
     assert (number, port) == (1, 40053)
     command = proxies.build_proxy_command(parameters, mpich, 777)
-    given = shlex.split(HYDRA_5.removeprefix("HYDRA_LAUNCH: "))
+    options_of_mpiexec = shlex.split(HYDRA_5.removeprefix("HYDRA_LAUNCH: "))
     assert command[0] == str(mpich.mpiexec.parent / "hydra_pmi_proxy"), "the worker's own program"
     assert command[1:3] == ["--control-port", "127.0.0.1:777"], "the worker's own end"
-    assert command[3:] == given[3:], "the rest as mpiexec asked for it"
+    assert command[3:] == options_of_mpiexec[3:], "the rest as mpiexec asked for it"
 
 
 def test_options_of_an_older_hydra_are_parsed(mpich: Mpi) -> None:

@@ -1,4 +1,4 @@
-"""The reasons of errors that another attempt does not repair, from what Python itself prints."""
+"""The reasons of errors that another attempt does not repair. They are found in the output of Python itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The shim around a rank: all that the command prints is in its log, whatever the command does with its output."""
+"""The shim around a rank: everything that the command prints is in its log, whatever the command does with
+its output."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ PATIENT_SHIM = [sys.executable, "-c", PATIENT, "--no-echo", "--"]
 """A shim for output that comes late on a busy machine: it waits for processes that a command left behind."""
 
 PIPE_HOLDS = 30_000
-"""Bytes that a pipe of 16 pages holds at least: a write that does not fit into the rest of a page begins a new page."""
+"""The bytes that a pipe of 16 pages holds at least. A write that does not fit into the rest of a page begins a new
+page."""
 
 
 def run_rank(
@@ -67,7 +69,7 @@ def test_the_last_of_many_megabytes_is_in_the_log(tmp_path: Path) -> None:
     assert (code, len(log), report.log_bytes) == (137, 20_000_000, 20_000_000)
 
 
-def test_a_process_left_behind_that_prints_for_ever_does_not_keep_the_rank(tmp_path: Path) -> None:
+def test_a_rank_ends_although_a_process_that_it_left_behind_prints_for_ever(tmp_path: Path) -> None:
     """The process has its own session, so it does not end with the rank."""
     script = "echo start; setsid sh -c 'echo $$ > pid; while true; do echo more; done' & while [ ! -s pid ]; do :; done"
     try:
@@ -124,32 +126,32 @@ def test_a_report_is_written_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.
 
 def test_an_output_that_nobody_reads_delays_a_rank_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_log, "_PATIENCE_SECONDS", 0.5)
-    near, far = os.pipe()
-    echo = Echo(far, lambda: False)
+    read_end, write_end = os.pipe()
+    echo = Echo(write_end, lambda: False)
     before = time.monotonic()
     for _ in range(100):
         echo.write(b"x" * 10_000)
     assert time.monotonic() - before < 45, "a hundred waits would take 50 s"
-    held = os.read(near, 1 << 20)
-    assert 32 << 10 < len(held) <= 64 << 10
-    received = bytearray(held)
-    reading = threading.Thread(target=lambda: _drain(near, received), daemon=True)
+    held_by_pipe = os.read(read_end, 1 << 20)
+    assert 32 << 10 < len(held_by_pipe) <= 64 << 10
+    received = bytearray(held_by_pipe)
+    reading = threading.Thread(target=lambda: _drain(read_end, received), daemon=True)
     reading.start()
     echo.write(b"y")
-    os.close(far)
+    os.close(write_end)
     reading.join(120)
-    left_out = 1_000_000 - len(held)
+    left_out = 1_000_000 - len(held_by_pipe)
     note = f"\ntopkube rank: {left_out} bytes of output are missing here; the rank's log contains them\ny".encode()
-    assert received[len(held) :] == note
-    os.close(near)
+    assert received[len(held_by_pipe) :] == note
+    os.close(read_end)
 
 
-def _drain(near: int, into: bytearray) -> None:
-    while data := os.read(near, 1 << 16):
-        into += data
+def _drain(read_end: int, received: bytearray) -> None:
+    while data := os.read(read_end, 1 << 16):
+        received += data
 
 
-def test_a_signal_is_heeded_while_nobody_reads(tmp_path: Path) -> None:
+def test_a_signal_takes_effect_while_nobody_reads_the_output(tmp_path: Path) -> None:
     environment = {**os.environ, "TOPKUBE_RUN_DIRECTORY": str(tmp_path), "PMI_RANK": "0"}
     script = "trap 'exit 4' TERM; while true; do echo xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done"
     patient = "import sys; from topkube.launch import rank; from topkube.launch.output import rank_log; "
@@ -162,14 +164,14 @@ def test_a_signal_is_heeded_while_nobody_reads(tmp_path: Path) -> None:
                 assert time.monotonic() < end
                 time.sleep(0.01)
             running.send_signal(signal.SIGTERM)
-            assert running.wait(60) == 4, "a reader has 1000 s, a signal does not wait for the reader"
+            assert running.wait(60) == 4, "the shim waits 1000 s for a reader, but a signal ends this wait"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(running.pid, signal.SIGKILL)  # else the script prints until the disk is full
 
 
-def test_a_reader_that_is_slow_at_the_end_gets_it_all(tmp_path: Path) -> None:
-    """The end of the command is a signal too."""
+def test_a_reader_that_is_slow_at_the_end_gets_all_output(tmp_path: Path) -> None:
+    """The end of the command (SIGCHLD) does not end the wait for the reader."""
     environment = {**os.environ, "TOPKUBE_RUN_DIRECTORY": str(tmp_path), "PMI_RANK": "0"}
     shim = [sys.executable, "-m", "topkube.launch.rank", "--", sys.executable, "-c", "print('x' * 199_999)"]
     with subprocess.Popen(shim, env=environment, stdout=subprocess.PIPE) as running:

@@ -31,7 +31,7 @@ def test_a_rank_imports_its_source_and_its_shim_does_not(tmp_path: Path) -> None
     assert ended.stdout.split() == [f"{source}/mine.py", f"{packages}/packed.py", f"{packages}/bin"]
 
 
-def test_a_worker_without_a_digest_has_none(tmp_path: Path) -> None:
+def test_without_a_digest_file_the_digest_of_the_source_is_empty(tmp_path: Path) -> None:
     assert read_source_digest(tmp_path / "source") == ""
     name_digest_file(tmp_path / "source").write_text("ab" * 32 + "\n")
     assert read_source_digest(tmp_path / "source") == "ab" * 32

@@ -1,4 +1,4 @@
-"""When it is clear which rank failed first: as soon as all workers have reported, and no later than needed."""
+"""The time at which the launcher decides which rank failed first, and the failure that it reports."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def members() -> list[Member]:
     return [Member(index, hello, RecordingLink()) for index in range(2)]
 
 
-def test_ranks_that_are_seen_to_live_are_not_waited_for(members: list[Member]) -> None:
-    """They sit in a collective with the dead, and would never report."""
+def test_the_launcher_does_not_wait_for_reports_of_ranks_that_were_checked(members: list[Member]) -> None:
+    """These ranks wait in a collective for the dead ranks, and would never report."""
     now = time.monotonic()
     for member in (*members, *members):
         member.request_check(PLAN.slots)
@@ -81,12 +81,14 @@ def test_a_closed_connection_may_come_back_for_some_seconds(members: list[Member
     now = time.monotonic()
     members[0].has_checked = True
     members[1].link.is_connected, members[1].closed = False, now - CLOSED_SECONDS + 0.1
-    assert not is_settled(PLAN, members, now, now), "it may come back"
+    assert not is_settled(PLAN, members, now, now), "the connection may come back"
     members[1].closed = now - CLOSED_SECONDS - 0.1
     assert is_settled(PLAN, members, now, now)
 
 
-def test_a_worker_that_was_asked_to_end_is_waited_for_while_it_may_speak_and_no_longer(members: list[Member]) -> None:
+def test_the_launcher_waits_for_a_worker_that_was_asked_to_end_only_while_it_may_still_report(
+    members: list[Member],
+) -> None:
     """A preempted pod that is killed, or whose node is lost, sends no further message, and the grace period may be an
     hour."""
     now = time.monotonic()
@@ -94,14 +96,14 @@ def test_a_worker_that_was_asked_to_end_is_waited_for_while_it_may_speak_and_no_
     members[0].has_checked = True
     members[1].terminating = time.time()
     members[1].has_checked = True
-    assert not is_settled(plan, members, now - 10, now), "its ranks save their state"
+    assert not is_settled(plan, members, now - 10, now), "the ranks of the worker save their state"
     members[1].link.is_connected, members[1].closed = False, now - CLOSED_SECONDS + 0.1
-    assert not is_settled(plan, members, now - 10, now), "it may come back"
+    assert not is_settled(plan, members, now - 10, now), "the connection may come back"
     members[1].closed = now - CLOSED_SECONDS - 0.1
-    assert is_settled(plan, members, now - 10, now), "its connection is gone"
+    assert is_settled(plan, members, now - 10, now), "the connection is gone"
     members[1].link.is_connected, members[1].closed = True, None
     members[1].link.last_heard = now - plan.lost_seconds - 1
-    assert is_settled(plan, members, now - 10, now), "its node is gone"
+    assert is_settled(plan, members, now - 10, now), "the node is gone"
     members[1].link.last_heard = now
     members[1].has_ended = True
     assert is_settled(plan, members, now - 10, now)
@@ -136,7 +138,8 @@ def test_the_first_of_50000_failures_is_the_rank_that_aborted() -> None:
     ],
 )
 def test_a_malformed_report_of_a_rank_is_refused(members: list[Member], change: dict[str, object]) -> None:
-    """A script may write what it likes into the run's directory; a worker that fell over it would be lost."""
+    """A script may write anything into the run's directory. If the report raised another error, the worker would be
+    lost."""
     valid = {"rank": 0, "host": "", "command": [], "started": 0.0, "ended": 1.0, "exit_code": 1}
     assert members[0].add_report(Report(report=valid)).exit_code == 1
     with pytest.raises(ValueError, match="not a report of a rank"):
@@ -146,7 +149,7 @@ def test_a_malformed_report_of_a_rank_is_refused(members: list[Member], change: 
 
 
 def test_a_report_is_short_on_its_way_to_the_launcher() -> None:
-    """The launcher of 4,096 ranks may hear of all at once, and keeps them all."""
+    """The launcher of 4,096 ranks may get the reports of all ranks at once, and keeps them all."""
     lines = ["\0" * 60_000, *["x" * 100] * 18, "the end"]
     trace = "Traceback (most recent call last)\n" + "  File x\n" * 50_000 + "ValueError: why"
     report = RankReport(
@@ -168,7 +171,7 @@ def test_a_report_is_short_on_its_way_to_the_launcher() -> None:
         ("ValueError: a bad batch", 1, False, False),
     ],
 )
-def test_a_data_loader_killed_for_memory_is_the_ranks_cause(
+def test_a_data_loader_that_was_killed_for_memory_is_the_cause_of_its_ranks_failure(
     members: list[Member], line: str, kills: int, told_to_end: bool, out_of_memory: bool
 ) -> None:
     """The rank itself ends with a traceback and exit code 1."""
@@ -183,7 +186,7 @@ def test_a_data_loader_killed_for_memory_is_the_ranks_cause(
 
 
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
-def test_pods_with_ipv6_addresses_alone_are_refused_with_the_next_step(members: list[Member], mpi: str) -> None:
+def test_pods_that_have_only_ipv6_addresses_are_refused_with_the_next_step(members: list[Member], mpi: str) -> None:
     """Both mpiexecs cut such an address at its first colon."""
     hello = members[1].hello.model_copy(update={"ip": "fd00::2", "mpi": f"{mpi} 5.0.2"})
     member = Member(1, hello, RecordingLink())
@@ -206,7 +209,7 @@ def test_workers_with_different_sources_do_not_train_together(members: list[Memb
     assert "the source was changed after worker 0 had fetched it" in (failure.message or "")
 
 
-def test_a_shims_command_counts_as_living_until_it_has_ended(tmp_path: Path) -> None:
+def test_the_command_of_a_shim_is_found_until_it_has_ended(tmp_path: Path) -> None:
     def wait_for_ranks(ranks: int) -> list[int]:
         end = time.monotonic() + 120
         while len(commands := find_commands(list_descendants(shim.pid))) != ranks:
@@ -214,9 +217,13 @@ def test_a_shims_command_counts_as_living_until_it_has_ended(tmp_path: Path) -> 
             time.sleep(0.01)
         return commands
 
-    words = [sys.executable, "-m", "topkube.launch.rank", "--no-echo", "--", "sleep", "100"]
-    outer = [sys.executable, "-c", f"import subprocess; subprocess.run({words!r})"]  # as MPI's proxy stands above it
-    with subprocess.Popen(outer, env={**os.environ, "TOPKUBE_RUN_DIRECTORY": str(tmp_path)}) as shim:
+    shim_command = [sys.executable, "-m", "topkube.launch.rank", "--no-echo", "--", "sleep", "100"]
+    parent_command = [
+        sys.executable,
+        "-c",
+        f"import subprocess; subprocess.run({shim_command!r})",
+    ]  # the parent of the shim, in place of MPI's proxy
+    with subprocess.Popen(parent_command, env={**os.environ, "TOPKUBE_RUN_DIRECTORY": str(tmp_path)}) as shim:
         (rank,) = wait_for_ranks(1)
         assert Path(f"/proc/{rank}/comm").read_text() == "sleep\n"
         os.kill(rank, signal.SIGSTOP)

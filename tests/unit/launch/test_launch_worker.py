@@ -1,4 +1,5 @@
-"""The time that a worker lets its ranks save their state when it is asked to end. tests/mpi has real workers."""
+"""The time that the ranks of a worker have to save their state when the worker is asked to end. tests/mpi has real
+workers."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ PLAN = WorkerPlan(
 )
 
 
-class PlayedAttempt:
-    """An attempt that notes how long it may take to end."""
+class RecordingAttempt:
+    """An attempt that records the grace period of each call of `stop`, in seconds."""
 
     def __init__(self) -> None:
         self.graces: list[float] = []
@@ -43,16 +44,16 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Worker:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     credentials = WorkerCredentials(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), "token")
     worker = Worker(PLAN, credentials, ["true"], Settings(), tmp_path)
-    worker._attempt = PlayedAttempt()  # type: ignore[assignment]
+    worker._attempt = RecordingAttempt()  # type: ignore[assignment]
     return worker
 
 
 def read_graces(worker: Worker) -> list[float]:
-    assert isinstance(worker._attempt, PlayedAttempt)
+    assert isinstance(worker._attempt, RecordingAttempt)
     return worker._attempt.graces
 
 
-def test_ranks_that_save_have_the_pods_own_time_though_the_launcher_is_gone(worker: Worker) -> None:
+def test_ranks_that_save_have_the_grace_period_of_the_pod_although_the_launcher_is_gone(worker: Worker) -> None:
     async def ask_to_end() -> None:
         worker._terminate()
         worker._abandon("the launcher has been silent for 20 s")

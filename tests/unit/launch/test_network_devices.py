@@ -1,4 +1,4 @@
-"""The network devices of a rank: those next to its GPU, or no choice at all."""
+"""The network devices of a rank: the devices next to its GPU, or no choice if the devices are uncertain."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 
 from topkube.launch.host.network_devices import list_network_variables
 
-GPUS = {  # two sockets with two PCI switches each, as in servers with eight GPUs
+GPUS = {  # the address of each GPU, and the PCI bridges above it: two switches on one socket, one switch on another
     "0000:1b:00.0": "pci0000:17/0000:17:01.0/0000:18:00.0",
     "0000:43:00.0": "pci0000:40/0000:40:01.0/0000:41:00.0",
     "0000:9b:00.0": "pci0000:97/0000:97:01.0/0000:98:00.0",
 }
-SWITCHES = {"mlx5_0": "0000:1b:00.0", "mlx5_1": "0000:43:00.0", "mlx5_2": "0000:9b:00.0"}
+NETWORK_DEVICES = {"mlx5_0": "0000:1b:00.0", "mlx5_1": "0000:43:00.0", "mlx5_2": "0000:9b:00.0"}
 
 
 def _add_device(root: Path, link: Path, bridges: str, address: str, node: int) -> None:
@@ -29,7 +29,7 @@ def root(tmp_path: Path) -> Path:
     for number, (address, bridges) in enumerate(GPUS.items()):
         _add_device(tmp_path, tmp_path / "sys/bus/pci/devices" / address, bridges, address, number // 2)
         (tmp_path / "proc/driver/nvidia/gpus" / address).mkdir(parents=True)
-    for number, (name, gpu) in enumerate(SWITCHES.items()):
+    for number, (name, gpu) in enumerate(NETWORK_DEVICES.items()):
         device = tmp_path / "sys/class/infiniband" / name
         _add_device(tmp_path, device / "device", GPUS[gpu], gpu.replace("b:", "c:").replace("3:", "4:"), number // 2)
         _set_port(tmp_path, name, "4: ACTIVE")
@@ -46,12 +46,12 @@ def _build_variables(local: int, size: int = 3) -> dict[str, str]:
     return {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(size)}
 
 
-def test_each_rank_has_the_device_behind_the_switch_of_its_gpu(root: Path) -> None:
+def test_each_rank_uses_the_device_behind_the_switch_of_its_gpu(root: Path) -> None:
     chosen = [list_network_variables(_build_variables(local), {}, root) for local in range(3)]
     assert chosen == [{"UCX_NET_DEVICES": f"mlx5_{local}:1"} for local in range(3)]
 
 
-def test_without_a_device_behind_its_switch_a_rank_has_those_of_its_numa_node(root: Path) -> None:
+def test_without_a_device_behind_its_switch_a_rank_uses_the_devices_of_its_numa_node(root: Path) -> None:
     _set_port(root, "mlx5_1", "1: DOWN")
     assert list_network_variables(_build_variables(1), {}, root) == {"UCX_NET_DEVICES": "mlx5_0:1"}
 

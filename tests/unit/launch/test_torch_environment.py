@@ -65,7 +65,7 @@ def test_these_variables_do_not_count_as_torchrun() -> None:
 
 def test_a_script_with_ddp_and_fsdp_runs_unchanged_on_two_nodes_as_under_torchrun(tmp_path: Path) -> None:
     """A stale RANK of the shell does no harm. Ranks are forks of a process that has imported torch."""
-    environment = {**os.environ, "FORKS_END_AS_PYTHON_DOES": "1"}  # FSDP has Python objects that libc's exit cannot end
+    environment = {**os.environ, "FORKS_END_AS_PYTHON_DOES": "1"}  # libc's exit cannot end FSDP's Python objects
     with worlds.start_forks("mpich", tmp_path, ("torch._dynamo", "torch.distributed.fsdp")) as socket:
         script = worlds.build_fork_arguments(socket, SCRIPT)
         job = write_job(tmp_path, ["python", *script, "--out", "topkube.pt"])

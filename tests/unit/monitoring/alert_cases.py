@@ -1,4 +1,4 @@
-"""Cases of every alert for promtool: series, a minute, and if the alert fires."""
+"""Cases of every alert for promtool: series, a minute, and True if the alert fires then."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from typing import Any
 
 from monitoring.alerts import Alert
 
-JOB = 'namespace="ml",training_job="gpt"'
+JOB_LABELS = 'namespace="ml",training_job="gpt"'
 Case = tuple[dict[str, str], int, bool | str]
-"""Series and their values (promtool's notation, one a minute), the minute of the evaluation, and whether the alert
-fires then; "nobody": it fires and names no release."""
+"""The series and their values (in promtool's notation, one value per minute), the minute of the evaluation, and True if
+the alert fires then. WITHOUT_RELEASE: the alert fires, and its labels name no release."""
+WITHOUT_RELEASE = "without a release"
 
 
 def name_job_series(name: str, **labels: str) -> str:
-    more = "".join(f',{label}="{value}"' for label, value in labels.items())
-    return f"{name}{{{JOB}{more}}}"
+    other_labels = "".join(f',{label}="{value}"' for label, value in labels.items())
+    return f"{name}{{{JOB_LABELS}{other_labels}}}"
 
 
 PROGRESS = {name_job_series("topkube_job_progress_ratio"): "0.5x60"}
@@ -22,8 +23,8 @@ STEPS = {
     name_job_series("topkube_step_seconds_sum", rank="0"): "600x60",
     name_job_series("topkube_step_seconds_count", rank="0"): "100x60",
 }
-LAST = name_job_series("topkube_last_step_timestamp_seconds", rank="0")
-SINCE = name_job_series("topkube_job_phase_timestamp_seconds")
+LAST_STEP = name_job_series("topkube_last_step_timestamp_seconds", rank="0")
+PHASE_TIMESTAMP = name_job_series("topkube_job_phase_timestamp_seconds")
 RESTARTS = name_job_series("topkube_job_restarts")
 
 
@@ -54,12 +55,12 @@ def build_phase(name: str) -> dict[str, str]:
     return {name_job_series("topkube_job_phase", phase=name): "1x60"}
 
 
-OWN = 'namespace="home",release="r"'
-AGENT = 'release="r",node="n"'
+OPERATOR_LABELS = 'namespace="home",release="r"'
+AGENT_LABELS = 'release="r",node="n"'
 
 
-def name_operator_series(name: str, more: str = "") -> str:
-    return f"{name}{{{OWN}{more}}}"
+def name_operator_series(name: str, other_labels: str = "") -> str:
+    return f"{name}{{{OPERATOR_LABELS}{other_labels}}}"
 
 
 def build_reconciles(errors: str) -> dict[str, str]:
@@ -84,31 +85,31 @@ def build_reviews(**outcomes: str) -> dict[str, str]:
 
 
 CREATED = name_operator_series("topkube_jobs_created_total")
-BUILD = name_operator_series("topkube_operator_build_info", ',version="1"')
+BUILD_INFO = name_operator_series("topkube_operator_build_info", ',version="1"')
 
 
 CASES: dict[str, list[Case]] = {
     "TopKubeJobStalled": [
-        ({LAST: "60x60", **STEPS, **PROGRESS}, 15, True),
-        ({LAST: "60x60", **STEPS, **PROGRESS}, 9, False),
-        ({LAST: "0+60x60", **STEPS, **PROGRESS}, 30, False),
-        ({LAST: "60x60", **STEPS, name_job_series("topkube_job_progress_ratio"): "1x60"}, 30, False),
+        ({LAST_STEP: "60x60", **STEPS, **PROGRESS}, 15, True),
+        ({LAST_STEP: "60x60", **STEPS, **PROGRESS}, 9, False),
+        ({LAST_STEP: "0+60x60", **STEPS, **PROGRESS}, 30, False),
+        ({LAST_STEP: "60x60", **STEPS, name_job_series("topkube_job_progress_ratio"): "1x60"}, 30, False),
         (
             {
-                LAST: "60x60",
+                LAST_STEP: "60x60",
                 name_job_series("topkube_step_seconds_sum"): "3600x60",
                 name_job_series("topkube_step_seconds_count"): "2x60",
             },
             30,
             False,
         ),
-        ({LAST: "60x60 _x60"}, 100, False),
+        ({LAST_STEP: "60x60 _x60"}, 100, False),
     ],
     "TopKubeJobReportsNoSteps": [
-        ({SINCE: "0x60", **build_phase("Running")}, 40, True),
-        ({SINCE: "0x60", **build_phase("Running")}, 20, False),
-        ({SINCE: "0x60", **build_phase("Running"), LAST: "60x60"}, 40, False),
-        ({SINCE: "0x60", **build_phase("Suspended")}, 40, False),
+        ({PHASE_TIMESTAMP: "0x60", **build_phase("Running")}, 40, True),
+        ({PHASE_TIMESTAMP: "0x60", **build_phase("Running")}, 20, False),
+        ({PHASE_TIMESTAMP: "0x60", **build_phase("Running"), LAST_STEP: "60x60"}, 40, False),
+        ({PHASE_TIMESTAMP: "0x60", **build_phase("Suspended")}, 40, False),
         ({}, 40, False),
     ],
     "TopKubeJobFailed": [
@@ -140,10 +141,10 @@ CASES: dict[str, list[Case]] = {
         ({}, 40, False),
     ],
     "TopKubeJobPendingTooLong": [
-        ({SINCE: "0x60", **build_phase("Pending")}, 40, True),
-        ({SINCE: "0x60", **build_phase("Pending")}, 20, False),
-        ({SINCE: "0x60", **build_phase("Running")}, 40, False),
-        ({SINCE: "0x60"}, 40, False),
+        ({PHASE_TIMESTAMP: "0x60", **build_phase("Pending")}, 40, True),
+        ({PHASE_TIMESTAMP: "0x60", **build_phase("Pending")}, 20, False),
+        ({PHASE_TIMESTAMP: "0x60", **build_phase("Running")}, 40, False),
+        ({PHASE_TIMESTAMP: "0x60"}, 40, False),
     ],
     "TopKubeGradientSkipped": [
         (build_skipped_steps("0+6x60"), 40, True),
@@ -182,22 +183,22 @@ CASES: dict[str, list[Case]] = {
         ({}, 30, False),
     ],
     "TopKubeNodeCacheFull": [
-        ({f"topkube_node_cache_missing_bytes{{{AGENT}}}": "5000x60"}, 30, True),
-        ({f"topkube_node_cache_missing_bytes{{{AGENT}}}": "5000x15 0x60"}, 30, False),
+        ({f"topkube_node_cache_missing_bytes{{{AGENT_LABELS}}}": "5000x60"}, 30, True),
+        ({f"topkube_node_cache_missing_bytes{{{AGENT_LABELS}}}": "5000x15 0x60"}, 30, False),
         ({}, 30, False),
     ],
     "TopKubeNodeCacheStuck": [
-        ({f"topkube_node_cache_last_pass_timestamp_seconds{{{AGENT}}}": "0x60"}, 30, True),
-        ({f"topkube_node_cache_last_pass_timestamp_seconds{{{AGENT}}}": "0+60x60"}, 30, False),
+        ({f"topkube_node_cache_last_pass_timestamp_seconds{{{AGENT_LABELS}}}": "0x60"}, 30, True),
+        ({f"topkube_node_cache_last_pass_timestamp_seconds{{{AGENT_LABELS}}}": "0+60x60"}, 30, False),
         ({}, 30, False),
     ],
     "TopKubeOperatorDown": [
-        ({'topkube_runtime_build_info{version="1"}': "1x60"}, 10, "nobody"),
-        ({BUILD: "1x20 _x60"}, 40, True),
-        ({BUILD: "1x20 _x60", BUILD.replace('"r"', '"other"'): "1x90"}, 40, True),
-        ({BUILD: "1x60"}, 10, False),
-        ({BUILD: "1x20 _x5 1x60"}, 40, False),
-        ({}, 10, "nobody"),
+        ({'topkube_runtime_build_info{version="1"}': "1x60"}, 10, WITHOUT_RELEASE),
+        ({BUILD_INFO: "1x20 _x60"}, 40, True),
+        ({BUILD_INFO: "1x20 _x60", BUILD_INFO.replace('"r"', '"other"'): "1x90"}, 40, True),
+        ({BUILD_INFO: "1x60"}, 10, False),
+        ({BUILD_INFO: "1x20 _x5 1x60"}, 40, False),
+        ({}, 10, WITHOUT_RELEASE),
         ({}, 3, False),
     ],
     "TopKubeNoLeader": [

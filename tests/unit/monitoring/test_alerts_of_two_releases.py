@@ -24,7 +24,7 @@ RELEASES = {"first-topkube": "team-a", "second-topkube": "team-b"}
 """The name of a release, and the namespace of its jobs. Both operators are in the same namespace."""
 HOME = "topkube-system"
 HEALTHY = {"TopKubeJobStalled": 2, "TopKubeNodeAvoided": 2, "TopKubeJobFailed": 2}
-"""The number of the case that is healthy at every minute, of alerts whose other cases differ in the minute only."""
+"""For alerts whose first two cases differ only in the minute: the index of a case in which the alert never fires."""
 Rules = dict[str, dict[str, Any]]
 
 
@@ -86,7 +86,7 @@ def render_rules_of_each() -> list[Rules]:
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
 @pytest.mark.parametrize("read_rules", [read_rules_for_all, render_rules_of_each])
-def test_each_alert_fires_once_for_what_fails(read_rules: Any, tmp_path: Path) -> None:
+def test_each_alert_fires_once_for_each_release_that_fails(read_rules: Any, tmp_path: Path) -> None:
     rules_of_files = read_rules()
     for alert in ALERTS:
         groups = [
@@ -102,10 +102,10 @@ def test_each_alert_fires_once_for_what_fails(read_rules: Any, tmp_path: Path) -
 
 
 def test_the_cases_cover_jobs_operators_and_agents() -> None:
-    named = {
+    label_sets = {
         tuple(sorted(re.sub("training_job", "job", name) for name in build_alert_labels(alert))) for alert in ALERTS
     }
-    assert named >= {
+    assert label_sets >= {
         ("job", "namespace", "severity"),
         ("namespace", "release", "severity"),
         ("node", "release", "severity"),

@@ -23,11 +23,11 @@ def find_lost_values(before: Any, after: Any, path: str = "") -> Iterator[str]:
     """Yield the paths of values that are not the same after the types have read and written them."""
     if isinstance(before, dict) and isinstance(after, dict):
         for name, value in before.items():
-            below = f"{path}.{name}".lstrip(".")
+            path_of_value = f"{path}.{name}".lstrip(".")
             if name in after:
-                yield from find_lost_values(value, after[name], below)
+                yield from find_lost_values(value, after[name], path_of_value)
             else:
-                yield below
+                yield path_of_value
     elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         for first, second in zip(before, after, strict=True):
             yield from find_lost_values(first, second, f"{path}[]")

@@ -55,9 +55,9 @@ def endpoint(tmp_path: Path) -> Iterator[MetricsEndpoint]:
 def test_steps_add_up_and_values_stay(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
     rank = RankMetrics(tmp_path, 0)
     rank["link_rate"] = 1e6
-    own = build_snapshot(intra_bytes=10, inter_bytes=2_000_000, dense_bytes=900)
-    rank.count_step(0.3, own, 8, {**GAUGES, "gradient_norm": 2.0})
-    rank.count_step(100.0, own, 8, {**GAUGES, "step": 2, "skipped_steps": 1})
+    snapshot = build_snapshot(intra_bytes=10, inter_bytes=2_000_000, dense_bytes=900)
+    rank.count_step(0.3, snapshot, 8, {**GAUGES, "gradient_norm": 2.0})
+    rank.count_step(100.0, snapshot, 8, {**GAUGES, "step": 2, "skipped_steps": 1})
     rank["loss"] = 1.25
     rank.flush()
     samples = scrape(endpoint)
@@ -115,11 +115,11 @@ def test_every_metric_is_served_with_its_labels_and_a_help_that_lists_label_valu
 
 
 def test_the_caches_of_all_ranks_are_summed(tmp_path: Path, endpoint: MetricsEndpoint) -> None:
-    counted = dict.fromkeys(CACHE, 0.0)
+    counters = dict.fromkeys(CACHE, 0.0)
     for rank, state in ((0, 0), (1, 1)):
         rank_metrics = RankMetrics(tmp_path, rank)
         rank_metrics.store_cache_counters(
-            {**counted, "disk_requests": 10, "disk_misses": 4, "remote_bytes": 7, "disk_state": state}
+            {**counters, "disk_requests": 10, "disk_misses": 4, "remote_bytes": 7, "disk_state": state}
         )
         rank_metrics.count_step(0.1, build_snapshot(), 8, GAUGES)
     samples = scrape(endpoint)

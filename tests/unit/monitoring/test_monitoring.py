@@ -36,6 +36,7 @@ each_panel = pytest.mark.parametrize(
 TARGET_LABELS = {"namespace", "pod", "instance", "job"}
 """Labels that Prometheus adds to a series, from the target that served it."""
 PROCESS = {"process_resident_memory_bytes": "gauge", "process_cpu_seconds_total": "counter"}
+"""The kinds of the metrics of every process, which Prometheus's client library serves."""
 
 
 def find_series(expression: str) -> list[re.Match[str]]:
@@ -73,9 +74,7 @@ def test_a_panel_has_a_description_and_a_unit(dashboard: Dashboard, panel: Panel
 
 
 @each_panel
-def test_counters_are_in_rates_over_the_interval_that_suits_and_gauges_are_not(
-    dashboard: Dashboard, panel: Panel
-) -> None:
+def test_counters_are_in_rates_over_the_rate_interval_and_gauges_are_not(dashboard: Dashboard, panel: Panel) -> None:
     for query in panel.queries:
         for match in find_series(query.expression):
             before = query.expression[: match.start()]
@@ -92,12 +91,12 @@ def test_panels_ask_for_series_and_labels_that_exist(dashboard: Dashboard, panel
     for query in panel.queries:
         matches = find_series(query.expression)
         assert matches
-        known = set.union(*(find_labels(match[1]) for match in matches))
+        known_labels = set.union(*(find_labels(match[1]) for match in matches))
         for match in matches:
             assert set(re.findall(r"(\w+)(?:=|!)~?\"", match[2] or "")) <= find_labels(match[1]), match[0]
         grouped = re.findall(r"\b(?:by|on|group_left) \(([^)]*)\)", query.expression)
-        assert {label.strip() for group in grouped for label in group.split(",") if label.strip()} <= known
-        assert set(re.findall(r"\{\{(\w+)\}\}", query.legend)) <= known
+        assert {label.strip() for group in grouped for label in group.split(",") if label.strip()} <= known_labels
+        assert set(re.findall(r"\{\{(\w+)\}\}", query.legend)) <= known_labels
 
 
 @each_panel
@@ -123,14 +122,14 @@ def test_a_dashboard_is_complete_and_its_choices_reach_every_panel(dashboard: Da
     assert len(ids) == len(set(ids))
     used_cells = set()
     for panel in page["panels"]:
-        place = panel["gridPos"]
+        position = panel["gridPos"]
         cells = {
             (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
+            for x in range(position["x"], position["x"] + position["w"])
+            for y in range(position["y"], position["y"] + position["h"])
         }
         assert not used_cells & cells, panel["title"]
-        assert place["x"] + place["w"] <= 24
+        assert position["x"] + position["w"] <= 24
         used_cells |= cells
         if panel["type"] == "row":
             continue

@@ -139,7 +139,7 @@ def test_the_counters_of_a_namespace_end_some_time_after_its_last_job(monkeypatc
 @pytest.mark.parametrize(
     "broken", [{}, {"metadata": None, "status": None}, build_job("a", "Running", conditions="none", progress=None)]
 )
-def test_a_stored_object_that_is_odd_does_not_end_the_scrape(broken: dict[str, Any]) -> None:
+def test_a_malformed_stored_object_does_not_end_the_scrape(broken: dict[str, Any]) -> None:
     assert scrape(OperatorMetrics(lambda: [broken]))["topkube_leader", "topkube-system", "topkube"] == 0
 
 
@@ -152,8 +152,8 @@ def test_values_that_need_quoting_come_back_as_they_were() -> None:
 
 
 def test_every_metric_is_served_with_its_labels() -> None:
-    known: dict[str, Any] = {"startTime": "2026-01-01T00:00:00Z", "avoidedNodes": [{"name": "n", "reason": "Error"}]}
-    running = build_job("a", "Running", progress={"totalSteps": 2}, firstFailure={"reason": "Error"}, **known)
+    status: dict[str, Any] = {"startTime": "2026-01-01T00:00:00Z", "avoidedNodes": [{"name": "n", "reason": "Error"}]}
+    running = build_job("a", "Running", progress={"totalSteps": 2}, firstFailure={"reason": "Error"}, **status)
     running["spec"] = {"checkpoint": {"claimName": "c"}}
     failed = build_job("b", "Failed", completionTime="2026-01-01T00:00:00Z")
     metrics = OperatorMetrics(lambda: [running, failed])
@@ -200,8 +200,8 @@ def test_checkpoints_and_failures_have_series_of_their_own() -> None:
     assert samples["topkube_job_last_checkpoint_timestamp_seconds", "ml", "old"] == 1767225720
     assert samples["topkube_job_last_checkpoint_timestamp_seconds", "ml", "none"] == 1767225630
     assert samples["topkube_job_failed_timestamp_seconds", "ml", "over"] == 1767225780
-    named = {key[0] for key in samples if key[-1] == "plain"}
-    assert not any("checkpoint" in name for name in named)
+    names = {key[0] for key in samples if key[-1] == "plain"}
+    assert not any("checkpoint" in name for name in names)
     assert samples["topkube_job_phase_timestamp_seconds", "ml", "old"] == 1767225660, "a checkpoint changes no phase"
 
 

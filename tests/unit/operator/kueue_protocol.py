@@ -1,7 +1,7 @@
-"""What Kueue writes into the status of a Workload: quota, admission, evictions. Pure.
+"""The status that Kueue writes into a Workload: quota, admission and evictions. The functions have no side effects.
 
-The source is Kueue's API for Workloads (v1beta1 and v1beta2) and its description of custom jobs. Played Kueues use
-these functions, in a simulated cluster and on a real API server.
+The source is Kueue's API for Workloads (v1beta1 and v1beta2) and its description of custom jobs. The
+simulated Kueues of the tests use these functions, in a simulated cluster and on a real API server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BACKOFF = ("PodsReadyTimeout", "AdmissionCheck")
 
 
 def find_condition(workload: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return a condition of a Workload; empty if it does not have the condition."""
+    """Return a condition of a Workload, or an empty dict if the Workload does not have the condition."""
     entries = (workload.get("status") or {}).get("conditions") or ()
     return next((dict(entry) for entry in entries if entry["type"] == kind), {})
 
@@ -62,7 +62,7 @@ def build_admitted_status(
     ]
     status = {
         **(workload.get("status") or {}),
-        "admission": {"clusterQueue": "played", "podSetAssignments": assignments},
+        "admission": {"clusterQueue": "simulated", "podSetAssignments": assignments},
         "admissionChecks": [dict(check) for check in checks],
     }
     changes = {"QuotaReserved": (True, "QuotaReserved"), "Admitted": (True, "Admitted")}

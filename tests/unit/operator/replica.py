@@ -23,10 +23,12 @@ from topkube_operator.watch.watch_cache import WatchCache
 from topkube_operator.watch.work_queue import WorkQueue
 
 KEY = ("team", "train")
+LAUNCHER_POD = "train-launcher-1-uid-o"
+"""The first launcher pod of the job `train`. Its name ends in the first letters of the job's UID, uid-of-train."""
 Manifest = dict[str, Any]
 
 
-class Server:
+class ReplicaServer:
     """An API server that creates, reads and patches. It refuses writes while `acting` is false, as `Cluster` does."""
 
     def __init__(self) -> None:
@@ -145,7 +147,7 @@ class Replica:
     """A replica of the operator: its controller runs, with the server, the watch cache and the work queue."""
 
     def __init__(self) -> None:
-        self.server, self.cache, self.queue = Server(), WatchCache(), WorkQueue()
+        self.server, self.cache, self.queue = ReplicaServer(), WatchCache(), WorkQueue()
         server: Any = self.server
         self.recorded = RecordedEvents()
         recorder: Any = self.recorded

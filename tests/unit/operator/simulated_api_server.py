@@ -1,7 +1,7 @@
 """An API server in memory that holds one job, its pods and other children, and other people's objects.
 
-It records every violation of a promise: no foreign object changes, no pod is made before its attempt is in the status,
-and every launcher finds its workers.
+It records every violation of a promise: no foreign object changes, no pod is created before its attempt is in the
+status, and every launcher finds its workers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SimulatedApiServer:
         self.removed_at: dict[str, datetime] = {}
         self.last_seen: dict[str, Pod] = {}
         self.manifests: dict[str, dict[str, Any]] = {}
-        """What was made last, by name."""
+        """The last manifest of each name that was applied."""
         self.troubles: dict[tuple[str, str], Trouble] = {}
         """Writes that were refused."""
         self.lost: set[str] = set()
@@ -82,14 +82,14 @@ class SimulatedApiServer:
             return
         uid = f"uid-of-{name}-{next(self._uids)}"
         if kind == "Pod":
-            self._make_pod(manifest, name, uid)
+            self._create_pod(manifest, name, uid)
             return
         content = copy.deepcopy(manifest)
         if kind == "Service":
             content["spec"].setdefault("clusterIP", f"10.96.0.{next(self._uids) % 250}")
-            known = self.children.get((kind, name))
-            if known is not None:
-                content["spec"]["clusterIP"] = known.content["clusterIP"]
+            stored_service = self.children.get((kind, name))
+            if stored_service is not None:
+                content["spec"]["clusterIP"] = stored_service.content["clusterIP"]
         content["metadata"]["uid"] = uid
         self.manifests[name] = manifest
         self.children[kind, name] = Child.from_object(kind, content)
@@ -98,7 +98,7 @@ class SimulatedApiServer:
         """Store a changed child under a new version."""
         self.children[child.kind, child.name] = dataclasses.replace(child, version=str(next(self._uids)))
 
-    def _make_pod(self, manifest: dict[str, Any], name: str, uid: str) -> None:
+    def _create_pod(self, manifest: dict[str, Any], name: str, uid: str) -> None:
         assert self.job is not None
         if name in self.pods:
             return

@@ -133,10 +133,10 @@ def test_the_webhook_is_called_by_the_name_in_its_certificate() -> None:
     [hook] = configuration["webhooks"]
     service = hook["clientConfig"]["service"]
     container = find_object("Deployment")["spec"]["template"]["spec"]["containers"][0]
-    names = [
+    service_names = [
         value for flag, value in zip(container["args"], container["args"][1:], strict=False) if flag == "--webhook"
     ]
-    assert names == [f"{service['name']}.{service['namespace']}.svc"]
+    assert service_names == [f"{service['name']}.{service['namespace']}.svc"]
     assert service["path"] == webhook.PATH
     assert {"name": "webhook", "containerPort": webhook.PORT, "protocol": "TCP"} in container["ports"]
     [port] = [port for port in find_object("Service")["spec"]["ports"] if port["port"] == service["port"]]

@@ -1,4 +1,4 @@
-"""The simulation of a step: what holds for every model and cluster."""
+"""The simulation of a step: properties that hold for every model and cluster."""
 
 from __future__ import annotations
 
@@ -59,45 +59,53 @@ algorithms = st.sampled_from(OWN)
 
 @settings(deadline=None)
 @given(profiles(), situations(), algorithms)
-def test_a_step_is_never_faster_than_its_parts(profile: StepProfile, where: Situation, algorithm: Algorithm) -> None:
-    prediction = predict_step(profile, where, algorithm)
+def test_a_step_is_never_faster_than_its_parts(
+    profile: StepProfile, situation: Situation, algorithm: Algorithm
+) -> None:
+    prediction = predict_step(profile, situation, algorithm)
     least = max(prediction.compute + profile.update + profile.other, prediction.wire)
     assert prediction.step >= least * (1 - 1e-9)
     assert 0 < prediction.efficiency <= 1 + 1e-9
     processor = sum(task.seconds for task in prediction.tasks if task.lane not in (LINK, LATENCY, INPUT))
-    assert prediction.step >= processor / max(where.cores / where.machines.slots, 3) * (1 - 1e-9)
+    assert prediction.step >= processor / max(situation.cores / situation.machines.slots, 3) * (1 - 1e-9)
 
 
 @settings(deadline=None)
 @given(profiles(), situations(), algorithms, st.floats(1, 1000))
 def test_a_faster_link_is_never_slower(
-    profile: StepProfile, where: Situation, algorithm: Algorithm, factor: float
+    profile: StepProfile, situation: Situation, algorithm: Algorithm, factor: float
 ) -> None:
-    where = dataclasses.replace(where, cores=math.inf)
+    situation = dataclasses.replace(situation, cores=math.inf)
     profile = dataclasses.replace(profile, bucket_bytes=1 << 22)  # otherwise buckets change with the link
-    faster = guidelines.change_link(where, where.machines.link * factor)
-    assert predict_step(profile, faster, algorithm).step <= predict_step(profile, where, algorithm).step * (1 + 1e-9)
+    faster = guidelines.change_link(situation, situation.machines.link * factor)
+    assert predict_step(profile, faster, algorithm).step <= predict_step(profile, situation, algorithm).step * (
+        1 + 1e-9
+    )
 
 
 @settings(deadline=None)
 @given(profiles(), situations(), algorithms)
 def test_without_overlap_a_step_is_the_sum_of_its_parts(
-    profile: StepProfile, where: Situation, algorithm: Algorithm
+    profile: StepProfile, situation: Situation, algorithm: Algorithm
 ) -> None:
-    where = dataclasses.replace(where, cores=math.inf, overlap=False)
-    prediction = predict_step(profile, where, algorithm)
+    situation = dataclasses.replace(situation, cores=math.inf, overlap=False)
+    prediction = predict_step(profile, situation, algorithm)
     assert prediction.step == pytest.approx(sum(task.seconds for task in prediction.tasks))
 
 
 @settings(deadline=None)
-@given(st.integers(1 << 16, 10**6), seconds, situations().filter(lambda where: where.machines.nodes > 1))
-def test_a_step_of_one_bucket_follows_the_closed_formula(elements: int, time: float, where: Situation) -> None:
+@given(st.integers(1 << 16, 10**6), seconds, situations().filter(lambda situation: situation.machines.nodes > 1))
+def test_a_step_of_one_bucket_follows_the_closed_formula(elements: int, time: float, situation: Situation) -> None:
     """Nothing hides the exchange of a single bucket: it follows backward, as in the cost model."""
-    where = dataclasses.replace(where, cores=math.inf)
+    situation = dataclasses.replace(situation, cores=math.inf)
     profile = StepProfile("one", time, (Gradient("weight", elements, 2 * time),), update=time, on_cpu=True)
-    agreement = 2 * math.ceil(math.log2(where.ranks)) * where.machines.latency
-    exchange = estimate_cost(find_algorithm("hitopk"), where.machines, elements, where.density, where.wire).seconds
-    assert predict_step(profile, where, find_algorithm("hitopk")).step == pytest.approx(4 * time + exchange + agreement)
+    agreement = 2 * math.ceil(math.log2(situation.ranks)) * situation.machines.latency
+    exchange = estimate_cost(
+        find_algorithm("hitopk"), situation.machines, elements, situation.density, situation.wire
+    ).seconds
+    assert predict_step(profile, situation, find_algorithm("hitopk")).step == pytest.approx(
+        4 * time + exchange + agreement
+    )
 
 
 @given(profiles(), algorithms)
@@ -121,7 +129,7 @@ def predict_both(profile: StepProfile) -> tuple[float, float]:
     """Return the seconds of a step on two nodes without DeAR and with it. Work in memory takes no time."""
     machines = Machines(2, 1, LINK_RATE, math.inf, LATENCY_SECONDS)
     steps = (Situation(machines, is_decoupled=dear) for dear in (False, True))
-    plain, dear = (predict_step(profile, where, HIERARCHICAL).step for where in steps)
+    plain, dear = (predict_step(profile, situation, HIERARCHICAL).step for situation in steps)
     return plain, dear
 
 
@@ -145,10 +153,10 @@ def test_dear_hides_the_exchange_of_all_layers_but_the_last() -> None:
 
 
 def test_with_dear_the_link_works_without_a_break() -> None:
-    """The link needs 40 ms. Without DeAR it rests during forward and until the first gradient is there. With DeAR it
-    rests only from the last gather to the first gradient: while the last bucket's part of forward and the first of
-    backward are computed. Backward hides half of the gathers of a longer computation, where the reduce-scatters alone
-    would leave gaps on the link."""
+    """The link needs 40 ms. Without DeAR, the link is idle during forward and until the first gradient is there. With
+    DeAR, it is idle only from the last gather to the first gradient, while the last layer of forward and the first
+    layer of backward are computed. If backward takes longer, the reduce-scatters leave gaps on the link, and gathers
+    fill these gaps."""
     plain, dear = predict_both(build_layers_profile(10, forward=0.01, backward=0.01))
     assert plain == pytest.approx(0.01 + 0.001 + 0.04 + 2 * LATENCY_SECONDS + AGREEMENT)
     assert 0.001 + 0.04 <= dear <= 0.002 + 0.04 + 2 * LATENCY_SECONDS + 0.001
@@ -158,8 +166,9 @@ def test_with_dear_the_link_works_without_a_break() -> None:
 
 
 def test_dear_waits_for_the_buckets_of_the_first_layers_only() -> None:
-    """Backward is too short to hide a gather. If all time of forward is in the last layer, whose bucket is gathered
-    last, forward hides none either. If it is in the first layer, it hides all but one."""
+    """Backward is too short to hide a gather. If the last layer takes all the time of forward, forward hides no gather
+    either, because the bucket of the last layer is gathered last. If the first layer takes all the time, forward hides
+    all gathers but the first."""
     late, early = (
         dataclasses.replace(
             build_layers_profile(10, forward=0.1, backward=0.0),
@@ -188,11 +197,12 @@ def test_dear_changes_nothing_if_the_runtime_does_not_use_it(change: dict[str, o
 
 @settings(deadline=None)
 @given(profiles(), situations())
-def test_dear_does_the_same_work_and_is_not_slower(profile: StepProfile, where: Situation) -> None:
-    """Its gathers have forward to hide behind too. It can cost a piece of one, which delays a reduce-scatter."""
-    where = dataclasses.replace(where, cores=math.inf)
-    plain = predict_step(profile, where, HIERARCHICAL)
-    dear = predict_step(profile, dataclasses.replace(where, is_decoupled=True), HIERARCHICAL)
+def test_dear_does_the_same_work_and_is_not_slower(profile: StepProfile, situation: Situation) -> None:
+    """Forward can hide the gathers too. A piece of a gather can delay a reduce-scatter, and the step may become longer
+    by this piece."""
+    situation = dataclasses.replace(situation, cores=math.inf)
+    plain = predict_step(profile, situation, HIERARCHICAL)
+    dear = predict_step(profile, dataclasses.replace(situation, is_decoupled=True), HIERARCHICAL)
 
     def sum_work(prediction: Prediction, *lanes: str) -> float:
         return sum(task.seconds for task in prediction.tasks if task.lane in lanes)
@@ -228,20 +238,20 @@ def test_a_delayed_exchange_costs_what_the_next_step_does_not_hide() -> None:
 @settings(deadline=None)
 @given(profiles(), situations(), st.sampled_from(DELAYED), st.sampled_from([None, 2, 5]))
 def test_a_delay_never_costs_time(
-    profile: StepProfile, where: Situation, algorithm: Algorithm, period: int | None
+    profile: StepProfile, situation: Situation, algorithm: Algorithm, period: int | None
 ) -> None:
-    def predict(where: Situation) -> tuple[Prediction, Prediction]:
-        situations = (dataclasses.replace(where, period=period, delay=delay) for delay in (0, 1))
+    def predict(situation: Situation) -> tuple[Prediction, Prediction]:
+        situations = (dataclasses.replace(situation, period=period, delay=delay) for delay in (0, 1))
         plain, delayed = (predict_step(profile, situation, algorithm) for situation in situations)
         return plain, delayed
 
-    plain, delayed = predict(where)
+    plain, delayed = predict(situation)
     assert delayed.wire == pytest.approx(plain.wire)
     assert delayed.step <= plain.step * (1 + 1e-9)
     assert delayed.step >= max(delayed.compute + profile.update + profile.other, delayed.wire) * (1 - 1e-9)
     profile = dataclasses.replace(profile, host={})
-    instant = dataclasses.replace(where.machines, link=math.inf, memory=math.inf, latency=0.0)
-    plain, delayed = predict(dataclasses.replace(where, machines=instant))
+    instant = dataclasses.replace(situation.machines, link=math.inf, memory=math.inf, latency=0.0)
+    plain, delayed = predict(dataclasses.replace(situation, machines=instant))
     assert delayed.step == pytest.approx(plain.step)
 
 
@@ -293,9 +303,9 @@ def test_tasks_that_wait_for_each_other_are_refused() -> None:
 
 def test_a_slow_input_pipeline_bounds_the_step() -> None:
     profile = dataclasses.replace(build_uniform_profile(10**6, 0.1), data=0.5)
-    where = Situation(Machines(1, 1, 1e9, 1e10))
-    assert predict_step(profile, where, find_algorithm("hitopk")).step == pytest.approx(0.5)
-    serial = dataclasses.replace(where, is_input_pipelined=False)
+    situation = Situation(Machines(1, 1, 1e9, 1e10))
+    assert predict_step(profile, situation, find_algorithm("hitopk")).step == pytest.approx(0.5)
+    serial = dataclasses.replace(situation, is_input_pipelined=False)
     assert predict_step(profile, serial, find_algorithm("hitopk")).step == pytest.approx(0.6)
 
 
@@ -336,21 +346,21 @@ def test_built_in_models_have_the_published_sizes(name: str, parameters: int, bi
     assert profile.backward == pytest.approx(0.2)
 
 
-def test_the_break_even_link_is_where_the_gain_ends() -> None:
+def test_beyond_the_break_even_link_the_gain_is_too_small() -> None:
     profile = find_model("resnet50").build_profile(0.05)
-    where = Situation(Machines(16, 1, 1e9, 3e11))
+    situation = Situation(Machines(16, 1, 1e9, 3e11))
     dense, sparse = find_algorithm("hierarchical"), find_algorithm("hitopk")
-    even = guidelines.find_break_even(profile, where, sparse, dense)
+    even = guidelines.find_break_even(profile, situation, sparse, dense)
     assert even.link is not None
 
     def predict_gain(link: float) -> float:
-        there = guidelines.change_link(where, link)
-        return predict_step(profile, there, dense).step / predict_step(profile, there, sparse).step
+        changed = guidelines.change_link(situation, link)
+        return predict_step(profile, changed, dense).step / predict_step(profile, changed, sparse).step
 
     assert predict_gain(even.link / 2) > 1.03
     assert predict_gain(even.link) == pytest.approx(1 / (1 - guidelines.LEAST_SAVING), abs=0.01)
     assert predict_gain(even.link * 2) < 1 / (1 - guidelines.LEAST_SAVING)
-    many = guidelines.change_nodes(where, 4096)
+    many = guidelines.change_nodes(situation, 4096)
     assert guidelines.find_break_even(profile, many, find_algorithm("naive"), dense) == guidelines.BreakEven(
         None, False
     )
@@ -358,15 +368,15 @@ def test_the_break_even_link_is_where_the_gain_ends() -> None:
 
 def test_the_recommended_batch_and_workers_are_the_first_that_suffice() -> None:
     profile, sparse = find_model("resnet50").build_profile(0.02), find_algorithm("hierarchical")
-    where = Situation(Machines(16, 8, 3e9, 3e11))
-    factor = guidelines.find_batch_factor(profile, where, sparse, 0.8)
+    situation = Situation(Machines(16, 8, 3e9, 3e11))
+    factor = guidelines.find_batch_factor(profile, situation, sparse, 0.8)
     assert factor is not None
-    assert predict_step(profile.scale_batch(factor), where, sparse).efficiency >= 0.8
-    assert predict_step(profile.scale_batch(factor * 0.97), where, sparse).efficiency < 0.8
+    assert predict_step(profile.scale_batch(factor), situation, sparse).efficiency >= 0.8
+    assert predict_step(profile.scale_batch(factor * 0.97), situation, sparse).efficiency < 0.8
     larger = profile.scale_batch(2 * factor)
-    nodes = guidelines.find_most_nodes(larger, where, sparse, 0.8)
-    assert predict_step(larger, guidelines.change_nodes(where, nodes), sparse).efficiency >= 0.8
-    assert predict_step(larger, guidelines.change_nodes(where, 2 * nodes), sparse).efficiency < 0.8
+    nodes = guidelines.find_most_nodes(larger, situation, sparse, 0.8)
+    assert predict_step(larger, guidelines.change_nodes(situation, nodes), sparse).efficiency >= 0.8
+    assert predict_step(larger, guidelines.change_nodes(situation, 2 * nodes), sparse).efficiency < 0.8
 
 
 def test_ranks_of_a_fixed_batch_follow_lemma_1_of_the_guidelines() -> None:
@@ -379,7 +389,7 @@ def test_ranks_of_a_fixed_batch_follow_lemma_1_of_the_guidelines() -> None:
 
 
 def test_memory_bounds_the_batch() -> None:
-    where, model = Situation(Machines(2, 8, 1e9, 1e10)), find_model("7b")
+    situation, model = Situation(Machines(2, 8, 1e9, 1e10)), find_model("7b")
     sparse = find_algorithm("hitopk")
-    assert guidelines.count_most_samples(80e9, model.parameters, model.activations, sparse, where) == 0
-    assert guidelines.count_most_samples(141e9, model.parameters, model.activations, sparse, where) == 2
+    assert guidelines.count_most_samples(80e9, model.parameters, model.activations, sparse, situation) == 0
+    assert guidelines.count_most_samples(141e9, model.parameters, model.activations, sparse, situation) == 2

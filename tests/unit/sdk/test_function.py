@@ -1,4 +1,4 @@
-"""The script of a function runs on its own; what would not exist in the pods is refused by name."""
+"""The script of a function runs on its own. A function that uses names which would not exist in the pods is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from topkube.sdk.function import build_script
 HERE = Path(__file__).parent
 
 
-def _run(script: str, folder: Path) -> str:
+def _run_script(script: str, folder: Path) -> str:
     (folder / "script.py").write_text(script)
     command = [sys.executable, "script.py"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
@@ -27,8 +27,8 @@ def test_the_script_of_a_function_has_the_result_of_the_function(
 ) -> None:
     functions.stands_alone(3)
     script = build_script(functions.stands_alone, {"epochs": 3})
-    assert _run(script, tmp_path) == capsys.readouterr().out == '[3, 0.7071067811865476, "b", ["c"], [1.0], 2]\n'
-    assert _run(build_script(functions.counts_down, {"number": 2}), tmp_path) == "0\n1\n2\n"
+    assert _run_script(script, tmp_path) == capsys.readouterr().out == '[3, 0.7071067811865476, "b", ["c"], [1.0], 2]\n'
+    assert _run_script(build_script(functions.counts_down, {"number": 2}), tmp_path) == "0\n1\n2\n"
 
 
 def test_arguments_arrive_as_they_are(tmp_path: Path) -> None:
@@ -36,14 +36,14 @@ def test_arguments_arrive_as_they_are(tmp_path: Path) -> None:
         print(repr(values))
 
     values = {"text": "it's \"quoted\" \\ $(HOME) ä\n'''", "numbers": [1, 2.5, None, True]}
-    assert _run(build_script(show, {"values": values}), tmp_path) == f"{values!r}\n"
+    assert _run_script(build_script(show, {"values": values}), tmp_path) == f"{values!r}\n"
 
 
 def test_a_module_of_the_folder_is_imported_from_there(tmp_path: Path) -> None:
     script = build_script(functions.uses_helper, {}, HERE)
     assert "from functions import helper as helper" in script
     (tmp_path / "functions.py").write_text((HERE / "functions.py").read_text())
-    assert _run(script, tmp_path) == "helped\n"
+    assert _run_script(script, tmp_path) == "helped\n"
 
 
 @pytest.mark.parametrize(

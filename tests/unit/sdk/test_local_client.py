@@ -15,7 +15,7 @@ from topkube.errors import ClusterError, JobError, LaunchError, SourceError
 from topkube.job import TrainingJob
 from topkube.sdk import local
 
-PATIENCE = 300.0
+PATIENCE_SECONDS = 300.0
 
 
 def add_up(value: float) -> None:
@@ -82,7 +82,7 @@ def client(tmp_path: Path) -> Iterator[TrainingClient]:
 
 
 def _wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.02)
@@ -94,7 +94,7 @@ def test_a_function_trains_on_all_ranks(client: TrainingClient, tmp_path: Path) 
     assert isinstance(client.get(name), TrainingJob)
     assert client.get(name).spec.aggregation.algorithm == "dense"
     followed = list(client.logs(name, follow=True))
-    job = client.wait(name, PATIENCE, show=False)
+    job = client.wait(name, PATIENCE_SECONDS, show=False)
     assert job.status is not None
     assert job.status.phase == "Succeeded"
     expected = [f"[worker{rank}.rank{rank}] rank {rank} of 2 has [3.0, 3.0, 3.0, 3.0]" for rank in range(2)]
@@ -107,10 +107,10 @@ def test_a_function_trains_on_all_ranks(client: TrainingClient, tmp_path: Path) 
         client.get(name)
 
 
-def test_a_failure_is_raised_with_its_words(client: TrainingClient) -> None:
+def test_a_failure_is_raised_with_the_last_output_of_the_rank(client: TrainingClient) -> None:
     name = client.train(fail, workers=2)
     with pytest.raises(LaunchError, match="this is why") as raised:
-        client.wait(name, PATIENCE, show=False)
+        client.wait(name, PATIENCE_SECONDS, show=False)
     assert raised.value.exit_code == 7
     status = client.get(name).status
     assert status is not None
@@ -127,7 +127,7 @@ def test_a_folder_is_sent_with_the_function(client: TrainingClient, tmp_path: Pa
     (folder / "data.txt").write_text("world")
     name = client.train(print_file, source=folder)
     (folder / "data.txt").write_text("changed later")
-    client.wait(name, PATIENCE, show=False)
+    client.wait(name, PATIENCE_SECONDS, show=False)
     assert list(client.logs(name)) == ["[worker0.rank0] hello world"]
 
 
@@ -137,7 +137,7 @@ def test_a_suspended_job_continues_from_its_checkpoint(
     spec = {"checkpoint": {"claimName": "unused", "everySteps": 1000}}
     name = client.train(train, arguments={"folder": str(tmp_path)}, workers=2, spec=spec)
     _wait_for((tmp_path / "trains").exists, "the ranks to train")
-    client.suspend(name, PATIENCE)
+    client.suspend(name, PATIENCE_SECONDS)
     status = client.get(name).status
     assert status is not None
     assert status.phase == "Suspended"
@@ -145,7 +145,7 @@ def test_a_suspended_job_continues_from_its_checkpoint(
         client.wait(name, 0)
     (tmp_path / "go").touch()
     client.resume(name)
-    job = client.wait(name, PATIENCE)
+    job = client.wait(name, PATIENCE_SECONDS)
     [first, second] = sorted(line for line in client.logs(name) if "begins at" in line)
     begun = int(first.rpartition(" ")[2])
     assert begun >= 3, "SIGTERM saved a checkpoint"
@@ -197,10 +197,10 @@ def test_a_job_that_cannot_be_trained_is_refused_before_anything_is_created(
 def test_packages_that_are_missing_here_are_named(client: TrainingClient) -> None:
     with pytest.warns(UserWarning, match=r"topkube-nowhere>=1: not installed here"):
         name = client.train(add_up, arguments={"value": 1.0}, packages=["numpy>=1", "topkube-nowhere>=1"])
-    client.wait(name, PATIENCE, show=False)
+    client.wait(name, PATIENCE_SECONDS, show=False)
 
 
-def test_names_are_taken_once(client: TrainingClient) -> None:
+def test_the_name_of_an_existing_job_is_refused(client: TrainingClient) -> None:
     client.train(add_up, arguments={"value": 1.0}, name="same")
     with pytest.raises(ClusterError, match="there is a job same already"):
         client.train(add_up, arguments={"value": 1.0}, name="same")
@@ -221,7 +221,7 @@ def test_local_jobs_end_with_their_process(tmp_path: Path) -> None:
         "print(client._backend._jobs[name].process.pid)\n"
     )
     command = [sys.executable, str(script)]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=True)
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=True)
     assert not Path(f"/proc/{int(ended.stdout)}").exists()
 
 

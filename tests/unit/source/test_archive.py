@@ -1,4 +1,4 @@
-"""Archives of strangers: unpacked within limits, or refused with nothing outside the new folder."""
+"""Untrusted archives are unpacked within limits, or refused. Nothing is written outside the new folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the init container of a worker fetches, and what it reports if it cannot."""
+"""The source and the packages that the init container of a worker fetches, and its reports of failures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CODE = _build_archive({"train.py": b"print('hello')\n"})
 SHA = hashlib.sha256(CODE).hexdigest()
 
 
-class _Pod:
+class _WorkerFolders:
     """The folders of a worker's pod."""
 
     def __init__(self, root: Path) -> None:
@@ -69,11 +69,11 @@ class _Pod:
 
 
 @pytest.fixture
-def pod(tmp_path: Path) -> _Pod:
-    return _Pod(tmp_path)
+def pod(tmp_path: Path) -> _WorkerFolders:
+    return _WorkerFolders(tmp_path)
 
 
-def test_every_key_of_a_config_map_becomes_a_file(pod: _Pod) -> None:
+def test_every_key_of_a_config_map_becomes_a_file(pod: _WorkerFolders) -> None:
     pod.write_config_map({"train.py": b"1", "model.py": b"2"})
     pod.fetch(Source(config_map=ConfigMapSource(name="code")))
     assert {path.name: path.read_bytes() for path in pod.source.iterdir()} == {"train.py": b"1", "model.py": b"2"}
@@ -82,13 +82,13 @@ def test_every_key_of_a_config_map_becomes_a_file(pod: _Pod) -> None:
     assert sorted(path.name for path in pod.volume.iterdir()) == ["source", "source.sha256"], "nothing else is left"
 
 
-def test_items_become_files_in_folders(pod: _Pod) -> None:
+def test_items_become_files_in_folders(pod: _WorkerFolders) -> None:
     pod.write_config_map({"pkg/train.py": b"1"})
     pod.fetch(Source(config_map=ConfigMapSource(name="code")))
     assert (pod.source / "pkg/train.py").read_bytes() == b"1"
 
 
-def test_a_second_run_of_the_container_replaces_the_first(pod: _Pod) -> None:
+def test_a_second_run_of_the_container_replaces_the_first(pod: _WorkerFolders) -> None:
     pod.write_config_map({"train.py": b"1"})
     source = Source(config_map=ConfigMapSource(name="code"))
     pod.fetch(source)
@@ -98,7 +98,7 @@ def test_a_second_run_of_the_container_replaces_the_first(pod: _Pod) -> None:
     assert {path.name: path.read_bytes() for path in pod.source.iterdir()} == {"train.py": b"2"}
 
 
-def test_an_archive_in_a_config_map_is_checked_and_unpacked(pod: _Pod) -> None:
+def test_an_archive_in_a_config_map_is_checked_and_unpacked(pod: _WorkerFolders) -> None:
     pod.write_config_map({"code.tar.gz": CODE})
     pod.fetch(Source(config_map=ConfigMapSource(name="code", archive="code.tar.gz", sha256=SHA)))
     assert (pod.source / "train.py").read_bytes() == b"print('hello')\n"
@@ -108,19 +108,19 @@ def test_an_archive_in_a_config_map_is_checked_and_unpacked(pod: _Pod) -> None:
         pod.fetch(Source(config_map=ConfigMapSource(name="code", archive="other.tar")))
 
 
-class _Server(http.server.BaseHTTPRequestHandler):
+class _ArchiveServer(http.server.BaseHTTPRequestHandler):
     """Answers /code.tar.gz, /busy.tar.gz after one 503, /moved.tar.gz by a redirect, /loop.tar.gz by endless redirects,
     /endless.tar.gz with bytes that do not end."""
 
-    asked: list[str]
+    requested_paths: list[str]
 
     def do_GET(self) -> None:
-        type(self).asked.append(self.path)
+        type(self).requested_paths.append(self.path)
         if self.path == "/moved.tar.gz":
             return self._redirect("/code.tar.gz")
         if self.path == "/loop.tar.gz":
             return self._redirect("/loop.tar.gz")
-        if self.path == "/busy.tar.gz" and self.asked.count(self.path) == 1:
+        if self.path == "/busy.tar.gz" and self.requested_paths.count(self.path) == 1:
             self.send_error(503)
             return None
         if self.path == "/endless.tar.gz":
@@ -154,22 +154,22 @@ class _Server(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    _Server.asked = []
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Server) as serving:
-        serving.daemon_threads = True
-        thread = threading.Thread(target=serving.serve_forever, daemon=True)
+    _ArchiveServer.requested_paths = []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _ArchiveServer) as http_server:
+        http_server.daemon_threads = True
+        thread = threading.Thread(target=http_server.serve_forever, daemon=True)
         thread.start()
-        yield f"http://127.0.0.1:{serving.server_port}"
-        serving.shutdown()
+        yield f"http://127.0.0.1:{http_server.server_port}"
+        http_server.shutdown()
 
 
 @pytest.mark.parametrize("name", ["code", "busy", "moved"])
-def test_an_archive_is_fetched_over_http(pod: _Pod, server: str, name: str) -> None:
+def test_an_archive_is_fetched_over_http(pod: _WorkerFolders, server: str, name: str) -> None:
     pod.fetch(Source(archive=ArchiveSource(uri=f"{server}/{name}.tar.gz", sha256=SHA)))
     assert (pod.source / "train.py").exists()
 
 
-def test_an_archive_is_fetched_from_a_volume(pod: _Pod, tmp_path: Path) -> None:
+def test_an_archive_is_fetched_from_a_volume(pod: _WorkerFolders, tmp_path: Path) -> None:
     (tmp_path / "code.tar.gz").write_bytes(CODE)
     pod.fetch(Source(archive=ArchiveSource(uri=f"file://{tmp_path}/code.tar.gz", sha256=SHA)))
     assert (pod.source / "train.py").exists()
@@ -184,7 +184,7 @@ def test_an_archive_that_does_not_come_is_unavailable(tmp_path: Path, server: st
     source = ArchiveSource(uri=f"{server}/loop.tar.gz", sha256=SHA)
     with pytest.raises(SourceError, match="loop"):
         download.download_archive(source, tmp_path / "archive", QUICK)
-    assert _Server.asked.count("/loop.tar.gz") < 100, "redirects are limited"
+    assert _ArchiveServer.requested_paths.count("/loop.tar.gz") < 100, "redirects are limited"
     source = ArchiveSource(uri="http://127.0.0.1:9/code.tar.gz", sha256=SHA)
     with pytest.raises(SourceError, match="could not be read in 2 tries"):
         download.download_archive(source, tmp_path / "archive", QUICK)
@@ -230,26 +230,26 @@ def _build_git_source(url: Path, commit: str, ref: str = "main") -> Source:
     return Source(git=GitSource(url="https://host/repository", commit=commit)).model_copy(update={"git": git})
 
 
-def _fetch_git(pod: _Pod, source: Source, secret: Path | None = None) -> None:
+def _fetch_git(pod: _WorkerFolders, source: Source, secret: Path | None = None) -> None:
     assert source.git is not None
     scratch = pod.volume / "scratch"
     scratch.mkdir()
     repository.fetch_commit(source.git, pod.source, secret, scratch)
 
 
-def test_a_commit_is_checked_out_without_its_history(pod: _Pod, commits: tuple[Path, list[str]]) -> None:
+def test_a_commit_is_checked_out_without_its_history(pod: _WorkerFolders, commits: tuple[Path, list[str]]) -> None:
     origin, hashes = commits
     _fetch_git(pod, _build_git_source(origin, hashes[0]))
     assert {path.name: path.read_text() for path in pod.source.iterdir()} == {"train.py": "print(1)\n"}
 
 
-def test_a_commit_that_nobody_pushed_is_named(pod: _Pod, commits: tuple[Path, list[str]]) -> None:
+def test_a_commit_that_nobody_pushed_is_named(pod: _WorkerFolders, commits: tuple[Path, list[str]]) -> None:
     with pytest.raises(SourceError, match="does not contain the commit " + "0" * 40) as raised:
         _fetch_git(pod, _build_git_source(commits[0], "0" * 40))
     assert raised.value.reason == "SourceInvalid"
 
 
-def test_git_runs_no_program_and_reads_no_file_for_an_address(pod: _Pod, tmp_path: Path) -> None:
+def test_git_runs_no_program_and_reads_no_file_for_an_address(pod: _WorkerFolders, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     for address in (f"ext::touch {mark}", str(tmp_path)):
         source = GitSource(url="https://host/repository", commit="0" * 40).model_copy(update={"url": address})
@@ -260,14 +260,14 @@ def test_git_runs_no_program_and_reads_no_file_for_an_address(pod: _Pod, tmp_pat
     assert not mark.exists()
 
 
-def test_an_image_without_git_is_named(pod: _Pod, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_without_git_is_named(pod: _WorkerFolders, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repository.shutil, "which", lambda _: None)
     source = Source(git=GitSource(url="https://host/repository", commit="0" * 40))
     with pytest.raises(SourceError, match="image has no git"):
         pod.fetch(source)
 
 
-def test_credentials_of_git_come_from_the_secret(pod: _Pod, tmp_path: Path) -> None:
+def test_credentials_of_git_come_from_the_secret(pod: _WorkerFolders, tmp_path: Path) -> None:
     (pod.secret / "password").write_text("t0ken")
     program = repository._write_credentials(pod.secret, tmp_path)["GIT_ASKPASS"]
     answers = [
@@ -285,7 +285,7 @@ def test_credentials_of_git_come_from_the_secret(pod: _Pod, tmp_path: Path) -> N
 
 
 def test_ssh_with_a_user_that_the_image_does_not_know_is_refused(
-    pod: _Pod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pod: _WorkerFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ssh would end with "No user exists for uid", and the fetch would be tried again up to the limit."""
     (pod.secret / "ssh-privatekey").write_text("key")
@@ -317,7 +317,7 @@ def _build_wheel(folder: Path, name: str, version: str, requires: str = "") -> N
             wheel.writestr(path, text)
 
 
-def test_only_packages_that_the_image_lacks_are_installed_from_wheels(pod: _Pod, tmp_path: Path) -> None:
+def test_only_packages_that_the_image_lacks_are_installed_from_wheels(pod: _WorkerFolders, tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
     _build_wheel(wheels, "topkubetest", "1.2", "numpy>=1")
     pod.fetch(setup=Setup(requirements=["topkubetest>=1", "numpy"], wheels=str(wheels)))
@@ -325,7 +325,7 @@ def test_only_packages_that_the_image_lacks_are_installed_from_wheels(pod: _Pod,
     assert not (pod.packages / "numpy").exists(), "the image has numpy already"
 
 
-def test_wheels_may_be_part_of_the_source(pod: _Pod, tmp_path: Path) -> None:
+def test_wheels_may_be_part_of_the_source(pod: _WorkerFolders, tmp_path: Path) -> None:
     _build_wheel(tmp_path / "made", "topkubetest", "1.2")
     wheel = next((tmp_path / "made").iterdir())
     pod.write_config_map({f"wheels/{wheel.name}": wheel.read_bytes()})
@@ -333,7 +333,7 @@ def test_wheels_may_be_part_of_the_source(pod: _Pod, tmp_path: Path) -> None:
     assert (pod.packages / "topkubetest.py").exists()
 
 
-def test_a_package_that_cannot_be_installed_is_named(pod: _Pod, tmp_path: Path) -> None:
+def test_a_package_that_cannot_be_installed_is_named(pod: _WorkerFolders, tmp_path: Path) -> None:
     (tmp_path / "wheels").mkdir()
     with pytest.raises(SourceError, match="nowhere-at-all") as raised:
         pod.fetch(setup=Setup(requirements=["nowhere-at-all"], wheels=str(tmp_path / "wheels")))
@@ -343,7 +343,7 @@ def test_a_package_that_cannot_be_installed_is_named(pod: _Pod, tmp_path: Path) 
 
 
 def test_packages_of_the_image_that_must_stay_are_not_replaced(
-    pod: _Pod, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pod: _WorkerFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packages, "KEPT", ("pytest",))
     _build_wheel(tmp_path / "wheels", "topkubetest", "1.2", "pytest==99.0")

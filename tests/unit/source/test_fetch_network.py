@@ -1,5 +1,6 @@
 """The code of a job from real servers on loopback: git over ssh (sshd) and https (git's own http-backend), and an
-archive on S3 (moto, which checks signatures). Each with the credentials of the Secret, with wrong ones, and without."""
+archive on S3 (moto, which checks signatures). Each server is called with the credentials of the Secret, with wrong
+credentials and without credentials."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, hashes[0]
 
 
-class Pod:
-    """The folders of a worker's pod, and what it fetches."""
+class FetchingPod:
+    """The folders of a worker's pod, which fetches commits."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.secret = root, root / "secret"
@@ -88,8 +89,8 @@ class Pod:
 
 
 @pytest.fixture
-def pod(tmp_path: Path) -> Pod:
-    return Pod(tmp_path)
+def pod(tmp_path: Path) -> FetchingPod:
+    return FetchingPod(tmp_path)
 
 
 # ---- git over ssh
@@ -149,7 +150,7 @@ def ssh(tmp_path: Path, origin: tuple[Path, str]) -> Iterator[tuple[str, str, Pa
 
 
 def test_git_over_ssh_takes_the_key_of_the_secret_and_only_a_known_host(
-    pod: Pod, origin: tuple[Path, str], ssh: tuple[str, str, Path], tmp_path: Path
+    pod: FetchingPod, origin: tuple[Path, str], ssh: tuple[str, str, Path], tmp_path: Path
 ) -> None:
     url, known_hosts, key = ssh
     commit = origin[1]
@@ -250,7 +251,7 @@ def https(tmp_path: Path, origin: tuple[Path, str], monkeypatch: pytest.MonkeyPa
 
 
 def test_git_over_https_takes_the_name_and_password_of_the_secret(
-    pod: Pod, origin: tuple[Path, str], https: str, monkeypatch: pytest.MonkeyPatch
+    pod: FetchingPod, origin: tuple[Path, str], https: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = origin[1]
     assert pod.fetch(https, commit, pod.write_secret(username="robot", password="t0ken")) == {"train.py": "print(1)\n"}

@@ -1,4 +1,5 @@
-"""A folder of code as one archive: what is in it, that it is the same every time, and what is refused."""
+"""A folder of code as one archive: its files, its bytes, which depend only on the files, and the files that are
+refused."""
 
 from __future__ import annotations
 

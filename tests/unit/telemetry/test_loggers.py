@@ -1,4 +1,4 @@
-"""Loggers get the numbers of each step; a logger that fails ends nothing."""
+"""Loggers get the numbers of each step. Training continues if a logger fails."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_weights_and_biases_is_offline_without_a_key(environment: dict[str, str]
     assert choose_wandb_mode(environment) == mode
 
 
-class Failing:
+class FailingLogger:
     """A logger whose server ends after the first step."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
@@ -95,17 +95,19 @@ class Failing:
         raise AssertionError("a logger that failed is not used again")
 
 
-def test_a_logger_that_fails_is_reported_once_and_ends_nothing(
+def test_a_logger_that_fails_is_reported_once_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(loggers.LOGGERS, "tensorboard", ("json", Failing))
+    monkeypatch.setitem(loggers.LOGGERS, "tensorboard", ("json", FailingLogger))
     write_all(tmp_path, log="tensorboard")
     output = capsys.readouterr().err
     assert output.count("continues without the logger tensorboard: ConnectionError: no answer") == 1
     assert len((tmp_path / "progress.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_continues_if_the_folder_of_a_logger_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
     write_all(tmp_path, log="tensorboard", log_directory=str(tmp_path / "file" / "logs"))
     assert "continues without the logger tensorboard" in capsys.readouterr().err
@@ -116,7 +118,7 @@ def test_mistakes_are_reported_before_ranks_start(monkeypatch: pytest.MonkeyPatc
     assert check_loggers("") == ()
     with pytest.raises(SettingsError, match=r"'tensorbord' is not a logger.*tensorboard, mlflow, wandb"):
         check_loggers("tensorbord")
-    monkeypatch.setitem(loggers.LOGGERS, "wandb", ("no_such_library", Failing))
+    monkeypatch.setitem(loggers.LOGGERS, "wandb", ("no_such_library", FailingLogger))
     with pytest.raises(SettingsError, match=r"no_such_library is not installed.*pip install .*\[wandb\]'"):
         check_loggers("wandb")
 
@@ -133,8 +135,8 @@ def test_the_option_reaches_the_ranks_and_the_job(tmp_path: Path, monkeypatch: p
     (tmp_path / "train.py").touch()
     job = load_job(Target("train.py", loggers="tensorboard,mlflow"))
     (tmp_path / "job.yaml").write_text(job.to_yaml())
-    again = load_job(Target("job.yaml", loggers="wandb"))
-    for written, names in ((job, "tensorboard,mlflow"), (again, "wandb")):
+    changed_job = load_job(Target("job.yaml", loggers="wandb"))
+    for written, names in ((job, "tensorboard,mlflow"), (changed_job, "wandb")):
         assert json.dumps(written.to_dict()).count("TOPKUBE_LOG") == 1
         environment = build_rank_environment(written, mpi_library.find_mpi(), tmp_path / "run", {})
         assert Settings.from_environment(environment).log == names

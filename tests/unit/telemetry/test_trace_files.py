@@ -1,4 +1,4 @@
-"""Files of traces: what is recorded, how ranks are merged, which files are refused."""
+"""Files of traces: the recorded steps, the merged ranks, and the files that are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def no_active_trace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def record_trace(directory: Path, rank: int, steps: int = 2, **facts: object) -> Trace:
-    """Make all steps of a trace, and one more."""
+    """Run all steps of a trace, and one step more."""
     recorder = trace.active = Trace(directory, rank, rank, steps, {**FACTS, **facts})
     for _ in range(trace.WARM_STEPS + steps + 1):
         with phases.current.timed("data"):
@@ -29,7 +29,7 @@ def record_trace(directory: Path, rank: int, steps: int = 2, **facts: object) ->
     return recorder
 
 
-def test_the_wanted_steps_are_recorded_and_then_nothing(tmp_path: Path) -> None:
+def test_a_trace_records_the_requested_steps_and_then_nothing(tmp_path: Path) -> None:
     recorder = record_trace(tmp_path, 0)
     assert trace.active is None
     assert not recorder.recording

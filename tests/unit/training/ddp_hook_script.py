@@ -16,7 +16,7 @@ STEPS = 6
 
 def train(wire: str, overflow: int, scale: float = 1.0) -> tuple[torch.Tensor, Steps]:
     """Return the weights, and each bucket before and after the hook. In step `overflow` a rank has infinite values. If
-    `scale` is not 1, a GradScaler multiplies the loss by it, and by twice the factor in every following step."""
+    `scale` is not 1, a GradScaler multiplies the loss by `scale` at first, and doubles the factor after each step."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(30, 41), torch.nn.Tanh(), torch.nn.Linear(41, 7)]
     # Buckets of at most about 1 KB: several of them, and one of an odd length.
@@ -48,7 +48,7 @@ def train(wire: str, overflow: int, scale: float = 1.0) -> tuple[torch.Tensor, S
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach(), steps
 
 
-def check_the_docs() -> None:
+def check_the_example_of_the_docs() -> None:
     """Train as docs/ddp.md shows. torch checks the hook when it is registered."""
     plain = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
     plain.register_comm_hook(None, topkube.ddp_hook())
@@ -84,7 +84,7 @@ runs = {
     "bf16": train("bf16", -1),
     "scaled": train("fp32", -1, scale=64.0),
 }
-check_the_docs()
+check_the_example_of_the_docs()
 check_that_doubles_are_sent_whole()
 check_that_ranks_with_other_settings_are_refused()
 assert not any(name.startswith("mpi4py") for name in sys.modules), "torchrun needs no MPI"

@@ -24,8 +24,8 @@ _recording = threading.local()
 
 
 class FakeGraphs:
-    """The calls of the kernels' library from Python, and the graphs. `emulates` is False while the kernels of the CPU
-    take the place of the library. `refusal` is the error of the next recording."""
+    """Records the calls of the kernels' library from Python, and counts the graphs. `emulates` is False while the
+    kernels of the CPU take the place of the library. `refusal` is the error of the next recording."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
@@ -65,12 +65,12 @@ class FakeGraphs:
 
         kernels = compile_emulation()
 
-        def choose(**_: Any) -> DeviceKernels | None:
+        def find_emulated_kernels(**_: Any) -> DeviceKernels | None:
             return kernels if graphs.emulates else None
 
         monkeypatch.setattr(CudaLibrary, "call", observe)
-        monkeypatch.setattr(selection, "find_device_kernels", choose)
-        monkeypatch.setattr(wire, "find_device_kernels", choose)
+        monkeypatch.setattr(selection, "find_device_kernels", find_emulated_kernels)
+        monkeypatch.setattr(wire, "find_device_kernels", find_emulated_kernels)
         monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
 

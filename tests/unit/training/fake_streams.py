@@ -30,7 +30,9 @@ from topkube.training.node_weights import weights_device
 from topkube.training.ranks import communication_thread
 
 _HOST_WAITS = ("_local_scalar_dense", "is_nonzero", "equal")
+"""The operations whose result the host waits for."""
 Clock = dict[str, int]
+"""For each stream, by its name: a number of operations of this stream."""
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Memory:
     """The memory of a tensor: its owner, and the last read and the last write of each stream."""
 
     owner: FakeStream
-    alive: StorageWeakRef
+    storage_reference: StorageWeakRef
     made_by: str
     reads: Clock = field(default_factory=dict)
     writes: Clock = field(default_factory=dict)
@@ -89,7 +91,7 @@ class Streams:
         self._default = FakeStream("default", self)
         self._current = threading.local()
         self._host: Clock = {}
-        self._given: Clock = {}
+        self._submitted: Clock = {}
         self._memory: dict[int, Memory] = {}
         self._lock = threading.RLock()
 
@@ -119,12 +121,12 @@ class Streams:
             self.waits.append(dict(clock))
             merge(self._host, clock)
 
-    def work(self) -> Clock:
-        """Return how much work each stream was given."""
+    def count_submitted_work(self) -> Clock:
+        """Return the number of operations that were put into each stream so far."""
         with self._lock:
-            return dict(self._given)
+            return dict(self._submitted)
 
-    def is_of_host(self, tensor: torch.Tensor) -> bool:
+    def is_in_host_memory(self, tensor: torch.Tensor) -> bool:
         return any(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata for other in self.host_memory)
 
     @contextmanager
@@ -140,29 +142,31 @@ class Streams:
 
         return run
 
-    def note(self, name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
-        """Note an operation of the current stream."""
+    def record_operation(self, name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+        """Record an operation of the current stream, and the hazards that the operation causes."""
         with self._lock:
             self.check_freed_memory()
             stream = self.current()
             merge(stream.clock, self._host)
             stream.clock[stream.name] = now = stream.clock.get(stream.name, 0) + 1
-            self._given[stream.name] = now
+            self._submitted[stream.name] = now
             for tensor in read:
                 memory = self._find_memory(tensor, name)
-                self._check(memory, memory.writes, stream, name)
+                self._check_access(memory, memory.writes, stream, name)
                 memory.reads[stream.name] = now
             for tensor in written:
                 memory = self._find_memory(tensor, name)
-                self._check(memory, memory.writes | memory.reads, stream, name)
+                self._check_access(memory, memory.writes | memory.reads, stream, name)
                 memory.writes[stream.name] = now
-            if name.split(".")[0] in _HOST_WAITS and not all(map(self.is_of_host, read)):
+            if name.split(".")[0] in _HOST_WAITS and not all(map(self.is_in_host_memory, read)):
                 self.wait_on_host(stream.clock)
 
     def check_freed_memory(self) -> None:
         """Check the memory that was freed since the last operation."""
         with self._lock:
-            for key, memory in [(key, memory) for key, memory in self._memory.items() if memory.alive.expired()]:
+            for key, memory in [
+                (key, memory) for key, memory in self._memory.items() if memory.storage_reference.expired()
+            ]:
                 del self._memory[key]
                 owner = memory.owner
                 merge(owner.clock, self._host)
@@ -173,11 +177,11 @@ class Streams:
     def _find_memory(self, tensor: torch.Tensor, made_by: str = "a tensor") -> Memory:
         storage = tensor.untyped_storage()
         memory = self._memory.get(storage._cdata)
-        if memory is None or memory.alive.expired():
+        if memory is None or memory.storage_reference.expired():
             memory = self._memory[storage._cdata] = Memory(self.current(), StorageWeakRef(storage), made_by)
         return memory
 
-    def _check(self, memory: Memory, others: Clock, stream: FakeStream, name: str) -> None:
+    def _check_access(self, memory: Memory, others: Clock, stream: FakeStream, name: str) -> None:
         for other, time in others.items():
             if other != stream.name and stream.clock.get(other, 0) < time:
                 self.hazards.append(f"{name} in {stream.name} does not wait for {other}: {memory.made_by}")
@@ -190,7 +194,7 @@ def merge(clock: Clock, other: Clock) -> None:
 
 
 @contextmanager
-def play_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
+def simulate_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     """Exchange CPU tensors as on a GPU, while the script works in a separate stream."""
     fake = Streams()
 
@@ -237,11 +241,13 @@ class _Observer(TorchDispatchMode):
         for argument in func._schema.arguments:
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             (written if is_written else read).extend(_list_tensors(passed.get(argument.name)))
-        known = {tensor.untyped_storage()._cdata for tensor in [*read, *written]}
-        made = [tensor for tensor in _list_tensors(result) if tensor.untyped_storage()._cdata not in known]
+        passed_storages = {tensor.untyped_storage()._cdata for tensor in [*read, *written]}
+        new_tensors = [
+            tensor for tensor in _list_tensors(result) if tensor.untyped_storage()._cdata not in passed_storages
+        ]
         if any(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns):
             return result  # a view: no work
-        self._streams.note(str(func._schema.name).removeprefix("aten::"), read, written + made)
+        self._streams.record_operation(str(func._schema.name).removeprefix("aten::"), read, written + new_tensors)
         return result
 
 

@@ -1,4 +1,5 @@
-"""Comparing ranks by digests: exact at every world size. Float sums of squares were not, from 7 ranks on."""
+"""The comparison of ranks by digests is exact at every world size. Sums of squares in floats would not be exact from 7
+ranks on."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ def test_equal_ranks_are_equal_at_every_size(size: int, text: str) -> None:
 
 @given(data=st.data(), size=st.integers(3, 4096))
 def test_the_ranks_that_differ_are_named(data: st.DataObject, size: int) -> None:
-    odd = data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=(size - 1) // 2))
+    differing_ranks = data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=(size - 1) // 2))
     column = np.full(size, digest("one model"))
-    column[list(odd)] = digest("another model")
-    assert find_differing_ranks(column) == sorted(odd)
+    column[list(differing_ranks)] = digest("another model")
+    assert find_differing_ranks(column) == sorted(differing_ranks)
 
 
-def test_of_two_halves_rank_0_is_right() -> None:
+def test_if_two_halves_differ_the_half_of_rank_0_is_right() -> None:
     assert find_differing_ranks(np.array([5.0, 7.0, 7.0, 5.0])) == [1, 2]
 
 

@@ -7,14 +7,16 @@ import pytest
 from topkube.training.ranks.communication_thread import CommunicationThread
 
 
-@pytest.mark.parametrize(("is_awaited", "left"), [(True, 0), (False, 2)])
-def test_the_end_waits_for_messages_that_other_ranks_wait_for(is_awaited: bool, left: int) -> None:
-    thread, calls = CommunicationThread(), [3]
+@pytest.mark.parametrize(("is_awaited", "calls_at_the_end"), [(True, 3), (False, 1)])
+def test_the_end_waits_for_messages_that_other_ranks_wait_for(is_awaited: bool, calls_at_the_end: int) -> None:
+    thread, pauses = CommunicationThread(), [60.0, 0.0, None]
+    calls = 0
 
     def advance() -> float | None:
-        calls[0] -= 1
-        return None if calls[0] == 0 else 60.0 if calls[0] == 2 else 0.0
+        nonlocal calls
+        calls += 1
+        return pauses[calls - 1]
 
     thread.submit(lambda: thread.advance_meanwhile(advance, is_awaited)).result()
     thread.close(60)
-    assert calls == [left]
+    assert calls == calls_at_the_end

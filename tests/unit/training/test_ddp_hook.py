@@ -17,7 +17,7 @@ import topkube
 from topkube.errors import TrainingError
 
 SCRIPT = Path(__file__).with_name("ddp_hook_script.py")
-DENSITY, NODES, LOCAL = 0.1, 2, 2
+DENSITY, NODES, RANKS_PER_NODE = 0.1, 2, 2
 SCALES = [64.0 * 2**step for step in range(6)]
 """The factors of the GradScaler: powers of two, so that nothing is rounded."""
 
@@ -32,7 +32,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         command = [*torchrun, *worlds.build_fork_arguments(socket, SCRIPT), str(folder)]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    ranks = [torch.load(folder / f"rank-{rank}.pt") for rank in range(NODES * LOCAL)]
+    ranks = [torch.load(folder / f"rank-{rank}.pt") for rank in range(NODES * RANKS_PER_NODE)]
     return {name: [results[name] for results in ranks] for name in ranks[0]}
 
 
@@ -44,16 +44,16 @@ class Reference:
 
     def compute_mean(self, gradients: list[np.ndarray[Any, Any]], dense: bool) -> np.ndarray[Any, Any]:
         count = len(gradients[0])
-        length = math.ceil(count / LOCAL)
-        padded = [np.pad(gradient, (0, LOCAL * length - count)) for gradient in gradients]
-        result = np.zeros(LOCAL * length, np.float32)
-        for place in range(LOCAL):
+        length = math.ceil(count / RANKS_PER_NODE)
+        padded = [np.pad(gradient, (0, RANKS_PER_NODE * length - count)) for gradient in gradients]
+        result = np.zeros(RANKS_PER_NODE * length, np.float32)
+        for place in range(RANKS_PER_NODE):
             part = slice(place * length, (place + 1) * length)
             for node in range(NODES):
                 shard = np.zeros(length, np.float32)
-                for rank in range(node * LOCAL, (node + 1) * LOCAL):
+                for rank in range(node * RANKS_PER_NODE, (node + 1) * RANKS_PER_NODE):
                     shard += padded[rank][part]
-                shard *= np.float32(1 / (NODES * LOCAL))
+                shard *= np.float32(1 / (NODES * RANKS_PER_NODE))
                 if dense:
                     result[part] += shard
                     continue
@@ -94,7 +94,8 @@ def test_every_bucket_is_the_mean_of_hitopkcomm(
 def test_sixteen_bit_values_keep_all_ranks_equal(runs: dict[str, list[Any]]) -> None:
     ranks = runs["bf16"]
     assert all(torch.equal(weights, ranks[0][0]) for weights, _ in ranks[1:])
-    sparse = ranks[0][1][3][0][1]
+    _, steps = ranks[0]
+    _, sparse = steps[3][0]  # the first bucket of step 3 before and after the hook
     assert 0 < torch.count_nonzero(sparse) <= 2 * (DENSITY * len(sparse) + 2)
 
 

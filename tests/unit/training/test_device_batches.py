@@ -69,7 +69,7 @@ def test_the_script_sees_each_batch_after_its_copy(
     assert not streams.hazards
 
 
-def test_no_batch_is_none(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_loader_yields_no_batch(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(iterate_on_device(Loader(0), True, monkeypatch)) == []
 
 

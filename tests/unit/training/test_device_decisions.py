@@ -12,7 +12,7 @@ import torch
 import topkube
 from topkube.settings import Settings
 from topkube.training.exchange.step.device_decisions import can_skip_on_device
-from unit.training.fake_streams import Streams, play_device
+from unit.training.fake_streams import Streams, simulate_device
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 ADAMW: Make = partial(torch.optim.AdamW, lr=0.1, fused=True)
@@ -22,12 +22,12 @@ PLAIN: Make = partial(torch.optim.SGD, lr=0.1, fused=True)
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
-    with play_device(monkeypatch) as fake:
+    with simulate_device(monkeypatch) as fake:
         yield fake
 
 
-class Training:
-    """A model of two parameters whose gradients are what `backward` is given."""
+class ConstantGradientTraining:
+    """A model of two parameters. All values of their gradients are the factor that `backward` gets."""
 
     def __init__(self, streams: Streams, make: Make, check: str) -> None:
         self._streams = streams
@@ -42,7 +42,7 @@ class Training:
 
     def run_step(self, *factors: float) -> int:
         """Make a step with a backward for each factor. Return how often the host waited for work of this step."""
-        before, waits = self._streams.work(), len(self._streams.waits)
+        before, waits = self._streams.count_submitted_work(), len(self._streams.waits)
         for factor in factors:
             self.backward(factor)
         self.optimizer.step()
@@ -51,18 +51,18 @@ class Training:
             any(time > before.get(name, 0) for name, time in clock.items()) for clock in self._streams.waits[waits:]
         )
 
-    def result(self) -> Any:
+    def read_result(self) -> Any:
         counted = self.optimizer.steps, self.optimizer.skipped_steps
         return counted, [weight.tolist() for weight in self.weights]
 
 
 def test_the_host_does_not_wait_for_a_step_if_the_device_decides(streams: Streams) -> None:
     factors = (1.0, 2.0, torch.inf, 3.0, torch.nan, torch.nan, 4.0)
-    left_to_device, decided_by_host = (Training(streams, ADAMW, check) for check in ("auto", "host"))
+    left_to_device, decided_by_host = (ConstantGradientTraining(streams, ADAMW, check) for check in ("auto", "host"))
     assert [left_to_device.run_step(factor) for factor in factors] == [0] * len(factors)
     assert all(decided_by_host.run_step(factor) for factor in factors)
-    assert left_to_device.result() == decided_by_host.result()
-    assert left_to_device.result()[0] == (4, 3)
+    assert left_to_device.read_result() == decided_by_host.read_result()
+    assert left_to_device.read_result()[0] == (4, 3)
     streams.check_freed_memory()
     assert not streams.hazards
 
@@ -78,17 +78,17 @@ def test_the_host_does_not_wait_for_a_step_if_the_device_decides(streams: Stream
     ids=["first", "accumulated", "all"],
 )
 def test_the_steps_are_those_of_the_host(streams: Streams, make: Make, steps: list[tuple[float, ...]]) -> None:
-    trainings = [Training(streams, make, check) for check in ("auto", "host")]
+    trainings = [ConstantGradientTraining(streams, make, check) for check in ("auto", "host")]
     for factors in steps:
         for training in trainings:
             training.run_step(*factors)
-    assert trainings[0].result() == trainings[1].result()
+    assert trainings[0].read_result() == trainings[1].read_result()
     streams.check_freed_memory()
     assert not streams.hazards
 
 
 def test_numbers_of_steps_can_be_read_at_any_time(streams: Streams) -> None:
-    training = Training(streams, ADAMW, "auto")
+    training = ConstantGradientTraining(streams, ADAMW, "auto")
     training.run_step(1.0)
     before = training.weights[0].detach().clone()
     training.backward(torch.nan)
@@ -108,16 +108,16 @@ def test_numbers_of_steps_can_be_read_at_any_time(streams: Streams) -> None:
 
 
 def test_a_second_step_with_the_same_gradients_is_skipped_too(streams: Streams) -> None:
-    training = Training(streams, ADAMW, "auto")
+    training = ConstantGradientTraining(streams, ADAMW, "auto")
     training.backward(torch.nan)
     training.optimizer.step()
     training.optimizer.step()
-    assert training.result()[0] == (0, 1)
+    assert training.read_result()[0] == (0, 1)
     assert bool((training.weights[0] == 1).all())
 
 
 def test_clipping_sees_a_step_that_is_not_finite(streams: Streams) -> None:
-    training = Training(streams, ADAMW, "auto")
+    training = ConstantGradientTraining(streams, ADAMW, "auto")
     training.backward(torch.inf)
     assert any(weight.grad is not None and weight.grad.isnan().any() for weight in training.weights)
     assert not torch.nn.utils.clip_grad_norm_(training.weights, 1.0).isfinite()
@@ -133,9 +133,10 @@ def test_optimizers_whose_step_does_more_than_their_kernels_are_left_to_the_host
     hooked.register_step_post_hook(lambda *_: None)
     assert not can_skip_on_device(hooked)
     calls: list[int] = []
-    training = Training(streams, ADAMW, "auto")
+    training = ConstantGradientTraining(streams, ADAMW, "auto")
     training.backward(torch.nan)
-    training.inner.register_step_post_hook(lambda *_: calls.append(1))  # after the device was asked
+    # A hook that comes after backward has left the decision to the device.
+    training.inner.register_step_post_hook(lambda *_: calls.append(1))
     training.optimizer.step()
     assert not calls
-    assert training.result()[0] == (0, 1)
+    assert training.read_result()[0] == (0, 1)

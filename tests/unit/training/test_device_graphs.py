@@ -12,26 +12,26 @@ import topkube
 from topkube.collectives.device import graphs as graphs_module
 from topkube.settings import Settings
 from unit.training.fake_graphs import FakeGraphs
-from unit.training.fake_streams import Streams, play_device
+from unit.training.fake_streams import Streams, simulate_device
 
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
-    with play_device(monkeypatch) as fake:
+    with simulate_device(monkeypatch) as fake:
         yield fake
 
 
 @pytest.fixture
-def played(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
+def graphs(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     return FakeGraphs(monkeypatch)
 
 
-class Training:
+class GraphTraining:
     """A model of two parameters in one bucket, trained by a sparse algorithm: with graphs on the emulated device, or
     without them by the kernels of the CPU, which have the same bits."""
 
-    def __init__(self, played: FakeGraphs, has_graphs: bool, **options: Any) -> None:
-        self._played, self._has_graphs = played, has_graphs
+    def __init__(self, graphs: FakeGraphs, has_graphs: bool, **options: Any) -> None:
+        self._graphs, self._has_graphs = graphs, has_graphs
         self.weights = [torch.nn.Parameter(torch.zeros(40, 26)) for _ in range(2)]
         named = [(f"weight{i}", weight) for i, weight in enumerate(self.weights)]
         settings = Settings(node_exchange="torch", device_graphs=has_graphs)
@@ -40,53 +40,56 @@ class Training:
         self.optimizer = topkube.DistributedOptimizer(inner, named, settings=settings, **chosen)
 
     def run_step(self, seed: int, factor: float = 1.0) -> None:
-        self._played.emulates = self._has_graphs
+        self._graphs.emulates = self._has_graphs
         generator = torch.Generator().manual_seed(seed)
         sum((weight * torch.randn(40, 26, generator=generator) * factor).sum() for weight in self.weights).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
-def have_equal_weights(first: Training, second: Training) -> bool:
+def have_equal_weights(first: GraphTraining, second: GraphTraining) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first.weights, second.weights, strict=True))
 
 
 @pytest.mark.parametrize("options", [{}, {"selection": "mstopk"}, {"momentum_correction": True}], ids=str)
-def test_recorded_buckets_train_with_the_same_bits(played: FakeGraphs, options: dict[str, Any]) -> None:
-    with_graphs, without = Training(played, True, **options), Training(played, False, **options)
+def test_recorded_buckets_train_with_the_same_bits(graphs: FakeGraphs, options: dict[str, Any]) -> None:
+    with_graphs, without = (
+        GraphTraining(graphs, has_graphs=True, **options),
+        GraphTraining(graphs, has_graphs=False, **options),
+    )
     for step in range(12):
-        factor = torch.nan if step == 5 else 1.0  # the buffers of the residual change their turns
-        played.calls.clear()
+        factor = torch.nan if step == 5 else 1.0  # a skipped step: the two buffers of the residual change places
+        graphs.calls.clear()
         with_graphs.run_step(step, factor)
         if step == 11:
-            assert not played.calls  # the graphs launched all kernels
+            assert not graphs.calls  # the graphs launched all kernels
         without.run_step(step, factor)
         assert have_equal_weights(with_graphs, without), step
     assert with_graphs.optimizer.skipped_steps == without.optimizer.skipped_steps == 1
-    assert played.replayed >= 2 * 5
+    assert graphs.replayed >= 2 * 5
     assert bool(with_graphs.weights[0].any())
 
 
-def test_a_graph_is_recorded_again_after_its_work_buffer_has_moved(played: FakeGraphs) -> None:
-    with_graphs, without = Training(played, True), Training(played, False)
+def test_a_graph_is_recorded_again_after_its_work_buffer_has_moved(graphs: FakeGraphs) -> None:
+    with_graphs, without = GraphTraining(graphs, has_graphs=True), GraphTraining(graphs, has_graphs=False)
     for step in range(9):
         with_graphs.run_step(step)
         without.run_step(step)
         if step == 5:
-            recorded = played.recorded
+            recorded = graphs.recorded
             engine = with_graphs.optimizer._backward.exchange.on_device
             assert engine is not None
-            for slot in engine._slots:  # a larger bucket has come
+            for slot in engine._slots:  # as if a larger bucket had come
                 slot.buffers["scratch rows"] = torch.empty(100_000, dtype=torch.uint8)
-    assert played.recorded > recorded
+    assert graphs.recorded > recorded
     assert have_equal_weights(with_graphs, without)
 
 
 def test_a_graph_that_cannot_be_recorded_is_reported_once(
-    played: FakeGraphs, capfd: pytest.CaptureFixture[str]
+    graphs: FakeGraphs, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    played.refusal = "operation not permitted when stream is capturing"
-    with_graphs, without = Training(played, True), Training(played, False)
+    graphs.refusal = "operation not permitted when stream is capturing"
+    with_graphs, without = GraphTraining(graphs, has_graphs=True), GraphTraining(graphs, has_graphs=False)
     for step in range(5):
         with_graphs.run_step(step)
         without.run_step(step)
@@ -94,29 +97,29 @@ def test_a_graph_that_cannot_be_recorded_is_reported_once(
     reports = [line for line in capfd.readouterr().err.splitlines() if "one by one" in line]
     assert len(reports) == 1
     assert "RuntimeError: operation not permitted when stream is capturing" in reports[0]
-    assert not played.replayed
+    assert not graphs.replayed
 
 
 def test_memory_that_changes_in_every_step_ends_the_recording(
-    played: FakeGraphs, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(graphs_module, "MOST_GRAPHS", 6)
-    with_graphs, without = Training(played, True), Training(played, False)
-    moved = []
+    with_graphs, without = GraphTraining(graphs, has_graphs=True), GraphTraining(graphs, has_graphs=False)
+    old_buffers = []
     for step in range(8):
         buffers = with_graphs.optimizer._backward.exchange._reduction._staging._buffers
-        moved.append(dict(buffers))  # kept, so that the next memory is another
+        old_buffers.append(dict(buffers))  # holds the old memory, so that new memory gets another address
         buffers.clear()
         with_graphs.run_step(step)
         without.run_step(step)
     assert have_equal_weights(with_graphs, without)
     assert "the memory of gradients changes from step to step" in capfd.readouterr().err
-    assert not played.recorded
+    assert not graphs.recorded
 
 
-def test_graphs_are_off_by_default(played: FakeGraphs) -> None:
+def test_graphs_are_off_by_default(graphs: FakeGraphs) -> None:
     assert not Settings().device_graphs
-    training = Training(played, False)
+    training = GraphTraining(graphs, has_graphs=False)
     for step in range(4):
         training.run_step(step)
-    assert not played.recorded
+    assert not graphs.recorded

@@ -12,29 +12,29 @@ import topkube
 from topkube.kernels.device import DeviceKernels
 from topkube.settings import Settings
 from unit.training.fake_graphs import FakeGraphs
-from unit.training.fake_streams import play_device
+from unit.training.fake_streams import simulate_device
 
 STEPS = 6
 
 
 @pytest.fixture
-def is_reused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """If each selection on the emulated device began at a previous threshold, in their order."""
-    ways: list[bool] = []
+def reuses(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """For each selection on the emulated device, in their order: True if it began at a previous threshold."""
+    reuses: list[bool] = []
     launch = DeviceKernels._launch_selection
 
     def observe(kernels: DeviceKernels, *arguments: Any, **options: Any) -> None:
         launch(kernels, *arguments, **options)
-        ways.append(kernels.library.read_effort(bytes(kernels._last.state.numpy())).is_reused)
+        reuses.append(kernels.library.read_effort(bytes(kernels._last.state.numpy())).is_reused)
 
     monkeypatch.setattr(DeviceKernels, "_launch_selection", observe)
-    with play_device(monkeypatch):
+    with simulate_device(monkeypatch):
         FakeGraphs(monkeypatch)
-        yield ways
+        yield reuses
 
 
 @pytest.mark.parametrize("options", [{}, {"selection": "mstopk"}, {"momentum_correction": True}], ids=str)
-def test_each_bucket_has_a_previous_threshold_of_its_own(is_reused: list[bool], options: dict[str, Any]) -> None:
+def test_each_bucket_has_a_previous_threshold_of_its_own(reuses: list[bool], options: dict[str, Any]) -> None:
     weights = [torch.nn.Parameter(torch.zeros(140, 120)) for _ in range(2)]
     optimizer = topkube.DistributedOptimizer(
         torch.optim.SGD(weights, lr=0.1, momentum=0.9),
@@ -52,6 +52,6 @@ def test_each_bucket_has_a_previous_threshold_of_its_own(is_reused: list[bool], 
         ).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert len(is_reused) == 2 * STEPS
-    assert is_reused[:2] == [False, False]
-    assert sum(is_reused) >= STEPS  # a jump of the threshold, as momentum causes at first, costs a sample
+    assert len(reuses) == 2 * STEPS
+    assert reuses[:2] == [False, False]
+    assert sum(reuses) >= STEPS  # a jump of the threshold, as momentum causes at first, costs a sample

@@ -31,7 +31,7 @@ def draw(shape: tuple[int, ...] = (40, 30), seed: int = 0) -> torch.Tensor:
 
 
 def test_lars_divides_the_norm_of_the_gradient_of_each_tensor() -> None:
-    """A matrix with its own rho, a matrix without, and a vector, which LARS does not adapt."""
+    """A matrix with a ratio, a matrix without a ratio, and a vector, which LARS does not adapt."""
     tensors = [torch.nn.Parameter(draw(shape, n)) for n, shape in enumerate([(8, 8), (4, 4), (16,)])]
     before = [tensor.detach().clone() for tensor in tensors]
     for n, tensor in enumerate(tensors):
@@ -48,12 +48,13 @@ def test_lars_divides_the_norm_of_the_gradient_of_each_tensor() -> None:
 
 
 def test_the_mean_of_nodes_steps_is_the_step_of_the_mean_gradient_with_lars() -> None:
-    """Without rho, it would be half as long: the noise is in all nodes' norms, but less of it in their mean."""
+    """Without the ratio, the mean of the steps would be half as long: the norm of each node's gradient contains all the
+    noise of the node, but the norm of the mean gradient contains less."""
     signal, noises = 0.1 * draw(), [draw(seed=1 + node) for node in range(NODES)]
     gradients = [signal + noise for noise in noises]
     mean = torch.stack(gradients).mean(0)
 
-    def step(gradient: torch.Tensor, ratio: float) -> torch.Tensor:
+    def compute_step(gradient: torch.Tensor, ratio: float) -> torch.Tensor:
         weight = torch.nn.Parameter(draw(seed=99))
         weight.grad = gradient
         optimizer = LARS([weight], lr=1.0, weight_decay=0.0)
@@ -61,23 +62,23 @@ def test_the_mean_of_nodes_steps_is_the_step_of_the_mean_gradient_with_lars() ->
             optimizer.step()
         return weight.detach() - draw(seed=99)
 
-    wanted = step(mean, 1.0)
+    expected = compute_step(mean, 1.0)
     ratios = [float(gradient.square().sum() / mean.square().sum()) for gradient in gradients]
-    corrected = torch.stack([step(g, ratio) for g, ratio in zip(gradients, ratios, strict=True)]).mean(0)
-    plain = torch.stack([step(g, 1.0) for g in gradients]).mean(0)
-    torch.testing.assert_close(corrected, wanted, rtol=1e-3, atol=1e-6)
-    assert plain.norm() < 0.6 * wanted.norm()
+    corrected = torch.stack([compute_step(g, ratio) for g, ratio in zip(gradients, ratios, strict=True)]).mean(0)
+    plain = torch.stack([compute_step(g, 1.0) for g in gradients]).mean(0)
+    torch.testing.assert_close(corrected, expected, rtol=1e-3, atol=1e-6)
+    assert plain.norm() < 0.6 * expected.norm()
 
 
 @pytest.mark.parametrize(("steps", "decay"), [(1, 0.0), (40, 0.0), (40, 0.1)])
 def test_the_mean_of_nodes_steps_is_as_long_as_that_of_the_mean_gradient_with_lamb(steps: int, decay: float) -> None:
-    """Gradients of a constant and noise. The last of some steps is compared, and the weights stay the same."""
+    """Each gradient is a constant plus noise. Weights are reset before each step, and the last steps are compared."""
     gradients = [[0.1 * draw() + draw(seed=1000 * node + t) for t in range(1, steps + 1)] for node in range(NODES)]
     means = [torch.stack(row).mean(0) for row in zip(*gradients, strict=True)]
     squares = [float(gradient.square().sum()) for row in gradients for gradient in row]
     ratio = sum(squares) / NODES / sum(float(mean.square().sum()) for mean in means)
 
-    def last_step(rows: list[torch.Tensor], ratio: float) -> torch.Tensor:
+    def compute_last_step(rows: list[torch.Tensor], ratio: float) -> torch.Tensor:
         weight = torch.nn.Parameter(draw(seed=99))
         optimizer = LAMB([weight], lr=0.1, weight_decay=decay)
         with LayerwiseNoise(optimizer, NODES, WORLD).corrected({weight: ratio}):
@@ -87,10 +88,10 @@ def test_the_mean_of_nodes_steps_is_as_long_as_that_of_the_mean_gradient_with_la
                 optimizer.step()
         return weight.detach() - draw(seed=99)
 
-    wanted = last_step(means, 1.0)
-    corrected = torch.stack([last_step(row, ratio) for row in gradients]).mean(0)
-    plain = torch.stack([last_step(row, 1.0) for row in gradients]).mean(0)
-    lengths = [float(change.norm() / wanted.norm()) for change in (corrected, plain)]
+    expected = compute_last_step(means, 1.0)
+    corrected = torch.stack([compute_last_step(row, ratio) for row in gradients]).mean(0)
+    plain = torch.stack([compute_last_step(row, 1.0) for row in gradients]).mean(0)
+    lengths = [float(change.norm() / expected.norm()) for change in (corrected, plain)]
     assert abs(lengths[0] - 1) < 0.04, lengths
     assert lengths[1] < 0.9, lengths
 

@@ -54,9 +54,9 @@ def test_a_shortened_period_is_kept_unless_the_job_changes_its_own() -> None:
     guard = DriftGuard(8, "onebit")
     guard.check_drift(1.0, 1.0, 1.0)
     saved = guard.save()
-    for period, wanted in ((8, 4), (2, 2)):
-        again = DriftGuard(period, "onebit")
-        again.load(saved)
-        assert again.period == wanted
-    again.load(None)
-    assert again.period == 2
+    for period, expected in ((8, 4), (2, 2)):
+        resumed = DriftGuard(period, "onebit")
+        resumed.load(saved)
+        assert resumed.period == expected
+    resumed.load(None)
+    assert resumed.period == 2

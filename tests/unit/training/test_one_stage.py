@@ -1,4 +1,5 @@
-"""The parts of a shard that nodes send each other in one stage: they hold the whole shard, and change nothing."""
+"""Nodes send each other a shard in one stage, in parts. The parts cover the shard, and results have the same bits as
+without parts."""
 
 from __future__ import annotations
 
@@ -30,26 +31,26 @@ def build_codec(kind: str, places: list[slice], length: int) -> Codec:
 )
 def test_parts_send_what_the_whole_shard_sends(lengths: list[int], part_elements: int, seed: int, kind: str) -> None:
     places, length = [], 0
-    for own in lengths:
-        places.append(slice(length, length + own))
-        length += -(-own // 256) * 256
+    for elements in lengths:
+        places.append(slice(length, length + elements))
+        length += -(-elements // 256) * 256  # each tensor begins at a multiple of 256
     values = np.zeros(length, np.float32)
     rng = np.random.default_rng(seed)
     for place in places:
         values[place] = rng.standard_normal(place.stop - place.start)
     whole = build_codec(kind, places, length)
-    row, rest, wanted = np.zeros(whole.row_bytes, np.uint8), values.copy(), np.zeros(length, np.float32)
-    whole.pack(rest, row)
-    whole.unpack_add(wanted, [row], [1.0])
+    row, expected_rest, expected_sum = np.zeros(whole.row_bytes, np.uint8), values.copy(), np.zeros(length, np.float32)
+    whole.pack(expected_rest, row)
+    whole.unpack_add(expected_sum, [row], [1.0])
     with mock.patch.object(one_stage, "PART_ELEMENTS", part_elements):
         stage = OneStage(lambda p, n: build_codec(kind, p, n), places, length)
-    own, out = values.copy(), np.zeros(length, np.float32)
+    rest, received = values.copy(), np.zeros(length, np.float32)
     for codec, start, stop in zip(stage.codecs, stage.bounds, stage.bounds[1:], strict=False):
         part_row = np.zeros(codec.row_bytes, np.uint8)
-        codec.pack(own[start:stop], part_row)
-        codec.unpack_add(out[start:stop], [part_row], [1.0])
+        codec.pack(rest[start:stop], part_row)
+        codec.unpack_add(received[start:stop], [part_row], [1.0])
     assert (stage.bounds[0], stage.bounds[-1]) == (0, length)
-    assert (own.tobytes(), out.tobytes()) == (rest.tobytes(), wanted.tobytes())
+    assert (rest.tobytes(), received.tobytes()) == (expected_rest.tobytes(), expected_sum.tobytes())
 
 
 @pytest.mark.parametrize(("lengths", "bounds"), [([], [0, 0]), ([512], [0, 512]), ([256] * 4, [0, 512, 1024])])
@@ -61,7 +62,7 @@ def test_a_part_ends_with_a_tensor(monkeypatch: pytest.MonkeyPatch, lengths: lis
 
 
 def test_tags_of_two_shards_never_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shard of very many small tensors still has fewer parts than tags."""
+    """A shard of very many small tensors still has fewer parts than a shard has tags."""
     monkeypatch.setattr(one_stage, "PART_ELEMENTS", 1)
     count = 40_000
     places = [slice(256 * number, 256 * number + 256) for number in range(count)]

@@ -31,14 +31,16 @@ def exchange(residual: Residual, gradient: np.ndarray, scale: float, seed: int) 
 
 
 @given(EVENTS)
-def test_delivered_and_owed_add_up_to_the_gradients_of_the_steps(events: list[tuple[str, int, float]]) -> None:
+def test_what_was_sent_and_the_residual_add_up_to_the_gradients_of_the_steps(
+    events: list[tuple[str, int, float]],
+) -> None:
     residual = Residual(LENGTH)
-    true, paid = np.zeros(LENGTH), np.zeros(LENGTH)
-    gradients, delivered = np.zeros(LENGTH), np.zeros(LENGTH)
+    committed_gradients, committed_sent = np.zeros(LENGTH), np.zeros(LENGTH)
+    gradients, sent = np.zeros(LENGTH), np.zeros(LENGTH)  # since the last step or discard
     for event, seed, scale in events:
         if event == "exchange":
             gradient = np.random.default_rng(seed).integers(-8, 9, LENGTH).astype(np.float32)  # sums are exact
-            delivered += exchange(residual, gradient, scale, seed)
+            sent += exchange(residual, gradient, scale, seed)
             gradients += gradient
             residual.accept()
         elif event == "not finite":
@@ -48,16 +50,16 @@ def test_delivered_and_owed_add_up_to_the_gradients_of_the_steps(events: list[tu
         else:
             if event == "step":
                 residual.commit()
-                true, paid = true + gradients, paid + delivered
+                committed_gradients, committed_sent = committed_gradients + gradients, committed_sent + sent
             else:
                 residual.discard()
-            gradients, delivered = np.zeros(LENGTH), np.zeros(LENGTH)
+            gradients, sent = np.zeros(LENGTH), np.zeros(LENGTH)
             assert not residual.is_tentative
-        owed = residual.committed[0] / residual.loss_scale
-        np.testing.assert_array_equal(paid + owed, true)
+        unsent = residual.committed[0] / residual.loss_scale
+        np.testing.assert_array_equal(committed_sent + unsent, committed_gradients)
         if residual.is_tentative:
-            owed_now = residual.current / residual.loss_scale
-            np.testing.assert_array_equal(paid + delivered + owed_now, true + gradients)
+            unsent_now = residual.current / residual.loss_scale
+            np.testing.assert_array_equal(committed_sent + sent + unsent_now, committed_gradients + gradients)
 
 
 def test_one_exchange_per_step_holds_two_copies() -> None:

@@ -1,5 +1,5 @@
-"""The codecs of topk1bit and sparseloco: against their definitions in float64, nothing lost, indices that survive,
-damaged messages. tests/unit/kernels has the format of topk1bit."""
+"""The codecs of topk1bit and sparseloco. Their rows follow the definitions in float64 and lose nothing, indices survive
+encoding, and damaged messages are refused. tests/unit/kernels tests the format of topk1bit."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from topkube.collectives.top_signs import TopSigns
 from topkube.errors import WireError
 
 
-def send_signs(values: Any) -> Any:
-    """Return what topk1bit sends of the largest tenth, in float64: the sign times the mean magnitude of each 256 of
-    them, rounded to bf16."""
+def compute_sent_signs(values: Any) -> Any:
+    """Return the values that topk1bit sends for the largest tenth of `values`, in float64: in each block of 256 of
+    them, the sign of the value times the mean magnitude of the block, rounded to bf16."""
     count = max(1, -(-len(values) // 10))
     indices = np.sort(np.argsort(-np.abs(values.astype(np.float64)), kind="stable")[:count])
     sent = np.zeros(len(values))
@@ -31,9 +31,10 @@ def send_signs(values: Any) -> Any:
     return sent
 
 
-def send_levels(values: Any) -> Any:
-    """Return what sparseloco sends of the largest 1/32, in float64: the sign times one of two magnitudes of each 256 of
-    them, rounded to bf16: the means of those below and above the mean magnitude."""
+def compute_sent_levels(values: Any) -> Any:
+    """Return the values that sparseloco sends for the largest 1/32 of `values`, in float64: in each block of 256 of
+    them, the sign of the value times one of two magnitudes. These are the means of the magnitudes below and above the
+    mean magnitude of the block, rounded to bf16."""
     count = max(1, -(-len(values) // 32))
     indices = np.sort(np.argsort(-np.abs(values.astype(np.float64)), kind="stable")[:count])
     sent = np.zeros(len(values))
@@ -48,7 +49,9 @@ def send_levels(values: Any) -> Any:
     return sent
 
 
-CODECS = pytest.mark.parametrize(("kind", "send"), [(TopSigns, send_signs), (TopLevels, send_levels)])
+CODECS = pytest.mark.parametrize(
+    ("kind", "compute_sent"), [(TopSigns, compute_sent_signs), (TopLevels, compute_sent_levels)]
+)
 
 
 def build_places(lengths: list[int]) -> list[slice]:
@@ -61,7 +64,7 @@ def build_places(lengths: list[int]) -> list[slice]:
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 9000), min_size=1, max_size=4), st.integers(0, 2**32))
 def test_a_row_has_the_values_of_the_definition_and_nothing_is_lost(
-    kind: Any, send: Any, lengths: list[int], seed: int
+    kind: Any, compute_sent: Any, lengths: list[int], seed: int
 ) -> None:
     rng, places = np.random.default_rng(seed), build_places(lengths)
     x = np.zeros(places[-1].stop, np.float32)
@@ -73,31 +76,33 @@ def test_a_row_has_the_values_of_the_definition_and_nothing_is_lost(
     received = np.zeros_like(x)
     codec.unpack_add(received, [row], [1.0])
     for place in places:
-        wanted = send(before[place])
-        assert ((received[place] != 0) == (wanted != 0)).all()
-        np.testing.assert_allclose(received[place], wanted, rtol=2.0**-7)
-        np.testing.assert_allclose(received[place] + x[place], before[place], rtol=0, atol=2e-7 * np.abs(wanted).max())
+        expected = compute_sent(before[place])
+        assert ((received[place] != 0) == (expected != 0)).all()
+        np.testing.assert_allclose(received[place], expected, rtol=2.0**-7)
+        np.testing.assert_allclose(
+            received[place] + x[place], before[place], rtol=0, atol=2e-7 * np.abs(expected).max()
+        )
     assert not received[[i for p, q in itertools.pairwise(places) for i in range(p.stop, q.start)]].any()
 
 
 @CODECS
-def test_rows_are_added_in_their_order_with_their_weights(kind: Any, send: Any) -> None:
+def test_rows_are_added_in_their_order_with_their_weights(kind: Any, compute_sent: Any) -> None:
     rng, codec = np.random.default_rng(0), kind([slice(0, 3000)])
-    rows, wanted = [], np.zeros(3000)
+    rows, expected = [], np.zeros(3000)
     for weight in (0.5, 0.25, 0.25):
         x = rng.standard_normal(3000).astype(np.float32)
-        wanted += weight * send(x)
+        expected += weight * compute_sent(x)
         rows.append(np.zeros(codec.row_bytes, np.uint8))
         codec.pack(x, rows[-1])
     out = np.ones(3000, np.float32)
     codec.unpack_add(out, rows, [0.5, 0.25, 0.25])
-    np.testing.assert_allclose(out - 1, wanted, rtol=0, atol=0.02)
-    assert np.count_nonzero(out != 1) > 2.3 * np.count_nonzero(send(x))
+    np.testing.assert_allclose(out - 1, expected, rtol=0, atol=0.02)
+    assert np.count_nonzero(out != 1) > 2.3 * np.count_nonzero(compute_sent(x))
 
 
 @CODECS
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_values_that_are_not_finite_are_reported(kind: Any, send: Any, value: float) -> None:
+def test_values_that_are_not_finite_are_reported(kind: Any, compute_sent: Any, value: float) -> None:
     codec = kind([slice(0, 1000)])
     x = np.ones(1000, np.float32)
     x[777] = value
@@ -145,12 +150,12 @@ def test_damaged_indices_are_refused_or_still_valid(noise: bytes, seed: int) -> 
 
 
 def test_two_magnitudes_lose_less_than_one() -> None:
-    """What is left of the chosen values, if their magnitudes differ."""
+    """The error of the values that were sent, if their magnitudes differ, compared with one magnitude per block."""
     x = np.random.default_rng(0).standard_t(3, 100_000).astype(np.float32)
     chosen = np.sort(np.argsort(-np.abs(x))[:3125])
-    left = x.copy()
+    rest = x.copy()
     codec = TopLevels([slice(0, len(x))])
-    codec.pack(left, np.zeros(codec.row_bytes, np.uint8))
-    ones = np.abs(x[chosen]).reshape(-1, 125)
-    unsent = np.square(ones - ones.mean(axis=1, keepdims=True)).sum()
-    assert np.square(left[chosen]).sum() < 0.7 * unsent
+    codec.pack(rest, np.zeros(codec.row_bytes, np.uint8))
+    blocks = np.abs(x[chosen]).reshape(-1, 125)
+    error_of_one_magnitude = np.square(blocks - blocks.mean(axis=1, keepdims=True)).sum()
+    assert np.square(rest[chosen]).sum() < 0.7 * error_of_one_magnitude

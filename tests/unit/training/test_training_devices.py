@@ -36,8 +36,8 @@ def test_a_ranks_gpu_is_that_of_its_local_rank() -> None:
     assert find_gpu(world, 4) == 3
     assert find_gpu(world, 1) == 0  # CUDA_VISIBLE_DEVICES was set rank by rank; NodeGroup compares the GPUs themselves
     # TOPKUBE_RANKS_PER_NODE=4,4 on a machine with eight GPUs: each rank has a GPU of its own.
-    second = [replace(world, local_rank=i, local_size=4, host_rank=4 + i, host_size=8) for i in range(4)]
-    assert [find_gpu(rank, 8) for rank in second] == [4, 5, 6, 7]
+    ranks_of_second_node = [replace(world, local_rank=i, local_size=4, host_rank=4 + i, host_size=8) for i in range(4)]
+    assert [find_gpu(rank, 8) for rank in ranks_of_second_node] == [4, 5, 6, 7]
     with pytest.raises(DeviceError, match=r"has 4 ranks and 2 GPUs.*slotsPerWorker: 2"):
         find_gpu(world, 2)
 
@@ -87,8 +87,8 @@ class FakeNccl:
 
 
 @pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A node of two ranks with GPUs, as its first rank sees it."""
+def nccl_world(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the world of the first of two ranks with GPUs on a node."""
     properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", uuid="GPU-1")
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeNccl, raising=False)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
@@ -98,15 +98,15 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
     return replace(topkube.world.init(), local_size=2, deadline_seconds=60.0, cache={}, at_end=[])
 
 
-def test_the_watchdog_of_nccl_waits_twice_as_long_as_topkube(nccl: World) -> None:
-    group = find_node_group(nccl, torch.device("cuda", 0))
+def test_the_watchdog_of_nccl_waits_twice_as_long_as_topkube(nccl_world: World) -> None:
+    group = find_node_group(nccl_world, torch.device("cuda", 0))
     assert group._group.options._timeout == timedelta(seconds=120)
 
 
-def test_a_build_of_torch_without_nccl_is_refused(nccl: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_of_torch_without_nccl_is_refused(nccl_world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     with pytest.raises(DeviceError, match=r"this build of torch has no NCCL.*install a build of torch for CUDA"):
-        find_node_group(nccl, torch.device("cuda", 0))
+        find_node_group(nccl_world, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(
@@ -144,19 +144,19 @@ def test_ranks_of_other_nodes_meet_at_an_address_that_they_reach(
     assert spanning_group.find_own_address() == address
 
 
-def test_a_process_has_one_communicator_per_device_and_ends_it(nccl: World) -> None:
-    group = find_node_group(nccl, torch.device("cuda", 0))
-    assert find_node_group(nccl, torch.device("cuda", 0)) is group
+def test_a_process_has_one_communicator_per_device_and_ends_it(nccl_world: World) -> None:
+    group = find_node_group(nccl_world, torch.device("cuda", 0))
+    assert find_node_group(nccl_world, torch.device("cuda", 0)) is group
     communicator = group._group
-    for close in nccl.at_end:
+    for close in nccl_world.at_end:
         close()
     assert communicator.ended == 1
     group.close()
     assert communicator.ended == 1
 
 
-def test_two_series_of_collectives_do_not_mix(nccl: World) -> None:
-    group = find_node_group(nccl, torch.device("cuda", 0))
+def test_two_series_of_collectives_do_not_mix(nccl_world: World) -> None:
+    group = find_node_group(nccl_world, torch.device("cuda", 0))
     training, script = object(), object()
     group.claim(training)
     group.claim(training)
@@ -168,9 +168,9 @@ def test_two_series_of_collectives_do_not_mix(nccl: World) -> None:
 
 @pytest.mark.parametrize(("backend", "is_refused"), [("nccl", True), ("cpu:gloo,cuda:nccl", True), ("gloo", False)])
 def test_a_default_group_of_nccl_beside_ours_is_refused(
-    nccl: World, monkeypatch: pytest.MonkeyPatch, backend: str, is_refused: bool
+    nccl_world: World, monkeypatch: pytest.MonkeyPatch, backend: str, is_refused: bool
 ) -> None:
-    group = find_node_group(nccl, torch.device("cuda", 0))
+    group = find_node_group(nccl_world, torch.device("cuda", 0))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
@@ -213,7 +213,7 @@ def test_one_process_with_one_gpu_trains_as_through_gloo_on_the_cpu(selection: s
     assert torch.equal(*trained)
 
 
-def test_gradients_are_reduced_where_they_lie() -> None:
+def test_gradients_are_reduced_on_their_own_device() -> None:
     assert find_exchange_device([build_parameter("cpu")], Settings()) is None
     assert find_exchange_device([], Settings()) is None
     assert find_exchange_device([build_parameter("cpu")], Settings(node_exchange="torch")) == torch.device("cpu")

@@ -31,7 +31,7 @@ class Launches(TorchDispatchMode):
         return operation(*arguments, **(options or {}))
 
 
-def _count_launches(parameters: int, stashed: bool) -> list[str]:
+def _list_launches(parameters: int, stashed: bool) -> list[str]:
     world = topkube.world.init()
     bucket = Bucket(torch.float32, is_always_dense=False)
     for i in range(parameters):
@@ -57,5 +57,5 @@ def test_buckets_on_a_device_are_large() -> None:
 
 def test_the_launches_of_a_bucket_do_not_grow_with_its_parameters() -> None:
     for stashed in (False, True):
-        few, many = _count_launches(2, stashed), _count_launches(40, stashed)
+        few, many = _list_launches(2, stashed), _list_launches(40, stashed)
         assert few == many, (few, many)

@@ -38,7 +38,7 @@ def train(model: nn.Module, optimizer: Any, steps: int = 6, dtype: torch.dtype =
 
 
 class PlainLARS:
-    """Algorithm 1, one tensor after another."""
+    """Algorithm 1 of the paper of LARS, one tensor after another."""
 
     def __init__(self, model: nn.Module, lr: float, momentum: float, weight_decay: float, trust: float) -> None:
         self.model, self.lr, self.momentum, self.decay, self.trust = model, lr, momentum, weight_decay, trust
@@ -61,7 +61,7 @@ class PlainLARS:
 
 
 class PlainLAMB:
-    """Algorithm 2, one tensor after another."""
+    """Algorithm 2 of the paper of LAMB, one tensor after another."""
 
     def __init__(self, model: nn.Module, lr: float, decay: float) -> None:
         self.model, self.lr, self.decay, self.steps = model, lr, decay, 0
@@ -93,6 +93,7 @@ PAIRS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any]]] 
     ),
     "lamb": (lambda m: LAMB(m.parameters(), lr=0.02, weight_decay=0.1), lambda m: PlainLAMB(m, 0.02, 0.1)),
 }
+"""By name: TopKube's optimizer, and the plain one."""
 
 
 @pytest.mark.parametrize("device", DEVICES)

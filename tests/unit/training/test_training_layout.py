@@ -1,4 +1,4 @@
-"""Buckets, the density warm-up, residual pieces: pure parts of training."""
+"""Buckets, the density warm-up and the pieces of residuals, without an exchange."""
 
 from __future__ import annotations
 

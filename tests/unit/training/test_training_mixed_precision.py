@@ -82,9 +82,9 @@ def test_a_grad_scaler_trains_masters_as_float64_trains(
         scaler.update()
     assert scaler.get_scale() == SCALE
     expected = train_reference(make, 4, 0.5 if clips else None)
-    for actual, wanted in zip(optimizer.master_parameters(), expected, strict=True):
+    for actual, reference in zip(optimizer.master_parameters(), expected, strict=True):
         assert actual.dtype == torch.float32
-        torch.testing.assert_close(actual.double(), wanted, rtol=2e-6, atol=1e-6)
+        torch.testing.assert_close(actual.double(), reference, rtol=2e-6, atol=1e-6)
     for actual, wanted in zip(model.parameters(), optimizer.master_parameters(), strict=True):
         assert torch.equal(actual, wanted.to(actual.dtype))
 
@@ -140,7 +140,7 @@ def test_clipping_16_bit_gradients_after_unscaling_is_refused_with_the_line_to_w
         scaler.step(optimizer)
 
 
-def test_clipping_16_bit_gradients_without_a_scaler_counts_whoever_read_the_groups_before() -> None:
+def test_clipping_16_bit_gradients_without_a_scaler_takes_effect_even_if_groups_were_read_before() -> None:
     for reads in (False, True):
         model = Mixed()
         optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=1.0))
@@ -200,7 +200,7 @@ def test_param_groups_are_those_of_the_wrapped_optimizer() -> None:
 
 
 def test_weights_that_the_script_writes_reach_the_masters() -> None:
-    """A clamp of the weights, a broadcast, a loaded model: the next step must not undo it."""
+    """The script may clamp or broadcast weights, or load a model. The next step must not undo this."""
     model = Mixed()
     optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.0))
     small = model.first.abs() < 0.5

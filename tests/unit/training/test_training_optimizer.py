@@ -217,7 +217,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(aggregation: str, zero
             model.zero_grad(set_to_none=zero == "model")
 
 
-def test_one_bad_backward_spoils_an_accumulated_step() -> None:
+def test_one_backward_that_is_not_finite_skips_the_accumulated_step() -> None:
     model = build_model()
     optimizer = build_optimizer(model)
     before = model[0].weight.detach().clone()
@@ -323,7 +323,7 @@ def test_checkpoints_of_an_optimizer_with_its_own_world_are_refused(tmp_path: Pa
     topkube.checkpointing(model, optimizer, settings=Settings())
 
 
-def test_passes_that_a_checkpoint_covers_are_passed_over(tmp_path: Path) -> None:
+def test_passes_that_a_checkpoint_covers_are_skipped(tmp_path: Path) -> None:
     """This holds for the script's own loop over epochs too; the sampler continues in the middle of an epoch."""
     data = torch.utils.data.TensorDataset(torch.arange(200.0).view(10, 20))
     seen: list[tuple[int, int]] = []
@@ -346,13 +346,13 @@ def test_passes_that_a_checkpoint_covers_are_passed_over(tmp_path: Path) -> None
 
     with pytest.raises(SystemExit):
         train_until(7)
-    broken_off = len(seen)
-    assert broken_off in (7, 8)
+    batches_before_stop = len(seen)
+    assert batches_before_stop in (7, 8)
     train_until(100)
     assert seen == [(epoch, sample) for epoch in range(3) for sample in range(0, 10, 2)]
 
 
-def test_a_loop_that_was_left_alone_does_not_hang_the_process() -> None:
+def test_a_loop_that_the_script_never_finishes_does_not_hang_the_process() -> None:
     script = """
 import torch, topkube
 topkube.init()
@@ -366,11 +366,11 @@ next(batches)
     subprocess.run([sys.executable, "-c", script], check=True, timeout=280)
 
 
-def test_clipping_takes_from_sparse_gradients_for_good() -> None:
-    """An entry comes with the sum of what it waited for, so norms are larger than dense ones; what clipping cuts off
-    has left the residual all the same."""
+def test_the_part_that_clipping_removes_from_sparse_gradients_is_lost() -> None:
+    """An entry is sent with the sum of its gradients since it was last sent, so norms are larger than those of dense
+    gradients. The part that clipping removes is lost: the residual does not hold it either."""
     lost: dict[float, float] = {}
-    larger: list[float] = []
+    norm_ratios: list[float] = []
     for limit in (0.0, 0.001):
         model = build_model()
         optimizer = build_optimizer(model, lr=1.0, aggregation="hitopk", density=0.05, warmup_steps=0)
@@ -385,24 +385,24 @@ def test_clipping_takes_from_sparse_gradients_for_good() -> None:
             run_backward(model, step % 4, 0.01)
             norm = nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))
             if not limit and step >= 20:
-                larger.append(float(norm) / float(nn.utils.get_total_norm(dense)))
+                norm_ratios.append(float(norm) / float(nn.utils.get_total_norm(dense)))
             optimizer.step()
             optimizer.zero_grad()
         owed = optimizer.state_dict()["topkube"]["residuals"]["pieces"]
-        left = 0.0
+        lost[limit] = 0.0
         for (name, parameter), first, whole in zip(model.named_parameters(), start, total, strict=True):
             missing = (whole - (first - parameter.detach())).view(-1)
             for begin, values in owed.get(name, []):
                 missing[begin : begin + values.numel()] -= values
-            left += float(missing.norm())
-        lost[limit] = left
-    assert sum(larger) / len(larger) > 1.2
+            lost[limit] += float(missing.norm())
+    assert sum(norm_ratios) / len(norm_ratios) > 1.2
     assert lost[0.0] < 1e-4
     assert lost[0.001] > 100 * lost[0.0]
 
 
 def test_an_optimizer_in_a_frozen_cycle_does_not_count() -> None:
-    """Ranks that replay batches freeze their objects again, others do not: all must count the same optimizers."""
+    """Ranks that replay batches freeze their objects again, and other ranks do not. All must count the same
+    optimizers."""
     topkube.init()
     model = nn.Linear(3, 1)
     optimizer = topkube.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
@@ -413,9 +413,9 @@ def test_an_optimizer_in_a_frozen_cycle_does_not_count() -> None:
     try:
         del optimizer, cycle
         other = nn.Linear(3, 1)
-        left = topkube.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters())
+        second = topkube.DistributedOptimizer(torch.optim.SGD(other.parameters(), lr=0.1), other.named_parameters())
         assert frozen() is None
         assert gc.get_freeze_count()
-        del left
+        del second
     finally:
         gc.unfreeze()

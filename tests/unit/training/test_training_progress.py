@@ -1,4 +1,4 @@
-"""Progress records: what is written is what is read, while the file grows."""
+"""Progress records are read as they were written, while the file grows."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from topkube.training.batches.replays import KeptStatistics
 from topkube.training.batches.uneven_batches import find_batch_scale, is_replay_batch
 
 
-class Model(nn.Module):
+class ModelWithStatistics(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.block = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True))
@@ -39,7 +39,7 @@ def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
-KINDS: dict[str, Callable[[Model], Any]] = {
+KINDS: dict[str, Callable[[ModelWithStatistics], Any]] = {
     "plain": lambda model: model,
     "traced": lambda model: torch.jit.trace(model, torch.randn(5, 3), check_trace=False),
     "compiled": lambda model: torch.compile(model, backend="eager"),
@@ -50,7 +50,7 @@ KINDS: dict[str, Callable[[Model], Any]] = {
 @pytest.mark.filterwarnings("ignore:.*(torch.jit.trace|Python boolean)")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replay_leaves_statistics_and_a_real_batch_moves_them(kind: str) -> None:
-    model = Model()
+    model = ModelWithStatistics()
     called = KINDS[kind](model)
     kept = KeptStatistics()
     before = read_statistics(model)
@@ -74,8 +74,8 @@ def test_a_replay_leaves_statistics_and_a_real_batch_moves_them(kind: str) -> No
 def test_statistics_of_every_model_are_kept() -> None:
     """The model is in evaluation mode when `keep()` is called, and frozen by gc.freeze(). A lazy module without weights
     and a module whose constructor did not run raise no error."""
-    unfinished = Model.__new__(Model)
-    model = Model().eval()
+    unfinished = ModelWithStatistics.__new__(ModelWithStatistics)
+    model = ModelWithStatistics().eval()
     lazy = nn.LazyBatchNorm1d()
     gc.freeze()
     try:
@@ -94,7 +94,7 @@ def test_statistics_of_every_model_are_kept() -> None:
 
 def test_a_model_in_evaluation_is_left_to_the_script() -> None:
     """The averaged model is in evaluation mode and updates no statistics; only the script changes its buffers."""
-    average = Model().eval()
+    average = ModelWithStatistics().eval()
     kept = KeptStatistics()
     kept.keep()
     with torch.no_grad():

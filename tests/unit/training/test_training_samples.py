@@ -147,7 +147,8 @@ def test_all_samples_of_a_pass_are_counted_once(total: int, size: int, drops_las
 
 
 def test_a_script_counts_samples_and_the_loader_counts_drawn_samples() -> None:
-    """A loader that drops unusable samples, or a loss per token: the weight is one number, the position another."""
+    """If a loader drops unusable samples, or if the loss is a mean over tokens, the weight of a batch and the number of
+    drawn samples differ."""
 
     def stack_usable(batch: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack([sample for sample in batch if sample])
@@ -165,13 +166,13 @@ class Stream(IterableDataset[torch.Tensor]):
         return iter(torch.zeros(5, 3, 2, 2))
 
 
-class Reversed(BatchSampler):
+class UnknownBatchSampler(BatchSampler):
     pass
 
 
 def test_without_a_known_loader_samples_are_counted_in_the_batch() -> None:
     data = torch.zeros(5, 3, 2, 2)
-    by_hand: Any = DataLoader(data, batch_sampler=Reversed(SequentialSampler(data), 2, False))  # type: ignore[arg-type]
+    by_hand: Any = DataLoader(data, batch_sampler=UnknownBatchSampler(SequentialSampler(data), 2, False))  # type: ignore[arg-type]
     for loader in (DataLoader(Stream(), 2), by_hand, list(data.split(2)), DataLoader(data, batch_size=None)):  # type: ignore[arg-type]
         counts = count_batches(loader)
         assert counts in ([(2, 2), (2, 2), (1, 1)], [(3, 3)] * 5)
@@ -196,7 +197,7 @@ def test_join_and_progress_pass_the_counting_function_on() -> None:
 
 
 def test_the_position_of_the_sampler_follows_the_drawn_samples() -> None:
-    """A resumed run must neither repeat nor skip data, whatever the samples count by."""
+    """A resumed run must neither repeat nor skip data, however the script counts samples."""
     topkube.init()
     model = torch.nn.Linear(1, 1)
     optimizer = topkube.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import topkube
-from unit.training.fake_streams import FakeStream, Streams, play_device
+from unit.training.fake_streams import FakeStream, Streams, simulate_device
 
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
-    with play_device(monkeypatch) as fake:
+    with simulate_device(monkeypatch) as fake:
         yield fake
 
 

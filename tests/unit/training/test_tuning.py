@@ -83,16 +83,16 @@ def test_an_algorithm_that_is_named_and_a_single_node_measure_nothing(monkeypatc
 def test_a_comparison_is_due_once_after_the_first_steps(monkeypatch: Any) -> None:
     tuned, totals = measure_and_choose(monkeypatch, GIGABIT), {"inter": 0.0, "intra": 0.0}
     monkeypatch.setattr(step_times.phases, "current", SimpleNamespace(total=lambda phase: totals[phase]))
-    answers = []
+    numbers = []
     for step in range(SKIPPED_STEPS + COUNTED_STEPS):
         slow = step == SKIPPED_STEPS  # a late rank once: the median does not see it
         totals["inter"] += 9.0 if slow else 0.5
         totals["intra"] += 0.25
-        answers.append(tuned.note_step(float(step)))
-    assert answers == [None] * (SKIPPED_STEPS + COUNTED_STEPS - 1) + [[1.0, -0.5, -0.25]]
+        numbers.append(tuned.note_step(float(step)))
+    assert numbers == [None] * (SKIPPED_STEPS + COUNTED_STEPS - 1) + [[1.0, -0.5, -0.25]]
 
 
-def test_a_right_prediction_settles(monkeypatch: Any) -> None:
+def test_a_right_prediction_settles_the_choice(monkeypatch: Any) -> None:
     tuned = measure_and_choose(monkeypatch, GIGABIT)
     between, inside = read_prediction(tuned)
     assert not decide(tuned, 1.0, between * 1.05, inside)
@@ -162,19 +162,19 @@ def test_a_saved_choice_stays(monkeypatch: Any) -> None:
     tuned = measure_and_choose(monkeypatch, GIGABIT, wire="bf16")
     tuned.settle()
     state = json.loads(json.dumps(tuned.save()))
-    again = measure_and_choose(monkeypatch, 1e12, wire="bf16")
-    again.restore(state)
-    again.choose(BUCKETS)
-    assert again.choice == tuned.choice
-    assert (again.machines, again.summary, again.is_settled) == (tuned.machines, tuned.summary, True)
-    assert again.save() == tuned.save()
+    resumed = measure_and_choose(monkeypatch, 1e12, wire="bf16")
+    resumed.restore(state)
+    resumed.choose(BUCKETS)
+    assert resumed.choice == tuned.choice
+    assert (resumed.machines, resumed.summary, resumed.is_settled) == (tuned.machines, tuned.summary, True)
+    assert resumed.save() == tuned.save()
 
 
 @pytest.mark.parametrize("change", ["nodes", "settings", "algorithm", "nothing saved"])
 def test_a_saved_choice_of_another_job_is_made_again(monkeypatch: Any, change: str) -> None:
     state: dict[str, Any] | None = measure_and_choose(monkeypatch, GIGABIT).save()
     assert state is not None
-    again = measure_and_choose(monkeypatch, 1e12)
+    resumed = measure_and_choose(monkeypatch, 1e12)
     if change == "nodes":
         state["machines"]["nodes"] = 3
     elif change == "settings":
@@ -183,11 +183,11 @@ def test_a_saved_choice_of_another_job_is_made_again(monkeypatch: Any, change: s
         state["algorithm"] = "from-a-later-version"
     else:
         state = None
-    again.restore(state)
-    assert (again.choice, again.machines, again.summary) == (None, None, "")
-    again.choose(BUCKETS)
-    assert again.choice is not None
-    assert again.machines == build_machines(1e12)
+    resumed.restore(state)
+    assert (resumed.choice, resumed.machines, resumed.summary) == (None, None, "")
+    resumed.choose(BUCKETS)
+    assert resumed.choice is not None
+    assert resumed.machines == build_machines(1e12)
 
 
 def test_all_ranks_decide_alike(monkeypatch: Any) -> None:

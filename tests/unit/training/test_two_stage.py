@@ -33,9 +33,9 @@ def exchange(stages: list[TwoStage], changes: list[Any], weights: list[float]) -
         stage.reduce([sent[node][owner] for node in nodes], weights, means[owner])
     added = []
     for stage in stages:
-        moved = np.zeros(stage.bounds[-1], np.float32)
-        stage.add(moved, means)
-        added.append(moved)
+        out = np.zeros(stage.bounds[-1], np.float32)
+        stage.add(out, means)
+        added.append(out)
     return added
 
 
@@ -66,29 +66,31 @@ def draw_values(rng: Any, length: int, places: list[slice]) -> Any:
     draw_layout(), st.integers(2, 12), st.integers(0, 2**32), st.sampled_from(["signs", "top signs", "bf16", "fp32"])
 )
 def test_nothing_is_lost(layout: tuple[int, list[slice]], nodes: int, seed: int, kind: str) -> None:
-    """Over several exchanges, the mean of all changes equals the sum of the change of x, of what nodes have not sent,
-    and of the owners' residuals."""
+    """Over several exchanges, the mean of the nodes' changes equals the sum of three parts: what was added to the
+    agreed weights, the mean of what nodes have not sent, and the residuals of the owners."""
     length, places = layout
     rng = np.random.default_rng(seed)
     weights = (rng.integers(1, 5, nodes) * 1.0).tolist()
     weights = [weight / sum(weights) for weight in weights]
     stages = [TwoStage(lambda p, n: build_codec(kind, p, n), places, length, node, nodes) for node in range(nodes)]
-    left = [np.zeros(length, np.float32) for _ in range(nodes)]
-    moved, given_sum, largest = np.zeros(length), np.zeros(length), 0.0
+    unsent = [np.zeros(length, np.float32) for _ in range(nodes)]
+    added_sum, mean_of_changes, largest = np.zeros(length), np.zeros(length), 0.0
     for _ in range(4):
-        for rest, weight in zip(left, weights, strict=True):
+        for rest, weight in zip(unsent, weights, strict=True):
             change = draw_values(rng, length, places)
             rest += change
-            given_sum += change.astype(np.float64) * weight
-        largest = max(largest, max(float(np.abs(rest).max()) for rest in left))
-        added = exchange(stages, left, weights)
+            mean_of_changes += change.astype(np.float64) * weight
+        largest = max(largest, max(float(np.abs(rest).max()) for rest in unsent))
+        added = exchange(stages, unsent, weights)
         for other in added:
             assert other.tobytes() == added[0].tobytes()
-        moved += added[0]
-    kept = sum(rest.astype(np.float64) * weight for rest, weight in zip(left, weights, strict=True))
-    np.testing.assert_allclose(moved + kept + join_owed(stages), given_sum, rtol=0, atol=largest * 2.0**-18)
+        added_sum += added[0]
+    mean_unsent = sum(rest.astype(np.float64) * weight for rest, weight in zip(unsent, weights, strict=True))
+    np.testing.assert_allclose(
+        added_sum + mean_unsent + join_owed(stages), mean_of_changes, rtol=0, atol=largest * 2.0**-18
+    )
     if kind == "fp32":
-        assert not any(rest.any() for rest in left)
+        assert not any(rest.any() for rest in unsent)
         assert not join_owed(stages).any()
 
 
@@ -105,16 +107,16 @@ def test_the_result_is_that_of_one_owner(layout: tuple[int, list[slice]], nodes:
         for _ in range(2):
             changes = [draw_values(rng, length, places) for _ in range(nodes)]
             if owners == nodes:
-                moved = exchange(stages, changes, weights)[0]
+                added = exchange(stages, changes, weights)[0]
             else:
                 rows = [np.zeros(stages[0].total_bytes, np.uint8) for _ in range(nodes)]
                 for change, row in zip(changes, rows, strict=True):
                     stages[0].pack(change, [row])
                 sent = np.zeros_like(rows[0])
                 stages[0].reduce(rows, weights, sent)
-                moved = np.zeros(length, np.float32)
-                stages[0].add(moved, [sent])
-        results.append((moved.tobytes(), join_owed(stages).tobytes()))
+                added = np.zeros(length, np.float32)
+                stages[0].add(added, [sent])
+        results.append((added.tobytes(), join_owed(stages).tobytes()))
     assert results[0] == results[1]
 
 

@@ -13,7 +13,7 @@ from topkube.training.exchange.step import weights_check
 from topkube.training.exchange.step.weights_check import WeightsCheck
 
 
-class PlayedAgreement:
+class SimulatedAgreement:
     """The agreement of a rank with another rank, whose digest and numbers are given."""
 
     def __init__(self, digests: list[float], other_numbers: list[list[float]]) -> None:
@@ -42,9 +42,9 @@ def test_a_difference_in_the_last_bit_of_the_last_value_names_the_parameter(
         checks.append(WeightsCheck([Parameter(0, "layer.weight", values)], "error", 1))
     digests = [check.compute_digest() for check in checks]
     assert digests[0] != digests[1]
-    other: Any = PlayedAgreement(digests, [[np.inf], [np.inf]])
+    other: Any = SimulatedAgreement(digests, [[np.inf], [np.inf]])
     checks[1].describe_difference(other, digests[1], False)
-    own: Any = PlayedAgreement(digests, other.sent)
+    own: Any = SimulatedAgreement(digests, other.sent)
     difference = checks[0].describe_difference(own, digests[0], False)
     assert "rank 1" in difference
     assert "layer.weight differs" in difference

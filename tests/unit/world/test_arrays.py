@@ -35,8 +35,8 @@ def test_the_error_names_why_an_array_cannot_be_used() -> None:
     torch = pytest.importorskip("torch")
     frozen = np.zeros(4, np.float32)
     frozen.flags.writeable = False
-    odd = np.zeros(17, np.uint8)[1:]
-    misaligned = np.frombuffer(odd.data, np.float32, 4)
+    shifted_bytes = np.zeros(17, np.uint8)[1:]
+    misaligned = np.frombuffer(shifted_bytes.data, np.float32, 4)
     for x, message in [
         (torch.zeros(4, device="meta"), "is on meta"),
         (torch.zeros(4).to_sparse(), "layout"),

@@ -1,4 +1,4 @@
-"""Waits for messages."""
+"""Waits for messages: how far messages advance in a wait, and the size of their segments."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_without_mpi_the_error_names_the_command_to_install_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "wanted"),
+    ("environment", "expected"),
     [
         ({}, ProcessLaunch()),
         ({"PMI_SIZE": "4"}, ProcessLaunch("MPICH's mpiexec", 4)),
@@ -44,8 +44,8 @@ def test_without_mpi_the_error_names_the_command_to_install_it() -> None:
         ({"WORLD_SIZE": "8", "RANK": "3", "PMI_SIZE": "4"}, ProcessLaunch("MPICH's mpiexec", 4, 8)),
     ],
 )
-def test_launchers_are_recognised(environment: dict[str, str], wanted: ProcessLaunch) -> None:
-    assert read_process_launch(environment) == wanted
+def test_launchers_are_recognised(environment: dict[str, str], expected: ProcessLaunch) -> None:
+    assert read_process_launch(environment) == expected
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_launchers_are_recognised(environment: dict[str, str], wanted: ProcessLa
         (2, ProcessLaunch(processes=2), 2),
     ],
 )
-def test_a_launch_that_agrees_with_mpi_is_taken(size: int, launched: ProcessLaunch, expected: int) -> None:
+def test_a_launch_that_agrees_with_mpi_is_accepted(size: int, launched: ProcessLaunch, expected: int) -> None:
     check_launch(size, "MPICH Version: 5", launched, expected)
 
 
@@ -95,7 +95,7 @@ def test_torchrun_is_refused_with_the_command_to_use() -> None:
 
 
 @given(st.lists(st.integers(0, 600), min_size=1, max_size=4096))
-def test_nodes_hold_every_rank_once_in_the_order_of_their_first(homes: list[int]) -> None:
+def test_nodes_hold_every_rank_once_in_the_order_of_their_first_rank(homes: list[int]) -> None:
     nodes = group_by_home(homes)
     assert sorted(rank for ranks in nodes for rank in ranks) == list(range(len(homes)))
     assert [ranks[0] for ranks in nodes] == sorted(ranks[0] for ranks in nodes)

@@ -12,7 +12,7 @@ from http import HTTPStatus
 import pytest
 import xxhash
 from openers import PATIENT, Opener, release_when_waiting, wait_until
-from remotes import Answer, Remote
+from remotes import Answer, RemoteServer
 
 from topkube.data.cache.early import early_groups
 from topkube.data.dataset import CachedDataset
@@ -26,7 +26,7 @@ class LateTable:
     """A Parquet shard of 2,000 rows. Responses with the whole shard are late, so it is not in the cache before
     `release`. `lie` changes responses with a range of it."""
 
-    def __init__(self, remote: Remote, open_dataset: Opener, group_rows: int = 100) -> None:
+    def __init__(self, remote: RemoteServer, open_dataset: Opener, group_rows: int = 100) -> None:
         arrow = pytest.importorskip("pyarrow")
         import pyarrow.parquet
 
@@ -51,8 +51,8 @@ class LateTable:
             self.ranges.append((answer.start, answer.stop))
             self.lie(answer)
 
-    def write_manifest(self, **more: object) -> None:
-        entry = {"path": self.path.name, "size": self.path.stat().st_size, "samples": len(ROWS), **more}
+    def write_manifest(self, **fields: object) -> None:
+        entry = {"path": self.path.name, "size": self.path.stat().st_size, "samples": len(ROWS), **fields}
         (self.remote.folder / "manifest.jsonl").write_text(json.dumps(entry) + "\n")
 
     def open(self) -> CachedDataset:
@@ -66,7 +66,7 @@ class LateTable:
 
 
 @pytest.fixture
-def late(remote: Remote, open_dataset: Opener) -> Iterator[LateTable]:
+def late(remote: RemoteServer, open_dataset: Opener) -> Iterator[LateTable]:
     late = LateTable(remote, open_dataset)
     yield late
     late.release()
@@ -74,8 +74,8 @@ def late(remote: Remote, open_dataset: Opener) -> Iterator[LateTable]:
 
 def test_rows_are_read_before_their_shard_is_whole_and_only_their_groups(late: LateTable) -> None:
     dataset = late.open()
-    wanted = [250, 299, 1999, 250]
-    assert dataset.__getitems__(wanted) == [ROWS[at] for at in wanted]
+    indices = [250, 299, 1999, 250]
+    assert dataset.__getitems__(indices) == [ROWS[at] for at in indices]
     assert not dataset.cache.has(0)
     size = late.path.stat().st_size
     assert len(late.ranges) == 3, "the footer and two groups"
@@ -91,7 +91,7 @@ def change_a_row(answer: Answer) -> None:
     answer.data = answer.data.replace(b"row 0250", b"row 9999")
 
 
-def test_two_contents_with_one_version_are_noticed_when_the_shard_is_whole(late: LateTable) -> None:
+def test_two_contents_with_one_version_are_detected_when_the_shard_is_whole(late: LateTable) -> None:
     late.lie = change_a_row
     dataset = late.open()
     assert dataset[250]["text"].startswith("row 9999")  # a version without a checksum cannot show this now
@@ -102,7 +102,7 @@ def test_two_contents_with_one_version_are_noticed_when_the_shard_is_whole(late:
     assert dataset[250] == ROWS[250], "the wrong rows are forgotten"
 
 
-def test_two_contents_are_noticed_at_the_latest_when_the_dataset_is_closed(late: LateTable) -> None:
+def test_two_contents_are_detected_at_the_latest_when_the_dataset_is_closed(late: LateTable) -> None:
     late.lie = change_a_row
     dataset = late.open()
     dataset[250]
@@ -162,7 +162,7 @@ def test_ranges_that_cannot_be_checked_are_not_read(late: LateTable, manifest: d
     assert not late.ranges
 
 
-def test_a_group_that_is_most_of_its_shard_is_not_read_alone(remote: Remote, open_dataset: Opener) -> None:
+def test_a_group_that_is_most_of_its_shard_is_not_read_alone(remote: RemoteServer, open_dataset: Opener) -> None:
     late = LateTable(remote, open_dataset, group_rows=1000)
     dataset = late.open()
     release_when_waiting(dataset, late.release)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 from openers import PATIENT, Opener, check_samples, release_when_waiting, wait_until
-from remotes import Answer, Remote, write_files
+from remotes import Answer, RemoteServer, write_files
 
 from topkube.data.dataset import CachedDataset
 from topkube.data.remote.retry import Changed
@@ -25,7 +25,7 @@ class LateShard:
     """A shard of 20 files. Its first file is late, so the shard is not whole before `release`. `lie` changes all
     responses for EARLY but the first, which belongs to the shard."""
 
-    def __init__(self, remote: Remote, open_dataset: Opener) -> None:
+    def __init__(self, remote: RemoteServer, open_dataset: Opener) -> None:
         self.remote, self._open_dataset = remote, open_dataset
         self.data = write_files(remote.folder, 20)
         self._arrives = threading.Event()
@@ -57,7 +57,7 @@ class LateShard:
 
 
 @pytest.fixture
-def late_shard(remote: Remote, open_dataset: Opener) -> Iterator[LateShard]:
+def late_shard(remote: RemoteServer, open_dataset: Opener) -> Iterator[LateShard]:
     late = LateShard(remote, open_dataset)
     yield late
     late.release()
@@ -75,7 +75,7 @@ def test_a_sample_is_read_before_its_shard_is_whole(late_shard: LateShard) -> No
     assert late_shard.remote.requests[EARLY] == 2
 
 
-def test_a_batch_has_early_and_whole_samples_in_order(remote: Remote, open_dataset: Opener) -> None:
+def test_a_batch_has_early_and_whole_samples_in_order(remote: RemoteServer, open_dataset: Opener) -> None:
     late = LateShard(remote, open_dataset)
     dataset = open_dataset(
         remote.uri, early_samples=True, prefetch=True, patience=PATIENT, group_bytes=10 * late.data.shape[1]
@@ -87,7 +87,7 @@ def test_a_batch_has_early_and_whole_samples_in_order(remote: Remote, open_datas
     late.release()
 
 
-def test_two_contents_with_one_version_are_noticed_when_the_shard_is_whole(late_shard: LateShard) -> None:
+def test_two_contents_with_one_version_are_detected_when_the_shard_is_whole(late_shard: LateShard) -> None:
     late_shard.lie = lambda answer: setattr(answer, "data", answer.data[::-1])
     dataset = late_shard.open()
     assert bytes(dataset[3]) == late_shard.data[3][::-1].tobytes()  # a version without a checksum cannot show this now
@@ -97,7 +97,7 @@ def test_two_contents_with_one_version_are_noticed_when_the_shard_is_whole(late_
         dataset[5]
 
 
-def test_two_contents_are_noticed_at_the_latest_when_the_dataset_is_closed(late_shard: LateShard) -> None:
+def test_two_contents_are_detected_at_the_latest_when_the_dataset_is_closed(late_shard: LateShard) -> None:
     late_shard.lie = lambda answer: setattr(answer, "data", answer.data[::-1])
     dataset = late_shard.open()
     dataset[3]
@@ -180,7 +180,7 @@ def test_without_checksum_and_version_nothing_is_read_early(late_shard: LateShar
     assert late_shard.remote.requests[EARLY] == 1
 
 
-def test_nothing_is_read_early_unless_it_is_wanted(late_shard: LateShard) -> None:
+def test_nothing_is_read_early_unless_the_option_is_set(late_shard: LateShard) -> None:
     dataset = late_shard.open(early_samples=False)
     release_when_waiting(dataset, late_shard.release)
     assert bytes(dataset[3]) == late_shard.data[3].tobytes()

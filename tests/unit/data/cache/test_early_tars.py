@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import xxhash
 from openers import PATIENT, Opener, release_when_waiting, wait_until
-from remotes import Answer, Remote, write_tars
+from remotes import Answer, RemoteServer, write_tars
 
 from topkube.data.base.batch import ArrayOf
 from topkube.data.dataset import CachedDataset
@@ -33,7 +33,7 @@ class LateTars:
     in the cache before `release`. `lie` changes responses with a range of it, `lie_about_index` those with the
     index."""
 
-    def __init__(self, remote: Remote, open_dataset: Opener) -> None:
+    def __init__(self, remote: RemoteServer, open_dataset: Opener) -> None:
         self.remote, self._open_dataset = remote, open_dataset
         self.data = write_tars(remote.folder, list(SHARDS), SIZE)
         self._arrives = threading.Event()
@@ -89,7 +89,7 @@ class LateTars:
 
 
 @pytest.fixture
-def late(remote: Remote, open_dataset: Opener) -> Iterator[LateTars]:
+def late(remote: RemoteServer, open_dataset: Opener) -> Iterator[LateTars]:
     late = LateTars(remote, open_dataset)
     yield late
     late.release()
@@ -98,8 +98,8 @@ def late(remote: Remote, open_dataset: Opener) -> Iterator[LateTars]:
 def test_samples_are_read_before_their_shard_is_whole_and_nothing_else_is_requested(late: LateTars) -> None:
     dataset = late.open()
     assert dataset[3] == late.sample(3)
-    wanted = [39, 3, 70, 0]
-    assert dataset.__getitems__(wanted) == [late.sample(number) for number in wanted]
+    indices = [39, 3, 70, 0]
+    assert dataset.__getitems__(indices) == [late.sample(number) for number in indices]
     assert not dataset.cache.has(0)
     assert late.remote.requests[INDEX] == 1
     assert len(late.ranges) == 4
@@ -117,8 +117,8 @@ def test_a_field_of_a_batch_is_read_early_with_any_version(etags: str, late: Lat
     late.remote.etags = etags
     late.write_manifest(checksums=True)
     dataset = late.open(decode=ArrayOf("uint8", (SIZE,), field="bin"))
-    wanted = np.array([5, 60, 1, 79, 5])
-    np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(wanted))), late.data[wanted])
+    indices = np.array([5, 60, 1, 79, 5])
+    np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(indices))), late.data[indices])
     assert not dataset.cache.has(0)
     late.release()
     dataset.warm()
@@ -173,7 +173,7 @@ def test_without_an_index_nothing_is_read_early(late: LateTars) -> None:
     assert not late.ranges
 
 
-def test_nothing_is_read_early_unless_it_is_wanted(late: LateTars) -> None:
+def test_nothing_is_read_early_unless_the_option_is_set(late: LateTars) -> None:
     dataset = late.open(early_samples=False)
     release_when_waiting(dataset, late.release)
     assert dataset[3] == late.sample(3)
@@ -222,7 +222,7 @@ def shift_samples(checked: CheckedIndex) -> CheckedIndex:
 
 
 @pytest.mark.parametrize("change", [swap_fields, shift_samples])
-def test_an_index_that_differs_from_its_shard_is_noticed_when_the_shard_is_whole(
+def test_an_index_that_differs_from_its_shard_is_detected_when_the_shard_is_whole(
     change: Callable[[CheckedIndex], CheckedIndex], late: LateTars
 ) -> None:
     late.change_index(change)
@@ -248,7 +248,7 @@ def test_an_index_with_another_number_of_samples_than_the_manifest_is_refused(la
         dataset[3]
 
 
-def test_all_indexes_of_a_batch_come_at_the_same_time(remote: Remote, open_dataset: Opener) -> None:
+def test_all_indexes_of_a_batch_come_at_the_same_time(remote: RemoteServer, open_dataset: Opener) -> None:
     """The index of each of 16 shards of a window is a request; a batch must not wait for 16 round trips."""
     data = write_tars(remote.folder, [20] * 4, SIZE)
     lines = list(generate_manifest(remote.uri, True, False, remote.folder / INDEX))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from openers import Opener
-from remotes import Remote, write_tars
+from remotes import RemoteServer, write_tars
 
 from topkube.data import ArrayOf
 from topkube.data.cache.fingerprint import compute_fingerprint
@@ -161,7 +161,7 @@ def test_the_fingerprint_of_an_object_is_used() -> None:
     assert compute_fingerprint(None) == ""
 
 
-def test_a_decode_with_a_changed_global_gets_its_own_samples(remote: Remote, open_dataset: Opener) -> None:
+def test_a_decode_with_a_changed_global_gets_its_own_samples(remote: RemoteServer, open_dataset: Opener) -> None:
     write_tars(remote.folder, [5])
     for scale in (1, 10):
         decoder: Any = build_module(f"SCALE = {scale}\ndef decode(sample): return int(sample['cls']) * SCALE")

@@ -52,7 +52,7 @@ def tier(folder: Path) -> Iterator[MemoryTier]:
     tier.close()
 
 
-def make_data() -> npt.NDArray[np.uint8]:
+def build_data() -> npt.NDArray[np.uint8]:
     return np.random.default_rng(0).integers(0, 256, (SAMPLES, BYTES), np.uint8)
 
 
@@ -79,7 +79,7 @@ def count_huge_bytes(path: Path) -> int:
 
 @needs_huge_pages
 def test_a_full_column_moves_into_huge_pages_while_it_is_read(tier: MemoryTier) -> None:
-    data, every = make_data(), np.arange(SAMPLES)
+    data, every = build_data(), np.arange(SAMPLES)
     admit(tier, data, every)
     column = tier.folder / "column-0"
     assert count_huge_bytes(column) == 0
@@ -91,7 +91,7 @@ def test_a_full_column_moves_into_huge_pages_while_it_is_read(tier: MemoryTier) 
 @needs_huge_pages
 def test_other_processes_read_the_same_huge_pages(tier: MemoryTier, folder: Path) -> None:
     """Each process has its own mapping, as the second tier of this process does."""
-    data, every = make_data(), np.arange(SAMPLES)
+    data, every = build_data(), np.arange(SAMPLES)
     admit(tier, data, every)
     for _ in range(12):
         check(tier, data, every)
@@ -106,7 +106,7 @@ def test_other_processes_read_the_same_huge_pages(tier: MemoryTier, folder: Path
 
 @needs_huge_pages
 def test_absent_samples_take_no_memory_and_are_right_when_they_come(tier: MemoryTier) -> None:
-    data = make_data()
+    data = build_data()
     few, others = np.arange(HUGE // BYTES // 2), np.arange(HUGE // BYTES // 2, SAMPLES)
     admit(tier, data, few)
     column = tier.folder / "column-0"
@@ -133,7 +133,7 @@ def test_a_kernel_that_refuses_is_not_asked_for_ever(
         return error
 
     monkeypatch.setattr(_kernels, "collapse_pages", refuse)
-    data = make_data()
+    data = build_data()
     admit(tier, data, np.arange(SAMPLES))
     for _ in range(20):
         check(tier, data, np.arange(SAMPLES))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from openers import Opener, check_samples, list_shard_files, wait_until
 from processes import fork, wait_for_end
-from remotes import Remote, write_files, write_tars
+from remotes import RemoteServer, write_files, write_tars
 
 from topkube.data import ArrayOf
 from topkube.data.cache.disk import publication
@@ -60,7 +60,7 @@ def test_within_a_job_the_tier_takes_shards_until_it_is_full_and_then_freezes(
     assert capfd.readouterr().err.count("takes no more shards") == 1
 
 
-def test_outdated_shards_are_evicted_first(remote: Remote, open_dataset: Opener) -> None:
+def test_outdated_shards_are_evicted_first(remote: RemoteServer, open_dataset: Opener) -> None:
     limit = 30 * 3072
     data = write_files(remote.folder, 20)
     check_samples(open_dataset(remote.uri, decode=RECORD, size_limit=limit), data)
@@ -168,14 +168,14 @@ def test_limits_count_every_rank_of_the_node(ranks: int) -> None:
 @pytest.mark.parametrize("at", ["recorded", "renamed", "published"])
 def test_a_shard_never_counts_twice_against_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     folder = DiskTier(tmp_path / "cache", DiskLimits(2000, 0)).open_folder("file:///x")
-    held = []
+    reservations = []
 
-    def look_for_room(step: str) -> None:
-        if step == at and not held:
+    def reserve_room(step: str) -> None:
+        if step == at and not reservations:
             other = DiskTier(tmp_path / "cache", DiskLimits(2000, 0))
-            held.append(other.reserve(1000, folder.path / "part", folder))
+            reservations.append(other.reserve(1000, folder.path / "part", folder))
 
-    monkeypatch.setattr(publication, "notify_step", look_for_room)
+    monkeypatch.setattr(publication, "notify_step", reserve_room)
     os.close(folder.publish("0" * 32, 1000, lambda file: None))
-    assert held
-    held[0].release()
+    assert reservations
+    reservations[0].release()

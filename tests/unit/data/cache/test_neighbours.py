@@ -80,14 +80,14 @@ def test_a_link_in_place_of_a_session_is_not_followed(tmp_path: Path, open_datas
     name = first.node_state._path.name
     open_dataset.close()
     (folder / name).symlink_to(private)
-    held = os.open(folder / f"{name}.users", os.O_RDWR | os.O_CREAT)
+    lock_file = os.open(folder / f"{name}.users", os.O_RDWR | os.O_CREAT)
     import fcntl
 
-    fcntl.flock(held, fcntl.LOCK_SH)  # a process uses it, so it is not a leftover
+    fcntl.flock(lock_file, fcntl.LOCK_SH)  # a process uses it, so it is not a leftover
     try:
         check_samples(open_dataset(tmp_path / "source", decode=RECORD), data)
     finally:
-        os.close(held)
+        os.close(lock_file)
     assert private.read_text() == "precious"
 
 
@@ -153,7 +153,7 @@ def test_a_folder_that_is_set_up_for_others_stays_so(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("common_umask")
 def test_a_cache_of_a_group_can_be_written_by_all_of_it(tmp_path: Path) -> None:
     if not supports_access_lists(tmp_path / "rehearsal"):
-        pytest.skip("this volume knows no access lists")
+        pytest.skip("this volume has no access lists")
     folder = DiskTier(tmp_path / "cache", sharing="group").open_folder("file:///x")
     os.close(folder.publish("0" * 32, 10, lambda file: os.posix_fallocate(file, 0, 10)))
     for path in list_everything(tmp_path / "cache"):
@@ -195,5 +195,5 @@ def test_credentials_in_an_address_are_refused_and_not_shown(open_dataset: Opene
 @pytest.mark.parametrize(
     "uri", ["https://host/x", "sftp://user@host/x", "file:///a@b/c?token=1", "s3://bucket/a@b", "memory://x?y"]
 )
-def test_addresses_without_secrets_are_taken(uri: str) -> None:
+def test_addresses_without_secrets_are_accepted(uri: str) -> None:
     check_address(uri)

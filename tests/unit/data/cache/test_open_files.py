@@ -45,12 +45,12 @@ def test_a_local_folder_that_cannot_be_read_is_an_error_not_a_smaller_dataset(
     tmp_path: Path, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_files(tmp_path / "source", 20)
-    listed = LocalFileSystem.ls
+    list_folder = LocalFileSystem.ls
 
     def refuse(self: LocalFileSystem, path: str, *rest: Any, **more: Any) -> Any:
         if path.endswith("/b"):
             raise OSError(24, "Too many open files")
-        return listed(self, path, *rest, **more)
+        return list_folder(self, path, *rest, **more)
 
     monkeypatch.setattr(LocalFileSystem, "ls", refuse)
     with pytest.raises(StoreError, match="Too many open files"):

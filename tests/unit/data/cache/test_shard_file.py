@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from openers import Opener
-from remotes import Remote, write_files, write_tars
+from remotes import RemoteServer, write_files, write_tars
 
 from topkube.data.cache.disk import shard_file
 from topkube.data.cache.disk.shard_file import ShardWriter
@@ -66,7 +66,7 @@ def test_bytes_in_any_order_are_written_where_they_belong(sizes: list[int], rand
         assert file.read() == data
 
 
-def test_what_is_left_is_written_at_the_end_and_not_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rest_is_written_at_the_end_and_not_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_file, "PIECE_BYTES", PIECE)
     with tempfile.TemporaryFile() as file:
         with ShardWriter(file.fileno()) as writer:
@@ -97,7 +97,7 @@ def test_a_full_volume_is_an_error_of_the_last_write_too() -> None:
 
 @pytest.mark.parametrize("form", ["files", "tar"])
 def test_shards_are_written_in_aligned_pieces(
-    form: str, remote: Remote, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
+    form: str, remote: RemoteServer, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small files come in any order and in small parts; a small page of the page cache for each would be slow to
     read."""
@@ -112,7 +112,7 @@ def test_shards_are_written_in_aligned_pieces(
 
 
 def test_a_group_that_is_too_large_for_memory_is_written_file_by_file(
-    remote: Remote, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
+    remote: RemoteServer, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("topkube.data.cache.shard_fetcher._ASSEMBLED_BYTES", 100)
     data = write_files(remote.folder, 40)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from openers import Opener, check_samples, list_shard_files
 from processes import fork, run_on_volume, wait_for_end
-from remotes import Remote, write_files, write_tars
+from remotes import RemoteServer, write_files, write_tars
 
 from topkube.data import ArrayOf
 from topkube.data.base.file_lock import FileLock
@@ -79,11 +79,11 @@ def test_processes_that_were_killed_while_they_filled_do_not_count(
     """Otherwise readers of another job wait for them before each missing shard."""
     monkeypatch.setattr(node_state, "_SEARCH_SECONDS", 0.0)
     state = NodeState(tmp_path / "memory", "0", 4)
-    ready, tell = os.pipe()
+    ready, ready_writer = os.pipe()
 
     def fill() -> None:
         NodeState(tmp_path / "memory", "0", 4).change_filler_count(+1)
-        os.write(tell, b"x")
+        os.write(ready_writer, b"x")
         signal.pause()
 
     filling = [fork(fill), fork(fill)]
@@ -101,7 +101,7 @@ def test_processes_that_were_killed_while_they_filled_do_not_count(
     assert state.filler_count == 0
     state.close()
     assert not list((tmp_path / "memory").iterdir())
-    os.close(ready), os.close(tell)
+    os.close(ready), os.close(ready_writer)
 
 
 def test_temporaries_of_living_writers_are_left_alone(tmp_path: Path) -> None:
@@ -118,24 +118,26 @@ def test_temporaries_of_living_writers_are_left_alone(tmp_path: Path) -> None:
     assert not part.exists()
 
 
-def test_8_processes_that_race_for_a_shard_fetch_it_once(remote: Remote, open_dataset: Opener, tmp_path: Path) -> None:
+def test_8_processes_that_race_for_a_shard_fetch_it_once(
+    remote: RemoteServer, open_dataset: Opener, tmp_path: Path
+) -> None:
     data = write_tars(remote.folder, [50])
     decode = ArrayOf("uint8", (3072,), field="bin")
-    go = tmp_path / "go"
+    start_file = tmp_path / "go"
 
     def train() -> None:
-        while not go.exists():
+        while not start_file.exists():
             time.sleep(0.001)
         check_samples(open_dataset(remote.uri, decode=decode, prefetch=False, wait_seconds=120), data)
 
     racing = [fork(train) for _ in range(8)]
-    go.touch()
+    start_file.touch()
     assert [wait_for_end(process) for process in racing] == [0] * 8
     assert remote.requests["000.tar"] == 1
 
 
 def test_a_waiter_takes_over_from_a_process_without_progress(
-    remote: Remote, open_dataset: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    remote: RemoteServer, open_dataset: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = write_tars(remote.folder, [5])
     decode = ArrayOf("uint8", (3072,), field="bin")
@@ -161,7 +163,7 @@ def test_a_waiter_takes_over_from_a_process_without_progress(
 
 
 @pytest.mark.parametrize("fault", ["truncate", "stall", "503"])
-def test_a_remote_that_fails_for_a_while_is_retried(remote: Remote, open_dataset: Opener, fault: str) -> None:
+def test_a_remote_that_fails_for_a_while_is_retried(remote: RemoteServer, open_dataset: Opener, fault: str) -> None:
     data = write_tars(remote.folder, [50])
     remote.faults["000.tar"] = [fault, fault]
     dataset = open_dataset(remote.uri, decode=ArrayOf("uint8", (3072,), field="bin"), wait_seconds=20)
@@ -171,7 +173,7 @@ def test_a_remote_that_fails_for_a_while_is_retried(remote: Remote, open_dataset
 
 @pytest.mark.parametrize("fault", ["truncate", "stall", "503"])
 def test_small_files_whose_remote_fails_for_a_while_are_retried(
-    remote: Remote, open_dataset: Opener, fault: str
+    remote: RemoteServer, open_dataset: Opener, fault: str
 ) -> None:
     data = write_files(remote.folder, 20)
     remote.faults = {"a/00003.bin": [fault, fault], "b/00012.bin": [fault]}
@@ -181,7 +183,7 @@ def test_small_files_whose_remote_fails_for_a_while_are_retried(
 
 
 def test_a_shard_stays_open_while_it_is_indexed(
-    remote: Remote, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
+    remote: RemoteServer, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tars(remote.folder, [5])
     cache = open_dataset(remote.uri, prefetch=False).cache
@@ -198,7 +200,7 @@ def test_a_shard_stays_open_while_it_is_indexed(
 
 
 def test_a_shard_that_one_thread_reads_is_not_closed_by_another_that_opens_it_too(
-    remote: Remote, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
+    remote: RemoteServer, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of a closed descriptor may belong to another file by the time of the read."""
     write_files(remote.folder, 5)
@@ -222,7 +224,7 @@ def test_a_shard_that_one_thread_reads_is_not_closed_by_another_that_opens_it_to
     assert os.fstat(other[0]).st_size == 5 * 3072
 
 
-def test_a_remote_that_never_recovers_is_a_clear_error(remote: Remote, open_dataset: Opener) -> None:
+def test_a_remote_that_never_recovers_is_a_clear_error(remote: RemoteServer, open_dataset: Opener) -> None:
     write_files(remote.folder, 4)
     dataset = open_dataset(remote.uri, decode=RECORD, prefetch=False)
     remote.faults["a/00000.bin"] = ["503"] * 100
@@ -232,7 +234,7 @@ def test_a_remote_that_never_recovers_is_a_clear_error(remote: Remote, open_data
     dataset[0]
 
 
-def test_a_changed_object_has_a_new_key_and_old_bytes_are_not_used(remote: Remote, open_dataset: Opener) -> None:
+def test_a_changed_object_has_a_new_key_and_old_bytes_are_not_used(remote: RemoteServer, open_dataset: Opener) -> None:
     data = write_tars(remote.folder, [10])
     decode = ArrayOf("uint8", (3072,), field="bin")
     first = open_dataset(remote.uri, decode=decode)
@@ -246,7 +248,7 @@ def test_a_changed_object_has_a_new_key_and_old_bytes_are_not_used(remote: Remot
 
 @pytest.mark.parametrize("json_index", [False, True])
 def test_an_object_that_changes_between_listing_and_reading_is_refused(
-    remote: Remote, open_dataset: Opener, json_index: bool
+    remote: RemoteServer, open_dataset: Opener, json_index: bool
 ) -> None:
     remote.json_index = json_index
     write_files(remote.folder, 2)
@@ -260,35 +262,35 @@ def test_an_object_that_changes_between_listing_and_reading_is_refused(
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "extend"])
 def test_damage_on_disk_is_found_quarantined_and_fetched_again(
-    remote: Remote, open_dataset: Opener, damage: str
+    remote: RemoteServer, open_dataset: Opener, damage: str
 ) -> None:
     data = write_files(remote.folder, 40)
     check_samples(open_dataset(remote.uri, decode=RECORD, group_bytes=30_000), data)
     open_dataset.close()
-    victim = sorted(list_shard_files(open_dataset.cache))[0]
-    damaged = bytearray(victim.read_bytes())
+    shard_file = sorted(list_shard_files(open_dataset.cache))[0]
+    damaged = bytearray(shard_file.read_bytes())
     if damage == "flip":
         damaged[len(damaged) // 3] ^= 4
-    victim.chmod(0o644)
-    victim.write_bytes({"flip": damaged, "truncate": damaged[:-1], "extend": damaged + b"x"}[damage])
+    shard_file.chmod(0o644)
+    shard_file.write_bytes({"flip": damaged, "truncate": damaged[:-1], "extend": damaged + b"x"}[damage])
     dataset = open_dataset(remote.uri, decode=RECORD, group_bytes=30_000)
     check_samples(dataset, data)
     assert dataset.statistics()["corruptions"] == 1
-    assert dataset.statistics()["remote_bytes"] == victim.stat().st_size
+    assert dataset.statistics()["remote_bytes"] == shard_file.stat().st_size
     assert len(list(open_dataset.cache.glob("datasets/*/quarantine/*"))) == 1
 
 
 def test_a_second_dataset_finds_damage_that_happened_after_the_first_verification(
-    remote: Remote, open_dataset: Opener
+    remote: RemoteServer, open_dataset: Opener
 ) -> None:
     data = write_files(remote.folder, 40)
     first = open_dataset(remote.uri, decode=RECORD, group_bytes=30_000)
     check_samples(first, data)
-    victim = sorted(list_shard_files(open_dataset.cache))[0]
-    damaged = bytearray(victim.read_bytes())
+    shard_file = sorted(list_shard_files(open_dataset.cache))[0]
+    damaged = bytearray(shard_file.read_bytes())
     damaged[len(damaged) // 3] ^= 4
-    victim.chmod(0o644)
-    victim.write_bytes(damaged)
+    shard_file.chmod(0o644)
+    shard_file.write_bytes(damaged)
     second = open_dataset(remote.uri, decode=RECORD, group_bytes=30_000)
     check_samples(second, data)
     assert second.statistics()["corruptions"] == 1
@@ -298,7 +300,7 @@ def test_a_second_dataset_finds_damage_that_happened_after_the_first_verificatio
 
 
 def test_a_shard_is_verified_once_per_node(
-    remote: Remote, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
+    remote: RemoteServer, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = write_files(remote.folder, 40)
     check_samples(open_dataset(remote.uri, decode=RECORD), data)
@@ -310,24 +312,24 @@ def test_a_shard_is_verified_once_per_node(
 
 
 def test_a_shard_counts_as_verified_before_others_can_open_it(
-    remote: Remote, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
+    remote: RemoteServer, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that waits for the shard opens it at once. It must not read all of it again."""
     write_files(remote.folder, 10)
     dataset = open_dataset(remote.uri, prefetch=False)
     rename, verified = os.rename, []
 
-    def note_and_rename(source: Path, target: Path) -> None:
+    def record_and_rename(source: Path, target: Path) -> None:
         if target.parent.parent.name == "shards":
             verified.append(dataset.node_state.is_verified(0))
         rename(source, target)
 
-    monkeypatch.setattr(os, "rename", note_and_rename)
+    monkeypatch.setattr(os, "rename", record_and_rename)
     dataset.cache.open(0)
     assert verified == [True]
 
 
-def test_a_damaged_record_or_index_costs_a_fetch_and_nothing_else(remote: Remote, open_dataset: Opener) -> None:
+def test_a_damaged_record_or_index_costs_a_fetch_and_nothing_else(remote: RemoteServer, open_dataset: Opener) -> None:
     data = write_tars(remote.folder, [20, 20])
     decode = ArrayOf("uint8", (3072,), field="bin")
     check_samples(open_dataset(remote.uri, decode=decode), data)
@@ -341,7 +343,9 @@ def test_a_damaged_record_or_index_costs_a_fetch_and_nothing_else(remote: Remote
     check_samples(open_dataset(remote.uri, decode=decode), data)
 
 
-def test_a_shard_that_shrinks_under_an_open_dataset_is_fetched_again(remote: Remote, open_dataset: Opener) -> None:
+def test_a_shard_that_shrinks_under_an_open_dataset_is_fetched_again(
+    remote: RemoteServer, open_dataset: Opener
+) -> None:
     data = write_files(remote.folder, 10)
     dataset = open_dataset(remote.uri, decode=RECORD)
     check_samples(dataset, data)
@@ -388,7 +392,9 @@ def test_a_cache_of_another_format_is_refused_and_untouched(
     assert sorted((path.name, path.read_bytes()) for path in open_dataset.cache.iterdir()) == before
 
 
-def test_two_jobs_share_a_dataset_while_a_third_evicts_it(remote: Remote, open_dataset: Opener, tmp_path: Path) -> None:
+def test_two_jobs_share_a_dataset_while_a_third_evicts_it(
+    remote: RemoteServer, open_dataset: Opener, tmp_path: Path
+) -> None:
     data = write_files(remote.folder, 60)
     stop = tmp_path / "stop"
 

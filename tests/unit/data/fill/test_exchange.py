@@ -30,7 +30,7 @@ BYTES = bytes(range(40))
 class Request:
     """A receive that completes when the communicator lets it."""
 
-    def __init__(self, comm: PlayedComm, buffer: Any, data: bytes) -> None:
+    def __init__(self, comm: SimulatedComm, buffer: Any, data: bytes) -> None:
         self.comm, self.buffer, self.data = comm, buffer, data
         self.done = self.cancelled = False
 
@@ -53,18 +53,18 @@ class Request:
         pass
 
 
-class PlayedComm:
+class SimulatedComm:
     """Rank 1 has BYTES as every shard, and sends `words` with it."""
 
     def __init__(self) -> None:
         digest = xxhash.xxh3_128_hexdigest(BYTES)
         self.words: list[int] = [SHARD.number, SHARD.size, int(digest[:16], 16), int(digest[16:], 16)]
-        """What it sends before and after the bytes: the header and the digest."""
+        """The words that rank 1 sends before and after the bytes: the header and the digest."""
         self.words_sent = 0
         self.ends_after = len(BYTES) + 1
         """An empty message follows after this many bytes: the sender cannot continue."""
         self.messages: list[npt.NDArray[Any]] = []
-        """What rank 0 has sent."""
+        """The messages of rank 0."""
         self.slots = threading.Semaphore(0)
         self.open = True
         self.sent = 0
@@ -72,7 +72,7 @@ class PlayedComm:
         self.requests: list[tuple[int, int]] = []
         """(shard, tag) of requests of rank 1 that have not been received."""
 
-    def Dup(self) -> PlayedComm:
+    def Dup(self) -> SimulatedComm:
         return self
 
     def allow(self) -> bool:
@@ -105,10 +105,10 @@ class PlayedComm:
 
 
 class Bench:
-    """An exchange over `PlayedComm`, and the remote behind it."""
+    """An exchange over `SimulatedComm`, and the remote behind it."""
 
     def __init__(self) -> None:
-        self.comm = PlayedComm()
+        self.comm = SimulatedComm()
         self.from_remote = 0
         self.arriving: ArrivingShard | None = None
         self.cache: Any = SimpleNamespace(
@@ -169,7 +169,7 @@ def test_a_shard_that_its_home_rank_cannot_finish_comes_from_the_remote(
 
 
 class Arrival:
-    """A shard that this rank fetches, bytes by bytes, and that rank 1 has requested."""
+    """A shard that this rank fetches, part by part, and that rank 1 has requested."""
 
     def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shard_messages, "CHUNK_BYTES", 10)
@@ -293,7 +293,7 @@ def test_nothing_is_written_after_the_end_of_a_writer() -> None:
         assert file.read() == b"ab"
 
 
-def test_a_writer_knows_the_checksum_only_of_bytes_in_order() -> None:
+def test_a_writer_has_a_checksum_only_of_bytes_in_order() -> None:
     with tempfile.TemporaryFile() as file, ShardWriter(file.fileno()) as writer:
         writer.write(0, b"ab")
         writer.write(2, b"cd")

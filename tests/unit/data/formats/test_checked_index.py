@@ -1,4 +1,5 @@
-"""The stored form of a shard's index with checksums: it comes back, and damage is an error and never a wrong place."""
+"""The stored form of a shard's index with checksums: it is read as it was written, and damage is
+an error, never a wrong place."""
 
 from __future__ import annotations
 
@@ -38,11 +39,11 @@ SAMPLES = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=Tr
 @given(SAMPLES)
 def test_an_index_comes_back(samples: list[list[int]]) -> None:
     checked = build(samples)
-    back = unpack_checked_index(checked.pack(), SHARD_BYTES)
+    unpacked = unpack_checked_index(checked.pack(), SHARD_BYTES)
     for name, column in checked.index.to_columns().items():
-        np.testing.assert_array_equal(back.index.to_columns()[name], column)
-    assert back.index.fields == checked.index.fields
-    np.testing.assert_array_equal(back.checksums, checked.checksums)
+        np.testing.assert_array_equal(unpacked.index.to_columns()[name], column)
+    assert unpacked.index.fields == checked.index.fields
+    np.testing.assert_array_equal(unpacked.checksums, checked.checksums)
 
 
 @given(SAMPLES, st.data())

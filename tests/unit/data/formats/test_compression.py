@@ -80,10 +80,14 @@ def test_a_truncated_shard_is_refused(kind: Compression) -> None:
 
 @pytest.mark.parametrize("kind", COMPRESSORS)
 def test_a_changed_byte_is_refused_or_harmless(kind: Compression) -> None:
-    whole, pick = COMPRESSORS[kind](DATA), random.Random(2)
+    whole, random_source = COMPRESSORS[kind](DATA), random.Random(2)
     refused = 0
-    for at in [*range(20), *(pick.randrange(len(whole)) for _ in range(40)), *range(len(whole) - 8, len(whole))]:
-        changed = whole[:at] + bytes([whole[at] ^ (1 << pick.randrange(8))]) + whole[at + 1 :]
+    for at in [
+        *range(20),
+        *(random_source.randrange(len(whole)) for _ in range(40)),
+        *range(len(whole) - 8, len(whole)),
+    ]:
+        changed = whole[:at] + bytes([whole[at] ^ (1 << random_source.randrange(8))]) + whole[at + 1 :]
         try:
             assert decompress_bytes(changed, kind) == DATA  # the time or the name in the header of gzip
         except DatasetError:
@@ -92,10 +96,10 @@ def test_a_changed_byte_is_refused_or_harmless(kind: Compression) -> None:
 
 
 @pytest.mark.parametrize("kind", COMPRESSORS)
-@pytest.mark.parametrize("more", [b"more", b"\1" * 5000])
-def test_other_bytes_after_the_end_are_refused(kind: Compression, more: bytes) -> None:
+@pytest.mark.parametrize("extra_bytes", [b"more", b"\1" * 5000])
+def test_other_bytes_after_the_end_are_refused(kind: Compression, extra_bytes: bytes) -> None:
     with pytest.raises(DatasetError, match=r"cannot be decompressed|truncated"):
-        decompress_bytes(COMPRESSORS[kind](DATA) + more, kind)
+        decompress_bytes(COMPRESSORS[kind](DATA) + extra_bytes, kind)
 
 
 @pytest.mark.parametrize("kind", COMPRESSORS)
@@ -126,8 +130,8 @@ def test_the_memory_of_a_zstandard_bomb_is_bounded(monkeypatch: pytest.MonkeyPat
     real = zstandard.ZstdDecompressor
 
     class Decompressor:
-        def __init__(self, **given: Any) -> None:
-            self._real = real(**given)
+        def __init__(self, **options: Any) -> None:
+            self._real = real(**options)
 
         def decompressobj(self) -> Any:
             inner = self._real.decompressobj()
@@ -190,7 +194,7 @@ def test_a_shard_is_decompressed_once_per_node(
     tmp_path: Path, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch, prefetch: bool
 ) -> None:
     count, real = [], decompress
-    monkeypatch.setattr(shard_decompression, "decompress", lambda *given: (count.append(1), real(*given))[1])
+    monkeypatch.setattr(shard_decompression, "decompress", lambda *options: (count.append(1), real(*options))[1])
     data = write_tars(tmp_path / "source", [5, 5, 5])
     pack_all(tmp_path / "source", "zstd", ".tar.zst")
     for _ in range(3):

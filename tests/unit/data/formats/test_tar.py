@@ -57,10 +57,10 @@ def test_sparse_members_are_refused_by_name(tmp_path: Path, format: str, version
         file.truncate(2 << 20)
         file.seek(1 << 20)
         file.write(b"x" * 8192)
-    more = [f"--sparse-version={version}"] if format == "posix" else []
+    options = [f"--sparse-version={version}"] if format == "posix" else []
     target = tmp_path / "source" / "0.tar"
     subprocess.run(
-        ["tar", "-S", f"--format={format}", *more, "-C", str(tmp_path), "-cf", str(target), "hole.bin"], check=True
+        ["tar", "-S", f"--format={format}", *options, "-C", str(tmp_path), "-cf", str(target), "hole.bin"], check=True
     )
     with pytest.raises(DatasetError, match=r"hole\.bin' as a sparse file \((GNU\.sparse\.\w+|type S)\).*--sparse"):
         open_dataset(tmp_path / "source")

@@ -91,8 +91,8 @@ def read_and_check(server: HostileServer, requests: int) -> Counter[str]:
                 several = objects[number : number + 4]
                 offsets = [sum(other.size for other in several[:at]) for at in range(len(several))]
                 data = fetch_together(store, several, offsets)
-                right = b"".join(server.build_bytes(number + at) for at in range(len(several)))
-                assert data == right, f"wrong bytes from {entry.path} on, {server.seed=} {server.etags=}"
+                expected = b"".join(server.build_bytes(number + at) for at in range(len(several)))
+                assert data == expected, f"wrong bytes from {entry.path} on, {server.seed=} {server.etags=}"
                 ends["read"] += 1
         except StoreError:
             ends["refused"] += 1
@@ -121,8 +121,8 @@ def test_the_cache_of_a_hostile_server_holds_only_right_bytes(
     monkeypatch.setattr(transfer_reader, "RANGE_BYTES", 700)
     server = HostileServer(2)
     try:
-        given: dict[str, Any] = {"prefetch": False, "group_bytes": 3000, "patience": PATIENCE}
-        dataset, verified = open_dataset(server.uri, **given), set()
+        options: dict[str, Any] = {"prefetch": False, "group_bytes": 3000, "patience": PATIENCE}
+        dataset, verified = open_dataset(server.uri, **options), set()
         server.hostile = True
         for at in range(200):
             number = at % len(dataset)

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
-from remotes import Remote
+from remotes import RemoteServer
 
 from topkube.data.remote import transfer_reader
 from topkube.data.remote.http import connection as http_connection
@@ -218,8 +218,10 @@ def test_a_connection_that_the_server_closed_meanwhile_is_not_a_failed_try() -> 
 def test_bytes_after_a_response_are_not_read_as_the_next_response() -> None:
     def handle(connection: socket.socket, number: int, request: str) -> bool:
         start, stop = parse_range(request)
-        more = build_head(start, stop, 'ETag: "v1"\r\n') + bytes(stop - start)
-        connection.sendall(build_head(start, stop, 'ETag: "v1"\r\n') + DATA[start:stop] + more * (number == 1))
+        second_response = build_head(start, stop, 'ETag: "v1"\r\n') + bytes(stop - start)
+        connection.sendall(
+            build_head(start, stop, 'ETag: "v1"\r\n') + DATA[start:stop] + second_response * (number == 1)
+        )
         return True
 
     with serve_and_open(handle) as (server, store):
@@ -322,8 +324,8 @@ def test_the_http_library_reads_requests_that_the_socket_client_does_not(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = []
-    real = http_reading.read_range
-    monkeypatch.setattr(transfer_reader, "read_range", lambda *given: (used.append(1), real(*given))[1])
+    read_range = http_reading.read_range
+    monkeypatch.setattr(transfer_reader, "read_range", lambda *options: (used.append(1), read_range(*options))[1])
 
     def handle(connection: socket.socket, number: int, request: str) -> bool:
         start, stop = parse_range(request)
@@ -354,7 +356,7 @@ def close_library_connections(store: ObjectStore) -> None:
 
 
 def test_many_objects_share_connections(tmp_path: Path) -> None:
-    remote = Remote(tmp_path)
+    remote = RemoteServer(tmp_path)
     try:
         parts = [os.urandom(3000) for _ in range(100)]
         for number, part in enumerate(parts):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import xxhash
 from openers import HASTY, Opener
-from remotes import Answer, Remote, write_files, write_tars
+from remotes import Answer, RemoteServer, write_files, write_tars
 
 from topkube.data import ArrayOf
 from topkube.data.remote.object_store import ObjectStore
@@ -72,7 +72,7 @@ def mark_compressed(answer: Answer) -> None:
     ],
 )
 def test_a_response_that_is_not_the_listed_version_is_refused(
-    remote: Remote, open_dataset: Opener, kind: str, change: Callable[[Answer], None], message: str
+    remote: RemoteServer, open_dataset: Opener, kind: str, change: Callable[[Answer], None], message: str
 ) -> None:
     """The server ignores If-Match, and its response has the right length."""
     write_files(remote.folder, 2)
@@ -101,7 +101,7 @@ def change_size(answer: Answer) -> None:
 
 @pytest.mark.parametrize("change", [change_range, remove_range, change_size])
 def test_a_response_with_another_range_is_refused(
-    remote: Remote, monkeypatch: pytest.MonkeyPatch, change: Callable[[Answer], None]
+    remote: RemoteServer, monkeypatch: pytest.MonkeyPatch, change: Callable[[Answer], None]
 ) -> None:
     monkeypatch.setattr("topkube.data.remote.transfer_reader.RANGE_BYTES", 1000)
     data = write_files(remote.folder, 2)
@@ -114,7 +114,7 @@ def test_a_response_with_another_range_is_refused(
     assert store.read(entry) == data[0].tobytes()
 
 
-def test_a_server_without_range_support_can_be_read(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_range_support_can_be_read(remote: RemoteServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("topkube.data.remote.transfer_reader.RANGE_BYTES", 1000)
     data = write_files(remote.folder, 2)
     remote.ranges = False
@@ -123,7 +123,7 @@ def test_a_server_without_range_support_can_be_read(remote: Remote, monkeypatch:
 
 
 def test_ranges_of_an_object_come_from_one_version_even_if_the_listing_has_none(
-    remote: Remote, monkeypatch: pytest.MonkeyPatch
+    remote: RemoteServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("topkube.data.remote.transfer_reader.RANGE_BYTES", 1000)
     write_files(remote.folder, 1)
@@ -154,7 +154,7 @@ def test_a_local_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, o
 
 @pytest.mark.parametrize("shards", ["files", "tars"])
 def test_checksums_of_the_manifest_detect_wrong_bytes_of_the_remote(
-    remote: Remote, open_dataset: Opener, shards: str
+    remote: RemoteServer, open_dataset: Opener, shards: str
 ) -> None:
     """The headers are right, but the bytes are wrong."""
     from topkube.data.manifest import generate_manifest
@@ -182,7 +182,9 @@ def test_checksums_of_the_manifest_detect_wrong_bytes_of_the_remote(
     np.testing.assert_array_equal(dataset[0], data[0])
 
 
-def test_a_cached_shard_that_differs_from_the_manifest_is_fetched_again(remote: Remote, open_dataset: Opener) -> None:
+def test_a_cached_shard_that_differs_from_the_manifest_is_fetched_again(
+    remote: RemoteServer, open_dataset: Opener
+) -> None:
     """The bytes were already wrong when they arrived, before the manifest had checksums."""
     from topkube.data.manifest import generate_manifest
 
@@ -205,7 +207,9 @@ def test_a_cached_shard_that_differs_from_the_manifest_is_fetched_again(remote: 
 
 
 @pytest.mark.parametrize("address", ["folder", "manifest", "local folder"])
-def test_a_manifest_that_is_written_again_describes_the_objects_as_they_are_now(remote: Remote, address: str) -> None:
+def test_a_manifest_that_is_written_again_describes_the_objects_as_they_are_now(
+    remote: RemoteServer, address: str
+) -> None:
     """One object was replaced by another of equal length, one removed, one added. Only a strong etag proves that an
     object is still the same, and only then its checksum is copied."""
     from topkube.data.manifest import generate_manifest
@@ -221,10 +225,10 @@ def test_a_manifest_that_is_written_again_describes_the_objects_as_they_are_now(
     if address != "manifest":
         (remote.folder / "b/00003.bin").unlink()
 
-    again = list(generate_manifest(f"{uri}/manifest.jsonl" if address == "manifest" else uri))
+    written_again = list(generate_manifest(f"{uri}/manifest.jsonl" if address == "manifest" else uri))
     manifest.unlink()
     now = {entry["path"]: entry for entry in map(json.loads, generate_manifest(uri, checksums=True))}
-    entries = {entry["path"]: entry for entry in map(json.loads, again)}
+    entries = {entry["path"]: entry for entry in map(json.loads, written_again)}
     last = "b/00003.bin" if address == "manifest" else "b/00009.bin"
     assert list(entries) == [PATH, "a/00001.bin", "b/00002.bin", last]
     assert {path: entry["etag"] for path, entry in entries.items()} == {path: now[path]["etag"] for path in entries}
@@ -233,7 +237,7 @@ def test_a_manifest_that_is_written_again_describes_the_objects_as_they_are_now(
     assert all(entries[path]["xxh3"] == now[path]["xxh3"] for path in unchanged)
 
 
-def test_a_manifest_that_is_damaged_or_cannot_be_compared_with_a_list_is_written_again(remote: Remote) -> None:
+def test_a_manifest_that_is_damaged_or_cannot_be_compared_with_a_list_is_written_again(remote: RemoteServer) -> None:
     """A shell empties the file before the command runs. A store that lists nothing needs the manifest's name."""
     from topkube.data.manifest import generate_manifest
 

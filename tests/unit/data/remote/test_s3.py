@@ -44,15 +44,15 @@ def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[s3fs.S3Fi
 
 
 def test_files_and_shards_are_read_and_cached(bucket: s3fs.S3FileSystem, tmp_path: Path, open_dataset: Opener) -> None:
-    for name, data, given in (
+    for name, data, options in (
         ("files", write_files(tmp_path / "files", 30), {"decode": ArrayOf("uint8", (3072,)), "group_bytes": 40_000}),
         ("tars", write_tars(tmp_path / "tars", [20, 7]), {"decode": ArrayOf("uint8", (3072,), field="bin")}),
     ):
         bucket.put(str(tmp_path / name), f"bucket/{name}", recursive=True)
-        first = open_dataset(f"s3://bucket/{name}", **given)
+        first = open_dataset(f"s3://bucket/{name}", **options)
         np.testing.assert_array_equal(np.stack(list(first.__getitems__(range(len(data))))), data)
         assert first.statistics()["remote_bytes"] == sum(first.cache.shards.sizes)
-        second = open_dataset(f"s3://bucket/{name}", **given)
+        second = open_dataset(f"s3://bucket/{name}", **options)
         np.testing.assert_array_equal(second[len(data) - 1], data[-1])
         assert second.statistics()["remote_bytes"] == 0
 

@@ -30,17 +30,19 @@ def _build_template_with(**resources: Any) -> dict[str, Any]:
     return template
 
 
-def test_a_launcher_goes_where_workers_can_go() -> None:
-    near = {"nodeAffinity": {"required": 1}, "podAffinity": {"preferred": 2}}
+def test_a_launcher_may_use_the_nodes_that_workers_may_use() -> None:
+    node_and_pod_affinity = {"nodeAffinity": {"required": 1}, "podAffinity": {"preferred": 2}}
     inherited = {
         "nodeSelector": {"kubernetes.io/arch": "arm64", "pool": "gpu"},
         "runtimeClassName": "nvidia",
         "securityContext": {"runAsUser": 2000, "runAsNonRoot": True, "supplementalGroups": [7]},
     }
-    job = parse_job(template=_build_template(**inherited, affinity={**near, "podAntiAffinity": {}}))
+    job = parse_job(template=_build_template(**inherited, affinity={**node_and_pod_affinity, "podAntiAffinity": {}}))
     spec = build_launcher(job)[0]["spec"]
     assert {field: spec[field] for field in inherited} == inherited
-    assert spec["affinity"] == near, "an anti-affinity would ask for one node more than there are workers"
+    assert spec["affinity"] == node_and_pod_affinity, (
+        "an anti-affinity would ask for one node more than there are workers"
+    )
     assert "runAsUser" not in build_launcher(job)[1]["securityContext"], "the pod's security context has the user"
 
 
@@ -53,7 +55,7 @@ def test_fields_of_the_launchers_template_are_kept() -> None:
     assert {field: spec[field] for field in own} == own
 
 
-def test_a_launcher_has_the_workers_labels_but_those_that_keep_workers_apart() -> None:
+def test_a_launcher_has_the_workers_labels_except_those_that_keep_workers_apart() -> None:
     rule = {"labelSelector": {"matchLabels": {"app": "train"}}, "topologyKey": "kubernetes.io/hostname"}
     term = {"weight": 1, "podAffinityTerm": {"labelSelector": {"matchExpressions": [{"key": "rack"}]}}}
     template = _build_template()
@@ -75,11 +77,11 @@ def test_a_launcher_has_the_workers_labels_but_those_that_keep_workers_apart() -
     assert labels["team"] == "platform"
 
 
-@pytest.mark.parametrize("of_pod", [True, False])
-def test_a_null_user_leaves_the_user_and_the_group_to_the_cluster(of_pod: bool) -> None:
+@pytest.mark.parametrize("is_in_pod", [True, False])
+def test_a_null_user_leaves_the_user_and_the_group_to_the_cluster(is_in_pod: bool) -> None:
     """OpenShift's restricted-v2 needs this: it admits only the users of the namespace's range."""
     template = _build_template()
-    part = template["spec"] if of_pod else template["spec"]["containers"][0]
+    part = template["spec"] if is_in_pod else template["spec"]["containers"][0]
     part["securityContext"] = {"runAsUser": None}
     job = parse_job(template=template, checkpoint={"claimName": "claim"})
     for pod, container in (build_worker(job), build_launcher(job)):
@@ -119,15 +121,15 @@ def test_a_guaranteed_pod_stays_guaranteed_with_a_launcher_inside() -> None:
         pod = pods.build_colocated_worker(
             parse_job(template=template, launcher=colocated), "uid-1", 1, [(0, 1), (1, 1)], POLICY
         )
-        head = next(entry for entry in pod["spec"]["containers"] if entry["name"] == "launcher")
-        assert head["resources"]["requests"] == head["resources"]["limits"]
-        assert set(head["resources"]["limits"]) == {"cpu", "memory"}
+        launcher = next(entry for entry in pod["spec"]["containers"] if entry["name"] == "launcher")
+        assert launcher["resources"]["requests"] == launcher["resources"]["limits"]
+        assert set(launcher["resources"]["limits"]) == {"cpu", "memory"}
     burstable = _build_template_with(limits=exact, requests={"cpu": "1"})
     pod = pods.build_colocated_worker(
         parse_job(template=burstable, launcher=colocated), "uid-1", 1, [(0, 1), (1, 1)], POLICY
     )
-    head = next(entry for entry in pod["spec"]["containers"] if entry["name"] == "launcher")
-    assert head["resources"]["requests"] == {"cpu": "50m", "memory": "96Mi"}
+    launcher = next(entry for entry in pod["spec"]["containers"] if entry["name"] == "launcher")
+    assert launcher["resources"]["requests"] == {"cpu": "50m", "memory": "96Mi"}
 
 
 def test_a_quota_on_limits_admits_the_launcher_of_workers_that_it_admits() -> None:
@@ -140,14 +142,14 @@ def test_a_quota_on_limits_admits_the_launcher_of_workers_that_it_admits() -> No
 
 @pytest.mark.parametrize("colocate", [True, False])
 def test_the_launchers_resources_can_be_set(colocate: bool) -> None:
-    wanted = {"requests": {"cpu": "250m", "memory": "1Gi"}, "limits": {"cpu": "250m", "memory": "1Gi"}}
-    job = parse_job(launcher={"colocate": colocate, "resources": wanted})
+    resources = {"requests": {"cpu": "250m", "memory": "1Gi"}, "limits": {"cpu": "250m", "memory": "1Gi"}}
+    job = parse_job(launcher={"colocate": colocate, "resources": resources})
     if colocate:
         pod = pods.build_colocated_worker(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
-        head = next(entry for entry in pod["spec"]["containers"] if entry["name"] == "launcher")
+        launcher = next(entry for entry in pod["spec"]["containers"] if entry["name"] == "launcher")
     else:
-        _, head = build_launcher(job)
-    assert head["resources"] == wanted
+        _, launcher = build_launcher(job)
+    assert launcher["resources"] == resources
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_only_the_connections_of_the_table_are_admitted(colocate: bool) -> None:
     policies = objects.build_network_policies(job, "uid-1", POLICY)
     first, _ = build_worker(job, 0)
     second, _ = build_worker(job, 1)
-    head = first if colocate else build_launcher(job)[0]
+    launcher = first if colocate else build_launcher(job)[0]
     peer = {"namespace": "team", "namespaceLabels": {}, "labels": second["metadata"]["labels"]}
     other_job = {**peer, "labels": {**second["metadata"]["labels"], names.JOB_NAME: "other"}}
     operator = {**_build_source("topkube-system"), "labels": objects.OPERATOR_LABELS}
@@ -117,10 +117,10 @@ def test_only_the_connections_of_the_table_are_admitted(colocate: bool) -> None:
 
     assert list_open_ports(second, peer) == set(PORTS)
     assert list_open_ports(second, prometheus) == {contract.METRICS_PORT}
-    assert list_open_ports(head, operator) == {contract.LAUNCHER_PORT}
-    assert list_open_ports(head, peer) == (set(PORTS) if colocate else {contract.LAUNCHER_PORT})
+    assert list_open_ports(launcher, operator) == {contract.LAUNCHER_PORT}
+    assert list_open_ports(launcher, peer) == (set(PORTS) if colocate else {contract.LAUNCHER_PORT})
     for source in (stranger, other_job, impostor):
-        assert list_open_ports(head, source) == list_open_ports(second, source) == set(), source
+        assert list_open_ports(launcher, source) == list_open_ports(second, source) == set(), source
     assert list_open_ports(second, operator) == set()
 
 
@@ -142,7 +142,7 @@ def test_workers_of_a_job_reach_each_other_on_the_ports_that_mpi_nccl_and_gloo_c
     assert all(policy["spec"]["policyTypes"] == ["Ingress"] for policy in policies)
 
 
-def test_the_admin_names_who_may_scrape_workers() -> None:
+def test_only_the_peers_that_the_admin_names_may_scrape_workers() -> None:
     job = parse_job()
     peer = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "vmagent"}}}
     policies = objects.build_network_policies(job, "uid-1", replace(POLICY, metrics_from=(peer,)))
@@ -158,7 +158,7 @@ def test_the_admin_names_who_may_scrape_workers() -> None:
 
 def test_jobs_with_similar_names_share_no_child() -> None:
     first = parse_job()
-    jobs = [first, *(_build_job_named(f"{first.name}-{more}") for more in ("launcher", "worker", "credentials"))]
+    jobs = [first, *(_build_job_named(f"{first.name}-{suffix}") for suffix in ("launcher", "worker", "credentials"))]
     children = [
         {
             (manifest["kind"], manifest["metadata"]["name"])

@@ -1,4 +1,4 @@
-"""What queues and gang schedulers read about a job's pods: requests, roles, and where workers go together."""
+"""The parts of a job's pods that queues and gang schedulers read: requests, roles, and the topology of workers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ def test_members_request_the_resources_of_their_containers() -> None:
         "memory": str((3 << 30) + (96 << 20)),
         "nvidia.com/gpu": "6",
     }
-    few = parse_job(workers=3, template=_build_template(resources), runPolicy={"schedulingPolicy": {"minAvailable": 2}})
-    assert pod_sets.sum_member_requests(few, "uid-1", POLICY)["cpu"] == "1550m", "the launcher and one worker"
-    inside = parse_job(workers=3, template=_build_template(resources), launcher={"colocate": True})
-    assert [(pods.name, pods.count) for pods in pod_sets.build_pod_sets(inside, "uid-1", POLICY)] == [
+    smaller_gang = parse_job(
+        workers=3, template=_build_template(resources), runPolicy={"schedulingPolicy": {"minAvailable": 2}}
+    )
+    assert pod_sets.sum_member_requests(smaller_gang, "uid-1", POLICY)["cpu"] == "1550m", "the launcher and one worker"
+    colocated = parse_job(workers=3, template=_build_template(resources), launcher={"colocate": True})
+    assert [(pods.name, pods.count) for pods in pod_sets.build_pod_sets(colocated, "uid-1", POLICY)] == [
         ("launcher", 1),
         ("worker", 2),
     ]
@@ -78,16 +80,16 @@ def test_pods_of_a_kueue_group_have_the_role_of_the_pods_that_they_replace() -> 
 def test_workers_are_placed_together(mode: str) -> None:
     job = parse_job(topology={"key": RACK, "mode": mode})
     pod, _ = build_worker(job)
-    near = pod["spec"]["affinity"]["podAffinity"]
+    pod_affinity = pod["spec"]["affinity"]["podAffinity"]
     if mode == "Required":
-        (term,) = near["requiredDuringSchedulingIgnoredDuringExecution"]
+        (term,) = pod_affinity["requiredDuringSchedulingIgnoredDuringExecution"]
     else:
-        (rule,) = near["preferredDuringSchedulingIgnoredDuringExecution"]
+        (rule,) = pod_affinity["preferredDuringSchedulingIgnoredDuringExecution"]
         term = rule["podAffinityTerm"]
     assert term["topologyKey"] == RACK
     assert selects(term["labelSelector"], pod["metadata"]["labels"])
     assert not selects(term["labelSelector"], build_launcher(job)[0]["metadata"]["labels"])
-    assert "podAntiAffinity" in pod["spec"]["affinity"], "one worker a node, as before"
+    assert "podAntiAffinity" in pod["spec"]["affinity"], "one worker per node, as without a topology"
 
 
 def test_a_topology_is_checked_and_is_part_of_a_pods_shape() -> None:

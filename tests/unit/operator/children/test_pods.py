@@ -40,17 +40,17 @@ def test_pods_have_the_wrapped_command_and_a_plan_with_the_services_address() ->
 
 def _check_restricted(pod: dict[str, Any], container: dict[str, Any]) -> None:
     """Check a pod against the restricted level of Pod Security, as its documentation lists it."""
-    security, above = container["securityContext"], pod["spec"].get("securityContext", {})
+    security, pod_security = container["securityContext"], pod["spec"].get("securityContext", {})
     assert security["allowPrivilegeEscalation"] is False
     assert security["capabilities"] == {"drop": ["ALL"]}
-    assert security.get("runAsNonRoot", above.get("runAsNonRoot")) is True
-    assert security.get("runAsUser", above.get("runAsUser")) != 0
-    assert security.get("seccompProfile", above.get("seccompProfile"))["type"] in ("RuntimeDefault", "Localhost")
+    assert security.get("runAsNonRoot", pod_security.get("runAsNonRoot")) is True
+    assert security.get("runAsUser", pod_security.get("runAsUser")) != 0
+    assert security.get("seccompProfile", pod_security.get("seccompProfile"))["type"] in ("RuntimeDefault", "Localhost")
     kinds = {next(key for key in volume if key != "name") for volume in pod["spec"]["volumes"]}
     assert kinds <= {"configMap", "downwardAPI", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
 
 
-def test_pods_are_restricted_and_can_write_where_programs_must() -> None:
+def test_pods_are_restricted_and_can_write_to_the_folders_that_programs_need() -> None:
     for pod, container in (build_worker(parse_job()), build_launcher(parse_job())):
         _check_restricted(pod, container)
         mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
@@ -115,7 +115,7 @@ def test_workers_are_on_different_nodes_unless_spread_is_none() -> None:
     assert "affinity" not in build_worker(parse_job(spread="None"))[0]["spec"]
 
 
-def test_the_launchers_template_is_kept_and_filled_up() -> None:
+def test_the_launchers_template_is_kept_and_completed() -> None:
     inherits = {"imagePullSecrets": [{"name": "registry"}], "tolerations": [{"key": "gpu"}]}
     template = build_job()["spec"]["template"]["spec"] | inherits
     pod, container = build_launcher(parse_job(template={"spec": template}))
@@ -139,8 +139,8 @@ def test_a_launcher_sees_no_gpu_unless_its_template_asks_for_one() -> None:
     assert _read_visible_gpus(build_worker(parse_job())[1]) is None
     assert _read_visible_gpus(build_launcher(parse_job())[1]) == "void"
     pod = pods.build_colocated_worker(parse_job(launcher={"colocate": True}), "uid", 1, [(0, 1), (1, 1)], POLICY)
-    seen = {container["name"]: _read_visible_gpus(container) for container in pod["spec"]["containers"]}
-    assert seen == {"worker": None, "launcher": "void"}
+    visible_gpus = {container["name"]: _read_visible_gpus(container) for container in pod["spec"]["containers"]}
+    assert visible_gpus == {"worker": None, "launcher": "void"}
     for part, expected in (
         ({"resources": {"limits": {"nvidia.com/gpu": 1}}}, None),
         ({"resources": {"limits": {"nvidia.com/gpu": "0"}}}, "void"),
@@ -153,12 +153,14 @@ def test_a_launcher_sees_no_gpu_unless_its_template_asks_for_one() -> None:
 def test_worker_0_reaches_a_colocated_launcher_by_the_address_of_its_own_pod() -> None:
     job = parse_job(launcher={"colocate": True})
     pod = pods.build_colocated_worker(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)
-    trainer, head = pod["spec"]["containers"]
+    trainer, launcher = pod["spec"]["containers"]
     assert contract.WorkerPlan.read(read_environment(trainer)["TOPKUBE_WORKER"]).launcher == "$(TOPKUBE_POD_IP):7077"
     order = [entry["name"] for entry in trainer["env"]]
     assert order.index("TOPKUBE_POD_IP") < order.index("TOPKUBE_WORKER")
-    held = {mount["name"] for mount in trainer["volumeMounts"]} & {mount["name"] for mount in head["volumeMounts"]}
-    assert not held  # the key is in the launcher's mounts alone
+    shared_mounts = {mount["name"] for mount in trainer["volumeMounts"]} & {
+        mount["name"] for mount in launcher["volumeMounts"]
+    }
+    assert not shared_mounts  # the key is in the launcher's mounts alone
     assert len({volume["name"] for volume in pod["spec"]["volumes"]}) == len(pod["spec"]["volumes"])
 
 
@@ -186,13 +188,13 @@ def test_a_pod_with_a_dataset_has_its_own_volume_and_mounts_the_files_read_only(
     _check_restricted(pod, container)
     size = int(_find_dataset_volume(pod)["emptyDir"]["sizeLimit"])
     assert 100 << 30 < size < 110 << 30, "room for more than the shards: a pod that writes more is evicted"
-    writable, shown = (mount for mount in container["volumeMounts"] if mount["name"] == datasets.VOLUME)
+    writable, read_only_mount = (mount for mount in container["volumeMounts"] if mount["name"] == datasets.VOLUME)
     settings = read_environment(container)
     assert settings["TOPKUBE_DATASET_URI"] == "s3://bucket/imagenet"
     assert settings["TOPKUBE_CACHE_SIZE_LIMIT"] == str(100 << 30)
     assert settings["TOPKUBE_CACHE_DIRECTORY"] == f"{writable['mountPath']}/cache"
-    assert settings["TOPKUBE_DATASET_VIEW"] == f"{writable['mountPath']}/{shown['subPath']}"
-    assert (shown["mountPath"], shown["readOnly"]) == ("/data", True)
+    assert settings["TOPKUBE_DATASET_VIEW"] == f"{writable['mountPath']}/{read_only_mount['subPath']}"
+    assert (read_only_mount["mountPath"], read_only_mount["readOnly"]) == ("/data", True)
     shared = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == "topkube-shm")
     assert shared["emptyDir"]["sizeLimit"] == "3584Mi", "samples in memory lie in /dev/shm too"
     plan = contract.LaunchPlan.read(
@@ -239,11 +241,11 @@ def test_warm_nodes_are_preferred_and_never_required() -> None:
     pod = pods.build_worker(job, "uid-1", 0, 1, "10.0.0.9", POLICY, {"a": 100, "b": 40, "c": 0, "d": 100})
     affinity = pod["spec"]["affinity"]["nodeAffinity"]
     assert set(affinity) == {"preferredDuringSchedulingIgnoredDuringExecution"}
-    wanted = [
+    preferences = [
         (rule["weight"], rule["preference"]["matchExpressions"][0]["values"])
         for rule in affinity["preferredDuringSchedulingIgnoredDuringExecution"]
     ]
-    assert wanted == [(100, ["a", "d"]), (40, ["b"])]
+    assert preferences == [(100, ["a", "d"]), (40, ["b"])]
     assert "nodeAffinity" not in build_worker(job)[0]["spec"]["affinity"]
 
 
@@ -251,12 +253,12 @@ def test_warm_nodes_are_preferred_and_never_required() -> None:
 def test_the_api_server_accepts_every_preference(warm: dict[str, int]) -> None:
     pod: dict[str, Any] = {}
     placement.prefer_warm_nodes(pod, warm)
-    near = pod.get("affinity", {}).get("nodeAffinity", {})
-    rules = near.get("preferredDuringSchedulingIgnoredDuringExecution", [])
+    node_affinity = pod.get("affinity", {}).get("nodeAffinity", {})
+    rules = node_affinity.get("preferredDuringSchedulingIgnoredDuringExecution", [])
     assert all(1 <= rule["weight"] <= 100 and rule["preference"]["matchExpressions"][0]["values"] for rule in rules)
-    named = [name for rule in rules for name in rule["preference"]["matchExpressions"][0]["values"]]
-    assert len(named) == len(set(named)) <= 64
-    assert min((warm[name] for name in named), default=1) >= 1
+    preferred_nodes = [name for rule in rules for name in rule["preference"]["matchExpressions"][0]["values"]]
+    assert len(preferred_nodes) == len(set(preferred_nodes)) <= 64
+    assert min((warm[name] for name in preferred_nodes), default=1) >= 1
 
 
 def test_queues_find_their_labels_on_the_pods() -> None:
@@ -281,7 +283,7 @@ def test_queues_find_their_labels_on_the_pods() -> None:
 
 
 @pytest.mark.parametrize("gang", ["volcano", "scheduler-plugins"])
-def test_a_gang_has_a_pod_group_of_the_kind_that_the_cluster_knows(gang: Any) -> None:
+def test_a_gang_has_a_pod_group_of_the_installed_scheduler(gang: Any) -> None:
     policy = {"schedulingPolicy": {"queue": "team", "priorityClass": "high", "minAvailable": 2}}
     job = parse_job(runPolicy=policy)
     group = objects.build_pod_group(job, "uid-1", gang, {"cpu": "1050m"})
@@ -333,9 +335,14 @@ def test_ranks_and_launcher_have_the_grace_period_of_the_workers_pods(grace: int
     spec = {"containers": [container], **({"terminationGracePeriodSeconds": grace} if grace else {})}
     job = parse_job(template={"spec": spec})
     pod, container = build_worker(job)
-    head, launching = build_launcher(job)
+    launcher_pod, launcher_container = build_launcher(job)
     seconds = grace or 30
-    assert pod["spec"]["terminationGracePeriodSeconds"] == head["spec"]["terminationGracePeriodSeconds"] == seconds
+    assert (
+        pod["spec"]["terminationGracePeriodSeconds"] == launcher_pod["spec"]["terminationGracePeriodSeconds"] == seconds
+    )
     plan = contract.WorkerPlan.read(read_environment(container)[contract.WORKER_VARIABLE])
     assert plan.grace_seconds == seconds - 5
-    assert contract.LaunchPlan.read(read_environment(launching)[contract.PLAN_VARIABLE]).grace_seconds == seconds - 5
+    assert (
+        contract.LaunchPlan.read(read_environment(launcher_container)[contract.PLAN_VARIABLE]).grace_seconds
+        == seconds - 5
+    )

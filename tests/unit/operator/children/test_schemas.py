@@ -48,8 +48,8 @@ SPECS: dict[str, dict[str, Any]] = {
 class RecordingCluster(SimulatedCluster):
     """Records everything that was sent."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.sent: list[dict[str, Any]] = []
 
     def observe(self) -> Observed:

@@ -1,4 +1,4 @@
-"""The init container that fetches a job's code, and what the worker gets of it."""
+"""The init container that fetches a job's code, and the folders and variables that the worker gets from it."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ from topkube_operator.model.observed import Policy
 POLICY = Policy(seed=b"s" * 32, gang="volcano")
 NAME = st.from_regex(r"[a-z][a-z0-9]{0,5}", fullmatch=True)
 TEXT = st.text("abc XYZ019-/.$({", max_size=8)
-PLAIN = st.recursive(
+VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 2**40) | TEXT,
     lambda below: st.lists(below, max_size=3) | st.dictionaries(NAME, below, max_size=3),
     max_leaves=6,
 )
-MAPPING, LIST = st.dictionaries(NAME, PLAIN, max_size=3), st.lists(PLAIN, max_size=3)
+MAPPING, LIST = st.dictionaries(NAME, VALUES, max_size=3), st.lists(VALUES, max_size=3)
 TERM = st.fixed_dictionaries({"topologyKey": NAME, "labelSelector": MAPPING})
 AFFINITY = st.fixed_dictionaries(
     {},
@@ -69,7 +69,7 @@ CONTAINER = {
     "imagePullPolicy": TEXT,
     "securityContext": SECURITY,
     "tty": st.booleans(),
-    "fromTheFuture": PLAIN,
+    "fromTheFuture": VALUES,
 }
 POD = {
     "initContainers": LIST,
@@ -93,7 +93,7 @@ POD = {
     "overhead": MAPPING,
     "schedulingGates": LIST,
     "resourceClaims": LIST,
-    "fromTheFuture": PLAIN,
+    "fromTheFuture": VALUES,
 }
 METADATA = st.fixed_dictionaries(
     {},
@@ -122,24 +122,24 @@ def templates(draw: st.DrawFn, main: st.SearchStrategy[dict[str, Any]] = TRAINER
     return {"metadata": draw(METADATA), "spec": spec}
 
 
-def find_lost_paths(made: Any, wanted_object: Any, path: str = "") -> list[str]:
-    """Return the paths at which `made` lacks something of `wanted_object`. Lists of `made` can have more items."""
-    if isinstance(wanted_object, dict):
-        if not isinstance(made, dict):
+def find_lost_paths(actual: Any, expected: Any, path: str = "") -> list[str]:
+    """Return the paths at which `actual` lacks a part of `expected`. Lists of `actual` can have more items."""
+    if isinstance(expected, dict):
+        if not isinstance(actual, dict):
             return [path]
         return [
             place
-            for key, value in wanted_object.items()
-            for place in find_lost_paths(made.get(key, ...), value, f"{path}.{key}")
+            for key, value in expected.items()
+            for place in find_lost_paths(actual.get(key, ...), value, f"{path}.{key}")
         ]
-    if isinstance(wanted_object, list) and isinstance(made, list):
-        remaining = iter(made)
-        matches = [any(not find_lost_paths(item, wanted_item) for item in remaining) for wanted_item in wanted_object]
+    if isinstance(expected, list) and isinstance(actual, list):
+        remaining = iter(actual)
+        matches = [any(not find_lost_paths(item, expected_item) for item in remaining) for expected_item in expected]
         return [f"{path}[{index}]" for index, is_found in enumerate(matches) if not is_found]
-    return [] if made == wanted_object else [path]
+    return [] if actual == expected else [path]
 
 
-def remove_command(template: dict[str, Any]) -> Any:
+def select_kept_parts(template: dict[str, Any]) -> Any:
     """Return the parts that must be kept: all but null fields and the wrapped command."""
     kept = remove_nulls(template)
     for container in kept["spec"]["containers"]:
@@ -159,7 +159,7 @@ def test_every_field_of_a_workers_template_is_in_its_pods(
 ) -> None:
     job = parse_job(template=template, launcher={"colocate": colocate}, spread=spread)
     before = copy.deepcopy(template)
-    kept = remove_command(template)
+    kept = select_kept_parts(template)
     for pod in (
         pods.build_worker(job, "uid-1", 1, 1, "10.0.0.9", POLICY),
         *([pods.build_colocated_worker(job, "uid-1", 1, [(0, 1), (1, 1)], POLICY)] if colocate else []),
@@ -180,7 +180,7 @@ def test_every_field_of_a_launchers_template_is_in_its_pod(template: dict[str, A
     assert find_lost_paths(pod, remove_nulls(template)) == []
 
 
-@given(PLAIN, PLAIN)
+@given(VALUES, VALUES)
 def test_the_comparison_notices_missing_fields(item: Any, other: Any) -> None:
     assert find_lost_paths(item, item) == []
     assert find_lost_paths({"a": [1, 2, 3]}, {"a": [1, 3]}) == []

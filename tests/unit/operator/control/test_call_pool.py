@@ -80,20 +80,22 @@ def test_a_result_may_end_a_batch_too(calls: CallPool) -> None:
     results = calls.call_each("job", lambda number: number, range(1, 3001), lambda result: result == 5)
     assert results[:5] == [1, 2, 3, 4, 5]
     assert results.count(None) > 2900
-    assert calls.call_each("job", lambda number: number, range(1, 4)) == [1, 2, 3], "the next batch is another"
+    assert calls.call_each("job", lambda number: number, range(1, 4)) == [1, 2, 3], (
+        "the end of a batch does not affect the next batch"
+    )
 
 
 def test_nobody_waits_for_a_pool_that_was_closed(calls: CallPool) -> None:
-    begun, go = threading.Event(), threading.Event()
+    begun, calls_may_end = threading.Event(), threading.Event()
 
     def call(_: int) -> None:
         begun.set()
-        go.wait(120)
+        calls_may_end.wait(120)
 
     waiting = threading.Thread(target=calls.call_each, args=("job", call, range(3000)))
     waiting.start()
     begun.wait(120)
     calls.close()
-    go.set()
+    calls_may_end.set()
     waiting.join(120)
     assert not waiting.is_alive()

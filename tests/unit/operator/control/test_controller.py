@@ -7,7 +7,7 @@ import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from replica import KEY, Manifest, Replica, wait_until
+from replica import KEY, LAUNCHER_POD, Manifest, Replica, wait_until
 from simulated_job import build_job
 
 from topkube.job import KIND
@@ -17,12 +17,12 @@ from topkube_operator.watch.api_connection import ApiError
 
 
 def test_a_job_that_was_created_before_the_replica_could_write_needs_no_other_event(replica: Replica) -> None:
-    replica.server.acting = False  # it has not listed everything yet
+    replica.server.acting = False  # a replica writes nothing before it has listed everything
     replica.create_job()
     wait_until(replica.is_idle)
     assert replica.server.list_names("Pod") == set()
     replica.server.acting = True
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
+    wait_until(lambda: LAUNCHER_POD in replica.server.list_names("Pod"))
 
 
 def test_a_plan_that_a_late_renewal_of_the_lease_interrupts_is_finished(replica: Replica) -> None:
@@ -36,7 +36,7 @@ def test_a_plan_that_a_late_renewal_of_the_lease_interrupts_is_finished(replica:
     assert replica.server.list_names("Pod") == set()
     replica.server.before_create = lambda manifest: None
     replica.server.acting = True
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
+    wait_until(lambda: LAUNCHER_POD in replica.server.list_names("Pod"))
 
 
 def test_an_object_of_another_job_is_reported_as_foreign(replica: Replica) -> None:
@@ -51,7 +51,7 @@ def test_an_object_of_another_job_is_reported_as_foreign(replica: Replica) -> No
     assert "does not belong to this job" in replica.find_condition("Created")["message"]
 
 
-def test_objects_of_an_earlier_job_of_the_same_name_are_waited_for(replica: Replica) -> None:
+def test_a_job_waits_for_the_objects_of_an_earlier_job_of_the_same_name_to_go(replica: Replica) -> None:
     replica.create_job("other")
     wait_until(lambda: replica.server.list_names("Service") == {"other"})
     owner = copy.deepcopy(replica.server.get("Service", "team", "other")["metadata"]["ownerReferences"])
@@ -61,15 +61,15 @@ def test_objects_of_an_earlier_job_of_the_same_name_are_waited_for(replica: Repl
     replica.create_job()
     wait_until(lambda: replica.find_condition("Created").get("reason") == "Terminating")
     with replica.server.lock:
-        del replica.server.objects["Service", "team", "train"]  # the garbage collector was there
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
+        del replica.server.objects["Service", "team", "train"]  # as the garbage collector does
+    wait_until(lambda: LAUNCHER_POD in replica.server.list_names("Pod"))
 
 
 @pytest.mark.parametrize("phase", ["Pending", "Failed"])
 def test_pods_of_a_deleted_job_are_removed_if_nothing_runs_in_them(replica: Replica, phase: str) -> None:
     """The garbage collector has asked the pods to end, and the job is gone."""
     replica.create_job()
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod") and replica.is_idle())
+    wait_until(lambda: LAUNCHER_POD in replica.server.list_names("Pod") and replica.is_idle())
     with replica.server.lock:
         pods = [item for (kind, *_), item in replica.server.objects.items() if kind == "Pod"]
     requested_at = datetime.now(UTC) - timedelta(seconds=4)
@@ -98,10 +98,11 @@ def test_pods_of_a_deleted_job_are_removed_if_nothing_runs_in_them(replica: Repl
 
 
 def test_a_stored_job_gets_a_warning_if_only_one_node_can_mount_its_claim(replica: Replica) -> None:
-    """Not by the webhook, which anybody may ask: by an Event in the job's own namespace, for the job's own claim."""
+    """The warning is an Event in the job's namespace about the job's own claim. The webhook, which anybody may call,
+    does not report claims."""
     replica.create_job(checkpoint={"claimName": "claim"})
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod") and replica.is_idle())
-    assert replica.server.claims_read == [("team", "claim")], "once"
+    wait_until(lambda: LAUNCHER_POD in replica.server.list_names("Pod") and replica.is_idle())
+    assert replica.server.claims_read == [("team", "claim")], "the claim is read once"
     (event,) = [event for event in replica.recorded.events if event[1] == "CheckpointClaim"]
     assert event[0] == "team"
     assert "claim is ReadWriteOnce" in event[2]
@@ -129,7 +130,7 @@ def test_a_policy_engine_that_changes_a_child_back_is_named_and_writes_become_ra
         "--show-managed-fields",
     ):
         assert words in message
-    assert replica.find_condition("Created")["status"] == "True", "pods are made all the same"
+    assert replica.find_condition("Created")["status"] == "True", "pods are created nevertheless"
     wait_until(replica.is_idle)
     assert "Contested" in replica.recorded.reasons
     assert replica.server.written.count(("NetworkPolicy", "train-worker")) <= 4
@@ -147,7 +148,7 @@ def test_an_overloaded_api_server_gets_the_time_that_it_asks_for_and_the_status_
     assert "too many requests" in replica.find_condition("Created")["message"]
     wait_until(replica.is_idle)
     assert "Throttled" in replica.recorded.reasons
-    assert len(calls) <= 4, "one stage, once"
+    assert len(calls) <= 4, "the first stage of children, tried once"
     due, _ = min(replica.queue._later)
     assert due - time.monotonic() > 50
 
@@ -163,7 +164,7 @@ def test_a_webhook_that_fails_is_shown(replica: Replica) -> None:
     wait_until(lambda: replica.find_condition("Created").get("reason") == "ServerError")
     assert 'failed calling webhook "x.example"' in replica.find_condition("Created")["message"]
     broken = False
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
+    wait_until(lambda: LAUNCHER_POD in replica.server.list_names("Pod"))
 
 
 # Finalizers.
@@ -171,27 +172,23 @@ def test_a_webhook_that_fails_is_shown(replica: Replica) -> None:
 
 def test_the_finalizer_of_a_job_that_is_gone_is_removed_and_others_are_left(replica: Replica) -> None:
     replica.create_job()
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
+    wait_until(lambda: LAUNCHER_POD in replica.server.list_names("Pod"))
     with replica.server.lock:
-        pod = replica.server.objects["Pod", "team", "train-launcher-1-uid-o"]
+        pod = replica.server.objects["Pod", "team", LAUNCHER_POD]
         pod["metadata"]["finalizers"].append("other.example/keep")
         del replica.server.objects[KIND, *KEY]
     replica.cache.remove_job(KEY, "uid-of-train")
     replica.queue.add(KEY)
-    wait_until(
-        lambda: (
-            names.ENDING not in replica.server.get("Pod", "team", "train-launcher-1-uid-o")["metadata"]["finalizers"]
-        )
-    )
-    assert replica.server.get("Pod", "team", "train-launcher-1-uid-o")["metadata"]["finalizers"] == [
-        "other.example/keep"
-    ]
+    wait_until(lambda: names.ENDING not in replica.server.get("Pod", "team", LAUNCHER_POD)["metadata"]["finalizers"])
+    assert replica.server.get("Pod", "team", LAUNCHER_POD)["metadata"]["finalizers"] == ["other.example/keep"]
 
 
-def test_pods_of_a_job_that_went_while_no_operator_ran_are_released_without_another_event(replica: Replica) -> None:
+def test_pods_of_a_job_that_was_deleted_while_no_operator_ran_are_released_without_another_event(
+    replica: Replica,
+) -> None:
     """A new operator lists these pods before it leads. No later event names them."""
     replica.create_job()
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
+    wait_until(lambda: LAUNCHER_POD in replica.server.list_names("Pod"))
     wait_until(replica.is_idle)
     replica.server.acting = False
     with replica.server.lock:
@@ -200,11 +197,7 @@ def test_pods_of_a_job_that_went_while_no_operator_ran_are_released_without_anot
     replica.queue.add(KEY)
     wait_until(replica.is_idle)
     replica.server.acting = True
-    wait_until(
-        lambda: (
-            names.ENDING not in replica.server.get("Pod", "team", "train-launcher-1-uid-o")["metadata"]["finalizers"]
-        )
-    )
+    wait_until(lambda: names.ENDING not in replica.server.get("Pod", "team", LAUNCHER_POD)["metadata"]["finalizers"])
 
 
 def test_without_the_right_to_patch_pods_a_job_continues(replica: Replica) -> None:
@@ -215,10 +208,10 @@ def test_without_the_right_to_patch_pods_a_job_continues(replica: Replica) -> No
 
     replica.server.remove_finalizer = refuse  # type: ignore[method-assign]
     replica.create_job()
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
+    wait_until(lambda: LAUNCHER_POD in replica.server.list_names("Pod"))
     wait_until(replica.is_idle)
     ended_state = {"terminated": {"exitCode": 1, "startedAt": format_timestamp(datetime.now(UTC)), "finishedAt": None}}
-    pod = replica.server.get("Pod", "team", "train-launcher-1-uid-o")
+    pod = replica.server.get("Pod", "team", LAUNCHER_POD)
     pod["status"] = {"phase": "Failed", "containerStatuses": [{"name": "launcher", "state": ended_state}]}
     replica.cache.put("Pod", replica.server.store(pod))
     replica.queue.add(KEY)
@@ -228,24 +221,24 @@ def test_without_the_right_to_patch_pods_a_job_continues(replica: Replica) -> No
 def test_a_pod_that_was_listed_before_its_job_stays_held(replica: Replica) -> None:
     """An operator that has just begun lists pods and jobs in any order."""
     replica.create_job()
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
+    wait_until(lambda: LAUNCHER_POD in replica.server.list_names("Pod"))
     wait_until(replica.is_idle)
     replica.cache._jobs._jobs.clear()
     replica.queue.add(KEY)
     wait_until(replica.is_idle)
-    assert replica.server.get("Pod", "team", "train-launcher-1-uid-o")["metadata"]["finalizers"] == [names.ENDING]
+    assert replica.server.get("Pod", "team", LAUNCHER_POD)["metadata"]["finalizers"] == [names.ENDING]
 
 
-def test_a_completion_is_stored_before_its_pod_is_let_go(replica: Replica) -> None:
+def test_a_completion_is_stored_before_its_pod_is_released(replica: Replica) -> None:
     replica.create_job()
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
+    wait_until(lambda: LAUNCHER_POD in replica.server.list_names("Pod"))
     wait_until(replica.is_idle)
     ended_state = {"terminated": {"exitCode": 0, "startedAt": format_timestamp(datetime.now(UTC)), "finishedAt": None}}
-    pod = replica.server.get("Pod", "team", "train-launcher-1-uid-o")
+    pod = replica.server.get("Pod", "team", LAUNCHER_POD)
     pod["status"] = {"phase": "Succeeded", "containerStatuses": [{"name": "launcher", "state": ended_state}]}
     replica.cache.put("Pod", replica.server.store(pod))
     replica.queue.add(KEY)
-    wait_until(lambda: not replica.server.get("Pod", "team", "train-launcher-1-uid-o")["metadata"]["finalizers"])
+    wait_until(lambda: not replica.server.get("Pod", "team", LAUNCHER_POD)["metadata"]["finalizers"])
     assert replica.server.get(KIND, *KEY)["status"]["phase"] == "Succeeded"
 
 
@@ -261,15 +254,16 @@ def test_a_pod_of_an_earlier_job_of_the_same_name_does_not_delay_the_job(replica
     }
     replica.cache.put("Pod", replica.server.store({"kind": "Pod", "metadata": old, "spec": {"nodeName": "node-x"}}))
     replica.create_job()
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod"))
+    wait_until(lambda: LAUNCHER_POD in replica.server.list_names("Pod"))
     assert {"train-worker-0-1-uid-o", "train-worker-1-1-uid-o"} <= replica.server.list_names("Pod")
     wait_until(replica.is_idle)
     assert replica.server.get("Pod", "team", "train-worker-0-1-uid-e")["metadata"]["finalizers"] == ["example.com/keep"]
     assert replica.server.get(KIND, *KEY)["status"]["attempt"] == 1
 
 
-def test_a_pod_that_has_the_name_of_ours_is_waited_for(replica: Replica) -> None:
-    """Letters of two UIDs may be equal, and an old pod may be being deleted."""
+def test_a_job_waits_for_a_pod_of_an_earlier_job_that_has_the_name_of_its_own_pod(replica: Replica) -> None:
+    """The names of pods end in some letters of the job's UID. Two UIDs may share these letters, and the old pod may
+    still be there."""
     old = {
         "name": "train-worker-0-1-uid-o",
         "namespace": "team",
@@ -280,13 +274,13 @@ def test_a_pod_that_has_the_name_of_ours_is_waited_for(replica: Replica) -> None
     replica.server.store({"kind": "Pod", "metadata": old, "spec": {"nodeName": "node-x"}})
     replica.create_job()
     wait_until(lambda: replica.find_condition("Created").get("reason") == "Terminating")
-    assert "train-launcher-1-uid-o" not in replica.server.list_names("Pod")
+    assert LAUNCHER_POD not in replica.server.list_names("Pod")
 
 
 def test_the_end_of_a_group_is_reported_to_kueue_once(replica: Replica) -> None:
-    grouped = build_job()
-    grouped["metadata"]["labels"] = {names.KUEUE_QUEUE: "team"}
-    replica.cache.put_job(replica.server.store(grouped))
+    queued_job = build_job()
+    queued_job["metadata"]["labels"] = {names.KUEUE_QUEUE: "team"}
+    replica.cache.put_job(replica.server.store(queued_job))
     replica.queue.add(KEY)
     wait_until(lambda: "train-launcher-1-uid-1" in replica.server.list_names("Pod"))
     ended = {"terminated": {"exitCode": 0, "startedAt": format_timestamp(datetime.now(UTC)), "finishedAt": None}}

@@ -12,7 +12,7 @@ from topkube_operator.model import stored_job
 from topkube_operator.model.observed import Policy
 from topkube_operator.watch.api_connection import ApiError
 
-ASKING = build_job(runPolicy={"schedulingPolicy": {"minAvailable": 2}})
+GANG_JOB = build_job(runPolicy={"schedulingPolicy": {"minAvailable": 2}})
 
 
 class Discovery:
@@ -45,16 +45,16 @@ def test_a_gang_scheduler_is_looked_for_while_jobs_ask_for_it_and_watched_once(
     detector = gang_detection.GangDetector(cluster, Policy(), watched_kinds.append)  # type: ignore[arg-type]
     assert detector.find_policy(build_job()).gang is None
     assert cluster.queries == 0, "a job without a gang causes no query"
-    assert detector.find_policy(ASKING).gang is None
+    assert detector.find_policy(GANG_JOB).gang is None
     queries = cluster.queries
     cluster.groups.add(f"{group}/podgroups")
-    assert detector.find_policy(ASKING).gang is None
+    assert detector.find_policy(GANG_JOB).gang is None
     assert cluster.queries == queries, "the operator does not query for every job"
     monkeypatch.setattr(gang_detection, "_PAUSE", 0.0)
     cluster.broken = True
-    assert detector.find_policy(ASKING).gang is None
+    assert detector.find_policy(GANG_JOB).gang is None
     cluster.broken = False
-    assert detector.find_policy(ASKING).gang == detector.find_policy(build_job()).gang == gang
+    assert detector.find_policy(GANG_JOB).gang == detector.find_policy(build_job()).gang == gang
     assert (watched_kinds, cluster.registered_kinds) == (["PodGroup"], [("PodGroup", group, "podgroups")])
 
 

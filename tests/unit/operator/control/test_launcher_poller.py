@@ -62,7 +62,7 @@ def poll(answer: Answer, *, uid: str = UID, domains: str = "") -> contract.Launc
 
 
 def test_an_answer_longer_than_one_segment_is_read_to_its_end() -> None:
-    """8,000 missing workers make 47 KB. Sent in pieces, as a network does."""
+    """8,000 missing workers make an answer of 47 KB. The answer arrives in pieces, as over a network."""
     status = contract.LauncherStatus(attempt=1, state="Waiting", joined=2, missing=tuple(range(2, 8000)))
     text = status.to_json().encode()
 
@@ -109,12 +109,12 @@ def test_redirects_are_not_followed(status: int) -> None:
     assert paths == [contract.STATUS_PATH]
 
 
-def test_the_token_is_sent_to_the_pinned_certificate_alone() -> None:
-    async def fail_if_asked(_: web.BaseRequest) -> web.StreamResponse:
-        raise AssertionError("a stranger was asked")
+def test_the_token_is_sent_only_to_a_launcher_with_the_pinned_certificate() -> None:
+    async def fail_if_called(_: web.BaseRequest) -> web.StreamResponse:
+        raise AssertionError("another server was called")
 
     with pytest.raises(OSError, match="certificate verify failed"):
-        poll(fail_if_asked, uid="uid-of-another-job")
+        poll(fail_if_called, uid="uid-of-another-job")
 
 
 def test_a_compressed_answer_is_not_unpacked() -> None:
@@ -147,7 +147,7 @@ def test_an_address_that_no_pod_has_is_not_polled(address: str) -> None:
         launcher_poller.check_pod_address(address)
 
 
-# Words.
+# Answers of any content.
 
 NUMBERS = st.sampled_from(["1e400", "-1e400", "9" * 40, "-7", "1.5", "NaN", "Infinity", "0", "3", "true", "null"])
 WORDS = st.text(max_size=20) | st.sampled_from(["x" * 40_000, "\x00", "Error", "a b", "\ud800", "12"])
@@ -160,8 +160,8 @@ FIELDS = {
 
 
 @st.composite
-def hostile_words(draw: st.DrawFn, head: str) -> str:
-    """Return the JSON of a launcher's status or termination message in which any field holds any value."""
+def draw_hostile_text(draw: st.DrawFn, head: str) -> str:
+    """Draw the JSON of a launcher's status or termination message in which any field holds any value."""
     parts = [head]
     for name, fields in FIELDS.items():
         if draw(st.booleans()):
@@ -181,7 +181,7 @@ def _write_object(fields: dict[str, str]) -> str:
 
 
 def read_status(text: str | bytes) -> contract.LauncherStatus | None:
-    """Return the status that a launcher sends; None if the operator refuses it with a short message."""
+    """Return the status that a launcher sends, or None if the operator refuses the status with a short message."""
     try:
         return contract.LauncherStatus.read(text)
     except LaunchError as error:
@@ -197,7 +197,7 @@ def check_status(world: SimulatedCluster) -> None:
     jsonschema.Draft4Validator(STATUS).validate(json.loads(text))
 
 
-@given(hostile_words('"attempt": 1, "state": "Running"'))
+@given(draw_hostile_text('"attempt": 1, "state": "Running"'))
 @example('{"attempt": 1, "state": "Running", "progress": {"samplesPerSecond": 1e400, "step": 3}}')
 @example('{"attempt": 1, "state": "Running", "joined": -5}')
 @example('{"attempt": 1, "state": "Running", "progress": {"loss": "%s"}}' % ("0" * 900_000))
@@ -213,7 +213,7 @@ def test_the_status_stays_small_and_valid_whatever_a_launcher_answers(text: str)
     check_status(world)
 
 
-@given(hostile_words('"attempt": 1, "state": "Failed", "exitCode": 1'), st.sampled_from([0, 1, 137]))
+@given(draw_hostile_text('"attempt": 1, "state": "Failed", "exitCode": 1'), st.sampled_from([0, 1, 137]))
 @example('{"attempt": 1, "state": "Succeeded", "exitCode": 0, "progress": {"loss": "%s"}}' % ("0" * 90_000), 0)
 @example('{"attempt": 1, "state": "Succeeded", "exitCode": 0, "progress": {"samplesPerSecond": 1e400}}', 0)
 @settings(max_examples=60)
@@ -251,7 +251,7 @@ def test_numbers_in_bounds_and_words_are_kept_as_they_are() -> None:
     assert contract.LauncherStatus.read(text).to_json() == text
 
 
-def test_of_a_long_log_tail_the_end_is_kept() -> None:
+def test_the_end_of_a_long_log_tail_is_kept() -> None:
     ending = contract.Ending.read(
         json.dumps({"attempt": 1, "state": "Failed", "exitCode": 1, "firstFailure": {"logTail": "y" * 9000 + "END"}})
     )
@@ -286,7 +286,7 @@ def test_the_launcher_gets_the_rack_of_each_worker() -> None:
 
 
 @pytest.mark.parametrize("domains", ["", "1,0"])
-def test_domains_are_sent_with_the_question(domains: str) -> None:
+def test_domains_are_sent_with_the_request(domains: str) -> None:
     seen: list[str | None] = []
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:

@@ -67,8 +67,8 @@ class Connection:
 
 
 class Candidate:
-    """A replica that takes part in the election. `notifications` holds True for each time that it was told to lead, and
-    False for each time that it was told to stop."""
+    """A replica that takes part in the election. `notifications` holds True for each notification that the replica
+    leads, and False for each notification that it does not lead any more."""
 
     def __init__(self, leases: Leases, name: str) -> None:
         self.connection, self.notifications = Connection(leases), list[bool]()
@@ -98,12 +98,12 @@ class Election:
     def name_replica(self, replica: Candidate) -> str:
         return f"replica-{self.replicas.index(replica)}"
 
-    def wait_for_leader(self, but: Candidate | None = None) -> Candidate:
+    def wait_for_leader(self, other_than: Candidate | None = None) -> Candidate:
         seconds = 3 * HAND_OVER / FASTER
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for replica in self.replicas:
-                if replica is not but and replica.election.is_acting():
+                if replica is not other_than and replica.election.is_acting():
                     return replica
             time.sleep(0.002)
         raise AssertionError(f"nobody leads after {seconds:g} s: {self.leases.lease}")
@@ -128,12 +128,12 @@ def election(monkeypatch: pytest.MonkeyPatch) -> Iterator[Election]:
 def test_a_replica_that_is_cut_off_stops_before_another_leads(election: Election) -> None:
     first = election.wait_for_leader()
     first.connection.cut = True
-    second = election.wait_for_leader(but=first)
+    second = election.wait_for_leader(other_than=first)
     assert not first.election.is_acting()
     first.connection.cut = False
     third = next(replica for replica in election.replicas if replica not in (first, second))
     second.connection.cut = third.connection.cut = True
-    assert election.wait_for_leader(but=second) is first
+    assert election.wait_for_leader(other_than=second) is first
     assert election.leases.lease["spec"]["leaseTransitions"] == 3
     assert first.notifications == [True, False, True]
 
@@ -145,7 +145,7 @@ def test_a_replica_that_stops_hands_over_at_once(election: Election) -> None:
     assert election.leases.lease["spec"]["holderIdentity"] != election.name_replica(first), (
         "no other replica waits until the lease expires"
     )
-    election.wait_for_leader(but=first)
+    election.wait_for_leader(other_than=first)
 
 
 def test_the_times_of_the_election_fit_each_other() -> None:

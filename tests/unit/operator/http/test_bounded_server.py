@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from replica import wait_until
 from thorough import choose
 
 from topkube_operator.control.metrics import OperatorMetrics
@@ -60,29 +61,22 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def wait_until(holds: Callable[[], Any], seconds: float = 120.0) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, f"the condition did not hold within {seconds:g} s"
-        time.sleep(0.01)
-
-
 def test_incomplete_requests_start_no_threads_and_are_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "BOUNDS", Bounds(connections=64, connections_per_client=16, head_seconds=1.0))
     with serve() as server, contextlib.ExitStack() as stack:
         threads = threading.active_count()
-        held = []
+        connections = []
         for _ in range(400):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=120))
             with contextlib.suppress(OSError):  # the server may have closed it already, to make room
                 connection.sendall(b"GET /healthz HTT")
-            held.append(connection)
+            connections.append(connection)
         assert call(server.port).startswith(b"HTTP/1.1 200 ")
         assert threading.active_count() <= threads + 2
-        wait_until(lambda: all(map(is_closed, held)))
+        wait_until(lambda: all(map(is_closed, connections)))
 
 
-def test_a_head_that_comes_byte_by_byte_has_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_comes_byte_by_byte_gets_no_extra_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "BOUNDS", Bounds(head_seconds=0.5))
     with serve() as server, socket.create_connection(("127.0.0.1", server.port), timeout=120) as connection:
         connection.sendall(b"GET /healthz HTTP/1.1\r\n")
@@ -98,13 +92,13 @@ def test_a_head_that_comes_byte_by_byte_has_no_more_time(monkeypatch: pytest.Mon
 
 def test_a_check_that_hangs_is_a_failed_probe_and_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "_CHECK_SECONDS", 1.0)
-    held = threading.Event()
-    with serve(healthy=lambda: str(held.wait(120) and "")) as server:
+    release = threading.Event()
+    with serve(healthy=lambda: str(release.wait(120) and "")) as server:
         try:
             assert b"the check has not ended" in call(server.port)
             assert call(server.port, LAST_REQUEST.replace(b"healthz", b"readyz")).startswith(b"HTTP/1.1 200 ")
         finally:
-            held.set()
+            release.set()
 
 
 def test_scrapes_within_a_second_share_one_text() -> None:
@@ -154,12 +148,12 @@ async def wait_in_loop_until(holds: Callable[[], Any]) -> None:
 
 def test_the_longest_idle_connection_makes_room_and_answers_under_way_are_finished() -> None:
     async def run_scenario() -> None:
-        held, busy = asyncio.Event(), asyncio.Event()
+        release, busy = asyncio.Event(), asyncio.Event()
 
         async def answer_late(request: web.BaseRequest) -> web.StreamResponse:
             if request.path == "/slow":
                 busy.set()
-                await held.wait()
+                await release.wait()
             return await answer_hello(request)
 
         async with open_server(Bounds(connections=4, connections_per_client=3), answer_late) as (server, port):
@@ -170,7 +164,7 @@ def test_the_longest_idle_connection_makes_room_and_answers_under_way_are_finish
             answer, writer = await send_request(port)
             assert (await answer.readline()).startswith(b"HTTP/1.1 200")
             assert await idle[0][0].read() == b"", "the connection was closed"
-            held.set()
+            release.set()
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
             writer.close()
             slow_writer.close()
@@ -180,11 +174,11 @@ def test_the_longest_idle_connection_makes_room_and_answers_under_way_are_finish
 
 def test_a_new_connection_is_refused_while_all_others_are_being_answered() -> None:
     async def run_scenario() -> None:
-        held, entered = asyncio.Event(), asyncio.Semaphore(0)
+        release, entered = asyncio.Event(), asyncio.Semaphore(0)
 
         async def answer_late(request: web.BaseRequest) -> web.StreamResponse:
             entered.release()
-            await held.wait()
+            await release.wait()
             return await answer_hello(request)
 
         async with open_server(Bounds(connections=2, connections_per_client=2), answer_late) as (_, port):
@@ -194,7 +188,7 @@ def test_a_new_connection_is_refused_while_all_others_are_being_answered() -> No
             with contextlib.suppress(ConnectionError):
                 newcomer, _writer = await send_request(port)
                 assert await newcomer.read() == b""
-            held.set()
+            release.set()
             for reader, _ in kept:
                 assert (await reader.readline()).startswith(b"HTTP/1.1 200")
 
@@ -355,7 +349,7 @@ def _build_job_of_containers(containers: list[Any]) -> dict[str, Any]:
     return _build_job(template={"spec": {"containers": containers}})
 
 
-HEAVY: dict[str, Callable[[], dict[str, Any]]] = {
+HEAVY_BODIES: dict[str, Callable[[], dict[str, Any]]] = {
     "unknown fields": lambda: _build_job(**_build_fields(240_000)),
     "unknown fields of a part": lambda: _build_job(aggregation=_build_fields(90_000)),
     "parts that are none": lambda: _build_job(
@@ -372,10 +366,12 @@ HEAVY: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("body", HEAVY)
+@pytest.mark.parametrize("body", HEAVY_BODIES)
 def test_the_work_for_one_body_is_bounded(body: str) -> None:
-    """The bodies have the largest size that is accepted. A limit of 8 MiB would take 43 seconds for each."""
-    text = json.dumps({"request": {"uid": "1", "operation": "CREATE", "object": HEAVY[body]()}}, separators=(",", ":"))
+    """The bodies have the largest size that is accepted. With a limit of 8 MiB, each body would take 43 seconds."""
+    text = json.dumps(
+        {"request": {"uid": "1", "operation": "CREATE", "object": HEAVY_BODIES[body]()}}, separators=(",", ":")
+    )
     assert len(text) < webhook.LARGEST_BODY
     begun = time.process_time()
     status, answer = webhook.answer_review(text.encode())

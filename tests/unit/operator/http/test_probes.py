@@ -1,4 +1,4 @@
-"""The operator's HTTP port."""
+"""The operator's HTTP port: probes, metrics, and the check of tokens."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class ReviewingApi:
     """Answers TokenReviews and SubjectAccessReviews, and counts them."""
 
     def __init__(self, may_read: Mapping[str, bool]) -> None:
-        self.may_read, self.asked, self.works = may_read, 0, True
+        self.may_read, self.calls, self.works = may_read, 0, True
 
     def call(self, method: str, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         assert method == "POST"
-        self.asked += 1
+        self.calls += 1
         if not self.works:
             raise TopKubeError("the API server cannot be reached")
         if path.endswith("tokenreviews"):
@@ -105,7 +105,7 @@ def test_callers_that_guess_tokens_do_not_load_the_api_server(monkeypatch: pytes
     assert check.allows("prometheus")
     for number in range(1000):
         assert not check.allows(f"guess-{number}")
-    assert api.asked <= 2 + scrape_access._UNKNOWN_PER_MINUTE
+    assert api.calls <= 2 + scrape_access._UNKNOWN_PER_MINUTE
     monkeypatch.setattr(scrape_access, "_REMEMBER_SECONDS", 0.0)
     assert check.allows("prometheus"), "a scraper is served while others guess"
     assert not check.allows("x" * 100_000)
@@ -118,7 +118,7 @@ def test_tokens_never_travel_without_tls(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[1]", "[{}]", '[{"podSelectr": {}}]'])
-def test_peers_with_a_mistake_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malformed_list_of_peers_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([f"--metrics-from={text}"])
     assert "--metrics-from" in capsys.readouterr().err

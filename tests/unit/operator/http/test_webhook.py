@@ -203,24 +203,24 @@ def test_a_review_that_waits_too_long_is_abandoned(monkeypatch: pytest.MonkeyPat
     asyncio.run(run_scenario())
 
 
-def test_the_bundle_is_published_again_and_failures_are_survived(
+def test_the_bundle_is_published_again_also_after_failures(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(webhook, "BUNDLE_SECONDS", 0.001)
     calls: list[str] = []
 
     async def run_scenario() -> None:
-        enough = asyncio.Event()
+        was_published_again = asyncio.Event()
 
         async def publish(bundle: str) -> None:
             calls.append(bundle)
             if len(calls) in (2, 3):
                 raise PermissionError("not yours")
             if len(calls) >= 5:
-                enough.set()
+                was_published_again.set()
 
         async with serve(SECRET, ["127.0.0.1"], publish, host="127.0.0.1", port=0):
-            await asyncio.wait_for(enough.wait(), 120)
+            await asyncio.wait_for(was_published_again.wait(), 120)
 
     asyncio.run(run_scenario())
     assert len(set(calls)) == 1
@@ -229,7 +229,7 @@ def test_the_bundle_is_published_again_and_failures_are_survived(
     )
 
 
-def test_with_a_certificate_of_cert_managers_nothing_is_published(tmp_path: Path) -> None:
+def test_with_a_certificate_of_cert_manager_no_bundle_is_published(tmp_path: Path) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "theirs")])
     begin = datetime.datetime(2025, 1, 1)
@@ -239,19 +239,19 @@ def test_with_a_certificate_of_cert_managers_nothing_is_published(tmp_path: Path
     (tmp_path / "tls.crt").write_bytes(pem)
     (tmp_path / "tls.key").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
 
-    recorder = Recorder()
+    reports = WebhookReports()
 
     async def publish(_: str) -> None:
         raise AssertionError("cert-manager writes the bundle")
 
     async def run_scenario() -> None:
-        options: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "certificate": tmp_path, "observer": recorder}
+        options: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "certificate": tmp_path, "observer": reports}
         async with serve(SECRET, [], publish, **options) as port:
             status, _ = await post(port, json.dumps(build_review(JOB)), ssl.create_default_context(cadata=pem.decode()))
             assert status == 200
 
     asyncio.run(run_scenario())
-    assert recorder.states == [(datetime.datetime(2100, 1, 1, tzinfo=datetime.UTC).timestamp(), None)]
+    assert reports.states == [(datetime.datetime(2100, 1, 1, tzinfo=datetime.UTC).timestamp(), None)]
 
 
 def test_a_missing_certificate_is_reported(tmp_path: Path) -> None:
@@ -263,8 +263,8 @@ def test_a_missing_certificate_is_reported(tmp_path: Path) -> None:
         asyncio.run(run_scenario())
 
 
-class Recorder:
-    """Remembers what the webhook reports."""
+class WebhookReports:
+    """Records the outcomes and states that the webhook reports."""
 
     def __init__(self) -> None:
         self.outcomes: list[str] = []
@@ -279,38 +279,38 @@ class Recorder:
 
 
 def test_every_answer_is_counted_by_its_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder, published = Recorder(), asyncio.Event()
+    reports, published = WebhookReports(), asyncio.Event()
 
     async def publish(_: str) -> None:
         published.set()
 
     async def run_scenario() -> None:
-        async with serve(SECRET, ["127.0.0.1"], publish, host="127.0.0.1", port=0, observer=recorder) as port:
+        async with serve(SECRET, ["127.0.0.1"], publish, host="127.0.0.1", port=0, observer=reports) as port:
             trust = build_trust(Authority.derive(SECRET).bundle)
-            bad = change_field("template.spec.containers.0.command", None)
-            for body in (build_review(JOB), build_review(bad), {"no": "review"}):
+            invalid_job = change_field("template.spec.containers.0.command", None)
+            for body in (build_review(JOB), build_review(invalid_job), {"no": "review"}):
                 await post(port, json.dumps(body), trust)
             monkeypatch.setattr(webhook, "answer_review", lambda body: 1 / 0)
             assert (await post(port, json.dumps(build_review(JOB)), trust))[0] == 500
             await asyncio.wait_for(published.wait(), 120)
 
     asyncio.run(run_scenario())
-    assert recorder.outcomes == ["allowed", "denied", "refused", "error"]
-    assert recorder.states[0][1] is False
-    assert recorder.states[-1][1] is True
-    assert recorder.states[0][0] > datetime.datetime.now(datetime.UTC).timestamp() + 86400
+    assert reports.outcomes == ["allowed", "denied", "refused", "error"]
+    assert reports.states[0][1] is False
+    assert reports.states[-1][1] is True
+    assert reports.states[0][0] > datetime.datetime.now(datetime.UTC).timestamp() + 86400
 
 
 def test_a_bundle_that_cannot_be_written_is_reported() -> None:
-    recorder, tried = Recorder(), asyncio.Event()
+    reports, tried = WebhookReports(), asyncio.Event()
 
     async def publish(_: str) -> None:
         tried.set()
         raise PermissionError("not yours")
 
     async def run_scenario() -> None:
-        async with serve(SECRET, ["127.0.0.1"], publish, host="127.0.0.1", port=0, observer=recorder):
+        async with serve(SECRET, ["127.0.0.1"], publish, host="127.0.0.1", port=0, observer=reports):
             await asyncio.wait_for(tried.wait(), 120)
 
     asyncio.run(run_scenario())
-    assert {published for _, published in recorder.states} == {False}
+    assert {published for _, published in reports.states} == {False}

@@ -16,17 +16,15 @@ from stored_datasets import store_dataset
 from topkube.job.cached_dataset import compute_dataset_id, name_cached_dataset
 from topkube_operator.node_cache import agent as agents
 from topkube_operator.node_cache.agent import Agent
-from topkube_operator.node_cache.decisions import (
-    CacheLimits,
-)
+from topkube_operator.node_cache.decisions import CacheLimits
 from topkube_operator.node_cache.metrics import METRICS, AgentMetrics
 from topkube_operator.node_cache.metrics_server import MetricsServer
 from topkube_operator.node_cache.volume import Volume
 from topkube_operator.watch.api_connection import ApiError
 
 
-class PlayedApi:
-    """An API server in memory: objects of one kind, with versions."""
+class ClaimsApiServer:
+    """An API server in memory that stores CachedDatasets with resource versions and lists the claims of `claims`."""
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
@@ -70,12 +68,12 @@ class PlayedApi:
 
 
 @pytest.fixture
-def api(monkeypatch: pytest.MonkeyPatch) -> PlayedApi:
+def api(monkeypatch: pytest.MonkeyPatch) -> ClaimsApiServer:
     monkeypatch.setattr(agents, "CLUSTER_SECONDS", 0.0)
-    return PlayedApi()
+    return ClaimsApiServer()
 
 
-def test_a_dataset_lives_from_the_claim_to_its_deletion(volume: Volume, api: PlayedApi) -> None:
+def test_a_dataset_lives_from_the_claim_to_its_deletion(volume: Volume, api: ClaimsApiServer) -> None:
     cluster: Any = api
     agent = Agent(cluster, volume, "n1", CacheLimits())
     agent.run_once()
@@ -98,13 +96,13 @@ def test_a_dataset_lives_from_the_claim_to_its_deletion(volume: Volume, api: Pla
     full.run_once()
     assert volume.read_datasets("team-a")[0].pinned
     del api.objects[key]
-    full.run_once()  # sees that it is gone
+    full.run_once()  # sees that the CachedDataset is gone
     full.run_once()
     assert volume.read_datasets("team-a") == []
     assert api.objects == {}
 
 
-def test_datasets_that_a_job_evicted_are_reported_too(volume: Volume, api: PlayedApi) -> None:
+def test_datasets_that_a_job_evicted_are_reported_too(volume: Volume, api: ClaimsApiServer) -> None:
     cluster: Any = api
     api.claims = ["team-a"]
     agent = Agent(cluster, volume, "n1", CacheLimits())
@@ -117,7 +115,7 @@ def test_datasets_that_a_job_evicted_are_reported_too(volume: Volume, api: Playe
     assert (stored["status"]["nodes"], stored["status"]["where"]) == ([], None)
 
 
-def test_the_agent_evicts_the_least_recently_used_datasets(volume: Volume, api: PlayedApi) -> None:
+def test_the_agent_evicts_the_least_recently_used_datasets(volume: Volume, api: ClaimsApiServer) -> None:
     cluster: Any = api
     api.claims = ["team-a", "team-b"]
     agent = Agent(cluster, volume, "n1", CacheLimits(size=2500))
@@ -140,7 +138,7 @@ def read_samples(text: bytes) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_a_pass_is_in_the_metrics(volume: Volume, api: PlayedApi) -> None:
+def test_the_metrics_describe_the_last_pass(volume: Volume, api: ClaimsApiServer) -> None:
     cluster: Any = api
     api.claims = ["team-a", "team-b"]
     metrics = AgentMetrics("r", "n1")

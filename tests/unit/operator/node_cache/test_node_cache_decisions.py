@@ -1,4 +1,4 @@
-"""What the node cache evicts, pins and reports: decisions without a disk and without a cluster."""
+"""The decisions of the node cache without a disk or a cluster: the datasets that it evicts, pins and reports."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def apply_decisions(state: CacheState, decisions: Decisions) -> CacheState:
 
 @given(draw_states(), limits)
 def test_datasets_in_use_or_pinned_stay_and_the_others_are_evicted_oldest_first(
-    state: CacheState, wanted: CacheLimits
+    state: CacheState, cache_limits: CacheLimits
 ) -> None:
-    decisions = decide(state, wanted, NOW)
+    decisions = decide(state, cache_limits, NOW)
     by_name = {dataset.name: dataset for dataset in state.datasets}
     evicted = [by_name[name] for name in decisions.evict]
     pinned = {name: state.pin_requests.get(name, dataset.pinned) for name, dataset in by_name.items()}
@@ -100,19 +100,19 @@ def test_datasets_in_use_or_pinned_stay_and_the_others_are_evicted_oldest_first(
     )
     after = apply_decisions(state, decisions)
     used = sum(dataset.cached_bytes for dataset in after.datasets)
-    if spared:  # there was no need for more
-        assert after.free >= wanted.free
-        assert wanted.size is None or used <= wanted.size
+    if spared:  # no more had to be evicted
+        assert after.free >= cache_limits.free
+        assert cache_limits.size is None or used <= cache_limits.size
         assert decisions.missing_bytes == 0
     assert (decisions.missing_bytes > 0) == (
-        after.free < wanted.free or (wanted.size is not None and used > wanted.size)
+        after.free < cache_limits.free or (cache_limits.size is not None and used > cache_limits.size)
     )
     assert set(decisions.create) == state.allowed - state.present
 
 
 @given(draw_states(), limits)
-def test_a_second_decision_changes_nothing(state: CacheState, wanted: CacheLimits) -> None:
-    again = decide(apply_decisions(state, decide(state, wanted, NOW)), wanted, NOW)
+def test_a_second_decision_changes_nothing(state: CacheState, cache_limits: CacheLimits) -> None:
+    again = decide(apply_decisions(state, decide(state, cache_limits, NOW)), cache_limits, NOW)
     assert (again.create, again.evict, again.pin, again.unpin) == ((), (), (), ())
 
 

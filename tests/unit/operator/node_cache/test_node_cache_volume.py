@@ -1,4 +1,4 @@
-"""The node cache on a disk: folders of namespaces, and what their users can do in them."""
+"""The node cache on a disk: the folders of namespaces, and the actions that are possible for their users."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_any_user_of_a_namespace_writes_in_its_folder_and_other_namespaces_canno
         "use = folder.begin_use(); os.close(folder.publish(key, 7, lambda file: os.truncate(file, 7)))\n"
         "print(len(folder.list_records()), folder.evict('a' * 32) if uid == 2000 else '')\n"
     )
-    # As in a pod: the namespace's folder is all there is. All that Python needs is loaded before.
+    # As in a pod, the process sees only the namespace's folder, so it loads all modules before.
     load_modules = (
         "import numpy, xxhash, json, mmap, uuid, tempfile, encodings.idna\n"
         "import topkube_operator.node_cache.volume as v; v._load_modules()\n"
@@ -54,7 +54,7 @@ def test_datasets_are_found_pinned_and_evicted(volume: Volume) -> None:
     assert state["s3://bucket/old"] == LocalDataset(
         "team-a", old.name, "s3://bucket/old", 1000, 1, 1000, last_used=5.0, in_use=False, pinned=False
     )
-    assert volume.apply("team-a", [kept.name, old.name], [], []) == {old.name}, "what is read stays"
+    assert volume.apply("team-a", [kept.name, old.name], [], []) == {old.name}, "a dataset that is in use stays"
     use.release()
     volume.apply("team-a", [], [kept.name], [])
     assert volume.read_datasets("team-a")[0].pinned
@@ -62,7 +62,7 @@ def test_datasets_are_found_pinned_and_evicted(volume: Volume) -> None:
     assert not volume.read_datasets("team-a")[0].pinned
 
 
-def test_a_namespace_cannot_lead_the_agent_elsewhere(volume: Volume, tmp_path: Path) -> None:
+def test_links_and_forged_files_do_not_lead_the_agent_to_another_namespace(volume: Volume, tmp_path: Path) -> None:
     if os.geteuid():
         pytest.skip("needs root to confine")
     for name in ("team-a", "team-b"):
@@ -78,7 +78,7 @@ def test_a_namespace_cannot_lead_the_agent_elsewhere(volume: Volume, tmp_path: P
     assert secret.get_shard_path(f"{1000:032x}").exists()
 
 
-def test_a_folder_that_never_answers_costs_a_deadline_and_no_more(
+def test_a_folder_that_never_answers_is_reported_after_a_deadline(
     volume: Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from topkube_operator.node_cache import volume as module

@@ -148,8 +148,8 @@ def test_a_stored_job_that_is_no_longer_valid_can_be_deleted_and_repaired() -> N
     assert not send_review(change_field("workers", "more"), nonsense, "UPDATE")["allowed"]
 
 
-MISSPELT = {"action": "Fail", "onReasons": ["OomKilled", "NodeLost", "OutOfnvidia.com/gpu", "MyOwnReason"]}
-WARNED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+MISSPELT_RULE = {"action": "Fail", "onReasons": ["OomKilled", "NodeLost", "OutOfnvidia.com/gpu", "MyOwnReason"]}
+PROBABLE_MISTAKES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda spec: spec["template"]["spec"]["containers"][0].update(image="registry:5000/i"), "may name another image"),
     (lambda spec: spec["template"]["spec"]["containers"][0].update(image="i:latest"), "may name another image"),
     (lambda spec: spec["template"]["spec"].update(restartPolicy="Always"), "restartPolicy: Always has no effect"),
@@ -170,11 +170,11 @@ WARNED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda spec: spec.update(aggregation={"density": 0.1}), "has no effect: auto has no density"),
     (lambda spec: spec.update(runPolicy={"schedulingPolicy": {"minAvailable": 2}}), "ranks start when all 3 pods run"),
     (lambda spec: spec["template"]["spec"].update(terminationGracePeriodSeconds=5), "5 s may be too short"),
-    (lambda spec: spec.update(runPolicy={"failurePolicy": {"rules": [MISSPELT]}}), "did you mean OOMKilled?"),
+    (lambda spec: spec.update(runPolicy={"failurePolicy": {"rules": [MISSPELT_RULE]}}), "did you mean OOMKilled?"),
 ]
 
 
-@pytest.mark.parametrize(("change", "words"), WARNED)
+@pytest.mark.parametrize(("change", "words"), PROBABLE_MISTAKES)
 def test_probable_mistakes_cause_a_warning(change: Callable[[dict[str, Any]], Any], words: str) -> None:
     job = copy.deepcopy(JOB)
     change(job["spec"])
@@ -237,7 +237,7 @@ def test_a_job_may_always_be_applied_again(data: dict[str, Any]) -> None:
     assert explain_refusal(data, full) == explain_refusal(full, data) == "", "written defaults are not a change"
 
 
-def test_of_very_many_mistakes_the_first_are_named_and_the_rest_counted() -> None:
+def test_if_there_are_very_many_mistakes_the_first_are_named_and_the_rest_are_counted() -> None:
     """The answer to a caller must not be longer than its request."""
     message = send_review(change_field("template.spec.containers.0.args", [1] * 1000))["status"]["message"]
     assert "has 1000 mistakes" in message

@@ -16,8 +16,8 @@ from topkube_operator.children.avoidance import avoid_nodes
 from topkube_operator.model.nodes import NodeFailure, find_fault, read_node_failures
 
 HOUR = 3600
-ROOM = "0/4 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
-BACKOFF = {"backoffLimit": 99}
+NO_ROOM = "0/4 nodes are available: 1 node(s) didn't match Pod's node affinity/selector."
+MANY_RESTARTS = {"backoffLimit": 99}
 
 
 def _list_avoided_nodes(world: SimulatedCluster) -> list[str]:
@@ -42,7 +42,7 @@ def _build_failures(*entries: tuple[str, int], minutes: int = 5, node: str = "no
 
 
 def test_the_second_failure_of_a_job_on_a_node_moves_it_elsewhere() -> None:
-    world = start_running_job(workers=1, runPolicy=BACKOFF)
+    world = start_running_job(workers=1, runPolicy=MANY_RESTARTS)
     _fail_on(world, "node-c")
     assert (_list_avoided_nodes(world), world.status["firstFailure"]["node"]) == ([], "node-c")
     assert world.status["nodeFailures"] == [
@@ -63,7 +63,7 @@ def test_the_second_failure_of_a_job_on_a_node_moves_it_elsewhere() -> None:
 
 
 def test_an_avoided_node_is_used_again_after_an_hour() -> None:
-    world = start_running_job(workers=1, runPolicy=BACKOFF)
+    world = start_running_job(workers=1, runPolicy=MANY_RESTARTS)
     _fail_on(world, "node-c", reason="HardwareFault")
     world.start_ranks()
     assert _list_avoided_nodes(world) == ["node-c"], "one fault of the hardware is enough"
@@ -82,7 +82,7 @@ def test_an_avoided_node_is_used_again_after_an_hour() -> None:
 @pytest.mark.parametrize("reason", ["OOMKilled", "SyntaxError", "SourceUnavailable", "SetupFailed", "Terminated"])
 def test_failures_by_the_job_or_the_cluster_do_not_count_against_the_node(reason: str) -> None:
     rules = [{"action": "Restart", "onReasons": ["SyntaxError"]}]
-    world = start_running_job(workers=1, runPolicy={**BACKOFF, "failurePolicy": {"rules": rules}})
+    world = start_running_job(workers=1, runPolicy={**MANY_RESTARTS, "failurePolicy": {"rules": rules}})
     for _ in range(3):
         _fail_on(world, "node-c", reason=reason)
         world.wait(400)
@@ -92,7 +92,7 @@ def test_failures_by_the_job_or_the_cluster_do_not_count_against_the_node(reason
 
 
 def test_a_lost_node_is_avoided_when_it_is_back() -> None:
-    world = start_running_job(workers=1, runPolicy=BACKOFF)
+    world = start_running_job(workers=1, runPolicy=MANY_RESTARTS)
     world.change("train-worker-0-1-uid-1", node="node-c")
     world.lost.add("node-c")
     world.wait(60)
@@ -124,7 +124,7 @@ def test_failures_of_several_other_jobs_count(failures: tuple[NodeFailure, ...],
 
 
 def test_failures_of_other_jobs_move_no_worker_that_runs() -> None:
-    world = start_running_job(workers=1, runPolicy=BACKOFF)
+    world = start_running_job(workers=1, runPolicy=MANY_RESTARTS)
     world.change("train-worker-0-1-uid-1", node="node-c")
     world.node_failures = _build_failures(("a", 9), ("b", 9))
     world.end_launcher(1, {**RANK_FAILED, "pod": None, "rank": None})
@@ -173,7 +173,7 @@ def test_pods_that_find_no_other_node_may_use_the_avoided_nodes_after_a_minute(c
     world.reconcile()
     world.schedule()
     waiting = "train-worker-1-1-uid-1"
-    world.change(waiting, node="", scheduled=None, scheduling_message=ROOM)
+    world.change(waiting, node="", scheduled=None, scheduling_message=NO_ROOM)
     world.run()
     assert world.reconcile().requeue == 60
     world.wait(60)
@@ -193,14 +193,14 @@ def test_waiting_for_the_avoided_nodes_does_not_count_against_max_disruptions() 
     world = SimulatedCluster(build_job(runPolicy={"failurePolicy": {"maxDisruptions": 0}}))
     world.node_faults = {"node-b": "KernelDeadlock"}
     world.reconcile()
-    world.change("train-worker-1-1-uid-1", scheduling_message=ROOM)
+    world.change("train-worker-1-1-uid-1", scheduling_message=NO_ROOM)
     world.wait(60)
     world.reconcile()
     assert (world.status["attempt"], world.status["phase"]) == (2, "Restarting")
 
 
 def test_nothing_is_avoided_when_nothing_runs() -> None:
-    world = start_running_job(workers=1, runPolicy=BACKOFF)
+    world = start_running_job(workers=1, runPolicy=MANY_RESTARTS)
     _fail_on(world, "node-c", reason="HardwareFault")
     assert _list_avoided_nodes(world) == ["node-c"]
     world.edit_policy(suspend=True)

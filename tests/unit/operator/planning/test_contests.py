@@ -48,7 +48,7 @@ def test_the_third_write_reports_the_contest() -> None:
         assert contests.must_be_reported(_build_policy(), number) == (number == 2)
         contests.count_write(_build_policy(), number, "somebody" if number == 2 else "")
     assert contests.list_troubles()[KEY].message == "somebody"
-    assert not contests.must_be_reported(_build_policy(), 3), "once is enough"
+    assert not contests.must_be_reported(_build_policy(), 3), "one report is enough"
 
 
 def test_writes_of_different_content_are_not_a_contest() -> None:
@@ -63,17 +63,17 @@ def test_a_contest_that_has_ended_is_forgotten() -> None:
     contests = Contests()
     for number in range(3):
         contests.count_write(_build_policy(), number, "somebody")
-    now, looks = 2.0, 0
-    while (look := contests.compute_seconds_to_next_change(now)) is not None:
-        now, looks = now + look, looks + 1
+    now, wakeups = 2.0, 0
+    while (seconds := contests.compute_seconds_to_next_change(now)) is not None:
+        now, wakeups = now + seconds, wakeups + 1
         contests.find_paused(now)
     assert not contests.list_troubles()
-    assert looks == 2, "one when the child may be written, one when the contest ends"
+    assert wakeups == 2, "the first when the child may be written, the second when the contest ends"
     assert 600 <= now <= 700
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=200))
-def test_no_child_is_written_more_than_a_handful_of_times_a_minute(waits: list[float]) -> None:
+def test_no_child_is_written_more_than_eight_times_a_minute(waits: list[float]) -> None:
     contests, now, times = Contests(), 0.0, list[float]()
     for wait in waits:
         now += wait

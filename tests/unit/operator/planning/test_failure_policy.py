@@ -29,6 +29,7 @@ KILLED_FOR_MEMORY = {**RANK_FAILED, "reason": "OOMKilled", "exitCode": 137}
 DRAINED = {"pod": WORKER, "reason": "Terminated", "exitCode": 143, "message": "asked to end"}
 SILENT = {"reason": "LaunchFailed", "exitCode": 7, "message": "no rank reports why"}
 FAIL, RESTART, IGNORE = ("Failed", 0, 0), ("Restarting", 1, 0), ("Restarting", 0, 1)
+"""The status after each action: (phase, restarts, disruptions)."""
 CASES: dict[str, tuple[list[Rule], dict[str, Any], tuple[str, int, int]]] = {
     "no rule: a failure counts": ([], RANK_ENDED, RESTART),
     "no rule: a disruption does not": ([], DRAINED, IGNORE),
@@ -184,7 +185,7 @@ def test_without_a_limit_the_times_of_disruptions_are_not_kept() -> None:
 # A partial gang.
 
 TIMEOUT = 120
-ROOM = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+NO_ROOM = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 
 
 def _start_partial_gang(**policy: Any) -> SimulatedCluster:
@@ -192,7 +193,7 @@ def _start_partial_gang(**policy: Any) -> SimulatedCluster:
     world = SimulatedCluster(build_job(runPolicy=_build_policy(pendingTimeoutSeconds=TIMEOUT, **policy)))
     world.reconcile()
     world.schedule()
-    world.change(WORKER, node="", scheduled=None, scheduling_message=ROOM)
+    world.change(WORKER, node="", scheduled=None, scheduling_message=NO_ROOM)
     world.run()
     return world
 
@@ -207,7 +208,7 @@ def test_a_partial_gang_gives_its_nodes_back_and_tries_again_later() -> None:
     status = world.status
     assert (status["phase"], status["restarts"], status["disruptions"]) == ("Restarting", 0, 1)
     assert (status["firstFailure"]["reason"], status["firstFailure"]["pod"]) == ("PendingTimeout", WORKER)
-    assert ROOM in status["firstFailure"]["message"]
+    assert NO_ROOM in status["firstFailure"]["message"]
     assert all(pod.deletion is not None for pod in world.pods.values()), "every pod goes, also those that run"
     world.run()
     assert not world.pods
@@ -247,7 +248,7 @@ def test_the_pauses_of_a_gang_that_never_fits_grow() -> None:
         world.wait(pause)
         world.reconcile()
         world.schedule()
-        world.change(f"train-worker-1-{number}-uid-1", node="", scheduled=None, scheduling_message=ROOM)
+        world.change(f"train-worker-1-{number}-uid-1", node="", scheduled=None, scheduling_message=NO_ROOM)
         world.run()
     assert pauses == [60, 120, 240, 300, 300]
 
@@ -256,7 +257,7 @@ def test_pods_that_all_wait_occupy_nothing_and_continue_to_wait() -> None:
     world = SimulatedCluster(build_job(runPolicy=_build_policy(pendingTimeoutSeconds=TIMEOUT)))
     world.reconcile()
     for index in (0, 1):
-        world.change(f"train-worker-{index}-1-uid-1", scheduling_message=ROOM)
+        world.change(f"train-worker-{index}-1-uid-1", scheduling_message=NO_ROOM)
     world.wait(86400)
     world.reconcile()
     assert (world.status["attempt"], world.status["phase"]) == (1, "Pending")
@@ -302,6 +303,6 @@ def test_a_resumed_job_has_its_whole_time() -> None:
     world.edit_policy(suspend=False)
     world.reconcile()
     world.schedule()
-    world.change("train-worker-1-2-uid-1", node="", scheduled=None, scheduling_message=ROOM)
+    world.change("train-worker-1-2-uid-1", node="", scheduled=None, scheduling_message=NO_ROOM)
     world.run()
     assert world.reconcile().requeue == TIMEOUT

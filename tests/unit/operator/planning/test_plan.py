@@ -63,7 +63,7 @@ def test_the_attempt_is_in_the_status_before_anything_is_made() -> None:
     assert world.plan().apply[-1][0]["metadata"]["name"] == "train-launcher-1-uid-1"
 
 
-def test_killed_between_any_two_writes_the_operator_continues() -> None:
+def test_an_operator_that_is_killed_between_any_two_writes_continues() -> None:
     def run_life(crash: int | None) -> SimulatedCluster:
         world = SimulatedCluster(build_job())
         world.crash_after = crash
@@ -77,14 +77,15 @@ def test_killed_between_any_two_writes_the_operator_continues() -> None:
             world.run()
         return world
 
-    whole = run_life(None)
-    assert (whole.status["attempt"], whole.status["restarts"], whole.status["phase"]) == (2, 1, "Succeeded")
+    undisturbed = run_life(None)
+    expected = undisturbed.status
+    assert (expected["attempt"], expected["restarts"], expected["phase"]) == (2, 1, "Succeeded")
     for crash in range(40):
         world = run_life(crash)
         assert not world.violations
         for field in ("phase", "attempt", "restarts", "disruptions", "firstFailure"):
-            assert world.status[field] == whole.status[field], (crash, field)
-        assert sorted(world.pods) == sorted(whole.pods), crash
+            assert world.status[field] == expected[field], (crash, field)
+        assert sorted(world.pods) == sorted(undisturbed.pods), crash
 
 
 def test_only_dead_pods_are_replaced() -> None:
@@ -123,7 +124,7 @@ def test_a_secret_that_was_deleted_comes_back_with_the_same_bytes() -> None:
     assert world.children["Secret", "train-credentials"].content == before
 
 
-def test_restarts_are_used_up() -> None:
+def test_after_the_last_restart_a_failure_fails_the_job() -> None:
     world = SimulatedCluster(build_job(runPolicy={"backoffLimit": 2}))
     for attempt in (1, 2, 3):
         world.wait(600)
@@ -153,7 +154,7 @@ def count_seconds_until_launcher(world: SimulatedCluster, attempt: int, pause: f
 
 @pytest.mark.parametrize("pause", [1, None])
 def test_quick_restarts_wait_longer_each_time_however_often_the_operator_reconciles(pause: float | None) -> None:
-    """None: the operator reconciles when the plan asks for it."""
+    """`pause`: the seconds between two reconciles. If it is None, the operator reconciles when the plan asks for it."""
     world = SimulatedCluster(build_job(runPolicy={"backoffLimit": 9}))
     waits = []
     for number in range(2, 10):
@@ -178,8 +179,8 @@ def test_pods_that_kubelets_refuse_are_made_anew_after_the_same_pauses() -> None
     assert world.status["disruptions"] == 3
 
 
-@pytest.mark.parametrize(("policy", "left"), [("Running", 3), ("All", 0), ("None", 4)])
-def test_the_clean_pod_policy_decides_which_pods_stay(policy: str, left: int) -> None:
+@pytest.mark.parametrize(("policy", "remaining_pods"), [("Running", 3), ("All", 0), ("None", 4)])
+def test_the_clean_pod_policy_decides_which_pods_stay(policy: str, remaining_pods: int) -> None:
     world = start_running_job(workers=3, runPolicy={"cleanPodPolicy": policy})
     world.end_launcher(0)
     world.end("train-worker-0-1-uid-1", 0)
@@ -189,7 +190,7 @@ def test_the_clean_pod_policy_decides_which_pods_stay(policy: str, left: int) ->
     world.reconcile()
     world.run()
     world.reconcile()
-    assert len(world.pods) == left
+    assert len(world.pods) == remaining_pods
     assert bool(world.children) == (policy == "None")
     counts = world.status["replicaStatuses"]
     assert (counts["launcher"]["succeeded"], counts["workers"]["succeeded"]) == (1, 2)
@@ -222,15 +223,15 @@ def test_a_finished_job_is_deleted_after_its_time_to_live() -> None:
     assert world.job is None
 
 
-@pytest.mark.parametrize("slow", [-7200.0, 0.0, 7200.0])
-def test_the_time_to_live_follows_the_operators_clock_and_not_a_nodes(slow: float) -> None:
-    """The clock of the launcher's node is two hours slow, or fast."""
+@pytest.mark.parametrize("skew", [-7200.0, 0.0, 7200.0])
+def test_the_time_to_live_follows_the_operators_clock_and_not_a_nodes(skew: float) -> None:
+    """The clock of the launcher's node is wrong by `skew` seconds."""
     world = start_running_job(runPolicy={"ttlSecondsAfterFinished": 100})
     world.wait(10)
     world.end_launcher(0)
     pod = world.launcher
     assert pod is not None
-    ended = dataclasses.replace(pod.launcher_container, ended=world.now + timedelta(seconds=slow))
+    ended = dataclasses.replace(pod.launcher_container, ended=world.now + timedelta(seconds=skew))
     world.change(pod.name, containers={**pod.containers, "launcher": ended})
     world.reconcile()
     assert world.status["completionTime"] == "2026-01-01T00:00:10Z"
@@ -292,7 +293,7 @@ def test_plans_can_be_written_as_json() -> None:
 # The node cache.
 
 
-def test_a_namespace_without_a_node_cache_is_refused_with_words_until_it_has_one() -> None:
+def test_a_job_waits_with_a_reason_until_its_namespace_has_a_node_cache() -> None:
     dataset = {"uri": "s3://bucket/imagenet", "cache": {"medium": "Node"}}
     world = SimulatedCluster(build_job(dataset=dataset))
     world.reconcile()

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from child_builders import build_launcher as launcher_manifest
-from child_builders import parse_job
+from child_builders import build_launcher, parse_job
 from simulated_cluster import SimulatedCluster, start_running_job
 from simulated_job import build_job
 from simulated_kubelets import RANK_FAILED
@@ -21,7 +20,7 @@ LAUNCHER = "train-launcher-1-uid-1"
 
 
 @pytest.mark.parametrize("colocate", [False, True])
-def test_a_completion_that_nobody_watched_is_not_lost_with_the_pods(colocate: bool) -> None:
+def test_a_completion_is_not_lost_if_pods_are_deleted_while_no_operator_runs(colocate: bool) -> None:
     """The launcher ends and all pods are deleted, by a scaled down pool or by hand, while no operator runs."""
     world = start_running_job(launcher={"colocate": colocate})
     world.wait(500)
@@ -54,7 +53,7 @@ def test_a_pod_with_the_finalizer_is_removed_once_the_end_of_the_attempt_is_stor
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_suspended_job_holds_a_launcher_until_its_end_is_known_or_cannot_be(lost: bool) -> None:
+def test_a_suspended_job_holds_a_launcher_until_its_end_is_known_or_cannot_be_known(lost: bool) -> None:
     world = start_running_job()
     world.edit_policy(suspend=True)
     world.reconcile()
@@ -74,7 +73,7 @@ def test_a_deleted_job_is_not_held_by_its_launcher() -> None:
     assert [release.name for release in world.plan().release] == [LAUNCHER]
 
 
-def test_a_success_stays_a_success_if_the_job_is_suspended_before_it_is_seen() -> None:
+def test_a_success_stays_a_success_if_the_job_is_suspended_before_the_operator_sees_it() -> None:
     world = start_running_job()
     world.end_launcher(0)
     world.edit_policy(suspend=True)
@@ -102,9 +101,11 @@ def test_a_launcher_that_ends_well_while_the_job_is_being_suspended_has_succeede
 def test_the_launchers_container_decides_whatever_the_default_container_is() -> None:
     sidecar = {"name": "log", "image": "log:1"}
     template = {"metadata": {"annotations": {names.DEFAULT_CONTAINER: "log"}}, "spec": {"containers": [sidecar]}}
-    manifest, _ = launcher_manifest(parse_job(launcher={"template": template}))
+    manifest, _ = build_launcher(parse_job(launcher={"template": template}))
     manifest["metadata"] |= {"uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
-    assert manifest["metadata"]["annotations"][names.DEFAULT_CONTAINER] == "log", "people choose whose log they see"
+    assert manifest["metadata"]["annotations"][names.DEFAULT_CONTAINER] == "log", (
+        "the user chooses the log that kubectl shows"
+    )
     statuses = [_build_status("log", 0), _build_status("launcher", 3)]
     assert Pod.from_object({**manifest, "status": {"containerStatuses": statuses}}).launcher_container.exit_code == 3
     world = start_running_job(launcher={"template": template})
@@ -123,8 +124,8 @@ def _build_status(name: str, code: int) -> dict[str, Any]:
 @pytest.mark.parametrize("code", [None, 1])
 def test_a_sidecar_that_runs_on_or_fails_neither_decides_nor_keeps_a_job_from_ending(code: int | None) -> None:
     world = start_running_job()
-    beside = Container(started=world.now, exit_code=code)
-    world.change(LAUNCHER, containers={**world.pods[LAUNCHER].containers, "mesh": beside})
+    sidecar = Container(started=world.now, exit_code=code)
+    world.change(LAUNCHER, containers={**world.pods[LAUNCHER].containers, "mesh": sidecar})
     world.reconcile()
     assert world.status["phase"] == "Running"
     world.end_launcher(0)
@@ -135,7 +136,7 @@ def test_a_sidecar_that_runs_on_or_fails_neither_decides_nor_keeps_a_job_from_en
 @pytest.mark.parametrize("state", ["running", "terminated"])
 def test_a_native_sidecar_neither_decides_nor_keeps_a_job_from_ending(state: str) -> None:
     """An init container with restartPolicy Always, which its kubelet ends after all others."""
-    manifest, _ = launcher_manifest(parse_job())
+    manifest, _ = build_launcher(parse_job())
     manifest["metadata"] |= {"uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"}
     proxy = {"running": {"startedAt": None}} if state == "running" else {"terminated": {"exitCode": 137}}
     statuses = {
@@ -155,7 +156,7 @@ def test_a_native_sidecar_neither_decides_nor_keeps_a_job_from_ending(state: str
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_pods_that_are_about_to_end_do_so_and_keep_their_logs(code: int) -> None:
+def test_pods_that_are_about_to_end_are_not_deleted_so_their_logs_stay(code: int) -> None:
     """The containers have ended, but the kubelets report the end of the pods a second later."""
     world = start_running_job(runPolicy={"backoffLimit": 0})
     world.end_launcher(code, RANK_FAILED if code else None)
@@ -202,14 +203,14 @@ def test_a_launcher_that_ended_stays_for_its_log_if_no_pod_is_to_be_removed() ->
 # The first cause decides.
 
 
-@pytest.mark.parametrize("which", ["train-worker-0-1-uid-1", "train-worker-1-1-uid-1"])
+@pytest.mark.parametrize("deleted_pod", ["train-worker-0-1-uid-1", "train-worker-1-1-uid-1"])
 @pytest.mark.parametrize("first", ["failure", "deletion"])
 @pytest.mark.parametrize("how", ["delete", "remove"])
-def test_a_failure_stays_a_failure_if_another_worker_is_deleted(which: str, first: str, how: str) -> None:
+def test_a_failure_stays_a_failure_if_another_worker_is_deleted(deleted_pod: str, first: str, how: str) -> None:
     world = start_running_job(runPolicy={"backoffLimit": 0})
 
     def delete() -> None:
-        world.delete("Pod", which, world.pods[which].uid) if how == "delete" else world.remove(which)
+        world.delete("Pod", deleted_pod, world.pods[deleted_pod].uid) if how == "delete" else world.remove(deleted_pod)
 
     if first == "deletion":
         delete()
@@ -276,13 +277,13 @@ def test_a_job_whose_worker_is_deleted_at_every_attempt_ends_by_backoff_limit() 
 
 def test_a_suspension_change_and_resumption_between_two_reconciles_are_followed() -> None:
     world = start_running_job()
-    placed = {"spec": {**build_job()["spec"]["template"]["spec"], "nodeSelector": {"pool": "spot"}}}
+    new_template = {"spec": {**build_job()["spec"]["template"]["spec"], "nodeSelector": {"pool": "spot"}}}
     world.edit_policy(suspend=True)
-    world.edit(template=placed)
+    world.edit(template=new_template)
     world.edit_policy(suspend=False)
     world.reconcile()
     assert world.find_condition("Failed") == {}
-    assert world.status["acceptedSpec"]["template"] == placed
+    assert world.status["acceptedSpec"]["template"] == new_template
     world.run()
     world.start_ranks()
     assert (world.status["phase"], world.status["attempt"], world.status["restarts"]) == ("Running", 2, 0)

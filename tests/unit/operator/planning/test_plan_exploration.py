@@ -9,19 +9,19 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-from played_kueue import WORKLOAD, PlayedKueue
 from simulated_cluster import Crash, SimulatedCluster
 from simulated_job import build_job
 from simulated_kubelets import RANK_FAILED
+from simulated_kueue import WORKLOAD, SimulatedKueue
 from thorough import choose
 
 from topkube.timestamps import parse_timestamp
 from topkube_operator.model.observed import Container, Pod, Policy
 
 DEPTH = choose(4, thorough=5)
-"""Steps from the beginning. Each further step takes five times as long."""
+"""Steps from the beginning. Each further step multiplies the time of the test by five."""
 _FAR = 400.0
-"""Seconds beyond which times are alike."""
+"""Seconds. All longer times are described as this time, so that they are one state."""
 
 
 def _kill_after(writes: int) -> Callable[[SimulatedCluster], None]:
@@ -83,8 +83,8 @@ STEPS: dict[str, Callable[[SimulatedCluster], object]] = {
 }
 
 
-def _find_no_room(world: SimulatedCluster) -> None:
-    """The worker gets a node, and the launcher finds none: a partial gang."""
+def _leave_launcher_without_node(world: SimulatedCluster) -> None:
+    """Assign a node to the worker and none to the launcher: a partial gang."""
     world.schedule()
     for name in [name for name, pod in world.pods.items() if "launcher" in name and pod.phase == "Pending"]:
         world.change(name, node="", scheduled=None, scheduling_message="no room")
@@ -98,7 +98,7 @@ def _block_image(world: SimulatedCluster, name: str) -> None:
 
 POLICY_STEPS: dict[str, Callable[[SimulatedCluster], object]] = {
     **STEPS,
-    "the launcher finds no room": _find_no_room,
+    "the launcher finds no room": _leave_launcher_without_node,
     "an image cannot be pulled": _act_on("worker", _block_image),
     "the script is wrong": lambda world: world.end_launcher(1, {**RANK_FAILED, "reason": "SyntaxError"}),
     "the hardware is broken": lambda world: world.end_launcher(
@@ -117,31 +117,31 @@ FAILURE_POLICY = {
 }
 
 
-def _let_kueue_act(act: Callable[[PlayedKueue], None]) -> Callable[[SimulatedCluster], None]:
+def _let_kueue_act(act: Callable[[SimulatedKueue], None]) -> Callable[[SimulatedCluster], None]:
     """Kueue acts on the job's Workload, if there is one."""
 
     def step(world: SimulatedCluster) -> None:
-        kueue = PlayedKueue(world)
+        kueue = SimulatedKueue(world)
         if kueue.workload is not None and not kueue.find_condition("Finished"):
             act(kueue)
 
     return step
 
 
-def _admit(kueue: PlayedKueue) -> None:
+def _admit(kueue: SimulatedKueue) -> None:
     if kueue.may_be_admitted():
         kueue.admit()
 
 
-def _evict(reason: str) -> Callable[[PlayedKueue], None]:
-    def act(kueue: PlayedKueue) -> None:
+def _evict(reason: str) -> Callable[[SimulatedKueue], None]:
+    def act(kueue: SimulatedKueue) -> None:
         if kueue.holds_quota() and kueue.find_condition("Evicted").get("status") != "True":
             kueue.evict(reason)
 
     return act
 
 
-def _end_pause(kueue: PlayedKueue) -> None:
+def _end_pause(kueue: SimulatedKueue) -> None:
     if kueue.find_condition("Requeued").get("status") == "False":
         kueue.end_pause()
 
@@ -157,7 +157,7 @@ QUEUE_STEPS: dict[str, Callable[[SimulatedCluster], object]] = {
 
 def _check_quota(world: SimulatedCluster, path: tuple[str, ...]) -> None:
     """Pods exist only with quota, and reserved quota has an admission: Kueue's webhook demands it."""
-    kueue = PlayedKueue(world)
+    kueue = SimulatedKueue(world)
     active = [pod.name for pod in world.pods.values() if pod.is_active]
     assert not active or kueue.holds_quota(), (path, active)
     if kueue.workload is None:
@@ -219,7 +219,7 @@ def _describe_state(world: SimulatedCluster) -> str:
     requests = (
         None if world.job is None else (world.job["spec"]["runPolicy"], "deletionTimestamp" in world.job["metadata"])
     )
-    others = [
+    other_parts = [
         world.node_faults,
         sorted(world.freed),
         sorted(world.removed_at),
@@ -227,7 +227,7 @@ def _describe_state(world: SimulatedCluster) -> str:
         sorted(map(str, world.children)),
         simplify(world.children[WORKLOAD].content) if WORKLOAD in world.children else None,
     ]
-    return json.dumps([simplify(world.status), requests, pods, report, others], sort_keys=True)
+    return json.dumps([simplify(world.status), requests, pods, report, other_parts], sort_keys=True)
 
 
 def _check_promises(before: SimulatedCluster, after: SimulatedCluster, path: tuple[str, ...]) -> None:
@@ -261,7 +261,7 @@ def _explore(start: SimulatedCluster, steps: dict[str, Callable[[SimulatedCluste
     """Check all worlds within `depth` steps from `start`. Return how many there are."""
     start.reconcile()
     worlds: dict[str, tuple[SimulatedCluster, tuple[str, ...]]] = {_describe_state(start): (start, ())}
-    known = set(worlds)
+    seen_states = set(worlds)
     for _ in range(depth):
         next_worlds: dict[str, tuple[SimulatedCluster, tuple[str, ...]]] = {}
         for world, path in worlds.values():
@@ -270,11 +270,11 @@ def _explore(start: SimulatedCluster, steps: dict[str, Callable[[SimulatedCluste
                 step(after)
                 _check_promises(world, after, (*path, name))
                 state = _describe_state(after)
-                if state not in known:
-                    known.add(state)
+                if state not in seen_states:
+                    seen_states.add(state)
                     next_worlds[state] = (after, (*path, name))
         worlds = next_worlds
-    return len(known)
+    return len(seen_states)
 
 
 def test_no_order_of_events_breaks_a_promise() -> None:
@@ -292,7 +292,7 @@ def test_no_order_of_events_breaks_a_promise_to_kueue() -> None:
     queued["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
     start = SimulatedCluster(queued, Policy(seed=b"s" * 32, workloads="kueue.x-k8s.io/v1beta2"))
     start.reconcile()
-    PlayedKueue(start).admit()
+    SimulatedKueue(start).admit()
     assert _explore(start, QUEUE_STEPS, DEPTH) > 500
 
 

@@ -22,7 +22,7 @@ DISRUPTIONS = {
         "Preempted",
     ),
     "evicted": (lambda world: world.change(WORKER, phase="Failed", reason="Evicted", message="low on disk"), "Evicted"),
-    "evicted, as newer kubelets say it": (
+    "evicted, as newer kubelets report it": (
         lambda world: world.change(
             WORKER,
             phase="Failed",
@@ -101,7 +101,7 @@ def test_a_lost_worker_is_replaced_though_its_pod_looks_alive() -> None:
     world = start_running_job()
     world.change("train-worker-1-1-uid-1", node="node-x")
     world.end_launcher(1, {"pod": "train-worker-1-1-uid-1", "reason": "WorkerLost", "exitCode": 1, "message": "silent"})
-    assert world.reconcile().requeue == 5.0  # its kubelet may still say what happened
+    assert world.reconcile().requeue == 5.0  # its kubelet may still report what happened
     world.wait(5)
     world.reconcile()
     assert (world.status["disruptions"], world.status["restarts"]) == (1, 0)
@@ -285,15 +285,17 @@ def _fail_before_start(prepare: Container) -> Callable[[SimulatedCluster], None]
     return act
 
 
-IMAGE = {"worker": Container(waiting="ImagePullBackOff", waiting_message="Back-off pulling image", image="none/such:1")}
-DETAIL = {"worker": Container(waiting="ErrImagePull", waiting_message="manifest unknown")}
-OWN_MEMORY = {"pod": WORKER, "rank": 2, "reason": "OOMKilled", "exitCode": 137, "logTail": TAIL}
+MISSING_IMAGE = {
+    "worker": Container(waiting="ImagePullBackOff", waiting_message="Back-off pulling image", image="none/such:1")
+}
+MISSING_MANIFEST = {"worker": Container(waiting="ErrImagePull", waiting_message="manifest unknown")}
+KILLED_FOR_MEMORY = {"pod": WORKER, "rank": 2, "reason": "OOMKilled", "exitCode": 137, "logTail": TAIL}
 CAUSES: dict[str, tuple[Callable[[SimulatedCluster], None], str, int | None, str, bool]] = {
     "exit code": (_end_worker(7), "Error", 7, "exit code 7", True),
     "exit code of a rank": (_end_launcher_with(reason="Error", rank=3, exitCode=7), "Error", 7, "exit code 7", True),
     "a signal": (_end_worker(139), "Error", 139, "signal 11", True),
     "memory of the container": (_end_worker(137, ended_reason="OOMKilled"), "OOMKilled", 137, "memory", True),
-    "memory, in a living pod": (lambda world: world.end_launcher(1, OWN_MEMORY), "OOMKilled", 137, "", True),
+    "memory, in a living pod": (lambda world: world.end_launcher(1, KILLED_FOR_MEMORY), "OOMKilled", 137, "", True),
     "memory, by the worker's words": (
         _end_worker(
             137,
@@ -371,10 +373,16 @@ CAUSES: dict[str, tuple[Callable[[SimulatedCluster], None], str, int | None, str
     "deleted": (lambda world: world.remove(WORKER), "Deleted", None, "removed", False),
     "does not call": (_let_worker_be_missing, "RendezvousTimeout", None, WORKER, True),
 }
+"""By name: (the step that causes the failure, its reason, its exit code, words of its message, True if the failure has
+a log tail)."""
 PENDING: dict[str, tuple[Callable[[SimulatedCluster], None], str, str]] = {
-    "the image": (_change_and_wait(0, containers=IMAGE), "ImagePullBackOff", "the image none/such:1 cannot be pulled"),
+    "the image": (
+        _change_and_wait(0, containers=MISSING_IMAGE),
+        "ImagePullBackOff",
+        "the image none/such:1 cannot be pulled",
+    ),
     "the image, in its registry's words": (
-        _change_and_wait(0, containers=DETAIL),
+        _change_and_wait(0, containers=MISSING_MANIFEST),
         "ImagePullBackOff",
         "manifest unknown",
     ),
@@ -385,6 +393,7 @@ PENDING: dict[str, tuple[Callable[[SimulatedCluster], None], str, str]] = {
     ),
     "nothing else": (_change_and_wait(0), "DeadlineExceeded", "activeDeadlineSeconds (100)"),
 }
+"""By name: (the step that causes the wait, the reason, words of the message)."""
 
 
 def _check_kept_after_cleanup(world: SimulatedCluster) -> None:

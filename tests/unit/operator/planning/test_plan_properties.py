@@ -16,7 +16,7 @@ from topkube_operator.model.observed import Container
 from topkube_operator.model.plan import Plan
 from topkube_operator.planning import planner
 
-PLENTY = 40
+MOST_ROUNDS = 40
 Steps = list[tuple[str, int, bool]]
 
 
@@ -83,8 +83,8 @@ ACTIONS: dict[str, Callable[[SimulatedCluster, int], Any]] = {
     "no room": _act_on_pod(_refuse_node),
     "node faulty": lambda world, number: world.node_faults.update({NODES[number % len(NODES)]: "KernelDeadlock"}),
     "nodes healthy": lambda world, _: world.node_faults.clear(),
-    "nonsense": lambda world, _: world.edit(workers=0),
-    "sense": lambda world, number: world.edit(workers=1 + number % 3),
+    "invalid edit": lambda world, _: world.edit(workers=0),
+    "valid edit": lambda world, number: world.edit(workers=1 + number % 3),
     "foreign": _add_foreign_pod,
     "no foreign": lambda world, _: world.foreign.clear(),
     "status lost": lambda world, _: world.job.update(status={}) if world.job else None,
@@ -129,13 +129,13 @@ SPECS = st.fixed_dictionaries(
 quick = settings(max_examples=choose(80, thorough=250))
 
 
-def _play_steps(world: SimulatedCluster, steps: Steps) -> None:
+def _run_steps(world: SimulatedCluster, steps: Steps) -> None:
     """Do each step. After some steps, everything that can continue continues."""
     world.start_ranks()
-    for action, number, go_on in steps:
+    for action, number, continues in steps:
         before = world.status
         ACTIONS[action](world, number)
-        if go_on:
+        if continues:
             world.wait(200)
             world.start_ranks()
             _check_running(world)
@@ -166,14 +166,14 @@ def _check_promises(world: SimulatedCluster, before: dict[str, Any]) -> None:
 @given(SPECS, STEPS)
 def test_every_history_ends_when_the_cluster_works_again(spec: dict[str, Any], steps: Steps) -> None:
     world = SimulatedCluster(build_job(**spec))
-    _play_steps(world, steps)
+    _run_steps(world, steps)
     world.foreign.clear()
     world.lost.clear()
     world.crash_after = None
     assert world.job is not None
     world.edit(workers=world.job["spec"]["workers"] or 1)
     world.edit_policy(suspend=False)
-    for _ in range(PLENTY):
+    for _ in range(MOST_ROUNDS):
         world.start_ranks()
         if world.status["phase"] in ("Succeeded", "Failed"):
             break
@@ -200,7 +200,7 @@ def test_every_history_ends_when_the_cluster_works_again(spec: dict[str, Any], s
 @given(SPECS, STEPS)
 def test_attempts_are_bounded_by_restarts_disruptions_and_resumptions(spec: dict[str, Any], steps: Steps) -> None:
     world = SimulatedCluster(build_job(**spec))
-    _play_steps(world, [step for step in steps if step[0] != "status lost"])
+    _run_steps(world, [step for step in steps if step[0] != "status lost"])
     status = world.status
     counted = status.get("restarts", 0) + status.get("disruptions", 0) + world.resumes
     assert status.get("attempt", 0) <= 1 + counted, status
@@ -210,7 +210,7 @@ def test_attempts_are_bounded_by_restarts_disruptions_and_resumptions(spec: dict
 @given(SPECS, STEPS)
 def test_plan_is_pure_and_a_carried_out_plan_leaves_nothing_to_do(spec: dict[str, Any], steps: Steps) -> None:
     world = SimulatedCluster(build_job(**spec))
-    _play_steps(world, steps)
+    _run_steps(world, steps)
     if world.job is None:
         return
     observed, now = world.observe(), world.now
@@ -228,7 +228,7 @@ def test_plan_is_pure_and_a_carried_out_plan_leaves_nothing_to_do(spec: dict[str
 @given(SPECS, STEPS)
 def test_nothing_is_made_for_deleted_jobs_or_jobs_of_other_controllers(spec: dict[str, Any], steps: Steps) -> None:
     world = SimulatedCluster(build_job(**spec))
-    _play_steps(world, steps)
+    _run_steps(world, steps)
     if world.job is None:
         return
     world.job["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"

@@ -1,4 +1,4 @@
-"""`plan` beside a played Kueue that admits, evicts and frees whole jobs."""
+"""`plan` beside a simulated Kueue that admits, evicts and frees whole jobs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import jsonschema
 import kueue_crds
 import pytest
-from played_kueue import WORKLOAD, PlayedKueue
 from simulated_cluster import SimulatedCluster
 from simulated_job import build_job
 from simulated_kubelets import RANK_FAILED
+from simulated_kueue import WORKLOAD, SimulatedKueue
 
 from topkube_operator.model.observed import Policy, Trouble
 
@@ -25,16 +25,16 @@ SPOT = {
 
 def create_queued_job(
     labels: dict[str, str] | None = None, policy: Policy = POLICY, **spec: Any
-) -> tuple[SimulatedCluster, PlayedKueue]:
+) -> tuple[SimulatedCluster, SimulatedKueue]:
     data = build_job(**spec)
     data["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team", **(labels or {})}
     world = SimulatedCluster(data, policy)
-    kueue = PlayedKueue(world, {"spot": SPOT})
+    kueue = SimulatedKueue(world, {"spot": SPOT})
     world.reconcile()
     return world, kueue
 
 
-def start_admitted_job(**spec: Any) -> tuple[SimulatedCluster, PlayedKueue]:
+def start_admitted_job(**spec: Any) -> tuple[SimulatedCluster, SimulatedKueue]:
     world, kueue = create_queued_job(**spec)
     kueue.admit()
     world.start_ranks()
@@ -82,7 +82,7 @@ def test_an_admitted_job_runs_on_the_assigned_nodes_and_reports_that_it_runs() -
 
 
 @pytest.mark.parametrize(("code", "reason"), [(0, "Succeeded"), (1, "Failed")])
-def test_the_end_gives_the_quota_back_when_no_pod_runs(code: int, reason: str) -> None:
+def test_a_job_that_has_ended_gives_its_quota_back_when_no_pod_runs(code: int, reason: str) -> None:
     world, kueue = start_admitted_job(runPolicy={"backoffLimit": 0})
     world.end_launcher(code, RANK_FAILED if code else None)
     world.reconcile()
@@ -193,7 +193,7 @@ def test_the_priority_is_that_of_the_jobs_class(
     world = SimulatedCluster(data, Policy(seed=b"s" * 32, workloads=f"kueue.x-k8s.io/{version}"))
     world.objects[reference] = {"value": 1000}
     world.reconcile()
-    spec = PlayedKueue(world).spec
+    spec = SimulatedKueue(world).spec
     assert spec["priority"] == 1000
     kind, name = reference
     group = "kueue.x-k8s.io" if kind.startswith("Workload") else "scheduling.k8s.io"
@@ -260,7 +260,7 @@ def test_all_that_is_written_to_a_workload_is_valid_in_kueues_schema(version: st
     }
     world = SimulatedCluster(data, Policy(seed=b"s" * 32, workloads=f"kueue.x-k8s.io/{version}"))
     world.objects["PriorityClass", "high"] = {"value": 7}
-    kueue, schema = PlayedKueue(world), _close_schema(kueue_crds.find_schema("Workload", version))
+    kueue, schema = SimulatedKueue(world), _close_schema(kueue_crds.find_schema("Workload", version))
     check = {"name": "c", "state": "Ready", "message": "m", "lastTransitionTime": "2026-01-01T00:00:00Z"}
 
     def validate() -> None:
@@ -292,7 +292,7 @@ def test_all_that_is_written_to_a_workload_is_valid_in_kueues_schema(version: st
 
 
 def _close_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that also refuses what an API server would drop."""
+    """Return a schema that also refuses the fields that an API server would drop."""
     closed = copy.deepcopy(schema)
 
     def close(part: dict[str, Any], *, is_whole: bool = False) -> None:

@@ -45,11 +45,11 @@ def test_a_job_can_be_suspended_at_creation_resumed_and_suspended_again() -> Non
 
 def test_network_policies_stay_until_the_pods_of_a_suspended_job_have_ended() -> None:
     world = start_running_job()
-    guards = set(world.children)
+    children_before = set(world.children)
     world.edit_policy(suspend=True)
     world.reconcile()
     assert all(pod.deletion is not None for pod in world.pods.values())
-    assert set(world.children) == guards, "the policies protect pods that still run"
+    assert set(world.children) == children_before, "the policies protect pods that still run"
     world.run()
     world.reconcile()
     assert (world.pods, world.children) == ({}, {})
@@ -243,9 +243,9 @@ def test_changes_of_policies_take_effect_although_another_change_is_refused() ->
 
 
 def test_placement_may_change_only_while_the_job_is_suspended() -> None:
-    placed = {"spec": {**build_job()["spec"]["template"]["spec"], "nodeSelector": {"pool": "spot"}}}
+    new_template = {"spec": {**build_job()["spec"]["template"]["spec"], "nodeSelector": {"pool": "spot"}}}
     world = start_running_job()
-    world.edit(template=placed)
+    world.edit(template=new_template)
     world.reconcile()
     assert "only while the job is suspended" in world.find_condition("Failed")["message"]
     world.edit_policy(suspend=True)
@@ -254,7 +254,7 @@ def test_placement_may_change_only_while_the_job_is_suspended() -> None:
     world.edit_policy(suspend=False)
     world.run()
     world.start_ranks()
-    assert world.status["acceptedSpec"]["template"] == placed
+    assert world.status["acceptedSpec"]["template"] == new_template
     world.edit(template=build_job()["spec"]["template"])  # a removed field is removed from the stored copy too
     world.edit_policy(suspend=True)
     world.reconcile()
@@ -287,7 +287,7 @@ def test_a_new_first_failure_has_no_field_of_an_earlier_one() -> None:
 # Specs too large to be kept twice.
 
 LARGEST_OBJECT = 3 << 19
-"""Bytes: what etcd takes of one object, 1.5 MiB."""
+"""The size of the largest object that etcd stores, in bytes: 1.5 MiB."""
 
 
 def build_large_template(image: str = "image:1", **spec: Any) -> dict[str, Any]:
@@ -316,7 +316,7 @@ def test_mutable_fields_of_a_large_spec_may_change() -> None:
     world.run()
     world.start_ranks()
     assert (world.status["phase"], world.find_condition("Failed")) == ("Running", {})
-    world.edit(workers=3)  # all but the templates is kept as it is, and followed
+    world.edit(workers=3)  # all fields except templates are stored, so a change of them is found
     world.reconcile()
     assert "spec.workers: cannot be changed from 2 to 3" in world.find_condition("Failed")["message"]
     assert (world.status["phase"], world.status["workersReady"]) == ("Running", "2/2")

@@ -1,4 +1,5 @@
-"""`plan` causes no storms: it paces restarts whatever is missing, and keeps what others add to our objects."""
+"""`plan` causes no storms of restarts or of writes: it paces restarts whatever fails, and keeps what others add to our
+objects."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from simulated_kubelets import RANK_FAILED
 from topkube_operator.model.observed import Trouble, find_difference, satisfies
 
 HOUR = 3600
-MOST_IN_AN_HOUR = 20
+MOST_ATTEMPTS_PER_HOUR = 20
 """An upper bound on the attempts in an hour if each attempt fails at once. The pauses between them are 0, 5, 10, 20,
 40, 80 and 160 s, and then 300 s each."""
 
@@ -27,7 +28,7 @@ def _remove_pod(world: SimulatedCluster, name: str) -> None:
         world.remove(name)
 
 
-def _name_launcher(world: SimulatedCluster) -> str:
+def _build_launcher_name(world: SimulatedCluster) -> str:
     return f"train-launcher-{world.status.get('attempt', 0)}-uid-1"
 
 
@@ -40,8 +41,8 @@ def _fail_launcher(world: SimulatedCluster, skew: int) -> None:
     world.now = now
 
 
-TROUBLES: dict[str, Callable[[SimulatedCluster], Any]] = {
-    "the launcher is gone": lambda world: _remove_pod(world, _name_launcher(world)),
+FAULTS: dict[str, Callable[[SimulatedCluster], Any]] = {
+    "the launcher is gone": lambda world: _remove_pod(world, _build_launcher_name(world)),
     "a worker is gone": lambda world: _remove_pod(
         world, max((item for item in world.pods if "worker-0" in item), default="")
     ),
@@ -55,31 +56,33 @@ TROUBLES: dict[str, Callable[[SimulatedCluster], Any]] = {
 }
 
 
-@pytest.mark.parametrize("trouble", TROUBLES)
-def test_without_passing_time_at_most_two_attempts_have_pods(trouble: str) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_before_any_pause_has_passed_at_most_two_attempts_have_pods(fault: str) -> None:
     world = SimulatedCluster(build_job(runPolicy={"backoffLimit": 1000}))
     for _ in range(200):
         world.reconcile()
-        TROUBLES[trouble](world)
-    assert world.status["attempt"] <= 3, "the third is announced, and its pods wait"
+        FAULTS[fault](world)
+    assert world.status["attempt"] <= 3, "the third attempt is in the status, and its pods wait"
     assert all(pod.attempt < 3 for pod in world.pods.values())
 
 
 @settings(max_examples=20)
-@given(st.lists(st.sampled_from(sorted(TROUBLES)), min_size=1, max_size=4), st.sampled_from([1, 4, 7]))
-def test_attempts_of_a_quarter_of_an_hour_are_few_whatever_goes_wrong(troubles: list[str], every: int) -> None:
+@given(st.lists(st.sampled_from(sorted(FAULTS)), min_size=1, max_size=4), st.sampled_from([1, 4, 7]))
+def test_the_number_of_attempts_in_a_quarter_of_an_hour_is_limited_whatever_fails(
+    faults: list[str], step_seconds: int
+) -> None:
     world = SimulatedCluster(build_job(runPolicy={"backoffLimit": 1000}))
     attempts = set()
-    for step in range(HOUR // every // 4):
+    for step in range(HOUR // step_seconds // 4):
         world.reconcile()
-        TROUBLES[troubles[step % len(troubles)]](world)
+        FAULTS[faults[step % len(faults)]](world)
         attempts.add(world.status["attempt"])
-        world.wait(every)
-    assert len(attempts) <= MOST_IN_AN_HOUR, attempts
+        world.wait(step_seconds)
+    assert len(attempts) <= MOST_ATTEMPTS_PER_HOUR, attempts
     assert not world.violations
 
 
-def _count_seconds_until(world: SimulatedCluster, name: str) -> float:
+def _count_seconds_until_pod(world: SimulatedCluster, name: str) -> float:
     began = world.now
     while name not in world.pods:
         plan = world.reconcile()
@@ -89,44 +92,44 @@ def _count_seconds_until(world: SimulatedCluster, name: str) -> float:
     return (world.now - began).total_seconds()
 
 
-@pytest.mark.parametrize("answers", [True, False])
-def test_a_good_run_makes_the_pauses_short_again(answers: bool) -> None:
-    """`answers`: True if the launcher answers the operator. If it does not, the start of its container counts."""
+@pytest.mark.parametrize("launcher_answers", [True, False])
+def test_after_an_attempt_that_ran_for_a_minute_pauses_are_short_again(launcher_answers: bool) -> None:
+    """If the launcher does not answer the operator, the start of its container counts."""
     world = SimulatedCluster(build_job(runPolicy={"backoffLimit": 99}))
     for number in range(2, 9):
         world.reconcile()
         world.schedule()
         world.run()
         world.end_launcher(1, RANK_FAILED)
-        waited = _count_seconds_until(world, f"train-launcher-{number}-uid-1")
+        waited = _count_seconds_until_pod(world, f"train-launcher-{number}-uid-1")
     assert waited == 160
     world.schedule()
     world.run()
-    if answers:
+    if launcher_answers:
         world.report_state("Running")
     world.reconcile()
     world.wait(60)
     world.end_launcher(1, RANK_FAILED)
-    assert _count_seconds_until(world, "train-launcher-9-uid-1") == 0
+    assert _count_seconds_until_pod(world, "train-launcher-9-uid-1") == 0
     waits = []
     for number in (10, 11, 12):
         world.start_ranks()
         world.end_launcher(1, RANK_FAILED)
-        waits.append(_count_seconds_until(world, f"train-launcher-{number}-uid-1"))
+        waits.append(_count_seconds_until_pod(world, f"train-launcher-{number}-uid-1"))
     assert waits == [5, 10, 20]
 
 
-def test_restarts_are_paced_if_an_older_definition_drops_the_count() -> None:
+def test_restarts_are_paced_if_an_older_crd_drops_the_count() -> None:
     world = start_running_job(runPolicy={"backoffLimit": 99})
     for number in range(2, 6):
         world.wait(61)
         world.end_launcher(1, RANK_FAILED)
-        _count_seconds_until(world, f"train-launcher-{number}-uid-1")
+        _count_seconds_until_pod(world, f"train-launcher-{number}-uid-1")
         world.start_ranks()
     assert world.job is not None
     assert world.job["status"].pop("restartsInARow") == 1
     world.end_launcher(1, RANK_FAILED)
-    assert _count_seconds_until(world, "train-launcher-6-uid-1") == 40
+    assert _count_seconds_until_pod(world, "train-launcher-6-uid-1") == 40
 
 
 def test_pods_that_a_former_leader_made_late_are_removed_while_the_attempt_runs() -> None:
@@ -165,33 +168,33 @@ def test_a_worker_pod_that_is_newer_than_the_launcher_is_removed() -> None:
 
 # Additions by others.
 
-PLAIN = st.recursive(
+VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(0, 3) | st.sampled_from("abc"),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("xyz"), inner, max_size=3),
     max_leaves=12,
 )
 
 
-def _add_more(draw: Any, value: Any) -> Any:
-    """Return `value` with fields and entries that somebody added."""
+def _add_foreign_parts(draw: Any, value: Any) -> Any:
+    """Return `value` with fields and entries that something else added."""
     if isinstance(value, dict):
-        more = {f"added-{number}": 1 for number in range(draw(st.integers(0, 2)))}
-        return {**more, **{key: _add_more(draw, item) for key, item in value.items()}}
+        added_fields = {f"added-{number}": 1 for number in range(draw(st.integers(0, 2)))}
+        return {**added_fields, **{key: _add_foreign_parts(draw, item) for key, item in value.items()}}
     if isinstance(value, list):
-        items = [_add_more(draw, item) for item in value]
+        items = [_add_foreign_parts(draw, item) for item in value]
         for _ in range(draw(st.integers(0, 2))):
             items.insert(draw(st.integers(0, len(items))), {"added": True})
         return items
     return value
 
 
-@given(PLAIN, st.data())
-def test_additions_to_our_part_of_an_object_do_not_cause_a_write(wanted: Any, data: st.DataObject) -> None:
-    assert satisfies(_add_more(data.draw, wanted), wanted)
+@given(VALUES, st.data())
+def test_additions_to_our_part_of_an_object_do_not_cause_a_write(expected: Any, data: st.DataObject) -> None:
+    assert satisfies(_add_foreign_parts(data.draw, expected), expected)
 
 
 @pytest.mark.parametrize(
-    ("actual", "wanted", "path"),
+    ("actual", "expected", "path"),
     [
         ({"a": [1, 2]}, {"a": [1, 2]}, None),
         ({"a": [3, 2, 1]}, {"a": [1, 2]}, None),
@@ -202,8 +205,8 @@ def test_additions_to_our_part_of_an_object_do_not_cause_a_write(wanted: Any, da
         ({"a": "x"}, {"a": ["x"]}, ".a"),
     ],
 )
-def test_a_difference_is_reported_with_its_path(actual: Any, wanted: Any, path: str | None) -> None:
-    assert find_difference(actual, wanted) == path
+def test_a_difference_is_reported_with_its_path(actual: Any, expected: Any, path: str | None) -> None:
+    assert find_difference(actual, expected) == path
 
 
 def test_a_rule_that_a_policy_engine_adds_stays() -> None:
@@ -217,7 +220,7 @@ def test_a_rule_that_a_policy_engine_adds_stays() -> None:
     assert len(world.children["NetworkPolicy", "train-worker"].content["ingress"]) == 2
 
 
-def test_a_child_that_somebody_changes_back_is_named_and_left_for_a_while() -> None:
+def test_a_child_that_something_changes_back_is_reported_and_not_written_for_a_while() -> None:
     world = start_running_job()
     key = ("NetworkPolicy", "train-worker")
     world.children[key].content["ingress"].clear()  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""The API client without an API server: how it reads answers, and what its patches contain."""
+"""The API client without an API server: the answers that it reads, and the patches that it sends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_retry_after_is_read_and_bounded(header: str | timedelta | None, least: 
 
 
 def test_our_finalizer_is_removed_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call removes it, and depends on no version: other controllers write the pod too."""
+    """One call removes it. The call names no resource version, because other controllers write the pod too."""
     sent: dict[str, Any] = {}
 
     def call(method: str, path: str, body: Any, **more: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from replica import Replica, wait_until
+from replica import LAUNCHER_POD, Replica, wait_until
 from simulated_api_server import START
 from simulated_cluster import start_running_job
 from simulated_job import build_job
@@ -21,7 +21,7 @@ from topkube_operator.watch.owner import Owner, find_owner
 from topkube_operator.watch.watch_cache import WatchCache
 
 OWNER = Owner("team", "train", "uid-1")
-NAMED = st.sampled_from(["team", "train", "uid-1", "TrainingJob", "", "other", "Job"])
+NAMES = st.sampled_from(["team", "train", "uid-1", "TrainingJob", "", "other", "Job"])
 KINDS = ("Pod", "Service", "Secret", "NetworkPolicy", "PodGroup")
 
 
@@ -44,20 +44,20 @@ def build_ended_pod(role: str = "launcher", attempt: int = 1) -> dict[str, Any]:
 
 
 FORGERIES: dict[str, st.SearchStrategy[Any]] = {
-    "namespace": NAMED.filter(lambda text: text not in ("team", "")),
+    "namespace": NAMES.filter(lambda text: text not in ("team", "")),
     "apiVersion": st.sampled_from(
         ["v1", "topkube.dev", "batch/v1", "evil.dev/v1alpha1", "topkube.dev.evil/v1", "", None]
     ),
-    "kind": NAMED.filter(lambda text: text != KIND),
-    "name": NAMED.filter(lambda text: text != "train"),
-    "uid": NAMED.filter(lambda text: text != "uid-1"),
+    "kind": NAMES.filter(lambda text: text != KIND),
+    "name": NAMES.filter(lambda text: text != "train"),
+    "uid": NAMES.filter(lambda text: text != "uid-1"),
     "controller": st.sampled_from([False, None, "true", 1]),
 }
 
 
 @st.composite
 def forged_objects(draw: st.DrawFn) -> dict[str, Any]:
-    """An object that looks like a child of the job, except for one or more parts of its ownership."""
+    """Draw an object that looks like a child of the job, except for one or more parts of its ownership."""
     item = build_ended_pod(draw(st.sampled_from(["launcher", "worker"])), draw(st.integers(1, 3)))
     parts = draw(st.lists(st.sampled_from(sorted(FORGERIES)), min_size=1, unique=True))
     for part in parts:
@@ -119,7 +119,7 @@ def test_an_object_is_no_longer_a_child_after_its_owner_was_removed() -> None:
     item = build_ended_pod()
     assert store.put("Pod", item) == OWNER.key
     item["metadata"].update(ownerReferences=[], resourceVersion="8")
-    assert store.put("Pod", item) == OWNER.key, "the job has to look again"
+    assert store.put("Pod", item) == OWNER.key, "the job must be reconciled again"
     assert observe(store).pods == ()
 
 
@@ -134,7 +134,7 @@ def test_an_owner_of_any_version_of_our_group_counts() -> None:
 def test_a_pod_of_another_namespace_neither_ends_the_job_nor_is_deleted(replica: Replica) -> None:
     """The forged pod has the job's labels, the UID of the job and exit code 0."""
     replica.create_job()
-    wait_until(lambda: "train-launcher-1-uid-o" in replica.server.list_names("Pod") and replica.is_idle())
+    wait_until(lambda: LAUNCHER_POD in replica.server.list_names("Pod") and replica.is_idle())
     forged = build_ended_pod()
     forged["metadata"].update(name="a-launcher-1", namespace="evil", uid="uid-of-evil")
     forged["metadata"]["ownerReferences"] = [names.build_owner_reference("train", "uid-of-train")]
@@ -152,4 +152,4 @@ def test_an_object_of_our_name_with_a_forged_owner_is_not_adopted(replica: Repli
     replica.server.store(forged)
     replica.create_job()
     wait_until(lambda: replica.find_condition("Created").get("reason") == "ForeignObject")
-    assert "train-launcher-1-uid-o" not in replica.server.list_names("Pod")
+    assert LAUNCHER_POD not in replica.server.list_names("Pod")

@@ -97,7 +97,7 @@ def test_only_ended_pods_that_are_being_deleted_are_left_behind() -> None:
 @pytest.mark.parametrize(
     ("status", "second"),
     [
-        # It was asked to end at second 0, and has until second 30.
+        # Each pod was asked to end at second 0, and its grace period ends at second 30.
         (
             {
                 "phase": "Failed",
@@ -123,7 +123,7 @@ def test_only_ended_pods_that_are_being_deleted_are_left_behind() -> None:
         ({"phase": "Unknown"}, None),
     ],
 )
-def test_a_pod_is_overdue_when_nothing_of_it_runs_any_more(status: dict[str, Any], second: int | None) -> None:
+def test_a_pod_is_overdue_when_none_of_its_containers_runs_any_more(status: dict[str, Any], second: int | None) -> None:
     pod = build_child("a", 5, status=status)
     assert Pod.from_object(pod).removable_from is None, "nobody deletes it"
     pod["metadata"] |= {"deletionTimestamp": "2026-01-01T00:00:30Z", "deletionGracePeriodSeconds": 30}
@@ -183,7 +183,7 @@ def test_secrets_are_kept_as_digests() -> None:
     assert "c2VjcmV0" not in repr(observe(cache).children)
 
 
-def test_a_node_is_lost_when_nobody_hears_from_it_and_not_when_it_is_new() -> None:
+def test_a_node_is_lost_when_its_kubelet_is_silent_and_not_when_it_is_new() -> None:
     cache = WatchCache()
     cache.put("Pod", build_child("a", 5, spec={"nodeName": "node-a"}))
     assert observe(cache).lost_nodes == frozenset()
@@ -265,8 +265,8 @@ def test_the_earliest_of_several_appointments_counts() -> None:
 
 
 def _build_claim(namespace: str, phase: str = "Bound", **metadata: Any) -> dict[str, Any]:
-    known = {"name": "topkube-node-cache", "namespace": namespace, "uid": f"claim-{namespace}", **metadata}
-    return {"metadata": known, "status": {"phase": phase}}
+    claim_metadata = {"name": "topkube-node-cache", "namespace": namespace, "uid": f"claim-{namespace}", **metadata}
+    return {"metadata": claim_metadata, "status": {"phase": phase}}
 
 
 def _build_cached_dataset(uri: str, nodes: dict[str, int]) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def test_jobs_see_the_node_cache_of_their_namespace_and_the_nodes_that_are_warm_
     assert observe() == (False, {})
     assert cache.put_claim(_build_claim("team", "Pending")) == set()
     assert cache.put_claim(_build_claim("elsewhere")) == set()
-    assert cache.put_claim(_build_claim("team")) == {("team", "train")}, "jobs that wait for it are looked at"
+    assert cache.put_claim(_build_claim("team")) == {("team", "train")}, "jobs that wait for the claim are reconciled"
     assert cache.put_claim(_build_claim("team")) == set()
     assert observe() == (True, {"host-of-a": 100, "host-of-b": 20})
     cache.put_dataset(_build_cached_dataset("s3://bucket/other", {"b": 100}))
@@ -321,7 +321,7 @@ def test_a_claim_of_another_name_is_not_a_node_cache() -> None:
 
 
 def test_an_appointment_that_an_earlier_one_replaces_is_not_kept() -> None:
-    """A deadline 6 hours away, and progress every 15 seconds: for an hour."""
+    """A job has a deadline in 6 hours, and reports progress every 15 seconds for an hour."""
     queue = WorkQueue()
     for round_ in range(240):
         queue.add_after(KEY, 6 * 3600 - 15 * round_)

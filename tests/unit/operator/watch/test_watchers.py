@@ -24,7 +24,7 @@ from topkube_operator.watch.work_queue import Key
 Manifest = dict[str, Any]
 
 
-class Api:
+class WatchedApiServer:
     """An API server in memory: it lists its objects, and `answer_watch` answers watches."""
 
     def __init__(self, answer_watch: Callable[[str], Iterator[Manifest]]) -> None:
@@ -44,7 +44,7 @@ class Api:
         return next(item for item in self.items if (item["kind"], item["metadata"]["name"]) == (kind, name))
 
 
-def _build_watchers(api: Api, cache: WatchCache, kinds: tuple[str, ...] = ("Pod",)) -> Watchers:
+def _build_watchers(api: WatchedApiServer, cache: WatchCache, kinds: tuple[str, ...] = ("Pod",)) -> Watchers:
     cluster: Any = api
     return Watchers(cluster, cache, [], kinds, list)
 
@@ -62,7 +62,7 @@ def test_a_watch_that_ends_at_once_is_begun_again_after_growing_pauses(ends: str
             raise ApiError(410, "too old resource version")
         yield from ()
 
-    api = Api(answer_watch)
+    api = WatchedApiServer(answer_watch)
     watchers = _build_watchers(api, WatchCache())
     began = time.monotonic()
     thread = _start_thread(watchers)
@@ -78,7 +78,7 @@ def test_a_watcher_waits_for_as_long_as_the_server_asks(monkeypatch: pytest.Monk
         raise ApiError(429, "too many requests", wait=40.0)
         yield
 
-    watchers = _build_watchers(Api(answer_watch), WatchCache())
+    watchers = _build_watchers(WatchedApiServer(answer_watch), WatchCache())
     waits = list[float]()
 
     def wait(seconds: float) -> bool:
@@ -127,16 +127,16 @@ def _build_job(version: int, workers: int) -> Manifest:
     return new_job
 
 
-def test_a_cluster_that_was_restored_from_a_backup_is_noticed_and_taken_as_it_is() -> None:
+def test_after_a_restore_from_a_backup_the_cache_holds_the_restored_objects() -> None:
     """Resource versions go back: the known objects look newer than the objects in the cluster, and watches are
     silent."""
-    held = threading.Event()
+    watch_is_silent = threading.Event()
 
     def answer_watch(kind: str) -> Iterator[Manifest]:
-        held.wait(120)
+        watch_is_silent.wait(120)
         yield from ()
 
-    api, cache = Api(answer_watch), WatchCache()
+    api, cache = WatchedApiServer(answer_watch), WatchCache()
     api.items = [_build_pod(990, "Running"), _build_job(991, 3)]
     watchers = _build_watchers(api, cache)
     cache.put_job(_build_job(991, 3))
@@ -147,9 +147,9 @@ def test_a_cluster_that_was_restored_from_a_backup_is_noticed_and_taken_as_it_is
         "Running"
     ]
     cache.remove("Pod", ("team", "b"), "uid-of-b")  # removed after the backup, so the restored cluster has it again
-    back = _build_pod(480, "Pending")
-    back["metadata"] |= {"name": "b", "uid": "uid-of-b"}
-    api.version, api.items = 500, [_build_pod(470, "Pending"), back, _build_job(471, 2)]
+    returned_pod = _build_pod(480, "Pending")
+    returned_pod["metadata"] |= {"name": "b", "uid": "uid-of-b"}
+    api.version, api.items = 500, [_build_pod(470, "Pending"), returned_pod, _build_job(471, 2)]
     changed_keys: set[Key] = watchers.audit()
     assert ("team", "train") in changed_keys
     assert [pod.phase for pod in cache.observe(Owner("team", "train", "uid-1"), Policy(), None, {}, {}).pods] == [
@@ -159,37 +159,37 @@ def test_a_cluster_that_was_restored_from_a_backup_is_noticed_and_taken_as_it_is
     known = cache.find_job(("team", "train"))
     assert known is not None
     assert (known["spec"]["workers"], known["metadata"]["resourceVersion"]) == (2, "471")
-    lists = len(api.lists)
+    lists_before = len(api.lists)
     watchers.audit()
-    assert len(api.lists) == lists + 1, "one list per audit after the restore"
+    assert len(api.lists) == lists_before + 1, "one list per audit after the restore"
 
 
 def test_a_watch_from_before_the_restore_begins_anew_from_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchers_module, "_SHORT_WATCH", 0.0)
-    go = threading.Semaphore(0)
+    watch_may_end = threading.Semaphore(0)
 
     def answer_watch(kind: str) -> Iterator[Manifest]:
-        go.acquire()
+        watch_may_end.acquire()
         yield from ()
 
-    api, cache = Api(answer_watch), WatchCache()
+    api, cache = WatchedApiServer(answer_watch), WatchCache()
     watchers = _build_watchers(api, cache)
     thread = _start_thread(watchers)
     wait_until(lambda: api.watches == [("Pod", "1000")])
     watchers._check_version(KIND, None, "1000")
     api.version = 500
     watchers._check_version(KIND, None, "500")
-    go.release()
+    watch_may_end.release()
     wait_until(lambda: len(api.watches) == 2)
     assert api.watches[1] == ("Pod", "500")
     watchers.stop()
-    go.release()
+    watch_may_end.release()
     thread.join(120)
     assert not thread.is_alive()
 
 
 def test_a_job_whose_change_no_watch_reported_is_read_again() -> None:
-    api, cache = Api(lambda kind: iter(())), WatchCache()
+    api, cache = WatchedApiServer(lambda kind: iter(())), WatchCache()
     api.items = [_build_job(991, 3)]
     watchers = _build_watchers(api, cache)
     watchers.audit()

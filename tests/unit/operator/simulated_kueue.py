@@ -1,4 +1,4 @@
-"""A played Kueue in a simulated cluster: it admits, evicts and frees the quota of the simulated job.
+"""A simulated Kueue in a simulated cluster: it admits, evicts and frees the quota of the simulated job.
 
 Like the real controller, it frees the quota of a Workload when the Workload is finished, when it is deleted, or when
 the job's controller has cleared its admission.
@@ -17,7 +17,7 @@ from topkube_operator.model.observed import Child
 WORKLOAD = ("Workload", "train-workload")
 
 
-class PlayedKueue:
+class SimulatedKueue:
     """One cluster queue with room for one job."""
 
     def __init__(self, world: SimulatedCluster, flavors: dict[str, dict[str, Any]] | None = None) -> None:
