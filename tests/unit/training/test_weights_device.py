@@ -14,14 +14,14 @@ from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.node_weights.exchange import WeightExchange
 from topkube.training.node_weights.gradient_noise import GradientNoise
 from topkube.world import current
-from unit.training.fake_streams import Streams, play_device
+from unit.training.fake_streams import Streams, simulate_device
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
-    with play_device(monkeypatch) as fake:
+    with simulate_device(monkeypatch) as fake:
         yield fake
 
 
