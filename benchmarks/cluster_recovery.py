@@ -24,7 +24,7 @@ from typing import Any
 
 import kubernetes
 
-from on_cluster import describe_measurement, find_running_cluster  # finds the modules of tests/cluster
+from on_cluster import describe_measurement, find_running_cluster  # first: adds tests/cluster to sys.path
 
 from jobs import build_job  # isort: skip
 from target import Namespace, Target, create_shared_claim, wait_for  # isort: skip
@@ -65,8 +65,9 @@ class RunningJob:
         create_shared_claim(self.namespace, self.folder, "checkpoints")
         checkpoint = {"claimName": "checkpoints", "everySteps": EVERY_STEPS, "keep": 2}
         command = ["python", "-c", TIMED_SCRIPT, *MODEL]
+        # Kubernetes refuses pods until it has made the namespace's service account.
         wait_for(self._has_account, "the service account", 30)
-        self.name = self.namespace.create(build_job("again", command, workers=2, slots=2, checkpoint=checkpoint))
+        self.name = self.namespace.create(build_job("recovery", command, workers=2, slots=2, checkpoint=checkpoint))
         wait_for(lambda: len(self.list_step_ends(1)) > EVERY_STEPS + 5, "steps and a checkpoint", 180)
 
     def _has_account(self) -> bool:

@@ -15,7 +15,8 @@ Kind = TypeVar("Kind", bound=GlobalTop)
 
 
 class SimulatedNetwork:
-    """The messages between simulated nodes. `sent_bytes` counts what each node sends to others."""
+    """The messages between simulated nodes. `sent_bytes` counts the bytes of each node's `Isend`
+    calls, not those of collectives."""
 
     def __init__(self, nodes: int) -> None:
         self.comms = [SimulatedComm(self, node, nodes) for node in range(nodes)]
@@ -28,7 +29,7 @@ class SimulatedNetwork:
         """Run the exchange of each node to its end. Fails if all of them wait for messages that nobody sends."""
         waiting: dict[int, list[SimulatedRequest]] = {node: [] for node in range(len(exchanges))}
         while waiting:
-            ready = [node for node, requests in waiting.items() if all([request.test() for request in requests])]
+            ready = [node for node, requests in waiting.items() if all(request.test() for request in requests)]
             assert ready, f"nodes {sorted(waiting)} wait for each other"
             for node in ready:
                 requests = next(exchanges[node], None)
@@ -42,7 +43,7 @@ class SimulatedNetwork:
 def exchange_top(
     kind: type[Kind], residuals: Sequence[Array], k: int, wire: str
 ) -> tuple[list[Kind], SimulatedNetwork]:
-    """Exchange the k largest entries of the sum of all nodes' residuals, one row per node. Delivered entries are
+    """Exchange the k largest entries of the sum of `residuals`, which has an array for each node. Delivered entries are
     removed from the residuals. Return each node's end of the exchange, and the network."""
     network = SimulatedNetwork(len(residuals))
     parts = [kind(residual, k, wire) for residual in residuals]

@@ -85,8 +85,8 @@ class Agent:
             self._volume.create_folder(namespace)
             _log.info("%s has a node cache now", namespace)
         removed = self._apply_decisions(decisions)
-        if decisions.missing_bytes:
-            missing = -(-decisions.missing_bytes >> 30)
+        if decisions.excess_bytes:
+            missing = -(-decisions.excess_bytes >> 30)
             self._warn_once("room", f"the cache exceeds its limits by {missing} GiB, but no dataset may be evicted")
         else:
             self._warnings.pop("room", None)
@@ -96,7 +96,7 @@ class Agent:
         unreadable = sum(answer is None for answer in answers.values())
         self._metrics.count_evictions(removed)
         self._metrics.set_disk(self._volume.measure_total_bytes(), self._volume.measure_free_bytes(), self._limits.free)
-        self._metrics.set_pass(present, kept.values(), decisions.missing_bytes, unreadable)
+        self._metrics.set_pass(present, kept.values(), decisions.excess_bytes, unreadable)
         self._report_changes(kept, removed)
 
     def _read_datasets(self, namespace: str) -> list[LocalDataset] | None:

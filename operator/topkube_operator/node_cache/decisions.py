@@ -1,8 +1,8 @@
 """The decisions of a node agent: `decide` compares the cache with its limits, and with the pins and deletions that
 people ask for in CachedDatasets. Pure.
 
-Between two calls, the agent remembers only the names of datasets that the cluster knew. An agent that was killed at any
-time continues from the state of the disk and the cluster.
+`decide` keeps nothing between two calls: everything that it needs is on the disk or in the cluster, or is passed by the
+agent. So an agent that was killed at any time continues from the state of the disk and the cluster.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from topkube.timestamps import format_timestamp, parse_timestamp
 
 Name = tuple[str, str]
 """Namespace and id of a dataset."""
-_FORGOTTEN = timedelta(hours=1)
+_FORGET_AFTER = timedelta(hours=1)
 """A node whose agent has been silent for this long is removed from the list."""
-_REPEAT = timedelta(minutes=10)
+_REPEAT_AFTER = timedelta(minutes=10)
 """An agent repeats an unchanged report after this time."""
+_LONGEST_NAMES = 500
+"""Characters of the names of nodes. With the number of further nodes, they fit into the 512 that the CRD allows."""
 _EPOCH = datetime.fromtimestamp(0, UTC)
 _MINUTE = 60.0
 _SHOWN_NODES = 3
@@ -89,7 +91,7 @@ class Decisions:
     evict: tuple[Name, ...] = ()
     pin: tuple[Name, ...] = ()
     unpin: tuple[Name, ...] = ()
-    missing_bytes: int = 0
+    excess_bytes: int = 0
     """Bytes that exceed the limits after the eviction of everything that may be evicted."""
 
 
@@ -111,7 +113,7 @@ def decide(state: CacheState, limits: CacheLimits, now: float) -> Decisions:
     used = sum(dataset.cached_bytes for dataset in state.datasets) - evicted_bytes
     free = state.free + evicted_bytes
     for dataset in evictable:
-        if _count_missing_bytes(used, free, limits) == 0:
+        if _count_excess_bytes(used, free, limits) == 0:
             break
         if dataset.cached_bytes:
             evicted.append(dataset)
@@ -123,11 +125,11 @@ def decide(state: CacheState, limits: CacheLimits, now: float) -> Decisions:
         evict=tuple(dataset.name for dataset in evicted),
         pin=tuple(dataset.name for dataset in kept if pinned[dataset.name] and not dataset.pinned),
         unpin=tuple(dataset.name for dataset in kept if dataset.pinned and not pinned[dataset.name]),
-        missing_bytes=_count_missing_bytes(used, free, limits),
+        excess_bytes=_count_excess_bytes(used, free, limits),
     )
 
 
-def _count_missing_bytes(used: int, free: int, limits: CacheLimits) -> int:
+def _count_excess_bytes(used: int, free: int, limits: CacheLimits) -> int:
     excess = used - limits.size if limits.size is not None else 0
     return max(0, excess, limits.free - free)
 
@@ -135,6 +137,7 @@ def _count_missing_bytes(used: int, free: int, limits: CacheLimits) -> int:
 # The status of CachedDatasets.
 def build_share(dataset: LocalDataset, node: str, now: datetime) -> dict[str, Any]:
     """Return this node's entry in the status of a CachedDataset."""
+    # Whole minutes, so that a dataset in use does not change the status with every report, and no time in the future.
     used = datetime.fromtimestamp(min(dataset.last_used, now.timestamp()) // _MINUTE * _MINUTE, UTC)
     entry = NodeShare(
         name=node,
@@ -159,10 +162,10 @@ def build_status(stored: Any, node: str, dataset: LocalDataset | None, now: date
     ]
     own = next((entry for entry in entries if entry["name"] == node), None)
     others = [entry for entry in entries if entry["name"] != node]
-    kept = [entry for entry in others if _read_update_time(entry) >= now - _FORGOTTEN]
+    kept = [entry for entry in others if _read_update_time(entry) >= now - _FORGET_AFTER]
     current = build_share(dataset, node, now) if dataset is not None else None
     if current is not None and own is not None and _is_same_share(current, own):
-        current = own if _read_update_time(own) >= now - _REPEAT else current
+        current = own if _read_update_time(own) >= now - _REPEAT_AFTER else current
     nodes = sorted([*kept, *([current] if current else [])], key=lambda entry: entry["name"])[:MOST_NODES]
     if nodes == entries and before:
         return None
@@ -184,7 +187,7 @@ def _is_same_share(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
 def _summarise_nodes(nodes: Iterable[Mapping[str, Any]]) -> str | None:
     names = [str(entry["name"]) for entry in nodes if entry.get("cachedBytes")]
     more = f",+{len(names) - _SHOWN_NODES}" if len(names) > _SHOWN_NODES else ""
-    return (",".join(names[:_SHOWN_NODES])[:500] + more) or None
+    return (",".join(names[:_SHOWN_NODES])[:_LONGEST_NAMES] + more) or None
 
 
 def _find_lowest_percent(nodes: Iterable[Mapping[str, Any]]) -> int | None:

@@ -167,7 +167,7 @@ class Trace:
             self.close()
 
     def close(self) -> None:
-        """Write the file, once. A rank that ends early writes the whole steps that it has recorded."""
+        """Write the file, once. A rank that ends early writes what it has recorded, if that contains a whole step."""
         global active
         atexit.unregister(self.close)
         if active is self:

@@ -43,7 +43,7 @@ def test_a_reader_sees_the_earlier_version_until_the_new_version_is_complete(tmp
     with replace_file(path) as part:
         part.write_text("ne")
         assert path.read_text() == "earlier"
-        assert part.parent == tmp_path  # a rename between file systems would copy
+        assert part.parent == tmp_path  # os.replace works within a file system only
         part.write_text("new")
     assert path.read_text() == "new"
 
@@ -58,9 +58,15 @@ def test_a_full_disk_leaves_the_earlier_version_and_nothing_half_written(
     before = {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()}
     with pytest.raises(OSError, match="File too large"):
         write_bytes(path, bytes(1000))
+    assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == before
+
+
+def test_a_value_that_is_not_json_leaves_the_earlier_version(tmp_path: Path) -> None:
+    path = tmp_path / "value"
+    path.write_bytes(b"earlier")
     with pytest.raises(TypeError):
         write_json(path, {"step": object()})
-    assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == before
+    assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == {"value": b"earlier"}
 
 
 def test_a_folder_appears_with_everything_in_it(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ _SLOTS = 2
 
 @dataclass
 class _UnderWay:
-    """A tensor between its two halves."""
+    """A tensor whose all-reduce has begun (it is reduced in the node and packed) and is not finished."""
 
     all_reduce: ShardAllReduce
     call: Call
@@ -48,7 +48,7 @@ class _UnderWay:
     shard: Shard
     finished: Callable[[], None]
     packed: Any = None
-    """What the algorithm sends and receives; None on surplus ranks."""
+    """What the algorithm sends and receives; None on ranks without a shard."""
     carried: Any = None
     """The same in memory that MPI reaches."""
     sent: Any = None
@@ -100,8 +100,8 @@ class DeviceAllReduce:
 
     def flush_undecided(self) -> DeviceFlag:
         """End everything that is under way. Return a flag that is 1 on all ranks if a result on one of them was not
-        finite. The host does not wait for the device. All ranks call this together; every algorithm of the series
-        either had one node only, or NCCL between nodes."""
+        finite. The host does not wait for the device. All ranks call this together. It is allowed only if
+        there is one node, or if all algorithms since the last flush use NCCL between nodes: with MPI the host waits."""
         self._finish_previous()
         with self.on_stream():
             not_finite = self.memory.flag_any_false(self._finite)
@@ -215,7 +215,7 @@ class DeviceAllReduce:
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return
-        if self.world.nodes == 1:
+        if self.world.nodes == 1:  # with several nodes, the check came before the messages
             under_way.call.check_everywhere()
         if under_way.exchanges is not None:
             under_way.exchanges.finish(0, under_way.call)

@@ -9,7 +9,7 @@ import torch
 
 class BatchLoss:
     """The loss of this rank's batch. A hook on `model` takes it from a model whose output is its loss, a single number.
-    Other scripts pass it to `note`."""
+    A script with another kind of model passes its loss to `note`."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -34,5 +34,6 @@ class BatchLoss:
         return value
 
     def _take_output(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        # The loss of an evaluation requires no gradient.
         if isinstance(output, torch.Tensor) and output.ndim == 0 and output.requires_grad:
             self.note(output)

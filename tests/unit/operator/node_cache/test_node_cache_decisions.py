@@ -103,8 +103,8 @@ def test_datasets_in_use_or_pinned_stay_and_the_others_are_evicted_oldest_first(
     if spared:  # no more had to be evicted
         assert after.free >= cache_limits.free
         assert cache_limits.size is None or used <= cache_limits.size
-        assert decisions.missing_bytes == 0
-    assert (decisions.missing_bytes > 0) == (
+        assert decisions.excess_bytes == 0
+    assert (decisions.excess_bytes > 0) == (
         after.free < cache_limits.free or (cache_limits.size is not None and used > cache_limits.size)
     )
     assert set(decisions.create) == state.allowed - state.present

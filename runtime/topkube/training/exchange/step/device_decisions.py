@@ -76,7 +76,7 @@ class DeviceDecisions:
             del optimizer.found_inf
 
     def take_closed(self) -> list[StepDecision]:
-        """Return the decisions about gradients that were zeroed since, and forget them."""
+        """Return the decisions about gradients that have been zeroed, and forget them."""
         decisions, self._closed = self._closed, []
         return decisions
 
@@ -89,9 +89,10 @@ class DeviceDecisions:
 def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the optimizer takes `found_inf` and a step with 1 changes nothing.
 
-    The fused optimizers of torch do. SGD must have its momentum buffers already: its first step does not fill them if
-    it is skipped, and would then use memory of unknown contents. Hooks of the script on the optimizer's step must not
-    run for a skipped step, so an optimizer with such hooks does not qualify (`StepGuard` has registered one)."""
+    The fused optimizers of torch do. SGD must have its momentum buffers already: a skipped first step allocates them
+    without filling them, and the next step would read memory of unknown contents. Hooks of the script
+    on the optimizer's step must not run for a skipped step, so an optimizer with such hooks does not qualify
+    (`StepGuard` has registered one)."""
     is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
     if not is_fused or not type(optimizer).__module__.startswith("torch.optim."):
         return False
