@@ -28,8 +28,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
 class Training:
     """Two parameters, and the exchange of their changes in a world of one node."""
 
-    def __init__(self) -> None:
-        self.weights = [torch.nn.Parameter(torch.randn(70, 100)) for _ in range(2)]
+    def __init__(self, weights: list[torch.nn.Parameter] | None = None) -> None:
+        self.weights = weights or [torch.nn.Parameter(torch.randn(70, 100)) for _ in range(2)]
         parameters = [Parameter(i, f"weight{i}", weight) for i, weight in enumerate(self.weights)]
         aggregation = AggregationSettings.from_settings(Settings(), algorithm="onebit")
         self.exchange = WeightExchange(current(), parameters, aggregation, device=CPU)
@@ -84,6 +84,18 @@ def test_a_delayed_exchange_is_added_in_order(streams: Streams) -> None:
     training.update()
     streams.check_freed_memory()
     assert not streams.hazards
+
+
+def test_the_default_device_of_the_script_does_not_change_the_exchange(streams: Streams) -> None:
+    weights = [torch.nn.Parameter(torch.randn(70, 100)) for _ in range(2)]
+    with torch.device("meta"):
+        training = Training(weights)
+        for weight in weights:
+            weight.grad = torch.ones(70, 100, device=CPU)
+        training.exchange.keep_weights()
+        training.exchange.device.run(training.noise.exchange)
+    kept = [training.exchange.find_delayed(chunk) for chunk in training.exchange.chunks]
+    assert all((a == b).all() for a, b in zip(kept, training.exchange.agreed, strict=True))
 
 
 def test_the_thread_of_the_exchange_uses_the_device_of_the_rank(streams: Streams) -> None:

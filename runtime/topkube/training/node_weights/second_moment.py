@@ -68,7 +68,12 @@ def _create_state(optimizer: torch.optim.Optimizer, tensor: torch.Tensor, group:
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return False
     state = optimizer.state[tensor]
-    state["step"] = torch.zeros((), dtype=torch.get_default_dtype())
+    is_fused, is_counted_on_device = group["fused"], group["fused"] or group["capturable"]
+    state["step"] = torch.zeros(
+        (),
+        dtype=torch.float64 if torch.get_default_dtype() == torch.float64 and not is_fused else torch.float32,
+        device=tensor.device if is_counted_on_device else "cpu",
+    )
     for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
         state[name] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
     return True

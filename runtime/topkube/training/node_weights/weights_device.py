@@ -49,8 +49,9 @@ class WeightsDevice:
         complete. Tensors on a device cross to the host together."""
         if self.device is None or not tensors:
             return [tensor.numpy() for tensor in tensors]
-        joined = torch.cat(list(tensors))
-        in_host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=joined.is_cuda)
+        joined = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+        # A script may have set another default device.
+        in_host = torch.empty(joined.shape, dtype=joined.dtype, device="cpu", pin_memory=joined.is_cuda)
         in_host.copy_(joined)
         return [part.numpy() for part in torch.split(in_host, [tensor.numel() for tensor in tensors])]
 
