@@ -119,11 +119,12 @@ def build_exchange(route: Route, comm: Any, payload: Any, tag: int = 0) -> tuple
     return reduce(comm, payload, buffer, tag, _ignore), 2 * (comm.size - 1) * payload.nbytes // comm.size
 
 
-def finish_exchange(call: Call, exchange: Exchange, sent: int) -> None:
-    """Return when an exchange, in which this rank sends `sent` bytes, is complete."""
+def finish_exchange(call: Call, exchange: Exchange, sent: int, pause_seconds: float | None = None) -> None:
+    """Return when an exchange, in which this rank sends `sent` bytes, is complete. `pause_seconds` is that of
+    `Call.wait`."""
     exchanges = Exchanges()
     exchanges.start(0, exchange)
-    exchanges.finish(0, call)
+    exchanges.finish(0, call, pause_seconds)
     phases.current.sent(inter=sent)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -57,7 +58,7 @@ class CodecAllReduce(ShardAllReduce):
         stage = TwoStage(codec_of, [slice(0, length)], length, world.node, world.nodes)
         change = shard.accumulate()
         call.check_between_nodes()
-        sent = stage.exchange(call, change, [1.0] * world.nodes)
+        sent = stage.exchange(call, partial(stage.pack, change), [1.0] * world.nodes)
         shard.finite.append(stage.is_finite)
         if request.residual is not None:
             change[stage.segment] += stage.owed
@@ -153,13 +154,13 @@ class SignSgd(ShardAllReduce):
         values = shard.scratch("values", len(shard.values), "float32")
         values[:] = shard.values
         rows = shard.rows(max(map(count_sign_row_bytes, shard.lengths)))
-        scales, bits = view_signs(rows[shard.world.node], slice(0, len(values)))
+        scales, bits = view_signs(rows[shard.world.node], len(values))
         shard.finite.append(kernels.sign_pack_(values, scales, bits)[2])
         return rows
 
     def unpack(self, shard: Shard, received: Any) -> None:
         length = len(shard.values)
-        parts = [view_signs(row, slice(0, length)) for row in received]
+        parts = [view_signs(row, length) for row in received]
         scales = np.zeros(count_sign_blocks(length), np.float32)
         for node_scales, _ in parts:
             scales += node_scales.view(BFLOAT16).astype(np.float32)

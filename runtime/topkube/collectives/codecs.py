@@ -17,6 +17,8 @@ from topkube import kernels
 from topkube.arrays import BFLOAT16, Array
 
 _ALIGNMENT = 8
+_CACHED_ELEMENTS = 2**16
+"""Differences that are computed at a time: 256 KiB. A multiple of the block of signs."""
 _DTYPES = {"fp32": np.dtype(np.float32), "bf16": BFLOAT16, "fp16": np.dtype(np.float16)}
 
 
@@ -39,52 +41,102 @@ CodecOf = Callable[[list[slice], int], Codec]
 """(places of tensors, length) -> the codec for that many values."""
 
 
-class Signs(Codec):
-    """A codec with one bit per element, and the mean magnitude of each block of 256 elements in bf16. Blocks start
-    again in each of `places`, the slices of the values that are sent, so the last block of a place may be shorter."""
+class TensorCodec(Codec):
+    """A codec that packs every tensor on its own. `places` are the slices of the values that belong to one tensor
+    each."""
 
     def __init__(self, places: Sequence[slice]) -> None:
-        self._parts: list[tuple[slice, int]] = []
-        """(place, offset in the row) of each place."""
+        self._places, self._row_places = list(places), list[slice]()
         self.row_bytes = 0
         for place in places:
-            self._parts.append((place, self.row_bytes))
-            self.row_bytes += count_sign_row_bytes(_length_of(place))
+            start = self.row_bytes
+            self.row_bytes += self.count_bytes(place.stop - place.start) if place.stop > place.start else 0
+            self._row_places.append(slice(start, self.row_bytes))
+
+    @abstractmethod
+    def count_bytes(self, length: int) -> int:
+        """Return the bytes of a tensor of `length` elements, at least one: a multiple of 8."""
+
+    @abstractmethod
+    def pack_tensor(self, values: Array, row: Array) -> bool:
+        """Do what `pack` does for one tensor. `row` has the bytes of this tensor."""
+
+    @abstractmethod
+    def unpack_add_tensor(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
+        """Do what `unpack_add` does for one tensor. `rows` have the bytes of this tensor."""
 
     def pack(self, values: Array, row: Array) -> bool:
         is_finite = True
-        for place, offset in self._parts:
-            scales, bits = view_signs(row[offset:], place)
-            is_finite = kernels.sign_pack_(values[place], scales, bits)[2] and is_finite
+        for place, part in zip(self._places, self._row_places, strict=True):
+            if place.stop > place.start:
+                is_finite = self.pack_tensor(values[place], row[part]) and is_finite
         return is_finite
 
+    def pack_differences(self, tensors: Sequence[Array], bases: Sequence[Array], row: Array) -> bool:
+        """Write the part of `tensors` - `bases` that is sent into `row`. Both are float32, with one array for each
+        place, and stay as they are. Return what `pack` returns."""
+        is_finite = True
+        for values, base, part in zip(tensors, bases, self._row_places, strict=True):
+            if values.size:
+                is_finite = self.pack_difference(values, base, row[part]) and is_finite
+        return is_finite
+
+    def pack_difference(self, values: Array, base: Array, row: Array) -> bool:
+        """Do what `pack_differences` does for one tensor."""
+        return self.pack_tensor(values - base, row)
+
     def unpack_add(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
-        for place, offset in self._parts:
-            kernels.sign_unpack_add_(out[place], [view_signs(row[offset:], place) for row in rows], weights)
+        self.unpack_add_tensors([out[place] for place in self._places], rows, weights)
+
+    def unpack_add_tensors(self, tensors: Sequence[Array], rows: Sequence[Array], weights: Sequence[float]) -> None:
+        """Do what `unpack_add` does. `tensors` has one array for each place."""
+        for out, part in zip(tensors, self._row_places, strict=True):
+            if out.size:
+                self.unpack_add_tensor(out, [row[part] for row in rows], weights)
 
 
-class Integers(Codec):
+class Signs(TensorCodec):
+    """A codec with one bit per element, and the mean magnitude of each block of 256 elements in bf16. Blocks start
+    again in each tensor, so the last block of a tensor may be shorter."""
+
+    def count_bytes(self, length: int) -> int:
+        return count_sign_row_bytes(length)
+
+    def pack_tensor(self, values: Array, row: Array) -> bool:
+        scales, bits = view_signs(row, values.size)
+        return bool(kernels.sign_pack_(values, scales, bits)[2])
+
+    def pack_difference(self, values: Array, base: Array, row: Array) -> bool:
+        # A few elements at a time: their differences stay in the cache of the processor.
+        scales, bits = view_signs(row, values.size)
+        differences, is_finite = np.empty(min(values.size, _CACHED_ELEMENTS), np.float32), True
+        for start in range(0, values.size, _CACHED_ELEMENTS):
+            stop = min(start + _CACHED_ELEMENTS, values.size)
+            own = np.subtract(values[start:stop], base[start:stop], out=differences[: stop - start])
+            own_scales = scales[start // kernels.SIGN_BLOCK : count_sign_blocks(stop)]
+            is_finite = kernels.sign_pack_(own, own_scales, bits[start // 8 : -(-stop // 8)])[2] and is_finite
+        return bool(is_finite)
+
+    def unpack_add_tensor(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
+        kernels.sign_unpack_add_(out, [view_signs(row, out.size) for row in rows], weights)
+
+
+class Integers(TensorCodec):
     """A codec with an integer of `bits` bits (4 or 8) per element, and a scale for each block of 256 elements
-    (`kernels.quantised_pack_`). Blocks start again in each of `places`, the slices of the values that are sent."""
+    (`kernels.quantised_pack_`). Blocks start again in each tensor."""
 
     def __init__(self, places: Sequence[slice], bits: int) -> None:
         self._bits = bits
-        self._parts: list[tuple[slice, slice]] = []
-        """(place, slice of the row) of each place."""
-        self.row_bytes = 0
-        for place in places:
-            start, self.row_bytes = self.row_bytes, self.row_bytes + kernels.quantised_bytes(_length_of(place), bits)
-            self._parts.append((place, slice(start, self.row_bytes)))
+        super().__init__(places)
 
-    def pack(self, values: Array, row: Array) -> bool:
-        is_finite = True
-        for place, message in self._parts:
-            is_finite = kernels.quantised_pack_(values[place], self._bits, row[message]) and is_finite
-        return is_finite
+    def count_bytes(self, length: int) -> int:
+        return int(kernels.quantised_bytes(length, self._bits))
 
-    def unpack_add(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
-        for place, message in self._parts:
-            kernels.quantised_unpack_add_(out[place], self._bits, [row[message] for row in rows], weights)
+    def pack_tensor(self, values: Array, row: Array) -> bool:
+        return bool(kernels.quantised_pack_(values, self._bits, row))
+
+    def unpack_add_tensor(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
+        kernels.quantised_unpack_add_(out, self._bits, list(rows), weights)
 
 
 class Rounded(Codec):
@@ -122,9 +174,8 @@ def count_sign_row_bytes(length: int) -> int:
     return align(2 * count_sign_blocks(length) + -(-length // 8))
 
 
-def view_signs(row: Array, place: slice) -> tuple[Array, Array]:
+def view_signs(row: Array, length: int) -> tuple[Array, Array]:
     """Return the scales, (blocks,) uint16, and the bits, (ceil(length / 8),) uint8, at the start of `row`."""
-    length = _length_of(place)
     blocks = count_sign_blocks(length)
     return row[: 2 * blocks].view("uint16"), row[2 * blocks : 2 * blocks + -(-length // 8)]
 
@@ -137,8 +188,3 @@ def count_sign_blocks(length: int) -> int:
 def align(length: int) -> int:
     """Return `length` in bytes, rounded up to a multiple of 8."""
     return -(-length // _ALIGNMENT) * _ALIGNMENT
-
-
-def _length_of(place: slice) -> int:
-    length: int = place.stop - place.start
-    return length

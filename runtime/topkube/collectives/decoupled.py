@@ -38,14 +38,13 @@ from topkube.collectives.exchange import (
     ring_reduce_scatter,
 )
 from topkube.collectives.overlapped import (
-    HURRY,
     TAGS,
     UNDER_WAY,
     OverlappedAllReduce,
     Piece,
-    choose_pause,
     split,
 )
+from topkube.collectives.pauses import choose_pause
 from topkube.telemetry import phases
 from topkube.waiting import advance_in_waits
 from topkube.world import World
@@ -164,7 +163,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
             return halved.is_gathered
 
         if not halved.is_gathered:
-            halved.call.wait(is_complete, choose_pause(self.world) / HURRY)
+            halved.call.wait(is_complete, choose_pause(self.world, delays_step=True))
 
     def _advance_gathers(self) -> None:
         """Move the gathers as far as messages allow, and start those that wait."""

@@ -74,15 +74,16 @@ class Exchanges:
         """Return True if exchange `number` is under way."""
         return number in self._running
 
-    def finish(self, number: int, call: Call) -> None:
-        """Return when exchange `number`, which belongs to `call`, is complete."""
+    def finish(self, number: int, call: Call, pause_seconds: float | None = None) -> None:
+        """Return when exchange `number`, which belongs to `call`, is complete. `pause_seconds` is that of
+        `Call.wait`."""
 
         def is_complete() -> bool:
             self.advance()
             return number not in self._running
 
         with phases.current.timed("inter"):
-            call.wait(is_complete)
+            call.wait(is_complete, pause_seconds)
 
 
 def pairwise_all_reduce(

@@ -8,7 +8,8 @@ end.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from topkube.collectives.all_reduce import build_exchange
 from topkube.collectives.call import Call, reserve_workspace
 from topkube.collectives.codecs import Codec, CodecOf
 from topkube.collectives.exchange import Exchanges
+from topkube.collectives.pauses import choose_pause, note_rate
 from topkube.telemetry import phases
 
 PART_ELEMENTS = 2**19
@@ -48,35 +50,48 @@ class OneStage:
         ]
         self._rows: list[Array] = []
         """The rows of all nodes for each part, (nodes, bytes), between `begin` and `finish`."""
+        self._sent, self._since = 0, 0.0
+        """The bytes that this rank sends, and when the first part was sent."""
 
-    def begin(self, call: Call, change: Array, exchanges: Exchanges, number: int) -> None:
-        """Send `change`, (length,) float32, to the other nodes of `call`; it keeps what was not sent. The exchanges of
-        the parts are started in `exchanges`. `number` is the number of the shard: shards with neighbouring numbers may
-        be under way at the same time."""
+    def begin(self, call: Call, pack: Callable[[int, Array], object], exchanges: Exchanges, number: int) -> None:
+        """Send the changes of a shard to the other nodes of `call`. `pack(part, row)` writes what this node sends of a
+        part into its row. The exchanges of the parts are started in `exchanges`. `number` is the number of the shard:
+        shards with neighbouring numbers may be under way at the same time."""
         world, lane = call.world, number % 2
         size = world.nodes * sum(codec.row_bytes for codec in self.codecs)
         buffer = reserve_workspace(world, f"rows of nodes {lane}", size, np.uint8)
-        self._rows, end = [], 0
-        for part, (codec, values) in enumerate(zip(self.codecs, self._cut(change), strict=True)):
+        self._rows, self._sent, end = [], 0, 0
+        for part, codec in enumerate(self.codecs):
             start, end = end, end + world.nodes * codec.row_bytes
             rows = buffer[start:end].reshape(world.nodes, codec.row_bytes)
             self._rows.append(rows)
             with phases.current.timed("select"):
-                codec.pack(values, rows[world.node])
+                pack(part, rows[world.node])
             if part == 0:
                 call.check_between_nodes()
+                self._since = time.perf_counter()
             exchange, sent = build_exchange(Route.ALL_GATHER, world.cross_comm, rows, lane * _MOST_PARTS + part)
             exchanges.start(number * _MOST_PARTS + part, exchange)
             phases.current.sent(inter=sent)
+            self._sent += sent
 
-    def finish(self, call: Call, out: Array, weights: Sequence[float], exchanges: Exchanges, number: int) -> None:
-        """Add what all nodes have sent to `out`, (length,) float32, in the order of the nodes, with the factors in
-        `weights`. The arguments `call`, `exchanges` and `number` are those of `begin`."""
-        for part, (codec, values) in enumerate(zip(self.codecs, self._cut(out), strict=True)):
-            exchanges.finish(number * _MOST_PARTS + part, call)
+    def finish(
+        self,
+        call: Call,
+        add: Callable[[int, list[Array]], object],
+        exchanges: Exchanges,
+        number: int,
+        delays_step: bool = True,
+    ) -> None:
+        """Pass the rows of all nodes to `add(part, rows)`, part by part. The arguments `call`, `exchanges` and `number`
+        are those of `begin`. `delays_step` is that of `choose_pause`."""
+        for part in range(len(self.codecs)):
+            exchanges.finish(number * _MOST_PARTS + part, call, choose_pause(call.world, delays_step))
             with phases.current.timed("select"):
-                codec.unpack_add(values, list(self._rows[part]), weights)
+                add(part, list(self._rows[part]))
+        note_rate(call.world, self._sent, time.perf_counter() - self._since)
         self._rows = []
 
-    def _cut(self, shard: Array) -> list[Array]:
+    def cut(self, shard: Array) -> list[Array]:
+        """Return the parts of `shard`, (length,)."""
         return [shard[start:stop] for start, stop in itertools.pairwise(self.bounds)]

@@ -28,6 +28,7 @@ from topkube.collectives.exchange import (
     pairwise_all_reduce,
     ring_all_reduce,
 )
+from topkube.collectives.pauses import choose_pause, note_rate
 from topkube.telemetry import phases
 from topkube.world import World
 
@@ -40,14 +41,6 @@ LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 2 << 20, 8 << 20
 """The bounds of the size of a piece. Smaller pieces cost more time than they hide."""
 TAGS = 4096
 """The tags of pieces count up to this number, and start again."""
-_PAUSE_BYTES = 256 << 10
-"""A wait for messages sleeps for as long as the link needs for these bytes: the buffers of a connection hold them, so
-the link does not idle."""
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 4e-3
-"""The bounds of that sleep, in seconds, while gradients are computed on the same processor."""
-HURRY = 8
-"""A wait that nothing hides checks this many times more often."""
-_RATE = "bytes per second between nodes"
 _NARROW = {"bf16": BFLOAT16, "fp16": np.dtype(np.float16)}
 
 
@@ -62,13 +55,6 @@ def is_narrow(world: World, wire: str) -> bool:
     """Return True if float32 values travel between nodes in the 16-bit type `wire`. Nothing travels on a single node.
     Rings, with more than PAIRWISE_LIMIT nodes, always send float32: they would round the partial sum at every node."""
     return wire in _NARROW and 1 < world.nodes <= PAIRWISE_LIMIT
-
-
-def choose_pause(world: World) -> float:
-    """Return how long a wait for messages between nodes may sleep, given the highest rate that this rank has seen. A
-    slow rank cannot lower the rate, because longer sleeps would make it slower."""
-    rate = world.cache.get(_RATE)
-    return _SHORTEST_PAUSE if rate is None else max(_SHORTEST_PAUSE, min(_LONGEST_PAUSE, _PAUSE_BYTES / rate))
 
 
 @dataclass(eq=False)
@@ -129,7 +115,7 @@ class OverlappedAllReduce:
     def finish(self) -> None:
         """Return when nothing is under way. Raises CollectiveTimeout after the world's deadline."""
         while self._under_way:
-            self._finish_oldest(choose_pause(self.world) / HURRY)
+            self._finish_oldest(choose_pause(self.world, delays_step=True))
 
     def take_finite(self) -> bool:
         """Return True if everything that this rank saw since the last call was finite."""
@@ -185,9 +171,7 @@ class OverlappedAllReduce:
         if was_running and not self._exchanges.are_running:
             seconds = time.perf_counter() - self._busy_since
             phases.current.add("inter", seconds)
-            if self._busy_bytes >= _PAUSE_BYTES:
-                rate = self._busy_bytes / max(seconds, 1e-9)
-                self.world.cache[_RATE] = max(rate, self.world.cache.get(_RATE, 0.0))
+            note_rate(self.world, self._busy_bytes, seconds)
 
     def _finish_oldest(self, pause: float) -> None:
         piece = self._under_way[0]

@@ -15,51 +15,42 @@ import numpy as np
 
 from topkube import kernels
 from topkube.arrays import BFLOAT16, Array
-from topkube.collectives.codecs import Codec, align, count_sign_blocks
+from topkube.collectives.codecs import TensorCodec, align, count_sign_blocks
 from topkube.collectives.sparse import count_selected
 from topkube.errors import WireError
 
 LEVEL_SHARE = 1 / 32
-"""The share of the elements of each place that is sent."""
+"""The share of the elements of each tensor that is sent."""
 
 
-class TopLevels(Codec):
-    """A codec of the largest 1/32 of the elements of each place, at least one, with two bits each: the sign, and which
-    of two magnitudes. `places` are the slices of the values that belong to one tensor each.
+class TopLevels(TensorCodec):
+    """A codec of the largest 1/32 of the elements of each tensor, at least one, with two bits each: the sign, and which
+    of two magnitudes.
 
     The sent values are split into blocks of 256. In each block, the values with a magnitude below the block's mean
     magnitude are sent as the mean of these magnitudes, and the other values as the mean of theirs. Both means are bf16.
     The sent part is therefore orthogonal to the remainder, but for the rounding to bf16.
     """
 
-    def __init__(self, places: Sequence[slice]) -> None:
-        self._parts: list[tuple[slice, int, _IndexCode, int]] = []
-        """(place, number of sent values, code of their indices, offset in the row) of each place."""
-        self.row_bytes = 0
-        for place in places:
-            length = place.stop - place.start
-            if length:
-                count = min(count_selected(length, LEVEL_SHARE), length)
-                code = _IndexCode.build(length, count)
-                self._parts.append((place, count, code, self.row_bytes))
-                self.row_bytes += self._count_value_bytes(count) + code.nbytes
+    def count_bytes(self, length: int) -> int:
+        code = _build_code(length)
+        return self._count_value_bytes(code.count) + code.nbytes
 
-    def pack(self, values: Array, row: Array) -> bool:
-        is_finite = True
-        for place, count, code, offset in self._parts:
-            part, start = values[place], offset + self._count_value_bytes(count)
-            indices, chosen = kernels.topk(part, count)
-            is_finite = self._pack_and_subtract(chosen, row[offset:start]) and is_finite
-            part[indices] = chosen
-            code.write(indices, row[start : start + code.nbytes])
+    def pack_tensor(self, values: Array, row: Array) -> bool:
+        code = _build_code(values.size)
+        start = self._count_value_bytes(code.count)
+        indices, chosen = kernels.topk(values, code.count)
+        is_finite = self._pack_and_subtract(chosen, row[:start])
+        values[indices] = chosen
+        code.write(indices, row[start:])
         return is_finite
 
-    def unpack_add(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
-        for place, count, code, offset in self._parts:
-            start = offset + self._count_value_bytes(count)
-            for row, weight in zip(rows, weights, strict=True):
-                sent = self._unpack_values(count, row[offset:start], weight)
-                kernels.scatter_add_(out[place], code.read(row[start : start + code.nbytes]), sent)
+    def unpack_add_tensor(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
+        code = _build_code(out.size)
+        start = self._count_value_bytes(code.count)
+        for row, weight in zip(rows, weights, strict=True):
+            sent = self._unpack_values(code.count, row[:start], weight)
+            kernels.scatter_add_(out, code.read(row[start:]), sent)
 
     @staticmethod
     def _count_value_bytes(count: int) -> int:
@@ -164,3 +155,8 @@ class _IndexCode:
             cause="the message was damaged, or the nodes run different versions of TopKube",
             next_step="run the same version of TopKube on all nodes",
         )
+
+
+def _build_code(length: int) -> _IndexCode:
+    """Return the code of the indices of a tensor of `length` elements."""
+    return _IndexCode.build(length, min(count_selected(length, LEVEL_SHARE), length))

@@ -10,7 +10,7 @@ with double-pass error-compensated compression", 2019, with owners in place of o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -61,23 +61,31 @@ class TwoStage:
         """The bytes of one row per segment."""
         return sum(codec.row_bytes for codec in self.codecs)
 
-    def exchange(self, call: Call, change: Array, weights: Sequence[float]) -> list[Array]:
-        """Exchange `change`, (length,) float32, among the nodes of `call` in both stages. `change` keeps what was not
-        sent. `weights` has one factor per node. Return the rows that all owners sent of the mean, for `add`."""
+    def exchange(
+        self,
+        call: Call,
+        pack: Callable[[Sequence[Array]], None],
+        weights: Sequence[float],
+        pause_seconds: float | None = None,
+    ) -> list[Array]:
+        """Exchange changes among the nodes of `call` in both stages. `pack` writes what this node sends into one row
+        per segment. `weights` has one factor per node. Return the rows that all owners sent of the mean, for `add`.
+        `pause_seconds` is that of `Call.wait`."""
         world, me = call.world, self._node
         row_bytes = self.codecs[me].row_bytes
         rows = self.cut_rows(reserve_workspace(world, "rows of owners", self.total_bytes, np.uint8))
         arrived = reserve_workspace(world, "rows of the segment", self._nodes * row_bytes, np.uint8)
         segments = list(arrived.reshape(self._nodes, row_bytes))
         with phases.current.timed("select"):
-            self.pack(change, rows)
+            pack(rows)
             segments[me] = rows[me]
-        finish_exchange(call, exchange_rows(world.cross_comm, rows, segments, 0), self.total_bytes - row_bytes)
+        first = exchange_rows(world.cross_comm, rows, segments, 0)
+        finish_exchange(call, first, self.total_bytes - row_bytes, pause_seconds)
         means = self.cut_rows(reserve_workspace(world, "rows of means", self.total_bytes, np.uint8))
         with phases.current.timed("select"):
             self.reduce(segments, weights, means[me])
         second = exchange_rows(world.cross_comm, [means[me]] * self._nodes, means, 1)
-        finish_exchange(call, second, (self._nodes - 1) * row_bytes)
+        finish_exchange(call, second, (self._nodes - 1) * row_bytes, pause_seconds)
         return means
 
     def pack(self, change: Array, rows: Sequence[Array]) -> None:

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topkube.collectives import one_stage
+from topkube.collectives import codecs, one_stage
 from topkube.collectives.codecs import Codec, Rounded, Signs
 from topkube.collectives.one_stage import OneStage
+from topkube.collectives.top_levels import TopLevels
 from topkube.collectives.top_signs import TopSigns
 
 
@@ -51,6 +52,34 @@ def test_parts_send_what_the_whole_shard_sends(lengths: list[int], part_elements
         codec.unpack_add(received[start:stop], [part_row], [1.0])
     assert (stage.bounds[0], stage.bounds[-1]) == (0, length)
     assert (rest.tobytes(), received.tobytes()) == (expected_rest.tobytes(), expected_sum.tobytes())
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 900), max_size=4),
+    st.sampled_from([256, 512, 2**16]),
+    st.integers(0, 2**32),
+    st.sampled_from([Signs, TopSigns, TopLevels]),
+)
+def test_differences_are_sent_like_values(
+    lengths: list[int], cached: int, seed: int, kind: type[Signs | TopSigns | TopLevels]
+) -> None:
+    """Weights and agreed weights give the row that their difference gives, and neither changes."""
+    ends = [int(end) for end in np.cumsum([0, *lengths])]
+    codec = kind([slice(start, stop) for start, stop in itertools.pairwise(ends)])
+    rng = np.random.default_rng(seed)
+    weights, agreed = ([rng.standard_normal(n).astype(np.float32) for n in lengths] for _ in range(2))
+    before = [x.copy() for x in (*weights, *agreed)]
+    row, expected = np.zeros(codec.row_bytes, np.uint8), np.zeros(codec.row_bytes, np.uint8)
+    with mock.patch.object(codecs, "_CACHED_ELEMENTS", cached):
+        assert codec.pack_differences(weights, agreed, row)
+    change = np.concatenate([own - common for own, common in zip(weights, agreed, strict=True)] or [np.zeros(0, "f4")])
+    rest = change.copy()
+    assert codec.pack(rest, expected)
+    assert row.tobytes() == expected.tobytes()
+    assert all((a == b).all() for a, b in zip((*weights, *agreed), before, strict=True))
+    codec.unpack_add_tensors([rest[a:b] for a, b in itertools.pairwise(ends)], [row], [1.0])
+    np.testing.assert_allclose(rest, change, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("lengths", "bounds"), [([], [0, 0]), ([512], [0, 512]), ([256] * 4, [0, 512, 1024])])

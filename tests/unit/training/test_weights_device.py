@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from topkube.arrays import Array
 from topkube.settings import Settings
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.parameter import Parameter
+from topkube.training.node_weights.chunk_exchange import MovedChunk
 from topkube.training.node_weights.exchange import WeightExchange
 from topkube.training.node_weights.gradient_noise import GradientNoise
 from topkube.world import current
@@ -44,6 +46,12 @@ class Training:
             weight -= 0.1 * weight.grad
 
 
+def list_kept_rows(training: Training) -> list[Array]:
+    """Return what a delayed exchange sends."""
+    chunks = training.exchange.chunk_exchanges
+    return [row for chunk in chunks if isinstance(chunk, MovedChunk) for row in chunk.kept_rows]
+
+
 def place_agreed(training: Training) -> None:
     training.exchange.place(training.exchange.agreed)
 
@@ -74,12 +82,11 @@ def test_a_delayed_exchange_is_added_in_order(streams: Streams) -> None:
     exchange = training.exchange
     for _ in range(3):
         training.update()
-        exchange.keep_weights()
-        kept = [shard.copy() for shard in (exchange.find_delayed(chunk) for chunk in exchange.chunks)]
+        exchange.keep_changes()
+        kept = [row.copy() for row in list_kept_rows(training)]
+        assert any(row.any() for row in kept)
         training.update()  # the weights change while the exchange is under way
-        assert all(
-            (exchange.find_delayed(chunk) == shard).all() for chunk, shard in zip(exchange.chunks, kept, strict=True)
-        )
+        assert all((now == row).all() for now, row in zip(list_kept_rows(training), kept, strict=True))
         exchange.device.run(exchange.apply)
     training.update()
     streams.check_freed_memory()
@@ -92,10 +99,10 @@ def test_the_default_device_of_the_script_does_not_change_the_exchange(streams: 
         training = Training(weights)
         for weight in weights:
             weight.grad = torch.ones(70, 100, device=CPU)
-        training.exchange.keep_weights()
+        training.exchange.keep_changes()
         training.exchange.device.run(training.noise.exchange)
-    kept = [training.exchange.find_delayed(chunk) for chunk in training.exchange.chunks]
-    assert all((a == b).all() for a, b in zip(kept, training.exchange.agreed, strict=True))
+    for row in list_kept_rows(training):
+        assert not row.any(), "the weights have not changed"
 
 
 def test_the_thread_of_the_exchange_uses_the_device_of_the_rank(streams: Streams) -> None:

@@ -26,11 +26,11 @@ def average_nodes(exchange: WeightExchange, state: NodeWeightsState) -> None:
 
 def _average_chunk(exchange: WeightExchange, chunk: Chunk) -> Array:
     """Return this rank's shard of the mean of the nodes' weights: (chunk.shard,), float32."""
-    agreed, stage = exchange.agreed[chunk.number], exchange.stages[chunk.number]
+    agreed, stages = exchange.agreed[chunk.number], exchange.find_stages(chunk)
     unsent = np.empty(chunk.shard, np.float32)
-    exchange.collect_shard(chunk, unsent, agreed)
+    exchange.memory.collect(chunk, unsent, agreed)
     unsent *= np.float32(exchange.weights[exchange.world.node])
-    if stage is not None:
-        unsent[stage.segment] += stage.owed
+    if stages is not None:
+        unsent[stages.segment] += stages.owed
     exchange.sum_over_nodes(unsent)
     return agreed + unsent

@@ -75,7 +75,7 @@ class NodeWeightsState:
                     pieces[key] = entries
                 for key, values in self._list_state(piece.parameter):
                     pieces[f"{piece.parameter.name} {key}"] = [(piece.begin, piece.view(values).to("cpu", copy=True))]
-            if (stage := self._exchange.stages[chunk.number]) is not None:
+            if (stage := self._exchange.find_stages(chunk)) is not None:
                 for name, entry in _list_owed(chunk, stage):
                     owners[name] = [entry]
         differ = bool(self._exchange.agreed)  # also on a rank without a shard, which has no pieces
@@ -145,7 +145,7 @@ class NodeWeightsState:
     def _restore_owed(self, state: Mapping[str, Any], chunk: Chunk, own: Array) -> None:
         """Restore what owners of segments owe in a chunk. With other segments than before, all nodes add up what was
         owed; without segments, every node adds the sum to its own weights, so the mean over nodes owes the same."""
-        stage, owners = self._exchange.stages[chunk.number], state.get("owners", {})
+        stage, owners = self._exchange.find_stages(chunk), state.get("owners", {})
         owed = np.zeros_like(own)
         for piece in chunk.pieces:
             _add_entries(owed[piece.place], piece, owners.get(piece.parameter.name, []))

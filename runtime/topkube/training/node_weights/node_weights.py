@@ -143,13 +143,13 @@ class NodeWeights:
         self.trained.note_versions()
         if steps % self.guard.period:
             return
-        exchange = partial(self._run_measured if self.guard.is_due(steps) else self.exchange.run)
+        squares = Squares() if self.guard.is_due(steps) else None
         if self._is_delayed:
-            self.exchange.keep_weights()
+            self.exchange.keep_changes(squares)
             thread = communication_thread.open_thread(DELAYED_THREAD)
-            self.exchange.note_delayed(thread.submit(partial(exchange, is_delayed=True)))
+            self.exchange.note_delayed(thread.submit(partial(self._run_exchange, squares, is_delayed=True)))
         else:
-            self._run(exchange)
+            self._run(partial(self._run_exchange, squares))
             self.trained.write()
 
     def apply_exchange(self) -> None:
@@ -178,10 +178,15 @@ class NodeWeights:
                     " load other weights, call optimizer.unwrap() on all ranks, load them, and wrap the optimizer again"
                 )
 
-    def _run_measured(self, is_delayed: bool = False) -> None:
-        squares, weight = Squares(), self.exchange.weights[self.world.node]
+    def _run_exchange(self, squares: Squares | None, is_delayed: bool = False) -> None:
+        """Run an exchange. If `squares` is passed, it is measured."""
         self.exchange.run(squares, is_delayed)
-        world = self.exchange.delayed_world if is_delayed else self.world
+        if squares is None:
+            return
+        world, weight = (
+            self.exchange.delayed_world if is_delayed else self.world,
+            self.exchange.weights[self.world.node],
+        )
         total = open_agreement(world).sum([weight * part for part in (squares.change, squares.left, squares.agreed)])
         problem = self.guard.check_drift(*total.tolist())
         if problem and self.world.rank == 0:

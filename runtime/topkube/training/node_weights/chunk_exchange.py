@@ -1,0 +1,335 @@
+"""The exchange of the changes of one chunk, in one stage or in two.
+
+x are the agreed weights, x_i those of node i, c_i what node i sends of x_i - x, and e_i the rest. After an exchange, x
+has become x + mean(c), and x_i has become x + e_i. There are two ways to compute x_i:
+
+- `MovedChunk` adds mean(c) - c_i to x_i. Neither e_i nor a copy of the weights is stored. An exchange reads x_i and x
+  once to pack c_i, and then adds to both.
+- `RestChunk` stores e_i, and adds it to the new x. If everything is sent, as with `localsgd` and fp32, x_i therefore
+  has the same bits as x. It also serves algorithms with an outer step, which add something else than mean(c) to x.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+
+from topkube.arrays import Array
+from topkube.collectives.call import Call, reserve_workspace
+from topkube.collectives.codecs import CodecOf, TensorCodec
+from topkube.collectives.exchange import Exchanges
+from topkube.collectives.one_stage import OneStage
+from topkube.collectives.pauses import choose_pause
+from topkube.collectives.two_stage import TwoStage
+from topkube.telemetry import phases
+from topkube.training.node_weights.chunk_memory import ChunkMemory, cut
+from topkube.training.node_weights.guard import Squares, sum_squares
+from topkube.training.node_weights.layout import Chunk
+from topkube.training.node_weights.outer_momentum import OuterMomentum
+from topkube.world import World
+
+
+@dataclass
+class ChunkCall:
+    """One exchange of a chunk: its call, the exchanges under way on this rank, this rank's shard of the agreed weights,
+    and the sums of squares to which the exchange adds, if it is measured. If `is_delayed` is True, `keep` was called
+    before, and the parameters stay as they are."""
+
+    call: Call
+    exchanges: Exchanges
+    agreed: Array
+    squares: Squares | None
+    is_delayed: bool
+
+
+class ChunkExchange(ABC):
+    """The exchanges of a chunk among the nodes of `world`, whose shares of the ranks are `factors`."""
+
+    def __init__(
+        self, chunk: Chunk, world: World, factors: Sequence[float], codec_of: CodecOf, has_two_stages: bool
+    ) -> None:
+        self.chunk, self._world, self._factors = chunk, world, factors
+        places = [piece.place for piece in chunk.pieces]
+        self.two_stages = TwoStage(codec_of, places, chunk.shard, world.node, world.nodes) if has_two_stages else None
+        """None if the chunk is exchanged in one stage."""
+        self.one_stage = None if has_two_stages else OneStage(codec_of, places, chunk.shard)
+        self.delayed_change: Array = np.empty(0, np.float32)
+        """After a delayed exchange, what must be added to this rank's shard of the parameters."""
+
+    @abstractmethod
+    def keep(self, agreed: Array, squares: Squares | None) -> None:
+        """Keep what a delayed exchange sends. `squares` is that of the exchange."""
+
+    @abstractmethod
+    def begin(self, current: ChunkCall) -> None:
+        """Begin an exchange."""
+
+    @abstractmethod
+    def finish(self, current: ChunkCall) -> None:
+        """Finish the exchange. Write the new weights, or if it is delayed, `delayed_change`."""
+
+    def _reserve_delayed_change(self) -> None:
+        if self.delayed_change.size != self.chunk.shard:
+            self.delayed_change = np.zeros(self.chunk.shard, np.float32)
+
+    def _choose_pause(self, current: ChunkCall) -> float:
+        return choose_pause(current.call.world, delays_step=not current.is_delayed)
+
+
+class RestChunk(ChunkExchange):
+    """The exchanges of a chunk whose rests are stored and added to the agreed weights."""
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        world: World,
+        factors: Sequence[float],
+        codec_of: CodecOf,
+        has_two_stages: bool,
+        memory: ChunkMemory,
+        outer: OuterMomentum | None,
+    ) -> None:
+        super().__init__(chunk, world, factors, codec_of, has_two_stages)
+        self._memory, self._outer = memory, outer
+        self._rest: Array = np.empty(0, np.float32)
+        """The change of this rank's shard, and after packing, what was not sent of it. It is kept here, because work
+        buffers of the world may be replaced by larger ones before the exchange ends."""
+
+    def keep(self, agreed: Array, squares: Squares | None) -> None:
+        self._reserve_delayed_change()
+        self._memory.collect(self.chunk, self.delayed_change)
+
+    def begin(self, current: ChunkCall) -> None:
+        rest = self._rest = self._memory.take_staging(self.chunk, current.call.world)[1]
+        if current.is_delayed:
+            np.subtract(self.delayed_change, current.agreed, out=rest)
+        else:
+            self._memory.collect(self.chunk, rest, current.agreed)
+        if current.squares is not None:
+            current.squares.change += sum_squares(rest)
+        if self._world.cross_comm is None or self.one_stage is None:
+            current.call.check_between_nodes()
+            return
+        codecs, parts = self.one_stage.codecs, self.one_stage.cut(rest)
+        self.one_stage.begin(
+            current.call, lambda part, row: codecs[part].pack(parts[part], row), current.exchanges, self.chunk.number
+        )
+
+    def finish(self, current: ChunkCall) -> None:
+        rest, agreed = self._rest, current.agreed
+        if self._world.cross_comm is not None:
+            change = agreed
+            if self._outer is not None:
+                change = reserve_workspace(current.call.world, "mean change of weights", self.chunk.shard, np.float32)
+                change[:] = 0
+            self._add_changes(current, change)
+            if self._outer is not None:
+                self._outer.step(self.chunk, change)
+                agreed += change
+        if current.squares is not None:
+            current.squares.left += sum_squares(rest)
+            current.squares.agreed += sum_squares(agreed)
+        if current.is_delayed:
+            rest += agreed
+            np.subtract(rest, self.delayed_change, out=self.delayed_change)
+        elif self._memory.is_in_place(self.chunk):
+            for piece in self.chunk.pieces:
+                parts = torch.from_numpy(rest[piece.place]), torch.from_numpy(agreed[piece.place])
+                torch.add(*parts, out=piece.view(piece.parameter.tensor))  # autograd notices it, as it notices copy_
+        else:
+            staging, shard = self._memory.take_staging(self.chunk)
+            np.add(rest, agreed, out=shard)
+            self._memory.write(self.chunk, current.call, staging)
+
+    def _add_changes(self, current: ChunkCall, out: Array) -> None:
+        """Add the mean change of all nodes to `out`. `_rest` keeps what this node does not send."""
+        if self.one_stage is not None:
+            codecs, parts = self.one_stage.codecs, self.one_stage.cut(out)
+            self.one_stage.finish(
+                current.call,
+                lambda part, rows: codecs[part].unpack_add(parts[part], rows, self._factors),
+                current.exchanges,
+                self.chunk.number,
+                delays_step=not current.is_delayed,
+            )
+            return
+        stages = cast(TwoStage, self.two_stages)
+        means = stages.exchange(
+            current.call, lambda rows: stages.pack(self._rest, rows), self._factors, self._choose_pause(current)
+        )
+        with phases.current.timed("select"):
+            stages.add(out, means)
+
+
+class MovedChunk(ChunkExchange):
+    """The exchanges of a chunk whose codecs are all `TensorCodec`, and whose weights are moved by what was sent."""
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        world: World,
+        factors: Sequence[float],
+        codec_of: CodecOf,
+        has_two_stages: bool,
+        memory: ChunkMemory,
+    ) -> None:
+        super().__init__(chunk, world, factors, codec_of, has_two_stages)
+        self._memory = memory
+        self._moves = [factor - (node == world.node) for node, factor in enumerate(factors)]
+        """The factors of what the nodes send in the change of this node's own weights."""
+        stage = cast(OneStage | TwoStage, self.two_stages or self.one_stage)
+        self._codecs = cast(list[TensorCodec], stage.codecs)
+        self._tensors = list(_list_tensors_of_ranges(chunk, stage.bounds))
+        """The tensors of each codec: the numbers of pieces, and which elements of them."""
+        self.kept_rows: list[Array] = []
+        """What a delayed exchange sends, one row for each codec."""
+        self._weights: list[Array] = []
+        """The node's own weights, one array for each piece, while an exchange that is not delayed is under way."""
+        self._staging: Array = np.empty(0, np.float32)
+        """The work buffer that holds these weights, if they are not in place."""
+        self._rest: list[Array] = []
+        """The change of the weights, one array for each piece, and after packing, what was not sent of it. Empty if the
+        exchange is not measured."""
+
+    def keep(self, agreed: Array, squares: Squares | None) -> None:
+        self._reserve_delayed_change()
+        if not self.kept_rows:
+            self.kept_rows = [np.zeros(codec.row_bytes, np.uint8) for codec in self._codecs]
+        weights, agreed_pieces = self._memory.read(self.chunk), cut(agreed, self.chunk)
+        for number, row in enumerate(self.kept_rows):
+            self._pack(number, weights, agreed_pieces, row)
+        if squares is not None:
+            self._measure_change(squares, weights, agreed_pieces, self.delayed_change)
+
+    def begin(self, current: ChunkCall) -> None:
+        if not current.is_delayed:
+            self._weights = self._take_weights()
+        if self._world.cross_comm is None:
+            current.call.check_between_nodes()
+            return
+        if current.squares is not None and not current.is_delayed:
+            name = f"change of weights {self.chunk.number % 2}"
+            buffer = reserve_workspace(current.call.world, name, self.chunk.shard, np.float32)
+            self._measure_change(current.squares, self._weights, cut(current.agreed, self.chunk), buffer)
+        if self.one_stage is None:
+            current.call.check_between_nodes()
+        else:
+            self.one_stage.begin(
+                current.call,
+                lambda part, row: self._pack_or_take(current, part, row),
+                current.exchanges,
+                self.chunk.number,
+            )
+
+    def finish(self, current: ChunkCall) -> None:
+        if self._world.cross_comm is not None:
+            self._receive(current)
+        if current.squares is not None:
+            current.squares.agreed += sum_squares(current.agreed)
+        self._weights, self._rest = [], []
+        if current.is_delayed:
+            return
+        if self._memory.is_in_place(self.chunk):
+            for parameter in self.chunk.parameters:
+                torch.autograd.graph.increment_version(parameter.tensor)
+        else:
+            self._memory.write(self.chunk, current.call, self._staging)
+
+    def _take_weights(self) -> list[Array]:
+        """Return the node's own weights, one array for each piece: where they are, or in this rank's shard of the work
+        buffer."""
+        if self._memory.is_in_place(self.chunk):
+            return self._memory.read(self.chunk)
+        self._staging, shard = self._memory.take_staging(self.chunk)
+        self._memory.collect(self.chunk, shard)
+        return cut(shard, self.chunk)
+
+    def _measure_change(
+        self, squares: Squares, weights: Sequence[Array], agreed: Sequence[Array], buffer: Array
+    ) -> None:
+        self._rest = cut(buffer, self.chunk)
+        for own, common, change in zip(weights, agreed, self._rest, strict=True):
+            np.subtract(own, common, out=change)
+        squares.change += sum(map(sum_squares, self._rest))
+
+    def _pack(self, number: int, weights: Sequence[Array], agreed: Sequence[Array], row: Array) -> None:
+        tensors = self._tensors[number]
+        self._codecs[number].pack_differences(_select(weights, tensors), _select(agreed, tensors), row)
+
+    def _pack_or_take(self, current: ChunkCall, number: int, row: Array) -> None:
+        """Write what this node sends with a codec into `row`."""
+        if current.is_delayed:
+            row[:] = self.kept_rows[number]
+        else:
+            self._pack(number, self._weights, cut(current.agreed, self.chunk), row)
+
+    def _receive(self, current: ChunkCall) -> None:
+        """Receive what all nodes have sent, and add it."""
+        if self.one_stage is not None:
+
+            def add(part: int, rows: list[Array]) -> None:
+                own = self._world.node
+                self._add(current, part, rows[own], (rows, self._factors), (rows, self._moves))
+
+            self.one_stage.finish(
+                current.call, add, current.exchanges, self.chunk.number, delays_step=not current.is_delayed
+            )
+            return
+        sent: list[Array] = []
+
+        def pack(rows: Sequence[Array]) -> None:
+            sent.extend(rows)
+            for number, row in enumerate(rows):
+                self._pack_or_take(current, number, row)
+
+        assert self.two_stages is not None
+        means = self.two_stages.exchange(current.call, pack, self._factors, self._choose_pause(current))
+        with phases.current.timed("select"):
+            for number, (mean, own) in enumerate(zip(means, sent, strict=True)):
+                self._add(current, number, own, ([mean], [1.0]), ([mean, own], [1.0, -1.0]))
+
+    def _add(self, current: ChunkCall, number: int, sent: Array, mean: _Sum, move: _Sum) -> None:
+        """Add `mean` to the agreed weights of the tensors of a codec, and `move` to the node's own weights or the
+        delayed change. `sent` is the row that this node has sent."""
+        codec, tensors = self._codecs[number], self._tensors[number]
+        codec.unpack_add_tensors(_select(cut(current.agreed, self.chunk), tensors), *mean)
+        if self._rest and current.squares is not None:
+            rest = _select(self._rest, tensors)
+            codec.unpack_add_tensors(rest, [sent], [-1.0])
+            current.squares.left += sum(map(sum_squares, rest))
+        moved = _select(cut(self.delayed_change, self.chunk) if current.is_delayed else self._weights, tensors)
+        if current.is_delayed:
+            for change in moved:
+                change[:] = 0
+        codec.unpack_add_tensors(moved, *move)
+
+
+_Sum = tuple[Sequence[Array], Sequence[float]]
+"""Rows, and the factor of each."""
+_Ranges = list[tuple[int, slice]]
+"""Pieces of a chunk by their numbers, and which elements of each piece."""
+
+
+def _list_tensors_of_ranges(chunk: Chunk, bounds: Sequence[int]) -> Iterator[_Ranges]:
+    """Yield the pieces in each range [bounds[i], bounds[i + 1]) of the chunk's shard."""
+    first = 0
+    for start, stop in itertools.pairwise(bounds):
+        while first < len(chunk.pieces) and chunk.pieces[first].place.stop <= start:
+            first += 1
+        ranges: _Ranges = []
+        for number in range(first, len(chunk.pieces)):
+            place = chunk.pieces[number].place
+            if place.start >= stop:
+                break
+            ranges.append((number, slice(max(place.start, start) - place.start, min(place.stop, stop) - place.start)))
+        yield ranges
+
+
+def _select(tensors: Sequence[Array], ranges: _Ranges) -> list[Array]:
+    return [tensors[number][elements] for number, elements in ranges]

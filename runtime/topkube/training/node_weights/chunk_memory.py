@@ -1,0 +1,71 @@
+"""The weights of a chunk: in the parameters, and in the work buffer through which the ranks of a node gather them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from topkube.arrays import Array
+from topkube.collectives.call import Call, reserve_workspace
+from topkube.training.node_weights.layout import Chunk
+from topkube.training.node_weights.weights_device import WeightsDevice
+from topkube.world import World
+
+
+class ChunkMemory:
+    """The weights of a rank of `world`, whose parameters are on `device`."""
+
+    def __init__(self, world: World, device: WeightsDevice) -> None:
+        self._world, self.device = world, device
+
+    def take_staging(self, chunk: Chunk, world: World | None = None) -> tuple[Array, Array]:
+        """Return a work buffer for the chunk, and this rank's shard of it. The next chunk has another buffer. A later
+        call may return another, larger buffer: keep the arrays. `world` has the buffer if it is another world of the
+        same ranks."""
+        name = f"staging of weights {chunk.number % 2}"
+        staging = reserve_workspace(world or self._world, name, chunk.length, np.float32)
+        return staging, staging[chunk.first : chunk.last]
+
+    def is_in_place(self, chunk: Chunk) -> bool:
+        """Return True if this rank can write all weights of the chunk of its node, where they are."""
+        if self._world.local_size > 1 or self.device.device is not None:
+            return False
+        return all(parameter.tensor.is_contiguous() for parameter in chunk.parameters)
+
+    def read(self, chunk: Chunk) -> list[Array]:
+        """Return the weights of this rank's shard, one array for each piece: copies, or views if the parameters are in
+        host memory and contiguous."""
+        return self.device.read([piece.view(piece.parameter.tensor) for piece in chunk.pieces])
+
+    def collect(self, chunk: Chunk, shard: Array, agreed: Array | None = None) -> None:
+        """Copy this rank's shard of the parameters into `shard`, without `agreed`, its shard of the agreed weights. The
+        gaps between tensors become zero."""
+        filled = 0
+        for piece, values in zip(chunk.pieces, self.read(chunk), strict=True):
+            shard[filled : piece.at] = 0
+            if agreed is None:
+                shard[piece.place] = values
+            else:
+                np.subtract(values, agreed[piece.place], out=shard[piece.place])
+            filled = piece.place.stop
+        shard[filled:] = 0
+
+    def write(self, chunk: Chunk, call: Call, staging: Array) -> None:
+        """Gather `staging`, a work buffer of the chunk of which each rank of the node has filled its shard, and copy it
+        into the parameters."""
+        call.all_gather(staging)
+        for parameter, values in self.list_tensors(chunk, staging):
+            parameter.copy_(values)
+
+    def list_tensors(self, chunk: Chunk, staging: Array) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the parameters of a chunk, and their parts of `staging`, in each one's shape and on their device."""
+        values = self.device.copy_to_device(staging)
+        for parameter, start in zip(chunk.parameters, chunk.starts, strict=True):
+            yield parameter.tensor, values[start : start + parameter.length].view(parameter.tensor.shape)
+
+
+def cut(shard: Array, chunk: Chunk) -> list[Array]:
+    """Return the parts of a shard of the chunk that its pieces take, without the gaps between them."""
+    return [shard[piece.place] for piece in chunk.pieces]
