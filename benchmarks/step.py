@@ -50,13 +50,11 @@ RATES = (UNSHAPED, "1gbit", "100mbit")
 LAYOUTS = {"2x1": (1, 1), "2x2": (2, 2), "4x1": (1, 1, 1, 1)}
 OURS = (
     *("dense", "dense_bf16", "dear", "dear_bf16", "int8", "int4", "hitopk", "onebit", "onebit_delayed", "topk1bit"),
-    *("topk1bit_delayed", "onebit_period2", "onebit_period4"),
-    "auto",
-    "auto_own",
+    *("topk1bit_delayed", "onebit_period2", "onebit_period4", "onebit_period4_delayed", "auto", "auto_own"),
 )
 PEERS = ("ddp", "fp16", "powersgd1", "powersgd2", "powersgd4")
 PLAIN = "plain"
-PERIODS = {"onebit_period2": 2, "onebit_period4": 4}
+PERIODS = {"onebit_period2": 2, "onebit_period4": 4, "onebit_period4_delayed": 4}
 """The steps between two exchanges of the contenders that do not exchange in every step."""
 MINIMAL = (
     *(PLAIN, "ddp", "fp16", "powersgd1", "dense", "dear", "int8", "auto", "auto_own"),

@@ -129,16 +129,17 @@ class TopKubeTrainer:
         """Return a function that makes a step, and a function that ends the training."""
         model, codes, targets = build_model_and_data(self.rank, name)
         inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        algorithm, _, variant = contender.partition("_")
+        algorithm, *variants = contender.split("_")
         options: dict[str, Any] = {"density": 0.01, "wire": "bf16", "warmup_steps": 0}
-        if variant == "delayed":
-            options["delay"] = 1
-        elif variant.startswith("period"):
-            options["period"] = int(variant.removeprefix("period"))
-        elif variant == "own":
-            options["node_weights"] = "own"
-        elif variant:
-            options["dense_wire"] = variant
+        for variant in variants:
+            if variant == "delayed":
+                options["delay"] = 1
+            elif variant.startswith("period"):
+                options["period"] = int(variant.removeprefix("period"))
+            elif variant == "own":
+                options["node_weights"] = "own"
+            else:
+                options["dense_wire"] = variant
         if algorithm == "dear":
             algorithm, options["overlap"] = "dense", "dear"
         optimizer = self.topkube.DistributedOptimizer(inner, model.named_parameters(), aggregation=algorithm, **options)

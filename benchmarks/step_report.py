@@ -19,6 +19,7 @@ NAMES = {
     "onebit_delayed": "**TopKube onebit, delay 1**",
     "onebit_period2": "**TopKube onebit, period 2**",
     "onebit_period4": "**TopKube onebit, period 4**",
+    "onebit_period4_delayed": "**TopKube onebit, period 4, delay 1**",
     "topk1bit": "**TopKube topk1bit**",
     "topk1bit_delayed": "**TopKube topk1bit, delay 1**",
     "auto": "**TopKube auto**",
