@@ -21,31 +21,31 @@ def scale(data: Array, dtype: int, factor: float) -> None: ...
 def is_finite(data: Array, dtype: int) -> bool: ...
 def copy(out: Array, input: Array) -> None: ...
 def topk(data: Array, dtype: int, threads: int, indices: Array, values: Array) -> tuple[int, int]:
-    """Returns (passes over memory, candidates)."""
+    """Return (passes over memory, candidates)."""
 
 def compress(
     gradient: Array, dtype: int, residual: Array, acc: Array, threads: int, indices: Array, values: Array
 ) -> tuple[int, int]:
-    """Returns (passes over memory, candidates)."""
+    """Return (passes over memory, candidates)."""
 
 def mstopk(
     data: Array, dtype: int, iterations: int, seed: int, threads: int, indices: Array, values: Array
 ) -> tuple[int, int, float, int, float, int]:
-    """Returns (passes over memory, candidates), then `selection.Thresholds`."""
+    """Return (passes over memory, candidates), then `selection.Thresholds`."""
 
 def encoded_size(length: int, entries: int, wire: int) -> int: ...
 def encode(
     indices: Array, values: Array, dtype: int, length: int, wire: int, residual: Array | None, out: Array
 ) -> int:
-    """Returns the position of the first index that is out of order, or the number of indices."""
+    """Return the position of the first index that is out of order, or the number of indices."""
 
 def check_wire(buffer: Array) -> tuple[int, int, int, int]:
-    """Returns (fault, length, entries, wire code). Fault 0 is none."""
+    """Return (fault, length, entries, wire code). Fault 0 is none."""
 
 def decode(buffer: Array, indices: Array, values: Array) -> None: ...
 def decode_add(buffer: Array, dense: Array, dtype: int, scale: float) -> bool: ...
 def scatter_add(dense: Array, dtype: int, indices: Array, values: Array, value_dtype: int) -> int:
-    """Returns the position of the first index beyond `dense`, or the number of indices."""
+    """Return the position of the first index beyond `dense`, or the number of indices."""
 
 class NodeTimeout(Exception):
     """`args`: the local ranks that did not enter the call."""
@@ -61,7 +61,7 @@ class Node:
     ) -> None: ...
     @staticmethod
     def window_bytes(ranks: int, cells: int) -> int: ...
-    def all_reduce(self, x: Array, dtype: int, scale: float, signature: int, deadline: float) -> bool: ...
+    def all_reduce(self, x: Array, dtype: int, scale: float, signature: int, deadline_seconds: float) -> bool: ...
     def reduce_scatter(
         self,
         x: Array,
@@ -70,10 +70,10 @@ class Node:
         out: Array | None,
         add: Array | None,
         signature: int,
-        deadline: float,
+        deadline_seconds: float,
     ) -> bool: ...
-    def check(self, signature: int, deadline: float) -> None: ...
-    def all_gather(self, x: Array, item: int, bounds: Array | None, signature: int, deadline: float) -> None: ...
+    def check(self, signature: int, deadline_seconds: float) -> None: ...
+    def all_gather(self, x: Array, item: int, bounds: Array | None, signature: int, deadline_seconds: float) -> None: ...
 
 def sum_sparse(out: Array, dtype: int, parts: Sequence[tuple[Array, Array]]) -> None: ...
 def gather_memory(source: Array, offsets: Array, lengths: Array, out: Array) -> None:

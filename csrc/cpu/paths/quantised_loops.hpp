@@ -20,7 +20,7 @@ std::uint16_t quantised_pack(float* values, std::size_t length, int bits, std::u
   }
   const float step = float_of(static_cast<std::uint32_t>(largest)) / (bits == 8 ? 127.0f : 7.0f);
   const std::uint32_t rounded_up = (bits_of(step) + 0xffffu) & 0xffff0000u;
-  const bool is_finite = largest < 0x7f800000, is_small = rounded_up < 0x00800000u;
+  const bool is_finite = largest < static_cast<std::int32_t>(infinity_bits), is_small = rounded_up < 0x00800000u;
   const float scale = float_of(!is_finite ? canonical_nan : is_small ? 0u : rounded_up);
   const float inverse = is_finite && !is_small ? 1.0f / scale : 0.0f;
   std::uint8_t integers[block] = {};
