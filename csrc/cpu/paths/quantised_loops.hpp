@@ -1,4 +1,5 @@
-// The loops of integers of 4 or 8 bits. The compiler vectorises them. They process whole blocks: the rest of a short block is zeros.
+// The loops of integers of 4 or 8 bits. The compiler vectorises them. They process whole blocks: the rest of a short block is
+// zeros.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,5 @@
-// The places in a message about the largest elements, for the CPU and the CUDA code. csrc/cpu/sign/top_sign.hpp describes the format.
+// The places in a message about the largest elements, for the CPU and the CUDA code. csrc/cpu/sign/top_sign.hpp describes the
+// format.
 //
 // All functions are `static constexpr`, so that CUDA kernels can call them too.
 #pragma once
