@@ -18,8 +18,9 @@ static constexpr std::size_t item_size(Dtype dtype) { return dtype == Dtype::f32
 
 static constexpr std::uint32_t bits_of(float value) { return __builtin_bit_cast(std::uint32_t, value); }
 static constexpr float float_of(std::uint32_t bits) { return __builtin_bit_cast(float, bits); }
-static constexpr std::uint32_t magnitude_bits = 0x7fffffffu;  // the bits of a float except its sign
-static constexpr std::uint32_t infinity_bits = 0x7f800000u;   // the magnitudes above are NaNs
+static constexpr std::uint32_t magnitude_bits = 0x7fffffffu;        // the bits of a float except its sign
+static constexpr std::uint32_t infinity_bits = 0x7f800000u;         // the magnitudes above are NaNs
+static constexpr std::uint32_t smallest_normal_bits = 0x00800000u;  // 2^-126; the magnitudes below are denormals or zero
 
 // Kernels pass every result of arithmetic through `canonical`. Which NaN an addition returns differs: x86 keeps the bits of an
 // operand, or returns 0xffc00000; NVIDIA GPUs return 0x7fffffff. A NaN that a kernel computes is 0x7fc00000 everywhere, so that

@@ -170,8 +170,8 @@ TOPKUBE_KERNEL(count_threads) count(Source source, Selection selection, u64 entr
   }
   if (!is_last_block(&state.count_done, shared.scratch) || gpu::thread() != 0) return;
   const u64 above = gpu::observe(state.above), between_count = entries - above;
-  const u64 offsets =
-      gpu::observe(state.above + 1) - above - between_count + 1;  // the consecutive entries must end inside the list
+  // The consecutive entries must end inside the list of entries between the thresholds.
+  const u64 offsets = gpu::observe(state.above + 1) - above - between_count + 1;
   state.between_count = between_count;
   state.first_between = gpu::high_product(mix_bits(seed), offsets);
 }

@@ -8,8 +8,8 @@
 namespace topkube {
 
 constexpr u32 quantise_threads = 256;
-constexpr float rounding_term =
-    12582912.0f;  // 1.5 * 2^23: added to x, it rounds x to an integer, which is in the low bits of the sum
+// 1.5 * 2^23. The low bits of x + rounding_term are x, rounded to an integer.
+constexpr float rounding_term = 12582912.0f;
 
 // The scale of a block whose largest magnitude has the bits `largest`, and the factor that turns an element into its integer.
 struct Step {
@@ -20,7 +20,7 @@ TOPKUBE_DEVICE Step find_step(u32 largest) {
   const float step = gpu::divide(float_of(largest), bits == 8 ? 127.0f : 7.0f);
   const u32 rounded_up = (bits_of(step) + 0xffffu) & 0xffff0000u;
   if (largest >= infinity_bits) return {float_of(canonical_nan), 0.0f};
-  if (rounded_up < 0x00800000u) return {0.0f, 0.0f};
+  if (rounded_up < smallest_normal_bits) return {0.0f, 0.0f};
   return {float_of(rounded_up), gpu::divide(1.0f, float_of(rounded_up))};
 }
 

@@ -30,8 +30,8 @@ struct State {
   u32 mode;
   u32 least, most;  // the bounds of the filter; its bins cover least..most
   u32 base, bits;   // the k-th magnitude is in [base, base + 2^bits)
-  u32 upper,
-      lower;  // selects all magnitudes >= upper, and of the other magnitudes >= lower `between_count` from `first_between` on
+  // Selected are all magnitudes >= upper, and of the other magnitudes >= lower `between_count`, from number `first_between` on.
+  u32 upper, lower;
   u32 filter_ticket, collect_ticket;
   u32 filter_done, narrow_done[2], count_done;
   u64 rank;  // the rank of the k-th magnitude within its bin
