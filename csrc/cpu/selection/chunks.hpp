@@ -32,8 +32,8 @@ void run_in_parallel(int chunks, const Work& work) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Returns the number of chunks: at most `threads`, and fewer if the array is small. A thread with less than 16 blocks of work would
-// take longer to start than to work.
+// Returns the number of chunks: at most `threads`, and fewer if the array is small. A thread with less than 16 blocks of work
+// does not save time.
 inline int count_chunks(std::size_t length, int threads) {
   const std::size_t useful = length / (16 * block);
   return static_cast<int>(std::clamp<std::size_t>(useful, 1, static_cast<std::size_t>(std::max(threads, 1))));

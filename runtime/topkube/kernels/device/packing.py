@@ -48,10 +48,8 @@ class PackingKernels(Launches):
             self._check_signs(scales, bits, f" of parts[{i}]", out.numel())
             self.check_apart("out", out, f"the scales of parts[{i}]", scales)
             self.check_apart("out", out, f"the bits of parts[{i}]", bits)
-        scale_addresses, bit_addresses = (
-            _build_address_array([s for s, _ in parts]),
-            _build_address_array([b for _, b in parts]),
-        )
+        scale_addresses = _build_address_array([scales for scales, _ in parts])
+        bit_addresses = _build_address_array([bits for _, bits in parts])
         factors = _build_float_array(weights)
         self.launch(
             "sign_unpack_add", out, out.data_ptr(), out.numel(), ctypes.addressof(scale_addresses),
