@@ -27,16 +27,16 @@ class Node {
     };
   }
 
-  bool all_reduce(Bytes x, int code, float scale, std::uint64_t signature, double deadline) {
+  bool all_reduce(Bytes x, int code, float scale, std::uint64_t signature, double deadline_seconds) {
     const Dtype dtype = dtype_of(code);
     void* data = x.data();
     const std::size_t length = x.size() / item_size(dtype);
     nb::gil_scoped_release release;
-    return memory_->all_reduce(data, dtype, length, scale, {signature, deadline});
+    return memory_->all_reduce(data, dtype, length, scale, {signature, deadline_seconds});
   }
 
   bool reduce_scatter(Bytes x, int code, float scale, std::optional<Floats> out, std::optional<ConstFloats> add,
-                      std::uint64_t signature, double deadline) {
+                      std::uint64_t signature, double deadline_seconds) {
     const Dtype dtype = dtype_of(code);
     void* data = x.data();
     const std::size_t length = x.size() / item_size(dtype);
@@ -46,20 +46,20 @@ class Node {
     require(!out || out->size() == shard, "out and the shard differ in length");
     require(!add || (out && add->size() == shard), "add and the shard differ in length");
     float* to = out ? out->data() : nullptr;
-    const float* plus = add ? add->data() : nullptr;
+    const float* addend = add ? add->data() : nullptr;
     // The data pointer of an empty shard may be null, but a null `to` would mean "in place".
     float unused;
     if (out && to == nullptr) to = &unused;
     nb::gil_scoped_release release;
-    return memory_->reduce_scatter(data, dtype, length, scale, to, plus, {signature, deadline});
+    return memory_->reduce_scatter(data, dtype, length, scale, to, addend, {signature, deadline_seconds});
   }
 
-  void check(std::uint64_t signature, double deadline) {
+  void check(std::uint64_t signature, double deadline_seconds) {
     nb::gil_scoped_release release;
-    memory_->check({signature, deadline});
+    memory_->check({signature, deadline_seconds});
   }
 
-  void all_gather(Bytes x, int item, std::optional<Offsets> bounds, std::uint64_t signature, double deadline) {
+  void all_gather(Bytes x, int item, std::optional<Offsets> bounds, std::uint64_t signature, double deadline_seconds) {
     require(item == 1 || item == 2 || item == 4, "item must be 1, 2 or 4 bytes");
     const std::size_t length = x.size() / static_cast<std::size_t>(item);
     if (bounds) {
@@ -70,7 +70,7 @@ class Node {
     void* data = x.data();
     const std::uint64_t* offsets = bounds ? bounds->data() : nullptr;
     nb::gil_scoped_release release;
-    memory_->all_gather(data, static_cast<std::size_t>(item), length, offsets, {signature, deadline});
+    memory_->all_gather(data, static_cast<std::size_t>(item), length, offsets, {signature, deadline_seconds});
   }
 
  private:
@@ -104,12 +104,12 @@ void bind_node(nb::module_& module) {
            nb::arg("shards"), nb::arg("cells"), nb::arg("crowded"), nb::arg("poll"))
       .def_static("window_bytes", &SharedMemory::window_bytes, nb::arg("ranks"), nb::arg("cells"))
       .def("all_reduce", &Node::all_reduce, nb::arg("x"), nb::arg("dtype"), nb::arg("scale"), nb::arg("signature"),
-           nb::arg("deadline"))
+           nb::arg("deadline_seconds"))
       .def("reduce_scatter", &Node::reduce_scatter, nb::arg("x"), nb::arg("dtype"), nb::arg("scale"), nb::arg("out").none(),
-           nb::arg("add").none(), nb::arg("signature"), nb::arg("deadline"))
-      .def("check", &Node::check, nb::arg("signature"), nb::arg("deadline"))
+           nb::arg("add").none(), nb::arg("signature"), nb::arg("deadline_seconds"))
+      .def("check", &Node::check, nb::arg("signature"), nb::arg("deadline_seconds"))
       .def("all_gather", &Node::all_gather, nb::arg("x"), nb::arg("item"), nb::arg("bounds").none(), nb::arg("signature"),
-           nb::arg("deadline"));
+           nb::arg("deadline_seconds"));
 }
 
 }  // namespace topkube

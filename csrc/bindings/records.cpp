@@ -16,12 +16,13 @@ namespace topkube {
 
 namespace {
 
-using Longs = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Lengths = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Files = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstInt64s = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Int64s = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstInt32s = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Checks that every record fits before anything is copied.
-void check_records(const Longs& offsets, const Longs& lengths, const Bytes& out, int64_t source_bytes) {
+// Checks that every record lies in the source and that `out` has their total size. `source_bytes` is negative if the size of the
+// source is unknown.
+void check_records(const ConstInt64s& offsets, const ConstInt64s& lengths, const Bytes& out, int64_t source_bytes) {
   require(offsets.size() == lengths.size(), "offsets and lengths differ in length");
   uint64_t total = 0;
   for (size_t i = 0; i < lengths.size(); ++i) {
@@ -34,7 +35,7 @@ void check_records(const Longs& offsets, const Longs& lengths, const Bytes& out,
 }
 
 // Checks that every row is below `row_count`.
-void check_rows(const Longs& rows, int64_t row_count) {
+void check_rows(const ConstInt64s& rows, int64_t row_count) {
   for (size_t i = 0; i < rows.size(); ++i)
     if (rows.data()[i] < 0 || rows.data()[i] >= row_count) throw std::out_of_range("a record lies outside the source");
 }
@@ -49,19 +50,19 @@ using MappedBytes = nb::ndarray<nb::numpy, const uint8_t, nb::ndim<1>, nb::c_con
 
 }  // namespace
 
-void bind_records(nb::module_& m) {
-  m.def("gather_memory", [](ConstBytes source, Longs offsets, Longs lengths, Bytes out) {
+void bind_records(nb::module_& module) {
+  module.def("gather_memory", [](ConstBytes source, ConstInt64s offsets, ConstInt64s lengths, Bytes out) {
     check_records(offsets, lengths, out, static_cast<int64_t>(source.size()));
     nb::gil_scoped_release release;
     gather_memory(source.data(), offsets.data(), lengths.data(), offsets.size(), out.data());
   });
-  m.def("gather_rows", [](ConstBytes source, size_t length, Longs rows, Bytes out) {
+  module.def("gather_rows", [](ConstBytes source, size_t length, ConstInt64s rows, Bytes out) {
     require(out.size() == rows.size() * length, "the size of out is not the total size of the records");
     check_rows(rows, length ? static_cast<int64_t>(source.size() / length) : INT64_MAX);
     nb::gil_scoped_release release;
     gather_rows(source.data(), length, rows.data(), rows.size(), out.data());
   });
-  m.def("gather_set_rows", [](ConstBytes flags, ConstBytes source, size_t length, Longs rows, Bytes out) {
+  module.def("gather_set_rows", [](ConstBytes flags, ConstBytes source, size_t length, ConstInt64s rows, Bytes out) {
     require(out.size() == rows.size() * length, "the size of out is not the total size of the records");
     const int64_t row_count = length ? static_cast<int64_t>(source.size() / length) : INT64_MAX;
     check_rows(rows, std::min(row_count, static_cast<int64_t>(flags.size())));
@@ -70,24 +71,26 @@ void bind_records(nb::module_& m) {
     gather_rows(source.data(), length, rows.data(), rows.size(), out.data());
     return true;
   });
-  m.def("gather_samples", [](Longs starts, Files files, Longs offsets, Longs lengths, Longs samples, int64_t length, Bytes out) {
+  module.def("gather_samples", [](ConstInt64s starts, ConstInt32s files, ConstInt64s offsets, ConstInt64s lengths,
+                                  ConstInt64s samples, int64_t length, Bytes out) {
     require(files.size() > 0 && starts.size() == files.size() + 1, "starts must have one more element than files");
     require(offsets.size() == lengths.size(), "offsets and lengths differ in length");
     require(length >= 0 && out.size() == samples.size() * static_cast<size_t>(length),
             "the size of out is not the total size of the records");
     check_rows(samples, static_cast<int64_t>(offsets.size()));
     const size_t count = samples.size();
-    std::vector<int32_t> opened(count);
-    std::vector<int64_t> places(count), sizes(count, length);
-    // Another thread may be opening a shard. It holds the GIL while it stores offsets, lengths and then the file.
+    std::vector<int32_t> sample_files(count);
+    std::vector<int64_t> sample_offsets(count), sample_lengths(count, length);
+    // Another thread may be opening a shard. It holds the GIL while it stores offsets, lengths and then the file. So this thread
+    // releases the GIL only after it has read them.
     if (!find_samples(starts.data(), files.data(), files.size(), offsets.data(), lengths.data(), samples.data(), count, length,
-                      opened.data(), places.data()))
+                      sample_files.data(), sample_offsets.data()))
       return false;
     nb::gil_scoped_release release;
     int error = 0;
-    return gather_files(opened.data(), places.data(), sizes.data(), count, out.data(), error) == count;
+    return gather_files(sample_files.data(), sample_offsets.data(), sample_lengths.data(), count, out.data(), error) == count;
   });
-  m.def("gather_files", [](Files files, Longs offsets, Longs lengths, Bytes out) {
+  module.def("gather_files", [](ConstInt32s files, ConstInt64s offsets, ConstInt64s lengths, Bytes out) {
     require(files.size() == offsets.size(), "files and offsets differ in length");
     check_records(offsets, lengths, out, -1);
     int error = 0;
@@ -98,7 +101,7 @@ void bind_records(nb::module_& m) {
     }
     return std::pair<size_t, int>(done, error);
   });
-  m.def("write_rows", [](int file, size_t length, Longs rows, ConstBytes source) {
+  module.def("write_rows", [](int file, size_t length, ConstInt64s rows, ConstBytes source) {
     require(source.size() == rows.size() * length, "the size of source is not the total size of the records");
     for (size_t i = 0; i < rows.size(); ++i)
       if (rows.data()[i] < 0 || (length && rows.data()[i] > INT64_MAX / static_cast<int64_t>(length) - 1))
@@ -111,7 +114,7 @@ void bind_records(nb::module_& m) {
     }
     return std::pair<size_t, int>(done, error);
   });
-  m.def("map_file", [](int file, size_t bytes, size_t alignment) {
+  module.def("map_file", [](int file, size_t bytes, size_t alignment) {
     const size_t page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
     require(bytes > 0 && bytes <= PTRDIFF_MAX - alignment, "a mapping has at least one byte, and fits into the address space");
     require(alignment >= page && (alignment & (alignment - 1)) == 0, "the alignment must be a power of two and at least one page");
@@ -125,12 +128,12 @@ void bind_records(nb::module_& m) {
     mapping.release();
     return MappedBytes(start, {bytes}, owner);
   });
-  m.def("collapse_pages", [](ConstBytes mapped, size_t start, size_t bytes) {
+  module.def("collapse_pages", [](ConstBytes mapped, size_t start, size_t bytes) {
     require(start <= mapped.size() && bytes <= mapped.size() - start, "the range lies outside the mapping");
     nb::gil_scoped_release release;
     return collapse_pages(mapped.data() + start, bytes);
   });
-  m.def("scan_tar", [](int file, int64_t size, int64_t at, ConstBytes header, Lengths lengths, Bytes names) {
+  module.def("scan_tar", [](int file, int64_t size, int64_t at, ConstBytes header, Int64s lengths, Bytes names) {
     require(header.size() == kTarBlock && at >= 0 && size >= 0, "the header must have 512 bytes, and offsets must not be negative");
     require(names.size() / (kTarName + 1) >= lengths.size(), "names must have 101 bytes for each length");
     nb::gil_scoped_release release;

@@ -22,10 +22,10 @@ void bind_selection(nb::module_& module) {
         const std::size_t length = data.size() / item_size(dtype), k = indices.size();
         require_selection(length, k, values.size(), item_size(dtype));
         const void* from = data.data();
-        std::uint32_t* to = indices.data();
-        void* kept = values.data();
+        std::uint32_t* to_indices = indices.data();
+        void* to_values = values.data();
         nb::gil_scoped_release release;
-        const Effort effort = topk(from, dtype, length, k, threads, to, kept);
+        const Effort effort = topk(from, dtype, length, k, threads, to_indices, to_values);
         return std::pair(effort.passes, effort.candidates);
       },
       nb::arg("data"), nb::arg("dtype"), nb::arg("threads"), nb::arg("indices"), nb::arg("values"));
@@ -39,10 +39,10 @@ void bind_selection(nb::module_& module) {
         const void* from = gradient.data();
         const auto* old = reinterpret_cast<const float*>(residual.data());
         auto* sum = reinterpret_cast<float*>(acc.data());
-        std::uint32_t* to = indices.data();
-        auto* kept = reinterpret_cast<float*>(values.data());
+        std::uint32_t* to_indices = indices.data();
+        auto* to_values = reinterpret_cast<float*>(values.data());
         nb::gil_scoped_release release;
-        const Effort effort = compress(from, dtype, old, sum, length, k, threads, to, kept);
+        const Effort effort = compress(from, dtype, old, sum, length, k, threads, to_indices, to_values);
         return std::pair(effort.passes, effort.candidates);
       },
       nb::arg("gradient"), nb::arg("dtype"), nb::arg("residual"), nb::arg("acc"), nb::arg("threads"), nb::arg("indices"),
@@ -54,13 +54,13 @@ void bind_selection(nb::module_& module) {
         const std::size_t length = data.size() / item_size(dtype), k = indices.size();
         require_selection(length, k, values.size(), item_size(dtype));
         const void* from = data.data();
-        std::uint32_t* to = indices.data();
-        void* kept = values.data();
+        std::uint32_t* to_indices = indices.data();
+        void* to_values = values.data();
         Thresholds thresholds;
         Effort effort;
         {
           nb::gil_scoped_release release;
-          effort = mstopk(from, dtype, length, k, iterations, seed, threads, to, kept, &thresholds);
+          effort = mstopk(from, dtype, length, k, iterations, seed, threads, to_indices, to_values, &thresholds);
         }
         return nb::make_tuple(effort.passes, effort.candidates, thresholds.upper, thresholds.above_upper, thresholds.lower,
                               thresholds.above_lower);

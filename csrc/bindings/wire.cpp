@@ -24,14 +24,14 @@ void bind_wire(nb::module_& module) {
         require(length < std::size_t{1} << 32, "length does not fit 32-bit indices");
         require(out.size() == encoded_size(length, count, wire), "the size of out is not encoded_size");
         require(!residual || residual->size() == length * sizeof(float), "residual has the wrong length");
-        const std::uint32_t* at = indices.data();
-        const void* from = values.data();
-        auto* left = residual ? reinterpret_cast<float*>(residual->data()) : nullptr;
+        const std::uint32_t* from_indices = indices.data();
+        const void* from_values = values.data();
+        auto* to_residual = residual ? reinterpret_cast<float*>(residual->data()) : nullptr;
         std::uint8_t* to = out.data();
         nb::gil_scoped_release release;
-        const std::size_t bad = find_disorder(at, count, length);
-        if (bad == count) encode(at, from, dtype, count, length, wire, left, to);
-        return bad;
+        const std::size_t position = find_disorder(from_indices, count, length);
+        if (position == count) encode(from_indices, from_values, dtype, count, length, wire, to_residual, to);
+        return position;
       },
       nb::arg("indices"), nb::arg("values"), nb::arg("dtype"), nb::arg("length"), nb::arg("wire"), nb::arg("residual").none(),
       nb::arg("out"), "Return the position of the first index that is out of order, or the number of indices.");
@@ -54,12 +54,12 @@ void bind_wire(nb::module_& module) {
         const std::uint8_t* from = buffer.data();
         const std::size_t bytes = buffer.size(), count = indices.size();
         require(values.size() == count * sizeof(float), "values and indices differ in length");
-        std::uint32_t* at = indices.data();
-        auto* to = reinterpret_cast<float*>(values.data());
+        std::uint32_t* to_indices = indices.data();
+        auto* to_values = reinterpret_cast<float*>(values.data());
         nb::gil_scoped_release release;
         const WireHeader header = check_wire(from, bytes);
         require(header.fault == WireFault::none && header.entries == count, "the buffer has not been checked");
-        decode(from, header, at, to);
+        decode(from, header, to_indices, to_values);
       },
       nb::arg("buffer"), nb::arg("indices"), nb::arg("values"));
   module.def(
@@ -82,12 +82,12 @@ void bind_wire(nb::module_& module) {
         const std::size_t length = dense.size() / item_size(dtype), count = indices.size();
         require(values.size() == count * item_size(value_dtype), "values and indices differ in length");
         void* to = dense.data();
-        const std::uint32_t* at = indices.data();
-        const void* from = values.data();
+        const std::uint32_t* from_indices = indices.data();
+        const void* from_values = values.data();
         nb::gil_scoped_release release;
-        const std::size_t bad = find_beyond(at, count, length);
-        if (bad == count) scatter_add(to, dtype, at, from, value_dtype, count);
-        return bad;
+        const std::size_t position = find_out_of_range(from_indices, count, length);
+        if (position == count) scatter_add(to, dtype, from_indices, from_values, value_dtype, count);
+        return position;
       },
       nb::arg("dense"), nb::arg("dtype"), nb::arg("indices"), nb::arg("values"), nb::arg("value_dtype"),
       "Return the position of the first index beyond dense, or the number of indices.");

@@ -10,6 +10,7 @@
 namespace topkube {
 class IeeeScope {
  public:
+  // 0x1f80: exceptions are masked, results are rounded to nearest, denormals are kept.
   IeeeScope() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
   ~IeeeScope() { _mm_setcsr(saved_); }
   IeeeScope(const IeeeScope&) = delete;

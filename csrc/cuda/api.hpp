@@ -5,8 +5,8 @@
 //
 // Every function takes device pointers and a stream of `device`, launches kernels, and returns 0 or CUDA's error code. No
 // function waits, allocates or frees. `workspace` is memory of that device, aligned to 256 bytes. Its size is at least the size
-// that the same function returned through `needed` when it was called with a null workspace. It can be reused when the stream has
-// passed the call. topkube/kernels has checked lengths, dtypes and overlap.
+// that the same function returned through `needed` when it was called with a null workspace. The workspace can be reused
+// after the stream has finished the call. topkube/kernels has checked lengths, dtypes and overlap.
 #pragma once
 
 #include "../cpu/dtype.hpp"
@@ -35,6 +35,7 @@ class Arena {
 
 constexpr int wrong_argument = -1;
 
+// Calls act(tag) with the tag (cpu/dtype.hpp) of the dtype that has this code.
 template <class Do>
 int with_dtype(int code, const Do& act) {
   switch (code) {
@@ -46,22 +47,22 @@ int with_dtype(int code, const Do& act) {
 }
 
 // Makes the device current for the call, and restores the caller's device.
-class OnDevice {
+class DeviceScope {
  public:
 #if defined(TOPKUBE_EMULATE_CUDA)
-  explicit OnDevice(int) {}
+  explicit DeviceScope(int) {}
   int error() const { return 0; }
 #else
-  explicit OnDevice(int device) {
+  explicit DeviceScope(int device) {
     error_ = cudaGetDevice(&before_);
     if (error_ == cudaSuccess && before_ != device) error_ = cudaSetDevice(device);
     changed_ = error_ == cudaSuccess && before_ != device;
   }
-  ~OnDevice() {
+  ~DeviceScope() {
     if (changed_) cudaSetDevice(before_);
   }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
   int error() const { return static_cast<int>(error_); }
 
  private:
@@ -71,15 +72,16 @@ class OnDevice {
 #endif
 };
 
-// `work(launcher, workspace)` returns the size of the workspace in bytes. If the launcher is null, it launches nothing.
+// Without a workspace, stores its size in `needed`. With a workspace, launches the work. `work(launcher)` launches the kernels, or
+// nothing if the launcher is null, and returns the size of the workspace in bytes.
 template <class Work>
 int plan_or_run(int device, void* stream, void* workspace, u64* needed, const Work& work) {
   if (!workspace) {
     *needed = work(static_cast<gpu::Launcher*>(nullptr));
     return 0;
   }
-  const OnDevice on(device);
-  if (on.error()) return on.error();
+  const DeviceScope scope(device);
+  if (scope.error()) return scope.error();
   gpu::Launcher launcher(stream);
   work(&launcher);
   return launcher.error();

@@ -11,6 +11,18 @@ TOPKUBE_DEVICE T warp_sum(T value) {
   return value;
 }
 
+// Returns the sum over this lane and the lanes before it.
+template <class T>
+TOPKUBE_DEVICE T sum_up_to_lane(T value) {
+#pragma unroll
+  for (u32 step = 1; step < 32; step *= 2) {
+    const T below = gpu::shuffle(value, (gpu::lane() - step) & 31u);
+    if (gpu::lane() >= step) value += below;
+  }
+  return value;
+}
+
+// Shared memory of the functions below: a word per warp, and what one thread computes for all threads of the block.
 struct BlockScratch {
   u64 words[32];
   u64 answer[2];
@@ -37,7 +49,7 @@ TOPKUBE_DEVICE u32 block_total(u32 value, BlockScratch& scratch) {
 }
 
 // Returns the sum over the warps before this warp, and the sum over all warps. All threads of a warp pass the same value.
-TOPKUBE_DEVICE u64 warps_before(u64 value, BlockScratch& scratch, u64* total) {
+TOPKUBE_DEVICE u64 sum_before_warp(u64 value, BlockScratch& scratch, u64* total) {
   gpu::sync();
   if (gpu::lane() == 0) scratch.words[gpu::warp()] = value;
   gpu::sync();

@@ -1,4 +1,4 @@
-// The C function compress: adds the residual and selects in one pass.
+// The C function topkube_cuda_compress: adds the residual and selects in one pass.
 #include "launch_select.hpp"
 
 namespace topkube {
@@ -9,13 +9,14 @@ u64 compress(gpu::Launcher* launcher, const void* gradient, const float* residua
              float* values, void* previous, void* state, void* workspace) {
   using Source = Sums<T>;
   Arena arena(workspace);
-  const Selection s = lay_out(length, k, filter_tile<Source>(), are_aligned(gradient, residual, acc), previous, state, arena);
+  const Selection selection =
+      lay_out(length, k, filter_tile<Source>(), are_aligned(gradient, residual, acc), previous, state, arena);
   if (launcher) {
     const Source source{static_cast<const typename T::Item*>(gradient), residual, acc};
     const Bits<F32> sums{reinterpret_cast<const u32*>(acc)};
-    launch_prepare(*launcher, source, s);
-    launch_filter(*launcher, source, s);
-    launch_rest(*launcher, sums, s, indices, reinterpret_cast<u32*>(values), acc);
+    launch_prepare(*launcher, source, selection);
+    launch_filter(*launcher, source, selection);
+    launch_rest(*launcher, sums, selection, indices, reinterpret_cast<u32*>(values), acc);
   }
   return arena.used();
 }

@@ -4,7 +4,7 @@
 
 using namespace topkube;
 
-// Returns the compiler and the targets of the library, such as "13.0; sm_80 sm_90 compute_90".
+// Returns the compiler and the targets of the library, such as "nvcc 13.0: sm_80 sm_90 compute_90".
 extern "C" __attribute__((visibility("default"))) const char* topkube_cuda_build() { return TOPKUBE_CUDA_BUILD; }
 
 #if defined(TOPKUBE_EMULATE_CUDA)
@@ -19,18 +19,18 @@ extern "C" __attribute__((visibility("default"))) const char* topkube_cuda_error
 TOPKUBE_API topkube_cuda_sum(int device, void* stream, void* out, int out_dtype, const void* const* inputs, u32 input_count,
                              int in_dtype, u64 length, float scale) {
   if (input_count < 1 || input_count > most_inputs) return wrong_argument;
-  Inputs all{};
-  for (u32 i = 0; i < input_count; ++i) all.of[i] = inputs[i];
-  all.count = input_count;
-  const OnDevice on(device);
-  if (on.error() || length == 0) return on.error();
+  Inputs list{};
+  for (u32 i = 0; i < input_count; ++i) list.pointers[i] = inputs[i];
+  list.count = input_count;
+  const DeviceScope scope(device);
+  if (scope.error() || length == 0) return scope.error();
   gpu::Launcher launcher(stream);
   const u64 blocks = launcher.blocks_for(length, 4 * dense_threads, 8);
   return with_dtype(in_dtype, [&](auto in) {
     return with_dtype(out_dtype, [&](auto to) {
       using In = decltype(in);
       using Out = decltype(to);
-      launcher.launch(sum_inputs<In, Out>, blocks, dense_threads, static_cast<typename Out::Item*>(out), all, length, scale);
+      launcher.launch(sum_inputs<In, Out>, blocks, dense_threads, static_cast<typename Out::Item*>(out), list, length, scale);
       return launcher.error();
     });
   });
@@ -38,8 +38,8 @@ TOPKUBE_API topkube_cuda_sum(int device, void* stream, void* out, int out_dtype,
 
 // Sets *flag to 0 if an element is NaN or infinite, and to 1 otherwise.
 TOPKUBE_API topkube_cuda_is_finite(int device, void* stream, const void* data, int dtype, u64 length, u32* flag) {
-  const OnDevice on(device);
-  if (on.error()) return on.error();
+  const DeviceScope scope(device);
+  if (scope.error()) return scope.error();
   gpu::Launcher launcher(stream);
   launcher.launch(set_word, 1, 32, flag, u32{1});
   if (length == 0) return launcher.error();

@@ -10,7 +10,7 @@ namespace topkube {
 constexpr u32 dense_threads = 256, most_inputs = 16;
 
 struct Inputs {
-  const void* of[most_inputs];
+  const void* pointers[most_inputs];
   u32 count;
 };
 
@@ -23,7 +23,7 @@ TOPKUBE_KERNEL(dense_threads) sum_inputs(typename Out::Item* out, Inputs inputs,
   for (u64 start = u64{gpu::block()} * gpu::threads() + gpu::thread(); start < length; start += ahead * stride) {
     float sum[ahead];
     for (u32 input = 0; input < inputs.count; ++input) {
-      const auto* x = static_cast<const typename In::Item*>(inputs.of[input]);
+      const auto* x = static_cast<const typename In::Item*>(inputs.pointers[input]);
 #pragma unroll
       for (u32 j = 0; j < ahead; ++j) {
         const u64 i = start + j * stride;
@@ -44,7 +44,7 @@ template <class T>
 TOPKUBE_KERNEL(dense_threads) find_nonfinite(const typename T::Item* x, u64 length, u32* flag) {
   bool nonfinite = false;
   for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < length; i += u64{gpu::blocks()} * gpu::threads()) {
-    nonfinite |= (bits_of(T::load(x[i])) & 0x7fffffffu) >= 0x7f800000u;
+    nonfinite |= (bits_of(T::load(x[i])) & magnitude_bits) >= infinity_bits;
   }
   if (gpu::ballot(nonfinite) && gpu::lane() == 0) gpu::publish(flag, 0u);
 }

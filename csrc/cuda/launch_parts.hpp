@@ -10,7 +10,8 @@ namespace topkube {
 
 inline bool is_aligned_to_quads(const float* x) { return reinterpret_cast<std::uintptr_t>(x) % sizeof(Quad) == 0; }
 
-// Adds `count` messages. `messages_of(first, count)` returns the argument of the kernel for `count` of them, from number `first` on.
+// Adds `count` messages. `messages_of(first, count)` returns the argument of the kernel for `count` of them, from number `first`
+// on.
 template <class MessagesOf>
 int launch_unpack_add(int device, void* stream, float* values, u64 length, u64 count, void* workspace, u64* needed,
                       const MessagesOf& messages_of) {

@@ -1,8 +1,9 @@
 // MSTopK on the GPU: the same thresholds, counts and entries as csrc/cpu/selection/mstopk.cpp, bit for bit.
 //
 // As on the CPU, one number answers all probes of the algorithm: the (k + 1)-th largest magnitude. The kernels of select.hpp find
-// it. Then `bisect` probes, `count` counts the magnitudes that reach the two thresholds, and `collect` writes the entries.
-// Magnitudes are compared in the format of the data, so an fp32 threshold becomes the smallest 16-bit magnitude that reaches it.
+// it: `Selection::k` is k + 1 here, and the argument `entries` is k. Then `bisect` probes, `count` counts the magnitudes that reach
+// the two thresholds, and `collect` writes the entries. Magnitudes are compared in the format of the data, so an fp32 threshold
+// becomes the smallest 16-bit magnitude that reaches it.
 #pragma once
 
 #include "select.hpp"
@@ -31,7 +32,7 @@ TOPKUBE_KERNEL(summary_threads) summarise_magnitudes(Bits<T> source, u64 length,
       }
 #pragma unroll
       for (u32 j = 0; j < ahead; ++j) {
-        const u32 magnitude = bits_of(T::load(items[j])) & 0x7fffffffu;
+        const u32 magnitude = bits_of(T::load(items[j])) & magnitude_bits;
         top = magnitude > top ? magnitude : top;
         sum += static_cast<double>(float_of(magnitude));
       }
@@ -54,9 +55,10 @@ struct CombineShared {
 };
 
 // Runs as one block. Adds the sums of the blocks in a fixed order, as csrc/cpu/selection/mstopk.cpp does: thread i adds the sums i,
-// i + 1,024, i + 2,048, ...; then a tree adds the sums of the threads. Also finds the largest magnitude, and sets the rank to search
-// for.
-TOPKUBE_KERNEL(combine_threads) combine_summaries(Selection s, u64 kept, const double* sums, const u32* largest, u64 blocks) {
+// i + 1,024, i + 2,048, ...; then a tree adds the sums of the threads. Also finds the largest magnitude, and sets the rank to
+// search for.
+TOPKUBE_KERNEL(combine_threads) combine_summaries(Selection selection, u64 entries, const double* sums, const u32* largest,
+                                                  u64 blocks) {
   auto& shared = gpu::shared<CombineShared>();
   double sum = 0;
   u32 top = 0;
@@ -78,11 +80,11 @@ TOPKUBE_KERNEL(combine_threads) combine_summaries(Selection s, u64 kept, const d
   gpu::sync();
   if (gpu::thread() != 0) return;
   for (u32 i = 0; i < gpu::threads() / 32; ++i) top = shared.largest[i] > top ? shared.largest[i] : top;
-  State& state = *s.state;
-  state.mean = shared.sums[0] / static_cast<double>(s.length);
+  State& state = *selection.state;
+  state.mean = shared.sums[0] / static_cast<double>(selection.length);
   state.largest = top;
-  state.nonfinite = top >= 0x7f800000u;
-  state.rank = state.nonfinite ? kept : s.k;  // the rank of the exact top-k, or the rank that answers all probes
+  state.nonfinite = top >= infinity_bits;
+  state.rank = state.nonfinite ? entries : selection.k;  // the rank of the exact top-k, or the rank that answers all probes
 }
 
 // Converts a magnitude in the format of the data to the bits of an fp32.
@@ -111,19 +113,20 @@ TOPKUBE_DEVICE u32 native_bound(float threshold) {
   return low;
 }
 
+// Computes both thresholds with one thread, from the magnitude that answers all probes.
 template <class T>
-TOPKUBE_KERNEL(32) bisect(Selection s, u64 kept, int iterations) {
-  State& state = *s.state;
+TOPKUBE_KERNEL(32) bisect(Selection selection, u64 entries, int iterations) {
+  State& state = *selection.state;
   if (gpu::thread() != 0) return;
   if (state.nonfinite) {  // select the exact top-k instead
     state.thresholds[0] = state.thresholds[1] = 0;
     return;
   }
   const u32 kth = value_of<T>(state.base);
-  const bool all = kept == s.length;
+  const bool all = entries == selection.length;  // no magnitude has rank k + 1: at most k magnitudes reach any probe
   const double mean = state.mean, most = float_of(state.largest);
   double left = 0, right = 1;
-  u32 upper = 0x7f800000u, lower = 0;
+  u32 upper = infinity_bits, lower = 0;
   for (; iterations > 0; --iterations) {
     const double ratio = left + (right - left) / 2;
     const float threshold = static_cast<float>(mean + ratio * (most - mean));
@@ -148,16 +151,16 @@ struct CountShared {
 
 // Counts the magnitudes that reach each threshold. The counts determine where the entries between the thresholds begin.
 template <class Source>
-TOPKUBE_KERNEL(count_threads) count(Source source, Selection s, u64 kept, u64 seed) {
+TOPKUBE_KERNEL(count_threads) count(Source source, Selection selection, u64 entries, u64 seed) {
   auto& shared = gpu::shared<CountShared>();
-  State& state = *s.state;
+  State& state = *selection.state;
   if (state.nonfinite) return;
-  const bool data = state.mode == from_data;
-  const u64 length = data ? s.length : state.candidates;
+  const bool reads_data = state.mode == from_data;
+  const u64 length = reads_data ? selection.length : state.candidates;
   const u32 upper = state.upper, lower = state.lower;
   u64 reached[2] = {0, 0};
   for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < length; i += u64{gpu::blocks()} * gpu::threads()) {
-    const u32 magnitude = (data ? source.peek(i) : s.values[i]) & Source::mask;
+    const u32 magnitude = (reads_data ? source.peek(i) : selection.values[i]) & Source::mask;
     reached[0] += magnitude >= upper;
     reached[1] += magnitude >= lower;
   }
@@ -166,10 +169,11 @@ TOPKUBE_KERNEL(count_threads) count(Source source, Selection s, u64 kept, u64 se
     if (gpu::thread() == 0 && sum) gpu::add(state.above + kind, sum);
   }
   if (!is_last_block(&state.count_done, shared.scratch) || gpu::thread() != 0) return;
-  const u64 above = gpu::observe(state.above), wanted = kept - above;
-  const u64 offsets = gpu::observe(state.above + 1) - above - wanted + 1;  // the consecutive entries must end inside the list
-  state.wanted = wanted;
-  state.first = gpu::high_product(mix_bits(seed), offsets);
+  const u64 above = gpu::observe(state.above), between_count = entries - above;
+  // The consecutive entries must end inside the list of entries between the thresholds.
+  const u64 offsets = gpu::observe(state.above + 1) - above - between_count + 1;
+  state.between_count = between_count;
+  state.first_between = gpu::high_product(mix_bits(seed), offsets);
 }
 
 }  // namespace topkube

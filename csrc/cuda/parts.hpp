@@ -66,7 +66,7 @@ TOPKUBE_DEVICE void store_quad(float* x, u64 i, u64 length, bool aligned, const 
 
 // Sets *flag to 0 if the scale of a block is NaN or infinite.
 TOPKUBE_DEVICE void note_scale(u32* flag, u32 scale) {
-  if ((scale & 0x7f80u) == 0x7f80u) gpu::publish(flag, 0u);
+  if (!is_finite_bf16(scale)) gpu::publish(flag, 0u);
 }
 
 // More messages than one launch adds are added by several launches. Between them, `sums` has the sums so far.
@@ -75,9 +75,9 @@ struct Progress {
   bool is_first, is_last;
 };
 
-// values += the sum of the messages. `Messages` has `count`, and `add(m, i, sums)` adds to `sums` what message m sends of the elements
-// i to i + 3. The sum of an element is computed in the order of the messages, and added at the end, as in csrc/cpu. A thread starts
-// the loads of several quads before it uses the first.
+// values += the sum of the messages. `Messages` has `count`, and `add(m, i, sums)` adds to `sums` what message m sends of the
+// elements i to i + 3. The sum of an element is computed in the order of the messages, and added at the end, as in csrc/cpu. A
+// thread starts the loads of several quads before it uses the first.
 template <class Messages>
 TOPKUBE_KERNEL(unpack_threads) unpack_add(float* values, u64 length, bool aligned, Messages messages, Progress progress) {
   constexpr u32 ahead = 2;

@@ -22,29 +22,30 @@ using namespace topkube;
 // Sets *flag to 0 if a scale is NaN. The caller has set it to 1.
 TOPKUBE_API topkube_cuda_quantised_pack(int device, void* stream, float* values, u64 length, int bits, std::uint8_t* message,
                                         u32* flag) {
-  const OnDevice on(device);
-  if (on.error() || length == 0) return on.error();
-  return with_bits(bits, [&](auto wanted) {
+  const DeviceScope scope(device);
+  if (scope.error() || length == 0) return scope.error();
+  return with_bits(bits, [&](auto bit_count) {
     gpu::Launcher launcher(stream);
-    launcher.launch(pack_integers<wanted>, launcher.blocks_for(length, quantised_block * quantise_threads / 32, 8),
-                    quantise_threads, values, length, is_aligned_to_quads(values), message, QuantisedLayout(length, wanted), flag);
+    launcher.launch(pack_integers<bit_count>, launcher.blocks_for(length, quantised_block * quantise_threads / 32, 8),
+                    quantise_threads, values, length, is_aligned_to_quads(values), message, QuantisedLayout(length, bit_count),
+                    flag);
     return launcher.error();
   });
 }
 
-// `messages` and `weights`: `count` of each, in host memory.
+// `messages` and `weights` are arrays of `count` in host memory; `messages` holds device pointers.
 TOPKUBE_API topkube_cuda_quantised_unpack_add(int device, void* stream, float* values, u64 length, int bits,
                                               const std::uint8_t* const* messages, const float* weights, u64 count, void* workspace,
                                               u64* needed) {
-  return with_bits(bits, [&](auto wanted) {
-    return launch_unpack_add(device, stream, values, length, count, workspace, needed, [&](u64 first, u32 some) {
-      IntegerMessages<wanted> of{};
-      of.codes = QuantisedLayout(length, wanted).codes;
-      of.length = length;
-      of.count = some;
-      std::copy_n(messages + first, some, of.at);
-      std::copy_n(weights + first, some, of.weights);
-      return of;
+  return with_bits(bits, [&](auto bit_count) {
+    return launch_unpack_add(device, stream, values, length, count, workspace, needed, [&](u64 first, u32 part_count) {
+      IntegerMessages<bit_count> part{};
+      part.codes = QuantisedLayout(length, bit_count).codes;
+      part.length = length;
+      part.count = part_count;
+      std::copy_n(messages + first, part_count, part.messages);
+      std::copy_n(weights + first, part_count, part.weights);
+      return part;
     });
   });
 }

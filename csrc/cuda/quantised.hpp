@@ -1,4 +1,5 @@
-// Integers of 4 or 8 bits on the GPU: the same messages and remainders as csrc/cpu/quantised/quantised.hpp, which describes the format.
+// Integers of 4 or 8 bits on the GPU: the same messages and remainders as csrc/cpu/quantised/quantised.hpp, which describes the
+// format.
 #pragma once
 
 #include "../cpu/quantised/layout.hpp"
@@ -7,7 +8,8 @@
 namespace topkube {
 
 constexpr u32 quantise_threads = 256;
-constexpr float to_integer = 12582912.0f;  // 1.5 * 2^23: added to x, it rounds x to an integer, which is in the low bits of the sum
+// 1.5 * 2^23. The low bits of x + rounding_term are x, rounded to an integer.
+constexpr float rounding_term = 12582912.0f;
 
 // The scale of a block whose largest magnitude has the bits `largest`, and the factor that turns an element into its integer.
 struct Step {
@@ -17,8 +19,8 @@ template <int bits>
 TOPKUBE_DEVICE Step find_step(u32 largest) {
   const float step = gpu::divide(float_of(largest), bits == 8 ? 127.0f : 7.0f);
   const u32 rounded_up = (bits_of(step) + 0xffffu) & 0xffff0000u;
-  if (largest >= 0x7f800000u) return {float_of(canonical_nan), 0.0f};
-  if (rounded_up < 0x00800000u) return {0.0f, 0.0f};
+  if (largest >= infinity_bits) return {float_of(canonical_nan), 0.0f};
+  if (rounded_up < smallest_normal_bits) return {0.0f, 0.0f};
   return {float_of(rounded_up), gpu::divide(1.0f, float_of(rounded_up))};
 }
 
@@ -26,10 +28,10 @@ TOPKUBE_DEVICE Step find_step(u32 largest) {
 // element, the arithmetic of the CPU passes the low byte of a NaN on, and 0 for all other elements.
 TOPKUBE_DEVICE u32 quantise(float& item, const Step& step) {
   const u32 bits = bits_of(item);
-  const float sum = gpu::plus(gpu::times(item, step.inverse), to_integer);
-  item = canonical(gpu::minus(item, gpu::times(gpu::minus(sum, to_integer), step.scale)));
-  if ((bits & magnitude_bits) > 0x7f800000u) return bits & 0xffu;
-  return (bits & magnitude_bits) == 0x7f800000u ? 0u : bits_of(sum) & 0xffu;
+  const float sum = gpu::plus(gpu::times(item, step.inverse), rounding_term);
+  item = canonical(gpu::minus(item, gpu::times(gpu::minus(sum, rounding_term), step.scale)));
+  if ((bits & magnitude_bits) > infinity_bits) return bits & 0xffu;
+  return (bits & magnitude_bits) == infinity_bits ? 0u : bits_of(sum) & 0xffu;
 }
 
 // A warp packs one block of 256 elements: lane i has the elements 4 i to 4 i + 3 of both halves. They stay in registers between the
@@ -85,26 +87,26 @@ TOPKUBE_KERNEL(quantise_threads) pack_integers(float* values, u64 length, bool a
   }
 }
 
-// What nodes sent: an argument of `unpack_add`.
+// The messages of nodes, as an argument of `unpack_add`.
 template <int bits>
 struct IntegerMessages {
-  const std::uint8_t* at[most_parts];
+  const std::uint8_t* messages[most_parts];
   float weights[most_parts];
   u64 codes, length;
   u32 count;
 
   TOPKUBE_DEVICE_MEMBER void add(u32 m, u64 i, Quad& sums) const {
-    const float scale = gpu::times(from_bf16(load_half(at[m] + i / quantised_block * 2)), weights[m]);
+    const float scale = gpu::times(from_bf16(load_half(messages[m] + i / quantised_block * 2)), weights[m]);
     u32 word = 0;  // an integer in each byte
     if constexpr (bits == 8) {
-      const std::uint8_t* from = at[m] + codes + i;
+      const std::uint8_t* from = messages[m] + codes + i;
       if (i + quad <= length) {
         word = load_word(from);
       } else {
         for (u32 j = 0; i + j < length; ++j) word |= u32{from[j]} << (8 * j);
       }
     } else {
-      word = load_word(at[m] + codes + i / 32 * 16 + i % 16) << (i & 16u ? 0 : 4);  // the half that counts is the high one
+      word = load_word(messages[m] + codes + i / 32 * 16 + i % 16) << (i & 16u ? 0 : 4);  // the half that counts is the high one
     }
 #pragma unroll
     for (u32 j = 0; j < quad; ++j) {

@@ -11,12 +11,12 @@ u64 topk(gpu::Launcher* launcher, const void* data, u64 length, u64 k, u32* indi
   using Source = Bits<T>;
   using Word = typename Source::Word;
   Arena arena(workspace);
-  const Selection s = lay_out(length, k, filter_tile<Source>(), are_aligned(data), previous, state, arena);
+  const Selection selection = lay_out(length, k, filter_tile<Source>(), are_aligned(data), previous, state, arena);
   if (launcher) {
     const Source source{static_cast<const Word*>(data)};
-    launch_prepare(*launcher, source, s);
-    launch_filter(*launcher, source, s);
-    launch_rest(*launcher, source, s, indices, static_cast<Word*>(values), static_cast<float*>(nullptr));
+    launch_prepare(*launcher, source, selection);
+    launch_filter(*launcher, source, selection);
+    launch_rest(*launcher, source, selection, indices, static_cast<Word*>(values), static_cast<float*>(nullptr));
   }
   return arena.used();
 }
@@ -27,20 +27,21 @@ u64 mstopk(gpu::Launcher* launcher, const void* data, u64 length, u64 k, int ite
   using Source = Bits<T>;
   using Word = typename Source::Word;
   Arena arena(workspace);
-  const Selection s = lay_out(length, std::min(k + 1, length), filter_tile<Source>(), are_aligned(data), previous, state, arena);
+  const Selection selection =
+      lay_out(length, std::min(k + 1, length), filter_tile<Source>(), are_aligned(data), previous, state, arena);
   const u64 blocks = (length + summary_block - 1) / summary_block;
   double* sums = arena.take<double>(blocks);
   u32* largest = arena.take<u32>(blocks);
   if (launcher) {
     const Source source{static_cast<const Word*>(data)};
-    launch_prepare(*launcher, source, s);
+    launch_prepare(*launcher, source, selection);
     launcher->launch(summarise_magnitudes<T>, launcher->blocks_for(blocks, 16, 4), summary_threads, source, length, sums, largest);
-    launcher->launch<CombineShared>(combine_summaries, 1, combine_threads, s, k, sums, largest, blocks);
-    launch_filter(*launcher, source, s);
-    launch_narrow(*launcher, source, s);
-    launcher->launch(bisect<T>, 1, 32, s, k, iterations);
-    launcher->launch<CountShared>(count<Source>, launcher->blocks_for(length, 4096, 8), count_threads, source, s, k, seed);
-    launch_collect(*launcher, source, s, indices, static_cast<Word*>(values), static_cast<float*>(nullptr));
+    launcher->launch<CombineShared>(combine_summaries, 1, combine_threads, selection, k, sums, largest, blocks);
+    launch_filter(*launcher, source, selection);
+    launch_narrow(*launcher, source, selection);
+    launcher->launch(bisect<T>, 1, 32, selection, k, iterations);
+    launcher->launch<CountShared>(count<Source>, launcher->blocks_for(length, 4096, 8), count_threads, source, selection, k, seed);
+    launch_collect(*launcher, source, selection, indices, static_cast<Word*>(values), static_cast<float*>(nullptr));
   }
   return arena.used();
 }

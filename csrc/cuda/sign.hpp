@@ -8,8 +8,8 @@ namespace topkube {
 
 constexpr u32 sign_threads = 256, sign_bit = 0x80000000u;
 
-// Half a warp packs one block of 256 elements, and each lane has one of its sixteen running sums (csrc/cpu/paths/sign_loops.hpp). The
-// elements stay in registers between the sum and the subtraction, so memory is read and written once.
+// Half a warp packs one block of 256 elements, and each lane has one of its sixteen running sums (csrc/cpu/paths/sign_loops.hpp).
+// The elements stay in registers between the sum and the subtraction, so memory is read and written once.
 TOPKUBE_KERNEL(sign_threads) pack_signs(float* values, u64 length, std::uint8_t* scales, std::uint8_t* bits, u32* flag) {
   constexpr u32 rows = sign_block / 16;
   const u64 blocks = (length + sign_block - 1) / sign_block, warps = u64{gpu::blocks()} * (gpu::threads() / 32);
@@ -50,7 +50,7 @@ TOPKUBE_KERNEL(sign_threads) pack_signs(float* values, u64 length, std::uint8_t*
   }
 }
 
-// What nodes sent: an argument of `unpack_add`.
+// The messages of nodes, as an argument of `unpack_add`.
 struct SignMessages {
   const u16* scales[most_parts];
   const std::uint8_t* bits[most_parts];

@@ -4,11 +4,12 @@
 
 using namespace topkube;
 
-// `indices` and `left`: what `topk` has selected of `values`, less what is sent of it. The scales and bits are in the message.
+// `indices`: the entries of `values` that `topk` has selected. `left`: what is left of each after the subtraction of what is sent.
+// The scales and bits are already in the message.
 TOPKUBE_API topkube_cuda_top_sign_write(int device, void* stream, float* values, u64 length, const u32* indices, const float* left,
                                         u64 count, std::uint8_t* message) {
-  const OnDevice on(device);
-  if (on.error()) return on.error();
+  const DeviceScope scope(device);
+  if (scope.error()) return scope.error();
   gpu::Launcher launcher(stream);
   launcher.launch(write_indices, launcher.blocks_for(count, index_threads, 8), index_threads, values, indices, left, message,
                   TopSignLayout(length, count));

@@ -1,5 +1,5 @@
-// The indices of the largest elements on the GPU: the same messages and sums as csrc/cpu/sign/top_sign.hpp, which describes the format.
-// `topk` selects the elements, and `pack_signs` writes their scales and bits.
+// The indices of the largest elements on the GPU: the same messages and sums as csrc/cpu/sign/top_sign.hpp, which describes the
+// format. `topk` selects the elements, and `pack_signs` writes their scales and bits.
 //
 // Reading a message takes five kernels: count the bits of the unary part, place its tiles, read the indices, check them, add. If a
 // check fails, it sets the flag to 0, and nothing is added.
@@ -18,16 +18,17 @@ struct IndexShared {
   BlockScratch scratch;
 };
 
-// Returns `bits` with the first byte in memory as the highest one: position p of the unary part is then bit 31 - p.
+// Returns a word whose highest byte is the first byte in memory: position p of the unary part is then bit 31 - p.
 TOPKUBE_DEVICE u32 swap_bytes(u32 bits) { return bits << 24 | (bits & 0xff00u) << 8 | (bits >> 8 & 0xff00u) | bits >> 24; }
 
-// Writes the planes and the unary part, and gives the chosen elements of `values` what is left of them.
+// Writes the planes and the unary part, and replaces the chosen elements of `values` by what is left of them (`left`).
 TOPKUBE_KERNEL(index_threads)
 write_indices(float* values, const u32* indices, const float* left, std::uint8_t* message, TopSignLayout layout) {
   const u64 first = u64{gpu::block()} * gpu::threads() + gpu::thread(), stride = u64{gpu::blocks()} * gpu::threads();
   const u64 bits_end = layout.bits + (layout.count + 7) / 8;
   if (bits_end + first < layout.planes) message[bits_end + first] = 0;
   for (u64 i = first; i < layout.count; i += stride) values[indices[i]] = left[i];
+
   for (u64 i = first; i * octet < layout.count; i += stride) {
     u32 eight[octet];
 #pragma unroll
@@ -39,6 +40,7 @@ write_indices(float* values, const u32* indices, const float* left, std::uint8_t
       message[layout.planes + plane * layout.plane_bytes + i] = static_cast<std::uint8_t>(byte);
     }
   }
+
   const u64 length = layout.bytes - layout.unary;
   for (u64 word = first; 4 * word < length; word += stride) {
     const u64 from = 32 * word;
@@ -83,26 +85,16 @@ TOPKUBE_KERNEL(index_threads) count_marks(const std::uint8_t* message, TopSignLa
   if (gpu::thread() == 0) tiles[gpu::block()] = marks;
 }
 
-// Returns the sum of `value` over the lanes before this lane.
-TOPKUBE_DEVICE u32 lanes_before(u32 value) {
-  u32 sum = value;
-  for (u32 step = 1; step < 32; step *= 2) {
-    const u32 below = gpu::shuffle(sum, (gpu::lane() - step) & 31u);
-    if (gpu::lane() >= step) sum += below;
-  }
-  return sum - value;
-}
-
-// Runs as one block. Replaces the number of bits of each tile by that of all tiles before it, and checks the total.
+// Runs as one block. Replaces the number of bits of each tile by the number of bits of all tiles before it, and checks the total.
 TOPKUBE_KERNEL(place_threads) place_tiles(u32* tiles, u64 count, u64 expected, u32* flag) {
   auto& shared = gpu::shared<IndexShared>();
   u64 all = 0;
   for (u64 start = 0; start < count; start += gpu::threads()) {
     const u64 tile = start + gpu::thread();
-    const u32 here = tile < count ? tiles[tile] : 0, before = lanes_before(here);
+    const u32 marks = tile < count ? tiles[tile] : 0, up_to_lane = sum_up_to_lane(marks);
     u64 sum;
-    const u64 warps = warps_before(gpu::shuffle(before + here, 31u), shared.scratch, &sum);
-    if (tile < count) tiles[tile] = static_cast<u32>(all + warps + before);
+    const u64 before_warp = sum_before_warp(gpu::shuffle(up_to_lane, 31u), shared.scratch, &sum);
+    if (tile < count) tiles[tile] = static_cast<u32>(all + before_warp + (up_to_lane - marks));
     all += sum;
   }
   if (gpu::thread() == 0 && all != expected) gpu::publish(flag, 0u);
@@ -119,10 +111,10 @@ read_indices(const std::uint8_t* message, TopSignLayout layout, const u32* tiles
     words[j] = load_marks(message, layout, first + j);
     marks += gpu::popcount(words[j]);
   }
-  const u32 before = lanes_before(marks);
+  const u32 before_lane = sum_up_to_lane(marks) - marks;
   u64 sum;
-  const u64 warps = warps_before(gpu::shuffle(before + marks, 31u), shared.scratch, &sum);
-  u64 number = tiles[gpu::block()] + warps + before;
+  const u64 before_warp = sum_before_warp(gpu::shuffle(before_lane + marks, 31u), shared.scratch, &sum);
+  u64 number = tiles[gpu::block()] + before_warp + before_lane;
 #pragma unroll
   for (u32 j = 0; j < words_per_thread; ++j) {
     for (u32 place = 0; place < 32; ++place) {

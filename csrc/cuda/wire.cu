@@ -9,16 +9,16 @@ namespace {
 
 u64 hashed_bytes(u64 bytes) { return bytes < wire_header_bytes ? 0 : bytes - 8; }
 
-void launch_sums(gpu::Launcher& launcher, Hashed data, u64 inputs, u64 apart, u64* sums) {
+void launch_sums(gpu::Launcher& launcher, Hashed data, u64 inputs, u64 stride, u64* sums) {
   const u64 items = hash_blocks_of(data.size) * hash_lanes;
   if (items) {
-    launcher.launch(hash_sums, inputs * launcher.blocks_for(items, hash_threads, 8), hash_threads, data, inputs, apart, sums);
+    launcher.launch(hash_sums, inputs * launcher.blocks_for(items, hash_threads, 8), hash_threads, data, inputs, stride, sums);
   }
 }
 
 // Returns `count` encoded shards of `bytes` bytes, with their workspace.
-Rows lay_out_rows(const void* buffer, u64 count, u64 apart, u64 bytes, u32* verdicts, Arena& arena) {
-  Rows rows{static_cast<const std::uint8_t*>(buffer), count, apart, bytes, bytes / 4 + 1, nullptr, nullptr, verdicts};
+Rows lay_out_rows(const void* buffer, u64 count, u64 stride, u64 bytes, u32* verdicts, Arena& arena) {
+  Rows rows{static_cast<const std::uint8_t*>(buffer), count, stride, bytes, bytes / 4 + 1, nullptr, nullptr, verdicts};
   rows.starts = arena.take<u32>(count * rows.starts_words);
   rows.sums = arena.take<u64>(count * hash_sums_of(hashed_bytes(bytes)));
   return rows;
@@ -30,7 +30,7 @@ void launch_check(gpu::Launcher& launcher, const Rows& rows, u64 expected_length
   launcher.launch<CheckShared>(check_header, rows.count, check_threads, rows, expected_length);
   if (rows.bytes < wire_header_bytes) return;
   launcher.launch(check_entries, rows.count * launcher.blocks_for(rows.bytes / 4, 4 * wire_threads, 8), wire_threads, rows);
-  launch_sums(launcher, Hashed{rows.buffer, hashed}, rows.count, rows.apart, rows.sums);
+  launch_sums(launcher, Hashed{rows.buffer, hashed}, rows.count, rows.stride, rows.sums);
   launcher.launch(check_seal, rows.count, 32, rows, hashed);
 }
 
@@ -99,15 +99,15 @@ TOPKUBE_API topkube_cuda_decode_add(int device, void* stream, const std::uint8_t
   });
 }
 
-// Replaces `out` by the sum of `count` encoded shards, which are `apart` bytes apart (a multiple of 8). There is a verdict for each.
-// The number of launches does not depend on `count`.
-TOPKUBE_API topkube_cuda_sum_rows(int device, void* stream, const std::uint8_t* buffer, u64 count, u64 apart, u64 bytes, void* out,
+// Replaces `out` by the sum of `count` encoded shards, which are `stride` bytes apart (a multiple of 8). There is a verdict for
+// each. The number of launches does not depend on `count`.
+TOPKUBE_API topkube_cuda_sum_rows(int device, void* stream, const std::uint8_t* buffer, u64 count, u64 stride, u64 bytes, void* out,
                                   int dtype, u64 length, u32* verdicts, void* workspace, u64* needed) {
   return with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
     return plan_or_run(device, stream, workspace, needed, [&](gpu::Launcher* launcher) {
       Arena arena(workspace);
-      const Rows rows = lay_out_rows(buffer, count, apart, bytes, verdicts, arena);
+      const Rows rows = lay_out_rows(buffer, count, stride, bytes, verdicts, arena);
       if (launcher) {
         launch_check(*launcher, rows, length);
         if (bytes >= wire_header_bytes) {
@@ -122,8 +122,8 @@ TOPKUBE_API topkube_cuda_sum_rows(int device, void* stream, const std::uint8_t* 
 
 TOPKUBE_API topkube_cuda_scatter_add(int device, void* stream, void* dense, int dtype, u64 length, const u32* indices,
                                      const void* values, int value_dtype, u64 count, u32* verdict) {
-  const OnDevice on(device);
-  if (on.error() || count == 0) return on.error();
+  const DeviceScope scope(device);
+  if (scope.error() || count == 0) return scope.error();
   gpu::Launcher launcher(stream);
   launcher.launch(check_indices, launcher.blocks_for(count, 4 * wire_threads, 8), wire_threads, indices, count, length, false,
                   verdict);

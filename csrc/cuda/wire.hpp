@@ -13,12 +13,12 @@ namespace topkube {
 constexpr u32 wire_threads = 256, check_threads = 1024;
 constexpr u32 no_fault = ~u32{0};
 
-// The faults of csrc/cpu/wire/wire.hpp in the order of its checks, then those that topkube/kernels detects. The smallest fault
-// counts.
+// The faults of csrc/cpu/wire/wire.hpp in the order of its checks, then the two that topkube/kernels/wire.py finds for the CPU. The
+// smallest fault counts.
 enum Fault : u32 { too_short = 1, foreign, version, value_type, size, counts, order, padding, checksum, other_length };
 
 enum VerdictWord : u32 {
-  fault_word = 0,      // encode, scatter_add: the first bad position; decode: a Fault
+  fault_word = 0,      // encode, scatter_add: the position of the first invalid index; functions that decode: a Fault
   ascending_word = 1,  // scatter_add: 0 if indices do not ascend
   finite_word = 1,     // decode_add: 0 if a value is not finite
   entries_word = 2,
@@ -41,7 +41,8 @@ TOPKUBE_DEVICE u64 count_below(const T* sorted, u64 count, u64 limit) {
   return low;
 }
 
-// Checks that indices are below `length`, and that they ascend (an error only if `strictly`).
+// Checks that indices are below `length`, and that they ascend. Indices that do not ascend are a fault if `strictly`, and are noted
+// in `ascending_word` otherwise.
 TOPKUBE_KERNEL(wire_threads) check_indices(const u32* indices, u64 count, u64 length, bool strictly, u32* verdict) {
   for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < count; i += u64{gpu::blocks()} * gpu::threads()) {
     const bool descends = i > 0 && indices[i] <= indices[i - 1];
@@ -67,8 +68,8 @@ TOPKUBE_KERNEL(wire_threads) encode_entries(const u32* indices, const typename T
     header[3] = static_cast<u32>(count);
   }
   for (u64 block = first; block < blocks; block += stride) {
-    header[wire_header_bytes / 4 + block] =
-        static_cast<u32>(count_below(indices, count, (block + 1) << 16) - count_below(indices, count, block << 16));
+    header[wire_header_bytes / 4 + block] = static_cast<u32>(count_below(indices, count, (block + 1) << wire_block_bits) -
+                                                             count_below(indices, count, block << wire_block_bits));
   }
   std::uint8_t* offsets = out + wire_header_bytes + 4 * blocks;
   auto* to = reinterpret_cast<typename Wire::Item*>(offsets + wire_offsets_bytes(count));
@@ -99,15 +100,15 @@ struct CheckShared {
   BlockScratch scratch;
 };
 
-// Encoded shards of equal size, `apart` bytes apart, with a verdict each. A kernel that checks them runs with a multiple of
+// Encoded shards of equal size, `stride` bytes apart, with a verdict each. A kernel that checks them runs with a multiple of
 // `count` blocks. The workspace of row i: `starts` from word i * starts_words on, and the sums of its hash.
 struct Rows {
   const std::uint8_t* buffer;
-  u64 count, apart, bytes, starts_words;
+  u64 count, stride, bytes, starts_words;
   u32* starts;
   u64* sums;
   u32* verdicts;
-  TOPKUBE_DEVICE_MEMBER const std::uint8_t* row(u64 i) const { return buffer + i * apart; }
+  TOPKUBE_DEVICE_MEMBER const std::uint8_t* row(u64 i) const { return buffer + i * stride; }
   TOPKUBE_DEVICE_MEMBER u32* starts_of(u64 i) const { return starts + i * starts_words; }
   TOPKUBE_DEVICE_MEMBER u32* verdict(u64 i) const { return verdicts + i * verdict_words; }
 };
@@ -143,16 +144,14 @@ TOPKUBE_KERNEL(check_threads) check_header(Rows rows, u64 expected_length) {
     bool crowded = false;
     for (u64 start = 0; start < blocks; start += gpu::threads()) {
       const u64 block = start + gpu::thread();
-      const u32 here = block < blocks ? words[wire_header_bytes / 4 + block] : 0;
-      if (block < blocks) crowded |= here > (length - (block << 16) < 0x10000 ? length - (block << 16) : 0x10000);
-      u64 before = here;
-      for (u32 step = 1; step < 32; step *= 2) {
-        const u64 below = gpu::shuffle(before, (gpu::lane() - step) & 31u);
-        if (gpu::lane() >= step) before += below;
-      }
+      const u32 entries_here = block < blocks ? words[wire_header_bytes / 4 + block] : 0;
+      if (block < blocks)
+        crowded |= entries_here >
+                   (length - (block << wire_block_bits) < wire_block_size ? length - (block << wire_block_bits) : wire_block_size);
+      const u64 up_to_lane = sum_up_to_lane(u64{entries_here});
       u64 sum;
-      const u64 warps = warps_before(gpu::shuffle(before, 31u), shared.scratch, &sum);
-      if (block < blocks) starts[block] = static_cast<u32>(all + warps + before - here);
+      const u64 before_warp = sum_before_warp(gpu::shuffle(up_to_lane, 31u), shared.scratch, &sum);
+      if (block < blocks) starts[block] = static_cast<u32>(all + before_warp + up_to_lane - entries_here);
       all += sum;
     }
     if (block_sum(crowded, shared.scratch) || all != entries) fault = counts;
@@ -167,47 +166,48 @@ TOPKUBE_KERNEL(check_threads) check_header(Rows rows, u64 expected_length) {
 }
 
 // The sections of a buffer whose header has been checked.
-struct Wired {
+struct Sections {
   u64 length, entries, blocks;
   const u16* offsets;
   const std::uint8_t* values;
   u32 code;
 };
-TOPKUBE_DEVICE Wired sections(const std::uint8_t* buffer) {
+TOPKUBE_DEVICE Sections locate_sections(const std::uint8_t* buffer) {
   const auto* words = reinterpret_cast<const u32*>(buffer);
-  Wired wired{words[2], words[3], wire_blocks(words[2]), nullptr, nullptr, buffer[5]};
-  const std::uint8_t* offsets = buffer + wire_header_bytes + 4 * wired.blocks;
-  wired.offsets = reinterpret_cast<const u16*>(offsets);
-  wired.values = offsets + wire_offsets_bytes(wired.entries);
-  return wired;
+  Sections sections{words[2], words[3], wire_blocks(words[2]), nullptr, nullptr, buffer[5]};
+  const std::uint8_t* offsets = buffer + wire_header_bytes + 4 * sections.blocks;
+  sections.offsets = reinterpret_cast<const u16*>(offsets);
+  sections.values = offsets + wire_offsets_bytes(sections.entries);
+  return sections;
 }
 
 // Returns the block of entry i: the last block that is not empty and starts at or before the entry.
 TOPKUBE_DEVICE u64 block_of(const u32* starts, u64 blocks, u64 i) { return count_below(starts, blocks, i + 1) - 1; }
 
-TOPKUBE_DEVICE float wired_value(const Wired& wired, u64 i) {
-  if (wired.code == 0) return reinterpret_cast<const float*>(wired.values)[i];
-  const u16 bits = reinterpret_cast<const u16*>(wired.values)[i];
-  return wired.code == 1 ? from_bf16(bits) : from_f16(bits);
+TOPKUBE_DEVICE float load_value(const Sections& sections, u64 i) {
+  if (sections.code == 0) return reinterpret_cast<const float*>(sections.values)[i];
+  const u16 bits = reinterpret_cast<const u16*>(sections.values)[i];
+  return sections.code == 1 ? from_bf16(bits) : from_f16(bits);
 }
 
-// Returns true if the header is so wrong that the sections cannot be located. (A wrong length is reported if nothing else is
-// wrong.)
+// Returns true if the header is so wrong that the sections cannot be located. If only the length is not the expected length, the
+// other checks go on, because their faults count first.
 TOPKUBE_DEVICE bool header_failed(const u32* verdict) { return verdict[entries_word] == no_fault; }
 
 TOPKUBE_KERNEL(wire_threads) check_entries(Rows rows) {
   const u64 row = gpu::block() % rows.count;
   u32* verdict = rows.verdict(row);
   if (header_failed(verdict)) return;
-  const Wired wired = sections(rows.row(row));
+  const Sections sections = locate_sections(rows.row(row));
   const u32* starts = rows.starts_of(row);
   const u64 first = gpu::block() / rows.count * gpu::threads() + gpu::thread(),
             stride = gpu::blocks() / rows.count * gpu::threads();
-  if (first == 0 && wired.entries % 2 && wired.offsets[wired.entries]) gpu::lower(verdict + fault_word, u32{padding});
-  for (u64 i = first; i < wired.entries; i += stride) {
-    const u64 block = block_of(starts, wired.blocks, i);
-    const bool descends = i > starts[block] && wired.offsets[i] <= wired.offsets[i - 1];
-    if (descends || (block << 16) + wired.offsets[i] >= wired.length) gpu::lower(verdict + fault_word, u32{order});
+  if (first == 0 && sections.entries % 2 && sections.offsets[sections.entries]) gpu::lower(verdict + fault_word, u32{padding});
+  for (u64 i = first; i < sections.entries; i += stride) {
+    const u64 block = block_of(starts, sections.blocks, i);
+    const bool descends = i > starts[block] && sections.offsets[i] <= sections.offsets[i - 1];
+    if (descends || (block << wire_block_bits) + sections.offsets[i] >= sections.length)
+      gpu::lower(verdict + fault_word, u32{order});
   }
 }
 
@@ -222,11 +222,11 @@ TOPKUBE_KERNEL(32) check_seal(Rows rows, u64 hashed_bytes) {
 TOPKUBE_KERNEL(wire_threads) decode_entries(const std::uint8_t* buffer, const u32* starts, u64 room, u32* indices, float* values,
                                             const u32* verdict) {
   if (verdict[fault_word] != no_fault) return;
-  const Wired wired = sections(buffer);
-  if (wired.entries != room) return;
-  for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < wired.entries; i += u64{gpu::blocks()} * gpu::threads()) {
-    indices[i] = static_cast<u32>((block_of(starts, wired.blocks, i) << 16) + wired.offsets[i]);
-    values[i] = wired_value(wired, i);
+  const Sections sections = locate_sections(buffer);
+  if (sections.entries != room) return;
+  for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < sections.entries; i += u64{gpu::blocks()} * gpu::threads()) {
+    indices[i] = static_cast<u32>((block_of(starts, sections.blocks, i) << wire_block_bits) + sections.offsets[i]);
+    values[i] = load_value(sections, i);
   }
 }
 
@@ -234,18 +234,18 @@ template <class T>
 TOPKUBE_KERNEL(wire_threads) decode_add_entries(const std::uint8_t* buffer, const u32* starts, typename T::Item* dense, float scale,
                                                 u32* verdict) {
   if (verdict[fault_word] != no_fault) return;
-  const Wired wired = sections(buffer);
+  const Sections sections = locate_sections(buffer);
   bool nonfinite = false;
-  for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < wired.entries; i += u64{gpu::blocks()} * gpu::threads()) {
-    const u64 index = (block_of(starts, wired.blocks, i) << 16) + wired.offsets[i];
-    const float value = wired_value(wired, i);
-    nonfinite |= (bits_of(value) & 0x7fffffffu) >= 0x7f800000u;
+  for (u64 i = u64{gpu::block()} * gpu::threads() + gpu::thread(); i < sections.entries; i += u64{gpu::blocks()} * gpu::threads()) {
+    const u64 index = (block_of(starts, sections.blocks, i) << wire_block_bits) + sections.offsets[i];
+    const float value = load_value(sections, i);
+    nonfinite |= (bits_of(value) & magnitude_bits) >= infinity_bits;
     dense[index] = T::round(canonical(gpu::plus(T::load(dense[index]), gpu::times(value, scale))));
   }
   if (gpu::ballot(nonfinite) && gpu::lane() == 0) gpu::publish(verdict + finite_word, 0u);
 }
 
-constexpr u32 cell_items = 8192, cells_per_block = 0x10000 / cell_items;
+constexpr u32 cell_items = 8192, cells_per_block = wire_block_size / cell_items;
 struct SumShared {
   BlockScratch scratch;
   float sums[cell_items];
@@ -265,16 +265,16 @@ TOPKUBE_KERNEL(wire_threads) sum_rows(Rows rows, typename T::Item* out, u64 leng
     for (u32 i = gpu::thread(); i < cell_items; i += gpu::threads()) shared.sums[i] = 0.0f;
     for (u64 row = 0; row < rows.count; ++row) {
       gpu::sync();  // a row begins when the row before it has been added
-      const Wired wired = sections(rows.row(row));
+      const Sections sections = locate_sections(rows.row(row));
       const u32* starts = rows.starts_of(row);
-      const u64 start = starts[block], end = block + 1 < wired.blocks ? starts[block + 1] : wired.entries;
-      const u64 first = start + count_below(wired.offsets + start, end - start, begin),
-                last = start + count_below(wired.offsets + start, end - start, begin + cell_items);
+      const u64 start = starts[block], end = block + 1 < sections.blocks ? starts[block + 1] : sections.entries;
+      const u64 first = start + count_below(sections.offsets + start, end - start, begin),
+                last = start + count_below(sections.offsets + start, end - start, begin + cell_items);
       bool nonfinite = false;
       for (u64 i = first + gpu::thread(); i < last; i += gpu::threads()) {
-        const float value = wired_value(wired, i);
-        nonfinite |= (bits_of(value) & 0x7fffffffu) >= 0x7f800000u;
-        float& sum = shared.sums[wired.offsets[i] - begin];
+        const float value = load_value(sections, i);
+        nonfinite |= (bits_of(value) & magnitude_bits) >= infinity_bits;
+        float& sum = shared.sums[sections.offsets[i] - begin];
         sum = canonical(gpu::plus(sum, value));
       }
       if (gpu::ballot(nonfinite) && gpu::lane() == 0) gpu::publish(rows.verdict(row) + finite_word, 0u);
@@ -300,12 +300,12 @@ TOPKUBE_KERNEL(wire_threads) scatter_add_entries(typename T::Item* dense, const 
   if (gpu::block() != 0 || gpu::warp() != 0) return;
   const u32 lane = gpu::lane();
   for (u64 start = 0; start < count; start += 32) {
-    const bool here = start + lane < count;
-    const u32 index = here ? indices[start + lane] : 0;
-    const float value = here ? Value::load(values[start + lane]) : 0.0f;
-    const u32 peers = gpu::matching(index) & gpu::ballot(here), turn = gpu::popcount(peers & ((u32{1} << lane) - 1));
-    for (u32 now = 0; gpu::ballot(here && turn >= now); ++now) {
-      if (here && turn == now) dense[index] = T::round(canonical(gpu::plus(T::load(dense[index]), value)));
+    const bool exists = start + lane < count;
+    const u32 index = exists ? indices[start + lane] : 0;
+    const float value = exists ? Value::load(values[start + lane]) : 0.0f;
+    const u32 peers = gpu::matching(index) & gpu::ballot(exists), turn = gpu::popcount(peers & ((u32{1} << lane) - 1));
+    for (u32 now = 0; gpu::ballot(exists && turn >= now); ++now) {
+      if (exists && turn == now) dense[index] = T::round(canonical(gpu::plus(T::load(dense[index]), value)));
       gpu::sync_warp();
     }
   }

@@ -61,7 +61,8 @@ TOPKUBE_DEVICE u64 mixed_16(const Hashed& data, u64 at, u32 secret) {
   return folded_product(data.word(at) ^ secret_word(secret), data.word(at + 8) ^ secret_word(secret + 8));
 }
 
-// Hashes up to 240 bytes, with one thread. A wire buffer has at least 16 hashed bytes.
+// Hashes up to 240 bytes, with one thread. A wire buffer has at least 16 hashed bytes. The three forms and the numbers in them are
+// those of the specification.
 TOPKUBE_DEVICE u64 hash_short(const Hashed& data) {
   const u64 size = data.size;
   if (size <= 16) {
@@ -84,27 +85,18 @@ TOPKUBE_DEVICE u64 hash_short(const Hashed& data) {
   return avalanche(sum + mixed_16(data, size - 16, 136 - 17));
 }
 
-inline
-#if !defined(TOPKUBE_EMULATE_CUDA)
-    __host__ __device__
-#endif
-        u64 hash_blocks_of(u64 size) {
-  return size > 240 ? (size - 1) / hash_block : 0;
-}
+// Returns how many whole blocks an input has whose sums are scrambled. Short inputs have no blocks.
+static constexpr u64 hash_blocks_of(u64 size) { return size > 240 ? (size - 1) / hash_block : 0; }
 
-inline
-#if !defined(TOPKUBE_EMULATE_CUDA)
-    __host__ __device__
-#endif
-        u64 hash_sums_of(u64 size) {
-  return hash_blocks_of(size) * hash_lanes + 1;
-}
+// Returns the words of workspace for the sums of one input.
+static constexpr u64 hash_sums_of(u64 size) { return hash_blocks_of(size) * hash_lanes + 1; }
 
-// Computes sums[8 * block + lane] for every whole block of a long input. There are `inputs` inputs of this size, `apart` bytes
-// apart; the sums of input i begin at sums[i * hash_sums_of(size)]. The number of blocks of the grid is a multiple of `inputs`.
-TOPKUBE_KERNEL(hash_threads) hash_sums(Hashed data, u64 inputs, u64 apart, u64* sums) {
+// Computes sums[8 * block + lane] for every whole block of a long input. There are `inputs` inputs of this size, `input_stride`
+// bytes apart; the sums of input i begin at sums[i * hash_sums_of(size)]. The number of blocks of the grid is a multiple of
+// `inputs`.
+TOPKUBE_KERNEL(hash_threads) hash_sums(Hashed data, u64 inputs, u64 input_stride, u64* sums) {
   const u64 input = gpu::block() % inputs, worker = gpu::block() / inputs, workers = gpu::blocks() / inputs;
-  data.buffer += input * apart;
+  data.buffer += input * input_stride;
   sums += input * hash_sums_of(data.size);
   const u64 count = hash_blocks_of(data.size) * hash_lanes, stride = workers * gpu::threads();
   for (u64 i = worker * gpu::threads() + gpu::thread(); i < count; i += stride) {
@@ -120,7 +112,7 @@ TOPKUBE_KERNEL(hash_threads) hash_sums(Hashed data, u64 inputs, u64 apart, u64* 
   }
 }
 
-// Returns the hash on lane 0. Runs as one warp.
+// Returns the hash on lane 0. Runs as one warp. The places in the secret are those of the specification.
 TOPKUBE_DEVICE u64 hash_end(const Hashed& data, const u64* sums) {
   const u32 lane = gpu::lane() % hash_lanes;
   if (data.size <= 240) return gpu::lane() == 0 ? hash_short(data) : 0;

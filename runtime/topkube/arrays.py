@@ -75,7 +75,7 @@ def _view_tensor(x: Any, name: str) -> Array:
     torch = sys.modules["torch"]
     if x.device.type != "cpu":
         raise ArgumentError(
-            f"{name} is on {x.device}; this build supports CPU tensors only", next_step=f"pass {name}.cpu()"
+            f"{name} is on {x.device}; this function takes CPU tensors only", next_step=f"pass {name}.cpu()"
         )
     if x.layout is not torch.strided:
         raise ArgumentError(f"{name} has layout {x.layout} instead of strided", next_step=f"pass {name}.to_dense()")

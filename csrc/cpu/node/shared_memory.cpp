@@ -23,12 +23,14 @@ constexpr std::size_t line = 128;     // two lines: the prefetcher of many CPUs 
 constexpr std::size_t block = 2048;   // elements summed at once, in the first-level cache
 constexpr std::size_t few_ranks = 3;  // with at most this many, every rank computes the whole sum: one exchange, not two
 
+// Returns the time of the monotonic clock in seconds.
 double now() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
+// Slows a waiting loop down, so that it takes less from the other thread of the processor core.
 void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -81,9 +83,9 @@ char* SharedMemory::cell(int rank, std::uint64_t step) const {
 // checks the counters for the last time. So at least one of the two sees the change of the other.
 void SharedMemory::wake_sleepers() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  for (int p = 0; p < ranks_; ++p) {
-    Slot& other = slot(p);
-    if (p == rank_ || other.asleep.load(std::memory_order_relaxed) == 0) continue;
+  for (int peer = 0; peer < ranks_; ++peer) {
+    Slot& other = slot(peer);
+    if (peer == rank_ || other.asleep.load(std::memory_order_relaxed) == 0) continue;
     other.woken.fetch_add(1, std::memory_order_release);
     syscall(SYS_futex, &other.woken, FUTEX_WAKE, 1, nullptr, nullptr, 0);
   }
@@ -109,27 +111,27 @@ void SharedMemory::wait(Ready ready) {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     const bool done = ready();
     if (!done) {
-      const timespec longest{0, 50'000'000};
+      const timespec longest{0, 50'000'000};  // 50 ms, so that `poll` and the deadline are checked
       syscall(SYS_futex, &mine.woken, FUTEX_WAIT, seen, &longest, nullptr, 0);
     }
     mine.asleep.store(0, std::memory_order_relaxed);
     if (done || ready()) return;
     const double time = now();
-    if (time - polled > 0.1) {
+    if (time - polled > 0.1) {  // seconds
       polled = time;
       if (poll) poll();
     }
     if (time > ends_) {
       std::vector<int> missing;
-      for (int p = 0; p < ranks_; ++p)
-        if (slot(p).entered.load(std::memory_order_acquire) < calls_) missing.push_back(p);
+      for (int peer = 0; peer < ranks_; ++peer)
+        if (slot(peer).entered.load(std::memory_order_acquire) < calls_) missing.push_back(peer);
       throw NodeTimeout(missing);
     }
   }
 }
 
 void SharedMemory::enter(Call call) {
-  ends_ = now() + call.deadline;
+  ends_ = now() + call.deadline_seconds;
   ++calls_;
   Slot& mine = slot(rank_);
   mine.signature[calls_ % 2].store(call.signature, std::memory_order_relaxed);
@@ -141,31 +143,28 @@ void SharedMemory::enter(Call call) {
     return arrived == ranks_;
   });
   std::vector<int> different;
-  for (int p = 0; p < ranks_; ++p)
-    if (slot(p).signature[calls_ % 2].load(std::memory_order_relaxed) != call.signature) different.push_back(p);
+  for (int peer = 0; peer < ranks_; ++peer)
+    if (slot(peer).signature[calls_ % 2].load(std::memory_order_relaxed) != call.signature) different.push_back(peer);
   if (!different.empty()) throw NodeMismatch(different);
 }
 
-bool SharedMemory::have_all_published(std::uint64_t steps) {
-  if (published_ >= steps) return true;
+// Returns true if the counter of every other rank is at least `steps`. `seen` is the least counter that this rank has read so far.
+bool SharedMemory::have_all_reached(std::uint64_t steps, std::atomic<std::uint64_t> Slot::* counter, std::uint64_t& seen) const {
+  if (seen >= steps) return true;
   std::uint64_t least = ~std::uint64_t{0};
-  for (int p = 0; p < ranks_; ++p)
-    if (p != rank_) least = std::min(least, slot(p).published.load(std::memory_order_acquire));
-  published_ = least;
+  for (int peer = 0; peer < ranks_; ++peer)
+    if (peer != rank_) least = std::min(least, (slot(peer).*counter).load(std::memory_order_acquire));
+  seen = least;
   return least >= steps;
 }
 
-bool SharedMemory::have_all_taken(std::uint64_t steps) {
-  if (taken_ >= steps) return true;
-  std::uint64_t least = ~std::uint64_t{0};
-  for (int p = 0; p < ranks_; ++p)
-    if (p != rank_) least = std::min(least, slot(p).taken.load(std::memory_order_acquire));
-  taken_ = least;
-  return least >= steps;
-}
+bool SharedMemory::have_all_published(std::uint64_t steps) { return have_all_reached(steps, &Slot::published, published_); }
 
-// Publishes one or two steps ahead of the step that it takes, so that no rank waits for the copy of another rank. If the other
-// ranks are late, it publishes further ahead, as far as there are free cells.
+bool SharedMemory::have_all_taken(std::uint64_t steps) { return have_all_reached(steps, &Slot::taken, taken_); }
+
+// Calls publish(step) and take(step) for all steps. This rank publishes one or two steps ahead of the step that it takes, so that
+// no rank waits for the copy of another rank. If the other ranks are late, this rank publishes further ahead, as far as there are
+// free cells.
 template <class Publish, class Take>
 void SharedMemory::run_pipeline(std::uint64_t steps, Publish publish, Take take) {
   constexpr std::uint64_t ahead = 2;
@@ -178,19 +177,19 @@ void SharedMemory::run_pipeline(std::uint64_t steps, Publish publish, Take take)
   const auto has_room = [&](std::uint64_t step) {
     return sequence_ + step < cells || have_all_taken(sequence_ + step + 1 - cells);
   };
-  std::uint64_t published = 0, done = 0;
-  while (done < steps) {
-    const bool is_due = published < steps && published < done + ahead && has_room(published);
-    if (!is_due && have_all_published(sequence_ + done + 1)) {
-      take(done);
-      mine.taken.store(sequence_ + ++done, std::memory_order_release);
+  std::uint64_t published = 0, taken = 0;
+  while (taken < steps) {
+    const bool must_publish = published < steps && published < taken + ahead && has_room(published);
+    if (!must_publish && have_all_published(sequence_ + taken + 1)) {
+      take(taken);
+      mine.taken.store(sequence_ + ++taken, std::memory_order_release);
       wake_sleepers();
     } else if (published < steps && has_room(published)) {
       publish(published);
       mine.published.store(sequence_ + ++published, std::memory_order_release);
       wake_sleepers();
     } else {
-      wait([&] { return have_all_published(sequence_ + done + 1) || (published < steps && has_room(published)); });
+      wait([&] { return have_all_published(sequence_ + taken + 1) || (published < steps && has_room(published)); });
     }
   }
   sequence_ += steps;
@@ -200,20 +199,27 @@ bool SharedMemory::all_reduce(void* data, Dtype dtype, std::size_t length, float
   const IeeeScope ieee;
   enter(call);
   char* x = static_cast<char*>(data);
-  const std::size_t item = item_size(dtype);
+  const bool are_few = static_cast<std::size_t>(ranks_) <= few_ranks;
+  return are_few ? sum_on_every_rank(x, dtype, length, scale) : reduce_and_gather(x, dtype, length, scale);
+}
+
+// Reduce-scatter and all-gather, in pieces that stay in the second-level cache between the two.
+bool SharedMemory::reduce_and_gather(char* x, Dtype dtype, std::size_t length, float scale) {
+  const std::size_t item = item_size(dtype), piece = 4 * cell_bytes / item * ranks_;
   bool finite = true;
-  if (static_cast<std::size_t>(ranks_) > few_ranks) {
-    // Reduce-scatter and all-gather, in pieces that stay in the second-level cache between the two.
-    const std::size_t piece = 4 * cell_bytes / item * ranks_;
-    for (std::size_t start = 0; start < length; start += piece) {
-      const std::size_t size = std::min(piece, length - start);
-      finite &= reduce_steps(x + start * item, dtype, size, scale, nullptr, nullptr);
-      gather_steps(x + start * item, item, size, nullptr, false);
-    }
-    return finite;
+  for (std::size_t start = 0; start < length; start += piece) {
+    const std::size_t size = std::min(piece, length - start);
+    finite &= reduce_steps(x + start * item, dtype, size, scale, nullptr, nullptr);
+    gather_steps(x + start * item, item, size, nullptr, false);
   }
-  const std::size_t chunk = cell_bytes / item;
+  return finite;
+}
+
+// Every rank computes the whole sum from the arrays of all ranks.
+bool SharedMemory::sum_on_every_rank(char* x, Dtype dtype, std::size_t length, float scale) {
+  const std::size_t item = item_size(dtype), chunk = cell_bytes / item;
   const PathKernels& path = active_path();
+  bool finite = true;
   run_pipeline((length + chunk - 1) / chunk,
                [&](std::uint64_t step) {
                  const std::size_t start = step * chunk;
@@ -222,10 +228,11 @@ bool SharedMemory::all_reduce(void* data, Dtype dtype, std::size_t length, float
                [&](std::uint64_t step) {
                  const std::size_t start = step * chunk, size = std::min(chunk, length - start);
                  const void* inputs[few_ranks];
-                 for (std::size_t at = 0; at < size; at += block) {
-                   const std::size_t count = std::min(block, size - at);
-                   char* own = x + (start + at) * item;
-                   for (int p = 0; p < ranks_; ++p) inputs[p] = p == rank_ ? own : cell(p, sequence_ + step) + at * item;
+                 for (std::size_t offset = 0; offset < size; offset += block) {
+                   const std::size_t count = std::min(block, size - offset);
+                   char* own = x + (start + offset) * item;
+                   for (int peer = 0; peer < ranks_; ++peer)
+                     inputs[peer] = peer == rank_ ? own : cell(peer, sequence_ + step) + offset * item;
                    sum(own, dtype, inputs, ranks_, dtype, count, scale);
                    finite &= path.is_finite[code_of(dtype)](own, count);
                  }
@@ -242,11 +249,14 @@ bool SharedMemory::reduce_scatter(void* x, Dtype dtype, std::size_t length, floa
 bool SharedMemory::reduce_steps(void* data, Dtype dtype, std::size_t length, float scale, float* out, const float* add) {
   char* x = static_cast<char*>(data);
   const std::size_t item = item_size(dtype);
-  // A cell holds one part for each rank that owns a shard. If every rank owns a shard, it needs no part for its own.
+  // A cell holds one part for each rank that owns a shard. If every rank owns a shard, a cell has no part for the rank that
+  // publishes it.
   const bool all_own = ranks_ == shards_;
   const int parts = std::max(1, all_own ? shards_ - 1 : shards_);
-  const std::size_t chunk = cell_bytes / item / parts / 16 * 16;
-  const auto place = [&](int giver, int owner) { return (all_own && owner > giver ? owner - 1 : owner) * chunk * item; };
+  const std::size_t chunk = cell_bytes / item / parts / 16 * 16;  // elements of a part, a multiple of 16 so that parts are aligned
+  const auto part_offset = [&](int publisher, int owner) {
+    return (all_own && owner > publisher ? owner - 1 : owner) * chunk * item;
+  };
   std::size_t longest = 0;
   for (int i = 0; i < shards_; ++i)
     longest = std::max(longest, shard_begin(length, shards_, i + 1) - shard_begin(length, shards_, i));
@@ -263,7 +273,7 @@ bool SharedMemory::reduce_steps(void* data, Dtype dtype, std::size_t length, flo
                    const std::size_t first = shard_begin(length, shards_, owner) + step * chunk;
                    const std::size_t last = std::min(first + chunk, shard_begin(length, shards_, owner + 1));
                    if (first < last)
-                     copy(cell(rank_, sequence_ + step) + place(rank_, owner), x + first * item, (last - first) * item);
+                     copy(cell(rank_, sequence_ + step) + part_offset(rank_, owner), x + first * item, (last - first) * item);
                  }
                },
                [&](std::uint64_t step) {
@@ -271,8 +281,9 @@ bool SharedMemory::reduce_steps(void* data, Dtype dtype, std::size_t length, flo
                  for (std::size_t at = first; at < last; at += block) {
                    const std::size_t count = std::min(block, last - at);
                    char* own = x + at * item;
-                   for (int p = 0; p < ranks_; ++p)
-                     inputs[p] = p == rank_ ? own : cell(p, sequence_ + step) + place(p, rank_) + (at - first) * item;
+                   for (int peer = 0; peer < ranks_; ++peer)
+                     inputs[peer] =
+                         peer == rank_ ? own : cell(peer, sequence_ + step) + part_offset(peer, rank_) + (at - first) * item;
                    if (out == nullptr) {
                      sum(own, dtype, inputs.data(), inputs.size(), dtype, count, scale);
                      finite &= path.is_finite[code_of(dtype)](own, count);
@@ -297,23 +308,23 @@ void SharedMemory::all_gather(void* x, std::size_t item, std::size_t length, con
 
 void SharedMemory::gather_steps(void* data, std::size_t item, std::size_t length, const std::uint64_t* bounds, bool stream) {
   char* x = static_cast<char*>(data);
-  const auto from = [&](int shard) {
+  const auto begin_of = [&](int shard) {
     return bounds != nullptr ? static_cast<std::size_t>(bounds[shard]) : shard_begin(length, shards_, shard);
   };
   const std::size_t chunk = cell_bytes / item;
   std::size_t longest = 0;
-  for (int i = 0; i < shards_; ++i) longest = std::max(longest, from(i + 1) - from(i));
+  for (int i = 0; i < shards_; ++i) longest = std::max(longest, begin_of(i + 1) - begin_of(i));
   if (ranks_ == 1) return;
   run_pipeline((longest + chunk - 1) / chunk,
                [&](std::uint64_t step) {
                  if (rank_ >= shards_) return;
-                 const std::size_t first = from(rank_) + step * chunk, last = std::min(first + chunk, from(rank_ + 1));
+                 const std::size_t first = begin_of(rank_) + step * chunk, last = std::min(first + chunk, begin_of(rank_ + 1));
                  if (first < last) copy(cell(rank_, sequence_ + step), x + first * item, (last - first) * item);
                },
                [&](std::uint64_t step) {
                  for (int owner = 0; owner < shards_; ++owner) {
                    if (owner == rank_) continue;
-                   const std::size_t first = from(owner) + step * chunk, last = std::min(first + chunk, from(owner + 1));
+                   const std::size_t first = begin_of(owner) + step * chunk, last = std::min(first + chunk, begin_of(owner + 1));
                    if (first < last) copy_out(x + first * item, cell(owner, sequence_ + step), (last - first) * item, stream);
                  }
                });

@@ -8,6 +8,7 @@
 // Sums are added in the order of local ranks, in float32, so their bits depend neither on chunks nor on timing.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -48,7 +49,7 @@ class SharedMemory {
   // The arguments of every call: a signature that must be equal on all ranks, and how many seconds this rank waits for the others.
   struct Call {
     std::uint64_t signature;
-    double deadline;
+    double deadline_seconds;
   };
 
   // Reduces x[length] over all ranks in place: their sum times `scale`. Returns true if every result is finite.
@@ -61,7 +62,8 @@ class SharedMemory {
   // Returns when all ranks have entered the same call.
   void check(Call call);
 
-  // Copies each shard of x from its owner to all other ranks. `bounds` (shards + 1 offsets) replaces the even division.
+  // Copies each shard of x from its owner to all other ranks. x has `length` elements of `item` bytes. `bounds` (shards + 1
+  // offsets) replaces the even division, unless it is null.
   void all_gather(void* x, std::size_t item, std::size_t length, const std::uint64_t* bounds, Call call);
 
   static std::size_t shard_begin(std::size_t length, int shards, int shard) { return length * shard / shards; }
@@ -72,6 +74,7 @@ class SharedMemory {
   Slot& slot(int rank) const;
   char* cell(int rank, std::uint64_t step) const;
   void enter(Call call);
+  bool have_all_reached(std::uint64_t steps, std::atomic<std::uint64_t> Slot::* counter, std::uint64_t& seen) const;
   bool have_all_published(std::uint64_t steps);
   bool have_all_taken(std::uint64_t steps);
   void wake_sleepers();
@@ -79,6 +82,8 @@ class SharedMemory {
   void wait(Ready ready);
   template <class Publish, class Take>
   void run_pipeline(std::uint64_t steps, Publish publish, Take take);
+  bool reduce_and_gather(char* x, Dtype dtype, std::size_t length, float scale);
+  bool sum_on_every_rank(char* x, Dtype dtype, std::size_t length, float scale);
   bool reduce_steps(void* x, Dtype dtype, std::size_t length, float scale, float* out, const float* add);
   void gather_steps(void* x, std::size_t item, std::size_t length, const std::uint64_t* bounds, bool stream);
 
@@ -87,7 +92,7 @@ class SharedMemory {
   bool crowded_;
   std::uint64_t calls_ = 0;     // calls that this rank has entered
   std::uint64_t sequence_ = 0;  // steps that this rank has finished, over all calls
-  double ends_ = 0;             // the time at which the deadline of the call passes
+  double ends_ = 0;             // the time (in seconds of the monotonic clock) at which the deadline of the call passes
   // The steps that all other ranks have published and taken, as far as this rank has seen.
   std::uint64_t published_ = 0, taken_ = 0;
 };

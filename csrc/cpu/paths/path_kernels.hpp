@@ -11,7 +11,7 @@ constexpr std::size_t filter_slack = 16;  // entries that a filter may write aft
 struct PathKernels {
   const char* name;
 
-  // Dense kernels, indexed by Dtype. Each call works on one block. See reduce.hpp.
+  // Dense kernels (cpu/reduction/reduce.hpp), indexed by Dtype.
   using Widen = void (*)(float* out, const void* input, std::size_t length);                // out = input
   using WidenAdd = void (*)(float* out, const void* input, std::size_t length);             // out += input
   using Narrow = void (*)(void* out, const float* input, std::size_t length, float scale);  // out = round(input * scale)

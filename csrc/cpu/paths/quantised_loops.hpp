@@ -1,4 +1,5 @@
-// The loops of integers of 4 or 8 bits. The compiler vectorises them. They process whole blocks: the rest of a short block is zeros.
+// The loops of integers of 4 or 8 bits. The compiler vectorises them. They process whole blocks: the rest of a short block is
+// zeros.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +11,8 @@ namespace topkube {
 namespace {
 
 constexpr std::size_t block = 256;
-constexpr float rounding_term = 12582912.0f;  // 1.5 * 2^23: x plus this is x rounded to an integer, in the low bits of the sum
+// 1.5 * 2^23. The low bits of x + rounding_term are x, rounded to an integer.
+constexpr float rounding_term = 12582912.0f;
 
 std::uint16_t quantised_pack(float* values, std::size_t length, int bits, std::uint8_t* codes) {
   std::int32_t largest = 0;  // the order of magnitudes is the order of their bits
@@ -20,7 +22,7 @@ std::uint16_t quantised_pack(float* values, std::size_t length, int bits, std::u
   }
   const float step = float_of(static_cast<std::uint32_t>(largest)) / (bits == 8 ? 127.0f : 7.0f);
   const std::uint32_t rounded_up = (bits_of(step) + 0xffffu) & 0xffff0000u;
-  const bool is_finite = largest < 0x7f800000, is_small = rounded_up < 0x00800000u;
+  const bool is_finite = largest < static_cast<std::int32_t>(infinity_bits), is_small = rounded_up < smallest_normal_bits;
   const float scale = float_of(!is_finite ? canonical_nan : is_small ? 0u : rounded_up);
   const float inverse = is_finite && !is_small ? 1.0f / scale : 0.0f;
   std::uint8_t integers[block] = {};

@@ -126,8 +126,9 @@ std::size_t accumulate_filter(const void* gradient, const float* residual, float
   return count;
 }
 
-// Computes the sum of |x| in double, and the bits of the largest |x|. Element i is added to running sum i % 16. At the end, the second
-// half of the sums is added to the first half, until one sum is left. The integer order of the bits is the order of the magnitudes.
+// Computes the sum of |x| in double, and the bits of the largest |x|. Element i is added to running sum i % 16. At the end, the
+// second half of the sums is added to the first half, until one sum is left. The integer order of the bits is the order of the
+// magnitudes.
 template <class T, class Item>
 void summarise_magnitudes(const void* data, std::size_t length, double* sum, std::uint32_t* largest) {
   typedef double Doubles __attribute__((vector_size(32)));

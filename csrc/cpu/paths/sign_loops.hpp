@@ -1,4 +1,5 @@
-// The loops of signs. They use the compiler's vectors, of the width of this path's registers: wider ones would pass through memory.
+// The loops of signs. They use the compiler's vectors, as wide as this path's registers. The compiler would keep wider vectors in
+// memory.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +20,7 @@ namespace {
 #endif
 constexpr std::uint32_t sign_bit = 0x80000000u;
 constexpr std::size_t width = TOPKUBE_VECTOR_BYTES / 4;  // lanes of a vector
-constexpr std::size_t vectors = 16 / width;              // vectors of sixteen lanes
+constexpr std::size_t vectors = 16 / width;              // vectors for sixteen elements
 typedef float Floats32 __attribute__((vector_size(TOPKUBE_VECTOR_BYTES)));
 typedef std::uint32_t Words32 __attribute__((vector_size(TOPKUBE_VECTOR_BYTES)));
 
@@ -39,7 +40,8 @@ std::uint32_t signs_of(const float* values) {
 #endif
 }
 
-// Keeps sixteen running sums: element i goes into sum i % 16. At the end, halves are added to halves.
+// The scale comes from sixteen running sums of magnitudes: element i goes into sum i % 16. At the end, the second half of the sums
+// is added to the first half, until one sum is left.
 std::uint16_t sign_pack(float* values, std::size_t length, std::uint8_t* bits) {
   alignas(64) float sums[16] = {};
   const std::size_t whole = length / 16 * 16;
@@ -67,13 +69,14 @@ std::uint16_t sign_pack(float* values, std::size_t length, std::uint8_t* bits) {
   const std::uint16_t scale = mean == mean ? to_bf16(mean) : std::uint16_t{0x7fc0};
   const std::uint32_t sent = std::uint32_t{scale} << 16;
   for (std::size_t i = 0; i < length; ++i) values[i] -= float_of(sent | (bits_of(values[i]) & sign_bit));
-  if ((scale & 0x7f80u) == 0x7f80u) {  // only such a block can have NaNs
+  if (!is_finite_bf16(scale)) {  // only such a block can have NaNs
     for (std::size_t i = 0; i < length; ++i) values[i] = canonical(values[i]);
   }
   return scale;
 }
 
-// Adds +-scales over the parts, in their order, to the sums of 32 elements.
+// The running sums of 32 elements. `add` adds what one part sends of them: +scale, or -scale if the element's bit is set. `add_to`
+// adds the sums to the elements.
 struct SignSums {
 #if defined(__AVX512F__) || defined(TOPKUBE_EMULATE_AVX512)
   __m512 sums[2] = {};

@@ -18,7 +18,7 @@ bool quantised_pack(float* values, const QuantisedLayout& layout, std::uint8_t* 
     std::uint8_t* codes = message + layout.codes + quantised_code_bytes(start, layout.bits);
     const std::uint16_t scale = path.quantised_pack(values + start, length, layout.bits, codes);
     std::memcpy(message + start / quantised_block * sizeof scale, &scale, sizeof scale);
-    finite = finite && (scale & 0x7f80u) != 0x7f80u;
+    finite = finite && is_finite_bf16(scale);
   }
   std::memset(message + layout.end, 0, layout.bytes - layout.end);
   return finite;

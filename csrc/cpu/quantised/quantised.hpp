@@ -3,8 +3,8 @@
 // With L = 7 or 127, the scale of a block is its largest |x| divided by L, rounded up to a bf16 number. Element x is sent as the
 // integer nearest to x / scale, times the scale. If the scale would be below 2^-126, it is 0, and nothing of the block is sent.
 //
-// A message is the scales (bf16), then the integers, then zeros up to a multiple of 8 bytes. With 8 bits, element i has byte i. With
-// 4 bits, 32 elements have 16 bytes: element j of the 32 has the low half of byte j, and element 16 + j its high half. Missing
+// A message is the scales (bf16), then the integers, then zeros up to a multiple of 8 bytes. With 8 bits, element i has byte i.
+// With 4 bits, 32 elements have 16 bytes: element j of the 32 has the low half of byte j, and element 16 + j its high half. Missing
 // elements of the last 32 are zeros.
 #pragma once
 

@@ -5,9 +5,9 @@
 
 namespace topkube {
 
-// Maps the first `bytes` bytes of an open file, shared and read-only, at a multiple of `alignment` (a power of two and a multiple of
-// the page size). A huge page of a file can be a huge page of a mapping only if both begin at a multiple of its size. Returns nullptr
-// with errno if the kernel refuses the mapping.
+// Maps the first `bytes` bytes of an open file, shared and read-only, at a multiple of `alignment` (a power of two and a multiple
+// of the page size). A huge page of a file can be a huge page of a mapping only if both begin at a multiple of its size. Returns
+// nullptr with errno if the kernel refuses the mapping.
 const uint8_t* map_file(int file, size_t bytes, size_t alignment);
 
 // Ends a mapping of map_file.

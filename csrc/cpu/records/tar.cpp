@@ -11,10 +11,11 @@ namespace topkube {
 
 namespace {
 
+// Where the fields of a header begin or end, in bytes (POSIX ustar).
 constexpr size_t kMode = 100, kModeEnd = 108, kSize = 124, kSum = 148, kKind = 156, kVersionEnd = 265, kDevices = 329;
 constexpr size_t kSumBytes = 8, kSizeDigits = 11, kSumDigits = 6;
-// Headers that are closer than this are read together with the bytes between them.
-constexpr int64_t kClose = 4096, kWindow = 128 << 10;
+// Headers that are at most kClose bytes apart are read together with the bytes between them, at most kMostBytes at a time.
+constexpr int64_t kClose = 4096, kMostBytes = 128 << 10;
 
 // Parses octal digits. Returns -1 if another character is among them.
 int64_t parse_octal(const uint8_t* text, size_t digits) {
@@ -40,18 +41,19 @@ bool are_alike(const uint8_t* a, const uint8_t* b) {
          !std::memcmp(a + kDevices, b + kDevices, kTarBlock - kDevices);
 }
 
-// A part of the file around the header that is read next.
+// The part of the file that has been read last. It begins at a header.
 class Window {
  public:
   Window(int file, int64_t size) : file_(file), size_(size) {}
 
-  // Returns the header at `at`, or nullptr if it cannot be read.
-  const uint8_t* header(int64_t at, int64_t stride) {
+  // Returns the header at byte `at`, or nullptr if it cannot be read. `stride` is the distance from the header before: if headers
+  // are close, each read takes twice as many bytes as the read before.
+  const uint8_t* load_header(int64_t at, int64_t stride) {
     constexpr int64_t block = kTarBlock;
     if (at < start_ || at + block > start_ + static_cast<int64_t>(data_.size())) {
-      ahead_ = stride <= kClose ? std::min(2 * ahead_, kWindow) : block;
+      read_bytes_ = stride <= kClose ? std::min(2 * read_bytes_, kMostBytes) : block;
       if (at + block > size_) return nullptr;
-      data_.resize(static_cast<size_t>(std::min(std::max(ahead_, block), size_ - at)));
+      data_.resize(static_cast<size_t>(std::min(std::max(read_bytes_, block), size_ - at)));
       start_ = at;
       for (size_t done = 0; done < data_.size();) {
         const ssize_t got = ::pread(file_, data_.data() + done, data_.size() - done, at + static_cast<int64_t>(done));
@@ -65,7 +67,7 @@ class Window {
 
  private:
   int file_;
-  int64_t size_, start_ = 0, ahead_ = kClose;
+  int64_t size_, start_ = 0, read_bytes_ = kClose;
   std::vector<uint8_t> data_;
 };
 
@@ -77,7 +79,7 @@ size_t scan_tar(int file, int64_t size, int64_t at, const uint8_t* header, size_
   name_bytes = 0;
   int64_t stride = 0;
   for (size_t i = 0; i < most; ++i) {
-    const uint8_t* member = window.header(at, stride);
+    const uint8_t* member = window.load_header(at, stride);
     if (member == nullptr || !are_alike(member, header) || !has_valid_checksum(member)) return i;
     const uint8_t end = member[kSize + kSizeDigits];
     const int64_t length = parse_octal(member + kSize, kSizeDigits);

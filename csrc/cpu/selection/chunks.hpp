@@ -32,10 +32,11 @@ void run_in_parallel(int chunks, const Work& work) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Returns the number of chunks: at most `threads`, and fewer if the array is small, because a thread would not pay off.
+// Returns the number of chunks: at most `threads`, and fewer if the array is small. A thread with less than 16 blocks of work
+// does not save time.
 inline int count_chunks(std::size_t length, int threads) {
-  const std::size_t worth = length / (16 * block);
-  return static_cast<int>(std::clamp<std::size_t>(worth, 1, static_cast<std::size_t>(std::max(threads, 1))));
+  const std::size_t useful = length / (16 * block);
+  return static_cast<int>(std::clamp<std::size_t>(useful, 1, static_cast<std::size_t>(std::max(threads, 1))));
 }
 
 // Returns the first element of a chunk. Chunks begin at block boundaries.

@@ -14,7 +14,7 @@
 
 namespace topkube {
 
-constexpr std::uint32_t magnitude_of_16 = 0x7fffu;
+constexpr std::uint32_t magnitude_bits_16 = 0x7fffu;          // the bits of a 16-bit element except its sign
 constexpr std::uint32_t unreachable_threshold = 0x80000000u;  // a threshold that no magnitude reaches
 
 // The entries of one chunk that passed a filter, in ascending order of their indices.
@@ -38,9 +38,10 @@ struct FilterPlan {
 
 std::size_t choose_sample_size(std::size_t length, std::size_t k);
 
-// `scratch` has room for choose_sample_size(...) + 1 words.
+// Returns a threshold that at least k magnitudes reach, almost certainly. `scratch` has room for choose_sample_size(...) + 1 words.
 FilterPlan plan_from_sample(std::uint32_t* sample, std::size_t size, std::size_t length, std::size_t k, std::uint32_t* scratch);
 
+// Samples the array and plans the filter. read(i) returns the bits of element i; `mask` leaves its magnitude.
 template <class Read>
 FilterPlan plan_filter(std::size_t length, std::size_t k, std::uint32_t mask, Workspace& workspace, const Read& read) {
   if (length <= 4 * block) return {0, length};            // the array fits in the cache: every entry is a candidate

@@ -17,8 +17,6 @@ namespace {
 thread_local Workspace workspace;
 thread_local Workspace scratch_space;
 
-constexpr std::uint32_t infinity_bits = 0x7f800000u;
-
 // Adds the sums of the blocks in a fixed order that a GPU can follow in parallel (csrc/cuda/mstopk.hpp): chain i adds the sums i,
 // i + 1,024, i + 2,048, ...; then a tree adds the chains.
 double add_block_sums(const std::vector<double>& sums) {
@@ -48,8 +46,9 @@ struct SummarisingFilter {
   }
 };
 
-enum class Verdict { few, many, unknown };  // at most k magnitudes reach the probe; more than k; not known yet
+enum class Answer { few, many, unknown };  // at most k magnitudes reach the probe; more than k; not known yet
 
+// The bisection of the algorithm between the mean (ratio 0) and the largest magnitude (ratio 1).
 struct Bisection {
   double mean, largest;
   int probes_left;
@@ -62,11 +61,11 @@ struct Bisection {
     for (; probes_left > 0; --probes_left) {
       const double ratio = left + (right - left) / 2;
       const auto threshold = static_cast<float>(mean + ratio * (largest - mean));
-      const Verdict verdict = decide(bits_of(threshold));
-      if (verdict == Verdict::unknown) return;
-      // A later probe with the same verdict is closer, so the last probe is the best. If two probes have the same count, both
+      const Answer answer = decide(bits_of(threshold));
+      if (answer == Answer::unknown) return;
+      // A later probe with the same answer is closer, so the last probe is the best. If two probes have the same count, both
       // select the same entries.
-      if (verdict == Verdict::few) {
+      if (answer == Answer::few) {
         right = ratio;
         upper = threshold;
       } else {
@@ -77,24 +76,24 @@ struct Bisection {
   }
 };
 
-// Writes the selected entries in order: all entries that reach `upper`, and the entries first to
-// last - 1 of those between the thresholds.
+// Writes the selected entries in order: all entries that reach `upper`, and of the entries between the thresholds those with the
+// numbers first to last - 1.
 struct ThresholdOutput {
   Dtype dtype;
   std::uint32_t upper, lower;
   std::size_t first, last, k;
   std::uint32_t* indices;
   void* values;
-  std::size_t between = 0, count = 0;
+  std::size_t between = 0, count = 0;  // the entries so far that lie between the thresholds, and that are written
 
   ThresholdOutput(Dtype dtype, const Thresholds& thresholds, std::size_t k, std::uint64_t seed, std::uint32_t* indices,
                   void* values)
       : dtype(dtype), upper(bits_of(thresholds.upper)), lower(bits_of(thresholds.lower)), k(k), indices(indices), values(values) {
-    const std::size_t wanted = k - thresholds.above_upper;
-    const std::size_t offsets =
-        thresholds.above_lower - thresholds.above_upper - wanted + 1;  // the consecutive entries must end inside the list
+    const std::size_t consecutive = k - thresholds.above_upper;
+    // The consecutive entries must end inside the list of entries between the thresholds.
+    const std::size_t offsets = thresholds.above_lower - thresholds.above_upper - consecutive + 1;
     first = static_cast<std::size_t>(static_cast<unsigned __int128>(mix_bits(seed)) * offsets >> 64);
-    last = first + wanted;
+    last = first + consecutive;
   }
 
   void take(const Run& run) {
@@ -128,6 +127,7 @@ std::size_t count_at_least(const Candidates& candidates, float threshold) {
   return count;
 }
 
+// Returns the histogram of part(magnitude as fp32) over all elements. Ignores values of `size` and above.
 template <class Part>
 std::vector<std::uint32_t> build_float_histogram(const void* data, Dtype dtype, std::size_t length, std::size_t size, int threads,
                                                  const Part& part) {
@@ -153,18 +153,18 @@ Thresholds find_thresholds_by_histogram(const void* data, Dtype dtype, std::size
   std::size_t rank = k + 1;
   const std::uint32_t bin = all ? 0 : static_cast<std::uint32_t>(find_bin_of_kth(coarse.data(), coarse.size(), rank));
   bisection.probe([&](std::uint32_t probe) {
-    if (all || probe >> low_bits > bin) return Verdict::few;
-    return probe >> low_bits < bin ? Verdict::many : Verdict::unknown;
+    if (all || probe >> low_bits > bin) return Answer::few;
+    return probe >> low_bits < bin ? Answer::many : Answer::unknown;
   });
   const std::uint32_t refined[3] = {bin, bits_of(bisection.upper) >> low_bits, bits_of(bisection.lower) >> low_bits};
   const auto fine = build_float_histogram(data, dtype, length, 3 * low_size, threads, [&refined](std::uint32_t m) {
     const std::uint32_t high = m >> low_bits, low = m & (low_size - 1);
-    const std::uint32_t table = high == refined[0] ? 0 : high == refined[1] ? 1 : high == refined[2] ? 2 : 3;
+    const std::uint32_t table = high == refined[0] ? 0 : high == refined[1] ? 1 : high == refined[2] ? 2 : 3;  // 3: ignored
     return table * low_size + low;
   });
   if (!all) {
     const std::uint32_t kth = bin << low_bits | static_cast<std::uint32_t>(find_bin_of_kth(fine.data(), low_size, rank));
-    bisection.probe([kth](std::uint32_t probe) { return probe > kth ? Verdict::few : Verdict::many; });
+    bisection.probe([kth](std::uint32_t probe) { return probe > kth ? Answer::few : Answer::many; });
   }
   const auto count = [&](float threshold) {
     const std::uint32_t high = bits_of(threshold) >> low_bits, low = bits_of(threshold) & (low_size - 1);
@@ -177,12 +177,44 @@ Thresholds find_thresholds_by_histogram(const void* data, Dtype dtype, std::size
   return {bisection.upper, bisection.lower, count(bisection.upper), count(bisection.lower)};
 }
 
+// Finds the thresholds if the candidates are sufficient: the (k + 1)-th largest magnitude, which answers all probes, is among
+// them, and every entry that reaches the lower threshold is a candidate. Returns false otherwise.
+bool find_thresholds_in_candidates(const Candidates& candidates, const FilterPlan& plan, std::size_t length, std::size_t k,
+                                   Bisection bisection, Thresholds* thresholds) {
+  const std::size_t needed = std::min(k + 1, length);
+  if (candidates.overflowed || candidates.count < needed) return false;
+  if (k == length) {
+    bisection.probe([](std::uint32_t) { return Answer::few; });
+  } else {
+    const std::uint32_t kth =
+        find_kth_largest(candidates.runs, needed, magnitude_bits, plan.threshold, scratch_space.reserve(candidates.count + 1))
+            .threshold;
+    bisection.probe([kth](std::uint32_t probe) { return probe > kth ? Answer::few : Answer::many; });
+  }
+  if (bits_of(bisection.lower) < plan.threshold) return false;
+  *thresholds = {bisection.upper, bisection.lower, count_at_least(candidates, bisection.upper),
+                 count_at_least(candidates, bisection.lower)};
+  return true;
+}
+
+// Filters the data again, block by block, by the lower threshold.
+void write_from_data(const void* data, Dtype dtype, std::size_t length, ThresholdOutput& output) {
+  std::vector<std::uint32_t> room(2 * (block + filter_slack));
+  Run run{room.data(), room.data() + block + filter_slack, 0};
+  for (std::size_t start = 0; start < length && output.count < output.k; start += block) {
+    run.count =
+        active_path().filter_float[code_of(dtype)](element_address(data, dtype, start), std::min(block, length - start),
+                                                   static_cast<std::uint32_t>(start), output.lower, run.indices, run.values);
+    output.take(run);
+  }
+}
+
 }  // namespace
 
 Effort mstopk(const void* data, Dtype dtype, std::size_t length, std::size_t k, int iterations, std::uint64_t seed, int threads,
               std::uint32_t* indices, void* values, Thresholds* thresholds) {
   const IeeeScope ieee;
-  const std::size_t needed = std::min(k + 1, length);  // the verdicts depend on this many of the largest magnitudes
+  const std::size_t needed = std::min(k + 1, length);  // all answers depend on the magnitude of this rank
   const FilterPlan plan =
       plan_filter(length, needed, magnitude_bits, workspace, [&](std::size_t i) { return load_element_bits(data, dtype, i); });
   const std::size_t blocks = (length + block - 1) / block;
@@ -192,7 +224,7 @@ Effort mstopk(const void* data, Dtype dtype, std::size_t length, std::size_t k, 
       filter_chunks(length, plan, threads, workspace, SummarisingFilter{active_path(), data, dtype, sums.data(), tops.data()});
   Effort effort{1, candidates.count};
   const std::uint32_t largest = *std::max_element(tops.begin(), tops.end());
-  if (largest >= infinity_bits) {
+  if (largest >= infinity_bits) {  // the mean has no meaning: selects the exact top k
     *thresholds = {};
     if (dtype == Dtype::f32) {
       return select_f32_from_candidates(candidates, plan, static_cast<const float*>(data), length, k, threads, indices,
@@ -204,37 +236,14 @@ Effort mstopk(const void* data, Dtype dtype, std::size_t length, std::size_t k, 
   }
   Bisection bisection{add_block_sums(sums) / static_cast<double>(length), float_of(largest), iterations};
 
-  bool is_sufficient = !candidates.overflowed && candidates.count >= needed;  // the candidates are sufficient for the answer
-  if (is_sufficient) {
-    Bisection attempt = bisection;
-    if (needed == k) {
-      attempt.probe([](std::uint32_t) { return Verdict::few; });
-    } else {
-      const std::uint32_t kth =
-          find_kth_largest(candidates.runs, needed, magnitude_bits, plan.threshold, scratch_space.reserve(candidates.count + 1))
-              .threshold;
-      attempt.probe([kth](std::uint32_t probe) { return probe > kth ? Verdict::few : Verdict::many; });
-    }
-    is_sufficient = bits_of(attempt.lower) >= plan.threshold;
-    if (is_sufficient) {
-      *thresholds = {attempt.upper, attempt.lower, count_at_least(candidates, attempt.upper),
-                     count_at_least(candidates, attempt.lower)};
-      ThresholdOutput output(dtype, *thresholds, k, seed, indices, values);
-      for (const Run& run : candidates.runs) output.take(run);
-    }
-  }
-  if (!is_sufficient) {
+  if (find_thresholds_in_candidates(candidates, plan, length, k, bisection, thresholds)) {
+    ThresholdOutput output(dtype, *thresholds, k, seed, indices, values);
+    for (const Run& run : candidates.runs) output.take(run);
+  } else {
     *thresholds = find_thresholds_by_histogram(data, dtype, length, k, threads, bisection);
     effort.passes += 3;
     ThresholdOutput output(dtype, *thresholds, k, seed, indices, values);
-    std::vector<std::uint32_t> room(2 * (block + filter_slack));
-    Run run{room.data(), room.data() + block + filter_slack, 0};
-    for (std::size_t start = 0; start < length && output.count < k; start += block) {
-      run.count =
-          active_path().filter_float[code_of(dtype)](element_address(data, dtype, start), std::min(block, length - start),
-                                                     static_cast<std::uint32_t>(start), output.lower, run.indices, run.values);
-      output.take(run);
-    }
+    write_from_data(data, dtype, length, output);
   }
   workspace.trim();
   scratch_space.trim();

@@ -8,12 +8,13 @@ namespace {
 
 constexpr unsigned digit = 11;  // bits per histogram: its 8 KiB of counters stay in the first-level cache
 
-// Does one round: counts (value - least) by its top bits, and narrows [least, least + 2^bits) to the bin with the k-th largest.
-template <class Each>
-void narrow_to_bin(const Each& each, std::size_t& k, std::uint32_t& least, unsigned& bits) {
+// Does one round: counts (magnitude - least) by its top bits, and narrows [least, least + 2^bits) to the bin with the k-th largest.
+// for_each(count) calls count(magnitude) for all magnitudes.
+template <class ForEach>
+void narrow_to_bin(const ForEach& for_each, std::size_t& k, std::uint32_t& least, unsigned& bits) {
   std::array<std::uint32_t, 1u << digit> bins{};
   const unsigned shift = bits > digit ? bits - digit : 0;
-  each([&](std::uint32_t magnitude) { ++bins[(magnitude - least) >> shift]; });
+  for_each([&](std::uint32_t magnitude) { ++bins[(magnitude - least) >> shift]; });
   least += static_cast<std::uint32_t>(find_bin_of_kth(bins.data(), bins.size(), k)) << shift;
   bits = shift;
 }
@@ -28,34 +29,36 @@ ExactThreshold find_kth_largest(const std::vector<Run>& runs, std::size_t k, std
   }
   unsigned bits = static_cast<unsigned>(std::bit_width(largest - least));
   narrow_to_bin(
-      [&](auto&& count_in) {
+      [&](auto&& count) {
         for (const Run& run : runs) {
-          for (std::size_t i = 0; i < run.count; ++i) count_in(run.values[i] & mask);
+          for (std::size_t i = 0; i < run.count; ++i) count(run.values[i] & mask);
         }
       },
       k, least, bits);
   if (bits == 0) return {least, k};
-  // Of hundreds of thousands of values, usually a few hundred remain.
-  std::size_t left = 0;
+
+  // The next rounds only read the magnitudes of that bin: of hundreds of thousands, usually a few hundred.
+  std::size_t remaining = 0;
   for (const Run& run : runs) {
     for (std::size_t i = 0; i < run.count; ++i) {
       const std::uint32_t magnitude = run.values[i] & mask;
-      scratch[left] = magnitude;
-      left += (magnitude - least) >> bits == 0;  // below `least` this wraps to a large number
+      scratch[remaining] = magnitude;
+      remaining += (magnitude - least) >> bits == 0;  // below `least` this wraps to a large number
     }
   }
+
   while (bits > 0) {
     narrow_to_bin(
-        [&](auto&& count_in) {
-          for (std::size_t i = 0; i < left; ++i) count_in(scratch[i]);
+        [&](auto&& count) {
+          for (std::size_t i = 0; i < remaining; ++i) count(scratch[i]);
         },
         k, least, bits);
     std::size_t kept = 0;
-    for (std::size_t i = 0; i < left; ++i) {
+    for (std::size_t i = 0; i < remaining; ++i) {
       scratch[kept] = scratch[i];
       kept += (scratch[i] - least) >> bits == 0;
     }
-    left = kept;
+    remaining = kept;
   }
   return {least, k};
 }

@@ -13,8 +13,8 @@ static constexpr std::uint64_t mix_bits(std::uint64_t value) {  // the finaliser
   return value ^ (value >> 31);
 }
 
-// Returns floor(stratum * hash / 2^32). `stratum` is below 2^48. The product has two halves, because it would overflow if `stratum` is
-// 2^32 or more: with 8,192 samples, in arrays of more than 537 million elements.
+// Returns floor(stratum * hash / 2^32). `stratum` is below 2^48. The product has two halves, because it would overflow if `stratum`
+// is 2^32 or more: with 8,192 samples, in arrays of more than 537 million elements.
 static constexpr std::uint64_t scale_hash_to_stratum(std::uint32_t hash, std::uint64_t stratum) {
   return hash * (stratum >> 32) + (hash * (stratum & 0xffffffffu) >> 32);
 }

@@ -11,7 +11,7 @@ namespace {
 thread_local Workspace workspace;
 thread_local Workspace scratch;
 
-std::uint32_t mask_of(Dtype dtype) { return dtype == Dtype::f32 ? magnitude_bits : magnitude_of_16; }
+std::uint32_t mask_of(Dtype dtype) { return dtype == Dtype::f32 ? magnitude_bits : magnitude_bits_16; }
 
 // Writes the selected entries in the order of their indices: all entries above the threshold, and the first `ties` that equal it.
 template <class Item>
@@ -23,8 +23,9 @@ struct ExactOutput {
   std::size_t k;
   std::size_t count = 0;
 
-  // Returns true if an entry is selected. Entries arrive in order. Ties are rare, so the branch is almost always predicted.
-  bool wants(std::uint32_t value) {
+  // Decides if the next entry is selected. A selected tie reduces `exact.ties`. Ties are rare, so the branch is almost always
+  // predicted.
+  bool decide(std::uint32_t value) {
     const std::uint32_t magnitude = value & mask;
     if (magnitude != exact.threshold) [[likely]]
       return magnitude > exact.threshold;
@@ -37,7 +38,7 @@ struct ExactOutput {
     for (std::size_t i = 0; i < run.count && count < k; ++i) {
       indices[count] = run.indices[i];  // the next entry overwrites this one unless it is selected
       values[count] = static_cast<Item>(run.values[i]);
-      count += wants(run.values[i]);
+      count += decide(run.values[i]);
     }
   }
 
@@ -45,15 +46,15 @@ struct ExactOutput {
   std::size_t split(const Run& run, std::uint32_t* left_indices, std::uint32_t* left_values) {
     std::size_t left = 0;
     for (std::size_t i = 0; i < run.count; ++i) {
-      const bool wanted = wants(run.values[i]);
+      const bool is_selected = decide(run.values[i]);
       if (count < k) {
         indices[count] = run.indices[i];
         values[count] = run.values[i];
       }
       left_indices[left] = run.indices[i];
       left_values[left] = run.values[i];
-      count += wanted;
-      left += !wanted;
+      count += is_selected;
+      left += !is_selected;
     }
     return left;
   }
@@ -63,8 +64,8 @@ struct ExactOutput {
 ExactThreshold find_threshold_by_histogram(const void* data, Dtype dtype, std::size_t length, std::size_t k, int threads,
                                            int& passes) {
   if (dtype != Dtype::f32) {
-    const auto bins =
-        build_histogram<std::uint16_t>(data, length, 1u << 15, threads, [](std::uint32_t bits) { return bits & magnitude_of_16; });
+    const auto bins = build_histogram<std::uint16_t>(data, length, 1u << 15, threads,
+                                                     [](std::uint32_t bits) { return bits & magnitude_bits_16; });
     passes += 1;
     const auto bin = static_cast<std::uint32_t>(find_bin_of_kth(bins.data(), bins.size(), k));
     return {bin, k};

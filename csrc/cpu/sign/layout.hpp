@@ -1,4 +1,5 @@
-// The places in a message about the largest elements, for the CPU and the CUDA code. csrc/cpu/sign/top_sign.hpp describes the format.
+// The places in a message about the largest elements, for the CPU and the CUDA code. csrc/cpu/sign/top_sign.hpp describes the
+// format.
 //
 // All functions are `static constexpr`, so that CUDA kernels can call them too.
 #pragma once
@@ -25,10 +26,11 @@ struct TopSignLayout {
         bytes(aligned(unary + octets(high))) {}
 
   std::size_t length, count;
-  unsigned low;                            // bits of an index in planes
-  std::size_t high;                        // bits of the unary part
-  std::size_t plane_bytes;                 // bytes of one plane
-  std::size_t bits, planes, unary, bytes;  // where the sign bits, the planes and the unary part begin; the length
+  unsigned low;                     // how many of the lowest bits of an index are in planes
+  std::size_t high;                 // bits of the unary part
+  std::size_t plane_bytes;          // bytes of one plane
+  std::size_t bits, planes, unary;  // the first bytes of the sign bits, of the planes and of the unary part
+  std::size_t bytes;                // of the message
 
  private:
   static constexpr std::size_t octets(std::size_t bits) { return (bits + 7) / 8; }

@@ -15,7 +15,7 @@ bool sign_pack(float* values, std::size_t length, std::uint16_t* scales, std::ui
   for (std::size_t start = 0; start < length; start += sign_block) {
     const std::uint16_t scale = path.sign_pack(values + start, std::min(sign_block, length - start), bits + start / 8);
     scales[start / sign_block] = scale;
-    finite = finite && (scale & 0x7f80u) != 0x7f80u;
+    finite = finite && is_finite_bf16(scale);
   }
   return finite;
 }

@@ -1,7 +1,7 @@
 // The messages of the algorithm `onebit`: one bit per element, and a scale per block of 256 elements.
 //
-// The scale of a block is the mean |x| of its elements, rounded to bf16. The last block may be shorter; its mean counts the elements
-// that exist. Bit i % 8 of byte i / 8 is the sign bit of element i. An element is sent as +scale or -scale.
+// The scale of a block is the mean |x| of its elements, rounded to bf16. The last block may be shorter; its mean counts the
+// elements that exist. Bit i % 8 of byte i / 8 is the sign bit of element i. An element is sent as +scale or -scale.
 #pragma once
 
 #include <cstddef>

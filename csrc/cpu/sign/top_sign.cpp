@@ -17,6 +17,7 @@ namespace {
 constexpr std::size_t word_bits = 64, word_bytes = 8, octet = 8;
 constexpr std::uint64_t lowest_of_each_byte = 0x0101010101010101u;
 
+// The entries of the message in work. Threads keep the memory between calls.
 thread_local std::vector<std::uint32_t> indices;
 thread_local std::vector<float> chosen;
 
@@ -54,7 +55,8 @@ inline void write_octet(const std::uint32_t* from, std::size_t count, const TopS
   }
 }
 
-// Does the inverse of `write_octet`: sets the `low` lowest bits of the indices.
+// Does the inverse of `write_octet`: sets the `low` lowest bits of the indices. One product copies a byte of a plane into all eight
+// bytes of a word; byte j of the word keeps the bit of index j, and becomes 1 if that bit is set.
 inline void read_octet(const std::uint8_t* planes, std::size_t count, const TopSignLayout& layout, std::uint32_t* to) {
   constexpr std::uint64_t bit_of_each_byte = 0x0102040810204080u, below_sign = 0x7f7f7f7f7f7f7f7fu;
   for (unsigned first = 0; first < layout.low; first += 8) {
@@ -117,9 +119,9 @@ bool read_unary(const std::uint8_t* unary, const TopSignLayout& layout, std::uin
 }
 
 bool are_ascending_below(const std::uint32_t* from, std::size_t count, std::size_t length) {
-  bool ascend = true;
-  for (std::size_t i = 1; i < count; ++i) ascend &= from[i - 1] < from[i];
-  return ascend && from[count - 1] < length;
+  bool is_ascending = true;
+  for (std::size_t i = 1; i < count; ++i) is_ascending &= from[i - 1] < from[i];
+  return is_ascending && from[count - 1] < length;
 }
 
 }  // namespace

@@ -29,6 +29,7 @@ void write(std::uint8_t* to, T value) {
   std::memcpy(to, &value, sizeof value);
 }
 
+// Where the sections of a buffer begin.
 struct Sections {
   const std::uint8_t *counts, *offsets, *values;
   Sections(const std::uint8_t* buffer, const WireHeader& header)
@@ -55,6 +56,7 @@ void for_each_index(const Sections& sections, const WireHeader& header, const En
   }
 }
 
+// Checks the entries per block, the offsets, and their padding. Every count is checked before an offset is read.
 WireFault check_offsets(const Sections& sections, const WireHeader& header) {
   const std::size_t blocks = wire_blocks(header.length);
   std::size_t total = 0;
@@ -64,6 +66,7 @@ WireFault check_offsets(const Sections& sections, const WireHeader& header) {
     total += count;
   }
   if (total != header.entries) return WireFault::counts;
+
   std::size_t number = 0;
   for (std::size_t block = 0; block < blocks; ++block) {
     const std::size_t count = read<std::uint32_t>(sections.counts + 4 * block);
@@ -77,6 +80,7 @@ WireFault check_offsets(const Sections& sections, const WireHeader& header) {
       return WireFault::order;
     number += count;
   }
+
   for (const std::uint8_t* pad = sections.offsets + 2 * std::size_t{header.entries}; pad < sections.values; ++pad) {
     if (*pad) return WireFault::padding;
   }
@@ -100,6 +104,28 @@ void add_batch(void* dense, Dtype dtype, const std::uint32_t* indices, const flo
   }
 }
 
+// Writes the values, rounded to the wire type. Adds the error of each value to the residual, if there is one.
+void encode_rounded_values(const std::uint32_t* indices, const void* values, Dtype dtype, std::size_t count, Dtype wire,
+                           float* residual, std::uint8_t* to) {
+  const PathKernels& path = active_path();
+  alignas(64) float exact[batch], sent[batch];
+  alignas(64) std::uint8_t rounded[batch * sizeof(float)];
+  for (std::size_t start = 0; start < count; start += batch) {
+    const std::size_t size = std::min(batch, count - start);
+    path.widen[code_of(dtype)](exact, static_cast<const std::uint8_t*>(values) + start * item_size(dtype), size);
+    path.narrow[code_of(wire)](rounded, exact, size, 1.0f);
+    std::memcpy(to + start * item_size(wire), rounded, size * item_size(wire));
+    if (!residual || wire == Dtype::f32) continue;
+    path.widen[code_of(wire)](sent, rounded, size);
+    for (std::size_t i = 0; i < size; ++i) {
+      const float error = exact[i] - sent[i];
+      if (error == 0.0f) continue;
+      float& left = residual[indices[start + i]];
+      left = canonical(left + error);
+    }
+  }
+}
+
 }  // namespace
 
 std::size_t find_disorder(const std::uint32_t* indices, std::size_t count, std::size_t length) {
@@ -107,7 +133,8 @@ std::size_t find_disorder(const std::uint32_t* indices, std::size_t count, std::
   unsigned disorder = 0;
   for (std::size_t i = 1; i < count; ++i) disorder |= indices[i] <= indices[i - 1];
   if (!disorder && indices[count - 1] < length) return count;
-  if (indices[0] >= length) return 0;
+
+  if (indices[0] >= length) return 0;  // the position is searched only after the fast check has failed
   std::size_t i = 1;
   while (indices[i] > indices[i - 1] && indices[i] < length) ++i;
   return i;
@@ -116,7 +143,6 @@ std::size_t find_disorder(const std::uint32_t* indices, std::size_t count, std::
 void encode(const std::uint32_t* indices, const void* values, Dtype dtype, std::size_t count, std::size_t length, Dtype wire,
             float* residual, std::uint8_t* out) {
   const IeeeScope ieee;
-  const PathKernels& path = active_path();
   std::memset(out, 0, wire_header_bytes);
   write(out, wire_magic);
   out[4] = wire_version;
@@ -136,44 +162,29 @@ void encode(const std::uint32_t* indices, const void* values, Dtype dtype, std::
   std::memset(to + 2 * count, 0, wire_offsets_bytes(count) - 2 * count);
   to += wire_offsets_bytes(count);
 
-  if (wire == dtype) {
-    if (count) std::memcpy(to, values, count * item_size(wire));
-    return;
-  }
-  alignas(64) float exact[batch], back[batch];
-  alignas(64) std::uint8_t rounded[batch * sizeof(float)];
-  for (std::size_t start = 0; start < count; start += batch) {
-    const std::size_t size = std::min(batch, count - start);
-    path.widen[code_of(dtype)](exact, static_cast<const std::uint8_t*>(values) + start * item_size(dtype), size);
-    path.narrow[code_of(wire)](rounded, exact, size, 1.0f);
-    std::memcpy(to + start * item_size(wire), rounded, size * item_size(wire));
-    if (!residual || wire == Dtype::f32) continue;
-    path.widen[code_of(wire)](back, rounded, size);
-    for (std::size_t i = 0; i < size; ++i) {
-      const float error = exact[i] - back[i];
-      if (error == 0.0f) continue;
-      float& left = residual[indices[start + i]];
-      left = canonical(left + error);
-    }
+  if (wire != dtype) {
+    encode_rounded_values(indices, values, dtype, count, wire, residual, to);
+  } else if (count) {
+    std::memcpy(to, values, count * item_size(wire));
   }
 }
 
 WireHeader check_wire(const std::uint8_t* buffer, std::size_t bytes) {
   WireHeader header;
-  const auto fail = [&header](WireFault fault) {
+  const auto with_fault = [&header](WireFault fault) {
     header.fault = fault;
     return header;
   };
-  if (bytes < wire_header_bytes) return fail(WireFault::too_short);
-  if (read<std::uint32_t>(buffer) != wire_magic) return fail(WireFault::foreign);
-  if (buffer[4] != wire_version) return fail(WireFault::version);
-  if (buffer[5] > 2) return fail(WireFault::value_type);
-  if (read<std::uint16_t>(buffer + 6) != 0) return fail(WireFault::padding);
+  if (bytes < wire_header_bytes) return with_fault(WireFault::too_short);
+  if (read<std::uint32_t>(buffer) != wire_magic) return with_fault(WireFault::foreign);
+  if (buffer[4] != wire_version) return with_fault(WireFault::version);
+  if (buffer[5] > 2) return with_fault(WireFault::value_type);
+  if (read<std::uint16_t>(buffer + 6) != 0) return with_fault(WireFault::padding);
   header.wire = static_cast<Dtype>(buffer[5]);
   header.length = read<std::uint32_t>(buffer + 8);
   header.entries = read<std::uint32_t>(buffer + 12);
-  if (bytes != encoded_size(header.length, header.entries, header.wire)) return fail(WireFault::size);
-  return fail(check_offsets(Sections(buffer, header), header));
+  if (bytes != encoded_size(header.length, header.entries, header.wire)) return with_fault(WireFault::size);
+  return with_fault(check_offsets(Sections(buffer, header), header));
 }
 
 void decode(const std::uint8_t* buffer, const WireHeader& header, std::uint32_t* indices, float* values) {
@@ -208,7 +219,7 @@ bool decode_add(const std::uint8_t* buffer, const WireHeader& header, void* dens
   return finite;
 }
 
-std::size_t find_beyond(const std::uint32_t* indices, std::size_t count, std::size_t length) {
+std::size_t find_out_of_range(const std::uint32_t* indices, std::size_t count, std::size_t length) {
   std::uint32_t largest = 0;
   for (std::size_t i = 0; i < count; ++i) largest = std::max(largest, indices[i]);
   if (count == 0 || largest < length) return count;

@@ -22,7 +22,7 @@ namespace topkube {
 enum class WireFault : int {
   none = 0,
   too_short,  // no room for a header
-  foreign,    // the magic is wrong
+  foreign,    // the magic is wrong: the buffer is not from TopKube
   version,
   value_type,
   size,     // the size does not follow from length, entries and value type
@@ -58,7 +58,7 @@ void decode(const std::uint8_t* buffer, const WireHeader& header, std::uint32_t*
 bool decode_add(const std::uint8_t* buffer, const WireHeader& header, void* dense, Dtype dtype, float scale);
 
 // Returns the position of the first index that is not below `length`, or `count` if all indices are valid.
-std::size_t find_beyond(const std::uint32_t* indices, std::size_t count, std::size_t length);
+std::size_t find_out_of_range(const std::uint32_t* indices, std::size_t count, std::size_t length);
 
 // Adds values[i] to dense[indices[i]], in order. Each sum is rounded once to the type of dense. All indices are within bounds.
 void scatter_add(void* dense, Dtype dtype, const std::uint32_t* indices, const void* values, Dtype value_dtype, std::size_t count);

@@ -18,13 +18,9 @@ TOPKUBE_DEVICE Bin bin_of_rank(const u32* bins, u32 size, u64 rank, BlockScratch
   const u32 mine = gpu::thread() * each, end = mine < size ? size - mine : 0, begin = end > each ? end - each : 0;
   u64 sum = 0;
   for (u32 i = begin; i < end; ++i) sum += gpu::observe(bins + i);
-  u64 before = sum;  // inclusive over the warp, then exclusive
-  for (u32 step = 1; step < 32; step *= 2) {
-    const u64 below = gpu::shuffle(before, (gpu::lane() - step) & 31u);
-    if (gpu::lane() >= step) before += below;
-  }
+  const u64 up_to_lane = sum_up_to_lane(sum);
   u64 total;
-  before = before - sum + warps_before(gpu::shuffle(before, 31u), scratch, &total);
+  const u64 before = up_to_lane - sum + sum_before_warp(gpu::shuffle(up_to_lane, 31u), scratch, &total);
   if (before < rank && rank <= before + sum) {
     rank -= before;
     u32 bin = end - 1;

@@ -27,42 +27,42 @@ struct NarrowShared {
 };
 
 // The k-th magnitude is known: selects all magnitudes above it, and `rank` of those that equal it.
-TOPKUBE_DEVICE void settle(const Selection& s, u32 magnitude, u64 rank) {
-  State& state = *s.state;
+TOPKUBE_DEVICE void settle(const Selection& selection, u32 magnitude, u64 rank) {
+  State& state = *selection.state;
   state.upper = magnitude + 1;
   state.lower = magnitude;
-  state.first = 0;
-  state.wanted = rank;
-  keep_threshold(s, magnitude);
+  state.first_between = 0;
+  state.between_count = rank;
+  keep_threshold(selection, magnitude);
 }
 
 // `round` is 0 or 1. Counts the magnitudes in [base, base + 2^bits); the bits above `shift` are the bin.
 template <class Source>
-TOPKUBE_DEVICE void narrow_bins(const Source& source, const Selection& s, u32 round, NarrowShared& shared) {
-  State& state = *s.state;
+TOPKUBE_DEVICE void narrow_bins(const Source& source, const Selection& selection, u32 round, NarrowShared& shared) {
+  State& state = *selection.state;
   const u32 base = state.base, bits = state.bits;
-  u32* bins = round == 0 ? s.fine : s.finest;
+  u32* bins = round == 0 ? selection.fine : selection.finest;
   if (bits == 0) {  // only one magnitude is left
-    if (round == 1 && gpu::block() == 0 && gpu::thread() == 0) settle(s, base, state.rank);
+    if (round == 1 && gpu::block() == 0 && gpu::thread() == 0) settle(selection, base, state.rank);
     return;
   }
   u32 size, shift = 0;
-  if (state.mode == from_candidates) {
-    shift = above_digit(bits);
+  if (state.mode == from_candidates) {  // the candidates in the bin of the round before
+    shift = bin_shift(bits);
     size = coarse_bins;
     for_each_ahead(
-        state.candidates, [&](u64 i) { return s.values[i]; },
+        state.candidates, [&](u64 i) { return selection.values[i]; },
         [&](u32 value, bool inside) {
           const u32 place = (value & Source::mask) - base;  // wraps around below the base
           if (inside && place >> bits == 0) gpu::add(bins + (place >> shift), 1u);
         });
-  } else if (round == 0) {
+  } else if (round == 0) {  // the upper bits of all data, first in the shared memory of the block
     shift = Source::width - upper_bits;
     size = upper_bins;
     for (u32 i = gpu::thread(); i < size; i += gpu::threads()) shared.bins[i] = 0;
     gpu::sync();
     for_each_ahead(
-        s.length, [&](u64 i) { return source.peek(i); },
+        selection.length, [&](u64 i) { return source.peek(i); },
         [&](u32 value, bool inside) {
           if (inside) gpu::add(shared.bins + ((value & Source::mask) >> shift), 1u);
         });
@@ -70,10 +70,10 @@ TOPKUBE_DEVICE void narrow_bins(const Source& source, const Selection& s, u32 ro
     for (u32 i = gpu::thread(); i < size; i += gpu::threads()) {
       if (shared.bins[i]) gpu::add(bins + i, shared.bins[i]);
     }
-  } else {
+  } else {  // the lower bits of the data in that bin; lanes with equal bits are counted together
     size = u32{1} << bits;
     for_each_ahead(
-        s.length, [&](u64 i) { return source.peek(i); },
+        selection.length, [&](u64 i) { return source.peek(i); },
         [&](u32 value, bool inside) {
           const u32 place = inside ? (value & Source::mask) - base : ~u32{0};
           const bool counted = place >> bits == 0;
@@ -88,13 +88,13 @@ TOPKUBE_DEVICE void narrow_bins(const Source& source, const Selection& s, u32 ro
     state.base = base + (bin.number << shift);
     state.bits = shift;
     state.rank = bin.rank;
-    if (round == 1) settle(s, state.base, bin.rank);
+    if (round == 1) settle(selection, state.base, bin.rank);
   }
 }
 
 template <class Source>
-TOPKUBE_KERNEL(narrow_threads) narrow(Source source, Selection s, u32 round) {
-  narrow_bins(source, s, round, gpu::shared<NarrowShared>());
+TOPKUBE_KERNEL(narrow_threads) narrow(Source source, Selection selection, u32 round) {
+  narrow_bins(source, selection, round, gpu::shared<NarrowShared>());
 }
 
 }  // namespace topkube

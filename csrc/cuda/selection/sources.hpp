@@ -34,7 +34,7 @@ struct Bits {
 template <class T>
 struct Sums {
   using Item = typename T::Item;
-  static constexpr u32 width = 31, mask = 0x7fffffffu, pack = 4, steps = filter_steps, chunks = steps / pack;
+  static constexpr u32 width = 31, mask = magnitude_bits, pack = 4, steps = filter_steps, chunks = steps / pack;
   struct alignas(pack * sizeof(Item)) Gradients {
     Item items[pack];
   };

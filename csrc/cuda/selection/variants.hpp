@@ -1,12 +1,11 @@
-// The variants of the selection kernels that a build can choose.
+// The variants of the selection kernels that a build can choose (-DTOPKUBE_CUDA_DEFINES="-DTOPKUBE_CUDA_VECTOR=0"), to compare them
+// on a device. They return the same bits.
 #pragma once
 
 #include "../device.hpp"
 
 namespace topkube {
 
-// Variants that a build can choose (-DTOPKUBE_CUDA_DEFINES="-DTOPKUBE_CUDA_VECTOR=0"), to compare them on a device. They return the
-// same bits.
 #ifndef TOPKUBE_CUDA_VECTOR
 #define TOPKUBE_CUDA_VECTOR 1  // load 16 bytes per instruction, if arrays are aligned
 #endif

@@ -12,21 +12,23 @@ from topkube.settings import Settings
 
 SETTINGS = Settings.from_environment()
 FLOAT32 = np.dtype(np.float32)
-WIRES = dict(zip(("fp32", "bf16", "fp16"), DTYPE_CODES.values(), strict=True))
+WIRE_CODES = dict(zip(("fp32", "bf16", "fp16"), DTYPE_CODES.values(), strict=True))
 MOST_ELEMENTS = 2**32 - 1
+"""The largest length of an array whose indices have 32 bits."""
 SIGN_BLOCK = 256
+"""The number of elements that share a scale (csrc/cpu/sign/layout.hpp)."""
 
 
-def check_same_length(name: str, length: int, other_name: str, other: int) -> None:
+def check_same_length(name: str, length: int, other_name: str, other_length: int) -> None:
     """Raise ArgumentError if two arrays differ in length."""
-    if length != other:
+    if length != other_length:
         raise ArgumentError(
-            f"{name} has {length} elements, {other_name} has {other}", next_step="pass arrays of equal length"
+            f"{name} has {length} elements, {other_name} has {other_length}", next_step="pass arrays of equal length"
         )
 
 
 def check_apart(name: str, view: Array, other_name: str, other: Array, *, same_allowed: bool = False) -> None:
-    """Raise ArgumentError if the two share memory. `same_allowed` accepts arrays of exactly the same elements."""
+    """Raise ArgumentError if two arrays share memory. `same_allowed` accepts arrays of exactly the same elements."""
     start, other_start = view.__array_interface__["data"][0], other.__array_interface__["data"][0]
     if start >= other_start + other.nbytes or other_start >= start + view.nbytes:
         return
@@ -45,7 +47,7 @@ def raise_overlap(name: str, other_name: str) -> None:
 
 
 def check_selectable(x: object, name: str) -> Array:
-    """Return a flat view with few enough elements for 32-bit indices."""
+    """Return a flat view of `x`. Raises ArgumentError if `x` has too many elements for 32-bit indices."""
     view = view_flat(x, name)
     check_indexable(view.size, name)
     return view
@@ -98,10 +100,10 @@ def choose_threads(threads: int | None) -> int:
 
 
 def find_wire_code(wire: str) -> int:
-    """Return the number of a wire type. Raises ArgumentError if the type is unknown."""
-    if wire not in WIRES:
-        raise ArgumentError(f"wire = {wire!r} is unknown", next_step=f"choose one of {', '.join(WIRES)}")
-    return WIRES[wire]
+    """Return the code of a wire type. Raises ArgumentError if the type is unknown."""
+    if wire not in WIRE_CODES:
+        raise ArgumentError(f"wire = {wire!r} is unknown", next_step=f"choose one of {', '.join(WIRE_CODES)}")
+    return WIRE_CODES[wire]
 
 
 def check_length(length: int) -> int:
@@ -112,31 +114,32 @@ def check_length(length: int) -> int:
     return length
 
 
-def check_sign_sizes(scales: int, bits: int, of: str, length: int) -> None:
-    """Raise ArgumentError if so many scales and bytes of bits do not fit an array of `length` elements. `of` names the
-    part that they belong to."""
-    for name, size, wanted in (("scales", scales, -(-length // SIGN_BLOCK)), ("bits", bits, -(-length // 8))):
-        if size != wanted:
+def check_sign_sizes(scale_count: int, bit_bytes: int, name_suffix: str, length: int) -> None:
+    """Raise ArgumentError if `scale_count` scales and `bit_bytes` bytes of sign bits do not fit an array of `length`
+    elements. `name_suffix` follows the names "scales" and "bits" in the message, such as " of parts[0]"."""
+    needed_scales, needed_bytes = -(-length // SIGN_BLOCK), -(-length // 8)
+    for name, size, needed in (("scales", scale_count, needed_scales), ("bits", bit_bytes, needed_bytes)):
+        if size != needed:
             raise ArgumentError(
-                f"{name}{of} has {size} elements; an array of {length} elements needs {wanted}",
+                f"{name}{name_suffix} has {size} elements; an array of {length} elements needs {needed}",
                 next_step="pass scales and bits of one array, as sign_pack_ returned them",
             )
 
 
-def check_message_size(name: str, size: int, wanted: int, length: int, bits: int) -> None:
-    """Raise ArgumentError if a message of integers does not have the `wanted` bytes."""
-    if size != wanted:
+def check_message_size(name: str, size: int, needed: int, length: int, bits: int) -> None:
+    """Raise ArgumentError if a message of integers has `size` bytes but `needed` bytes are needed."""
+    if size != needed:
         raise ArgumentError(
-            f"{name} has {size} bytes; {length} elements of {bits} bits need {wanted}",
+            f"{name} has {size} bytes; {length} elements of {bits} bits need {needed}",
             next_step="pass an array of quantised_bytes(length, bits) bytes",
         )
 
 
-def check_top_sign_size(size: int, wanted: int, count: int, length: int) -> None:
-    """Raise ArgumentError if a message about the largest elements does not have the `wanted` bytes."""
-    if size != wanted:
+def check_top_sign_size(size: int, needed: int, count: int, length: int) -> None:
+    """Raise ArgumentError if a message about the largest elements has `size` bytes but `needed` bytes are needed."""
+    if size != needed:
         raise ArgumentError(
-            f"message has {size} bytes; {count} of {length} elements need {wanted}",
+            f"message has {size} bytes; {count} of {length} elements need {needed}",
             next_step="pass an array of top_sign_bytes(length, count) bytes",
         )
 

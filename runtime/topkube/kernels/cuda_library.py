@@ -1,7 +1,7 @@
 """The compiled CUDA kernels (csrc/cuda): a C library beside the extension, loaded when it is first needed.
 
-It takes device pointers and a stream as numbers, so it does not depend on torch. It exists if nvcc was found when the
-package was built, and loads without a driver.
+The library takes device pointers and a stream as numbers, so it does not depend on torch. It exists if nvcc was found
+when the package was built, and it loads without a driver.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from topkube.errors import DeviceError
 from topkube.installation import build_reinstall_command
 
 NAME = "libtopkube_cuda.so"
-STATE_BYTES = 256
-PREVIOUS_BYTES = 32
-VERDICT_WORDS = 4
-MOST_INPUTS = 16
+STATE_BYTES = 256  # room for a State (csrc/cuda/selection/state.hpp)
+PREVIOUS_BYTES = 32  # room for a PreviousThreshold (csrc/cuda/selection/state.hpp)
+VERDICT_WORDS = 4  # the words of a verdict (csrc/cuda/wire.hpp)
+MOST_INPUTS = 16  # the arrays that one call of `sum` adds (csrc/cuda/dense.hpp)
 
 _int, _u32, _u64, _float, _pointer = (
     ctypes.c_int,
@@ -30,18 +30,18 @@ _int, _u32, _u64, _float, _pointer = (
     ctypes.c_float,
     ctypes.c_void_p,
 )
-_place = [_int, _pointer]  # device, stream
-_selected = [_pointer, _pointer, _pointer, _pointer]  # indices, values, previous, state
-_workspace = [_pointer, _pointer]  # workspace, needed
+_device_and_stream = [_int, _pointer]
+_selection_results = [_pointer, _pointer, _pointer, _pointer]  # indices, values, previous, state
+_workspace = [_pointer, _pointer]  # workspace, and where the needed size is written
 _SIGNATURES: dict[str, list[Any]] = {
-    "topk": [*_place, _pointer, _int, _u64, _u64, *_selected, *_workspace],
-    "compress": [*_place, _pointer, _int, _pointer, _pointer, _u64, _u64, *_selected, *_workspace],
-    "mstopk": [*_place, _pointer, _int, _u64, _u64, _int, _u64, *_selected, *_workspace],
+    "topk": [*_device_and_stream, _pointer, _int, _u64, _u64, *_selection_results, *_workspace],
+    "compress": [*_device_and_stream, _pointer, _int, _pointer, _pointer, _u64, _u64, *_selection_results, *_workspace],
+    "mstopk": [*_device_and_stream, _pointer, _int, _u64, _u64, _int, _u64, *_selection_results, *_workspace],
     "effort": [_pointer, _pointer, _pointer, _pointer, _pointer, _pointer],
-    "sum": [*_place, _pointer, _int, _pointer, _u32, _int, _u64, _float],
-    "is_finite": [*_place, _pointer, _int, _u64, _pointer],
+    "sum": [*_device_and_stream, _pointer, _int, _pointer, _u32, _int, _u64, _float],
+    "is_finite": [*_device_and_stream, _pointer, _int, _u64, _pointer],
     "encode": [
-        *_place,
+        *_device_and_stream,
         _pointer,
         _pointer,
         _int,
@@ -54,25 +54,29 @@ _SIGNATURES: dict[str, list[Any]] = {
         _pointer,
         *_workspace,
     ],
-    "decode": [*_place, _pointer, _u64, _u64, _u64, _pointer, _pointer, _pointer, *_workspace],
-    "decode_add": [*_place, _pointer, _u64, _pointer, _int, _u64, _float, _pointer, *_workspace],
-    "sum_rows": [*_place, _pointer, _u64, _u64, _u64, _pointer, _int, _u64, _pointer, *_workspace],
-    "scatter_add": [*_place, _pointer, _int, _u64, _pointer, _pointer, _int, _u64, _pointer],
-    "sign_pack": [*_place, _pointer, _u64, _pointer, _pointer, _pointer],
-    "sign_unpack_add": [*_place, _pointer, _u64, _pointer, _pointer, _pointer, _u64, *_workspace],
-    "top_sign_write": [*_place, _pointer, _u64, _pointer, _pointer, _u64, _pointer],
-    "top_sign_unpack_add": [*_place, _pointer, _u64, _u64, _pointer, _float, _pointer, *_workspace],
-    "quantised_pack": [*_place, _pointer, _u64, _int, _pointer, _pointer],
-    "quantised_unpack_add": [*_place, _pointer, _u64, _int, _pointer, _pointer, _u64, *_workspace],
+    "decode": [*_device_and_stream, _pointer, _u64, _u64, _u64, _pointer, _pointer, _pointer, *_workspace],
+    "decode_add": [*_device_and_stream, _pointer, _u64, _pointer, _int, _u64, _float, _pointer, *_workspace],
+    "sum_rows": [*_device_and_stream, _pointer, _u64, _u64, _u64, _pointer, _int, _u64, _pointer, *_workspace],
+    "scatter_add": [*_device_and_stream, _pointer, _int, _u64, _pointer, _pointer, _int, _u64, _pointer],
+    "sign_pack": [*_device_and_stream, _pointer, _u64, _pointer, _pointer, _pointer],
+    "sign_unpack_add": [*_device_and_stream, _pointer, _u64, _pointer, _pointer, _pointer, _u64, *_workspace],
+    "top_sign_write": [*_device_and_stream, _pointer, _u64, _pointer, _pointer, _u64, _pointer],
+    "top_sign_unpack_add": [*_device_and_stream, _pointer, _u64, _u64, _pointer, _float, _pointer, *_workspace],
+    "quantised_pack": [*_device_and_stream, _pointer, _u64, _int, _pointer, _pointer],
+    "quantised_unpack_add": [*_device_and_stream, _pointer, _u64, _int, _pointer, _pointer, _u64, *_workspace],
 }
 
 
 @dataclass(frozen=True)
 class EffortRead:
-    """The state of a selection, after its stream has finished. `is_reused` is True if it began at the threshold of the
-    previous selection."""
+    """What a selection has written about its work, read after its stream has finished.
 
-    from_the_data: bool
+    is_from_data: True if the entries were selected from the data, False if from the candidates. is_reused: True if the
+    selection began at the threshold of the previous selection. thresholds, above: the upper and the lower threshold of
+    mstopk, and how many magnitudes reach each.
+    """
+
+    is_from_data: bool
     is_reused: bool
     candidates: int
     thresholds: tuple[float, float]
@@ -106,7 +110,7 @@ class CudaLibrary:
         return max(256, needed.value)
 
     def call(self, name: str, device: int, stream: int, *arguments: Any) -> None:
-        """Launch on `stream`. Raises DeviceError if CUDA refuses."""
+        """Launch the function `name` on `stream`. Raises DeviceError if CUDA reports an error."""
         self._raise_errors(name, self._functions[name](device, stream, *arguments))
 
     def sum(self, device: int, stream: int, out: int, code: int, inputs: Sequence[int], *arguments: Any) -> None:
@@ -115,11 +119,14 @@ class CudaLibrary:
         self.call("sum", device, stream, out, code, ctypes.addressof(pointers), len(inputs), *arguments)
 
     def read_effort(self, state: bytes) -> EffortRead:
-        """Return the state that is stored in these bytes, which were copied to the host."""
-        from_data, reused, candidates = _u64(0), _u64(0), _u64(0)
+        """Return the contents of a state whose bytes were copied to the host."""
+        is_from_data, is_reused, candidates = _u64(0), _u64(0), _u64(0)
         thresholds, above = (_float * 2)(), (_u64 * 2)()
-        self._functions["effort"](state, *map(ctypes.byref, (from_data, reused, candidates, thresholds, above)))
-        return EffortRead(bool(from_data.value), bool(reused.value), candidates.value, tuple(thresholds), tuple(above))
+        results = (is_from_data, is_reused, candidates, thresholds, above)
+        self._functions["effort"](state, *map(ctypes.byref, results))
+        return EffortRead(
+            bool(is_from_data.value), bool(is_reused.value), candidates.value, tuple(thresholds), tuple(above)
+        )
 
     def _raise_errors(self, name: str, code: int) -> None:
         if code:
@@ -142,7 +149,7 @@ def load() -> CudaLibrary:
     library_path = find_library_path()
     if library_path is None:
         raise DeviceError(
-            "a CUDA tensor came, but this build of TopKube has no CUDA kernels",
+            "a CUDA tensor was passed, but this build of TopKube has no CUDA kernels",
             cause="the package was built without nvcc",
             next_step="install the CUDA toolkit and reinstall with TOPKUBE_CUDA=on, or pass tensor.cpu()",
         )

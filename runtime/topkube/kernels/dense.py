@@ -22,20 +22,24 @@ def sum_(out: Any, inputs: Sequence[Any], scale: float = 1.0) -> Any:
     if gpu := find_device_kernels(out=out, **{f"inputs[{i}]": x for i, x in enumerate(inputs)}):
         gpu.sum_(out, inputs, scale)
         return out
-    to = view_flat(out, "out", writable=True)
-    views = [view_flat(x, f"inputs[{i}]") for i, x in enumerate(inputs)]
-    if not views:
+    out_view = view_flat(out, "out", writable=True)
+    input_views = [view_flat(x, f"inputs[{i}]") for i, x in enumerate(inputs)]
+    if not input_views:
         raise ArgumentError("inputs is empty", next_step="pass at least one array")
-    for i, view in enumerate(views):
-        check_same_length(f"inputs[{i}]", view.size, "out", to.size)
-        if view.dtype != views[0].dtype:
+    for i, view in enumerate(input_views):
+        check_same_length(f"inputs[{i}]", view.size, "out", out_view.size)
+        if view.dtype != input_views[0].dtype:
             raise ArgumentError(
-                f"inputs[{i}] has dtype {view.dtype}, inputs[0] has {views[0].dtype}",
+                f"inputs[{i}] has dtype {view.dtype}, inputs[0] has {input_views[0].dtype}",
                 next_step="pass inputs of one dtype",
             )
-        check_apart("out", to, f"inputs[{i}]", view, same_allowed=True)
+        check_apart("out", out_view, f"inputs[{i}]", view, same_allowed=True)
     _kernels.sum(
-        as_bytes(to), DTYPE_CODES[to.dtype], [as_bytes(view) for view in views], DTYPE_CODES[views[0].dtype], scale
+        as_bytes(out_view),
+        DTYPE_CODES[out_view.dtype],
+        [as_bytes(view) for view in input_views],
+        DTYPE_CODES[input_views[0].dtype],
+        scale,
     )
     return out
 
@@ -65,13 +69,15 @@ def cast_(out: Any, x: Any) -> Any:
         else:
             gpu.sum_(out, [x])
         return out
-    to, view = view_flat(out, "out", writable=True), view_flat(x, "x")
-    check_same_length("x", view.size, "out", to.size)
-    check_apart("out", to, "x", view)
-    if to.dtype == view.dtype:
-        _kernels.copy(as_bytes(to), as_bytes(view))
+    out_view, x_view = view_flat(out, "out", writable=True), view_flat(x, "x")
+    check_same_length("x", x_view.size, "out", out_view.size)
+    check_apart("out", out_view, "x", x_view)
+    if out_view.dtype == x_view.dtype:
+        _kernels.copy(as_bytes(out_view), as_bytes(x_view))
     else:
-        _kernels.sum(as_bytes(to), DTYPE_CODES[to.dtype], [as_bytes(view)], DTYPE_CODES[view.dtype], 1.0)
+        _kernels.sum(
+            as_bytes(out_view), DTYPE_CODES[out_view.dtype], [as_bytes(x_view)], DTYPE_CODES[x_view.dtype], 1.0
+        )
     return out
 
 
@@ -79,6 +85,6 @@ def is_finite(x: Any) -> bool:
     """Return True if no element of `x` is NaN or infinite. An empty array is finite. Waits for the device
     if x is on a device."""
     if gpu := find_device_kernels(x=x):
-        return bool(gpu.read_verdict(gpu.flag_finite(x))[0])
+        return bool(gpu.read_flag(gpu.flag_finite(x), wait=True))
     view = view_flat(x, "x")
     return bool(_kernels.is_finite(as_bytes(view), DTYPE_CODES[view.dtype]))

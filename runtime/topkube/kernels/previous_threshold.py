@@ -11,10 +11,11 @@ from topkube.kernels.cuda_library import PREVIOUS_BYTES
 class PreviousThreshold:
     """The k-th magnitude of the previous selection from an array (such as a shard of a bucket), for the next selection.
 
-    A selection on a GPU that gets it begins at this magnitude, in place of a sample of the data. It then stores its own
-    k-th magnitude. The result is exact in every case: if the magnitude was too far away, the selection
-    reads the data again (4 passes over memory in place of 1), and the next selection samples. It also samples if
-    another number of elements, or another k, was selected before. Kernels on the CPU do not use it.
+    If a selection on a GPU gets this object, it starts from the stored magnitude and takes no sample of the data. At
+    its end the selection stores its own k-th magnitude. The result is exact in every case. If the stored magnitude was
+    too far away, the selection reads the data again (4 passes over memory instead of 1), and the next selection takes a
+    sample. A selection also takes a sample if the previous selection had another k or was from an array of another
+    length. Kernels on the CPU do not use the object.
 
     RedSync (Fang et al., 2019) and Ok-Topk (Li and Hoefler, 2022) reuse a threshold for some steps and accept that the
     number of selected entries differs from k. This class only reuses it to find candidates.
@@ -36,11 +37,11 @@ class PreviousThreshold:
         return 0 if self._memory is None else int(self._memory.data_ptr())
 
     def find_address(self, x: Any) -> int:
-        """Return the address for a selection from `x`, a tensor. Raises ArgumentError if they are on different
-        devices."""
+        """Return the address for a selection from the tensor `x`. Raises ArgumentError if `x` is on another device than
+        the memory."""
         if self._memory is not None and self._memory.device != x.device:
             raise ArgumentError(
                 f"x lies on {x.device}, previous on {self._memory.device}",
-                next_step="pass PreviousThreshold(x.device), an object for each place that is selected from",
+                next_step="pass PreviousThreshold(x.device), one object for each array that is selected from",
             )
         return self.address

@@ -15,7 +15,7 @@ from topkube.kernels.device import find_device_kernels
 
 QUANTISED_BITS = (4, 8)
 QUANTISED_BLOCK = 256
-_BYTES = np.dtype(np.uint8)
+_UINT8 = np.dtype(np.uint8)
 
 
 def quantised_bytes(length: int, bits: int) -> int:
@@ -29,8 +29,8 @@ def quantised_bytes(length: int, bits: int) -> int:
 
 
 def quantised_pack_(values: Any, bits: int, message: Any, *, wait: bool = True) -> Any:
-    """Write a message about `values` (float32), and subtract what is sent from them in place. Return False if a scale
-    is NaN: a NaN or infinite element makes the scale of its block NaN.
+    """Write a message about `values` (float32), and subtract in place the values that the message sends. Return False
+    if a scale is NaN: a NaN or infinite element makes the scale of its block NaN.
 
     The scale of a block of 256 elements is its largest |x| divided by 7 (4 bits) or 127 (8 bits), rounded up to a
     bfloat16 number. An element is sent as the nearest multiple of the scale. A block whose scale would be below 2^-126
@@ -42,9 +42,9 @@ def quantised_pack_(values: Any, bits: int, message: Any, *, wait: bool = True) 
         flag = gpu.quantised_pack_(values, bits, message, quantised_bytes(values.numel(), bits))
         return gpu.read_flag(flag, wait)
     view = view_flat(values, "values", writable=True, dtypes=(FLOAT32,))
-    to = _view_message(message, "message", view.size, bits, writable=True)
-    check_apart("values", view, "message", to)
-    return bool(_kernels.quantised_pack(as_bytes(view), bits, to))
+    message_view = _view_message(message, "message", view.size, bits, writable=True)
+    check_apart("values", view, "message", message_view)
+    return bool(_kernels.quantised_pack(as_bytes(view), bits, message_view))
 
 
 def quantised_unpack_add_(out: Any, bits: int, messages: Sequence[Any], weights: Sequence[float]) -> Any:
@@ -68,6 +68,6 @@ def quantised_unpack_add_(out: Any, bits: int, messages: Sequence[Any], weights:
 
 def _view_message(message: Any, name: str, length: int, bits: int, writable: bool = False) -> Array:
     """Check a message about `length` elements, and return a view of it."""
-    view = view_flat(message, name, writable=writable, dtypes=(_BYTES,))
+    view = view_flat(message, name, writable=writable, dtypes=(_UINT8,))
     check_message_size(name, view.size, quantised_bytes(length, bits), length, bits)
     return view

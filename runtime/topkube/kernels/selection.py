@@ -25,8 +25,8 @@ from topkube.kernels.previous_threshold import PreviousThreshold
 
 
 class Effort(NamedTuple):
-    """The effort of the last selection in this thread: passes over memory (never more than 4), and candidates that its
-    filter left."""
+    """The effort of the last selection in this thread: passes over memory (at most 4; at most 6 of `mstopk` on a GPU),
+    and candidates that its filter left."""
 
     passes: int
     candidates: int
@@ -42,12 +42,14 @@ class Thresholds(NamedTuple):
     above_lower: int
 
 
+# `effort` and `thresholds` of the last call in this thread. After a call on a GPU, they are the DeviceKernels that read
+# the numbers from the device.
 _last = threading.local()
 
 
 def last_effort() -> Effort:
-    """Return the effort of the last `topk`, `compress_` or `mstopk` of this thread. Waits for the device if the call
-    was on one."""
+    """Return the effort of the last `topk`, `compress_` or `mstopk` of this thread. If that call ran on a
+    device, the function waits for it."""
     if isinstance(_last.effort, DeviceKernels):
         passes, read = _last.effort.read_effort()
         return Effort(passes, read.candidates)
@@ -55,7 +57,8 @@ def last_effort() -> Effort:
 
 
 def last_thresholds() -> Thresholds:
-    """Return the thresholds of the last `mstopk` of this thread. Waits for the device if the call ran on one."""
+    """Return the thresholds of the last `mstopk` of this thread. If that call ran on a device, the function waits for
+    it."""
     if isinstance(_last.thresholds, DeviceKernels):
         read = _last.thresholds.read_effort()[1]
         return Thresholds(read.thresholds[0], read.above[0], read.thresholds[1], read.above[1])
@@ -69,7 +72,8 @@ def entries_kept(length: int, density: float) -> int:
         raise ArgumentError(
             f"density = {density} is outside (0, 1]", next_step="pass the share of entries to keep, for example 0.01"
         )
-    return min(length, max(1, math.ceil(round(density * length, 6))))  # 0.07 * 100 is 7.000000000000001
+    product = round(density * length, 6)  # 0.07 * 100 is 7.000000000000001, which would be rounded up to 8
+    return min(length, max(1, math.ceil(product)))
 
 
 def topk(x: Any, k: int, *, threads: int | None = None, previous: PreviousThreshold | None = None) -> tuple[Any, Any]:
@@ -77,9 +81,9 @@ def topk(x: Any, k: int, *, threads: int | None = None, previous: PreviousThresh
 
     x: d elements of float32, bfloat16 or float16, NumPy or torch (CPU or CUDA), any shape, contiguous; indices count
     in its flat view. indices: (k,) uint32, ascending. values: (k,), x's dtype, with their signs. Of equal magnitudes
-    at the threshold the lowest index wins; NaN and infinity are the largest. threads: default TOPKUBE_THREADS, of the
-    CPU; the result is the same with any number. previous: the magnitude at which a GPU begins to search; the result is
-    the same with any contents. Raises ArgumentError if k is outside 1..d or x cannot be used.
+    at the threshold the lowest index wins; NaN and infinity are the largest. threads: of the CPU, by default
+    TOPKUBE_THREADS; the result does not depend on them. previous: the magnitude at which a GPU begins to search; the
+    result does not depend on it. Raises ArgumentError if k is outside 1..d or x cannot be used.
     """
     if gpu := find_device_kernels(x=x):
         _last.effort = gpu
@@ -113,25 +117,32 @@ def compress_(
     if gpu := find_device_kernels(gradient=gradient, residual=residual, out=out):
         _last.effort = gpu
         return gpu.compress_(gradient, residual, k, out, previous)
-    source = check_selectable(gradient, "gradient")
-    old = view_flat(residual, "residual", dtypes=(FLOAT32,))
-    if out is None and source.dtype != FLOAT32:
+    gradient_view = check_selectable(gradient, "gradient")
+    residual_view = view_flat(residual, "residual", dtypes=(FLOAT32,))
+    if out is None and gradient_view.dtype != FLOAT32:
         raise ArgumentError(
-            f"gradient has dtype {source.dtype}: the sum with the residual is float32 and does not fit its memory",
+            f"gradient has dtype {gradient_view.dtype}: the sum with the residual is float32 and does not fit its"
+            " memory",
             next_step="pass out=numpy.empty(gradient.size, numpy.float32)",
         )
     acc = view_flat(
         gradient if out is None else out, "gradient" if out is None else "out", writable=True, dtypes=(FLOAT32,)
     )
-    check_same_length("residual", old.size, "gradient", source.size)
-    check_same_length("out", acc.size, "gradient", source.size)
-    check_apart("gradient", source, "residual", old)
-    check_apart("out", acc, "residual", old)
-    check_apart("gradient", source, "out", acc, same_allowed=True)
-    k, threads = check_count(k, source.size), choose_threads(threads)
+    check_same_length("residual", residual_view.size, "gradient", gradient_view.size)
+    check_same_length("out", acc.size, "gradient", gradient_view.size)
+    check_apart("gradient", gradient_view, "residual", residual_view)
+    check_apart("out", acc, "residual", residual_view)
+    check_apart("gradient", gradient_view, "out", acc, same_allowed=True)
+    k, threads = check_count(k, gradient_view.size), choose_threads(threads)
     indices, values = np.empty(k, np.uint32), np.empty(k, np.float32)
     _last.effort = _kernels.compress(
-        as_bytes(source), DTYPE_CODES[source.dtype], as_bytes(old), as_bytes(acc), threads, indices, as_bytes(values)
+        as_bytes(gradient_view),
+        DTYPE_CODES[gradient_view.dtype],
+        as_bytes(residual_view),
+        as_bytes(acc),
+        threads,
+        indices,
+        as_bytes(values),
     )
     return view_like(indices, gradient), view_like(values, gradient)
 

@@ -23,7 +23,7 @@ from topkube.kernels.device import NO_FAULT, find_device_kernels
 
 _INDEX_DTYPES = tuple(np.dtype(kind) for kind in (np.uint32, np.int64, np.int32, np.uint64))
 _UINT8 = np.dtype(np.uint8)
-_CHECKSUM = slice(16, 24)  # csrc/cpu/wire/wire.hpp
+_CHECKSUM = slice(16, 24)  # its bytes in the header (csrc/cpu/wire/wire.hpp)
 _FAULTS = (
     "",
     "it is shorter than a header",
@@ -36,7 +36,7 @@ _FAULTS = (
     "bytes that must be zero are not",
     "its checksum does not match: bytes changed on the way",
 )
-_CHECKSUM_FAULT = 9  # and 10: another length than was expected (csrc/cuda/wire.hpp)
+_CHECKSUM_FAULT = 9  # the last of _FAULTS; fault 10 of a GPU is another length than was expected (csrc/cuda/wire.hpp)
 
 
 def scatter_add_(dense: Any, indices: Any, values: Any, *, wait: bool = True) -> Any:
@@ -48,26 +48,30 @@ def scatter_add_(dense: Any, indices: Any, values: Any, *, wait: bool = True) ->
     the check; with wait=False it does not wait, and invalid indices write nothing without an error.
     """
     if gpu := find_device_kernels(dense=dense, indices=indices, values=values):
-        verdict, places = gpu.scatter_add_(dense, indices, values)
-        if wait and (position := gpu.read_verdict(verdict)[0]) != NO_FAULT:
-            raise build_range_error(position, int(places[position]), dense.numel())
+        verdict, gpu_indices = gpu.scatter_add_(dense, indices, values)
+        if wait and (position := gpu.read_verdict(verdict).fault) != NO_FAULT:
+            raise build_range_error(position, int(gpu_indices[position]), dense.numel())
         return dense
-    to = view_flat(dense, "dense", writable=True)
+    dense_view = view_flat(dense, "dense", writable=True)
     flat_indices, flat_values = _flatten_indices(indices), view_flat(values, "values")
     check_same_length("values", flat_values.size, "indices", flat_indices.size)
-    check_apart("dense", to, "values", flat_values)
-    check_apart("dense", to, "indices", flat_indices)
+    check_apart("dense", dense_view, "values", flat_values)
+    check_apart("dense", dense_view, "indices", flat_indices)
     position = _kernels.scatter_add(
-        as_bytes(to), DTYPE_CODES[to.dtype], flat_indices, as_bytes(flat_values), DTYPE_CODES[flat_values.dtype]
+        as_bytes(dense_view),
+        DTYPE_CODES[dense_view.dtype],
+        flat_indices,
+        as_bytes(flat_values),
+        DTYPE_CODES[flat_values.dtype],
     )
     if position < flat_indices.size:
-        raise build_range_error(position, flat_indices[position], to.size)
+        raise build_range_error(position, flat_indices[position], dense_view.size)
     return dense
 
 
 def encoded_size(length: int, k: int, wire: str = "fp32") -> int:
-    """Return the bytes of k encoded entries of an array of `length` elements: a receiver computes them before the
-    message."""
+    """Return the bytes of k encoded entries of an array of `length` elements. A receiver can compute them before the
+    message arrives."""
     return int(_kernels.encoded_size(length, k, find_wire_code(wire)))
 
 
@@ -90,9 +94,9 @@ def encode(
     ArgumentError if indices are out of order or out of range; nothing is written then. On a GPU the call waits for the
     check; with wait=False it does not wait, and invalid indices make a buffer that readers refuse."""
     if gpu := find_device_kernels(indices=indices, values=values, residual=residual, out=out):
-        encoded, verdict, places = gpu.encode(indices, values, length, wire, residual, out)
-        if wait and (position := gpu.read_verdict(verdict)[0]) != NO_FAULT:
-            raise build_order_error(position, int(places[position]), length)
+        encoded, verdict, gpu_indices = gpu.encode(indices, values, length, wire, residual, out)
+        if wait and (position := gpu.read_verdict(verdict).fault) != NO_FAULT:
+            raise build_order_error(position, int(gpu_indices[position]), length)
         return encoded
     flat_indices, flat_values = _flatten_indices(indices), view_flat(values, "values")
     check_same_length("values", flat_values.size, "indices", flat_indices.size)
@@ -132,11 +136,11 @@ def decode(buffer: Any, *, length: int | None = None) -> tuple[Any, Any]:
     corrupt, in another format, or for another `length`.
     """
     if gpu := find_device_kernels(buffer=buffer):
-        fault, _, entries, declared = gpu.read_verdict(gpu.check_wire(buffer, length))
-        _raise_fault(buffer.numel(), fault, declared, length)
-        places, flat_values, _ = gpu.decode(buffer, length, entries)
-        return places, flat_values
-    raw, (_, entries) = _check_buffer(buffer, length)
+        verdict = gpu.read_verdict(gpu.check_wire(buffer, length))
+        _raise_fault(buffer.numel(), verdict.fault, verdict.length, length)
+        gpu_indices, gpu_values, _ = gpu.decode(buffer, length, verdict.entries)
+        return gpu_indices, gpu_values
+    raw, entries = _check_buffer(buffer, length)
     indices, values = np.empty(entries, np.uint32), np.empty(entries, np.float32)
     _kernels.decode(raw, indices, as_bytes(values))
     return indices, values
@@ -148,19 +152,19 @@ def decode_add_(dense: Any, buffer: Any, scale: float = 1.0, *, wait: bool = Tru
 
     dense: (length,) float32, bfloat16 or float16. Raises WireError as `decode` does, also if the shard's length is
     not dense's; nothing is written then. On a GPU the call waits for the check. With wait=False it does not wait, and
-    returns a bool tensor on the device: False also if the buffer cannot be decoded; then nothing is added.
+    returns a bool tensor on the device, which is also False if the buffer cannot be decoded; nothing is added then.
     """
     if gpu := find_device_kernels(dense=dense, buffer=buffer):
-        verdict = gpu.decode_add_(dense, buffer, scale)
+        device_verdict = gpu.decode_add_(dense, buffer, scale)
         if not wait:
-            return (verdict[:2] == -1).all()
-        fault, finite, _, declared = gpu.read_verdict(verdict)
-        _raise_fault(buffer.numel(), fault, declared, dense.numel())
-        return finite != 0
-    to = view_flat(dense, "dense", writable=True)
-    raw, _ = _check_buffer(buffer, to.size)
-    check_apart("dense", to, "buffer", raw)
-    return bool(_kernels.decode_add(raw, as_bytes(to), DTYPE_CODES[to.dtype], scale))
+            return gpu.flag_valid_and_finite(device_verdict)
+        verdict = gpu.read_verdict(device_verdict)
+        _raise_fault(buffer.numel(), verdict.fault, verdict.length, dense.numel())
+        return verdict.is_finite
+    dense_view = view_flat(dense, "dense", writable=True)
+    raw, _ = _check_buffer(buffer, dense_view.size)
+    check_apart("dense", dense_view, "buffer", raw)
+    return bool(_kernels.decode_add(raw, as_bytes(dense_view), DTYPE_CODES[dense_view.dtype], scale))
 
 
 def sum_rows_(out: Any, rows: Any, size: int, *, wait: bool = True) -> Any:
@@ -179,21 +183,22 @@ def sum_rows_(out: Any, rows: Any, size: int, *, wait: bool = True) -> Any:
             next_step="round the size of a row up to a multiple of 8",
         )
     if gpu := find_device_kernels(out=out, rows=rows):
-        verdicts = gpu.sum_rows_(out, rows, size)
+        device_verdicts = gpu.sum_rows_(out, rows, size)
         if not wait:
-            return (verdicts[:, :2] == -1).all()
-        words = [gpu.read_verdict(verdict) for verdict in verdicts]
-        for fault, _, _, declared in words:
-            _raise_fault(size, fault, declared, out.numel())
-        return all(finite != 0 for _, finite, _, _ in words)
-    to, raw = view_flat(out, "out", writable=True), view_flat(rows, "rows", dtypes=(_UINT8,))
-    check_apart("out", to, "rows", raw)
-    parts = [decode(row[:size], length=to.size) for row in raw.reshape(rows.shape)]
-    _kernels.sum_sparse(as_bytes(to), DTYPE_CODES[to.dtype], parts)
+            return gpu.flag_valid_and_finite(device_verdicts)
+        verdicts = [gpu.read_verdict(device_verdict) for device_verdict in device_verdicts]
+        for verdict in verdicts:
+            _raise_fault(size, verdict.fault, verdict.length, out.numel())
+        return all(verdict.is_finite for verdict in verdicts)
+    out_view, raw = view_flat(out, "out", writable=True), view_flat(rows, "rows", dtypes=(_UINT8,))
+    check_apart("out", out_view, "rows", raw)
+    parts = [decode(row[:size], length=out_view.size) for row in raw.reshape(rows.shape)]
+    _kernels.sum_sparse(as_bytes(out_view), DTYPE_CODES[out_view.dtype], parts)
     return all(bool(np.isfinite(values).all()) for _, values in parts)
 
 
 def _flatten_indices(indices: object) -> Array:
+    """Return a flat view of indices as uint32. Raises ArgumentError if a number does not fit."""
     view = view_flat(indices, "indices", dtypes=_INDEX_DTYPES)
     if view.dtype == np.uint32:
         return view
@@ -203,13 +208,14 @@ def _flatten_indices(indices: object) -> Array:
 
 
 def _compute_checksum(buffer: Array) -> Array:
+    """Return the 8 bytes of the checksum of an encoded shard: all bytes but those of the checksum itself are hashed."""
     state = xxhash.xxh3_64(buffer[: _CHECKSUM.start].data)
     state.update(buffer[_CHECKSUM.stop :].data)
     return np.frombuffer(state.intdigest().to_bytes(8, "little"), np.uint8)
 
 
-def _check_buffer(buffer: Any, length: int | None) -> tuple[Array, tuple[int, int]]:
-    """Return a valid buffer as a uint8 view, its length and its number of entries. Raises WireError."""
+def _check_buffer(buffer: Any, length: int | None) -> tuple[Array, int]:
+    """Return a valid buffer as a uint8 view, and its number of entries. Raises WireError if the buffer is invalid."""
     raw = (
         np.frombuffer(buffer, np.uint8)
         if isinstance(buffer, (bytes, bytearray, memoryview))
@@ -219,11 +225,12 @@ def _check_buffer(buffer: Any, length: int | None) -> tuple[Array, tuple[int, in
     if not fault and not np.array_equal(raw[_CHECKSUM], _compute_checksum(raw)):
         fault = _CHECKSUM_FAULT
     _raise_fault(raw.size, fault or NO_FAULT, declared, length)
-    return raw, (declared, entries)
+    return raw, entries
 
 
 def _raise_fault(size: int, fault: int, declared: int, length: int | None) -> None:
-    """Raise WireError if `fault` names a fault of a buffer of `size` bytes."""
+    """Raise WireError if `fault` is the number of a fault, or if the `declared` length of a buffer of `size` bytes is
+    not `length`."""
     if fault <= _CHECKSUM_FAULT:
         raise WireError(
             f"the buffer of {size} bytes cannot be decoded: {_FAULTS[fault]}",

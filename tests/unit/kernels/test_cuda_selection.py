@@ -142,7 +142,7 @@ def test_a_selection_that_cannot_use_its_candidates_takes_at_most_four_passes(de
     for x in build_adversarial_inputs(40_003).values():
         check_topk(device, x, 400)
         passes, read = device.kernels.read_effort()
-        efforts.add((passes, read.from_the_data))
+        efforts.add((passes, read.is_from_data))
     assert efforts == {(1, False), (4, True)}
 
 
@@ -162,7 +162,7 @@ def read_start_and_fallback(device: Device) -> tuple[bool, bool]:
     """Return two facts about the last selection: True if it began at the previous threshold, True if it had to read the
     data again."""
     read = device.kernels.read_effort()[1]
-    return read.is_reused, read.from_the_data
+    return read.is_reused, read.is_from_data
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())

@@ -30,8 +30,8 @@ def test_sums_casts_and_finiteness_checks_agree_with_the_cpu(device: Device, dty
         inputs[0].clone().fill_(torch.inf),
         build_adversarial_inputs(d)["nan"].to(dtype),
     ):
-        flag = device.kernels.read_verdict(device.kernels.flag_finite(device.put(x)))[0]
-        assert bool(flag) == kernels.is_finite(x)
+        flag = device.kernels.flag_finite(device.put(x))
+        assert device.kernels.read_flag(flag, True) == kernels.is_finite(x)
 
 
 # ---- scatter and wire
@@ -48,7 +48,7 @@ def test_scatter_add_keeps_the_order(device: Device, dtype: torch.dtype, value_d
             expected, out = dense.clone(), device.put(dense)
             kernels.scatter_add_(expected, positions, values)
             verdict, _ = device.kernels.scatter_add_(out, device.put(positions), device.put(values))
-            assert device.kernels.read_verdict(verdict)[0] == NO_FAULT
+            assert device.kernels.read_verdict(verdict).fault == NO_FAULT
             assert have_same_bits(out, expected)
 
 
@@ -57,7 +57,7 @@ def test_scatter_add_beyond_the_array_writes_nothing(device: Device, index: int)
     out = device.put(torch.ones(1000))
     positions = torch.tensor([3, 5, index, 1, index])
     verdict, _ = device.kernels.scatter_add_(out, device.put(positions), device.put(torch.ones(5)))
-    assert device.kernels.read_verdict(verdict)[0] == 2
+    assert device.kernels.read_verdict(verdict).fault == 2
     assert bool((out == 1).all())
 
 
@@ -76,11 +76,11 @@ def test_encoded_bytes_equal_those_of_the_cpu(device: Device, wire: str, length:
         left = device.put(residual)
         encoded, verdict, _ = device.kernels.encode(device.put(indices), device.put(values), length, wire, left)
         expected = kernels.encode(indices, values, length, wire=wire, residual=residual)
-        assert device.kernels.read_verdict(verdict)[0] == NO_FAULT
+        assert device.kernels.read_verdict(verdict).fault == NO_FAULT
         assert read_bits(encoded) == expected.tobytes()
         assert have_same_bits(left, residual)
         got_indices, got_values, verdict = device.kernels.decode(encoded, length, k)
-        assert device.kernels.read_verdict(verdict) == [NO_FAULT, NO_FAULT, k, length]
+        assert device.kernels.read_words(verdict) == [NO_FAULT, NO_FAULT, k, length]
         expected_indices, expected_values = kernels.decode(expected)
         assert read_bits(got_indices) == expected_indices.tobytes()
         assert read_bits(got_values) == expected_values.tobytes()
@@ -88,7 +88,7 @@ def test_encoded_bytes_equal_those_of_the_cpu(device: Device, wire: str, length:
         out = device.put(dense)
         finite = kernels.decode_add_(dense, expected, 0.3)
         verdict = device.kernels.decode_add_(out, encoded, 0.3)
-        assert device.kernels.read_verdict(verdict)[:2] == [NO_FAULT, NO_FAULT if finite else 0]
+        assert device.kernels.read_words(verdict)[:2] == [NO_FAULT, NO_FAULT if finite else 0]
         assert have_same_bits(out, dense)
 
 
@@ -99,7 +99,7 @@ def test_indices_out_of_order_are_not_encoded(device: Device) -> None:
         _, verdict, _ = device.kernels.encode(
             device.put(positions), device.put(torch.full((3,), 0.1)), 100, "bf16", left
         )
-        assert device.kernels.read_verdict(verdict)[0] == fault_position
+        assert device.kernels.read_verdict(verdict).fault == fault_position
         assert have_same_bits(left, residual)
 
 
@@ -110,7 +110,7 @@ def test_a_buffer_whose_encoding_failed_is_refused_even_if_it_held_a_valid_shard
     device.kernels.encode(device.put(disordered), device.put(values), 100, "fp32", None, out=buffer)
     out = device.put(torch.zeros(100))
     verdict = device.kernels.read_verdict(device.kernels.decode_add_(out, buffer, 1.0))
-    assert verdict[0] == 2  # not a TopKube buffer
+    assert verdict.fault == 2  # not a TopKube buffer
     assert not bool(out.any())
 
 
@@ -141,7 +141,7 @@ def test_a_damaged_buffer_is_refused_as_the_cpu_refuses_it(device: Device, data:
     verdict = device.kernels.read_verdict(device.kernels.decode_add_(out, raw, 1.0))
     message = ""
     try:
-        kernels.wire._raise_fault(damaged.size, verdict[0], verdict[3], length)
+        kernels.wire._raise_fault(damaged.size, verdict.fault, verdict.length, length)
     except WireError as error:
         message = str(error)
     assert message == refused
@@ -167,7 +167,7 @@ def test_rows_are_summed_in_order_and_rounded_once(device: Device, dtype: torch.
         assert kernels.sum_rows_(on_cpu, rows, size)
         assert have_same_bits(on_cpu, expected)
         verdicts = device.kernels.sum_rows_(out, device.put(rows), size)
-        assert bool((verdicts[:, :2] == -1).all())
+        assert bool(device.kernels.flag_valid_and_finite(verdicts))
         assert have_same_bits(out, expected)
 
 
@@ -183,13 +183,14 @@ def test_a_row_that_is_damaged_or_not_finite_is_reported(device: Device) -> None
     kernels.encode(indices, values, length, out=rows[2, :size])
     out = device.put(torch.ones(length))
     verdicts = device.kernels.sum_rows_(out, device.put(rows), size).cpu()
-    assert [bool((words[:2] == -1).all()) for words in verdicts] == [True, True, False, True]
+    is_valid_and_finite = [bool(device.kernels.flag_valid_and_finite(verdict)) for verdict in verdicts]
+    assert is_valid_and_finite == [True, True, False, True]
     assert not kernels.sum_rows_(torch.ones(length), rows, size)
     assert bool(out.isinf().any())
     rows[3, size - 5] ^= 1
     out = device.put(torch.ones(length))
     verdicts = device.kernels.sum_rows_(out, device.put(rows), size).cpu()
-    assert int(verdicts[3, 0]) != -1
+    assert device.kernels.read_verdict(verdicts[3]).fault != NO_FAULT
     assert bool((out == 1).all())
     untouched = torch.ones(length)
     with pytest.raises(WireError):

@@ -169,7 +169,7 @@ def test_mstopk_draws_the_offset_from_the_seed() -> None:
     assert max(runs) + 100 <= x.size
 
 
-def test_mstopk_shows_nan_and_infinity() -> None:
+def test_mstopk_selects_nan_and_infinity() -> None:
     x = np.random.default_rng(0).standard_normal(50_000).astype(np.float32)
     x[[7, 40_000]] = np.nan, np.inf
     indices, values = kernels.mstopk(x, 100)

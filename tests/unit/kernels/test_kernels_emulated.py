@@ -19,7 +19,7 @@ AVX2 = ["-mavx2", "-mf16c", "-mbmi2", "-mpopcnt"]
 @pytest.mark.skipif(not shutil.which("g++"), reason="no g++")
 @pytest.mark.skipif(not SIMDE.exists(), reason="no SIMDe headers (Debian: libsimde-dev)")
 @pytest.mark.skipif("avx2" not in Path("/proc/cpuinfo").read_text(), reason="the emulation needs AVX2 itself")
-def test_the_emulated_avx512_path_gives_the_same_bits(tmp_path: Path) -> None:
+def test_the_emulated_avx512_path_has_the_same_bits(tmp_path: Path) -> None:
     def compile_(source: Path, name: str, *flags: str) -> Path:
         target = tmp_path / name
         subprocess.run(["g++", *FLAGS, *flags, "-c", str(source), "-o", str(target)], check=True)

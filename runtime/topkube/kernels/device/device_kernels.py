@@ -26,12 +26,13 @@ def find_device_kernels(**arrays: Any) -> DeviceKernels | None:
     if not devices:
         return None
     name, device = next(iter(devices.items()))
-    for other, x in arrays.items():
+    for other_name, x in arrays.items():
         if x is None or (is_tensor(x) and x.device == device):
             continue
         place = x.device if is_tensor(x) else f"the CPU (it is a {type(x).__name__})"
         raise ArgumentError(
-            f"{name} lies on {device}, {other} on {place}", next_step=f"move one of them: {other}.to({name}.device)"
+            f"{name} lies on {device}, {other_name} on {place}",
+            next_step=f"move one of them: {other_name}.to({name}.device)",
         )
     if device.type != "cuda":
         raise ArgumentError(

@@ -39,7 +39,7 @@ class Launches(TensorArguments):
             ) from error
 
     def allocate_verdict(self, like: Any) -> Any:
-        """Return a new verdict without a fault."""
+        """Return a new verdict that states no fault: all of its words are ~0."""
         return self.allocate(like, VERDICT_WORDS, self.torch.int32).fill_(-1)
 
     def allocate_entries(self, like: Any, k: int, dtype: Any) -> tuple[Any, Any]:
@@ -54,14 +54,14 @@ class Launches(TensorArguments):
     def read_flag(self, flag: torch.Tensor, wait: bool) -> Any:
         """Return True if a flag, (1,) int32, is not 0. Waits for the device. With wait=False, return a bool tensor of
         shape () on the device instead."""
-        return self.read_verdict(flag)[0] != 0 if wait else (flag != 0).reshape(())
+        return self.read_words(flag)[0] != 0 if wait else (flag != 0).reshape(())
 
-    def read_verdict(self, verdict: torch.Tensor) -> list[int]:
-        """Return the words of a verdict. Waits for the device. Raises ArgumentError during the capture of a CUDA graph,
-        which must not wait."""
-        if verdict.is_cuda and self.torch.cuda.is_current_stream_capturing():
+    def read_words(self, words: torch.Tensor) -> list[int]:
+        """Return a flag or the words of a verdict (int32) as unsigned numbers. Waits for the device. Raises
+        ArgumentError during the capture of a CUDA graph, which must not wait."""
+        if words.is_cuda and self.torch.cuda.is_current_stream_capturing():
             raise ArgumentError(
                 "this call waits for a verdict of the device, which a CUDA graph's capture forbids",
                 next_step="pass wait=False while capturing",
             )
-        return [word & 0xFFFFFFFF for word in verdict.tolist()]
+        return [word & 0xFFFFFFFF for word in words.tolist()]

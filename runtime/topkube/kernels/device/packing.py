@@ -22,9 +22,9 @@ class PackingKernels(Launches):
     def sign_pack_(
         self, values: torch.Tensor, scales: torch.Tensor | None, bits: torch.Tensor | None, blocks: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (scales, bits, flag) for values of so many blocks."""
+        """Return (scales, bits, flag) for values that have so many `blocks`."""
         torch = self.torch
-        self.check_floats(values, "values", (torch.float32,))
+        self.check_tensor(values, "values", (torch.float32,))
         length = values.numel()
         to_scales = self.allocate(values, blocks, torch.uint16) if scales is None else scales
         to_bits = self.allocate(values, -(-length // 8), torch.uint8) if bits is None else bits
@@ -42,22 +42,23 @@ class PackingKernels(Launches):
     def sign_unpack_add_(
         self, out: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], weights: Sequence[float]
     ) -> None:
-        self.check_floats(out, "out", (self.torch.float32,))
+        self.check_tensor(out, "out", (self.torch.float32,))
         check_same_length("weights", len(weights), "parts", len(parts))
         for i, (scales, bits) in enumerate(parts):
             self._check_signs(scales, bits, f" of parts[{i}]", out.numel())
             self.check_apart("out", out, f"the scales of parts[{i}]", scales)
             self.check_apart("out", out, f"the bits of parts[{i}]", bits)
-        scale_places, bit_places = _find_addresses([s for s, _ in parts]), _find_addresses([b for _, b in parts])
-        factors = _list_floats(weights)
+        scale_addresses = _build_address_array([scales for scales, _ in parts])
+        bit_addresses = _build_address_array([bits for _, bits in parts])
+        factors = _build_float_array(weights)
         self.launch(
-            "sign_unpack_add", out, out.data_ptr(), out.numel(), ctypes.addressof(scale_places),
-            ctypes.addressof(bit_places), ctypes.addressof(factors), len(parts),
+            "sign_unpack_add", out, out.data_ptr(), out.numel(), ctypes.addressof(scale_addresses),
+            ctypes.addressof(bit_addresses), ctypes.addressof(factors), len(parts),
         )  # fmt: skip
 
     def quantised_pack_(self, values: torch.Tensor, bits: int, message: torch.Tensor, size: int) -> Any:
-        """Return the flag. A message has `size` bytes."""
-        self.check_floats(values, "values", (self.torch.float32,))
+        """Return the flag. A message about `values` has `size` bytes."""
+        self.check_tensor(values, "values", (self.torch.float32,))
         self._check_message(message, "message", values.numel(), bits, size)
         self.check_apart("values", values, "message", message)
         flag = self._allocate_flag(values)
@@ -71,35 +72,35 @@ class PackingKernels(Launches):
         self, out: torch.Tensor, bits: int, messages: Sequence[torch.Tensor], weights: Sequence[float], size: int
     ) -> None:
         """Add messages of `size` bytes each."""
-        self.check_floats(out, "out", (self.torch.float32,))
+        self.check_tensor(out, "out", (self.torch.float32,))
         check_same_length("weights", len(weights), "messages", len(messages))
         for i, message in enumerate(messages):
             self._check_message(message, f"messages[{i}]", out.numel(), bits, size)
             self.check_apart("out", out, f"messages[{i}]", message)
-        places, factors = _find_addresses(messages), _list_floats(weights)
+        addresses, factors = _build_address_array(messages), _build_float_array(weights)
         self.launch(
-            "quantised_unpack_add", out, out.data_ptr(), out.numel(), bits, ctypes.addressof(places),
+            "quantised_unpack_add", out, out.data_ptr(), out.numel(), bits, ctypes.addressof(addresses),
             ctypes.addressof(factors), len(messages),
         )  # fmt: skip
 
     def _allocate_flag(self, like: torch.Tensor) -> Any:
         return self.allocate(like, 1, self.torch.int32).fill_(1)
 
-    def _check_signs(self, scales: torch.Tensor, bits: torch.Tensor, of: str, length: int) -> None:
-        self.check_floats(scales, f"scales{of}", (self.torch.uint16,))
-        self.check_floats(bits, f"bits{of}", (self.torch.uint8,))
-        check_sign_sizes(scales.numel(), bits.numel(), of, length)
+    def _check_signs(self, scales: torch.Tensor, bits: torch.Tensor, name_suffix: str, length: int) -> None:
+        self.check_tensor(scales, f"scales{name_suffix}", (self.torch.uint16,))
+        self.check_tensor(bits, f"bits{name_suffix}", (self.torch.uint8,))
+        check_sign_sizes(scales.numel(), bits.numel(), name_suffix, length)
 
     def _check_message(self, message: torch.Tensor, name: str, length: int, bits: int, size: int) -> None:
-        self.check_floats(message, name, (self.torch.uint8,))
+        self.check_tensor(message, name, (self.torch.uint8,))
         check_message_size(name, message.numel(), size, length, bits)
 
 
-def _find_addresses(tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the addresses of tensors as an array of C."""
+def _build_address_array(tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the addresses of `tensors` as a C array."""
     return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
-def _list_floats(numbers: Sequence[float]) -> Any:
-    """Return numbers as an array of C."""
+def _build_float_array(numbers: Sequence[float]) -> Any:
+    """Return `numbers` as a C array."""
     return (ctypes.c_float * len(numbers))(*map(float, numbers))

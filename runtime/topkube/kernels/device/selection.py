@@ -14,13 +14,16 @@ from topkube.kernels.previous_threshold import PreviousThreshold
 if TYPE_CHECKING:
     import torch
 
+_ALL_ARE_CANDIDATES = 16384
+"""Up to this length, every entry is a candidate (csrc/cuda/selection/state.hpp)."""
+
 
 class _Passes(NamedTuple):
-    """The passes over memory of a selection: if its candidates are enough, and if it must select from the data. The
-    device decides between them."""
+    """How many passes over memory a selection makes if it selects from candidates, and if it selects from the data. The
+    device decides which."""
 
     from_candidates: int
-    from_the_data: int
+    from_data: int
 
 
 class SelectionKernels(Launches):
@@ -33,7 +36,7 @@ class SelectionKernels(Launches):
     def topk(
         self, x: torch.Tensor, k: int, previous: PreviousThreshold | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.check_floats(x, "x")
+        self.check_tensor(x, "x")
         check_indexable(x.numel(), "x")
         k = check_count(k, x.numel())
         indices, values = self.allocate_entries(x, k, x.dtype)
@@ -53,9 +56,9 @@ class SelectionKernels(Launches):
         previous: PreviousThreshold | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         float32 = self.torch.float32
-        self.check_floats(gradient, "gradient")
+        self.check_tensor(gradient, "gradient")
         check_indexable(gradient.numel(), "gradient")
-        self.check_floats(residual, "residual", (float32,))
+        self.check_tensor(residual, "residual", (float32,))
         if out is None and gradient.dtype != float32:
             raise ArgumentError(
                 f"gradient has dtype {gradient.dtype}: the sum with the residual is float32 and cannot be stored in the"
@@ -63,7 +66,7 @@ class SelectionKernels(Launches):
                 next_step="pass out=torch.empty(gradient.numel(), device=gradient.device)",
             )
         total = gradient if out is None else out
-        self.check_floats(total, "out", (float32,))
+        self.check_tensor(total, "out", (float32,))
         check_same_length("residual", residual.numel(), "gradient", gradient.numel())
         check_same_length("out", total.numel(), "gradient", gradient.numel())
         self.check_apart("gradient", gradient, "residual", residual)
@@ -81,7 +84,7 @@ class SelectionKernels(Launches):
     def mstopk(
         self, x: torch.Tensor, k: int, iterations: int, seed: int, previous: PreviousThreshold | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.check_floats(x, "x")
+        self.check_tensor(x, "x")
         check_indexable(x.numel(), "x")
         k, iterations = check_count(k, x.numel()), check_iterations(iterations)
         indices, values = self.allocate_entries(x, k, x.dtype)
@@ -89,6 +92,7 @@ class SelectionKernels(Launches):
             "mstopk", x, x.data_ptr(), self.dtype_codes[x.dtype], x.numel(), k, iterations, seed % 2**64,
             indices.data_ptr(), values.data_ptr(), previous=previous,
         )  # fmt: skip
+        # The kernels search for the (k + 1)-th magnitude (csrc/cuda/mstopk.hpp).
         skips_candidates = _skips_candidates(min(k + 1, x.numel()), x.numel())
         self._last.passes = _Passes(5, 5) if skips_candidates else _Passes(2, 6)
         return indices, values
@@ -97,10 +101,11 @@ class SelectionKernels(Launches):
         """Return the passes over memory of this thread's last selection, and its state. Waits for the selection."""
         read = self.library.read_effort(bytes(self._last.state.cpu().numpy()))
         passes = self._last.passes
-        return passes.from_the_data if read.from_the_data else passes.from_candidates, read
+        return passes.from_data if read.is_from_data else passes.from_candidates, read
 
     def _launch_selection(self, name: str, like: Any, *arguments: Any, previous: PreviousThreshold | None) -> None:
-        """Launch with the address of the previous threshold (0 if there is none) and that of a new state."""
+        """Launch the selection `name`. Append two arguments: the addresses of the previous threshold (0 if there is
+        none) and of a new state."""
         previous_address = 0 if previous is None else previous.find_address(like)
         state = self.allocate(like, STATE_BYTES, self.torch.uint8)
         self.launch(name, like, *arguments, previous_address, state.data_ptr())
@@ -109,4 +114,4 @@ class SelectionKernels(Launches):
 
 def _skips_candidates(k: int, length: int) -> bool:
     """Return True if the selection does not collect candidates first (csrc/cuda/launch_select.hpp)."""
-    return length > 16384 and k > length // 4
+    return length > _ALL_ARE_CANDIDATES and k > length // 4

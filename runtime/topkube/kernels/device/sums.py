@@ -22,9 +22,9 @@ class SumKernels(Launches):
             raise ArgumentError(
                 f"{len(inputs)} inputs; a GPU adds 1 to {MOST_INPUTS} at once", next_step="add them in several calls"
             )
-        self.check_floats(out, "out")
+        self.check_tensor(out, "out")
         for i, x in enumerate(inputs):
-            self.check_floats(x, f"inputs[{i}]")
+            self.check_tensor(x, f"inputs[{i}]")
             check_same_length(f"inputs[{i}]", x.numel(), "out", out.numel())
             if x.dtype != inputs[0].dtype:
                 raise ArgumentError(
@@ -41,14 +41,14 @@ class SumKernels(Launches):
 
     def check_copy(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """Raise ArgumentError if x cannot be copied to out."""
-        self.check_floats(out, "out")
-        self.check_floats(x, "x")
+        self.check_tensor(out, "out")
+        self.check_tensor(x, "x")
         check_same_length("x", x.numel(), "out", out.numel())
         self.check_apart("out", out, "x", x)
 
     def flag_finite(self, x: torch.Tensor) -> Any:
         """Return 1 if no element is NaN or infinite, else 0, as one int32 on the device."""
-        self.check_floats(x, "x")
+        self.check_tensor(x, "x")
         flag = self.allocate(x, 1, self.torch.int32)
         self.library.call(
             "is_finite", *self.find_stream(x), x.data_ptr(), self.dtype_codes[x.dtype], x.numel(), flag.data_ptr()

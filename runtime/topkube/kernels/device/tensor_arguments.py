@@ -13,7 +13,7 @@ from topkube.kernels.arguments import check_indexable, raise_overlap
 class TensorArguments:
     """The checks of tensors that a caller passes, and their conversion for the library. Checks raise ArgumentError.
 
-    `dtype_codes` maps the dtypes of torch to the numbers by which the library knows them.
+    `dtype_codes` maps torch's dtypes to their codes in the library (`arrays.DTYPE_CODES`).
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class TensorArguments:
         torch = self.torch
         self.dtype_codes = {getattr(torch, dtype.name): code for dtype, code in DTYPE_CODES.items()}
 
-    def check_floats(self, x: Any, name: str, dtypes: tuple[Any, ...] = ()) -> None:
+    def check_tensor(self, x: Any, name: str, dtypes: tuple[Any, ...] = ()) -> None:
         """Check that x is contiguous and has one of `dtypes`, by default float32, bfloat16 or float16."""
         allowed = dtypes or tuple(self.dtype_codes)
         if x.dtype not in allowed:
@@ -43,7 +43,8 @@ class TensorArguments:
             )
 
     def convert_indices(self, indices: Any) -> Any:
-        """Return indices as uint32. A number that does not fit becomes 2^32 - 1, an index that the device refuses."""
+        """Return indices as a flat uint32 tensor. A number that does not fit becomes 2^32 - 1, which no array has as an
+        index."""
         torch = self.torch
         if indices.dtype not in (torch.uint32, torch.int64, torch.int32, torch.uint64):
             raise ArgumentError(

@@ -12,22 +12,23 @@ if TYPE_CHECKING:
 
 
 class TopSignKernels(SelectionKernels):
-    """The functions of topkube.kernels.sign for the largest elements, on tensors of a device. Their arguments `count`
-    and `size`, the bytes of a message, are checked."""
+    """The functions of topkube.kernels.sign for the largest elements, on tensors of a device. The caller has checked
+    `count` and computed `size`, the bytes of a message."""
 
     def top_sign_pack_(self, values: torch.Tensor, count: int, message: torch.Tensor, size: int) -> Any:
         """Return a flag on the device, (1,) int32, which is 0 if a scale is NaN or infinite, else 1."""
         self._check_top_signs("values", values, count, message, size)
         flag = self.allocate(values, 1, self.torch.int32).fill_(1)
         indices, chosen = self.topk(values, count)
-        bits = message.data_ptr() + 2 * -(-count // SIGN_BLOCK)
-        place = self.find_stream(values)
+        bits_address = message.data_ptr() + 2 * -(-count // SIGN_BLOCK)  # after the scales, of 2 bytes each
+        device, stream = self.find_stream(values)
+        # sign_pack subtracts the sent values from `chosen`, and top_sign_write copies the remainders to `values`.
         self.library.call(
-            "sign_pack", *place, chosen.data_ptr(), count, message.data_ptr(), bits, flag.data_ptr()
-        )  # leaves the rest in `chosen`
+            "sign_pack", device, stream, chosen.data_ptr(), count, message.data_ptr(), bits_address, flag.data_ptr()
+        )
         self.library.call(
-            "top_sign_write", *place, values.data_ptr(), values.numel(), indices.data_ptr(), chosen.data_ptr(), count,
-            message.data_ptr(),
+            "top_sign_write", device, stream, values.data_ptr(), values.numel(), indices.data_ptr(),
+            chosen.data_ptr(), count, message.data_ptr(),
         )  # fmt: skip
         return flag
 
@@ -43,7 +44,7 @@ class TopSignKernels(SelectionKernels):
         return flag
 
     def _check_top_signs(self, name: str, x: torch.Tensor, count: int, message: torch.Tensor, size: int) -> None:
-        self.check_floats(x, name, (self.torch.float32,))
-        self.check_floats(message, "message", (self.torch.uint8,))
+        self.check_tensor(x, name, (self.torch.float32,))
+        self.check_tensor(message, "message", (self.torch.uint8,))
         check_top_sign_size(message.numel(), size, count, x.numel())
         self.check_apart(name, x, "message", message)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from topkube import _kernels
 from topkube.errors import ArgumentError
-from topkube.kernels.arguments import WIRES, check_indexable, check_length, check_same_length, find_wire_code
+from topkube.kernels.arguments import WIRE_CODES, check_indexable, check_length, check_same_length, find_wire_code
 from topkube.kernels.cuda_library import VERDICT_WORDS
 from topkube.kernels.device.launches import Launches
 
@@ -16,32 +16,57 @@ if TYPE_CHECKING:
 _ANY_LENGTH = 2**64 - 1
 NO_FAULT = 0xFFFFFFFF
 """The first word of a verdict without a fault."""
+_FAULT_AND_FINITE = slice(0, 2)
+
+
+class Verdict(NamedTuple):
+    """The words of a verdict that was copied to the host. `WireKernels` describes them."""
+
+    fault: int
+    is_finite: bool
+    entries: int
+    length: int
 
 
 class WireKernels(Launches):
     """The functions of topkube.kernels.wire on tensors of a device.
 
-    They return a verdict on the device, (4,) int32, which `read_verdict` reads: the position of the first invalid index
-    or the fault of a buffer, else NO_FAULT; 0 if a value was not finite; the number of entries; the declared length.
+    They return a verdict on the device, (4,) int32, which `read_verdict` reads. Its words are:
+    fault: the position of the first invalid index, or the number of a buffer's fault; NO_FAULT if all is valid
+    finite: 0 if a value was not finite (only from functions that add values)
+    entries: the number of entries that the buffer declares
+    length: the length of the dense shard that the buffer declares
     """
+
+    def read_verdict(self, verdict: torch.Tensor) -> Verdict:
+        """Return the contents of a verdict. Waits for the device. Raises ArgumentError during the capture of a CUDA
+        graph, which must not wait."""
+        fault, finite, entries, length = self.read_words(verdict)
+        return Verdict(fault, finite != 0, entries, length)
+
+    def flag_valid_and_finite(self, verdicts: torch.Tensor) -> torch.Tensor:
+        """Return True if no verdict states a fault or a value that is not finite, as a bool tensor of shape () on the
+        device. verdicts: (4,) or (rows, 4)."""
+        return (verdicts[..., _FAULT_AND_FINITE] == -1).all()
 
     def scatter_add_(
         self, dense: torch.Tensor, indices: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the verdict, and the indices that it refers to."""
-        self.check_floats(dense, "dense")
-        self.check_floats(values, "values")
+        """Return the verdict, and the indices (uint32) in which the verdict's fault is a position."""
+        self.check_tensor(dense, "dense")
+        self.check_tensor(values, "values")
         check_indexable(values.numel(), "values")
-        at = self.convert_indices(indices)
-        check_same_length("values", values.numel(), "indices", at.numel())
+        flat_indices = self.convert_indices(indices)
+        check_same_length("values", values.numel(), "indices", flat_indices.numel())
         self.check_apart("dense", dense, "values", values)
-        self.check_apart("dense", dense, "indices", at)
+        self.check_apart("dense", dense, "indices", flat_indices)
         verdict = self.allocate_verdict(dense)
         self.library.call(
             "scatter_add", *self.find_stream(dense), dense.data_ptr(), self.dtype_codes[dense.dtype], dense.numel(),
-            at.data_ptr(), values.data_ptr(), self.dtype_codes[values.dtype], at.numel(), verdict.data_ptr(),
+            flat_indices.data_ptr(), values.data_ptr(), self.dtype_codes[values.dtype], flat_indices.numel(),
+            verdict.data_ptr(),
         )  # fmt: skip
-        return verdict, at
+        return verdict, flat_indices
 
     def encode(
         self,
@@ -52,28 +77,30 @@ class WireKernels(Launches):
         residual: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the buffer (`out` if given), the verdict, and the indices that it refers to."""
-        self.check_floats(values, "values")
-        at, code, length = self.convert_indices(indices), find_wire_code(wire), check_length(length)
-        check_same_length("values", values.numel(), "indices", at.numel())
+        """Return the buffer (`out` if it is passed), the verdict, and the indices (uint32) in which the verdict's fault
+        is a position."""
+        self.check_tensor(values, "values")
+        flat_indices, code, length = self.convert_indices(indices), find_wire_code(wire), check_length(length)
+        check_same_length("values", values.numel(), "indices", flat_indices.numel())
         if residual is not None:
-            self.check_floats(residual, "residual", (self.torch.float32,))
+            self.check_tensor(residual, "residual", (self.torch.float32,))
             if residual.numel() != length:
                 raise ArgumentError(
-                    f"residual has {residual.numel()} elements, length is {length}", next_step="pass the whole shard's"
+                    f"residual has {residual.numel()} elements, length is {length}",
+                    next_step="pass the residual of the whole shard",
                 )
             self.check_apart("residual", residual, "values", values)
-            self.check_apart("residual", residual, "indices", at)
-        size = _count_wire_bytes(length, at.numel(), wire)
+            self.check_apart("residual", residual, "indices", flat_indices)
+        size = _count_wire_bytes(length, flat_indices.numel(), wire)
         buffer = self.allocate(values, size, self.torch.uint8) if out is None else self.flatten_buffer(out)
         check_same_length("out", buffer.numel(), "the encoded shard", size)
         verdict = self.allocate_verdict(values)
         arguments = (
-            at.data_ptr(), values.data_ptr(), self.dtype_codes[values.dtype], at.numel(), length, code,
-            0 if residual is None else residual.data_ptr(), buffer.data_ptr(), size, verdict.data_ptr(),
+            flat_indices.data_ptr(), values.data_ptr(), self.dtype_codes[values.dtype], flat_indices.numel(), length,
+            code, 0 if residual is None else residual.data_ptr(), buffer.data_ptr(), size, verdict.data_ptr(),
         )  # fmt: skip
         self.launch("encode", values, *arguments)
-        return buffer, verdict, at
+        return buffer, verdict, flat_indices
 
     def check_wire(self, buffer: torch.Tensor, length: int | None) -> Any:
         """Return the verdict on a wire buffer."""
@@ -85,8 +112,8 @@ class WireKernels(Launches):
         return indices, values, self._launch_decode(buffer, length, entries, indices, values)
 
     def decode_add_(self, dense: torch.Tensor, buffer: torch.Tensor, scale: float) -> Any:
-        """Return the verdict: its word 1 is 0 if a value was not finite."""
-        self.check_floats(dense, "dense")
+        """Return the verdict."""
+        self.check_tensor(dense, "dense")
         raw = self.flatten_buffer(buffer)
         self.check_apart("dense", dense, "buffer", raw)
         verdict = self.allocate_verdict(dense)
@@ -97,8 +124,8 @@ class WireKernels(Launches):
         return verdict
 
     def sum_rows_(self, out: torch.Tensor, rows: torch.Tensor, size: int) -> Any:
-        """Return the verdicts (rows, 4): word 1 of a row is 0 if one of its values was not finite."""
-        self.check_floats(out, "out")
+        """Return the verdicts of all rows, (rows, 4) int32."""
+        self.check_tensor(out, "out")
         raw = self.flatten_buffer(rows)
         self.check_apart("out", out, "rows", raw)
         verdicts = self.allocate(out, len(rows) * VERDICT_WORDS, self.torch.int32).fill_(-1)
@@ -121,4 +148,4 @@ class WireKernels(Launches):
 
 def _count_wire_bytes(length: int, entries: int, wire: str) -> int:
     """Return the size of an encoded shard in bytes (csrc/cpu/wire/wire.hpp)."""
-    return int(_kernels.encoded_size(length, entries, WIRES[wire]))
+    return int(_kernels.encoded_size(length, entries, WIRE_CODES[wire]))
