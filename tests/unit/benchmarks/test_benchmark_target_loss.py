@@ -97,10 +97,14 @@ def test_the_page_shows_who_misses_the_target() -> None:
     stored |= {"compared": target_loss.compare(runs, measured), "losses": target_loss.compare_losses(runs)}
     tables = target_loss_report.build_section(stored)
     lines = tables["TARGET_LOSS"].splitlines()
-    assert [line.split(" | ")[0] for line in lines[4:]] == ["| DDP, PowerSGD rank 4", "| **TopKube onebit**", "| DDP"]
+    assert [line.split(" | ")[0] for line in lines[4:]] == [
+        "| DDP with PowerSGD rank 4",
+        "| **TopKube onebit**",
+        "| DDP",
+    ]
     assert "not reached | – | –" in lines[4]
     assert "100 | 2 | 1.98 (1.98–1.98)" in lines[5]
-    assert "| AdamW, 100 steps, DDP, PowerSGD rank 4 | 1 | 2.0000 | 2.0500 | +2.50% | – |" in tables["LAST_LOSSES"]
+    assert "| AdamW, 100 steps, DDP with PowerSGD rank 4 | 1 | 2.0000 | 2.0500 | +2.50% | – |" in tables["LAST_LOSSES"]
 
 
 def test_last_losses_are_compared_with_ddp_of_the_same_seed() -> None:
