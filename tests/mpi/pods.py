@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import itertools
 import json
 import os
@@ -18,14 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from launcher_certificate import write_certificate
 
 from topkube.launch.connection.credentials import build_pinned_context
 from topkube.launch.contract import (
-    CERTIFICATE_NAME,
     STATUS_PATH,
     Ending,
     ExpectedWorker,
@@ -62,29 +57,6 @@ def choose_port() -> int:
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
             return port
-
-
-def write_certificate(directory: Path) -> None:
-    """Write a self-signed certificate and its key into `directory`: tls.crt and tls.key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, CERTIFICATE_NAME)])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=30))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(CERTIFICATE_NAME)]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "tls.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    (directory / "tls.key").write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
 
 
 class PodProcess:
@@ -195,7 +167,8 @@ class SimulatedJob:
         """Return the loopback address of worker `index`. Each job has a network of its own."""
         return f"127.{os.getpid() % 200 + 1}.{self._network % 250}.{index + 2}"
 
-    def build_plan(self, **more: Any) -> LaunchPlan:
+    def build_plan(self, **options: Any) -> LaunchPlan:
+        """Return the plan of the present attempt. `options` replace fields of the plan."""
         workers = tuple(
             ExpectedWorker(index=index, attempt=made_attempt, pod=f"j-worker-{index}-{made_attempt}")
             for index, made_attempt in enumerate(self.attempts_made)
@@ -203,15 +176,16 @@ class SimulatedJob:
         return LaunchPlan(
             name="j", namespace="n", uid=UID, attempt=self.attempt, workers=workers, slots=self.slots,
             address="127.0.0.1", port=self.port,
-            **{"mpi": self.mpi, "rendezvous_seconds": 60.0, **self.plan_options, **more},
+            **{"mpi": self.mpi, "rendezvous_seconds": 60.0, **self.plan_options, **options},
         )  # fmt: skip
 
-    def start_launcher(self, replaced: tuple[int, ...] = (), **more: Any) -> PodProcess:
-        """Start the launcher of the next attempt. The workers in `replaced` get new pods when they are started."""
+    def start_launcher(self, replaced: tuple[int, ...] = (), **options: Any) -> PodProcess:
+        """Start the launcher of the next attempt. The workers in `replaced` get new pods when they are started.
+        `options` replace fields of the plan."""
         self.attempt += 1
         for index in replaced:
             self.attempts_made[index] = self.attempt
-        environment = {"TOPKUBE_LAUNCH": self.build_plan(**more).to_json(), "TOPKUBE_CREDENTIALS": str(self.secret)}
+        environment = {"TOPKUBE_LAUNCH": self.build_plan(**options).to_json(), "TOPKUBE_CREDENTIALS": str(self.secret)}
         self.launcher = PodProcess(f"launcher-{self.attempt}", ["launch"], environment, self.directory, self.mpi)
         self._pods.append(self.launcher)
         return self.launcher
@@ -246,9 +220,9 @@ class SimulatedJob:
         self._pods.append(pod)
         return pod
 
-    def start(self, **more: Any) -> PodProcess:
-        """Start the launcher and all workers. Return the launcher."""
-        launcher = self.start_launcher(**more)
+    def start(self, **options: Any) -> PodProcess:
+        """Start the launcher and all workers. Return the launcher. `options` replace fields of the plan."""
+        launcher = self.start_launcher(**options)
         for index in range(len(self.attempts_made)):
             self.start_worker(index)
         return launcher

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pods import KEY, PYTHONS, UID, SimulatedJob, wait_until, write_certificate
+from launcher_certificate import write_certificate
+from pods import KEY, PYTHONS, UID, SimulatedJob, wait_until
 
 from topkube.launch.connection.messages import Hello
 from topkube.launch.connection.rendezvous import UNKNOWN_CALLERS_PER_ADDRESS
