@@ -1,8 +1,8 @@
 """`topkube bench allreduce`: measure every all-reduce algorithm on these ranks and links. Start it under mpiexec.
 
 Columns follow NCCL's convention: algbw = bytes / time, busbw = algbw * 2(P-1)/P with P ranks, so busbw can be
-compared with the speed of the links for every P. For sparse algorithms these are dense-equivalent: bytes are those of
-the array that was reduced. The bytes that were sent have columns of their own.
+compared with the speed of the links for every P. For all algorithms, also sparse ones, bytes are those of the array
+that was reduced. The bytes that were sent have columns of their own.
 """
 
 from __future__ import annotations
@@ -188,10 +188,8 @@ def _check_result(
         expected, is_certain = _compute_reference(here, algorithm, inputs, density, _TOLERANCE[dtype])
         actual = memory.read(reduced).astype(np.float64)
     elif algorithm.residual is not None:
-        expected, is_certain = (
-            np.sum([array.astype(np.float64) / here.size for array in inputs], axis=0),
-            np.ones(_CHECKED, np.bool_),
-        )
+        expected = np.sum([array.astype(np.float64) / here.size for array in inputs], axis=0)
+        is_certain = np.ones(_CHECKED, np.bool_)
         actual = _reduce_and_add_residuals(here, algorithm, inputs[here.rank].copy(), density, wire)
     else:  # the expected result is not known, so only NaN and infinity are errors
         result = inputs[here.rank].copy()
@@ -219,8 +217,8 @@ def _compute_reference(
     here: World, algorithm: Algorithm, inputs: list[Array], density: float, margin: float
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """Return the expected mean in float64, and True for each element that is certain. Rounding decides which of two
-    entries with magnitudes near the k-th is sent, so these elements are not certain: those that differ from it by less
-    than the share `margin`."""
+    entries with magnitudes near the k-th magnitude is sent. So an element is not certain if its magnitude differs from
+    the k-th by less than the share `margin`."""
     means = [array.astype(np.float64) / here.size for array in inputs]
     expected, is_certain = np.zeros(_CHECKED), np.ones(_CHECKED, np.bool_)
     if not algorithm.compresses:
@@ -233,8 +231,8 @@ def _compute_reference(
         part = slice(_CHECKED * shard // shards, _CHECKED * (shard + 1) // shards)
         for sender in senders:
             values = np.asarray(sender)[part]
-            magnitude = np.abs(values)
-            threshold = np.sort(magnitude)[-min(k, values.size)]
-            expected[part] += np.where(magnitude >= threshold, values, 0.0)
-            is_certain[part] &= np.abs(magnitude - threshold) > margin * threshold
+            magnitudes = np.abs(values)
+            threshold = np.sort(magnitudes)[-min(k, values.size)]
+            expected[part] += np.where(magnitudes >= threshold, values, 0.0)
+            is_certain[part] &= np.abs(magnitudes - threshold) > margin * threshold
     return expected, is_certain
