@@ -26,7 +26,7 @@ LAYERS, WIDTH = 6, 256
 IMAGES, SIDE = 4, 64
 """Images of a batch, and pixels per side."""
 TIMED_LAYERS, TIMED_WIDTH, FORWARD_SECONDS = 12, 724, 0.005
-"""Of the model whose layers sleep. FORWARD_SECONDS is the time of one layer."""
+"""The model whose layers sleep: how many layers it has, their width, and the seconds of forward in each layer."""
 POWERSGD_START = 2
 """The first step that PowerSGD compresses. The smallest number that it allows."""
 ONE_BUCKET_MB = 1024

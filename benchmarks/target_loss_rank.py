@@ -6,7 +6,6 @@ target_loss_rank.py LIBRARY SOCKET LAYOUT        LIBRARY: mpich (TopKube) | gloo
 from __future__ import annotations
 
 import gc
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -101,12 +100,9 @@ class TargetTraining:
         self._model, dataset, self._compute_loss, self._measure_held_out = tasks.build_task(name)
         plain = make_optimizer(order["optimizer"], self._model, tasks.LEARNING_RATE[name, order["optimizer"]])
         self._wrapped = backend.wrap(self._model, plain, order["exchange"])
-        rising_steps = max(1, steps // 20)
-
-        def rate(step: int) -> float:
-            return min((step + 1) / rising_steps, 0.5 + 0.5 * math.cos(math.pi * step / steps))
-
-        self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._wrapped.optimizer, rate)
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self._wrapped.optimizer, lambda step: tasks.compute_rate_factor(step, steps)
+        )
         self._batches = yield_batches(dataset, tasks.BATCH[name], backend.rank, backend.size, order["seed"])
 
     def run(self, steps: int) -> None:

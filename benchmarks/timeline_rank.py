@@ -32,14 +32,14 @@ TRACKS = {1: "compute", 2: "communication", 3: "communication"}
 def pick_step(spans: list[Event], steps: list[tuple[float, float]]) -> dict[str, Any]:
     """Return the step of median duration among the last steps: its milliseconds, and its events, from its start."""
     last = steps[-LAST_STEPS:]
-    length = median_low([end - start for start, end in last])
-    start, end = next(step for step in last if step[1] - step[0] == length)
+    duration = median_low([end - start for start, end in last])
+    start, end = next(step for step in last if step[1] - step[0] == duration)
     events_of_step = [
         (track, kind, round(max(begin, start) - start, 2), round(min(stop, end) - start, 2))
         for track, kind, begin, stop in spans
         if stop > start and begin < end
     ]
-    return {"ms": round(length, 2), "events": sorted(events_of_step, key=lambda event: event[2])}
+    return {"ms": round(duration, 2), "events": sorted(events_of_step, key=lambda event: event[2])}
 
 
 def read_trace(path: Path) -> dict[str, Any]:
