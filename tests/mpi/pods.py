@@ -32,9 +32,11 @@ from topkube.launch.contract import (
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = {"MPICH": ROOT / ".venv/bin/python", "OpenMPI": ROOT / ".venv-openmpi/bin/python"}
+MARCHING = str(Path(__file__).with_name("marching.py"))
 KEY = "the launcher's key"
 UID = "0c6d7c6e-0000-4000-8000-000000000000"
-_DROPPED = ("TOPKUBE_", "PMI_", "PMIX_", "OMPI_", "HYDRA", "MPI_LOCAL", "PRTE")
+_DROPPED_PREFIXES = ("TOPKUBE_", "PMI_", "PMIX_", "OMPI_", "HYDRA", "MPI_LOCAL", "PRTE")
+"""Prefixes of variables that a pod does not inherit: those of TopKube, and those that MPI sets in a rank."""
 _networks = itertools.count(1)
 
 
@@ -74,7 +76,7 @@ class PodProcess:
         """`descriptor` is an open file to which the process prints; None: a file in `directory`."""
         self.name = name
         self.output_file, self.termination_file = directory / f"{name}.log", directory / f"{name}.termination"
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED)}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED_PREFIXES)}
         binary = PYTHONS[mpi].parent
         inherited |= {"PATH": f"{binary}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         inherited |= {"TOPKUBE_TERMINATION_LOG": str(self.termination_file), **environment}
@@ -234,6 +236,12 @@ class SimulatedJob:
         with contextlib.suppress(OSError), urllib.request.urlopen(request, context=self.tls, timeout=30) as answer:
             return LauncherStatus.read(answer.read())
         return None
+
+    def read_step(self, least: int = 0) -> int:
+        """Return the step that the launcher reports to the operator, if it is `least` or later; otherwise 0."""
+        status = self.ask_status()
+        step = status.progress.step if status and status.progress and status.progress.step else 0
+        return step if step >= least else 0
 
     @property
     def tls(self) -> ssl.SSLContext:
