@@ -227,9 +227,10 @@ def case_a_parameter_without_a_gradient_from_its_function_stays(world: World) ->
     optimizer, plain = build_optimizer(model), build_sgd(reference.parameters())
     for step in range(3):
         x, y = draw_samples(4 * topkube.size(), step)
-        compute_loss(model, take_own_part(x), take_own_part(y)).backward() if step != 1 else (
-            NoGradient.apply(compute_loss(model, take_own_part(x), take_own_part(y)), model[3].weight).backward()
-        )
+        loss = compute_loss(model, take_own_part(x), take_own_part(y))
+        if step == 1:
+            loss = NoGradient.apply(loss, model[3].weight)
+        loss.backward()
         compute_loss(reference, x, y).backward()
         for each_optimizer in (optimizer, plain):
             each_optimizer.step()
