@@ -217,8 +217,8 @@ def draw_losses(runs: list[TrainedRun], path: Path) -> None:
                 for run in runs:
                     if (run.model, run.optimizer, run.condition) != (model, optimizer, condition):
                         continue
-                    at = [run.steps * (i + 1) / len(run.curve) for i in range(len(run.curve))]
-                    panel.plot(at, run.curve, color=colour, alpha=0.5, linewidth=1, label=condition)
+                    steps = [run.steps * (i + 1) / len(run.curve) for i in range(len(run.curve))]
+                    panel.plot(steps, run.curve, color=colour, alpha=0.5, linewidth=1, label=condition)
             handles = dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
             panel.legend(handles.values(), handles.keys())
             panel.set(title=f"{model}, {optimizer}", xlabel="step", ylabel="training loss, nats")

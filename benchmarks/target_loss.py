@@ -80,9 +80,7 @@ CONTENDERS = {
     DDP: TargetContender("DDP", "gloo"),
     "fp16": TargetContender("DDP with the fp16 hook", "gloo", {"hook": "fp16"}),
     **{
-        f"powersgd{rank}": TargetContender(
-            f"DDP with PowerSGD rank {rank}", "gloo", {"hook": "powersgd", "rank": rank}, True
-        )
+        f"powersgd{rank}": TargetContender(f"DDP with PowerSGD rank {rank}", "gloo", {"hook": f"powersgd{rank}"}, True)
         for rank in (1, 2, 4)
     },
 }

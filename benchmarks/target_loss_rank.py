@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tasks
 from allreduce import orders
+from ddp_hooks import build_hook
 from simulated_nodes import make_optimizer
 
 
@@ -62,17 +63,11 @@ class DdpWrapper:
 
     def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, exchange: dict[str, Any]) -> Wrapped:
         """Wrap with the communication hook in `exchange`, or with none."""
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
         from torch.nn.parallel import DistributedDataParallel
 
         parallel = DistributedDataParallel(model)
-        if exchange.get("hook") == "fp16":
-            parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif exchange.get("hook") == "powersgd":
-            state = powerSGD_hook.PowerSGDState(
-                None, matrix_approximation_rank=exchange["rank"], start_powerSGD_iter=exchange["start"]
-            )
-            parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        if "hook" in exchange:
+            parallel.register_comm_hook(*build_hook(exchange["hook"], exchange.get("start", 0)))
         return Wrapped(parallel, optimizer, nullcontext, lambda: None)
 
 
