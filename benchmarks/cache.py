@@ -31,7 +31,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -116,6 +116,15 @@ class Measurement:
         return any((row["problem"], row["contender"], row["link"]) == key for row in stored.get("first", []))
 
 
+class Reader(NamedTuple):
+    """A contender that takes turns with others. `arguments` are passed in addition to those of its setting. `reference`
+    is the label of the contender with which it is compared, "" if there is none."""
+
+    contender: CacheSetting
+    arguments: dict[str, Any]
+    reference: str
+
+
 class CacheBench:
     """The benchmark: ranks in two nodes, and the remote in a third node."""
 
@@ -148,7 +157,7 @@ class CacheBench:
         return max(rates)
 
     def read_epoch(
-        self, contender: CacheSetting, problem: CacheProblem, number: int, **more: Any
+        self, contender: CacheSetting, problem: CacheProblem, number: int, **arguments: Any
     ) -> list[dict[str, Any]]:
         """Read an epoch on all ranks. Every sample must come once; a peer that repeats samples is timed and
         reported."""
@@ -156,7 +165,7 @@ class CacheBench:
             do="epoch",
             name=contender.label,
             kind=contender.kind,
-            arguments={**contender.arguments, **more},
+            arguments={**contender.arguments, **arguments},
             problem=problem.to_data(),
             folder=f"caches/{self._turn}",
             uri=self.remote.uri,
@@ -213,16 +222,15 @@ class CacheBench:
         return row
 
     def measure_second_epochs(
-        self, turns: list[tuple[CacheSetting, dict[str, Any], str]], problem: CacheProblem, first: int = 1
+        self, readers: list[Reader], problem: CacheProblem, first: int = 1
     ) -> list[dict[str, Any]]:
-        """Read further epochs; the contenders alternate, and the first epoch of each is not timed. `turns`: (contender,
-        further arguments, label of its reference)."""
-        seconds: dict[str, list[float]] = {contender.label: [] for contender, _, _ in turns}
+        """Read further epochs; the readers alternate, and the first epoch of each is not timed."""
+        seconds: dict[str, list[float]] = {reader.contender.label: [] for reader in readers}
         fetched = dict.fromkeys(seconds, 0)
         for turn in range(EPOCHS + 1):
-            for contender, more, _ in turns:
+            for contender, arguments, _ in readers:
                 before = self.remote.count_sent_bytes()
-                epoch_seconds = _compute_seconds(self.read_epoch(contender, problem, first + turn, **more))
+                epoch_seconds = _compute_seconds(self.read_epoch(contender, problem, first + turn, **arguments))
                 if turn or epoch_seconds > PATIENCE_SECONDS / 2:  # the first epoch opens the contender if necessary
                     seconds[contender.label].append(epoch_seconds)
                     fetched[contender.label] += self.remote.count_sent_bytes() - before
@@ -231,7 +239,7 @@ class CacheBench:
         megabytes = problem.samples * problem.size / 1e6
         rate = {label: megabytes / median(times) for label, times in seconds.items()}
         rows = []
-        for contender, _, reference in turns:
+        for contender, _, reference in readers:
             times = seconds[contender.label]
             rows.append(
                 {
@@ -270,8 +278,9 @@ ARRAY, PAGES = CacheSetting("NumPy array in memory", "InMemory"), CacheSetting("
 REFERENCES = {OURS.label: ARRAY, OURS_DISK.label: PAGES}
 
 
-def plan_measurements(problems: list[CacheProblem], wanted: list[str], *, fast_only: bool = False) -> list[Measurement]:
-    """Return all measurements in the order of the tables."""
+def plan_measurements(problems: list[CacheProblem], texts: list[str], *, fast_only: bool = False) -> list[Measurement]:
+    """Return all measurements in the order of the tables; with `texts`, only those of contenders whose label contains
+    one of them."""
     measurements = []
     for problem in problems:
         is_slow = not fast_only and problem.samples * problem.size >= SLOW_BYTES
@@ -281,7 +290,7 @@ def plan_measurements(problems: list[CacheProblem], wanted: list[str], *, fast_o
                 for contender in CONTENDERS
                 if problem.form in contender.forms
                 and (rate == LINK or contender is not OURS_DISK)
-                and (not wanted or any(text in contender.label for text in wanted))
+                and (not texts or any(text in contender.label for text in texts))
             ]
     return measurements
 
@@ -310,10 +319,14 @@ def measure(
     if measurement.rate == LINK:
         reference = REFERENCES.get(contender.label)
         if reference is None:
-            second = bench.measure_second_epochs([(contender, {}, "")], problem)
+            second = bench.measure_second_epochs([Reader(contender, {}, "")], problem)
         else:
             second = bench.measure_second_epochs(
-                [(reference, {"like": contender.label}, ""), (contender, {}, reference.label)], problem
+                [
+                    Reader(reference, {"like": contender.label}, ""),  # the same samples in the same order
+                    Reader(contender, {}, reference.label),
+                ],
+                problem,
             )
             bench.close(reference, forget=False)
     bench.close(contender)

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +42,14 @@ def write_plain(path: Path, size: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     path.unlink()
+
+
+class Stall(NamedTuple):
+    """The seconds that a save has cost until it was published: `between` the steps, and in the script's part of the
+    steps, which are slower (`inside`). Both are beyond the median of the steps without a save."""
+
+    between: float
+    inside: float
 
 
 class StepTimes:
@@ -69,9 +77,8 @@ class StepTimes:
             before = time.perf_counter()
             self.inside.append(before - start)
 
-    def compute_stalls(self, every: int) -> list[tuple[float, float]]:
-        """Return for each save, until it was published: (seconds between steps beyond the median, seconds of the steps
-        beyond their median)."""
+    def compute_stalls(self, every: int) -> list[Stall]:
+        """Return the stall of each save."""
         calm = [i for i in range(len(self.inside)) if not self._is_saving(i, every)]
         usual_between = statistics.median(self.between[i] for i in calm)
         usual_inside = statistics.median(self.inside[i] for i in calm)
@@ -79,7 +86,7 @@ class StepTimes:
         for saved, published in sorted(self.published.items()):
             during = range(saved, min(published + 1, len(self.inside)))
             stalls.append(
-                (
+                Stall(
                     sum(self.between[i] - usual_between for i in during),
                     sum(self.inside[i] - usual_inside for i in during),
                 )
@@ -132,10 +139,10 @@ def main() -> None:
             "load": round(os.getloadavg()[1], 1),
             "megabytes": round(size / 1e6, 1),
             "step_seconds": round(statistics.median(steps.inside), 3),
-            "stall_seconds_first": round(stalls[0][0], 3),
-            "stall_seconds": round(statistics.median(stall for stall, _ in stalls[1:]), 3),
-            "stall_seconds_most": round(max(stall for stall, _ in stalls[1:]), 3),
-            "slower_steps_seconds": round(statistics.median(slower for _, slower in stalls[1:]), 3),
+            "stall_seconds_first": round(stalls[0].between, 3),
+            "stall_seconds": round(statistics.median(stall.between for stall in stalls[1:]), 3),
+            "stall_seconds_most": round(max(stall.between for stall in stalls[1:]), 3),
+            "slower_steps_seconds": round(statistics.median(stall.inside for stall in stalls[1:]), 3),
             "steps_until_published": statistics.median(
                 published - saved for saved, published in steps.published.items()
             ),

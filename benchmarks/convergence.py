@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -104,12 +103,7 @@ def train(name: str, optimizer_name: str, condition: str, seed: int, steps: int,
         warmup_steps=0 if condition == "dense" else steps // 10,
         wire="bf16",
     )
-    rising_steps = max(1, steps // 20)
-
-    def rate(step: int) -> float:
-        return min((step + 1) / rising_steps, 0.5 + 0.5 * math.cos(math.pi * step / steps))
-
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: tasks.compute_rate_factor(step, steps))
     sampler = topkube.data.DistributedSampler(dataset, seed=seed)
     loader = DataLoader(dataset, batch_size=tasks.BATCH[name] // topkube.size(), sampler=sampler)
     losses, start = [], time.perf_counter()
@@ -157,7 +151,7 @@ def write_runs(path: Path, runs: list[TrainedRun]) -> None:
 def compare(runs: list[TrainedRun]) -> list[dict[str, object]]:
     """Return, for each model, optimizer and sparse condition, the paired relative difference to dense in per cent with
     its 95% interval."""
-    from scipy.stats import t
+    from simulated_nodes import compute_interval
 
     losses = {run.key: run.loss for run in runs}
     rows = []
@@ -172,9 +166,9 @@ def compare(runs: list[TrainedRun]) -> list[dict[str, object]]:
                 if len(pairs) < 2:
                     continue
                 differences = [100 * (sparse - dense) / dense for sparse, dense in pairs]
-                mean = sum(differences) / len(pairs)
-                spread = math.sqrt(sum((d - mean) ** 2 for d in differences) / (len(pairs) - 1))
-                half = float(t.ppf(0.975, len(pairs) - 1)) * spread / math.sqrt(len(pairs))
+                mean, interval = compute_interval(differences)
+                assert interval is not None
+                low, high = interval
                 rows.append(
                     {
                         "model": model,
@@ -184,9 +178,9 @@ def compare(runs: list[TrainedRun]) -> list[dict[str, object]]:
                         "dense_loss": sum(dense for _, dense in pairs) / len(pairs),
                         "loss": sum(sparse for sparse, _ in pairs) / len(pairs),
                         "difference_percent": mean,
-                        "interval_percent": [mean - half, mean + half],
-                        "within_1_percent": mean - half >= -1 and mean + half <= 1,
-                        "not_worse_by_1_percent": mean + half <= 1,
+                        "interval_percent": interval,
+                        "within_1_percent": low >= -1 and high <= 1,
+                        "not_worse_by_1_percent": high <= 1,
                     }
                 )
     return rows
@@ -223,8 +217,8 @@ def draw_losses(runs: list[TrainedRun], path: Path) -> None:
                 for run in runs:
                     if (run.model, run.optimizer, run.condition) != (model, optimizer, condition):
                         continue
-                    at = [run.steps * (i + 1) / len(run.curve) for i in range(len(run.curve))]
-                    panel.plot(at, run.curve, color=colour, alpha=0.5, linewidth=1, label=condition)
+                    steps = [run.steps * (i + 1) / len(run.curve) for i in range(len(run.curve))]
+                    panel.plot(steps, run.curve, color=colour, alpha=0.5, linewidth=1, label=condition)
             handles = dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
             panel.legend(handles.values(), handles.keys())
             panel.set(title=f"{model}, {optimizer}", xlabel="step", ylabel="training loss, nats")

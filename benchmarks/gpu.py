@@ -156,11 +156,11 @@ def run_all(args: argparse.Namespace) -> int:
     if (work / "site" / "lib" / "libmpi.so.12").exists():
         environment.setdefault("MPI4PY_LIBMPI", str(work / "site" / "lib" / "libmpi.so.12"))
     print(f"wheels used: {', '.join(carried) or 'none'}", flush=True)
-    lacking = list_missing(args.dry)
-    for line in lacking:
+    missing = list_missing(args.dry)
+    for line in missing:
         print(f"missing: {line}", flush=True)
     has_nvcc, has_torch = machine.find_nvcc() is not None, importlib.util.find_spec("torch") is not None
-    if not has_torch or (not args.dry and any("GPU" in line or "nvcc" in line for line in lacking)):
+    if not has_torch or (not args.dry and any("GPU" in line or "nvcc" in line for line in missing)):
         return 2
     architecture = args.architecture or machine.find_architecture() or "90"
     try:
@@ -168,12 +168,12 @@ def run_all(args: argparse.Namespace) -> int:
     except (OSError, machine.BuildError) as error:
         print(f"the build did not end: {error}", file=sys.stderr)
         return 2
-    here = str(Path(__file__).parent)
-    environment["PYTHONPATH"] = os.pathsep.join([str(package), here, environment["PYTHONPATH"]])
-    if other := find_other_package(package, environment):
+    scripts = str(Path(__file__).parent)
+    environment["PYTHONPATH"] = os.pathsep.join([str(package), scripts, environment["PYTHONPATH"]])
+    if other_package := find_other_package(package, environment):
         print(
-            f"{other} is imported in place of the package that was built. Likely cause: this Python has an editable"
-            " installation of topkube. Next: pip uninstall topkube, or use another Python",
+            f"{other_package} is imported in place of the package that was built. Likely cause: this Python has an"
+            " editable installation of topkube. Next: pip uninstall topkube, or use another Python",
             file=sys.stderr,
         )
         if not args.dry:
@@ -181,14 +181,14 @@ def run_all(args: argparse.Namespace) -> int:
     start_rows(args)
     failed = []
     for name, minutes in STAGES.items():
-        left = (end - time.monotonic()) / 60
-        if left <= 0:
+        minutes_left = (end - time.monotonic()) / 60
+        if minutes_left <= 0:
             print(f"the time is over before the stage {name}. Next: run the same command again", flush=True)
             break
         start = time.monotonic()
         status, _ = run_group(
-            _build_stage_command(name, args, work, min(left, minutes)),
-            60 * min(left, minutes) + GRACE_SECONDS,
+            _build_stage_command(name, args, work, min(minutes_left, minutes)),
+            60 * min(minutes_left, minutes) + GRACE_SECONDS,
             environment,
         )
         print(f"stage {name}: {time.monotonic() - start:.0f} s", flush=True)
@@ -207,14 +207,14 @@ def _build_stage_command(name: str, args: argparse.Namespace, work: Path, minute
 def start_rows(args: argparse.Namespace) -> None:
     """Let the file of rows begin with what was run. Move a file that began with something else out of the way: its rows
     would mix with those of these sources."""
-    run = {"sources": machine.digest_sources(), "dry": args.dry, "quick": args.quick}
+    facts = {"sources": machine.digest_sources(), "dry": args.dry, "quick": args.quick}
     stored = next((row for row in read_rows(args.out) if row["key"] == "run"), None)
-    if args.out.exists() and (stored is None or any(stored.get(name) != value for name, value in run.items())):
+    if args.out.exists() and (stored is None or any(stored.get(name) != value for name, value in facts.items())):
         sources = "unknown" if stored is None else stored["sources"]
         kept = args.out.with_name(f"{args.out.stem}-{sources}-{time.time_ns()}.jsonl")
         args.out.rename(kept)
         print(f"rows of other sources or options are kept in {kept}", flush=True)
-    Rows(args.out).measure("run", lambda: run)
+    Rows(args.out).measure("run", lambda: facts)
 
 
 def finish(args: argparse.Namespace, failed: list[str]) -> int:

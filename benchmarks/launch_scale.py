@@ -36,6 +36,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import aiohttp
 
@@ -166,6 +167,18 @@ async def wait_for_end(process: subprocess.Popen[bytes]) -> None:
     os.close(descriptor)
 
 
+class ProcessorSeconds(NamedTuple):
+    """The processor time of the launcher, and of this process, which simulates all workers, since a start."""
+
+    launcher: float
+    workers: float
+
+    @classmethod
+    def read(cls, launcher: int, own_before: float) -> ProcessorSeconds:
+        """Return the present times. `launcher` is a process id, `own_before` the time of this process at the start."""
+        return cls(read_processor_seconds(launcher), time.process_time() - own_before)
+
+
 def read_processor_seconds(pid: int) -> float:
     """Return the processor time of a living process, without its children."""
     with contextlib.suppress(OSError):
@@ -186,7 +199,7 @@ async def measure_launch(
 ) -> dict[str, object]:
     """Measure a launch by TopKube."""
     with SimulatedJob(directory, [], workers, 1, mpi.implementation) as job:
-        began, used_before = time.time(), time.process_time()
+        began, own_before = time.time(), time.process_time()
         launcher = job.start_launcher(rendezvous_seconds=120.0)
         while "waiting for" not in launcher.output:
             await asyncio.sleep(0.02)
@@ -200,12 +213,12 @@ async def measure_launch(
         while launcher.output.count("has joined") < workers and launcher.process.poll() is None:
             await asyncio.sleep(0.02)
         joined = time.time()
-        joined_used = read_processor_seconds(launcher.process.pid), time.process_time() - used_before
+        used_before_start = ProcessorSeconds.read(launcher.process.pid, own_before)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while read_leave_time(directory, workers) is None and launcher.process.poll() is None:
                     await asyncio.sleep(0.25)
-        used = read_processor_seconds(launcher.process.pid), time.process_time() - used_before
+        used = ProcessorSeconds.read(launcher.process.pid, own_before)
         try:
             async with asyncio.timeout(20):
                 await asyncio.gather(*(worker.ended.wait() for worker in all_workers))
@@ -225,8 +238,8 @@ async def measure_launch(
             "ok": code == 0 and last is not None,
             "rendezvous_seconds": round(joined - began, 2),
             "start_seconds": round(last - joined, 2) if last is not None else None,
-            "launcher_processor_seconds": round(used[0] - joined_used[0], 2),
-            "workers_processor_seconds": round(used[1] - joined_used[1], 2),
+            "launcher_processor_seconds": round(used.launcher - used_before_start.launcher, 2),
+            "workers_processor_seconds": round(used.workers - used_before_start.workers, 2),
         }
         if not result["ok"]:
             result["said"] = launcher.output[-2000:]
@@ -293,8 +306,8 @@ def compile_programs(mpi: Mpi, settings: dict[str, str], directory: Path) -> Pro
     programs = Programs(directory / f"rank-{mpi.implementation}", directory / "host", settings)
     library = prefix / "lib"
     flags = [f"-I{prefix / 'include'}", f"-L{library}", f"-Wl,-rpath,{library}", "-lmpi"]
-    for program, source, more in ((programs.rank, "launch_rank.c", flags), (programs.host, "launch_host.c", [])):
-        subprocess.run(["gcc", "-O1", "-o", str(program), str(ROOT / "benchmarks" / source), *more], check=True)
+    for program, source, options in ((programs.rank, "launch_rank.c", flags), (programs.host, "launch_host.c", [])):
+        subprocess.run(["gcc", "-O1", "-o", str(program), str(ROOT / "benchmarks" / source), *options], check=True)
     return programs
 
 

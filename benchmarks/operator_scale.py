@@ -4,7 +4,7 @@
 
 It uses a real etcd and kube-apiserver (built by tests/cluster/localkube as cluster 8; nothing else of that cluster is
 started), and the operator as it is installed, in its own process. Nodes are simulated: a process sets the status of
-pods like kubelets do, so that hundreds of pods fit on one machine. It needs root, like the local cluster.
+pods as kubelets do, so that hundreds of pods fit on one machine. It needs root, like the local cluster.
 
 start   one job with 2 and with 64 workers: from sending the job until a watcher has seen all its pods. The floor: a
         client without any logic creates the same job and children
@@ -108,7 +108,7 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 120.
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
-            raise TimeoutError(f"waited {seconds:.0f} s in vain for {what}")
+            raise TimeoutError(f"not within {seconds:.0f} s: {what}")
         time.sleep(0.02)
 
 

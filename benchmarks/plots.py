@@ -184,9 +184,9 @@ def draw_convergence(runs: list[Row], path: Path) -> None:
                     r for r in runs if (r["model"], r["optimizer"], r["condition"]) == (model, optimizer, condition)
                 ]
                 for index, run in enumerate(selected):
-                    at = [run["steps"] * (i + 1) / len(run["curve"]) for i in range(len(run["curve"]))]
+                    steps = [run["steps"] * (i + 1) / len(run["curve"]) for i in range(len(run["curve"]))]
                     axes.plot(
-                        at, run["curve"], color=colour, alpha=0.55, linewidth=1.1, label="" if index else condition
+                        steps, run["curve"], color=colour, alpha=0.55, linewidth=1.1, label="" if index else condition
                     )
             axes.set_title(f"{model}, {optimizer}")
             axes.set_xlabel("step")

@@ -78,7 +78,7 @@ def build_convergence_section(stored: dict[str, Any]) -> dict[str, str]:
     about = {**stored["about"], "steps": ", ".join(map(str, steps))}
     listed = "; ".join(
         f"{name.replace('_', ' ')}: "
-        + (", ".join(f"{of} {each}" for of, each in value.items()) if isinstance(value, dict) else str(value))
+        + (", ".join(f"{key} {entry}" for key, entry in value.items()) if isinstance(value, dict) else str(value))
         for name, value in about.items()
     )
     return {"CONVERGENCE": f"{format_table(headings, cells)}\n\n{listed}."}
@@ -96,8 +96,8 @@ def build_overhead_section(stored: dict[str, Any]) -> dict[str, str]:
         for name, seconds in time["median_seconds"].items()
     ]
     above = [
-        [name, f"{bytes_ / 1e6:.1f}", f"{memory['two_shards_and_two_buckets_bytes'] / 1e6:.1f}"]
-        for name, bytes_ in memory["above_plain_bytes"].items()
+        [name, f"{peak_bytes / 1e6:.1f}", f"{memory['two_shards_and_two_buckets_bytes'] / 1e6:.1f}"]
+        for name, peak_bytes in memory["above_plain_bytes"].items()
     ]
     return {
         "OVERHEAD": "\n\n".join(
@@ -268,23 +268,23 @@ def list_stale_files(results: Path = RESULTS) -> list[str]:
     """Return the files that differ from the results: the page or plots."""
     import plots
 
-    wrong = []
+    stale = []
     if not DOCUMENT.exists() or DOCUMENT.read_text() != render_page(results):
-        wrong.append(str(DOCUMENT.relative_to(ROOT)))
+        stale.append(str(DOCUMENT.relative_to(ROOT)))
     for name, (_, rows) in list_pictures(results).items():
         path = IMAGES / name
         if not path.exists() or plots.read_digest(path) != plots.digest(rows):
-            wrong.append(str(path.relative_to(ROOT)))
-    return wrong
+            stale.append(str(path.relative_to(ROOT)))
+    return stale
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only list stale files")
     if parser.parse_args().check:
-        wrong = list_stale_files()
-        print("\n".join(f"{path} is stale; run python benchmarks/report.py" for path in wrong))
-        return 1 if wrong else 0
+        stale = list_stale_files()
+        print("\n".join(f"{path} is stale; run python benchmarks/report.py" for path in stale))
+        return 1 if stale else 0
     IMAGES.mkdir(parents=True, exist_ok=True)
     DOCUMENT.write_text(render_page())
     for name, (draw, rows) in list_pictures().items():

@@ -107,11 +107,9 @@ def train(
     learning_rate = rate * tasks.LEARNING_RATE[model_name, optimizer_name]
     nodes = Nodes(model, options.nodes, lambda model: make_optimizer(optimizer_name, model, learning_rate))
     rule: Rule = RULES[rule_name](nodes, options)
-    warmup_steps = max(1, steps // 20)
     start = time.perf_counter()
     for step, batches in enumerate(divide_batches(dataset, tasks.BATCH[model_name], options.nodes, seed, steps)):
-        factor = min((step + 1) / warmup_steps, 0.5 + 0.5 * math.cos(math.pi * step / steps))
-        nodes.set_learning_rate(learning_rate * factor)
+        nodes.set_learning_rate(learning_rate * tasks.compute_rate_factor(step, steps))
         rule.step(step, lambda node, model, batches=batches: compute_loss(model, *batches[node]))
     rule.finish()
     with torch.no_grad():

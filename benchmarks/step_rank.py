@@ -18,6 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from allreduce import orders
+from ddp_hooks import build_hook
 from resnet import CLASSES, ResNet50
 from topkube.examples.char_gpt import GPT, VOCABULARY
 
@@ -26,7 +27,7 @@ LAYERS, WIDTH = 6, 256
 IMAGES, SIDE = 4, 64
 """Images of a batch, and pixels per side."""
 TIMED_LAYERS, TIMED_WIDTH, FORWARD_SECONDS = 12, 724, 0.005
-"""Of the model whose layers sleep. FORWARD_SECONDS is the time of one layer."""
+"""The model whose layers sleep: how many layers it has, their width, and the seconds of forward in each layer."""
 POWERSGD_START = 2
 """The first step that PowerSGD compresses. The smallest number that it allows."""
 ONE_BUCKET_MB = 1024
@@ -167,7 +168,6 @@ class DdpTrainer:
 
     def start_training(self, contender: str, name: str) -> tuple[Step, Callable[[], None]]:
         """Return a function that makes a step, and a function that ends the training."""
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
         from torch.nn.parallel import DistributedDataParallel
 
         model, codes, targets = build_model_and_data(self.rank, name)
@@ -176,16 +176,8 @@ class DdpTrainer:
             return build_step(model, optimizer, codes, targets), lambda: None
         is_powersgd = contender.startswith("powersgd")
         parallel = DistributedDataParallel(model, **({"bucket_cap_mb": ONE_BUCKET_MB} if is_powersgd else {}))
-        if is_powersgd:
-            state = powerSGD_hook.PowerSGDState(
-                None,
-                matrix_approximation_rank=int(contender.removeprefix("powersgd")),
-                start_powerSGD_iter=POWERSGD_START,
-            )
-            parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        elif contender != "ddp":
-            hook = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}[contender]
-            parallel.register_comm_hook(None, hook)
+        if contender != "ddp":
+            parallel.register_comm_hook(*build_hook(contender, POWERSGD_START))
         return build_step(parallel, optimizer, codes, targets), lambda: None
 
     def enter_link(self) -> None:

@@ -25,10 +25,10 @@ NAMES = {
     "auto": "**TopKube auto**",
     "auto_own": "**TopKube auto, own weights**",
     "ddp": "DDP",
-    "fp16": "DDP, fp16 hook",
-    "powersgd1": "DDP, PowerSGD rank 1",
-    "powersgd2": "DDP, PowerSGD rank 2",
-    "powersgd4": "DDP, PowerSGD rank 4",
+    "fp16": "DDP with the fp16 hook",
+    "powersgd1": "DDP with PowerSGD rank 1",
+    "powersgd2": "DDP with PowerSGD rank 2",
+    "powersgd4": "DDP with PowerSGD rank 4",
 }
 MODELS = {"gpt": "", "resnet50": ", ResNet-50", "timed": ", layers that sleep"}
 LINKS = {"unshaped": "link not shaped", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}

@@ -78,11 +78,9 @@ CONTENDERS = {
     "topk1bit": TargetContender("TopKube topk1bit", "mpich", {"aggregation": "topk1bit"}),
     "topk1bit_4": TargetContender("TopKube topk1bit, period 4", "mpich", {"aggregation": "topk1bit", "period": 4}),
     DDP: TargetContender("DDP", "gloo"),
-    "fp16": TargetContender("DDP, fp16 hook", "gloo", {"hook": "fp16"}),
+    "fp16": TargetContender("DDP with the fp16 hook", "gloo", {"hook": "fp16"}),
     **{
-        f"powersgd{rank}": TargetContender(
-            f"DDP, PowerSGD rank {rank}", "gloo", {"hook": "powersgd", "rank": rank}, True
-        )
+        f"powersgd{rank}": TargetContender(f"DDP with PowerSGD rank {rank}", "gloo", {"hook": f"powersgd{rank}"}, True)
         for rank in (1, 2, 4)
     },
 }

@@ -6,7 +6,6 @@ target_loss_rank.py LIBRARY SOCKET LAYOUT        LIBRARY: mpich (TopKube) | gloo
 from __future__ import annotations
 
 import gc
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tasks
 from allreduce import orders
+from ddp_hooks import build_hook
 from simulated_nodes import make_optimizer
 
 
@@ -63,17 +63,11 @@ class DdpWrapper:
 
     def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, exchange: dict[str, Any]) -> Wrapped:
         """Wrap with the communication hook in `exchange`, or with none."""
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
         from torch.nn.parallel import DistributedDataParallel
 
         parallel = DistributedDataParallel(model)
-        if exchange.get("hook") == "fp16":
-            parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif exchange.get("hook") == "powersgd":
-            state = powerSGD_hook.PowerSGDState(
-                None, matrix_approximation_rank=exchange["rank"], start_powerSGD_iter=exchange["start"]
-            )
-            parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        if "hook" in exchange:
+            parallel.register_comm_hook(*build_hook(exchange["hook"], exchange.get("start", 0)))
         return Wrapped(parallel, optimizer, nullcontext, lambda: None)
 
 
@@ -101,12 +95,9 @@ class TargetTraining:
         self._model, dataset, self._compute_loss, self._measure_held_out = tasks.build_task(name)
         plain = make_optimizer(order["optimizer"], self._model, tasks.LEARNING_RATE[name, order["optimizer"]])
         self._wrapped = backend.wrap(self._model, plain, order["exchange"])
-        rising_steps = max(1, steps // 20)
-
-        def rate(step: int) -> float:
-            return min((step + 1) / rising_steps, 0.5 + 0.5 * math.cos(math.pi * step / steps))
-
-        self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._wrapped.optimizer, rate)
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self._wrapped.optimizer, lambda step: tasks.compute_rate_factor(step, steps)
+        )
         self._batches = yield_batches(dataset, tasks.BATCH[name], backend.rank, backend.size, order["seed"])
 
     def run(self, steps: int) -> None:

@@ -1,4 +1,4 @@
-"""The models, data, learning rates and batches on which convergence.py and simulated_nodes.py compare exchange rules.
+"""The models, data, learning rates and batches of convergence.py, simulated_nodes.py and target_loss.py.
 
 Nothing is downloaded: the text is that of the Python standard library (topkube.examples.char_gpt), the images are
 scikit-learn's handwritten digits.
@@ -6,7 +6,9 @@ scikit-learn's handwritten digits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,8 +18,6 @@ from torch.utils.data import Dataset
 from topkube.examples.char_gpt import GPT, VOCABULARY, CharacterWindows
 from topkube.examples.digits_cnn import CNN, compute_accuracy, load_split_digits
 
-Task = tuple[nn.Module, Dataset, Callable[..., torch.Tensor], Callable[[nn.Module], tuple[float, float | None]]]
-"""(model, training data, loss of a batch, held-out (loss, accuracy))."""
 LEARNING_RATE = {
     ("char_gpt", "sgd"): 0.1,
     ("char_gpt", "adamw"): 3e-3,
@@ -34,6 +34,16 @@ BATCH = {"char_gpt": 16, "digits_cnn": 32, "digits_batchnorm": 32, "char_lstm": 
 CONTEXT, GPT_WIDTH, GPT_LAYERS, CNN_CHANNELS, LSTM_WIDTH = 64, 64, 2, 8, 96
 LABEL_SMOOTHING = 0.1
 """Label smoothing for the digits: without it the loss tends to 0, and a difference in per cent has no meaning."""
+
+
+class Task(NamedTuple):
+    """What is trained. `compute_loss` takes the model and a batch; `measure_held_out` takes the model, and returns its
+    held-out loss and its accuracy (None for text)."""
+
+    model: nn.Module
+    dataset: Dataset
+    compute_loss: Callable[..., torch.Tensor]
+    measure_held_out: Callable[[nn.Module], tuple[float, float | None]]
 
 
 class LSTM(nn.Module):
@@ -59,6 +69,13 @@ class BatchNormCNN(nn.Sequential):
         super().__init__(first, nn.BatchNorm2d(channels), relu, second, nn.BatchNorm2d(2 * channels), *rest)
 
 
+def compute_rate_factor(step: int, steps: int) -> float:
+    """Return the factor of the learning rate in a step: it rises in the first 5% of the steps, and falls along a cosine
+    to 0, so that the last weights represent the run."""
+    rising_steps = max(1, steps // 20)
+    return min((step + 1) / rising_steps, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+
 def build_task(name: str) -> Task:
     """Return the task of this name, with fresh weights from torch's generator."""
     if name.startswith("char"):
@@ -79,7 +96,7 @@ def _build_text_task(name: str) -> Task:
         model: nn.Module = GPT(GPT_LAYERS, GPT_WIDTH, 4, CONTEXT)
     else:
         model = LSTM(VOCABULARY, LSTM_WIDTH)
-    return model, CharacterWindows(CONTEXT), lambda model, codes, targets: model(codes, targets), measure_held_out
+    return Task(model, CharacterWindows(CONTEXT), lambda model, codes, targets: model(codes, targets), measure_held_out)
 
 
 def _build_digits_task(name: str) -> Task:
@@ -96,7 +113,8 @@ def _build_digits_task(name: str) -> Task:
     def compute_loss(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(images), labels, label_smoothing=LABEL_SMOOTHING)
 
-    return (BatchNormCNN if name == "digits_batchnorm" else CNN)(CNN_CHANNELS), train, compute_loss, measure_held_out
+    model = (BatchNormCNN if name == "digits_batchnorm" else CNN)(CNN_CHANNELS)
+    return Task(model, train, compute_loss, measure_held_out)
 
 
 MODELS = tuple(BATCH)

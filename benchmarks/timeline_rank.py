@@ -20,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from allreduce import orders
+from ddp_hooks import DdpHook, build_hook
 from step_rank import POWERSGD_START, DdpTrainer, TopKubeTrainer, build_model_and_data
 
 LAST_STEPS = 11
@@ -32,14 +33,14 @@ TRACKS = {1: "compute", 2: "communication", 3: "communication"}
 def pick_step(spans: list[Event], steps: list[tuple[float, float]]) -> dict[str, Any]:
     """Return the step of median duration among the last steps: its milliseconds, and its events, from its start."""
     last = steps[-LAST_STEPS:]
-    length = median_low([end - start for start, end in last])
-    start, end = next(step for step in last if step[1] - step[0] == length)
+    duration = median_low([end - start for start, end in last])
+    start, end = next(step for step in last if step[1] - step[0] == duration)
     events_of_step = [
         (track, kind, round(max(begin, start) - start, 2), round(min(stop, end) - start, 2))
         for track, kind, begin, stop in spans
         if stop > start and begin < end
     ]
-    return {"ms": round(length, 2), "events": sorted(events_of_step, key=lambda event: event[2])}
+    return {"ms": round(duration, 2), "events": sorted(events_of_step, key=lambda event: event[2])}
 
 
 def read_trace(path: Path) -> dict[str, Any]:
@@ -93,7 +94,7 @@ class TracedDdp(DdpTrainer):
         model, codes, targets = build_model_and_data(self.rank, "gpt")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         parallel = torch.nn.parallel.DistributedDataParallel(model)
-        parallel.register_comm_hook(None, self._trace_hook(*self._choose_hook(contender), spans))
+        parallel.register_comm_hook(None, self._trace_hook(build_hook(contender, POWERSGD_START), spans))
         produced: list[float] = []
         for tensor in model.parameters():
             tensor.register_hook(lambda gradient: produced.append(_read_time()))
@@ -117,20 +118,9 @@ class TracedDdp(DdpTrainer):
         return pick_step(spans, bounds)
 
     @staticmethod
-    def _choose_hook(contender: str) -> tuple[Callable[[Any, Any], Any], Any]:
-        """Return the communication hook of a contender, and its state."""
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    def _trace_hook(ddp_hook: DdpHook, spans: list[Event]) -> Callable[[Any, Any], Any]:
+        """Return a hook that also adds the time of each exchange to `spans`."""
 
-        if contender.startswith("powersgd"):
-            rank = int(contender.removeprefix("powersgd"))
-            state = powerSGD_hook.PowerSGDState(
-                None, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_START
-            )
-            return powerSGD_hook.powerSGD_hook, state
-        return {"ddp": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook}[contender], None
-
-    @staticmethod
-    def _trace_hook(hook: Callable[[Any, Any], Any], state: Any, spans: list[Event]) -> Callable[[Any, Any], Any]:
         def traced(_: Any, bucket: Any) -> Any:
             start = _read_time()
 
@@ -138,7 +128,7 @@ class TracedDdp(DdpTrainer):
                 spans.append(("link", "exchange", start, _read_time()))
                 return future.value()
 
-            return hook(state, bucket).then(note_end)
+            return ddp_hook.hook(ddp_hook.state, bucket).then(note_end)
 
         traced.__annotations__ = {"bucket": torch.distributed.GradBucket, "return": torch.futures.Future[torch.Tensor]}
         return traced

@@ -138,9 +138,11 @@ def _draw_lines(
         named_series = [(name, series) for name, series in named_series if any(value > 0 for _, value in series.points)]
     colours = _choose_colours([name for name, _ in named_series])
     if panel.stacked and named_series:
-        times = sorted({at for _, series in named_series for at, _ in series.points})
-        finite = [{at: value for at, value in series.points if math.isfinite(value)} for _, series in named_series]
-        stack = [[values.get(at, 0.0) for at in times] for values in finite]
+        times = sorted({moment for _, series in named_series for moment, _ in series.points})
+        finite = [
+            {moment: value for moment, value in series.points if math.isfinite(value)} for _, series in named_series
+        ]
+        stack = [[values.get(moment, 0.0) for moment in times] for values in finite]
         names = [name for name, _ in named_series]
         axes.stackplot(times, stack, labels=names, colors=[colours[name] for name in names], alpha=0.85)
     else:
@@ -156,7 +158,7 @@ def _draw_lines(
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_value(value, panel.unit)))
     minutes = max(1, round((span[1] - span[0]) / 300)) * 60
     axes.xaxis.set_major_locator(FixedLocator([span[1] - minutes * step for step in range(6)]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: _format_ago(span[1] - at)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda moment, _: _format_ago(span[1] - moment)))
     axes.tick_params(labelsize=7, length=2, color=_LINE, labelcolor=_GREY)
     axes.grid(alpha=0.25)
     for side in axes.spines.values():
@@ -187,13 +189,13 @@ def _insert_gaps(series: Series) -> tuple[list[float], list[float]]:
     """Return times and values, with a gap after more than three steps of the plot without a value."""
     interval = min((after[0] - before[0] for before, after in itertools.pairwise(series.points)), default=0.0)
     times, values, last = [], [], math.inf
-    for at, value in series.points:
-        if at - last > 3 * interval:
-            times.append(at - interval)
+    for moment, value in series.points:
+        if moment - last > 3 * interval:
+            times.append(moment - interval)
             values.append(math.nan)
-        times.append(at)
+        times.append(moment)
         values.append(value)
-        last = at
+        last = moment
     return times, values
 
 

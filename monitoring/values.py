@@ -47,7 +47,7 @@ def list_values(text: str) -> Iterator[Value]:
             comment = []
             continue
         depth = len(line) - len(line.lstrip())
-        parents = [(at, name) for at, name in parents if at < depth]
+        parents = [(parent_depth, name) for parent_depth, name in parents if parent_depth < depth]
         parents.append((depth, stripped.partition(":")[0]))
         if comment:
             path = [name for _, name in parents]

@@ -182,7 +182,7 @@ print(f"chart: {len(objects)} objects; correct for Kubernetes {', '.join(kuberne
 
 def push_and_pull_chart(tools: Path, archive: Path, folder: Path) -> None:
     """Push the chart as an OCI artefact to a registry on loopback, and pull it again. Without the program of a
-    registry, say that this was not tested."""
+    registry, print that this was not tested."""
     program = shutil.which(REGISTRY_PROGRAM)
     if program is None:
         say(f"not tested: the chart as an OCI artefact. Next: apt-get install {REGISTRY_PROGRAM}, then make release")
@@ -204,9 +204,9 @@ helm.pull(f"oci://{address}/charts/{name}", destination=folder, plain_http=True)
 @contextlib.contextmanager
 def serve_registry(program: str, folder: Path) -> Iterator[str]:
     """Run a registry on loopback, with its data in `folder`. Yields its address, HOST:PORT."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with socket.socket() as probe:  # a free port
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
     config = folder / "config.yaml"
     config.write_text(
         f"version: 0.1\nstorage: {{filesystem: {{rootdirectory: {folder / 'data'}}}}}\nhttp: {{addr: '{address}'}}\n"

@@ -14,7 +14,7 @@ Collective = Callable[[Floats], Any]
 
 
 class _Mpi:
-    """mpi4py with the MPI of this environment, initialised with threads like in training."""
+    """mpi4py with the MPI of this environment, initialised with threads as in training."""
 
     def __init__(self) -> None:
         from mpi4py import MPI

@@ -124,7 +124,7 @@ class Network:
     """`nodes` machines on one switch; a context manager.
 
     `control` is the namespace of the switch, which has its own address. mpiexec runs there, outside every node, so its
-    start-up messages pass the links like in a cluster.
+    start-up messages pass the links as in a cluster.
     """
 
     def __init__(self, nodes: int, rate: str | None = None) -> None:

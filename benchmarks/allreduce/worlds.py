@@ -100,24 +100,24 @@ class RankWorld:
         count = ["-n", str(self.size)]
         commands: list[list[str]]
         if recipe.library == "mpich":
-            place = [] if network is None else [
+            placement = [] if network is None else [
                 "-localhost", network.control.address, "-launcher", "ssh", "-launcher-exec",
                 str(write_agent(network, directory)), "-hosts", ",".join(hosts)]  # fmt: skip
-            commands = [[str(binary / "mpiexec"), *place, *recipe.options, *count, *rank]]
+            commands = [[str(binary / "mpiexec"), *placement, *recipe.options, *count, *rank]]
         elif recipe.library == "openmpi":
-            place = ["--host", f"localhost:{self.size}"] if network is None else [
+            placement = ["--host", f"localhost:{self.size}"] if network is None else [
                 "--host", ",".join(hosts), "--prtemca", "plm_ssh_agent", str(write_agent(network, directory)),
                 "--prtemca", "plm_ssh_no_tree_spawn", "1", "--mca", "btl_tcp_if_include", "eth0"]  # fmt: skip
-            commands = [[str(binary / "mpirun"), "--allow-run-as-root", *place, *recipe.options, *count, *rank]]
+            commands = [[str(binary / "mpirun"), "--allow-run-as-root", *placement, *recipe.options, *count, *rank]]
         else:
-            homes = [node for node, slots in enumerate(self.layout) for _ in range(slots)]
+            node_of_rank = [node for node, slots in enumerate(self.layout) for _ in range(slots)]
             environment["GLOO_SOCKET_IFNAME"] = "lo" if network is None else "eth0"
             environment["MASTER_ADDR"] = "127.0.0.1" if network is None else network.nodes[0].address
             environment["MASTER_PORT"] = str(_find_free_port() if network is None else next(_PORTS))
             commands = []
-            for index, home in enumerate(homes):
+            for index, node in enumerate(node_of_rank):
                 command = ["env", f"RANK={index}", f"WORLD_SIZE={self.size}", *rank]
-                commands.append(command if network is None else network.nodes[home].wrap_command(command))
+                commands.append(command if network is None else network.nodes[node].wrap_command(command))
         if network is not None and recipe.library != "gloo":
             commands = [network.control.wrap_command(command, network_only=True) for command in commands]
         log = self._log.open("w")
@@ -160,7 +160,7 @@ class RankWorld:
                 line = stream.readline()
             except TimeoutError:
                 raise WorldFailed(
-                    f"{self.recipe.name} rank {index} gave no answer to {order}\n{self._read_log_tail()}"
+                    f"{self.recipe.name} rank {index} did not answer {order}\n{self._read_log_tail()}"
                 ) from None
             if not line:
                 raise WorldFailed(f"{self.recipe.name} rank {index} ended during {order}\n{self._read_log_tail()}")

@@ -264,7 +264,7 @@ class InMemory:
     def read_epoch(self, number: int) -> Iterator[torch.Tensor]:
         self._sampler.set_epoch(number)
         order = self._sampler.indices()
-        return (torch.from_numpy(self._data[order[at : at + BATCH]]) for at in range(0, order.size, BATCH))
+        return (torch.from_numpy(self._data[order[first : first + BATCH]]) for first in range(0, order.size, BATCH))
 
     def close(self) -> None:
         self._data = np.empty((0, 0), np.uint8)
@@ -281,12 +281,12 @@ class PageCache:
     def read_epoch(self, number: int) -> Iterator[torch.Tensor]:
         self._sampler.set_epoch(number)
         order, size = self._sampler.indices(), self._problem.size
-        for at in range(0, order.size, BATCH):
-            part = order[at : at + BATCH]
-            out = self._buffer[: part.size * size]
-            lengths = np.full(part.size, size, np.int64)
-            _kernels.gather_files(np.full(part.size, self._file, np.int32), part * size, lengths, out)
-            yield torch.from_numpy(out.reshape(part.size, size))
+        for first in range(0, order.size, BATCH):
+            batch = order[first : first + BATCH]
+            out = self._buffer[: batch.size * size]
+            lengths = np.full(batch.size, size, np.int64)
+            _kernels.gather_files(np.full(batch.size, self._file, np.int32), batch * size, lengths, out)
+            yield torch.from_numpy(out.reshape(batch.size, size))
 
     def close(self) -> None:
         os.close(self._file)

@@ -34,14 +34,14 @@ def measure() -> dict[str, Any]:
         manifest = Path(name) / "manifest.jsonl"
         with manifest.open("w") as file:
             file.writelines(
-                f'{{"path": "train/{at:07}.jpg", "size": {100_000 + at % 977}, "etag": "{at:x}"}}\n'
-                for at in range(ENTRIES)
+                f'{{"path": "train/{number:07}.jpg", "size": {100_000 + number % 977}, "etag": "{number:x}"}}\n'
+                for number in range(ENTRIES)
             )
         command = [sys.executable, "-c", _OPEN, manifest.as_uri(), str(Path(name) / "cache"), str(ENTRIES)]
         result: dict[str, Any] = {"entries": ENTRIES}
-        for what in ("first", "again"):
+        for read in ("first", "again"):
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             seconds, peak, shards = done.stdout.split()
-            result |= {f"{what}_seconds": round(float(seconds), 2), f"{what}_peak_mb": round(int(peak) / 1e6)}
+            result |= {f"{read}_seconds": round(float(seconds), 2), f"{read}_peak_mb": round(int(peak) / 1e6)}
             result["shards"] = int(shards)
     return result

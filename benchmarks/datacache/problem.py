@@ -49,10 +49,10 @@ class CacheProblem:
         """Return the positions of the samples: the names of objects, and for every sample its object and offset."""
         numbers = np.arange(self.samples)
         if self.form == "files":
-            return [name_file(at) for at in range(self.samples)], numbers, np.zeros(self.samples, np.int64)
+            return [name_file(number) for number in range(self.samples)], numbers, np.zeros(self.samples, np.int64)
         shards = -(-self.samples // self.per_shard)
         return (
-            [name_shard(at) for at in range(shards)],
+            [name_shard(number) for number in range(shards)],
             numbers // self.per_shard,
             numbers % self.per_shard * self.record_bytes + 512,
         )

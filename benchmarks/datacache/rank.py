@@ -78,8 +78,8 @@ def read_processor_seconds() -> float:
                 parents[int(folder.name)] = int(fields[1])
                 ticks[int(folder.name)] = sum(map(int, fields[11:15]))  # own, and of children that have ended
     family = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in family} - family:
-        family |= more
+    while children := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= children
     return sum(ticks.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
 
 
@@ -93,7 +93,7 @@ def open_dataset(world: Any, order: dict[str, Any], problem: CacheProblem) -> An
 
 
 def count_missing(world: Any, problem: CacheProblem, heads: list[torch.Tensor]) -> tuple[int, int]:
-    """Return the number of samples that no rank got, and the number of samples that arrived twice."""
+    """Return the number of samples that no rank has read, and the number of samples that were read twice."""
     received = torch.cat(heads).numpy().view("<i8").reshape(-1) if heads else np.empty(0, np.int64)
     counts = np.bincount(received, minlength=problem.samples)
     total = np.empty_like(counts)
@@ -119,8 +119,8 @@ def time_link(world: Any, url: str) -> dict[str, Any]:
     if world.local_rank == 0:
         with socket.create_connection((address, 80)) as connection:
             connection.sendall(f"GET {path} HTTP/1.0\r\nHost: {address}\r\n\r\n".encode())
-            while got := connection.recv_into(buffer):
-                received += got
+            while count := connection.recv_into(buffer):
+                received += count
     end = time.clock_gettime(time.CLOCK_MONOTONIC)
     wait_for_all(world)
     return {"start": start, "end": end, "bytes": received}

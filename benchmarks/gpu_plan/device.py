@@ -23,9 +23,9 @@ class Device:
         self.dry, self.repeats = dry, 1 if dry else repeats
         self.place = torch.device("cpu" if dry else "cuda")
 
-    def limit_elements(self, wanted: int) -> int:
-        """Return `wanted`; in the dry mode at most _DRY_ELEMENTS."""
-        return min(wanted, _DRY_ELEMENTS) if self.dry else wanted
+    def limit_elements(self, elements: int) -> int:
+        """Return `elements`; in the dry mode at most _DRY_ELEMENTS."""
+        return min(elements, _DRY_ELEMENTS) if self.dry else elements
 
     def make_normal(self, elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(elements, dtype=dtype, device=self.place).normal_()
@@ -35,7 +35,7 @@ class Device:
             torch.cuda.synchronize()
 
     def keep_busy(self) -> None:
-        """Give the device about 5 milliseconds of work."""
+        """Let the device work for about 5 milliseconds. The host does not wait."""
         if not self.dry:
             torch.cuda._sleep(_SLEEP_CYCLES)
 

@@ -48,7 +48,7 @@ def _measure_packing(device: Device, name: str, elements: int) -> Row:
     elements = device.limit_elements(elements)
     copies = max(1, min(64, _ROTATED_BYTES // (4 * elements)))
     arrays, other = [device.make_normal(elements) for _ in range(copies)], torch.zeros(elements, device=device.place)
-    wait: dict[str, Any] = {} if device.dry else {"wait": False}
+    without_wait: dict[str, Any] = {} if device.dry else {"wait": False}  # the kernels of the CPU have no such option
     add = device.measure_milliseconds(lambda i: arrays[i % copies].add_(other, alpha=0.0))
     row: Row = {"size": name, "elements": elements, "dtype": "fp32", "density": 1, "add ms": add}
 
@@ -60,7 +60,7 @@ def _measure_packing(device: Device, name: str, elements: int) -> Row:
     scales, signs, _ = kernels.sign_pack_(other.clone())
     part = torch.as_tensor(scales), torch.as_tensor(signs)
     nbytes = sum(x.numel() * x.element_size() for x in part)
-    time_kernel("sign_pack_", nbytes, lambda x: kernels.sign_pack_(x, *part, **wait))
+    time_kernel("sign_pack_", nbytes, lambda x: kernels.sign_pack_(x, *part, **without_wait))
     for nodes in _NODES:
         parts, weights = [tuple(x.clone() for x in part) for _ in range(nodes)], [1.0] * nodes
         time_kernel(
@@ -74,7 +74,7 @@ def _measure_packing(device: Device, name: str, elements: int) -> Row:
         time_kernel(
             f"quantised_pack_ {bits}",
             nbytes,
-            lambda x, bits=bits, to=messages[0]: kernels.quantised_pack_(x, bits, to, **wait),
+            lambda x, bits=bits, to=messages[0]: kernels.quantised_pack_(x, bits, to, **without_wait),
         )
         for nodes in _NODES:
             received, weights = messages[:nodes], [1.0] * nodes
@@ -88,10 +88,10 @@ def _measure_packing(device: Device, name: str, elements: int) -> Row:
     count = kernels.entries_kept(elements, 0.1)
     message = torch.zeros(kernels.top_sign_bytes(elements, count), dtype=torch.uint8, device=device.place)
     for kernel, run in (
-        ("top_sign_pack_", lambda i: kernels.top_sign_pack_(arrays[i % copies], count, message, **wait)),
+        ("top_sign_pack_", lambda i: kernels.top_sign_pack_(arrays[i % copies], count, message, **without_wait)),
         (
             "top_sign_unpack_add_",
-            lambda i: kernels.top_sign_unpack_add_(arrays[i % copies], count, message, 1.0, **wait),
+            lambda i: kernels.top_sign_unpack_add_(arrays[i % copies], count, message, 1.0, **without_wait),
         ),
     ):
         row[f"{kernel} ms"] = device.measure_milliseconds(run)
@@ -119,10 +119,12 @@ def _measure_sparse_kernels(
     topk = device.measure_milliseconds(lambda i: kernels.topk(get_input(i), k))
     passes = kernels.last_effort().passes
     indices, values = kernels.topk(inputs[0], k)
-    wait: dict[str, Any] = {} if device.dry else {"wait": False}
-    encode = device.measure_milliseconds(lambda _: kernels.encode(indices, values, elements, wire="bf16", **wait))
+    without_wait: dict[str, Any] = {} if device.dry else {"wait": False}  # the kernels of the CPU have no such option
+    encode = device.measure_milliseconds(
+        lambda _: kernels.encode(indices, values, elements, wire="bf16", **without_wait)
+    )
     buffer = kernels.encode(indices, values, elements, wire="bf16")
-    decode = device.measure_milliseconds(lambda _: kernels.decode_add_(accumulated, buffer, **wait))
+    decode = device.measure_milliseconds(lambda _: kernels.decode_add_(accumulated, buffer, **without_wait))
 
     def compress(i: int) -> None:
         kernels.compress_(get_input(i), residuals[i % len(residuals)], k, out=accumulated)

@@ -50,7 +50,7 @@ def _measure(device: Device, name: str, work: Path, end: float) -> Row:
         return {"defines": defines, "build": loaded.build}
     kernels = DeviceKernels(loaded)
     x, residual = device.make_normal(_ELEMENTS), device.make_normal(_ELEMENTS)
-    sum_, narrow, small = torch.empty_like(x), x.to(torch.bfloat16), x[:_SMALL]
+    total, narrow, small = torch.empty_like(x), x.to(torch.bfloat16), x[:_SMALL]
     previous, previous_of_small = PreviousThreshold(x.device), PreviousThreshold(x.device)
 
     def measure(launch: Callable[[], object]) -> float:
@@ -62,7 +62,7 @@ def _measure(device: Device, name: str, work: Path, end: float) -> Row:
         "build": loaded.build,
         "topk ms": measure(lambda: kernels.topk(x, k)),
         "topk bf16 ms": measure(lambda: kernels.topk(narrow, k)),
-        "compress_ ms": measure(lambda: kernels.compress_(x, residual, k, sum_)),
+        "compress_ ms": measure(lambda: kernels.compress_(x, residual, k, total)),
         "mstopk ms": measure(lambda: kernels.mstopk(x, k, 30, 0)),
         "half ms": measure(lambda: kernels.topk(x, half_of_all)),
         "topk again ms": measure(lambda: kernels.topk(x, k, previous)),

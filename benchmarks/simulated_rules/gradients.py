@@ -33,7 +33,7 @@ class Dense(Rule):
 
 
 class SimulatedHiTopK(Rule):
-    """Top-k of each bucket, a residual beside the gradient, all-gather in bf16: `hitopk` as it runs today."""
+    """Top-k of each bucket, a residual beside the gradient, all-gather in bf16: `hitopk` as real ranks run it."""
 
     has_density = True
 
@@ -214,7 +214,7 @@ class AcpSGD(PowerSGD):
     def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
         super().__init__(nodes, options)
         self._has_row_factor: dict[int, bool] = {}
-        """For each parameter, whether the last factor has the rows of the matrix (otherwise its columns)."""
+        """True for each parameter whose last factor has the rows of the matrix, False if it has the columns."""
 
     def _approximate(self, index: int, matrices: list[torch.Tensor], last: torch.Tensor) -> tuple[torch.Tensor, int]:
         mean, basis = sum(matrices) / self.options.nodes, torch.linalg.qr(last).Q

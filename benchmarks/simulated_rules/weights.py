@@ -91,8 +91,9 @@ class WeightFeedback(LocalAveraging):
     """Base of rules with error feedback in the weights. x are the agreed weights, and x_i are the weights of node i.
     Node i sends C(x_i - x). What C leaves out, e_i, stays: the node continues from x + e_i.
 
-    Close to CSER (Xie et al., 2020). For AdamW a node's second moment holds the noise of a smaller batch: it is divided
-    by rho = sum v_i / sum v(mean gradient), clamped to [1, nodes], estimated per tensor from `PROBES` fixed entries.
+    This is close to CSER (Xie et al., 2020). With AdamW, a node's second moment has the noise of a smaller batch, so it
+    is divided by rho = sum v_i / sum v(mean gradient), clamped to [1, nodes]. rho is estimated for each tensor from
+    `PROBES` fixed entries.
     """
 
     PROBES: ClassVar[int] = 256

@@ -89,9 +89,7 @@ CACHE = Dashboard(
                     "shards taken over from a fetcher that made no progress.",
                     "short",
                     (
-                        Query(
-                            f"sum(increase(topkube_cache_corruptions_total{{{OF_JOB}}}[$__rate_interval]))", "corrupt"
-                        ),
+                        Query(_build_increase("topkube_cache_corruptions_total"), "corrupt"),
                         Query(_build_increase("topkube_cache_evictions_total"), "evicted"),
                         Query(_build_increase("topkube_cache_takeovers_total"), "taken over"),
                     ),

@@ -27,7 +27,7 @@ from localkube import images
 from localkube.cluster import LocalCluster
 from localkube.layout import Layout
 from operating import Jobs, is_gone
-from play import apply
+from simulated_operator import apply
 from target import KUBELET_SECONDS, OPERATOR_NAMESPACE, PATIENCE, Namespace, Target, wait_for
 
 from topkube.cli.cluster.api import Api, ClusterLocation, build_path, connect

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from play import build_minimal_job, create_job, set_status
+from simulated_operator import build_minimal_job, create_job, set_status
 from target import wait_for
 
 from topkube.cli.cluster.api import Api, build_path

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from play import build_minimal_job, create_job, run_pod, set_status
+from simulated_operator import build_minimal_job, create_job, run_pod, set_status
 from target import PATIENCE
 
 from topkube.cli.app import run_app

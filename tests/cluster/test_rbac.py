@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 import yaml
 from aiohttp import web
-from play import apply, build_minimal_job, create_job
+from simulated_operator import apply, build_minimal_job, create_job
 from target import KUBELET_SECONDS, wait_for
 
 from topkube.cli.cluster.api import Api, build_path, ignore_missing

@@ -93,7 +93,10 @@ def skip_creation_of_a_sub_world(world: World) -> None:
 
 
 def make_different_calls(world: World) -> None:
-    topkube.barrier() if world.rank == 2 else topkube.allgather(np.arange(3))
+    if world.rank == 2:
+        topkube.barrier()
+    else:
+        topkube.allgather(np.arange(3))
 
 
 def reduce_numbers_of_different_types(world: World) -> None:
@@ -175,10 +178,12 @@ def _end_during_an_all_reduce(world: World, joins: bool, status: int = 0) -> Non
 
     ending = Path(sys.argv[2]) / "ending"
     if world.rank == 0:
-        inside = threading.Event()
-        world.cache["submitted"] = communication_thread.submit(lambda: (inside.set(), topkube.allreduce_(make_ones())))
-        inside.wait()
-        atexit.register(ending.touch)  # runs first
+        has_begun = threading.Event()
+        world.cache["submitted"] = communication_thread.submit(
+            lambda: (has_begun.set(), topkube.allreduce_(make_ones()))
+        )
+        has_begun.wait()
+        atexit.register(ending.touch)  # runs before the functions that were registered earlier, such as TopKube's
         if status:
             sys.exit(status)
         return

@@ -15,7 +15,8 @@ import signal
 import socket
 import sys
 
-_MESSAGE = 1 << 20
+_FIRST_PART = 1 << 20
+"""Most bytes of a request that are sent together with the rank's files."""
 
 
 def serve(path: str, modules: list[str]) -> None:
@@ -36,7 +37,7 @@ def serve(path: str, modules: list[str]) -> None:
     listener.bind(path + ".making")
     listener.listen(256)
     os.rename(path + ".making", path)
-    wake, waker = socket.socketpair()
+    wake, waker = socket.socketpair()  # the end of a fork wakes select
     waker.setblocking(False)
     signal.set_wakeup_fd(waker.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -57,8 +58,8 @@ def serve(path: str, modules: list[str]) -> None:
             if not pid:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for other in (listener, wake, waker, *callers.values()):
-                    other.close()
+                for parents_socket in (listener, wake, waker, *callers.values()):
+                    parents_socket.close()
                 _become(caller)
                 return
             callers[pid] = caller
@@ -79,7 +80,7 @@ def _become(caller: socket.socket) -> None:
     import fcntl
 
     length = int.from_bytes(caller.recv(8, socket.MSG_WAITALL), "little")
-    text, files, _, _ = socket.recv_fds(caller, min(length, _MESSAGE), 16)
+    text, files, _, _ = socket.recv_fds(caller, min(length, _FIRST_PART), 16)
     while len(text) < length:
         text += caller.recv(length - len(text))
     request = json.loads(text)
@@ -91,6 +92,7 @@ def _become(caller: socket.socket) -> None:
     for file, number in zip(moved_files, request["files"], strict=True):
         os.dup2(file, number)
         os.close(file)
+    # The kernel sends this process SIGKILL when the caller's end of the socket is closed.
     fcntl.fcntl(own_caller, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(own_caller, fcntl.F_SETSIG, signal.SIGKILL)  # type: ignore[attr-defined]
     fcntl.fcntl(own_caller, fcntl.F_SETFL, fcntl.fcntl(own_caller, fcntl.F_GETFL) | os.O_ASYNC)
@@ -133,7 +135,7 @@ def stand_for_rank(path: str, arguments: list[str]) -> int:
     request = {"arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd(), "files": files}
     text = json.dumps(request).encode()
     call.sendall(len(text).to_bytes(8, "little"))
-    socket.send_fds(call, [text[:_MESSAGE]], files)
+    socket.send_fds(call, [text[:_FIRST_PART]], files)
     for file in files:
         os.close(file)  # only the rank has these files: a reader of its output then sees where the output ends
     status = int(call.recv(16) or b"1")

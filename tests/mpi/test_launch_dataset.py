@@ -25,7 +25,7 @@ topkube.init()
 dataset = CachedDataset("/data")
 print(json.dumps({"samples": sum(len(sample["bin"]) for sample in map(dataset.__getitem__, range(len(dataset))))}))
 """
-SHARDS, SAMPLES_EACH, SAMPLE = 6, 5, 20_000
+SHARDS, SAMPLES_EACH, SAMPLE_BYTES = 6, 5, 20_000
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def source(tmp_path: Path) -> Path:
     folder = tmp_path / "source"
     folder.mkdir()
     sample = folder / "sample"
-    sample.write_bytes(bytes(range(250)) * (SAMPLE // 250))
+    sample.write_bytes(bytes(range(250)) * (SAMPLE_BYTES // 250))
     for shard in range(SHARDS):
         with tarfile.open(folder / f"{shard:03}.tar", "w") as tar:
             for number in range(SAMPLES_EACH):
@@ -52,13 +52,13 @@ def run_job(folder: Path, source: Path, script: str, workers: int) -> tuple[Simu
         launcher = job.start_launcher()
         for index in range(workers):
             node = folder / f"node{index}"
-            own = {
+            node_environment = {
                 "TOPKUBE_CACHE_DIRECTORY": str(node / "cache"),
                 "TOPKUBE_DATASET_VIEW": str(node / "view"),
                 "TOPKUBE_CACHE_MEMORY_DIRECTORY": str(directory / f"shm{index}"),
                 "TOPKUBE_NODE_NAME": f"node{index}",
             }
-            job.start_worker(index, **dataset, **own)
+            job.start_worker(index, **dataset, **node_environment)
         assert launcher.wait() == 0, job.read_all_output()
         output = "".join(worker.output for worker in job.workers.values() if worker.wait() == 0)
     return job, output
@@ -81,7 +81,7 @@ def test_a_plain_script_reads_files(tmp_path: Path, source: Path) -> None:
 
 def test_the_second_job_on_the_same_nodes_reads_nothing_from_the_remote(tmp_path: Path, source: Path) -> None:
     first, output = run_job(tmp_path, source, SAMPLES, workers=2)
-    expected = [{"samples": SHARDS * SAMPLES_EACH * SAMPLE}] * 2
+    expected = [{"samples": SHARDS * SAMPLES_EACH * SAMPLE_BYTES}] * 2
     assert list(read_records(output)) == expected
     second, output = run_job(tmp_path, source, SAMPLES, workers=2)
     assert list(read_records(output)) == expected

@@ -11,11 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from pods import PYTHONS, SimulatedJob, wait_until
+from pods import MARCHING, PYTHONS, SimulatedJob, wait_until
 
 from topkube.job import FirstFailure
-
-MARCHING = str(Path(__file__).parent / "marching.py")
 
 
 def build_marching_command(mpi: str, steps: int, seconds: float, *faults: str) -> list[str]:
@@ -34,14 +32,8 @@ def wait_for_failure(job: SimulatedJob, seconds: float = 90) -> FirstFailure:
 
 def wait_for_step(job: SimulatedJob, least: int) -> int:
     """Wait until the job has reached step `least`. Return the current step."""
-
-    def read_step() -> int:
-        status = job.ask_status()
-        now = status.progress.step if status and status.progress and status.progress.step else 0
-        return now if now >= least else 0
-
     try:
-        return wait_until(read_step, what=f"step {least}")
+        return wait_until(lambda: job.read_step(least), what=f"step {least}")
     except AssertionError as error:
         raise AssertionError(f"{error}\n{job.read_all_output()}") from None
 
@@ -228,9 +220,9 @@ def test_a_job_survives_short_interruptions_of_the_network(tmp_path: Path) -> No
         network = TcpProxy(job.port)
         launcher = job.start_launcher()
         job.start_worker(0)
-        own, job.port = job.port, network.port
-        job.start_worker(1)
-        job.port = own
+        launcher_port, job.port = job.port, network.port
+        job.start_worker(1)  # it calls the launcher through the proxy
+        job.port = launcher_port
         before = wait_for_step(job, 5)
         network.reset()  # the worker connects again
         wait_for_step(job, before + 20)
@@ -250,9 +242,9 @@ def test_a_worker_cut_off_for_good_is_named(tmp_path: Path) -> None:
         network = TcpProxy(job.port)
         job.start_launcher()
         job.start_worker(0)
-        own, job.port = job.port, network.port
-        job.start_worker(1)
-        job.port = own
+        launcher_port, job.port = job.port, network.port
+        job.start_worker(1)  # it calls the launcher through the proxy
+        job.port = launcher_port
         wait_for_step(job, 5)
         network.silent.set()
         network.down = True
@@ -300,8 +292,8 @@ def test_shared_memory_of_a_killed_attempt_is_removed(tmp_path: Path) -> None:
             # Another worker of this user on this machine may remove the segment first.
             assert f"['{name}-2']" in job.workers[0].output
         finally:
-            for left in Path("/dev/shm").glob(f"{name}*"):
-                left.unlink()
+            for segment in Path("/dev/shm").glob(f"{name}*"):
+                segment.unlink()
 
 
 def test_a_killed_worker_is_named_and_not_the_ranks_that_fail_because_of_it(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pods import KEY, PYTHONS, UID, SimulatedJob, wait_until, write_certificate
+from launcher_certificate import write_certificate
+from pods import KEY, PYTHONS, UID, SimulatedJob, wait_until
 
 from topkube.launch.connection.messages import Hello
 from topkube.launch.connection.rendezvous import UNKNOWN_CALLERS_PER_ADDRESS
@@ -69,6 +70,7 @@ def build_hello(busy: bool = False) -> bytes:
         session="s", busy=busy, ip="127.77.0.9", slots=2, python="/bin/python", mpi="MPICH 5.0.2", time=time.time()
     )
     text = message.to_json().encode()
+    # A text frame with a length of two bytes (126) and a mask of zeros, which leaves the text as it is.
     return bytes([0x81, 0x80 | 126]) + len(text).to_bytes(2, "big") + b"\0\0\0\0" + text
 
 
@@ -166,6 +168,7 @@ def test_ten_megabytes_are_not_read(job: SimulatedJob, token: str) -> None:
 def test_a_first_message_of_ten_megabytes_ends_the_connection(job: SimulatedJob) -> None:
     with connect(job) as connection:
         connection.sendall(
+            # A text frame with a length of eight bytes (127) and a mask of zeros.
             build_join_request().encode() + bytes([0x81, 0x80 | 127]) + (10 << 20).to_bytes(8, "big") + b"\0\0\0\0"
         )
         sent = 0
@@ -187,18 +190,18 @@ def test_slow_clients_do_not_keep_others_out(job: SimulatedJob) -> None:
         for number in range(150):
             raw = socket.create_connection(("127.0.0.1", job.port), 60)
             slow.append(raw)
-            if number % 3 == 0:  # finishes TLS, then dribbles a head
+            if number % 3 == 0:  # finishes TLS, then sends a head without its end
                 slow[-1] = job.tls.wrap_socket(raw)
                 slow[-1].sendall(b"GET /v1/join HTTP/1.1\r\nX-A: ")
         assert job.ask_status() is not None
-        dribbling = slow[0]
-        dribbling.settimeout(90)
-        ended = time.monotonic() + 90
+        slow_client = slow[0]
+        slow_client.settimeout(90)
+        deadline = time.monotonic() + 90
         with contextlib.suppress(OSError):
-            while time.monotonic() < ended:
-                dribbling.sendall(b"y")  # single bytes do not extend the time limit
+            while time.monotonic() < deadline:
+                slow_client.sendall(b"y")  # single bytes do not extend the time limit
                 time.sleep(0.2)
-        assert time.monotonic() < ended, "a slow client is not disconnected"
+        assert time.monotonic() < deadline, "a slow client is not disconnected"
     finally:
         for client in slow:
             client.close()

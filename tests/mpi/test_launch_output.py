@@ -7,9 +7,8 @@ import signal
 import threading
 from pathlib import Path
 
-from pods import PYTHONS, SimulatedJob, wait_until
+from pods import MARCHING, PYTHONS, SimulatedJob, wait_until
 
-MARCHING = str(Path(__file__).parent / "marching.py")
 PYTHON = str(PYTHONS["MPICH"])
 
 PRINTS = """
@@ -73,7 +72,7 @@ def drain(read_end: int, into: bytearray) -> None:
         into += data
 
 
-def test_a_rank_that_is_ended_with_the_attempt_keeps_its_last_words(tmp_path: Path) -> None:
+def test_the_end_of_the_output_of_a_rank_that_is_ended_with_the_attempt_is_printed(tmp_path: Path) -> None:
     """The shim outlives the rank for a moment, so the rest of the output in the pipe is printed."""
     script = (
         "import itertools, os, signal, time; from mpi4py import MPI; world = MPI.COMM_WORLD\n"

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from pods import PYTHONS, SimulatedJob, read_records, wait_until
+from pods import MARCHING, PYTHONS, SimulatedJob, read_records, wait_until
 
 from topkube.launch.contract import DOMAINS_HEADER
 
@@ -72,7 +72,7 @@ def build_training_command(mpi: str) -> list[str]:
     without torch (marching.py), because only the start and the end of ranks differ there."""
     if mpi == "MPICH":
         return [str(PYTHONS[mpi]), "-m", "topkube.examples.digits_cnn", "--steps", "100000", "--batch-size", "4"]
-    return [str(PYTHONS[mpi]), str(Path(__file__).with_name("marching.py")), "1000000", "0.01"]
+    return [str(PYTHONS[mpi]), MARCHING, "1000000", "0.01"]
 
 
 def build_checkpoint_settings(directory: Path) -> dict[str, str]:
@@ -91,20 +91,13 @@ def read_saved_step(mpi: str, directory: Path) -> int:
     return max(int(path.name[5:13]) for path in directory.glob("step-*"))
 
 
-def read_step_from(job: SimulatedJob, step: int) -> int:
-    """Return the step that the launcher reports to the operator, once it is `step` or later; 0 before."""
-    status = job.ask_status()
-    now = status.progress.step if status and status.progress and status.progress.step else 0
-    return now if now >= step else 0
-
-
 @pytest.mark.parametrize("mpi", ["MPICH", "OpenMPI"])
 def test_each_death_costs_one_attempt_and_living_workers_continue_in_place(tmp_path: Path, mpi: str) -> None:
     with SimulatedJob(tmp_path, build_training_command(mpi), workers=2, slots=1, mpi=mpi, lost_seconds=10) as job:
         job.plan_options["environment"] = build_checkpoint_settings(tmp_path)
         (tmp_path / "checkpoints").mkdir()
         launcher = job.start()
-        wait_until(lambda: read_step_from(job, 15), what="15 steps")
+        wait_until(lambda: job.read_step(15), what="15 steps")
 
         # A rank is killed: both workers continue.
         os.kill(job.list_ranks(1)[0], signal.SIGKILL)
@@ -112,31 +105,31 @@ def test_each_death_costs_one_attempt_and_living_workers_continue_in_place(tmp_p
         failure = launcher.ending.first_failure
         assert failure is not None
         assert (failure.pod, failure.rank, failure.reason, failure.exit_code) == ("j-worker-1-1", 1, "SIGKILL", 137)
-        first = job.workers[1]
-        reached = launcher.ending.progress.step
+        worker = job.workers[1]
+        reached_step = launcher.ending.progress.step
         launcher = job.start_launcher()
-        resumed = wait_until(lambda: read_step_from(job, 1), what="a step of attempt 2")
-        assert resumed > (reached // 10 - 1) * 10, "training began anew"
+        resumed_step = wait_until(lambda: job.read_step(1), what="a step of attempt 2")
+        assert resumed_step > (reached_step // 10 - 1) * 10, "training began anew"
         assert job.ask_status().attempt == 2
 
         # A worker's pod vanishes.
-        wait_until(lambda: read_step_from(job, resumed + 5), what="5 more steps")
-        first.kill()
+        wait_until(lambda: job.read_step(resumed_step + 5), what="5 more steps")
+        worker.kill()
         assert launcher.wait() == 1, job.read_all_output()
         failure = launcher.ending.first_failure
         assert (failure.pod, failure.reason, failure.exit_code) == ("j-worker-1-1", "WorkerLost", None), failure
         launcher = job.start_launcher(replaced=(1,))
         job.start_worker(1)
-        resumed = wait_until(lambda: read_step_from(job, 1), what="a step of attempt 3")
+        resumed_step = wait_until(lambda: job.read_step(1), what="a step of attempt 3")
 
         # The launcher vanishes: the ranks save their state and end, and both workers join the next one.
-        wait_until(lambda: read_step_from(job, resumed + 5), what="5 more steps")
+        wait_until(lambda: job.read_step(resumed_step + 5), what="5 more steps")
         stopped_at = job.ask_status().progress.step
         launcher.kill()
         launcher = job.start_launcher()
-        resumed = wait_until(lambda: read_step_from(job, 1), what="a step of attempt 4")
-        assert resumed > stopped_at, "the ranks did not save their state when the launcher vanished"
+        resumed_step = wait_until(lambda: job.read_step(1), what="a step of attempt 4")
+        assert resumed_step > stopped_at, "the ranks did not save their state when the launcher vanished"
         assert job.workers[0].output.count("joined attempt") == 4
         launcher.process.terminate()
         assert launcher.wait() == 143, job.read_all_output()
-        assert read_saved_step(mpi, tmp_path / "checkpoints") >= resumed
+        assert read_saved_step(mpi, tmp_path / "checkpoints") >= resumed_step

@@ -26,7 +26,8 @@ LAYOUTS = {
     "mpich": [(1,), (2,), (1, 1), (2, 2), (1, 1, 1, 1), (3, 1), (2, 2, 2)],
     "openmpi": [(2, 2), (3, 1)],
 }
-_DROPPED = ("TOPKUBE_", "PMI_", "PMIX_", "OMPI_", "HYDRA", "MPI_LOCAL", "PRTE")
+_DROPPED_PREFIXES = ("TOPKUBE_", "PMI_", "PMIX_", "OMPI_", "HYDRA", "MPI_LOCAL", "PRTE")
+"""Prefixes of variables that a world does not inherit: those of TopKube, and those that MPI sets in a rank."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def start_forks(mpi: str, directory: Path, modules: Sequence[str] = PRELOADED) -
     in `directory`."""
     path = directory / f"forks-{mpi}"
     command = [str(ENVIRONMENTS[mpi] / "bin" / "python"), str(HERE / "forking.py"), "serve", str(path), *modules]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED)} | {
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED_PREFIXES)} | {
         "OMP_NUM_THREADS": "1"
     }
     with subprocess.Popen(command, env=environment, cwd=ROOT, start_new_session=True) as server:
@@ -63,7 +64,7 @@ def start_forks(mpi: str, directory: Path, modules: Sequence[str] = PRELOADED) -
                 time.sleep(0.01)
             yield path
         finally:
-            os.killpg(server.pid, signal.SIGKILL)  # and ranks that are left
+            os.killpg(server.pid, signal.SIGKILL)  # also the ranks that still run
             path.unlink(missing_ok=True)
 
 
@@ -80,12 +81,12 @@ def run(
     seconds: float = 100,
     forks: Path | None = None,
 ) -> WorldEnd:
-    """Run `python arguments...` on `ranks` ranks. If `forks` is the socket of a process that `forking` started, the
-    ranks are forks of this process. A world that takes longer than `seconds` is killed as a whole."""
+    """Run `python arguments...` on `ranks` ranks. If `forks` is the socket that `start_forks` yields, the ranks are
+    forks of its process. A world that takes longer than `seconds` is killed as a whole."""
     binary = ENVIRONMENTS[mpi] / "bin"
     if forks is not None:
         arguments = [*build_fork_arguments(forks, Path(arguments[0])), *arguments[1:]]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED_PREFIXES)}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **settings}
     options: list[str] = []
     if mpi == "openmpi":
@@ -144,7 +145,9 @@ def list_cases(modules: str) -> list[str]:
     names = []
     for module in modules.split(","):
         tree = ast.parse((HERE / "ranks" / f"{module.replace('.', '/')}.py").read_text())
-        names += [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name[:5] == "case_"]
+        names += [
+            node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("case_")
+        ]
     return names
 
 
@@ -152,7 +155,7 @@ def list_parameters(modules: str, layouts: dict[str, list[tuple[int, ...]]] = LA
     """Return (mpi, layout, case) for every case of some modules (separated by commas) in every world."""
     return [
         pytest.param(mpi, layout, case, id=f"{mpi}-{'+'.join(map(str, layout))}-{case.removeprefix('case_')}")
-        for mpi, chosen in layouts.items()
-        for layout in chosen
+        for mpi, layouts_of_mpi in layouts.items()
+        for layout in layouts_of_mpi
         for case in list_cases(modules)
     ]

@@ -62,15 +62,15 @@ def run_job(
     return finish_run(start_run(job, directory, *options, environment=environment))
 
 
-def list_commands(directory: Path) -> list[str]:
+def list_living_processes(directory: Path) -> list[str]:
     """Return the command lines of living processes whose working directory is `directory`: the runs that tests started
     there."""
-    processes = []
+    command_lines = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) != os.getpid():
             try:
                 if Path(os.readlink(process / "cwd")) == directory:
-                    processes.append((process / "cmdline").read_text().replace("\0", " "))
+                    command_lines.append((process / "cmdline").read_text().replace("\0", " "))
             except OSError:
                 continue
-    return processes
+    return command_lines

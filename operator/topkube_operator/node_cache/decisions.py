@@ -71,9 +71,9 @@ class CacheState:
     """Everything that `decide` reads."""
 
     allowed: frozenset[str] = frozenset()
-    """Namespaces with a node cache."""
+    """Namespaces that may use the node cache: they have its claim (docs/data.md). They need a folder."""
     present: frozenset[str] = frozenset()
-    """Namespaces with a folder."""
+    """Namespaces with a folder on this node. Some may not be allowed any more."""
     datasets: tuple[LocalDataset, ...] = ()
     free: int = 0
     """Free bytes of the volume."""

@@ -33,6 +33,12 @@ _MATRIX_SIDE = 1024
 square matrix for fewer elements."""
 _SPLIT_HEADER_BYTES = 36
 """Header of a message of `oktopk`, with its padding."""
+_SPLIT_QUANTILES, _SPLIT_QUANTILE_BYTES = 64, 8
+"""Most quantiles that the nodes of `oktopk` add up, and the bytes of a quantile (collectives/split_top.py)."""
+_SPLIT_HISTOGRAM_BYTES = 4 * 128
+"""Bytes of a histogram of `oktopk`: 128 bins of 4 bytes."""
+_SPLIT_COUNT_BYTES = 2 * 4
+"""Bytes that every node of `oktopk` sends to each other node: its numbers of sums above and at the threshold."""
 _MERGED_ENTRY_BYTES = 160
 """Memory traffic per entry of a message that is added to another one: both are decoded, sorted, added and selected."""
 
@@ -108,11 +114,13 @@ def count_oktopk_traffic(workload: Workload) -> Traffic:
     """Return the traffic of two stages: entries to the owners of regions, and the largest sums to all nodes."""
     nodes, entries = workload.nodes, workload.kept(workload.slots)
     both_stages = 2 * (nodes - 1) * (entries / nodes * workload.entry_bytes + _SPLIT_HEADER_BYTES)
-    rounds = max(nodes - 1, 0).bit_length()
-    measurement_bytes = rounds * (8 * min(nodes, 64) + 2 * 4 * 128) + 8 * (nodes - 1)  # quantiles, histograms, counts
+    rounds = max(nodes - 1, 0).bit_length()  # of an all-reduce of the quantiles, or of one of the two histograms
+    quantile_bytes = _SPLIT_QUANTILE_BYTES * min(nodes, _SPLIT_QUANTILES)
+    measurement_bytes = rounds * (quantile_bytes + 2 * _SPLIT_HISTOGRAM_BYTES) + _SPLIT_COUNT_BYTES * (nodes - 1)
     memory = reduce_scatter_memory(workload) + all_gather_memory(workload) + 5 * workload.array_bytes
     memory += workload.slots * entries * _MERGED_ENTRY_BYTES if nodes > 1 else 0
-    return Traffic(workload.slots * (both_stages + measurement_bytes), memory, two_stage_messages(nodes) + 4 * rounds)
+    messages = two_stage_messages(nodes) + 4 * rounds  # quantiles, two histograms, counts
+    return Traffic(workload.slots * (both_stages + measurement_bytes), memory, messages)
 
 
 def _count_tree_rounds(nodes: int) -> tuple[int, int]:

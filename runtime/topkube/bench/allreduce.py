@@ -1,8 +1,8 @@
 """`topkube bench allreduce`: measure every all-reduce algorithm on these ranks and links. Start it under mpiexec.
 
 Columns follow NCCL's convention: algbw = bytes / time, busbw = algbw * 2(P-1)/P with P ranks, so busbw can be
-compared with the speed of the links for every P. For sparse algorithms these are dense-equivalent: bytes are those of
-the array that was reduced. The bytes that were sent have columns of their own.
+compared with the speed of the links for every P. For all algorithms, also sparse ones, bytes are those of the array
+that was reduced. The bytes that were sent have columns of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy.typing as npt
 import typer
 from rich.console import Console
 
-from topkube import algorithms, collectives, world
+from topkube import algorithms, collectives
+from topkube import world as worlds
 from topkube.algorithms import DENSITY, SELECTION, WIRE, Algorithm, Scope
 from topkube.arrays import BFLOAT16, Array
 from topkube.bench.bench_arrays import ArrayMemory, HostArrays, choose_memory
@@ -65,17 +66,17 @@ def command(
     json: Annotated[Path | None, typer.Option(help="Also write the figures to this file.")] = None,
 ) -> None:
     """Measure all-reduce on the ranks that mpiexec started, and check the results."""
-    here = world.init()
-    memory = choose_memory(here, gpu)
-    report = measure(here, elements, list_names(algorithms, memory), density, wire, dtype, repeats, memory)
-    if here.rank == 0:
+    world = worlds.init()
+    memory = choose_memory(world, gpu)
+    report = measure(world, elements, list_names(algorithms, memory), density, wire, dtype, repeats, memory)
+    if world.rank == 0:
         Console().print(dataclasses.replace(report, columns={key: COLUMNS[key] for key in SHOWN}).build_table())
         if json is not None:
             json.write_text(report.to_json())
 
 
 def measure(
-    here: World,
+    world: World,
     elements: int,
     names: list[str],
     density: float,
@@ -91,7 +92,7 @@ def measure(
         raise ArgumentError(f"dtype is {dtype!r}", next_step=f"choose one of {', '.join(_TYPES)}")
     facts = {
         **describe_machine(),
-        "ranks": " + ".join(str(len(ranks)) for ranks in here.node_ranks),
+        "ranks": " + ".join(str(len(ranks)) for ranks in world.node_ranks),
         "elements": elements,
         "type": dtype,
         "memory": memory.name,
@@ -101,29 +102,29 @@ def measure(
     report = BenchReport(
         "All-reduce: bandwidths in GB/s, MB sent between nodes per node, error against float64", COLUMNS, facts=facts
     )
-    values = np.random.default_rng(here.rank).standard_normal(elements, np.float32).astype(_TYPES[dtype])
+    values = np.random.default_rng(world.rank).standard_normal(elements, np.float32).astype(_TYPES[dtype])
     start, work = memory.put(values), memory.put(values)
     for name in names:
-        checked, error = _check_result(here, memory, name, density, wire, dtype)
+        checked, error = _check_result(world, memory, name, density, wire, dtype)
 
         def prepare() -> None:
             memory.restore(work, start)
-            here.agree(True)
+            world.agree(True)
 
         def run(name: str = name) -> None:
             memory.reduce(work, name, density, wire)
-            here.agree(True)
+            world.agree(True)
 
         prepare()
         run()
         phases.current.take()
         timing = time_runs(run, repeats=repeats, warmups=0, prepare=prepare)
-        _add_row(here, report, name, values.nbytes, timing, checked, error, name not in memory.peers)
+        _add_row(world, report, name, values.nbytes, timing, checked, error, name not in memory.peers)
     return report
 
 
 def _add_row(
-    here: World,
+    world: World,
     report: BenchReport,
     name: str,
     nbytes: int,
@@ -136,7 +137,7 @@ def _add_row(
     counted."""
     stages = phases.current.take()
     runs = timing.repeats
-    sent, inside = here.sum_small(np.array([stages.inter_bytes, stages.intra_bytes], np.float64)) / runs
+    sent, inside = world.sum_small(np.array([stages.inter_bytes, stages.intra_bytes], np.float64)) / runs
     algbw = nbytes / timing.median / 1e9
     report.add(
         algorithm=name,
@@ -144,9 +145,9 @@ def _add_row(
         minimum_ms=timing.minimum * 1e3,
         maximum_ms=timing.maximum * 1e3,
         algbw=algbw,
-        busbw=algbw * 2 * (here.size - 1) / here.size,
-        inter_mb=float(sent) / here.nodes / 1e6 if is_counted else None,
-        intra_mb=float(inside) / here.size / 1e6 if is_counted else None,
+        busbw=algbw * 2 * (world.size - 1) / world.size,
+        inter_mb=float(sent) / world.nodes / 1e6 if is_counted else None,
+        intra_mb=float(inside) / world.size / 1e6 if is_counted else None,
         **{
             f"{phase}_ms": stages.seconds.get(phase, 0.0) / runs * 1e3 if is_counted else None
             for phase in ("inter", "intra", "select")
@@ -164,77 +165,75 @@ def list_names(text: str, memory: ArrayMemory) -> list[str]:
     if chosen:
         return [*chosen, *memory.peers]
     listed, broken = algorithms.load_all()
-    if world.current().rank == 0:
+    if worlds.current().rank == 0:
         for error in broken:
             print(f"warning: {error}", file=sys.stderr)
     return [algorithm.name for algorithm in listed if memory.can_reduce(algorithm)] + list(memory.peers)
 
 
 def _check_result(
-    here: World, memory: ArrayMemory, name: str, density: float, wire: str, dtype: str
+    world: World, memory: ArrayMemory, name: str, density: float, wire: str, dtype: str
 ) -> tuple[bool, float]:
     """Reduce a small array with `name`. Return True if the result is right on all ranks, and its largest error relative
     to the largest value."""
     inputs = [
         np.random.default_rng([rank, 1]).standard_normal(_CHECKED, np.float32).astype(_TYPES[dtype])
-        for rank in range(here.size)
+        for rank in range(world.size)
     ]
     is_peer = name in memory.peers
-    algorithm = algorithms.resolve("dense" if is_peer else name, here.nodes, _CHECKED, density)
+    algorithm = algorithms.resolve("dense" if is_peer else name, world.nodes, _CHECKED, density)
     tolerance = max(_TOLERANCE[dtype], _TOLERANCE[wire] if algorithm.compresses else 0.0)
     if not algorithm.compresses or SELECTION in algorithm.parameters:
-        reduced = memory.put(inputs[here.rank])
+        reduced = memory.put(inputs[world.rank])
         memory.reduce(reduced, name, density, wire)
-        expected, is_certain = _compute_reference(here, algorithm, inputs, density, _TOLERANCE[dtype])
+        expected, is_certain = _compute_reference(world, algorithm, inputs, density, _TOLERANCE[dtype])
         actual = memory.read(reduced).astype(np.float64)
     elif algorithm.residual is not None:
-        expected, is_certain = (
-            np.sum([array.astype(np.float64) / here.size for array in inputs], axis=0),
-            np.ones(_CHECKED, np.bool_),
-        )
-        actual = _reduce_and_add_residuals(here, algorithm, inputs[here.rank].copy(), density, wire)
+        expected = np.sum([array.astype(np.float64) / world.size for array in inputs], axis=0)
+        is_certain = np.ones(_CHECKED, np.bool_)
+        actual = _reduce_and_add_residuals(world, algorithm, inputs[world.rank].copy(), density, wire)
     else:  # the expected result is not known, so only NaN and infinity are errors
-        result = inputs[here.rank].copy()
+        result = inputs[world.rank].copy()
         collectives.allreduce_(result, algorithm=name, density=density, wire=wire)
-        return here.agree(bool(np.isfinite(result).all())), float("nan")
+        return world.agree(bool(np.isfinite(result).all())), float("nan")
     error = float((np.abs(actual - expected) * is_certain).max() / np.abs(expected).max())
-    return here.agree(error <= tolerance), error
+    return world.agree(error <= tolerance), error
 
 
 def _reduce_and_add_residuals(
-    here: World, algorithm: Algorithm, array: Array, density: float, wire: str
+    world: World, algorithm: Algorithm, array: Array, density: float, wire: str
 ) -> npt.NDArray[np.float64]:
     """Reduce `array` and return the result plus what all ranks kept back: the mean of all inputs, if nothing is lost. A
     collective."""
     residual = collectives.new_residual(algorithm.name, array.size)
     collectives.allreduce_(array, algorithm=algorithm.name, density=density, wire=wire, residual=residual)
-    start, stop = collectives.residual_range(algorithm, here, array.size)
+    start, stop = collectives.residual_range(algorithm, world, array.size)
     kept = np.zeros(array.size)
     kept[start:stop] = residual.current
-    total: npt.NDArray[np.float64] = array.astype(np.float64) + reduce(kept, world=here)
+    total: npt.NDArray[np.float64] = array.astype(np.float64) + reduce(kept, world=world)
     return total
 
 
 def _compute_reference(
-    here: World, algorithm: Algorithm, inputs: list[Array], density: float, margin: float
+    world: World, algorithm: Algorithm, inputs: list[Array], density: float, margin: float
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """Return the expected mean in float64, and True for each element that is certain. Rounding decides which of two
-    entries with magnitudes near the k-th is sent, so these elements are not certain: those that differ from it by less
-    than the share `margin`."""
-    means = [array.astype(np.float64) / here.size for array in inputs]
+    entries with magnitudes near the k-th magnitude is sent. So an element is not certain if its magnitude differs from
+    the k-th by less than the share `margin`."""
+    means = [array.astype(np.float64) / world.size for array in inputs]
     expected, is_certain = np.zeros(_CHECKED), np.ones(_CHECKED, np.bool_)
     if not algorithm.compresses:
         return np.sum(means, axis=0), is_certain
     is_per_node = algorithm.residual is not None and algorithm.residual.scope is Scope.SHARD
-    shards = here.shards if is_per_node else 1
-    senders = [sum(means[rank] for rank in ranks) for ranks in here.node_ranks] if is_per_node else means
+    shards = world.shards if is_per_node else 1
+    senders = [sum(means[rank] for rank in ranks) for ranks in world.node_ranks] if is_per_node else means
     k = max(1, int(np.ceil(density * _CHECKED / shards)))
     for shard in range(shards):
         part = slice(_CHECKED * shard // shards, _CHECKED * (shard + 1) // shards)
         for sender in senders:
             values = np.asarray(sender)[part]
-            magnitude = np.abs(values)
-            threshold = np.sort(magnitude)[-min(k, values.size)]
-            expected[part] += np.where(magnitude >= threshold, values, 0.0)
-            is_certain[part] &= np.abs(magnitude - threshold) > margin * threshold
+            magnitudes = np.abs(values)
+            threshold = np.sort(magnitudes)[-min(k, values.size)]
+            expected[part] += np.where(magnitudes >= threshold, values, 0.0)
+            is_certain[part] &= np.abs(magnitudes - threshold) > margin * threshold
     return expected, is_certain

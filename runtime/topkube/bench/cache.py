@@ -68,24 +68,24 @@ def _measure_sample_size(report: BenchReport, home: Path, size: int, count: int,
     data.tofile(whole)
     file = os.open(whole, os.O_RDONLY)
     order = DistributedSampler(disk, seed=1)
-    parts = [order.indices()[at : at + BATCH] for at in range(0, count, BATCH)]
+    batches = [order.indices()[first : first + BATCH] for first in range(0, count, BATCH)]
     lengths = np.full(BATCH, size, np.int64)
     buffer = np.empty(BATCH * size, np.uint8)
 
     def read_array() -> None:
-        for part in parts:
-            data[part]
+        for batch in batches:
+            data[batch]
 
     def read_page_cache() -> None:
         """Read the same ranges, with one pread each, into one buffer."""
-        for part in parts:
-            n = part.size
-            _kernels.gather_files(np.full(n, file, np.int32), part * size, lengths[:n], buffer[: n * size])
+        for batch in batches:
+            n = batch.size
+            _kernels.gather_files(np.full(n, file, np.int32), batch * size, lengths[:n], buffer[: n * size])
 
     def read_in_order() -> None:
-        view, at = buffer[: 1 << 20].data, 0
-        while bytes_read := os.preadv(file, [view], at):
-            at += bytes_read
+        view, offset = buffer[: 1 << 20].data, 0
+        while bytes_read := os.preadv(file, [view], offset):
+            offset += bytes_read
 
     readers: dict[str, tuple[Callable[[], None], str]] = {
         "NumPy array in memory": (read_array, ""),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import typer
@@ -32,6 +32,16 @@ COLUMNS = {
 }
 
 
+class KernelRun(NamedTuple):
+    """A call of a kernel that is timed. `prepare` is called before each run, unmeasured. `bound` is the shortest time
+    that the memory allows, in seconds."""
+
+    kernel: str
+    run: Callable[[], object]
+    prepare: Callable[[], object] | None
+    bound: float
+
+
 def measure(
     elements: int,
     densities: list[float],
@@ -54,9 +64,9 @@ def measure(
     rng = np.random.default_rng(0)
     x32 = rng.standard_normal(elements, dtype=np.float32)
     x = x32.astype(DTYPES[dtype])
-    acc, residual = np.zeros(elements, np.float32), rng.standard_normal(elements, dtype=np.float32)
-    readers, add = measure_reading(x), measure_addition(acc, residual)
-    read = min(readers.values())
+    sums, residual = np.zeros(elements, np.float32), rng.standard_normal(elements, dtype=np.float32)
+    seconds_of_readers, addition_seconds = measure_reading(x), measure_addition(sums, residual)
+    read_seconds = min(seconds_of_readers.values())
 
     report = BenchReport("Selection by magnitude", COLUMNS)
     report.facts |= {
@@ -65,26 +75,28 @@ def measure(
         "threads": threads,
         "simd": kernels.simd(),
         "repeats": repeats,
-        "one read ms": round(read * 1e3, 3),
-        "one in-place addition (float32) ms": round(add * 1e3, 3),
+        "one read ms": round(read_seconds * 1e3, 3),
+        "one in-place addition (float32) ms": round(addition_seconds * 1e3, 3),
     }
-    report.facts |= {f"one read by {reader} ms": round(seconds * 1e3, 3) for reader, seconds in readers.items()}
+    report.facts |= {
+        f"one read by {reader} ms": round(seconds * 1e3, 3) for reader, seconds in seconds_of_readers.items()
+    }
     for density, k in zip(densities, kept, strict=True):
         peer_seconds = _time_peers(x32, k, repeats) if peers else {}
-        runs: list[tuple[str, Callable[[], object], Callable[[], object] | None, float]] = [
-            ("topk", partial(kernels.topk, x, k, threads=threads), None, read),
-            _prepare_compress_run(x, acc, residual, k, threads, add),
-            ("mstopk", partial(kernels.mstopk, x, k, threads=threads), None, read),
+        runs = [
+            KernelRun("topk", partial(kernels.topk, x, k, threads=threads), None, read_seconds),
+            _build_compress_run(x, sums, residual, k, threads, addition_seconds),
+            KernelRun("mstopk", partial(kernels.mstopk, x, k, threads=threads), None, read_seconds),
         ]
-        for name, run, prepare, bound in runs:
-            timing = time_runs(run, repeats=repeats, prepare=prepare)
+        for kernel_run in runs:
+            timing = time_runs(kernel_run.run, repeats=repeats, prepare=kernel_run.prepare)
             report.add(
-                kernel=name,
+                kernel=kernel_run.kernel,
                 density=density,
                 ms=timing.median * 1e3,
                 min_ms=timing.minimum * 1e3,
                 max_ms=timing.maximum * 1e3,
-                bound_percent=100 * bound / timing.median,
+                bound_percent=100 * kernel_run.bound / timing.median,
                 passes=kernels.last_effort().passes,
                 **{f"vs_{peer}": seconds / timing.median for peer, seconds in peer_seconds.items()},
             )
@@ -93,36 +105,34 @@ def measure(
     return report
 
 
-def _prepare_compress_run(
-    x: Array, acc: Array, residual: Array, k: int, threads: int, bound: float
-) -> tuple[str, Callable[[], object], Callable[[], object] | None, float]:
-    """Return a call of compress_ as in training: the sum goes into the gradient's memory (float32), or into `acc`
+def _build_compress_run(x: Array, sums: Array, residual: Array, k: int, threads: int, bound: float) -> KernelRun:
+    """Return a call of compress_ as in training: the sum goes into the gradient's memory (float32), or into `sums`
     (16-bit)."""
     if x.dtype == np.float32:
         gradient = np.empty_like(x)
-        return (
+        return KernelRun(
             "compress_",
             lambda: kernels.compress_(gradient, residual, k, threads=threads),
-            lambda: np.copyto(gradient, x),
+            lambda: np.copyto(gradient, x),  # compress_ has overwritten the gradient
             bound,
         )
-    return "compress_", lambda: kernels.compress_(x, residual, k, out=acc, threads=threads), None, bound
+    return KernelRun("compress_", lambda: kernels.compress_(x, residual, k, out=sums, threads=threads), None, bound)
 
 
 def _time_peers(x: Array, k: int, repeats: int) -> dict[str, float]:
     """Return the median seconds in which NumPy and torch find the k largest of |x|, float32, with one thread."""
-    magnitude = np.abs(x)
+    magnitudes = np.abs(x)
     peer_repeats = min(repeats, 3)  # they are slow, and their times vary little
     seconds = {
         "argpartition": time_runs(
-            lambda: np.argpartition(magnitude, x.size - k)[x.size - k :], repeats=peer_repeats
+            lambda: np.argpartition(magnitudes, x.size - k)[x.size - k :], repeats=peer_repeats
         ).median
     }
     try:
         import torch
     except ImportError:
         return seconds
-    tensor, threads_before = torch.from_numpy(magnitude), torch.get_num_threads()
+    tensor, threads_before = torch.from_numpy(magnitudes), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         seconds["torch"] = time_runs(lambda: torch.topk(tensor, k), repeats=peer_repeats).median

@@ -56,12 +56,12 @@ def _plan_buckets(gradients: tuple[Gradient, ...], largest: int | None, rate: fl
     from topkube.training.exchange.buckets.fusion import plan_buckets
     from topkube.training.exchange.buckets.parameter import SMALL_ELEMENTS
 
-    types = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+    dtype_of_itemsize = {1: torch.int8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
     parameters: list[Any] = [
         SimpleNamespace(
             position=position,
             length=gradient.elements,
-            dtype=types[gradient.itemsize],
+            dtype=dtype_of_itemsize[gradient.itemsize],
             is_always_dense=gradient.is_always_dense or gradient.elements < SMALL_ELEMENTS or gradient.itemsize == 8,
             has_rows=False,
         )

@@ -129,12 +129,14 @@ def estimate_weight_exchange(
     """Return the seconds in which the ranks of a node reduce the gradients of a bucket in each step, and the parts of
     one exchange of its weights between nodes, which happens once in a period."""
     mean = estimate_exchange(bucket, profile, situation, algorithm)
-    load = situation.build_workload(algorithm, bucket.elements)
+    workload = situation.build_workload(algorithm, bucket.elements)
     inside, scale = mean.before + mean.after, bucket.itemsize / 4
-    gradient_seconds = (reduce_scatter_memory(load) + all_gather_memory(load)) * scale / situation.machines.memory
+    gradient_seconds = (
+        (reduce_scatter_memory(workload) + all_gather_memory(workload)) * scale / situation.machines.memory
+    )
     gradient_seconds = min(gradient_seconds, inside)
-    half = (inside - gradient_seconds) * load.period / 2
-    link, latency = mean.link * load.period, mean.latency * load.period
+    half = (inside - gradient_seconds) * workload.period / 2
+    link, latency = mean.link * workload.period, mean.latency * workload.period
     return gradient_seconds, ExchangeParts(mean.name, half, link, latency, half, 1)
 
 
@@ -147,11 +149,11 @@ def _choose_algorithm(bucket: BucketLength, algorithm: Algorithm, nodes: int, de
 def _estimate_share_before(algorithm: Algorithm, situation: Situation, elements: int) -> float:
     """Return the share of the work in memory that comes before the messages: the reduction inside the node, and half of
     the rest if the algorithm selects."""
-    load = situation.build_workload(algorithm, elements)
-    whole = algorithm.traffic(load).memory
+    workload = situation.build_workload(algorithm, elements)
+    whole = algorithm.traffic(workload).memory
     if not whole:
         return 0.5
-    reduction = min(reduce_scatter_memory(load), whole)
+    reduction = min(reduce_scatter_memory(workload), whole)
     return (reduction + (whole - reduction) / 2 if algorithm.compresses else reduction) / whole
 
 
@@ -160,8 +162,8 @@ def _correct_measurement(
 ) -> float:
     """Return the measured seconds of the communication thread, plus the difference that the catalogue declares between
     this cluster and the traced cluster."""
-    load = dataclasses.replace(situation.build_workload(algorithm, elements), nodes=host.nodes, slots=host.slots)
-    traced_seconds = algorithm.traffic(load).memory / situation.machines.memory
+    workload = dataclasses.replace(situation.build_workload(algorithm, elements), nodes=host.nodes, slots=host.slots)
+    traced_seconds = algorithm.traffic(workload).memory / situation.machines.memory
     measured = host.fixed + host.per_element * elements
     if not host.per_element:
         return host.fixed + inside

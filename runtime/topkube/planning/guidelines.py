@@ -90,8 +90,8 @@ def count_most_samples(
 ) -> int:
     """Return the largest batch of a rank with `memory` bytes. Weights, gradients and Adam's moments need 16 bytes per
     parameter, the algorithm its state and a copy of it, and each sample `activations` bytes."""
-    load = situation.build_workload(algorithm, parameters)
-    left_bytes = memory - _OPTIMIZER_BYTES * parameters - 2 * algorithm.state_bytes(load)
+    workload = situation.build_workload(algorithm, parameters)
+    left_bytes = memory - _OPTIMIZER_BYTES * parameters - 2 * algorithm.state_bytes(workload)
     return max(0, math.floor(left_bytes / activations))
 
 

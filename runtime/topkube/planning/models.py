@@ -73,7 +73,7 @@ def build_resnet50(image: int = 224) -> Model:
         stored = 2 * outputs * size**2 * 2  # the outputs of convolution and normalization, 16 bits
         layers.append(Layer(name, ((outputs, inputs, kernel, kernel), (outputs,), (outputs,)), flops, stored))
 
-    size = -(-image // 2)
+    size = -(-image // 2)  # each halving rounds up
     add_convolution("conv1", 3, 64, 7, size)
     size, inputs = -(-size // 2), 64
     for stage, (blocks, width) in enumerate([(3, 64), (4, 128), (6, 256), (3, 512)], 1):
@@ -102,15 +102,15 @@ def _build_transformer(name: str, layers: int, width: int, tokens: int, tables: 
     def build_linear_layer(name: str, inputs: int, outputs: int, attention_flops: float = 0.0) -> Layer:
         return Layer(name, ((outputs, inputs), (outputs,)), 2.0 * tokens * inputs * outputs + attention_flops, stored)
 
-    body = [Layer(f"embedding{i}", ((rows, width),), 0.0) for i, rows in enumerate(tables)]
-    for i in range(layers):
+    body = [Layer(f"embedding{number}", ((rows, width),), 0.0) for number, rows in enumerate(tables)]
+    for number in range(layers):
         body += [
-            Layer(f"{i}.norm1", ((width,), (width,)), 0.0),
-            build_linear_layer(f"{i}.query_key_value", width, 3 * width, attention),
-            build_linear_layer(f"{i}.projection", width, width),
-            Layer(f"{i}.norm2", ((width,), (width,)), 0.0),
-            build_linear_layer(f"{i}.expand", width, 4 * width),
-            build_linear_layer(f"{i}.reduce", 4 * width, width),
+            Layer(f"{number}.norm1", ((width,), (width,)), 0.0),
+            build_linear_layer(f"{number}.query_key_value", width, 3 * width, attention),
+            build_linear_layer(f"{number}.projection", width, width),
+            Layer(f"{number}.norm2", ((width,), (width,)), 0.0),
+            build_linear_layer(f"{number}.expand", width, 4 * width),
+            build_linear_layer(f"{number}.reduce", 4 * width, width),
         ]
     return Model(f"{name}, {tokens} tokens", (*body, *head), "sequence")
 
@@ -140,18 +140,18 @@ def build_llama_7b(tokens: int = 2048) -> Model:
         return Layer(name, ((outputs, inputs),), 2.0 * tokens * inputs * outputs + attention_flops, stored)
 
     layers = [Layer("embedding", ((vocabulary, width),), 0.0)]
-    for i in range(32):
+    for number in range(32):
         layers += [
-            Layer(f"{i}.norm1", ((width,),), 0.0),
+            Layer(f"{number}.norm1", ((width,),), 0.0),
             *(
-                build_linear_layer(f"{i}.{part}", width, width, 4.0 * tokens**2 * width / 3)
+                build_linear_layer(f"{number}.{part}", width, width, 4.0 * tokens**2 * width / 3)
                 for part in ("query", "key", "value")
             ),
-            build_linear_layer(f"{i}.output", width, width),
-            Layer(f"{i}.norm2", ((width,),), 0.0),
-            build_linear_layer(f"{i}.gate", width, inner),
-            build_linear_layer(f"{i}.up", width, inner),
-            build_linear_layer(f"{i}.down", inner, width),
+            build_linear_layer(f"{number}.output", width, width),
+            Layer(f"{number}.norm2", ((width,),), 0.0),
+            build_linear_layer(f"{number}.gate", width, inner),
+            build_linear_layer(f"{number}.up", width, inner),
+            build_linear_layer(f"{number}.down", inner, width),
         ]
     layers += [Layer("norm", ((width,),), 0.0), build_linear_layer("head", width, vocabulary)]
     return Model(f"LLaMA 7B, {tokens} tokens", tuple(layers), "sequence")

@@ -33,64 +33,101 @@ class Task:
     start: float = 0.0
     end: float = 0.0
     fills_gaps: bool = False
-    _left: float = 0.0
-    _missing: int = 0
+    _seconds_left: float = 0.0
+    _predecessors_left: int = 0
+    """The number of tasks of `after` that have not ended."""
     _followers: list[Task] = field(default_factory=list)
+    """The tasks that wait for this task."""
 
 
 def simulate(tasks: Collection[Task], cores: float = float("inf")) -> float:
     """Run all tasks, and return the end of the last in seconds. `cores` is the number of processor cores that the
     processor lanes share. Raises ValueError if tasks wait for each other in a circle."""
-    queues: dict[str, deque[Task]] = {task.lane: deque() for task in tasks}
-    fillers: dict[str, list[tuple[int, Task]]] = {lane: [] for lane in queues}  # heaps of tasks that can run
-    numbers = {id(task): number for number, task in enumerate(tasks)}
-    for task in tasks:
-        task._left, task._missing = task.seconds, len(task.after)
-        task._followers = []
-        if not task.fills_gaps:
-            queues[task.lane].append(task)
-        elif not task.after:
-            heapq.heappush(fillers[task.lane], (-numbers[id(task)], task))
-    for task in tasks:
-        for earlier in task.after:
-            earlier._followers.append(task)
-    waits = queues.pop(LATENCY, deque())
-    running: dict[str, Task] = {}
-    waiting = {id(task): task for task in waits if not task._missing}
-    now, done = 0.0, 0
-    while done < len(tasks):
-        for lane, queue in queues.items():
-            if lane not in running and queue and not queue[0]._missing:
-                running[lane] = queue.popleft()
-                running[lane].start = now
-            elif lane not in running and fillers[lane]:
-                running[lane] = heapq.heappop(fillers[lane])[1]
-                running[lane].start = now
-        active = [*running.values(), *waiting.values()]
-        if not active:
-            waiting_task = next(task.name for task in tasks if task._missing)
-            raise ValueError(f"the tasks wait for each other in a circle: {waiting_task} never starts")
-        working = sum(lane in PROCESSOR_LANES for lane in running)
-        share = min(1.0, cores / working) if working else 1.0
-        rates = [share if task.lane in PROCESSOR_LANES else 1.0 for task in active]
-        elapsed = min(task._left / rate for task, rate in zip(active, rates, strict=True))
-        now += elapsed
-        for task, rate in zip(active, rates, strict=True):
-            ends = task._left / rate <= elapsed
-            task._left -= elapsed * rate
-            if not ends:
+    simulation = _Simulation(tasks, cores)
+    while simulation.unended_count:
+        simulation.start_tasks()
+        simulation.run_until_next_end()
+    return simulation.now
+
+
+class _Simulation:
+    """The state of the lanes and of all tasks at the time `now`, in seconds."""
+
+    def __init__(self, tasks: Collection[Task], cores: float) -> None:
+        self._tasks, self._cores = tasks, cores
+        self.now, self.unended_count = 0.0, len(tasks)
+        self._numbers = {id(task): number for number, task in enumerate(tasks)}
+        self._queues: dict[str, deque[Task]] = {task.lane: deque() for task in tasks}
+        """The tasks that have not started, by lane, without those that fill gaps."""
+        self._fillers: dict[str, list[tuple[int, Task]]] = {lane: [] for lane in self._queues}
+        """The tasks that fill gaps and can run, by lane: heaps, with the task that was added last on top."""
+        self._running: dict[str, Task] = {}
+        """The running task of each lane that is not free."""
+        for task in tasks:
+            task._seconds_left, task._predecessors_left, task._followers = task.seconds, len(task.after), []
+            if not task.fills_gaps:
+                self._queues[task.lane].append(task)
+            elif not task.after:
+                self._add_filler(task)
+        for task in tasks:
+            for earlier in task.after:
+                earlier._followers.append(task)
+        waits = self._queues.pop(LATENCY, deque())  # in this lane, all tasks that can run do so
+        self._waits = {id(task): task for task in waits if not task._predecessors_left}
+        """The running tasks of the lane LATENCY."""
+
+    def start_tasks(self) -> None:
+        """Start a task in every free lane that has one: the first of its queue if it can run, otherwise a filler."""
+        for lane, queue in self._queues.items():
+            if lane in self._running:
                 continue
-            task.end = now
-            done += 1
-            if task.lane == LATENCY:
-                del waiting[id(task)]
+            if queue and not queue[0]._predecessors_left:
+                task = queue.popleft()
+            elif self._fillers[lane]:
+                task = heapq.heappop(self._fillers[lane])[1]
             else:
-                del running[task.lane]
-            for follower in task._followers:
-                follower._missing -= 1
-                if follower.lane == LATENCY and not follower._missing:
-                    follower.start = now
-                    waiting[id(follower)] = follower
-                elif follower.fills_gaps and not follower._missing:
-                    heapq.heappush(fillers[follower.lane], (-numbers[id(follower)], follower))
-    return now
+                continue
+            task.start = self.now
+            self._running[lane] = task
+
+    def run_until_next_end(self) -> None:
+        """Let time pass until one or more of the running tasks end."""
+        active = [*self._running.values(), *self._waits.values()]
+        if not active:
+            waiting_task = next(task.name for task in self._tasks if task._predecessors_left)
+            raise ValueError(f"the tasks wait for each other in a circle: {waiting_task} never starts")
+        rates = self._compute_rates(active)
+        elapsed = min(task._seconds_left / rate for task, rate in zip(active, rates, strict=True))
+        self.now += elapsed
+        for task, rate in zip(active, rates, strict=True):
+            ends = task._seconds_left / rate <= elapsed
+            task._seconds_left -= elapsed * rate
+            if ends:
+                self._end_task(task)
+
+    def _compute_rates(self, active: list[Task]) -> list[float]:
+        """Return how many of its seconds each task does in a second: less than one if processor lanes share cores."""
+        working = sum(lane in PROCESSOR_LANES for lane in self._running)
+        share = min(1.0, self._cores / working) if working else 1.0
+        return [share if task.lane in PROCESSOR_LANES else 1.0 for task in active]
+
+    def _end_task(self, task: Task) -> None:
+        """Free the lane of a task that has ended, and let the tasks that wait only for it run."""
+        task.end = self.now
+        self.unended_count -= 1
+        if task.lane == LATENCY:
+            del self._waits[id(task)]
+        else:
+            del self._running[task.lane]
+        for follower in task._followers:
+            follower._predecessors_left -= 1
+            if follower._predecessors_left:
+                continue
+            if follower.lane == LATENCY:
+                follower.start = self.now
+                self._waits[id(follower)] = follower
+            elif follower.fills_gaps:
+                self._add_filler(follower)
+
+    def _add_filler(self, task: Task) -> None:
+        heapq.heappush(self._fillers[task.lane], (-self._numbers[id(task)], task))

@@ -48,14 +48,14 @@ class Situation:
 
     def estimate_cost(self, algorithm: Algorithm, elements: int, is_always_dense: bool = False) -> Cost:
         """Return the cost of an exchange of `elements` values with `algorithm`."""
-        load = self.build_workload(algorithm, elements, is_always_dense)
+        workload = self.build_workload(algorithm, elements, is_always_dense)
         return estimate_cost(
             algorithm,
             self.machines,
             elements,
-            load.density,
-            load.wire,
-            load.dense_wire,
-            load.period,
-            load.matrix_rank,
+            workload.density,
+            workload.wire,
+            workload.dense_wire,
+            workload.period,
+            workload.matrix_rank,
         )

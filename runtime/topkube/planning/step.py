@@ -60,11 +60,12 @@ def predict_step(profile: StepProfile, situation: Situation, algorithm: Algorith
     slowdown, cores = estimate_slowest(profile.spread, situation.ranks), situation.cores / situation.machines.slots
     steps_per_exchange = 1
     if situation.delay and can_delay(situation, algorithm):
-        tasks, others = (
+        tasks, tasks_without_exchange = (
             _list_delayed_tasks(profile, situation, algorithm, slowdown, has_exchange) for has_exchange in (True, False)
         )
         steps_per_exchange = situation.build_workload(algorithm, profile.elements).period
-        step = (simulate(tasks, cores) + (steps_per_exchange - 1) * simulate(others, cores)) / steps_per_exchange
+        seconds_between_exchanges = (steps_per_exchange - 1) * simulate(tasks_without_exchange, cores)
+        step = (simulate(tasks, cores) + seconds_between_exchanges) / steps_per_exchange
     else:
         is_decoupled = situation.is_decoupled and can_decouple(profile, situation, algorithm)
         tasks = (_list_decoupled_tasks if is_decoupled else _list_tasks)(profile, situation, algorithm, slowdown)
@@ -103,6 +104,7 @@ def estimate_slowest(spread: float, ranks: int) -> float:
 
 
 def _list_tasks(profile: StepProfile, situation: Situation, algorithm: Algorithm, slowdown: float) -> TaskList:
+    """Return the tasks of a step without a delay and without DeAR."""
     tasks = TaskList()
     data = tasks.add("data", INPUT, profile.data)
     tasks.add("forward", COMPUTE, profile.forward * slowdown, *(() if situation.is_input_pipelined else (data,)))
@@ -118,11 +120,11 @@ def _list_tasks(profile: StepProfile, situation: Situation, algorithm: Algorithm
         starts = ready if situation.overlap else [end] * len(exchanges)
         is_prompt = situation.machines.slots == 1 and window > 0
         finished = add_exchanges(tasks, exchanged, starts, window, is_prompt) or [end]
-    done = finished[-1]
+    last = finished[-1]
     if situation.machines.nodes > 1:
-        done = add_agreement(tasks, situation, done, end)
-    tail = profile.other if algorithm.in_weights else profile.update + profile.other
-    tasks.add("update", COMPUTE, tail, done, end)
+        last = add_agreement(tasks, situation, last, end)
+    seconds_left = profile.other if algorithm.in_weights else profile.update + profile.other
+    tasks.add("update", COMPUTE, seconds_left, last, end)
     return tasks
 
 
@@ -152,8 +154,9 @@ def _add_backward(
 def _list_delayed_tasks(
     profile: StepProfile, situation: Situation, algorithm: Algorithm, slowdown: float, has_exchange: bool
 ) -> TaskList:
-    """Return the tasks of a step during which the weights of the step before travel, if it `has_exchange`. The step
-    adds what has arrived when its gradients are agreed on. All steps with an exchange have the same tasks."""
+    """Return the tasks of a step with a delay. If it `has_exchange`, the weights of the step before travel during it,
+    and it adds what has arrived when all ranks have agreed on its gradients. All steps with an exchange have the same
+    tasks."""
     tasks = TaskList()
     buckets = _plan_buckets(profile, situation, algorithm)
     costs = [estimate_weight_exchange(bucket, profile, situation, algorithm) for bucket in buckets]
@@ -183,7 +186,8 @@ def _list_decoupled_tasks(
     profile: StepProfile, situation: Situation, algorithm: Algorithm, slowdown: float
 ) -> TaskList:
     """Return the tasks of a step that begins with backward and ends with the next forward. Gathers fill gaps, and the
-    piece that was reduced last is gathered first. All tasks end before forward does: all steps have the same tasks."""
+    piece that was reduced last is gathered first. All gathers end before forward does, so all steps have the same
+    tasks."""
     buckets = _plan_buckets(profile, situation, algorithm)
     exchanges = [estimate_exchange(bucket, profile, situation, algorithm) for bucket in buckets]
     is_halved = [bucket.itemsize < 8 for bucket in buckets]  # float64 is exchanged as a whole, in backward
@@ -210,8 +214,9 @@ def _add_forward(
     gathered: Mapping[int, Sequence[Task]],
     slowdown: float,
 ) -> None:
-    """Add forward in the reverse order of backward. The parameter whose gradient completes a bucket is used first: the
-    bucket is then updated, after the tasks of `gathered` by its number. The other parameters are updated in `step`."""
+    """Add forward in the reverse order of backward. `gathered` has the gathers of a bucket by the number of the bucket.
+    Forward uses the parameter whose gradient completes a bucket before the other parameters of the bucket. At this use,
+    it waits for the gathers and updates the bucket. The optimizer's step updates the parameters of other buckets."""
     seconds, first, elements = profile.forward_seconds, len(profile.gradients), max(profile.elements, 1)
     late_elements = sum(bucket.elements for number, bucket in enumerate(buckets) if number in gathered)
     tasks.add("update", COMPUTE, profile.update * (1 - late_elements / elements))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean, median, pstdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from topkube.algorithms import OWN
 from topkube.planning.profile import Gradient, HostCost, StepProfile
@@ -33,6 +33,7 @@ def read_traced_profile(content: Mapping[str, Any], name: str = "trace") -> Step
 
 def _read_events(content: Mapping[str, Any], name: str) -> StepProfile:
     facts, events = content.get("otherData", {}), content["traceEvents"]
+    # "tdur" is the processor time of an event, "dur" its wall time, both in microseconds.
     clock = "tdur" if facts.get("device", "cpu") == "cpu" and facts.get("threads", 1) == 1 else "dur"
     steps = [step for rank in _group_by_rank(events).values() for step in _list_steps(rank)]
     if not steps:
@@ -47,9 +48,9 @@ def _read_events(content: Mapping[str, Any], name: str) -> StepProfile:
     update = median(_sum_seconds(step, trace.OPTIMIZER, None, clock) for step in steps)
     gradients = _read_gradients(steps, clock)
     computed = sum(gradient.seconds for gradient in gradients) + forward + update
-    whole = median(_find_step_event(step)["args"]["compute_cpu_ms"] / 1e3 for step in steps)
-    other = max(0.0, whole - computed) if clock == "tdur" else 0.0
-    per_rank = [
+    whole_thread = median(_find_step_event(step)["args"]["compute_cpu_ms"] / 1e3 for step in steps)
+    other = max(0.0, whole_thread - computed) if clock == "tdur" else 0.0
+    compute_ms_of_ranks = [
         median(_find_step_event(step)["args"]["compute_cpu_ms"] for step in _list_steps(rank))
         for rank in _group_by_rank(events).values()
     ]
@@ -60,7 +61,9 @@ def _read_events(content: Mapping[str, Any], name: str) -> StepProfile:
         gradients=gradients,
         update=update,
         other=other,
-        spread=pstdev(per_rank) / fmean(per_rank) if len(per_rank) > 1 and clock == "tdur" else 0.0,
+        spread=pstdev(compute_ms_of_ranks) / fmean(compute_ms_of_ranks)
+        if len(compute_ms_of_ranks) > 1 and clock == "tdur"
+        else 0.0,
         host=_measure_host_costs(steps, nodes, slots, _find_weight_exchange(facts, nodes), gradients),
         latency=_measure_latency(steps, 1 if facts.get("overlap") == "dear" else 2),
         on_cpu=facts.get("device", "cpu") == "cpu",
@@ -191,40 +194,56 @@ def _measure_host_costs(
         elements = sum(gradient.elements for gradient in gradients)
         total = fmean(_find_step_event(step)["args"]["communication_cpu_ms"] for step in steps) / 1e3
         return {weight_exchange: HostCost(nodes, slots, 0.0, total / elements, 0.5)}
-    rows: dict[str, list[tuple[int, float, float]]] = defaultdict(list)  # elements, seconds, seconds before messages
+    costs_of_buckets: dict[str, list[_BucketCost]] = defaultdict(list)
     for step in steps:
-        blocks = {e["args"]["bucket"]: e for e in step if e["cat"] == trace.BUCKET and e["ph"] == "X"}
-        if not blocks or any("tdur" not in block for block in blocks.values()):
-            continue
-        stages: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for event in step:
-            if event["cat"] == trace.STAGE and "bucket" in event["args"]:
-                stages[event["args"]["bucket"]][event["name"]] += event.get("tdur", 0.0)
-        outside = {  # microseconds of the stages of each bucket outside its own event
-            number: sum(
-                e.get("tdur", 0.0)
-                for e in step
-                if e["cat"] == trace.STAGE
-                and e["args"].get("bucket") == number
-                and not block["ts"] <= e["ts"] < block["ts"] + block["dur"]
-            )
-            for number, block in blocks.items()
-        }
-        measured = {number: block["tdur"] + outside[number] for number, block in blocks.items()}
-        whole = _find_step_event(step)["args"]["communication_cpu_ms"] * 1e3
-        factor = max(1.0, whole / sum(measured.values())) if sum(measured.values()) else 1.0
-        for number, block in blocks.items():
-            late = sum(stages[number][name] for name in (trace.GATHER, "add entries"))
-            total = measured[number] * factor / 1e6
-            after = min(total, late / 1e6)
-            rows[block["args"]["algorithm"]].append((block["args"]["elements"], total, total - after))
-    costs = {}
-    for algorithm, entries in rows.items():
-        fixed, per_element = _fit_line([(elements, seconds) for elements, seconds, _ in entries])
-        total = sum(seconds for _, seconds, _ in entries)
-        before = sum(early for _, _, early in entries) / total if total else 0.5
-        costs[algorithm] = HostCost(nodes, slots, fixed, per_element, before)
-    return costs
+        for cost in _measure_bucket_costs(step):
+            costs_of_buckets[cost.algorithm].append(cost)
+    host_costs = {}
+    for algorithm, costs in costs_of_buckets.items():
+        fixed, per_element = _fit_line([(cost.elements, cost.seconds) for cost in costs])
+        total = sum(cost.seconds for cost in costs)
+        before = sum(cost.seconds_before for cost in costs) / total if total else 0.5
+        host_costs[algorithm] = HostCost(nodes, slots, fixed, per_element, before)
+    return host_costs
+
+
+class _BucketCost(NamedTuple):
+    """The processor time of the communication thread for one bucket in one step: in total, and before its messages."""
+
+    algorithm: str
+    elements: int
+    seconds: float
+    seconds_before: float
+
+
+def _measure_bucket_costs(step: list[Event]) -> Iterator[_BucketCost]:
+    """Yield the cost of each bucket of a step; nothing if the trace does not have the processor times of buckets."""
+    buckets = {e["args"]["bucket"]: e for e in step if e["cat"] == trace.BUCKET and e["ph"] == "X"}
+    if not buckets or any("tdur" not in bucket for bucket in buckets.values()):
+        return
+    stages: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # microseconds by bucket and name
+    for event in step:
+        if event["cat"] == trace.STAGE and "bucket" in event["args"]:
+            stages[event["args"]["bucket"]][event["name"]] += event.get("tdur", 0.0)
+    outside = {  # microseconds of the stages of each bucket outside its own event
+        number: sum(
+            e.get("tdur", 0.0)
+            for e in step
+            if e["cat"] == trace.STAGE
+            and e["args"].get("bucket") == number
+            and not bucket["ts"] <= e["ts"] < bucket["ts"] + bucket["dur"]
+        )
+        for number, bucket in buckets.items()
+    }
+    measured = {number: bucket["tdur"] + outside[number] for number, bucket in buckets.items()}
+    thread = _find_step_event(step)["args"]["communication_cpu_ms"] * 1e3
+    factor = max(1.0, thread / sum(measured.values())) if sum(measured.values()) else 1.0
+    for number, bucket in buckets.items():
+        after_messages = sum(stages[number][name] for name in (trace.GATHER, "add entries"))
+        seconds = measured[number] * factor / 1e6
+        seconds_after = min(seconds, after_messages / 1e6)
+        args = bucket["args"]
+        yield _BucketCost(args["algorithm"], args["elements"], seconds, seconds - seconds_after)
 
 
 def _fit_line(points: list[tuple[int, float]]) -> tuple[float, float]:

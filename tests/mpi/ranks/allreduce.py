@@ -24,6 +24,7 @@ from topkube.world import World
 Array = npt.NDArray[np.generic]
 TYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 UNIT = {np.dtype(np.float32): 2.0**-23, np.dtype(np.float16): 2.0**-10, np.dtype(ml_dtypes.bfloat16): 2.0**-7}
+"""The distance from 1 to the next number of each type."""
 LENGTHS = [1, 2, 3, 5, 1000, 65537, 120_001]
 WIRES = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 IN_HOST_MEMORY = [algorithm for algorithm in OWN if not algorithm.needs_gpu]
@@ -49,7 +50,7 @@ def draw_values(length: int, seed: int) -> npt.NDArray[np.float32]:
 
 
 def assert_near(result: Array, expected: Array, dtype: np.dtype, ranks: int, what: str) -> None:
-    """Check that `result` is a few roundings from `wanted` at most."""
+    """Check that `result` differs from `expected` by a few roundings of `dtype` at most."""
     bound = 2 * UNIT[dtype] * (ranks + 2) * max(1e-6, float(np.abs(expected).max()))
     worst = float(np.abs(result.astype(np.float64) - expected).max())
     assert worst <= bound, f"{what}: {worst} off, {bound} allowed"
@@ -71,7 +72,7 @@ def case_every_algorithm_matches_float64(world: World) -> None:
                     assert_near(x, expected, dtype, world.size, f"{name} {op} {dtype} {length}")
 
 
-def case_pieces_and_chunks_meet(world: World) -> None:
+def case_an_array_of_several_pieces_has_exact_sums(world: World) -> None:
     """The array is longer than a piece, so that pieces end inside a shard. Its sums are exact: the values are whole
     numbers."""
     count = np.arange(MOST_PIECE_BYTES // 4 + 12_345, dtype=np.int32)
@@ -180,12 +181,11 @@ def case_nothing_is_lost(world: World) -> None:
                 topkube.allreduce_(x, op="sum", algorithm=name, density=0.02, wire=wire, residual=residual)
                 received += x
             kept = np.zeros(length)
-            everyone = world.comm.allgather((world.local_rank, residual.current))
-            for local, current in everyone:
+            for local_rank, current in world.comm.allgather((world.local_rank, residual.current)):
                 if name == "naive":
                     kept += current
-                elif local < world.shards:
-                    kept[length * local // world.shards : length * (local + 1) // world.shards] += current
+                elif local_rank < world.shards:
+                    kept[length * local_rank // world.shards : length * (local_rank + 1) // world.shards] += current
             worst = float(np.abs(received + kept - summed).max())
             assert worst <= 1e-4 * np.abs(summed).max(), f"{name} {wire}: {worst} lost"
             is_exact = name in ("localsgd", "diloco") and wire == "fp32"
@@ -284,8 +284,8 @@ def case_the_declared_bytes_are_those_of_the_messages(world: World) -> None:
         sent, in_messages = of_nodes[busiest], in_messages_of_nodes[busiest]
         declared = algorithm.traffic(workload).sent
         if name not in ("flat", "naive"):  # their messages go through the communicator of all ranks
-            greetings = 64 * world.size
-            assert 0 <= in_messages - sent <= greetings, (name, sent, in_messages)
+            hash_bytes = 64 * world.size  # ranks also send hashes of their calls, which they do not count
+            assert 0 <= in_messages - sent <= hash_bytes, (name, sent, in_messages)
         if name == "oktopk":
             assert 0.5 * declared <= sent <= 1.1 * declared, (name, sent, declared)
         else:

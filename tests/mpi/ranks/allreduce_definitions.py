@@ -93,25 +93,26 @@ def follow_definition(world: World, name: str, approximate: Callable[[Array, lis
     What all ranks receive has the same bits. `approximate` takes the sum of all nodes, the factors of the last step,
     the number of the matrix and that of the step."""
     matrices = (Matrix(0, 40 * 31, 31), Matrix(40 * 31, 9 * 200, 200), Matrix(3040, 157, 10), Matrix(3197, 3, 1))
-    length, rank = 3200, 3
+    length, matrix_rank = 3200, 3
+    without_gradient = matrices[-1].start
     residual = Residual(residual_length(find_algorithm(name), world, length))
     errors = [np.zeros(length) for _ in world.node_ranks]
-    shapes = [(m.columns, min(rank, m.columns, m.rows)) for m in matrices]
+    shapes = [(m.columns, min(matrix_rank, m.columns, m.rows)) for m in matrices]
     rights = [np.random.default_rng(shape).random(shape) - 0.5 for shape in shapes]
     for step in range(5):
         arrays = draw_inputs(world, length, seed=80 + step)
         x = arrays[world.rank].copy()
-        x[3197:] = 0  # a matrix without a gradient
-        request = Request(x, "mean", residual=residual, matrix_rank=rank, matrices=matrices)
+        x[without_gradient:] = 0
+        request = Request(x, "mean", residual=residual, matrix_rank=matrix_rank, matrices=matrices)
         assert world.agree(load(find_algorithm(name)).run(world, request))
         residual.accept()
         residual.commit()
         expected = np.zeros(length)
         shares = [np.sum([arrays[rank] for rank in ranks], axis=0, dtype=np.float64) for ranks in world.node_ranks]
         for share, error in zip(shares, errors, strict=True):
-            share[3197:] = 0
+            share[without_gradient:] = 0
             error += share / world.size
-        for number, matrix in enumerate(matrices[:3]):
+        for number, matrix in enumerate(matrices[:-1]):
             place = slice(matrix.start, matrix.start + matrix.length)
             padded = np.zeros(matrix.rows * matrix.columns)
             padded[: matrix.length] = np.sum(errors, axis=0)[place]
@@ -162,11 +163,12 @@ class Simulation:
 
     def __init__(self, world: World, length: int, density: float, wire: np.dtype) -> None:
         self.world, self.wire = world, wire
-        s = world.shards
-        self.bounds = [length * i // s for i in range(s + 1)]
-        self.k = max(1, math.ceil(round(density * length / s, 6)))
+        shards = world.shards
+        self.bounds = [length * shard // shards for shard in range(shards + 1)]
+        self.k = max(1, math.ceil(round(density * length / shards, 6)))
         self.residuals = [
-            [np.zeros(b - a, np.float32) for a, b in itertools.pairwise(self.bounds)] for _ in world.node_ranks
+            [np.zeros(stop - start, np.float32) for start, stop in itertools.pairwise(self.bounds)]
+            for _ in world.node_ranks
         ]
 
     def step(self, arrays: list[Array]) -> Array:
@@ -176,11 +178,11 @@ class Simulation:
                 total = arrays[ranks[0]][start:stop].copy()
                 for rank in ranks[1:]:
                     total = total + arrays[rank][start:stop]
-                acc = total * np.float32(1 / world.size) + self.residuals[node][shard]
-                chosen = np.sort(np.argsort(-np.abs(acc), kind="stable")[: self.k])
-                sent = acc[chosen].astype(self.wire).astype(np.float32)
-                left = acc.copy()
-                left[chosen] = acc[chosen] - sent
-                self.residuals[node][shard] = left
+                sums = total * np.float32(1 / world.size) + self.residuals[node][shard]
+                chosen = np.sort(np.argsort(-np.abs(sums), kind="stable")[: self.k])
+                sent = sums[chosen].astype(self.wire).astype(np.float32)
+                unsent = sums.copy()
+                unsent[chosen] = sums[chosen] - sent
+                self.residuals[node][shard] = unsent
                 out[start:stop][chosen] += sent
         return out

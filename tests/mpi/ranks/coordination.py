@@ -208,7 +208,7 @@ def case_sub_worlds_work_like_worlds(world: World) -> None:
     assert (backwards.rank, backwards.members[0]) == (world.size - 1 - world.rank, world.size - 1)
     check_all_calls(backwards)
     check_all_calls(topkube.new_world([0]))
-    check_all_calls(topkube.new_world(range(max(1, world.size - 1))))  # uneven where nodes are even
+    check_all_calls(topkube.new_world(range(max(1, world.size - 1))))  # uneven, if the nodes of the world are even
     check_all_calls(world)
     topkube.barrier()
 

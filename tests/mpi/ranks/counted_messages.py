@@ -10,8 +10,8 @@ from topkube.world import World
 
 
 class CountedMessages:
-    """A communicator that counts the messages and the bytes that this rank sends through it. A collective of MPI counts
-    as the messages that its ranks send at least."""
+    """A communicator that counts the messages and the bytes that this rank sends through it. The bytes of a
+    collective of MPI are the fewest that this rank can send for it."""
 
     def __init__(self, comm: Any) -> None:
         self._comm, self.messages, self.sent_bytes = comm, 0, 0

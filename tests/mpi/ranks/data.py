@@ -57,17 +57,17 @@ def make_dataset(world: World, shards: list[int] | None = None) -> Iterator[tupl
             shutil.rmtree(folder)
 
 
-def open_dataset(world: World, folder: Path, **more: Any) -> CachedDataset:
-    """Open the dataset with a cache per node."""
-    options: dict[str, Any] = {
+def open_dataset(world: World, folder: Path, **options: Any) -> CachedDataset:
+    """Open the dataset with a cache per node. `options` are those of CachedDataset."""
+    all_options: dict[str, Any] = {
         "cache_directory": folder / f"cache-{world.node}",
         "memory_directory": folder / f"memory-{world.node}",
         "free_bytes": 0,
         "decode": ArrayOf("uint8", (SIZE,), field="bin"),
         "wait_seconds": 20.0,
-        **more,
+        **options,
     }
-    return CachedDataset(folder / "source", **options)
+    return CachedDataset(folder / "source", **all_options)
 
 
 def sum_over_ranks(world: World, dataset: CachedDataset, name: str) -> float:
@@ -120,9 +120,9 @@ def case_the_first_epoch_overlaps_with_filling_and_ranks_share_every_sample(worl
             expected = sampler.indices()
             own_samples = torch.cat(list(loader)).numpy()
             np.testing.assert_array_equal(own_samples, data[expected])
-            dealt = np.concatenate(world.comm.allgather(expected))
-            assert sorted(dealt.tolist()) == list(range(120))
-        loader = None
+            indices_of_ranks = np.concatenate(world.comm.allgather(expected))
+            assert sorted(indices_of_ranks.tolist()) == list(range(120))
+        loader = None  # ends its worker, which has the dataset open
         assert sum_over_ranks(world, dataset, "remote_bytes") == data.nbytes
         world.comm.Barrier()
         dataset.close()

@@ -219,7 +219,7 @@ def case_the_link_of_nccl_is_measured_once_for_auto(world: World) -> None:
 
 def case_the_device_decides_which_steps_all_ranks_skip(world: World) -> None:
     """The steps and the weights are those that the hosts decide, also if some hosts read the decision early."""
-    poisoned = {0: world.size - 1, 2: 0, 3: world.size - 1, 6: 0}  # step: rank
+    rank_with_nan = {0: world.size - 1, 2: 0, 3: world.size - 1, 6: 0}  # by step
     names = ["nccl", "hierarchical-nccl"] + ["dense"] * (world.nodes == 1)
     adam = functools.partial(torch.optim.AdamW, lr=0.01, fused=True)
     for name, make in itertools.product(names, (adam, functools.partial(torch.optim.SGD, lr=0.01, fused=True))):
@@ -233,7 +233,7 @@ def case_the_device_decides_which_steps_all_ranks_skip(world: World) -> None:
                 x, y = draw_samples(8 * topkube.size(), step)
                 before = copy_weights(model)
                 loss = compute_loss(model, take_own_part(x), take_own_part(y))
-                if poisoned.get(step) == world.rank:
+                if rank_with_nan.get(step) == world.rank:
                     loss = loss * torch.nan
                 loss.backward()
                 left_to_device += optimizer._backward.gradients.decisions.is_open
@@ -242,7 +242,7 @@ def case_the_device_decides_which_steps_all_ranks_skip(world: World) -> None:
                 optimizer.step()
                 if step == 6 and world.rank == world.size - 1:
                     assert optimizer.steps == 3
-                assert all(map(torch.equal, before, copy_weights(model))) == (step in poisoned)
+                assert all(map(torch.equal, before, copy_weights(model))) == (step in rank_with_nan)
                 optimizer.zero_grad()
             by_hosts = 2 if world.size > 1 else 0  # until the first step, in which ranks compare their weights
             assert left_to_device == (0 if check == "host" else 8 - by_hosts), left_to_device
@@ -361,7 +361,9 @@ def case_parallel_lars_computes_each_norm_once(world: World) -> None:
         computed: list[int] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                parallel_tensor, "_compute_local_norms", lambda kind, c=computed: c.append(len(kind)) or local(kind)
+                parallel_tensor,
+                "_compute_local_norms",
+                lambda tensors, c=computed: c.append(len(tensors)) or local(tensors),
             )
             model = build_network()
             optimizer = build_optimizer(model, lambda p, parallel=parallel: LARS(p, lr=0.5, parallel=parallel))

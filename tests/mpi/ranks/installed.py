@@ -28,7 +28,8 @@ NAME = "acme.stride-k"
 
 
 def build_slow_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Entries wait for ten steps: a rate that suits dense training would overshoot."""
+    """Return SGD with a low rate. Each step sends a tenth of the entries, and the others wait for up to ten steps, so a
+    rate that suits dense training would overshoot."""
     return torch.optim.SGD(parameters, lr=0.02)
 
 

@@ -95,16 +95,16 @@ def broadcast_weights(times: Times) -> None:
 
 
 def probe(times: Times) -> None:
-    """Measure links and memory, as `auto` and `dense` do. A rank sends at most 13 messages to measure its link. The two
-    measurements of memory greet at most 16 other nodes each, as every call does."""
+    """Measure links and memory, as `auto` and `dense` do. A rank sends at most 13 messages to measure its link. Each of
+    the two measurements of memory sends a hash of its call to at most 16 other nodes, as every call does."""
     world = topkube.world.current()
     with count_messages(world) as counted, times.measure("measurement of links"):
         measured = measure_machines(world)
     assert measured.memory > 0
     if world.cross_comm is not None:
         assert measured.rate > 0
-        greetings = 2 * min(world.nodes - 1, 16)
-        assert 7 <= counted.messages <= 13 + greetings, counted.messages
+        hashes = 2 * min(world.nodes - 1, 16)
+        assert 7 <= counted.messages <= 13 + hashes, counted.messages
         assert counted.sent_bytes * world.shards <= 12_000_000
 
 

@@ -7,6 +7,9 @@ import pytest
 import target_loss
 import target_loss_report
 
+QUANTILE_OF_TWO_VALUES = 12.706
+"""The 97.5% quantile of Student's t for the mean of two values."""
+
 
 def build_run(contender: str, evaluations: list[list[float]], seed: int = 0) -> target_loss.Row:
     return {"contender": contender, "optimizer": "adamw", "seed": seed, "steps": 100, "evaluations": evaluations}
@@ -37,9 +40,12 @@ def test_steps_lie_on_a_line_between_evaluations(evaluations: list[list[float]],
 
 
 def test_dense_steps_at_the_beginning_have_a_time_of_their_own() -> None:
-    assert target_loss.compute_seconds_to_target(100, 20.0, 0, 50.0) == pytest.approx(2.0)
-    assert target_loss.compute_seconds_to_target(100, 20.0, 10, 50.0) == pytest.approx(2.3)
-    assert target_loss.compute_seconds_to_target(5, 20.0, 10, 50.0) == pytest.approx(0.25)
+    def compute_seconds(steps: int, dense_steps: int) -> float:
+        return target_loss.compute_seconds_to_target(steps, ms=20.0, dense_steps=dense_steps, dense_ms=50.0)
+
+    assert compute_seconds(steps=100, dense_steps=0) == pytest.approx(100 * 0.020)
+    assert compute_seconds(steps=100, dense_steps=10) == pytest.approx(10 * 0.050 + 90 * 0.020)
+    assert compute_seconds(steps=5, dense_steps=10) == pytest.approx(5 * 0.050)
 
 
 def test_a_contender_is_compared_with_the_fastest_peer_that_reaches_the_target() -> None:
@@ -53,14 +59,15 @@ def test_a_contender_is_compared_with_the_fastest_peer_that_reaches_the_target()
         runs, [build_times("ddp", 40.0), build_times("powersgd4", 10.0), build_times("onebit", 20.0)]
     )
     ddp, onebit = find_row(rows, "ddp", 1.0), find_row(rows, "onebit", 1.0)
-    assert ddp["steps"] == pytest.approx(50 + 50 * 0.1 / 0.12)
+    assert ddp["steps"] == pytest.approx(50 + 50 * (2.12 - 2.02) / (2.12 - 2.0))  # on a line between evaluations
     assert ddp["against_best"] == pytest.approx(1.0)
-    assert onebit["seconds"] == pytest.approx(2.0)
-    assert onebit["against_best"] == pytest.approx(ddp["seconds"] / 2.0)
+    assert onebit["seconds"] == pytest.approx(100 * 0.020)
+    assert onebit["against_best"] == pytest.approx(ddp["seconds"] / onebit["seconds"])
     assert find_row(rows, "powersgd4", 1.0)["seconds"] is None
     powersgd = find_row(rows, "powersgd4", 5.0)
-    assert powersgd["seconds"] == pytest.approx(0.1 * 4.0 + 0.9 * 1.0)  # the first tenth of the run is dense
-    assert find_row(rows, "onebit", 5.0)["against_best"] == pytest.approx(1.3 / (0.02 * (50 + 50 * 0.12 / 0.2)))
+    assert powersgd["seconds"] == pytest.approx(10 * 0.040 + 90 * 0.010)  # the first tenth of the run is dense
+    onebit_seconds = 0.020 * (50 + 50 * (2.22 - 2.1) / (2.22 - 2.02))
+    assert find_row(rows, "onebit", 5.0)["against_best"] == pytest.approx(powersgd["seconds"] / onebit_seconds)
 
 
 def test_a_run_that_misses_the_target_leaves_the_contender_without_a_time() -> None:
@@ -97,10 +104,14 @@ def test_the_page_shows_who_misses_the_target() -> None:
     stored |= {"compared": target_loss.compare(runs, measured), "losses": target_loss.compare_losses(runs)}
     tables = target_loss_report.build_section(stored)
     lines = tables["TARGET_LOSS"].splitlines()
-    assert [line.split(" | ")[0] for line in lines[4:]] == ["| DDP, PowerSGD rank 4", "| **TopKube onebit**", "| DDP"]
+    assert [line.split(" | ")[0] for line in lines[4:]] == [
+        "| DDP with PowerSGD rank 4",
+        "| **TopKube onebit**",
+        "| DDP",
+    ]
     assert "not reached | – | –" in lines[4]
     assert "100 | 2 | 1.98 (1.98–1.98)" in lines[5]
-    assert "| AdamW, 100 steps, DDP, PowerSGD rank 4 | 1 | 2.0000 | 2.0500 | +2.50% | – |" in tables["LAST_LOSSES"]
+    assert "| AdamW, 100 steps, DDP with PowerSGD rank 4 | 1 | 2.0000 | 2.0500 | +2.50% | – |" in tables["LAST_LOSSES"]
 
 
 def test_last_losses_are_compared_with_ddp_of_the_same_seed() -> None:
@@ -109,7 +120,9 @@ def test_last_losses_are_compared_with_ddp_of_the_same_seed() -> None:
     (onebit,) = target_loss.compare_losses(runs)
     assert onebit["each_seed"] == pytest.approx([1.0, 3.0])
     assert onebit["difference_percent"] == pytest.approx(2.0)
-    assert onebit["interval_percent"] == pytest.approx([2 - 12.706, 2 + 12.706], abs=1e-3)
+    standard_error = 1.0  # of the mean of 1 and 3
+    half = QUANTILE_OF_TWO_VALUES * standard_error
+    assert onebit["interval_percent"] == pytest.approx([2.0 - half, 2.0 + half], abs=1e-3)
 
 
 def test_runs_of_another_length_are_compared_separately() -> None:

@@ -52,7 +52,7 @@ def test_rows_are_written_at_once_and_measured_once(tmp_path: Path) -> None:
 
 def test_a_row_that_was_killed_twice_does_not_stop_the_rows_after_it(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    kills = """
+    script = """
 import os, sys
 from pathlib import Path
 from gpu_plan.rows import Rows
@@ -63,7 +63,7 @@ rows.measure("last", dict)
 """
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent)}
     statuses = [
-        subprocess.run([sys.executable, "-c", kills, str(path)], check=False, env=environment).returncode
+        subprocess.run([sys.executable, "-c", script, str(path)], check=False, env=environment).returncode
         for _ in range(3)
     ]
     assert statuses == [9, 9, 0]
@@ -122,7 +122,7 @@ def test_no_row_starts_after_the_deadline(tmp_path: Path) -> None:
     assert rows.left_out == ["late"]
 
 
-def _wait_for_the_end_of(process: int) -> None:
+def _wait_for_end(process: int) -> None:
     """Wait until the process has ended. Fail the test after two minutes."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
@@ -141,7 +141,7 @@ def test_a_program_that_runs_too_long_is_killed_with_its_children(tmp_path: Path
     script = f"sleep 600 & echo $! > {child}.new; mv {child}.new {child}; wait"
     status, _ = run_group(["bash", "-c", script], 3)
     assert status is None
-    _wait_for_the_end_of(int(child.read_text()))
+    _wait_for_end(int(child.read_text()))
 
 
 def test_a_sanitiser_that_hangs_is_killed_with_its_children_and_costs_one_row(
@@ -157,7 +157,7 @@ def test_a_sanitiser_that_hangs_is_killed_with_its_children_and_costs_one_row(
     assert [row["key"] for row in stored_rows] == ["sanitiser memcheck", "sanitiser racecheck"]
     assert [row["skipped"] for row in stored_rows] == ["it did not end within 3 s"] * 2
     for child in (tmp_path / "children").read_text().split():
-        _wait_for_the_end_of(int(child))
+        _wait_for_end(int(child))
 
 
 def _write_wheel(folder: Path, name: str, version: str = "1.0", tag: str = "py3-none-any") -> None:
@@ -182,12 +182,9 @@ def test_wheels_are_installed_without_a_network_and_only_if_they_are_absent(
         _write_wheel(tmp_path, name)
     monkeypatch.setattr(machine, "PACKAGES", {"topkube_absent": "topkube-absent", "numpy": "numpy"})
     site = tmp_path / "site"
-    other = tmp_path / "topkube_absent-1.0-py3-none-any.whl"
-    other.rename(tmp_path / "kept.whl")
-    (tmp_path / "topkube_absent-2.0-cp27-cp27mu-manylinux1_x86_64.whl").write_bytes(
-        (tmp_path / "kept.whl").read_bytes()
-    )
-    (tmp_path / "kept.whl").rename(other)  # the folder also holds the wheel of another Python
+    wheel = tmp_path / "topkube_absent-1.0-py3-none-any.whl"
+    wheel_of_other_python = tmp_path / "topkube_absent-2.0-cp27-cp27mu-manylinux1_x86_64.whl"
+    wheel_of_other_python.write_bytes(wheel.read_bytes())
     assert machine.unpack_wheels(tmp_path, site) == ["topkube-absent"]
     module = site / "topkube_absent" / "__init__.py"
     assert module.read_text() == "version = '1.0'\n"
@@ -287,7 +284,7 @@ def test_another_package_than_the_one_that_was_built_is_refused(
 def test_the_checks_of_streams_and_graphs_end_in_the_dry_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     topkube.init()
     device = Device(dry=True, repeats=1)
-    monkeypatch.setattr(device, "limit_elements", lambda wanted: min(wanted, 4000))
+    monkeypatch.setattr(device, "limit_elements", lambda elements: min(elements, 4000))
     skipped = training._check_skipped_steps(device)
     assert skipped["wrong"] == [], skipped
     assert (skipped["steps"], skipped["skipped"], skipped["left to the device"]) == (9, 3, 12)
@@ -356,12 +353,9 @@ from gpu_plan.device import Device
 from gpu_plan.rows import Rows
 training.run(Device(dry=True, repeats=1), Rows(path), quick=True)
 """
-    of_torch, carried = (
-        _find_requirements("torch"),
-        {machine.normalize_name(name) for name in machine.PACKAGES.values()},
-    )
+    carried = {machine.normalize_name(name) for name in machine.PACKAGES.values()}
     optional = {"setuptools", "tqdm"}  # torch imports them if they are there
-    expected = of_torch | carried | optional | {"topkube"}
+    expected = _find_requirements("torch") | carried | optional | {"topkube"}
     refused = [
         module
         for module, packages in metadata.packages_distributions().items()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from local_runs import SCRIPT, build_command, list_commands, run_job, write_job
+from local_runs import SCRIPT, build_command, list_living_processes, run_job, write_job
 
 
 @pytest.fixture(scope="module")
@@ -96,16 +96,16 @@ def test_the_summary_is_a_table_and_options_replace_fields_of_the_job(tmp_path: 
     assert "tiny succeeded" in ended.stdout
     assert ended.stderr == ""
     assert not (tmp_path / "run" / "plot.png").exists()
-    assert list_commands(tmp_path) == []
+    assert list_living_processes(tmp_path) == []
 
 
 def test_on_a_terminal_there_is_a_bar(tmp_path: Path) -> None:
     job = write_job(tmp_path, ["python", str(SCRIPT), "40", "none", "0"], workers=1)
-    terminal, end = pty.openpty()
+    terminal, end_of_run = pty.openpty()
     command = build_command(job, tmp_path, "--no-plot")
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120"}
-    running = subprocess.Popen(command, stdout=end, stderr=end, env=environment, cwd=tmp_path)
-    os.close(end)
+    running = subprocess.Popen(command, stdout=end_of_run, stderr=end_of_run, env=environment, cwd=tmp_path)
+    os.close(end_of_run)
     seen = b""
     while True:
         try:
@@ -142,7 +142,7 @@ def test_a_second_run_in_a_directory_starts_clean_but_keeps_checkpoints(tmp_path
     assert "no steps were reported" in ended.stdout
 
 
-def test_a_source_for_pods_has_no_effect_here_and_is_named(tmp_path: Path) -> None:
+def test_a_source_for_pods_has_no_effect_here_and_is_reported(tmp_path: Path) -> None:
     code = {"source": {"configMap": {"name": "code"}}, "setup": {"requirements": ["einops"]}}
     job = write_job(tmp_path, ["true"], workers=1, **code)
     ended = run_job(job, tmp_path)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from local_runs import SCRIPT, finish_run, list_commands, run_job, start_run, write_job
+from local_runs import SCRIPT, finish_run, list_living_processes, run_job, start_run, write_job
 
 
 def read_output(directory: Path) -> str:
@@ -35,7 +35,7 @@ def test_the_first_failing_rank_is_named_with_its_traceback(tmp_path: Path) -> N
     assert "next: read rank-3.log in " in ended.stderr
     assert "failed" in ended.stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["firstFailure"]["rank"] == 3
-    assert list_commands(tmp_path) == []
+    assert list_living_processes(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_ways_to_end_are_distinguished(tmp_path: Path, mode: str, code: int, exp
     assert ended.stderr.startswith("error: rank 1 (node 0) failed first")
     for text in expected:
         assert text in ended.stderr
-    assert list_commands(tmp_path) == []
+    assert list_living_processes(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -82,28 +82,28 @@ def test_a_rank_that_hangs_is_named_by_the_others(tmp_path: Path) -> None:
     assert (failure["rank"], failure["missing"]) == (0, [1])
     assert not [key for key in failure if "_" in key], "one case style, in every part of the summary"
     assert "next: read that rank's output" in ended.stderr
-    assert list_commands(tmp_path) == []
+    assert list_living_processes(tmp_path) == []
 
 
 def test_a_run_ends_at_its_deadline(tmp_path: Path) -> None:
     ended = run_job(write_job(tmp_path, ["sleep", "1000"]), tmp_path, "--deadline", "0.5")
     assert ended.returncode == 124
     assert "did not finish within its deadline of 0.5 s" in ended.stderr
-    assert list_commands(tmp_path) == []
+    assert list_living_processes(tmp_path) == []
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_every_process(tmp_path: Path, number: signal.Signals, code: int) -> None:
     running = start_run(write_job(tmp_path, ["python", str(SCRIPT), "100000", "none", "0"]), tmp_path)
     wait_for(lambda: read_output(tmp_path / "run").count("up") == 4)
-    assert len(list_commands(tmp_path)) >= 9  # topkube run, and a front and a script per rank
+    assert len(list_living_processes(tmp_path)) >= 9  # topkube run, and a front and a script per rank
     running.send_signal(number)
     ended = finish_run(running)
     assert ended.returncode == code
     assert "interrupted" in ended.stdout
     assert "steps" in ended.stdout  # the summary of what was done so far
     assert "error" not in ended.stderr
-    assert list_commands(tmp_path) == []
+    assert list_living_processes(tmp_path) == []
 
 
 def test_ranks_can_save_their_state_on_a_signal(tmp_path: Path) -> None:
@@ -123,10 +123,10 @@ def test_a_rank_that_ignores_signals_is_killed_by_the_second_signal(tmp_path: Pa
     running.send_signal(signal.SIGINT)
     assert running.stdout is not None
     assert any("press Ctrl-C again to kill them" in line for line in running.stdout)
-    assert len(list_commands(tmp_path)) >= 3  # topkube run and two ranks
+    assert len(list_living_processes(tmp_path)) >= 3  # topkube run and two ranks
     running.send_signal(signal.SIGINT)
     assert finish_run(running, 8).returncode == 130  # well before the grace of 10 s is over
-    assert list_commands(tmp_path) == []
+    assert list_living_processes(tmp_path) == []
 
 
 def test_nothing_is_left_when_topkube_run_itself_is_killed(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_nothing_is_left_when_topkube_run_itself_is_killed(tmp_path: Path) -> No
     wait_for(lambda: read_output(tmp_path / "run").count("up") == 4)
     running.kill()
     running.communicate()
-    wait_for(lambda: list_commands(tmp_path) == [])
+    wait_for(lambda: list_living_processes(tmp_path) == [])
 
 
 def test_children_of_ranks_end_too(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_children_of_ranks_end_too(tmp_path: Path) -> None:
     script = f"import subprocess, os; {children}; os._exit(9)"
     ended = run_job(write_job(tmp_path, ["python", "-c", script], workers=1), tmp_path)
     assert ended.returncode == 9
-    assert list_commands(tmp_path) == []
+    assert list_living_processes(tmp_path) == []
 
 
 def test_without_matplotlib_a_run_draws_no_plot(tmp_path: Path) -> None:

@@ -186,12 +186,26 @@ def test_a_missing_command_ends_with_127(tmp_path: Path) -> None:
     assert read_report(tmp_path).not_started == "the program 'no-such-program' does not exist"
 
 
+def wait_for_signal_handlers(shim: int) -> None:
+    """Wait until the process `shim`, the front, passes signals on. The command may print before that. SIGHUP's handler
+    is the last that the front installs."""
+    deadline = time.monotonic() + 200
+    while True:
+        status = Path(f"/proc/{shim}/status").read_text()
+        caught_signals = int(next(line for line in status.splitlines() if line.startswith("SigCgt:")).split()[1], 16)
+        if caught_signals & 1 << (signal.SIGHUP - 1):
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
     trap = f"trap 'echo got; exit 4' {int(number)}; echo up; while true; do sleep 0.05; done"
     running = start_shim(tmp_path, "sh", "-c", trap)
     assert running.stdout is not None
     assert running.stdout.readline() == b"up\n"
+    wait_for_signal_handlers(running.pid)
     running.send_signal(number)
     out, _ = running.communicate(timeout=200)
     assert (running.returncode, out) == (4, b"got\n")

@@ -35,9 +35,9 @@ class GraphTraining:
         self.weights = [torch.nn.Parameter(torch.zeros(40, 26)) for _ in range(2)]
         named = [(f"weight{i}", weight) for i, weight in enumerate(self.weights)]
         settings = Settings(node_exchange="torch", device_graphs=has_graphs)
-        chosen = {"aggregation": "hitopk", "density": 0.05, "warmup_steps": 0, "wire": "bf16", **options}
+        all_options = {"aggregation": "hitopk", "density": 0.05, "warmup_steps": 0, "wire": "bf16", **options}
         inner = torch.optim.SGD(self.weights, lr=0.5, momentum=0.9)
-        self.optimizer = topkube.DistributedOptimizer(inner, named, settings=settings, **chosen)
+        self.optimizer = topkube.DistributedOptimizer(inner, named, settings=settings, **all_options)
 
     def run_step(self, seed: int, factor: float = 1.0) -> None:
         self._graphs.emulates = self._has_graphs

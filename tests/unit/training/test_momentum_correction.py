@@ -36,15 +36,35 @@ def wrap(model: nn.Module, plain: torch.optim.Optimizer, **options: object) -> t
     )
 
 
+class ReferenceExchange:
+    """The exchange of the large weight by algorithm 1 of Lin et al., with factor masking: the velocity of an entry is
+    cleared when the entry is sent. A gradient enters the velocity times `gain`."""
+
+    def __init__(self, gain: float) -> None:
+        self._gain = gain
+        self._velocity, self._residual = torch.zeros(40, 30), torch.zeros(40, 30)
+
+    def run(self, gradient: torch.Tensor | None) -> torch.Tensor:
+        """Return what is sent in this step; the other entries are zero."""
+        assert gradient is not None
+        self._velocity = MOMENTUM * self._velocity + self._gain * gradient
+        self._residual += self._velocity
+        velocity, residual = self._velocity.view(-1), self._residual.view(-1)
+        sent = residual.abs().topk(math.ceil(residual.numel() * DENSITY)).indices
+        update = torch.zeros_like(residual)
+        update[sent] = residual[sent]
+        residual[sent] = velocity[sent] = 0
+        return update.view_as(gradient)
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.01])
 def test_sgd_follows_the_algorithm_of_the_paper(decay: float) -> None:
-    """The reference is algorithm 1 of Lin et al. with factor masking. Biases and the small last layer are exchanged
-    dense, so plain SGD with momentum trains them."""
+    """Biases and the small last layer are exchanged dense, so plain SGD with momentum trains them."""
     model, reference = build_model(), build_model()
     optimizer = wrap(model, torch.optim.SGD(model.parameters(), RATE, MOMENTUM, weight_decay=decay))
     large, *other_parameters = reference.parameters()
     plain = torch.optim.SGD(other_parameters, RATE, MOMENTUM, weight_decay=decay)
-    velocity, residual = torch.zeros(1200), torch.zeros(1200)
+    exchange = ReferenceExchange(gain=1.0)
     for step in range(STEPS):
         compute_loss(model, step).backward()
         exchanged = [parameter.grad.clone() for parameter in model.parameters()]
@@ -53,15 +73,8 @@ def test_sgd_follows_the_algorithm_of_the_paper(decay: float) -> None:
         optimizer.zero_grad()
         reference.zero_grad()
         compute_loss(reference, step).backward()
-        assert large.grad is not None
-        velocity = MOMENTUM * velocity + large.grad.view(-1)
-        residual += velocity
-        sent = residual.abs().topk(math.ceil(1200 * DENSITY)).indices
-        update = torch.zeros(1200)
-        update[sent] = residual[sent]
-        residual[sent] = velocity[sent] = 0
         with torch.no_grad():
-            large -= RATE * (update.view_as(large) + decay / (1 - MOMENTUM) * large)
+            large -= RATE * (exchange.run(large.grad) + decay / (1 - MOMENTUM) * large)
         plain.step()
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
@@ -76,21 +89,14 @@ def test_adam_applies_the_exchanged_gradients_without_its_own_first_moment(kind:
     plain = kind(
         [{"params": [large], "betas": (0.0, 0.99)}, {"params": other_parameters, "betas": (MOMENTUM, 0.99)}], **options
     )
-    velocity, residual = torch.zeros(1200), torch.zeros(1200)
+    exchange = ReferenceExchange(gain=1 - MOMENTUM)
     for step in range(STEPS):
         compute_loss(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
         reference.zero_grad()
         compute_loss(reference, step).backward()
-        assert large.grad is not None
-        velocity = MOMENTUM * velocity + (1 - MOMENTUM) * large.grad.view(-1)
-        residual += velocity
-        sent = residual.abs().topk(math.ceil(1200 * DENSITY)).indices
-        update = torch.zeros(1200)
-        update[sent] = residual[sent]
-        residual[sent] = velocity[sent] = 0
-        large.grad = update.view_as(large)
+        large.grad = exchange.run(large.grad)
         plain.step()
     for a, b in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

@@ -57,5 +57,5 @@ def test_buckets_on_a_device_are_large() -> None:
 
 def test_the_launches_of_a_bucket_do_not_grow_with_its_parameters() -> None:
     for stashed in (False, True):
-        few, many = _list_launches(2, stashed), _list_launches(40, stashed)
-        assert few == many, (few, many)
+        of_two_parameters, of_forty_parameters = _list_launches(2, stashed), _list_launches(40, stashed)
+        assert of_two_parameters == of_forty_parameters, (of_two_parameters, of_forty_parameters)

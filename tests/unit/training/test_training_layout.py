@@ -110,7 +110,7 @@ def test_the_density_falls_from_1_to_its_target_exponentially() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "word"),
+    ("options", "word"),
     [
         ({"density": 0.0}, "density"),
         ({"density": 1.5}, "density"),
@@ -121,9 +121,9 @@ def test_the_density_falls_from_1_to_its_target_exponentially() -> None:
         ({"bucket_bytes": 0}, "bucket_bytes"),
     ],
 )
-def test_a_wrong_setting_is_named_with_the_allowed_values(given: dict[str, object], word: str) -> None:
+def test_a_wrong_setting_is_named_with_the_allowed_values(options: dict[str, object], word: str) -> None:
     with pytest.raises(ArgumentError, match=word):
-        AggregationSettings.from_settings(Settings(), **given)
+        AggregationSettings.from_settings(Settings(), **options)
 
 
 def test_settings_that_are_not_passed_come_from_the_job() -> None:

@@ -85,8 +85,8 @@ def test_a_grad_scaler_trains_masters_as_float64_trains(
     for actual, reference in zip(optimizer.master_parameters(), expected, strict=True):
         assert actual.dtype == torch.float32
         torch.testing.assert_close(actual.double(), reference, rtol=2e-6, atol=1e-6)
-    for actual, wanted in zip(model.parameters(), optimizer.master_parameters(), strict=True):
-        assert torch.equal(actual, wanted.to(actual.dtype))
+    for parameter, master in zip(model.parameters(), optimizer.master_parameters(), strict=True):
+        assert torch.equal(parameter, master.to(parameter.dtype))
 
 
 @pytest.mark.parametrize("name", ["fused adamw", "fused sgd"])
@@ -108,8 +108,8 @@ def test_a_grad_scaler_reaches_a_fused_optimizer_through_the_wrapper(name: str) 
             scaler.step(optimizer)
             scaler.update()
         finished.append([p.detach().clone() for p in model.parameters()])
-    for actual, wanted in zip(*finished, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
+    for plain, distributed in zip(*finished, strict=True):
+        torch.testing.assert_close(distributed, plain, rtol=1e-5, atol=1e-6)
 
 
 def test_an_overflow_skips_the_step_and_lowers_the_scale() -> None:

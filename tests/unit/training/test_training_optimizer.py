@@ -127,10 +127,10 @@ def test_sparse_gradients_train_as_with_the_plain_optimizer() -> None:
     reference.load_state_dict(embedding.state_dict())
     optimizer, plain = build_optimizer(embedding), torch.optim.SGD(reference.parameters(), lr=0.1)
     for rows in ([1, 2, 2], [3], [1, 9]):
-        for network, chosen in ((embedding, optimizer), (reference, plain)):
+        for network, each_optimizer in ((embedding, optimizer), (reference, plain)):
             network(torch.tensor(rows)).square().sum().backward()
-            chosen.step()
-            chosen.zero_grad()
+            each_optimizer.step()
+            each_optimizer.zero_grad()
     assert embedding.weight.grad is None
     torch.testing.assert_close(embedding.weight, reference.weight, rtol=1e-6, atol=0)
 
@@ -149,10 +149,10 @@ def test_dense_training_on_one_rank_equals_the_plain_optimizer_bit_for_bit() -> 
     model, reference = build_model(), build_model()
     optimizer, plain = build_optimizer(model), torch.optim.SGD(reference.parameters(), lr=0.1)
     for step in range(3):
-        for network, chosen in ((model, optimizer), (reference, plain)):
+        for network, each_optimizer in ((model, optimizer), (reference, plain)):
             run_backward(network, step)
-            chosen.step()
-            chosen.zero_grad()
+            each_optimizer.step()
+            each_optimizer.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
 
 
@@ -375,13 +375,13 @@ def test_the_part_that_clipping_removes_from_sparse_gradients_is_lost() -> None:
         model = build_model()
         optimizer = build_optimizer(model, lr=1.0, aggregation="hitopk", density=0.05, warmup_steps=0)
         start = [parameter.detach().clone() for parameter in model.parameters()]
-        total = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        totals = [torch.zeros_like(parameter) for parameter in model.parameters()]
         for step in range(40):
             torch.manual_seed(step % 4)
             x = torch.randn(8, 20)
             dense = torch.autograd.grad(model(x).square().mean() * 0.01, list(model.parameters()))
-            for whole, gradient in zip(total, dense, strict=True):
-                whole += gradient
+            for total, gradient in zip(totals, dense, strict=True):
+                total += gradient
             run_backward(model, step % 4, 0.01)
             norm = nn.utils.clip_grad_norm_(model.parameters(), limit or float("inf"))
             if not limit and step >= 20:
@@ -390,8 +390,8 @@ def test_the_part_that_clipping_removes_from_sparse_gradients_is_lost() -> None:
             optimizer.zero_grad()
         owed = optimizer.state_dict()["topkube"]["residuals"]["pieces"]
         lost[limit] = 0.0
-        for (name, parameter), first, whole in zip(model.named_parameters(), start, total, strict=True):
-            missing = (whole - (first - parameter.detach())).view(-1)
+        for (name, parameter), first, total in zip(model.named_parameters(), start, totals, strict=True):
+            missing = (total - (first - parameter.detach())).view(-1)
             for begin, values in owed.get(name, []):
                 missing[begin : begin + values.numel()] -= values
             lost[limit] += float(missing.norm())

@@ -203,9 +203,10 @@ def test_all_ranks_decide_alike(monkeypatch: Any) -> None:
 
 
 def build_compressing(
-    monkeypatch: Any, link: float = GIGABIT, name: str = "auto", node_weights: str = "equal", **more: Any
+    monkeypatch: Any, link: float = GIGABIT, name: str = "auto", node_weights: str = "equal", **options: Any
 ) -> Tuning:
-    tuned = measure_and_choose(monkeypatch, link, name, **more)
+    """Return the tuning of a rank whose `auto` may also choose algorithms that compress."""
+    tuned = measure_and_choose(monkeypatch, link, name, **options)
     tuned.compressed_choices = list_compressed_choices(node_weights)
     return tuned
 

@@ -16,7 +16,8 @@ from topkube.files import create_folder, replace_file, sync_directory, write_byt
 
 @pytest.fixture
 def full_disk() -> Iterator[None]:
-    """The kernel refuses to let a file grow beyond 100 bytes, as a full disk would."""
+    """The kernel refuses to let a file grow beyond 100 bytes, as a full disk would. Python ignores SIGXFSZ, so the
+    write raises OSError."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
@@ -79,6 +80,7 @@ def test_a_folder_appears_with_everything_in_it(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_filled_is_removed(tmp_path: Path, full_disk: None) -> None:
+    # All of the block is in `raises`, because an error may come from any file: the folder is removed as a whole.
     with pytest.raises(OSError, match="File too large"), create_folder(tmp_path / "run") as part:  # noqa: PT012
         part.mkdir()
         (part / "small").write_bytes(b"1")
@@ -89,6 +91,7 @@ def test_a_folder_that_cannot_be_filled_is_removed(tmp_path: Path, full_disk: No
 def test_only_the_first_of_two_folders_of_one_name_is_kept(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "claim").write_text("theirs")
+    # The error comes at the end of the block, when the folder gets its name.
     with pytest.raises(FileExistsError), create_folder(tmp_path / "run") as part:  # noqa: PT012
         part.mkdir()
         (part / "claim").write_text("mine")

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from topkube.collectives.device.rank_group import RankGroup, refuse_mig
+from topkube.collectives.device.rank_group import RankGroup, count_distinct_names, refuse_mig
 from topkube.errors import DeviceError
 from topkube.world import World
 
 _PATH_BYTES = 256
-_NAME_BYTES = 64
 
 
 def find_node_group(world: World, device: Any) -> NodeGroup:
@@ -47,12 +46,7 @@ class NodeGroup(RankGroup):
 
 def _check_own_gpu(world: World, properties: Any) -> None:
     """Raise DeviceError if two ranks use one GPU: they would wait for each other forever."""
-    own = np.zeros(_NAME_BYTES, np.uint8)
-    name = str(properties.uuid).encode()[:_NAME_BYTES]
-    own[: len(name)] = np.frombuffer(name, np.uint8)
-    everyone = np.empty((world.local_size, _NAME_BYTES), np.uint8)
-    world.wait([world.node_comm.Iallgather(own, everyone)], "the count of the node's GPUs")
-    gpus = len({row.tobytes() for row in everyone})
+    gpus = count_distinct_names(world, world.node_comm, str(properties.uuid), "the count of the node's GPUs")
     if gpus < world.local_size:
         raise DeviceError(
             f"the {world.local_size} ranks of node {world.node} share {gpus} GPU(s)",

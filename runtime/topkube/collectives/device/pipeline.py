@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from topkube.algorithms import OWN, Route
+from topkube.algorithms import OWN, Route, Transport
 from topkube.arrays import view_flat
 from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, build_exchange, count_dense
 from topkube.collectives.call import Call
@@ -58,7 +58,10 @@ class _UnderWay:
 
 class DeviceAllReduce:
     """All-reduce on `device` for one thread of one process. `begin` takes tensors one after another; `flush` ends what
-    is under way and returns True if all of them were finite."""
+    is under way and returns True if all of them were finite. The tensors between two calls of `flush` are a series.
+
+    An all-reduce has two halves: before its messages, the sum inside the node and the packing; after them, the
+    unpacking and the all-gather inside the node."""
 
     def __init__(self, world: World, device: torch.device, has_graphs: bool = False) -> None:
         self.world, self.device = world, device
@@ -141,7 +144,7 @@ class DeviceAllReduce:
         """Return a context in which torch works on this stream."""
         return self.memory.on_stream()
 
-    # ---- halves
+    # ---- the two halves of an all-reduce
 
     def _reduce_and_pack(self, all_reduce: ShardAllReduce, request: Request, finished: Callable[[], None]) -> _UnderWay:
         """Reduce inside the node, pack the shard, and copy the message to the memory from which it is sent."""
@@ -150,7 +153,7 @@ class DeviceAllReduce:
         count_dense(world, request.nbytes)
         slot = self._slots[self._number % _SLOTS]
         self._number += 1
-        if all_reduce.algorithm.needs_gpu and world.nodes > 1:
+        if _is_carried_by_nccl(all_reduce) and world.nodes > 1:
             call.check_everywhere()  # NCCL connects at its first collective, and names no rank that is missing
         if all_reduce.over_all_ranks:
             with self.on_stream(), phases.current.timed("inter"):
@@ -168,7 +171,7 @@ class DeviceAllReduce:
             return under_way
         with self.on_stream(), phases.current.timed("select"):
             packed = under_way.packed = self._pack(all_reduce, shard)
-            if all_reduce.algorithm.needs_gpu:
+            if _is_carried_by_nccl(all_reduce):
                 if not all_reduce.over_all_ranks:  # otherwise the shard is the sum of all ranks already
                     self._groups.reduce_between_nodes(packed)
             elif world.nodes > 1:
@@ -196,7 +199,7 @@ class DeviceAllReduce:
     def _start_messages(self, under_way: _UnderWay) -> None:
         """Start the messages, once the device has made what they carry."""
         world, call = self.world, under_way.call
-        if world.nodes == 1 or under_way.all_reduce.algorithm.needs_gpu:
+        if world.nodes == 1 or _is_carried_by_nccl(under_way.all_reduce):
             return
         call.check_everywhere()
         if world.cross_comm is None:
@@ -211,7 +214,8 @@ class DeviceAllReduce:
         phases.current.sent(inter=sent)
 
     def _finish_previous(self) -> None:
-        """Do the second half of what is under way: its messages end, and every rank of the node gets all shards."""
+        """Do the second half of the tensor under way: end its messages, unpack, and deliver all shards to every rank of
+        the node."""
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return
@@ -232,6 +236,11 @@ class DeviceAllReduce:
 
     def _find_scratch(self, slot: Slot, name: str, length: int, dtype: str) -> Any:
         return self.memory.find_buffer(slot, f"scratch {name}", length, dtype)
+
+
+def _is_carried_by_nccl(all_reduce: ShardAllReduce) -> bool:
+    """Return True if NCCL, not MPI, carries the bytes of the algorithm between nodes."""
+    return all_reduce.algorithm.transport is Transport.NCCL
 
 
 def _convert_for_mpi(x: Any) -> Any:

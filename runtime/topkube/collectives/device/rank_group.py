@@ -11,10 +11,15 @@ import datetime
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from topkube.errors import ArgumentError, DeviceError
 from topkube.mpi_exit import get_exit_status
 from topkube.settings import does_nccl_order_launches
 from topkube.world import World
+
+_NAME_BYTES = 256
+"""Bytes of a name that ranks compare; longer names are cut."""
 
 
 class RankGroup:
@@ -116,6 +121,17 @@ class RankGroup:
             if "imed out" not in str(error) and "onnection" not in str(error):
                 raise
             self._world.give_up(self._purpose)
+
+
+def count_distinct_names(world: World, comm: Any, name: str, purpose: str) -> int:
+    """Return how many different names the ranks of the MPI communicator `comm` have. All of its ranks call this
+    together. `purpose` names the wait in errors."""
+    own = np.zeros(_NAME_BYTES, np.uint8)
+    encoded_name = name.encode()[:_NAME_BYTES]
+    own[: len(encoded_name)] = np.frombuffer(encoded_name, np.uint8)
+    all_names = np.empty((comm.size, _NAME_BYTES), np.uint8)
+    world.wait([comm.Iallgather(own, all_names)], purpose)
+    return len({row.tobytes() for row in all_names})
 
 
 def refuse_mig(gpu: str) -> None:

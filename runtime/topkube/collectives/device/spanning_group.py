@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from topkube.collectives.device.rank_group import RankGroup, refuse_mig
+from topkube.collectives.device.rank_group import RankGroup, count_distinct_names, refuse_mig
 from topkube.errors import DeviceError
 from topkube.world import World
 
-_NAME_BYTES = 256
+_ADDRESS_BYTES = 256
 _ELSEWHERE = ("192.0.2.1", 9)
 """An address that no machine has (RFC 5737). The route to it leaves through the interface that other nodes know."""
 
@@ -55,7 +55,7 @@ class SpanningGroup(RankGroup):
 
             refuse_mig(torch.cuda.get_device_properties(device).name)
         listener = None
-        address = np.zeros(_NAME_BYTES + 1, np.uint8)
+        address = np.zeros(_ADDRESS_BYTES, np.uint8)
         if _share_machine(world, comm):
             host = "127.0.0.1"
         else:
@@ -94,12 +94,7 @@ class SpanningGroup(RankGroup):
 
 def _share_machine(world: World, comm: Any) -> bool:
     """Return True if all ranks of `comm` run on one machine, which may act as several nodes."""
-    own = np.zeros(_NAME_BYTES, np.uint8)
-    name = socket.gethostname().encode()[:_NAME_BYTES]
-    own[: len(name)] = np.frombuffer(name, np.uint8)
-    everyone = np.empty((comm.size, _NAME_BYTES), np.uint8)
-    world.wait([comm.Iallgather(own, everyone)], "the meeting of the ranks of all nodes")
-    return len({row.tobytes() for row in everyone}) == 1
+    return count_distinct_names(world, comm, socket.gethostname(), "the meeting of the ranks of all nodes") == 1
 
 
 def find_own_address() -> str:

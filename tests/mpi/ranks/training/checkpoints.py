@@ -65,8 +65,8 @@ def train(
     settings = Settings(checkpoint_directory=directory, checkpoint_every=2, checkpoint_keep=2)
     x, y = draw_samples(8)
     with topkube.checkpointing(model, optimizer, settings=settings, script_object=script_object) as run:
-        for x_, y_ in run.progress([(x, y)] * steps, total=steps):
-            compute_loss(model, x_, y_).backward()
+        for inputs, targets in run.progress([(x, y)] * steps, total=steps):
+            compute_loss(model, inputs, targets).backward()
             optimizer.step()
             optimizer.zero_grad()
     return run

@@ -103,7 +103,8 @@ def case_updates_come_with_the_next_forward(world: World) -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
 
     for options in ({"bucket_bytes": None}, {"dense_wire": "bf16"}, {"aggregation": "auto"}):
-        late.clear(), memories.clear()
+        late.clear()
+        memories.clear()
         check_equal(script, **options)
         assert all(memory == memories[1] for memory in memories[1:STEPS])  # nothing keeps the gradients of a step
         assert late == [False, *[world.nodes > 1] * (STEPS - 1), *[False] * STEPS], (options, late)  # the first plans
@@ -139,18 +140,19 @@ def case_gathers_begin_in_backward_while_the_link_is_idle(world: World) -> None:
         exchange = optimizer._backward.exchange
         pieces = getattr(exchange._overlapped, "_decoupled", None)
         is_early = isinstance(pieces, decoupled.DecoupledAllReduce) and step > 0
-        is_alone, makes_early = bool(step % 2), step % 2 == 0 or world.rank == 0
+        only_rank_0_is_early = step % 2 == 1
+        gathers_early = not only_rank_0_is_early or world.rank == 0
 
         def halve(*arguments: Any) -> decoupled.HalvedArray:
             halved = decoupled.DecoupledAllReduce.halve(pieces, *arguments)
-            pieces._is_halving = makes_early
+            pieces._is_halving = gathers_early
             return halved
 
         def wait_for_gather(gradient: torch.Tensor) -> None:
-            if is_early and makes_early:
+            if is_early and gathers_early:
                 wait_for(lambda: any(part.halved.begun for part in exchange.reduced_parts.parts))
                 begun.append(step)
-            if is_early and not is_alone:
+            if is_early and not only_rank_0_is_early:
                 wait_for(lambda: any(part.halved.is_gathered for part in exchange.reduced_parts.parts))
 
         def enter(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
@@ -204,10 +206,10 @@ def case_clipping_by_the_optimizer_needs_no_gather(world: World) -> None:
             optimizer.zero_grad()
 
         models.append((train(overlap, script)[0], norms))
-    (late, own), (reference, expected) = models
-    assert own == pytest.approx(expected, rel=1e-5)
-    for mine, other in zip(copy_weights(late), copy_weights(reference), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+    (late, late_norms), (reference, expected_norms) = models
+    assert late_norms == pytest.approx(expected_norms, rel=1e-5)
+    for weights, expected in zip(copy_weights(late), copy_weights(reference), strict=True):
+        torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
     assert are_equal_on_all_ranks(copy_weights(late))
 
 

@@ -36,11 +36,11 @@ def compare_with_one_process(make: Optimizers, clip: bool = True, **options: obj
         x, y = draw_samples(8 * topkube.size(), step)
         compute_loss(model, take_own_part(x), take_own_part(y)).backward()
         compute_loss(reference, x, y).backward()
-        for network_, chosen in ((model, optimizer), (reference, plain)):
+        for network, each_optimizer in ((model, optimizer), (reference, plain)):
             if clip:
-                nn.utils.clip_grad_norm_(network_.parameters(), 0.5)
-            chosen.step()
-            chosen.zero_grad()
+                nn.utils.clip_grad_norm_(network.parameters(), 0.5)
+            each_optimizer.step()
+            each_optimizer.zero_grad()
     assert_close(model, reference)
     assert are_equal_on_all_ranks(copy_weights(model))
 
@@ -204,9 +204,9 @@ def case_sixteen_bit_parameters_train(world: World) -> None:
             x, y = (part.to(dtype) for part in draw_samples(8 * topkube.size(), step))
             compute_loss(model, take_own_part(x), take_own_part(y)).backward()
             compute_loss(reference, x, y).backward()
-            for chosen in (optimizer, plain):
-                chosen.step()
-                chosen.zero_grad()
+            for each_optimizer in (optimizer, plain):
+                each_optimizer.step()
+                each_optimizer.zero_grad()
         assert_close(model, reference, tolerance=0.06)
         assert are_equal_on_all_ranks([p.view(torch.int16) for p in copy_weights(model)])
 

@@ -36,18 +36,19 @@ def case_nothing_is_lost(world: World) -> None:
 def check_that_nothing_is_lost(world: World, delay: int) -> None:
     model = build_network()
     optimizer = build_onebit(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0), delay=delay)
-    start, total = copy_weights(model), [np.zeros(tuple(p.shape)) for p in model.parameters()]
+    start, totals = copy_weights(model), [np.zeros(tuple(p.shape)) for p in model.parameters()]
     for step in range(6):
         (0.01 * compute_loss(model, *draw_batch(world.rank, step))).backward()
-        for sum_, parameter in zip(total, model.parameters(), strict=True):
-            sum_ += world.comm.allreduce(parameter.grad.double().numpy()) / world.size
+        for total, parameter in zip(totals, model.parameters(), strict=True):
+            total += world.comm.allreduce(parameter.grad.double().numpy()) / world.size
         optimizer.step()
         optimizer.zero_grad()
-    left = sum_unsent_changes(world, optimizer, model)
-    for first, x, unsent, sum_ in zip(start, read_agreed_weights(optimizer, model), left, total, strict=True):
+    unsent_changes = sum_unsent_changes(world, optimizer, model)
+    agreed_weights = read_agreed_weights(optimizer, model)
+    for first, x, unsent, total in zip(start, agreed_weights, unsent_changes, totals, strict=True):
         moved = (first.double() - x.double()).numpy()
-        np.testing.assert_allclose(moved - (unsent if world.nodes > 1 else 0), sum_, rtol=0, atol=2e-6)
-    assert world.nodes == 1 or max(float(np.abs(unsent).max()) for unsent in left) > 1e-4
+        np.testing.assert_allclose(moved - (unsent if world.nodes > 1 else 0), total, rtol=0, atol=2e-6)
+    assert world.nodes == 1 or max(float(np.abs(unsent).max()) for unsent in unsent_changes) > 1e-4
     optimizer.unwrap()
 
 

@@ -147,12 +147,12 @@ def sum_outer_momentum(world: World, model: nn.Module, optimizer: topkube.Distri
 def leave_checkpoint(world: World, directory: str) -> None:
     """Write a checkpoint, and beside it the agreed weights and what the nodes have not sent."""
     model, optimizer = run_until(world, directory, 6)
-    x, left = read_agreed_weights(optimizer, model), sum_unsent_changes(world, optimizer, model)
+    x, unsent_changes = read_agreed_weights(optimizer, model), sum_unsent_changes(world, optimizer, model)
     second = [
         torch.from_numpy(world.comm.allreduce(optimizer.state[p]["exp_avg_sq"].double().numpy()) / world.size)
         for p in model.parameters()
     ]
-    owed = [torch.from_numpy(unsent) for unsent in left]
+    owed = [torch.from_numpy(unsent) for unsent in unsent_changes]
     state: dict[str, Any] = {"x": x, "owed": owed, "second": second, "two_stage": world.nodes >= 8}
     leave_residuals_of_a_schedule(world, directory)
     leave_masters(world, directory)
@@ -171,21 +171,21 @@ def leave_checkpoint(world: World, directory: str) -> None:
 
 def take_up(world: World, directory: str) -> None:
     """Resume in another world: the agreed weights and the sum of what was not sent stay, and training continues."""
-    left = torch.load(f"{directory}/left.pt", weights_only=True)
+    saved = torch.load(f"{directory}/left.pt", weights_only=True)
     model = build_network()
     optimizer = build_onebit(model, build_adamw)
     with topkube.checkpointing(model, optimizer, settings=Settings(checkpoint_directory=directory)) as run:
         assert run.step == 6
         own = [world.comm.allreduce(p.detach().double().numpy()) / world.size for p in model.parameters()]
         owners = sum_owed_by_owners(world, optimizer, model)
-        assert any(unsent.any() for unsent in owners) == (left["two_stage"] and world.nodes >= 8)
-        for mean, owner, x, unsent in zip(own, owners, left["x"], left["owed"], strict=True):
+        assert any(unsent.any() for unsent in owners) == (saved["two_stage"] and world.nodes >= 8)
+        for mean, owner, x, unsent in zip(own, owners, saved["x"], saved["owed"], strict=True):
             np.testing.assert_allclose(mean + owner, x.double().numpy() + unsent.numpy(), rtol=0, atol=1e-6)
-        for parameter, second in zip(model.parameters(), left["second"], strict=True):
+        for parameter, second in zip(model.parameters(), saved["second"], strict=True):
             mean = world.comm.allreduce(optimizer.state[parameter]["exp_avg_sq"].double().numpy()) / world.size
             assert (mean > 0).all() == bool((second > 0).all())
             assert 0.3 < mean.sum() / float(second.sum()) < 3
-        for a, x in zip(read_agreed_weights(optimizer, model), left["x"], strict=True):
+        for a, x in zip(read_agreed_weights(optimizer, model), saved["x"], strict=True):
             assert world.nodes == 1 or torch.equal(a, x)
         for _ in run.progress([0] * 9, total=9, samples=1):
             compute_loss(model, *draw_batch(world.rank, run.step)).backward()
@@ -193,7 +193,7 @@ def take_up(world: World, directory: str) -> None:
             optimizer.zero_grad()
         assert are_equal_on_all_ranks(read_agreed_weights(optimizer, model))
     take_up_outer_momentum(world, directory)
-    take_up_delayed(world, directory, left["delayed"])
+    take_up_delayed(world, directory, saved["delayed"])
     take_up_residuals_of_a_schedule(world, directory)
     take_up_masters(world, directory)
 
@@ -247,22 +247,22 @@ def leave_residuals_of_a_schedule(world: World, directory: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     pieces = optimizer.state_dict()["topkube"]["residuals"]["pieces"]
-    left = [torch.from_numpy(total) for total in sum_over_ranks(world, pieces, model, 1.0)]
+    owed = [torch.from_numpy(total) for total in sum_over_ranks(world, pieces, model, 1.0)]
     if world.rank == 0:
-        torch.save({"x": copy_weights(model), "owed": left}, f"{directory}/scheduled.pt")
+        torch.save({"x": copy_weights(model), "owed": owed}, f"{directory}/scheduled.pt")
     optimizer.unwrap()
 
 
 def take_up_residuals_of_a_schedule(world: World, directory: str) -> None:
     """Resume in another world: a dense step with gradients of zero moves the weights by what was owed."""
-    left = torch.load(f"{directory}/scheduled.pt", weights_only=True)
+    saved = torch.load(f"{directory}/scheduled.pt", weights_only=True)
     model, optimizer, settings = build_scheduled(directory)
     with topkube.checkpointing(model, optimizer, settings=settings) as run:
         for _ in run.progress([0] * 5, total=5, samples=1):
             (0 * compute_loss(model, *draw_batch(world.rank, run.step))).backward()
             optimizer.step()
             optimizer.zero_grad()
-    for weights, x, unsent in zip(copy_weights(model), left["x"], left["owed"], strict=True):
+    for weights, x, unsent in zip(copy_weights(model), saved["x"], saved["owed"], strict=True):
         np.testing.assert_allclose(weights.double(), x.double() - unsent, rtol=0, atol=1e-6)
-    assert any(unsent.abs().max() > 1e-4 for unsent in left["owed"])
+    assert any(unsent.abs().max() > 1e-4 for unsent in saved["owed"])
     optimizer.unwrap()

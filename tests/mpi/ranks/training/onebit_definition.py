@@ -30,6 +30,11 @@ from topkube.training.optimizers.lars import LARS
 from topkube.world import World
 
 BLOCK = 256
+"""Elements that share a scale."""
+ALIGNMENT = 256
+"""Tensors begin at multiples of this number of elements in the shards of ranks."""
+COMPARED_ENTRIES, COMPARED_EVERY = 256, 16
+"""Entries of each gradient that nodes compare to measure its noise, and the steps from one comparison to the next."""
 
 
 class Definition:
@@ -45,15 +50,19 @@ class Definition:
         """The weights of nodes, and their values after an exchange that is applied after the next gradients."""
         self.shares = [len(ranks) / world.size for ranks in world.node_ranks]
         self.x = [p.detach().double() for p in model.parameters()]
+        """The agreed weights."""
         self.owed = [torch.zeros_like(p) for p in self.x]
         """What the owners of segments have not sent."""
         self.outer = [torch.zeros_like(p) for p in self.x]
         """The outer momentum (diloco)."""
         self.own = [[p.clone().requires_grad_() for p in self.x] for _ in world.node_ranks]
+        """The weights of each node."""
         self.optimizers = [make(parameters) for parameters in self.own]
         generator = torch.Generator().manual_seed(0)
-        self.entries = [torch.randperm(p.numel(), generator=generator)[:256] for p in self.x]
+        self.entries = [torch.randperm(p.numel(), generator=generator)[:COMPARED_ENTRIES] for p in self.x]
         self.squares = [[[0.0, 0.0] for _ in self.x] for _ in world.node_ranks]
+        """For each node and tensor: running sums of squares of the compared entries, of the node's gradient and of the
+        mean of all nodes."""
 
     def compute_gradients(self, model: nn.Module, node: int, step: int) -> list[torch.Tensor]:
         """Return the mean gradient of the node's ranks at the node's weights, computed in the dtype of the model, as on
@@ -61,13 +70,13 @@ class Definition:
         with torch.no_grad():
             for parameter, values in zip(model.parameters(), self.own[node], strict=True):
                 parameter.copy_(values)
-        total = [torch.zeros_like(p) for p in self.x]
+        totals = [torch.zeros_like(p) for p in self.x]
         for rank in self.world.node_ranks[node]:
             loss = compute_loss(model, *draw_batch_of(model, rank, step))
-            for sum_, gradient in zip(total, torch.autograd.grad(loss, list(model.parameters())), strict=True):
-                sum_ += gradient.double()
+            for total, gradient in zip(totals, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+                total += gradient.double()
         dtypes = [parameter.dtype for parameter in model.parameters()]
-        means = [sum_ / len(self.world.node_ranks[node]) for sum_ in total]
+        means = [total / len(self.world.node_ranks[node]) for total in totals]
         return [m.to(dtype).double() if dtype.itemsize == 2 else m for m, dtype in zip(means, dtypes, strict=True)]
 
     def step(self, model: nn.Module, step: int) -> None:
@@ -91,7 +100,7 @@ class Definition:
             mean = sum(part * share for part, share in zip(parts, self.shares, strict=True))
             for node, part in enumerate(parts):
                 squares = self.squares[node][index]
-                if step % 16 == 0:
+                if step % COMPARED_EVERY == 0:
                     squares[0] = 0.9 * squares[0] + 0.1 * float((part**2).sum())
                     squares[1] = 0.9 * squares[1] + 0.1 * float((mean**2).sum())
                 result[node].append(min(max(squares[0] / max(squares[1], 1e-30), 1.0), float(self.world.nodes)))
@@ -161,13 +170,13 @@ class Definition:
         return self.world.nodes >= {"onebit": 8, "topk1bit": 8, "localsgd": 3, "diloco": 3}[self.algorithm.name]
 
     def cut_parts(self, index: int) -> list[slice]:
-        """Return the parts of a flattened large tensor in the shards of ranks. Tensors begin at multiples of 256."""
+        """Return the parts of a flattened large tensor in the shards of ranks."""
         starts, end = [], 0
         for x in self.x:
             starts.append(end)
-            end += 0 if is_small(x) else -(-x.numel() // 256) * 256
+            end += 0 if is_small(x) else -(-x.numel() // ALIGNMENT) * ALIGNMENT
         shards = self.world.shards
-        unit = -(-end // (256 * shards)) * 256
+        unit = -(-end // (ALIGNMENT * shards)) * ALIGNMENT
         cuts = [unit * shard - starts[index] for shard in range(shards + 1)]
         length = self.x[index].numel()
         bounds = [min(max(cut, 0), length) for cut in cuts]
@@ -242,7 +251,8 @@ def assert_follows(weights: list[torch.Tensor], expected: list[torch.Tensor]) ->
     """Check that all elements but a few are equal to rounding. A change near zero may have either sign, and a block's
     scale may round to either neighbour in bfloat16. With a wrong definition, most elements would differ."""
     error = torch.cat([(a.double() - b.detach()).abs().reshape(-1) for a, b in zip(weights, expected, strict=True)])
-    assert int((error > 2e-6).sum()) <= 20 + 2 * 256, (int((error > 2e-6).sum()), float(error.max()))
+    differing = int((error > 2e-6).sum())
+    assert differing <= 20 + 2 * BLOCK, (differing, float(error.max()))  # single changes, and two blocks
 
 
 def follow_definition(

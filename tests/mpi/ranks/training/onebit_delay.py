@@ -110,12 +110,12 @@ def case_optimizers_with_delayed_exchanges_train_as_alone(world: World) -> None:
 
 def case_consensus_does_not_change_a_delayed_training(world: World) -> None:
     results = []
-    for looks in (True, False):
+    for reads_agreed_weights in (True, False):
         model = build_network()
         optimizer = build_onebit(model, build_adamw, delay=1)
         for step in range(5):
             train(world, model, optimizer, range(step, step + 1))
-            if looks:
+            if reads_agreed_weights:
                 read_agreed_weights(optimizer, model)
                 optimizer.state_dict()
         results.append(read_bits(optimizer, model))
@@ -143,4 +143,4 @@ def sum_weights_and_rest(world: World, optimizer: topkube.DistributedOptimizer, 
     """Return, for each parameter, the agreed weights plus the mean of what nodes have not sent."""
     agreed = [weights.double().numpy() for weights in read_agreed_weights(optimizer, model)]
     unsent = sum_unsent_changes(world, optimizer, model)
-    return [x + left if world.nodes > 1 else x for x, left in zip(agreed, unsent, strict=True)]
+    return [x + change if world.nodes > 1 else x for x, change in zip(agreed, unsent, strict=True)]

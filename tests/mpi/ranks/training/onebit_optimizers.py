@@ -28,7 +28,7 @@ from ranks.training.onebit_scene import (
     train,
     train_with_checkpoints,
 )
-from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_loss
+from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_loss, write_weights
 from topkube.errors import TrainingError
 from topkube.settings import Settings
 from topkube.training.node_weights.node_weights import find_node_world
@@ -104,7 +104,8 @@ def case_a_nan_on_one_rank_is_skipped_with_each_optimizer(world: World) -> None:
 
 
 def case_ranks_of_a_node_share_the_norms(world: World) -> None:
-    """`parallel` gives the same bits: the ranks of a node have equal gradients, and those of other nodes do not."""
+    """With `parallel`, weights have the same bits: ranks of a node have equal gradients, and share the norms of their
+    node only."""
     results = []
     for parallel in (False, True):
         model = build_network()
@@ -142,10 +143,7 @@ def case_weights_that_a_script_writes_reach_the_masters(world: World) -> None:
     """Before the first step, they are the weights that all nodes start from. Later, they are a change of the node."""
     for delay in (0, 1):
         model, optimizer = build("masters of LAMB", delay=delay)
-        start = [torch.full_like(parameter, 0.25) for parameter in model.parameters()]
-        with torch.no_grad():
-            for parameter, values in zip(model.parameters(), start, strict=True):
-                parameter.copy_(values)
+        write_weights(model, [torch.full_like(parameter, 0.25) for parameter in model.parameters()])
         train(world, model, optimizer, range(1))
         moved = max(float((x - 0.25).abs().max()) for x in read_agreed_weights(optimizer, model))
         assert 0 < moved < 0.2
@@ -208,10 +206,10 @@ def leave_masters(world: World, directory: str) -> None:
     """Write a checkpoint of a training with masters, and beside it the agreed masters and what nodes have not sent."""
     model, optimizer = run_until(world, f"{directory}/masters", 6, "masters of LAMB")
     x = read_agreed_weights(optimizer, model)
-    left = [torch.from_numpy(rest) for rest in sum_unsent_changes(world, optimizer, model)]
+    unsent_changes = [torch.from_numpy(unsent) for unsent in sum_unsent_changes(world, optimizer, model)]
     optimizer.unwrap()
     if world.rank == 0:
-        torch.save({"x": x, "left": left}, f"{directory}/masters.pt")
+        torch.save({"x": x, "unsent": unsent_changes}, f"{directory}/masters.pt")
 
 
 def take_up_masters(world: World, directory: str) -> None:
@@ -220,9 +218,9 @@ def take_up_masters(world: World, directory: str) -> None:
     model, optimizer = run_until(world, f"{directory}/masters", 6, "masters of LAMB")
     owners = sum_owed_by_owners(world, optimizer, model)
     own = read_trained_weights(optimizer, model)
-    for mine, owner, x, rest in zip(own, owners, saved["x"], saved["left"], strict=True):
-        mean = world.comm.allreduce(mine.double().numpy()) / world.size
-        np.testing.assert_allclose(mean + owner, x.double().numpy() + rest.numpy(), rtol=0, atol=1e-6)
+    for weights, owner, x, unsent in zip(own, owners, saved["x"], saved["unsent"], strict=True):
+        mean = world.comm.allreduce(weights.double().numpy()) / world.size
+        np.testing.assert_allclose(mean + owner, x.double().numpy() + unsent.numpy(), rtol=0, atol=1e-6)
     for a, x in zip(read_agreed_weights(optimizer, model), saved["x"], strict=True):
         assert world.nodes == 1 or torch.equal(a, x)
     optimizer.unwrap()

@@ -23,7 +23,7 @@ from ranks.training.onebit_scene import (
     train,
     train_with_checkpoints,
 )
-from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_loss, copy_weights
+from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_loss, copy_weights, write_weights
 from ranks.training.tuning import STEPS, have_same_choice, read_algorithm, simulate_step_times
 from topkube.world import World
 
@@ -187,9 +187,7 @@ def case_a_dense_state_replaces_weights_of_nodes(world: World) -> None:
         optimizer.tuning.is_saved = False  # a saved state would settle `auto`; it must still try onebit
         train(world, model, optimizer, range(3, STEPS + 3))
         assert read_algorithm(optimizer) == "onebit"
-        with torch.no_grad():
-            for parameter, value in zip(model.parameters(), start, strict=True):
-                parameter.copy_(value)
+        write_weights(model, start)
         optimizer.load_state_dict(state)
         train(world, model, optimizer, range(3, 6))
         assert read_algorithm(optimizer) == "hierarchical"

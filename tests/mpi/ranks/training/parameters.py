@@ -55,9 +55,9 @@ def case_unused_parameters_are_as_with_one_process(world: World) -> None:
         second.backward()
         assert model.third.weight.grad is None
         torch.testing.assert_close(model.second.weight.grad, reference.second.weight.grad, rtol=1e-5, atol=1e-6)
-        for chosen in (optimizer, plain):
-            chosen.step()
-            chosen.zero_grad()
+        for each_optimizer in (optimizer, plain):
+            each_optimizer.step()
+            each_optimizer.zero_grad()
     assert_close(model, reference)
     assert are_equal_on_all_ranks(copy_weights(model))
 
@@ -80,22 +80,22 @@ def case_the_residual_of_an_unused_parameter_is_sent(world: World) -> None:
 
 def case_frozen_parameters_stay_and_thaw(world: World) -> None:
     model, reference = build_network(), build_network()
-    for network_ in (model, reference):
-        network_[0].requires_grad_(False)
+    for network in (model, reference):
+        network[0].requires_grad_(False)
     optimizer, plain = build_optimizer(model), build_sgd(reference.parameters())
     for step in range(6):
         if step == 2:  # thaw a layer that has never been exchanged, freeze one that has
-            for network_ in (model, reference):
-                network_[0].requires_grad_(True)
-                network_[3].requires_grad_(False)
+            for network in (model, reference):
+                network[0].requires_grad_(True)
+                network[3].requires_grad_(False)
         x, y = draw_samples(4 * topkube.size(), step)
         compute_loss(model, take_own_part(x), take_own_part(y)).backward()
         compute_loss(reference, x, y).backward()
         if step == 2:
             assert model[3].weight.grad is None
-        for chosen in (optimizer, plain):
-            chosen.step()
-            chosen.zero_grad()
+        for each_optimizer in (optimizer, plain):
+            each_optimizer.step()
+            each_optimizer.zero_grad()
     assert_close(model, reference)
 
 
@@ -104,7 +104,9 @@ def case_a_run_from_a_saved_state_has_the_same_bits(world: World) -> None:
         resume_in_the_middle({"momentum_correction": correction})
 
 
-def resume_in_the_middle(more: dict[str, object]) -> None:
+def resume_in_the_middle(changed_options: dict[str, object]) -> None:
+    """Compare a run of twelve steps with a run that continues from the state after seven steps, bit for bit."""
+
     def train(model: nn.Module, optimizer: topkube.DistributedOptimizer, steps: Iterable[int]) -> None:
         for step in steps:
             x, y = draw_samples(8 * topkube.size(), step)
@@ -112,7 +114,7 @@ def resume_in_the_middle(more: dict[str, object]) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    options = {"aggregation": "hitopk", "density": 0.03, "warmup_steps": 4, "wire": "bf16", **more}
+    options = {"aggregation": "hitopk", "density": 0.03, "warmup_steps": 4, "wire": "bf16", **changed_options}
     model = build_network()
     optimizer = build_optimizer(model, **options)
     train(model, optimizer, range(7))
@@ -127,7 +129,7 @@ def resume_in_the_middle(more: dict[str, object]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
-def case_broadcast_gives_weights_buffers_and_optimizer_state(world: World) -> None:
+def case_broadcast_copies_weights_buffers_and_optimizer_state(world: World) -> None:
     torch.manual_seed(topkube.rank())
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
     model(torch.randn(4, 1, 5, 5) + topkube.rank())

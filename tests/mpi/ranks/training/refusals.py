@@ -106,10 +106,10 @@ def case_parameters_of_the_inner_optimizer_alone_are_refused(world: World) -> No
 
 
 def case_a_parameter_that_one_rank_froze_is_named(world: World) -> None:
-    for when in (0, 2):
+    for steps_before in (0, 2):
         model = build_network()
         optimizer = build_optimizer(model)
-        for step in range(when):
+        for step in range(steps_before):
             compute_loss(model, *draw_samples(4, step)).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -202,9 +202,9 @@ def case_an_interrupted_backward_is_not_a_step(world: World) -> None:
             continue
         compute_loss(model, take_own_part(x), take_own_part(y)).backward()
         compute_loss(reference, x, y).backward()
-        for chosen in (optimizer, plain):
-            chosen.step()
-            chosen.zero_grad()
+        for each_optimizer in (optimizer, plain):
+            each_optimizer.step()
+            each_optimizer.zero_grad()
     assert_close(model, reference)
 
 

@@ -147,8 +147,8 @@ def leave_residuals(world: World, directory: str) -> None:
     settings = Settings(checkpoint_directory=directory, checkpoint_every=1000)
     x, y = draw_samples(40)
     with topkube.checkpointing(model, optimizer, settings=settings) as run:
-        for x_, y_ in run.progress([(x, y)] * 5):
-            compute_loss(model, x_, y_).backward()
+        for inputs, targets in run.progress([(x, y)] * 5):
+            compute_loss(model, inputs, targets).backward()
             optimizer.step()
             optimizer.zero_grad()
     owed = sum_residuals(optimizer, model)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import topkube
+from topkube.world import World
 
 SPARSE: dict[str, object] = {"aggregation": "hitopk", "density": 0.05}
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -51,6 +52,33 @@ def assert_close(model: nn.Module, reference: nn.Module, tolerance: float = 2e-5
 
 def copy_weights(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def write_weights(model: nn.Module, weights: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for parameter, values in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(values)
+
+
+class DeliveredGradients:
+    """A comparison of the change of a model's weights with the gradients that were computed for it. The optimizer's
+    learning rate is 1, without momentum."""
+
+    def __init__(self, world: World, model: nn.Module) -> None:
+        self._world, self._model, self._start = world, model, copy_weights(model)
+        self._totals = [np.zeros(tuple(parameter.shape)) for parameter in model.parameters()]
+
+    def count(self, gradients: Iterable[torch.Tensor]) -> None:
+        """Add the mean over all ranks of these gradients, one for each parameter. All ranks call this together."""
+        for total, gradient in zip(self._totals, gradients, strict=True):
+            total += self._world.comm.allreduce(gradient.double().numpy()) / self._world.size
+
+    def measure_missing(self) -> float:
+        """Return the largest difference between the sum of the counted gradients and the change of the weights."""
+        changes = [
+            (a.double() - b.double()).numpy() for a, b in zip(self._start, copy_weights(self._model), strict=True)
+        ]
+        return max(float(np.abs(a - b).max()) for a, b in zip(changes, self._totals, strict=True))
 
 
 def are_equal_on_all_ranks(tensors: list[torch.Tensor]) -> bool:

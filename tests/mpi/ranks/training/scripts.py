@@ -74,9 +74,9 @@ def case_autograd_grad_on_one_rank_starts_nothing(world: World) -> None:
                 assert all(p.grad is None for p in model.parameters())
             compute_loss(model, take_own_part(x), take_own_part(y)).backward()
             compute_loss(reference, x, y).backward()
-            for chosen in (optimizer, plain):
-                chosen.step()
-                chosen.zero_grad()
+            for each_optimizer in (optimizer, plain):
+                each_optimizer.step()
+                each_optimizer.zero_grad()
         if not options:
             assert_close(model, reference)
         assert are_equal_on_all_ranks(copy_weights(model))
@@ -87,13 +87,13 @@ def case_a_gradient_penalty_takes_gradients_inside_the_loss(world: World) -> Non
     optimizer, plain = build_optimizer(model), build_sgd(reference.parameters())
     for step in range(3):
         x, y = draw_samples(4 * topkube.size(), step)
-        for network_, part, target in ((model, take_own_part(x), take_own_part(y)), (reference, x, y)):
+        for network, part, target in ((model, take_own_part(x), take_own_part(y)), (reference, x, y)):
             part = part.clone().requires_grad_()
-            slope = torch.autograd.grad(network_(part).sum(), part, create_graph=True)[0]
-            (compute_loss(network_, part, target) + slope.square().sum(1).mean()).backward()
-        for chosen in (optimizer, plain):
-            chosen.step()
-            chosen.zero_grad()
+            slope = torch.autograd.grad(network(part).sum(), part, create_graph=True)[0]
+            (compute_loss(network, part, target) + slope.square().sum(1).mean()).backward()
+        for each_optimizer in (optimizer, plain):
+            each_optimizer.step()
+            each_optimizer.zero_grad()
     assert_close(model, reference)
 
 
@@ -159,16 +159,17 @@ def case_a_group_of_parameters_is_added(world: World) -> None:
     for step in range(5):
         x, y = draw_samples(4 * topkube.size(), step)
         if step == 2:
-            for network_, chosen, pairs in ((model, optimizer, True), (reference, plain, False)):
+            for network, each_optimizer, takes_names in ((model, optimizer, True), (reference, plain, False)):
                 torch.manual_seed(5)
-                network_.append(nn.Linear(1, 1))
-                added = list(network_[6].named_parameters("added"))
-                chosen.add_param_group({"params": added if pairs else [p for _, p in added], "lr": 0.01})
+                network.append(nn.Linear(1, 1))
+                added = list(network[6].named_parameters("added"))
+                parameters = added if takes_names else [parameter for _, parameter in added]
+                each_optimizer.add_param_group({"params": parameters, "lr": 0.01})
         compute_loss(model, take_own_part(x), take_own_part(y)).backward()
         compute_loss(reference, x, y).backward()
-        for chosen in (optimizer, plain):
-            chosen.step()
-            chosen.zero_grad()
+        for each_optimizer in (optimizer, plain):
+            each_optimizer.step()
+            each_optimizer.zero_grad()
     assert_close(model, reference)
     with pytest.raises(ArgumentError, match="already has a parameter named added"):
         optimizer.add_param_group({"params": list(nn.Linear(1, 1).named_parameters("added"))})
@@ -180,16 +181,16 @@ def case_gradients_by_hand_are_noticed_and_exchanged_on_demand(world: World) -> 
         optimizer, plain = build_optimizer(model, **options), build_sgd(reference.parameters())
         for step in range(3):
             x, y = draw_samples(4 * topkube.size(), step)
-            for network_, part, target in ((model, take_own_part(x), take_own_part(y)), (reference, x, y)):
-                gradients = torch.autograd.grad(compute_loss(network_, part, target), list(network_.parameters()))
-                for parameter, gradient in zip(network_.parameters(), gradients, strict=True):
+            for network, part, target in ((model, take_own_part(x), take_own_part(y)), (reference, x, y)):
+                gradients = torch.autograd.grad(compute_loss(network, part, target), list(network.parameters()))
+                for parameter, gradient in zip(network.parameters(), gradients, strict=True):
                     parameter.grad = gradient.clone()
             with pytest.raises(TrainingError, match=r"not exchanged.*synchronize"):
                 optimizer.step()
             optimizer.synchronize()
-            for chosen in (optimizer, plain):
-                chosen.step()
-                chosen.zero_grad(set_to_none=False)
+            for each_optimizer in (optimizer, plain):
+                each_optimizer.step()
+                each_optimizer.zero_grad(set_to_none=False)
         assert_close(model, reference)
         assert are_equal_on_all_ranks(copy_weights(model))
 
@@ -201,11 +202,11 @@ def case_gradients_that_a_script_changes_after_the_exchange_are_its_own(world: W
         x, y = draw_samples(4 * topkube.size(), step)
         compute_loss(model, take_own_part(x), take_own_part(y)).backward()
         compute_loss(reference, x, y).backward()
-        for network_, chosen in ((model, optimizer), (reference, plain)):
-            for parameter in network_.parameters():
+        for network, each_optimizer in ((model, optimizer), (reference, plain)):
+            for parameter in network.parameters():
                 parameter.grad = parameter.grad / 2
-            chosen.step()
-            chosen.zero_grad()
+            each_optimizer.step()
+            each_optimizer.zero_grad()
     assert_close(model, reference)
 
 
@@ -226,13 +227,14 @@ def case_a_parameter_without_a_gradient_from_its_function_stays(world: World) ->
     optimizer, plain = build_optimizer(model), build_sgd(reference.parameters())
     for step in range(3):
         x, y = draw_samples(4 * topkube.size(), step)
-        compute_loss(model, take_own_part(x), take_own_part(y)).backward() if step != 1 else (
-            NoGradient.apply(compute_loss(model, take_own_part(x), take_own_part(y)), model[3].weight).backward()
-        )
+        loss = compute_loss(model, take_own_part(x), take_own_part(y))
+        if step == 1:
+            loss = NoGradient.apply(loss, model[3].weight)
+        loss.backward()
         compute_loss(reference, x, y).backward()
-        for chosen in (optimizer, plain):
-            chosen.step()
-            chosen.zero_grad()
+        for each_optimizer in (optimizer, plain):
+            each_optimizer.step()
+            each_optimizer.zero_grad()
     assert_close(model, reference)
     weight = nn.Parameter(torch.ones(2000, 2))
     alone = topkube.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), [("weight", weight)], "dense")
@@ -248,12 +250,12 @@ def case_one_rank_loads_and_the_others_follow(world: World) -> None:
         model, reference = build_network(), build_network()
         optimizer, plain = build_optimizer(model), build_sgd(reference.parameters())
 
-        def train(steps: range, model: nn.Module, chosen: torch.optim.Optimizer, whole: bool) -> None:
+        def train(steps: range, model: nn.Module, own_optimizer: torch.optim.Optimizer, whole: bool) -> None:
             for step in steps:
                 x, y = draw_samples(4 * topkube.size(), step)
                 compute_loss(model, *((x, y) if whole else (take_own_part(x), take_own_part(y)))).backward()
-                chosen.step()
-                chosen.zero_grad()
+                own_optimizer.step()
+                own_optimizer.zero_grad()
 
         train(range(3), model, optimizer, False)
         train(range(6), reference, plain, True)
@@ -308,10 +310,10 @@ def case_copies_and_pickles_continue_training(world: World) -> None:
             x, y = draw_samples(4 * topkube.size(), step)
             if step == 3:
                 pair = copied(pair)
-            for network_, chosen in (pair, plain):
-                compute_loss(network_, take_own_part(x), take_own_part(y)).backward()
-                chosen.step()
-                chosen.zero_grad()
+            for network, each_optimizer in (pair, plain):
+                compute_loss(network, take_own_part(x), take_own_part(y)).backward()
+                each_optimizer.step()
+                each_optimizer.zero_grad()
         assert all(torch.equal(a, b) for a, b in zip(pair[0].parameters(), reference.parameters(), strict=True))
         torch.save(pair[0], io.BytesIO())
 
@@ -344,9 +346,9 @@ def case_a_parameter_that_only_no_sync_batches_use_is_exchanged(world: World) ->
             shrink(parts[1](take_own_part(x)).square().mean()).backward()
         shrink(parts[0](take_own_part(x)).square().mean()).backward()
         shrink(references[0](x).square().mean() + references[1](x).square().mean()).backward()
-        for chosen in (optimizer, plain):
-            chosen.step()
-            chosen.zero_grad()
+        for each_optimizer in (optimizer, plain):
+            each_optimizer.step()
+            each_optimizer.zero_grad()
     assert_close(parts, references)
 
 

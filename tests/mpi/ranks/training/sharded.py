@@ -58,10 +58,10 @@ def train_and_compare(model: nn.Module, optimizer: topkube.DistributedOptimizer)
             optimizer.step()
         optimizer.synchronize()
         compute_loss(reference, x, y).backward()
-        for network_, chosen in ((model, optimizer), (reference, plain)):
-            nn.utils.clip_grad_norm_(network_.parameters(), 0.5)
-            chosen.step()
-            chosen.zero_grad()
+        for network, each_optimizer in ((model, optimizer), (reference, plain)):
+            nn.utils.clip_grad_norm_(network.parameters(), 0.5)
+            each_optimizer.step()
+            each_optimizer.zero_grad()
     for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(gather_full(a), b, rtol=2e-5, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
 
@@ -103,8 +103,8 @@ def case_tensor_parallel_inside_and_topkube_between_nodes(world: World) -> None:
             x, y = draw_samples(4 * world.nodes, step)
             compute_loss(block, x[world.node :: world.nodes], y[world.node :: world.nodes]).backward()
             compute_loss(reference, x, y).backward()
-            for chosen in (optimizer, plain):
-                chosen.step()
-                chosen.zero_grad()
+            for each_optimizer in (optimizer, plain):
+                each_optimizer.step()
+                each_optimizer.zero_grad()
         for a, b in zip(block.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(gather_full(a), b, rtol=2e-5, atol=2e-5)

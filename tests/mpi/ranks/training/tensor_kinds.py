@@ -48,9 +48,9 @@ def case_double_and_complex_parameters_train(world: World) -> None:
             x, _ = draw_samples(4 * topkube.size(), step)
             model(take_own_part(x)).backward()
             reference(x).backward()
-            for chosen in (optimizer, plain):
-                chosen.step()
-                chosen.zero_grad()
+            for each_optimizer in (optimizer, plain):
+                each_optimizer.step()
+                each_optimizer.zero_grad()
         assert_close(model, reference)
         assert are_equal_on_all_ranks([torch.view_as_real(p) if p.is_complex() else p for p in copy_weights(model)])
 
@@ -87,9 +87,9 @@ def case_sparse_embeddings_train(world: World) -> None:
                 reference(words[rank :: topkube.size()], rare and rank == 0).mean() for rank in range(topkube.size())
             ]
             shrink(sum(losses) / len(losses)).backward()  # type: ignore[arg-type]
-        for chosen in (optimizer, plain):
-            chosen.step()
-            chosen.zero_grad()
+        for each_optimizer in (optimizer, plain):
+            each_optimizer.step()
+            each_optimizer.zero_grad()
     sparse_gradients._gather = gather
     assert_close(model, reference)
     assert are_equal_on_all_ranks(copy_weights(model))

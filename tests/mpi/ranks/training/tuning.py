@@ -6,11 +6,11 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 import topkube
 from ranks.training.scene import (
+    DeliveredGradients,
     are_equal_on_all_ranks,
     assert_close,
     build_network,
@@ -20,6 +20,7 @@ from ranks.training.scene import (
     copy_weights,
     draw_samples,
     take_own_part,
+    write_weights,
 )
 from topkube.algorithms import Stage
 from topkube.collectives.link import MeasuredMachine
@@ -158,9 +159,7 @@ def case_auto_tries_int8_and_all_ranks_keep_it_if_steps_become_faster(world: Wor
         train(model, optimizer, len(names), 3 * STEPS)
         optimizer.unwrap()
     resumed = build_network()
-    with torch.no_grad():
-        for parameter, value in zip(resumed.parameters(), start, strict=True):
-            parameter.copy_(value)
+    write_weights(resumed, start)
     again = build_optimizer(resumed, aggregation="auto", bucket_bytes=None)
     again.load_state_dict(state)
     train(resumed, again, 2 * STEPS + 2, 3 * STEPS)
@@ -179,26 +178,23 @@ def case_what_int8_owes_is_sent_when_auto_returns_to_dense(world: World) -> None
         optimizer = topkube.DistributedOptimizer(
             build_plain_sgd(model.parameters()), model.named_parameters(), aggregation="auto"
         )
-        start, total = copy_weights(model), [np.zeros(tuple(p.shape)) for p in model.parameters()]
-        names, largest_owed = [], 0.0
+        delivered, names, largest_owed = DeliveredGradients(world, model), [], 0.0
         for step in range(2 * STEPS + 4):
             is_skipped = step == 2 * STEPS
             loss = 0.01 * compute_loss(model, *(take_own_part(part) for part in draw_samples(8 * world.size, step)))
             own = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
             if not is_skipped:
-                for sum_, gradient in zip(total, own, strict=True):
-                    sum_ += world.comm.allreduce(gradient.double().numpy()) / world.size
+                delivered.count(own)
             (loss * torch.nan if is_skipped and world.rank == world.size - 1 else loss).backward()
             optimizer.step()
             optimizer.zero_grad()
             assert have_same_choice(world, optimizer)
             names.append(read_algorithm(optimizer))
-            moved = [(a.double() - b.double()).numpy() for a, b in zip(start, copy_weights(model), strict=True)]
-            lacks = max(float(np.abs(a - b).max()) for a, b in zip(moved, total, strict=True))
+            missing = delivered.measure_missing()
             if step == 2 * STEPS - 1:
-                largest_owed = lacks
+                largest_owed = missing
             elif step > 2 * STEPS:
-                assert lacks < largest_owed / 10, (step, lacks, largest_owed)
+                assert missing < largest_owed / 10, (step, missing, largest_owed)
         assert names == ["hierarchical"] * (STEPS - 1) + ["int8"] * STEPS + ["hierarchical"] * 5, names
         assert (optimizer.steps, optimizer.skipped_steps) == (2 * STEPS + 3, 1)
         owed = optimizer.state_dict()["topkube"]["residuals"]["pieces"]
@@ -210,10 +206,10 @@ def case_what_int8_owes_is_sent_when_auto_returns_to_dense(world: World) -> None
 def case_dear_and_schedules_keep_auto_dense(world: World) -> None:
     if world.nodes == 1:
         return
-    for more in ({"overlap": "dear"}, {"schedule": (Stage(1000, "hierarchical"),)}):
+    for options in ({"overlap": "dear"}, {"schedule": (Stage(1000, "hierarchical"),)}):
         with simulate_step_times(world, 0.5, 0.4):
             model = build_network()
-            optimizer = build_optimizer(model, aggregation="auto", bucket_bytes=None, **more)
+            optimizer = build_optimizer(model, aggregation="auto", bucket_bytes=None, **options)
             train(model, optimizer, 0, STEPS + 2)
             assert read_algorithm(optimizer) == "hierarchical"
             optimizer.unwrap()
@@ -236,9 +232,7 @@ def case_a_saved_state_ends_the_tuning_and_a_resumed_run_makes_the_same_steps(wo
         optimizer.unwrap()
     state = world.comm.bcast(state, root=world.size - 1)
     resumed = build_network()
-    with torch.no_grad():
-        for parameter, value in zip(resumed.parameters(), start, strict=True):
-            parameter.copy_(value)
+    write_weights(resumed, start)
     again = build_optimizer(resumed, aggregation="auto", dense_wire="bf16", bucket_bytes=None)
     again.load_state_dict(state)
     train(resumed, again, 4, 3 * STEPS)
@@ -285,9 +279,7 @@ def case_a_stage_after_a_saved_state_is_chosen_alike_in_a_resumed_run(world: Wor
                 own = copy.deepcopy(optimizer.state_dict()) if world.rank == world.size - 1 else None
                 state, start = world.comm.bcast(own, root=world.size - 1), copy_weights(model)
             else:
-                with torch.no_grad():
-                    for parameter, value in zip(model.parameters(), start, strict=True):
-                        parameter.copy_(value)
+                write_weights(model, start)
                 optimizer.load_state_dict(state)
             train(model, optimizer, 2, last)
             assert optimizer.tuning.is_settled

@@ -74,9 +74,10 @@ class LateTars:
             self.ranges.append((answer.start, answer.stop))
             self.lie(answer)
 
-    def open(self, **more: Any) -> CachedDataset:
-        given = {"early_samples": True, "prefetch": True, "patience": PATIENT, **more}
-        dataset = self._open_dataset(self.remote.uri, **given)
+    def open(self, **options: Any) -> CachedDataset:
+        """Open the dataset, and wait until only its first shard is missing. `options` are those of CachedDataset."""
+        all_options = {"early_samples": True, "prefetch": True, "patience": PATIENT, **options}
+        dataset = self._open_dataset(self.remote.uri, **all_options)
         wait_until(lambda: self.remote.requests[LATE])
         wait_until(lambda: dataset.cache.has(1))
         return dataset

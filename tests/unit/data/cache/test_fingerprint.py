@@ -81,19 +81,19 @@ def test_a_helper_in_another_module_of_the_project_counts_by_its_code(monkeypatc
     for scale in (2, 3):
         helpers = build_module(f"SCALE = {scale}\ndef scaled(x): return x * SCALE", "my_helpers")
         monkeypatch.setitem(sys.modules, "my_helpers", helpers)
-        for how in (
+        for source in (
             "import my_helpers\ndef decode(raw): return my_helpers.scaled(raw)",
             "from my_helpers import scaled\ndef decode(raw): return scaled(raw)",
             "def decode(raw):\n    import my_helpers\n    return my_helpers.scaled(raw)",
             "def decode(raw):\n    from my_helpers import scaled\n    return scaled(raw)",
         ):
-            fingerprints.append(compute_source_fingerprint(how))  # noqa: PERF401
+            fingerprints.append(compute_source_fingerprint(source))  # noqa: PERF401
     assert len(set(fingerprints)) == 8
 
 
-@pytest.mark.parametrize("where", ["my_package", "."])
+@pytest.mark.parametrize("package", ["my_package", "."])
 def test_a_submodule_that_decode_imports_counts_by_its_code(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fingerprints = set()
     for scale in (2, 3):
@@ -104,7 +104,7 @@ def test_a_submodule_that_decode_imports_counts_by_its_code(
         with monkeypatch.context() as changed:
             changed.syspath_prepend(folder.parent)
             for name in ("helpers", "gone"):
-                source = f"def decode(raw):\n    from {where} import {name}\n    return {name}.scaled(raw)"
+                source = f"def decode(raw):\n    from {package} import {name}\n    return {name}.scaled(raw)"
                 module = build_module(source)
                 module.__package__ = "my_package"
                 if name == "helpers":

@@ -123,7 +123,7 @@ def test_absent_samples_take_no_memory_and_are_right_when_they_come(tier: Memory
 
 @pytest.mark.skipif(not HUGE, reason="this machine has no transparent huge pages")
 @pytest.mark.parametrize(("error", "most_calls"), [(errno.EINVAL, 1), (errno.ENOMEM, 4)])
-def test_a_kernel_that_refuses_is_not_asked_for_ever(
+def test_a_kernel_that_refuses_huge_pages_is_asked_a_few_times_only(
     error: int, most_calls: int, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []

@@ -207,21 +207,22 @@ def test_a_shard_that_one_thread_reads_is_not_closed_by_another_that_opens_it_to
     dataset = open_dataset(remote.uri, decode=RECORD, prefetch=False)
     dataset[0]
     cache, reader = dataset.cache, dataset._reader
-    held, number, opened = type(reader._held)(len(cache.shards)), np.array([0]), cache.open_samples
-    other: list[int] = []
+    held_shards, first_shard = type(reader._held)(len(cache.shards)), np.array([0])
+    open_samples = cache.open_samples
+    descriptors_of_other_thread: list[int] = []
 
-    def hold_in_another_thread(number_: int) -> Any:
-        monkeypatch.setattr(cache, "open_samples", opened)
+    def open_in_another_thread_first(shard: int) -> Any:
+        monkeypatch.setattr(cache, "open_samples", open_samples)
         cache.open_shards.close_idle()
-        reader._open_shards(held, number, count_misses=False)
-        other.append(int(held.descriptors[0]))
+        reader._open_shards(held_shards, first_shard, count_misses=False)
+        descriptors_of_other_thread.append(int(held_shards.descriptors[0]))
         cache.open_shards.close_idle()
-        return opened(number_)
+        return open_samples(shard)
 
-    monkeypatch.setattr(cache, "open_samples", hold_in_another_thread)
-    reader._open_shards(held, number, count_misses=False)
-    assert held.descriptors.tolist() == other
-    assert os.fstat(other[0]).st_size == 5 * 3072
+    monkeypatch.setattr(cache, "open_samples", open_in_another_thread_first)
+    reader._open_shards(held_shards, first_shard, count_misses=False)
+    assert held_shards.descriptors.tolist() == descriptors_of_other_thread
+    assert os.fstat(descriptors_of_other_thread[0]).st_size == 5 * 3072
 
 
 def test_a_remote_that_never_recovers_is_a_clear_error(remote: RemoteServer, open_dataset: Opener) -> None:
