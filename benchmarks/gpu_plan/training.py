@@ -90,7 +90,7 @@ def _check_skipped_steps(device: Device) -> Row:
             loss.backward()
             optimizer.step()
             times.append((time.perf_counter() - start) * 1e3)
-            undecided += optimizer._backward.gradients.decisions.is_open
+            undecided += optimizer._backward.gradients.decisions.is_undecided
             optimizer.zero_grad()
         results.append((optimizer.steps, optimizer.skipped_steps, undecided, [weight.detach() for weight in weights]))
         host_ms[f"host ms, {check}"] = statistics.median(times)

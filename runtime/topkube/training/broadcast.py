@@ -91,7 +91,7 @@ def _broadcast_tensor(world: World, tensor: torch.Tensor, root: int) -> None:
     host = flat.cpu()  # the same memory if it is in host memory already
     _broadcast(world, host.view(torch.uint8).numpy(), root)
     if host.data_ptr() == tensor.data_ptr():
-        torch.autograd.graph.increment_version(tensor)  # written behind torch's back
+        torch.autograd.graph.increment_version(tensor)  # torch has not noticed the write
     else:
         values = torch.view_as_complex(host.view(-1, 2)) if tensor.is_complex() else host
         tensor.copy_(values.view(tensor.shape))

@@ -46,19 +46,20 @@ class DistributedOptimizer(OptimizerWrapper):
     outer_learning_rate, outer_momentum: the learning rate and the momentum that apply to the mean change of all nodes
     (diloco).
     matrix_rank: the rank of the approximation of each matrix (powersgd, acpsgd).
-    delay: 1 lets the exchange of weights overlap with the next step, which does not see its result yet.
+    delay: 1 lets the exchange of weights overlap with the next step, which does not use the result of the exchange yet.
     node_weights: "equal", or "own", which lets "auto" take onebit: the script then evaluates and saves the model inside
     `consensus()`.
     overlap: "backward", or "dear", which updates parameters during the next forward (see `finish_step`).
-    schedule: the stages (`topkube.algorithms.Stage`) of algorithms, densities and periods that follow.
+    schedule: the stages of training in their order (`topkube.algorithms.Stage`), each with an algorithm, a density or a
+    period of its own.
     bucket_bytes: the most bytes of a fused bucket. By default, the sizes of the tensors and the link decide.
     world: the ranks that exchange, by default all ranks. Pass a part of them (`topkube.new_world`) if another library
     already reduces among the others. Parameters that are DTensors (FSDP2, tensor parallelism) need such a world, of
     ranks that hold the same shard.
 
     Aggregation comes before the optimizer: momentum and Adam's moments see mean gradients, the same on all ranks, so
-    the optimizer's state is the same everywhere. It needs memory for two shards of float32 (the residual and its copy)
-    and a staging bucket. All ranks compare a checksum of the weights at the first step and at intervals
+    the optimizer's state is the same everywhere. Aggregation needs memory for two shards of float32 (the residual
+    and its copy) and a staging bucket. All ranks compare a checksum of the weights at the first step and at intervals
     (TOPKUBE_CHECK_WEIGHTS).
 
     Raises WorldError before `init()`; ArgumentError for invalid parameters; TrainingError for use that cannot produce
@@ -224,9 +225,8 @@ class DistributedOptimizer(OptimizerWrapper):
         """Return a context in which the parameters hold the weights that all nodes agree on: use it to evaluate or save
         the model. All ranks enter it together. Parameters must not change inside, and `step()` raises an error.
 
-        Only an algorithm with error feedback in the weights (onebit, localsgd) has such weights: those after the last
-        exchange.
-        With other algorithms all ranks have the same weights anyway, and the context does nothing."""
+        Only an algorithm with error feedback in the weights (such as onebit or localsgd) has such weights: those after
+        the last exchange. With other algorithms all ranks have the same weights, and the context does nothing."""
         with self._node_weights.consensus() if self._node_weights is not None else nullcontext():
             yield
 
@@ -241,9 +241,10 @@ class DistributedOptimizer(OptimizerWrapper):
         """Scale the gradients so that their norm is at most `max_norm`; return the norm before. All ranks call this
         together, between `backward()` and `step()`.
 
-        With error feedback in the weights (onebit, localsgd), each node has a gradient of its own. The norm is then the
-        root of the mean of the squares of the nodes' norms, weighted by ranks: the same on all nodes, and at least the
-        norm of the mean gradient. `torch.nn.utils.clip_grad_norm_` would clip each node by its own norm."""
+        With error feedback in the weights (such as onebit or localsgd), each node has a gradient of its own. The
+        norm is then the root of the mean of the squares of the nodes' norms, weighted by ranks: the same on all nodes,
+        and at least the norm of the mean gradient. `torch.nn.utils.clip_grad_norm_` would clip each node by its own
+        norm."""
         return clip_gradients(self._parts, max_norm)
 
     @contextmanager

@@ -19,14 +19,16 @@ def clip_gradients(parts: OptimizerParts, max_norm: float) -> float:
         if norm is not None:
             return norm
         late.finish()
+
     if parts.node_weights is None:
         return float(torch.nn.utils.clip_grad_norm_([p.tensor for p in backward.parameters], max_norm))
+
     gradients = parts.node_weights.trained.list_gradients()
-    own = sum(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 for gradient in gradients)
+    squares = sum(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 for gradient in gradients)
     ranks = backward.world.size
-    norm = math.sqrt(backward.batches.agreement.sum([own / ranks])[0])
+    norm = math.sqrt(backward.batches.agreement.sum([squares / ranks])[0])
     factor = max_norm / (norm + 1e-6)
-    if not factor >= 1:
+    if not factor >= 1:  # also if the norm is NaN: all gradients become NaN then, as with torch
         for gradient in gradients:
             gradient.mul_(factor)
     return norm

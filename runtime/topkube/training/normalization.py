@@ -89,7 +89,7 @@ def _compute_statistics(
     """Return values per channel of all ranks together, their mean and their biased variance, both of shape (C,).
 
     Each rank sends count, count * mean and count * (variance + mean**2). The difference of squares is taken in
-    float64, in which it costs 1e-16 of mean**2."""
+    float64: its rounding error is about 1e-16 of mean**2."""
     channels = x.shape[1]
     own = np.zeros(1 + 2 * channels)
     if count:
@@ -161,6 +161,7 @@ class _Normalization(torch.autograd.Function):
                 grad_x = torch.zeros_like(x)
         grad_weight = (sum_product * inverse).to(weight.dtype) if needs_weight else None
         grad_bias = sum_gradient.to(weight.dtype) if needs_bias else None
+        # mean, variance, eps and the four arguments in `more` have no gradients.
         return grad_x, grad_weight, grad_bias, *[None] * 7
 
 

@@ -82,7 +82,7 @@ def follow_choice(parts: OptimizerParts, settings: Settings) -> OptimizerParts:
 
 def follow_state(parts: OptimizerParts, exchange_state: Mapping[str, Any], settings: Settings) -> OptimizerParts:
     """Return the parts for what `auto` stood for in a saved state, before the state is loaded. What the nodes have not
-    sent is lost, as the state replaces it."""
+    sent is lost, because the state replaces it."""
     saved = find_saved_algorithm(exchange_state.get("choice"))
     is_allowed = saved is not None and saved in parts.job.compressed_choices and saved.in_weights
     algorithm = saved if is_allowed else None
@@ -99,7 +99,7 @@ def _build_again(parts: OptimizerParts, algorithm: Algorithm | None, settings: S
     parts.guard.remove()
     names: list[tuple[str, Any]] = [(p.name, p.tensor) for p in earlier.parameters]
     aggregation = parts.job if algorithm is None else parts.job.take(algorithm)
-    return _build_parts(parts.inner, names, parts.job, aggregation, settings, earlier.world, False, earlier)
+    return _build_parts(parts.inner, names, parts.job, aggregation, settings, earlier.world, False, earlier=earlier)
 
 
 def _check_permission(
@@ -137,6 +137,8 @@ def _build_parts(
     is_copy: bool,
     earlier: Backward | None = None,
 ) -> OptimizerParts:
+    """Return the parts for the settings in force, `aggregation`. `job` holds the settings of the job. The counters of
+    the exchange `earlier` continue, if it is passed."""
     correction = MomentumCorrection(optimizer) if aggregation.momentum_correction else None
     momentum = correction.read_momentum if correction else lambda: (0.0, 1.0)
     parameters = name_parameters(optimizer, names, sharded=True)

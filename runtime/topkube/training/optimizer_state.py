@@ -79,7 +79,7 @@ class OptimizerState:
         backward.plan.restore(own)
 
     def _load_residuals(self, saved: dict[str, Any], pieces: dict[str, Any]) -> None:
-        is_of_weights = bool({"weight", "mass"} & saved.keys())
+        is_of_weights = bool({"weight", "mass"} & saved.keys())  # only error feedback in the weights saves these keys
         if (pieces or saved.get("differ")) and is_of_weights != self._aggregation.in_weights:
             raise TrainingError(
                 "the state holds what another kind of algorithm has not sent yet: a part of the "

@@ -18,7 +18,8 @@ class OptimizerStep:
     def __init__(self, parts: OptimizerParts) -> None:
         self._parts = parts
         self._reports = StepReporter(parts.backward.world)
-        self._exchanged: list[int] = []
+        self._exchanged_ids: list[int] = []
+        """The ids of the parameters whose gradients are exchanged."""
         self.note_parameters()
 
     def change_parts(self, parts: OptimizerParts) -> None:
@@ -27,15 +28,15 @@ class OptimizerStep:
 
     def note_parameters(self) -> None:
         """Note that the gradients of all parameters of the wrapped optimizer are exchanged."""
-        self._exchanged = _list_ids(self._parts.inner)
+        self._exchanged_ids = _list_ids(self._parts.inner)
 
     def make(self) -> None:
         """Make the step, or skip it on all ranks. Raises TrainingError for gradients that were not exchanged, and for
         parameters that were added to the wrapped optimizer."""
-        self._check()
+        self._check_gradients()
         backward = self._parts.backward
         if backward.gradients.decide_step():
-            self._update()
+            self._update_parameters()
         else:
             backward.note_skipped_step()
         counted = backward.in_force.steps, backward.gradients.skipped_steps
@@ -43,13 +44,14 @@ class OptimizerStep:
         if backward.queue.step_trace is not None and not backward.queue.step_trace.end_step():
             backward.queue.step_trace = None
 
-    def _check(self) -> None:
+    def _check_gradients(self) -> None:
+        """Raise TrainingError if the gradients of some parameters were not exchanged."""
         if self._parts.backward.has_unsynchronized:
             raise TrainingError(
                 "step() follows a backward() under no_sync(): the ranks would make different steps",
                 next_step="run the last backward() before step() outside no_sync(), or call optimizer.synchronize()",
             )
-        if _list_ids(self._parts.inner) != self._exchanged:
+        if _list_ids(self._parts.inner) != self._exchanged_ids:
             raise TrainingError(
                 "the wrapped optimizer has other parameters than it had when it was wrapped",
                 cause="add_param_group was called on the torch optimizer, or a parameter was replaced in its groups:"
@@ -58,7 +60,7 @@ class OptimizerStep:
                 " parameters were replaced, call optimizer.unwrap() and wrap it again",
             )
 
-    def _update(self) -> None:
+    def _update_parameters(self) -> None:
         """Update the parameters, and exchange the changes of weights if nodes have weights of their own."""
         parts, backward, node_weights = self._parts, self._parts.backward, self._parts.node_weights
         backward.check_exchanged()

@@ -85,6 +85,7 @@ class Run:
         self._stop_signal = StopSignal()
         self._generators: dict[str, Any] | None = None
         self._passes_asked = 0
+        """The number of passes over the data that the calls of `progress` have asked for so far."""
         self._total: int | None = None
         self._loss = BatchLoss(model)
         self._announced: Future[Sums] | None = None
@@ -195,7 +196,7 @@ class Run:
     def _end_step(self) -> None:
         assert self._announced is not None
         self._optimizer.turns.forget_replay()
-        sums = self._announced.result()
+        sums = self._announced.result()  # the samples, then the numbers of `_list_announced`
         samples, stop, stage_done = int(sums[0]), bool(sums[1]), sums[2] == self._world.size
         self.step += 1
         newest, failed = self._newest_checkpoint, self.failed_checkpoints
@@ -213,13 +214,14 @@ class Run:
         """Return the number of steps of the run: the finished steps, the rest of this pass, and the passes after it;
         None if the loader has no length."""
         try:
-            left = full = len(loader)
+            rest_of_pass = whole_pass = len(loader)
             if self._sampler is not None and self._sampler.position:
+                # The loader's length depends on the sampler's position: at the start, it is that of a whole pass.
                 position, self._sampler.position = self._sampler.position, 0
-                full, self._sampler.position = len(loader), position
+                whole_pass, self._sampler.position = len(loader), position
         except TypeError:
             return None
-        return self.step + left + full * (self._passes_asked - self.epoch - 1)
+        return self.step + rest_of_pass + whole_pass * (self._passes_asked - self.epoch - 1)
 
     # ---- loss
 
@@ -247,7 +249,7 @@ class Run:
 
     def save(self) -> None:
         """Save a checkpoint of the last step and wait until it is published. All ranks call this together. Raises
-        StorageError if the storage does not take it; the previous checkpoint still exists then."""
+        StorageError if the storage fails; the previous checkpoint still exists then."""
         assert self._checkpoints is not None
         self._checkpoints.save((self.step, self.epoch))
         self._note_checkpoints()

@@ -104,8 +104,8 @@ class RunCheckpoints:
         self._run_stage(self._store.finish)
 
     def save(self, position: Position) -> None:
-        """Save a checkpoint of `position` and wait until it is published. Raises StorageError if the storage does not
-        take it."""
+        """Save a checkpoint of `position` and wait until it is published. Raises StorageError if the storage
+        fails."""
         self.finish()
         if self._begin(position) is None:
             self._store.finish()
@@ -152,6 +152,7 @@ class RunCheckpoints:
             return self._begin_in_consensus(position)
 
     def _begin_in_consensus(self, position: Position) -> int | None:
+        """Begin the save of `_begin`, while the parameters hold the weights to save."""
         optimizer = self._optimizer.state_dict()
         own = {"residuals": optimizer["topkube"].pop("residuals"), "generators": read_generators()}
         step, epoch = position

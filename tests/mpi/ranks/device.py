@@ -236,7 +236,7 @@ def case_the_device_decides_which_steps_all_ranks_skip(world: World) -> None:
                 if rank_with_nan.get(step) == world.rank:
                     loss = loss * torch.nan
                 loss.backward()
-                left_to_device += optimizer._backward.gradients.decisions.is_open
+                left_to_device += optimizer._backward.gradients.decisions.is_undecided
                 if step == 3 and world.rank == 0:
                     assert optimizer.skipped_steps == 3
                 optimizer.step()
@@ -275,7 +275,7 @@ def case_hosts_decide_while_messages_pass_through_their_memory(world: World) -> 
             x, y = draw_samples(8 * topkube.size(), step)
             compute_loss(model, take_own_part(x), take_own_part(y)).backward()
             optimizer.step()
-        assert optimizer._backward.gradients.decisions.is_open == is_left
+        assert optimizer._backward.gradients.decisions.is_undecided == is_left
         optimizer.unwrap()
 
 

@@ -12,13 +12,13 @@ from topkube.training.node_weights.guard import MEASURE_EVERY, MOST_SPREAD, MOST
 def test_the_guard_measures_unsent_changes_and_the_distance_of_nodes() -> None:
     guard = DriftGuard(4, "onebit")
     assert guard.unsent_ratio is guard.weight_spread is None
-    assert guard.check_drift(change=25.0, left=16.0, agreed=2500.0) == ""
+    assert guard.check_drift(change=25.0, unsent=16.0, agreed=2500.0) == ""
     assert guard.unsent_ratio == pytest.approx(4 / 3)
     assert guard.weight_spread == pytest.approx(0.08)
     assert guard.period == 4
-    assert guard.check_drift(change=9.0, left=0.0, agreed=900.0) == ""
+    assert guard.check_drift(change=9.0, unsent=0.0, agreed=900.0) == ""
     assert guard.unsent_ratio == 0
-    assert guard.check_drift(change=0.0, left=0.0, agreed=0.0) == ""
+    assert guard.check_drift(change=0.0, unsent=0.0, agreed=0.0) == ""
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass(eq=False)
 class _Saved:
+    """A module before a replayed batch, with its buffers of statistics and copies of them."""
+
     module: torch.nn.Module
     was_training: bool
     values: list[tuple[torch.Tensor, torch.Tensor]]
@@ -62,7 +64,7 @@ def _find_modules_with_statistics() -> list[torch.nn.Module]:
     if frozen:  # a script that called gc.freeze(): frozen objects are not listed
         gc.unfreeze()
     try:
-        # type(), not isinstance(): that would ask proxies for their __class__.
+        # isinstance() would ask proxy objects for their __class__, which may run code of the script.
         modules = [item for item in gc.get_objects() if issubclass(type(item), torch.nn.Module)]
     finally:
         if frozen:

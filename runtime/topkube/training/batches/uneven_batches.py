@@ -43,8 +43,9 @@ class UnevenBatches:
         self._size = world.size
         self.samples = 0
         self._sums: Future[Sums] | None = None
-        self._drawn = self._ranks = 0
+        self._drawn = self._ranks_with_batch = 0
         self._handed_out: float | None = None
+        """The time at which `iterate` yielded a batch whose forward has not ended."""
         self._before_replay: dict[str, Any] | None = None
         self._statistics = KeptStatistics()
 
@@ -60,7 +61,7 @@ class UnevenBatches:
 
         def add_up(agreement: Agreement) -> Sums:
             sums = agreement.sum(numbers)
-            self._drawn, self._ranks = int(sums[1]), int(sums[2])
+            self._drawn, self._ranks_with_batch = int(sums[1]), int(sums[2])
             return np.delete(sums, (1, 2))
 
         self.samples, _announced = samples, weakref.ref(self)
@@ -148,7 +149,7 @@ class UnevenBatches:
                     on_announced(sums)
                     if batch is _END:
                         sums.result()
-                        if not self._ranks:
+                        if not self._ranks_with_batch:
                             return
                 if batch is _END and last is _END:
                     last = move_to_device(_make_any_batch(loader), device)

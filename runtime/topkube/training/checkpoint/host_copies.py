@@ -21,7 +21,7 @@ class NoRoom(Exception):
 
 
 class HostCopies:
-    """Buffers for the tensors of a state, which are kept for the next copy: it causes no page faults. Buffers of CUDA
+    """Buffers for the tensors of a state, which are kept, so that the next copy causes no page faults. Buffers of CUDA
     tensors are pinned, so that all tensors are copied at the full rate of the bus and waited for once."""
 
     def __init__(self) -> None:
@@ -59,6 +59,7 @@ class HostCopies:
             if tensor.layout is not torch.strided:
                 return tensor.to("cpu", copy=True)
             identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            # Such a tensor may have the identity of a tensor with other values.
             unusual = tensor.is_conj() or tensor.is_neg() or not tensor.numel()
             if identity in copies and not unusual:
                 return copies[identity]  # tied weights stay tied and are written once

@@ -56,10 +56,10 @@ class CheckpointReader:
 
             try:
                 self._stages.run(read, f"the checkpoint {self._directory / checkpoint.name} cannot be read")
-            except CheckpointSkipped as passed:
+            except CheckpointSkipped as skip:
                 self._retention.damaged.add(checkpoint)
-                if passed.reason:
-                    warn(f"{passed.reason}; going back to the previous checkpoint")
+                if skip.reason:
+                    warn(f"{skip.reason}; going back to the previous checkpoint")
                 continue
             self._retention.proven.add(checkpoint)
             return loaded[0]
@@ -92,5 +92,5 @@ class CheckpointReader:
             if old_copies in (None, copies):
                 return LoadedCheckpoint(checkpoint, read_file(SHARED_FILE), own)
         old_copy_numbers = range(1) if old_copies is None else compute_shares(old_copies, copy, copies)
-        saved = (read_residuals(rank) for old in old_copy_numbers for rank in manifest.list_ranks(old))
+        saved = (read_residuals(rank) for old_copy in old_copy_numbers for rank in manifest.list_ranks(old_copy))
         return LoadedCheckpoint(checkpoint, read_file(SHARED_FILE), {**own, "residuals": recut(saved, copy, copies)})

@@ -86,13 +86,14 @@ def check_optimizer(loaded: LoadedCheckpoint, optimizer: torch.optim.Optimizer, 
     saved, own = loaded.shared.get("optimizer_names"), list_optimizer_names(optimizer)
     if saved is None or saved == own:
         return
-    was, now = _join_names(saved), _join_names(own)
+    saved_name, own_name = _join_names(saved), _join_names(own)
     raise CheckpointError(
-        f"the checkpoint {loaded.name} in {directory} holds the state of {was}, this script trains with {now}",
+        f"the checkpoint {loaded.name} in {directory} holds the state of {saved_name}, this script trains with"
+        f" {own_name}",
         cause="the script's optimizer changed since the checkpoint was written",
-        next_step=f"train with {was} again; or give the run a directory of its own (spec.checkpoint.path) and load"
-        f" torch.load('{directory}/{loaded.name}/shared.pt', weights_only=True)['model'] into the model: {now}"
-        " then starts afresh from these weights",
+        next_step=f"train with {saved_name} again; or give the run a directory of its own (spec.checkpoint.path) and"
+        f" load torch.load('{directory}/{loaded.name}/shared.pt', weights_only=True)['model'] into the model:"
+        f" {own_name} then starts afresh from these weights",
     )
 
 

@@ -70,8 +70,8 @@ class Save:
 
 def await_files(folder: Path, files: dict[str, FileDigest]) -> None:
     """Wait until rank 0 sees all `files` as they were written: the file of another node may appear late. Lists
-    the whole folder at once, and checks only files that were missing again. Raises CheckpointError if the time passes
-    (state_file.SEEN_WITHIN_SECONDS for all files together), StorageError if the folder was removed."""
+    the whole folder at once, and checks again only the files that were missing. Raises CheckpointError if the time
+    passes (state_file.SEEN_WITHIN_SECONDS for all files together), StorageError if the folder was removed."""
     unseen = {name: written.bytes for name, written in files.items()}
     end, pause = time.monotonic() + state_file.SEEN_WITHIN_SECONDS, 0.01
     while True:

@@ -38,8 +38,8 @@ class Stages:
         in order with the exchanges of gradients, so that the order is the same on all ranks."""
         if self._world.size == 1:
             return np.array([values], np.float64)
-        agree = open_agreement()
-        return communication_thread.run(lambda: agree.gather(values))
+        agreement = open_agreement()
+        return communication_thread.run(lambda: agreement.gather(values))
 
     def run(self, stage: Callable[[], None], what: str) -> None:
         """Run a stage on every rank. Raises as `report` does."""

@@ -54,6 +54,9 @@ class CheckpointStore:
         self._copies = HostCopies()
         self._save: Save | None = None
         self._hung: Future[Any] | None = None
+        """This rank's part of a save that was given up, because the storage did not answer."""
+        self._copy = world.rank, world.size
+        """The number of the residual copy in the current save, and the number of copies in the world."""
 
     def claim(self) -> None:
         """Claim the directory: from now on this run writes to it, and no earlier run does. Raises CheckpointError."""

@@ -133,7 +133,7 @@ class RestChunk(ChunkExchange):
                 self._outer.step(self.chunk, change)
                 agreed += change
         if current.squares is not None:
-            current.squares.left += sum_squares(rest)
+            current.squares.unsent += sum_squares(rest)
             current.squares.agreed += sum_squares(agreed)
         if current.is_delayed:
             rest += agreed
@@ -302,7 +302,7 @@ class MovedChunk(ChunkExchange):
         if self._rest and current.squares is not None:
             rest = _select(self._rest, tensors)
             codec.unpack_add_tensors(rest, [sent], [-1.0])
-            current.squares.left += sum(map(sum_squares, rest))
+            current.squares.unsent += sum(map(sum_squares, rest))
         moved = _select(cut(self.delayed_change, self.chunk) if current.is_delayed else self._weights, tensors)
         if current.is_delayed:
             for change in moved:

@@ -9,7 +9,8 @@ and rounds small tensors to bf16 instead.
 Every rank works on its shard: it keeps x of its shard only. The ranks of equal local rank on all nodes send each other
 their shards, and add them up in the order of the nodes: x has the same bits on all nodes. The ranks of a node gather
 the shards of x_i, so they have the same weights. From `two_stage_from` nodes on (the algorithm declares it), the
-exchange has two stages, and x moves by what the owners of segments send of the mean (collectives/two_stage.py).
+exchange has two stages, and x changes by the part of the mean that the owners of segments send
+(collectives/two_stage.py).
 
 If the weights are on a GPU, x and all codecs stay in host memory. A rank copies its shard of x_i to the host, and the
 whole x_i back to the GPU (weights_device.py).
@@ -17,9 +18,10 @@ whole x_i back to the GPU (weights_device.py).
 With one stage, the parts of a chunk travel while the processor packs the next parts and the next chunk
 (collectives/one_stage.py).
 
-A delayed exchange sends the changes that step() has left (`keep_changes`), whatever happens to the parameters
-afterwards. It runs in a thread of its own, in a world of its own: with its own communicators, order of collectives and
-work buffers, so nothing else waits for it. The next step adds its result to the parameters (`apply`).
+A delayed exchange sends the changes that the weights have at the end of step() (`keep_changes`). Later changes of the
+parameters do not affect it. The exchange runs in a thread of its own, in a world of its own: with its own
+communicators, order of collectives and work buffers, so nothing else waits for it. The next step adds its result to the
+parameters (`apply`).
 """
 
 from __future__ import annotations

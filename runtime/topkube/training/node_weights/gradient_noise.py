@@ -4,7 +4,7 @@ A node's gradient has more noise than the mean gradient, so its squares and its 
 by them make steps that are too short. They use rho, one number per tensor: the sum of the squares of the node's
 gradient over those of the mean gradient, clamped to [1, nodes]. A mean of squares becomes v / rho, and a norm
 |g| / sqrt(rho). rho is estimated from 256 fixed entries of each tensor. Nodes exchange these entries (bf16) every 16
-steps, and follow the squares with a decay of 0.9.
+steps, and keep running means of their squares with a decay of 0.9.
 
 An optimizer uses rho through a `NoiseCorrection`: Adam's is in second_moment.py, and that of LARS and LAMB in
 optimizers/layerwise.py.
@@ -34,8 +34,10 @@ PROBES = 256
 PROBE_EVERY = 16
 """Steps between two exchanges of the entries."""
 _ROWS_UP_TO = 4
-"""Nodes up to which (nodes - 1) rows of bf16 are at most as long as an all-reduce of float32."""
+"""The largest number of nodes for which the (nodes - 1) rows of bf16 that a rank receives are at most as many bytes as
+an all-reduce of float32."""
 _DECAY = 0.9
+"""The decay of the running means of squares, from one exchange to the next."""
 
 
 class NoiseCorrection(ABC):
@@ -127,7 +129,7 @@ class GradientNoise:
     # ---- state
 
     def save(self) -> dict[str, torch.Tensor]:
-        """Return copies of the squares that are followed: the same on all ranks of a node."""
+        """Return copies of the running means of squares: the same on all ranks of a node."""
         return {"own": torch.from_numpy(self._own.copy()), "mean": torch.from_numpy(self._mean.copy())}
 
     def load(self, state: dict[str, torch.Tensor] | None) -> None:

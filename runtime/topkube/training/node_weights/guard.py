@@ -34,7 +34,7 @@ class Squares:
     the agreed weights."""
 
     change: float = 0.0
-    left: float = 0.0
+    unsent: float = 0.0
     agreed: float = 0.0
 
 
@@ -48,26 +48,26 @@ class DriftGuard:
     `unsent_ratio` and `weight_spread` are None before the first measurement."""
 
     def __init__(self, period: int, algorithm: str) -> None:
-        self.period = self._wanted = period
+        self.period = self._job_period = period
         self.unsent_ratio: float | None = None
         self.weight_spread: float | None = None
         self._algorithm, self._has_warned = algorithm, False
 
     def set_period(self, period: int) -> None:
         """Take another period from the job's schedule. It also replaces a period that the guard has shortened."""
-        if period != self._wanted:
-            self.period = self._wanted = period
+        if period != self._job_period:
+            self.period = self._job_period = period
 
     def is_due(self, steps: int) -> bool:
         """Return True if the exchange after `steps` steps is measured. The same on all ranks."""
         return steps // self.period % MEASURE_EVERY == 1
 
-    def check_drift(self, change: float, left: float, agreed: float) -> str:
+    def check_drift(self, change: float, unsent: float, agreed: float) -> str:
         """Compute both numbers from the weighted sums of squares of all nodes, and shorten the period if a number
         exceeds its limit. Return the message that rank 0 should print; empty if there is none."""
-        sent = max(change - left, 0.0)  # the sent part is orthogonal to the rest, except for rounding
-        self.unsent_ratio = math.sqrt(left / sent) if sent > 0 else 0.0 if left == 0 else math.inf
-        self.weight_spread = math.sqrt(left / agreed) if agreed > 0 else 0.0
+        sent = max(change - unsent, 0.0)  # the sent part is orthogonal to the rest, except for rounding
+        self.unsent_ratio = math.sqrt(unsent / sent) if sent > 0 else 0.0 if unsent == 0 else math.inf
+        self.weight_spread = math.sqrt(unsent / agreed) if agreed > 0 else 0.0
         if self.unsent_ratio <= MOST_UNSENT and self.weight_spread <= MOST_SPREAD:
             return ""  # NaN exceeds every limit
         numbers = (
@@ -85,10 +85,10 @@ class DriftGuard:
 
     def save(self) -> dict[str, int]:
         """Return the present period, and the period of the job."""
-        return {"period": self.period, "wanted": self._wanted}
+        return {"period": self.period, "wanted": self._job_period}
 
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Load what `save` returned. If the job's period has changed since, or `state` is None, the job's period is in
         force."""
-        is_same = state is not None and state["wanted"] == self._wanted
-        self.period = state["period"] if state is not None and is_same else self._wanted
+        is_same = state is not None and state["wanted"] == self._job_period
+        self.period = state["period"] if state is not None and is_same else self._job_period

@@ -226,8 +226,8 @@ class NodeWeightsState:
 
 
 def _list_differences(piece: ShardPiece, own: Array, agreed: Array) -> list[tuple[int, torch.Tensor]]:
-    """Return own - agreed as pieces that give `own` bit for bit when they are added to `agreed` in their order. One
-    difference is not always enough, because it is rounded."""
+    """Return own - agreed as pieces. If they are added to `agreed` in their order, the sum has the bits of `own`. One
+    piece is not always enough, because the difference is rounded."""
     entries = []
     reached = agreed
     for _ in range(2):

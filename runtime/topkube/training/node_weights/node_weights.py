@@ -30,6 +30,7 @@ from topkube.training.reporting.warning import warn
 from topkube.world import World, create_sub_world
 
 _all: weakref.WeakSet[NodeWeights] = weakref.WeakSet()
+"""All NodeWeights of this process."""
 
 
 def find_node_world(world: World) -> World:
@@ -136,9 +137,11 @@ class NodeWeights:
         together."""
         if self.world.nodes == 1:
             return
+        # Count the bytes that a dense exchange among all ranks would have sent, less the bytes that were counted when
+        # the node reduced its gradients.
         node_ranks, ranks = self.node_world.size, self.world.size
         length = sum(4 * parameter.length for parameter in self.trained.of_model if parameter.tensor.grad is not None)
-        counted = 2 * (node_ranks - 1) * length // node_ranks  # when the node reduced the gradients
+        counted = 2 * (node_ranks - 1) * length // node_ranks
         phases.current.sent(dense=2 * (ranks - 1) * length // ranks - counted)
         self.trained.note_versions()
         if steps % self.guard.period:
@@ -179,15 +182,14 @@ class NodeWeights:
                 )
 
     def _run_exchange(self, squares: Squares | None, is_delayed: bool = False) -> None:
-        """Run an exchange. If `squares` is passed, it is measured."""
+        """Exchange the changes of the weights. If `squares` is passed, pass what is measured to the guard. Rank 0
+        prints its warning."""
         self.exchange.run(squares, is_delayed)
         if squares is None:
             return
-        world, weight = (
-            self.exchange.delayed_world if is_delayed else self.world,
-            self.exchange.weights[self.world.node],
-        )
-        total = open_agreement(world).sum([weight * part for part in (squares.change, squares.left, squares.agreed)])
+        world = self.exchange.delayed_world if is_delayed else self.world
+        weight = self.exchange.weights[self.world.node]
+        total = open_agreement(world).sum([weight * part for part in (squares.change, squares.unsent, squares.agreed)])
         problem = self.guard.check_drift(*total.tolist())
         if problem and self.world.rank == 0:
             warn(problem)
@@ -217,16 +219,17 @@ class NodeWeights:
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """Return a context in which the parameters hold the weights that all nodes agree on. All ranks enter it
-        together. When it ends, the node's own weights return, and it raises TrainingError if weights were changed."""
+        together. At its end, the parameters hold the node's own weights again. Raises TrainingError at its end if
+        weights were changed inside."""
         self._check_restored()
         self.exchange.wait_for_delayed()
         self._warn_of_changes()
         if not self.differ:
-            outer, self._in_consensus = self._in_consensus, True
+            was_in_consensus, self._in_consensus = self._in_consensus, True
             try:
                 yield
             finally:
-                self._in_consensus = outer
+                self._in_consensus = was_in_consensus
             return
         self.trained.take_changes(also_unnoticed=True)
         own = {parameter.name: parameter.tensor.detach().clone() for parameter in self.trained.parameters}
@@ -284,7 +287,7 @@ class NodeWeights:
 def refuse_if_nodes_differ(tensors: list[torch.Tensor]) -> None:
     """Raise TrainingError if one of `tensors` is a weight that differs between nodes on purpose."""
     for node_weights in list(_all):
-        if node_weights.differ and (name := node_weights.trained.holds(tensors)):
+        if node_weights.differ and (name := node_weights.trained.find_shared(tensors)):
             raise TrainingError(
                 f"{name} cannot be broadcast: every node trains weights of its own",
                 cause="the optimizer has made a step with error feedback in the weights",

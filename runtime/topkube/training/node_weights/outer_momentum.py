@@ -28,7 +28,7 @@ class OuterMomentum:
         self.values: list[Array] = [np.zeros(chunk.shard, np.float32) for chunk in chunks]
 
     def step(self, chunk: Chunk, change: Array) -> None:
-        """Replace `change`, this rank's shard of the mean change of all nodes, by what the agreed weights move by."""
+        """Replace `change`, this rank's shard of the mean change of all nodes, by the change of the agreed weights."""
         values = self.values[chunk.number]
         values *= self._momentum
         values += change

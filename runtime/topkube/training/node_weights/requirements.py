@@ -1,4 +1,4 @@
-"""What error feedback in the weights requires of a model."""
+"""The requirements of error feedback in the weights for a model."""
 
 from __future__ import annotations
 

@@ -49,7 +49,8 @@ class SecondMoment(NoiseCorrection):
 
 
 def _divide(second: torch.Tensor, gradient: torch.Tensor, beta: float, ratio: float) -> None:
-    """Change v so that the optimizer's own update, beta v + (1 - beta) g^2, gives the updated v divided by `ratio`."""
+    """Change v so that the optimizer's own update, beta v + (1 - beta) g^2, results in the updated v divided by
+    `ratio`."""
     second.div_(ratio).addcmul_(gradient, gradient, value=(1 - beta) / beta * (1 / ratio - 1))
 
 

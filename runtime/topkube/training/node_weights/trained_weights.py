@@ -96,8 +96,8 @@ class TrainedWeights:
         pairs = zip(self.of_model, versions, strict=True)
         return [parameter.name for parameter, version in pairs if parameter.tensor._version != version]
 
-    def holds(self, tensors: Sequence[torch.Tensor]) -> str:
+    def find_shared(self, tensors: Sequence[torch.Tensor]) -> str:
         """Return the name of a parameter that shares its memory with one of `tensors`, "" if there is none."""
-        places = {tensor.data_ptr() for tensor in tensors}
-        found = (p.name for p in [*self.of_model, *self.parameters] if p.tensor.data_ptr() in places)
-        return next(found, "")
+        addresses = {tensor.data_ptr() for tensor in tensors}
+        names = (p.name for p in [*self.of_model, *self.parameters] if p.tensor.data_ptr() in addresses)
+        return next(names, "")

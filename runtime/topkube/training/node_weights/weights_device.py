@@ -1,7 +1,8 @@
 """The device of the weights that nodes exchange. Codecs and nodes work in host memory, so weights on a GPU are copied.
 
-The exchange works on a stream of its own. It begins after the work that the script has given its current stream, and
-the script's later work begins after the exchange. So neither reads weights that the other is about to write.
+The exchange works on a stream of its own. It begins after the work that the script has put into its current stream,
+and the script's later work in that stream begins after the exchange. So neither reads weights while the other writes
+them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class WeightsDevice:
 
     def run(self, work: Callable[[], T]) -> T:
         """Run `work`, which reads or writes weights, in the communication thread, and return its result. Raises the
-        error that it raised."""
+        errors of `work`."""
         memory = self._memory
         if memory is None:
             return communication_thread.run(work)
-        mark = memory.mark_caller()
+        mark = memory.mark_caller()  # None if the device has no streams: tests emulate a GPU on the CPU
 
         def run_in_order() -> T:
             memory.enter_thread()
@@ -50,13 +51,14 @@ class WeightsDevice:
         if self.device is None or not tensors:
             return [tensor.numpy() for tensor in tensors]
         joined = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
-        # A script may have set another default device.
+        # device="cpu", because a script may have set another default device. Pinned memory, because the GPU copies to
+        # it at the full rate of the bus. The host waits for the copy: the caller reads the values at once.
         in_host = torch.empty(joined.shape, dtype=joined.dtype, device="cpu", pin_memory=joined.is_cuda)
         in_host.copy_(joined)
         return [part.numpy() for part in torch.split(in_host, [tensor.numel() for tensor in tensors])]
 
     def copy_to_device(self, values: Array) -> torch.Tensor:
-        """Return `values` as a tensor on the device: a view if that is host memory, otherwise a copy. `values` may
-        change afterwards."""
+        """Return `values` as a tensor on the device: a view if the weights are in host memory. Otherwise return a copy;
+        `values` may then change after this call, because the host waits until they are read."""
         in_host = torch.from_numpy(values)
         return in_host if self.device is None else in_host.to(self.device, copy=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ class LAMB(LayerwiseOptimizer):
             return
         group["steps"] += 1
         first, second = group["betas"]
+
+        # Both moments, and Adam's directions.
         gradients = [gradient.float() for gradient in gradients]
         means, squares = list_state(self, weights, "mean"), list_state(self, weights, "square")
         torch._foreach_lerp_(means, gradients, 1 - first)
@@ -70,23 +73,30 @@ class LAMB(LayerwiseOptimizer):
         torch._foreach_add_(roots, group["eps"])
         update = list(torch._foreach_div(means, 1 - first**steps))
         torch._foreach_div_(update, roots)
+
+        # The noise of the directions, and weight decay. Only the first `layers` tensors are adapted and decayed.
         layers = sum(is_adapted(weight) for weight in weights)
         share = compute_noise_share(first, steps)
-        ratios = [compute_ratio_of_mean(ratio, share, self.noise.nodes) for ratio in ratios[:layers]]
-        is_noisy = any(ratio != 1 for ratio in ratios)
+        mean_ratios = [compute_ratio_of_mean(ratio, share, self.noise.nodes) for ratio in ratios[:layers]]
+        is_noisy = any(ratio != 1 for ratio in mean_ratios)
         directions = update[:layers]
         if group["weight_decay"] and layers:
             decays = [weight.float() for weight in weights[:layers]]
-            if is_noisy:  # the norms of both are needed
+            if is_noisy:  # in new tensors: the norms of the directions are needed too
                 update[:layers] = torch._foreach_add(directions, decays, alpha=group["weight_decay"])
             else:
                 torch._foreach_add_(directions, decays, alpha=group["weight_decay"])
-        kinds = [weights[:layers], update[:layers], *([directions] if is_noisy else [])]
-        weight_norms, update_norms, *more = compute_norms(*kinds, parallel=self.parallel, ranks=self.noise.ranks)
+
+        # The rate of each layer.
+        compute = partial(compute_norms, parallel=self.parallel, ranks=self.noise.ranks)
         if is_noisy:
+            weight_norms, node_norms, direction_norms = compute(weights[:layers], update[:layers], directions)
             update_norms = [
-                _compute_mean_norm(*row, self.noise.nodes) for row in zip(update_norms, more[0], ratios, strict=True)
+                _compute_mean_norm(update_norm, direction_norm, ratio, self.noise.nodes)
+                for update_norm, direction_norm, ratio in zip(node_norms, direction_norms, mean_ratios, strict=True)
             ]
+        else:
+            weight_norms, update_norms = compute(weights[:layers], update[:layers])
         rates = [group["lr"] * compute_trust_ratio(w, u) for w, u in zip(weight_norms, update_norms, strict=True)]
         rates += [group["lr"]] * (len(weights) - layers)
         torch._foreach_mul_(update, rates)
@@ -95,6 +105,7 @@ class LAMB(LayerwiseOptimizer):
 
 def _compute_mean_norm(update: float, direction: float, ratio: float, nodes: int) -> float:
     """Return the norm of the mean of all nodes' updates. `update` and `direction` are the norms of the node's update,
-    with and without weight decay. Only the direction has noise: its squares are `ratio` times those of the mean."""
+    with and without weight decay. Only the direction has noise: its squares are `ratio` times those of the mean. The
+    mean of `nodes` updates has at least the squares that it would have if all of the update were noise."""
     squares = update**2 - direction**2 * (1 - 1 / ratio)
     return math.sqrt(max(squares, update**2 / nodes))

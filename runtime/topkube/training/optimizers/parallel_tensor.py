@@ -56,28 +56,27 @@ def map(
     values = np.zeros((layers, numbers))
     if own:
         values[own] = _check_shape(function(own), len(own), numbers)
-    # Adds zeros to one rank's number, so its bits stay.
+    # One rank has each number, and the other ranks add zeros to it: its bits stay the same.
     gathered = open_agreement(world).sum(values.reshape(-1).tolist())
     return [[float(x) for x in row] for row in gathered.reshape(layers, numbers)]
 
 
-def compute_norms(*kinds: Tensors, parallel: bool = False, ranks: World | None = None) -> list[list[float]]:
+def compute_norms(*tensor_lists: Tensors, parallel: bool = False, ranks: World | None = None) -> list[list[float]]:
     """Return the 2-norms, in float32, of all tensors of one or more lists of equal length, for example weights and
     gradients.
 
     With `parallel`, each rank of `ranks` computes its share of the layers, and these ranks gather the numbers (`map`).
     This reads the tensors (or this rank's share of them) once, and waits for the device once per list.
     """
-    layers = len(kinds[0])
-    assert all(len(kind) == layers for kind in kinds)
+    layers = len(tensor_lists[0])
+    assert all(len(tensors) == layers for tensors in tensor_lists)
 
     def compute_rows(chosen: list[int]) -> list[list[float]]:
-        return [
-            list(row) for row in zip(*(_compute_local_norms([kind[i] for i in chosen]) for kind in kinds), strict=True)
-        ]
+        columns = [_compute_local_norms([tensors[layer] for layer in chosen]) for tensors in tensor_lists]
+        return [list(row) for row in zip(*columns, strict=True)]
 
-    rows = map(compute_rows, [tensor.numel() for tensor in kinds[0]], len(kinds), parallel, ranks)
-    return [[row[number] for row in rows] for number in range(len(kinds))]
+    rows = map(compute_rows, [tensor.numel() for tensor in tensor_lists[0]], len(tensor_lists), parallel, ranks)
+    return [[row[number] for row in rows] for number in range(len(tensor_lists))]
 
 
 def _check_shape(rows: Sequence[Sequence[float]], layers: int, numbers: int) -> list[list[float]]:

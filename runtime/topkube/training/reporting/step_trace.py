@@ -67,6 +67,7 @@ class StepTrace:
         self._on_device = any(tensor.is_cuda for _, tensor in parameters)
         self._layers: weakref.WeakKeyDictionary[torch.nn.Module, str | None] = weakref.WeakKeyDictionary()
         self._inside: list[tuple[torch.nn.Module, str, int, int]] = []
+        """The modules whose forward has begun, the innermost last: module, name, and the clocks at the start."""
         self._backward: tuple[int, int] | None = None
         self._forward_end: tuple[int, int] | None = None
         self._segment: tuple[str, int, int] | None = None

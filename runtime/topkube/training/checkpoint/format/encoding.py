@@ -41,16 +41,16 @@ def encode(state: Any, copy: CopyTensor = lambda tensor, path: tensor.detach()) 
 
 
 class _Encoder:
-    """One traversal of a state. `_open` holds the ids of the containers around the value: a container inside itself
-    has no end."""
+    """One traversal of a state. `_enclosing` holds the ids of the containers around the value, to refuse a container
+    that contains itself."""
 
     def __init__(self, copy: CopyTensor) -> None:
         self._copy = copy
-        self._open: set[int] = set()
+        self._enclosing: set[int] = set()
 
     def encode(self, value: Any, path: str) -> Any:
         kind = type(value)
-        if kind in _PLAIN or (kind is int and -(2**63) <= value < 2**63):
+        if kind in _PLAIN or _is_short_int(value):
             return value
         if kind in (list, tuple, set, frozenset, dict, OrderedDict, defaultdict, Counter, deque):
             return self._encode_container(value, path)
@@ -74,19 +74,19 @@ class _Encoder:
         return {TAG: tag, **{name: self.encode(value, path) for name, value in fields.items()}}
 
     def _encode_container(self, value: Any, path: str) -> Any:
-        if id(value) in self._open:
+        if id(value) in self._enclosing:
             raise CheckpointError(f"{path or 'the state'} cannot be saved: it contains itself", next_step=_NEXT)
-        if len(self._open) >= _DEEPEST:
+        if len(self._enclosing) >= _DEEPEST:
             raise CheckpointError(
                 f"{path} cannot be saved: it lies more than {_DEEPEST} levels deep",
                 cause="nested containers that grow from step to step",
                 next_step="save a flat list or dict instead",
             )
-        self._open.add(id(value))
+        self._enclosing.add(id(value))
         try:
             return self._encode_mapping(value, path) if isinstance(value, dict) else self._encode_sequence(value, path)
         finally:
-            self._open.discard(id(value))
+            self._enclosing.discard(id(value))
 
     def _encode_sequence(self, value: Any, path: str) -> Any:
         items = [self.encode(item, f"{path}[{number}]") for number, item in enumerate(value)]

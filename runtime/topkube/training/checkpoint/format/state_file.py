@@ -21,6 +21,7 @@ from topkube.training.checkpoint.format.decoding import Undecodable, decode
 SEEN_WITHIN_SECONDS = 10.0
 """How long shared storage may take to show a file that another node has written."""
 _CHUNK = 8 << 20
+"""The bytes that are read or written at once."""
 _UNSEEN = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 _DAMAGE = (*_UNSEEN, errno.EIO)
 """Read errors that a retry does not fix."""

@@ -143,12 +143,14 @@ class LateUpdates:
         for part in [part for part in self._parts if any(is_shared(tensor) for tensor in part.parameters)]:
             self._finish(part)  # something else may read the memory of these weights
         late_ids = {id(tensor) for part in self._parts for tensor in part.parameters}
-        values = [{name: _copy_value(value) for name, value in group.items() if name != "params"} for group in groups]
+        hyperparameters = [
+            {name: _copy_value(value) for name, value in group.items() if name != "params"} for group in groups
+        ]
         with torch._C.DisableTorchFunction():
-            self._update(lambda tensor: id(tensor) not in late_ids, values)
+            self._update(lambda tensor: id(tensor) not in late_ids, hyperparameters)
             for part in self._parts:
                 _hide_weights(part)
-                part.hyperparameters = values
+                part.hyperparameters = hyperparameters
         if not self._parts and _has_compiled_code():
             unwatch()  # torch.compile does not compile code that runs under a TorchFunctionMode
 
@@ -229,7 +231,8 @@ class LateUpdates:
                 _restore_weights(part)
                 self._update_part(part, part.hyperparameters)
 
-    def _update_part(self, part: _LatePart, values: list[dict[str, Any]]) -> None:
+    def _update_part(self, part: _LatePart, hyperparameters: list[dict[str, Any]]) -> None:
+        """Update the parameters of a part with its gradients. The script may have set other gradients meanwhile."""
         gradients_before = [parameter.grad for parameter in part.parameters]
         part_ids = {id(parameter) for parameter in part.parameters}
         for parameter, gradient in zip(part.parameters, part.gradients, strict=True):
@@ -239,19 +242,19 @@ class LateUpdates:
         # Hooks that the script has registered since belong to the next step.
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = {}, {}
         try:
-            self._update(lambda tensor: id(tensor) in part_ids, values)
+            self._update(lambda tensor: id(tensor) in part_ids, hyperparameters)
         finally:
             optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
             for parameter, before in zip(part.parameters, gradients_before, strict=True):
                 parameter.grad = before
 
-    def _update(self, is_chosen: Callable[[torch.Tensor], bool], values: list[dict[str, Any]]) -> None:
+    def _update(self, is_chosen: Callable[[torch.Tensor], bool], hyperparameters: list[dict[str, Any]]) -> None:
         """Make the optimizer's step for the chosen parameters, with these hyperparameters of each group."""
         groups = self._optimizer.param_groups
         before = [dict(group) for group in groups]
         try:
-            for group, hyperparameters in zip(groups, values, strict=True):
-                group.update(hyperparameters, params=[tensor for tensor in group["params"] if is_chosen(tensor)])
+            for group, values in zip(groups, hyperparameters, strict=True):
+                group.update(values, params=[tensor for tensor in group["params"] if is_chosen(tensor)])
             self._optimizer.param_groups = [group for group in groups if group["params"]]
             with self._allow_step(), phases.current.timed("update"):
                 self._optimizer.step()

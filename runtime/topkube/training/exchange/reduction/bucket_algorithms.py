@@ -22,7 +22,8 @@ class BucketAlgorithms:
 
     `aggregation` holds the settings in force, and `choice` what `auto` or `dense` stands for (None: not chosen yet).
     `large` is the algorithm of large buckets, and `dense_wire` the format of their dense values. `keeper` is the first
-    algorithm of the schedule that keeps a residual, or that `auto` may take, or else the first algorithm.
+    algorithm that keeps a residual, among those of the schedule and then those that `auto` may take. If none keeps a
+    residual, `keeper` is the first value of `large`.
     `compressed_choices` holds the algorithms that compress and that `auto` may stand for.
     """
 
@@ -39,9 +40,9 @@ class BucketAlgorithms:
         self.keeper: Algorithm = next((stage for stage in stages if stage.residual is not None), self.large)
 
     def change_to(self, aggregation: AggregationSettings, begins_stage: bool = False) -> None:
-        """Use these settings from the next backward on. All ranks call this between the same two steps. If
-        `begins_stage` is True (of the schedule), and the algorithm keeps no residual, the next step sends residuals
-        whole."""
+        """Use these settings from the next backward on. All ranks call this between the same two steps.
+        `begins_stage` is True if a stage of the schedule begins. If its algorithm keeps no residual, the next step then
+        sends residuals whole."""
         self.aggregation, self._begins_stage = aggregation, begins_stage
         self.choice: Choice | None = None
         self.dense_wire = find_initial_dense_wire(aggregation)
@@ -112,7 +113,8 @@ class BucketAlgorithms:
         return algorithm.residual is None and (self._nodes == 1 or algorithm.needs_gpu)
 
     def _load_algorithm(self, length: int, name: str | None = None) -> AllReduce:
-        """Return the implementation for large tensors, or of the algorithm called `name`."""
+        """Return the all-reduce for a tensor of `length` elements: that of the algorithm called `name`, or by default
+        that of the choice or the settings in force."""
         if name is None and self.choice is not None:
             return load(self.choice.algorithm)
         name = name or self.aggregation.algorithm

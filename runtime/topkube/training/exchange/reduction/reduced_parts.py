@@ -53,7 +53,7 @@ class ReducedParts:
         communication_thread.advance_meanwhile(self._all_reduce.advance, is_awaited=True)
 
     def finish_gather(self, parts: Sequence[ReducedPart]) -> None:
-        """Return when the parts are gathered."""
+        """Wait until the parts are gathered."""
         for part in parts:
             self._all_reduce.finish_gather(part.halved)
 

@@ -66,7 +66,7 @@ class Residuals:
                             target = array[at + low - begin : at + high - begin]
                             target += values[low - first : high - first].to(target.device)
             bucket.residual.factors = [self._take_loaded_factor(parameter) for parameter in bucket.parameters]
-            for parameter in bucket.parameters:  # what is left belongs to other ranks, which have it too
+            for parameter in bucket.parameters:  # the rest belongs to other ranks, which have loaded it
                 self._loaded.pop(parameter.name, None)
                 self._loaded.pop(f"{parameter.name} velocity", None)
             self._buckets.append(bucket)

@@ -104,12 +104,12 @@ def fill_with_nan(gradient: torch.Tensor) -> None:
 
 def _gather(world: World, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """Return the rows of all ranks, one rank after the other: shape (sum(counts), ...)."""
-    everyone = torch.empty(sum(counts), *rows.shape[1:], dtype=rows.dtype)
-    row_bytes = rows[0].numel() * rows.element_size() if len(rows) else everyone[:1].numel() * everyone.element_size()
+    all_rows = torch.empty(sum(counts), *rows.shape[1:], dtype=rows.dtype)
+    row_bytes = rows[0].numel() * rows.element_size() if len(rows) else all_rows[:1].numel() * all_rows.element_size()
     sizes = [count * row_bytes for count in counts]
-    sent, received = _view_bytes(rows), _view_bytes(everyone)
+    sent, received = _view_bytes(rows), _view_bytes(all_rows)
     world.wait([world.comm.Iallgatherv(sent, [received, sizes])], "the exchange of sparse gradients")
-    return everyone
+    return all_rows
 
 
 def _view_bytes(tensor: torch.Tensor):  # type: ignore[no-untyped-def]  # NumPy array of bytes, the same memory

@@ -1,5 +1,5 @@
-"""Steps about which the device decides: the host launches the optimizer's step before it knows if the gradients are
-finite.
+"""Steps about which the device decides: the host launches the optimizer's step before it has read if the
+gradients are finite.
 
 The fused optimizers of torch take a tensor `found_inf`, and change nothing if it is 1. All ranks compute the same flag
 on their devices (`DeviceAllReduce.flush_undecided`), so a step counts on all ranks or on none. The host reads the flag
@@ -29,21 +29,22 @@ class StepDecision:
 
 
 class DeviceDecisions:
-    """The decisions of an optimizer that the host has not read."""
+    """The decisions of an optimizer that the host has not read: the current decision, about the gradients in `.grad`,
+    and earlier decisions, about gradients that have been zeroed or replaced."""
 
     def __init__(self) -> None:
         self._optimizer: torch.optim.Optimizer | None = None
-        self._open: StepDecision | None = None
-        self._closed: list[StepDecision] = []
+        self._current: StepDecision | None = None
+        self._earlier: list[StepDecision] = []
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave the steps of this optimizer to the device, whenever its kernels can skip a step."""
         self._optimizer = optimizer
 
     @property
-    def is_open(self) -> bool:
-        """True if the host does not know whether the gradients that are there now are finite."""
-        return self._open is not None
+    def is_undecided(self) -> bool:
+        """True if the host has not read if the gradients in `.grad` are finite."""
+        return self._current is not None
 
     @property
     def are_possible(self) -> bool:
@@ -52,37 +53,37 @@ class DeviceDecisions:
 
     def hold(self, flag: DeviceFlag) -> None:
         """Hold the decision about the gradients that a backward has just exchanged."""
-        self.close()
-        self._open = StepDecision(flag)
+        self.end_current()
+        self._current = StepDecision(flag)
 
-    def close(self) -> None:
-        """Note that the gradients of the open decision were zeroed."""
-        if self._open is not None:
-            self._closed.append(self._open)
-        self._open = None
+    def end_current(self) -> None:
+        """Note that the gradients of the current decision were zeroed or replaced."""
+        if self._current is not None:
+            self._earlier.append(self._current)
+        self._current = None
 
     @contextmanager
     def passing_flag(self) -> Iterator[None]:
-        """Return a context in which a step of the optimizer changes nothing if the open decision is 1."""
-        if self._open is None:
+        """Return a context in which a step of the optimizer changes nothing if the current flag is 1."""
+        if self._current is None:
             yield
             return
-        self._open.steps += 1
+        self._current.steps += 1
         optimizer: Any = self._optimizer
-        optimizer.found_inf = self._open.flag.tensor
+        optimizer.found_inf = self._current.flag.tensor
         try:
             yield
         finally:
             del optimizer.found_inf
 
-    def take_closed(self) -> list[StepDecision]:
-        """Return the decisions about gradients that have been zeroed, and forget them."""
-        decisions, self._closed = self._closed, []
+    def take_earlier(self) -> list[StepDecision]:
+        """Return the earlier decisions, and forget them."""
+        decisions, self._earlier = self._earlier, []
         return decisions
 
-    def take_open(self) -> StepDecision | None:
-        """Return the decision about the gradients that are there now, and forget it."""
-        decision, self._open = self._open, None
+    def take_current(self) -> StepDecision | None:
+        """Return the current decision, and forget it; None if there is none."""
+        decision, self._current = self._current, None
         return decision
 
 

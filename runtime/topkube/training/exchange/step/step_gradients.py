@@ -53,9 +53,9 @@ class StepGradients:
 
     def begin_backward(self, has_gradients: bool) -> None:
         """Begin a backward. `has_gradients` is True if its gradients add up with gradients of earlier backwards."""
-        if self.decisions.is_open and has_gradients:  # the host needs the first decision now
+        if self.decisions.is_undecided and has_gradients:  # the host needs the first decision now
             self.settle()
-        self.decisions.close()
+        self.decisions.end_current()
         if not has_gradients:
             self._are_nonfinite = self._were_nonfinite = False
 
@@ -144,7 +144,7 @@ class StepGradients:
         """Return True if the optimizer makes its step. It does not if all ranks agreed that a gradient is not finite,
         unless the script has made the gradient finite since. Also forgets that agreement. If the device decides, the
         optimizer makes its step, which then changes nothing if a gradient is not finite."""
-        if self.decisions.is_open and not self.decisions.are_possible:  # the script has changed the optimizer
+        if self.decisions.is_undecided and not self.decisions.are_possible:  # the script has changed the optimizer
             self.settle()
         skip, self._are_nonfinite = self._are_nonfinite and (self._were_nonfinite or self._has_nonfinite()), False
         return not skip
@@ -172,12 +172,13 @@ class StepGradients:
 
     def settle(self) -> None:
         """Read what the device has decided, which may wait for it, and correct the numbers of steps."""
-        for closed in self.decisions.take_closed():
-            self._count(closed)
-        decision = self.decisions.take_open()
-        if decision is not None:
-            self._were_nonfinite = self._count(decision)
-            self._are_nonfinite = self._were_nonfinite and not decision.steps  # else the device has skipped the step
+        for earlier in self.decisions.take_earlier():
+            self._count(earlier)
+        current = self.decisions.take_current()
+        if current is not None:
+            self._were_nonfinite = self._count(current)
+            # If the optimizer has launched its step, the device has skipped that step already.
+            self._are_nonfinite = self._were_nonfinite and not current.steps
 
     def _count(self, decision: StepDecision) -> bool:
         """Correct the numbers of steps. Return True if the gradients were not finite."""
@@ -191,5 +192,5 @@ class StepGradients:
 
     def forget(self) -> None:
         """Note that gradients were zeroed."""
-        self.decisions.close()
+        self.decisions.end_current()
         self._are_nonfinite = self._were_nonfinite = False

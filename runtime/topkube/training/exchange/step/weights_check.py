@@ -18,6 +18,7 @@ from topkube.training.ranks.agreement import Agreement, find_differing_ranks, na
 from topkube.training.reporting.warning import warn
 
 _PRIME = 1_000_003
+"""The factor of the sum of whole rows, so that this sum and the sum of the remaining values do not cancel out."""
 
 
 class WeightsCheck:

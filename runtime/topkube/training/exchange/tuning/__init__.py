@@ -1,1 +1,2 @@
-"""The choice behind `auto` and `dense` in a run, what it is made from, and how the first steps correct it."""
+"""The algorithm that `auto` or `dense` stands for in a run: the measurements that it is chosen from, and its correction
+in the first steps."""

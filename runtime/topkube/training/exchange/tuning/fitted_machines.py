@@ -36,11 +36,13 @@ def fit_machines(
     """Return machines for which the model predicts what was measured with the `present` choice. Values that were not
     measured stay. `rank` returns the choices with their predictions for given machines."""
     predicted = find_same(rank(machines), present)
-    endless = find_same(rank(dataclasses.replace(machines, link=math.inf)), present)
-    on_link, left = predicted.between - endless.between, measured.between - endless.between
+    # The time between nodes has two parts: the latency, which an infinitely fast link has too, and the bytes.
+    latency_seconds = find_same(rank(dataclasses.replace(machines, link=math.inf)), present).between
+    predicted_bytes_seconds = predicted.between - latency_seconds
+    measured_bytes_seconds = measured.between - latency_seconds
     link, memory = machines.link, machines.memory
-    if on_link > 0 and measured.between > 0:  # a share of the time stays for the bytes, whatever the latency is
-        link *= on_link / max(left, WRONG * measured.between)
+    if predicted_bytes_seconds > 0 and measured.between > 0:  # at least a share WRONG of the time is that of the bytes
+        link *= predicted_bytes_seconds / max(measured_bytes_seconds, WRONG * measured.between)
     if predicted.inside > 0 and measured.inside > 0:
         memory *= predicted.inside / measured.inside
     return dataclasses.replace(machines, link=link, memory=memory)

@@ -28,20 +28,20 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._steps: list[tuple[float, float, float]] = []
-        self._skipped = 0
+        self._noted_steps = 0
         self._last: tuple[float, float, float] | None = None
 
     def restart(self) -> None:
         """Begin again, for another choice."""
-        self._steps, self._last, self._skipped = [], None, 0
+        self._steps, self._last, self._noted_steps = [], None, 0
 
     def note_step(self, now: float) -> list[float] | None:
         """Note that the exchange of a step ended at `now` (seconds). After the last counted step, return the medians
         [step, -between nodes, -inside the node], whose maxima over all ranks make a `Measurement`; before that, return
         None."""
         last, self._last = self._last, (now, phases.current.total("inter"), phases.current.total("intra"))
-        self._skipped += 1
-        if last is None or self._skipped <= SKIPPED_STEPS:
+        self._noted_steps += 1
+        if last is None or self._noted_steps <= SKIPPED_STEPS:
             return None
         self._steps.append(tuple(b - a for a, b in zip(last, self._last, strict=True)))  # type: ignore[arg-type]
         if len(self._steps) < COUNTED_STEPS:

@@ -1,4 +1,4 @@
-"""The choice behind `auto` and `dense` in a run: made from measurements, and corrected in the first steps.
+"""The algorithm that `auto` or `dense` stands for in a run: chosen from measurements, and corrected in the first steps.
 
 At the first exchange all ranks measure their links and memory, agree on the slowest, and choose a dense algorithm by
 the cost model that the catalogue declares. After a few steps they compare its prediction with what the steps took. If
@@ -8,8 +8,9 @@ try the best algorithm that compresses instead, and keep it if the steps become 
 not see how long a stage takes: there the ranks try the best choice of the other transport (NCCL or MPI) instead of
 fitting the model. Every decision follows from numbers that are the same on all ranks.
 
-If the best algorithm gives nodes weights of their own (`onebit`), the optimizer is built again for it after the step,
-and again if it returns to a dense algorithm (training/distributed.py). This object stays.
+If the best algorithm gives nodes weights of their own (`onebit`), the parts of the optimizer are built again for it
+after the step, and again if the choice returns to a dense algorithm (training/optimizer_parts.py). The Tuning object
+stays the same.
 
 When a rank saves the state, the choice becomes final, so that a run that resumes from the state makes the same steps.
 
@@ -46,8 +47,8 @@ from topkube.training.exchange.tuning.step_times import Measurement, StepTimes
 from topkube.training.ranks.queued_agreement import QueuedAgreement
 from topkube.world import World
 
-KEPT = 0.03
-"""A choice on trial stays if it makes the steps faster by this share. Less could be chance."""
+_LEAST_GAIN = 0.03
+"""A choice on trial stays if it makes the steps faster by this share. A smaller gain could be chance."""
 _WORTH_A_TRIAL = 2.0
 """The other transport is tried if its predicted exchange takes at most this many times as long."""
 _OTHER_BUCKETS = 2.0
@@ -185,16 +186,23 @@ class Tuning:
             self.settle()
             self._adopt(self.choice, "confirmed by the first steps", expected)
             return False
-        before, old_rate = self.machines, self.rate
-        self.machines = fit_machines(before, self.choice, measured, lambda machines: self._rank(buckets, machines))
+        return self._fit_and_choose(measured, self.choice, self.machines, buckets)
+
+    def _fit_and_choose(
+        self, measured: Measurement, choice: Choice, before: Machines, buckets: Sequence[BucketSize]
+    ) -> bool:
+        """Fit the machines, which are `before`, to the measurement of the present `choice`, and choose again. Return
+        True if the choice or the sizes of buckets change."""
+        old_rate = self.rate
+        self.machines = fit_machines(before, choice, measured, lambda machines: self._rank(buckets, machines))
         ranked = self._rank(buckets)
-        present = find_same(ranked, self.choice)
+        present = find_same(ranked, choice)
         if self._try_to_compress(measured, present, ranked):
             return True
-        ranked = [choice for choice in ranked if not choice.algorithm.compresses]
+        ranked = [other for other in ranked if not other.algorithm.compresses]
         is_faster = ranked[0].seconds < (1 - WRONG) * present.seconds
         if is_faster or not 1 / _OTHER_BUCKETS < self.rate / old_rate < _OTHER_BUCKETS:
-            self._trial = _Trial(self.choice, before, measured)
+            self._trial = _Trial(choice, before, measured)
             self._adopt(ranked[0] if is_faster else present, "fitted to the first steps, on trial", ranked)
             return True
         self.settle()
@@ -235,13 +243,13 @@ class Tuning:
         """End the trial of a new choice: keep it if it made the steps faster."""
         assert self.choice is not None
         self.settle()
-        took = f"{measured.step * 1e3:.3g} ms per step, {before.measured.step * 1e3:.3g} ms before"
-        gain = COMPRESSION_GAIN if self.choice.algorithm.compresses else KEPT
+        comparison = f"{measured.step * 1e3:.3g} ms per step, {before.measured.step * 1e3:.3g} ms before"
+        gain = COMPRESSION_GAIN if self.choice.algorithm.compresses else _LEAST_GAIN
         if measured.step < (1 - gain) * before.measured.step:
-            self._adopt(self.choice, f"kept: {took}")
+            self._adopt(self.choice, f"kept: {comparison}")
             return False
         self.machines, self.measured = before.machines, before.measured
-        self._adopt(before.choice, f"restored after a trial: {took}")
+        self._adopt(before.choice, f"restored after a trial: {comparison}")
         return True
 
     def _rank(self, buckets: Sequence[BucketSize], machines: Machines | None = None) -> list[Choice]:
@@ -254,6 +262,8 @@ class Tuning:
         )
 
     def _adopt(self, choice: Choice, reason: str, others: Sequence[Choice] = ()) -> None:
+        """Use the choice from now on. With a run directory, rank 0 prints it with its reason and the predictions for
+        `others`."""
         machines, name = self.machines, self._aggregation.algorithm
         assert machines is not None
         self.choice = choice
@@ -296,12 +306,12 @@ class Tuning:
             return
         if self._aggregation.algorithm in CHOICES:
             ranked = self._rank((), machines)
-            wanted = (state["algorithm"], state["dense_wire"])
-            same = next((c for c in ranked if (c.algorithm.name, c.dense_wire) == wanted), None)
-            if same is None:  # a later version of TopKube has other algorithms
+            saved = (state["algorithm"], state["dense_wire"])
+            choice = next((c for c in ranked if (c.algorithm.name, c.dense_wire) == saved), None)
+            if choice is None:  # a later version of TopKube has other algorithms
                 return
             between, inside, seconds = state["seconds"]
-            self.choice = dataclasses.replace(same, between=between, inside=inside, seconds=seconds)
+            self.choice = dataclasses.replace(choice, between=between, inside=inside, seconds=seconds)
         self.machines, self.summary = machines, state["summary"]
         self.note_saved()
 
