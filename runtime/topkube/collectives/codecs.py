@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -42,8 +43,11 @@ CodecOf = Callable[[list[slice], int], Codec]
 
 
 class TensorCodec(Codec):
-    """A codec that packs every tensor on its own. `places` are the slices of the values that belong to one tensor
-    each."""
+    """A codec that packs every tensor on its own, with `pack_tensor` and `unpack_add_tensor`. `places` are the slices
+    of the values that belong to one tensor each."""
+
+    packs_differences_fast: ClassVar[bool] = False
+    """True if `pack_differences` takes about as long as a copy of the tensors."""
 
     def __init__(self, places: Sequence[slice]) -> None:
         self._places, self._row_places = list(places), list[slice]()
@@ -66,10 +70,14 @@ class TensorCodec(Codec):
         """Do what `unpack_add` does for one tensor. `rows` have the bytes of this tensor."""
 
     def pack(self, values: Array, row: Array) -> bool:
+        return self.pack_tensors([values[place] for place in self._places], row)
+
+    def pack_tensors(self, tensors: Sequence[Array], row: Array) -> bool:
+        """Do what `pack` does. `tensors` has one array for each place."""
         is_finite = True
-        for place, part in zip(self._places, self._row_places, strict=True):
-            if place.stop > place.start:
-                is_finite = self.pack_tensor(values[place], row[part]) and is_finite
+        for values, part in zip(tensors, self._row_places, strict=True):
+            if values.size:
+                is_finite = self.pack_tensor(values, row[part]) and is_finite
         return is_finite
 
     def pack_differences(self, tensors: Sequence[Array], bases: Sequence[Array], row: Array) -> bool:
@@ -98,6 +106,8 @@ class TensorCodec(Codec):
 class Signs(TensorCodec):
     """A codec with one bit per element, and the mean magnitude of each block of 256 elements in bf16. Blocks start
     again in each tensor, so the last block of a tensor may be shorter."""
+
+    packs_differences_fast = True
 
     def count_bytes(self, length: int) -> int:
         return count_sign_row_bytes(length)

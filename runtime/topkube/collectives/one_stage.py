@@ -8,7 +8,6 @@ end.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -19,7 +18,6 @@ from topkube.collectives.all_reduce import build_exchange
 from topkube.collectives.call import Call, reserve_workspace
 from topkube.collectives.codecs import Codec, CodecOf
 from topkube.collectives.exchange import Exchanges
-from topkube.collectives.pauses import choose_pause, note_rate
 from topkube.telemetry import phases
 
 PART_ELEMENTS = 2**19
@@ -50,8 +48,6 @@ class OneStage:
         ]
         self._rows: list[Array] = []
         """The rows of all nodes for each part, (nodes, bytes), between `begin` and `finish`."""
-        self._sent, self._since = 0, 0.0
-        """The bytes that this rank sends, and when the first part was sent."""
 
     def begin(self, call: Call, pack: Callable[[int, Array], object], exchanges: Exchanges, number: int) -> None:
         """Send the changes of a shard to the other nodes of `call`. `pack(part, row)` writes what this node sends of a
@@ -60,7 +56,7 @@ class OneStage:
         world, lane = call.world, number % 2
         size = world.nodes * sum(codec.row_bytes for codec in self.codecs)
         buffer = reserve_workspace(world, f"rows of nodes {lane}", size, np.uint8)
-        self._rows, self._sent, end = [], 0, 0
+        self._rows, end = [], 0
         for part, codec in enumerate(self.codecs):
             start, end = end, end + world.nodes * codec.row_bytes
             rows = buffer[start:end].reshape(world.nodes, codec.row_bytes)
@@ -69,11 +65,9 @@ class OneStage:
                 pack(part, rows[world.node])
             if part == 0:
                 call.check_between_nodes()
-                self._since = time.perf_counter()
             exchange, sent = build_exchange(Route.ALL_GATHER, world.cross_comm, rows, lane * _MOST_PARTS + part)
             exchanges.start(number * _MOST_PARTS + part, exchange)
             phases.current.sent(inter=sent)
-            self._sent += sent
 
     def finish(
         self,
@@ -81,15 +75,14 @@ class OneStage:
         add: Callable[[int, list[Array]], object],
         exchanges: Exchanges,
         number: int,
-        delays_step: bool = True,
+        pause_seconds: float | None = None,
     ) -> None:
         """Pass the rows of all nodes to `add(part, rows)`, part by part. The arguments `call`, `exchanges` and `number`
-        are those of `begin`. `delays_step` is that of `choose_pause`."""
+        are those of `begin`. `pause_seconds` is that of `Call.wait`."""
         for part in range(len(self.codecs)):
-            exchanges.finish(number * _MOST_PARTS + part, call, choose_pause(call.world, delays_step))
+            exchanges.finish(number * _MOST_PARTS + part, call, pause_seconds)
             with phases.current.timed("select"):
                 add(part, list(self._rows[part]))
-        note_rate(call.world, self._sent, time.perf_counter() - self._since)
         self._rows = []
 
     def cut(self, shard: Array) -> list[Array]:

@@ -7,14 +7,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from topkube.collectives.codecs import Codec, Rounded, Signs
 from topkube.collectives.top_signs import TopSigns
 from topkube.collectives.two_stage import TwoStage
+from topkube.training.exchange.buckets.parameter import Parameter
+from topkube.training.node_weights.chunk_exchange import list_tensors_of_ranges
+from topkube.training.node_weights.layout import Chunk, ShardPiece
 
 BLOCK = 256
+
+
+class Recorder(Signs):
+    """A codec that shows the places that it was built for."""
+
+    def __init__(self, places: list[slice]) -> None:
+        super().__init__(places)
+        self.places = places
 
 
 def build_codec(kind: str, places: list[slice], length: int) -> Codec:
@@ -118,6 +131,22 @@ def test_the_result_is_that_of_one_owner(layout: tuple[int, list[slice]], nodes:
                 stages[0].add(added, [sent])
         results.append((added.tobytes(), join_owed(stages).tobytes()))
     assert results[0] == results[1]
+
+
+@settings(deadline=None)
+@given(draw_layout(), st.integers(2, 40))
+def test_each_segment_has_the_tensors_that_its_codec_packs(layout: tuple[int, list[slice]], nodes: int) -> None:
+    """With more nodes than blocks, some segments are empty, also in the middle of a tensor."""
+    length, places = layout
+    stages = TwoStage(lambda p, n: Recorder(p), places, length, 0, nodes)
+    parameters = [Parameter(i, str(i), nn.Parameter(torch.zeros(p.stop - p.start))) for i, p in enumerate(places)]
+    pieces = [ShardPiece(own, 0, own.length, place.start) for own, place in zip(parameters, places, strict=True)]
+    ranges = list_tensors_of_ranges(Chunk(0, False, pieces=pieces), stages.bounds)
+    for codec, start, tensors in zip(stages.codecs, stages.bounds, ranges, strict=False):
+        assert isinstance(codec, Recorder)
+        expected = [slice(place.start + start, place.stop + start) for place in codec.places]
+        first = [pieces[number].at for number, _ in tensors]
+        assert [slice(at + own.start, at + own.stop) for at, (_, own) in zip(first, tensors, strict=True)] == expected
 
 
 @pytest.mark.parametrize("nodes", [2, 7, 40])

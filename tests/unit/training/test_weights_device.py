@@ -12,7 +12,6 @@ from topkube.arrays import Array
 from topkube.settings import Settings
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.parameter import Parameter
-from topkube.training.node_weights.chunk_exchange import MovedChunk
 from topkube.training.node_weights.exchange import WeightExchange
 from topkube.training.node_weights.gradient_noise import GradientNoise
 from topkube.world import current
@@ -46,10 +45,9 @@ class Training:
             weight -= 0.1 * weight.grad
 
 
-def list_kept_rows(training: Training) -> list[Array]:
-    """Return what a delayed exchange sends."""
-    chunks = training.exchange.chunk_exchanges
-    return [row for chunk in chunks if isinstance(chunk, MovedChunk) for row in chunk.kept_rows]
+def list_kept_changes(training: Training) -> list[Array]:
+    """Return the changes that a delayed exchange sends."""
+    return [training.exchange.find_delayed(chunk) for chunk in training.exchange.chunks]
 
 
 def place_agreed(training: Training) -> None:
@@ -83,10 +81,10 @@ def test_a_delayed_exchange_is_added_in_order(streams: Streams) -> None:
     for _ in range(3):
         training.update()
         exchange.keep_changes()
-        kept = [row.copy() for row in list_kept_rows(training)]
-        assert any(row.any() for row in kept)
+        kept = [change.copy() for change in list_kept_changes(training)]
+        assert any(change.any() for change in kept)
         training.update()  # the weights change while the exchange is under way
-        assert all((now == row).all() for now, row in zip(list_kept_rows(training), kept, strict=True))
+        assert all((now == then).all() for now, then in zip(list_kept_changes(training), kept, strict=True))
         exchange.device.run(exchange.apply)
     training.update()
     streams.check_freed_memory()
@@ -101,8 +99,7 @@ def test_the_default_device_of_the_script_does_not_change_the_exchange(streams: 
             weight.grad = torch.ones(70, 100, device=CPU)
         training.exchange.keep_changes()
         training.exchange.device.run(training.noise.exchange)
-    for row in list_kept_rows(training):
-        assert not row.any(), "the weights have not changed"
+    assert not any(change.any() for change in list_kept_changes(training)), "the weights have not changed"
 
 
 def test_the_thread_of_the_exchange_uses_the_device_of_the_rank(streams: Streams) -> None:

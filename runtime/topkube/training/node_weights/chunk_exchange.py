@@ -20,9 +20,10 @@ from typing import cast
 import numpy as np
 import torch
 
+from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import Array
 from topkube.collectives.call import Call, reserve_workspace
-from topkube.collectives.codecs import CodecOf, TensorCodec
+from topkube.collectives.codecs import TensorCodec
 from topkube.collectives.exchange import Exchanges
 from topkube.collectives.one_stage import OneStage
 from topkube.collectives.pauses import choose_pause
@@ -49,16 +50,13 @@ class ChunkCall:
 
 
 class ChunkExchange(ABC):
-    """The exchanges of a chunk among the nodes of `world`, whose shares of the ranks are `factors`."""
+    """The exchanges of a chunk among the nodes of `world`, whose shares of the ranks are `factors`, in `stage`: one
+    stage or two."""
 
-    def __init__(
-        self, chunk: Chunk, world: World, factors: Sequence[float], codec_of: CodecOf, has_two_stages: bool
-    ) -> None:
+    def __init__(self, chunk: Chunk, world: World, factors: Sequence[float], stage: OneStage | TwoStage) -> None:
         self.chunk, self._world, self._factors = chunk, world, factors
-        places = [piece.place for piece in chunk.pieces]
-        self.two_stages = TwoStage(codec_of, places, chunk.shard, world.node, world.nodes) if has_two_stages else None
-        """None if the chunk is exchanged in one stage."""
-        self.one_stage = None if has_two_stages else OneStage(codec_of, places, chunk.shard)
+        self.one_stage = stage if isinstance(stage, OneStage) else None
+        self.two_stages = stage if isinstance(stage, TwoStage) else None
         self.delayed_change: Array = np.empty(0, np.float32)
         """After a delayed exchange, what must be added to this rank's shard of the parameters."""
 
@@ -78,8 +76,11 @@ class ChunkExchange(ABC):
         if self.delayed_change.size != self.chunk.shard:
             self.delayed_change = np.zeros(self.chunk.shard, np.float32)
 
-    def _choose_pause(self, current: ChunkCall) -> float:
-        return choose_pause(current.call.world, delays_step=not current.is_delayed)
+    def _choose_pause(self, current: ChunkCall) -> float | None:
+        """Return the pause of waits for messages. With very many nodes, messages travel in rounds, each of which would
+        wait for the end of a pause."""
+        is_hidden = current.is_delayed and self._world.nodes <= PAIRWISE_LIMIT + 1
+        return choose_pause(current.call.world) if is_hidden else None
 
 
 class RestChunk(ChunkExchange):
@@ -90,12 +91,11 @@ class RestChunk(ChunkExchange):
         chunk: Chunk,
         world: World,
         factors: Sequence[float],
-        codec_of: CodecOf,
-        has_two_stages: bool,
+        stage: OneStage | TwoStage,
         memory: ChunkMemory,
         outer: OuterMomentum | None,
     ) -> None:
-        super().__init__(chunk, world, factors, codec_of, has_two_stages)
+        super().__init__(chunk, world, factors, stage)
         self._memory, self._outer = memory, outer
         self._rest: Array = np.empty(0, np.float32)
         """The change of this rank's shard, and after packing, what was not sent of it. It is kept here, because work
@@ -156,7 +156,7 @@ class RestChunk(ChunkExchange):
                 lambda part, rows: codecs[part].unpack_add(parts[part], rows, self._factors),
                 current.exchanges,
                 self.chunk.number,
-                delays_step=not current.is_delayed,
+                self._choose_pause(current),
             )
             return
         stages = cast(TwoStage, self.two_stages)
@@ -175,37 +175,43 @@ class MovedChunk(ChunkExchange):
         chunk: Chunk,
         world: World,
         factors: Sequence[float],
-        codec_of: CodecOf,
-        has_two_stages: bool,
+        stage: OneStage | TwoStage,
         memory: ChunkMemory,
     ) -> None:
-        super().__init__(chunk, world, factors, codec_of, has_two_stages)
+        super().__init__(chunk, world, factors, stage)
         self._memory = memory
+        self._codecs = cast(list[TensorCodec], stage.codecs)
+        self._packs_at_once = memory.device.device is None and all(
+            codec.packs_differences_fast for codec in self._codecs
+        )
+        """True if `keep`, for which the script waits, packs what a delayed exchange sends. Otherwise `keep` stores the
+        changes, and the thread of the exchange packs them."""
         self._moves = [factor - (node == world.node) for node, factor in enumerate(factors)]
         """The factors of what the nodes send in the change of this node's own weights."""
-        stage = cast(OneStage | TwoStage, self.two_stages or self.one_stage)
-        self._codecs = cast(list[TensorCodec], stage.codecs)
-        self._tensors = list(_list_tensors_of_ranges(chunk, stage.bounds))
+        self._tensors = list(list_tensors_of_ranges(chunk, stage.bounds))
         """The tensors of each codec: the numbers of pieces, and which elements of them."""
-        self.kept_rows: list[Array] = []
+        self._kept_rows: list[Array] = []
         """What a delayed exchange sends, one row for each codec."""
         self._weights: list[Array] = []
         """The node's own weights, one array for each piece, while an exchange that is not delayed is under way."""
         self._staging: Array = np.empty(0, np.float32)
         """The work buffer that holds these weights, if they are not in place."""
         self._rest: list[Array] = []
-        """The change of the weights, one array for each piece, and after packing, what was not sent of it. Empty if the
-        exchange is not measured."""
+        """The change of the weights, one array for each piece, and later, what was not sent of it. Empty if the
+        exchange is not measured, unless its thread packs the change."""
 
     def keep(self, agreed: Array, squares: Squares | None) -> None:
         self._reserve_delayed_change()
-        if not self.kept_rows:
-            self.kept_rows = [np.zeros(codec.row_bytes, np.uint8) for codec in self._codecs]
         weights, agreed_pieces = self._memory.read(self.chunk), cut(agreed, self.chunk)
-        for number, row in enumerate(self.kept_rows):
-            self._pack(number, weights, agreed_pieces, row)
+        if squares is not None or not self._packs_at_once:
+            self._subtract_agreed(weights, agreed_pieces, self.delayed_change)
         if squares is not None:
-            self._measure_change(squares, weights, agreed_pieces, self.delayed_change)
+            squares.change += sum(map(sum_squares, self._rest))
+        if self._packs_at_once:
+            if not self._kept_rows:
+                self._kept_rows = [np.zeros(codec.row_bytes, np.uint8) for codec in self._codecs]
+            for number, row in enumerate(self._kept_rows):
+                self._pack(number, weights, agreed_pieces, row)
 
     def begin(self, current: ChunkCall) -> None:
         if not current.is_delayed:
@@ -216,7 +222,8 @@ class MovedChunk(ChunkExchange):
         if current.squares is not None and not current.is_delayed:
             name = f"change of weights {self.chunk.number % 2}"
             buffer = reserve_workspace(current.call.world, name, self.chunk.shard, np.float32)
-            self._measure_change(current.squares, self._weights, cut(current.agreed, self.chunk), buffer)
+            self._subtract_agreed(self._weights, cut(current.agreed, self.chunk), buffer)
+            current.squares.change += sum(map(sum_squares, self._rest))
         if self.one_stage is None:
             current.call.check_between_nodes()
         else:
@@ -250,13 +257,11 @@ class MovedChunk(ChunkExchange):
         self._memory.collect(self.chunk, shard)
         return cut(shard, self.chunk)
 
-    def _measure_change(
-        self, squares: Squares, weights: Sequence[Array], agreed: Sequence[Array], buffer: Array
-    ) -> None:
+    def _subtract_agreed(self, weights: Sequence[Array], agreed: Sequence[Array], buffer: Array) -> None:
+        """Write the changes of the weights into `_rest`, which becomes a part of `buffer`."""
         self._rest = cut(buffer, self.chunk)
         for own, common, change in zip(weights, agreed, self._rest, strict=True):
             np.subtract(own, common, out=change)
-        squares.change += sum(map(sum_squares, self._rest))
 
     def _pack(self, number: int, weights: Sequence[Array], agreed: Sequence[Array], row: Array) -> None:
         tensors = self._tensors[number]
@@ -264,10 +269,12 @@ class MovedChunk(ChunkExchange):
 
     def _pack_or_take(self, current: ChunkCall, number: int, row: Array) -> None:
         """Write what this node sends with a codec into `row`."""
-        if current.is_delayed:
-            row[:] = self.kept_rows[number]
-        else:
+        if not current.is_delayed:
             self._pack(number, self._weights, cut(current.agreed, self.chunk), row)
+        elif self._packs_at_once:
+            row[:] = self._kept_rows[number]
+        else:
+            self._codecs[number].pack_tensors(_select(self._rest, self._tensors[number]), row)
 
     def _receive(self, current: ChunkCall) -> None:
         """Receive what all nodes have sent, and add it."""
@@ -277,9 +284,7 @@ class MovedChunk(ChunkExchange):
                 own = self._world.node
                 self._add(current, part, rows[own], (rows, self._factors), (rows, self._moves))
 
-            self.one_stage.finish(
-                current.call, add, current.exchanges, self.chunk.number, delays_step=not current.is_delayed
-            )
+            self.one_stage.finish(current.call, add, current.exchanges, self.chunk.number, self._choose_pause(current))
             return
         sent: list[Array] = []
 
@@ -301,7 +306,8 @@ class MovedChunk(ChunkExchange):
         codec.unpack_add_tensors(_select(cut(current.agreed, self.chunk), tensors), *mean)
         if self._rest and current.squares is not None:
             rest = _select(self._rest, tensors)
-            codec.unpack_add_tensors(rest, [sent], [-1.0])
+            if not current.is_delayed or self._packs_at_once:
+                codec.unpack_add_tensors(rest, [sent], [-1.0])
             current.squares.unsent += sum(map(sum_squares, rest))
         moved = _select(cut(self.delayed_change, self.chunk) if current.is_delayed else self._weights, tensors)
         if current.is_delayed:
@@ -312,24 +318,26 @@ class MovedChunk(ChunkExchange):
 
 _Sum = tuple[Sequence[Array], Sequence[float]]
 """Rows, and the factor of each."""
-_Ranges = list[tuple[int, slice]]
+Ranges = list[tuple[int, slice]]
 """Pieces of a chunk by their numbers, and which elements of each piece."""
 
 
-def _list_tensors_of_ranges(chunk: Chunk, bounds: Sequence[int]) -> Iterator[_Ranges]:
-    """Yield the pieces in each range [bounds[i], bounds[i + 1]) of the chunk's shard."""
+def list_tensors_of_ranges(chunk: Chunk, bounds: Sequence[int]) -> Iterator[Ranges]:
+    """Yield the pieces in each range [bounds[i], bounds[i + 1]) of the chunk's shard. With more nodes than blocks, some
+    ranges are empty."""
     first = 0
     for start, stop in itertools.pairwise(bounds):
         while first < len(chunk.pieces) and chunk.pieces[first].place.stop <= start:
             first += 1
-        ranges: _Ranges = []
+        ranges: Ranges = []
         for number in range(first, len(chunk.pieces)):
             place = chunk.pieces[number].place
-            if place.start >= stop:
+            low, high = max(place.start, start), min(place.stop, stop)
+            if low >= high:
                 break
-            ranges.append((number, slice(max(place.start, start) - place.start, min(place.stop, stop) - place.start)))
+            ranges.append((number, slice(low - place.start, high - place.start)))
         yield ranges
 
 
-def _select(tensors: Sequence[Array], ranges: _Ranges) -> list[Array]:
+def _select(tensors: Sequence[Array], ranges: Ranges) -> list[Array]:
     return [tensors[number][elements] for number, elements in ranges]

@@ -32,7 +32,8 @@ class ChunkMemory:
         """Return True if this rank can write all weights of the chunk of its node, where they are."""
         if self._world.local_size > 1 or self.device.device is not None:
             return False
-        return all(parameter.tensor.is_contiguous() for parameter in chunk.parameters)
+        tensors = [parameter.tensor for parameter in chunk.parameters]
+        return all(tensor.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0 for tensor in tensors)
 
     def read(self, chunk: Chunk) -> list[Array]:
         """Return the weights of this rank's shard, one array for each piece: copies, or views if the parameters are in

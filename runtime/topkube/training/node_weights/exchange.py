@@ -39,6 +39,7 @@ from topkube.collectives.call import Call
 from topkube.collectives.codec_all_reduce import CodecAllReduce
 from topkube.collectives.codecs import CodecOf, TensorCodec
 from topkube.collectives.exchange import Exchanges
+from topkube.collectives.one_stage import OneStage
 from topkube.collectives.request import Request
 from topkube.collectives.two_stage import TwoStage
 from topkube.training.exchange.aggregation import AggregationSettings
@@ -85,12 +86,17 @@ class WeightExchange:
         self.chunk_exchanges = [self._build_chunk_exchange(chunk) for chunk in self.chunks]
 
     def _build_chunk_exchange(self, chunk: Chunk) -> ChunkExchange:
-        codec_of = self._find_codecs(chunk)
+        world, codec_of = self.world, self._find_codecs(chunk)
+        places = [piece.place for piece in chunk.pieces]
         least_nodes = self.algorithm.two_stage_from
-        has_two_stages = least_nodes is not None and self.world.nodes >= max(least_nodes, 2)
-        if self.outer is None and isinstance(codec_of([], 0), TensorCodec):
-            return MovedChunk(chunk, self.world, self.weights, codec_of, has_two_stages, self.memory)
-        return RestChunk(chunk, self.world, self.weights, codec_of, has_two_stages, self.memory, self.outer)
+        stage: OneStage | TwoStage
+        if least_nodes is not None and world.nodes >= max(least_nodes, 2):
+            stage = TwoStage(codec_of, places, chunk.shard, world.node, world.nodes)
+        else:
+            stage = OneStage(codec_of, places, chunk.shard)
+        if self.outer is None and all(isinstance(codec, TensorCodec) for codec in stage.codecs):
+            return MovedChunk(chunk, world, self.weights, stage, self.memory)
+        return RestChunk(chunk, world, self.weights, stage, self.memory, self.outer)
 
     def _find_codecs(self, chunk: Chunk) -> CodecOf:
         """Return the function that builds the codec of a part of the chunk."""
@@ -189,12 +195,9 @@ class WeightExchange:
         """Add the result of a delayed exchange to the parameters. The ranks of a node gather it, and add the same."""
         for chunk in self.chunks:
             change = self.find_delayed(chunk)
-            if self.world.size == self.world.nodes and self.memory.is_in_place(chunk):  # no rank enters a call
-                for piece in chunk.pieces:
-                    own = piece.view(piece.parameter.tensor)
-                    own += torch.from_numpy(change[piece.place])
-                continue
-            for parameter, values in self.memory.list_tensors(chunk, self.gather(chunk, change)):
+            # If every node has one rank, no rank gathers: all ranks must enter the same calls.
+            whole = change if self.world.size == self.world.nodes else self.gather(chunk, change)
+            for parameter, values in self.memory.list_tensors(chunk, whole):
                 parameter += values
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -31,4 +32,24 @@ def check_parameters(trained: TrainedWeights, algorithm: str) -> None:
                 " another algorithm, such as dense"
                 if is_narrow and not is_sharded(tensor)
                 else "choose another algorithm, such as dense",
+            )
+    _refuse_shared_memory(trained, algorithm)
+
+
+def _refuse_shared_memory(trained: TrainedWeights, algorithm: str) -> None:
+    """Raise ArgumentError if two parameters share memory: an exchange would add its result to both."""
+    ends = [
+        (tensor.device, start, start + tensor.nbytes, parameter.name)
+        for parameter in trained.of_model
+        if (tensor := parameter.tensor).is_contiguous() and tensor.numel()
+        for start in [tensor.data_ptr()]
+    ]
+    ends.sort(key=lambda entry: (str(entry[0]), entry[1]))
+    for (device, _, end, name), (other_device, start, _, other_name) in itertools.pairwise(ends):
+        if device == other_device and start < end:
+            raise ArgumentError(
+                f"{algorithm} does not support this model: parameters {name} and {other_name} share memory",
+                cause="the model ties two weights by their data, so they are two parameters",
+                next_step="tie them as one parameter (decoder.weight = encoder.weight) before the optimizer is created,"
+                " or choose another algorithm, such as dense",
             )

@@ -116,6 +116,10 @@ def case_optimizers_that_do_not_work_with_onebit_are_refused(world: World) -> No
         build_onebit(model, period=0)
     with pytest.raises(ArgumentError, match=r"has dtype torch\.bfloat16"):
         build_onebit(build_network().bfloat16())
+    tied = nn.ParameterDict({"a": nn.Parameter(torch.zeros(40, 40))})
+    tied["b"] = nn.Parameter(tied["a"].data[:20])
+    with pytest.raises(ArgumentError, match="share memory"):
+        build_onebit(tied)
     with pytest.raises(ArgumentError, match=r"has dtype torch\.float64"):
         build_onebit(build_network().double(), build_masters(build_lamb))
     optimizer = build_onebit(model)

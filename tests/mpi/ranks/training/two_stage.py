@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import nn
 
 import topkube
 from ranks.training import onebit, onebit_weights
@@ -23,6 +25,22 @@ def case_the_weights_follow_the_definition(world: World) -> None:
     follow_definition(world, build_sgd, 1, steps=4)
     follow_definition(world, build_adamw, 2, steps=4)
     follow_definition(world, build_sgd, 1, steps=3, delay=1)
+
+
+def case_a_model_has_fewer_blocks_than_nodes(world: World) -> None:
+    """Some nodes then own nothing, and a tensor lies in the segments of the others."""
+    for algorithm in ("onebit", "topk1bit"):
+        for delay in (0, 1):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(24, 64), nn.Tanh(), nn.Linear(64, 1))
+            assert model[0].weight.numel() < 256 * world.nodes
+            optimizer = build_onebit(model, aggregation=algorithm, delay=delay)
+            before = read_agreed_weights(optimizer, model)
+            train(world, model, optimizer, range(4))
+            after = read_agreed_weights(optimizer, model)
+            assert are_equal_on_all_ranks(after)
+            assert all((new != old).any() for new, old in zip(after, before, strict=True))
+            optimizer.unwrap()
 
 
 def case_nothing_is_lost(world: World) -> None:
