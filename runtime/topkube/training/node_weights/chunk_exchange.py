@@ -35,6 +35,11 @@ from topkube.training.node_weights.layout import Chunk
 from topkube.training.node_weights.outer_momentum import OuterMomentum
 from topkube.world import World
 
+_Sum = tuple[Sequence[Array], Sequence[float]]
+"""Rows, and the factor of each."""
+Ranges = list[tuple[int, slice]]
+"""Pieces of a chunk by their numbers, and which elements of each piece."""
+
 
 @dataclass
 class ChunkCall:
@@ -314,12 +319,6 @@ class MovedChunk(ChunkExchange):
             for change in moved:
                 change[:] = 0
         codec.unpack_add_tensors(moved, *move)
-
-
-_Sum = tuple[Sequence[Array], Sequence[float]]
-"""Rows, and the factor of each."""
-Ranges = list[tuple[int, slice]]
-"""Pieces of a chunk by their numbers, and which elements of each piece."""
 
 
 def list_tensors_of_ranges(chunk: Chunk, bounds: Sequence[int]) -> Iterator[Ranges]:
