@@ -1,4 +1,4 @@
-"""docs/algorithms.md, from the declarations: `python -m topkube.algorithms.reference > docs/algorithms.md`."""
+"""Build docs/algorithms.md from the declarations: `python -m topkube.algorithms.reference > docs/algorithms.md`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from topkube.algorithms.choice import CHOICES
 from topkube.algorithms.cost import Workload
-from topkube.algorithms.declaration import Algorithm
+from topkube.algorithms.declaration import Algorithm, Route, Scope
 from topkube.algorithms.own import OWN
 from topkube.algorithms.parameters import PARAMETERS
 
@@ -17,12 +17,17 @@ This page lists the names for `spec.aggregation.algorithm` of a [TrainingJob](tr
 [Collectives](collectives.md) describes how they work. [Add an algorithm](new-algorithm.md) shows how to write another.
 This page is generated from the declarations: `python -m topkube.algorithms.reference > docs/algorithms.md`.
 
-`auto` is the default. It sends the whole gradient, or uses `int8` if that makes the steps of training at least 10%
-faster; with `nodeWeights: own`, it may also use `onebit`. `dense` always sends the whole gradient. To send fewer bytes,
-name an algorithm, such as `hitopk` or `onebit`. [Accuracy](accuracy.md) shows which algorithm fits each link and model,
-and the loss of each algorithm.
+`auto` is the default of a TrainingJob. It sends the whole gradient, or uses `int8` if that makes the steps of training
+at least 10% faster; with `nodeWeights: own`, it may also use `onebit`. `dense` always sends the whole gradient. To send
+fewer bytes, name an algorithm, such as `hitopk` or `onebit`. [Accuracy](accuracy.md) shows which algorithm fits each
+link and model, and the loss of each algorithm.
+
+The default of `topkube.allreduce_` is `hitopk`. In this function, `auto` and `dense` both stand for the dense algorithm
+that sends the fewest bytes.
 """
 _ELEMENTS, _SLOTS, _NODES = 25_600_000, 8, (2, 8, 16, 64)
+"""The worlds of the table of bytes: a model with the parameters of ResNet-50, and 8 ranks on each node."""
+_COPIES = {Scope.SHARD: "node, cut over its ranks", Scope.RANK: "rank"}
 
 
 def build_markdown() -> str:
@@ -36,15 +41,18 @@ def build_markdown() -> str:
         "|---|---|---|---|---|---|",
     ]
     lines += [_format_row(algorithm) for algorithm in OWN]
+    least_periods = [
+        f"{algorithm.least_period} for `{algorithm.name}`" for algorithm in OWN if algorithm.least_period > 1
+    ]
     lines += [
         "",
         "## Bytes that a node sends",
         "",
-        f"The table shows MB per step, by the declared costs, for {_ELEMENTS / 1e6:.1f} million parameters, {_SLOTS} "
-        "ranks per node, density "
-        f"{PARAMETERS['density'].default:g}, {PARAMETERS['wire'].default} values, and the smallest period (1, or 2 for "
-        "`diloco` and `sparseloco`). With a period of N, an algorithm that reads `period` sends "
-        "one N-th of the bytes of period 1. `topkube plan` computes the bytes for your cluster.",
+        f"The table shows MB per step, by the declared costs, for {_ELEMENTS / 1e6:.1f} million parameters and {_SLOTS} "
+        f"ranks per node. `density` is {PARAMETERS['density'].default:g}, `wire` is {PARAMETERS['wire'].default}, and "
+        f"`period` is the smallest that the algorithm allows: 1, but {' and '.join(least_periods)}. With a period that "
+        "is N times as long, an algorithm that reads `period` sends one N-th of the bytes shown. `topkube plan` computes "
+        "the bytes for your cluster.",
         "",
         "| name | " + " | ".join(f"{nodes} nodes" for nodes in _NODES) + " |",
         "|---|" + "---|" * len(_NODES),
@@ -67,31 +75,27 @@ def build_markdown() -> str:
 
 def _format_row(algorithm: Algorithm) -> str:
     states = [f"{state.name}, one copy per {_COPIES[state.scope]}: {state.summary}" for state in algorithm.state]
-    two_stages = (
-        f"; from {algorithm.two_stage_from} nodes on, reduce-scatter and all-gather" if algorithm.two_stage_from else ""
-    )
     transport = f" over {algorithm.transport}" if algorithm.needs_gpu else ""
-    cells = [f"`{algorithm.name}`", algorithm.family, algorithm.sends, f"{algorithm.route}{transport}{two_stages}"]
-    return (
-        "| "
-        + " | ".join(
-            [
-                *cells,
-                "; ".join(states) or "nothing",
-                _name_support_of_gpus(algorithm),
-            ]
-        )
-        + " |"
-    )
+    route = f"{algorithm.route}{transport}"
+    if algorithm.two_stage_from and algorithm.route is not Route.SPLIT:
+        route += f"; from {algorithm.two_stage_from} nodes on, {Route.SPLIT}"
+    cells = [
+        f"`{algorithm.name}`",
+        algorithm.family,
+        algorithm.sends,
+        route,
+        "; ".join(states) or "nothing",
+        _describe_gpu_support(algorithm),
+    ]
+    return "| " + " | ".join(cells) + " |"
 
 
-def _name_support_of_gpus(algorithm: Algorithm) -> str:
+def _describe_gpu_support(algorithm: Algorithm) -> str:
     if algorithm.in_weights:
         return "through host memory"
-    return "only" if algorithm.needs_gpu else "yes" if algorithm.on_device else "no"
-
-
-_COPIES = {"shard": "node, cut over its ranks", "rank": "rank"}
+    if algorithm.needs_gpu:
+        return "only"
+    return "yes" if algorithm.on_device else "no"
 
 
 def _list_sent_megabytes(algorithm: Algorithm) -> Iterator[str]:
