@@ -57,8 +57,8 @@ def count_ring_bytes(d: int, m: int, n: int) -> float:
 
 
 def count_hierarchical_bytes(d: int, m: int) -> float:
-    """Return the bytes of a dense exchange that reduces inside the node first: 2(m-1)/m·b. Recursive halving that begins
-    inside the node sends the same bytes between nodes."""
+    """Return the bytes of a dense exchange that reduces inside the node first: 2(m-1)/m·b. Recursive halving that
+    begins inside the node sends the same bytes between nodes."""
     return 2 * (m - 1) / m * 4 * d
 
 
@@ -80,30 +80,30 @@ def count_hitopk_bytes(d: int, m: int, n: int, density: float, entry_bytes: int)
 
 
 def _count_reduce_bytes(d: int, m: int, n: int) -> float:
-    """Return the memory bytes of a reduce-scatter inside each node, for all nodes. Arrays are private to their ranks. So
-    each rank first copies out the parts for other ranks (a read and a write). Then each shard is read from n places and
-    written once."""
+    """Return the memory bytes of a reduce-scatter inside each node, for all nodes. Arrays are private to their ranks.
+    So each rank first copies out the parts for other ranks (a read and a write). Then each shard is read from n places
+    and written once."""
     return m * (8 * (n - 1) * d + 4 * n * d + 4 * d) if n > 1 else 0.0
 
 
 def _count_gather_bytes(d: int, m: int, n: int) -> float:
-    """Return the memory bytes of an all-gather inside each node, for all nodes. Every rank reads the shards of the other
-    ranks of its node, and writes them to its own array."""
+    """Return the memory bytes of an all-gather inside each node, for all nodes. Every rank reads the shards of the
+    other ranks of its node, and writes them to its own array."""
     return m * 8 * (n - 1) * d
 
 
 def bound_dense(d: int, m: int, n: int, sent: float, machine: Machine) -> Bound:
-    """Return the bound of a dense exchange that sends `sent` bytes per node: the slower of memory and link, because both
-    can work at the same time."""
+    """Return the bound of a dense exchange that sends `sent` bytes per node: the slower of memory and link, because
+    both can work at the same time."""
     memory_seconds = (_count_reduce_bytes(d, m, n) + _count_gather_bytes(d, m, n)) / machine.update
     link_seconds = machine.find_link_seconds(sent)
     return Bound(sent, max(memory_seconds, link_seconds), memory_seconds, link_seconds)
 
 
 def bound_sparse(d: int, m: int, n: int, sent: float, machine: Machine, *, hierarchical: bool) -> Bound:
-    """Return the bound of a sparse exchange that sends `sent` bytes per node: reduce, select, then send. If the exchange
-    is `hierarchical`, the ranks of a node reduce first, and each rank selects from its shard of the sum. If not, each
-    rank selects from its whole gradient.
+    """Return the bound of a sparse exchange that sends `sent` bytes per node: reduce, select, then send. If the
+    exchange is `hierarchical`, the ranks of a node reduce first, and each rank selects from its shard of the sum. If
+    not, nothing is reduced first, and each rank selects from its whole gradient.
 
     Selection reads its input once. It needs the whole input, so these stages follow each other. Clearing the result (4
     bytes per element and rank) does not need the link and may overlap with sending."""

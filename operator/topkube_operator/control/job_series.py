@@ -3,8 +3,8 @@
 Only the replica that acts serves these series, so that each series has one producer. Their label `namespace` is the
 namespace of the job. Prometheus keeps this label only with `honor_labels`.
 
-The series are written as text here, because prometheus_client makes several objects of each sample. For a thousand jobs that
-would take longer than the rest of a scrape.
+The series are written as text here, because prometheus_client makes several objects of each sample. For a thousand
+jobs, that would take longer than the rest of a scrape.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ JOB_RESTARTS = Metric(
 JOB_FAILURE = Metric(
     "topkube_job_first_failure_info",
     "gauge",
-    "1 for a job that has not succeeded and has a failed attempt: the pod and rank that failed first in the last failed "
-    "attempt, and the reason.",
+    "1 for a job that has not succeeded and has a failed attempt: the pod and rank that failed first in the last "
+    "failed attempt, and the reason.",
     (*_JOB_LABELS, "pod", "rank", "reason"),
 )
 JOB_AVOIDED_NODE = Metric(

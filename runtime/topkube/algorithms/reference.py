@@ -48,11 +48,11 @@ def build_markdown() -> str:
         "",
         "## Bytes that a node sends",
         "",
-        f"The table shows MB per step, by the declared costs, for {_ELEMENTS / 1e6:.1f} million parameters and {_SLOTS} "
-        f"ranks per node. `density` is {PARAMETERS['density'].default:g}, `wire` is {PARAMETERS['wire'].default}, and "
-        f"`period` is the smallest that the algorithm allows: 1, but {' and '.join(least_periods)}. With a period that "
-        "is N times as long, an algorithm that reads `period` sends one N-th of the bytes shown. `topkube plan` computes "
-        "the bytes for your cluster.",
+        f"The table shows MB per step, by the declared costs, for {_ELEMENTS / 1e6:.1f} million parameters and "
+        f"{_SLOTS} ranks per node. `density` is {PARAMETERS['density'].default:g}, `wire` is "
+        f"{PARAMETERS['wire'].default}, and `period` is the smallest that the algorithm allows: 1, but "
+        f"{' and '.join(least_periods)}. With a period that is N times as long, an algorithm that reads `period` sends "
+        "one N-th of the bytes shown. `topkube plan` computes the bytes for your cluster.",
         "",
         "| name | " + " | ".join(f"{nodes} nodes" for nodes in _NODES) + " |",
         "|---|" + "---|" * len(_NODES),
