@@ -1,7 +1,7 @@
 """Lower bounds of an exchange: bytes on a node's link, bytes through memory, and the time that both need.
 
-m nodes, n ranks per node, P = m·n ranks, d float32 elements, b = 4d bytes. Sparse exchanges have the density ρ: they
-send k = ⌈ρd⌉ entries. An entry is a value and its index, together `entry_bytes` bytes.
+m nodes, n ranks per node, P = m·n ranks, d float32 elements, b = 4d bytes. Sparse exchanges have the density ρ: of d
+elements, k = ⌈ρd⌉ are selected. An entry is a selected value and its index, together `entry_bytes` bytes.
 
 The bytes on a link are those that one node sends. The bytes through memory are those of all ranks, because all nodes of
 this benchmark run on one machine. They are divided by the bandwidth that all ranks reach together.

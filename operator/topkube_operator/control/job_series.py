@@ -67,8 +67,15 @@ JOB_CHECKPOINT_AT = Metric(
     _JOB_LABELS,
 )
 METRICS = (
-    *(JOBS, JOB_PHASE, JOB_PHASE_SINCE, JOB_RESTARTS, JOB_FAILURE, JOB_FAILED_AT),
-    *(JOB_CHECKPOINT_FAILED, JOB_CHECKPOINT_AT, JOB_AVOIDED_NODE),
+    JOBS,
+    JOB_PHASE,
+    JOB_PHASE_SINCE,
+    JOB_RESTARTS,
+    JOB_FAILURE,
+    JOB_FAILED_AT,
+    JOB_CHECKPOINT_FAILED,
+    JOB_CHECKPOINT_AT,
+    JOB_AVOIDED_NODE,
 )
 
 _Sample = tuple[Metric, tuple[str, ...], float]
@@ -92,8 +99,8 @@ def render_jobs(jobs: Iterable[Mapping[str, Any]]) -> str:
     for namespace in sorted({namespace for namespace, _ in counts}):
         lines[JOBS] += [_format_line(JOBS, (namespace, phase), counts[namespace, phase]) for phase in PHASES]
     return "".join(
-        f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} {metric.kind}\n{''.join(samples)}"
-        for metric, samples in lines.items()
+        f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} {metric.kind}\n{''.join(metric_lines)}"
+        for metric, metric_lines in lines.items()
     )
 
 

@@ -1,9 +1,8 @@
 """The API server: list, watch, create, server-side apply, patch, delete.
 
-Every write calls `is_acting` first, and raises ApiError if this replica does not lead. Three
-methods skip this check: `replace_lease`, because replicas compete for the Lease in order to lead; `publish_bundle`,
-because every replica serves the webhooks, and all replicas derive the same bundle from one secret; and `call`, which
-all other methods use.
+Every write calls `is_acting` first, and raises ApiError if this replica does not lead. Three methods skip this check:
+`replace_lease`, because replicas compete for the Lease in order to lead; `publish_bundle`, because every replica serves
+the webhooks, and all replicas derive the same bundle from one secret; and `call`, which most other methods use.
 """
 
 from __future__ import annotations

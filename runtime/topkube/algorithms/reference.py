@@ -26,8 +26,9 @@ The default of `topkube.allreduce_` is `hitopk`. In this function, `auto` and `d
 that sends the fewest bytes.
 """
 _ELEMENTS, _SLOTS, _NODES = 25_600_000, 8, (2, 8, 16, 64)
-"""The worlds of the table of bytes: a model with the parameters of ResNet-50, and 8 ranks on each node."""
+"""For the table of bytes: the parameters of the model (as many as ResNet-50 has), ranks per node, numbers of nodes."""
 _COPIES = {Scope.SHARD: "node, cut over its ranks", Scope.RANK: "rank"}
+"""What keeps one copy of a state, by the scope of the state."""
 
 
 def build_markdown() -> str:
@@ -41,13 +42,16 @@ def build_markdown() -> str:
         "|---|---|---|---|---|---|",
     ]
     lines += [_format_row(algorithm) for algorithm in OWN]
+    lines += ["", "## Bytes that a node sends", "", *_build_bytes_section()]
+    lines += ["", "## Parameters", "", *_build_parameter_table()]
+    return "\n".join(lines) + "\n"
+
+
+def _build_bytes_section() -> list[str]:
     least_periods = [
         f"{algorithm.least_period} for `{algorithm.name}`" for algorithm in OWN if algorithm.least_period > 1
     ]
-    lines += [
-        "",
-        "## Bytes that a node sends",
-        "",
+    lines = [
         f"The table shows MB per step, by the declared costs, for {_ELEMENTS / 1e6:.1f} million parameters and "
         f"{_SLOTS} ranks per node. `density` is {PARAMETERS['density'].default:g}, `wire` is "
         f"{PARAMETERS['wire'].default}, and `period` is the smallest that the algorithm allows: 1, but "
@@ -58,10 +62,11 @@ def build_markdown() -> str:
         "|---|" + "---|" * len(_NODES),
     ]
     lines += [f"| `{algorithm.name}` | " + " | ".join(_list_sent_megabytes(algorithm)) + " |" for algorithm in OWN]
-    lines += [
-        "",
-        "## Parameters",
-        "",
+    return lines
+
+
+def _build_parameter_table() -> list[str]:
+    lines = [
         "| field | meaning | allowed | default | read by |",
         "|---|---|---|---|---|",
     ]
@@ -70,7 +75,7 @@ def build_markdown() -> str:
         default = str(parameter.default).lower() if isinstance(parameter.default, bool) else parameter.default
         cells = [f"`{parameter.field}`", parameter.description, parameter.range, f"`{default}`", ", ".join(readers)]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _format_row(algorithm: Algorithm) -> str:

@@ -15,7 +15,7 @@ from packing_definition import BLOCK, LEVELS, draw_floats, pack_integers_by_defi
 from topkube import kernels
 from topkube.errors import ArgumentError
 
-# The fixture `path` stays the same for all examples of a test, so Hypothesis need not refuse it.
+# Hypothesis refuses a fixture that is not set up again for every example. All examples of a test may run on one `path`.
 PATH_FIXTURE_ALLOWED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
@@ -43,10 +43,10 @@ def test_sent_values_and_remainders_add_up_to_the_input(x: Any, bits: int) -> No
     remainder, message = x.copy(), np.zeros(kernels.quantised_bytes(len(x), bits), np.uint8)
     kernels.quantised_pack_(remainder, bits, message)
     largest = float(np.abs(x).max(initial=0))
-    # A remainder is at most half of the scale: 0.51 includes the rounding of float32. The scale is the largest value
-    # divided by the number of levels, and rounded up to bf16 by less than 1%.
+    # The scale is the largest value divided by the largest integer, and rounded up to bf16 by less than 1%. A remainder
+    # is at most half of the scale; 0.51 leaves room for the rounding of float32.
     largest_remainder = 0.51 * 1.01 * largest / LEVELS[bits]
-    # If this quotient is below 2**-126, the scale is 0, and nothing is sent of values up to 127 * 2**-126 < 2**-119.
+    # A scale below 2**-126 becomes 0, and nothing is sent. All values are then below 127 * 2**-126 < 2**-119.
     assert np.abs(remainder).max(initial=0) <= max(largest_remainder, 2.0**-119)
     whole = kernels.quantised_unpack_add_(remainder.copy(), bits, [message], [1.0])
     np.testing.assert_allclose(whole, x, rtol=0, atol=largest * 2.0**-22)  # a few roundings of float32
@@ -76,29 +76,30 @@ def test_unpacking_adds_all_nodes_in_their_order(length: int, nodes: int, bits: 
 @pytest.mark.parametrize("place", [0, 300, 699])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_block_that_is_not_finite_arrives_as_nan(bad: float, place: int, bits: int) -> None:
-    x, message = np.ones(700, np.float32), np.zeros(kernels.quantised_bytes(700, bits), np.uint8)
+    length = 700  # blocks of 256, 256 and 188 elements
+    x, message = np.ones(length, np.float32), np.zeros(kernels.quantised_bytes(length, bits), np.uint8)
     assert kernels.quantised_pack_(x.copy(), bits, message)
     x[place] = bad
     assert not kernels.quantised_pack_(x, bits, message)
-    arrived = kernels.quantised_unpack_add_(np.zeros(700, np.float32), bits, [message], [1.0])
-    first = place // BLOCK * BLOCK
-    assert np.isnan(arrived[first : first + BLOCK]).all()
-    assert np.isnan(arrived).sum() == min(BLOCK, 700 - first)  # no element of another block
+    arrived = kernels.quantised_unpack_add_(np.zeros(length, np.float32), bits, [message], [1.0])
+    start = place // BLOCK * BLOCK
+    assert np.isnan(arrived[start : start + BLOCK]).all()
+    assert np.isnan(arrived).sum() == min(BLOCK, length - start)  # no element of another block
 
 
 def test_wrong_arguments_are_refused_before_anything_is_written() -> None:
     x = np.ones(512, np.float32)
     message = np.zeros(kernels.quantised_bytes(512, 8), np.uint8)
     for call in (
-        lambda: kernels.quantised_bytes(512, 5),
-        lambda: kernels.quantised_bytes(-1, 8),
-        lambda: kernels.quantised_pack_(x, 6, message),
-        lambda: kernels.quantised_pack_(x, 8, message[:-1]),
-        lambda: kernels.quantised_pack_(x, 4, message),
-        lambda: kernels.quantised_pack_(x.astype(np.float64), 8, message),
-        lambda: kernels.quantised_pack_(x, 8, x.view(np.uint8)[: len(message)]),
-        lambda: kernels.quantised_unpack_add_(x, 8, [message], []),
-        lambda: kernels.quantised_unpack_add_(x, 8, [message[:-8]], [1.0]),
+        lambda: kernels.quantised_bytes(512, 5),  # neither 4 nor 8 bits
+        lambda: kernels.quantised_bytes(-1, 8),  # a negative length
+        lambda: kernels.quantised_pack_(x, 6, message),  # neither 4 nor 8 bits
+        lambda: kernels.quantised_pack_(x, 8, message[:-1]),  # too short
+        lambda: kernels.quantised_pack_(x, 4, message),  # too long
+        lambda: kernels.quantised_pack_(x.astype(np.float64), 8, message),  # not float32
+        lambda: kernels.quantised_pack_(x, 8, x.view(np.uint8)[: len(message)]),  # overlaps x
+        lambda: kernels.quantised_unpack_add_(x, 8, [message], []),  # no weight for the message
+        lambda: kernels.quantised_unpack_add_(x, 8, [message[:-8]], [1.0]),  # too short
     ):
         with pytest.raises(ArgumentError):
             call()

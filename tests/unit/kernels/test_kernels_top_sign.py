@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from topkube import kernels
 from topkube.errors import ArgumentError, WireError
 
-# The fixture `path` stays the same for all examples of a test, so Hypothesis need not refuse it.
+# Hypothesis refuses a fixture that is not set up again for every example. All examples of a test may run on one `path`.
 PATH_FIXTURE_ALLOWED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 

@@ -87,6 +87,7 @@ class Shards:
         state = xxhash.xxh3_128(f"{self.uri}\0{form}\0{stop - start}\0".encode())
         listing = self.listing
         for texts in (listing.paths, listing.versions):
+            # The ends separate the texts: "ab" and "c" have another hash than "a" and "bc".
             ends = texts.ends[start:stop] - (texts.ends[start - 1] if start else 0)
             state.update(ends.astype("<i8").tobytes())
             state.update(texts.view_bytes(start, stop))
@@ -151,7 +152,7 @@ def _detect_format(listing: Listing) -> Format:
 def _refuse_unsupported_compressions(listing: Listing) -> None:
     names = listing.paths.blob.tobytes()
     if not any(ending.encode() in names for ending in _REFUSED):
-        return  # for a million files, this search is much faster than the loop
+        return  # this search of all names at once is much faster than the loop below
     for index in range(len(listing)):
         if (path := listing.paths[index]).endswith(_REFUSED):
             raise DatasetError(

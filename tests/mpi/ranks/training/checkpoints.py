@@ -131,10 +131,10 @@ def recut_state(optimizer: topkube.DistributedOptimizer, world: World) -> dict[s
     """Return the optimizer's state as a run that resumes in a changed world gets it: every rank has all pieces of its
     node's residual. The world stays the same here; only the residuals are cut as after a change."""
     state = optimizer.state_dict()
-    own = state["topkube"]
-    saved = world.comm.allgather(own["residuals"])
-    cut = recut(saved, own["residuals"]["copy"], own["residuals"]["copies"])
-    return {**state, "topkube": {**own, "residuals": cut}}
+    residuals = state["topkube"]["residuals"]
+    saved_residuals = world.comm.allgather(residuals)
+    cut = recut(saved_residuals, residuals["copy"], residuals["copies"])
+    return {**state, "topkube": {**state["topkube"], "residuals": cut}}
 
 
 def case_what_is_owed_counts_once_after_two_changes_of_the_world(world: World) -> None:

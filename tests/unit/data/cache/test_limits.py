@@ -18,14 +18,20 @@ from topkube.data.opening import check_limits
 from topkube.data.remote.listing import Listing, RemoteObject
 from topkube.errors import DatasetError
 
-RECORD = ArrayOf("uint8", (3072,))
+RECORD_BYTES = 3072
+RECORD = ArrayOf("uint8", (RECORD_BYTES,))
+
+
+def sum_disk_bytes(cache: Path) -> int:
+    """Return the bytes of all shards and indexes on disk."""
+    return sum(path.stat().st_size for path in cache.glob("datasets/*/shards/*/*"))
 
 
 def test_the_least_recently_used_datasets_are_evicted_but_never_pinned_or_used_datasets(
     tmp_path: Path, open_dataset: Opener
 ) -> None:
     data = {name: write_files(tmp_path / name, 10) for name in ("old", "pinned", "new", "next", "last")}
-    limit = 4 * 10 * 3072
+    limit = 4 * 10 * RECORD_BYTES  # four datasets of 10 records
     for name in ("pinned", "old", "new"):
         check_samples(open_dataset(tmp_path / name, decode=RECORD, size_limit=limit), data[name])
         open_dataset.close()
@@ -34,7 +40,7 @@ def test_the_least_recently_used_datasets_are_evicted_but_never_pinned_or_used_d
     folders["pinned"].pin()
     for last_used, name in enumerate(("pinned", "old", "new"), 1000):
         os.utime(folders[name].path / "dataset.json", (last_used, last_used))
-    next_dataset = open_dataset(tmp_path / "next", decode=RECORD, size_limit=limit)  # the fourth dataset fills the tier
+    next_dataset = open_dataset(tmp_path / "next", decode=RECORD, size_limit=limit)
     check_samples(next_dataset, data["next"])
     last = open_dataset(tmp_path / "last", decode=RECORD, size_limit=limit)
     check_samples(last, data["last"])
@@ -53,16 +59,19 @@ def test_within_a_job_the_tier_takes_shards_until_it_is_full_and_then_freezes(
     assert dataset.node_state.disk_state == FROZEN
     assert DiskTier(open_dataset.cache).count_used_bytes() <= 100_000
     shards = range(len(dataset.cache.shards))
-    wait_until(lambda: sum(map(dataset.cache.has, shards)) == 3)  # readers do not wait for the last shard
+    # Three shards of about 30,000 bytes fit. Readers do not wait until the last of them is in the cache.
+    wait_until(lambda: sum(map(dataset.cache.has, shards)) == 3)
     assert capfd.readouterr().err.count("takes no more shards") == 1
 
 
 def test_the_memory_limit_holds(tmp_path: Path, open_dataset: Opener, capfd: pytest.CaptureFixture[str]) -> None:
     data = write_files(tmp_path / "source", 100)
-    dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=50 * 3072, group_bytes=30_000)
+    limit = 50 * RECORD_BYTES
+    # A limit must have room for a whole shard, so the 100 records are in several shards.
+    dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=limit, group_bytes=30_000)
     for _ in range(2):
         check_samples(dataset, data)
-    assert dataset.statistics()["memory_used_bytes"] == 50 * 3072
+    assert dataset.statistics()["memory_used_bytes"] == limit
     assert capfd.readouterr().err.count("memory cache takes no more samples") == 1
 
 
@@ -72,7 +81,7 @@ def test_indexes_count_against_the_limit(tmp_path: Path, open_dataset: Opener) -
     whole = open_dataset(tmp_path / "source")
     whole.warm()
     tier = DiskTier(open_dataset.cache)
-    disk_bytes = sum(path.stat().st_size for path in open_dataset.cache.glob("datasets/*/shards/*/*"))
+    disk_bytes = sum_disk_bytes(open_dataset.cache)
     shard_bytes = int(whole.cache.shards.sizes.sum())
     assert tier.count_used_bytes() == disk_bytes > shard_bytes
     open_dataset.close()
@@ -83,12 +92,12 @@ def test_indexes_count_against_the_limit(tmp_path: Path, open_dataset: Opener) -
     limited = open_dataset(tmp_path / "source", size_limit=limit)
     assert len(limited) == 320
     limited.warm()
-    limited_disk_bytes = sum(path.stat().st_size for path in open_dataset.cache.glob("datasets/*/shards/*/*"))
-    assert limited_disk_bytes == DiskTier(open_dataset.cache).count_used_bytes() <= limit
+    assert sum_disk_bytes(open_dataset.cache) == DiskTier(open_dataset.cache).count_used_bytes() <= limit
     assert [int(sample["cls"]) for sample in limited.__getitems__(range(320))] == list(range(320))
+    assert limited.cache.folder is not None
     for number in range(8):
-        if limited.cache.has(number) and limited.cache.folder is not None:
-            limited.cache.folder.evict(limited.cache.shards.compute_key(number))
+        if limited.cache.has(number):
+            limited.cache.folder.evict(limited.cache.shards.compute_key(number))  # with the index
     assert DiskTier(open_dataset.cache).count_used_bytes() == 0
 
 
@@ -96,7 +105,7 @@ def test_indexes_count_against_the_limit(tmp_path: Path, open_dataset: Opener) -
 def test_limits_below_the_largest_shard_are_refused_with_the_numbers(
     tmp_path: Path, open_dataset: Opener, limit_name: str
 ) -> None:
-    write_files(tmp_path / "source", 20)
+    write_files(tmp_path / "source", 20)  # two shards of 10 records
     with pytest.raises(DatasetError, match=r"1,000 bytes; the largest shard has 30,720 bytes"):
         open_dataset(tmp_path / "source", group_bytes=33_000, **{limit_name: 1000})
 
@@ -104,10 +113,12 @@ def test_limits_below_the_largest_shard_are_refused_with_the_numbers(
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_limits_count_every_rank_of_the_node(ranks: int) -> None:
     shards = Shards("u", Listing.from_objects([RemoteObject("a", 600, "v"), RemoteObject("b", 1000, "v")], "u"), "tar")
-    check_limits(shards, 1000 * ranks, 1000 * ranks, ranks)
-    for limits in ((1000 * ranks - 1, 0), (0, 1000 * ranks - 1)):
-        with pytest.raises(DatasetError, match=rf"largest shard has 1,000 bytes.*at least {1000 * ranks:,} bytes"):
-            check_limits(shards, *limits, ranks)
+    least = 1000 * ranks
+    check_limits(shards, size_limit=least, memory_limit=least, ranks_per_node=ranks)
+    no_limit = 0
+    for size_limit, memory_limit in ((least - 1, no_limit), (no_limit, least - 1)):
+        with pytest.raises(DatasetError, match=rf"largest shard has 1,000 bytes.*at least {least:,} bytes"):
+            check_limits(shards, size_limit, memory_limit, ranks)
 
 
 @pytest.mark.parametrize("tested_step", ["recorded", "renamed", "published"])
@@ -115,12 +126,13 @@ def test_a_shard_never_counts_twice_against_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tested_step: str
 ) -> None:
     """The limit has room for two shards: the shard that is being published, and the shard of another process."""
-    folder = DiskTier(tmp_path / "cache", DiskLimits(2000, 0)).open_folder("file:///x")
+    limits = DiskLimits(size=2000, free=0)
+    folder = DiskTier(tmp_path / "cache", limits).open_folder("file:///x")
     reservations = []
 
     def reserve_room(step: str) -> None:
         if step == tested_step:
-            other = DiskTier(tmp_path / "cache", DiskLimits(2000, 0))
+            other = DiskTier(tmp_path / "cache", limits)
             # Raises Full if the shard that is being published counts twice.
             reservations.append(other.reserve(1000, folder.path / "part", folder))
 
