@@ -8,7 +8,7 @@ namespace {
 
 using Indices = nb::ndarray<std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Throws if k of `length` elements cannot be selected, or if the array of values, of `values_bytes` bytes, does not have k items.
+// Requires 1 <= k <= length < 2^32, and room for k values in an array of `values_bytes` bytes, no more and no less.
 void require_selection(std::size_t length, std::size_t k, std::size_t values_bytes, std::size_t item_bytes) {
   require(k >= 1 && k <= length, "k outside 1..length");
   require(length < std::size_t{1} << 32, "length does not fit 32-bit indices");
