@@ -1,7 +1,10 @@
 """Lower bounds of an exchange: bytes on a node's link, bytes through memory, and the time that both need.
 
-m nodes, n ranks per node, P = m·n, d float32 elements, b = 4d bytes. All nodes of this benchmark run on one machine.
-So the bytes that all ranks move through memory are added, and divided by the bandwidth that all ranks reach together.
+m nodes, n ranks per node, P = m·n ranks, d float32 elements, b = 4d bytes. Sparse exchanges have the density ρ: of d
+elements, k = ⌈ρd⌉ are selected. An entry is a selected value and its index, together `entry_bytes` bytes.
+
+The bytes on a link are those that one node sends. The bytes through memory are those of all ranks, because all nodes of
+this benchmark run on one machine. They are divided by the bandwidth that all ranks reach together.
 """
 
 from __future__ import annotations
@@ -9,22 +12,27 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-INDEX_BYTES = 2  # offsets within blocks of 65,536 elements
+INDEX_BYTES = 2  # an index is an offset within a block of 65,536 elements
 VALUE_BYTES = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates measured in the same run: bytes per second; `find_wire_seconds` maps the bytes of a message to seconds."""
+    """What was measured in the same run. `read` and `update` are bytes per second of all ranks together, over arrays
+    larger than the caches."""
 
     read: float
+    """The rate of reading an array."""
     update: float
-    """a += b over arrays larger than the caches, all ranks at once: 12 bytes per element."""
+    """The rate of a += b. An element counts as 12 bytes: two reads and a write of 4 bytes each."""
     link_bytes: tuple[int, ...] = ()
+    """The sizes of the measured messages, ascending. Empty if the nodes have no link between them."""
     link_seconds: tuple[float, ...] = ()
+    """The seconds of each of these messages."""
 
-    def find_wire_seconds(self, sent: float) -> float:
-        """Return the seconds of the next larger measured message; beyond the largest message, in proportion to it."""
+    def find_link_seconds(self, sent: float) -> float:
+        """Return the seconds of a message of `sent` bytes, at the rate of the next larger measured message, or of the
+        largest message if no larger message was measured."""
         if not self.link_bytes or not sent:
             return 0.0
         sizes = [size for size in self.link_bytes if size >= sent] or [self.link_bytes[-1]]
@@ -34,12 +42,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Bound:
-    """The least that an exchange costs: the bytes that a node sends over its link, and seconds."""
+    """The least that an exchange costs. `sent_bytes` is what a node sends over its link. `seconds` is the time of the
+    whole exchange; `memory_seconds` and `link_seconds` are the times of memory alone and of the link alone."""
 
     sent_bytes: float
     seconds: float
     memory_seconds: float
-    wire_seconds: float
+    link_seconds: float
 
 
 def count_ring_bytes(d: int, m: int, n: int) -> float:
@@ -48,51 +57,63 @@ def count_ring_bytes(d: int, m: int, n: int) -> float:
 
 
 def count_hierarchical_bytes(d: int, m: int) -> float:
-    """Return the bytes of a dense exchange that is reduced inside the node first (or halved recursively):
-    2(m-1)/m·b."""
+    """Return the bytes of a dense exchange that reduces inside the node first: 2(m-1)/m·b. Recursive halving that
+    begins inside the node sends the same bytes between nodes."""
     return 2 * (m - 1) / m * 4 * d
 
 
 def count_gathered_bytes(d: int, m: int, n: int, density: float, entry_bytes: int) -> float:
-    """Return the bytes of a ring all-gather of k entries per rank: (P-1)·k·entry."""
+    """Return the bytes of a ring all-gather of k entries per rank: (P-1)·k·entry_bytes."""
     return (m * n - 1) * math.ceil(density * d) * entry_bytes if m > 1 else 0.0
 
 
 def count_naive_bytes(d: int, m: int, n: int, density: float, entry_bytes: int) -> float:
     """Return the bytes if each of a node's n ranks sends its k entries to every rank of other nodes:
-    n·(P-n)·k·entry."""
+    n·(P-n)·k·entry_bytes."""
     return n * (m * n - n) * math.ceil(density * d) * entry_bytes
 
 
 def count_hitopk_bytes(d: int, m: int, n: int, density: float, entry_bytes: int) -> float:
-    """Return the bytes of n shards of k/n entries that are sent to m-1 other nodes: (m-1)·ρd·entry."""
+    """Return the bytes if a node sends the ⌈ρd/n⌉ largest entries of each of its n shards to the m-1 other nodes:
+    (m-1)·n·⌈ρd/n⌉·entry_bytes."""
     return (m - 1) * n * math.ceil(density * d / n) * entry_bytes
 
 
 def _count_reduce_bytes(d: int, m: int, n: int) -> float:
-    """Return the memory bytes of a reduce-scatter in the node. Arrays are private to their ranks: the parts for other
-    ranks are copied out (read and written) once; then each shard is read from n places and written once."""
+    """Return the memory bytes of a reduce-scatter inside each node, for all nodes. Arrays are private to their ranks.
+    So each rank first copies out the parts for other ranks (a read and a write). Then each shard is read from n places
+    and written once."""
     return m * (8 * (n - 1) * d + 4 * n * d + 4 * d) if n > 1 else 0.0
 
 
 def _count_gather_bytes(d: int, m: int, n: int) -> float:
-    """Return the memory bytes of an all-gather in the node: every rank reads and writes the shards of the others."""
+    """Return the memory bytes of an all-gather inside each node, for all nodes. Every rank reads the shards of the
+    other ranks of its node, and writes them to its own array."""
     return m * 8 * (n - 1) * d
 
 
 def bound_dense(d: int, m: int, n: int, sent: float, machine: Machine) -> Bound:
-    """Return the bound of a dense exchange: the slower of memory and link, because both can work at the same time."""
-    memory = (_count_reduce_bytes(d, m, n) + _count_gather_bytes(d, m, n)) / machine.update
-    wire = machine.find_wire_seconds(sent)
-    return Bound(sent, max(memory, wire), memory, wire)
+    """Return the bound of a dense exchange that sends `sent` bytes per node: the slower of memory and link, because
+    both can work at the same time."""
+    memory_seconds = (_count_reduce_bytes(d, m, n) + _count_gather_bytes(d, m, n)) / machine.update
+    link_seconds = machine.find_link_seconds(sent)
+    return Bound(sent, max(memory_seconds, link_seconds), memory_seconds, link_seconds)
 
 
 def bound_sparse(d: int, m: int, n: int, sent: float, machine: Machine, *, hierarchical: bool) -> Bound:
-    """Return the bound of a sparse exchange: reduce, select, then send. Selection needs the whole shard, so these
-    stages follow each other. Selection is one read of its input. Clearing the result (4 bytes per element and rank)
-    does not need the link and may overlap with it."""
-    reduced = _count_reduce_bytes(d, m, n) / machine.update if hierarchical else 0.0
-    selected = 4 * d * (m if hierarchical else m * n) / machine.read
-    cleared = 4 * d * m * n / machine.update
-    wire = machine.find_wire_seconds(sent)
-    return Bound(sent, reduced + selected + max(cleared, wire), reduced + selected + cleared, wire)
+    """Return the bound of a sparse exchange that sends `sent` bytes per node: reduce, select, then send. If the
+    exchange is `hierarchical`, the ranks of a node reduce first, and each rank selects from its shard of the sum. If
+    not, nothing is reduced first, and each rank selects from its whole gradient.
+
+    Selection reads its input once. It needs the whole input, so these stages follow each other. Clearing the result (4
+    bytes per element and rank) does not need the link and may overlap with sending."""
+    reduce_seconds = _count_reduce_bytes(d, m, n) / machine.update if hierarchical else 0.0
+    select_seconds = 4 * d * (m if hierarchical else m * n) / machine.read
+    clear_seconds = 4 * d * m * n / machine.update
+    link_seconds = machine.find_link_seconds(sent)
+    return Bound(
+        sent,
+        seconds=reduce_seconds + select_seconds + max(clear_seconds, link_seconds),
+        memory_seconds=reduce_seconds + select_seconds + clear_seconds,
+        link_seconds=link_seconds,
+    )

@@ -1,3 +1,5 @@
+// Binds csrc/cpu/selection/. k is the length of `indices`. Every function returns the passes over memory and the number of
+// candidates (see `Effort`); mstopk also returns its thresholds.
 #include "bindings/bind.hpp"
 #include "cpu/selection/select.hpp"
 
@@ -6,10 +8,11 @@ namespace {
 
 using Indices = nb::ndarray<std::uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-void require_selection(std::size_t length, std::size_t k, std::size_t value_bytes, std::size_t value_size) {
+// Requires 1 <= k <= length < 2^32, and room for k values in an array of `values_bytes` bytes, no more and no less.
+void require_selection(std::size_t length, std::size_t k, std::size_t values_bytes, std::size_t item_bytes) {
   require(k >= 1 && k <= length, "k outside 1..length");
   require(length < std::size_t{1} << 32, "length does not fit 32-bit indices");
-  require(value_bytes == k * value_size, "values and indices differ in length");
+  require(values_bytes == k * item_bytes, "values and indices differ in length");
 }
 
 }  // namespace
@@ -35,7 +38,8 @@ void bind_selection(nb::module_& module) {
         const Dtype dtype = dtype_of(code);
         const std::size_t length = gradient.size() / item_size(dtype), k = indices.size();
         require_selection(length, k, values.size(), sizeof(float));
-        require(residual.size() == length * sizeof(float) && acc.size() == length * sizeof(float), "lengths differ");
+        require(residual.size() == length * sizeof(float) && acc.size() == length * sizeof(float),
+                "residual or acc does not have one float32 per element of the gradient");
         const void* from = gradient.data();
         const auto* old = reinterpret_cast<const float*>(residual.data());
         auto* sum = reinterpret_cast<float*>(acc.data());

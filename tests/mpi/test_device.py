@@ -1,5 +1,5 @@
-"""All-reduce of torch tensors on their device, through torch.distributed inside the node. The cases are in
-ranks/device.py, and those of error feedback in the weights in ranks/training/onebit_devices.py."""
+"""The path of CUDA tensors, on CPU tensors: torch.distributed (gloo) exchanges data inside the node. The cases are in
+ranks/device.py; those of error feedback in the weights are in ranks/training/onebit_devices.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from worlds import list_parameters
 
 MODULES = "device,training.onebit_devices"
 LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(1,), (2, 2), (2, 1)]}
+"""The worlds of each MPI: the number of ranks on each node."""
 
 
 @pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters(MODULES, LAYOUTS))

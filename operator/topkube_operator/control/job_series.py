@@ -1,16 +1,17 @@
 """The series of jobs: their phases, restarts, failures and checkpoints, read from the stored objects at every scrape.
 
-Only the replica that acts serves them, so that each series has one producer. They carry the job's own `namespace`.
-Prometheus keeps this label only with `honor_labels`.
+Only the replica that acts serves these series, so that each series has one producer. Their label `namespace` is the
+namespace of the job. Prometheus keeps this label only with `honor_labels`.
 
-They are written as text here, because prometheus_client makes several objects of each sample. For a thousand jobs that
-would take longer than the rest of a scrape.
+The series are written as text here, because prometheus_client makes several objects of each sample. For a thousand
+jobs, that would take longer than the rest of a scrape.
 """
 
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, get_args
 
 from topkube.job.status import Phase
@@ -20,102 +21,132 @@ from topkube_operator.model.status import CHECKPOINT_FAILED
 
 PHASES: tuple[str, ...] = get_args(Phase)
 FINISHED = ("Succeeded", "Failed")
-JOB = ("namespace", "training_job")
+_JOB_LABELS = ("namespace", "training_job")
 
 JOBS = Metric("topkube_jobs", "gauge", f"TrainingJobs by phase: {', '.join(PHASES)}.", ("namespace", "phase"))
 JOB_PHASE = Metric(
     "topkube_job_phase",
     "gauge",
     f"1 for the phase that an unfinished job is in: {', '.join(phase for phase in PHASES if phase not in FINISHED)}.",
-    (*JOB, "phase"),
+    (*_JOB_LABELS, "phase"),
 )
 JOB_PHASE_SINCE = Metric(
-    "topkube_job_phase_timestamp_seconds", "gauge", "When an unfinished job entered its phase.", JOB
+    "topkube_job_phase_timestamp_seconds", "gauge", "When an unfinished job entered its phase.", _JOB_LABELS
 )
-JOB_RESTARTS = Metric("topkube_job_restarts", "gauge", "Restarts of an unfinished job, disruptions included.", JOB)
+JOB_RESTARTS = Metric(
+    "topkube_job_restarts", "gauge", "Restarts of an unfinished job, disruptions included.", _JOB_LABELS
+)
 JOB_FAILURE = Metric(
     "topkube_job_first_failure_info",
     "gauge",
-    "1 for a job with a failed attempt: the pod and rank that failed first, and the reason.",
-    (*JOB, "pod", "rank", "reason"),
+    "1 for a job that has not succeeded and has a failed attempt: the pod and rank that failed first in the last "
+    "failed attempt, and the reason.",
+    (*_JOB_LABELS, "pod", "rank", "reason"),
 )
 JOB_AVOIDED_NODE = Metric(
     "topkube_job_avoided_node_info",
     "gauge",
     "1 for each node that new pods of an unfinished job avoid, with the node's condition or the reason of a failure.",
-    (*JOB, "node", "reason"),
+    (*_JOB_LABELS, "node", "reason"),
 )
 JOB_FAILED_AT = Metric(
-    "topkube_job_failed_timestamp_seconds", "gauge", "When a failed job failed. Absent for other jobs.", JOB
+    "topkube_job_failed_timestamp_seconds", "gauge", "When a failed job failed. Absent for other jobs.", _JOB_LABELS
 )
 JOB_CHECKPOINT_FAILED = Metric(
     "topkube_job_checkpoint_failed",
     "gauge",
     "1 if the condition CheckpointFailed of an unfinished job is true: a checkpoint could not be written, and there is "
     "no newer checkpoint. Absent without spec.checkpoint.",
-    JOB,
+    _JOB_LABELS,
 )
 JOB_CHECKPOINT_AT = Metric(
     "topkube_job_last_checkpoint_timestamp_seconds",
     "gauge",
-    "When a checkpoint of a running job was last reported, or when the job started if it has none. Absent without "
-    "spec.checkpoint.",
-    JOB,
+    "When the newest checkpoint of a running job was first reported, or when the job started if it has none. Absent "
+    "without spec.checkpoint.",
+    _JOB_LABELS,
 )
 METRICS = (
-    *(JOBS, JOB_PHASE, JOB_PHASE_SINCE, JOB_RESTARTS, JOB_FAILURE, JOB_FAILED_AT),
-    *(JOB_CHECKPOINT_FAILED, JOB_CHECKPOINT_AT, JOB_AVOIDED_NODE),
+    JOBS,
+    JOB_PHASE,
+    JOB_PHASE_SINCE,
+    JOB_RESTARTS,
+    JOB_FAILURE,
+    JOB_FAILED_AT,
+    JOB_CHECKPOINT_FAILED,
+    JOB_CHECKPOINT_AT,
+    JOB_AVOIDED_NODE,
 )
+
+_Sample = tuple[Metric, tuple[str, ...], float]
+"""A metric of one job, the values of its labels after _JOB_LABELS, and its value."""
 
 
 def render_jobs(jobs: Iterable[Mapping[str, Any]]) -> str:
-    """Return the series of all stored jobs in Prometheus's text format. Finished jobs are counted by phase. Of them,
-    only failed jobs also have series of their own, about their failure."""
+    """Return the series of all stored jobs in Prometheus's text format. All jobs are counted by phase. A succeeded job
+    has no series of its own, and a failed job only those about its failure."""
     lines: dict[Metric, list[str]] = {metric: [] for metric in METRICS}
     counts: Counts[tuple[str, str]] = Counts()
     for job in jobs:
-        metadata, status = job.get("metadata") or {}, job.get("status") or {}
-        name = (str(metadata.get("namespace", "")), str(metadata.get("name", "")))
-        phase = str(status.get("phase") or "Pending")
-        counts[name[0], phase] += 1
-        first = status.get("firstFailure") or {}
-        if first and phase != "Succeeded":
-            rank = "" if first.get("rank") is None else str(first["rank"])
-            values = (*name, first.get("pod") or "", rank, first.get("reason") or "")
-            lines[JOB_FAILURE].append(_format_line(JOB_FAILURE, values, 1))
-        if phase == "Failed" and (failed := parse_timestamp(status.get("completionTime"))) is not None:
-            lines[JOB_FAILED_AT].append(_format_line(JOB_FAILED_AT, name, failed.timestamp()))
-        if phase in FINISHED:
-            continue
-        if (job.get("spec") or {}).get("checkpoint"):
-            for metric, value in _list_checkpoint_values(status, phase):
-                lines[metric].append(_format_line(metric, name, value))
-        restarts = (status.get("restarts") or 0) + (status.get("disruptions") or 0)
-        lines[JOB_PHASE].append(_format_line(JOB_PHASE, (*name, phase), 1))
-        for entry in status.get("avoidedNodes") or ():
-            lines[JOB_AVOIDED_NODE].append(
-                _format_line(JOB_AVOIDED_NODE, (*name, entry["name"], entry.get("reason") or ""), 1)
-            )
-        lines[JOB_RESTARTS].append(_format_line(JOB_RESTARTS, name, restarts))
-        if (entered := _find_phase_entry(metadata, status)) is not None:
-            lines[JOB_PHASE_SINCE].append(_format_line(JOB_PHASE_SINCE, name, entered))
+        namespace, name = _read_job_labels(job)
+        phase = _read_phase(job)
+        counts[namespace, phase] += 1
+        samples = _list_failure_samples(job, phase)
+        if phase not in FINISHED:
+            samples = chain(samples, _list_unfinished_samples(job, phase))
+        for metric, labels, value in samples:
+            lines[metric].append(_format_line(metric, (namespace, name, *labels), value))
     for namespace in sorted({namespace for namespace, _ in counts}):
         lines[JOBS] += [_format_line(JOBS, (namespace, phase), counts[namespace, phase]) for phase in PHASES]
     return "".join(
-        f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} {metric.kind}\n{''.join(samples)}"
-        for metric, samples in lines.items()
+        f"# HELP {metric.name} {metric.help}\n# TYPE {metric.name} {metric.kind}\n{''.join(metric_lines)}"
+        for metric, metric_lines in lines.items()
     )
 
 
-def _list_checkpoint_values(status: Mapping[str, Any], phase: str) -> Iterable[tuple[Metric, float]]:
-    """Yield the series about the checkpoints of an unfinished job."""
+def _read_job_labels(job: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the values of _JOB_LABELS."""
+    metadata = job.get("metadata") or {}
+    return str(metadata.get("namespace", "")), str(metadata.get("name", ""))
+
+
+def _read_phase(job: Mapping[str, Any]) -> str:
+    return str((job.get("status") or {}).get("phase") or "Pending")
+
+
+def _list_failure_samples(job: Mapping[str, Any], phase: str) -> Iterator[_Sample]:
+    """Yield the samples about the failures of a job, finished or not."""
+    status = job.get("status") or {}
+    first_failure = status.get("firstFailure") or {}
+    if first_failure and phase != "Succeeded":
+        rank = "" if first_failure.get("rank") is None else str(first_failure["rank"])
+        yield JOB_FAILURE, (first_failure.get("pod") or "", rank, first_failure.get("reason") or ""), 1
+    if phase == "Failed" and (failed_at := parse_timestamp(status.get("completionTime"))) is not None:
+        yield JOB_FAILED_AT, (), failed_at.timestamp()
+
+
+def _list_unfinished_samples(job: Mapping[str, Any], phase: str) -> Iterator[_Sample]:
+    """Yield the samples that only an unfinished job has."""
+    status = job.get("status") or {}
+    if (job.get("spec") or {}).get("checkpoint"):
+        yield from _list_checkpoint_samples(status, phase)
+    yield JOB_PHASE, (phase,), 1
+    for entry in status.get("avoidedNodes") or ():
+        yield JOB_AVOIDED_NODE, (entry["name"], entry.get("reason") or ""), 1
+    yield JOB_RESTARTS, (), (status.get("restarts") or 0) + (status.get("disruptions") or 0)
+    if (entered := _find_phase_entry(job.get("metadata") or {}, status)) is not None:
+        yield JOB_PHASE_SINCE, (), entered
+
+
+def _list_checkpoint_samples(status: Mapping[str, Any], phase: str) -> Iterator[_Sample]:
+    """Yield the samples about the checkpoints of an unfinished job that writes checkpoints."""
     conditions = [entry for entry in status.get("conditions") or () if isinstance(entry, Mapping)]
     has_failed = any(entry.get("type") == CHECKPOINT_FAILED and entry.get("status") == "True" for entry in conditions)
-    yield JOB_CHECKPOINT_FAILED, float(has_failed)
+    yield JOB_CHECKPOINT_FAILED, (), float(has_failed)
     progress = status.get("progress") or {}
-    saved = parse_timestamp(progress.get("checkpointAt")) or parse_timestamp(status.get("startTime"))
-    if phase == "Running" and saved is not None:
-        yield JOB_CHECKPOINT_AT, saved.timestamp()
+    saved_or_started = parse_timestamp(progress.get("checkpointAt")) or parse_timestamp(status.get("startTime"))
+    if phase == "Running" and saved_or_started is not None:
+        yield JOB_CHECKPOINT_AT, (), saved_or_started.timestamp()
 
 
 def _format_line(metric: Metric, values: Sequence[str], value: float) -> str:
@@ -129,8 +160,8 @@ def _escape(value: str) -> str:
 
 
 def _find_phase_entry(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> float | None:
-    """Return when the job entered its phase, as Unix time: the last change of a condition of the phase, or the creation
-    of the job if no condition has changed."""
+    """Return when the job entered its phase, as Unix time: the newest change of any condition except CheckpointFailed,
+    which does not determine the phase; or the creation of the job if no condition has changed."""
     conditions = status.get("conditions") or []
     times = [
         condition.get("lastTransitionTime")

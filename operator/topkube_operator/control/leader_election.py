@@ -65,7 +65,7 @@ class LeaderElection:
                 lease = self._cluster.get("Lease", self._namespace, self._name)
                 if lease["spec"].get("holderIdentity") == self._identity:
                     lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1}
-                    self._cluster.replace(lease)
+                    self._cluster.replace_lease(lease)
             except ApiError as error:
                 _log.warning("the Lease could not be released and will expire: %s", error)
 
@@ -116,7 +116,7 @@ class LeaderElection:
                 path = f"/apis/coordination.k8s.io/v1/namespaces/{self._namespace}/leases"
                 self._cluster.call("POST", path, manifest)
             else:
-                self._cluster.replace({**lease, "spec": spec})
+                self._cluster.replace_lease({**lease, "spec": spec})
         except ApiError as error:
             if error.status == http.HTTPStatus.CONFLICT:  # another replica was faster
                 return False

@@ -1,6 +1,8 @@
 """The API server: list, watch, create, server-side apply, patch, delete.
 
-Every write calls `is_acting` first, and raises ApiError if this replica does not lead.
+Every write calls `is_acting` first, and raises ApiError if this replica does not lead. Three methods skip this check:
+`replace_lease`, because replicas compete for the Lease in order to lead; `publish_bundle`, because every replica serves
+the webhooks, and all replicas derive the same bundle from one secret; and `call`, which most other methods use.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from topkube_operator.model import names
 from topkube_operator.watch.api_connection import ApiConnection, ApiError, ignore_call
 
 _log = logging.getLogger(__name__)
-_PATHS = {
+_PATHS = {  # kind: (apiVersion, plural)
     "Pod": ("v1", "pods"),
     "Service": ("v1", "services"),
     "Secret": ("v1", "secrets"),
@@ -32,14 +34,18 @@ _PATHS = {
     KIND: (API_VERSION, "trainingjobs"),
     CACHED_KIND: (API_VERSION, CACHED_PLURAL),
 }
-_LONGEST_LOG = 1 << 20
+_MOST_LOG_BYTES = 1 << 20
 _WATCH_SECONDS = 50
-"""How often a watch is renewed. A broken connection that reports no error is noticed after this time at the latest."""
+"""The server ends every watch after this time."""
+_WATCH_SILENCE_SECONDS = _WATCH_SECONDS + 10
+"""A watch that is silent for this time has a broken connection: the server would have ended it before."""
+_CLUSTER_SCOPED = ("Node", "PriorityClass")
+"""The kinds of _PATHS whose objects have no namespace."""
 
 
 class Cluster:
-    """The objects of one cluster, by kind. Safe for many threads. `observe` receives the method, HTTP's status (0: no
-    answer) and the seconds of each call (None: a watch)."""
+    """The objects of one cluster, by kind. Safe for many threads. `is_acting` returns True while this replica leads.
+    `observe` receives the method, HTTP's status (0: no answer) and the seconds of each call (None: a watch)."""
 
     def __init__(
         self,
@@ -59,7 +65,7 @@ class Cluster:
     def list(
         self, kind: str, namespace: str | None, selector: str = "", *, metadata_only: bool = False
     ) -> tuple[list[dict[str, Any]], str]:
-        """Return all objects of a kind, and the version of the list, from which a watch can continue."""
+        """Return all objects of a kind, and the resource version of the list, from which a watch can continue."""
         objects: list[dict[str, Any]] = []
         accept = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io" if metadata_only else ""
         query = {"limit": "500", **({"labelSelector": selector} if selector else {})}
@@ -71,16 +77,17 @@ class Cluster:
                 return objects, page["metadata"]["resourceVersion"]
             query["continue"] = more
 
-    def watch(self, kind: str, namespace: str | None, selector: str, version: str) -> Iterator[dict[str, Any]]:
-        """Yield events from `version` on, until the server ends the watch. Raises ApiError; for 410, list again."""
+    def watch(self, kind: str, namespace: str | None, selector: str, resource_version: str) -> Iterator[dict[str, Any]]:
+        """Yield events from `resource_version` on, until the server ends the watch. Raises ApiError, with status 410 if
+        the server has no events from that version on: list the objects again."""
         query = {
             "watch": "1",
-            "resourceVersion": version,
+            "resourceVersion": resource_version,
             "timeoutSeconds": str(_WATCH_SECONDS),
             "allowWatchBookmarks": "true",
             **({"labelSelector": selector} if selector else {}),
         }
-        timeout = urllib3.Timeout(connect=3, read=_WATCH_SECONDS + 10)
+        timeout = urllib3.Timeout(connect=3, read=_WATCH_SILENCE_SECONDS)
         response = self.connection.send(
             "GET", self._build_path(kind, namespace), query=query, timeout=timeout, stream=True
         )
@@ -102,11 +109,11 @@ class Cluster:
             response.release_conn()
 
     def read_log_tail(self, namespace: str, pod: str, container: str, lines: int, max_bytes: int) -> str:
-        """Return the last lines of a container's log, at most `max_bytes` bytes; empty if there is no log."""
+        """Return the last lines of a container's log, at most `max_bytes` bytes; empty if the log cannot be read."""
         query = {
             "container": container,
             "tailLines": str(lines),
-            "limitBytes": str(_LONGEST_LOG),  # a line may have no end, and the whole answer is held in memory
+            "limitBytes": str(_MOST_LOG_BYTES),  # a line may have no end, and the whole answer is held in memory
             "timestamps": "false",
         }
         path = self._build_path("Pod", namespace, pod) + "/log"
@@ -118,9 +125,9 @@ class Cluster:
         return bytes(response.data[-max_bytes:]).decode(errors="replace")
 
     def read_claim(self, namespace: str, name: str) -> dict[str, Any] | None:
-        """Return a PersistentVolumeClaim. None if there is none, the operator may not read it, or the answer takes
-        longer than a second."""
-        path = f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}"
+        """Return a PersistentVolumeClaim. None if it cannot be read within a second, because it serves only for a
+        warning."""
+        path = self._build_path("PersistentVolumeClaim", namespace, name)
         try:
             response = self.connection.send("GET", path, timeout=urllib3.Timeout(total=1))
         except ApiError:
@@ -129,7 +136,7 @@ class Cluster:
         return claim
 
     def serves(self, group: str, version: str, plural: str) -> bool:
-        """Return True if the API server serves a resource."""
+        """Return True if the API server serves the resource `plural` in this version of the API group."""
         try:
             resources = self.call("GET", f"/apis/{group}/{version}").get("resources")
         except ApiError as error:
@@ -138,9 +145,9 @@ class Cluster:
             raise
         return any(resource.get("name") == plural for resource in resources or ())
 
-    def register_kind(self, kind: str, version: str, plural: str) -> None:
-        """Add a kind that only some clusters serve."""
-        self._paths[kind] = (version, plural)
+    def register_kind(self, kind: str, api_version: str, plural: str) -> None:
+        """Add a kind that only some clusters serve. `api_version` is that of its manifests, such as "apps/v1"."""
+        self._paths[kind] = (api_version, plural)
 
     # Writing.
 
@@ -163,15 +170,15 @@ class Cluster:
         query = {"fieldManager": names.FIELD_MANAGER}
         return self._write("PATCH", path, patch, query=query, content="application/merge-patch+json")
 
-    def replace(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Update an object. Raises ApiError with status 409 if the object has changed since it was read."""
-        metadata = manifest["metadata"]
-        path = self._build_path(manifest["kind"], metadata["namespace"], metadata["name"])
-        return self.call("PUT", path, manifest)
+    def replace_lease(self, lease: Mapping[str, Any]) -> dict[str, Any]:
+        """Update a Lease, even if this replica does not lead. Raises ApiError with status 409 if the Lease has changed
+        since it was read."""
+        metadata = lease["metadata"]
+        return self.call("PUT", self._build_path("Lease", metadata["namespace"], metadata["name"]), lease)
 
     def delete(self, kind: str, namespace: str, name: str, uid: str, *, ended: bool = False) -> dict[str, Any]:
-        """Delete the object with this UID; its dependents follow. `ended`: nothing runs in the pod, so do not wait for
-        its kubelet."""
+        """Delete the object with this UID; the garbage collector deletes its dependents later. `ended` is True for a
+        pod in which nothing runs: do not wait for its kubelet."""
         options: dict[str, Any] = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
         if ended:
             options["gracePeriodSeconds"] = 0
@@ -190,7 +197,8 @@ class Cluster:
         return self.patch("Pod", namespace, pod, patch)
 
     def publish_bundle(self, configuration: str, bundle: str) -> None:
-        """Write the webhooks' caBundle into a ValidatingWebhookConfiguration, if it has another."""
+        """Write the webhooks' caBundle into a ValidatingWebhookConfiguration, even if this replica does not lead. Write
+        nothing if the stored caBundle is the same."""
         path = f"/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations/{configuration}"
         stored = self.call("GET", path)
         hooks = stored.get("webhooks") or []
@@ -217,7 +225,7 @@ class Cluster:
         return self.call(method, path, body, **options)
 
     def _build_path(self, kind: str, namespace: str | None, name: str = "") -> str:
-        version, plural = self._paths[kind]
-        base = f"/api/{version}" if "/" not in version else f"/apis/{version}"
-        scope = f"/namespaces/{namespace}" if namespace and kind != "Node" else ""
+        api_version, plural = self._paths[kind]
+        base = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"  # the core group has no name
+        scope = f"/namespaces/{namespace}" if namespace and kind not in _CLUSTER_SCOPED else ""
         return f"{base}{scope}/{plural}" + (f"/{name}" if name else "")

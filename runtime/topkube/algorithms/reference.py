@@ -1,4 +1,4 @@
-"""docs/algorithms.md, from the declarations: `python -m topkube.algorithms.reference > docs/algorithms.md`."""
+"""Build docs/algorithms.md from the declarations: `python -m topkube.algorithms.reference > docs/algorithms.md`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from topkube.algorithms.choice import CHOICES
 from topkube.algorithms.cost import Workload
-from topkube.algorithms.declaration import Algorithm
+from topkube.algorithms.declaration import Algorithm, Route, Scope
 from topkube.algorithms.own import OWN
 from topkube.algorithms.parameters import PARAMETERS
 
@@ -17,12 +17,18 @@ This page lists the names for `spec.aggregation.algorithm` of a [TrainingJob](tr
 [Collectives](collectives.md) describes how they work. [Add an algorithm](new-algorithm.md) shows how to write another.
 This page is generated from the declarations: `python -m topkube.algorithms.reference > docs/algorithms.md`.
 
-`auto` is the default. It sends the whole gradient, or uses `int8` if that makes the steps of training at least 10%
-faster; with `nodeWeights: own`, it may also use `onebit`. `dense` always sends the whole gradient. To send fewer bytes,
-name an algorithm, such as `hitopk` or `onebit`. [Accuracy](accuracy.md) shows which algorithm fits each link and model,
-and the loss of each algorithm.
+`auto` is the default of a TrainingJob. It sends the whole gradient, or uses `int8` if that makes the steps of training
+at least 10% faster; with `nodeWeights: own`, it may also use `onebit`. `dense` always sends the whole gradient. To send
+fewer bytes, name an algorithm, such as `hitopk` or `onebit`. [Accuracy](accuracy.md) shows which algorithm fits each
+link and model, and the loss of each algorithm.
+
+The default of `topkube.allreduce_` is `hitopk`. In this function, `auto` and `dense` both stand for the dense algorithm
+that sends the fewest bytes.
 """
 _ELEMENTS, _SLOTS, _NODES = 25_600_000, 8, (2, 8, 16, 64)
+"""For the table of bytes: the parameters of the model (as many as ResNet-50 has), ranks per node, numbers of nodes."""
+_COPIES = {Scope.SHARD: "node, cut over its ranks", Scope.RANK: "rank"}
+"""What keeps one copy of a state, by the scope of the state."""
 
 
 def build_markdown() -> str:
@@ -36,24 +42,31 @@ def build_markdown() -> str:
         "|---|---|---|---|---|---|",
     ]
     lines += [_format_row(algorithm) for algorithm in OWN]
-    lines += [
-        "",
-        "## Bytes that a node sends",
-        "",
-        f"The table shows MB per step, by the declared costs, for {_ELEMENTS / 1e6:.1f} million parameters, {_SLOTS} "
-        "ranks per node, density "
-        f"{PARAMETERS['density'].default:g}, {PARAMETERS['wire'].default} values, and the smallest period (1, or 2 for "
-        "`diloco` and `sparseloco`). With a period of N, an algorithm that reads `period` sends "
-        "one N-th of the bytes of period 1. `topkube plan` computes the bytes for your cluster.",
+    lines += ["", "## Bytes that a node sends", "", *_build_bytes_section()]
+    lines += ["", "## Parameters", "", *_build_parameter_table()]
+    return "\n".join(lines) + "\n"
+
+
+def _build_bytes_section() -> list[str]:
+    least_periods = [
+        f"{algorithm.least_period} for `{algorithm.name}`" for algorithm in OWN if algorithm.least_period > 1
+    ]
+    lines = [
+        f"The table shows MB per step, by the declared costs, for {_ELEMENTS / 1e6:.1f} million parameters and "
+        f"{_SLOTS} ranks per node. `density` is {PARAMETERS['density'].default:g}, `wire` is "
+        f"{PARAMETERS['wire'].default}, and `period` is the smallest that the algorithm allows: 1, but "
+        f"{' and '.join(least_periods)}. With a period that is N times as long, an algorithm that reads `period` sends "
+        "one N-th of the bytes shown. `topkube plan` computes the bytes for your cluster.",
         "",
         "| name | " + " | ".join(f"{nodes} nodes" for nodes in _NODES) + " |",
         "|---|" + "---|" * len(_NODES),
     ]
     lines += [f"| `{algorithm.name}` | " + " | ".join(_list_sent_megabytes(algorithm)) + " |" for algorithm in OWN]
-    lines += [
-        "",
-        "## Parameters",
-        "",
+    return lines
+
+
+def _build_parameter_table() -> list[str]:
+    lines = [
         "| field | meaning | allowed | default | read by |",
         "|---|---|---|---|---|",
     ]
@@ -62,36 +75,32 @@ def build_markdown() -> str:
         default = str(parameter.default).lower() if isinstance(parameter.default, bool) else parameter.default
         cells = [f"`{parameter.field}`", parameter.description, parameter.range, f"`{default}`", ", ".join(readers)]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _format_row(algorithm: Algorithm) -> str:
     states = [f"{state.name}, one copy per {_COPIES[state.scope]}: {state.summary}" for state in algorithm.state]
-    two_stages = (
-        f"; from {algorithm.two_stage_from} nodes on, reduce-scatter and all-gather" if algorithm.two_stage_from else ""
-    )
     transport = f" over {algorithm.transport}" if algorithm.needs_gpu else ""
-    cells = [f"`{algorithm.name}`", algorithm.family, algorithm.sends, f"{algorithm.route}{transport}{two_stages}"]
-    return (
-        "| "
-        + " | ".join(
-            [
-                *cells,
-                "; ".join(states) or "nothing",
-                _name_support_of_gpus(algorithm),
-            ]
-        )
-        + " |"
-    )
+    route = f"{algorithm.route}{transport}"
+    if algorithm.two_stage_from and algorithm.route is not Route.SPLIT:
+        route += f"; from {algorithm.two_stage_from} nodes on, {Route.SPLIT}"
+    cells = [
+        f"`{algorithm.name}`",
+        algorithm.family,
+        algorithm.sends,
+        route,
+        "; ".join(states) or "nothing",
+        _describe_gpu_support(algorithm),
+    ]
+    return "| " + " | ".join(cells) + " |"
 
 
-def _name_support_of_gpus(algorithm: Algorithm) -> str:
+def _describe_gpu_support(algorithm: Algorithm) -> str:
     if algorithm.in_weights:
         return "through host memory"
-    return "only" if algorithm.needs_gpu else "yes" if algorithm.on_device else "no"
-
-
-_COPIES = {"shard": "node, cut over its ranks", "rank": "rank"}
+    if algorithm.needs_gpu:
+        return "only"
+    return "yes" if algorithm.on_device else "no"
 
 
 def _list_sent_megabytes(algorithm: Algorithm) -> Iterator[str]:

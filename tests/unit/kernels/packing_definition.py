@@ -63,6 +63,13 @@ def pack_integers_by_definition(x: Any, bits: int) -> tuple[Any, Any]:
     return np.pad(message, (0, -len(message) % 8)), sent
 
 
+def read_integer_scales(message: Any, length: int) -> Any:
+    """Return the scale of every element, from the start of a message about `length` elements: bf16, one per block."""
+    blocks = -(-length // BLOCK)
+    block_scales = message[: 2 * blocks].view(ml_dtypes.bfloat16).astype(np.float32)
+    return np.repeat(block_scales, BLOCK)[:length]
+
+
 def build_ties(blocks: int) -> Any:
     """Return blocks whose mean magnitude is half-way between two bf16 numbers, or a little more. The order in which
     the block is summed decides: 257, 2^-16 and 2^-16 add up to 257 or to 257 + 2^-15."""

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from packing_definition import BLOCK, LEVELS, draw_floats, pack_integers_by_definition
+from packing_definition import BLOCK, LEVELS, draw_floats, pack_integers_by_definition, read_integer_scales
 
 from topkube import kernels
 from topkube.errors import ArgumentError
 
-EVERY_PATH = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+# Hypothesis refuses a fixture that is not set up again for every example. All examples of a test may run on one `path`.
+PATH_FIXTURE_ALLOWED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
 @pytest.fixture(params=kernels.simd_paths(), autouse=True)
@@ -25,25 +26,30 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
     kernels.use_simd(before)
 
 
-@EVERY_PATH
+@PATH_FIXTURE_ALLOWED
 @given(draw_floats(), st.sampled_from([4, 8]))
 def test_packing_equals_numpy_bit_for_bit(x: Any, bits: int) -> None:
-    expected, sent = pack_integers_by_definition(x, bits) if len(x) else (np.zeros(0, np.uint8), x)
-    own, message = x.copy(), np.full(kernels.quantised_bytes(len(x), bits), 7, np.uint8)
-    assert kernels.quantised_pack_(own, bits, message)
+    expected, sent = pack_integers_by_definition(x, bits)
+    remainder = x.copy()
+    message = np.full(kernels.quantised_bytes(len(x), bits), 7, np.uint8)  # the kernel must write every byte
+    assert kernels.quantised_pack_(remainder, bits, message)
     np.testing.assert_array_equal(message, expected)
-    np.testing.assert_array_equal(own, x - sent)
+    np.testing.assert_array_equal(remainder, x - sent)
 
 
-@EVERY_PATH
+@PATH_FIXTURE_ALLOWED
 @given(draw_floats(), st.sampled_from([4, 8]))
 def test_sent_values_and_remainders_add_up_to_the_input(x: Any, bits: int) -> None:
-    left, message = x.copy(), np.zeros(kernels.quantised_bytes(len(x), bits), np.uint8)
-    kernels.quantised_pack_(left, bits, message)
-    largest = np.abs(x).max(initial=0)
-    assert np.abs(left).max(initial=0) <= max(0.51 * largest / LEVELS[bits] * 1.01, 2.0**-119)
-    whole = kernels.quantised_unpack_add_(left.copy(), bits, [message], [1.0])
-    np.testing.assert_allclose(whole, x, rtol=0, atol=float(largest) * 2.0**-22)
+    remainder, message = x.copy(), np.zeros(kernels.quantised_bytes(len(x), bits), np.uint8)
+    kernels.quantised_pack_(remainder, bits, message)
+    largest = float(np.abs(x).max(initial=0))
+    # The scale is the largest value divided by the largest integer, and rounded up to bf16 by less than 1%. A remainder
+    # is at most half of the scale; 0.51 leaves room for the rounding of float32.
+    largest_remainder = 0.51 * 1.01 * largest / LEVELS[bits]
+    # A scale below 2**-126 becomes 0, and nothing is sent. All values are then below 127 * 2**-126 < 2**-119.
+    assert np.abs(remainder).max(initial=0) <= max(largest_remainder, 2.0**-119)
+    whole = kernels.quantised_unpack_add_(remainder.copy(), bits, [message], [1.0])
+    np.testing.assert_allclose(whole, x, rtol=0, atol=largest * 2.0**-22)  # a few roundings of float32
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 31, 32, 33, 255, 256, 257, 511, 1000, 100_003])
@@ -57,9 +63,9 @@ def test_unpacking_adds_all_nodes_in_their_order(length: int, nodes: int, bits: 
         x = rng.standard_normal(length, dtype=np.float32)
         message, sent = pack_integers_by_definition(x, bits)
         messages.append(message)
-        scales = np.repeat(message[: 2 * -(-length // BLOCK)].view(np.uint16).astype(np.uint32) << 16, BLOCK)[:length]
-        scales = scales.view(np.float32)
-        total += np.rint(sent / scales) * (scales * np.float32(weight))
+        scales = read_integer_scales(message, length)
+        integers = np.rint(sent / scales)
+        total += integers * (scales * np.float32(weight))  # the kernel multiplies the scale by the weight first
     out = rng.standard_normal(length, dtype=np.float32)
     expected = out + total
     assert kernels.quantised_unpack_add_(out, bits, messages, weights) is out
@@ -70,30 +76,30 @@ def test_unpacking_adds_all_nodes_in_their_order(length: int, nodes: int, bits: 
 @pytest.mark.parametrize("place", [0, 300, 699])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_block_that_is_not_finite_arrives_as_nan(bad: float, place: int, bits: int) -> None:
-    x, message = np.ones(700, np.float32), np.zeros(kernels.quantised_bytes(700, bits), np.uint8)
+    length = 700  # blocks of 256, 256 and 188 elements
+    x, message = np.ones(length, np.float32), np.zeros(kernels.quantised_bytes(length, bits), np.uint8)
     assert kernels.quantised_pack_(x.copy(), bits, message)
     x[place] = bad
     assert not kernels.quantised_pack_(x, bits, message)
-    arrived = kernels.quantised_unpack_add_(np.zeros(700, np.float32), bits, [message], [1.0])
-    assert [bool(np.isnan(arrived[i : i + BLOCK]).all()) for i in (0, 256, 512)] == [
-        block == place // BLOCK for block in range(3)
-    ]
-    assert np.isnan(arrived).sum() in (256, 188)
+    arrived = kernels.quantised_unpack_add_(np.zeros(length, np.float32), bits, [message], [1.0])
+    start = place // BLOCK * BLOCK
+    assert np.isnan(arrived[start : start + BLOCK]).all()
+    assert np.isnan(arrived).sum() == min(BLOCK, length - start)  # no element of another block
 
 
 def test_wrong_arguments_are_refused_before_anything_is_written() -> None:
     x = np.ones(512, np.float32)
     message = np.zeros(kernels.quantised_bytes(512, 8), np.uint8)
     for call in (
-        lambda: kernels.quantised_bytes(512, 5),
-        lambda: kernels.quantised_bytes(-1, 8),
-        lambda: kernels.quantised_pack_(x, 6, message),
-        lambda: kernels.quantised_pack_(x, 8, message[:-1]),
-        lambda: kernels.quantised_pack_(x, 4, message),
-        lambda: kernels.quantised_pack_(x.astype(np.float64), 8, message),
-        lambda: kernels.quantised_pack_(x, 8, x.view(np.uint8)[: len(message)]),
-        lambda: kernels.quantised_unpack_add_(x, 8, [message], []),
-        lambda: kernels.quantised_unpack_add_(x, 8, [message[:-8]], [1.0]),
+        lambda: kernels.quantised_bytes(512, 5),  # neither 4 nor 8 bits
+        lambda: kernels.quantised_bytes(-1, 8),  # a negative length
+        lambda: kernels.quantised_pack_(x, 6, message),  # neither 4 nor 8 bits
+        lambda: kernels.quantised_pack_(x, 8, message[:-1]),  # too short
+        lambda: kernels.quantised_pack_(x, 4, message),  # too long
+        lambda: kernels.quantised_pack_(x.astype(np.float64), 8, message),  # not float32
+        lambda: kernels.quantised_pack_(x, 8, x.view(np.uint8)[: len(message)]),  # overlaps x
+        lambda: kernels.quantised_unpack_add_(x, 8, [message], []),  # no weight for the message
+        lambda: kernels.quantised_unpack_add_(x, 8, [message[:-8]], [1.0]),  # too short
     ):
         with pytest.raises(ArgumentError):
             call()

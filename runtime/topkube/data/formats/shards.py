@@ -1,7 +1,7 @@
 """The division of a dataset into shards. A shard is the unit that is fetched, cached and verified.
 
-A tar or Parquet file is a shard. Small files are grouped by path into shards of about `GROUP_BYTES`, because every
-shard costs a lock, a rename and an fsync.
+A tar, Parquet or Arrow file is a shard. Small files are grouped by path into shards of about `GROUP_BYTES`, because
+every shard costs a lock, a rename and an fsync.
 """
 
 from __future__ import annotations
@@ -19,26 +19,32 @@ from topkube.errors import DatasetError
 Format = Literal["auto", "files", "tar", "parquet", "arrow"]
 GROUP_BYTES = 8 << 20
 UNKNOWN_SIZE = -1
-_NAMES: dict[str, tuple[str, ...]] = {
+_PLAIN_ENDINGS: dict[str, tuple[str, ...]] = {
     "tar": (".tar",),
     "parquet": (".parquet",),
     "arrow": (".arrow", ".feather"),
 }
+"""The endings of uncompressed shards, by format."""
 _ENDINGS = {
-    name: tuple(ending + more for ending in endings for more in ("", ".gz", ".zst"))
-    + ((".tgz", ".tzst") if name == "tar" else ())
-    for name, endings in _NAMES.items()
+    format_name: tuple(ending + suffix for ending in endings for suffix in ("", ".gz", ".zst"))
+    + ((".tgz", ".tzst") if format_name == "tar" else ())
+    for format_name, endings in _PLAIN_ENDINGS.items()
 }
+"""The endings of all shards that can be read, by format."""
 _REFUSED = (".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.lz4")
+"""The endings of shards whose compression is not supported."""
 _DECOMPRESSED = "decompressed"
+"""The form of a shard's decompressed bytes (see `Shards.compute_key`)."""
 
 
 @dataclass(frozen=True)
 class DataShard:
-    """A shard: the concatenated bytes of objects `start` to `stop - 1` of the listing. `key`: its name in the cache."""
+    """A shard: the bytes of objects `start` to `stop - 1` of the listing, concatenated, or their decompressed bytes."""
 
     number: int
+    """The file number (see `Shards.file_count`)."""
     key: str
+    """The name in the cache."""
     start: int
     stop: int
     size: int
@@ -52,13 +58,15 @@ class Shards:
         self.uri, self.listing = uri, listing
         self.format = format if format != "auto" else _detect_format(listing)
         if self.format == "files":
+            # A file belongs to the group in which its last byte is. Empty files at the start are in group 0.
             ends = np.cumsum(listing.sizes)
-            group = np.maximum(ends - 1, 0) // max(1, group_bytes)
-            self._starts: Longs = np.concatenate(([0], np.flatnonzero(np.diff(group)) + 1)).astype(np.int64)
+            groups = np.maximum(ends - 1, 0) // max(1, group_bytes)
+            self._starts: Longs = np.concatenate(([0], np.flatnonzero(np.diff(groups)) + 1)).astype(np.int64)
         else:
             self._starts = np.arange(len(listing), dtype=np.int64)
         self._stops: Longs = np.append(self._starts[1:], len(listing))
         self.sizes: Longs = np.add.reduceat(listing.sizes, self._starts)
+        """The number of bytes of each shard, as the remote has it."""
         self.has_compressed = self.format != "files" and any(
             find_compression(listing.paths[index]) for index in range(len(listing))
         )
@@ -72,12 +80,14 @@ class Shards:
         return DataShard(number, self.compute_key(number), start, stop, int(self.sizes[number]))
 
     def compute_key(self, number: int, form: str = "") -> str:
-        """Return the name of a shard in the cache: 32 hexadecimal digits that change with the URI, with the paths,
-        sizes and versions of the shard's objects, and with `form`: empty for the shard as the remote has it."""
+        """Return the name of a shard in the cache: 32 hexadecimal digits, a hash of the URI, of the paths, sizes and
+        versions of the shard's objects, and of `form`. `form` is empty for the bytes of the remote, and _DECOMPRESSED
+        for the decompressed bytes."""
         start, stop = int(self._starts[number]), int(self._stops[number])
         state = xxhash.xxh3_128(f"{self.uri}\0{form}\0{stop - start}\0".encode())
         listing = self.listing
         for texts in (listing.paths, listing.versions):
+            # The ends separate the texts: "ab" and "c" have another hash than "a" and "bc".
             ends = texts.ends[start:stop] - (texts.ends[start - 1] if start else 0)
             state.update(ends.astype("<i8").tobytes())
             state.update(texts.view_bytes(start, stop))
@@ -85,7 +95,8 @@ class Shards:
         return state.hexdigest()
 
     def list_keys(self) -> list[str]:
-        """Return the keys of all files that the cache may have: of the shards, and of the decompressed shards."""
+        """Return the keys of all files that the cache may have: of all shards, and of the decompressed bytes of shards
+        that are compressed."""
         keys = [self.compute_key(number) for number in range(len(self))]
         if self.has_compressed:
             keys += [
@@ -95,8 +106,8 @@ class Shards:
 
     @property
     def file_count(self) -> int:
-        """The number of files that the cache may have. File i < len(self) has the bytes of shard i; file len(self) + i
-        has its decompressed bytes."""
+        """All file numbers are below this number. File i < len(self) has the bytes of shard i. File len(self) + i has
+        the decompressed bytes of shard i; it does not exist if shard i is not compressed."""
         return 2 * len(self) if self.has_compressed else len(self)
 
     def find_compression(self, number: int) -> Compression:
@@ -104,15 +115,15 @@ class Shards:
         return find_compression(self.listing.paths[int(self._starts[number])]) if self.has_compressed else ""
 
     def get_samples_shard(self, number: int) -> DataShard:
-        """Return the shard from which the samples of shard `number` are read: the shard itself, or the decompressed
-        shard, which has the number len(self) + number."""
+        """Return the shard from which the samples of shard `number` are read: the shard itself, or its decompressed
+        bytes if it is compressed."""
         shard = self[number]
         if not self.find_compression(number):
             return shard
         return replace(shard, number=len(self) + number, key=self.compute_key(number, _DECOMPRESSED), size=UNKNOWN_SIZE)
 
     def is_decompressed(self, shard: DataShard) -> bool:
-        """Return True if the shard has the decompressed bytes of a compressed shard."""
+        """Return True if this shard has the decompressed bytes of a compressed shard."""
         return shard.number >= len(self)
 
     def list_objects(self, shard: DataShard) -> list[RemoteObject]:
@@ -120,24 +131,32 @@ class Shards:
         return [self.listing[index] for index in range(shard.start, shard.stop)]
 
     def count_samples(self) -> Longs:
-        """Return the number of samples of each shard; UNKNOWN for a shard whose content must be read to count them."""
+        """Return the number of samples of each shard; `listing.UNKNOWN` for a shard whose content must be read to
+        count them."""
         if self.format == "files":
             return self._stops - self._starts
         return np.asarray(self.listing.samples)
 
 
 def _detect_format(listing: Listing) -> Format:
-    """Return the format that the names show: tar, Parquet or Arrow if all names have its endings, else files."""
-    some_paths = {listing.paths[int(index)] for index in np.linspace(0, len(listing) - 1, 64).astype(int)}
-    if refused := [path for path in some_paths if path.endswith(_REFUSED)]:
-        raise DatasetError(
-            f"{refused[0]!r} has a compression that is not supported",
-            cause="a shard may be compressed with gzip (.tar.gz, .tgz) or Zstandard (.tar.zst)",
-            next_step="store plain .tar shards; formats like JPEG and PNG are already compressed",
-        )
-    for name, endings in _ENDINGS.items():
-        if all(path.endswith(endings) for path in some_paths) and all(
-            listing.paths[index].endswith(endings) for index in range(len(listing))
-        ):
-            return name  # type: ignore[return-value]
+    """Return tar, Parquet or Arrow if every name has one of the endings of that format, else files. Raises DatasetError
+    if a name has the ending of a shard whose compression is not supported."""
+    paths = listing.paths
+    for format_name, endings in _ENDINGS.items():
+        if all(paths[index].endswith(endings) for index in range(len(paths))):
+            return format_name  # type: ignore[return-value]
+    _refuse_unsupported_compressions(listing)
     return "files"
+
+
+def _refuse_unsupported_compressions(listing: Listing) -> None:
+    names = listing.paths.blob.tobytes()
+    if not any(ending.encode() in names for ending in _REFUSED):
+        return  # this search of all names at once is much faster than the loop below
+    for index in range(len(listing)):
+        if (path := listing.paths[index]).endswith(_REFUSED):
+            raise DatasetError(
+                f"{path!r} has a compression that is not supported",
+                cause="a shard may be compressed with gzip (.tar.gz, .tgz) or Zstandard (.tar.zst)",
+                next_step="store plain .tar shards; formats like JPEG and PNG are already compressed",
+            )

@@ -1,4 +1,5 @@
-"""Checkpoints on several ranks: all ranks learn of a failure on one rank at the same step."""
+"""Checkpoints on several ranks: all ranks learn of a failure on one rank at the same step; weights for other programs;
+residuals after a change of the world."""
 
 from __future__ import annotations
 
@@ -60,6 +61,7 @@ def make_shared_directory(world: World) -> Iterator[str]:
 def train(
     directory: str, steps: int, script_object: ScriptObject, model: torch.nn.Module | None = None
 ) -> topkube.training.Run:
+    """Train for some steps. Save a checkpoint after every second step and at the end; keep the newest two."""
     model = model or build_network()
     optimizer = build_optimizer(model, aggregation="hitopk", density=0.1)
     settings = Settings(checkpoint_directory=directory, checkpoint_every=2, checkpoint_keep=2)
@@ -72,7 +74,8 @@ def train(
     return run
 
 
-def list_published(directory: str) -> list[str]:
+def list_checkpoint_names(directory: str) -> list[str]:
+    """Return the names of all checkpoints, also of unfinished and damaged checkpoints."""
     return sorted(path.name for path in Path(directory).glob("*step-*"))
 
 
@@ -84,9 +87,9 @@ def case_if_the_disk_of_one_rank_is_full_no_rank_has_the_checkpoint(world: World
 
     with make_shared_directory(world) as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(save_module, "write_state", write_or_refuse)
-        assert train(directory, 7, ScriptObject()).failed_checkpoints == 1
+        assert train(directory, 5, ScriptObject()).failed_checkpoints == 1
         world.comm.Barrier()
-        assert list_published(directory) == ["step-00000006.run-00001", "step-00000007.run-00001"]
+        assert list_checkpoint_names(directory) == ["step-00000002.run-00001", "step-00000005.run-00001"]
 
 
 def case_a_state_that_cannot_be_saved_on_rank_0_ends_the_run_on_all(world: World) -> None:
@@ -95,7 +98,7 @@ def case_a_state_that_cannot_be_saved_on_rank_0_ends_the_run_on_all(world: World
         with pytest.raises(CheckpointError, match=expected):
             train(directory, 7, ScriptObject(print))
         world.comm.Barrier()
-        assert list_published(directory) == []
+        assert list_checkpoint_names(directory) == []
 
 
 def case_a_resume_that_fails_on_one_rank_leaves_all_as_they_were(world: World) -> None:
@@ -126,16 +129,18 @@ def case_weights_are_written_for_other_programs_or_fail_on_all_ranks(world: Worl
 
 
 def recut_state(optimizer: topkube.DistributedOptimizer, world: World) -> dict[str, Any]:
-    """Return the optimizer's state as a resumed run of another world gets it: every rank all pieces of its copy."""
+    """Return the optimizer's state as a run that resumes in a changed world gets it: every rank has all pieces of its
+    node's residual. The world stays the same here; only the residuals are cut as after a change."""
     state = optimizer.state_dict()
-    own = state["topkube"]
-    saved = world.comm.allgather(own["residuals"])
-    cut = recut(saved, own["residuals"]["copy"], own["residuals"]["copies"])
-    return {**state, "topkube": {**own, "residuals": cut}}
+    residuals = state["topkube"]["residuals"]
+    saved_residuals = world.comm.allgather(residuals)
+    cut = recut(saved_residuals, residuals["copy"], residuals["copies"])
+    return {**state, "topkube": {**state["topkube"], "residuals": cut}}
 
 
 def case_what_is_owed_counts_once_after_two_changes_of_the_world(world: World) -> None:
-    """The second change of the world comes at once, or after steps that sent a part of what is owed."""
+    """What is owed is the sum of all residuals. The second change of the world is tested twice: at once after the first
+    change, and after one step that sent a part of what is owed."""
     model = build_network()
     optimizer = build_optimizer(model, aggregation="hitopk", density=0.1)
 
@@ -145,8 +150,9 @@ def case_what_is_owed_counts_once_after_two_changes_of_the_world(world: World) -
         optimizer.step()
         optimizer.zero_grad()
 
-    def sum_of_copies(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the sum over nodes. All ranks of a node have the same pieces, so the first rank counts."""
+    def sum_recut_residuals(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the sum of the residuals over nodes. All ranks of a node have the same pieces, so only those of the
+        first rank count."""
         is_first = world.rank == world.node_ranks[world.node][0]
         return sum_pieces(state["topkube"]["residuals"]["pieces"] if is_first else {}, model)
 
@@ -155,10 +161,10 @@ def case_what_is_owed_counts_once_after_two_changes_of_the_world(world: World) -
     if world.nodes > 1:
         assert any(values.any() for values in owed.values())
     optimizer.load_state_dict(recut_state(optimizer, world))
-    torch.testing.assert_close(sum_of_copies(recut_state(optimizer, world)), owed)
+    torch.testing.assert_close(sum_recut_residuals(recut_state(optimizer, world)), owed)
     step()
     pieces = optimizer.state_dict()["topkube"]["residuals"]["pieces"]
     for name, parameter in model.named_parameters():
         kept = world.comm.allreduce(sum(values.numel() for _, values in pieces.get(name, [])))
         assert kept <= parameter.numel() * world.nodes, f"{name}: a rank keeps what belongs to another rank of its node"
-    torch.testing.assert_close(sum_of_copies(recut_state(optimizer, world)), sum_residuals(optimizer, model))
+    torch.testing.assert_close(sum_recut_residuals(recut_state(optimizer, world)), sum_residuals(optimizer, model))

@@ -23,7 +23,9 @@ from topkube.data.cache.disk.disk_tier import DiskTier
 from topkube.data.cache.node_state import FROZEN
 from topkube.data.formats import compression as compression_module
 from topkube.data.formats.compression import Compression, decompress, find_compression
+from topkube.data.formats.shards import Shards
 from topkube.data.manifest import generate_manifest
+from topkube.data.remote.listing import Listing, RemoteObject
 from topkube.errors import DatasetError
 
 RECORD = ArrayOf("uint8", (3072,), field="bin")
@@ -307,3 +309,12 @@ def test_other_compressions_are_refused(tmp_path: Path, open_dataset: Opener, en
     (tmp_path / "source" / f"0{ending}").write_bytes(b"x")
     with pytest.raises(DatasetError, match="compression that is not supported"):
         open_dataset(tmp_path / "source")
+
+
+def test_one_shard_with_another_compression_among_many_is_refused() -> None:
+    names = [f"{number:03}.tar" for number in range(200)]
+    names[77] = "077.tar.bz2"
+    listing = Listing.from_objects([RemoteObject(name, 1, "v") for name in names], "u")
+    with pytest.raises(DatasetError, match=r"077\.tar\.bz2' has a compression that is not supported"):
+        Shards("u", listing)
+    assert Shards("u", listing, "files").format == "files"

@@ -1,4 +1,5 @@
-"""A response is used only if it matches the listing: over HTTP, over S3, and from a local path."""
+"""A response is used only if it matches the listing: over HTTP, over S3, and from a local path. Shards of an older
+listing are removed."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from openers import HASTY, Opener
+from openers import HASTY, Opener, check_samples, list_shard_files
 from remotes import Answer, RemoteServer, write_files, write_tars
 
 from topkube.data import ArrayOf
@@ -204,6 +205,22 @@ def test_a_cached_shard_that_differs_from_the_manifest_is_fetched_again(
     dataset = open_dataset(remote.uri, decode=RECORD)
     np.testing.assert_array_equal(dataset[0], data[0])
     assert dataset.statistics()["corruptions"] == 1
+
+
+def test_outdated_shards_are_removed_when_the_dataset_is_opened_again(
+    remote: RemoteServer, open_dataset: Opener
+) -> None:
+    data = write_files(remote.folder, 20)
+    check_samples(open_dataset(remote.uri, decode=RECORD), data)
+    open_dataset.close()
+    (outdated,) = list_shard_files(open_dataset.cache)
+    data = write_files(remote.folder, 20, seed=1)
+    dataset = open_dataset(remote.uri, decode=RECORD)
+    check_samples(dataset, data)
+    dataset.warm()
+    (shard,) = list_shard_files(open_dataset.cache)
+    assert shard.name != outdated.name
+    assert dataset.cache.has(0)
 
 
 @pytest.mark.parametrize("address", ["folder", "manifest", "local folder"])

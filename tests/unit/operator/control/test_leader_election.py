@@ -52,7 +52,7 @@ class Connection:
                 raise ApiError(409, "exists", "AlreadyExists")
             return self._store(body)
 
-    def replace(self, body: dict[str, Any]) -> dict[str, Any]:
+    def replace_lease(self, body: dict[str, Any]) -> dict[str, Any]:
         self._check_connection()
         with self.leases.lock:
             if body["metadata"]["resourceVersion"] != self.leases.lease["metadata"]["resourceVersion"]:
