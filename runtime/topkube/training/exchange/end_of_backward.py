@@ -67,8 +67,8 @@ class EndOfBackward:
             more_nonfinite = self._queue.exchange_more(
                 [b for b in [*left_out_buckets, *new_buckets] if self._plan.is_active(b)]
             )
-            maxima = self._agreement.maximum([_read(nonfinite) or _read(more_nonfinite), True])
-            nonfinite, has_idle, can_gather_late = bool(maxima[0] > 0), True, False
+            (any_nonfinite,) = self._agreement.maximum([_read(nonfinite) or _read(more_nonfinite)])
+            nonfinite, has_idle, can_gather_late = bool(any_nonfinite > 0), True, False
         if late is not None and self._exchange.reduced_parts is not None:
             if nonfinite or has_idle or not can_gather_late:
                 communication_thread.run(self._exchange.reduced_parts.gather_now)
@@ -77,7 +77,7 @@ class EndOfBackward:
         self._gradients.end_backward(nonfinite, has_idle)
         self._tune(agreed.is_saved, late is not None)
         if digest is not None:
-            self._weights.report(digest, agreed.has_equal_weights, False)
+            self._weights.report(digest, agreed.has_equal_weights, first=False)
 
     def _agree_on_plan(self, seen: list[int]) -> None:
         """Plan the buckets, the same on all ranks, after the first backward since the optimizer was created or
@@ -93,7 +93,8 @@ class EndOfBackward:
         self, is_nonfinite: bool, seen: list[int], digest: float | None, is_decoupled: bool, can_gather_late: bool
     ) -> EndReport:
         """Return what this rank reports, with the digest of its weights, if they are compared. If gathers come later
-        (`is_decoupled`), they create gradients that are None now."""
+        (`is_decoupled`), they create gradients that are None now. A saved state is reported once: the note of it is
+        cleared."""
         plan, trainable = self._plan, self._plan.list_trainable()
         is_saved, plan.tuning.is_saved = plan.tuning.is_saved, False
         idle = (p.is_weightless or p.is_created or (is_decoupled and p.tensor.grad is None) for p in trainable)
