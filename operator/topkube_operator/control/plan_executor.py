@@ -106,7 +106,7 @@ class PlanExecutor:
         if plan.patches:
             self.children.patch(key, plan.patches)
         if apply:
-            memory.logs.clear()
+            memory.logs.clear()  # the failures that they explain are in the status by now
             self.children.apply(key, Owner.of(job), apply, memory)
         if plan.release:  # last: if the right to patch pods is missing, everything else is done
             self.children.release(key, plan.release)

@@ -150,6 +150,9 @@ def reads_dense_wire(name: str) -> bool:
     return algorithm is None or DENSE_WIRE in algorithm.parameters
 
 
+# The texts of the functions below have the form "reason; advice".
+
+
 def explain_dense_wire(name: str) -> str:
     """Return why a `dense_wire` other than the default has no effect with the algorithm, and what to do."""
     return (

@@ -9,6 +9,7 @@ import torch
 from topkube.collectives.device.memory import DeviceFlag
 from topkube.training.exchange.autograd.backward_pass import current_pass
 from topkube.training.exchange.bucket_queue import BucketQueue
+from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.bucket_plan import BucketPlan
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.exchange.end_agreement import EndReport, agree_at_end
@@ -63,12 +64,10 @@ class EndOfBackward:
         elif not self._gradients.may_leave_to_device:
             nonfinite = nonfinite.read()
         if self._plan.update_trainable() or agreed.has_unplanned:
-            new_buckets = self._plan.extend(seen)
-            more_nonfinite = self._queue.exchange_more(
-                [b for b in [*left_out_buckets, *new_buckets] if self._plan.is_active(b)]
-            )
+            has_idle, can_gather_late = True, False
+            more_nonfinite = self._exchange_new_buckets(seen, left_out_buckets)
             (any_nonfinite,) = self._agreement.maximum([_read(nonfinite) or _read(more_nonfinite)])
-            nonfinite, has_idle, can_gather_late = bool(any_nonfinite > 0), True, False
+            nonfinite = bool(any_nonfinite > 0)
         if late is not None and self._exchange.reduced_parts is not None:
             if nonfinite or has_idle or not can_gather_late:
                 communication_thread.run(self._exchange.reduced_parts.gather_now)
@@ -88,6 +87,12 @@ class EndOfBackward:
         self._exchange.algorithms.begin_anew()
         self._exchange.algorithms.adopt(self._plan.tuning.choice)
         self._weights.expect_first_step()
+
+    def _exchange_new_buckets(self, seen: list[int], left_out_buckets: list[Bucket]) -> bool | DeviceFlag:
+        """Plan buckets for the parameters in `seen` that have none. Exchange these buckets, and the buckets that were
+        left out because their parameters were frozen. Return True, or a flag, as `BucketQueue.exchange_more` does."""
+        buckets = [*left_out_buckets, *self._plan.extend(seen)]
+        return self._queue.exchange_more([bucket for bucket in buckets if self._plan.is_active(bucket)])
 
     def _report(
         self, is_nonfinite: bool, seen: list[int], digest: float | None, is_decoupled: bool, can_gather_late: bool
