@@ -76,7 +76,7 @@ def _make_certificate(key: Ed25519PrivateKey, uid: str) -> str:
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, contract.CERTIFICATE_NAME)])
     digest = hashes.Hash(hashes.SHA256())
     digest.update(uid.encode())
-    serial = int.from_bytes(digest.finalize()[:16]) >> 1
+    serial = int.from_bytes(digest.finalize()[:16]) >> 1  # 127 bits, because X.509 stores a signed number
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
@@ -86,6 +86,7 @@ def _make_certificate(key: Ed25519PrivateKey, uid: str) -> str:
         .not_valid_before(_VALID_FROM)
         .not_valid_after(_VALID_TO)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(contract.CERTIFICATE_NAME)]), critical=False)
+        # Clients load the certificate as their only authority.
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, None)
     )

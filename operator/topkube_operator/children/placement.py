@@ -12,12 +12,14 @@ from topkube_operator.model.observed import Gang, Policy
 
 # Queues and gang schedulers read labels and annotations of pods in these domains.
 _QUEUE_DOMAINS = ("kueue.x-k8s.io", "scheduling.k8s.io", "scheduling.x-k8s.io", "volcano.sh", "scheduler.alpha")
-_GROUP_KINDS: dict[Gang, tuple[str, str]] = {
+_GANG_SCHEDULERS: dict[Gang, tuple[str, str]] = {
     "volcano": ("scheduling.volcano.sh/v1beta1", "volcano"),
     "scheduler-plugins": ("scheduling.x-k8s.io/v1alpha1", "scheduler-plugins-scheduler"),
 }
+"""The API version of the PodGroups of each gang scheduler, and the scheduler's name."""
 HOSTNAME = "kubernetes.io/hostname"
 _MOST_WARM_NODES = 64
+"""The most nodes that a pod prefers, so that pods stay small in a large cluster."""
 _KUEUE_TOTAL = "kueue.x-k8s.io/pod-group-total-count"
 _KUEUE_ROLE = "kueue.x-k8s.io/role-hash"
 
@@ -143,7 +145,7 @@ def join_gang(manifest: dict[str, Any], job: TrainingJob, uid: str, gang: Gang |
     if gang is None or not asks_for_gang(job):
         return
     metadata = manifest["metadata"]
-    pod.setdefault("schedulerName", scheduler or _GROUP_KINDS[gang][1])
+    pod.setdefault("schedulerName", scheduler or _GANG_SCHEDULERS[gang][1])
     if gang == "volcano":
         metadata["annotations"]["scheduling.k8s.io/group-name"] = names.name_pod_group(job.name, uid)
         if policy.queue:
@@ -168,4 +170,4 @@ def build_pod_group(job: TrainingJob, gang: Gang, resources: Mapping[str, str]) 
             spec["queue"] = policy.queue
         if priority := find_priority_class(job):
             spec["priorityClassName"] = priority
-    return {"apiVersion": _GROUP_KINDS[gang][0], "kind": "PodGroup", "spec": spec}
+    return {"apiVersion": _GANG_SCHEDULERS[gang][0], "kind": "PodGroup", "spec": spec}

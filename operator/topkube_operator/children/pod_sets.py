@@ -31,12 +31,14 @@ class PodSet:
 def build_pod_sets(job: TrainingJob, uid: str, policy: Policy) -> list[PodSet]:
     """Return the pods of one attempt. The set of the launcher comes first. Raises JobError if the templates make no
     valid pod."""
-    workers = [(index, 1) for index in range(job.spec.workers)]
-    worker = pods.build_worker(job, uid, job.spec.workers - 1, 1, _ADDRESS, policy)
+    attempt = 1  # no count depends on the attempt
+    workers = [(index, attempt) for index in range(job.spec.workers)]
+    last_worker = job.spec.workers - 1  # never the worker with a colocated launcher, unless there is only one worker
+    worker = pods.build_worker(job, uid, last_worker, attempt, _ADDRESS, policy)
     if job.spec.launcher.colocate:
-        launcher, worker_count = pods.build_colocated_worker(job, uid, 1, workers, policy), job.spec.workers - 1
+        launcher, worker_count = pods.build_colocated_worker(job, uid, attempt, workers, policy), job.spec.workers - 1
     else:
-        launcher, worker_count = pods.build_launcher(job, uid, 1, workers, policy), job.spec.workers
+        launcher, worker_count = pods.build_launcher(job, uid, attempt, workers, policy), job.spec.workers
     sets = [PodSet(names.LAUNCHER, 1, launcher), PodSet(names.WORKER, worker_count, worker)]
     return [pod_set for pod_set in sets if pod_set.count]
 
@@ -54,7 +56,7 @@ def sum_member_requests(job: TrainingJob, uid: str, policy: Policy) -> dict[str,
 
 def sum_pod_requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:
     """Return what a pod requests, as the scheduler counts it: all containers and native sidecars together, or the
-    largest init container if that is more."""
+    largest init container if that is more, and the overhead."""
     running = _sum_amounts(_read_requests(container) for container in spec.get("containers") or ())
     largest = dict[str, Decimal]()
     for container in spec.get("initContainers") or ():

@@ -29,6 +29,7 @@ _SECONDS_AFTER_RANKS = 5
 _DOMAINS_SECONDS = 15.0
 """How long a launcher waits for the zones, racks or blocks of its workers."""
 _SHM_MIB, _SHM_MIB_PER_RANK = 1024, 256
+"""The size of a worker's /dev/shm, without samples: a fixed part, and a part for each rank."""
 _PREFIX = "topkube-"
 _WORKER_TEMPLATE, _LAUNCHER_TEMPLATE = "spec.template", "spec.launcher.template"
 _POD, _CONTAINER = "the pod template's spec", "the container"
@@ -130,6 +131,7 @@ def build_launcher(job: TrainingJob, uid: str, attempt: int, workers: Sequence[t
     name = names.name_launcher_pod(job.name, uid, attempt)
     template = remove_nulls(job.spec.launcher.template or {})
     spec = ensure_mapping(template, "spec", _LAUNCHER_TEMPLATE)
+    # Before the launcher inherits the workers' service account, whose token it does not need.
     if "serviceAccountName" not in spec:
         spec.setdefault("automountServiceAccountToken", False)
     inheritance.inherit_fields(template, remove_nulls(job.spec.template))

@@ -21,7 +21,11 @@ The init container needs no GPU."""
 _USER_FIELDS = ("runAsUser", "runAsGroup", "runAsNonRoot", "seccompProfile", "seLinuxOptions")
 """The fields of the worker's security context that its init container has too: it never gets more rights than it
 needs."""
-_SETTINGS = {"source": "TOPKUBE_SOURCE_DIRECTORY", "setup": "TOPKUBE_PACKAGES_DIRECTORY"}
+_DIRECTORIES = {
+    "source": ("TOPKUBE_SOURCE_DIRECTORY", contract.SOURCE_DIRECTORY),
+    "setup": ("TOPKUBE_PACKAGES_DIRECTORY", contract.PACKAGES_DIRECTORY),
+}
+"""By field of the job's spec: the variable that the worker gets, and the folder that is its value."""
 
 
 def has_code(job: TrainingJob) -> bool:
@@ -76,8 +80,8 @@ def add_source(pod: dict[str, Any], container: dict[str, Any], fetcher: dict[str
     source = job.spec.source
     volumes = ensure_list(pod, "volumes", _POD)
     volumes.append({"name": _VOLUME, "emptyDir": {}})
-    for user in (container, fetcher):
-        ensure_list(user, "volumeMounts", _CONTAINER).append({"name": _VOLUME, "mountPath": contract.CODE_DIRECTORY})
+    for each in (container, fetcher):
+        ensure_list(each, "volumeMounts", _CONTAINER).append({"name": _VOLUME, "mountPath": contract.CODE_DIRECTORY})
     if source is not None and source.config_map is not None:
         config_map: dict[str, Any] = {"name": source.config_map.name}
         if source.config_map.items is not None:
@@ -93,10 +97,9 @@ def add_source(pod: dict[str, Any], container: dict[str, Any], fetcher: dict[str
         container.setdefault("workingDir", contract.SOURCE_DIRECTORY)
     entries = ensure_list(container, "env", _CONTAINER)
     set_variables = {entry.get("name") for entry in entries if isinstance(entry, dict)}
-    values = {"source": contract.SOURCE_DIRECTORY, "setup": contract.PACKAGES_DIRECTORY}
     entries += [
-        {"name": variable, "value": values[field]}
-        for field, variable in _SETTINGS.items()
+        {"name": variable, "value": directory}
+        for field, (variable, directory) in _DIRECTORIES.items()
         if getattr(job.spec, field) is not None and variable not in set_variables
     ]
     ensure_list(pod, "initContainers", _POD).append(fetcher)

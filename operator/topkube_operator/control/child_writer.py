@@ -159,10 +159,11 @@ class ChildWriter:
         return describe_contest(stored, manifest)
 
     def _change_child(self, child: Child, manifest: dict[str, Any]) -> dict[str, Any]:
-        """Change a child to the content of `manifest`. A Secret is patched, because apply would keep the tokens of
-        removed pods that create has written."""
+        """Change a child to the content of `manifest`. A Secret is patched, because the tokens of removed pods must go:
+        apply removes only fields that an earlier apply has written, and the Secret was written by a create."""
         if child.kind != "Secret":
             return self._cluster.apply(manifest)
+        # In a merge patch, null removes a field.
         stale: dict[str, None] = {item: None for item in child.content if item not in manifest["data"]}
         patch = {"metadata": {"uid": child.uid}, "data": {**stale, **manifest["data"]}}
         return self._cluster.patch("Secret", manifest["metadata"]["namespace"], child.name, patch)

@@ -31,7 +31,8 @@ WORKERS = 16
 """Threads that reconcile."""
 _MAX_ROUNDS = 12
 """The most plans in a row for one job. After them, other jobs come first."""
-_LONGEST_PAUSE_SECONDS = 60.0
+_ORPHAN_PAUSE_SECONDS = 60.0
+"""The least seconds until orphans are released again after a failure."""
 _CHECK_SECONDS = 0.5
 """How often a replica checks if it may take up postponed jobs."""
 
@@ -49,6 +50,7 @@ class Controller:
         self._metrics, self._policy, self._is_acting = context.metrics, policy, is_acting
         self._executor = PlanExecutor(context)
         self._memories: dict[str, JobMemory] = {}
+        """The memory of each job, by the job's UID."""
         self._uids: dict[Key, str] = {}
         self._postponed: set[Key] = set()
         """Jobs that became due while this replica was not allowed to write."""
@@ -76,7 +78,7 @@ class Controller:
         """Store a launcher's report. Wake its job if the report differs from the last one."""
         memory = self._find_memory(key, uid)
         before, memory.report = memory.report, report
-        if before is None or _drop_time(before) != _drop_time(report):
+        if before is None or _list_waking_fields(before) != _list_waking_fields(report):
             self._queue.add(key)
 
     def wake(self, keys: Iterable[Key]) -> None:
@@ -221,7 +223,7 @@ class Controller:
                 self._postpone_job(key)
                 return
             _log.warning("%s/%s: the pods of an earlier job keep their finalizers for now: %s", *key, error)
-            self._queue.add_after(key, max(_LONGEST_PAUSE_SECONDS, error.wait))
+            self._queue.add_after(key, max(_ORPHAN_PAUSE_SECONDS, error.wait))
 
     def _read_job_uid(self, key: Key) -> str:
         """Return the UID of the job of this name; empty if there is none."""
@@ -233,7 +235,8 @@ class Controller:
             return ""
 
 
-def _drop_time(report: LauncherReport) -> tuple[Any, ...]:
+def _list_waking_fields(report: LauncherReport) -> tuple[Any, ...]:
+    """Return the fields of a report that wake the job when they change. The time of the report is not one of them."""
     return report.attempt, report.state, report.joined, report.missing, report.progress, report.cache
 
 

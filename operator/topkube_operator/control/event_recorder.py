@@ -80,9 +80,10 @@ class EventRecorder:
             except Exception:
                 _log.exception("an Event could not be written")
 
-    def _write_event(self, job: dict[str, Any], event: Event) -> None:
+    def _write_event(self, metadata: dict[str, Any], event: Event) -> None:
+        """Write an Event on the job with this `metadata`, or increase the count of an equal Event."""
         now, time_text = time.monotonic(), format_timestamp(datetime.now(UTC))
-        text = f"{job['uid']}/{event.type}/{event.reason}/{event.message}"
+        text = f"{metadata['uid']}/{event.type}/{event.reason}/{event.message}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         recorded = self._recorded.get(digest)
         if recorded is not None and now - recorded.last_at < _REPEATED_WITHIN:
@@ -90,26 +91,26 @@ class EventRecorder:
             self._recorded.move_to_end(digest)
             try:
                 patch = {"count": recorded.count, "lastTimestamp": time_text}
-                self._cluster.patch("Event", job["namespace"], recorded.name, patch)
+                self._cluster.patch("Event", metadata["namespace"], recorded.name, patch)
                 return
             except ApiError as error:
                 if error.status != 404:
                     raise
-        if not self._take_token(job["uid"], now):
+        if not self._take_token(metadata["uid"], now):
             return
-        name = f"{job['name'][:200]}.{time.time_ns():x}"
+        name = f"{metadata['name'][:200]}.{time.time_ns():x}"
         self._cluster.create(
             {
                 "apiVersion": "v1",
                 "kind": "Event",
-                "metadata": {"name": name, "namespace": job["namespace"]},
+                "metadata": {"name": name, "namespace": metadata["namespace"]},
                 "involvedObject": {
                     "apiVersion": API_VERSION,
                     "kind": KIND,
-                    "name": job["name"],
-                    "namespace": job["namespace"],
-                    "uid": job["uid"],
-                    "resourceVersion": job.get("resourceVersion", ""),
+                    "name": metadata["name"],
+                    "namespace": metadata["namespace"],
+                    "uid": metadata["uid"],
+                    "resourceVersion": metadata.get("resourceVersion", ""),
                 },
                 "type": event.type,
                 "reason": event.reason,

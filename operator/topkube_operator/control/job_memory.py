@@ -23,12 +23,16 @@ class JobMemory:
 
     report: LauncherReport | None = None
     troubles: dict[tuple[str, str], Trouble] = field(default_factory=dict)
+    """The children that could not be written, by kind and name."""
     contests: Contests = field(default_factory=Contests)
     logs: dict[str, str] = field(default_factory=dict)
+    """The log tails that the planner has requested, by pod."""
     objects: dict[tuple[str, str], tuple[float, dict[str, Any]]] = field(default_factory=dict)
     """Objects of the whole cluster, with the time at which they were read (monotonic)."""
     patched_at: float = float("-inf")
+    """The time of the last write of the status (monotonic)."""
     failures: int = 0
+    """The failures in a row, which determine the next pause."""
     create_from: float = 0.0
     """Nothing is created before this time, because the last try failed (monotonic)."""
 

@@ -163,6 +163,7 @@ def check_pod_address(text: str) -> str:
     if isinstance(address, ipaddress.IPv6Address):
         if address.scope_id is not None:
             raise _build_address_error(text, "belongs to one network interface only")
+        # A connection to such an address goes to the IPv4 address inside.
         address = address.ipv4_mapped or address.sixtofour or address
     is_forbidden = address.is_loopback or address.is_link_local or address.is_multicast or address.is_unspecified
     # Reserved IPv6 addresses stand for other addresses (NAT64, mapped addresses). Reserved IPv4 addresses are allowed,
@@ -213,10 +214,11 @@ def find_domains(observed: Observed, launcher: Pod, key: str, read_label: Callab
     """Return the domains of all workers of a launcher for `contract.DOMAINS_HEADER`: equal numbers for nodes with the
     same value of the label `key`. `read_label` returns a label of a node. The text is empty until each worker has a
     node."""
-    nodes: dict[int, tuple[int, str]] = {}
+    nodes: dict[int, tuple[int, str]] = {}  # by worker: the newest attempt of its pods, and the node of that pod
     for pod in observed.pods:
         if pod.role == names.WORKER and 0 <= pod.index < launcher.workers and not pod.has_ended:
-            nodes[pod.index] = max(nodes.get(pod.index, (0, "")), (pod.attempt, pod.node))
+            newest = max(nodes.get(pod.index, (0, "")), (pod.attempt, pod.node))
+            nodes[pod.index] = newest
     values = [read_label(node, key) if node else None for _, (_, node) in sorted(nodes.items())]
     if len(values) != launcher.workers or None in values:
         return ""

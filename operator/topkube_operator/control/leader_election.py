@@ -59,11 +59,12 @@ class LeaderElection:
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
-        self._leads_until = 0.0
+        self._leads_until = 0.0  # again, because the thread may have set it in the meantime
         if was_acting:
             try:
                 lease = self._cluster.get("Lease", self._namespace, self._name)
                 if lease["spec"].get("holderIdentity") == self._identity:
+                    # Kubernetes accepts no duration of 0.
                     lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1}
                     self._cluster.replace_lease(lease)
             except ApiError as error:
@@ -114,7 +115,7 @@ class LeaderElection:
                 metadata = {"name": self._name, "namespace": self._namespace}
                 manifest = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}
                 path = f"/apis/coordination.k8s.io/v1/namespaces/{self._namespace}/leases"
-                self._cluster.call("POST", path, manifest)
+                self._cluster.call("POST", path, manifest)  # `create` refuses to write while this replica stands by
             else:
                 self._cluster.replace_lease({**lease, "spec": spec})
         except ApiError as error:

@@ -137,7 +137,7 @@ class Operator:
         if self.watchers is not None:
             self.watchers.stop()
         self.recorder.stop()
-        with contextlib.suppress(AttributeError):
+        with contextlib.suppress(AttributeError):  # `start` has failed before it created the probes
             self.probes.stop()
 
     def find_health_problem(self) -> str:
@@ -152,15 +152,16 @@ class Operator:
         """Return why this replica cannot take over; empty if it can."""
         return "" if self.watchers is not None and self.watchers.is_synced() else "the cluster has not been listed yet"
 
-    def receive_job(self, kind: str, job: dict[str, Any]) -> None:
-        """Store a job, or its deletion, from an event of kopf's watch."""
+    def receive_job(self, event_type: str, job: dict[str, Any]) -> None:
+        """Store a job, or its deletion, from an event of kopf's watch. kopf reports jobs that existed before this
+        replica without an event type."""
         metadata = job["metadata"]
         key = (metadata["namespace"], metadata["name"])
-        if kind == "DELETED":
+        if event_type == "DELETED":
             self.cache.remove_job(key, metadata["uid"])
             self.queue.add(key)
             return
-        if kind == "ADDED" and self.cache.find_job(key) is None:  # jobs that existed before this replica have no kind
+        if event_type == "ADDED" and self.cache.find_job(key) is None:
             self.metrics.count_created()
         if self.cache.put_job(job):
             self.queue.add(key)
@@ -173,7 +174,7 @@ class Operator:
 
 def read_or_create_secret(cluster: Cluster, namespace: str, name: str) -> bytes:
     """Return the operator's own secret; create it if there is none. All credentials of jobs derive from it."""
-    for _ in range(3):
+    for _ in range(3):  # another replica may create or delete the secret between the two calls
         try:
             return _read_seed(cluster.get("Secret", namespace, name), name)
         except ApiError as error:

@@ -106,12 +106,12 @@ class PlanExecutor:
         if plan.patches:
             self.children.patch(key, plan.patches)
         if apply:
-            memory.logs.clear()
+            memory.logs.clear()  # the failures that they explain are in the status by now
             self.children.apply(key, Owner.of(job), apply, memory)
         if plan.release:  # last: if the right to patch pods is missing, everything else is done
             self.children.release(key, plan.release)
         has_written = bool(patch or plan.release or plan.end_groups or plan.delete or plan.patches or apply)
-        return has_written, has_written
+        return has_written, has_written  # after each write, the job is planned again
 
     def _record_plan(self, job: dict[str, Any], plan: Plan) -> None:
         """Record the Events and metrics of a plan whose status has been written."""

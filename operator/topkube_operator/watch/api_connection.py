@@ -23,12 +23,15 @@ from kubernetes.config.config_exception import ConfigException
 from topkube.errors import TopKubeError
 
 _CONNECTIONS = 48
+"""The most connections that are kept for later calls. A call beyond them opens a connection of its own."""
 _TIMEOUT = urllib3.Timeout(connect=3, read=10)
 _LONGEST_WAIT = 300.0
+"""The most seconds that the operator waits because the server asks for it."""
 
 
 class ApiError(TopKubeError):
-    """The API server refused a call, or could not be reached (status 0). The cluster has not changed.
+    """The API server refused a call, or it did not answer (status 0). A refused call has changed nothing. A call that
+    was not answered may have been carried out.
 
     `status` is HTTP's status. `wait` is the minimum number of seconds that the server asks us to wait (Retry-After).
     """

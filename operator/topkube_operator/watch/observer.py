@@ -44,10 +44,10 @@ class Observer:
         node_faults = dict(self._nodes.faults)
         node_failures = self._jobs.find_failures_of_others(owner.uid)
         nodes = self._nodes.count_schedulable()
-        suspects = {*node_faults, *(failure.node for failure in node_failures)}
-        suspects |= {pod.node for pod in (*pods, *last_seen.values())}
-        suspects |= {failure.node for failure in self._jobs.find_failures(owner.uid)}
-        hostnames = {name: self._nodes.hostnames[name] for name in suspects if name in self._nodes.hostnames}
+        mentioned_nodes = {*node_faults, *(failure.node for failure in node_failures)}
+        mentioned_nodes |= {pod.node for pod in (*pods, *last_seen.values())}
+        mentioned_nodes |= {failure.node for failure in self._jobs.find_failures(owner.uid)}
+        hostnames = {name: self._nodes.hostnames[name] for name in mentioned_nodes if name in self._nodes.hostnames}
         namespace = job["metadata"]["namespace"] if job is not None else ""
         has_cache = self._caches.has_cache(namespace)
         warm = (
@@ -55,16 +55,16 @@ class Observer:
         )
         children = {(value.kind, value.name): value for value in values if isinstance(value, Child)}
         return Observed(
-            pods,
-            children,
-            troubles,
-            paused,
-            frozenset(lost),
-            report,
-            removed_at,
-            last_seen,
-            logs,
-            policy,
+            pods=pods,
+            children=children,
+            troubles=troubles,
+            paused=paused,
+            lost_nodes=frozenset(lost),
+            report=report,
+            removed_at=removed_at,
+            last_seen=last_seen,
+            logs=logs,
+            policy=policy,
             node_cache=has_cache,
             warm=warm,
             nodes=nodes,

@@ -14,7 +14,7 @@ from topkube_operator.watch.owner import Owner
 
 _REMEMBERED = timedelta(minutes=10)
 _MOST_REMEMBERED = 10_000
-"""Objects that were removed longer ago are forgotten if there are more than this number."""
+"""If more removals than this are remembered, those that are older than _REMEMBERED are forgotten."""
 
 
 class Removals:
@@ -40,7 +40,7 @@ class Removals:
         """Store that an object was removed now; `pod` is its last state if it was a pod."""
         now = datetime.now(UTC)
         self._forget_old(now)
-        if uid in self._times and not owner:
+        if uid in self._times and not owner:  # nothing new
             return
         self._times.setdefault(uid, now)
         self._oldest_first.append((now, uid, owner, name))

@@ -179,7 +179,7 @@ class Watchers:
             self._cache.remove_dataset(name) if deleted else self._cache.put_dataset(manifest)
             return ()
         if deleted:
-            key = self._cache.remove(kind, (metadata["namespace"], metadata["name"]), metadata["uid"])
+            key = self._cache.remove(kind, name, metadata["uid"])
         else:
             key = self._cache.put(kind, manifest)
         return () if key is None else (key,)

@@ -100,6 +100,7 @@ def _predict(algorithm: Algorithm, dense_wire: str, machines: Machines, buckets:
         scale = bucket.itemsize / 4  # the catalogue counts float32
         exchange = estimate_cost(used_algorithm, machines, bucket.elements, dense_wire=wire)
         on_link = exchange.sent / machines.link_of(used_algorithm)
+        # Latencies do not depend on the size of a value, and compressed values have the same size for every dtype.
         link = exchange.between - on_link + on_link * (1.0 if used_algorithm.compresses else scale)
         memory = exchange.inside * scale
         between, inside = between + link, inside + memory
@@ -109,7 +110,7 @@ def _predict(algorithm: Algorithm, dense_wire: str, machines: Machines, buckets:
 
 def resolve(name: str, nodes: int, length: int, density: float) -> Algorithm:
     """Return the algorithm called `name`. If `name` is one of CHOICES, return the dense algorithm that sends the fewest
-    bytes, in the fewest messages, for arrays of `length` elements over `nodes`. No measurement is used_algorithm.
+    bytes, in the fewest messages, for arrays of `length` elements over `nodes`. No measurement is used.
 
     The result is the same on all ranks. It considers TopKube's own algorithms only, so that installing a package
     changes no job. Raises ArgumentError if there is no algorithm of this name.
@@ -147,6 +148,9 @@ def reads_dense_wire(name: str) -> bool:
         return True
     algorithm = _load_if_known(name)
     return algorithm is None or DENSE_WIRE in algorithm.parameters
+
+
+# The texts of the functions below have the form "reason; advice".
 
 
 def explain_dense_wire(name: str) -> str:
@@ -205,7 +209,8 @@ def _load_if_known(name: str) -> Algorithm | None:
 @functools.lru_cache(maxsize=1024)
 def _find_least_traffic(nodes: int, length: int, density: float) -> Algorithm:
     def count_bytes_and_messages(algorithm: Algorithm) -> tuple[float, float]:
-        traffic = algorithm.traffic(Workload(max(nodes, 2), 1, length, density, "fp32"))
+        two_or_more = max(nodes, 2)  # one node sends nothing, so all algorithms would be equal
+        traffic = algorithm.traffic(Workload(two_or_more, 1, length, density, "fp32"))
         return traffic.sent, traffic.messages
 
     return min(_DENSE_MPI, key=count_bytes_and_messages)

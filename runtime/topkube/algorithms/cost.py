@@ -1,7 +1,7 @@
 """The cost model: what one exchange of a gradient sends, moves through memory and waits for, and its seconds.
 
-m nodes with n ranks each, d float32 elements, density ρ. How near the implementation comes to these lower bounds is
-measured in docs/benchmarks.md. A message between nodes costs its latency only if it waits for another message.
+The costs are lower bounds; docs/benchmarks.md shows how near the implementation comes to them. A message between nodes
+costs its latency only if it waits for another message.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The work of one node for one exchange. If an exchange happens once in `period` steps, the mean of a step.
+    """The work of one node for one exchange. If an exchange happens once in `period` steps, the values are means per
+    step.
 
     `sent`: bytes that the node sends to other nodes. `memory`: bytes that all its ranks together read and write.
     `messages`: messages between nodes that wait for one another.
@@ -132,13 +133,15 @@ def estimate_cost(
 def reduce_scatter_memory(workload: Workload) -> float:
     """Return the bytes through a node's memory when its ranks add up their gradients: each rank copies out what others
     need, then every shard is read from all ranks and written once."""
-    n, d = workload.slots, workload.elements
-    return 8 * (n - 1) * d + 4 * n * d + 4 * d if n > 1 else 0
+    ranks, elements = workload.slots, workload.elements
+    copied_out = 2 * (ranks - 1) * elements  # each value is read and written
+    summed = (ranks + 1) * elements
+    return _ELEMENT_BYTES * (copied_out + summed) if ranks > 1 else 0
 
 
 def all_gather_memory(workload: Workload) -> float:
     """Return the bytes through a node's memory when every rank reads and writes the shards of all others."""
-    return 8 * (workload.slots - 1) * workload.elements
+    return 2 * _ELEMENT_BYTES * (workload.slots - 1) * workload.elements
 
 
 def all_reduce_sent(array_bytes: float, partners: int) -> float:

@@ -104,9 +104,9 @@ def count_gtopk_traffic(workload: Workload) -> Traffic:
     """Return the traffic of a tree in which pairs of nodes add up their largest entries."""
     rounds, surplus = _count_tree_rounds(workload.nodes)
     entries = workload.slots * workload.kept(workload.slots)
-    merges = (rounds + surplus) * entries * _MERGED_ENTRY_BYTES
+    merge_bytes = (rounds + surplus) * entries * _MERGED_ENTRY_BYTES
     read_and_write_shards = 5 * workload.array_bytes  # the sum and the residual, the selection, the result
-    memory = reduce_scatter_memory(workload) + all_gather_memory(workload) + read_and_write_shards + merges
+    memory = reduce_scatter_memory(workload) + all_gather_memory(workload) + read_and_write_shards + merge_bytes
     return Traffic((rounds + surplus) * entries * workload.entry_bytes, memory, rounds + 2 * surplus)
 
 
@@ -117,14 +117,16 @@ def count_oktopk_traffic(workload: Workload) -> Traffic:
     rounds = max(nodes - 1, 0).bit_length()  # of an all-reduce of the quantiles, or of one of the two histograms
     quantile_bytes = _SPLIT_QUANTILE_BYTES * min(nodes, _SPLIT_QUANTILES)
     measurement_bytes = rounds * (quantile_bytes + 2 * _SPLIT_HISTOGRAM_BYTES) + _SPLIT_COUNT_BYTES * (nodes - 1)
-    memory = reduce_scatter_memory(workload) + all_gather_memory(workload) + 5 * workload.array_bytes
+    read_and_write_shards = 5 * workload.array_bytes  # as for gtopk
+    memory = reduce_scatter_memory(workload) + all_gather_memory(workload) + read_and_write_shards
     memory += workload.slots * entries * _MERGED_ENTRY_BYTES if nodes > 1 else 0
     messages = two_stage_messages(nodes) + 4 * rounds  # quantiles, two histograms, counts
     return Traffic(workload.slots * (both_stages + measurement_bytes), memory, messages)
 
 
 def _count_tree_rounds(nodes: int) -> tuple[int, int]:
-    """Return how many rounds a tree of pairs has, and 1 if nodes are left over that join before and after them."""
+    """Return how many rounds a tree of pairs has, and 1 if the number of nodes is not a power of two: the surplus nodes
+    send to a partner before the first round, and get the result after the last."""
     rounds = max(nodes, 1).bit_length() - 1
     return rounds, int(nodes > 1 << rounds)
 
@@ -139,7 +141,8 @@ def count_topk1bit_traffic(workload: Workload) -> Traffic:
     """Return the traffic of the indices, signs and scales of the largest tenth of the changes of the weights."""
     count = -(-workload.elements // 10)
     signs, scales = count / 8, 2 * -(-count // _SIGN_BLOCK)
-    indices = (3 * count + count + workload.elements / 8) / 8  # three low bits of each index; the others in unary
+    # Bits of the indices: three low bits each; the rest in unary, with a bit per index and one per 2**3 elements.
+    indices = (3 * count + count + workload.elements / 8) / 8
     return _count_traffic_of_changes(workload, signs + scales + indices, SIGNS_IN_TWO_STAGES_FROM)
 
 
@@ -180,7 +183,8 @@ def count_sparseloco_traffic(workload: Workload) -> Traffic:
     """Return the traffic of the indices, two bits and levels of the largest 1/32 of the changes of the weights."""
     count = -(-workload.elements // 32)
     levels, bits = 4 * -(-count // _SIGN_BLOCK), 2 * count / 8
-    indices = (5 * count + count + workload.elements / 32) / 8  # five low bits of each index; the others in unary
+    # Bits of the indices: five low bits each; the rest in unary, with a bit per index and one per 2**5 elements.
+    indices = (5 * count + count + workload.elements / 32) / 8
     return _count_traffic_of_changes(workload, levels + bits + indices, SIGNS_IN_TWO_STAGES_FROM)
 
 

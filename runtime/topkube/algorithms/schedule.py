@@ -66,7 +66,7 @@ def _check_change(stage_name: str, current: str, stage: Stage, momentum_correcti
     if "." not in following and not is_declared:
         find_algorithm(following)  # raises, and names the nearest algorithm
     for name in (current, following):
-        if changes_algorithm and _keeps_weights(name):
+        if changes_algorithm and _gives_nodes_own_weights(name):
             raise ArgumentError(
                 f"{stage_name} changes from {current} to {following}",
                 cause=f"with {name}, every node has weights and an optimizer state of its own, which another algorithm"
@@ -85,23 +85,20 @@ def _check_change(stage_name: str, current: str, stage: Stage, momentum_correcti
         if value is None:
             continue
         parameter.check(value)
-        if not any(parameter in reader.parameters for reader in _list_algorithms(following)):
+        algorithm = _find_declared(following)
+        if algorithm is None or parameter not in algorithm.parameters:
             raise ArgumentError(
                 f"{stage_name} sets the {parameter.name}, but {following} does not read it",
                 next_step=f"leave the {parameter.name} out of this stage",
             )
-        if parameter is PERIOD and following not in CHOICES:
-            find_algorithm(following).check_period(int(value))
+        if parameter is PERIOD:
+            algorithm.check_period(int(value))
 
 
 def _check_residuals(names: Sequence[str]) -> None:
     """Raise ArgumentError if two algorithms keep residuals of different ranks."""
-    scopes = {
-        algorithm.residual.scope: algorithm.name
-        for name in names
-        for algorithm in _list_algorithms(name)
-        if algorithm.residual is not None
-    }
+    algorithms = [algorithm for name in names if (algorithm := _find_declared(name)) is not None]
+    scopes = {algorithm.residual.scope: algorithm.name for algorithm in algorithms if algorithm.residual is not None}
     if len(scopes) > 1:
         first, second = list(scopes.values())[:2]
         raise ArgumentError(
@@ -111,10 +108,11 @@ def _check_residuals(names: Sequence[str]) -> None:
         )
 
 
-def _keeps_weights(name: str) -> bool:
-    return any(algorithm.in_weights for algorithm in _list_algorithms(name))
+def _gives_nodes_own_weights(name: str) -> bool:
+    algorithm = _find_declared(name)
+    return algorithm is not None and algorithm.in_weights
 
 
-def _list_algorithms(name: str) -> list[Algorithm]:
-    """Return the algorithms that a name may stand for, without those of packages that are not installed here."""
-    return [find_algorithm(name)] if name not in CHOICES and is_known(name) else []
+def _find_declared(name: str) -> Algorithm | None:
+    """Return the algorithm called `name`; None for `auto` and `dense`, and if its package is not installed here."""
+    return find_algorithm(name) if name not in CHOICES and is_known(name) else None

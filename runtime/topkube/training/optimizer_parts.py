@@ -98,7 +98,7 @@ def _build_again(parts: OptimizerParts, algorithm: Algorithm | None, settings: S
     earlier.end()
     parts.guard.remove()
     names: list[tuple[str, Any]] = [(p.name, p.tensor) for p in earlier.parameters]
-    aggregation = parts.job if algorithm is None else parts.job.take(algorithm)
+    aggregation = parts.job if algorithm is None else parts.job.replace_auto(algorithm)
     return _build_parts(parts.inner, names, parts.job, aggregation, settings, earlier.world, False, earlier=earlier)
 
 

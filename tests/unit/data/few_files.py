@@ -46,7 +46,7 @@ def read_many_shards(source: Path, cache: Path, memory_limit: int) -> None:
     assert all(dataset.cache.has(number) for number in range(400))
 
 
-def take_all_files(dataset: CachedDataset) -> list[int]:
+def take_all_files() -> list[int]:
     """Open files until no other file can be opened."""
     files = []
     with contextlib.suppress(OSError):
@@ -59,11 +59,11 @@ def read_beside_other_files(source: Path, cache: Path, memory_limit: int) -> Non
     """Read samples after other code has opened as many files as possible."""
     dataset = open_small_dataset(source, cache, memory_limit=memory_limit, prefetch=False)
     check_samples(dataset, source, 400)
-    other_files = take_all_files(dataset)
+    other_files = take_all_files()
     for at in range(400):  # open shards are closed to make room for others
         assert dataset[at].shape == (3072,)
     dataset.cache.open_shards.close_idle()
-    other_files += take_all_files(dataset)
+    other_files += take_all_files()
     try:
         dataset[5]
     except StoreError as error:

@@ -92,6 +92,7 @@ class HostileServer:
             writer.close()
 
     async def _answer(self, method: str, path: str, headers: dict[str, str], writer: asyncio.StreamWriter) -> bool:
+        """Answer a request. Return True if the connection can be used for another request."""
         self.requests += 1
         if path in ("", "o"):
             names = [f"{number:03}.bin" for number in range(self.objects)] if path else ["o/"]
@@ -112,6 +113,7 @@ class HostileServer:
     async def _respond(
         self, kind: str, method: str, number: int, headers: dict[str, str], writer: asyncio.StreamWriter
     ) -> bool:
+        """Send a response of this kind (_KINDS). Return True if the connection can be used for another request."""
         random_source = self._random
         version = random_source.randrange(1, 7) if kind in ("changed", "conditional") else 0
         data, header_lines = self.build_bytes(number, version), self.build_validators(number, version)
@@ -214,27 +216,27 @@ class HostileServer:
 
 
 _KINDS: dict[str, float] = {
-    "honest": 60,
-    "changed": 6,
-    "conditional": 3,
-    "whole": 5,
-    "elsewhere": 4,
-    "nameless": 3,
-    "rangeless": 3,
-    "resized": 2,
-    "junk": 2,
-    "page": 3,
-    "compressed": 1,
-    "status": 3,
-    "flipped": 5,
-    "cut": 3,
-    "short": 2,
-    "long": 2,
-    "chunked": 4,
-    "chunked short": 2,
-    "chunked long": 2,
-    "reset": 2,
-    "late": 3,
-    "drip": 0.2,
+    "honest": 60,  # the requested bytes of the listed version
+    "changed": 6,  # another version, with its own headers
+    "conditional": 3,  # another version, or 412 if the request has If-Match
+    "whole": 5,  # the whole object, although a range was requested
+    "elsewhere": 4,  # another range, with the right Content-Range
+    "nameless": 3,  # wrong bytes without a version
+    "rangeless": 3,  # 206 without Content-Range, from the first byte on
+    "resized": 2,  # wrong bytes with the Content-Range of a larger object
+    "junk": 2,  # wrong bytes with an invalid Content-Range
+    "page": 3,  # an HTML page
+    "compressed": 1,  # wrong bytes in gzip
+    "status": 3,  # another status
+    "flipped": 5,  # wrong bytes with the right headers; only with `lies_in_all`
+    "cut": 3,  # a body that ends too early
+    "short": 2,  # a Content-Length that is too small
+    "long": 2,  # more bytes than the object has, with their Content-Length
+    "chunked": 4,  # the right body in chunks
+    "chunked short": 2,  # one byte too few, in chunks
+    "chunked long": 2,  # one byte too many, in chunks
+    "reset": 2,  # no response: the connection is reset
+    "late": 3,  # the right response, some milliseconds late
+    "drip": 0.2,  # the right response, after the client's deadline for a stall
 }
 """The kinds of responses, each with its weight in the random choice."""

@@ -53,6 +53,7 @@ class RemoteServer:
         self.alter: Callable[[str, Answer], None] | None = None
         """A function that changes the responses to GETs of files."""
         self.released = threading.Event()
+        """Set when the server closes: responses that stall or drip then end."""
         self._connections = set[socket.socket]()
         remote = self
 
@@ -111,11 +112,10 @@ class RemoteServer:
         stat, data = path.stat(), path.read_bytes()
         etag = f'"{stat.st_mtime_ns:x}-{stat.st_size:x}"'
         modified = formatdate(stat.st_mtime, usegmt=True)
-        unchanged = request.headers.get("If-Unmodified-Since", modified)
-        failed = request.headers.get("If-Match", etag) != etag or parsedate_to_datetime(
-            unchanged
-        ) < parsedate_to_datetime(modified)
-        if failed and self.conditions:
+        listed_etag = request.headers.get("If-Match", etag)
+        listed_time = parsedate_to_datetime(request.headers.get("If-Unmodified-Since", modified))
+        has_changed = listed_etag != etag or listed_time < parsedate_to_datetime(modified)
+        if has_changed and self.conditions:
             return self._send(request, HTTPStatus.PRECONDITION_FAILED, b"", {}, body)
         headers = {"ETag": etag if self.etags == "strong" else f"W/{etag}", "Last-Modified": modified}
         if self.etags == "none":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import tarfile
 from pathlib import Path
@@ -16,6 +17,8 @@ from openers import Opener
 from remotes import RemoteServer, add_member, write_files, write_tars
 
 from topkube.data.cache.disk.disk_tier import DiskTier
+from topkube.data.formats.sample_index import ABSENT
+from topkube.data.formats.tar import index_tar
 from topkube.data.remote.listing import Listing, RemoteObject, read_manifest
 from topkube.errors import DatasetError, StoreError
 
@@ -153,13 +156,13 @@ def test_samples_that_need_pickle_are_refused(tmp_path: Path, open_dataset: Open
         open_dataset(tmp_path / "source", decode=lambda raw: {"x": {1, 2}}, memory_limit=1 << 20)[0]
 
 
-names = st.text(st.characters(exclude_characters="/\\\0.", exclude_categories=("Cs", "Cc")), min_size=1, max_size=120)
+NAMES = st.text(st.characters(exclude_characters="/\\\0.", exclude_categories=("Cs", "Cc")), min_size=1, max_size=120)
 
 
 @settings(max_examples=40)
 @given(
     st.lists(
-        st.tuples(names, st.sampled_from(["bin", "cls", "seg.png"]), st.binary(max_size=1500)),
+        st.tuples(NAMES, st.sampled_from(["bin", "cls", "seg.png"]), st.binary(max_size=1500)),
         min_size=1,
         max_size=12,
         unique_by=lambda entry: (entry[0], entry[1]),
@@ -167,11 +170,6 @@ names = st.text(st.characters(exclude_characters="/\\\0.", exclude_categories=("
     st.sampled_from([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
 )
 def test_every_member_of_a_tar_is_found_where_it_is(members: list[tuple[str, str, bytes]], format: int) -> None:
-    import os
-
-    from topkube.data.formats.sample_index import ABSENT
-    from topkube.data.formats.tar import index_tar
-
     members.sort(key=lambda entry: entry[0])
     written = io.BytesIO()
     with tarfile.open(fileobj=written, mode="w", format=format) as tar:
@@ -195,10 +193,6 @@ def test_every_member_of_a_tar_is_found_where_it_is(members: list[tuple[str, str
 @settings(max_examples=60)
 @given(st.data())
 def test_a_damaged_tar_is_an_error_or_other_samples_never_a_crash(data: st.DataObject) -> None:
-    import os
-
-    from topkube.data.formats.tar import index_tar
-
     written = io.BytesIO()
     with tarfile.open(fileobj=written, mode="w") as tar:
         for number in range(3):

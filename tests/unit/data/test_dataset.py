@@ -270,7 +270,7 @@ def test_a_batch_that_is_partly_in_memory_is_collated_like_any_other(tmp_path: P
     dataset = open_dataset(tmp_path / "source", decode=decode_kinds, memory_limit=1 << 20)
     for _ in dataset.__getitems__(range(0, 24, 2)):
         pass
-    for turn in range(2):  # first half of the samples are in memory, then all
+    for turn in range(2):  # in the first turn half of the samples are in memory, in the second all
         batch, expected = dataset.__getitems__(range(24)), plain.__getitems__(range(24))
         assert dataset.statistics()["memory_misses"] == 24
         for sample, expected_sample in zip(batch, expected, strict=True):
@@ -330,7 +330,7 @@ def test_batches_are_whole_if_memory_has_room_for_some_samples(
         for part in (order[:7], order[7:]):
             np.testing.assert_array_equal(collate(dataset.batch(part)).numpy(), data[part])
     assert dataset.statistics()["memory_used_bytes"] == 10 * record
-    assert dataset.statistics()["memory_misses"] == 24 + 3 * 14
+    assert dataset.statistics()["memory_misses"] == 24 + 3 * 14, "10 of 24 samples are in memory after the first turn"
     assert dataset.statistics()["memory_bytes"] == 3 * 10 * record
     assert capfd.readouterr().err.count("takes no more samples") == 1
 
@@ -353,13 +353,18 @@ def test_memory_is_filled_in_the_background_with_samples_that_were_not_read(
 def test_memory_is_filled_when_nobody_reads(
     tmp_path: Path, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    idle_checks, is_idle = [], threading.Event()
-    are_over = property(lambda self: idle_checks.append(1) or is_idle.is_set())
-    monkeypatch.setattr(memory_filler.ReadsInProgress, "are_over", are_over)
+    idle_checks, is_idle = 0, threading.Event()
+
+    def count_and_check(reads: memory_filler.ReadsInProgress) -> bool:
+        nonlocal idle_checks
+        idle_checks += 1
+        return is_idle.is_set()
+
+    monkeypatch.setattr(memory_filler.ReadsInProgress, "are_over", property(count_and_check))
     write_files(tmp_path / "source", 20)
     dataset = open_dataset(tmp_path / "source", decode=RECORD, memory_limit=1 << 20, prefetch=True)
     assert dataset._samples.memory is not None
-    wait_until(lambda: len(idle_checks) > 3)
+    wait_until(lambda: idle_checks > 3)
     assert not dataset._samples.memory.used_bytes
     is_idle.set()
     wait_until(lambda: dataset._samples.memory.has(np.arange(20)).all())

@@ -98,7 +98,7 @@ def _build_workload(version: str) -> dict[str, Any]:
         admissionChecks=_build_map("name", _build_admission_check(), most=8),
         requeueState=_build_object(count=_COUNT, requeueAt=_TIME),
         reclaimablePods=_build_map(
-            "name", _build_object(required=["name", "count"], name=_POD_SET_NAME, count=_COUNT), most=18
+            "name", _build_object(required=["name", "count"], name=_POD_SET_NAME, count=_COUNT), most=_MOST_POD_SETS
         ),
     )
     schema = _build_object(spec=spec, status=status)

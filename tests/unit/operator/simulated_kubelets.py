@@ -29,6 +29,7 @@ class SimulatedKubelets(SimulatedApiServer):
         for name, pod in self.pods.items():
             free = [node for node in NODES if node not in self.lost | self.avoided.get(name, set())]
             if not pod.node and free:
+                # Any free node will do: the length of the name chooses the same node in every run.
                 self.change(
                     name,
                     node=free[len(name.removesuffix(f"-{UID}")) % len(free)],

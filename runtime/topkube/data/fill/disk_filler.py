@@ -50,7 +50,7 @@ class DiskFiller:
         self._is_running = True
         self._cache.node_state.change_filler_count(+1)
         self._threads = [
-            threading.Thread(target=self._run, name=f"topkube-fill-{at}", daemon=True) for at in range(THREADS)
+            threading.Thread(target=self._run, name=f"topkube-fill-{index}", daemon=True) for index in range(THREADS)
         ]
         for thread in self._threads:
             thread.start()

@@ -52,7 +52,8 @@ class FileView:
                         path.unlink()
 
     def show(self, number: int) -> None:
-        """Add the objects of a shard to the view. Raises OSError if the directory is full, StoreError."""
+        """Add the objects of a shard to the view. Raises OSError if the directory is full, and StoreError if the
+        shard cannot be fetched."""
         cache, shard = self._cache, self._cache.shards[number]
         is_one_object = shard.stop - shard.start == 1
         if is_one_object and self._is_shown(shard):
@@ -83,7 +84,8 @@ class FileView:
             return False
 
     def _link(self, key: str, part: Path) -> bool:
-        """Link the shard to `part`. Return False if the file systems do not allow that."""
+        """Link the shard to `part`. Return False if the file systems do not allow that, or if the shard was evicted
+        meanwhile."""
         assert self._cache.folder is not None
         try:
             source = self._cache.folder.get_shard_path(key)

@@ -91,7 +91,7 @@ class MemoryFiller:
                     if missing.size:
                         begun = time.monotonic()
                         store(missing)
-                        del store
+                        del store  # a reference would keep the dataset alive during the pause
                         self._stop.wait(max(time.monotonic() - begun, _LEAST_PAUSE_SECONDS))
         except TopKubeError:  # the reader of the sample gets this error
             return

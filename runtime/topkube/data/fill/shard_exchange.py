@@ -69,6 +69,7 @@ class ShardExchange:
                     self._new_pulls.put(pull)
                     self._wake.set()
                     with contextlib.suppress(TopKubeError, TimeoutError, OSError):
+                        # Wait for a few stalls, and for the bytes at 1 MB/s.
                         expected = pull.digest.result(self._cache.stall_seconds * 4 + shard.size / 1e6)
                         if writer.compute_digest(shard.size) == expected:
                             return ReceivedChecksums(expected, expected)

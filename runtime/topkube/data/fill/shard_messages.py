@@ -16,7 +16,7 @@ import numpy.typing as npt
 CHUNK_BYTES = 2 << 20
 REQUEST, GOODBYE, FIRST_REPLY, REPLY_TAGS = 1, 2, 16, 30_000
 """The tags of messages: of a request, of the announcement that a rank answers no more, and of the first reply; then the
-number of tags for replies."""
+number of tags for replies. All tags are below 32,768: every MPI library has these tags."""
 HEADER_LENGTH = 2
 """The number of elements in the header of a reply: the number of the shard, and its size."""
 NO_SIZE = (1 << 64) - 1

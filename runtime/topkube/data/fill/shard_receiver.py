@@ -71,6 +71,7 @@ class ShardReceiver:
         pull.tag = tag
         self.reply_count += 1
         pull.header_request = self._comm.Irecv(pull.header, pull.home_rank, pull.tag)
+        # MPI sends 16 bytes at once, so this wait does not block.
         self._comm.Isend(np.array([pull.shard.number, pull.tag], np.int64), pull.home_rank, REQUEST).Wait()
         pull.progress_time = time.monotonic()
         self.pulls.append(pull)

@@ -124,10 +124,10 @@ class ShardSender:
         source = push.source
         if not isinstance(source, ArrivingShard):
             return True
-        is_over = source.is_over  # before the number of bytes is read
+        is_over = source.is_over  # read before the number of bytes, which may grow until the shard is over
         if source.written_bytes >= end:
             return True
-        if is_over or source.written_bytes < 0:
+        if is_over or source.written_bytes < 0:  # below 0: the bytes do not arrive in order
             self._end_early(push)
         return False
 

@@ -25,6 +25,7 @@ _ZSTD_READ_BYTES = 2 << 10
 """The compressed bytes that are decompressed at once. A block of Zstandard has at least 4 bytes and becomes at most
 128 KiB, so the result has at most 64 MiB."""
 _ZSTD_WINDOW = 128 << 20
+"""The largest window that is accepted, in bytes. The command `zstd` accepts the same by default."""
 Write = Callable[[int, Any], None]
 
 

@@ -35,6 +35,10 @@ _FIRST_SCAN, _SCANNED_AT_ONCE = 16, 1 << 14
 """The most members that the first call of the kernel scans, and the most that each later call scans."""
 _MOST_FIELDS = 256
 """The most fields that the samples of a shard may have."""
+_NAME_BYTES = 100
+"""The length of the name in a header. A longer path has a prefix, or an extended header."""
+_REGULAR_TYPES = (b"0", b"\0", b"7")
+"""The types of regular files: a file, a file of an old archive, a contiguous file."""
 
 
 class _Window:
@@ -61,7 +65,7 @@ def _scan_members(file: int, size: int, at: int, header: bytes, name: str) -> It
     prefix, kind = _read_prefix(header), header[156:157]
     expected, count = np.frombuffer(header, np.uint8), _FIRST_SCAN
     while _SCANS:
-        lengths, names = np.empty(count, np.int64), np.empty(count * 101, np.uint8)
+        lengths, names = np.empty(count, np.int64), np.empty(count * (_NAME_BYTES + 1), np.uint8)
         scanned, name_bytes = _kernels.scan_tar(file, size, at, expected, lengths, names)
         if not scanned:
             return
@@ -70,6 +74,7 @@ def _scan_members(file: int, size: int, at: int, header: bytes, name: str) -> It
         starts = np.concatenate(([at], ends[:-1])) + _BLOCK
         joined = b"\0" + names[: name_bytes - 1].tobytes()
         paths = joined[1:].decode("utf-8", "surrogateescape").split("\0")
+        # No name is unsafe if none of these parts is in any of them: one search is faster than a check of each name.
         if prefix or any(part in joined for part in (b"..", b"\\", b"\0/", b"\0./")):
             paths = [prefix + path for path in paths]
             for path in paths:
@@ -173,6 +178,7 @@ def read_members(file: int, size: int, name: str) -> Iterator[tuple[str, int, in
             yield path.removeprefix("./"), at, length, mode
             long_name, extended = None, {}
             if is_plain:
+                # The loop takes `at` and `length` of the last scanned member. They stay if no member is scanned.
                 next_member = at + -(-length // _BLOCK) * _BLOCK
                 for path, at, length in _scan_members(file, size, next_member, header, name):
                     yield path, at, length, mode
@@ -229,7 +235,7 @@ def _check_member(path: str, kind: bytes, extended: dict[str, str], name: str) -
             next_step="write it again as one archive",
         )
     unsafe = _is_unsafe(path)
-    if unsafe or kind not in (b"0", b"\0", b"7"):
+    if unsafe or kind not in _REGULAR_TYPES:
         what = "would leave the folder of extraction" if unsafe else "is a link or a device"
         raise DatasetError(
             f"{name} contains {path!r}, which {what}",
@@ -245,7 +251,7 @@ def _is_unsafe(path: str) -> bool:
 
 def _read_path(header: bytes) -> str:
     """Return the path in a header without extensions."""
-    return _read_prefix(header) + header[:100].partition(b"\0")[0].decode("utf-8", "surrogateescape")
+    return _read_prefix(header) + header[:_NAME_BYTES].partition(b"\0")[0].decode("utf-8", "surrogateescape")
 
 
 def _read_prefix(header: bytes) -> str:
@@ -265,11 +271,13 @@ def _parse_number(field: bytes) -> int:
 
 
 def _has_valid_checksum(header: bytes) -> bool:
+    """Return True if the checksum is the sum of the header's bytes, with eight spaces in place of the checksum."""
     try:
-        stored = int(header[148:156].strip(b" \0") or b"x", 8)
+        stored = int(header[148:156].strip(b" \0"), 8)
     except ValueError:
         return False
-    return stored == _sum_bytes(header[:148]) + 8 * 32 + _sum_bytes(header[156:400]) + _sum_bytes(header[400:])
+    spaces = 8 * ord(" ")
+    return stored == _sum_bytes(header[:148]) + spaces + _sum_bytes(header[156:400]) + _sum_bytes(header[400:])
 
 
 def _sum_bytes(part: bytes) -> int:

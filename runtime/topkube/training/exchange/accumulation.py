@@ -25,24 +25,33 @@ class Accumulation:
         """Prepare `.grad` for a gradient that torch is about to add. Return the gradient's replacement, or None to add
         the gradient itself. Raises TrainingError for a gradient of another dtype or layout than before."""
         self._check_layout(parameter, gradient)
+        self._set_aside_delivered(parameter)
         if gradient.is_conj() or gradient.is_neg():
             return self._weigh(parameter, gradient.resolve_conj().resolve_neg(), is_replacement=True)
         return self._weigh(parameter, gradient)
 
-    def _weigh(self, parameter: Parameter, gradient: torch.Tensor, is_replacement: bool = False) -> torch.Tensor | None:
+    @staticmethod
+    def _set_aside_delivered(parameter: Parameter) -> None:
+        """If an exchange has delivered the `.grad` of a parameter, move it to the parameter's stash."""
         if parameter.tensor.grad is None:
             parameter.is_aggregated, parameter.stash = False, None
         elif parameter.is_aggregated and parameter.holds_delivered:
             parameter.stash, parameter.is_aggregated, parameter.tensor.grad = parameter.tensor.grad, False, None
         else:  # accumulated under no_sync(), or assigned by the script: this rank's own
             parameter.is_aggregated = False
+
+    def _weigh(self, parameter: Parameter, gradient: torch.Tensor, is_replacement: bool = False) -> torch.Tensor | None:
+        """Scale a gradient by the share of this rank's samples. Return the replacement of torch's gradient; None if
+        there is none. With `is_replacement`, `gradient` already replaces torch's gradient."""
         parameter.grad_was_none = parameter.tensor.grad is None
         scale = self._batches.find_scale()
         if scale == 0:
             parameter.is_weightless = parameter.tensor.grad is None and parameter.stash is None
             return torch.zeros_like(gradient)  # 0 * NaN would be NaN
         parameter.is_weightless = False
-        return gradient * scale if scale != 1 else gradient if is_replacement else None
+        if scale != 1:
+            return gradient * scale
+        return gradient if is_replacement else None
 
     def _check_layout(self, parameter: Parameter, gradient: torch.Tensor) -> None:
         if gradient.dtype != parameter.gradient_dtype:
@@ -55,7 +64,7 @@ class Accumulation:
         bucket = self._plan.find_bucket(parameter)
         if bucket is None:
             parameter.has_rows = parameter.has_rows or gradient.is_sparse
-        elif bucket.has_rows != gradient.is_sparse and bucket.length:
+        elif bucket.has_rows != gradient.is_sparse and bucket.length:  # a bucket without elements sends nothing
             if not self._plan.is_agreed:  # buckets of a loaded order: they are planned again
                 parameter.has_rows = gradient.is_sparse
                 return
@@ -77,7 +86,8 @@ class Accumulation:
                 parameter.has_rows = parameter.has_rows or parameter.tensor.grad.is_sparse
 
     def undo_discarded(self) -> None:
-        """Undo exchanges whose gradients the script has zeroed since: some set to None, or all of them to zeros."""
+        """Undo the exchanges of gradients that the script has discarded since: it has set some of them to None, or all
+        of them to None or zeros."""
         for parameter in self._parameters:
             if parameter.stash is not None and parameter.is_zero:
                 parameter.stash = None

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from topkube.algorithms import (
     AUTO,
@@ -91,15 +91,14 @@ class AggregationSettings:
 
     def __post_init__(self) -> None:
         if self.algorithm not in CHOICES:
-            find_algorithm(self.algorithm)
+            find_algorithm(self.algorithm)  # raises for an unknown name, before any parameter is checked
         for parameter in _CHECKED:
             parameter.check(getattr(self, parameter.name))
         if self.algorithm not in CHOICES:
             find_algorithm(self.algorithm).check_period(self.period)
         check_schedule(self.algorithm, self.warmup_steps, self.momentum_correction, self.schedule)
         if self.dense_wire != DENSE_WIRE.default and not any(map(reads_dense_wire, self.algorithms)):
-            reason, _, advice = explain_dense_wire(self.algorithm).partition("; ")
-            raise ArgumentError(f"dense_wire is {self.dense_wire}, but {reason}", next_step=advice)
+            _refuse("dense_wire", self.dense_wire, explain_dense_wire(self.algorithm))
         if self.in_weights and self.momentum_correction:
             raise ArgumentError(
                 f"momentum correction does not work with {self.algorithm}",
@@ -107,15 +106,14 @@ class AggregationSettings:
                 next_step="turn off momentum correction",
             )
         if self.is_decoupled and (problem := explain_overlap(self.algorithms)):
-            reason, _, advice = problem.partition("; ")
-            raise ArgumentError(f"overlap is {self.overlap}, but {reason}", next_step=advice)
+            _refuse("overlap", self.overlap, problem)
         if self.delay and (problem := explain_delay(self.algorithms)):
-            reason, _, advice = problem.partition("; ")
-            raise ArgumentError(f"delay is {self.delay}, but {reason}", next_step=advice)
-        others = self.overlap, self.momentum_correction, bool(self.schedule)
-        if self.node_weights != NODE_WEIGHTS.default and (problem := explain_node_weights(self.algorithm, *others)):
-            reason, _, advice = problem.partition("; ")
-            raise ArgumentError(f"node_weights is {self.node_weights}, but {reason}", next_step=advice)
+            _refuse("delay", self.delay, problem)
+        other_settings = self.overlap, self.momentum_correction, bool(self.schedule)
+        if self.node_weights != NODE_WEIGHTS.default and (
+            problem := explain_node_weights(self.algorithm, *other_settings)
+        ):
+            _refuse("node_weights", self.node_weights, problem)
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise ArgumentError(f"bucket_bytes is {self.bucket_bytes}, below 1", next_step="pass 1 or more")
 
@@ -132,8 +130,9 @@ class AggregationSettings:
             return ()
         return list_compressed_choices(self.node_weights)
 
-    def take(self, algorithm: Algorithm) -> AggregationSettings:
-        """Return the settings with `algorithm` in place of `auto`."""
+    def replace_auto(self, algorithm: Algorithm) -> AggregationSettings:
+        """Return the settings with `algorithm` in place of `auto`. `node_weights` and `dense_wire` get their defaults,
+        because they are allowed with a choice such as `auto` only."""
         return dataclasses.replace(
             self, algorithm=algorithm.name, node_weights=NODE_WEIGHTS.default, dense_wire=DENSE_WIRE.default
         )
@@ -168,6 +167,13 @@ class AggregationSettings:
         if step >= self.warmup_steps:
             return self.density
         return float(self.density ** (step / self.warmup_steps))
+
+
+def _refuse(setting: str, value: object, explanation: str) -> NoReturn:
+    """Raise ArgumentError for a setting. `explanation` has the form "reason; advice", like the results of
+    `explain_overlap` and similar functions of `topkube.algorithms`."""
+    reason, _, advice = explanation.partition("; ")
+    raise ArgumentError(f"{setting} is {value}, but {reason}", next_step=advice)
 
 
 @functools.lru_cache(maxsize=64)

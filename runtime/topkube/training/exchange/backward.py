@@ -42,9 +42,10 @@ class Backward:
 
     `in_force` has the number of updates, and `gradients` holds the gradients that the next step uses. `synchronizes` is
     False while gradients only accumulate, and `has_unsynchronized` is True if some gradients were not exchanged.
-    `number` orders the optimizers of a process. With a `node_world`, gradients are exchanged among its ranks only;
-    agreements are those of all ranks of `world`. A Backward that replaces an `earlier` one of the same optimizer takes
-    over its counters, its announced batches, and what `auto` stands for.
+    `number` orders the optimizers of a process; with `is_copy`, it is given when the first backward begins. With a
+    `node_world`, gradients are exchanged among its ranks only; agreements are those of all ranks of `world`. A Backward
+    that replaces an `earlier` one of the same optimizer takes over its counters, its announced batches, and what `auto`
+    stands for.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Backward:
         agreement = self.batches.agreement
         within = aggregation.within_node if aggregation.in_weights else aggregation
         if node_world is not None:
-            settings = replace(settings, finite_check="host")  # the ranks of one node do not decide alone
+            settings = replace(settings, finite_check="host")  # a flag on the device would cover one node only
         self.exchange = BucketExchange(
             node_world or world, within, momentum, find_exchange_device(parameters, settings), settings
         )
@@ -195,7 +196,7 @@ class Backward:
             return
         if not (self.exchange.is_overlapped(bucket) and bucket.take_in(parameter)):
             parameter.copy_shared_gradient()
-        if not current_pass.has_several:
+        if not current_pass.has_several:  # otherwise ranks agree at the end which optimizers took part
             bucket.waiting -= 1
             self.queue.hand_over_full()
 

@@ -53,7 +53,8 @@ class BucketQueue:
     def _submit(self, bucket: Bucket) -> Future[bool]:
         density, is_warming_up = self._in_force.density, self._in_force.is_warming_up
         algorithms = self._exchange.algorithms
-        scale = self.loss_scale if algorithms.is_sparse(bucket) else 1.0  # it may be on a device: not read yet
+        # Only residuals need the factor on the loss. It may be on a device, so it is not read here.
+        scale = self.loss_scale if algorithms.is_sparse(bucket) else 1.0
         run = self._exchange.run
         if self.step_trace is not None:
             number = next(n for n, planned in enumerate(self._plan.buckets) if planned is bucket)
@@ -79,7 +80,7 @@ class BucketQueue:
     def _wait(self, futures: Iterable[Future[bool]]) -> bool | DeviceFlag:
         finite = all([future.result() for future in futures])
         if self._exchange.can_check_finite_on_device(self._plan.buckets):
-            assert finite  # the flag has it
+            assert finite  # values that are not finite set the flag, not the result of a future
             flag = communication_thread.run(self._exchange.flush_undecided)
             self._exchange.make_caller_wait()
             return flag

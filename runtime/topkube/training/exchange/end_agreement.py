@@ -28,6 +28,7 @@ class EndReport:
     steps: int
     """The number of the rank's updates."""
     trainable_digest: float
+    """The digest of the rank's trainable parameters."""
     weights_digest: float
     """The digest of the rank's weights, 0 if they are not compared."""
     loss_scale: float
@@ -51,7 +52,8 @@ def agree_at_end(agreement: QueuedAgreement, comparison: RankComparison, own: En
     """Return the agreement of all ranks on their reports. All ranks call this together. Raises TrainingError on all
     ranks if their steps, their trainable parameters or the factors of their gradient scalers differ."""
     trainable, weights, scale = own.trainable_digest, own.weights_digest, own.loss_scale
-    has_scale = scale != 1  # the factor 1 is not compared: a rank without a scaler may send zeros only
+    # A factor of 1 is not compared: a rank that has no data sends zeros, and may have no scaler.
+    has_scale = scale != 1
     numbers: dict[str, float] = {
         "is_nonfinite": own.is_nonfinite,
         "has_idle": own.has_idle,
@@ -77,7 +79,7 @@ def agree_at_end(agreement: QueuedAgreement, comparison: RankComparison, own: En
         _raise_different_steps(agreement, own.steps)
     if not are_equal("trainable"):
         comparison.raise_different_trainable()
-    if not are_equal("scale") and maxima["scale"] > -math.inf:
+    if not are_equal("scale") and maxima["scale"] > -math.inf:  # -inf: no rank has a factor
         _raise_different_scales(agreement, scale)
     return EndAgreement(
         is_nonfinite=bool(maxima["is_nonfinite"] > 0),

@@ -9,6 +9,7 @@ import torch
 from topkube.collectives.device.memory import DeviceFlag
 from topkube.training.exchange.autograd.backward_pass import current_pass
 from topkube.training.exchange.bucket_queue import BucketQueue
+from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.bucket_plan import BucketPlan
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.exchange.end_agreement import EndReport, agree_at_end
@@ -63,12 +64,10 @@ class EndOfBackward:
         elif not self._gradients.may_leave_to_device:
             nonfinite = nonfinite.read()
         if self._plan.update_trainable() or agreed.has_unplanned:
-            new_buckets = self._plan.extend(seen)
-            more_nonfinite = self._queue.exchange_more(
-                [b for b in [*left_out_buckets, *new_buckets] if self._plan.is_active(b)]
-            )
-            maxima = self._agreement.maximum([_read(nonfinite) or _read(more_nonfinite), True])
-            nonfinite, has_idle, can_gather_late = bool(maxima[0] > 0), True, False
+            has_idle, can_gather_late = True, False
+            more_nonfinite = self._exchange_new_buckets(seen, left_out_buckets)
+            (any_nonfinite,) = self._agreement.maximum([_read(nonfinite) or _read(more_nonfinite)])
+            nonfinite = bool(any_nonfinite > 0)
         if late is not None and self._exchange.reduced_parts is not None:
             if nonfinite or has_idle or not can_gather_late:
                 communication_thread.run(self._exchange.reduced_parts.gather_now)
@@ -77,7 +76,7 @@ class EndOfBackward:
         self._gradients.end_backward(nonfinite, has_idle)
         self._tune(agreed.is_saved, late is not None)
         if digest is not None:
-            self._weights.report(digest, agreed.has_equal_weights, False)
+            self._weights.report(digest, agreed.has_equal_weights, first=False)
 
     def _agree_on_plan(self, seen: list[int]) -> None:
         """Plan the buckets, the same on all ranks, after the first backward since the optimizer was created or
@@ -89,11 +88,18 @@ class EndOfBackward:
         self._exchange.algorithms.adopt(self._plan.tuning.choice)
         self._weights.expect_first_step()
 
+    def _exchange_new_buckets(self, seen: list[int], left_out_buckets: list[Bucket]) -> bool | DeviceFlag:
+        """Plan buckets for the parameters in `seen` that have none. Exchange these buckets, and the buckets that were
+        left out because their parameters were frozen. Return True, or a flag, as `BucketQueue.exchange_more` does."""
+        buckets = [*left_out_buckets, *self._plan.extend(seen)]
+        return self._queue.exchange_more([bucket for bucket in buckets if self._plan.is_active(bucket)])
+
     def _report(
         self, is_nonfinite: bool, seen: list[int], digest: float | None, is_decoupled: bool, can_gather_late: bool
     ) -> EndReport:
         """Return what this rank reports, with the digest of its weights, if they are compared. If gathers come later
-        (`is_decoupled`), they create gradients that are None now."""
+        (`is_decoupled`), they create gradients that are None now. A saved state is reported once: the note of it is
+        cleared."""
         plan, trainable = self._plan, self._plan.list_trainable()
         is_saved, plan.tuning.is_saved = plan.tuning.is_saved, False
         idle = (p.is_weightless or p.is_created or (is_decoupled and p.tensor.grad is None) for p in trainable)

@@ -56,6 +56,7 @@ class LateTable:
         (self.remote.folder / "manifest.jsonl").write_text(json.dumps(entry) + "\n")
 
     def open(self) -> CachedDataset:
+        """Open the dataset, and wait until its whole shard has been requested. Requests of ranges do not count."""
         dataset = self._open_dataset(self.remote.uri, early_samples=True, prefetch=True, patience=PATIENT)
         wait_until(lambda: self.remote.requests[self.path.name] > len(self.ranges))
         self.ranges.clear()

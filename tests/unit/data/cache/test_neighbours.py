@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from pathlib import Path
@@ -81,8 +82,6 @@ def test_a_link_in_place_of_a_session_is_not_followed(tmp_path: Path, open_datas
     open_dataset.close()
     (folder / name).symlink_to(private)
     lock_file = os.open(folder / f"{name}.users", os.O_RDWR | os.O_CREAT)
-    import fcntl
-
     fcntl.flock(lock_file, fcntl.LOCK_SH)  # a process uses it, so it is not a leftover
     try:
         check_samples(open_dataset(tmp_path / "source", decode=RECORD), data)

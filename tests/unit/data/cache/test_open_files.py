@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,7 @@ def test_a_local_folder_that_cannot_be_read_is_an_error_not_a_smaller_dataset(
 
     def refuse(self: LocalFileSystem, path: str, *rest: Any, **more: Any) -> Any:
         if path.endswith("/b"):
-            raise OSError(24, "Too many open files")
+            raise OSError(errno.EMFILE, "Too many open files")
         return list_folder(self, path, *rest, **more)
 
     monkeypatch.setattr(LocalFileSystem, "ls", refuse)

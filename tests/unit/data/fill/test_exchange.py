@@ -23,7 +23,7 @@ from topkube.data.fill.shard_exchange import ShardExchange
 from topkube.data.formats.shards import DataShard
 from topkube.errors import StoreError
 
-SHARD = DataShard(5, "0" * 32, 5, 6, 40)
+SHARD = DataShard(number=5, key="0" * 32, start=5, stop=6, size=40)
 BYTES = bytes(range(40))
 
 
@@ -65,9 +65,12 @@ class SimulatedComm:
         """An empty message follows after this many bytes: the sender cannot continue."""
         self.messages: list[npt.NDArray[Any]] = []
         """The messages of rank 0."""
-        self.slots = threading.Semaphore(0)
         self.open = True
+        """True if every receive completes at once."""
+        self.slots = threading.Semaphore(0)
+        """If `open` is False, each slot lets one receive complete."""
         self.sent = 0
+        """The number of bytes of the shard that rank 1 has sent."""
         self.failure: Exception | None = None
         self.requests: list[tuple[int, int]] = []
         """(shard, tag) of requests of rank 1 that have not been received."""
@@ -96,6 +99,7 @@ class SimulatedComm:
         if self.sent >= self.ends_after:
             return Request(self, buffer, b"")
         if buffer.dtype != np.uint8:
+            # The words of the next shard follow those of this shard.
             words = (self.words * 2)[self.words_sent : self.words_sent + buffer.size]
             self.words_sent = (self.words_sent + buffer.size) % len(self.words)
             return Request(self, buffer, np.array(words, np.uint64).tobytes())
@@ -161,7 +165,6 @@ def test_a_shard_that_its_home_rank_cannot_finish_comes_from_the_remote(
 ) -> None:
     monkeypatch.setattr(shard_messages, "CHUNK_BYTES", 10)
     bench.comm.ends_after = ends_after
-    bench.exchange._comm.words_sent = 0
     with tempfile.TemporaryFile() as file:
         assert bench.receive_shard(file.fileno()).expected == "the manifest's"
         assert file.read() == b"remote".ljust(40)

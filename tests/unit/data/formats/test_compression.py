@@ -6,6 +6,7 @@ import gzip
 import io
 import os
 import random
+import tarfile
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
-from openers import Opener, list_shard_files
-from remotes import write_tars
+from openers import Opener, check_samples, list_shard_files
+from remotes import add_member, write_tars
 
 from topkube.data import ArrayOf
 from topkube.data.cache import shard_decompression
@@ -126,9 +127,6 @@ def test_the_memory_of_a_zstandard_bomb_is_bounded(monkeypatch: pytest.MonkeyPat
     sizes = []
     monkeypatch.setattr(compression_module, "MOST_TIMES", 1 << 20)
 
-    class Counted(bytes):
-        pass
-
     real = zstandard.ZstdDecompressor
 
     class Decompressor:
@@ -172,10 +170,6 @@ def pack_all(folder: Path, kind: Compression, ending: str) -> None:
         path.unlink()
 
 
-def check_samples(dataset: Any, data: Any) -> None:
-    np.testing.assert_array_equal(np.stack(list(dataset.__getitems__(range(len(dataset))))), data)
-
-
 @pytest.mark.parametrize(("kind", "ending"), ENDINGS)
 def test_samples_of_compressed_shards_are_read(
     tmp_path: Path, open_dataset: Opener, kind: Compression, ending: str
@@ -195,13 +189,19 @@ def test_samples_of_compressed_shards_are_read(
 def test_a_shard_is_decompressed_once_per_node(
     tmp_path: Path, open_dataset: Opener, monkeypatch: pytest.MonkeyPatch, prefetch: bool
 ) -> None:
-    count, real = [], decompress
-    monkeypatch.setattr(shard_decompression, "decompress", lambda *options: (count.append(1), real(*options))[1])
+    calls = 0
+
+    def count_and_decompress(*arguments: Any) -> int:
+        nonlocal calls
+        calls += 1
+        return decompress(*arguments)
+
+    monkeypatch.setattr(shard_decompression, "decompress", count_and_decompress)
     data = write_tars(tmp_path / "source", [5, 5, 5])
     pack_all(tmp_path / "source", "zstd", ".tar.zst")
     for _ in range(3):
         check_samples(open_dataset(tmp_path / "source", decode=RECORD, prefetch=prefetch), data)
-    assert len(count) == 3
+    assert calls == 3
 
 
 def test_tables_may_be_compressed(tmp_path: Path, open_dataset: Opener) -> None:
@@ -236,14 +236,8 @@ def test_decompressed_shards_count_against_the_limit(
 ) -> None:
     """Shards that do not fit are decompressed into memory."""
     folder = tmp_path / "source"
-    data = np.zeros((60, 3072), np.uint8)
-    write_tars(folder, [20, 20, 20])
-    for path in folder.glob("*.tar"):  # samples that become small
-        path.unlink()
-    import tarfile
-
-    from remotes import add_member
-
+    data = np.zeros((60, 3072), np.uint8)  # zeros become small when they are compressed
+    folder.mkdir()
     for shard in range(3):
         with tarfile.open(folder / f"{shard}.tar", "w") as tar:
             for number in range(20):

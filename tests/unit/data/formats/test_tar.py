@@ -187,12 +187,12 @@ def resize(at: int, size: int) -> Callable[[int, tarfile.TarInfo], None]:
     return lambda number, member: setattr(member, "size", size) if number == at else None
 
 
+_EQUAL_MEMBER_BYTES = 3 * BLOCK
+"""The bytes of one of the equal members: a header, and 600 bytes in two blocks."""
 ALIKE = {
     "equal": build_members(100, lambda *_: None),
     "one larger": build_members(100, resize(50, 1300)),
-    "every second larger": build_members(
-        100, lambda number, member: resize(number, 700 + number % 2 * 600)(number, member)
-    ),
+    "every second larger": build_members(100, lambda number, member: setattr(member, "size", 700 + number % 2 * 600)),
     "a long name": build_members(100, rename(50, "d/" * 60 + "x.bin")),
     "a very long name": build_members(100, rename(50, "x" * 180 + ".bin"), tarfile.GNU_FORMAT),
     "a folder": build_members(100, lambda number, member: setattr(member, "type", b"5") if number == 50 else None),
@@ -206,6 +206,7 @@ ALIKE = {
     "a hidden file": build_members(100, rename(50, ".x.bin")),
     "other owners": build_members(100, lambda number, member: setattr(member, "uid", number)),
 }
+"""Archives in which most headers differ only in fields that the kernel reads, by what differs."""
 
 
 @pytest.mark.parametrize("name", ALIKE)
@@ -221,12 +222,12 @@ def test_members_that_are_alike_are_read_as_one_by_one(name: str, monkeypatch: p
 @pytest.mark.parametrize("place", [0, 100, 110, 130, 150, 156, 300, 400])
 def test_a_damaged_header_among_members_that_are_alike_is_found(place: int) -> None:
     data = bytearray(ALIKE["equal"])
-    data[50 * 3 * BLOCK + place] ^= 1
-    with pytest.raises(DatasetError, match=f"no header at byte {50 * 3 * BLOCK}"):
+    data[50 * _EQUAL_MEMBER_BYTES + place] ^= 1
+    with pytest.raises(DatasetError, match=f"no header at byte {50 * _EQUAL_MEMBER_BYTES}"):
         index_bytes(bytes(data))
 
 
-@pytest.mark.parametrize("stop", [50 * 3 * BLOCK + 100, 50 * 3 * BLOCK + BLOCK + 100])
+@pytest.mark.parametrize("stop", [50 * _EQUAL_MEMBER_BYTES + 100, 50 * _EQUAL_MEMBER_BYTES + BLOCK + 100])
 def test_an_archive_that_ends_among_members_that_are_alike_is_refused(stop: int) -> None:
     with pytest.raises(DatasetError, match=r"no header at byte|ends at byte|is truncated"):
         index_bytes(ALIKE["equal"][:stop])
@@ -237,14 +238,14 @@ def test_an_archive_that_ends_among_members_that_are_alike_is_refused(stop: int)
 def test_any_changed_byte_of_a_header_is_found(place: int, value: int) -> None:
     """The scan of many headers accepts no header that the parser of single headers refuses."""
     data = bytearray(ALIKE["equal"])
-    at = 50 * 3 * BLOCK + place
+    at = 50 * _EQUAL_MEMBER_BYTES + place
     if data[at] != value:
         data[at] = value
         if 148 <= place < 156:  # the checksum itself has several valid forms
             with contextlib.suppress(DatasetError):
                 assert pack_index(index_bytes(bytes(data))) == pack_index(index_bytes(ALIKE["equal"]))
         else:
-            with pytest.raises(DatasetError, match=f"no header at byte {50 * 3 * BLOCK}"):
+            with pytest.raises(DatasetError, match=f"no header at byte {50 * _EQUAL_MEMBER_BYTES}"):
                 index_bytes(bytes(data))
 
 

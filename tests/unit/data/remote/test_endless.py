@@ -28,9 +28,8 @@ def test_a_drip_ends_by_its_deadline(remote: RemoteServer, what: str) -> None:
     name = {"object": "000.tar", "manifest": "manifest.jsonl", "page": ""}[what]
     remote.faults[name] = ["drip"] * 10
     begun = time.monotonic()
-    read = store.read_listing if what != "object" else lambda: store.read(entry)
     with pytest.raises(StoreError, match="could not be read in 2 tries"):
-        read()
+        store.read(entry) if what == "object" else store.read_listing()
     assert time.monotonic() - begun < 60
 
 
@@ -57,10 +56,10 @@ def test_a_page_that_leads_out_of_the_dataset_is_not_followed(
     remote: RemoteServer, name: str, json_index: bool
 ) -> None:
     listed = {"name": name, "type": "directory", "mtime": "x", "size": 1}
-    page = json.dumps([listed]).encode() if json_index else f'<a href="{name}/">x</a>'.encode()
+    page = f'<a href="{name}/">x</a>'.encode()
+    if json_index:  # names in JSON are not percent-encoded
+        page = json.dumps([listed]).encode().replace(b"%2e", b".")
     remote.page = lambda path: page if path == "" else None
-    if json_index and "%" in name:
-        page = page.replace(b"%2e", b".")
     with pytest.raises((DatasetError, StoreError), match=r"outside the dataset|is empty|does not exist"):
         ObjectStore(remote.uri, patience=CALM).read_listing()
     assert set(remote.requests) == {""}

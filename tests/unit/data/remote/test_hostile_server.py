@@ -69,7 +69,7 @@ def read_and_check(server: HostileServer, requests: int) -> Counter[str]:
     """Read until the server has got this number of requests. Fail at the first wrong byte."""
     listing = list_objects(server)
     objects, store = list(listing), ObjectStore(server.uri, patience=PATIENCE)
-    server.hostile, server.requests, ends = True, 0, Counter[str]()
+    server.hostile, server.requests, outcomes = True, 0, Counter[str]()
     turn = 0
     while server.requests < requests:
         number = turn % len(objects)
@@ -80,23 +80,23 @@ def read_and_check(server: HostileServer, requests: int) -> Counter[str]:
                 assert b"".join(fetch_parts(store, entry)) == server.build_bytes(number), (
                     f"wrong bytes in a part of {entry.path}, {server.seed=} {server.etags=}"
                 )
-                ends["read"] += 1
+                outcomes["read"] += 1
             elif turn % 4:
                 data = store.read(entry)
                 assert data == server.build_bytes(number), (
                     f"wrong bytes in {entry.path}, {server.seed=} {server.etags=}"
                 )
-                ends["read"] += 1
+                outcomes["read"] += 1
             else:
                 several = objects[number : number + 4]
                 offsets = [sum(other.size for other in several[:at]) for at in range(len(several))]
                 data = fetch_together(store, several, offsets)
                 expected = b"".join(server.build_bytes(number + at) for at in range(len(several)))
                 assert data == expected, f"wrong bytes from {entry.path} on, {server.seed=} {server.etags=}"
-                ends["read"] += 1
+                outcomes["read"] += 1
         except StoreError:
-            ends["refused"] += 1
-    return ends
+            outcomes["refused"] += 1
+    return outcomes
 
 
 @pytest.mark.parametrize(("etags", "lies_in_all", "plain"), KINDS)
@@ -106,9 +106,9 @@ def test_a_server_that_lies_causes_no_wrong_byte(
     monkeypatch.setattr(transfer_reader, "RANGE_BYTES", 700)
     server = HostileServer(1, etags, lies_in_all, plain)
     try:
-        ends = read_and_check(server, 400)
-        assert ends["read"] > 20
-        assert ends["refused"] > 20
+        outcomes = read_and_check(server, 400)
+        assert outcomes["read"] > 20
+        assert outcomes["refused"] > 20
         assert len(server.responses) > 12
     finally:
         server.close()
@@ -139,11 +139,13 @@ def test_the_cache_of_a_hostile_server_holds_only_right_bytes(
 if __name__ == "__main__":
     transfer_reader.RANGE_BYTES = 700
     total, begun = int(sys.argv[1]), time.monotonic()
-    ends, responses, requests = Counter[str](), Counter[str](), 0
+    outcomes, responses, requests = Counter[str](), Counter[str](), 0
     for seed, (etags, lies_in_all, plain) in enumerate(KINDS):
         server = HostileServer(seed, etags, lies_in_all, plain)
-        ends += read_and_check(server, total // len(KINDS))
+        outcomes += read_and_check(server, total // len(KINDS))
         responses += Counter(server.responses)
         requests += server.requests
         server.close()
-    print(f"{requests:,} requests in {time.monotonic() - begun:.0f} s, no wrong byte: {dict(ends)}, {dict(responses)}")
+    print(
+        f"{requests:,} requests in {time.monotonic() - begun:.0f} s, no wrong byte: {dict(outcomes)}, {dict(responses)}"
+    )

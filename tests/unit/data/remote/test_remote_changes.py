@@ -17,6 +17,8 @@ from openers import HASTY, Opener, check_samples, list_shard_files
 from remotes import Answer, RemoteServer, write_files, write_tars
 
 from topkube.data import ArrayOf
+from topkube.data.manifest import generate_manifest
+from topkube.data.remote.listing import read_manifest
 from topkube.data.remote.object_store import ObjectStore
 from topkube.errors import DatasetError, StoreError
 
@@ -158,8 +160,6 @@ def test_checksums_of_the_manifest_detect_wrong_bytes_of_the_remote(
     remote: RemoteServer, open_dataset: Opener, shards: str
 ) -> None:
     """The headers are right, but the bytes are wrong."""
-    from topkube.data.manifest import generate_manifest
-
     decode: Any = RECORD
     if shards == "files":
         data = write_files(remote.folder, 6)
@@ -187,8 +187,6 @@ def test_a_cached_shard_that_differs_from_the_manifest_is_fetched_again(
     remote: RemoteServer, open_dataset: Opener
 ) -> None:
     """The bytes were already wrong when they arrived, before the manifest had checksums."""
-    from topkube.data.manifest import generate_manifest
-
     data = write_files(remote.folder, 6)
     plain, with_checksums = list(generate_manifest(remote.uri)), list(generate_manifest(remote.uri, checksums=True))
     (remote.folder / "manifest.jsonl").write_text("".join(plain))
@@ -229,8 +227,6 @@ def test_a_manifest_that_is_written_again_describes_the_objects_as_they_are_now(
 ) -> None:
     """One object was replaced by another of equal length, one removed, one added. Only a strong etag proves that an
     object is still the same, and only then its checksum is copied."""
-    from topkube.data.manifest import generate_manifest
-
     write_files(remote.folder, 4)
     manifest = remote.folder / "manifest.jsonl"
     uri = str(remote.folder) if address == "local folder" else remote.uri
@@ -256,8 +252,6 @@ def test_a_manifest_that_is_written_again_describes_the_objects_as_they_are_now(
 
 def test_a_manifest_that_is_damaged_or_cannot_be_compared_with_a_list_is_written_again(remote: RemoteServer) -> None:
     """A shell empties the file before the command runs. A store that lists nothing needs the manifest's name."""
-    from topkube.data.manifest import generate_manifest
-
     write_files(remote.folder, 4)
     lines = list(generate_manifest(remote.uri))
     manifest = remote.folder / "manifest.jsonl"
@@ -273,15 +267,12 @@ def test_a_manifest_that_is_damaged_or_cannot_be_compared_with_a_list_is_written
 
 @pytest.mark.parametrize("checksum", ["x", "0" * 31, 7, "G" * 32])
 def test_an_invalid_checksum_is_refused(checksum: object) -> None:
-    from topkube.data.remote.listing import read_manifest
-
     with pytest.raises(DatasetError, match="line 1 of the manifest"):
         read_manifest([json.dumps({"path": "a", "size": 1, "xxh3": checksum})], "m", "v")
 
 
 def test_copies_of_files_with_the_mtime_0_have_one_version(tmp_path: Path) -> None:
     """Files of a reproducible image have the mtime 0, and on each node another time at which they were created."""
-    from topkube.data.manifest import generate_manifest
 
     def list_copy(name: str) -> str:
         (tmp_path / name).mkdir()

@@ -101,7 +101,7 @@ def test_a_null_user_outlasts_a_change_that_is_refused() -> None:
     world.reconcile()
     assert world.find_condition("Failed")["reason"] == "ChangeRefused"
     shapes = {pod.shape for pod in world.pods.values() if pod.role == "worker"}
-    world.edit_policy()
+    world.edit_policy()  # another generation of the same spec
     assert shapes == {pods.hash_worker(TrainingJob.from_cluster(build_job(template=template)))}
     world.end("train-worker-1-1-uid-1", 3)
     world.end("train-launcher-1-uid-1", 1)

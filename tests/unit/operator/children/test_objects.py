@@ -94,7 +94,7 @@ def _build_source(namespace: str, **labels: str) -> dict[str, Any]:
     return {
         "namespace": namespace,
         "namespaceLabels": {objects.NAMESPACE_NAME: namespace},
-        "labels": {name.replace("__", "/").replace("_", "."): value for name, value in labels.items()},
+        "labels": labels,
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -37,7 +36,7 @@ def test_members_request_the_resources_of_their_containers() -> None:
     )
     assert pod_sets.sum_member_requests(smaller_gang, "uid-1", POLICY)["cpu"] == "1550m", "the launcher and one worker"
     colocated = parse_job(workers=3, template=_build_template(resources), launcher={"colocate": True})
-    assert [(pods.name, pods.count) for pods in pod_sets.build_pod_sets(colocated, "uid-1", POLICY)] == [
+    assert [(pod_set.name, pod_set.count) for pod_set in pod_sets.build_pod_sets(colocated, "uid-1", POLICY)] == [
         ("launcher", 1),
         ("worker", 2),
     ]
@@ -96,4 +95,4 @@ def test_a_topology_is_checked_and_is_part_of_a_pods_shape() -> None:
     with pytest.raises(JobError, match="a label of nodes"):
         parse_job(topology={"key": "not a label"})
     assert pods.hash_worker(parse_job(topology={"key": RACK})) != pods.hash_worker(parse_job())
-    assert "podAffinity" not in build_worker(parse_job(), policy=replace(POLICY))[0]["spec"]["affinity"]
+    assert "podAffinity" not in build_worker(parse_job())[0]["spec"]["affinity"]

@@ -69,7 +69,9 @@ def test_children_of_a_job_are_valid_in_every_supported_kubernetes(spec: str) ->
     kinds = {manifest["kind"] for manifest in world.sent}
     assert {"Secret", "Service", "NetworkPolicy", "Pod"} <= kinds
     for manifest in world.sent:
-        for version in VERSIONS if manifest["kind"] != "PodGroup" else ():
+        if manifest["kind"] == "PodGroup":  # a kind of Volcano, without a schema of Kubernetes
+            continue
+        for version in VERSIONS:
             kubernetes_validate.validate(manifest, version, strict=True)
 
 

@@ -112,13 +112,13 @@ def test_a_stored_job_gets_a_warning_if_only_one_node_can_mount_its_claim(replic
 
 
 def test_a_policy_engine_that_changes_a_child_back_is_named_and_writes_become_rarer(replica: Replica) -> None:
-    def remove_metadata(item: Manifest) -> bool:
+    def remove_ingress(item: Manifest) -> bool:
         if (item["kind"], item["metadata"]["name"]) != ("NetworkPolicy", "train-worker"):
             return False
         item["spec"]["ingress"] = []
         return True
 
-    replica.server.change_back = remove_metadata
+    replica.server.change_back = remove_ingress
     replica.create_job()
     wait_until(lambda: replica.find_condition("Created").get("reason") == "Contested")
     message = replica.find_condition("Created")["message"]
@@ -137,11 +137,12 @@ def test_a_policy_engine_that_changes_a_child_back_is_named_and_writes_become_ra
 
 
 def test_an_overloaded_api_server_gets_the_time_that_it_asks_for_and_the_status_reports_it(replica: Replica) -> None:
+    calls: list[str] = []
+
     def refuse(manifest: Manifest) -> None:
         calls.append(manifest["metadata"]["name"])
         raise ApiError(429, "too many requests, please try again later", "TooManyRequests", wait=60.0)
 
-    calls: list[str] = []
     replica.server.before_create = refuse
     replica.create_job()
     wait_until(lambda: replica.find_condition("Created").get("reason") == "Throttled")
@@ -154,11 +155,12 @@ def test_an_overloaded_api_server_gets_the_time_that_it_asks_for_and_the_status_
 
 
 def test_a_webhook_that_fails_is_shown(replica: Replica) -> None:
+    broken = True
+
     def fail(manifest: Manifest) -> None:
         if manifest["kind"] == "Pod" and broken:
             raise ApiError(500, 'failed calling webhook "x.example": connection refused', "InternalError")
 
-    broken = True
     replica.server.before_create = fail
     replica.create_job()
     wait_until(lambda: replica.find_condition("Created").get("reason") == "ServerError")

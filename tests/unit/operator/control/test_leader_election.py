@@ -93,7 +93,9 @@ class Election:
         while not self._stopped.wait(0.002):
             before = [replica.election.is_acting() for replica in self.replicas]
             after = [replica.election.is_acting() for replica in self.replicas]
-            self.most_acting = max(self.most_acting, sum(map(bool.__and__, before, after)))
+            self.most_acting = max(
+                self.most_acting, sum(first and second for first, second in zip(before, after, strict=True))
+            )
 
     def name_replica(self, replica: Candidate) -> str:
         return f"replica-{self.replicas.index(replica)}"

@@ -29,9 +29,13 @@ REQUEST = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
 LAST_REQUEST = b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 
+def find_no_problem() -> str:
+    return ""
+
+
 @contextlib.contextmanager
-def serve(healthy: Callable[[], str] = str) -> Iterator[Probes]:
-    probes = Probes(0, OperatorMetrics().render, healthy, str, "127.0.0.1")
+def serve(find_health_problem: Callable[[], str] = find_no_problem) -> Iterator[Probes]:
+    probes = Probes(0, OperatorMetrics().render, find_health_problem, find_no_problem, "127.0.0.1")
     probes.start()
     try:
         yield probes
@@ -93,7 +97,12 @@ def test_a_head_that_comes_byte_by_byte_gets_no_extra_time(monkeypatch: pytest.M
 def test_a_check_that_hangs_is_a_failed_probe_and_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "_CHECK_SECONDS", 1.0)
     release = threading.Event()
-    with serve(healthy=lambda: str(release.wait(120) and "")) as server:
+
+    def find_problem_late() -> str:
+        release.wait(120)
+        return ""
+
+    with serve(find_problem_late) as server:
         try:
             assert b"the check has not ended" in call(server.port)
             assert call(server.port, LAST_REQUEST.replace(b"healthz", b"readyz")).startswith(b"HTTP/1.1 200 ")
@@ -102,15 +111,21 @@ def test_a_check_that_hangs_is_a_failed_probe_and_does_not_hold_up_others(monkey
 
 
 def test_scrapes_within_a_second_share_one_text() -> None:
-    scraped: list[int] = []
-    probes = Probes(0, lambda: (scraped.append(1), b"text")[1], str, str, "127.0.0.1")
+    renders = 0
+
+    def count_and_render() -> bytes:
+        nonlocal renders
+        renders += 1
+        return b"text"
+
+    probes = Probes(0, count_and_render, find_no_problem, find_no_problem, "127.0.0.1")
     probes.start()
     try:
         answers = [call(probes.port, LAST_REQUEST.replace(b"healthz", b"metrics")) for _ in range(5)]
     finally:
         probes.stop()
     assert all(answer.endswith(b"text") for answer in answers)
-    assert len(scraped) < 5
+    assert renders < 5
 
 
 # The bounded server alone.

@@ -31,6 +31,10 @@ def send_request(port: int, path: str, token: str = "", trust: ssl.SSLContext | 
     return answer.status, answer.read().decode()
 
 
+def find_no_problem() -> str:
+    return ""
+
+
 def test_probes_name_the_problem_and_metrics_are_served() -> None:
     problems = {"healthy": "", "ready": "the cluster has not been listed yet"}
     metrics = OperatorMetrics()
@@ -76,7 +80,11 @@ class ReviewingApi:
 def test_metrics_over_tls_need_a_token_and_probes_need_none() -> None:
     api, authority = ReviewingApi({"prometheus": True, "somebody": False}), Authority.create_random()
     probes = Probes(
-        *(0, OperatorMetrics().render, str, str, "127.0.0.1"),
+        0,
+        OperatorMetrics().render,
+        find_no_problem,
+        find_no_problem,
+        "127.0.0.1",
         tls=authority.build_server_context(["127.0.0.1"]),
         allows=TokenCheck(api.call).allows,
     )
@@ -126,7 +134,14 @@ def test_a_malformed_list_of_peers_is_refused(text: str, capsys: pytest.CaptureF
 
 def test_tokens_that_take_long_to_check_do_not_delay_the_kubelets_probes() -> None:
     release = threading.Event()
-    probes = Probes(0, OperatorMetrics().render, str, str, "127.0.0.1", allows=lambda token: release.wait(60))
+    probes = Probes(
+        0,
+        OperatorMetrics().render,
+        find_no_problem,
+        find_no_problem,
+        "127.0.0.1",
+        allows=lambda token: release.wait(60),
+    )
     probes.start()
     callers = [
         threading.Thread(target=send_request, args=(probes.port, "/metrics", f"token-{number}")) for number in range(10)

@@ -191,7 +191,12 @@ def test_large_reviews_do_not_delay_small_ones(monkeypatch: pytest.MonkeyPatch) 
 def test_a_review_that_waits_too_long_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhook, "WAIT_SECONDS", 0.1)
     released = threading.Event()
-    monkeypatch.setattr(webhook, "answer_review", lambda body: (released.wait(120), (200, "{}"))[1])
+
+    def answer_when_released(body: bytes) -> tuple[int, str]:
+        released.wait(120)
+        return 200, "{}"
+
+    monkeypatch.setattr(webhook, "answer_review", answer_when_released)
 
     async def run_scenario() -> None:
         async with serve(SECRET, ["127.0.0.1"], ignore_bundle, host="127.0.0.1", port=0) as port:
@@ -290,7 +295,7 @@ def test_every_answer_is_counted_by_its_outcome(monkeypatch: pytest.MonkeyPatch)
             invalid_job = change_field("template.spec.containers.0.command", None)
             for body in (build_review(JOB), build_review(invalid_job), {"no": "review"}):
                 await post(port, json.dumps(body), trust)
-            monkeypatch.setattr(webhook, "answer_review", lambda body: 1 / 0)
+            monkeypatch.setattr(webhook, "answer_review", lambda body: 1 / 0)  # a fault of the webhook
             assert (await post(port, json.dumps(build_review(JOB)), trust))[0] == 500
             await asyncio.wait_for(published.wait(), 120)
 

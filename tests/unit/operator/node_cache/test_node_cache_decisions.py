@@ -22,7 +22,7 @@ from topkube_operator.node_cache.decisions import (
 
 NOW = 1_800_000_000.0
 TIME = datetime.fromtimestamp(NOW, UTC)
-folders = st.builds(
+local_datasets = st.builds(
     LocalDataset,
     namespace=st.sampled_from(["a", "b", "c"]),
     id=st.uuids().map(lambda identifier: identifier.hex[:16]),
@@ -42,7 +42,7 @@ limits = st.builds(
 
 @st.composite
 def draw_states(draw: st.DrawFn) -> CacheState:
-    datasets = tuple(draw(st.lists(folders, max_size=8)))
+    datasets = tuple(draw(st.lists(local_datasets, max_size=8)))
     names = [dataset.name for dataset in datasets]
     subsets = st.sets(st.sampled_from(names)) if names else st.just(set())
     return CacheState(
@@ -139,28 +139,28 @@ entries = st.fixed_dictionaries(
     st.none()
     | st.text(max_size=3)
     | st.fixed_dictionaries({"nodes": st.lists(entries, unique_by=lambda node: node["name"])}),
-    st.none() | folders,
+    st.none() | local_datasets,
     st.none() | st.integers(0, 200),
 )
 def test_the_status_has_this_node_as_it_is_and_the_others_as_they_were(
-    stored: Any, folder: LocalDataset | None, total: int | None
+    stored: Any, dataset: LocalDataset | None, total: int | None
 ) -> None:
-    folder = replace(folder, total_bytes=total) if folder is not None else None
-    status = build_status(stored, "n1", folder, TIME)
+    dataset = replace(dataset, total_bytes=total) if dataset is not None else None
+    status = build_status(stored, "n1", dataset, TIME)
     before = {node["name"]: node for node in stored["nodes"]} if isinstance(stored, dict) else {}
     result = status if status is not None else stored
     nodes = {node["name"]: node for node in (result or {}).get("nodes") or ()}
-    assert ("n1" in nodes) == (folder is not None)
+    assert ("n1" in nodes) == (dataset is not None)
     for name in ("n2", "n3"):
         fresh = name in before and datetime.fromisoformat(before[name]["updatedAt"]) >= TIME - timedelta(hours=1)
         assert nodes.get(name) == (before[name] if fresh else None)
-    if folder is not None:
-        assert nodes["n1"]["cachedBytes"] == folder.cached_bytes
+    if dataset is not None:
+        assert nodes["n1"]["cachedBytes"] == dataset.cached_bytes
         if total is not None:
-            assert (nodes["n1"]["percent"] == 100) == (folder.cached_bytes >= total)
+            assert (nodes["n1"]["percent"] == 100) == (dataset.cached_bytes >= total)
     if status is not None:
         CachedDatasetStatus.model_validate({key: value for key, value in status.items() if value is not None})
-        again = build_status({key: value for key, value in status.items() if value is not None}, "n1", folder, TIME)
+        again = build_status({key: value for key, value in status.items() if value is not None}, "n1", dataset, TIME)
         assert again is None or (not status["nodes"] and again == status)
 
 

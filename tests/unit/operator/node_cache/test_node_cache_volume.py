@@ -44,10 +44,8 @@ def test_any_user_of_a_namespace_writes_in_its_folder_and_other_namespaces_canno
 
 def test_datasets_are_found_pinned_and_evicted(volume: Volume) -> None:
     volume.create_folder("team-a")
-    kept, old = (
-        store_dataset(volume.root, "team-a", "s3://bucket/kept"),
-        store_dataset(volume.root, "team-a", "s3://bucket/old", used=5.0),
-    )
+    kept = store_dataset(volume.root, "team-a", "s3://bucket/kept")
+    old = store_dataset(volume.root, "team-a", "s3://bucket/old", used=5.0)
     use = kept.begin_use()
     state = {dataset.uri: dataset for dataset in volume.read_datasets("team-a")}
     assert state["s3://bucket/kept"].in_use

@@ -204,7 +204,12 @@ def test_a_checkpoint_that_only_one_node_can_mount_is_warned_of(
 ) -> None:
     claims_read: list[tuple[str, str]] = []
     job = change_field("spread", spread, change_field("workers", workers))
-    warning = warn_of_claim(TrainingJob.from_cluster(job), lambda *name: (claims_read.append(name), claim)[1])
+
+    def read_claim(namespace: str, name: str) -> Any:
+        claims_read.append((namespace, name))
+        return claim
+
+    warning = warn_of_claim(TrainingJob.from_cluster(job), read_claim)
     assert words in warning
     assert bool(warning) == bool(words)
     assert claims_read == ([("team", "c")] if workers > 1 else [])

@@ -40,9 +40,11 @@ def _fail_launcher(world: SimulatedCluster, number: int) -> None:
 
 
 def _suspend_or_resume(world: SimulatedCluster, number: int) -> None:
-    if world.job is not None and bool(number % 2) != world.job["spec"].get("runPolicy", {}).get("suspend", False):
-        world.resumes += not number % 2
-        world.edit_policy(suspend=bool(number % 2))
+    suspend = number % 2 == 1
+    if world.job is not None and suspend != world.job["spec"].get("runPolicy", {}).get("suspend", False):
+        if not suspend:
+            world.resumes += 1
+        world.edit_policy(suspend=suspend)
 
 
 def _add_foreign_pod(world: SimulatedCluster, number: int) -> None:

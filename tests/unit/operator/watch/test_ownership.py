@@ -80,11 +80,11 @@ def test_forged_objects_are_neither_stored_nor_planned_with(forged: list[tuple[s
         name = (item["metadata"]["namespace"], item["metadata"]["name"])
         assert stored.find_child(kind, name, OWNER) is None
     assert observe(stored) == observe(empty)
-    attempt_runs = start_running_job().job
-    for world in (build_job(), attempt_runs):
-        assert world is not None
+    running_job = start_running_job().job
+    for job in (build_job(), running_job):
+        assert job is not None
         now = START + timedelta(seconds=60)
-        assert planner.plan(world, observe(stored), now) == planner.plan(world, observe(empty), now)
+        assert planner.plan(job, observe(stored), now) == planner.plan(job, observe(empty), now)
     for kind, item in forged:
         stored.remove(kind, (item["metadata"]["namespace"], item["metadata"]["name"]), item["metadata"]["uid"])
     assert not observe(stored).removed_at

@@ -188,9 +188,7 @@ def test_a_node_is_lost_when_its_kubelet_is_silent_and_not_when_it_is_new() -> N
     cache.put("Pod", build_child("a", 5, spec={"nodeName": "node-a"}))
     assert observe(cache).lost_nodes == frozenset()
     assert cache.put_node(build_node("node-a", "True")) == {KEY}
-    assert (
-        cache.put_node(build_node("node-a", "False")) == set()
-    )  # its kubelet still reports, although the node is not ready
+    assert cache.put_node(build_node("node-a", "False")) == set(), "the node is not ready, but its kubelet reports"
     assert observe(cache).lost_nodes == frozenset()
     assert cache.put_node(build_node("node-a", "Unknown")) == {KEY}
     assert observe(cache).lost_nodes == {"node-a"}
@@ -214,7 +212,7 @@ def test_nodes_with_faults_and_failures_of_other_jobs_are_seen() -> None:
         {"name": "node-c", "count": 2, "reason": "Error", "lastFailureTime": "2020-01-01T00:00:00Z"},
     ]
     cache.put_job(build_stored_job(1, status={"nodeFailures": failures}))
-    other = {**build_stored_job(2, uid="uid-2", status={"nodeFailures": failures})}
+    other = build_stored_job(2, uid="uid-2", status={"nodeFailures": failures})
     other["metadata"]["name"] = "other"
     cache.put_job(other)
     observed = observe(cache)
@@ -329,7 +327,8 @@ def test_an_appointment_that_an_earlier_one_replaces_is_not_kept() -> None:
     for round_ in range(240):
         for number in range(50):
             queue.add_after(("team", str(number)), 6 * 3600 - 15 * round_)
-    assert queue.count_scheduled() <= 76
+    keys = 51
+    assert queue.count_scheduled() <= keys + keys // 2
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0.0, 1e6)), max_size=200))
