@@ -171,7 +171,8 @@ class TcpProxy:
         self.port: int = self.server.getsockname()[1]
         self.silent = threading.Event()
         self.down = False
-        self.connections = 0
+        self.connections, self.answers = 0, 0
+        """The connections that were made, and the pieces of data that the launcher has sent through them."""
         self._target = target
         self._open: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
@@ -190,12 +191,13 @@ class TcpProxy:
                     continue
                 self.connections += 1
                 self._open += [near, far]
-                for near_socket, far_socket in ((near, far), (far, near)):
-                    threading.Thread(target=self._pump, args=(near_socket, far_socket), daemon=True).start()
+                for source, target in ((near, far), (far, near)):
+                    threading.Thread(target=self._pump, args=(source, target, source is far), daemon=True).start()
 
-    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+    def _pump(self, source: socket.socket, target: socket.socket, is_answer: bool) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
+                self.answers += is_answer
                 while self.silent.is_set():
                     time.sleep(0.01)
                 target.sendall(data)
@@ -223,14 +225,17 @@ def test_a_job_survives_short_interruptions_of_the_network(tmp_path: Path) -> No
         launcher_port, job.port = job.port, network.port
         job.start_worker(1)  # it calls the launcher through the proxy
         job.port = launcher_port
-        before = wait_for_step(job, 5)
-        network.reset()  # the worker connects again
-        wait_for_step(job, before + 20)
+        wait_for_step(job, 5)
+        answers = network.answers
+        network.reset()
+        wait_until(lambda: network.connections > 1 and network.answers > answers, what="the worker connects again")
+        wait_for_step(job, job.read_step(0) + 20)  # the handshake has ended
+        connections = network.connections
         network.silent.set()
         time.sleep(5)  # nothing passes, but for less than `lost_seconds`
         network.silent.clear()
         assert launcher.wait() == 0, job.read_all_output()
-        assert network.connections == 2
+        assert network.connections == connections, "the silence ended the connection"
         assert [worker.wait() for worker in job.workers.values()] == [0, 0]
         network.close()
 
