@@ -44,7 +44,7 @@ def ignore_call(method: str, status: int, seconds: float | None) -> None:
 
 class ApiConnection:
     """The connection to one API server. Safe for many threads. `observe` receives the method, HTTP's status (0: no
-    answer) and the seconds of each call (None: a watch)."""
+    answer) and the seconds of each call (None: a watch, or no answer)."""
 
     def __init__(self, kubeconfig: str = "", observe: Callable[[str, int, float | None], None] = ignore_call) -> None:
         self.configuration = _load_configuration(kubeconfig)
