@@ -18,8 +18,8 @@ VALUE_BYTES = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured in the same run. `read` and `update` are bytes per second of all ranks together, over arrays
-    larger than the caches."""
+    """The rates of the machine, measured in the same run. `read` and `update` are bytes per second of all ranks
+    together, over arrays larger than the caches."""
 
     read: float
     """The rate of reading an array."""
@@ -31,8 +31,10 @@ class Machine:
     """The seconds of each of these messages."""
 
     def find_link_seconds(self, sent: float) -> float:
-        """Return the seconds of a message of `sent` bytes, at the rate of the next larger measured message, or of the
-        largest message if no larger message was measured."""
+        """Return the seconds of a message of `sent` bytes, at the rate of the smallest measured message that is at
+        least as large, or of the largest measured message if all are smaller. A larger message has the same rate or a
+        higher rate, so the result is still a lower bound. Messages above `probes.LARGEST` are not measured; the
+        benchmark assumes that the rate no longer grows there."""
         if not self.link_bytes or not sent:
             return 0.0
         sizes = [size for size in self.link_bytes if size >= sent] or [self.link_bytes[-1]]
@@ -105,8 +107,8 @@ def bound_sparse(d: int, m: int, n: int, sent: float, machine: Machine, *, hiera
     exchange is `hierarchical`, the ranks of a node reduce first, and each rank selects from its shard of the sum. If
     not, nothing is reduced first, and each rank selects from its whole gradient.
 
-    Selection reads its input once. It needs the whole input, so these stages follow each other. Clearing the result (4
-    bytes per element and rank) does not need the link and may overlap with sending."""
+    The stages follow each other, because the selection needs its whole input. The selection reads this input once.
+    Clearing the result (4 bytes per element and rank) does not need the link and may overlap with sending."""
     reduce_seconds = _count_reduce_bytes(d, m, n) / machine.update if hierarchical else 0.0
     select_seconds = 4 * d * (m if hierarchical else m * n) / machine.read
     clear_seconds = 4 * d * m * n / machine.update

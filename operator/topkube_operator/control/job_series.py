@@ -1,15 +1,15 @@
 """The series of jobs: their phases, restarts, failures and checkpoints, read from the stored objects at every scrape.
 
-Only the replica that acts serves these series, so that each series has one producer. Their label `namespace` is the
+Only the leading replica serves these series, so that each series has one producer. Their label `namespace` is the
 namespace of the job. Prometheus keeps this label only with `honor_labels`.
 
-The series are written as text here, because prometheus_client makes several objects of each sample. For a thousand
-jobs, that would take longer than the rest of a scrape.
+The series are written as text here, because prometheus_client creates several Python objects for each sample. For a
+thousand jobs, that would take longer than the rest of a scrape.
 """
 
 from __future__ import annotations
 
-from collections import Counter as Counts
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, get_args
@@ -31,7 +31,11 @@ JOB_PHASE = Metric(
     (*_JOB_LABELS, "phase"),
 )
 JOB_PHASE_SINCE = Metric(
-    "topkube_job_phase_timestamp_seconds", "gauge", "When an unfinished job entered its phase.", _JOB_LABELS
+    "topkube_job_phase_timestamp_seconds",
+    "gauge",
+    "When a condition of an unfinished job, except CheckpointFailed, last changed: about when the job entered its "
+    "phase.",
+    _JOB_LABELS,
 )
 JOB_RESTARTS = Metric(
     "topkube_job_restarts", "gauge", "Restarts of an unfinished job, disruptions included.", _JOB_LABELS
@@ -86,7 +90,7 @@ def render_jobs(jobs: Iterable[Mapping[str, Any]]) -> str:
     """Return the series of all stored jobs in Prometheus's text format. All jobs are counted by phase. A succeeded job
     has no series of its own, and a failed job only those about its failure."""
     lines: dict[Metric, list[str]] = {metric: [] for metric in METRICS}
-    counts: Counts[tuple[str, str]] = Counts()
+    counts: Counter[tuple[str, str]] = Counter()
     for job in jobs:
         namespace, name = _read_job_labels(job)
         phase = _read_phase(job)
@@ -160,14 +164,18 @@ def _escape(value: str) -> str:
 
 
 def _find_phase_entry(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> float | None:
-    """Return when the job entered its phase, as Unix time: the newest change of any condition except CheckpointFailed,
-    which does not determine the phase; or the creation of the job if no condition has changed."""
+    """Return about when the job entered its phase, as Unix time; None if no valid time is stored.
+
+    The status does not store this time. The result is the newest change of any condition except CheckpointFailed, or
+    the creation of the job if the job has no such condition. In Starting, the result is earlier than the entry: the
+    time when all pods had a node. In Pending and Restarting, the result moves when pods are made or get a node."""
     conditions = status.get("conditions") or []
     times = [
         condition.get("lastTransitionTime")
         for condition in conditions
         if isinstance(condition, Mapping) and condition.get("type") != CHECKPOINT_FAILED
     ]
+    # The operator writes all these times in UTC with the same length, so the newest time is the largest text.
     newest = max((time for time in times if time), default=metadata.get("creationTimestamp"))
     entered = parse_timestamp(newest)
     return entered.timestamp() if entered is not None else None

@@ -35,6 +35,12 @@ _PATHS = {  # kind: (apiVersion, plural)
     CACHED_KIND: (API_VERSION, CACHED_PLURAL),
 }
 _MOST_LOG_BYTES = 1 << 20
+"""The most bytes of a log that are read, because the whole answer is held in memory. Container runtimes split long
+lines (containerd: after 16 KiB by default), so this is enough for 64 lines, and the operator reads 20. If a runtime
+allows longer lines, the last bytes of the log may be missing."""
+_LOG_TIMEOUT = urllib3.Timeout(connect=3, read=4)
+"""The log comes from the kubelet of the pod's node, which may be broken. The wait is short, because the next plan for a
+failed job waits for the log."""
 _WATCH_SECONDS = 50
 """The server ends every watch after this time."""
 _WATCH_SILENCE_SECONDS = _WATCH_SECONDS + 10
@@ -45,7 +51,8 @@ _CLUSTER_SCOPED = ("Node", "PriorityClass")
 
 class Cluster:
     """The objects of one cluster, by kind. Safe for many threads. `is_acting` returns True while this replica leads.
-    `observe` receives the method, HTTP's status (0: no answer) and the seconds of each call (None: a watch)."""
+    `observe` receives the method, HTTP's status (0: no answer) and the seconds of each call (None: a watch, or no
+    answer)."""
 
     def __init__(
         self,
@@ -79,7 +86,7 @@ class Cluster:
 
     def watch(self, kind: str, namespace: str | None, selector: str, resource_version: str) -> Iterator[dict[str, Any]]:
         """Yield events from `resource_version` on, until the server ends the watch. Raises ApiError, with status 410 if
-        the server has no events from that version on: list the objects again."""
+        the server has no events from that version on: the caller must list the objects again."""
         query = {
             "watch": "1",
             "resourceVersion": resource_version,
@@ -109,24 +116,25 @@ class Cluster:
             response.release_conn()
 
     def read_log_tail(self, namespace: str, pod: str, container: str, lines: int, max_bytes: int) -> str:
-        """Return the last lines of a container's log, at most `max_bytes` bytes; empty if the log cannot be read."""
+        """Return the last `lines` lines of a container's log, cut to their last `max_bytes` bytes; empty if the log
+        cannot be read."""
         query = {
             "container": container,
             "tailLines": str(lines),
-            "limitBytes": str(_MOST_LOG_BYTES),  # a line may have no end, and the whole answer is held in memory
+            "limitBytes": str(_MOST_LOG_BYTES),
             "timestamps": "false",
         }
         path = self._build_path("Pod", namespace, pod) + "/log"
         try:
-            response = self.connection.send("GET", path, query=query, timeout=urllib3.Timeout(connect=3, read=4))
+            response = self.connection.send("GET", path, query=query, timeout=_LOG_TIMEOUT)
         except ApiError as error:
             _log.info("no log of %s/%s: %s", namespace, pod, error)
             return ""
         return bytes(response.data[-max_bytes:]).decode(errors="replace")
 
     def read_claim(self, namespace: str, name: str) -> dict[str, Any] | None:
-        """Return a PersistentVolumeClaim. None if it cannot be read within a second, because it serves only for a
-        warning."""
+        """Return a PersistentVolumeClaim, or None if it does not exist or cannot be read. The call waits at most one
+        second, because the claim is needed only for a warning."""
         path = self._build_path("PersistentVolumeClaim", namespace, name)
         try:
             response = self.connection.send("GET", path, timeout=urllib3.Timeout(total=1))
@@ -177,15 +185,16 @@ class Cluster:
         return self.call("PUT", self._build_path("Lease", metadata["namespace"], metadata["name"]), lease)
 
     def delete(self, kind: str, namespace: str, name: str, uid: str, *, ended: bool = False) -> dict[str, Any]:
-        """Delete the object with this UID; the garbage collector deletes its dependents later. `ended` is True for a
-        pod in which nothing runs: do not wait for its kubelet."""
+        """Delete the object with this UID; the garbage collector deletes its dependents later. If `ended` is True,
+        nothing runs in the pod: the API server deletes it at once and does not wait for its kubelet."""
         options: dict[str, Any] = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
         if ended:
             options["gracePeriodSeconds"] = 0
         return self._write("DELETE", self._build_path(kind, namespace, name), options)
 
     def remove_finalizer(self, namespace: str, pod: str, uid: str) -> dict[str, Any]:
-        """Remove our finalizer from the pod with this UID. Other finalizers stay."""
+        """Remove our finalizer from the pod with this UID. Other finalizers stay. The API server refuses the patch if
+        the pod has another UID."""
         patch = {"metadata": {"uid": uid, "$deleteFromPrimitiveList/finalizers": [names.ENDING]}}
         path = self._build_path("Pod", namespace, pod)
         query = {"fieldManager": names.FIELD_MANAGER}

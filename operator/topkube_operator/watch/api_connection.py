@@ -23,10 +23,11 @@ from kubernetes.config.config_exception import ConfigException
 from topkube.errors import TopKubeError
 
 _CONNECTIONS = 48
-"""The most connections that are kept for later calls. A call beyond them opens a connection of its own."""
+"""The most connections that are kept for later calls: enough for the workers of the controller (16), the calls of a
+batch (24), the watches and the Lease. A call beyond them opens a connection of its own."""
 _TIMEOUT = urllib3.Timeout(connect=3, read=10)
-_LONGEST_WAIT = 300.0
-"""The most seconds that the operator waits because the server asks for it."""
+_LONGEST_WAIT_SECONDS = 300.0
+"""The longest wait that is accepted from the server."""
 
 
 class ApiError(TopKubeError):
@@ -47,7 +48,7 @@ def ignore_call(method: str, status: int, seconds: float | None) -> None:
 
 class ApiConnection:
     """The connection to one API server. Safe for many threads. `observe` receives the method, HTTP's status (0: no
-    answer) and the seconds of each call (None: a watch)."""
+    answer) and the seconds of each call (None: a watch, or no answer)."""
 
     def __init__(self, kubeconfig: str = "", observe: Callable[[str, int, float | None], None] = ignore_call) -> None:
         self.configuration = _load_configuration(kubeconfig)
@@ -129,8 +130,8 @@ def _read_error(response: urllib3.BaseHTTPResponse, method: str, path: str) -> A
 
 
 def _parse_retry_after(retry_after: str | None) -> float:
-    """Return a Retry-After header in bounded seconds; 0 if there is none. API servers send seconds, proxies also send
-    dates."""
+    """Return the seconds of a Retry-After header, at most _LONGEST_WAIT_SECONDS; 0 if there is no valid header. API
+    servers send seconds; proxies also send dates."""
     if not retry_after:
         return 0.0
     try:
@@ -140,7 +141,7 @@ def _parse_retry_after(retry_after: str | None) -> float:
             seconds = (parsedate_to_datetime(retry_after) - datetime.now(UTC)).total_seconds()
         except (TypeError, ValueError):
             return 0.0
-    return min(max(seconds, 0.0), _LONGEST_WAIT) if math.isfinite(seconds) else 0.0
+    return min(max(seconds, 0.0), _LONGEST_WAIT_SECONDS) if math.isfinite(seconds) else 0.0
 
 
 def _load_configuration(kubeconfig: str) -> kubernetes.client.Configuration:

@@ -27,6 +27,8 @@ that sends the fewest bytes.
 """
 _ELEMENTS, _SLOTS, _NODES = 25_600_000, 8, (2, 8, 16, 64)
 """For the table of bytes: the parameters of the model (as many as ResNet-50 has), ranks per node, numbers of nodes."""
+_DEFAULTS = {name: PARAMETERS[name].default for name in ("density", "wire", "dense_wire", "matrix_rank")}
+"""For the table of bytes: the defaults of the parameters that change the bytes, without `period`."""
 _COPIES = {Scope.SHARD: "node, cut over its ranks", Scope.RANK: "rank"}
 """What keeps one copy of a state, by the scope of the state."""
 
@@ -48,15 +50,16 @@ def build_markdown() -> str:
 
 
 def _build_bytes_section() -> list[str]:
-    least_periods = [
+    larger_periods = [
         f"{algorithm.least_period} for `{algorithm.name}`" for algorithm in OWN if algorithm.least_period > 1
     ]
     lines = [
         f"The table shows MB per step, by the declared costs, for {_ELEMENTS / 1e6:.1f} million parameters and "
-        f"{_SLOTS} ranks per node. `density` is {PARAMETERS['density'].default:g}, `wire` is "
-        f"{PARAMETERS['wire'].default}, and `period` is the smallest that the algorithm allows: 1, but "
-        f"{' and '.join(least_periods)}. With a period that is N times as long, an algorithm that reads `period` sends "
-        "one N-th of the bytes shown. `topkube plan` computes the bytes for your cluster.",
+        f"{_SLOTS} ranks per node. Except for `period`, the parameters have their defaults: for example, "
+        f"`density` is {_DEFAULTS['density']:g} and `wire` is {_DEFAULTS['wire']}. `period` is the smallest value that "
+        f"the algorithm allows: {', '.join(larger_periods)}, and 1 for all others. With a period that is N times as "
+        "long, an algorithm that reads `period` sends one N-th of the bytes shown. `topkube plan` computes the bytes "
+        "for your cluster.",
         "",
         "| name | " + " | ".join(f"{nodes} nodes" for nodes in _NODES) + " |",
         "|---|" + "---|" * len(_NODES),
@@ -105,8 +108,8 @@ def _describe_gpu_support(algorithm: Algorithm) -> str:
 
 def _list_sent_megabytes(algorithm: Algorithm) -> Iterator[str]:
     for nodes in _NODES:
-        load = Workload(nodes, _SLOTS, _ELEMENTS, period=algorithm.least_period)
-        sent = algorithm.traffic(load).sent / 1e6
+        workload = Workload(nodes, _SLOTS, _ELEMENTS, period=algorithm.least_period, **_DEFAULTS)
+        sent = algorithm.traffic(workload).sent / 1e6
         yield f"{sent:,.0f}" if sent >= 10 else f"{sent:.1f}"
 
 

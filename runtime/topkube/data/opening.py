@@ -71,7 +71,7 @@ def open_cache(
         f"{_SESSION_FORMAT}\0{directory.resolve()}\0{uri}\0{listing.compute_digest()}\0{shards.format}\0{len(shards)}"
     )
     name = xxhash.xxh3_64_hexdigest(identity.encode())
-    node_state = NodeState(memory or choose_memory_folder(None, settings), name, shards.file_count)
+    node_state = NodeState(memory or choose_memory_folder(None, settings), name, shards.cache_number_limit)
     return ShardCache(
         store, shards, tier, node_state, CacheCounters(settings.run_path), name, stall_seconds=wait_seconds
     )

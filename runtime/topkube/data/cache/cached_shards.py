@@ -80,11 +80,11 @@ class CachedShards:
             if file is None:
                 return None
             opened = ShardFile(shard, file, is_cached=True)
-            if self._node_state.is_verified(shard.number):
+            if self._node_state.is_verified(shard.cache_number):
                 return opened
             begun = time.monotonic()
             if self.is_good(shard, file):
-                self._node_state.set_verified(shard.number, begun)
+                self._node_state.set_verified(shard.cache_number, begun)
                 return opened
             return self._recheck_damaged(shard)
         except OSError as error:

@@ -29,11 +29,11 @@ _DISK_STATE, _PROGRESS, _FILLERS, _MEMORY_STATE = range(4)
 
 
 class NodeState:
-    """The shared state of a dataset with `shards` shards. If `directory` cannot be used, only this process and its
-    forks share the state."""
+    """The shared state of a dataset whose cache numbers are below `cache_number_limit` (see
+    `Shards.cache_number_limit`). If `directory` cannot be used, only this process and its forks share the state."""
 
-    def __init__(self, directory: Path, name: str, shards: int) -> None:
-        size = 8 * (_CELLS + shards)
+    def __init__(self, directory: Path, name: str, cache_number_limit: int) -> None:
+        size = 8 * (_CELLS + cache_number_limit)
         self._opened = time.monotonic()
         self._path = directory / f"session-{name}"
         self._user_lock: FileLock | None = FileLock(directory / f"session-{name}.users")
@@ -64,21 +64,21 @@ class NodeState:
             self._user_lock = None
             memory = mmap.mmap(-1, size)
         self._cells = np.frombuffer(memory, np.int64, _CELLS)
-        self._verified = np.frombuffer(memory, np.float64, shards, 8 * _CELLS)
+        self._verified = np.frombuffer(memory, np.float64, cache_number_limit, 8 * _CELLS)
         """The start of the last verification of each shard (monotonic clock of the machine); 0 if there was none."""
 
-    def is_verified(self, shard: int) -> bool:
+    def is_verified(self, cache_number: int) -> bool:
         """Return True if a process on this node has verified the shard since this object was created. Earlier
         verifications do not count, because the bytes may have changed since."""
-        return bool(self._verified[shard] >= self._opened)
+        return bool(self._verified[cache_number] >= self._opened)
 
-    def set_verified(self, shard: int, begun: float) -> None:
+    def set_verified(self, cache_number: int, begun: float) -> None:
         """Store that the checksum of the shard was right. `begun`: time.monotonic() before its bytes were read."""
-        self._verified[shard] = begun
+        self._verified[cache_number] = begun
 
-    def clear_verified(self, shard: int) -> None:
+    def clear_verified(self, cache_number: int) -> None:
         """Store that the shard must be verified again before its next use."""
-        self._verified[shard] = 0
+        self._verified[cache_number] = 0
 
     @property
     def disk_state(self) -> int:

@@ -33,8 +33,8 @@ class ShardFile:
 
 
 class OpenShards:
-    """Open shards by number; the least recently used shard is closed first. Threads may share it; it keeps working
-    after a fork."""
+    """Open shards by cache number; the least recently used shard is closed first. Threads may share it; it keeps
+    working after a fork."""
 
     def __init__(self) -> None:
         self._cached: OrderedDict[int, ShardFile] = OrderedDict()
@@ -45,22 +45,22 @@ class OpenShards:
         self._lock = threading.Lock()
         self._process = os.getpid()
 
-    def find(self, number: int) -> ShardFile | None:
+    def find(self, cache_number: int) -> ShardFile | None:
         """Return the open shard; None if it is not open."""
         with self._get_lock():
             for files in (self._cached, self._in_memory):
-                if number in files:
-                    files.move_to_end(number)
-                    return files[number]
+                if cache_number in files:
+                    files.move_to_end(cache_number)
+                    return files[cache_number]
         return None
 
-    def keep(self, number: int, opened: ShardFile) -> ShardFile:
+    def keep(self, cache_number: int, opened: ShardFile) -> ShardFile:
         """Keep the shard open for later. Return the shard, or the file that another thread has kept meanwhile."""
         with self._get_lock():
             kept = self._cached if opened.is_cached else self._in_memory
-            if number in kept:
-                return kept[number]
-            kept[number] = opened
+            if cache_number in kept:
+                return kept[cache_number]
+            kept[cache_number] = opened
             while len(self._cached) > self._most_cached:
                 self._cached.popitem(last=False)
             while len(self._in_memory) > 1 and self._count_bytes_in_memory() > _MEMORY_BYTES:
@@ -70,11 +70,11 @@ class OpenShards:
     def _count_bytes_in_memory(self) -> int:
         return sum(file.shard.size for file in self._in_memory.values())
 
-    def forget(self, number: int) -> None:
+    def forget(self, cache_number: int) -> None:
         """Remove the file of this shard, so that the shard is opened again before its next use."""
         with self._get_lock():
-            self._cached.pop(number, None)
-            self._in_memory.pop(number, None)
+            self._cached.pop(cache_number, None)
+            self._in_memory.pop(cache_number, None)
 
     def close_idle(self) -> None:
         """Close the cached shards that are kept open for later, here and in `closers`."""

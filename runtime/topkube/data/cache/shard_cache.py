@@ -77,8 +77,8 @@ class ShardCache:
 
     def _open(self, shard: DataShard, source: ShardSource | None) -> ShardFile:
         """Return the shard if this process has it open; otherwise open it and keep it open."""
-        return self.open_shards.find(shard.number) or self.open_shards.keep(
-            shard.number, self._open_with_retries(shard, source)
+        return self.open_shards.find(shard.cache_number) or self.open_shards.keep(
+            shard.cache_number, self._open_with_retries(shard, source)
         )
 
     def _open_with_retries(self, shard: DataShard, source: ShardSource | None) -> ShardFile:
@@ -93,9 +93,9 @@ class ShardCache:
     def report_lost(self, number: int, error: int) -> None:
         """Report that an open shard could not be read. `error`: the errno; 0 if the file is too short. The next `open`
         verifies the shard again, or reads it from the remote."""
-        number = self.shards.get_samples_shard(number).number
-        self.open_shards.forget(number)
-        self.node_state.clear_verified(number)
+        cache_number = self.shards.get_samples_shard(number).cache_number
+        self.open_shards.forget(cache_number)
+        self.node_state.clear_verified(cache_number)
         if error:
             self._cached.handle_volume_error(OSError(error, os.strerror(error)))
 
@@ -153,7 +153,7 @@ class ShardCache:
 
         def fill(file: int) -> ReceivedChecksums:
             received = self._fill(shard, file, source)
-            if self.shards.format == "tar" and shard.number == self._find_samples_number(shard):
+            if self.shards.format == "tar" and shard.cache_number == self._find_samples_cache_number(shard):
                 # Before the shard is published: a shard that cannot be read by sample is not cached.
                 indexes[:] = [index_shard(self.shards, shard, file)]
             return received
@@ -161,7 +161,7 @@ class ShardCache:
         old_evictions, begun = self.folder.evictions, time.monotonic()
 
         def announce() -> None:  # a process that waits for the shard opens it at once, without another verification
-            self.node_state.set_verified(shard.number, begun)
+            self.node_state.set_verified(shard.cache_number, begun)
 
         for attempt in range(2):
             try:
@@ -198,9 +198,9 @@ class ShardCache:
         opened.shard = replace(shard, size=os.fstat(file).st_size)
         return opened
 
-    def _find_samples_number(self, shard: DataShard) -> int:
-        """Return the number of the shard from which the samples of this shard are read."""
-        return self.shards.get_samples_shard(shard.number % len(self.shards)).number
+    def _find_samples_cache_number(self, shard: DataShard) -> int:
+        """Return the cache number of the shard from which the samples of this shard are read."""
+        return self.shards.get_samples_shard(shard.cache_number % len(self.shards)).cache_number
 
     def _fill(self, shard: DataShard, file: int, source: ShardSource | None) -> ReceivedChecksums:
         """Write the bytes of the shard to the descriptor: from the source, or decompressed from the cached shard."""

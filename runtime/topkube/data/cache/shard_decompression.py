@@ -25,7 +25,7 @@ def decompress_shard(
 ) -> ReceivedChecksums:
     """Write the decompressed bytes of a shard of `cache` to the descriptor. `cached`: the shards in its disk tier. If
     the compressed shard was damaged after its last verification, it is fetched again."""
-    number = shard.number - len(cache.shards)
+    number = shard.cache_number - len(cache.shards)
     for attempt in range(2):
         compressed = cache.open(number, source or cache.fetch_from_store)
         try:
@@ -59,7 +59,7 @@ def _decompress_file(cache: ShardCache, compressed: ShardFile, file: int) -> Rec
         size = decompress(
             compressed.file,
             shard.size,
-            cache.shards.find_compression(shard.number),
+            cache.shards.find_compression(shard.cache_number),
             cache.shards.listing.paths[shard.start],
             write,
         )

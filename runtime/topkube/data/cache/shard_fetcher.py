@@ -76,14 +76,14 @@ class ShardFetcher:
         arriving = None
         if self.is_exchanged:
             with contextlib.suppress(OSError):  # too many open files: other nodes wait for the whole shard
-                arriving = self._arriving[shard.number] = ArrivingShard(file, writer, shard.size)
+                arriving = self._arriving[shard.cache_number] = ArrivingShard(file, writer, shard.size)
         try:
             yield arriving
         finally:
             if arriving is not None:
                 arriving.is_over = True
-                if self._arriving.get(shard.number) is arriving:
-                    del self._arriving[shard.number]
+                if self._arriving.get(shard.cache_number) is arriving:
+                    del self._arriving[shard.cache_number]
 
     def find_arriving(self, number: int) -> ArrivingShard | None:
         """Return the shard if this process is fetching it from the remote; else None."""

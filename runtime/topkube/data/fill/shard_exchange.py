@@ -74,7 +74,8 @@ class ShardExchange:
                         if writer.compute_digest(shard.size) == expected:
                             return ReceivedChecksums(expected, expected)
                         print_message(
-                            f"shard {shard.number} from rank {home} is damaged; it is read from the remote instead"
+                            f"shard {shard.cache_number} from rank {home} is damaged; "
+                            "it is read from the remote instead"
                         )
                     pull.digest.cancel()
             return self._cache.fetch_from_store(shard, file)

@@ -72,7 +72,7 @@ class ShardReceiver:
         self.reply_count += 1
         pull.header_request = self._comm.Irecv(pull.header, pull.home_rank, pull.tag)
         # MPI sends 16 bytes at once, so this wait does not block.
-        self._comm.Isend(np.array([pull.shard.number, pull.tag], np.int64), pull.home_rank, REQUEST).Wait()
+        self._comm.Isend(np.array([pull.shard.cache_number, pull.tag], np.int64), pull.home_rank, REQUEST).Wait()
         pull.progress_time = time.monotonic()
         self.pulls.append(pull)
 
@@ -96,17 +96,19 @@ class ShardReceiver:
             if not pull.header_request.Test():
                 return False
             pull.header_request = None
-            if pull.header.tolist() != [pull.shard.number, pull.shard.size]:
+            if pull.header.tolist() != [pull.shard.cache_number, pull.shard.size]:
                 if pull.header[1] != NO_SIZE:  # the bytes of a shard may follow
                     self.retired.add((pull.home_rank, pull.tag))
                 self.pulls.remove(pull)
-                fail_pull(pull, StoreError(f"rank {pull.home_rank} has no shard {pull.shard.number}"))
+                fail_pull(pull, StoreError(f"rank {pull.home_rank} has no shard {pull.shard.cache_number}"))
                 return True
         has_progress, status = False, MPI.Status()
         while pull.chunks and pull.chunks[0][0].Test(status):
             _, buffer, offset = pull.chunks.popleft()
             if status.Get_count(MPI.BYTE) != buffer.nbytes:
-                self._give_up(pull, StoreError(f"rank {pull.home_rank} could not fetch shard {pull.shard.number}"))
+                self._give_up(
+                    pull, StoreError(f"rank {pull.home_rank} could not fetch shard {pull.shard.cache_number}")
+                )
                 return True
             try:
                 pull.writer.write(offset, buffer)
@@ -137,7 +139,7 @@ class ShardReceiver:
         halves = pull.ending[1]
         if status.Get_count(MPI.BYTE) != halves.nbytes:
             pull.ending = None
-            self._give_up(pull, StoreError(f"rank {pull.home_rank} could not fetch shard {pull.shard.number}"))
+            self._give_up(pull, StoreError(f"rank {pull.home_rank} could not fetch shard {pull.shard.cache_number}"))
             return True
         self.pulls.remove(pull)
         with contextlib.suppress(InvalidStateError):  # another thread has just cancelled it

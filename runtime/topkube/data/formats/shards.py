@@ -1,7 +1,7 @@
 """The division of a dataset into shards. A shard is the unit that is fetched, cached and verified.
 
-A tar, Parquet or Arrow file is a shard. Small files are grouped by path into shards of about `GROUP_BYTES`, because
-every shard costs a lock, a rename and an fsync.
+A tar, Parquet or Arrow file is a shard. Other files are joined, in the order of their paths, into shards of about
+`GROUP_BYTES`, because every shard costs a lock, a rename and an fsync. No file is split.
 """
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ _DECOMPRESSED = "decompressed"
 class DataShard:
     """A shard: the bytes of objects `start` to `stop - 1` of the listing, concatenated, or their decompressed bytes."""
 
-    number: int
-    """The file number (see `Shards.file_count`)."""
+    cache_number: int
+    """The number of its file in the cache (see `Shards.cache_number_limit`): the number of the shard. For decompressed
+    bytes, it is the number of the shard plus the number of all shards."""
     key: str
     """The name in the cache."""
     start: int
     stop: int
     size: int
-    """The number of bytes; UNKNOWN_SIZE for a decompressed shard before it is in a file."""
+    """The number of bytes; UNKNOWN_SIZE for decompressed bytes. If the decompressed bytes are in a file in memory and
+    not in the disk tier, the cache replaces UNKNOWN_SIZE by the size of that file."""
 
 
 class Shards:
@@ -58,13 +60,15 @@ class Shards:
         self.uri, self.listing = uri, listing
         self.format = format if format != "auto" else _detect_format(listing)
         if self.format == "files":
-            # A file belongs to the group in which its last byte is. Empty files at the start are in group 0.
+            # The bytes of all files, joined, are cut into groups of `group_bytes`. A file belongs to the group of its
+            # last byte. An empty file belongs to the group of the byte before it, or to group 0.
             ends = np.cumsum(listing.sizes)
             groups = np.maximum(ends - 1, 0) // max(1, group_bytes)
             self._starts: Longs = np.concatenate(([0], np.flatnonzero(np.diff(groups)) + 1)).astype(np.int64)
         else:
             self._starts = np.arange(len(listing), dtype=np.int64)
         self._stops: Longs = np.append(self._starts[1:], len(listing))
+        """Shard i has the objects from _starts[i] to _stops[i] - 1 of the listing."""
         self.sizes: Longs = np.add.reduceat(listing.sizes, self._starts)
         """The number of bytes of each shard, as the remote has it."""
         self.has_compressed = self.format != "files" and any(
@@ -105,9 +109,10 @@ class Shards:
         return keys
 
     @property
-    def file_count(self) -> int:
-        """All file numbers are below this number. File i < len(self) has the bytes of shard i. File len(self) + i has
-        the decompressed bytes of shard i; it does not exist if shard i is not compressed."""
+    def cache_number_limit(self) -> int:
+        """The numbers of all files in the cache are below this limit. Number i < len(self) is the file with the bytes
+        of shard i. Number len(self) + i is the file with the decompressed bytes of shard i, and is unused if shard i is
+        not compressed."""
         return 2 * len(self) if self.has_compressed else len(self)
 
     def find_compression(self, number: int) -> Compression:
@@ -120,11 +125,12 @@ class Shards:
         shard = self[number]
         if not self.find_compression(number):
             return shard
-        return replace(shard, number=len(self) + number, key=self.compute_key(number, _DECOMPRESSED), size=UNKNOWN_SIZE)
+        key = self.compute_key(number, _DECOMPRESSED)
+        return replace(shard, cache_number=len(self) + number, key=key, size=UNKNOWN_SIZE)
 
     def is_decompressed(self, shard: DataShard) -> bool:
         """Return True if this shard has the decompressed bytes of a compressed shard."""
-        return shard.number >= len(self)
+        return shard.cache_number >= len(self)
 
     def list_objects(self, shard: DataShard) -> list[RemoteObject]:
         """Return the objects whose bytes the shard has, in order."""

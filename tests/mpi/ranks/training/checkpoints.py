@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import topkube
 from ranks.training.scene import (
@@ -34,23 +35,24 @@ from topkube.world import World
 
 
 class ScriptObject:
-    """An object of the script with its own state."""
+    """An object of the script with its own state. If `can_load` is False, loading its state fails."""
 
-    def __init__(self, state: Any = 0, loads: bool = True) -> None:
-        self.state, self.loads = state, loads
+    def __init__(self, state: Any = 0, can_load: bool = True) -> None:
+        self.state, self.can_load = state, can_load
 
     def state_dict(self) -> dict[str, Any]:
         return {"state": self.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self.loads:
+        if not self.can_load:
             raise KeyError("state")
         self.state = state["state"]
 
 
 @contextmanager
 def make_shared_directory(world: World) -> Iterator[str]:
-    """Yield a directory that all ranks share. It stays if a rank fails, because other ranks may still wait for it."""
+    """Yield a directory that all ranks share. A rank that fails leaves the directory in place, and does not enter the
+    barrier: other ranks may still use the directory."""
     directory = world.comm.bcast(tempfile.mkdtemp() if world.rank == 0 else None)
     yield directory
     world.comm.Barrier()
@@ -61,7 +63,8 @@ def make_shared_directory(world: World) -> Iterator[str]:
 def train(
     directory: str, steps: int, script_object: ScriptObject, model: torch.nn.Module | None = None
 ) -> topkube.training.Run:
-    """Train for some steps. Save a checkpoint after every second step and at the end; keep the newest two."""
+    """Train until step `steps`. Resume from the newest checkpoint in `directory` if there is one. Save a checkpoint
+    after every second step and at the end; keep the newest two."""
     model = model or build_network()
     optimizer = build_optimizer(model, aggregation="hitopk", density=0.1)
     settings = Settings(checkpoint_directory=directory, checkpoint_every=2, checkpoint_keep=2)
@@ -96,7 +99,7 @@ def case_a_state_that_cannot_be_saved_on_rank_0_ends_the_run_on_all(world: World
     with make_shared_directory(world) as directory:
         expected = "script_object.*cannot be saved: it is a builtins" if world.rank == 0 else "step 2 .*: rank 0 failed"
         with pytest.raises(CheckpointError, match=expected):
-            train(directory, 7, ScriptObject(print))
+            train(directory, 7, ScriptObject(print))  # a function cannot be saved
         world.comm.Barrier()
         assert list_checkpoint_names(directory) == []
 
@@ -108,20 +111,19 @@ def case_a_resume_that_fails_on_one_rank_leaves_all_as_they_were(world: World) -
         before = copy_weights(model)
         expected = "belongs to another model" if world.rank == last else f"cannot be resumed from: rank {last} failed"
         with pytest.raises(CheckpointError, match=expected):
-            train(directory, 4, ScriptObject(loads=world.rank != last), model)
+            train(directory, 4, ScriptObject(can_load=world.rank != last), model)
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
         assert train(directory, 4, ScriptObject()).step == 4
 
 
 def case_weights_are_written_for_other_programs_or_fail_on_all_ranks(world: World) -> None:
-    safetensors = pytest.importorskip("safetensors.torch", reason="needs topkube[safetensors]")
     model = build_network()
     optimizer = build_optimizer(model, aggregation="hitopk", density=0.1)
     with make_shared_directory(world) as directory, topkube.checkpointing(model, optimizer, settings=Settings()) as run:
         path = Path(directory) / "model.safetensors"
         run.save_weights(path)
         world.comm.Barrier()
-        stored = safetensors.load_file(path)
+        stored = load_file(path)
         assert stored.keys() == model.state_dict().keys()
         assert all(torch.equal(stored[name], value) for name, value in model.state_dict().items())
         with pytest.raises(StorageError):  # on the ranks that write nothing, too
@@ -158,7 +160,7 @@ def case_what_is_owed_counts_once_after_two_changes_of_the_world(world: World) -
 
     step()
     owed = sum_residuals(optimizer, model)
-    if world.nodes > 1:
+    if world.nodes > 1:  # a single node sends nothing to other nodes, so it keeps nothing back
         assert any(values.any() for values in owed.values())
     optimizer.load_state_dict(recut_state(optimizer, world))
     torch.testing.assert_close(sum_recut_residuals(recut_state(optimizer, world)), owed)

@@ -39,12 +39,13 @@ def test_the_least_recently_used_datasets_are_evicted_but_never_pinned_or_used_d
     folders = {folder.uri.rpartition("/")[2]: folder for folder in tier.list_folders()}
     folders["pinned"].pin()
     for last_used, name in enumerate(("pinned", "old", "new"), 1000):
+        # The modification time of this file is the time of the last use of the dataset.
         os.utime(folders[name].path / "dataset.json", (last_used, last_used))
     next_dataset = open_dataset(tmp_path / "next", decode=RECORD, size_limit=limit)
     check_samples(next_dataset, data["next"])
     last = open_dataset(tmp_path / "last", decode=RECORD, size_limit=limit)
     check_samples(last, data["last"])
-    last.warm()  # a shard can be read a moment before it is counted
+    last.warm()  # samples can be read before their shard is in the cache and the eviction is counted
     assert {folder.uri.rpartition("/")[2] for folder in tier.list_folders()} == {"pinned", "new", "next", "last"}
     assert last.statistics()["evictions"] == 1
 
@@ -76,7 +77,7 @@ def test_the_memory_limit_holds(tmp_path: Path, open_dataset: Opener, capfd: pyt
 
 
 def test_indexes_count_against_the_limit(tmp_path: Path, open_dataset: Opener) -> None:
-    """The indexes of shards with many small samples are as large as the shards."""
+    """The index of a shard takes space too: here about 5% of the shard, because the samples are small."""
     write_tars(tmp_path / "source", [40] * 8, size=10)
     whole = open_dataset(tmp_path / "source")
     whole.warm()
@@ -97,7 +98,7 @@ def test_indexes_count_against_the_limit(tmp_path: Path, open_dataset: Opener) -
     assert limited.cache.folder is not None
     for number in range(8):
         if limited.cache.has(number):
-            limited.cache.folder.evict(limited.cache.shards.compute_key(number))  # with the index
+            limited.cache.folder.evict(limited.cache.shards.compute_key(number))  # and its index
     assert DiskTier(open_dataset.cache).count_used_bytes() == 0
 
 

@@ -58,7 +58,7 @@ class SimulatedComm:
 
     def __init__(self) -> None:
         digest = xxhash.xxh3_128_hexdigest(BYTES)
-        self.words: list[int] = [SHARD.number, SHARD.size, int(digest[:16], 16), int(digest[16:], 16)]
+        self.words: list[int] = [SHARD.cache_number, SHARD.size, int(digest[:16], 16), int(digest[16:], 16)]
         """The words that rank 1 sends before and after the bytes: the header and the digest."""
         self.words_sent = 0
         self.ends_after = len(BYTES) + 1
@@ -182,7 +182,7 @@ class Arrival:
         self.writer = ShardWriter(self.file.fileno())
         self.shard = bench.arriving = ArrivingShard(self.file.fileno(), self.writer, SHARD.size)
         bench.cache.open = lambda *_: self.fetched.wait()
-        bench.comm.requests.append((SHARD.number, shard_messages.FIRST_REPLY))
+        bench.comm.requests.append((SHARD.cache_number, shard_messages.FIRST_REPLY))
 
     def write(self, start: int, stop: int) -> None:
         self.writer.write(start, BYTES[start:stop])
@@ -207,7 +207,7 @@ def test_a_shard_is_sent_while_it_arrives(arrival: Arrival) -> None:
     """The digest follows when all bytes have been compared with the listing."""
     arrival.write(0, 25)
     header, *parts = arrival.wait_for_messages(3)
-    assert np.frombuffer(header, np.uint64).tolist() == [SHARD.number, SHARD.size]
+    assert np.frombuffer(header, np.uint64).tolist() == [SHARD.cache_number, SHARD.size]
     assert b"".join(parts) == BYTES[:20]
     arrival.write(25, 40)
     assert b"".join(arrival.wait_for_messages(5)[1:]) == BYTES
