@@ -117,7 +117,8 @@ def draw_picture(rows: list[Row], path: Path) -> None:
             (
                 row
                 for row in shown
-                if _format_label(row) == label and (row["model"], row["optimizer"]) == ("char_gpt", "adamw")
+                if _format_label(row) == label
+                and (row["model"], row["optimizer"], row["nodes"]) == ("char_gpt", "adamw", 2)
             ),
             key=lambda row: row["steps"],
         )
@@ -132,7 +133,7 @@ def draw_picture(rows: list[Row], path: Path) -> None:
     lengths.set_xticks(sorted({row["steps"] for row in shown}), minor=False)
     lengths.xaxis.set_major_formatter("{x:.0f}")
     lengths.xaxis.minorticks_off()
-    lengths.set(xlabel="steps of the run", ylabel="held-out loss against dense, %", title="char_gpt, AdamW")
+    lengths.set(xlabel="steps of the run", ylabel="held-out loss against dense, %", title="char_gpt, AdamW, two nodes")
     markers = dict(zip(sorted({row["model"] for row in shown}), "osD^v", strict=False))
     for row in shown:
         if row["steps"] == STEPS and _format_label(row) in colours:
@@ -149,7 +150,7 @@ def draw_picture(rows: list[Row], path: Path) -> None:
     models.set_xscale("log")
     models.set_xticks([5, 10, 20, 50, 100], ["5×", "10×", "20×", "50×", "100×"])
     models.xaxis.minorticks_off()
-    models.set(xlabel="fewer bytes than dense float32", title=f"{STEPS:,} steps, SGD and AdamW")
+    models.set(xlabel="fewer bytes than dense float32", title=f"{STEPS:,} steps, SGD and AdamW, 2 to 8 nodes")
     for axes in (lengths, models):
         axes.axhline(0, color=plots.INK, linewidth=1)
         axes.grid(color=plots.FAINT)
