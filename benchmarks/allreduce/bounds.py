@@ -24,7 +24,8 @@ class Machine:
     read: float
     """The rate of reading an array."""
     update: float
-    """The rate of a += b. An element counts as 12 bytes: two reads and a write of 4 bytes each."""
+    """The rate of a += b. An element counts as 12 bytes: two reads and a write of 4 bytes each. The bounds use this
+    rate for copies, reductions and clears too: they assume that their bytes pass no faster than those of a += b."""
     link_bytes: tuple[int, ...] = ()
     """The sizes of the measured messages, ascending. Empty if the nodes have no link between them."""
     link_seconds: tuple[float, ...] = ()

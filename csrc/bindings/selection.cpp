@@ -1,5 +1,6 @@
 // Binds csrc/cpu/selection/. k is the length of `indices`. Every function returns the passes over memory and the number of
-// candidates (see `Effort`); mstopk also returns its thresholds.
+// candidates (see `Effort`); mstopk also returns its two thresholds, each followed by the number of magnitudes that reach it
+// (see `Thresholds`).
 #include "bindings/bind.hpp"
 #include "cpu/selection/select.hpp"
 
@@ -62,7 +63,7 @@ void bind_selection(nb::module_& module) {
         void* to_values = values.data();
         Thresholds thresholds;
         Effort effort;
-        {
+        {  // make_tuple below creates Python objects, so it needs the GIL again
           nb::gil_scoped_release release;
           effort = mstopk(from, dtype, length, k, iterations, seed, threads, to_indices, to_values, &thresholds);
         }

@@ -2,7 +2,8 @@
 
 Every write calls `is_acting` first, and raises ApiError if this replica does not lead. Three methods skip this check:
 `replace_lease`, because replicas compete for the Lease in order to lead; `publish_bundle`, because every replica serves
-the webhooks, and all replicas derive the same bundle from one secret; and `call`, which most other methods use.
+the webhooks, and all replicas derive the same bundle from one secret; and `call`, which reads use too, and with which a
+replica that does not lead creates the Lease and the Secret of the operator's seed.
 """
 
 from __future__ import annotations
@@ -185,8 +186,9 @@ class Cluster:
         return self.call("PUT", self._build_path("Lease", metadata["namespace"], metadata["name"]), lease)
 
     def delete(self, kind: str, namespace: str, name: str, uid: str, *, ended: bool = False) -> dict[str, Any]:
-        """Delete the object with this UID; the garbage collector deletes its dependents later. If `ended` is True,
-        nothing runs in the pod: the API server deletes it at once and does not wait for its kubelet."""
+        """Delete the object with this UID; the garbage collector deletes its dependents later. Pass `ended=True`
+        only for a pod in which nothing runs any more: the API server then deletes it at once, without waiting for its
+        kubelet."""
         options: dict[str, Any] = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
         if ended:
             options["gracePeriodSeconds"] = 0

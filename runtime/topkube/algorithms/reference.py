@@ -29,8 +29,8 @@ _ELEMENTS, _SLOTS, _NODES = 25_600_000, 8, (2, 8, 16, 64)
 """For the table of bytes: the parameters of the model (as many as ResNet-50 has), ranks per node, numbers of nodes."""
 _DEFAULTS = {name: PARAMETERS[name].default for name in ("density", "wire", "dense_wire", "matrix_rank")}
 """For the table of bytes: the defaults of the parameters that change the bytes, without `period`."""
-_COPIES = {Scope.SHARD: "node, cut over its ranks", Scope.RANK: "rank"}
-"""What keeps one copy of a state, by the scope of the state."""
+_COPY_HOLDERS = {Scope.SHARD: "node, cut over its ranks", Scope.RANK: "rank"}
+"""The words after "one copy per" in the column of states, by the scope of the state."""
 
 
 def build_markdown() -> str:
@@ -82,7 +82,7 @@ def _build_parameter_table() -> list[str]:
 
 
 def _format_row(algorithm: Algorithm) -> str:
-    states = [f"{state.name}, one copy per {_COPIES[state.scope]}: {state.summary}" for state in algorithm.state]
+    states = [f"{state.name}, one copy per {_COPY_HOLDERS[state.scope]}: {state.summary}" for state in algorithm.state]
     transport = f" over {algorithm.transport}" if algorithm.needs_gpu else ""
     route = f"{algorithm.route}{transport}"
     if algorithm.two_stage_from and algorithm.route is not Route.SPLIT:

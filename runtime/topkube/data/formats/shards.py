@@ -1,7 +1,8 @@
 """The division of a dataset into shards. A shard is the unit that is fetched, cached and verified.
 
-A tar, Parquet or Arrow file is a shard. Other files are joined, in the order of their paths, into shards of about
-`GROUP_BYTES`, because every shard costs a lock, a rename and an fsync. No file is split.
+If all files of a dataset are tar files, or all Parquet, or all Arrow, or if the caller names such a format, each file
+is a shard. Otherwise files are joined, in the order of their paths, into shards of about `GROUP_BYTES`, because every
+shard costs a lock, a rename and an fsync. No file is split.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from topkube.data.fill.shard_exchange import ShardExchange
 from topkube.data.formats.shards import DataShard
 from topkube.errors import StoreError
 
-SHARD = DataShard(number=5, key="0" * 32, start=5, stop=6, size=40)
+SHARD = DataShard(cache_number=5, key="0" * 32, start=5, stop=6, size=40)
 BYTES = bytes(range(40))
 
 
