@@ -2,8 +2,8 @@
 
 Every write calls `is_acting` first, and raises ApiError if this replica does not lead. Three methods skip this check:
 `replace_lease`, because replicas compete for the Lease in order to lead; `publish_bundle`, because every replica serves
-the webhooks, and all replicas derive the same bundle from one secret; and `call`, which reads use too, and with which a
-replica that does not lead creates the Lease and the Secret of the operator's seed.
+the webhooks, and all replicas derive the same bundle from one secret; and `call`, because methods that read use it too,
+and because a replica that does not lead uses it to create the Lease, and the Secret that holds the operator's seed.
 """
 
 from __future__ import annotations
