@@ -54,14 +54,26 @@ class ChunkCall:
     is_delayed: bool
 
 
-class ChunkExchange(ABC):
-    """The exchanges of a chunk among the nodes of `world`, whose shares of the ranks are `factors`, in `stage`: one
-    stage or two."""
+@dataclass(frozen=True)
+class ChunkSetting:
+    """A chunk that is exchanged among the nodes of `world`, whose shares of the ranks are `factors`, in `stage`: one
+    stage or two. `memory` reads and writes its weights."""
 
-    def __init__(self, chunk: Chunk, world: World, factors: Sequence[float], stage: OneStage | TwoStage) -> None:
-        self.chunk, self._world, self._factors = chunk, world, factors
-        self.one_stage = stage if isinstance(stage, OneStage) else None
-        self.two_stages = stage if isinstance(stage, TwoStage) else None
+    chunk: Chunk
+    world: World
+    factors: Sequence[float]
+    stage: OneStage | TwoStage
+    memory: ChunkMemory
+
+
+class ChunkExchange(ABC):
+    """The exchanges of a chunk."""
+
+    def __init__(self, setting: ChunkSetting) -> None:
+        self.chunk, self._world, self._factors = setting.chunk, setting.world, setting.factors
+        self._memory = setting.memory
+        self.one_stage = setting.stage if isinstance(setting.stage, OneStage) else None
+        self.two_stages = setting.stage if isinstance(setting.stage, TwoStage) else None
         self.delayed_change: Array = np.empty(0, np.float32)
         """After a delayed exchange, what must be added to this rank's shard of the parameters."""
 
@@ -91,17 +103,9 @@ class ChunkExchange(ABC):
 class RestChunk(ChunkExchange):
     """The exchanges of a chunk whose rests are stored and added to the agreed weights."""
 
-    def __init__(
-        self,
-        chunk: Chunk,
-        world: World,
-        factors: Sequence[float],
-        stage: OneStage | TwoStage,
-        memory: ChunkMemory,
-        outer: OuterMomentum | None,
-    ) -> None:
-        super().__init__(chunk, world, factors, stage)
-        self._memory, self._outer = memory, outer
+    def __init__(self, setting: ChunkSetting, outer: OuterMomentum | None) -> None:
+        super().__init__(setting)
+        self._outer = outer
         self._rest: Array = np.empty(0, np.float32)
         """The change of this rank's shard, and after packing, what was not sent of it. It is kept here, because work
         buffers of the world may be replaced by larger ones before the exchange ends."""
@@ -175,30 +179,24 @@ class RestChunk(ChunkExchange):
 class MovedChunk(ChunkExchange):
     """The exchanges of a chunk whose codecs are all `TensorCodec`, and whose weights are moved by what was sent."""
 
-    def __init__(
-        self,
-        chunk: Chunk,
-        world: World,
-        factors: Sequence[float],
-        stage: OneStage | TwoStage,
-        memory: ChunkMemory,
-    ) -> None:
-        super().__init__(chunk, world, factors, stage)
-        self._memory = memory
-        self._codecs = cast(list[TensorCodec], stage.codecs)
-        self._packs_at_once = memory.device.device is None and all(
+    def __init__(self, setting: ChunkSetting) -> None:
+        super().__init__(setting)
+        self._codecs = cast(list[TensorCodec], setting.stage.codecs)
+        self._packs_at_once = self._memory.device.device is None and all(
             codec.packs_differences_fast for codec in self._codecs
         )
         """True if `keep`, for which the script waits, packs what a delayed exchange sends. Otherwise `keep` stores the
         changes, and the thread of the exchange packs them."""
-        self._moves = [factor - (node == world.node) for node, factor in enumerate(factors)]
+        self._moves = [factor - (node == self._world.node) for node, factor in enumerate(self._factors)]
         """The factors of what the nodes send in the change of this node's own weights."""
-        self._tensors = list(list_tensors_of_ranges(chunk, stage.bounds))
+        self._tensors = list(list_tensors_of_ranges(self.chunk, setting.stage.bounds))
         """The tensors of each codec: the numbers of pieces, and which elements of them."""
         self._kept_rows: list[Array] = []
         """What a delayed exchange sends, one row for each codec."""
         self._weights: list[Array] = []
         """The node's own weights, one array for each piece, while an exchange that is not delayed is under way."""
+        self._agreed: list[Array] = []
+        """The agreed weights, one array for each piece, while an exchange is under way."""
         self._staging: Array = np.empty(0, np.float32)
         """The work buffer that holds these weights, if they are not in place."""
         self._rest: list[Array] = []
@@ -219,6 +217,7 @@ class MovedChunk(ChunkExchange):
                 self._pack(number, weights, agreed_pieces, row)
 
     def begin(self, current: ChunkCall) -> None:
+        self._agreed = cut(current.agreed, self.chunk)
         if not current.is_delayed:
             self._weights = self._take_weights()
         if self._world.cross_comm is None:
@@ -227,7 +226,7 @@ class MovedChunk(ChunkExchange):
         if current.squares is not None and not current.is_delayed:
             name = f"change of weights {self.chunk.number % 2}"
             buffer = reserve_workspace(current.call.world, name, self.chunk.shard, np.float32)
-            self._subtract_agreed(self._weights, cut(current.agreed, self.chunk), buffer)
+            self._subtract_agreed(self._weights, self._agreed, buffer)
             current.squares.change += sum(map(sum_squares, self._rest))
         if self.one_stage is None:
             current.call.check_between_nodes()
@@ -244,7 +243,7 @@ class MovedChunk(ChunkExchange):
             self._receive(current)
         if current.squares is not None:
             current.squares.agreed += sum_squares(current.agreed)
-        self._weights, self._rest = [], []
+        self._weights, self._agreed, self._rest = [], [], []
         if current.is_delayed:
             return
         if self._memory.is_in_place(self.chunk):
@@ -275,7 +274,7 @@ class MovedChunk(ChunkExchange):
     def _pack_or_take(self, current: ChunkCall, number: int, row: Array) -> None:
         """Write what this node sends with a codec into `row`."""
         if not current.is_delayed:
-            self._pack(number, self._weights, cut(current.agreed, self.chunk), row)
+            self._pack(number, self._weights, self._agreed, row)
         elif self._packs_at_once:
             row[:] = self._kept_rows[number]
         else:
@@ -283,11 +282,12 @@ class MovedChunk(ChunkExchange):
 
     def _receive(self, current: ChunkCall) -> None:
         """Receive what all nodes have sent, and add it."""
+        moved = cut(self.delayed_change, self.chunk) if current.is_delayed else self._weights
         if self.one_stage is not None:
 
             def add(part: int, rows: list[Array]) -> None:
                 own = self._world.node
-                self._add(current, part, rows[own], (rows, self._factors), (rows, self._moves))
+                self._add(current, part, moved, rows[own], (rows, self._factors), (rows, self._moves))
 
             self.one_stage.finish(current.call, add, current.exchanges, self.chunk.number, self._choose_pause(current))
             return
@@ -302,23 +302,25 @@ class MovedChunk(ChunkExchange):
         means = self.two_stages.exchange(current.call, pack, self._factors, self._choose_pause(current))
         with phases.current.timed("select"):
             for number, (mean, own) in enumerate(zip(means, sent, strict=True)):
-                self._add(current, number, own, ([mean], [1.0]), ([mean, own], [1.0, -1.0]))
+                self._add(current, number, moved, own, ([mean], [1.0]), ([mean, own], [1.0, -1.0]))
 
-    def _add(self, current: ChunkCall, number: int, sent: Array, mean: _Sum, move: _Sum) -> None:
-        """Add `mean` to the agreed weights of the tensors of a codec, and `move` to the node's own weights or the
-        delayed change. `sent` is the row that this node has sent."""
+    def _add(
+        self, current: ChunkCall, number: int, moved: Sequence[Array], sent: Array, mean: _Sum, move: _Sum
+    ) -> None:
+        """Add `mean` to the agreed weights of the tensors of a codec, and `move` to `moved`: the node's own weights or
+        the delayed change, one array for each piece. `sent` is the row that this node has sent."""
         codec, tensors = self._codecs[number], self._tensors[number]
-        codec.unpack_add_tensors(_select(cut(current.agreed, self.chunk), tensors), *mean)
+        codec.unpack_add_tensors(_select(self._agreed, tensors), *mean)
         if self._rest and current.squares is not None:
             rest = _select(self._rest, tensors)
             if not current.is_delayed or self._packs_at_once:
                 codec.unpack_add_tensors(rest, [sent], [-1.0])
             current.squares.unsent += sum(map(sum_squares, rest))
-        moved = _select(cut(self.delayed_change, self.chunk) if current.is_delayed else self._weights, tensors)
+        moved_tensors = _select(moved, tensors)
         if current.is_delayed:
-            for change in moved:
-                change[:] = 0
-        codec.unpack_add_tensors(moved, *move)
+            for change in moved_tensors:
+                change[:] = 0  # it held the change of the weights until here
+        codec.unpack_add_tensors(moved_tensors, *move)
 
 
 def list_tensors_of_ranges(chunk: Chunk, bounds: Sequence[int]) -> Iterator[Ranges]:

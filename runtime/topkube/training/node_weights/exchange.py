@@ -44,7 +44,7 @@ from topkube.collectives.request import Request
 from topkube.collectives.two_stage import TwoStage
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.parameter import Parameter
-from topkube.training.node_weights.chunk_exchange import ChunkCall, ChunkExchange, MovedChunk, RestChunk
+from topkube.training.node_weights.chunk_exchange import ChunkCall, ChunkExchange, ChunkSetting, MovedChunk, RestChunk
 from topkube.training.node_weights.chunk_memory import ChunkMemory
 from topkube.training.node_weights.guard import Squares
 from topkube.training.node_weights.layout import Chunk, cut_into_chunks
@@ -94,9 +94,10 @@ class WeightExchange:
             stage = TwoStage(codec_of, places, chunk.shard, world.node, world.nodes)
         else:
             stage = OneStage(codec_of, places, chunk.shard)
+        setting = ChunkSetting(chunk, world, self.weights, stage, self.memory)
         if self.outer is None and all(isinstance(codec, TensorCodec) for codec in stage.codecs):
-            return MovedChunk(chunk, world, self.weights, stage, self.memory)
-        return RestChunk(chunk, world, self.weights, stage, self.memory, self.outer)
+            return MovedChunk(setting)
+        return RestChunk(setting, self.outer)
 
     def _find_codecs(self, chunk: Chunk) -> CodecOf:
         """Return the function that builds the codec of a part of the chunk."""
