@@ -33,8 +33,8 @@ JOB_PHASE = Metric(
 JOB_PHASE_SINCE = Metric(
     "topkube_job_phase_timestamp_seconds",
     "gauge",
-    "When a condition of an unfinished job, except CheckpointFailed, last changed: about when the job entered its "
-    "phase.",
+    "When a condition of an unfinished job, except CheckpointFailed, last changed, or when the job was created if it "
+    "has no such condition: about when the job entered its phase.",
     _JOB_LABELS,
 )
 JOB_RESTARTS = Metric(

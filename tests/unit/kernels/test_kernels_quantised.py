@@ -16,7 +16,7 @@ from topkube import kernels
 from topkube.errors import ArgumentError
 
 # Hypothesis refuses a fixture that is not set up again for every example. All examples of a test may run on one `path`.
-PATH_FIXTURE_ALLOWED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+HYPOTHESIS_SETTINGS = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
 @pytest.fixture(params=kernels.simd_paths(), autouse=True)
@@ -26,7 +26,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
     kernels.use_simd(before)
 
 
-@PATH_FIXTURE_ALLOWED
+@HYPOTHESIS_SETTINGS
 @given(draw_floats(), st.sampled_from([4, 8]))
 def test_packing_equals_numpy_bit_for_bit(x: Any, bits: int) -> None:
     expected, sent = pack_integers_by_definition(x, bits)
@@ -37,7 +37,7 @@ def test_packing_equals_numpy_bit_for_bit(x: Any, bits: int) -> None:
     np.testing.assert_array_equal(remainder, x - sent)
 
 
-@PATH_FIXTURE_ALLOWED
+@HYPOTHESIS_SETTINGS
 @given(draw_floats(), st.sampled_from([4, 8]))
 def test_sent_values_and_remainders_add_up_to_the_input(x: Any, bits: int) -> None:
     remainder, message = x.copy(), np.zeros(kernels.quantised_bytes(len(x), bits), np.uint8)

@@ -15,7 +15,7 @@ from topkube import kernels
 from topkube.errors import ArgumentError
 
 # Hypothesis refuses a fixture that is not set up again for every example. All examples of a test may run on one `path`.
-PATH_FIXTURE_ALLOWED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+HYPOTHESIS_SETTINGS = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
 @pytest.fixture(params=kernels.simd_paths(), autouse=True)
@@ -25,7 +25,7 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
     kernels.use_simd(before)
 
 
-@PATH_FIXTURE_ALLOWED
+@HYPOTHESIS_SETTINGS
 @given(draw_floats())
 def test_packing_equals_numpy_bit_for_bit(x: Any) -> None:
     scales, bits, left = pack_signs_by_definition(x)
@@ -64,7 +64,7 @@ def test_unpacking_adds_all_nodes_in_their_order(length: int, nodes: int) -> Non
     np.testing.assert_array_equal(out.view(np.uint32), expected.view(np.uint32))
 
 
-@PATH_FIXTURE_ALLOWED
+@HYPOTHESIS_SETTINGS
 @given(draw_floats())
 def test_sent_values_and_remainders_add_up_to_the_input(x: Any) -> None:
     left = x.copy()

@@ -15,7 +15,7 @@ from topkube import kernels
 from topkube.errors import ArgumentError, WireError
 
 # Hypothesis refuses a fixture that is not set up again for every example. All examples of a test may run on one `path`.
-PATH_FIXTURE_ALLOWED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+HYPOTHESIS_SETTINGS = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
 @pytest.fixture(params=kernels.simd_paths(), autouse=True)
@@ -49,7 +49,7 @@ def build_message(x: Any, count: int) -> tuple[Any, Any]:
     return np.concatenate([pad(np.concatenate([scales.view(np.uint8), bits])), encode_indices(indices, len(x))]), left
 
 
-@PATH_FIXTURE_ALLOWED
+@HYPOTHESIS_SETTINGS
 @given(st.integers(1, 4000), st.floats(0, 1), st.integers(0, 2**32))
 def test_a_message_equals_its_format_bit_for_bit(length: int, share: float, seed: int) -> None:
     count = max(1, round(share * length))
@@ -61,7 +61,7 @@ def test_a_message_equals_its_format_bit_for_bit(length: int, share: float, seed
     np.testing.assert_array_equal(x.view(np.uint32), left.view(np.uint32))
 
 
-@PATH_FIXTURE_ALLOWED
+@HYPOTHESIS_SETTINGS
 @given(st.integers(1, 4000), st.floats(0, 1), st.integers(0, 2**32))
 def test_any_indices_survive_and_their_signs_are_added(length: int, share: float, seed: int) -> None:
     count, rng = max(1, round(share * length)), np.random.default_rng(seed)
@@ -78,7 +78,7 @@ def test_any_indices_survive_and_their_signs_are_added(length: int, share: float
         np.testing.assert_array_equal(out.view(np.uint32), expected.view(np.uint32))
 
 
-@PATH_FIXTURE_ALLOWED
+@HYPOTHESIS_SETTINGS
 @given(st.binary(min_size=1), st.integers(0, 2**32))
 def test_a_damaged_message_is_refused_or_has_valid_indices(noise: bytes, seed: int) -> None:
     x = np.random.default_rng(seed).standard_normal(1000, dtype=np.float32)
