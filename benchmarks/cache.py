@@ -1,7 +1,7 @@
 """Compare the data cache with its peers: an HTTP remote behind a shaped link, 2 nodes x 2 ranks, two kinds of epochs.
 
     python benchmarks/cache.py [--quick] [--json FILE] [--problem NAME ...] [--contender TEXT ...]
-    python benchmarks/cache.py --resume --minutes 8     # again and again, until it reports that nothing is left
+    python benchmarks/cache.py --resume --minutes 8     # again and again, while it reports that measurements remain
 
 It needs root. nginx (installed if it is missing) serves from its own network namespace with a link of 1 Gbit/s; the two
 nodes that read have links of 10 Gbit/s. One machine simulates all three, so its processors may limit a first epoch:
@@ -63,12 +63,15 @@ RECIPE = Recipe(
     script=Path(__file__).parent / "datacache" / "rank.py",
 )
 PROBLEMS = (
-    CacheProblem("files-150k", "files", 150_000, 3_000),
-    CacheProblem("shards-150k", "shards", 150_000, 8 * 426),
-    CacheProblem("shards-3k", "shards", 3_072, 8 * 17_857),
-    CacheProblem("files-3k", "files", 3_072, 3_000),
+    CacheProblem("files-150k", "files", size=150_000, samples=3_000),
+    CacheProblem("shards-150k", "shards", size=150_000, samples=8 * 426),
+    CacheProblem("shards-3k", "shards", size=3_072, samples=8 * 17_857),
+    CacheProblem("files-3k", "files", size=3_072, samples=3_000),
 )
-QUICK = (CacheProblem("files-150k", "files", 150_000, 300), CacheProblem("shards-3k", "shards", 3_072, 3 * 17_857))
+QUICK = (
+    CacheProblem("files-150k", "files", size=150_000, samples=300),
+    CacheProblem("shards-3k", "shards", size=3_072, samples=3 * 17_857),
+)
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ class CacheBench:
         self._world = stack.enter_context(RankWorld(RECIPE, LAYOUT, directory, self._network))
         self._turn = 0
         self.repeated: dict[str, int] = {}
-        """For each contender, the most samples of an epoch that came twice."""
+        """For each peer that repeats samples, the most samples that came twice in an epoch."""
 
     def find_own_shards(self, contender: CacheSetting, problem: CacheProblem) -> Path | None:
         """Return the folder with the dataset in the peer's own format; None if it reads the same objects as TopKube."""
@@ -159,8 +162,8 @@ class CacheBench:
     def read_epoch(
         self, contender: CacheSetting, problem: CacheProblem, number: int, **arguments: Any
     ) -> list[dict[str, Any]]:
-        """Read an epoch on all ranks. Every sample must come once; a peer that repeats samples is timed and
-        reported."""
+        """Read an epoch on all ranks. Every sample must come once. A peer that repeats samples is measured all the
+        same, and its number of repeated samples is reported."""
         answers = self._world.ask(
             do="epoch",
             name=contender.label,
@@ -171,6 +174,8 @@ class CacheBench:
             uri=self.remote.uri,
             epoch=number,
         )
+        if missing := answers[0]["missing"]:
+            raise SystemExit(f"{contender.label} left out {missing} samples and is not measured")
         repeated = answers[0]["repeated"]
         if repeated >= sum(LAYOUT):  # torch's sampler gives every rank the same number of samples
             if contender not in PEERS:
@@ -224,14 +229,16 @@ class CacheBench:
     def measure_second_epochs(
         self, readers: list[Reader], problem: CacheProblem, first: int = 1
     ) -> list[dict[str, Any]]:
-        """Read further epochs; the readers alternate, and the first epoch of each is not timed."""
+        """Read further epochs; the readers alternate. The first epoch of each is not timed, unless it takes more than
+        half of PATIENCE_SECONDS."""
         seconds: dict[str, list[float]] = {reader.contender.label: [] for reader in readers}
         fetched = dict.fromkeys(seconds, 0)
         for turn in range(EPOCHS + 1):
             for contender, arguments, _ in readers:
                 before = self.remote.count_sent_bytes()
                 epoch_seconds = _compute_seconds(self.read_epoch(contender, problem, first + turn, **arguments))
-                if turn or epoch_seconds > PATIENCE_SECONDS / 2:  # the first epoch opens the contender if necessary
+                # The first epoch may open the contender. A slow first epoch counts, because few others follow.
+                if turn or epoch_seconds > PATIENCE_SECONDS / 2:
                     seconds[contender.label].append(epoch_seconds)
                     fetched[contender.label] += self.remote.count_sent_bytes() - before
             if max(sum(times) for times in seconds.values()) > PATIENCE_SECONDS:
@@ -264,7 +271,7 @@ class CacheBench:
 
 
 def _read_processor_times() -> tuple[float, float]:
-    """Return the busy seconds and all seconds of this machine's processors since it started."""
+    """Return the busy time and the whole time of this machine's processors since it started, in clock ticks."""
     times = [int(text) for text in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     idle = times[3] + times[4]
     return float(sum(times) - idle), float(sum(times))
@@ -386,7 +393,7 @@ def main() -> int:
         print(f"cannot measure here: {reason}", file=sys.stderr)
         return 2
     if options.minutes * 60 <= LONGEST_SECONDS:
-        parser.error(f"--minutes must be more than {LONGEST_SECONDS / 60:.0f}: a measurement can take that long")
+        parser.error(f"--minutes must be more than {LONGEST_SECONDS / 60:g}: a measurement can take that long")
     problems = [p for p in (QUICK if options.quick else PROBLEMS) if not options.problem or p.name in options.problem]
     target = options.json or (
         None if options.quick or options.problem or options.contender or options.fast_only else RESULTS
@@ -419,8 +426,8 @@ def main() -> int:
         print(stored["entries"], flush=True)
         store(stored)
     print(f"{time.monotonic() - begun:.0f} s in all" + (f"; kept in {target}" if target else ""), flush=True)
-    if remaining or "entries" not in stored:
-        print(f"{len(remaining)} measurements remain: run it again with --resume", flush=True)
+    if count := len(remaining) + ("entries" not in stored):
+        print(f"{count} measurements remain: run it again with --resume", flush=True)
     return 0
 
 

@@ -1,9 +1,16 @@
-"""The communication hooks of DistributedDataParallel with which benchmarks compare, by name."""
+"""DistributedDataParallel with the communication hooks that benchmarks compare with, by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+_ONE_BUCKET_MB = 1024
+"""The size of the only bucket of a model with PowerSGD's hook. With several buckets over gloo, its exchanges begin in
+the order in which earlier exchanges end. The order differs between ranks, and the run hangs or fails."""
 
 
 class DdpHook(NamedTuple):
@@ -11,6 +18,14 @@ class DdpHook(NamedTuple):
 
     state: Any
     hook: Callable[[Any, Any], Any]
+
+
+def wrap_in_ddp(model: torch.nn.Module, hook: str) -> DistributedDataParallel:
+    """Return `model` in DistributedDataParallel, with the buckets that suit the hook called `hook`. The hook is not
+    registered."""
+    if hook.startswith("powersgd"):
+        return DistributedDataParallel(model, bucket_cap_mb=_ONE_BUCKET_MB)
+    return DistributedDataParallel(model)
 
 
 def build_hook(name: str, powersgd_start: int) -> DdpHook:

@@ -237,7 +237,8 @@ async def measure_launch(
         result: dict[str, object] = {
             "ok": code == 0 and last is not None,
             "rendezvous_seconds": round(joined - began, 2),
-            "start_seconds": round(last - joined, 2) if last is not None else None,
+            # The output is read every 0.02 s, so the ranks of a small job may leave before `joined`.
+            "start_seconds": round(max(last - joined, 0.0), 2) if last is not None else None,
             "launcher_processor_seconds": round(used.launcher - used_before_start.launcher, 2),
             "workers_processor_seconds": round(used.workers - used_before_start.workers, 2),
         }

@@ -50,7 +50,7 @@ from scale_kubelets import NAMESPACE, build_job, create_finished_job  # noqa: E4
 from topkube.job import KIND  # noqa: E402
 from topkube_operator.control.plan_executor import CALLS  # noqa: E402
 from topkube_operator.model import names  # noqa: E402
-from topkube_operator.watch.api_client import Cluster  # noqa: E402
+from topkube_operator.watch.api_client import ApiClient  # noqa: E402
 from topkube_operator.watch.api_connection import ApiError  # noqa: E402
 
 OPERATOR_NAMESPACE = "topkube-system"
@@ -86,7 +86,7 @@ class NoDaemon:
         """Start nothing."""
 
 
-def prepare_cluster(cluster: Cluster) -> None:
+def prepare_cluster(cluster: ApiClient) -> None:
     for name in (NAMESPACE, OPERATOR_NAMESPACE):
         cluster.call("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
         account = {"metadata": {"name": "default"}}
@@ -96,7 +96,7 @@ def prepare_cluster(cluster: Cluster) -> None:
     wait_until(lambda: is_served(cluster), "the CRD")
 
 
-def is_served(cluster: Cluster) -> bool:
+def is_served(cluster: ApiClient) -> bool:
     try:
         cluster.list(KIND, NAMESPACE)
     except ApiError:
@@ -156,7 +156,7 @@ def run_kubelets(kubeconfig: str) -> Iterator[None]:
 class PodWatch:
     """A watch of all pods. `seen` has the time at which each pod was seen first (monotonic seconds)."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: ApiClient) -> None:
         self._cluster = cluster
         self.seen: dict[str, float] = {}
         _, self._version = cluster.list("Pod", NAMESPACE)
@@ -173,7 +173,7 @@ class PodWatch:
                 return
 
 
-def measure_start(cluster: Cluster, workers: int, repeats: int) -> dict[str, Any]:
+def measure_start(cluster: ApiClient, workers: int, repeats: int) -> dict[str, Any]:
     """Return the seconds from sending a job to its last pod, for several jobs."""
     load, watch, seconds, floors = os.getloadavg()[0], PodWatch(cluster), list[float](), list[float]()
     for number in range(repeats + 1):
@@ -198,7 +198,7 @@ def measure_start(cluster: Cluster, workers: int, repeats: int) -> dict[str, Any
     }
 
 
-def list_children(cluster: Cluster) -> list[dict[str, Any]]:
+def list_children(cluster: ApiClient) -> list[dict[str, Any]]:
     """Return all objects that belong to jobs."""
     return [
         {"apiVersion": version, "kind": kind, **item}
@@ -207,7 +207,7 @@ def list_children(cluster: Cluster) -> list[dict[str, Any]]:
     ]
 
 
-def remove_jobs(cluster: Cluster, *jobs: str) -> None:
+def remove_jobs(cluster: ApiClient, *jobs: str) -> None:
     """Suspend jobs, so that the operator deletes their pods (there is no garbage collector), and delete the jobs."""
     for name in jobs:
         cluster.patch(KIND, NAMESPACE, name, {"spec": {"runPolicy": {"suspend": True}}})
@@ -217,12 +217,12 @@ def remove_jobs(cluster: Cluster, *jobs: str) -> None:
         cluster.delete(KIND, NAMESPACE, name, job["metadata"]["uid"])
 
 
-def create_jobs(cluster: Cluster, jobs: list[dict[str, Any]]) -> None:
+def create_jobs(cluster: ApiClient, jobs: list[dict[str, Any]]) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(cluster.create, jobs))
 
 
-def measure_many_jobs(cluster: Cluster, kubeconfig: str, jobs: int, workers: int) -> dict[str, Any]:
+def measure_many_jobs(cluster: ApiClient, kubeconfig: str, jobs: int, workers: int) -> dict[str, Any]:
     """Create many jobs at once. Measure until all pods exist, until all statuses are complete, and (with simulated
     kubelets) until all jobs have succeeded."""
     manifests = [build_job(f"many-{number}", workers) for number in range(jobs)]
@@ -254,7 +254,7 @@ def measure_many_jobs(cluster: Cluster, kubeconfig: str, jobs: int, workers: int
     }
 
 
-def measure_floor(cluster: Cluster, jobs: list[dict[str, Any]], children: list[dict[str, Any]]) -> float:
+def measure_floor(cluster: ApiClient, jobs: list[dict[str, Any]], children: list[dict[str, Any]]) -> float:
     """Return the seconds in which a plain client creates jobs that the operator ignores, and then children like
     these."""
     managed = {"runPolicy": {"managedBy": "example.com/nobody"}}
@@ -284,14 +284,14 @@ def build_new_metadata(manifest: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "name": f"bare-{manifest['metadata']['name']}"}
 
 
-def remove_pods_and_jobs(cluster: Cluster) -> None:
+def remove_pods_and_jobs(cluster: ApiClient) -> None:
     for kind in ("Pod", KIND):
         items, _ = cluster.list(kind, NAMESPACE)
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda item, kind=kind: delete_if_present(cluster, kind, item), items))
 
 
-def delete_if_present(cluster: Cluster, kind: str, item: dict[str, Any]) -> None:
+def delete_if_present(cluster: ApiClient, kind: str, item: dict[str, Any]) -> None:
     """Delete an object that may be gone. Without a UID, its name decides."""
     try:
         uid = item["metadata"].get("uid") or cluster.get(kind, NAMESPACE, item["metadata"]["name"])["metadata"]["uid"]
@@ -323,7 +323,7 @@ def has_succeeded(job: dict[str, Any], workers: int) -> bool:
     )
 
 
-def measure_idle(cluster: Cluster, kubeconfig: str, jobs: int, workers: int, seconds: float) -> dict[str, Any]:
+def measure_idle(cluster: ApiClient, kubeconfig: str, jobs: int, workers: int, seconds: float) -> dict[str, Any]:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: create_finished_job(cluster, f"done-{number}", workers), range(jobs)))
     load, floor_percent = os.getloadavg()[0], measure_watcher(kubeconfig, seconds)
@@ -350,10 +350,10 @@ def measure_idle(cluster: Cluster, kubeconfig: str, jobs: int, workers: int, sec
 _WATCHER = """
 import sys
 import time
-from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_client import ApiClient
 from topkube_operator.watch.watch_cache import WatchCache
 from topkube_operator.watch.watchers import CHILDREN, Watchers
-watchers = Watchers(Cluster(sys.argv[1]), WatchCache(), (), CHILDREN, lambda keys: None)
+watchers = Watchers(ApiClient(sys.argv[1]), WatchCache(), (), CHILDREN, lambda keys: None)
 watchers.start()
 while not watchers.is_synced():
     time.sleep(0.05)
@@ -381,7 +381,7 @@ _last: dict[str, float] = {}
 """The last number of reconciles (`total`), and the time at which it was seen first (`since`, monotonic seconds)."""
 
 
-def is_quiet(cluster: Cluster) -> bool:
+def is_quiet(cluster: ApiClient) -> bool:
     """Return True if the number of reconciles has not changed for three seconds."""
     text = urllib.request.urlopen(f"http://127.0.0.1:{METRICS_PORT}/metrics", timeout=5).read().decode()
     total = sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("topkube_reconciles_total{"))
@@ -414,7 +414,7 @@ def main() -> None:
     results["machine"]["date"] = time.strftime("%Y-%m-%d")
     results["targets"] = TARGETS
     with run_api_server() as kubeconfig:
-        cluster = Cluster(kubeconfig)
+        cluster = ApiClient(kubeconfig)
         prepare_cluster(cluster)
         if "start" in parts or "many" in parts:
             with run_operator(kubeconfig):

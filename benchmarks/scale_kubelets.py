@@ -13,7 +13,7 @@ from typing import Any
 
 from topkube.job import KIND
 from topkube_operator.model import names
-from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_client import ApiClient
 from topkube_operator.watch.api_connection import ApiError
 
 NAMESPACE = "scale"
@@ -21,7 +21,7 @@ NAMESPACE = "scale"
 
 def simulate_kubelets(kubeconfig: str) -> None:
     """Start every new pod. End a launcher 2 s after its start, and a worker 2.5 s after its start."""
-    cluster = Cluster(kubeconfig)
+    cluster = ApiClient(kubeconfig)
     pool = ThreadPoolExecutor(8)
     pods, version = cluster.list("Pod", NAMESPACE, names.JOB_NAME)
     for pod in pods:
@@ -33,7 +33,7 @@ def simulate_kubelets(kubeconfig: str) -> None:
                 pool.submit(start_pod, cluster, event["object"])
 
 
-def start_pod(cluster: Cluster, pod: dict[str, Any]) -> None:
+def start_pod(cluster: ApiClient, pod: dict[str, Any]) -> None:
     set_pod_status(cluster, pod, "Running", {"running": {"startedAt": format_now()}})
     seconds = 2.0 if pod["metadata"]["labels"][names.ROLE] == names.LAUNCHER else 2.5
     timer = threading.Timer(seconds, end_pod, (cluster, pod))
@@ -41,11 +41,11 @@ def start_pod(cluster: Cluster, pod: dict[str, Any]) -> None:
     timer.start()
 
 
-def end_pod(cluster: Cluster, pod: dict[str, Any]) -> None:
+def end_pod(cluster: ApiClient, pod: dict[str, Any]) -> None:
     set_pod_status(cluster, pod, "Succeeded", build_end_state())
 
 
-def set_pod_status(cluster: Cluster, pod: dict[str, Any], phase: str, state: dict[str, Any]) -> None:
+def set_pod_status(cluster: ApiClient, pod: dict[str, Any], phase: str, state: dict[str, Any]) -> None:
     name = pod["metadata"]["name"]
     container = pod["spec"]["containers"][0]["name"]
     is_running = phase == "Running"
@@ -85,7 +85,7 @@ def build_job(name: str, workers: int) -> dict[str, Any]:
     }
 
 
-def create_finished_job(cluster: Cluster, name: str, workers: int) -> None:
+def create_finished_job(cluster: ApiClient, name: str, workers: int) -> None:
     """Create a finished job and its pods, in the state that the operator stores at the end of a job."""
     stored_job = cluster.create(build_job(name, workers))
     uid = stored_job["metadata"]["uid"]

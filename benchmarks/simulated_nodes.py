@@ -29,6 +29,7 @@ import torch
 import tasks
 from simulated_rules import RULES, Nodes, Rule, RuleOptions
 from topkube.data import DistributedSampler
+from topkube.training import LAMB, LARS
 
 RESULTS = Path(__file__).parent / "results" / "simulated_nodes.json"
 
@@ -67,10 +68,11 @@ class SimulatedRun:
 
 
 def make_optimizer(name: str, model: torch.nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """Return the optimizer that benchmarks/convergence.py uses."""
+    """Return the optimizer of this name, with momentum 0.9 or the defaults of its class."""
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
-    return torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    classes = {"adamw": torch.optim.AdamW, "lars": LARS, "lamb": LAMB}
+    return classes[name](model.parameters(), lr=learning_rate)
 
 
 def divide_batches(dataset: torch.utils.data.Dataset, batch: int, nodes: int, seed: int, steps: int):  # type: ignore[no-untyped-def, type-arg]
@@ -214,7 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train on simulated nodes with one exchange rule or several.")
     parser.add_argument("--rule", action="append", choices=list(RULES), help="may be given more than once")
     parser.add_argument("--model", choices=tasks.MODELS, default="char_gpt")
-    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="adamw")
+    parser.add_argument("--optimizer", choices=("sgd", "adamw", "lars", "lamb"), default="adamw")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--period", type=int, default=1, help="steps between exchanges, for rules with local steps")
@@ -226,6 +228,8 @@ def main() -> None:
     if not args.rule:
         print("\n".join(f"{name:16s} {(rule.__doc__ or '').splitlines()[0]}" for name, rule in RULES.items()))
         return
+    if (args.model, args.optimizer) not in tasks.LEARNING_RATE:
+        parser.error(f"tasks.py has no learning rate of {args.optimizer} for {args.model}")
     torch.set_num_threads(1)
     results = (
         [SimulatedRun(**entry) for entry in json.loads(args.output.read_text())["runs"]] if args.output.exists() else []

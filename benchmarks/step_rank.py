@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from allreduce import orders
-from ddp_hooks import build_hook
+from ddp_hooks import build_hook, wrap_in_ddp
 from resnet import CLASSES, ResNet50
 from topkube.examples.char_gpt import GPT, VOCABULARY
 
@@ -30,9 +30,6 @@ TIMED_LAYERS, TIMED_WIDTH, FORWARD_SECONDS = 12, 724, 0.005
 """The model whose layers sleep: how many layers it has, their width, and the seconds of forward in each layer."""
 POWERSGD_START = 2
 """The first step that PowerSGD compresses. The smallest number that it allows."""
-ONE_BUCKET_MB = 1024
-"""The bucket of DDP with PowerSGD. With several buckets, the hook's exchanges begin in the order in which earlier ones
-end, which differs between ranks: gloo then ends with "Received data size doesn't match"."""
 Step = Callable[[], None]
 
 
@@ -168,14 +165,11 @@ class DdpTrainer:
 
     def start_training(self, contender: str, name: str) -> tuple[Step, Callable[[], None]]:
         """Return a function that makes a step, and a function that ends the training."""
-        from torch.nn.parallel import DistributedDataParallel
-
         model, codes, targets = build_model_and_data(self.rank, name)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         if contender == "plain":
             return build_step(model, optimizer, codes, targets), lambda: None
-        is_powersgd = contender.startswith("powersgd")
-        parallel = DistributedDataParallel(model, **({"bucket_cap_mb": ONE_BUCKET_MB} if is_powersgd else {}))
+        parallel = wrap_in_ddp(model, contender)
         if contender != "ddp":
             parallel.register_comm_hook(*build_hook(contender, POWERSGD_START))
         return build_step(parallel, optimizer, codes, targets), lambda: None

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tasks
 from allreduce import orders
-from ddp_hooks import build_hook
+from ddp_hooks import build_hook, wrap_in_ddp
 from simulated_nodes import make_optimizer
 
 
@@ -63,9 +63,7 @@ class DdpWrapper:
 
     def wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, exchange: dict[str, Any]) -> Wrapped:
         """Wrap with the communication hook in `exchange`, or with none."""
-        from torch.nn.parallel import DistributedDataParallel
-
-        parallel = DistributedDataParallel(model)
+        parallel = wrap_in_ddp(model, exchange.get("hook", "ddp"))
         if "hook" in exchange:
             parallel.register_comm_hook(*build_hook(exchange["hook"], exchange.get("start", 0)))
         return Wrapped(parallel, optimizer, nullcontext, lambda: None)

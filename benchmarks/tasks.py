@@ -21,17 +21,24 @@ from topkube.examples.digits_cnn import CNN, compute_accuracy, load_split_digits
 LEARNING_RATE = {
     ("char_gpt", "sgd"): 0.1,
     ("char_gpt", "adamw"): 3e-3,
+    ("char_gpt", "lamb"): 1e-2,
+    ("char_gpt_800k", "sgd"): 0.1,
+    ("char_gpt_800k", "adamw"): 2e-3,
     ("digits_cnn", "sgd"): 0.1,
     ("digits_cnn", "adamw"): 5e-3,
     ("digits_batchnorm", "sgd"): 0.1,
     ("digits_batchnorm", "adamw"): 1e-2,
+    ("digits_batchnorm", "lars"): 10.0,
     ("char_lstm", "sgd"): 2.0,
     ("char_lstm", "adamw"): 2e-2,
 }
-"""The learning rates with the lowest dense loss among a few; compressed runs use the same rates."""
-BATCH = {"char_gpt": 16, "digits_cnn": 32, "digits_batchnorm": 32, "char_lstm": 16}
+"""The learning rates with the lowest dense loss among a few, by model and optimizer; compressed runs use the same
+rates."""
+BATCH = {"char_gpt": 16, "char_gpt_800k": 16, "digits_cnn": 32, "digits_batchnorm": 32, "char_lstm": 16}
 """Samples per step, over all ranks."""
-CONTEXT, GPT_WIDTH, GPT_LAYERS, CNN_CHANNELS, LSTM_WIDTH = 64, 64, 2, 8, 96
+CONTEXT, CNN_CHANNELS, LSTM_WIDTH = 64, 8, 96
+GPT_SIZES = {"char_gpt": (2, 64), "char_gpt_800k": (4, 128)}
+"""Layers and width of each GPT."""
 LABEL_SMOOTHING = 0.1
 """Label smoothing for the digits: without it the loss tends to 0, and a difference in per cent has no meaning."""
 
@@ -92,8 +99,9 @@ def _build_text_task(name: str) -> Task:
         parts = [model(*part).item() for part in zip(codes.split(64), targets.split(64), strict=True)]
         return sum(parts) / len(parts), None
 
-    if name == "char_gpt":
-        model: nn.Module = GPT(GPT_LAYERS, GPT_WIDTH, 4, CONTEXT)
+    if name in GPT_SIZES:
+        layers, width = GPT_SIZES[name]
+        model: nn.Module = GPT(layers, width, 4, CONTEXT)
     else:
         model = LSTM(VOCABULARY, LSTM_WIDTH)
     return Task(model, CharacterWindows(CONTEXT), lambda model, codes, targets: model(codes, targets), measure_held_out)

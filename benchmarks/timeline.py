@@ -1,12 +1,12 @@
-"""Draw what a rank does in one training step, for TopKube's algorithms and for DistributedDataParallel.
+"""Record what a rank does in one training step, for TopKube's algorithms and for DistributedDataParallel.
 
     python benchmarks/timeline.py [--rate 1gbit|100mbit] [--contender NAME ...]
 
 Two nodes are network namespaces, as in benchmarks/step.py; this needs root. The same GPT of 4.8 million parameters
 trains on one thread per rank. TopKube's steps are traced by the product (docs/trace.md), those of DDP by this
-benchmark: an exchange of DDP lasts from the call of the communication hook to its result. The picture shows the step
-of median duration among the last eleven steps of rank 0. Recording makes steps slightly longer: compare times with
-benchmarks/step.py.
+benchmark: an exchange of DDP lasts from the call of the communication hook to its result. The recorded step is
+that of median duration among the last eleven steps of rank 0. benchmarks/report.py draws the picture. Recording makes
+steps slightly longer: compare times with benchmarks/step.py.
 """
 
 from __future__ import annotations

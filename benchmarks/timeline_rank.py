@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from allreduce import orders
-from ddp_hooks import DdpHook, build_hook
+from ddp_hooks import DdpHook, build_hook, wrap_in_ddp
 from step_rank import POWERSGD_START, DdpTrainer, TopKubeTrainer, build_model_and_data
 
 LAST_STEPS = 11
@@ -93,7 +93,7 @@ class TracedDdp(DdpTrainer):
         bounds: list[tuple[float, float]] = []
         model, codes, targets = build_model_and_data(self.rank, "gpt")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        parallel = torch.nn.parallel.DistributedDataParallel(model)
+        parallel = wrap_in_ddp(model, contender)
         parallel.register_comm_hook(None, self._trace_hook(build_hook(contender, POWERSGD_START), spans))
         produced: list[float] = []
         for tensor in model.parameters():

@@ -32,9 +32,9 @@ _COLOUR_OF_NAME = {
 }
 """Colours of names with a fixed meaning. Every other name gets the next of _COLOURS."""
 _GREY, _LINE = "#5b6b7b", "#d9dee4"
-_COLUMN, _ROW, _HEADING, _TITLE, _GAP = 0.56, 0.27, 0.34, 0.5, 0.06
-"""Sizes in inches: a column and a line of the grid, the heading of a row and of the page, the gap between two
-panels."""
+_COLUMN, _ROW, _HEADING, _TITLE, _MARGIN = 0.56, 0.27, 0.34, 0.5, 0.06
+"""Sizes in inches: a column and a line of the grid, the heading of a row and of the page, the margin on each
+side of a panel."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ def draw_dashboard(
 
 
 def _lay_out(dashboard: Dashboard) -> tuple[list[tuple[str, float]], list[tuple[Panel, _Box]], float]:
-    """Return the headings with their heights, the panels with their boxes, and the total height."""
+    """Return the headings with their distances from the top, the panels with their boxes, and the total height, in
+    inches."""
     headings, panels, top = [], [], _TITLE
     for row in dashboard.rows:
         headings.append((row.title, top))
@@ -87,10 +88,10 @@ def _lay_out(dashboard: Dashboard) -> tuple[list[tuple[str, float]], list[tuple[
             if x + panel.width > WIDTH:
                 x, top, tallest = 0, top + tallest * _ROW, 0
             box = _Box(x * _COLUMN, top, panel.width * _COLUMN, panel.height * _ROW)
-            panels.append((panel, box.shrink(_GAP, _GAP, _GAP, _GAP)))
+            panels.append((panel, box.shrink(_MARGIN, _MARGIN, _MARGIN, _MARGIN)))
             x, tallest = x + panel.width, max(tallest, panel.height)
         top += tallest * _ROW
-    return headings, panels, top + _GAP
+    return headings, panels, top + _MARGIN
 
 
 def _draw_frame(figure: Any, panel: Panel, box: _Box) -> None:
@@ -156,8 +157,8 @@ def _draw_lines(
     axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator() if panel.logarithmic else MaxNLocator(5))
     axes.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_value(value, panel.unit)))
-    minutes = max(1, round((span[1] - span[0]) / 300)) * 60
-    axes.xaxis.set_major_locator(FixedLocator([span[1] - minutes * step for step in range(6)]))
+    tick_seconds = max(1, round((span[1] - span[0]) / 300)) * 60  # whole minutes
+    axes.xaxis.set_major_locator(FixedLocator([span[1] - tick_seconds * step for step in range(6)]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda moment, _: _format_ago(span[1] - moment)))
     axes.tick_params(labelsize=7, length=2, color=_LINE, labelcolor=_GREY)
     axes.grid(alpha=0.25)

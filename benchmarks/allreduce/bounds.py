@@ -24,8 +24,9 @@ class Machine:
     read: float
     """The rate of reading an array."""
     update: float
-    """The rate of a += b. An element counts as 12 bytes: two reads and a write of 4 bytes each. The bounds use this
-    rate for copies, reductions and clears too: they assume that their bytes pass no faster than those of a += b."""
+    """The rate of a += b. An element counts as 12 bytes: two reads and a write of 4 bytes each. The bounds also
+    use this rate for copies, reductions and clears. They assume that none of these operations moves bytes faster than
+    a += b."""
     link_bytes: tuple[int, ...] = ()
     """The sizes of the measured messages, ascending. Empty if the nodes have no link between them."""
     link_seconds: tuple[float, ...] = ()
@@ -95,7 +96,7 @@ def _count_gather_bytes(d: int, m: int, n: int) -> float:
     return m * 8 * (n - 1) * d
 
 
-def bound_dense(d: int, m: int, n: int, sent: float, machine: Machine) -> Bound:
+def compute_dense_bound(d: int, m: int, n: int, sent: float, machine: Machine) -> Bound:
     """Return the bound of a dense exchange that sends `sent` bytes per node: the slower of memory and link, because
     both can work at the same time."""
     memory_seconds = (_count_reduce_bytes(d, m, n) + _count_gather_bytes(d, m, n)) / machine.update
@@ -103,7 +104,7 @@ def bound_dense(d: int, m: int, n: int, sent: float, machine: Machine) -> Bound:
     return Bound(sent, max(memory_seconds, link_seconds), memory_seconds, link_seconds)
 
 
-def bound_sparse(d: int, m: int, n: int, sent: float, machine: Machine, *, hierarchical: bool) -> Bound:
+def compute_sparse_bound(d: int, m: int, n: int, sent: float, machine: Machine, *, hierarchical: bool) -> Bound:
     """Return the bound of a sparse exchange that sends `sent` bytes per node: reduce, select, then send. If the
     exchange is `hierarchical`, the ranks of a node reduce first, and each rank selects from its shard of the sum. If
     not, nothing is reduced first, and each rank selects from its whole gradient.

@@ -99,13 +99,13 @@ class Contender:
         m, n = len(layout), layout[0]
         if self.is_dense:
             sent = bounds.count_ring_bytes(d, m, n) if self.formula == "ring" else bounds.count_hierarchical_bytes(d, m)
-            return bounds.bound_dense(d, m, n, sent, machine)
+            return bounds.compute_dense_bound(d, m, n, sent, machine)
         if self.formula == "hitopk":
             sent = bounds.count_hitopk_bytes(d, m, n, self.density, self.entry_bytes)
-            return bounds.bound_sparse(d, m, n, sent, machine, hierarchical=True)
+            return bounds.compute_sparse_bound(d, m, n, sent, machine, hierarchical=True)
         formula = bounds.count_gathered_bytes if self.formula == "gathered" else bounds.count_naive_bytes
         sent = formula(d, m, n, self.density, self.entry_bytes)
-        return bounds.bound_sparse(d, m, n, sent, machine, hierarchical=False)
+        return bounds.compute_sparse_bound(d, m, n, sent, machine, hierarchical=False)
 
 
 def _build_sparse_contender(algorithm: str, density: float, wire: str) -> Contender:

@@ -163,7 +163,7 @@ class SignResidual(AllEntries):
 
 
 class PowerSGD(Rule):
-    """Low rank with error feedback (Vogels et al., 2019), rank 4, warm start of the factors."""
+    """Low rank with error feedback (Vogels et al., 2019), rank 4, a warm start of the factors (powersgd)."""
 
     RANK: ClassVar[int] = 4
 
@@ -206,6 +206,18 @@ class PowerSGD(Rule):
         p = torch.linalg.qr(sum(m @ last for m in matrices) / self.options.nodes).Q
         q = self._factors[index] = sum(m.T @ p for m in matrices) / self.options.nodes
         return p @ q.T, p.numel() + q.numel()
+
+
+class PowerSGDRank2(PowerSGD):
+    """A rule like powersgd, with rank 2."""
+
+    RANK = 2
+
+
+class PowerSGDRank1(PowerSGD):
+    """A rule like powersgd, with rank 1."""
+
+    RANK = 1
 
 
 class AcpSGD(PowerSGD):

@@ -11,6 +11,7 @@ from topkube.collectives.sparse import count_selected
 from topkube.collectives.top_levels import TopLevels
 from topkube.collectives.top_signs import TopSigns
 from topkube.training.node_weights.guard import MEASURE_EVERY
+from topkube.training.optimizers.layerwise import LayerwiseNoise, LayerwiseOptimizer
 
 
 class LocalAveraging(Rule):
@@ -93,7 +94,7 @@ class WeightFeedback(LocalAveraging):
 
     This is close to CSER (Xie et al., 2020). With AdamW, a node's second moment has the noise of a smaller batch, so it
     is divided by rho = sum v_i / sum v(mean gradient), clamped to [1, nodes]. rho is estimated for each tensor from
-    `PROBES` fixed entries.
+    `PROBES` fixed entries. LARS and LAMB correct their norms with rho, as in real runs.
     """
 
     PROBES: ClassVar[int] = 256
@@ -104,7 +105,7 @@ class WeightFeedback(LocalAveraging):
         super().__init__(nodes, options)
         named = nodes.list_named_parameters(0)
         self._small = [parameter.is_always_dense for parameter in named]
-        self._is_adam = isinstance(nodes.optimizers[0], torch.optim.AdamW)
+        self._reads_ratios = isinstance(nodes.optimizers[0], torch.optim.AdamW | LayerwiseOptimizer)
         generator = torch.Generator().manual_seed(0)
         self._entries = [torch.randperm(parameter.length, generator=generator)[: self.PROBES] for parameter in named]
         # Running means of the squares of these entries: of each node's gradient, and of the mean gradient.
@@ -118,7 +119,7 @@ class WeightFeedback(LocalAveraging):
         self._step = step
         rows = [self.compute_gradients(node, compute_loss) for node in range(self.options.nodes)]
         self.apply_arriving()
-        if self._is_adam:
+        if self._reads_ratios:
             self._probe(rows)
         for node, gradients in enumerate(rows):
             for parameter, gradient in zip(self.nodes.list_parameters(node), gradients, strict=True):
@@ -145,13 +146,27 @@ class WeightFeedback(LocalAveraging):
 
     @torch.no_grad()
     def update(self, node: int, gradients: list[torch.Tensor]) -> None:
-        optimizer = self.nodes.optimizers[node]
-        if not self._is_adam:
+        optimizer, ratios = self.nodes.optimizers[node], self._ratio[node]
+        if isinstance(optimizer, LayerwiseOptimizer):
+            by_tensor = dict(zip(self.nodes.list_parameters(node), ratios, strict=True))
+            with LayerwiseNoise(optimizer, self.options.nodes, None).corrected(by_tensor):
+                optimizer.step()
+        elif isinstance(optimizer, torch.optim.AdamW):
+            self._step_adamw(optimizer, self.nodes.list_parameters(node), gradients, ratios)
+        else:
             optimizer.step()
-            return
+
+    @staticmethod
+    def _step_adamw(
+        optimizer: torch.optim.AdamW,
+        parameters: list[torch.nn.Parameter],
+        gradients: list[torch.Tensor],
+        ratios: list[float],
+    ) -> None:
+        """Make a step of AdamW that divides second moments by `ratios`."""
         group = optimizer.param_groups[0]
         first, second = group["betas"]
-        for index, (parameter, gradient) in enumerate(zip(self.nodes.list_parameters(node), gradients, strict=True)):
+        for parameter, gradient, ratio in zip(parameters, gradients, ratios, strict=True):
             state = optimizer.state[parameter]
             if not state:
                 state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
@@ -159,7 +174,7 @@ class WeightFeedback(LocalAveraging):
             state["exp_avg"].lerp_(gradient, 1 - first)
             state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            scale = self._ratio[node][index] * (1 - second ** state["step"])
+            scale = ratio * (1 - second ** state["step"])
             denominator = (state["exp_avg_sq"] / scale).sqrt_().add_(group["eps"])
             parameter.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - first ** state["step"]))
 

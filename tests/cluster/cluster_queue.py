@@ -18,7 +18,7 @@ import kueue_protocol
 import pytest
 from target import wait_for
 
-from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_client import ApiClient
 from topkube_operator.watch.api_connection import ApiError
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
@@ -30,7 +30,7 @@ _MERGE = "application/merge-patch+json"
 
 
 @contextmanager
-def serve_kueue_kinds(cluster: Cluster, version: str) -> Iterator[None]:
+def serve_kueue_kinds(cluster: ApiClient, version: str) -> Iterator[None]:
     """Serve Kueue's kinds in one version. Skip the test on a cluster on which Kueue is installed."""
     definitions = kueue_crds.build_definitions(version)
     for definition in definitions:
@@ -48,7 +48,7 @@ def serve_kueue_kinds(cluster: Cluster, version: str) -> Iterator[None]:
             _remove_leftover(cluster, definition)
 
 
-def _remove_leftover(cluster: Cluster, definition: Mapping[str, Any]) -> None:
+def _remove_leftover(cluster: ApiClient, definition: Mapping[str, Any]) -> None:
     """Remove a definition that these tests created, in this run or in a run that was killed."""
     path = f"{_CRDS}/{definition['metadata']['name']}"
     stored = _read(cluster, path)
@@ -61,14 +61,14 @@ def _remove_leftover(cluster: Cluster, definition: Mapping[str, Any]) -> None:
     wait_for(lambda: not _read(cluster, path), f"{path} to be gone", 120)
 
 
-def _is_served(cluster: Cluster, version: str, plural: str) -> bool:
+def _is_served(cluster: ApiClient, version: str, plural: str) -> bool:
     try:
         return cluster.serves(kueue_crds.GROUP, version, plural)
     except ApiError:
         return False
 
 
-def _read(cluster: Cluster, path: str) -> dict[str, Any]:
+def _read(cluster: ApiClient, path: str) -> dict[str, Any]:
     """Return an object; empty if there is none."""
     try:
         return cluster.call("GET", path)
@@ -98,7 +98,7 @@ class ClusterQueue(_KueuePart):
     """The Workloads of one namespace share a quota of `room` pods. The oldest Workload of the highest priority is
     first."""
 
-    def __init__(self, cluster: Cluster, namespace: str, version: str, *, room: int, flavor: str) -> None:
+    def __init__(self, cluster: ApiClient, namespace: str, version: str, *, room: int, flavor: str) -> None:
         self.cluster, self.namespace, self.room, self.flavor = cluster, namespace, room, flavor
         self._path = f"/apis/{kueue_crds.GROUP}/{version}/namespaces/{namespace}/workloads"
         self.evictions: list[str] = []
@@ -211,7 +211,7 @@ class ClusterQueue(_KueuePart):
 class PodGroup(_KueuePart):
     """The pods of one group, and its quota. The first complete set of pods decides how many pods each role has."""
 
-    def __init__(self, cluster: Cluster, namespace: str, name: str) -> None:
+    def __init__(self, cluster: ApiClient, namespace: str, name: str) -> None:
         self.cluster, self.namespace, self.name = cluster, namespace, name
         self.roles: Counter[str] = Counter()
         self.holds_quota = False

@@ -33,7 +33,7 @@ from target import KUBELET_SECONDS, OPERATOR_NAMESPACE, PATIENCE, Namespace, Tar
 from topkube.cli.cluster.api import Api, ClusterLocation, build_path, connect
 from topkube.errors import ClusterError
 from topkube.job.crd import build_cached_dataset_crd, build_crd
-from topkube_operator.watch.api_client import Cluster as Client
+from topkube_operator.watch.api_client import ApiClient
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MANIFESTS = REPOSITORY / "manifests"
@@ -184,7 +184,7 @@ def resting_cluster(installation: Target) -> Iterator[Target]:
 @pytest.fixture
 def jobs(resting_cluster: Target, request: pytest.FixtureRequest) -> Iterator[Jobs]:
     """A new namespace without an operator."""
-    cluster, name = Client(str(resting_cluster.kubeconfig)), f"process-{secrets.token_hex(3)}"
+    cluster, name = ApiClient(str(resting_cluster.kubeconfig)), f"process-{secrets.token_hex(3)}"
     cluster.register_kind("ServiceAccount", "v1", "serviceaccounts")
     cluster.call("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
     wait_for(lambda: not is_gone(cluster, "ServiceAccount", name, "default"), "the service account")

@@ -20,7 +20,7 @@ from aiohttp import web
 from target import wait_for
 
 from topkube.job import KIND
-from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_client import ApiClient
 from topkube_operator.watch.api_connection import ApiError
 
 IMAGE = os.environ.get("TOPKUBE_TEST_RUNTIME") or "topkube/runtime:0.1.0"
@@ -43,7 +43,7 @@ def build_shell_job(name: str, script: str = "echo hello", *, slots: int = 1, **
 class Jobs:
     """The TrainingJobs of one namespace, and their pods."""
 
-    def __init__(self, cluster: Cluster, namespace: str) -> None:
+    def __init__(self, cluster: ApiClient, namespace: str) -> None:
         self.cluster, self.namespace = cluster, namespace
 
     def create(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class KillingProxy:
     try, the write does not reach the API server. At the second, the API server has done the write, and the operator
     gets no answer. The third try passes."""
 
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
+    def __init__(self, cluster: ApiClient, folder: Path) -> None:
         self._target = cluster.configuration
         self.kubeconfig = folder / "through.conf"
         self.kills: list[str] = []
@@ -232,7 +232,7 @@ class KillingProxy:
         self.operator.kill()
 
 
-def is_gone(cluster: Cluster, kind: str, namespace: str, name: str) -> bool:
+def is_gone(cluster: ApiClient, kind: str, namespace: str, name: str) -> bool:
     try:
         cluster.get(kind, namespace, name)
     except ApiError as error:

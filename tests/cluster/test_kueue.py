@@ -12,7 +12,7 @@ from cluster_queue import QUEUE_LABEL, ClusterQueue, PodGroup, serve_kueue_kinds
 from operating import Jobs, OperatorProcess, build_shell_job
 from target import Namespace, Target, wait_for
 
-from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_client import ApiClient
 
 pytestmark = pytest.mark.alone
 POOL, FLAVOR, URGENT = "topkube.dev/test-pool", "test-spot", "test-urgent"
@@ -25,7 +25,7 @@ NEWEST = pytest.mark.parametrize("kueue", ["v1beta2"], indirect=True)
 @pytest.fixture(scope="module")
 def kueue(resting_cluster: Target, request: pytest.FixtureRequest) -> Iterator[str]:
     """Kueue's kinds in one version, a flavor for two labelled nodes, and a priority class."""
-    version, cluster = str(request.param), Cluster(str(resting_cluster.kubeconfig))
+    version, cluster = str(request.param), ApiClient(str(resting_cluster.kubeconfig))
     nodes = resting_cluster.list_nodes()[:2]
     with serve_kueue_kinds(cluster, version):
         group = f"/apis/kueue.x-k8s.io/{version}"

@@ -10,7 +10,7 @@ from localkube.cluster import LocalCluster
 from operating import Jobs, KillingProxy, OperatorProcess, build_shell_job
 from target import wait_for
 
-from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_client import ApiClient
 from topkube_operator.watch.api_connection import ApiError
 
 pytestmark = pytest.mark.alone
@@ -111,14 +111,14 @@ def test_a_gang_waits_for_its_scheduler(jobs: Jobs, kubeconfig: Path) -> None:
         cluster.call("DELETE", f"{path}/{metadata['name']}")
 
 
-def _is_served(cluster: Cluster) -> bool:
+def _is_served(cluster: ApiClient) -> bool:
     try:
         return cluster.serves("scheduling.x-k8s.io", "v1alpha1", "podgroups")
     except ApiError:
         return False
 
 
-def _bind(cluster: Cluster, namespace: str, pod: str, number: int) -> None:
+def _bind(cluster: ApiClient, namespace: str, pod: str, number: int) -> None:
     nodes, _ = cluster.list("Node", None)
     target = {"apiVersion": "v1", "kind": "Node", "name": nodes[number % len(nodes)]["metadata"]["name"]}
     body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": pod}, "target": target}

@@ -1,5 +1,6 @@
-"""The path of CUDA tensors, on CPU tensors: torch.distributed (gloo) exchanges data inside the node. The cases are in
-ranks/device.py; those of error feedback in the weights are in ranks/training/onebit_devices.py."""
+"""These tests run the code for CUDA tensors with CPU tensors. Inside the node, torch.distributed exchanges the data
+with gloo in place of NCCL. The cases are in ranks/device.py. The cases of error feedback in the weights are in
+ranks/training/onebit_devices.py."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from topkube_operator.model import names
 from topkube_operator.model.observed import Gang, Policy
 
 # Queues and gang schedulers read labels and annotations of pods in these domains.
-_QUEUE_DOMAINS = ("kueue.x-k8s.io", "scheduling.k8s.io", "scheduling.x-k8s.io", "volcano.sh", "scheduler.alpha")
+_QUEUE_DOMAINS = ("kueue.x-k8s.io", "scheduling.k8s.io", "scheduling.x-k8s.io", "volcano.sh")
 _GANG_SCHEDULERS: dict[Gang, tuple[str, str]] = {
     "volcano": ("scheduling.volcano.sh/v1beta1", "volcano"),
     "scheduler-plugins": ("scheduling.x-k8s.io/v1alpha1", "scheduler-plugins-scheduler"),

@@ -18,7 +18,7 @@ from topkube_operator.control.job_memory import JobMemory
 from topkube_operator.model.observed import Child, Trouble
 from topkube_operator.model.plan import Deletion, GroupEnd, Release, StatusPatch
 from topkube_operator.planning.contests import describe_contest
-from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_client import ApiClient
 from topkube_operator.watch.api_connection import ApiError
 from topkube_operator.watch.owner import Owner, find_owner
 from topkube_operator.watch.watch_cache import WatchCache
@@ -29,7 +29,7 @@ class ChildWriter:
     """Writes the children of all jobs. Safe for many threads, if only one thread at a time works on each job. All
     methods raise ApiError."""
 
-    def __init__(self, cluster: Cluster, cache: WatchCache, calls: CallPool) -> None:
+    def __init__(self, cluster: ApiClient, cache: WatchCache, calls: CallPool) -> None:
         self._cluster, self._cache, self._calls = cluster, cache, calls
 
     def end_groups(self, key: Key, ends: Sequence[GroupEnd]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from topkube.job import API_VERSION, KIND
 from topkube.timestamps import format_timestamp
 from topkube_operator.model.status import Event
-from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_client import ApiClient
 from topkube_operator.watch.api_connection import ApiError
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class _RecordedEvent:
 class EventRecorder:
     """Records Events. The caller never waits: Events are dropped if the queue is full or a job has too many Events."""
 
-    def __init__(self, cluster: Cluster, identity: str) -> None:
+    def __init__(self, cluster: ApiClient, identity: str) -> None:
         self._cluster, self._identity = cluster, identity
         self._queue: queue.Queue[tuple[dict[str, Any], Event] | None] = queue.Queue(maxsize=10_000)
         self._recorded: OrderedDict[str, _RecordedEvent] = OrderedDict()

@@ -12,7 +12,7 @@ from typing import Any
 
 from topkube_operator.model import stored_job
 from topkube_operator.model.observed import Gang, Policy
-from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_client import ApiClient
 from topkube_operator.watch.api_connection import ApiError
 
 _log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _PAUSE = 2.0
 """Minimum seconds between two checks."""
 
 
-def detect_gang(cluster: Cluster) -> Gang | None:
+def detect_gang(cluster: ApiClient) -> Gang | None:
     """Return the PodGroup that the cluster serves, and register its kind with `cluster`; None if there is none."""
     for gang, (group, version) in _GANGS.items():
         if cluster.serves(group, version, "podgroups"):
@@ -40,7 +40,7 @@ def detect_gang(cluster: Cluster) -> Gang | None:
     return None
 
 
-def detect_workloads(cluster: Cluster) -> str:
+def detect_workloads(cluster: ApiClient) -> str:
     """Return the API version of the Workloads that the cluster serves, and register Kueue's kinds with `cluster`; empty
     if it serves none."""
     for version in _KUEUE_VERSIONS:
@@ -55,7 +55,7 @@ class GangDetector:
     """A detector that adds the cluster's gang and Workloads to the policy for jobs. It calls `on_detection` once with
     each kind that it detects; `on_detection` returns when all objects of the kind have been listed."""
 
-    def __init__(self, cluster: Cluster, policy: Policy, on_detection: Callable[[str], None]) -> None:
+    def __init__(self, cluster: ApiClient, policy: Policy, on_detection: Callable[[str], None]) -> None:
         self._cluster, self._policy, self._on_detection = cluster, policy, on_detection
         self._gang_checked_at = self._workloads_checked_at = float("-inf")
         self._lock = threading.Lock()

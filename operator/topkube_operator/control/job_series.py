@@ -33,8 +33,8 @@ JOB_PHASE = Metric(
 JOB_PHASE_SINCE = Metric(
     "topkube_job_phase_timestamp_seconds",
     "gauge",
-    "When a condition of an unfinished job, except CheckpointFailed, last changed, or when the job was created if it "
-    "has no such condition: about when the job entered its phase.",
+    "Time of the newest change of a condition of an unfinished job, except CheckpointFailed. If there is no such "
+    "condition, the time when the job was created. This is about the time when the job entered its phase.",
     _JOB_LABELS,
 )
 JOB_RESTARTS = Metric(
@@ -88,7 +88,7 @@ _Sample = tuple[Metric, tuple[str, ...], float]
 
 def render_jobs(jobs: Iterable[Mapping[str, Any]]) -> str:
     """Return the series of all stored jobs in Prometheus's text format. All jobs are counted by phase. A succeeded job
-    has no series of its own, and a failed job only those about its failure."""
+    has no series of its own. A failed job has only the series about its failure."""
     lines: dict[Metric, list[str]] = {metric: [] for metric in METRICS}
     counts: Counter[tuple[str, str]] = Counter()
     for job in jobs:
@@ -135,17 +135,20 @@ def _list_unfinished_samples(job: Mapping[str, Any], phase: str) -> Iterator[_Sa
     if (job.get("spec") or {}).get("checkpoint"):
         yield from _list_checkpoint_samples(status, phase)
     yield JOB_PHASE, (phase,), 1
-    for entry in status.get("avoidedNodes") or ():
-        yield JOB_AVOIDED_NODE, (entry["name"], entry.get("reason") or ""), 1
+    for avoided in status.get("avoidedNodes") or ():
+        yield JOB_AVOIDED_NODE, (avoided["name"], avoided.get("reason") or ""), 1
     yield JOB_RESTARTS, (), (status.get("restarts") or 0) + (status.get("disruptions") or 0)
-    if (entered := _find_phase_entry(job.get("metadata") or {}, status)) is not None:
-        yield JOB_PHASE_SINCE, (), entered
+    if (phase_start := _find_phase_start(job.get("metadata") or {}, status)) is not None:
+        yield JOB_PHASE_SINCE, (), phase_start
 
 
 def _list_checkpoint_samples(status: Mapping[str, Any], phase: str) -> Iterator[_Sample]:
     """Yield the samples about the checkpoints of an unfinished job that writes checkpoints."""
-    conditions = [entry for entry in status.get("conditions") or () if isinstance(entry, Mapping)]
-    has_failed = any(entry.get("type") == CHECKPOINT_FAILED and entry.get("status") == "True" for entry in conditions)
+    has_failed = any(
+        condition.get("type") == CHECKPOINT_FAILED and condition.get("status") == "True"
+        for condition in status.get("conditions") or ()
+        if isinstance(condition, Mapping)
+    )
     yield JOB_CHECKPOINT_FAILED, (), float(has_failed)
     progress = status.get("progress") or {}
     saved_or_started = parse_timestamp(progress.get("checkpointAt")) or parse_timestamp(status.get("startTime"))
@@ -153,22 +156,25 @@ def _list_checkpoint_samples(status: Mapping[str, Any], phase: str) -> Iterator[
         yield JOB_CHECKPOINT_AT, (), saved_or_started.timestamp()
 
 
-def _format_line(metric: Metric, values: Sequence[str], value: float) -> str:
+def _format_line(metric: Metric, label_values: Sequence[str], value: float) -> str:
     """Return a sample in Prometheus's text format."""
-    labels = ",".join(f'{name}="{_escape(text)}"' for name, text in zip(metric.labels, values, strict=True))
+    labels = ",".join(
+        f'{name}="{_escape_label_value(text)}"' for name, text in zip(metric.labels, label_values, strict=True)
+    )
     return f"{metric.name}{{{labels}}} {float(value)!r}\n"
 
 
-def _escape(value: str) -> str:
-    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+def _escape_label_value(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
-def _find_phase_entry(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> float | None:
+def _find_phase_start(metadata: Mapping[str, Any], status: Mapping[str, Any]) -> float | None:
     """Return about when the job entered its phase, as Unix time; None if no valid time is stored.
 
     The status does not store this time. The result is the newest change of any condition except CheckpointFailed, or
-    the creation of the job if the job has no such condition. In Starting, the result is earlier than the entry: the
-    time when all pods had a node. In Pending and Restarting, the result moves when pods are made or get a node."""
+    the creation of the job if the job has no such condition. In Starting, the result is the time when all pods had a
+    node. The phase itself starts later, when the containers of all pods have started. In Pending and Restarting, the
+    result moves when pods are made or get a node."""
     conditions = status.get("conditions") or []
     times = [
         condition.get("lastTransitionTime")
@@ -177,5 +183,5 @@ def _find_phase_entry(metadata: Mapping[str, Any], status: Mapping[str, Any]) ->
     ]
     # The operator writes all these times in UTC with the same length, so the newest time is the largest text.
     newest = max((time for time in times if time), default=metadata.get("creationTimestamp"))
-    entered = parse_timestamp(newest)
-    return entered.timestamp() if entered is not None else None
+    phase_start = parse_timestamp(newest)
+    return phase_start.timestamp() if phase_start is not None else None

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from topkube.timestamps import format_microtime
-from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_client import ApiClient
 from topkube_operator.watch.api_connection import ApiError
 
 _log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class LeaderElection:
     loses."""
 
     def __init__(
-        self, cluster: Cluster, namespace: str, name: str, identity: str, on_change: Callable[[bool], None]
+        self, cluster: ApiClient, namespace: str, name: str, identity: str, on_change: Callable[[bool], None]
     ) -> None:
         self._cluster, self._namespace, self._name, self._identity = cluster, namespace, name, identity
         self._on_change = on_change

@@ -24,7 +24,7 @@ from topkube_operator.http.certificates import Authority
 from topkube_operator.http.probes import Probes
 from topkube_operator.http.scrape_access import ScrapeOptions, TokenCheck
 from topkube_operator.model.observed import Policy
-from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_client import ApiClient
 from topkube_operator.watch.api_connection import ApiError
 from topkube_operator.watch.watch_cache import WatchCache
 from topkube_operator.watch.watchers import CHILDREN, Watchers
@@ -65,7 +65,7 @@ class Operator:
         self.identity = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.cache = WatchCache(options.fault_conditions)
         self.metrics = OperatorMetrics(self._list_served_jobs, namespace=options.namespace, release=options.release)
-        self.cluster = Cluster(options.kubeconfig, self.is_acting, self.metrics.observe_call)
+        self.cluster = ApiClient(options.kubeconfig, self.is_acting, self.metrics.observe_call)
         self.queue = WorkQueue(self.metrics.observe_queued)
         self.metrics.watch_queue(self.queue)
         self.recorder = EventRecorder(self.cluster, self.identity)
@@ -172,7 +172,7 @@ class Operator:
             self.controller.wake_all()
 
 
-def read_or_create_secret(cluster: Cluster, namespace: str, name: str) -> bytes:
+def read_or_create_secret(cluster: ApiClient, namespace: str, name: str) -> bytes:
     """Return the operator's own secret; create it if there is none. All credentials of jobs derive from it."""
     for _ in range(3):  # another replica may create or delete the secret between the two calls
         try:

@@ -23,7 +23,7 @@ from topkube_operator.model.plan import Plan
 from topkube_operator.model.status import Event
 from topkube_operator.planning import admission
 from topkube_operator.planning.causes.pod_failures import LOG_TAIL_BYTES, LOG_TAIL_LINES
-from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_client import ApiClient
 from topkube_operator.watch.api_connection import ApiError
 from topkube_operator.watch.owner import Owner
 from topkube_operator.watch.watch_cache import WatchCache
@@ -39,7 +39,7 @@ _COUNTS_SECONDS, _PROGRESS_SECONDS = 1.0, 15.0
 class ControlContext:
     """The parts of a replica that the controller and the plan executor share."""
 
-    cluster: Cluster
+    cluster: ApiClient
     cache: WatchCache
     queue: WorkQueue
     recorder: EventRecorder

@@ -182,7 +182,7 @@ class Reviews:
 
 
 def answer_review(body: bytes) -> tuple[int, str]:
-    """Return HTTP's status and the text of the answer to a request's body, whatever the body contains."""
+    """Return the HTTP status and the text of the answer to a request's body, whatever the body contains."""
     try:
         return 200, json.dumps(review(json.loads(body, parse_constant=_refuse_constant)))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

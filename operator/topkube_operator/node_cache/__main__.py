@@ -21,7 +21,7 @@ from topkube_operator.node_cache.decisions import CacheLimits
 from topkube_operator.node_cache.metrics import AgentMetrics
 from topkube_operator.node_cache.metrics_server import MetricsServer
 from topkube_operator.node_cache.volume import Volume
-from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_client import ApiClient
 
 _DAY = 86400.0
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.idle_days * _DAY,
         )
         metrics = AgentMetrics(options.release, options.node)
-        cluster = Cluster(options.kubeconfig, observe=metrics.observe_call)
+        cluster = ApiClient(options.kubeconfig, observe=metrics.observe_call)
         agent = Agent(cluster, volume, options.node, limits, metrics)
     except (TopKubeError, OSError) as error:
         print(f"topkube node cache: {error}", file=sys.stderr)

@@ -25,7 +25,7 @@ from topkube_operator.node_cache.decisions import (
 )
 from topkube_operator.node_cache.metrics import AgentMetrics
 from topkube_operator.node_cache.volume import UnusableFolder, Volume
-from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_client import ApiClient
 from topkube_operator.watch.api_connection import ApiError
 
 _log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Agent:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ApiClient,
         volume: Volume,
         node: str,
         limits: CacheLimits,

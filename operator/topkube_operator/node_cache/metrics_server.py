@@ -20,7 +20,7 @@ from topkube.errors import TopKubeError
 from topkube_operator.http.certificates import Authority
 from topkube_operator.http.probes import Probes
 from topkube_operator.http.scrape_access import TokenCheck, add_scrape_options, read_scrape_options
-from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_client import ApiClient
 
 _log = logging.getLogger(__name__)
 _CHECK_SECONDS = 1.0
@@ -61,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:
-        allows = TokenCheck(Cluster(options.kubeconfig).call).allows if scrape.authentication == "kubernetes" else None
+        allows = (
+            TokenCheck(ApiClient(options.kubeconfig).call).allows if scrape.authentication == "kubernetes" else None
+        )
         probes = Probes(
             options.port,
             options.file.read_bytes,

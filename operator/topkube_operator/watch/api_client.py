@@ -1,9 +1,12 @@
-"""The API server: list, watch, create, server-side apply, patch, delete.
+"""The client of the API server. It reads, watches and writes objects.
 
-Every write calls `is_acting` first, and raises ApiError if this replica does not lead. Three methods skip this check:
-`replace_lease`, because replicas compete for the Lease in order to lead; `publish_bundle`, because every replica serves
-the webhooks, and all replicas derive the same bundle from one secret; and `call`, because methods that read use it too,
-and because a replica that does not lead uses it to create the Lease, and the Secret that holds the operator's seed.
+A method that writes first calls `is_acting`, and raises ApiError if this replica does not lead. Three methods skip this
+check:
+
+- `replace_lease`: replicas compete for the Lease in order to lead.
+- `publish_bundle`: every replica serves the webhooks, and all replicas derive the same bundle from one secret.
+- `call`: methods that read use it too. A replica that does not lead also uses it to create the Lease, and to create the
+  Secret that holds the operator's seed.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from topkube_operator.model import names
 from topkube_operator.watch.api_connection import ApiConnection, ApiError, ignore_call
 
 _log = logging.getLogger(__name__)
-_PATHS = {  # kind: (apiVersion, plural)
+_RESOURCES = {  # kind: (apiVersion, plural)
     "Pod": ("v1", "pods"),
     "Service": ("v1", "services"),
     "Secret": ("v1", "secrets"),
@@ -47,13 +50,19 @@ _WATCH_SECONDS = 50
 _WATCH_SILENCE_SECONDS = _WATCH_SECONDS + 10
 """A watch that is silent for this time has a broken connection: the server would have ended it before."""
 _CLUSTER_SCOPED = ("Node", "PriorityClass")
-"""The kinds of _PATHS whose objects have no namespace."""
+"""The kinds of _RESOURCES whose objects have no namespace."""
 
 
-class Cluster:
-    """The objects of one cluster, by kind. Safe for many threads. `is_acting` returns True while this replica leads.
-    `observe` receives the method, HTTP's status (0: no answer) and the seconds of each call (None: a watch, or no
-    answer)."""
+class ApiClient:
+    """The client of one API server. Safe for many threads.
+
+    `kubeconfig` is the path of a kubeconfig file. If it is empty, the client uses the pod's service account, or the
+    default kubeconfig outside a pod. `is_acting` returns True while this replica leads. `observe` receives the method,
+    the HTTP status (0: no answer) and the seconds of each call (None: a watch, or no answer).
+
+    Methods raise ApiError, with the HTTP status, if the API server refuses a call or does not answer. The status is 404
+    if an object does not exist, and 409 if it exists already (`create`) or has another UID (`delete`).
+    """
 
     def __init__(
         self,
@@ -62,18 +71,22 @@ class Cluster:
         observe: Callable[[str, int, float | None], None] = ignore_call,
     ) -> None:
         self.connection = ApiConnection(kubeconfig, observe)
-        self._paths = dict(_PATHS)
+        self._resources = dict(_RESOURCES)
         self.is_acting = is_acting
 
     # Reading.
 
     def get(self, kind: str, namespace: str, name: str) -> dict[str, Any]:
+        """Return an object."""
         return self.call("GET", self._build_path(kind, namespace, name))
 
     def list(
         self, kind: str, namespace: str | None, selector: str = "", *, metadata_only: bool = False
     ) -> tuple[list[dict[str, Any]], str]:
-        """Return all objects of a kind, and the resource version of the list, from which a watch can continue."""
+        """Return the objects of a kind, and the resource version of the list, from which a watch can continue.
+
+        If `namespace` is None, the objects of all namespaces are returned. `selector` is a label selector. With
+        `metadata_only`, the objects have no spec and no status."""
         objects: list[dict[str, Any]] = []
         accept = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io" if metadata_only else ""
         query = {"limit": "500", **({"labelSelector": selector} if selector else {})}
@@ -129,7 +142,7 @@ class Cluster:
         try:
             response = self.connection.send("GET", path, query=query, timeout=_LOG_TIMEOUT)
         except ApiError as error:
-            _log.info("no log of %s/%s: %s", namespace, pod, error)
+            _log.info("the log of pod %s/%s cannot be read: %s", namespace, pod, error)
             return ""
         return bytes(response.data[-max_bytes:]).decode(errors="replace")
 
@@ -155,17 +168,20 @@ class Cluster:
         return any(resource.get("name") == plural for resource in resources or ())
 
     def register_kind(self, kind: str, api_version: str, plural: str) -> None:
-        """Add a kind that only some clusters serve. `api_version` is that of its manifests, such as "apps/v1"."""
-        self._paths[kind] = (api_version, plural)
+        """Add a kind that only some clusters serve. `api_version` is the `apiVersion` of manifests of this kind,
+        such as "apps/v1"."""
+        self._resources[kind] = (api_version, plural)
 
     # Writing.
 
     def create(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Create the object of a manifest, and return it as it was stored."""
         path = self._build_path(manifest["kind"], manifest["metadata"]["namespace"])
         return self._write("POST", path, manifest, query={"fieldManager": names.FIELD_MANAGER})
 
     def apply(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Apply a manifest on the server side. Fields of other managers are taken over."""
+        """Apply a manifest on the server side. If another manager owns a field of the manifest, the operator takes over
+        this field."""
         metadata = manifest["metadata"]
         path = self._build_path(manifest["kind"], metadata["namespace"], metadata["name"])
         query = {"fieldManager": names.FIELD_MANAGER, "force": "true"}
@@ -174,7 +190,7 @@ class Cluster:
     def patch(
         self, kind: str, namespace: str, name: str, patch: Mapping[str, Any], *, subresource: str = ""
     ) -> dict[str, Any]:
-        """Apply a merge patch."""
+        """Apply a merge patch to an object or to its `subresource`, such as "status"."""
         path = self._build_path(kind, namespace, name) + (f"/{subresource}" if subresource else "")
         query = {"fieldManager": names.FIELD_MANAGER}
         return self._write("PATCH", path, patch, query=query, content="application/merge-patch+json")
@@ -186,7 +202,7 @@ class Cluster:
         return self.call("PUT", self._build_path("Lease", metadata["namespace"], metadata["name"]), lease)
 
     def delete(self, kind: str, namespace: str, name: str, uid: str, *, ended: bool = False) -> dict[str, Any]:
-        """Delete the object with this UID; the garbage collector deletes its dependents later. Pass `ended=True`
+        """Delete the object with this UID. The garbage collector deletes its dependents later. Pass `ended=True`
         only for a pod in which nothing runs any more: the API server then deletes it at once, without waiting for its
         kubelet."""
         options: dict[str, Any] = {"propagationPolicy": "Background", "preconditions": {"uid": uid}}
@@ -207,10 +223,10 @@ class Cluster:
         patch = {"metadata": {"uid": uid, "annotations": {names.KUEUE_RETRIABLE: "false"}}}
         return self.patch("Pod", namespace, pod, patch)
 
-    def publish_bundle(self, configuration: str, bundle: str) -> None:
+    def publish_bundle(self, webhook_configuration: str, bundle: str) -> None:
         """Write the webhooks' caBundle into a ValidatingWebhookConfiguration, even if this replica does not lead. Write
-        nothing if the stored caBundle is the same."""
-        path = f"/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations/{configuration}"
+        nothing if the stored caBundle is the same. `bundle` is the authority's certificate, PEM in base64."""
+        path = f"/apis/admissionregistration.k8s.io/v1/validatingwebhookconfigurations/{webhook_configuration}"
         stored = self.call("GET", path)
         hooks = stored.get("webhooks") or []
         if all((hook.get("clientConfig") or {}).get("caBundle") == bundle for hook in hooks):
@@ -236,7 +252,7 @@ class Cluster:
         return self.call(method, path, body, **options)
 
     def _build_path(self, kind: str, namespace: str | None, name: str = "") -> str:
-        api_version, plural = self._paths[kind]
+        api_version, plural = self._resources[kind]
         base = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"  # the core group has no name
         scope = f"/namespaces/{namespace}" if namespace and kind not in _CLUSTER_SCOPED else ""
         return f"{base}{scope}/{plural}" + (f"/{name}" if name else "")

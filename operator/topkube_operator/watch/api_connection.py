@@ -34,7 +34,7 @@ class ApiError(TopKubeError):
     """The API server refused a call, or it did not answer (status 0). A refused call has changed nothing. A call that
     was not answered may have been carried out.
 
-    `status` is HTTP's status. `wait` is the minimum number of seconds that the server asks us to wait (Retry-After).
+    `status` is the HTTP status. `wait` is the minimum number of seconds that the server asks us to wait (Retry-After).
     """
 
     def __init__(self, status: int, what: str, reason: str = "", wait: float = 0.0) -> None:
@@ -47,7 +47,7 @@ def ignore_call(method: str, status: int, seconds: float | None) -> None:
 
 
 class ApiConnection:
-    """The connection to one API server. Safe for many threads. `observe` receives the method, HTTP's status (0: no
+    """The connection to one API server. Safe for many threads. `observe` receives the method, the HTTP status (0: no
     answer) and the seconds of each call (None: a watch, or no answer)."""
 
     def __init__(self, kubeconfig: str = "", observe: Callable[[str, int, float | None], None] = ignore_call) -> None:

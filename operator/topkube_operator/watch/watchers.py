@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from topkube.job import KIND
 from topkube.job.cached_dataset import CACHED_KIND
 from topkube_operator.model import names
-from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_client import ApiClient
 from topkube_operator.watch.api_connection import ApiError
 from topkube_operator.watch.known_jobs import read_version
 from topkube_operator.watch.watch_cache import WatchCache
@@ -45,7 +45,7 @@ class Watchers:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ApiClient,
         cache: WatchCache,
         namespaces: Sequence[str],
         kinds: Sequence[str],

@@ -21,6 +21,8 @@ CHOICES = {
     DENSE: "takes the fastest dense algorithm, by the same measurements",
 }
 """Names that stand for an algorithm, with a description for people, without a full stop."""
+CHOICE_PARAMETERS = {AUTO: (DENSE_WIRE, OVERLAP, NODE_WEIGHTS), DENSE: (DENSE_WIRE, OVERLAP)}
+"""The parameters that `auto` and `dense` read."""
 EQUAL_COMPRESSED_CHOICES = (INT8,)
 """The algorithms that compress and that `auto` may take in every job. docs/accuracy.md shows that their loss is within
 1% of dense training. All ranks and nodes have the same gradients and weights with them, so a script need not know which

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from topkube.algorithms.choice import CHOICES
+from topkube.algorithms.choice import CHOICE_PARAMETERS, CHOICES
 from topkube.algorithms.cost import Workload
 from topkube.algorithms.declaration import Algorithm, Route, Scope
 from topkube.algorithms.own import OWN
@@ -14,7 +14,8 @@ _HEAD = """# All-reduce algorithms
 
 This page lists the names for `spec.aggregation.algorithm` of a [TrainingJob](trainingjob.md) and for `algorithm` of
 `topkube.allreduce_`.
-[Collectives](collectives.md) describes how they work. [Add an algorithm](new-algorithm.md) shows how to write another.
+[Collectives](collectives.md) describes how the algorithms work. [Add an algorithm](new-algorithm.md) shows how to write
+a new algorithm.
 This page is generated from the declarations: `python -m topkube.algorithms.reference > docs/algorithms.md`.
 
 `auto` is the default of a TrainingJob. It sends the whole gradient, or uses `int8` if that makes the steps of training
@@ -29,7 +30,7 @@ _ELEMENTS, _SLOTS, _NODES = 25_600_000, 8, (2, 8, 16, 64)
 """For the table of bytes: the parameters of the model (as many as ResNet-50 has), ranks per node, numbers of nodes."""
 _DEFAULTS = {name: PARAMETERS[name].default for name in ("density", "wire", "dense_wire", "matrix_rank")}
 """For the table of bytes: the defaults of the parameters that change the bytes, without `period`."""
-_COPY_HOLDERS = {Scope.SHARD: "node, cut over its ranks", Scope.RANK: "rank"}
+_COPY_HOLDERS = {Scope.SHARD: "node, divided among its ranks", Scope.RANK: "rank"}
 """The words after "one copy per" in the column of states, by the scope of the state."""
 
 
@@ -74,7 +75,8 @@ def _build_parameter_table() -> list[str]:
         "|---|---|---|---|---|",
     ]
     for parameter in PARAMETERS.values():
-        readers = [f"`{algorithm.name}`" for algorithm in OWN if parameter in algorithm.parameters]
+        readers = [f"`{name}`" for name, parameters in CHOICE_PARAMETERS.items() if parameter in parameters]
+        readers += [f"`{algorithm.name}`" for algorithm in OWN if parameter in algorithm.parameters]
         default = str(parameter.default).lower() if isinstance(parameter.default, bool) else parameter.default
         cells = [f"`{parameter.field}`", parameter.description, parameter.range, f"`{default}`", ", ".join(readers)]
         lines.append("| " + " | ".join(cells) + " |")

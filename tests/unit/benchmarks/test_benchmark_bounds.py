@@ -33,9 +33,11 @@ def test_a_wire_bound_scales_from_the_probe_of_its_message_size() -> None:
 
 def test_dense_is_bound_by_the_slower_of_link_and_memory_sparse_by_their_sum() -> None:
     d = 25_000_000
-    dense = bounds.bound_dense(d, 2, 2, bounds.count_hierarchical_bytes(d, 2), GIGABIT)
+    dense = bounds.compute_dense_bound(d, 2, 2, bounds.count_hierarchical_bytes(d, 2), GIGABIT)
     assert dense.seconds == dense.link_seconds == pytest.approx(0.8)
-    sparse = bounds.bound_sparse(d, 2, 2, bounds.count_hitopk_bytes(d, 2, 2, 0.01, 6), GIGABIT, hierarchical=True)
+    sparse = bounds.compute_sparse_bound(
+        d, 2, 2, bounds.count_hitopk_bytes(d, 2, 2, 0.01, 6), GIGABIT, hierarchical=True
+    )
     reduced = 2 * (8 + 8 + 4) * d / 60e9  # two nodes: published, read from two places, written
     selected = 2 * 4 * d / 40e9
     cleared = 4 * 4 * d / 60e9

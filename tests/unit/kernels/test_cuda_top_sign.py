@@ -36,27 +36,27 @@ def are_on_device(arrays: dict[str, object]) -> bool:
 def compare(device: Device, x: torch.Tensor, out: torch.Tensor, count: int, offset: int, weight: float) -> None:
     """Pack and unpack on the device and on the CPU, and compare the results."""
     size = kernels.top_sign_bytes(len(x), count)
-    left, message, total = x.numpy().copy(), np.full(size, 255, np.uint8), out.numpy().copy()
+    remainder, message, total = x.numpy().copy(), np.full(size, 255, np.uint8), out.numpy().copy()
     around = device.put(torch.full((size + offset + 3,), GUARD, dtype=torch.uint8))
-    on_device, own, own_total = device.put(x), around[offset : offset + size], device.put(out)
-    assert kernels.top_sign_pack_(on_device, count, own) == kernels.top_sign_pack_(left, count, message)
-    assert have_same_bits(own, torch.from_numpy(message))
-    assert have_same_bits(on_device, torch.from_numpy(left))
+    device_x, device_message, device_total = device.put(x), around[offset : offset + size], device.put(out)
+    assert kernels.top_sign_pack_(device_x, count, device_message) == kernels.top_sign_pack_(remainder, count, message)
+    assert have_same_bits(device_message, torch.from_numpy(message))
+    assert have_same_bits(device_x, torch.from_numpy(remainder))
     assert bool((around[:offset] == GUARD).all())
     assert bool((around[offset + size :] == GUARD).all())
-    assert kernels.top_sign_unpack_add_(own_total, count, own, weight) is own_total
+    assert kernels.top_sign_unpack_add_(device_total, count, device_message, weight) is device_total
     kernels.top_sign_unpack_add_(total, count, message, weight)
-    assert have_same_bits(own_total, torch.from_numpy(total))
+    assert have_same_bits(device_total, torch.from_numpy(total))
 
 
 @EXAMPLES
 @given(st.integers(1, 4000), st.floats(0, 1), st.integers(0, 2**32), st.integers(0, 3), st.booleans())
 def test_messages_and_sums_are_those_of_the_cpu(
-    device: Device, length: int, share: float, seed: int, offset: int, has_any_bits: bool
+    device: Device, length: int, share: float, seed: int, offset: int, has_arbitrary_bits: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     x, out = rng.standard_t(2, length).astype(np.float32), rng.standard_normal(length, dtype=np.float32)
-    if has_any_bits:
+    if has_arbitrary_bits:
         x, out = (rng.integers(0, 2**32, length, dtype=np.uint32).view(np.float32) for _ in range(2))
     out[::5] = -0.0
     compare(device, torch.from_numpy(x), torch.from_numpy(out), max(1, round(share * length)), offset, 0.3)
@@ -89,16 +89,16 @@ def test_a_damaged_message_is_refused_as_on_the_cpu(device: Device, noise: bytes
     part = message[first : first + len(noise)]
     part ^= np.frombuffer(noise, np.uint8)[: part.size]
     expected, out = np.ones(1000, np.float32), device.put(torch.ones(1000))
-    own = device.put(torch.from_numpy(message))
+    device_message = device.put(torch.from_numpy(message))
     try:
         kernels.top_sign_unpack_add_(expected, 100, message, 1.0)
     except WireError as error:
         with pytest.raises(WireError, match=str(error)[:40]):
-            kernels.top_sign_unpack_add_(out, 100, own, 1.0)
-        kernels.top_sign_unpack_add_(out, 100, own, 1.0, wait=False)
+            kernels.top_sign_unpack_add_(out, 100, device_message, 1.0)
+        kernels.top_sign_unpack_add_(out, 100, device_message, 1.0, wait=False)
         assert bool((out == 1).all())
         return
-    kernels.top_sign_unpack_add_(out, 100, own, 1.0)
+    kernels.top_sign_unpack_add_(out, 100, device_message, 1.0)
     assert have_same_bits(out, torch.from_numpy(expected))
 
 

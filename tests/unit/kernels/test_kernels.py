@@ -59,7 +59,7 @@ CASES = [pytest.param(x, id=f"{name}-{d}") for d in SIZES for name, x in build_a
 
 
 @pytest.fixture(params=kernels.simd_paths())
-def path(request: pytest.FixtureRequest) -> Iterator[str]:
+def simd_path(request: pytest.FixtureRequest) -> Iterator[str]:
     before = kernels.use_simd(request.param)
     yield request.param
     kernels.use_simd(before)
@@ -70,7 +70,7 @@ def list_counts(d: int) -> list[int]:
 
 
 @pytest.mark.parametrize("x32", CASES)
-def test_topk_is_exact_with_the_lowest_index_first(path: str, x32: Any) -> None:
+def test_topk_is_exact_with_the_lowest_index_first(simd_path: str, x32: Any) -> None:
     for dtype in DTYPES:
         with np.errstate(all="ignore"):
             x = x32.astype(dtype)
@@ -86,7 +86,7 @@ def test_topk_is_exact_with_the_lowest_index_first(path: str, x32: Any) -> None:
 
 
 @pytest.mark.parametrize("x32", CASES)
-def test_compress_keeps_the_unsent_rest(path: str, x32: Any) -> None:
+def test_compress_keeps_the_unsent_rest(simd_path: str, x32: Any) -> None:
     d = x32.size
     gradient32 = np.random.default_rng(1).standard_normal(d).astype(np.float32)
     for dtype in DTYPES:
@@ -134,7 +134,7 @@ def find_mstopk_thresholds(x: Any, k: int, iterations: int = 30) -> tuple[float,
 
 
 @pytest.mark.parametrize("x32", [case for case in CASES if not case.id.startswith(("nan", "any"))])
-def test_mstopk_follows_the_paper(path: str, x32: Any) -> None:
+def test_mstopk_follows_the_paper(simd_path: str, x32: Any) -> None:
     for dtype in DTYPES:
         with np.errstate(all="ignore"):
             x = x32.astype(dtype)

@@ -17,7 +17,7 @@ DTYPES = (np.float32, BF16, np.float16)
 
 
 @pytest.fixture(params=kernels.simd_paths(), autouse=True)
-def path(request: pytest.FixtureRequest) -> Iterator[str]:
+def simd_path(request: pytest.FixtureRequest) -> Iterator[str]:
     before = kernels.use_simd(request.param)
     yield request.param
     kernels.use_simd(before)

@@ -1,5 +1,5 @@
-"""The kernels of integers with 4 or 8 bits against NumPy, on every path: messages, remainders, and sums of many
-nodes."""
+"""The kernels for 4-bit and 8-bit integers give the same results as NumPy, with every set of vector instructions. The
+tests compare messages, remainders, and sums over many nodes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from packing_definition import BLOCK, LEVELS, draw_floats, pack_integers_by_defi
 from topkube import kernels
 from topkube.errors import ArgumentError
 
-# Hypothesis refuses a fixture that is not set up again for every example. All examples of a test may run on one `path`.
+# Hypothesis refuses a fixture that is not set up again for every example. All examples of a test may share a
+# `simd_path`.
 HYPOTHESIS_SETTINGS = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
 @pytest.fixture(params=kernels.simd_paths(), autouse=True)
-def path(request: pytest.FixtureRequest) -> Iterator[str]:
+def simd_path(request: pytest.FixtureRequest) -> Iterator[str]:
     before = kernels.use_simd(request.param)
     yield request.param
     kernels.use_simd(before)

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from topkube import kernels
 from topkube.errors import ArgumentError, WireError
 
-# Hypothesis refuses a fixture that is not set up again for every example. All examples of a test may run on one `path`.
+# Hypothesis refuses a fixture that is not set up again for every example. All examples of a test may share a
+# `simd_path`.
 HYPOTHESIS_SETTINGS = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
 
 @pytest.fixture(params=kernels.simd_paths(), autouse=True)
-def path(request: pytest.FixtureRequest) -> Iterator[str]:
+def simd_path(request: pytest.FixtureRequest) -> Iterator[str]:
     before = kernels.use_simd(request.param)
     yield request.param
     kernels.use_simd(before)

@@ -22,7 +22,7 @@ LENGTH = 20_011
 
 
 @pytest.fixture(params=["portable", "avx2", "avx512"])
-def path(request: pytest.FixtureRequest) -> Iterator[str]:
+def simd_path(request: pytest.FixtureRequest) -> Iterator[str]:
     try:
         before = kernels.use_simd(request.param)
     except SettingsError:
@@ -58,7 +58,7 @@ def has_only_canonical_nans(x: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.values())
-def test_a_computed_nan_is_canonical_on_every_path(path: str, dtype: torch.dtype) -> None:
+def test_a_computed_nan_is_canonical_on_every_path(simd_path: str, dtype: torch.dtype) -> None:
     a, b = draw_with_nans(dtype, 1), draw_with_nans(dtype, 2)
     for out_dtype in DTYPES:
         for inputs in ([a], [a, b], [a, b, a]):
@@ -76,7 +76,7 @@ def test_a_computed_nan_is_canonical_on_every_path(path: str, dtype: torch.dtype
     assert has_only_canonical_nans(left)
 
 
-def test_signs_of_the_largest_elements_leave_canonical_nans(path: str) -> None:
+def test_signs_of_the_largest_elements_leave_canonical_nans(simd_path: str) -> None:
     source, sums = draw_with_nans(torch.float32, 1), draw_with_nans(torch.float32, 2)
     indices, _ = kernels.topk(source, 300)
     message = torch.zeros(kernels.top_sign_bytes(LENGTH, 300), dtype=torch.uint8)
@@ -85,7 +85,7 @@ def test_signs_of_the_largest_elements_leave_canonical_nans(path: str) -> None:
     assert has_only_canonical_nans(sums[indices.to(torch.int64)])
 
 
-def test_signs_and_integers_leave_canonical_nans(path: str) -> None:
+def test_signs_and_integers_leave_canonical_nans(simd_path: str) -> None:
     for source in (draw_with_nans(torch.float32, 1), draw_with_nans(torch.float32, 2)):
         left, sums = source.clone(), draw_with_nans(torch.float32, 4)
         scales, signs, is_finite = kernels.sign_pack_(left)

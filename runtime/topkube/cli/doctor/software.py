@@ -55,7 +55,7 @@ def check_cuda_kernels() -> Iterator[Check]:
         yield report_ok("cuda kernels", "not in this build, which was made without nvcc; CPU tensors do not need them")
         return
     try:
-        yield report_ok("cuda kernels", f"{library.load().build} (or newer, compiled by the driver)")
+        yield report_ok("cuda kernels", f"{library.load().build}; the driver compiles them for newer GPUs")
     except TopKubeError as error:
         yield Check("cuda kernels", "fail", error.what, error.next_step)
 
@@ -77,7 +77,8 @@ def check_algorithms() -> Iterator[Check]:
 
 
 def check_torch() -> Iterator[Check]:
-    """Report the version of torch, which a process of its own imports, because a broken build can end it."""
+    """Report the version of torch, and if torch can be imported. A separate process imports torch, because a broken
+    build can kill the process."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

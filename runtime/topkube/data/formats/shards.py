@@ -44,7 +44,7 @@ class DataShard:
 
     cache_number: int
     """The number of its file in the cache (see `Shards.cache_number_limit`): the number of the shard. For decompressed
-    bytes, it is the number of the shard plus the number of all shards."""
+    bytes, it is the number of the shard plus the length of `Shards`."""
     key: str
     """The name in the cache."""
     start: int
@@ -55,7 +55,12 @@ class DataShard:
 
 
 class Shards:
-    """All shards of a listing, stored in columns."""
+    """All shards of a listing, stored in columns.
+
+    `group_bytes` is the approximate size, in bytes, of a shard that joins files; only the format "files" uses it. With
+    the format "auto", the endings of the names determine the format. Raises DatasetError if the format is "auto" and a
+    name has the ending of a compression that is not supported.
+    """
 
     def __init__(self, uri: str, listing: Listing, format: Format = "auto", group_bytes: int = GROUP_BYTES) -> None:
         self.uri, self.listing = uri, listing
@@ -71,7 +76,7 @@ class Shards:
         self._stops: Longs = np.append(self._starts[1:], len(listing))
         """Shard i has the objects from _starts[i] to _stops[i] - 1 of the listing."""
         self.sizes: Longs = np.add.reduceat(listing.sizes, self._starts)
-        """The number of bytes of each shard, as the remote has it."""
+        """The bytes of each shard in the remote: (shards,) int64. For a compressed shard, it is the compressed size."""
         self.has_compressed = self.format != "files" and any(
             find_compression(listing.paths[index]) for index in range(len(listing))
         )
@@ -138,8 +143,8 @@ class Shards:
         return [self.listing[index] for index in range(shard.start, shard.stop)]
 
     def count_samples(self) -> Longs:
-        """Return the number of samples of each shard; `listing.UNKNOWN` for a shard whose content must be read to
-        count them."""
+        """Return the number of samples of each shard: (shards,) int64. It is -1 (`topkube.data.remote.listing.UNKNOWN`)
+        if the shard must be read to count its samples."""
         if self.format == "files":
             return self._stops - self._starts
         return np.asarray(self.listing.samples)
@@ -164,6 +169,6 @@ def _refuse_unsupported_compressions(listing: Listing) -> None:
         if (path := listing.paths[index]).endswith(_REFUSED):
             raise DatasetError(
                 f"{path!r} has a compression that is not supported",
-                cause="a shard may be compressed with gzip (.tar.gz, .tgz) or Zstandard (.tar.zst)",
+                cause="only gzip (.tar.gz, .tgz) and Zstandard (.tar.zst, .tzst) are supported",
                 next_step="store plain .tar shards; formats like JPEG and PNG are already compressed",
             )

@@ -54,8 +54,8 @@ class Stages:
         self, problem: BaseException | None, what: str, numbers: Sequence[float] = ()
     ) -> npt.NDArray[np.float64]:
         """Return the `numbers` of all ranks, shape (ranks, len(numbers)), if `problem` is None on every rank.
-        Otherwise raises on all ranks: CheckpointSkipped if files are damaged, StorageError if every failure is the
-        storage's, else CheckpointError."""
+        Otherwise raises on all ranks: CheckpointSkipped if every failure is a damaged file, StorageError if every
+        failure is a damaged file or the storage's, else CheckpointError."""
         rows = self.gather([_classify(problem), *numbers])
         failed = [int(rank) for rank in np.flatnonzero(rows[:, 0] != _SUCCEEDED)]
         if failed:
@@ -90,6 +90,8 @@ def _find_advice(problem: BaseException) -> tuple[str, str]:
     """Return the likely cause of `problem`, and the next step."""
     if isinstance(problem, PermissionError):
         return "this user may not write there, or the volume is mounted read-only", "check the directory's permissions"
+    if isinstance(problem, NotADirectoryError):
+        return "a part of the directory's path is a file", "choose another checkpoint directory"
     if is_missing(problem):
         return (
             "a clean-up job, a person, or a later run of this job removed the temporary folder while it was written",

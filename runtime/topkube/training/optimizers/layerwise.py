@@ -52,9 +52,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
 class LayerwiseNoise(NoiseCorrection):
     """The correction for `optimizer` on a node: LARS and LAMB then use the norms that they would have with the mean
-    gradient of all `nodes` nodes. With `parallel`, the ranks of the node (`ranks`) share the norms."""
+    gradient of all `nodes` nodes. With `parallel`, the ranks of the node (`ranks`) share the norms; None stands for all
+    ranks."""
 
-    def __init__(self, optimizer: LayerwiseOptimizer, nodes: int, ranks: World) -> None:
+    def __init__(self, optimizer: LayerwiseOptimizer, nodes: int, ranks: World | None) -> None:
         self._optimizer, self._nodes, self._ranks = optimizer, nodes, ranks
 
     @contextmanager

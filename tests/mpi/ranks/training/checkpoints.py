@@ -116,7 +116,7 @@ def case_a_resume_that_fails_on_one_rank_leaves_all_as_they_were(world: World) -
         assert train(directory, 4, ScriptObject()).step == 4
 
 
-def case_weights_are_written_for_other_programs_or_fail_on_all_ranks(world: World) -> None:
+def case_weights_are_written_for_other_programs_or_the_write_fails_on_all_ranks(world: World) -> None:
     model = build_network()
     optimizer = build_optimizer(model, aggregation="hitopk", density=0.1)
     with make_shared_directory(world) as directory, topkube.checkpointing(model, optimizer, settings=Settings()) as run:
@@ -131,8 +131,9 @@ def case_weights_are_written_for_other_programs_or_fail_on_all_ranks(world: Worl
 
 
 def recut_state(optimizer: topkube.DistributedOptimizer, world: World) -> dict[str, Any]:
-    """Return the optimizer's state as a run that resumes in a changed world gets it: every rank has all pieces of its
-    node's residual. The world stays the same here; only the residuals are cut as after a change."""
+    """Return the state that the optimizer would load after a change of the world: every rank has all pieces of its
+    node's residual. The world does not change in this test. The function collects the residuals of all ranks and
+    applies `recut` to them."""
     state = optimizer.state_dict()
     residuals = state["topkube"]["residuals"]
     saved_residuals = world.comm.allgather(residuals)
@@ -140,9 +141,9 @@ def recut_state(optimizer: topkube.DistributedOptimizer, world: World) -> dict[s
     return {**state, "topkube": {**state["topkube"], "residuals": cut}}
 
 
-def case_what_is_owed_counts_once_after_two_changes_of_the_world(world: World) -> None:
-    """What is owed is the sum of all residuals. The second change of the world is tested twice: at once after the first
-    change, and after one step that sent a part of what is owed."""
+def case_residuals_count_once_after_two_changes_of_the_world(world: World) -> None:
+    """The sum of all residuals stays the same. The second change of the world is tested twice: immediately after the
+    first change, and after a step that sent a part of the residuals."""
     model = build_network()
     optimizer = build_optimizer(model, aggregation="hitopk", density=0.1)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import topkube
 from ranks.training.scene import are_equal_on_all_ranks, copy_weights
+from topkube.training import LAMB, LARS
 from topkube.world import World
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
@@ -118,6 +119,8 @@ def compare_weights(
     builders = {
         "sgd": lambda model: torch.optim.SGD(model.parameters(), 0.05, 0.9),
         "adamw": lambda model: torch.optim.AdamW(model.parameters(), 1e-3),
+        "lars": lambda model: LARS(model.parameters(), 2.0),
+        "lamb": lambda model: LAMB(model.parameters(), 5e-3),
     }
     model = build_network()
     start = copy_weights(model)
@@ -187,3 +190,11 @@ def case_onebit_every_four_steps_is_simulated(world: World) -> None:
 
 def case_onebit_with_adamw_is_simulated(world: World) -> None:
     compare_weights(world, "adamw", 1, 1e-5 if world.nodes < 8 else 1e-4)
+
+
+def case_onebit_with_lars_is_simulated(world: World) -> None:
+    compare_weights(world, "lars", 1, 1e-5 if world.nodes < 8 else 1e-4)
+
+
+def case_onebit_with_lamb_is_simulated(world: World) -> None:
+    compare_weights(world, "lamb", 1, 1e-5 if world.nodes < 8 else 1e-4)

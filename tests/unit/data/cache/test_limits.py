@@ -1,4 +1,4 @@
-"""Limits of the disk tier and of memory hold, and the least recently used datasets are evicted first."""
+"""The disk tier and the memory cache stay within their limits. The least recently used datasets are evicted first."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_least_recently_used_datasets_are_evicted_but_never_datasets_that_ar
     os.utime(in_use.path / "dataset.json", (999, 999))  # the oldest, but open
     last = open_dataset(tmp_path / "last", decode=RECORD, size_limit=limit)
     check_samples(last, data["last"])
-    # Reading does not wait until the shard is in the cache. The eviction is counted when the shard gets its room.
+    # Reading does not wait until the shard is in the cache. The eviction is counted after that, so the test waits.
     last.warm()
     assert {folder.uri.rpartition("/")[2] for folder in tier.list_folders()} == {"pinned", "new", "next", "last"}
     assert last.statistics()["evictions"] == 1
@@ -63,7 +63,7 @@ def test_within_a_job_the_tier_takes_shards_until_it_is_full_and_then_freezes(
     assert dataset.node_state.disk_state == FROZEN
     assert DiskTier(open_dataset.cache).count_used_bytes() <= 100_000
     shards = range(len(dataset.cache.shards))
-    # Three shards of about 30,000 bytes fit. Readers do not wait until the last of them is in the cache.
+    # Three shards of about 30,000 bytes fit. Readers do not wait until the third shard is in the cache.
     wait_until(lambda: sum(map(dataset.cache.has, shards)) == 3)
     assert capfd.readouterr().err.count("takes no more shards") == 1
 

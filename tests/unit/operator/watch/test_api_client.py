@@ -11,7 +11,7 @@ import pytest
 import urllib3
 
 from topkube_operator.model import names
-from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_client import ApiClient
 from topkube_operator.watch.api_connection import _read_error
 
 
@@ -49,10 +49,10 @@ def test_our_finalizer_is_removed_and_no_other(monkeypatch: pytest.MonkeyPatch) 
         sent.update(method=method, path=path, body=body, **more)
         return {}
 
-    cluster = Cluster.__new__(Cluster)
+    cluster = ApiClient.__new__(ApiClient)
     monkeypatch.setattr(cluster, "is_acting", lambda: True, raising=False)
     monkeypatch.setattr(cluster, "call", call)
-    monkeypatch.setattr(cluster, "_paths", {"Pod": ("v1", "pods")}, raising=False)
+    monkeypatch.setattr(cluster, "_resources", {"Pod": ("v1", "pods")}, raising=False)
     cluster.remove_finalizer("team", "train-launcher-1", "uid-1")
     assert (sent["method"], sent["path"]) == ("PATCH", "/api/v1/namespaces/team/pods/train-launcher-1")
     assert sent["content"] == "application/strategic-merge-patch+json"

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from topkube_operator.watch import api_client, api_connection
-from topkube_operator.watch.api_client import Cluster
+from topkube_operator.watch.api_client import ApiClient
 from topkube_operator.watch.api_connection import ApiError
 
 
-def make_cluster() -> tuple[Cluster, list[Any]]:
+def make_cluster() -> tuple[ApiClient, list[Any]]:
     """Return a client without an API server, and the list of queries that it sends."""
-    cluster, sent = Cluster.__new__(Cluster), list[Any]()
-    cluster._paths = dict(api_client._PATHS)
+    cluster, sent = ApiClient.__new__(ApiClient), list[Any]()
+    cluster._resources = dict(api_client._RESOURCES)
 
     def send(method: str, path: str, *, query: Any, **_: Any) -> Any:
         sent.append((method, path, query))

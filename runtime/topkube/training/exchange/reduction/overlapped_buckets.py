@@ -16,6 +16,9 @@ from topkube.training.exchange.reduction.staging import Staging
 from topkube.training.ranks import communication_thread
 from topkube.world import World
 
+_STAGING_BUFFERS = UNDER_WAY + 1
+"""One for each bucket that is under way, and one for the bucket that begins."""
+
 
 class OverlappedBuckets:
     """The dense buckets of one optimizer that are under way between the nodes of `world` (collectives/overlapped.py).
@@ -33,7 +36,7 @@ class OverlappedBuckets:
         the latest in `finish`, or when they are gathered."""
         call, factor = all_reduce.enter(self._world, request), request.scale(self._world.size)
         for part in bucket.parts:
-            flat = self._staging.collect(part, UNDER_WAY + 2 if self.reduced_parts is None else None)
+            flat = self._staging.collect(part, _STAGING_BUFFERS if self.reduced_parts is None else None)
             array = view_flat(flat, "bucket", writable=True)
             if self.reduced_parts is not None and self._decoupled is not None:
                 halved = self._decoupled.halve(call, array, factor, request.dense_wire)
