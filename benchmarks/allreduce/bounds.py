@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from topkube.algorithms.cost import PAIRWISE_LIMIT
+
 INDEX_BYTES = 2  # an index is an offset within a block of 65,536 elements
 VALUE_BYTES = {"fp32": 4, "bf16": 2}
 
@@ -72,8 +74,10 @@ def count_gathered_bytes(d: int, m: int, n: int, density: float, entry_bytes: in
 
 
 def count_naive_bytes(d: int, m: int, n: int, density: float, entry_bytes: int) -> float:
-    """Return the bytes if each of a node's n ranks sends its k entries to every rank of other nodes:
-    n·(P-n)·k·entry_bytes."""
+    """Return the bytes if all ranks send their k entries to all others. Up to PAIRWISE_LIMIT ranks, each of a node's n
+    ranks sends to every rank of other nodes: n·(P-n)·k·entry_bytes. More ranks form a ring: (P-1)·k·entry_bytes."""
+    if m * n > PAIRWISE_LIMIT:
+        return count_gathered_bytes(d, m, n, density, entry_bytes)
     return n * (m * n - n) * math.ceil(density * d) * entry_bytes
 
 

@@ -17,7 +17,7 @@ AUTO, DENSE = "auto", "dense"
 CHOICES = {
     AUTO: "takes the fastest algorithm that keeps the loss, by measurements at the start and in the first steps. It "
     "takes a dense algorithm, with 16 bits between nodes if `denseWire` allows them and they are faster. It takes "
-    "`int8` instead if that makes steps at least 10% faster, or `onebit` with `nodeWeights: own`",
+    "`int8` instead if that makes steps at least 3% faster, or `onebit` with `nodeWeights: own`",
     DENSE: "takes the fastest dense algorithm, by the same measurements",
 }
 """Names that stand for an algorithm, with a description for people, without a full stop."""
@@ -29,8 +29,8 @@ EQUAL_COMPRESSED_CHOICES = (INT8,)
 algorithm is in force."""
 _OWN_WEIGHTS_CHOICES = (ONEBIT,)
 """The algorithms that `auto` may take if the job lets nodes have weights of their own (NODE_WEIGHTS)."""
-COMPRESSION_GAIN = 0.1
-"""`auto` takes an algorithm that compresses if steps become faster by this share."""
+LEAST_GAIN = 0.03
+"""A choice that is tried stays if it makes the steps faster by this share. A smaller gain could be chance."""
 _DENSE_OWN = tuple(algorithm for algorithm in OWN if algorithm.family is Family.DENSE)
 _DENSE_MPI = tuple(algorithm for algorithm in _DENSE_OWN if not algorithm.needs_gpu)
 

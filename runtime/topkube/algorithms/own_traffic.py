@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from topkube.algorithms.cost import (
+    PAIRWISE_LIMIT,
     VALUE_BYTES,
     Traffic,
     Workload,
@@ -93,9 +94,11 @@ def count_hitopk_traffic(workload: Workload) -> Traffic:
 
 
 def count_naive_traffic(workload: Workload) -> Traffic:
-    """Return the traffic of an all-gather of the largest entries of every rank."""
+    """Return the traffic of an all-gather of the largest entries of every rank: pairwise up to PAIRWISE_LIMIT ranks,
+    then along a ring in rank order, of which one link leaves each node."""
     ranks = workload.nodes * workload.slots
-    sent = workload.slots * (ranks - workload.slots) * workload.kept() * workload.entry_bytes
+    rows = workload.slots * (ranks - workload.slots) if ranks <= PAIRWISE_LIMIT else ranks - 1
+    sent = rows * workload.kept() * workload.entry_bytes if workload.nodes > 1 else 0
     read_arrays = write_arrays = workload.slots * workload.array_bytes
     return Traffic(sent, read_arrays + write_arrays, all_gather_messages(ranks))
 

@@ -19,7 +19,7 @@ a new algorithm.
 This page is generated from the declarations: `python -m topkube.algorithms.reference > docs/algorithms.md`.
 
 `auto` is the default of a TrainingJob. It sends the whole gradient, or uses `int8` if that makes the steps of training
-at least 10% faster; with `nodeWeights: own`, it may also use `onebit`. `dense` always sends the whole gradient. To send
+at least 3% faster; with `nodeWeights: own`, it may also use `onebit`. `dense` always sends the whole gradient. To send
 fewer bytes, name an algorithm, such as `hitopk` or `onebit`. [Accuracy](accuracy.md) shows which algorithm fits each
 link and model, and the loss of each algorithm.
 

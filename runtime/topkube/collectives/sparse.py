@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from topkube import _kernels, kernels
+from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import DTYPE_CODES, Array, as_bytes, is_tensor
 from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, count_dense
 from topkube.collectives.call import Call, compute_shard_bounds, find_own_shard, reserve_workspace
@@ -130,10 +131,20 @@ class Naive(AllReduce):
         exchanges = Exchanges()
         exchanges.start(0, gather_rows(world.comm, rows, 0))
         exchanges.finish(0, call)
-        neighbours = world.local_size - 1
-        phases.current.sent(intra=neighbours * size, inter=(world.size - 1 - neighbours) * size)
+        phases.current.sent(**count_gathered_bytes(world, size))
         with phases.current.timed("intra", "add entries"):
             return _sum_rows(x, rows, k, request.wire) and finite
+
+
+def count_gathered_bytes(world: World, row_bytes: int) -> dict[str, int]:
+    """Return the bytes that this rank sends inside its node and between nodes if all ranks gather rows
+    (`gather_rows`)."""
+    local_ranks, rows = world.node_ranks[world.node], world.size - 1
+    if world.size <= PAIRWISE_LIMIT:
+        between = world.size - len(local_ranks)
+    else:
+        between = 0 if (world.rank + 1) % world.size in local_ranks else rows
+    return {"intra": (rows - between) * row_bytes, "inter": between * row_bytes}
 
 
 def _reduce_into_residual(call: Call, request: Request, residual: Residual) -> bool:

@@ -183,8 +183,8 @@ def test_a_built_in_model_is_planned_for_2_to_4096_nodes(capsys: Any) -> None:
     efficient = [row["nodes"] for row in plan["nodes"] if row["algorithms"]["hitopk"]["efficiency"] >= 0.8]
     assert advice["nodes"] == max(efficient)
     assert 1 < advice["batch"] < 64 < advice["largestBatchInMemory"]
-    assert advice["breakEven"]["hitopk"]["linkBitsPerSecond"] > 25e9
-    assert advice["breakEven"]["naive"] == {"linkBitsPerSecond": None, "fasterOnAllLinks": False}
+    links = {name: break_even["linkBitsPerSecond"] for name, break_even in advice["breakEven"].items()}
+    assert links["hitopk"] > links["naive"] > 25e9
 
 
 def test_a_faster_link_and_a_larger_batch_scale_better(capsys: Any) -> None:

@@ -109,11 +109,13 @@ def test_settings_of_the_job_replace_those_of_the_shell_except_for_settings_of_t
     )
     shell = {"TOPKUBE_DENSITY": "0.9", "TOPKUBE_ATTEMPT": "4", "TOPKUBE_SIMD": "portable", "OTHER": "1"}
     shell["TOPKUBE_CACHE_DIRECTORY"] = "/disk/cache"  # `topkube cache` reads this variable too
+    shell["TOPKUBE_CHECK_WEIGHTS"] = "warn"  # no field of a job sets it
     environment = build_rank_environment(job, MPICH, tmp_path, shell, deadline_seconds=9)
     assert "TOPKUBE_DENSITY" not in environment  # the job's value is the default
     assert "TOPKUBE_ATTEMPT" not in environment
     assert environment["TOPKUBE_SIMD"] == "portable"
     assert environment["TOPKUBE_CACHE_DIRECTORY"] == "/disk/cache"
+    assert environment["TOPKUBE_CHECK_WEIGHTS"] == "warn"
     assert environment["TOPKUBE_RANKS_PER_NODE"] == "1,1,1"
     assert environment["TOPKUBE_EXPECTED_RANKS"] == "3"
     assert environment["TOPKUBE_DEADLINE_SECONDS"] == "9"

@@ -10,10 +10,10 @@ from topkube import algorithms
 from topkube.algorithms import (
     AUTO,
     CHOICES,
-    COMPRESSION_GAIN,
     DELAY,
     DENSE_WIRE,
     DENSITY,
+    LEAST_GAIN,
     MATRIX_RANK,
     NODE_WEIGHTS,
     PERIOD,
@@ -67,7 +67,7 @@ class Comparison:
         if name != AUTO or not self.compressed_choices or self.profile is None:
             return dense
         best = min(self.compressed_choices, key=self._predict_step)
-        is_faster = self._predict_step(best) < (1 - COMPRESSION_GAIN) * self._predict_step(dense)
+        is_faster = self._predict_step(best) < (1 - LEAST_GAIN) * self._predict_step(dense)
         return best if is_faster else dense
 
     def _predict_step(self, algorithm: Algorithm) -> float:

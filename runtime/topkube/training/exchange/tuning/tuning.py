@@ -3,8 +3,8 @@
 At the first exchange all ranks measure their links and memory, agree on the slowest, and choose a dense algorithm by
 the cost model that the catalogue declares. After a few steps they compare its prediction with what the steps took. If
 the prediction was wrong by more than 10%, they fit the model to the steps and choose again. A new choice is kept only
-if the steps become faster by 3%. If `auto` may compress, and the exchange takes a considerable part of the step, they
-try the best algorithm that compresses instead, and keep it if the steps become faster by 10%. On GPUs the host does
+if the steps become faster by 3%. If `auto` may compress, and this is predicted to save 3% of the step, they try the
+best algorithm that compresses instead, under the same condition. On GPUs the host does
 not see how long a stage takes: there the ranks try the best choice of the other transport (NCCL or MPI) instead of
 fitting the model. Every decision follows from numbers that are the same on all ranks.
 
@@ -29,8 +29,8 @@ from typing import Any
 
 from topkube.algorithms import (
     CHOICES,
-    COMPRESSION_GAIN,
     DENSE_WIRE,
+    LEAST_GAIN,
     NODE_WEIGHTS,
     Algorithm,
     BucketSize,
@@ -47,8 +47,6 @@ from topkube.training.exchange.tuning.step_times import Measurement, StepTimes
 from topkube.training.ranks.queued_agreement import QueuedAgreement
 from topkube.world import World
 
-_LEAST_GAIN = 0.03
-"""A choice on trial stays if it makes the steps faster by this share. A smaller gain could be chance."""
 _WORTH_A_TRIAL = 2.0
 """The other transport is tried if its predicted exchange takes at most this many times as long."""
 _OTHER_BUCKETS = 2.0
@@ -216,7 +214,7 @@ class Tuning:
         best = next((choice for choice in ranked if choice.algorithm.compresses), None)
         if best is None or present.algorithm.compresses:
             return False
-        if present.seconds - best.seconds < COMPRESSION_GAIN * measured.step:
+        if present.seconds - best.seconds < LEAST_GAIN * measured.step:
             return False
         self._trial = _Trial(present, self.machines, measured)
         self._adopt(best, f"on trial against {present.algorithm.name}", ranked)
@@ -244,8 +242,7 @@ class Tuning:
         assert self.choice is not None
         self.settle()
         comparison = f"{measured.step * 1e3:.3g} ms per step, {before.measured.step * 1e3:.3g} ms before"
-        gain = COMPRESSION_GAIN if self.choice.algorithm.compresses else _LEAST_GAIN
-        if measured.step < (1 - gain) * before.measured.step:
+        if measured.step < (1 - LEAST_GAIN) * before.measured.step:
             self._adopt(self.choice, f"kept: {comparison}")
             return False
         self.machines, self.measured = before.machines, before.measured
