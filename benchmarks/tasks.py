@@ -21,9 +21,9 @@ from topkube.examples.digits_cnn import CNN, compute_accuracy, load_split_digits
 LEARNING_RATE = {
     ("char_gpt", "sgd"): 0.1,
     ("char_gpt", "adamw"): 3e-3,
-    ("char_gpt", "lamb"): 1e-2,
-    ("char_gpt_800k", "sgd"): 0.1,
-    ("char_gpt_800k", "adamw"): 2e-3,
+    ("char_gpt", "lamb"): 2e-2,
+    ("char_gpt_800k", "sgd"): 0.05,
+    ("char_gpt_800k", "adamw"): 1e-3,
     ("digits_cnn", "sgd"): 0.1,
     ("digits_cnn", "adamw"): 5e-3,
     ("digits_batchnorm", "sgd"): 0.1,
