@@ -241,6 +241,17 @@ def test_int8_is_not_tried_if_the_exchange_is_a_small_part_of_the_step(monkeypat
     assert (tuned.choice.algorithm.name, tuned.is_settled) == ("hierarchical", True)  # type: ignore[union-attr]
 
 
+def test_int8_is_tried_if_only_the_waits_of_crowded_ranks_speak_against_it(monkeypatch: Any) -> None:
+    tuned = build_compressing(monkeypatch)
+    between, inside = read_prediction(tuned)
+    assert decide(tuned, 0.4, between, 20 * inside), "the fitted memory is 20 times slower than measured"
+    assert "on trial against hierarchical" in tuned.summary
+    assert decide(tuned, 0.4, between, 20 * inside)
+    assert tuned.choice is not None
+    assert tuned.choice.algorithm.name == "hierarchical"
+    assert tuned.choice.inside == pytest.approx(20 * inside), "the prediction of the fitted memory"
+
+
 def test_dense_and_runs_that_may_not_compress_never_try_int8(monkeypatch: Any) -> None:
     for tuned in (build_compressing(monkeypatch, name="dense"), measure_and_choose(monkeypatch, GIGABIT)):
         between, inside = read_prediction(tuned)

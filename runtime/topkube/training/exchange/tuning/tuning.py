@@ -197,6 +197,9 @@ class Tuning:
         present = find_same(ranked, choice)
         if self._try_to_compress(measured, present, ranked):
             return True
+        # Stages inside the node also wait for ranks on the same processor, so the fitted memory can be far too slow.
+        if self._try_to_compress(measured, present, self._rank(buckets, before)):
+            return True
         ranked = [other for other in ranked if not other.algorithm.compresses]
         is_faster = ranked[0].seconds < (1 - WRONG) * present.seconds
         if is_faster or not 1 / _OTHER_BUCKETS < self.rate / old_rate < _OTHER_BUCKETS:
@@ -209,12 +212,12 @@ class Tuning:
 
     def _try_to_compress(self, measured: Measurement, present: Choice, ranked: Sequence[Choice]) -> bool:
         """Begin the trial of the best choice that compresses, if it is predicted to save enough of the step. Return
-        True if the trial begins. `present` is the choice in force, with its prediction on the present machines."""
+        True if the trial begins. `present` is the choice in force; the predictions of `ranked` are compared."""
         assert self.machines is not None
         best = next((choice for choice in ranked if choice.algorithm.compresses), None)
         if best is None or present.algorithm.compresses:
             return False
-        if present.seconds - best.seconds < LEAST_GAIN * measured.step:
+        if find_same(ranked, present).seconds - best.seconds < LEAST_GAIN * measured.step:
             return False
         self._trial = _Trial(present, self.machines, measured)
         self._adopt(best, f"on trial against {present.algorithm.name}", ranked)
