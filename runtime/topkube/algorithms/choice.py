@@ -82,7 +82,11 @@ def sort_choices_by_time(
         if wire == DENSE_WIRE.default or DENSE_WIRE in algorithm.parameters
     ]
     if name == AUTO:
-        choices += [_predict(algorithm, DENSE_WIRE.default, machines, buckets) for algorithm in compressed]
+        choices += [
+            _predict(algorithm, DENSE_WIRE.default, machines, buckets)
+            for algorithm in compressed
+            if keeps_loss(algorithm, machines.nodes)
+        ]
     return sorted(choices, key=lambda choice: choice.seconds)
 
 
@@ -90,6 +94,12 @@ def list_compressed_choices(node_weights: str) -> tuple[Algorithm, ...]:
     """Return the algorithms that compress and that `auto` may take. `node_weights` is the job's setting: "equal" or
     "own"."""
     return EQUAL_COMPRESSED_CHOICES + (() if node_weights == NODE_WEIGHTS.default else _OWN_WEIGHTS_CHOICES)
+
+
+def keeps_loss(algorithm: Algorithm, nodes: int) -> bool:
+    """Return True if `auto` may take an algorithm that compresses between `nodes` nodes. With the two stages of signs,
+    the loss is up to 3% higher than that of dense training (docs/accuracy.md)."""
+    return not (algorithm.in_weights and algorithm.two_stage_from is not None and nodes >= algorithm.two_stage_from)
 
 
 def _predict(algorithm: Algorithm, dense_wire: str, machines: Machines, buckets: Sequence[BucketSize]) -> Choice:

@@ -280,6 +280,14 @@ def test_auto_tries_onebit_only_if_nodes_may_have_weights_of_their_own(monkeypat
         assert tuned.choice.algorithm.name == name
 
 
+def test_auto_takes_no_signs_in_two_stages(monkeypatch: Any) -> None:
+    for nodes, name in ((7, "onebit"), (8, "int8")):
+        tuned = build_compressing(monkeypatch, node_weights="own", nodes=nodes)
+        assert decide(tuned, 0.5, *read_prediction(tuned))
+        assert tuned.choice is not None
+        assert tuned.choice.algorithm.name == name
+
+
 def test_a_saved_choice_of_own_weights_stays_with_another_number_of_nodes(monkeypatch: Any) -> None:
     """The state holds what nodes have not sent. The choice of int8 is made again: its residuals can be sent by any
     algorithm."""

@@ -22,6 +22,7 @@ from topkube.algorithms import (
     BucketSize,
     Choice,
     Machines,
+    keeps_loss,
     list_compressed_choices,
     sort_choices_by_time,
 )
@@ -66,7 +67,8 @@ class Comparison:
         dense = _find_choice(name, self.machines, self.elements, self.situation.dense_wire).algorithm
         if name != AUTO or not self.compressed_choices or self.profile is None:
             return dense
-        best = min(self.compressed_choices, key=self._predict_step)
+        allowed = [choice for choice in self.compressed_choices if keeps_loss(choice, self.machines.nodes)]
+        best = min(allowed, key=self._predict_step)
         is_faster = self._predict_step(best) < (1 - LEAST_GAIN) * self._predict_step(dense)
         return best if is_faster else dense
 
