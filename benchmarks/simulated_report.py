@@ -108,6 +108,7 @@ def draw_picture(rows: list[Row], path: Path) -> None:
         "int8": plots.INK,
         "sign-weights": plots.OURS,
         "sign-weights, every 4 steps": plots.OURS_DENSE,
+        "sign-weights-two-stage": "#b5473c",
         "topk1bit": "#6a4c93",
         "topk1bit, every 4 steps": "#b9a3d0",
     }
@@ -150,7 +151,7 @@ def draw_picture(rows: list[Row], path: Path) -> None:
     models.set_xscale("log")
     models.set_xticks([5, 10, 20, 50, 100], ["5×", "10×", "20×", "50×", "100×"])
     models.xaxis.minorticks_off()
-    models.set(xlabel="fewer bytes than dense float32", title=f"{STEPS:,} steps, SGD and AdamW, 2 to 8 nodes")
+    models.set(xlabel="fewer bytes than dense float32", title=f"{STEPS:,} steps, all optimizers, 2 to 8 nodes")
     for axes in (lengths, models):
         axes.axhline(0, color=plots.INK, linewidth=1)
         axes.grid(color=plots.FAINT)
