@@ -131,12 +131,12 @@ class Naive(AllReduce):
         exchanges = Exchanges()
         exchanges.start(0, gather_rows(world.comm, rows, 0))
         exchanges.finish(0, call)
-        phases.current.sent(**count_gathered_bytes(world, size))
+        phases.current.sent(**count_sent_bytes(world, size))
         with phases.current.timed("intra", "add entries"):
             return _sum_rows(x, rows, k, request.wire) and finite
 
 
-def count_gathered_bytes(world: World, row_bytes: int) -> dict[str, int]:
+def count_sent_bytes(world: World, row_bytes: int) -> dict[str, int]:
     """Return the bytes that this rank sends inside its node and between nodes if all ranks gather rows
     (`gather_rows`)."""
     local_ranks, rows = world.node_ranks[world.node], world.size - 1

@@ -223,3 +223,9 @@ def test_recut_residuals_keep_their_sum(old: int, new: int) -> None:
         for first, values in cut["pieces"].get("w", []):
             total[first : first + len(values)] += values
     assert torch.allclose(total, torch.arange(1.0, old + 1).repeat_interleave(2))
+
+
+def test_a_file_in_the_path_of_the_directory_is_the_reported_cause(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("a file")
+    with pytest.raises(StorageError, match=r"cannot be used.*a part of the directory's path is a file"):
+        claim_store(tmp_path / "notes" / "checkpoints")

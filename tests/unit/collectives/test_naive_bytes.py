@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from topkube.algorithms import Workload, find_algorithm
-from topkube.collectives.sparse import count_gathered_bytes
+from topkube.collectives.sparse import count_sent_bytes
 
 ROW_BYTES = 600
 """The bytes of 100 entries of 6 bytes."""
@@ -22,7 +22,7 @@ def make_world(nodes: int, slots: int, rank: int) -> Any:
 
 @pytest.mark.parametrize(("nodes", "slots"), [(1, 4), (1, 32), (2, 2), (2, 8), (4, 8), (16, 8), (64, 1)])
 def test_counted_bytes_are_those_of_the_declaration(nodes: int, slots: int) -> None:
-    counted = [count_gathered_bytes(make_world(nodes, slots, rank), ROW_BYTES) for rank in range(nodes * slots)]
+    counted = [count_sent_bytes(make_world(nodes, slots, rank), ROW_BYTES) for rank in range(nodes * slots)]
     for node in range(nodes):
         sent = sum(rank_bytes["inter"] for rank_bytes in counted[node * slots : (node + 1) * slots])
         assert sent == find_algorithm("naive").traffic(Workload(nodes, slots, 10_000, 0.01, "fp32")).sent
