@@ -241,7 +241,7 @@ def test_int8_is_not_tried_if_the_exchange_is_a_small_part_of_the_step(monkeypat
     assert (tuned.choice.algorithm.name, tuned.is_settled) == ("hierarchical", True)  # type: ignore[union-attr]
 
 
-def test_int8_is_tried_if_only_the_waits_of_crowded_ranks_speak_against_it(monkeypatch: Any) -> None:
+def test_int8_is_tried_although_waits_of_crowded_ranks_make_the_memory_look_slow(monkeypatch: Any) -> None:
     tuned = build_compressing(monkeypatch)
     between, inside = read_prediction(tuned)
     assert decide(tuned, 0.4, between, 20 * inside), "the fitted memory is 20 times slower than measured"
