@@ -115,6 +115,11 @@ def reduce_lengths_that_differ_inside_a_node(world: World) -> None:
     topkube.allreduce_(make_ones(1000 + world.local_rank))
 
 
+def reduce_a_small_array_against_a_large_one(world: World) -> None:
+    """On some ranks, the greeting carries values."""
+    topkube.allreduce_(make_ones(1000 if world.node == 0 else 3_000_000), algorithm="hierarchical")
+
+
 def reduce_arrays_of_different_types(world: World) -> None:
     topkube.allreduce_(make_ones(dtype=np.float16 if world.rank == 1 else np.float32))
 
@@ -222,6 +227,7 @@ CASES: dict[str, Callable[[World], None]] = {
     "sub-worlds-differ": create_different_sub_worlds,
     "lengths-differ-between-nodes": reduce_lengths_that_differ_between_nodes,
     "lengths-differ-inside-a-node": reduce_lengths_that_differ_inside_a_node,
+    "sizes-differ-between-nodes": reduce_a_small_array_against_a_large_one,
     "types-differ": reduce_arrays_of_different_types,
     "algorithms-differ": use_different_algorithms,
     "densities-differ": use_different_densities,

@@ -101,6 +101,8 @@ def test_ranks_of_a_sub_world_are_named_as_in_the_world(failing_world: FailingWo
         ("openmpi", "3", "calls-differ", ["rank 2: barrier()", "ranks 0, 1: allgather()"]),
         ("mpich", "3", "sub-worlds-differ", ["rank 2: new_world() ranks=[0, 1]", "ranks 0, 1: new_world() ranks=[0]"]),
         ("mpich", "2,2", "lengths-differ-between-nodes", ["ranks 0, 1:", "length=1000", "ranks 2, 3:", "length=1001"]),
+        ("mpich", "2,2", "sizes-differ-between-nodes", ["ranks 0, 1:", "length=1000 ", "length=3000000"]),
+        ("openmpi", "2,1", "sizes-differ-between-nodes", ["rank 2:", "length=1000 ", "length=3000000"]),
         ("mpich", "2,2", "lengths-differ-inside-a-node", ["length=1000", "length=1001"]),
         ("mpich", "2", "lengths-differ-inside-a-node", ["rank 0:", "rank 1:"]),
         ("mpich", "2,2", "types-differ", ["rank 1:", "float16"]),

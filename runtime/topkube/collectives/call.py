@@ -2,9 +2,11 @@
 waits.
 
 Every rank hashes the parameters of its call. Inside the node the hash is part of every stage; between nodes the ranks
-of equal local rank send it to each other at the start, and compare the hashes before they send anything else. A rank
-that continues therefore has the same hash as its whole node and as all ranks that it exchanges with. A rank that
-receives another hash informs all ranks, also those that wait."""
+of equal local rank send it to each other at the start (the greeting), and compare the hashes before they use anything
+else. A rank that continues therefore has the same hash as its whole node and as all ranks that it exchanges with. A
+rank that receives another hash informs all ranks, also those that wait.
+
+The greeting of a small array also carries the array's values, so that they need no messages of their own."""
 
 from __future__ import annotations
 
@@ -25,8 +27,12 @@ from topkube.telemetry import phases, trace
 from topkube.world import World
 
 _TAG = 32767
-"""The tag of the hashes on the communicator between nodes: the largest tag of every MPI. Tags of pieces count from
+"""The tag of the greetings on the communicator between nodes: the largest tag of every MPI. Tags of pieces count from
 0."""
+GREETING_BYTES = 64 << 10
+"""The most bytes of values in a greeting. Every rank has room for them in every call: another rank may have entered a
+call with other parameters, and its greeting must still arrive as a whole."""
+_HASH_BYTES = 8
 
 
 def compute_shard_bounds(length: int, shards: int) -> list[int]:
@@ -54,7 +60,9 @@ def reserve_workspace(world: World, name: str, length: int, dtype: Any) -> Array
 class Call:
     """An all-reduce in progress on this rank."""
 
-    def __init__(self, world: World, algorithm: str, request: Request) -> None:
+    def __init__(self, world: World, algorithm: str, request: Request, greets_with_values: bool = False) -> None:
+        """Enter the call. With `greets_with_values`, `greet` sends the greeting later; otherwise it is on its way
+        now."""
         world.enter()
         self.world = world
         self.name = f"all-reduce {algorithm!r}"
@@ -68,20 +76,36 @@ class Call:
         self._stage = 0
         self._traced_bucket = trace.active.bucket if trace.active is not None else None
         self.greetings: list[Any] = []
-        """The requests of the hashes between nodes."""
-        self._peers = np.empty(0, np.uint64)
-        if world.cross_comm is not None and world.nodes > 1:
-            self._greet(world.cross_comm)
+        """The requests of the greetings between nodes."""
+        self._sent: list[Array] = []
+        self._partners = _list_partners(world)
+        room = GREETING_BYTES if world.nodes <= PAIRWISE_LIMIT else 0
+        self._arrived = np.empty((len(self._partners), _HASH_BYTES + room), np.uint8)
+        for row, partner in zip(self._arrived, self._partners, strict=True):
+            self.greetings.append(world.cross_comm.Irecv(row, partner, _TAG))
+        self.greets_with_values = greets_with_values and bool(self._partners)
+        if not self.greets_with_values:
+            self._send_greetings([np.empty(0, np.uint8)] * len(self._partners))
 
-    def _greet(self, comm: Any) -> None:
-        nodes, me = comm.size, comm.rank
-        # With more nodes, exchanges are rings, and hashes go to both neighbours only.
-        others = range(1, nodes) if nodes <= PAIRWISE_LIMIT else (1, nodes - 1)
-        self._own_hash, self._peers = np.array([self._hash], np.uint64), np.empty(len(others), np.uint64)
-        for place, distance in enumerate(others):
-            peer = (me + distance) % nodes
-            self.greetings.append(comm.Irecv(self._peers[place : place + 1], peer, _TAG))
-            self.greetings.append(comm.Isend(self._own_hash, peer, _TAG))
+    def _send_greetings(self, values: list[Array]) -> None:
+        own_hash = np.array([self._hash], np.uint64).view(np.uint8)
+        for partner, part in zip(self._partners, values, strict=True):
+            message = np.concatenate([own_hash, part])
+            self._sent.append(message)
+            self.greetings.append(self.world.cross_comm.Isend(message, partner, _TAG))
+
+    def greet(self, parts: list[Array]) -> list[Any]:
+        """Send the greetings, with the values `parts[p]` for rank p of the communicator between nodes. Return the
+        requests of all greetings. Called once, if `greets_with_values` is True."""
+        self.greets_with_values = False
+        self._send_greetings([as_bytes(parts[partner]) for partner in self._partners])
+        return self.greetings
+
+    def read_greeted(self, nbytes: int) -> dict[int, Array]:
+        """Return the first `nbytes` of the values that each partner sent with its greeting, uint8. Called after
+        `compare_greetings`."""
+        ends = _HASH_BYTES + nbytes
+        return {p: row[_HASH_BYTES:ends] for p, row in zip(self._partners, self._arrived, strict=True)}
 
     @property
     def _node(self) -> Any:
@@ -150,7 +174,7 @@ class Call:
 
     def compare_greetings(self) -> None:
         """Raise MismatchError if a hash that has arrived differs. Called when `greetings` are complete."""
-        if (self._peers != self._hash).any():
+        if (self._arrived[:, :_HASH_BYTES].view(np.uint64) != self._hash).any():
             self._raise_mismatch()
 
     def check_everywhere(self) -> None:
@@ -185,6 +209,15 @@ class Call:
             cause="ranks passed arrays of different lengths or types, or took different branches",
             next_step="make every rank enter the same collectives in the same order, with equal parameters",
         )
+
+
+def _list_partners(world: World) -> list[int]:
+    """Return the ranks of the communicator between nodes that this rank exchanges greetings with."""
+    if world.cross_comm is None or world.nodes == 1:
+        return []
+    nodes, me = world.cross_comm.size, world.cross_comm.rank
+    # With more nodes, exchanges are rings, and hashes go to both neighbours only.
+    return [(me + distance) % nodes for distance in (range(1, nodes) if nodes <= PAIRWISE_LIMIT else (1, nodes - 1))]
 
 
 def _check_current_call(world: World) -> None:

@@ -13,7 +13,7 @@ from topkube.arrays import Array
 from topkube.collectives.all_reduce import ShardAllReduce, count_dense
 from topkube.collectives.call import Call, find_own_shard, reserve_workspace
 from topkube.collectives.exchange import Exchanges, count_buffer_elements, count_ring_bytes, ring_all_reduce
-from topkube.collectives.overlapped import UNDER_WAY, OverlappedAllReduce, is_narrow, split
+from topkube.collectives.overlapped import UNDER_WAY, OverlappedAllReduce, fits_in_greeting, is_narrow, split
 from topkube.collectives.request import Request
 from topkube.collectives.shard import Shard
 from topkube.errors import ArgumentError
@@ -35,11 +35,15 @@ class _Dense(ShardAllReduce):
     """The common part of the dense algorithms: one node, and the shards of tensors on a device."""
 
     def run(self, world: World, request: Request) -> bool:
-        call = Call(world, self.algorithm.name, request)
+        call = Call(world, self.algorithm.name, request, self.greets_with_values(world, request))
         count_dense(world, request.nbytes)
         if world.nodes == 1:
             return call.all_reduce_inside(request.array, request.scale(world.size))
         return self._run_on_nodes(call, request)
+
+    def greets_with_values(self, world: World, request: Request) -> bool:
+        """Return True if the greeting of a call carries the values: the same on all ranks."""
+        return False
 
     @abstractmethod
     def _run_on_nodes(self, call: Call, request: Request) -> bool:
@@ -55,6 +59,11 @@ class _Dense(ShardAllReduce):
 class Hierarchical(_Dense):
     """Reduce-scatter inside the node, all-reduce of each shard among equal local ranks, all-gather inside the node;
     piece by piece, so that the work inside the node overlaps with the messages between nodes (`overlapped.py`)."""
+
+    def greets_with_values(self, world: World, request: Request) -> bool:
+        return fits_in_greeting(world, request.nbytes) and not (
+            request.dtype == "float32" and is_narrow(world, request.dense_wire)
+        )
 
     def _run_on_nodes(self, call: Call, request: Request) -> bool:
         pieces = OverlappedAllReduce(call.world)
@@ -77,11 +86,13 @@ class Hierarchical(_Dense):
             kernels.cast_(shard.values, received)
         shard.check(received)
 
-    def enter(self, world: World, request: Request) -> Call:
-        """Enter the call for an all-reduce over several nodes whose parts `OverlappedAllReduce.begin` starts.
-        `request.array` stands for all parts: only its length and type count."""
+    def enter(self, world: World, request: Request, is_in_halves: bool = False) -> Call:
+        """Enter the call for an all-reduce over several nodes whose parts `OverlappedAllReduce.begin` starts, or
+        `DecoupledAllReduce.halve` if `is_in_halves`. `request.array` stands for all parts: only its length and type
+        count."""
         count_dense(world, request.nbytes)
-        return Call(world, self.algorithm.name, request)
+        greets = not is_in_halves and self.greets_with_values(world, request)
+        return Call(world, self.algorithm.name, request, greets)
 
 
 class Torus2d(_Dense):

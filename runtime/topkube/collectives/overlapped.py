@@ -18,12 +18,14 @@ import numpy as np
 
 from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import BFLOAT16, Array
-from topkube.collectives.call import Call, find_own_shard, reserve_workspace
+from topkube.collectives.call import GREETING_BYTES, Call, find_own_shard, reserve_workspace
 from topkube.collectives.exchange import (
     Exchange,
     Exchanges,
     choose_partial_sum_type,
     count_buffer_elements,
+    count_greeted_bytes,
+    greeted_all_reduce,
     narrow_all_reduce,
     pairwise_all_reduce,
     ring_all_reduce,
@@ -41,6 +43,7 @@ LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 2 << 20, 8 << 20
 """The bounds of the size of a piece. Smaller pieces cost more time than they hide."""
 TAGS = 4096
 """The tags of pieces count up to this number, and start again."""
+_MOST_ITEM_BYTES = 4
 _NARROW = {"bf16": BFLOAT16, "fp16": np.dtype(np.float16)}
 
 
@@ -57,14 +60,23 @@ def is_narrow(world: World, wire: str) -> bool:
     return wire in _NARROW and 1 < world.nodes <= PAIRWISE_LIMIT
 
 
+def fits_in_greeting(world: World, nbytes: int) -> bool:
+    """Return True if the greetings of a call carry the values of an array of `nbytes`: it has one piece, and the
+    segments of its shards are small."""
+    segment_bytes = nbytes // (world.shards * world.nodes) + 2 * _MOST_ITEM_BYTES  # rounded up twice
+    return world.nodes <= PAIRWISE_LIMIT and nbytes < LEAST_PIECE_BYTES and segment_bytes <= GREETING_BYTES
+
+
 @dataclass(eq=False)
 class Piece:
-    """A piece whose exchange between nodes has started."""
+    """A piece whose exchange between nodes has started. `is_greeted` is True if greetings carry its values: waits for
+    it then check often, because the link needs little time for it."""
 
     call: Call
     number: int
     values: Array
     finished: Callable[[], None] | None
+    is_greeted: bool
 
 
 class OverlappedAllReduce:
@@ -96,9 +108,10 @@ class OverlappedAllReduce:
         sent_type = _NARROW[wire] if array.dtype == np.float32 and is_narrow(self.world, wire) else array.dtype
         pieces = split(array)
         for piece in pieces:
-            scale = self._reduce_inside(call, piece, factor)
+            scale, is_greeted = self._reduce_inside(call, piece, factor), call.greets_with_values
             self._start(call, piece, scale, sent_type)
-            self._under_way.append(Piece(call, self._number, piece, finished if piece is pieces[-1] else None))
+            finished_here = finished if piece is pieces[-1] else None
+            self._under_way.append(Piece(call, self._number, piece, finished_here, is_greeted))
             self._number += 1
             if len(self._under_way) > UNDER_WAY:
                 self._finish_oldest(choose_pause(self.world))
@@ -115,7 +128,8 @@ class OverlappedAllReduce:
     def finish(self) -> None:
         """Return when nothing is under way. Raises CollectiveTimeout after the world's deadline."""
         while self._under_way:
-            self._finish_oldest(choose_pause(self.world, delays_step=True))
+            is_greeted = self._under_way[0].is_greeted
+            self._finish_oldest(None if is_greeted else choose_pause(self.world, delays_step=True))
 
     def take_finite(self) -> bool:
         """Return True if everything that this rank saw since the last call was finite."""
@@ -144,16 +158,20 @@ class OverlappedAllReduce:
         length = count_buffer_elements(shard.size, world.nodes)
         # Each piece that is under way uses a buffer of its own.
         buffer = reserve_workspace(world, f"shard {self._number % (UNDER_WAY + 1)}", length, sent_type)
-        exchange = self._exchange(world.cross_comm, shard, buffer, scale)
-        element_bytes = (
-            choose_partial_sum_type(world.nodes, sent_type).itemsize + (self.rounds - 1) * sent_type.itemsize
-        )
-        sent = element_bytes * (world.nodes - 1) * shard.size // world.nodes
+        if call.greets_with_values:
+            exchange = greeted_all_reduce(call, world.cross_comm, shard, self._number % TAGS, self._note_finite, scale)
+            sent = count_greeted_bytes(shard, world.nodes)
+        else:
+            exchange = _exchange_after_greeting(call, self._exchange(world.cross_comm, shard, buffer, scale))
+            element_bytes = (
+                choose_partial_sum_type(world.nodes, sent_type).itemsize + (self.rounds - 1) * sent_type.itemsize
+            )
+            sent = element_bytes * (world.nodes - 1) * shard.size // world.nodes
         phases.current.sent(inter=sent)
         if not self._exchanges.are_running:
             self._busy_since, self._busy_bytes = time.perf_counter(), 0
         self._busy_bytes += sent
-        self._exchanges.start(self._number, _exchange_after_greeting(call, exchange))
+        self._exchanges.start(self._number, exchange)
 
     def _exchange(self, comm: Any, shard: Array, buffer: Array, scale: float) -> Exchange:
         """Return the exchange of the shard with its equals, in the type of `buffer`."""
@@ -173,7 +191,7 @@ class OverlappedAllReduce:
             phases.current.add("inter", seconds)
             note_rate(self.world, self._busy_bytes, seconds)
 
-    def _finish_oldest(self, pause: float) -> None:
+    def _finish_oldest(self, pause: float | None) -> None:
         piece = self._under_way[0]
 
         def is_complete() -> bool:

@@ -41,6 +41,43 @@ def run_backward(model: nn.Module, seed: int = 0, factor: float = 1.0) -> None:
     (model(torch.randn(8, 20)).square().mean() * factor).backward()
 
 
+def test_gradients_of_one_rank_are_not_copied() -> None:
+    model = build_model()
+    computed: list[int] = []
+    for layer in (model[0], model[2]):
+        layer.weight.register_hook(lambda gradient: computed.append(gradient.data_ptr()))
+    optimizer = build_optimizer(model)
+    for step in range(3):  # the first backward plans the buckets
+        computed.clear()
+        run_backward(model, seed=step)
+        assert [model[2].weight.grad.data_ptr(), model[0].weight.grad.data_ptr()] == computed
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_gradients_that_share_memory_are_separated_after_backward() -> None:
+    """Otherwise clipping would scale their memory twice."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.zeros(40, 50)), nn.Parameter(torch.zeros(2000))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.first.view(2000) + self.second.view(2000) - x).square().sum()
+
+    model = Sum()
+    optimizer = build_optimizer(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(2):  # the second backward adds to gradients that were delivered
+            model(torch.ones(2000)).backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 3.0)
+        for parameter in model.parameters():
+            assert torch.equal(parameter.grad, torch.full_like(parameter, -3.0))
+        assert model.first.grad.data_ptr() != model.second.grad.data_ptr()
+
+
 def test_an_optimizer_needs_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("topkube.world._world", None)
     with pytest.raises(WorldError, match="init"):

@@ -20,6 +20,13 @@ class Accumulation:
         self, parameters: list[Parameter], batches: UnevenBatches, plan: BucketPlan, residuals: Residuals
     ) -> None:
         self._parameters, self._batches, self._plan, self._residuals = parameters, batches, plan, residuals
+        self._scale = 1.0
+        """The factor for gradients of this backward, by the share of this rank's samples."""
+
+    def begin_backward(self) -> None:
+        """Undo the exchanges of gradients that the script has discarded, and read the factor of the announced batch."""
+        self._undo_discarded()
+        self._scale = self._batches.find_scale()
 
     def prepare(self, parameter: Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
         """Prepare `.grad` for a gradient that torch is about to add. Return the gradient's replacement, or None to add
@@ -44,7 +51,7 @@ class Accumulation:
         """Scale a gradient by the share of this rank's samples. Return the replacement of torch's gradient; None if
         there is none. With `is_replacement`, `gradient` already replaces torch's gradient."""
         parameter.grad_was_none = parameter.tensor.grad is None
-        scale = self._batches.find_scale()
+        scale = self._scale
         if scale == 0:
             parameter.is_weightless = parameter.tensor.grad is None and parameter.stash is None
             return torch.zeros_like(gradient)  # 0 * NaN would be NaN
@@ -85,7 +92,7 @@ class Accumulation:
                 parameter.is_aggregated = False
                 parameter.has_rows = parameter.has_rows or parameter.tensor.grad.is_sparse
 
-    def undo_discarded(self) -> None:
+    def _undo_discarded(self) -> None:
         """Undo the exchanges of gradients that the script has discarded since: it has set some of them to None, or all
         of them to None or zeros."""
         for parameter in self._parameters:

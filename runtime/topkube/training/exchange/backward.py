@@ -94,6 +94,8 @@ class Backward:
         self._accumulation = Accumulation(parameters, self.batches, self.plan, self.exchange.residuals)
         self._seen: list[int] = []
         """The indices of the parameters without a bucket whose gradients this backward has produced, in their order."""
+        self._untouched: list[Parameter] = []
+        """Parameters whose gradients nothing writes before this backward ends."""
         self._first_gradient = 0.0
         self.late: LateUpdates | None = None
         """What the next forward finishes, with DeAR."""
@@ -186,15 +188,17 @@ class Backward:
             itemsize = parameter.dtype.itemsize
             self.queue.step_trace.note_gradient(parameter.name, parameter.length, itemsize, parameter.is_always_dense)
         if not self.synchronizes:
-            parameter.copy_shared_gradient()
+            self._untouched.append(parameter)
             self.has_unsynchronized = True
             return
         bucket = self.plan.find_bucket(parameter)
         if bucket is None or not self.plan.is_agreed:
-            parameter.copy_shared_gradient()
+            self._untouched.append(parameter)
             self._seen.append(parameter.index)
             return
-        if not (self.exchange.is_overlapped(bucket) and bucket.take_in(parameter)):
+        if bucket.intake == "none, and only read":
+            self._untouched.append(parameter)
+        elif not bucket.take_in(parameter):
             parameter.copy_shared_gradient()
         if not current_pass.has_several:  # otherwise ranks agree at the end which optimizers took part
             bucket.waiting -= 1
@@ -210,14 +214,15 @@ class Backward:
             self.queue.step_trace.begin_backward()
         self.finish_late()  # parameters that forward did not use
         self.queue.loss_scale = current_pass.loss_scale
-        self._accumulation.undo_discarded()
+        self._accumulation.begin_backward()
         has_gradients = not all(parameter.tensor.grad is None for parameter in self.parameters)
         self.gradients.begin_backward(has_gradients)
         if not has_gradients:
             self.has_unsynchronized = False
         self._seen.clear()
+        self._untouched.clear()
         for bucket in self.plan.buckets:
-            bucket.begin_backward()
+            bucket.begin_backward(self.exchange.choose_intake(bucket))
 
     def abandon(self) -> None:
         """Undo a backward pass that did not finish. Raises TrainingError if other ranks have already exchanged a part
@@ -230,6 +235,9 @@ class Backward:
         gradients are finite. Then run the script's hooks on the aggregated gradients."""
         if self.queue.step_trace is not None:
             self.queue.step_trace.end_gradients()
+        for parameter in self._untouched:
+            parameter.copy_shared_gradient()
+        self._untouched.clear()
         if self.synchronizes:
             self._exchange_all()
         phases.current.add("backward", time.perf_counter() - self._first_gradient)

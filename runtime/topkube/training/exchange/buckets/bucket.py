@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -15,6 +16,11 @@ from topkube.training.exchange.buckets.parameter import Parameter, view_real
 IN_PLACE_BYTES = 2 << 20
 """In an overlapped exchange, a gradient of this size travels from its own memory. Smaller gradients are copied side by
 side, because messages of their own would cost more than the copies."""
+
+
+Intake = Literal["part", "whole", "none", "none, and only read"]
+"""What happens to a gradient when it arrives: it moves into the memory of its part or of the whole bucket; or it stays,
+and the exchange changes it, or only reads it."""
 
 
 @dataclass(eq=False)
@@ -29,8 +35,11 @@ class Bucket:
     residual: Residual | None = None
     waiting: int = 0
     """The number of parameters whose gradient this backward has not produced yet."""
+    intake: Intake = "none"
+    """What happens to the gradients of this backward when they arrive."""
     memory: GradientMemory | None = None
-    """The memory of the gradients of a part of an overlapped exchange, if they may move."""
+    """The memory in which the gradients lie side by side, if they may move: of a part of an overlapped exchange, or of
+    a bucket that is exchanged as a whole."""
 
     @property
     def length(self) -> int:
@@ -67,18 +76,34 @@ class Bucket:
             together.memory = GradientMemory(together.parameters, self.dtype)
         return [*parts, together]
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, intake: Intake) -> None:
         """Prepare for the gradients of a backward pass."""
+        self.intake = intake
         self.waiting = sum(parameter.tensor.requires_grad for parameter in self.parameters)
-        for memory in set(self._memory_of.values()):
+        for memory in {*self._memory_of.values(), *([self.memory] if self.memory is not None else [])}:
             memory.begin_backward()
 
     def take_in(self, parameter: Parameter) -> bool:
-        """Move a gradient that has just been accumulated into the memory of its part. Return False if it stays."""
-        memory = self._memory_of.get(parameter.index)
+        """Move a gradient that has just been accumulated into the memory of its part, or of the whole bucket. Return
+        False if it stays."""
+        memory = None
+        if self.intake == "part":
+            memory = self._memory_of.get(parameter.index)
+        elif self.intake == "whole":
+            memory = self._open_memory()
         return memory is not None and memory.take_in(parameter)
+
+    def _open_memory(self) -> GradientMemory | None:
+        """Return the memory of the whole bucket, None if some of its gradients must stay where they are."""
+        if self.memory is None and self._may_move:
+            self.memory = GradientMemory(self.parameters, self.dtype)
+        return self.memory
+
+    @cached_property
+    def _may_move(self) -> bool:
+        return all(may_move(parameter.tensor) for parameter in self.parameters)
 
     @cached_property
     def _memory_of(self) -> dict[int, GradientMemory]:
-        """The memory of each parameter that has one, by the parameter's index."""
+        """The memory of each parameter that has one in an overlapped exchange, by the parameter's index."""
         return {p.index: part.memory for part in self.parts if part.memory is not None for p in part.parameters}

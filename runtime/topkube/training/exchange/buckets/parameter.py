@@ -97,13 +97,17 @@ class Parameter:
         return gradient is None or not bool((gradient._values() if gradient.is_sparse else gradient).any())
 
     def copy_shared_gradient(self) -> None:
-        """Copy `.grad` if autograd may still read its memory: torch keeps the tensor that backward computes, which can
-        be a view of the gradient of another branch of the graph."""
+        """Copy `.grad` if other tensors use its memory: torch keeps the tensor that backward computes, which can be a
+        view of the gradient of another branch of the graph. During backward, autograd itself always holds such a
+        tensor for a while; after it, only a gradient that is really shared is copied."""
         gradient = self.tensor.grad
         if not self.grad_was_none or gradient is None or gradient.is_sparse or is_sharded(gradient):
             return
         if is_shared(gradient):
+            is_delivered = self.holds_delivered
             self.tensor.grad = gradient.clone(memory_format=torch.preserve_format)
+            if is_delivered:
+                self._delivered = weakref.ref(self.tensor.grad)
 
     def replace_gradient(self, gradient: torch.Tensor) -> None:
         """Replace `.grad` by a copy with other memory."""

@@ -12,7 +12,7 @@ from topkube.collectives.device.nccl_link import measure_nccl_link
 from topkube.collectives.device.pipeline import DeviceAllReduce
 from topkube.settings import Settings
 from topkube.training.exchange.aggregation import AggregationSettings
-from topkube.training.exchange.buckets.bucket import Bucket
+from topkube.training.exchange.buckets.bucket import Bucket, Intake
 from topkube.training.exchange.buckets.parameter import view_real
 from topkube.training.exchange.reduction.bucket_algorithms import BucketAlgorithms, refuse_gpu_algorithms
 from topkube.training.exchange.reduction.bucket_reduction import BucketReduction, ReductionTask
@@ -67,6 +67,17 @@ class BucketExchange:
         """Return True if a dense exchange of the bucket between nodes overlaps with the next buckets. The
         answer ignores the warm-up, which may use another algorithm."""
         return self._overlapped is not None and self.algorithms.may_overlap(bucket)
+
+    def choose_intake(self, bucket: Bucket) -> Intake:
+        """Return what happens to the bucket's gradients when they arrive."""
+        if self.on_device is not None or bucket.has_rows:
+            return "none"
+        if self.is_overlapped(bucket):
+            return "part"
+        is_alone = self.world.size == 1 and not self.algorithms.drains(bucket)
+        if is_alone and not self.algorithms.choose_after_warmup(bucket).algorithm.compresses:
+            return "none, and only read"
+        return "whole"
 
     @property
     def is_pipelined(self) -> bool:

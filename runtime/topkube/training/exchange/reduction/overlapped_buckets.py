@@ -34,7 +34,8 @@ class OverlappedBuckets:
     def begin(self, bucket: Bucket, all_reduce: Hierarchical, request: Request) -> None:
         """Begin the exchange of a bucket, as `all_reduce` would run `request`. Its gradients are delivered later, at
         the latest in `finish`, or when they are gathered."""
-        call, factor = all_reduce.enter(self._world, request), request.scale(self._world.size)
+        call = all_reduce.enter(self._world, request, is_in_halves=self._decoupled is not None)
+        factor = request.scale(self._world.size)
         for part in bucket.parts:
             flat = self._staging.collect(part, _STAGING_BUFFERS if self.reduced_parts is None else None)
             array = view_flat(flat, "bucket", writable=True)
