@@ -29,7 +29,8 @@ void bind_quantised(nb::module_& module) {
       nb::arg("values"), nb::arg("bits"), nb::arg("message"), "Return True if all scales are finite.");
   module.def(
       "quantised_unpack_add",
-      [](Bytes values, int bits, const std::vector<ConstBytes>& messages, const std::vector<float>& weights) {
+      [](Bytes values, int bits, const std::vector<ConstBytes>& messages, const std::vector<float>& weights,
+         bool replaces) {
         const QuantisedLayout layout = make_checked_layout(values.size() / sizeof(float), bits);
         require(messages.size() == weights.size(), "messages and weights differ in length");
         std::vector<const std::uint8_t*> from;
@@ -39,9 +40,9 @@ void bind_quantised(nb::module_& module) {
         }
         auto* to = reinterpret_cast<float*>(values.data());
         nb::gil_scoped_release release;
-        quantised_unpack_add(to, layout, from, weights);
+        quantised_unpack_add(to, layout, from, weights, replaces);
       },
-      nb::arg("values"), nb::arg("bits"), nb::arg("messages"), nb::arg("weights"));
+      nb::arg("values"), nb::arg("bits"), nb::arg("messages"), nb::arg("weights"), nb::arg("replaces"));
 }
 
 }  // namespace topkube

@@ -25,7 +25,7 @@ bool quantised_pack(float* values, const QuantisedLayout& layout, std::uint8_t* 
 }
 
 void quantised_unpack_add(float* values, const QuantisedLayout& layout, const std::vector<const std::uint8_t*>& messages,
-                          const std::vector<float>& weights) {
+                          const std::vector<float>& weights, bool replaces) {
   const IeeeScope ieee;
   const PathKernels& path = active_path();
   std::vector<float> scales(messages.size());
@@ -38,6 +38,7 @@ void quantised_unpack_add(float* values, const QuantisedLayout& layout, const st
       codes[m] = messages[m] + layout.codes + quantised_code_bytes(start, layout.bits);
     }
     const std::size_t length = std::min(quantised_block, layout.length - start);
+    if (replaces) std::fill_n(values + start, length, 0.0f);  // stays in the first-level cache
     path.quantised_unpack_add(values + start, length, layout.bits, scales.data(), codes.data(), messages.size());
   }
 }

@@ -21,8 +21,9 @@ namespace topkube {
 bool quantised_pack(float* values, const QuantisedLayout& layout, std::uint8_t* message);
 
 // Adds the sum of the messages times their weights to `values`. A scale is multiplied by its weight first; the sum is computed in
-// float32, in the order of the messages, and then added. `values` is read and written once.
+// float32, in the order of the messages, and then added. `values` is read and written once. With `replaces`, the sum replaces
+// `values`, which are only written.
 void quantised_unpack_add(float* values, const QuantisedLayout& layout, const std::vector<const std::uint8_t*>& messages,
-                          const std::vector<float>& weights);
+                          const std::vector<float>& weights, bool replaces);
 
 }  // namespace topkube

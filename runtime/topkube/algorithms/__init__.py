@@ -45,6 +45,7 @@ from topkube.algorithms.cost import (
     all_gather_messages,
     all_reduce_messages,
     all_reduce_sent,
+    count_times_fewer_bytes,
     estimate_cost,
     reduce_scatter_memory,
 )
@@ -126,6 +127,7 @@ __all__ = [
     "all_reduce_sent",
     "check_schedule",
     "compresses",
+    "count_times_fewer_bytes",
     "describe",
     "estimate_cost",
     "explain_delay",

@@ -84,6 +84,8 @@ class Machines:
     """Time of one short message between nodes."""
     nccl_link: float | None = None
     """Bandwidth of one node's link for NCCL; None if it is not measured, or if there are no GPUs."""
+    crowding: float = 1.0
+    """Ranks per processor of the most crowded machine."""
 
     def link_of(self, algorithm: Algorithm) -> float:
         """Return the bandwidth of one node's link for the transport of the algorithm: MPI or NCCL."""
@@ -125,6 +127,15 @@ def estimate_cost(
     sent, messages = (traffic.sent, traffic.messages) if machines.nodes > 1 else (0.0, 0)
     between = sent / machines.link_of(algorithm) + messages * machines.latency
     return Cost(algorithm, sent, between, traffic.memory / machines.memory)
+
+
+def count_times_fewer_bytes(algorithm: Algorithm, nodes: int, slots: int, dense_wire: str = "fp32") -> float:
+    """Return how many times fewer bytes a node sends with `algorithm` than in a dense all-reduce of float32; at least
+    1."""
+    if nodes == 1:
+        return 1.0
+    workload = Workload(nodes, slots, 1 << 20, dense_wire=dense_wire)
+    return max(1.0, all_reduce_sent(workload.array_bytes, nodes) / algorithm.traffic(workload).sent)
 
 
 # ---- parts that declarations are made of

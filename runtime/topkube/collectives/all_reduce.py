@@ -14,6 +14,7 @@ from topkube.algorithms import Algorithm, Route, find_algorithm, find_package
 from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import Array
 from topkube.collectives.call import Call, find_own_shard, reserve_workspace
+from topkube.collectives.error_feedback import Residual
 from topkube.collectives.exchange import (
     Exchange,
     Exchanges,
@@ -49,7 +50,12 @@ class NodeAllReduce(AllReduce):
 
     Inside each node, ranks add up their arrays and each keeps one shard. Ranks of equal local rank on all nodes
     exchange their shards. At the end, each node gathers its shards.
+
+    If `only_accumulates` is True, `exchange` reads the node's sum through `Shard.accumulate` only, if there is a
+    residual. The reduction inside the node then writes the sum and the residual together, into the residual.
     """
+
+    only_accumulates: ClassVar[bool] = False
 
     @abstractmethod
     def exchange(self, call: Call, shard: Shard) -> None:
@@ -59,9 +65,14 @@ class NodeAllReduce(AllReduce):
     def run(self, world: World, request: Request) -> bool:
         call = Call(world, self.algorithm.name, request)
         count_dense(world, request.nbytes)
-        finite = call.reduce_scatter(request.array, request.scale(world.size))
+        residual = request.residual
+        if self.only_accumulates and residual is not None and request.dtype == "float32":
+            finite, is_accumulated = reduce_into_residual(call, request, residual), True
+        else:
+            finite, is_accumulated = call.reduce_scatter(request.array, request.scale(world.size)), False
         first, last = find_own_shard(world, request.length)
-        shard = Shard(world, request, request.array[first:last], world.calls, partial(_find_scratch, world))
+        scratch = partial(_find_scratch, world)
+        shard = Shard(world, request, request.array[first:last], world.calls, scratch, is_accumulated=is_accumulated)
         if world.cross_comm is not None:
             self.exchange(call, shard)
         call.all_gather(request.array)
@@ -107,6 +118,18 @@ class ShardAllReduce(NodeAllReduce):
         if len(shard.values):
             with phases.current.timed("select"):
                 self.unpack(shard, packed)
+
+
+def reduce_into_residual(call: Call, request: Request, residual: Residual) -> bool:
+    """Write the node's sum of this rank's shard plus the residual into `residual.pending`. Return True if it is
+    finite."""
+    scale = request.scale(call.world.size)
+    if not residual.momentum:
+        return call.reduce_scatter(request.array, scale, residual.pending, residual.current)
+    finite = call.reduce_scatter(request.array, scale, residual.arriving)
+    with phases.current.timed("select"):
+        residual.accumulate()
+    return finite
 
 
 def build_exchange(route: Route, comm: Any, payload: Any, tag: int = 0) -> tuple[Exchange, int]:

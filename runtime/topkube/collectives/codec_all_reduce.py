@@ -37,6 +37,8 @@ class CodecAllReduce(ShardAllReduce):
     """An algorithm whose nodes send a row each to all other nodes; from `two_stage_from` nodes on, in two stages
     (two_stage.py). The part of the sum that the owner of a segment does not send becomes a part of its residual."""
 
+    only_accumulates = True
+
     @abstractmethod
     def codec(self, places: Sequence[slice], length: int, wire: str, is_always_dense: bool = False) -> Codec:
         """Return the codec for `length` values, in which each of `places` holds one tensor. `is_always_dense`
@@ -50,12 +52,8 @@ class CodecAllReduce(ShardAllReduce):
             self._exchange_in_two_stages(call, shard)
 
     def _exchange_in_two_stages(self, call: Call, shard: Shard) -> None:
-        world, request, length = shard.world, shard.request, len(shard.values)
-
-        def codec_of(places: list[slice], length: int) -> Codec:
-            return self.codec(places, length, request.wire)
-
-        stage = TwoStage(codec_of, [slice(0, length)], length, world.node, world.nodes)
+        world, request = shard.world, shard.request
+        stage = self._open_stages(shard)
         change = shard.accumulate()
         call.check_between_nodes()
         sent = stage.exchange(call, partial(stage.pack, change), [1.0] * world.nodes)
@@ -63,9 +61,22 @@ class CodecAllReduce(ShardAllReduce):
         if request.residual is not None:
             change[stage.segment] += stage.owed
         total = self._find_float32_values(shard)
-        total[:] = 0
-        stage.add(total, sent)
+        stage.write(total, sent)
         self._store(shard, total)
+
+    def _open_stages(self, shard: Shard) -> TwoStage:
+        """Return the two stages for a shard of this length. They are kept from call to call, and owe nothing."""
+        world, wire, length = shard.world, shard.request.wire, len(shard.values)
+        key = f"stages of {self.algorithm.name} {wire} {length}"
+        stages: TwoStage | None = world.cache.get(key)
+        if stages is None:
+
+            def codec_of(places: list[slice], length: int) -> Codec:
+                return self.codec(places, length, wire)
+
+            stages = world.cache[key] = TwoStage(codec_of, [slice(0, length)], length, world.node, world.nodes)
+        stages.forget()
+        return stages
 
     def pack(self, shard: Shard) -> Any:
         wire = shard.request.wire
@@ -77,9 +88,8 @@ class CodecAllReduce(ShardAllReduce):
 
     def unpack(self, shard: Shard, received: Any) -> None:
         length, total = len(shard.values), self._find_float32_values(shard)
-        total[:] = 0
         codec = self.codec([slice(0, length)], length, shard.request.wire)
-        codec.unpack_add(total, list(received), [1.0] * len(received))
+        codec.unpack(total, list(received), [1.0] * len(received))
         self._store(shard, total)
 
     @staticmethod

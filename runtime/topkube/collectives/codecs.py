@@ -37,6 +37,11 @@ class Codec(ABC):
     def unpack_add(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
         """Add to `out`, float32, the decoded rows times `weights`, in the order of the rows."""
 
+    def unpack(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
+        """Write to `out`, float32, the sum of the decoded rows times `weights`, in the order of the rows."""
+        out[:] = 0
+        self.unpack_add(out, rows, weights)
+
 
 CodecOf = Callable[[list[slice], int], Codec]
 """(places of tensors, length) -> the codec for that many values."""
@@ -44,7 +49,7 @@ CodecOf = Callable[[list[slice], int], Codec]
 
 class TensorCodec(Codec):
     """A codec that packs every tensor on its own, with `pack_tensor` and `unpack_add_tensor`. `places` are the slices
-    of the values that belong to one tensor each."""
+    of the values that belong to one tensor each, and every value belongs to one."""
 
     packs_differences_fast: ClassVar[bool] = False
     """True if `pack_differences` takes about as long as a copy of the tensors."""
@@ -147,6 +152,12 @@ class Integers(TensorCodec):
 
     def unpack_add_tensor(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
         kernels.quantised_unpack_add_(out, self._bits, list(rows), weights)
+
+    def unpack(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
+        for place, part in zip(self._places, self._row_places, strict=True):
+            if out[place].size:
+                parts = [row[part] for row in rows]
+                kernels.quantised_unpack_add_(out[place], self._bits, parts, weights, replaces=True)
 
 
 class Rounded(Codec):

@@ -84,6 +84,7 @@ class GlobalTopAllReduce(NodeAllReduce):
     shard."""
 
     kind: type[GlobalTop]
+    only_accumulates = True
 
     def exchange(self, call: Call, shard: Shard) -> None:
         world, request = shard.world, shard.request

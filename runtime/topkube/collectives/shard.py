@@ -31,11 +31,15 @@ class Shard:
     number: int
     scratch: Callable[[str, int, str], Any]
     finite: list[Any] = field(default_factory=list)
+    is_accumulated: bool = False
+    """True if `accumulate` has nothing left to do: the reduction inside the node wrote its result."""
 
     def accumulate(self) -> Any:
         """Return the shard as float32, with what was not sent before added to it. The algorithm clears or lowers the
         entries that it sends, in this array; what is left there is sent in later steps."""
         residual, values = self.request.residual, self.values
+        if self.is_accumulated and residual is not None:
+            return residual.pending
         if residual is None:
             if self.request.dtype == "float32":
                 return values

@@ -12,9 +12,8 @@ import numpy as np
 from topkube import _kernels, kernels
 from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import DTYPE_CODES, Array, as_bytes, is_tensor
-from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, count_dense
+from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, count_dense, reduce_into_residual
 from topkube.collectives.call import Call, compute_shard_bounds, find_own_shard, reserve_workspace
-from topkube.collectives.error_feedback import Residual
 from topkube.collectives.exchange import Exchanges, gather_rows
 from topkube.collectives.request import Request
 from topkube.collectives.shard import Shard
@@ -44,7 +43,7 @@ class HiTopK(ShardAllReduce):
         residual = request.residual
         if residual is not None:
             shard = residual.pending
-            finite = _reduce_into_residual(call, request, residual)
+            finite = reduce_into_residual(call, request, residual)
         elif x.dtype == np.float32:
             shard = x[first:last]
             finite = call.reduce_scatter(x, request.scale(world.size))
@@ -145,18 +144,6 @@ def count_sent_bytes(world: World, row_bytes: int) -> dict[str, int]:
     else:
         between = 0 if (world.rank + 1) % world.size in local_ranks else rows
     return {"intra": (rows - between) * row_bytes, "inter": between * row_bytes}
-
-
-def _reduce_into_residual(call: Call, request: Request, residual: Residual) -> bool:
-    """Write the node's sum of this rank's shard plus the residual into `residual.pending`. Return True if it is
-    finite."""
-    scale = request.scale(call.world.size)
-    if not residual.momentum:
-        return call.reduce_scatter(request.array, scale, residual.pending, residual.current)
-    finite = call.reduce_scatter(request.array, scale, residual.arriving)
-    with phases.current.timed("select"):
-        residual.accumulate()
-    return finite
 
 
 def _count_row_bytes(length: int, k: int, wire: str) -> int:

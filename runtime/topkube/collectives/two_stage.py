@@ -106,6 +106,16 @@ class TwoStage:
         for codec, row, start, stop in zip(self.codecs, rows, self.bounds, self.bounds[1:], strict=False):
             codec.unpack_add(out[start:stop], [row], [1.0])
 
+    def write(self, out: Array, rows: Sequence[Array]) -> None:
+        """Write what all owners sent to `out`, the whole shard."""
+        for codec, row, start, stop in zip(self.codecs, rows, self.bounds, self.bounds[1:], strict=False):
+            codec.unpack(out[start:stop], [row], [1.0])
+
+    def forget(self) -> None:
+        """Owe nothing, as at the start."""
+        self.is_finite = True
+        self.owed[:] = 0
+
 
 def _cut(places: Sequence[slice], start: int, stop: int) -> list[slice]:
     """Return the parts of `places` in [start, stop), relative to `start`."""

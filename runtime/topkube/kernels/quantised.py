@@ -47,14 +47,19 @@ def quantised_pack_(values: Any, bits: int, message: Any, *, wait: bool = True) 
     return bool(_kernels.quantised_pack(as_bytes(view), bits, message_view))
 
 
-def quantised_unpack_add_(out: Any, bits: int, messages: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Compute out += the sum over `messages` of weight * the values of the message. Return `out` (float32).
+def quantised_unpack_add_(
+    out: Any, bits: int, messages: Sequence[Any], weights: Sequence[float], *, replaces: bool = False
+) -> Any:
+    """Compute out += the sum over `messages` of weight * the values of the message. Return `out` (float32). With
+    `replaces`, the sum replaces what `out` holds.
 
     `quantised_pack_` wrote the messages about arrays of `out`'s length. Each scale is multiplied by its weight in
     float32, the products are summed in the list's order, and the sum is added to `out`. Raises ArgumentError before
     anything is written.
     """
     if gpu := find_device_kernels(out=out, **{f"messages[{i}]": message for i, message in enumerate(messages)}):
+        if replaces:
+            out.zero_()
         gpu.quantised_unpack_add_(out, bits, messages, weights, quantised_bytes(out.numel(), bits))
         return out
     view = view_flat(out, "out", writable=True, dtypes=(FLOAT32,))
@@ -62,7 +67,7 @@ def quantised_unpack_add_(out: Any, bits: int, messages: Sequence[Any], weights:
     views = [_view_message(message, f"messages[{i}]", view.size, bits) for i, message in enumerate(messages)]
     for i, message in enumerate(views):
         check_apart("out", view, f"messages[{i}]", message)
-    _kernels.quantised_unpack_add(as_bytes(view), bits, views, list(map(float, weights)))
+    _kernels.quantised_unpack_add(as_bytes(view), bits, views, list(map(float, weights)), replaces)
     return out
 
 

@@ -29,12 +29,14 @@ class BucketLength:
 
 
 def plan_bucket_lengths(
-    profile: StepProfile, algorithm: Algorithm, ranks: int, rate: float = 0.0
+    profile: StepProfile, algorithm: Algorithm, ranks: int, rate: float = 0.0, crowding: float = 1.0
 ) -> tuple[BucketLength, ...]:
     """Return the buckets that the runtime plans for the gradients of `profile`, in the order of their exchanges. `rate`
-    is the bytes per second that a node sends to other nodes (0: unknown)."""
+    is the bytes of gradients that pass the link per second (0: unknown), `crowding` the ranks per processor."""
     largest = _find_largest_bucket(profile, algorithm.has_small_buckets, ranks)
-    return _plan_buckets(profile.gradients, largest, rate if largest is None else 0.0)
+    if largest is not None:
+        rate, crowding = 0.0, 1.0  # they change nothing
+    return _plan_buckets(profile.gradients, largest, rate, crowding)
 
 
 def _find_largest_bucket(profile: StepProfile, has_small_buckets: bool, ranks: int) -> int | None:
@@ -50,7 +52,9 @@ def _find_largest_bucket(profile: StepProfile, has_small_buckets: bool, ranks: i
 
 
 @functools.lru_cache(maxsize=64)
-def _plan_buckets(gradients: tuple[Gradient, ...], largest: int | None, rate: float) -> tuple[BucketLength, ...]:
+def _plan_buckets(
+    gradients: tuple[Gradient, ...], largest: int | None, rate: float, crowding: float
+) -> tuple[BucketLength, ...]:
     import torch
 
     from topkube.training.exchange.buckets.fusion import plan_buckets
@@ -67,7 +71,7 @@ def _plan_buckets(gradients: tuple[Gradient, ...], largest: int | None, rate: fl
         )
         for position, gradient in enumerate(gradients)
     ]
-    planned = plan_buckets(parameters, largest, rate)
+    planned = plan_buckets(parameters, largest, rate, crowding)
     last_position, lengths = -1, []
     for number, bucket in enumerate(planned):
         members: list[Any] = bucket.parameters

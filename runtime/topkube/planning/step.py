@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from topkube.algorithms import DELAY, OVERLAP, Algorithm
+from topkube.algorithms import DELAY, OVERLAP, Algorithm, count_times_fewer_bytes
 from topkube.planning.buckets import BucketLength, plan_bucket_lengths
 from topkube.planning.exchange_tasks import (
     TaskList,
@@ -129,8 +129,14 @@ def _list_tasks(profile: StepProfile, situation: Situation, algorithm: Algorithm
 
 
 def _plan_buckets(profile: StepProfile, situation: Situation, algorithm: Algorithm) -> Sequence[BucketLength]:
-    rate = situation.machines.link if situation.machines.nodes > 1 else 0.0
-    return plan_bucket_lengths(profile, algorithm, situation.ranks, rate) if situation.ranks > 1 else ()
+    if situation.ranks == 1:
+        return ()
+    machines = situation.machines
+    if machines.nodes == 1:
+        return plan_bucket_lengths(profile, algorithm, situation.ranks)
+    times = count_times_fewer_bytes(algorithm, machines.nodes, machines.slots, situation.dense_wire)
+    crowding = machines.slots / situation.cores
+    return plan_bucket_lengths(profile, algorithm, situation.ranks, machines.link * times, crowding)
 
 
 def _add_backward(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topkube.algorithms import DELAY, OWN, Algorithm, Machines, estimate_cost, find_algorithm
+from topkube.algorithms import DELAY, OWN, Algorithm, Machines, count_times_fewer_bytes, estimate_cost, find_algorithm
 from topkube.planning import guidelines
 from topkube.planning.buckets import plan_bucket_lengths
 from topkube.planning.models import find_model
@@ -319,10 +319,22 @@ def test_training_without_selection_on_a_processor_has_more_buckets() -> None:
     profile = dataclasses.replace(build_uniform_profile(25_000_000, 0.1), on_cpu=True)
     names = ("hierarchical", "hitopk", "int8")
     dense, sparse, quantised = (plan_bucket_lengths(profile, find_algorithm(name), 4) for name in names)
-    assert quantised == dense
+    assert quantised == dense  # the rate of the link is unknown
     assert len(dense) > len(sparse) > 1
     assert sum(bucket.elements for bucket in dense) == sum(bucket.elements for bucket in sparse) == 25_000_000
     assert [bucket.last for bucket in dense] == sorted(bucket.last for bucket in dense)
+
+
+def test_buckets_that_send_fewer_bytes_are_larger() -> None:
+    """A bucket occupies the link for a while: with a quarter of the bytes, it has more elements."""
+    rate = 1e9
+    assert count_times_fewer_bytes(find_algorithm("hierarchical"), 2, 2) == 1
+    assert count_times_fewer_bytes(find_algorithm("hierarchical"), 2, 2, "bf16") == 2
+    times = count_times_fewer_bytes(find_algorithm("int8"), 2, 2)
+    assert 3.9 < times < 4
+    profile = dataclasses.replace(build_uniform_profile(25_000_000, 0.1), on_cpu=True)
+    dense, fewer = (plan_bucket_lengths(profile, find_algorithm("int8"), 4, factor * rate) for factor in (1, times))
+    assert len(fewer) < len(dense)
 
 
 @pytest.mark.parametrize(

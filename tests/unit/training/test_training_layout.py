@@ -85,14 +85,15 @@ def test_a_gpt_overlaps_all_but_a_small_part() -> None:
 
 
 def test_a_fast_link_has_fewer_buckets() -> None:
-    """Each bucket costs the processor time that computes gradients; on a fast link there is little to hide."""
+    """Each bucket costs the processor time that computes gradients; on a fast link there is little to hide. If ranks
+    share a processor, the work per bucket delays the other ranks too."""
     model = GPT(layers=6, width=256)
     parameters = [Parameter(i, name, p) for i, (name, p) in enumerate(reversed(list(model.named_parameters())))]
 
-    def plan_sizes(rate: float) -> list[int]:
+    def plan_sizes(rate: float, crowding: float = 0.5) -> list[int]:
         return [
             b.length * 4
-            for b in fill_buckets(parameters, ends=fusion.find_overlap_ends(parameters, rate))
+            for b in fill_buckets(parameters, ends=fusion.find_overlap_ends(parameters, rate, crowding))
             if not b.is_always_dense
         ]
 
@@ -101,6 +102,9 @@ def test_a_fast_link_has_fewer_buckets() -> None:
     assert len(fast) <= 5
     assert max(fast) <= 1e9 * fusion.BUCKET_SECONDS
     assert fast[-1] <= fusion.LEAST_BUCKET_BYTES
+    crowded = plan_sizes(0.0, crowding=2.0)
+    assert len(crowded) < len(plan_sizes(0.0))
+    assert max(crowded) <= 2 * sum(crowded) / fusion.BUCKETS
 
 
 def test_the_density_falls_from_1_to_its_target_exponentially() -> None:

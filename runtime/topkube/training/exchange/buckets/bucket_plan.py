@@ -15,7 +15,7 @@ from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.fusion import choose_largest_size, plan_buckets
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.exchange.buckets.rank_comparison import RankComparison
-from topkube.training.exchange.tuning.tuning import Tuning
+from topkube.training.exchange.tuning.tuning import Tuning, find_initial_dense_wire
 from topkube.training.ranks.agreement import digest
 from topkube.training.ranks.queued_agreement import QueuedAgreement
 from topkube.world import World
@@ -158,7 +158,9 @@ class BucketPlan:
 
     def _plan_more(self, parameters: list[Parameter]) -> list[Bucket]:
         sizes = self._choose_largest_size()
-        new_buckets = plan_buckets(parameters, sizes, self.tuning.rate)
+        machines = self.tuning.machines
+        crowding = machines.crowding if machines is not None else 1.0
+        new_buckets = plan_buckets(parameters, sizes, self._find_gradient_rate(), crowding)
         self._adopt(new_buckets, parameters)
         return new_buckets
 
@@ -168,6 +170,17 @@ class BucketPlan:
             self._bucket_of.update({parameter.index: bucket for parameter in bucket.parameters})
         for parameter in parameters:
             self._bucket_of.setdefault(parameter.index, Bucket(parameter.dtype, True))  # no elements
+
+    def _find_gradient_rate(self) -> float:
+        """Return the bytes of gradients that pass the link per second with the algorithm in force; 0 if unknown."""
+        world, aggregation, choice = self._world, self._aggregation, self.tuning.choice
+        if choice is not None:
+            algorithm, dense_wire = choice.algorithm, choice.dense_wire
+        else:
+            algorithm = algorithms.resolve(aggregation.algorithm, world.nodes, sys.maxsize, aggregation.density)
+            dense_wire = find_initial_dense_wire(aggregation)
+        slots = max(map(len, world.node_ranks))
+        return self.tuning.rate * algorithms.count_times_fewer_bytes(algorithm, world.nodes, slots, dense_wire)
 
     def _choose_largest_size(self) -> int | None:
         """Return the most bytes of a bucket, None if sizes are chosen so that exchanges overlap with backward."""

@@ -27,11 +27,14 @@ BUCKET_SECONDS = 0.01
 the last bucket saves."""
 
 
-def find_overlap_ends(parameters: Iterable[Parameter], rate: float = 0.0) -> set[int]:
+def find_overlap_ends(parameters: Iterable[Parameter], rate: float = 0.0, crowding: float = 1.0) -> set[int]:
     """Return the positions of `parameters` after which a bucket should end, so that its exchange overlaps with
     the rest of backward. The first bucket is small, so that the exchange starts early. The last bucket is small,
     because it is exchanged after backward. The others have equal sizes, which follow from the sizes of the tensors and
-    from `rate`, the bytes per second that a node sends to other nodes (0: unknown)."""
+    from `rate`, the bytes of gradients that pass the link per second (0: unknown): more than the link's rate if values
+    are sent in fewer bytes. With `crowding` ranks per processor, buckets are larger by that factor, because the work
+    per bucket delays other ranks too."""
+    crowding = max(1.0, crowding)
     groups: dict[torch.dtype, list[tuple[int, int]]] = {}
     for position, parameter in enumerate(parameters):
         if parameter.length and not parameter.is_always_dense and not parameter.has_rows:
@@ -42,8 +45,8 @@ def find_overlap_ends(parameters: Iterable[Parameter], rate: float = 0.0) -> set
         total = sum(size for _, size in group)
         if total <= LEAST_BUCKET_BYTES:
             continue
-        by_link = rate * BUCKET_SECONDS
-        usual_limit = min(BUCKET_BYTES, max(LEAST_BUCKET_BYTES, total // BUCKETS, by_link))
+        by_link = rate * BUCKET_SECONDS * crowding
+        usual_limit = min(BUCKET_BYTES, max(LEAST_BUCKET_BYTES, total * crowding // BUCKETS, by_link))
         first = min(usual_limit, max(LEAST_BUCKET_BYTES, by_link / 4))
         filled, limit, remaining, previous_position, is_last = 0, first, total, -1, False
         for position, size in group:
@@ -98,9 +101,11 @@ def choose_largest_size(has_small_buckets: bool, is_on_cpu: bool, ranks: int) ->
     return None if is_on_cpu and ranks > 1 and has_small_buckets else BUCKET_BYTES
 
 
-def plan_buckets(parameters: list[Parameter], largest: int | None, rate: float = 0.0) -> list[Bucket]:
+def plan_buckets(
+    parameters: list[Parameter], largest: int | None, rate: float = 0.0, crowding: float = 1.0
+) -> list[Bucket]:
     """Return the buckets of `parameters`, which come in the order of their gradients. `largest` is what
-    `choose_largest_size` returned, or the job's choice; `rate` is as for `find_overlap_ends`."""
+    `choose_largest_size` returned, or the job's choice; `rate` and `crowding` are as for `find_overlap_ends`."""
     if largest is not None:
         return fill_buckets(parameters, largest)
-    return fill_buckets(parameters, ends=find_overlap_ends(parameters, rate))
+    return fill_buckets(parameters, ends=find_overlap_ends(parameters, rate, crowding))

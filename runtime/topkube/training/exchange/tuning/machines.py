@@ -27,8 +27,9 @@ def _measure(world: World, agreement: QueuedAgreement, measure_nccl: Callable[[]
     own = agreement.run(lambda _: measure_machines(world))
     nccl = agreement.run(lambda _: measure_nccl())
     # Rates are negative: their maximum over the ranks is the lowest rate.
-    worst = [-own.rate if own.rate else -math.inf, own.latency or 0.0, -own.memory, -(nccl or 0.0)]
-    rate, latency, memory, nccl = agreement.maximum(worst)
+    worst = [-own.rate if own.rate else -math.inf, own.latency or 0.0, -own.memory, -(nccl or 0.0), world.crowding]
+    rate, latency, memory, nccl, crowding = agreement.maximum(worst)
     slots = max(map(len, world.node_ranks))
     link = -float(rate) * world.shards
-    return Machines(world.nodes, slots, link, -float(memory), float(latency), -float(nccl) or None)
+    nccl_link = -float(nccl) or None
+    return Machines(world.nodes, slots, link, -float(memory), float(latency), nccl_link, float(crowding))
