@@ -29,9 +29,8 @@ from topkube.world import World
 _TAG = 32767
 """The tag of the greetings on the communicator between nodes: the largest tag of every MPI. Tags of pieces count from
 0."""
-GREETING_BYTES = 64 << 10
-"""The most bytes of values in a greeting. Every rank has room for them in every call: another rank may have entered a
-call with other parameters, and its greeting must still arrive as a whole."""
+_MOST_GREETED_BYTES, _ROOM_BYTES = 256 << 10, 1 << 20
+"""The most bytes of values in a greeting, and in all greetings that a rank receives."""
 _HASH_BYTES = 8
 
 
@@ -79,8 +78,8 @@ class Call:
         """The requests of the greetings between nodes."""
         self._sent: list[Array] = []
         self._partners = _list_partners(world)
-        room = GREETING_BYTES if world.nodes <= PAIRWISE_LIMIT else 0
-        self._arrived = np.empty((len(self._partners), _HASH_BYTES + room), np.uint8)
+        # Other ranks may have entered calls with other parameters: there is room for the greetings of any call.
+        self._arrived = np.empty((len(self._partners), _HASH_BYTES + count_greeted_bytes(world.nodes)), np.uint8)
         for row, partner in zip(self._arrived, self._partners, strict=True):
             self.greetings.append(world.cross_comm.Irecv(row, partner, _TAG))
         self.greets_with_values = greets_with_values and bool(self._partners)
@@ -209,6 +208,11 @@ class Call:
             cause="ranks passed arrays of different lengths or types, or took different branches",
             next_step="make every rank enter the same collectives in the same order, with equal parameters",
         )
+
+
+def count_greeted_bytes(nodes: int) -> int:
+    """Return the most bytes of values in a greeting between `nodes` nodes; 0 for rings and one node."""
+    return min(_MOST_GREETED_BYTES, _ROOM_BYTES // (nodes - 1)) if 1 < nodes <= PAIRWISE_LIMIT else 0
 
 
 def _list_partners(world: World) -> list[int]:

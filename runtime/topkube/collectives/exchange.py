@@ -15,7 +15,7 @@ import numpy as np
 from topkube import kernels
 from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import Array, as_bytes
-from topkube.collectives.call import GREETING_BYTES, Call, compute_shard_bounds
+from topkube.collectives.call import Call, compute_shard_bounds, count_greeted_bytes
 from topkube.telemetry import phases, trace
 from topkube.waiting import advance_messages
 
@@ -160,7 +160,7 @@ def greeted_all_reduce(
         yield from pairwise_all_gather(comm, x, tag)
 
 
-def count_greeted_bytes(x: Array, ranks: int) -> int:
+def count_bytes_with_greetings(x: Array, ranks: int) -> int:
     """Return how many bytes a rank sends in `greeted_all_reduce`, without the hashes."""
     one_round = (ranks - 1) * x.nbytes
     return one_round if _takes_one_round(x.nbytes, ranks) else 2 * one_round // ranks
@@ -169,7 +169,7 @@ def count_greeted_bytes(x: Array, ranks: int) -> int:
 def _takes_one_round(nbytes: int, ranks: int) -> bool:
     """Return True if the ranks send all of an array of `nbytes` to each other, and not segments and then sums."""
     more_bytes = (ranks - 1) * nbytes * (ranks - 2) // ranks
-    return nbytes <= GREETING_BYTES and more_bytes <= MORE_BYTES
+    return nbytes <= count_greeted_bytes(ranks) and more_bytes <= MORE_BYTES
 
 
 def narrow_all_reduce(

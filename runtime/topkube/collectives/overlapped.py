@@ -18,13 +18,13 @@ import numpy as np
 
 from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import BFLOAT16, Array
-from topkube.collectives.call import GREETING_BYTES, Call, find_own_shard, reserve_workspace
+from topkube.collectives.call import Call, count_greeted_bytes, find_own_shard, reserve_workspace
 from topkube.collectives.exchange import (
     Exchange,
     Exchanges,
     choose_partial_sum_type,
     count_buffer_elements,
-    count_greeted_bytes,
+    count_bytes_with_greetings,
     greeted_all_reduce,
     narrow_all_reduce,
     pairwise_all_reduce,
@@ -64,7 +64,7 @@ def fits_in_greeting(world: World, nbytes: int) -> bool:
     """Return True if the greetings of a call carry the values of an array of `nbytes`: it has one piece, and the
     segments of its shards are small."""
     segment_bytes = nbytes // (world.shards * world.nodes) + 2 * _MOST_ITEM_BYTES  # rounded up twice
-    return world.nodes <= PAIRWISE_LIMIT and nbytes < LEAST_PIECE_BYTES and segment_bytes <= GREETING_BYTES
+    return nbytes < LEAST_PIECE_BYTES and segment_bytes <= count_greeted_bytes(world.nodes)
 
 
 @dataclass(eq=False)
@@ -160,7 +160,7 @@ class OverlappedAllReduce:
         buffer = reserve_workspace(world, f"shard {self._number % (UNDER_WAY + 1)}", length, sent_type)
         if call.greets_with_values:
             exchange = greeted_all_reduce(call, world.cross_comm, shard, self._number % TAGS, self._note_finite, scale)
-            sent = count_greeted_bytes(shard, world.nodes)
+            sent = count_bytes_with_greetings(shard, world.nodes)
         else:
             exchange = _exchange_after_greeting(call, self._exchange(world.cross_comm, shard, buffer, scale))
             element_bytes = (
