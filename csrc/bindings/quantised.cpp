@@ -29,8 +29,7 @@ void bind_quantised(nb::module_& module) {
       nb::arg("values"), nb::arg("bits"), nb::arg("message"), "Return True if all scales are finite.");
   module.def(
       "quantised_unpack_add",
-      [](Bytes values, int bits, const std::vector<ConstBytes>& messages, const std::vector<float>& weights,
-         bool replaces) {
+      [](Bytes values, int bits, const std::vector<ConstBytes>& messages, const std::vector<float>& weights, bool replaces) {
         const QuantisedLayout layout = make_checked_layout(values.size() / sizeof(float), bits);
         require(messages.size() == weights.size(), "messages and weights differ in length");
         std::vector<const std::uint8_t*> from;
