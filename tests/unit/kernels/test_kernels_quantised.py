@@ -71,6 +71,9 @@ def test_unpacking_adds_all_nodes_in_their_order(length: int, nodes: int, bits: 
     expected = out + total
     assert kernels.quantised_unpack_add_(out, bits, messages, weights) is out
     np.testing.assert_array_equal(out.view(np.uint32), expected.view(np.uint32))
+    replaced = np.full(length, np.nan, np.float32)
+    assert kernels.quantised_unpack_add_(replaced, bits, messages, weights, replaces=True) is replaced
+    np.testing.assert_array_equal(replaced.view(np.uint32), (np.zeros_like(total) + total).view(np.uint32))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
