@@ -211,8 +211,11 @@ class Call:
 
 
 def count_greeted_bytes(nodes: int) -> int:
-    """Return the most bytes of values in a greeting between `nodes` nodes; 0 for rings and one node."""
-    return min(_MOST_GREETED_BYTES, _ROOM_BYTES // (nodes - 1)) if 1 < nodes <= PAIRWISE_LIMIT else 0
+    """Return the most bytes of values in a greeting between `nodes` nodes: a multiple of 8, so that values are aligned;
+    0 for rings and one node."""
+    if not 1 < nodes <= PAIRWISE_LIMIT:
+        return 0
+    return min(_MOST_GREETED_BYTES, _ROOM_BYTES // (nodes - 1)) // _HASH_BYTES * _HASH_BYTES
 
 
 def _list_partners(world: World) -> list[int]:

@@ -4,7 +4,6 @@ all ranks."""
 from __future__ import annotations
 
 import functools
-from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +14,7 @@ import topkube
 from ranks.counted_messages import count_messages
 from topkube import collectives
 from topkube.algorithms import OWN, Family, Workload, find_algorithm
-from topkube.collectives import Request, dense, load, residual_length
+from topkube.collectives import Request, load, residual_length
 from topkube.collectives.error_feedback import Residual
 from topkube.collectives.overlapped import MOST_PIECE_BYTES, OverlappedAllReduce
 from topkube.errors import ArgumentError
@@ -106,31 +105,6 @@ def case_arrays_overlap_and_arrive_in_order(world: World) -> None:
     assert finished == list(range(len(lengths)))
     assert [x.tobytes() for x in together] == [x.tobytes() for x in alone]
     assert pieces.advance() is None
-
-
-def case_small_arrays_need_few_messages(world: World) -> None:
-    """The greeting of a small array carries its values: the result has the same bits, and the messages between nodes
-    are those of one round, or of two."""
-    for dtype in TYPES:
-        for length in (0, 1, 5, 2_001, 30_011, 400_003):
-            x = draw_inputs(world, length, dtype, seed=11)[world.rank].copy()
-            alone = x.copy()
-            with count_messages(world) as counted:
-                topkube.allreduce_(x, algorithm="hierarchical")
-            with patch.object(dense, "fits_in_greeting", return_value=False), count_messages(world) as counted_alone:
-                topkube.allreduce_(alone, algorithm="hierarchical")
-            assert x.tobytes() == alone.tobytes(), f"{length} {dtype}"
-            if world.nodes > 1 and world.cross_comm is not None:
-                assert counted_alone.messages == 3 * (world.nodes - 1)
-                rounds = 1 if length <= 2_001 else 2 if length <= 30_011 else 3
-                assert counted.messages <= rounds * (world.nodes - 1), f"{length} {dtype}"
-
-
-def case_a_small_array_that_is_not_finite_shows(world: World) -> None:
-    """An infinite value on one rank is reported, also if the values travel with the greeting."""
-    x = np.ones(1_000, np.float32)
-    x[-1] = np.inf if world.rank == world.size - 1 else 1.0
-    assert not world.agree(load(find_algorithm("hierarchical")).run(world, Request(x, "sum")))
 
 
 def case_an_array_that_overlaps_is_checked(world: World) -> None:
