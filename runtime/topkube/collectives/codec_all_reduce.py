@@ -52,8 +52,12 @@ class CodecAllReduce(ShardAllReduce):
             self._exchange_in_two_stages(call, shard)
 
     def _exchange_in_two_stages(self, call: Call, shard: Shard) -> None:
-        world, request = shard.world, shard.request
-        stage = self._open_stages(shard)
+        world, request, length = shard.world, shard.request, len(shard.values)
+
+        def codec_of(places: list[slice], length: int) -> Codec:
+            return self.codec(places, length, request.wire)
+
+        stage = TwoStage(codec_of, [slice(0, length)], length, world.node, world.nodes)
         change = shard.accumulate()
         call.check_between_nodes()
         sent = stage.exchange(call, partial(stage.pack, change), [1.0] * world.nodes)
@@ -63,20 +67,6 @@ class CodecAllReduce(ShardAllReduce):
         total = self._find_float32_values(shard)
         stage.write(total, sent)
         self._store(shard, total)
-
-    def _open_stages(self, shard: Shard) -> TwoStage:
-        """Return the two stages for a shard of this length. They are kept from call to call, and owe nothing."""
-        world, wire, length = shard.world, shard.request.wire, len(shard.values)
-        key = f"stages of {self.algorithm.name} {wire} {length}"
-        stages: TwoStage | None = world.cache.get(key)
-        if stages is None:
-
-            def codec_of(places: list[slice], length: int) -> Codec:
-                return self.codec(places, length, wire)
-
-            stages = world.cache[key] = TwoStage(codec_of, [slice(0, length)], length, world.node, world.nodes)
-        stages.forget()
-        return stages
 
     def pack(self, shard: Shard) -> Any:
         wire = shard.request.wire

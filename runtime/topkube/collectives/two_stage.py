@@ -111,11 +111,6 @@ class TwoStage:
         for codec, row, start, stop in zip(self.codecs, rows, self.bounds, self.bounds[1:], strict=False):
             codec.unpack(out[start:stop], [row], [1.0])
 
-    def forget(self) -> None:
-        """Owe nothing, as at the start."""
-        self.is_finite = True
-        self.owed[:] = 0
-
 
 def _cut(places: Sequence[slice], start: int, stop: int) -> list[slice]:
     """Return the parts of `places` in [start, stop), relative to `start`."""

@@ -196,8 +196,9 @@ class Backward:
             self._untouched.append(parameter)
             self._seen.append(parameter.index)
             return
-        if bucket.intake == "none, and only read":
-            self._untouched.append(parameter)
+        if bucket.intake == "is only read":
+            if parameter.stash is None:  # otherwise it is added to the stash, which the script may have chosen
+                self._untouched.append(parameter)
         elif not bucket.take_in(parameter):
             parameter.copy_shared_gradient()
         if not current_pass.has_several:  # otherwise ranks agree at the end which optimizers took part

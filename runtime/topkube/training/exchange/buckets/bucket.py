@@ -18,9 +18,9 @@ IN_PLACE_BYTES = 2 << 20
 side, because messages of their own would cost more than the copies."""
 
 
-Intake = Literal["part", "whole", "none", "none, and only read"]
-"""What happens to a gradient when it arrives: it moves into the memory of its part or of the whole bucket; or it stays,
-and the exchange changes it, or only reads it."""
+Intake = Literal["moves into its part", "moves into the bucket", "stays", "is only read"]
+"""What happens to a gradient when it arrives: it moves into the memory of its part or of the whole bucket; or it stays
+where it is, and the exchange changes it, or only reads it."""
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class Bucket:
     residual: Residual | None = None
     waiting: int = 0
     """The number of parameters whose gradient this backward has not produced yet."""
-    intake: Intake = "none"
+    intake: Intake = "stays"
     """What happens to the gradients of this backward when they arrive."""
     memory: GradientMemory | None = None
     """The memory in which the gradients lie side by side, if they may move: of a part of an overlapped exchange, or of
@@ -87,9 +87,9 @@ class Bucket:
         """Move a gradient that has just been accumulated into the memory of its part, or of the whole bucket. Return
         False if it stays."""
         memory = None
-        if self.intake == "part":
+        if self.intake == "moves into its part":
             memory = self._memory_of.get(parameter.index)
-        elif self.intake == "whole":
+        elif self.intake == "moves into the bucket":
             memory = self._open_memory()
         return memory is not None and memory.take_in(parameter)
 

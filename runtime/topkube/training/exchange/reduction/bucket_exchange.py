@@ -71,13 +71,13 @@ class BucketExchange:
     def choose_intake(self, bucket: Bucket) -> Intake:
         """Return what happens to the bucket's gradients when they arrive."""
         if self.on_device is not None or bucket.has_rows:
-            return "none"
+            return "stays"
         if self.is_overlapped(bucket):
-            return "part"
+            return "moves into its part"
         is_alone = self.world.size == 1 and not self.algorithms.drains(bucket)
         if is_alone and not self.algorithms.choose_after_warmup(bucket).algorithm.compresses:
-            return "none, and only read"
-        return "whole"
+            return "is only read"
+        return "moves into the bucket"
 
     @property
     def is_pipelined(self) -> bool:
