@@ -2,6 +2,7 @@
 
     python benchmarks/target_loss.py                                  # train and time what is missing, then report
     python benchmarks/target_loss.py --only times --rate 100mbit      # measure the times of a step over this link again
+    python benchmarks/target_loss.py --model char_gpt_800k --seeds 1  # the same with a larger model
     python benchmarks/target_loss.py --quick                          # a few steps of each contender; stores nothing
 
 The ranks are real: two nodes of one rank each in network namespaces, as in benchmarks/step.py; this needs root. The
@@ -43,7 +44,7 @@ from step import WORLDS, describe_machine
 RESULTS = Path(__file__).parent / "results" / "target_loss.json"
 SCRIPT = Path(__file__).with_name("target_loss_rank.py")
 LAYOUT = (1, 1)
-MODEL = "char_gpt"
+MODELS = ("char_gpt", "char_gpt_800k")
 OPTIMIZERS = ("adamw", "sgd")
 RATES = ("100mbit", "200mbit", "1gbit")
 MARGINS = (1.0, 5.0)
@@ -73,6 +74,7 @@ DDP = "ddp"
 CONTENDERS = {
     "dense": TargetContender("TopKube dense", "mpich", {"aggregation": "dense"}),
     "dense_bf16": TargetContender("TopKube dense, bf16", "mpich", {"aggregation": "dense", "dense_wire": "bf16"}),
+    "int4": TargetContender("TopKube int4", "mpich", {"aggregation": "int4"}),
     "onebit": TargetContender("TopKube onebit", "mpich", {"aggregation": "onebit"}),
     "onebit_4": TargetContender("TopKube onebit, period 4", "mpich", {"aggregation": "onebit", "period": 4}),
     "topk1bit": TargetContender("TopKube topk1bit", "mpich", {"aggregation": "topk1bit"}),
@@ -111,16 +113,16 @@ def compute_seconds_to_target(steps: float, ms: float, dense_steps: int, dense_m
 
 
 def compare(runs: list[Row], times: list[Row]) -> list[Row]:
-    """Return, for each optimizer, length of the run, link, target and contender, the steps and the seconds to the
-    target (means over the seeds) and how many times faster the contender is than the fastest peer.
+    """Return, for each model, optimizer, length of the run, link, target and contender, the steps and the seconds to
+    the target (means over the seeds) and how many times faster the contender is than the fastest peer.
 
     A contender that misses the target with one of its seeds has no time. `against_best` is the mean over the seeds, by
     the medians of the turns; `range` holds the smallest and the largest value over all seeds and turns.
     """
     rows = []
-    turns_of = {(row["optimizer"], row["rate"], row["contender"]): row["turns_ms"] for row in times}
-    for optimizer, length in _list_kinds(runs):
-        own = [run for run in runs if (run["optimizer"], run["steps"]) == (optimizer, length)]
+    turns_of = {(row["model"], row["optimizer"], row["rate"], row["contender"]): row["turns_ms"] for row in times}
+    for model, optimizer, length in _list_kinds(runs):
+        own = [run for run in runs if (run["model"], run["optimizer"], run["steps"]) == (model, optimizer, length)]
         finals = {run["seed"]: run["evaluations"][-1][1] for run in own if run["contender"] == DDP}
         for margin in MARGINS:
             steps: dict[str, dict[int, float | None]] = {}
@@ -130,15 +132,17 @@ def compare(runs: list[Row], times: list[Row]) -> list[Row]:
                     reached = find_steps_to_target(run["evaluations"], target)
                     steps.setdefault(run["contender"], {})[run["seed"]] = reached
             for rate in RATES:
-                turns = {name: turns_of[optimizer, rate, name] for name in steps if (optimizer, rate, name) in turns_of}
+                keys = {name: (model, optimizer, rate, name) for name in steps}
+                turns = {name: turns_of[key] for name, key in keys.items() if key in turns_of}
                 if DDP in turns:
-                    rows += _compare_on_link(optimizer, rate, margin, length, steps, turns)
+                    compared = _compare_on_link(optimizer, rate, margin, length, steps, turns)
+                    rows += [{"model": model, **row} for row in compared]
     return rows
 
 
-def _list_kinds(runs: list[Row]) -> list[tuple[str, int]]:
-    """Return the optimizers and lengths of the runs."""
-    return sorted({(run["optimizer"], run["steps"]) for run in runs})
+def _list_kinds(runs: list[Row]) -> list[tuple[str, str, int]]:
+    """Return the models, optimizers and lengths of the runs."""
+    return sorted({(run["model"], run["optimizer"], run["steps"]) for run in runs})
 
 
 def _compare_on_link(
@@ -199,13 +203,13 @@ def _compare_on_link(
 
 
 def compare_losses(runs: list[Row]) -> list[Row]:
-    """Return, for each optimizer, length of the run and contender, the paired difference of the last held-out loss to
-    plain DDP, in per cent, with its 95% interval (Student's t; None with one seed)."""
+    """Return, for each model, optimizer, length of the run and contender, the paired difference of the last held-out
+    loss to plain DDP, in per cent, with its 95% interval (Student's t; None with one seed)."""
     from simulated_nodes import compute_interval
 
     rows: list[Row] = []
-    for optimizer, length in _list_kinds(runs):
-        own = [run for run in runs if (run["optimizer"], run["steps"]) == (optimizer, length)]
+    for model, optimizer, length in _list_kinds(runs):
+        own = [run for run in runs if (run["model"], run["optimizer"], run["steps"]) == (model, optimizer, length)]
         last = {(run["contender"], run["seed"]): run["evaluations"][-1][1] for run in own}
         for name in CONTENDERS:
             seeds = [seed for contender, seed in sorted(last) if contender == name and (DDP, seed) in last]
@@ -215,6 +219,7 @@ def compare_losses(runs: list[Row]) -> list[Row]:
             mean, interval = compute_interval(differences)
             rows.append(
                 {
+                    "model": model,
                     "optimizer": optimizer,
                     "length": length,
                     "contender": name,
@@ -235,8 +240,8 @@ def compare_losses(runs: list[Row]) -> list[Row]:
 class TargetBench:
     """The worlds of ranks, which start when they are first needed."""
 
-    def __init__(self, directory: Path, network: Network) -> None:
-        self.network, self._directory = network, directory
+    def __init__(self, directory: Path, network: Network, model: str) -> None:
+        self.network, self.model, self._directory = network, model, directory
         self._worlds: dict[str, RankWorld] = {}
 
     def close(self) -> None:
@@ -253,7 +258,7 @@ class TargetBench:
         exchange = dict(contender.exchange)
         if contender.is_dense_first:
             exchange["start"] = powersgd_start
-        world.ask(do="start", exchange=exchange, model=MODEL, optimizer=optimizer, seed=seed, steps=steps)
+        world.ask(do="start", exchange=exchange, model=self.model, optimizer=optimizer, seed=seed, steps=steps)
         return world
 
     def _leave_out(self, name: str, error: WorldFailed) -> None:
@@ -275,7 +280,7 @@ class TargetBench:
             return None
         return {
             "contender": name,
-            "model": MODEL,
+            "model": self.model,
             "optimizer": optimizer,
             "seed": seed,
             "steps": steps,
@@ -300,7 +305,7 @@ class TargetBench:
         return [
             {
                 "contender": name,
-                "model": MODEL,
+                "model": self.model,
                 "optimizer": optimizer,
                 "rate": rate,
                 "turns_ms": [round(ms, 2) for ms, _ in measured],
@@ -331,18 +336,21 @@ def _train(world: RankWorld, steps: int) -> Iterator[list[float]]:
         yield [first + count, world.ask(do="train", steps=count)[0]["loss"]]
 
 
-def find_missing_times(times: list[Row], names: list[str], optimizer: str, rate: str, again: bool) -> list[str]:
+def find_missing_times(
+    times: list[Row], names: list[str], model: str, optimizer: str, rate: str, again: bool
+) -> list[str]:
     """Return the contenders to time on this link: all of them, because their turns alternate, if `again` or if one has
     no stored time; else none."""
-    stored = {row["contender"] for row in times if (row["optimizer"], row["rate"]) == (optimizer, rate)}
+    wanted = (model, optimizer, rate)
+    stored = {row["contender"] for row in times if (row["model"], row["optimizer"], row["rate"]) == wanted}
     return names if again or set(names) - stored else []
 
 
 def find_missing_runs(
-    runs: list[Row], names: list[str], optimizers: list[str], seeds: int, steps: int
+    runs: list[Row], names: list[str], model: str, optimizers: list[str], seeds: int, steps: int
 ) -> list[tuple[str, str, int, int]]:
     """Return the runs that are not stored, as arguments of `TargetBench.train`."""
-    stored = {(run["contender"], run["optimizer"], run["seed"], run["steps"]) for run in runs}
+    stored = {(run["contender"], run["optimizer"], run["seed"], run["steps"]) for run in runs if run["model"] == model}
     all_runs = [(name, optimizer, seed, steps) for seed in range(seeds) for optimizer in optimizers for name in names]
     return [key for key in all_runs if key not in stored]
 
@@ -386,6 +394,7 @@ def write_results(path: Path | None, stored: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("losses", "times"), help="measure only this part")
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="what is trained (%(default)s)")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, action="append", help="only this optimizer; may be repeated")
     parser.add_argument("--rate", choices=RATES, action="append", help="only this link; may be repeated")
     parser.add_argument("--contender", choices=CONTENDERS, action="append", help="only this contender; may be repeated")
@@ -407,19 +416,20 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(create_scratch())
-        bench = TargetBench(directory, stack.enter_context(Network(len(LAYOUT))))
+        bench = TargetBench(directory, stack.enter_context(Network(len(LAYOUT))), options.model)
         stack.callback(bench.close)
         if options.only != "losses":
             for optimizer in optimizers:
                 for rate in rates:
-                    names = find_missing_times(stored["times"], contenders, optimizer, rate, options.only == "times")
+                    again = options.only == "times"
+                    names = find_missing_times(stored["times"], contenders, options.model, optimizer, rate, again)
                     if names:
                         rows = bench.measure_times(names, optimizer, rate, turns, steps=32)
                         stored["times"] = merge_times(stored["times"], rows)
                         write_results(target, stored)
                         print("\n".join(json.dumps(row) for row in rows), flush=True)
         if options.only != "times":
-            for key in find_missing_runs(stored["runs"], contenders, optimizers, seeds, steps):
+            for key in find_missing_runs(stored["runs"], contenders, options.model, optimizers, seeds, steps):
                 if run := bench.train(*key):
                     stored["runs"].append(run)
                     write_results(target, stored)

@@ -7,21 +7,23 @@ from statistics import median
 from typing import Any
 
 from tables import format_number, format_table
-from target_loss import CONTENDERS, DDP, DENSE_SHARE, MARGINS, OPTIMIZERS, RATES, compute_seconds_to_target
+from target_loss import CONTENDERS, DDP, DENSE_SHARE, MARGINS, MODELS, OPTIMIZERS, RATES, compute_seconds_to_target
 
 Row = dict[str, Any]
 LINKS = {"100mbit": "100 Mbit/s", "200mbit": "200 Mbit/s", "1gbit": "1 Gbit/s"}
 TITLES = {"adamw": "AdamW", "sgd": "SGD"}
+SIZES = {"char_gpt": "120,000 parameters", "char_gpt_800k": "830,000 parameters"}
 
 
 def build_section(stored: dict[str, Any]) -> dict[str, str]:
-    """Return a table for each optimizer and link, and the facts of the runs."""
+    """Return a table for each model, optimizer and link, and the facts of the runs."""
     tables = []
-    for optimizer, length, rate in sorted({_find_kind(row) for row in stored["compared"]}):
-        rows = [row for row in stored["compared"] if _find_kind(row) == (optimizer, length, rate)]
-        times = [row for row in stored["times"] if (row["optimizer"], LINKS[row["rate"]]) == (optimizer, rate)]
+    for model, optimizer, length, rate in sorted({_find_kind(row) for row in stored["compared"]}):
+        rows = [row for row in stored["compared"] if _find_kind(row) == (model, optimizer, length, rate)]
+        link = (model, optimizer, rate)
+        times = [row for row in stored["times"] if (row["model"], row["optimizer"], LINKS[row["rate"]]) == link]
         measured = "; ".join(sorted({f"{row['date']}, load {row['load']:g}" for row in times}))
-        title = f"**{rate}, {TITLES[optimizer]}, runs of {length:,} steps** (times: {measured})"
+        title = f"**{SIZES[model]}, {rate}, {TITLES[optimizer]}, runs of {length:,} steps** (times: {measured})"
         tables.append(f"{title}\n\n{_format_times(rows, times)}")
     facts = " · ".join(f"{name}: {value}" for name, value in stored["facts"].items())
     return {
@@ -31,8 +33,8 @@ def build_section(stored: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _find_kind(row: Row) -> tuple[str, int, str]:
-    return row["optimizer"], row["length"], LINKS[row["rate"]]
+def _find_kind(row: Row) -> tuple[str, str, int, str]:
+    return row["model"], row["optimizer"], row["length"], LINKS[row["rate"]]
 
 
 def _format_losses(rows: list[Row]) -> str:
@@ -41,7 +43,8 @@ def _format_losses(rows: list[Row]) -> str:
         interval = row["interval_percent"]
         cells.append(
             [
-                f"{TITLES[row['optimizer']]}, {row['length']:,} steps, {_format_name(row['contender'])}",
+                f"{SIZES[row['model']]}, {TITLES[row['optimizer']]}, {row['length']:,} steps, "
+                + _format_name(row["contender"]),
                 str(row["seeds"]),
                 f"{row['ddp_loss']:.4f}",
                 f"{row['loss']:.4f}",
@@ -93,7 +96,8 @@ def _format_cells(row: Row) -> list[str]:
 
 
 def draw_picture(stored: dict[str, Any], path: Path) -> None:
-    """Plot the held-out loss against the time over each link: AdamW, the first seed, the longest runs."""
+    """Plot the held-out loss against the time over each link: the smaller model, AdamW, the first seed, the longest
+    runs."""
     from matplotlib import pyplot
 
     import plots
@@ -108,13 +112,14 @@ def draw_picture(stored: dict[str, Any], path: Path) -> None:
         "fp16": (plots.PEER, "-"),
         "powersgd4": (plots.TOPK, "-"),
     }
-    first = [run for run in stored["runs"] if (run["optimizer"], run["seed"]) == (OPTIMIZERS[0], 0)]
+    kind = (MODELS[0], OPTIMIZERS[0])
+    first = [run for run in stored["runs"] if (run["model"], run["optimizer"], run["seed"]) == (*kind, 0)]
     length = max((run["steps"] for run in first), default=0)
     runs = {run["contender"]: run for run in first if run["steps"] == length}
     times = {
         (row["contender"], row["rate"]): median(row["turns_ms"])
         for row in stored["times"]
-        if row["optimizer"] == OPTIMIZERS[0]
+        if (row["model"], row["optimizer"]) == kind
     }
     figure, panels = pyplot.subplots(1, len(RATES), figsize=(4.4 * len(RATES), 4.0), layout="constrained", sharey=True)
     for axes, rate in zip(panels, RATES, strict=True):

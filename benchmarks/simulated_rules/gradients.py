@@ -116,7 +116,7 @@ class AllEntries(SimulatedHiTopK):
 
 
 class Int4(AllEntries):
-    """Integers of 4 bits in two stages, a residual beside the gradient (int4)."""
+    """Squares of integers of 4 bits in two stages, a residual beside the gradient (int4)."""
 
     BITS: ClassVar[int] = 4
 

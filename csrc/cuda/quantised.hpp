@@ -1,8 +1,9 @@
-// Integers of 4 or 8 bits on the GPU: the same messages and remainders as csrc/cpu/quantised/quantised.hpp, which describes the
+// 4 or 8 bits per element on the GPU: the same messages and remainders as csrc/cpu/quantised/quantised.hpp, which describes the
 // format.
 #pragma once
 
 #include "../cpu/quantised/layout.hpp"
+#include "../cpu/quantised/squares.hpp"
 #include "parts.hpp"
 
 namespace topkube {
@@ -17,7 +18,7 @@ struct Step {
 };
 template <int bits>
 TOPKUBE_DEVICE Step find_step(u32 largest) {
-  const float step = gpu::divide(float_of(largest), bits == 8 ? 127.0f : 7.0f);
+  const float step = gpu::divide(float_of(largest), bits == 8 ? 127.0f : 49.0f);
   const u32 rounded_up = (bits_of(step) + 0xffffu) & 0xffff0000u;
   if (largest >= infinity_bits) return {float_of(canonical_nan), 0.0f};
   if (rounded_up < smallest_normal_bits) return {0.0f, 0.0f};
@@ -25,13 +26,25 @@ TOPKUBE_DEVICE Step find_step(u32 largest) {
 }
 
 // Returns the integer of `item` in the low byte, and replaces `item` by what is not sent. In a block with a NaN or an infinite
-// element, the arithmetic of the CPU passes the low byte of a NaN on, and 0 for all other elements.
+// element, the arithmetic of the CPU with 8 bits passes the low byte of a NaN on, and 0 for all other elements; with 4 bits, all
+// integers are 0.
+template <int bits>
 TOPKUBE_DEVICE u32 quantise(float& item, const Step& step) {
-  const u32 bits = bits_of(item);
-  const float sum = gpu::plus(gpu::times(item, step.inverse), rounding_term);
-  item = canonical(gpu::minus(item, gpu::times(gpu::minus(sum, rounding_term), step.scale)));
-  if ((bits & magnitude_bits) > infinity_bits) return bits & 0xffu;
-  return (bits & magnitude_bits) == infinity_bits ? 0u : bits_of(sum) & 0xffu;
+  const u32 from = bits_of(item);
+  if constexpr (bits == 8) {
+    const float sum = gpu::plus(gpu::times(item, step.inverse), rounding_term);
+    item = canonical(gpu::minus(item, gpu::times(gpu::minus(sum, rounding_term), step.scale)));
+    if ((from & magnitude_bits) > infinity_bits) return from & 0xffu;
+    return (from & magnitude_bits) == infinity_bits ? 0u : bits_of(sum) & 0xffu;
+  } else {
+    const float magnitude = gpu::times(float_of(from & magnitude_bits), step.inverse);
+    float root = 0;
+#pragma unroll
+    for (int r = 0; r < largest_root; ++r) root += magnitude > limit_above_square(r) ? 1.0f : 0.0f;
+    root = float_of(bits_of(root) | (from & ~magnitude_bits));
+    item = canonical(gpu::minus(item, gpu::times(signed_square(root), step.scale)));
+    return bits_of(gpu::plus(root, rounding_term)) & 0xffu;
+  }
 }
 
 // A warp packs one block of 256 elements: lane i has the elements 4 i to 4 i + 3 of both halves. They stay in registers between the
@@ -63,7 +76,7 @@ TOPKUBE_KERNEL(quantise_threads) pack_integers(float* values, u64 length, bool a
       const u64 first = base + 32 * quad * q;
       u32 word = 0;
 #pragma unroll
-      for (u32 j = 0; j < quad; ++j) word |= quantise(items[q].items[j], step) << (8 * j);
+      for (u32 j = 0; j < quad; ++j) word |= quantise<bits>(items[q].items[j], step) << (8 * j);
       store_quad(values, first, length, aligned, items[q]);
       if constexpr (bits == 8) {
         std::uint8_t* to = message + layout.codes + first;
@@ -111,7 +124,8 @@ struct IntegerMessages {
 #pragma unroll
     for (u32 j = 0; j < quad; ++j) {
       const auto byte = static_cast<std::int8_t>(word >> (8 * j));
-      sums.items[j] = gpu::plus(sums.items[j], gpu::times(static_cast<float>(bits == 8 ? byte : byte >> 4), scale));
+      const float value = bits == 8 ? static_cast<float>(byte) : signed_square(static_cast<float>(byte >> 4));
+      sums.items[j] = gpu::plus(sums.items[j], gpu::times(value, scale));
     }
   }
 };

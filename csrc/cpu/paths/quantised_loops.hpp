@@ -1,4 +1,4 @@
-// The loops of integers of 4 or 8 bits. The compiler vectorises them. They process whole blocks: the rest of a short block is
+// The loops of values with 4 or 8 bits. The compiler vectorises them. They process whole blocks: the rest of a short block is
 // zeros.
 #pragma once
 
@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cpu/dtype.hpp"
+#include "cpu/quantised/squares.hpp"
 
 namespace topkube {
 namespace {
@@ -14,22 +15,43 @@ constexpr std::size_t block = 256;
 // 1.5 * 2^23. The low bits of x + rounding_term are x, rounded to an integer.
 constexpr float rounding_term = 12582912.0f;
 
+// Writes the integer of each element, and subtracts the integer times the scale.
+void quantise_to_multiples(float* values, std::size_t length, float scale, float inverse, std::uint8_t* integers) {
+  for (std::size_t i = 0; i < length; ++i) {
+    const float sum = values[i] * inverse + rounding_term;
+    integers[i] = static_cast<std::uint8_t>(bits_of(sum));
+    values[i] -= (sum - rounding_term) * scale;
+  }
+}
+
+// Writes the integer of each element, and subtracts the square of the integer, with its sign, times the scale.
+void quantise_to_squares(float* values, std::size_t length, float scale, float inverse, std::uint8_t* integers) {
+  for (std::size_t i = 0; i < length; ++i) {
+    const float x = values[i], magnitude = float_of(bits_of(x) & magnitude_bits) * inverse;
+    float root = 0;  // how many limits between two squares lie below the magnitude
+    for (int r = 0; r < largest_root; ++r) root += magnitude > limit_above_square(r) ? 1.0f : 0.0f;
+    root = float_of(bits_of(root) | (bits_of(x) & ~magnitude_bits));
+    integers[i] = static_cast<std::uint8_t>(bits_of(root + rounding_term));
+    values[i] = x - signed_square(root) * scale;
+  }
+}
+
 std::uint16_t quantised_pack(float* values, std::size_t length, int bits, std::uint8_t* codes) {
   std::int32_t largest = 0;  // the order of magnitudes is the order of their bits
   for (std::size_t i = 0; i < length; ++i) {
     const auto magnitude = static_cast<std::int32_t>(bits_of(values[i]) & magnitude_bits);
     largest = magnitude > largest ? magnitude : largest;
   }
-  const float step = float_of(static_cast<std::uint32_t>(largest)) / (bits == 8 ? 127.0f : 7.0f);
+  const float step = float_of(static_cast<std::uint32_t>(largest)) / (bits == 8 ? 127.0f : 49.0f);
   const std::uint32_t rounded_up = (bits_of(step) + 0xffffu) & 0xffff0000u;
   const bool is_finite = largest < static_cast<std::int32_t>(infinity_bits), is_small = rounded_up < smallest_normal_bits;
   const float scale = float_of(!is_finite ? canonical_nan : is_small ? 0u : rounded_up);
   const float inverse = is_finite && !is_small ? 1.0f / scale : 0.0f;
   std::uint8_t integers[block] = {};
-  for (std::size_t i = 0; i < length; ++i) {
-    const float sum = values[i] * inverse + rounding_term;
-    integers[i] = static_cast<std::uint8_t>(bits_of(sum));
-    values[i] -= (sum - rounding_term) * scale;
+  if (bits == 8) {
+    quantise_to_multiples(values, length, scale, inverse, integers);
+  } else {
+    quantise_to_squares(values, length, scale, inverse, integers);
   }
   if (!is_finite) {  // only such a block can have NaNs
     for (std::size_t i = 0; i < length; ++i) values[i] = canonical(values[i]);
@@ -46,23 +68,40 @@ std::uint16_t quantised_pack(float* values, std::size_t length, int bits, std::u
   return static_cast<std::uint16_t>(bits_of(scale) >> 16);
 }
 
+// Writes the signed squares of the roots in a block of codes with 4 bits. `length` is rounded up to a multiple of 32.
+void read_squares(const std::uint8_t* codes, std::size_t length, std::int8_t* squares) {
+#if defined(__AVX2__)
+  typedef std::uint8_t Bytes __attribute__((vector_size(16)));  // a table of 16 bytes, which one instruction looks up
+  const Bytes table = {0, 1, 4, 9, 16, 25, 36, 49, 192, 207, 220, 231, 240, 247, 252, 255};  // from 8 on: 256 - the square
+  for (std::size_t i = 0; i < length; i += 32) {
+    Bytes pairs;
+    __builtin_memcpy(&pairs, codes + i / 2, sizeof pairs);
+    const Bytes low = __builtin_shuffle(table, pairs & 15), high = __builtin_shuffle(table, pairs >> 4);
+    __builtin_memcpy(squares + i, &low, sizeof low);
+    __builtin_memcpy(squares + i + 16, &high, sizeof high);
+  }
+#else
+  std::int16_t roots[block] = {};  // 16 bits, because old processors multiply such integers fastest
+  for (std::size_t i = 0; i < length; i += 32) {
+    for (std::size_t j = 0; j < 16; ++j) roots[i + j] = static_cast<std::int16_t>(codes[i / 2 + j] << 12) >> 12;
+    for (std::size_t j = 0; j < 16; ++j) roots[i + 16 + j] = static_cast<std::int16_t>(codes[i / 2 + j] << 8) >> 12;
+  }
+  for (std::size_t i = 0; i < block; ++i) {
+    const std::int16_t negative = roots[i] >> 15, magnitude = (roots[i] ^ negative) - negative;
+    squares[i] = static_cast<std::int8_t>(roots[i] * magnitude);
+  }
+#endif
+}
+
 void quantised_unpack_add(float* values, std::size_t length, int bits, const float* scales, const std::uint8_t* const* codes,
                           std::size_t messages) {
   alignas(64) float sums[block] = {};
+  alignas(64) std::int8_t squares[block];
   for (std::size_t m = 0; m < messages; ++m) {
     const float scale = scales[m];
-    if (bits == 8) {
-      const auto* integers = reinterpret_cast<const std::int8_t*>(codes[m]);
-      for (std::size_t i = 0; i < length; ++i) sums[i] += static_cast<float>(integers[i]) * scale;
-    } else {
-      for (std::size_t i = 0; i < length; i += 32) {
-        for (std::size_t j = 0; j < 16; ++j) {
-          const auto byte = static_cast<std::int8_t>(codes[m][i / 2 + j]);
-          sums[i + j] += static_cast<float>(static_cast<std::int8_t>(byte << 4) >> 4) * scale;
-          sums[i + 16 + j] += static_cast<float>(byte >> 4) * scale;
-        }
-      }
-    }
+    if (bits == 4) read_squares(codes[m], length, squares);
+    const auto* integers = bits == 4 ? squares : reinterpret_cast<const std::int8_t*>(codes[m]);
+    for (std::size_t i = 0; i < length; ++i) sums[i] += static_cast<float>(integers[i]) * scale;
   }
   for (std::size_t i = 0; i < length; ++i) values[i] = canonical(values[i] + sums[i]);
 }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from topkube.algorithms.catalogue import find_algorithm, is_known
 from topkube.algorithms.cost import Machines, Workload, estimate_cost
 from topkube.algorithms.declaration import Algorithm, Family
-from topkube.algorithms.own import HIERARCHICAL, INT8, ONEBIT, OWN
+from topkube.algorithms.own import HIERARCHICAL, INT4, INT8, ONEBIT, OWN
 from topkube.algorithms.parameters import DELAY, DENSE_WIRE, DENSITY, NODE_WEIGHTS, OVERLAP
 from topkube.errors import AlgorithmError
 
@@ -17,16 +17,16 @@ AUTO, DENSE = "auto", "dense"
 CHOICES = {
     AUTO: "takes the fastest algorithm that keeps the loss, by measurements at the start and in the first steps. It "
     "takes a dense algorithm, with 16 bits between nodes if `denseWire` allows them and they are faster. It takes "
-    "`int8` instead if that makes steps at least 3% faster, or `onebit` with `nodeWeights: own`",
+    "`int8` or `int4` instead if that makes steps at least 3% faster, or `onebit` with `nodeWeights: own`",
     DENSE: "takes the fastest dense algorithm, by the same measurements",
 }
 """Names that stand for an algorithm, with a description for people, without a full stop."""
 CHOICE_PARAMETERS = {AUTO: (DENSE_WIRE, OVERLAP, NODE_WEIGHTS), DENSE: (DENSE_WIRE, OVERLAP)}
 """The parameters that `auto` and `dense` read."""
-EQUAL_COMPRESSED_CHOICES = (INT8,)
-"""The algorithms that compress and that `auto` may take in every job. docs/accuracy.md shows that their loss is within
-1% of dense training. All ranks and nodes have the same gradients and weights with them, so a script need not know which
-algorithm is in force."""
+EQUAL_COMPRESSED_CHOICES = (INT8, INT4)
+"""The algorithms that compress and that `auto` may take in every job, those first that change values least.
+docs/accuracy.md shows that their loss is within 1% of dense training. All ranks and nodes have the same gradients and
+weights with them, so a script need not know which algorithm is in force."""
 _OWN_WEIGHTS_CHOICES = (ONEBIT,)
 """The algorithms that `auto` may take if the job lets nodes have weights of their own (NODE_WEIGHTS)."""
 LEAST_GAIN = 0.03
@@ -91,9 +91,17 @@ def sort_choices_by_time(
 
 
 def list_compressed_choices(node_weights: str) -> tuple[Algorithm, ...]:
-    """Return the algorithms that compress and that `auto` may take. `node_weights` is the job's setting: "equal" or
-    "own"."""
+    """Return the algorithms that compress and that `auto` may take, those first that change values least.
+    `node_weights` is the job's setting: "equal" or "own"."""
     return EQUAL_COMPRESSED_CHOICES + (() if node_weights == NODE_WEIGHTS.default else _OWN_WEIGHTS_CHOICES)
+
+
+def find_least_change(algorithms: Sequence[Algorithm], seconds: Sequence[float], least_gain: float) -> Algorithm:
+    """Return the first of `algorithms`, those first that change values least, unless a later one is faster than it by
+    at least `least_gain`, in seconds. `seconds` has the time of each algorithm; neither sequence is empty."""
+    fastest = min(seconds)
+    pairs = zip(algorithms, seconds, strict=True)
+    return next(algorithm for algorithm, time in pairs if time - fastest < least_gain or time == fastest)
 
 
 def keeps_loss(algorithm: Algorithm, nodes: int) -> bool:

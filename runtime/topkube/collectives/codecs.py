@@ -137,8 +137,9 @@ class Signs(TensorCodec):
 
 
 class Integers(TensorCodec):
-    """A codec with an integer of `bits` bits (4 or 8) per element, and a scale for each block of 256 elements
-    (`kernels.quantised_pack_`). Blocks start again in each tensor."""
+    """A codec with an integer of `bits` bits (4 or 8) per element, and a scale for each block of 256 elements. With 8
+    bits, an integer stands for itself times the scale; with 4 bits, its square does (`kernels.quantised_pack_`). Blocks
+    start again in each tensor."""
 
     def __init__(self, places: Sequence[slice], bits: int) -> None:
         self._bits = bits

@@ -1,4 +1,4 @@
-"""The kernels of integers with 4 or 8 bits and one scale per block of 256 elements."""
+"""The kernels of 4 or 8 bits per element and one scale per block of 256 elements."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ def quantised_pack_(values: Any, bits: int, message: Any, *, wait: bool = True) 
     """Write a message about `values` (float32), and subtract in place the values that the message sends. Return False
     if a scale is NaN: a NaN or infinite element makes the scale of its block NaN.
 
-    The scale of a block of 256 elements is its largest |x| divided by 7 (4 bits) or 127 (8 bits), rounded up to a
-    bfloat16 number. An element is sent as the nearest multiple of the scale. A block whose scale would be below 2^-126
-    is not sent. message: (quantised_bytes(n, bits),) uint8, in the format of csrc/cpu/quantised/quantised.hpp. On a GPU
-    the call waits for its result; with wait=False it does not wait, and returns a bool tensor on the device. Raises
-    ArgumentError before anything is written.
+    With 8 bits, an element is sent as the nearest multiple of its block's scale. With 4 bits, it is sent as the nearest
+    of 0, 1, 4, 9, 16, 25, 36 and 49 times the scale, with the sign of the element. The scale of a block of 256 elements
+    is its largest |x| divided by 127 (8 bits) or 49 (4 bits), rounded up to a bfloat16 number. A block whose scale
+    would be below 2^-126 is not sent. message: (quantised_bytes(n, bits),) uint8, in the format of
+    csrc/cpu/quantised/quantised.hpp. On a GPU the call waits for its result; with wait=False it does not wait, and
+    returns a bool tensor on the device. Raises ArgumentError before anything is written.
     """
     if gpu := find_device_kernels(values=values, message=message):
         flag = gpu.quantised_pack_(values, bits, message, quantised_bytes(values.numel(), bits))

@@ -12,7 +12,8 @@ QUANTILE_OF_TWO_VALUES = 12.706
 
 
 def build_run(contender: str, evaluations: list[list[float]], seed: int = 0) -> target_loss.Row:
-    return {"contender": contender, "optimizer": "adamw", "seed": seed, "steps": 100, "evaluations": evaluations}
+    figures = {"model": "char_gpt", "optimizer": "adamw", "steps": 100}
+    return {"contender": contender, "seed": seed, "evaluations": evaluations, **figures}
 
 
 def build_times(contender: str, *turns_ms: float) -> target_loss.Row:
@@ -111,7 +112,8 @@ def test_the_page_shows_who_misses_the_target() -> None:
     ]
     assert "not reached | – | –" in lines[4]
     assert "100 | 2 | 1.98 (1.98–1.98)" in lines[5]
-    assert "| AdamW, 100 steps, DDP with PowerSGD rank 4 | 1 | 2.0000 | 2.0500 | +2.50% | – |" in tables["LAST_LOSSES"]
+    row = "| 120,000 parameters, AdamW, 100 steps, DDP with PowerSGD rank 4 | 1 | 2.0000 | 2.0500 | +2.50% | – |"
+    assert row in tables["LAST_LOSSES"]
 
 
 def test_last_losses_are_compared_with_ddp_of_the_same_seed() -> None:
@@ -134,15 +136,25 @@ def test_runs_of_another_length_are_compared_separately() -> None:
     assert [row["difference_percent"] for row in target_loss.compare_losses(runs + longer)] == pytest.approx([50, 0])
 
 
+def test_models_are_compared_apart() -> None:
+    runs = [build_run("ddp", [[100, 2.0]]), build_run("onebit", [[100, 2.0]])]
+    runs += [{**run, "model": "char_gpt_800k", "evaluations": [[100, 1.0]]} for run in runs]
+    times = [build_times("ddp", 40.0), build_times("onebit", 20.0)]
+    times += [{**row, "model": "char_gpt_800k", "turns_ms": [4 * row["turns_ms"][0]]} for row in times]
+    seconds = {row["model"]: row["seconds"] for row in target_loss.compare(runs, times) if row["contender"] == "onebit"}
+    assert seconds == pytest.approx({"char_gpt": 2.0, "char_gpt_800k": 8.0})
+    assert [row["model"] for row in target_loss.compare_losses(runs)] == ["char_gpt", "char_gpt_800k"]
+
+
 def test_an_interrupted_benchmark_continues_with_what_is_missing() -> None:
     runs = [build_run("ddp", [[100, 2.0]])]
-    assert target_loss.find_missing_runs(runs, ["ddp", "onebit"], ["adamw"], seeds=2, steps=100) == [
+    assert target_loss.find_missing_runs(runs, ["ddp", "onebit"], "char_gpt", ["adamw"], seeds=2, steps=100) == [
         ("onebit", "adamw", 0, 100),
         ("ddp", "adamw", 1, 100),
         ("onebit", "adamw", 1, 100),
     ]
-    measured, names = [build_times("ddp", 1.0)], ["ddp", "onebit"]
-    assert target_loss.find_missing_times(measured, ["ddp"], "adamw", "100mbit", again=False) == []
-    assert target_loss.find_missing_times(measured, ["ddp"], "adamw", "100mbit", again=True) == ["ddp"]
-    assert target_loss.find_missing_times(measured, ["ddp"], "adamw", "1gbit", again=False) == ["ddp"]
-    assert target_loss.find_missing_times(measured, names, "adamw", "100mbit", again=False) == names  # turns alternate
+    measured, names, gpt = [build_times("ddp", 1.0)], ["ddp", "onebit"], "char_gpt"
+    assert target_loss.find_missing_times(measured, ["ddp"], gpt, "adamw", "100mbit", again=False) == []
+    assert target_loss.find_missing_times(measured, ["ddp"], gpt, "adamw", "100mbit", again=True) == ["ddp"]
+    assert target_loss.find_missing_times(measured, ["ddp"], gpt, "adamw", "1gbit", again=False) == ["ddp"]
+    assert target_loss.find_missing_times(measured, names, gpt, "adamw", "100mbit", again=False) == names

@@ -223,10 +223,10 @@ def test_dear_is_predicted_and_compared_with_the_step_without_it(tmp_path: Path,
     assert read_plan(str(job), *options, "--no-dear", capsys=capsys)["overlap"] == "backward"
 
 
-def test_auto_takes_int8_if_its_step_is_a_tenth_shorter(tmp_path: Path, capsys: Any) -> None:
+def test_auto_takes_the_bits_that_make_the_step_shorter(tmp_path: Path, capsys: Any) -> None:
     options = ["--model", "resnet50", "--compute", "0.3", "--device", "cpu", "--workers", "4", "--link"]
     for link, other_options, chosen in (
-        ("100Mbit/s", (), "int8"),
+        ("100Mbit/s", (), "int4"),
         ("2Gbit/s", (), "int8"),
         ("100Gbit/s", (), "hierarchical"),
         ("100Mbit/s", ("--dear",), "hierarchical"),

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from topkube import kernels
 
 BLOCK = kernels.SIGN_BLOCK
-LEVELS = {4: 7, 8: 127}
+LARGEST_CODES = {4: 7, 8: 127}
 """The largest integer of each width in bits."""
+LEVELS = {4: 49, 8: 127}
+"""What the largest integer stands for, in units of the scale: with 4 bits, integers stand for their squares."""
+SQUARES = np.square(np.arange(8, dtype=np.float32))
 
 
 def compute_mean_magnitude(block: Any) -> Any:
@@ -51,9 +54,10 @@ def pack_integers_by_definition(x: Any, bits: int) -> tuple[Any, Any]:
         if rounded_up < np.uint32(0x00800000):
             rounded_up = np.uint32(0)
         scale = rounded_up.view(np.float32)
-        integers = np.rint(block * (np.float32(1) / scale)) if scale else np.zeros_like(block)
+        units = block * (np.float32(1) / scale) if scale else np.zeros_like(block)
+        integers = np.rint(units) if bits == 8 else np.copysign(find_nearest_roots(np.abs(units)), units)
         scales.append(int(rounded_up) >> 16)
-        sent[start : start + BLOCK] = integers * scale
+        sent[start : start + BLOCK] = compute_units(integers, bits) * scale
         block_codes = integers.astype(np.int8).view(np.uint8)
         if bits == 4:
             pairs = np.pad(block_codes, (0, -len(block_codes) % 32)).reshape(-1, 2, 16)
@@ -61,6 +65,16 @@ def pack_integers_by_definition(x: Any, bits: int) -> tuple[Any, Any]:
         codes.append(block_codes)
     message = np.concatenate([np.array(scales, np.uint16).view(np.uint8), *codes])
     return np.pad(message, (0, -len(message) % 8)), sent
+
+
+def find_nearest_roots(magnitudes: Any) -> Any:
+    """Return the integers from 0 to 7 whose squares are nearest to `magnitudes`, the smaller one if two are."""
+    return np.abs(magnitudes[:, None] - SQUARES).argmin(axis=1).astype(np.float32)
+
+
+def compute_units(integers: Any, bits: int) -> Any:
+    """Return the values, in units of the scale, that integers of `bits` bits stand for."""
+    return integers if bits == 8 else integers * np.abs(integers)
 
 
 def read_integer_scales(message: Any, length: int) -> Any:

@@ -22,6 +22,7 @@ from topkube.algorithms import (
     BucketSize,
     Choice,
     Machines,
+    find_least_change,
     keeps_loss,
     list_compressed_choices,
     sort_choices_by_time,
@@ -68,9 +69,10 @@ class Comparison:
         if name != AUTO or not self.compressed_choices or self.profile is None:
             return dense
         allowed = [choice for choice in self.compressed_choices if keeps_loss(choice, self.machines.nodes)]
-        best = min(allowed, key=self._predict_step)
-        is_faster = self._predict_step(best) < (1 - LEAST_GAIN) * self._predict_step(dense)
-        return best if is_faster else dense
+        dense_seconds, seconds = self._predict_step(dense), [self._predict_step(choice) for choice in allowed]
+        if min(seconds) >= (1 - LEAST_GAIN) * dense_seconds:
+            return dense
+        return find_least_change(allowed, seconds, LEAST_GAIN * dense_seconds)
 
     def _predict_step(self, algorithm: Algorithm) -> float:
         assert self.profile is not None

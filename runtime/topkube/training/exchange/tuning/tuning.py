@@ -37,6 +37,7 @@ from topkube.algorithms import (
     Choice,
     Machines,
     find_algorithm,
+    find_least_change,
     is_known,
     sort_choices_by_time,
 )
@@ -212,12 +213,17 @@ class Tuning:
 
     def _try_to_compress(self, measured: Measurement, present: Choice, ranked: Sequence[Choice]) -> bool:
         """Begin the trial of the best choice that compresses, if it is predicted to save enough of the step. Return
-        True if the trial begins. `present` is the choice in force; the predictions of `ranked` are compared."""
+        True if the trial begins. `present` is the choice in force; the predictions of `ranked` are compared. If several
+        choices are about as fast, the one that changes values least is tried."""
         assert self.machines is not None
-        best = next((choice for choice in ranked if choice.algorithm.compresses), None)
-        if best is None or present.algorithm.compresses:
+        compressed = {choice.algorithm: choice for choice in ranked if choice.algorithm.compresses}
+        if not compressed or present.algorithm.compresses:
             return False
-        if find_same(ranked, present).seconds - best.seconds < LEAST_GAIN * measured.step:
+        least_gain = LEAST_GAIN * measured.step
+        algorithms = [algorithm for algorithm in self.compressed_choices if algorithm in compressed]
+        times = [compressed[algorithm].seconds for algorithm in algorithms]
+        best = compressed[find_least_change(algorithms, times, least_gain)]
+        if find_same(ranked, present).seconds - best.seconds < least_gain:
             return False
         self._trial = _Trial(present, self.machines, measured)
         self._adopt(best, f"on trial against {present.algorithm.name}", ranked)
