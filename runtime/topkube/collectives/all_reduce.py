@@ -63,6 +63,14 @@ class NodeAllReduce(AllReduce):
         nodes. Every rank with a shard calls this, also if its shard is empty, or if there is one node only."""
 
     def run(self, world: World, request: Request) -> bool:
+        call, shard = self.reduce_inside(world, request)
+        if world.cross_comm is not None:
+            self.exchange(call, shard)
+        call.all_gather(request.array)
+        return all(map(bool, shard.finite))
+
+    def reduce_inside(self, world: World, request: Request) -> tuple[Call, Shard]:
+        """Begin a call, and reduce the array inside the node. Return this rank's shard of it."""
         call = Call(world, self.algorithm.name, request)
         count_dense(world, request.nbytes)
         residual = request.residual
@@ -72,11 +80,8 @@ class NodeAllReduce(AllReduce):
             finite, is_accumulated = call.reduce_scatter(request.array, request.scale(world.size)), False
         first, last = find_own_shard(world, request.length)
         scratch = partial(_find_scratch, world)
-        shard = Shard(world, request, request.array[first:last], world.calls, scratch, is_accumulated=is_accumulated)
-        if world.cross_comm is not None:
-            self.exchange(call, shard)
-        call.all_gather(request.array)
-        return finite and all(map(bool, shard.finite))
+        values = request.array[first:last]
+        return call, Shard(world, request, values, world.calls, scratch, [finite], is_accumulated)
 
 
 class ShardAllReduce(NodeAllReduce):

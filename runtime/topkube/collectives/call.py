@@ -73,7 +73,8 @@ class Call:
         self._description = f"{algorithm} length={request.length} dtype={request.dtype} op={request.op}{options}"
         self._hash = xxhash.xxh3_64_intdigest(f"{world.calls} {self._description}".encode())
         self._stage = 0
-        self._traced_bucket = trace.active.bucket if trace.active is not None else None
+        self.traced_bucket = trace.active.bucket if trace.active is not None else None
+        """The number of the bucket in a trace."""
         self.greetings: list[Any] = []
         """The requests of the greetings between nodes."""
         self._sent: list[Array] = []
@@ -135,7 +136,7 @@ class Call:
         world = self.world
         world.cache["call"] = self
         try:
-            with phases.current.timed("intra", stage, self._traced_bucket):
+            with phases.current.timed("intra", stage, self.traced_bucket):
                 yield (self._hash + self._stage) % 2**64, world.deadline_seconds
         except _kernels.NodeTimeout:
             world.give_up(self.name)

@@ -27,10 +27,14 @@ from topkube.collectives.codecs import (
     count_sign_row_bytes,
     view_signs,
 )
+from topkube.collectives.exchange import Exchange, Place
+from topkube.collectives.request import Request
 from topkube.collectives.shard import Shard
 from topkube.collectives.top_levels import TopLevels
 from topkube.collectives.top_signs import TopSigns
 from topkube.collectives.two_stage import TwoStage
+from topkube.telemetry import phases
+from topkube.world import World
 
 
 class CodecAllReduce(ShardAllReduce):
@@ -45,24 +49,50 @@ class CodecAllReduce(ShardAllReduce):
         is True for small tensors (biases, norms), which are only rounded."""
 
     def exchange(self, call: Call, shard: Shard) -> None:
-        world, least_nodes = shard.world, self.algorithm.two_stage_from
-        if least_nodes is None or world.nodes < max(least_nodes, 2):
+        if not self.has_two_stages(shard.world):
             super().exchange(call, shard)
-        else:
-            self._exchange_in_two_stages(call, shard)
+            return
+        stage, change = self._build_stage(shard), shard.accumulate()
+        call.check_between_nodes()
+        sent = stage.exchange(call, partial(stage.pack, change), [1.0] * shard.world.nodes)
+        self._end_two_stages(shard, stage, change, sent)
 
-    def _exchange_in_two_stages(self, call: Call, shard: Shard) -> None:
-        world, request, length = shard.world, shard.request, len(shard.values)
+    def has_two_stages(self, world: World) -> bool:
+        """Return True if the exchange between the nodes of `world` has two stages."""
+        least_nodes = self.algorithm.two_stage_from
+        return least_nodes is not None and world.nodes >= max(least_nodes, 2)
+
+    def begin(self, world: World, request: Request, place: Place) -> tuple[Call, Shard, Exchange | None, int]:
+        """Begin the all-reduce of an array that has a residual, in two stages. Return the call, this rank's shard, the
+        exchange that the caller runs between the nodes (None without a shard), and the bytes that this rank sends in
+        it. The shard holds the result when the exchange ends; the caller gathers the shards of the node then, and
+        checks `Shard.finite`."""
+        call, shard = self.reduce_inside(world, request)
+        if world.cross_comm is None:
+            return call, shard, None, 0
+        stage, change = self._build_stage(shard), shard.accumulate()
+
+        def travel() -> Exchange:
+            weights = [1.0] * world.nodes
+            sent = yield from stage.travel(call, partial(stage.pack, change), weights, place)
+            with phases.current.timed("select", bucket=call.traced_bucket):
+                self._end_two_stages(shard, stage, change, sent)
+
+        return call, shard, travel(), stage.sent_bytes
+
+    def _build_stage(self, shard: Shard) -> TwoStage:
+        world, length, wire = shard.world, len(shard.values), shard.request.wire
 
         def codec_of(places: list[slice], length: int) -> Codec:
-            return self.codec(places, length, request.wire)
+            return self.codec(places, length, wire)
 
-        stage = TwoStage(codec_of, [slice(0, length)], length, world.node, world.nodes)
-        change = shard.accumulate()
-        call.check_between_nodes()
-        sent = stage.exchange(call, partial(stage.pack, change), [1.0] * world.nodes)
+        return TwoStage(codec_of, [slice(0, length)], length, world.node, world.nodes)
+
+    def _end_two_stages(self, shard: Shard, stage: TwoStage, change: Array, sent: Sequence[Array]) -> None:
+        """Write what the owners `sent` into the shard. `change` holds what this node has not sent; it gets what this
+        node, as an owner, has not sent."""
         shard.finite.append(stage.is_finite)
-        if request.residual is not None:
+        if shard.request.residual is not None:
             change[stage.segment] += stage.owed
         total = self._find_float32_values(shard)
         stage.write(total, sent)

@@ -193,7 +193,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
         tag = self._number % TAGS
         if buffer.dtype == shard.dtype:
             reduce = ring_reduce_scatter if self.world.nodes > PAIRWISE_LIMIT else pairwise_reduce_scatter
-            return reduce(comm, shard, buffer, tag, self._note_finite, scale)
+            return reduce(comm, shard, buffer, tag, self.note_finite, scale)
         free = next(number for number in itertools.count() if number not in self._narrow_buffers.values())
         narrow = reserve_workspace(self.world, f"halved shard {free}", shard.size, buffer.dtype)
         self._narrow_buffers[self._number] = free
@@ -203,7 +203,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
     def _reduce_narrow(self, comm: Any, shard: Array, narrow: Array, buffer: Array, tag: int, scale: float) -> Exchange:
         """The first half of `narrow_all_reduce`. This rank's segment of the shard also holds its result."""
         kernels.sum_(narrow, [shard], scale)
-        yield from pairwise_reduce_scatter(comm, narrow, buffer, tag, self._note_finite)
+        yield from pairwise_reduce_scatter(comm, narrow, buffer, tag, self.note_finite)
         first, last = find_own_segment(comm, shard.size, False)
         kernels.cast_(shard[first:last], narrow[first:last])
 

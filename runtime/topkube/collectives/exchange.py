@@ -8,6 +8,7 @@ Several pieces of an array can therefore be under way at once, driven by one thr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,15 @@ MORE_BYTES = 16 << 10
 """So many bytes more may pass the link to save a round of messages: 0.13 ms at 1 Gbit/s."""
 Exchange = Iterator[list[Any]]
 """Yields the MPI requests that it waits for."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of an exchange among those that are under way at the same time: the tag of its messages, and the number
+    of its buffers."""
+
+    tag: int
+    buffer: int
 
 
 class Exchanges:

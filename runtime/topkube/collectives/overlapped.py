@@ -1,5 +1,5 @@
-"""Dense all-reduce in pieces. Several pieces travel between nodes at the same time, of one array or of arrays that
-follow each other.
+"""All-reduces that overlap: dense ones in pieces, and compressed ones in two stages, as a whole. Several pieces travel
+between nodes at the same time, of one array or of arrays that follow each other.
 
 Every rank works in the same order inside its node, because the ranks of a node match their stages by order: piece i is
 reduced, its exchange starts, then piece i - UNDER_WAY is gathered. A rank that is alone on its node has no such stages,
@@ -22,6 +22,7 @@ from topkube.collectives.call import Call, count_greeted_bytes, find_own_shard, 
 from topkube.collectives.exchange import (
     Exchange,
     Exchanges,
+    Place,
     choose_partial_sum_type,
     count_buffer_elements,
     count_bytes_with_greetings,
@@ -80,8 +81,8 @@ class Piece:
 
 
 class OverlappedAllReduce:
-    """Dense all-reduces over several nodes, one thread of one rank. `begin` takes arrays one after another. `advance`
-    moves what is under way without waiting; `finish` waits for it."""
+    """All-reduces over several nodes, one thread of one rank. `begin` and `begin_exchange` take arrays one after
+    another. `advance` moves what is under way without waiting; `finish` waits for it."""
 
     rounds = 2
     """How many times an exchange sends all segments but one: a reduce-scatter and an all-gather."""
@@ -92,7 +93,7 @@ class OverlappedAllReduce:
         self._exchanges = Exchanges()
         self._finite = True
         self._number = 0
-        self._busy_since, self._busy_bytes = 0.0, 0
+        self._busy_since, self._busy_bytes, self._selecting_before = 0.0, 0, 0.0
 
     def begin(
         self,
@@ -111,10 +112,29 @@ class OverlappedAllReduce:
             scale, is_greeted = self._reduce_inside(call, piece, factor), call.greets_with_values
             self._start(call, piece, scale, sent_type)
             finished_here = finished if piece is pieces[-1] else None
-            self._under_way.append(Piece(call, self._number, piece, finished_here, is_greeted))
-            self._number += 1
-            if len(self._under_way) > UNDER_WAY:
-                self._finish_oldest(choose_pause(self.world))
+            self._append(Piece(call, self._number, piece, finished_here, is_greeted))
+
+    @property
+    def place(self) -> Place:
+        """The place of the exchange that begins next."""
+        return Place(self._number % TAGS, self._number % (UNDER_WAY + 1))
+
+    def begin_exchange(
+        self, call: Call, exchange: Exchange | None, sent: int, array: Array, finished: Callable[[], None]
+    ) -> None:
+        """Start `exchange`, made for `place`, in which this rank sends `sent` bytes to other nodes. It puts the result
+        into this rank's shard of `array`, which was reduced inside the node; a rank without a shard has no exchange.
+        `finished` is called, as for `begin`, when the node has gathered `array`. Returns when at most UNDER_WAY pieces
+        are under way."""
+        if exchange is not None:
+            self._run(exchange, sent)
+        self._append(Piece(call, self._number, array, finished, False))
+
+    def _append(self, piece: Piece) -> None:
+        self._under_way.append(piece)
+        self._number += 1
+        if len(self._under_way) > UNDER_WAY:
+            self._finish_oldest(choose_pause(self.world))
 
     def advance(self) -> float | None:
         """Move what is under way as far as messages allow. Return the seconds until the next call should come, None if
@@ -136,7 +156,8 @@ class OverlappedAllReduce:
         finite, self._finite = self._finite, True
         return finite
 
-    def _note_finite(self, finite: bool) -> None:
+    def note_finite(self, finite: bool) -> None:
+        """Note if something that this rank saw was finite."""
         self._finite = self._finite and finite
 
     def _reduce_inside(self, call: Call, piece: Array, scale: float) -> float:
@@ -145,7 +166,7 @@ class OverlappedAllReduce:
         world = self.world
         if world.shards == max(map(len, world.node_ranks)) == 1:
             return scale
-        self._note_finite(call.reduce_scatter(piece, scale))
+        self.note_finite(call.reduce_scatter(piece, scale))
         return 1.0
 
     def _start(self, call: Call, piece: Array, scale: float, sent_type: np.dtype[Any]) -> None:
@@ -157,9 +178,9 @@ class OverlappedAllReduce:
         shard = piece[first:last]
         length = count_buffer_elements(shard.size, world.nodes)
         # Each piece that is under way uses a buffer of its own.
-        buffer = reserve_workspace(world, f"shard {self._number % (UNDER_WAY + 1)}", length, sent_type)
+        buffer = reserve_workspace(world, f"shard {self.place.buffer}", length, sent_type)
         if call.greets_with_values:
-            exchange = greeted_all_reduce(call, world.cross_comm, shard, self._number % TAGS, self._note_finite, scale)
+            exchange = greeted_all_reduce(call, world.cross_comm, shard, self.place.tag, self.note_finite, scale)
             sent = count_bytes_with_greetings(shard, world.nodes)
         else:
             exchange = _exchange_after_greeting(call, self._exchange(world.cross_comm, shard, buffer, scale))
@@ -167,28 +188,33 @@ class OverlappedAllReduce:
                 choose_partial_sum_type(world.nodes, sent_type).itemsize + (self.rounds - 1) * sent_type.itemsize
             )
             sent = element_bytes * (world.nodes - 1) * shard.size // world.nodes
+        self._run(exchange, sent)
+
+    def _run(self, exchange: Exchange, sent: int) -> None:
+        """Start an exchange between nodes, in which this rank sends `sent` bytes, under the present number."""
         phases.current.sent(inter=sent)
         if not self._exchanges.are_running:
             self._busy_since, self._busy_bytes = time.perf_counter(), 0
+            self._selecting_before = phases.current.total("select")
         self._busy_bytes += sent
         self._exchanges.start(self._number, exchange)
 
     def _exchange(self, comm: Any, shard: Array, buffer: Array, scale: float) -> Exchange:
         """Return the exchange of the shard with its equals, in the type of `buffer`."""
-        tag = self._number % TAGS
+        tag = self.place.tag
         if buffer.dtype != shard.dtype:
-            buffer_number = self._number % (UNDER_WAY + 1)
-            narrow = reserve_workspace(self.world, f"narrow shard {buffer_number}", shard.size, buffer.dtype)
-            return narrow_all_reduce(comm, shard, narrow, buffer, tag, self._note_finite, scale)
+            narrow = reserve_workspace(self.world, f"narrow shard {self.place.buffer}", shard.size, buffer.dtype)
+            return narrow_all_reduce(comm, shard, narrow, buffer, tag, self.note_finite, scale)
         reduce = ring_all_reduce if self.world.nodes > PAIRWISE_LIMIT else pairwise_all_reduce
-        return reduce(comm, shard, buffer, tag, self._note_finite, scale)
+        return reduce(comm, shard, buffer, tag, self.note_finite, scale)
 
     def _advance(self) -> None:
         was_running = self._exchanges.are_running
         self._exchanges.advance()
         if was_running and not self._exchanges.are_running:
             seconds = time.perf_counter() - self._busy_since
-            phases.current.add("inter", seconds)
+            selecting = phases.current.total("select") - self._selecting_before  # counts as a phase of its own
+            phases.current.add("inter", max(seconds - selecting, 0.0))
             note_rate(self.world, self._busy_bytes, seconds)
 
     def _finish_oldest(self, pause: float | None) -> None:

@@ -5,12 +5,14 @@ The owner adds the weighted mean of all nodes to its own residual, compresses th
 rest as its residual, and sends the row to all nodes. (Tang et al., "DoubleSqueeze: Parallel stochastic gradient descent
 with double-pass error-compensated compression", 2019, with owners in place of one server.)
 
-`pack`, `reduce` and `add` are the work before, between and after the two stages; `exchange` sends the rows.
+`pack`, `reduce` and `add` are the work before, between and after the two stages. `exchange` sends the rows, and
+`travel` does the same as an exchange that other exchanges accompany (overlapped.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +20,10 @@ from topkube.arrays import Array
 from topkube.collectives.all_reduce import finish_exchange
 from topkube.collectives.call import Call, reserve_workspace
 from topkube.collectives.codecs import CodecOf
-from topkube.collectives.exchange import exchange_rows
+from topkube.collectives.exchange import Place, exchange_rows
 from topkube.kernels import SIGN_BLOCK
 from topkube.telemetry import phases
+from topkube.world import World
 
 
 class TwoStage:
@@ -71,22 +74,56 @@ class TwoStage:
         """Exchange changes among the nodes of `call` in both stages. `pack` writes what this node sends into one row
         per segment. `weights` has one factor per node. Return the rows that all owners sent of the mean, for `add`.
         `pause_seconds` is that of `Call.wait`."""
-        world, me = call.world, self._node
+        me, comm = self._node, call.world.cross_comm
         row_bytes = self.codecs[me].row_bytes
-        rows = self.cut_rows(reserve_workspace(world, "rows of owners", self.total_bytes, np.uint8))
-        arrived = reserve_workspace(world, "rows of the segment", self._nodes * row_bytes, np.uint8)
-        segments = list(arrived.reshape(self._nodes, row_bytes))
+        rows, segments, means = self._reserve_rows(call.world, "")
         with phases.current.timed("select"):
             pack(rows)
-            segments[me] = rows[me]
-        first = exchange_rows(world.cross_comm, rows, segments, 0)
+        first = exchange_rows(comm, rows, segments, 0)
         finish_exchange(call, first, self.total_bytes - row_bytes, pause_seconds)
-        means = self.cut_rows(reserve_workspace(world, "rows of means", self.total_bytes, np.uint8))
         with phases.current.timed("select"):
             self.reduce(segments, weights, means[me])
-        second = exchange_rows(world.cross_comm, [means[me]] * self._nodes, means, 1)
+        second = exchange_rows(comm, [means[me]] * self._nodes, means, 1)
         finish_exchange(call, second, (self._nodes - 1) * row_bytes, pause_seconds)
         return means
+
+    def travel(
+        self, call: Call, pack: Callable[[Sequence[Array]], None], weights: Sequence[float], place: Place
+    ) -> Generator[list[Any], None, list[Array]]:
+        """Do what `exchange` does, and yield the messages that have to arrive before it continues; their bytes are
+        `sent_bytes`. The first are the greetings of `call`, which are compared. Rows are packed before."""
+        me, comm = self._node, call.world.cross_comm
+        rows, segments, means = self._reserve_rows(call.world, f" {place.buffer}")
+        with phases.current.timed("select", bucket=call.traced_bucket):
+            pack(rows)
+        yield call.greetings
+        call.compare_greetings()
+        yield from exchange_rows(comm, rows, segments, place.tag)
+        with phases.current.timed("select", bucket=call.traced_bucket):
+            self.reduce(segments, weights, means[me])
+        yield from exchange_rows(comm, [means[me]] * self._nodes, means, place.tag)
+        return means
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that this node sends in both stages."""
+        row_bytes = self.codecs[self._node].row_bytes
+        return self.total_bytes - row_bytes + (self._nodes - 1) * row_bytes
+
+    def _reserve_rows(self, world: World, name: str) -> tuple[list[Array], list[Array], list[Array]]:
+        """Return buffers: the rows that this node sends to the owners, the rows of all nodes for its own segment, of
+        which its own row is the same memory, and the rows of the means. `name` distinguishes exchanges that are under
+        way at the same time."""
+        row_bytes = self.codecs[self._node].row_bytes
+        rows = self.cut_rows(reserve_workspace(world, f"rows of owners{name}", self.total_bytes, np.uint8))
+        arrived = reserve_workspace(world, f"rows of the segment{name}", self._nodes * row_bytes, np.uint8)
+        segments = list(arrived.reshape(self._nodes, row_bytes))
+        segments[self._node] = rows[self._node]
+        return (
+            rows,
+            segments,
+            self.cut_rows(reserve_workspace(world, f"rows of means{name}", self.total_bytes, np.uint8)),
+        )
 
     def pack(self, change: Array, rows: Sequence[Array]) -> None:
         """Write the part of `change` that is sent into one row per segment, and subtract it from `change`. `change` is

@@ -29,7 +29,9 @@ from ranks.training.scene import (
     copy_weights,
 )
 from topkube.algorithms import OWN, PERIOD, Algorithm, Stage
+from topkube.collectives.overlapped import OverlappedAllReduce
 from topkube.errors import TrainingError
+from topkube.training.exchange.reduction.overlapped_buckets import OverlappedBuckets
 from topkube.world import World
 
 IN_HOST_MEMORY = [algorithm for algorithm in OWN if not algorithm.needs_gpu]
@@ -105,6 +107,49 @@ def case_runs_repeat_and_resume_bit_for_bit(world: World) -> None:
                     optimizer.unwrap()
                 ends.append(last)
         assert ends[0] == ends[1], algorithm.name
+
+
+def train_six_layers(world: World, algorithm: str) -> list[torch.Tensor]:
+    """Train six layers, each with a bucket of its own, and return the weights. In the second half, a layer is frozen
+    while it still owes a part of its gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(48, 48, bias=False) for _ in range(6)))
+    optimizer = topkube.DistributedOptimizer(
+        build_plain_sgd(model.parameters()), model.named_parameters(), aggregation=algorithm, bucket_bytes=48 * 48 * 4
+    )
+    for step in range(6):
+        model[2].weight.requires_grad_(step < 3)
+        x = torch.randn(4, 48, generator=torch.Generator().manual_seed(100 * step + world.rank))
+        loss = model(x).square().mean()
+        (loss * torch.nan if step == 4 and world.rank == 0 else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (optimizer.steps, optimizer.skipped_steps) == (5, 1)
+    weights = copy_weights(model)
+    assert are_equal_on_all_ranks(weights)
+    optimizer.unwrap()
+    return weights
+
+
+def case_compressed_buckets_that_travel_together_have_the_same_bits(world: World) -> None:
+    """The messages of a bucket travel while the next buckets start. The result is that of one bucket after another."""
+    if world.nodes == 1:
+        return
+    under_way, begin = list[int](), OverlappedAllReduce.begin_exchange
+
+    def count(all_reduce: OverlappedAllReduce, *args: Any) -> None:
+        under_way.append(len(all_reduce._under_way))
+        begin(all_reduce, *args)
+
+    for algorithm in ("int8", "int4"):
+        under_way.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(OverlappedAllReduce, "begin_exchange", count)
+            together = train_six_layers(world, algorithm)
+            assert max(under_way) > 1
+            patch.setattr(OverlappedBuckets, "can_compress", lambda *_: False)
+            one_by_one = train_six_layers(world, algorithm)
+        assert all(torch.equal(a, b) for a, b in zip(together, one_by_one, strict=True)), algorithm
 
 
 # ---- schedules

@@ -19,7 +19,7 @@ BUCKET_BYTES = 25 * 2**20
 LEAST_BUCKET_BYTES = 2**20
 """The smallest size that is chosen, and the size of the first and the last bucket. The messages of smaller buckets cost
 more than they hide."""
-BUCKETS = 8
+BUCKETS = 16
 """The number of buckets that a model has, if these bounds and the link allow it. While one bucket travels, the
 gradients of the next are computed; only the last bucket has nothing to hide behind."""
 BUCKET_SECONDS = 0.01

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from topkube.algorithms import MATRIX_RANK
 from topkube.arrays import view_flat
 from topkube.collectives import AllReduce, Request
+from topkube.collectives.codec_all_reduce import CodecAllReduce
 from topkube.collectives.dense import Hierarchical
 from topkube.collectives.device.memory import Mark
 from topkube.collectives.device.pipeline import DeviceAllReduce
@@ -21,7 +22,7 @@ from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.exchange.reduction.bucket_algorithms import BucketAlgorithms
 from topkube.training.exchange.reduction.delivery import Delivery
-from topkube.training.exchange.reduction.overlapped_buckets import OverlappedBuckets
+from topkube.training.exchange.reduction.overlapped_buckets import STAGING_BUFFERS, OverlappedBuckets
 from topkube.training.exchange.reduction.residuals import Residuals
 from topkube.training.exchange.reduction.sparse_gradients import average_rows, is_finite
 from topkube.training.exchange.reduction.staging import Staging
@@ -42,8 +43,8 @@ class ReductionTask:
 
 class BucketReduction:
     """The reductions of one optimizer's buckets among the ranks of `world`, in the communication thread. Buckets are
-    reduced on a device if `on_device` is set. Dense buckets between nodes of CPUs go through `overlapped`, if it is
-    set."""
+    reduced on a device if `on_device` is set. Buckets between nodes of CPUs, if they are dense or
+    compressed in two stages, go through `overlapped`, if it is set."""
 
     def __init__(
         self,
@@ -77,6 +78,9 @@ class BucketReduction:
             if self._overlapped is not None and isinstance(all_reduce, Hierarchical):
                 values = torch.empty(bucket.length, dtype=bucket.dtype, device="meta")
                 self._overlapped.begin(bucket, all_reduce, self._build_request(values, task))
+                return True
+            if self._overlapped is not None and self._overlapped.can_compress(all_reduce):
+                self._begin_compressed(task, all_reduce, self._overlapped)
                 return True
         self._finish_overlapped()
         if bucket.dtype == torch.float64:
@@ -119,6 +123,18 @@ class BucketReduction:
         self._delivery.deliver(bucket, flat, task.mark)
         return finite
 
+    def _begin_compressed(self, task: ReductionTask, all_reduce: CodecAllReduce, overlapped: OverlappedBuckets) -> None:
+        bucket, stack = task.bucket, ExitStack()
+        flat = self._staging.collect(bucket, STAGING_BUFFERS)
+        request = self._build_request(view_flat(flat, "bucket", writable=True), task)
+        stack.enter_context(self._set_frozen_aside(bucket, request.residual))
+
+        def deliver() -> None:
+            stack.close()
+            self._delivery.deliver(bucket, flat, task.mark)
+
+        overlapped.begin_compressed(all_reduce, request, deliver)
+
     def _begin_on_device(self, task: ReductionTask) -> None:
         assert self._on_device is not None
         flat = self._staging.collect(task.bucket)
@@ -156,6 +172,6 @@ class BucketReduction:
         return self._residuals.set_frozen_aside(bucket, residual)
 
     def _finish_overlapped(self) -> None:
-        """Finish the dense buckets that are under way, before an exchange that sends its messages in another way."""
+        """Finish the buckets that are under way, before an exchange that sends its messages in another way."""
         if self._overlapped is not None:
             self._overlapped.finish()

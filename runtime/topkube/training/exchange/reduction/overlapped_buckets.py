@@ -1,11 +1,15 @@
-"""Dense buckets between nodes of CPUs, whose messages travel while the next buckets start."""
+"""Buckets between nodes of CPUs, whose messages travel while the next buckets start: dense buckets, and buckets that
+are compressed in two stages (`int8`, `int4`)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import TypeGuard
 
 from topkube.arrays import view_flat
-from topkube.collectives import Request
+from topkube.collectives import AllReduce, Request
+from topkube.collectives.codec_all_reduce import CodecAllReduce
 from topkube.collectives.decoupled import DecoupledAllReduce
 from topkube.collectives.dense import Hierarchical
 from topkube.collectives.overlapped import UNDER_WAY, OverlappedAllReduce
@@ -16,12 +20,12 @@ from topkube.training.exchange.reduction.staging import Staging
 from topkube.training.ranks import communication_thread
 from topkube.world import World
 
-_STAGING_BUFFERS = UNDER_WAY + 1
+STAGING_BUFFERS = UNDER_WAY + 1
 """One for each bucket that is under way, and one for the bucket that begins."""
 
 
 class OverlappedBuckets:
-    """The dense buckets of one optimizer that are under way between the nodes of `world` (collectives/overlapped.py).
+    """The buckets of one optimizer that are under way between the nodes of `world` (collectives/overlapped.py).
     `reduced_parts` holds what is reduced but not gathered, if exchanges are made in two halves (`is_decoupled`, DeAR);
     otherwise it is None. Methods run in the communication thread."""
 
@@ -37,7 +41,7 @@ class OverlappedBuckets:
         call = all_reduce.enter(self._world, request, is_in_halves=self._decoupled is not None)
         factor = request.scale(self._world.size)
         for part in bucket.parts:
-            flat = self._staging.collect(part, _STAGING_BUFFERS if self.reduced_parts is None else None)
+            flat = self._staging.collect(part, STAGING_BUFFERS if self.reduced_parts is None else None)
             array = view_flat(flat, "bucket", writable=True)
             if self.reduced_parts is not None and self._decoupled is not None:
                 halved = self._decoupled.halve(call, array, factor, request.dense_wire)
@@ -45,6 +49,24 @@ class OverlappedBuckets:
                 continue
             delivered = partial(self._delivery.deliver, part, flat, None)
             self._all_reduce.begin(call, array, factor, delivered, request.dense_wire)
+        communication_thread.advance_meanwhile(self._all_reduce.advance)
+
+    def can_compress(self, all_reduce: AllReduce) -> TypeGuard[CodecAllReduce]:
+        """Return True if buckets of this all-reduce can be under way beside dense buckets."""
+        if self.reduced_parts is not None or not isinstance(all_reduce, CodecAllReduce):
+            return False
+        return all_reduce.algorithm.residual is not None and all_reduce.has_two_stages(self._world)
+
+    def begin_compressed(self, all_reduce: CodecAllReduce, request: Request, delivered: Callable[[], None]) -> None:
+        """Begin the exchange of the array of `request`, whose result `delivered` delivers later, at the latest in
+        `finish`. The array is in a buffer that no later bucket uses before (STAGING_BUFFERS)."""
+        call, shard, exchange, sent = all_reduce.begin(self._world, request, self._all_reduce.place)
+
+        def end() -> None:
+            self._all_reduce.note_finite(all(map(bool, shard.finite)))
+            delivered()
+
+        self._all_reduce.begin_exchange(call, exchange, sent, request.array, end)
         communication_thread.advance_meanwhile(self._all_reduce.advance)
 
     def finish(self) -> None:
