@@ -116,7 +116,7 @@ def _list_tasks(profile: StepProfile, situation: Situation, algorithm: Algorithm
         finished = add_exchanges(tasks, exchanges, [update] * len(exchanges), 0, False) or [update]
     else:
         exchanged = exchanges if situation.overlap else [exchange.merge_pieces() for exchange in exchanges]
-        window = count_window(profile, algorithm) if situation.overlap else 0
+        window = count_window(profile, algorithm, situation.machines.nodes) if situation.overlap else 0
         starts = ready if situation.overlap else [end] * len(exchanges)
         is_prompt = situation.machines.slots == 1 and window > 0
         finished = add_exchanges(tasks, exchanged, starts, window, is_prompt) or [end]
@@ -200,7 +200,9 @@ def _list_decoupled_tasks(
     halves = [exchange.halve() if half else exchange for exchange, half in zip(exchanges, is_halved, strict=True)]
     tasks = TaskList()
     ready, end = _add_backward(tasks, profile, buckets, slowdown)
-    reduced = add_exchanges(tasks, halves, ready, count_window(profile, algorithm), is_prompt=True)
+    reduced = add_exchanges(
+        tasks, halves, ready, count_window(profile, algorithm, situation.machines.nodes), is_prompt=True
+    )
     owners = [number for number, half in enumerate(halves) for _ in range(half.pieces)]
     gathers: dict[int, list[Task]] = {number: [] for number, half in enumerate(is_halved) if half}
     for number, piece in zip(owners, reduced, strict=True):
