@@ -8,6 +8,10 @@
 #include "cpu/dtype.hpp"
 #include "cpu/quantised/squares.hpp"
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace topkube {
 namespace {
 
@@ -71,14 +75,14 @@ std::uint16_t quantised_pack(float* values, std::size_t length, int bits, std::u
 // Writes the signed squares of the roots in a block of codes with 4 bits. `length` is rounded up to a multiple of 32.
 void read_squares(const std::uint8_t* codes, std::size_t length, std::int8_t* squares) {
 #if defined(__AVX2__)
-  typedef std::uint8_t Bytes __attribute__((vector_size(16)));  // a table of 16 bytes, which one instruction looks up
-  const Bytes table = {0, 1, 4, 9, 16, 25, 36, 49, 192, 207, 220, 231, 240, 247, 252, 255};  // from 8 on: 256 - the square
+  // From 8 on, the bytes are 256 - the square. One instruction looks 16 integers up in this table.
+  const __m128i table = _mm_setr_epi8(0, 1, 4, 9, 16, 25, 36, 49, -64, -49, -36, -25, -16, -9, -4, -1);
+  const __m128i low_half = _mm_set1_epi8(15);
   for (std::size_t i = 0; i < length; i += 32) {
-    Bytes pairs;
-    __builtin_memcpy(&pairs, codes + i / 2, sizeof pairs);
-    const Bytes low = __builtin_shuffle(table, pairs & 15), high = __builtin_shuffle(table, pairs >> 4);
-    __builtin_memcpy(squares + i, &low, sizeof low);
-    __builtin_memcpy(squares + i + 16, &high, sizeof high);
+    const __m128i pairs = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i / 2));
+    const __m128i low = _mm_and_si128(pairs, low_half), high = _mm_and_si128(_mm_srli_epi16(pairs, 4), low_half);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(squares + i), _mm_shuffle_epi8(table, low));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(squares + i + 16), _mm_shuffle_epi8(table, high));
   }
 #else
   std::int16_t roots[block] = {};  // 16 bits, because old processors multiply such integers fastest

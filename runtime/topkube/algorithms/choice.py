@@ -96,12 +96,17 @@ def list_compressed_choices(node_weights: str) -> tuple[Algorithm, ...]:
     return EQUAL_COMPRESSED_CHOICES + (() if node_weights == NODE_WEIGHTS.default else _OWN_WEIGHTS_CHOICES)
 
 
-def find_least_change(algorithms: Sequence[Algorithm], seconds: Sequence[float], least_gain: float) -> Algorithm:
-    """Return the first of `algorithms`, those first that change values least, unless a later one is faster than it by
-    at least `least_gain`, in seconds. `seconds` has the time of each algorithm; neither sequence is empty."""
-    fastest = min(seconds)
+def find_least_change(
+    algorithms: Sequence[Algorithm], seconds: Sequence[float], dense_seconds: float, least_gain: float
+) -> Algorithm | None:
+    """Return the algorithm to use in place of a dense one that takes `dense_seconds`; None if no algorithm saves at
+    least `least_gain`, in seconds. Among those that do, the fastest wins by at least `least_gain` against any before
+    it: `algorithms` begin with those that change values least. `seconds` has the time of each."""
     pairs = zip(algorithms, seconds, strict=True)
-    return next(algorithm for algorithm, time in pairs if time - fastest < least_gain or time == fastest)
+    worthwhile = [(algorithm, time) for algorithm, time in pairs if dense_seconds - time >= least_gain]
+    fastest = min((time for _, time in worthwhile), default=0.0)
+    near = (algorithm for algorithm, time in worthwhile if time - fastest < least_gain or time == fastest)
+    return next(near, None)
 
 
 def keeps_loss(algorithm: Algorithm, nodes: int) -> bool:

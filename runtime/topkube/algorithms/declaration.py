@@ -154,6 +154,15 @@ class Algorithm:
         """True if the algorithm sends less than the whole gradient."""
         return self.family is not Family.DENSE
 
+    def has_two_stages(self, nodes: int) -> bool:
+        """Return True if the exchange between `nodes` nodes has two stages."""
+        return self.two_stage_from is not None and nodes >= max(self.two_stage_from, 2)
+
+    def overlaps_buckets(self, nodes: int) -> bool:
+        """Return True if training on CPUs has several buckets under way between `nodes` nodes at the same time: dense
+        ones, and gradients that travel in two stages (training/exchange/reduction/overlapped_buckets.py)."""
+        return self.overlaps or (self.has_two_stages(nodes) and not self.in_weights)
+
     @property
     def has_small_buckets(self) -> bool:
         """True if its work per element does not depend on the size of a bucket: small buckets overlap better with

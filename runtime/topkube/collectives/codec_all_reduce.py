@@ -49,18 +49,13 @@ class CodecAllReduce(ShardAllReduce):
         is True for small tensors (biases, norms), which are only rounded."""
 
     def exchange(self, call: Call, shard: Shard) -> None:
-        if not self.has_two_stages(shard.world):
+        if not self.algorithm.has_two_stages(shard.world.nodes):
             super().exchange(call, shard)
             return
         stage, change = self._build_stage(shard), shard.accumulate()
         call.check_between_nodes()
         sent = stage.exchange(call, partial(stage.pack, change), [1.0] * shard.world.nodes)
         self._end_two_stages(shard, stage, change, sent)
-
-    def has_two_stages(self, world: World) -> bool:
-        """Return True if the exchange between the nodes of `world` has two stages."""
-        least_nodes = self.algorithm.two_stage_from
-        return least_nodes is not None and world.nodes >= max(least_nodes, 2)
 
     def begin(self, world: World, request: Request, place: Place) -> tuple[Call, Shard, Exchange | None, int]:
         """Begin the all-reduce of an array that has a residual, in two stages. Return the call, this rank's shard, the

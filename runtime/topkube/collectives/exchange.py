@@ -40,6 +40,7 @@ class Exchanges:
 
     def __init__(self) -> None:
         self._running: dict[int, tuple[Exchange, list[Any]]] = {}
+        self._failure: BaseException | None = None
 
     def start(self, number: int, exchange: Exchange) -> None:
         """Start an exchange under a number of its own."""
@@ -47,7 +48,10 @@ class Exchanges:
         self.advance()
 
     def advance(self) -> None:
-        """Move all exchanges as far as their messages allow."""
+        """Move all exchanges as far as their messages allow. If one of them fails, this call and all later calls raise
+        its error: the results of the others may be wrong too."""
+        if self._failure is not None:
+            raise self._failure
         while self._running:
             # A test of one exchange moves the messages of all. Only the last of these calls moves nothing.
             advance_messages(self._is_oldest_complete)
@@ -69,7 +73,11 @@ class Exchanges:
         for number, (exchange, requests) in list(self._running.items()):
             while Request.Testall(requests):
                 has_continued = True
-                next_requests = next(exchange, None)
+                try:
+                    next_requests = next(exchange, None)
+                except BaseException as error:
+                    self._failure = error
+                    raise
                 if next_requests is None:
                     del self._running[number]
                     break

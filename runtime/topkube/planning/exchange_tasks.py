@@ -94,14 +94,12 @@ def add_agreement(tasks: TaskList, situation: Situation, *after: Task) -> Task:
 
 
 def count_window(profile: StepProfile, algorithm: Algorithm, nodes: int) -> int:
-    """Return how many further pieces the runtime starts before it finishes one. On CPUs, compressed gradients that
-    travel in two stages overlap too (training/exchange/reduction/overlapped_buckets.py)."""
+    """Return how many further pieces the runtime starts before it finishes one."""
     from topkube.collectives.overlapped import UNDER_WAY
 
     if not profile.on_cpu:
         return 1  # collectives/device/pipeline.py reduces two buckets at the same time
-    least_nodes = None if algorithm.in_weights else algorithm.two_stage_from
-    return UNDER_WAY if algorithm.overlaps or (least_nodes is not None and nodes >= least_nodes) else 0
+    return UNDER_WAY if algorithm.overlaps_buckets(nodes) else 0
 
 
 def estimate_exchange(

@@ -235,7 +235,17 @@ def _measure_bucket_costs(step: list[Event]) -> Iterator[_BucketCost]:
         )
         for number, bucket in buckets.items()
     }
-    measured = {number: bucket["tdur"] + outside[number] for number, bucket in buckets.items()}
+    foreign = {  # of the stages of other buckets that ran in the event of each bucket
+        number: sum(
+            e.get("tdur", 0.0)
+            for e in step
+            if e["cat"] == trace.STAGE
+            and e["args"].get("bucket", number) != number
+            and bucket["ts"] <= e["ts"] < bucket["ts"] + bucket["dur"]
+        )
+        for number, bucket in buckets.items()
+    }
+    measured = {n: max(0.0, bucket["tdur"] - foreign[n]) + outside[n] for n, bucket in buckets.items()}
     thread = _find_step_event(step)["args"]["communication_cpu_ms"] * 1e3
     factor = max(1.0, thread / sum(measured.values())) if sum(measured.values()) else 1.0
     for number, bucket in buckets.items():

@@ -1,4 +1,4 @@
-"""The communication thread at the end of a program."""
+"""The communication thread: errors between two pieces of work, and the end of a program."""
 
 from __future__ import annotations
 
@@ -20,3 +20,17 @@ def test_the_end_waits_for_messages_that_other_ranks_wait_for(is_awaited: bool, 
     thread.submit(lambda: thread.advance_meanwhile(advance, is_awaited)).result()
     thread.close(60)
     assert calls == calls_at_the_end
+
+
+def test_an_error_while_messages_travel_is_raised_by_the_next_work() -> None:
+    """The thread goes on: if it ended, the next future would never be done."""
+    thread = CommunicationThread()
+
+    def advance() -> float | None:
+        raise RuntimeError("another rank entered another call")
+
+    thread.submit(lambda: thread.advance_meanwhile(advance)).result()
+    with pytest.raises(RuntimeError, match="another rank"):
+        thread.submit(lambda: 1).result(60)
+    assert thread.submit(lambda: 2).result(60) == 2
+    thread.close(60)

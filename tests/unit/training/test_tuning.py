@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topkube.algorithms import BucketSize, Family, Machines, list_compressed_choices, sort_choices_by_time
+from topkube.algorithms import (
+    BucketSize,
+    Family,
+    Machines,
+    find_least_change,
+    list_compressed_choices,
+    sort_choices_by_time,
+)
 from topkube.settings import Settings
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.tuning import machines, step_times
@@ -230,6 +237,25 @@ def test_auto_tries_int8_if_int4_would_gain_little_more(monkeypatch: Any) -> Non
         assert decide(tuned, step, *read_prediction(tuned))
         assert tuned.choice is not None
         assert tuned.choice.algorithm.name == name, step
+
+
+@given(st.floats(0.1, 1), st.floats(0.1, 1), st.floats(0.1, 1))
+def test_the_least_change_that_is_worth_it_is_taken(dense: float, eight_bits: float, four_bits: float) -> None:
+    algorithms, gain = list_compressed_choices("equal"), 0.03
+    found = find_least_change(algorithms, [eight_bits, four_bits], dense, gain)
+    times = dict(zip(("int8", "int4"), (eight_bits, four_bits), strict=True))
+    worth = {name for name, time in times.items() if dense - time >= gain}
+    assert (found is None) == (not worth), "an algorithm is found if one saves enough"
+    if found is not None:
+        assert found.name in worth
+        assert times[found.name] - min(times[name] for name in worth) < gain
+
+
+def test_int4_is_tried_if_int8_alone_would_not_save_enough() -> None:
+    """int8 saves 2% and int4 4.9%: they differ by less than 3%, but only int4 is worth a trial."""
+    found = find_least_change(list_compressed_choices("equal"), [0.98, 0.951], 1.0, 0.03)
+    assert found is not None
+    assert found.name == "int4"
 
 
 def test_int4_stays_if_steps_become_faster_and_dense_returns_otherwise(monkeypatch: Any) -> None:

@@ -70,9 +70,7 @@ class Comparison:
             return dense
         allowed = [choice for choice in self.compressed_choices if keeps_loss(choice, self.machines.nodes)]
         dense_seconds, seconds = self._predict_step(dense), [self._predict_step(choice) for choice in allowed]
-        if min(seconds) >= (1 - LEAST_GAIN) * dense_seconds:
-            return dense
-        return find_least_change(allowed, seconds, LEAST_GAIN * dense_seconds)
+        return find_least_change(allowed, seconds, dense_seconds, LEAST_GAIN * dense_seconds) or dense
 
     def _predict_step(self, algorithm: Algorithm) -> float:
         assert self.profile is not None

@@ -43,6 +43,8 @@ class CommunicationThread:
         self._closing = False
         self._advance: Callable[[], float | None] | None = None
         self._is_awaited = False
+        self._failure: BaseException | None = None
+        """An error of `advance` that no future holds yet."""
         self._leaves = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -85,6 +87,7 @@ class CommunicationThread:
             # Each reference is dropped before the next step can wait or wake a waiter: it would keep the bucket's
             # gradients alive until the next bucket, or an optimizer that its script has just deleted.
             try:
+                self._raise_failure()
                 result = work()
             except BaseException as error:
                 del work
@@ -109,7 +112,10 @@ class CommunicationThread:
     def _take_next(self) -> tuple[Callable[[], Any], Future[Any]] | None:
         """Return the next entry of the queue. Advance the messages that are under way until there is an entry."""
         while self._advance is not None:
-            pause = self._advance()
+            try:
+                pause = self._advance()
+            except BaseException as error:  # the next work raises it: a thread that ends would leave all futures open
+                self._failure, pause = error, None
             if pause is None:
                 self._advance = None
                 break
@@ -118,6 +124,12 @@ class CommunicationThread:
             except Empty:
                 continue
         return self._queue.get()
+
+    def _raise_failure(self) -> None:
+        """Raise the error of an earlier `advance`, once."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
 
 
 def _report_at_end(error: BaseException) -> None:

@@ -55,7 +55,8 @@ class OverlappedBuckets:
         """Return True if buckets of this all-reduce can be under way beside dense buckets."""
         if self.reduced_parts is not None or not isinstance(all_reduce, CodecAllReduce):
             return False
-        return all_reduce.algorithm.residual is not None and all_reduce.has_two_stages(self._world)
+        algorithm = all_reduce.algorithm
+        return algorithm.residual is not None and algorithm.overlaps_buckets(self._world.nodes)
 
     def begin_compressed(self, all_reduce: CodecAllReduce, request: Request, delivered: Callable[[], None]) -> None:
         """Begin the exchange of the array of `request`, whose result `delivered` delivers later, at the latest in

@@ -109,7 +109,7 @@ class Tuning:
         if self.choice is None or self.measured is None:
             return None
         parts = (self.measured.between, self.measured.inside)
-        return max(parts) if self.choice.algorithm.overlaps else sum(parts)
+        return max(parts) if self.choice.algorithm.overlaps_buckets(self._world.nodes) else sum(parts)
 
     def measure(self) -> None:
         """Measure the machines if it was not done yet for this world. All ranks call this together."""
@@ -217,14 +217,15 @@ class Tuning:
         choices are about as fast, the one that changes values least is tried."""
         assert self.machines is not None
         compressed = {choice.algorithm: choice for choice in ranked if choice.algorithm.compresses}
-        if not compressed or present.algorithm.compresses:
+        if present.algorithm.compresses:
             return False
         least_gain = LEAST_GAIN * measured.step
         algorithms = [algorithm for algorithm in self.compressed_choices if algorithm in compressed]
         times = [compressed[algorithm].seconds for algorithm in algorithms]
-        best = compressed[find_least_change(algorithms, times, least_gain)]
-        if find_same(ranked, present).seconds - best.seconds < least_gain:
+        found = find_least_change(algorithms, times, find_same(ranked, present).seconds, least_gain)
+        if found is None:
             return False
+        best = compressed[found]
         self._trial = _Trial(present, self.machines, measured)
         self._adopt(best, f"on trial against {present.algorithm.name}", ranked)
         return True
