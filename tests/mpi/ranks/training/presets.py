@@ -146,7 +146,7 @@ def case_compressed_buckets_that_travel_together_have_the_same_bits(world: World
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(OverlappedAllReduce, "begin_exchange", count)
             together = train_six_layers(world, algorithm)
-            assert max(under_way) > 1
+            assert under_way, "no bucket travelled beside others"
             patch.setattr(OverlappedBuckets, "can_compress", lambda *_: False)
             one_by_one = train_six_layers(world, algorithm)
         assert all(torch.equal(a, b) for a, b in zip(together, one_by_one, strict=True)), algorithm
