@@ -119,11 +119,8 @@ class TwoStage:
         arrived = reserve_workspace(world, f"rows of the segment{name}", self._nodes * row_bytes, np.uint8)
         segments = list(arrived.reshape(self._nodes, row_bytes))
         segments[self._node] = rows[self._node]
-        return (
-            rows,
-            segments,
-            self.cut_rows(reserve_workspace(world, f"rows of means{name}", self.total_bytes, np.uint8)),
-        )
+        means = reserve_workspace(world, f"rows of means{name}", self.total_bytes, np.uint8)
+        return rows, segments, self.cut_rows(means)
 
     def pack(self, change: Array, rows: Sequence[Array]) -> None:
         """Write the part of `change` that is sent into one row per segment, and subtract it from `change`. `change` is
