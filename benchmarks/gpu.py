@@ -3,6 +3,7 @@
     python benchmarks/gpu.py --prepare           on a machine with a network: collect wheels for a machine without one
     python benchmarks/gpu.py                     everything; writes benchmarks/results/gpu.jsonl and gpu.json
     python benchmarks/gpu.py --minutes 9         start no row after 9 minutes; the next call continues
+    python benchmarks/gpu.py --stages facts,suite    these stages alone
     python benchmarks/gpu.py --quick             one size and few repeats, to check that everything works
     python benchmarks/gpu.py --dry               everything but the kernels of the GPU, on a machine without one
 
@@ -12,10 +13,11 @@ needs no network: it compiles with CMake alone, and takes packages that the mach
 the script starts itself again for each stage with this folder on the path.
 
 Each result is a line of gpu.jsonl, written at once. A call continues where the last one stopped. The stages are: facts,
-checks at every size, kernels, sanitisers, counters (Nsight Compute), variants of the kernels, training, and the tests
-marked `gpu`. Each runs in a process group that is killed if it takes too long. At the end the script compares the
-figures with the predictions in gpu_plan/predictions.py. Times are medians of CUDA events; inputs rotate
-through more memory than the L2 cache holds. Rows of other sources, and of other options, go to a file of their own.
+checks at every size, kernels, sanitisers, counters (Nsight Compute), variants of the kernels, training, training on
+several nodes that share the GPU, and the tests marked `gpu`. Each runs in a process group that is killed if it takes
+too long. At the end the script compares the figures with the predictions in gpu_plan/predictions.py. Times are medians
+of CUDA events; inputs rotate through more memory than the L2 cache holds. Rows of other sources, and of other options,
+go to a file of their own.
 
 Kernels are compiled for one device, on all cores, before the first stage. The build prints the time of each of its
 stages, and a build that was interrupted continues with the files that are missing.
@@ -47,10 +49,11 @@ STAGES = {
     "facts": 1,
     "checks": 6,
     "kernels": 8,
-    "sanitisers": 6,
-    "counters": 4,
+    "sanitisers": 4,
+    "counters": 3,
     "variants": 8,
     "training": 5,
+    "nodes": 5,
     "suite": 5,
 }
 """The stages in their order, and the minutes that each one may take. Sanitisers come after the times: they are slow,
@@ -117,6 +120,10 @@ def _run_on_device(name: str, args: argparse.Namespace, rows: Rows) -> None:
         from gpu_plan import timing
 
         timing.run(device, rows, args.quick)
+    elif name == "nodes":
+        from gpu_plan import nodes
+
+        nodes.run(device, rows, args.quick, args.work.resolve())
     else:
         from gpu_plan import training
 
@@ -180,7 +187,8 @@ def run_all(args: argparse.Namespace) -> int:
             return 2
     start_rows(args)
     failed = []
-    for name, minutes in STAGES.items():
+    for name in args.stages:
+        minutes = STAGES[name]
         minutes_left = (end - time.monotonic()) / 60
         if minutes_left <= 0:
             print(f"the time is over before the stage {name}. Next: run the same command again", flush=True)
@@ -247,6 +255,16 @@ def finish(args: argparse.Namespace, failed: list[str]) -> int:
     return 1 if wrong or failed else 0
 
 
+def parse_stages(text: str) -> tuple[str, ...]:
+    """Return the names of stages that are joined by commas. Raises ArgumentTypeError if one does not exist."""
+    names = tuple(text.split(","))
+    if unknown := sorted(set(names) - set(STAGES)):
+        raise argparse.ArgumentTypeError(
+            f"there is no stage {', '.join(unknown)}. Next: choose from {', '.join(STAGES)}"
+        )
+    return names
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prepare", action="store_true", help="collect wheels for a machine without network")
@@ -259,6 +277,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one size, few repeats")
     parser.add_argument(
         "--dry", action="store_true", help="everything but the kernels of the GPU; figures mean nothing"
+    )
+    parser.add_argument(
+        "--stages",
+        type=parse_stages,
+        default=tuple(STAGES),
+        help=f"run only these stages, in this order, joined by commas ({','.join(STAGES)})",
     )
     parser.add_argument("--minutes", type=float, default=45, help="start no row after this time (%(default)s)")
     parser.add_argument("--out", type=Path, help="the file of rows (benchmarks/results/gpu.jsonl)")

@@ -75,10 +75,11 @@ class Device:
         run()
         torch.cuda.synchronize()
         times: dict[str, float] = {}
-        with suppress(RuntimeError), profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            run()
-            torch.cuda.synchronize()
-            for event in profiler.events() or []:
+        with suppress(RuntimeError):
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                run()
+                torch.cuda.synchronize()
+            for event in profiler.events() or []:  # there are none before the profiler has ended
                 times[event.name[:80]] = times.get(event.name[:80], 0.0) + float(event.device_time_total)
         return times
 
@@ -106,6 +107,7 @@ class Device:
     def _time_launch(self) -> float:
         """Return the microseconds that the host needs to launch a small kernel."""
         x = torch.zeros(1, device=self.place)
+        x.add_(1)  # loads the kernel
         self.synchronize()
         start = time.perf_counter()
         for _ in range(1000):

@@ -127,18 +127,22 @@ def _has_package(wheel: Path, name: str) -> bool:
 
 
 def _unpack_libraries(name: str, folder: Path, site: Path) -> None:
-    """Unpack the shared libraries of a wheel into site/lib: `pip install --target` leaves those of MPICH out."""
+    """Unpack the shared libraries of a wheel into site/lib, and its programs into site/bin: `pip install --target`
+    leaves those of MPICH out."""
     for wheel in folder.glob("*.whl"):
         if not _has_package(wheel, name):
             continue
         with zipfile.ZipFile(wheel) as archive:
             for member in archive.infolist():
-                root, _, path = member.filename.partition(".data/data/lib/")
-                if not path or "/" in root or ".so" not in path:
+                root, _, path = member.filename.partition(".data/data/")
+                is_wanted = (path.startswith("lib/") and ".so" in path) or path.startswith("bin/")
+                if not is_wanted or "/" in root or member.is_dir():
                     continue
-                library = site / "lib" / path
-                library.parent.mkdir(parents=True, exist_ok=True)
-                library.write_bytes(archive.read(member))
+                target = site / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(archive.read(member))
+                if path.startswith("bin/"):
+                    target.chmod(0o755)
 
 
 def find_nvcc() -> str | None:

@@ -51,7 +51,8 @@ _BEFORE_THE_KILL = 15
 def run_tests(rows: Rows, dry: bool, seconds: float = 300) -> None:
     """Run the tests that are marked `gpu`: they compare every kernel with the CPU, bit for bit."""
     folders = [str(ROOT / "tests/unit" / name) for name in ("kernels", "training/test_training_devices.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", "-p", "no:cacheprovider", *folders]
+    options = ["-q", "--maxfail=30", "--continue-on-collection-errors", "--tb=short", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", *options, *folders]
     are_installed = all(importlib.util.find_spec(name) is not None for name in ("pytest", "hypothesis"))
     skipped = "the dry mode" if dry else "" if are_installed else "pytest or hypothesis is not installed"
     rows.measure(

@@ -224,12 +224,23 @@ def test_wheels_are_collected_for_the_python_and_the_processor_of_the_other_mach
     ]
 
 
-def test_libraries_of_a_carried_mpi_are_unpacked(tmp_path: Path) -> None:
+def test_libraries_and_programs_of_a_carried_mpi_are_unpacked(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "mpich-5.0-py3-none-manylinux_2_28_x86_64.whl", "w") as wheel:
         for name in ("lib/libmpi.so.12", "lib/pkgconfig/mpich.pc", "bin/mpiexec"):
             wheel.writestr(f"mpich-5.0.data/data/{name}", name)
     machine._unpack_libraries("mpich", tmp_path, tmp_path / "site")
-    assert [path.name for path in (tmp_path / "site").rglob("*") if path.is_file()] == ["libmpi.so.12"]
+    site = tmp_path / "site"
+    assert sorted(str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()) == [
+        "bin/mpiexec",
+        "lib/libmpi.so.12",
+    ]
+    assert os.access(site / "bin" / "mpiexec", os.X_OK)
+
+
+def test_stages_can_be_chosen() -> None:
+    assert gpu.parse_stages("suite,facts") == ("suite", "facts")
+    with pytest.raises(argparse.ArgumentTypeError, match=r"no stage kernel\. .*choose from facts, checks"):
+        gpu.parse_stages("facts,kernel")
 
 
 def test_each_stage_is_a_process_that_imports_what_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,8 +262,9 @@ def test_each_stage_is_a_process_that_imports_what_was_built(tmp_path: Path, mon
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delenv("MPI4PY_LIBMPI", raising=False)
     args = argparse.Namespace(
-        work=work, wheels=tmp_path, out=tmp_path / "rows.jsonl", dry=True, quick=True, minutes=1.0, architecture=None
-    )
+        work=work, wheels=tmp_path, out=tmp_path / "rows.jsonl", dry=True, quick=True, minutes=1.0, architecture=None,
+        stages=tuple(gpu.STAGES),
+    )  # fmt: skip
     assert gpu.run_all(args) == 0
     assert [command[3] for command, _ in started] == list(gpu.STAGES)
     for command, environment in started:
@@ -275,8 +287,9 @@ def test_another_package_than_the_one_that_was_built_is_refused(
     monkeypatch.setattr(gpu.subprocess, "run", lambda *_, **__: answer)
     monkeypatch.setattr(sys, "path", list(sys.path))
     args = argparse.Namespace(
-        work=tmp_path, wheels=tmp_path, out=tmp_path / "rows", dry=False, quick=True, minutes=1.0, architecture="90"
-    )
+        work=tmp_path, wheels=tmp_path, out=tmp_path / "rows", dry=False, quick=True, minutes=1.0, architecture="90",
+        stages=tuple(gpu.STAGES),
+    )  # fmt: skip
     assert gpu.run_all(args) == 2
     assert f"{installed} is imported in place of the package that was built" in capsys.readouterr().err
 

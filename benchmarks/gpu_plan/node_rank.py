@@ -1,0 +1,145 @@
+"""The program of each rank of gpu_plan/nodes.py.
+
+node_rank.py ANSWER compare DEVICE           weights after training on DEVICE against those after training on the CPU
+node_rank.py ANSWER time DEVICE SIZE         milliseconds of a step of a GPT, of each algorithm and of torch's DDP
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import topkube
+from topkube.examples.char_gpt import GPT, VOCABULARY
+from topkube.settings import Settings
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "hierarchical": {},
+    "flat": {},
+    "hitopk": {"density": 0.01, "wire": "bf16"},
+    "onebit": {},
+    "onebit period 2": {"period": 2},
+    "onebit delayed": {"delay": 1},
+    "topk1bit": {},
+    "localsgd": {"period": 2},
+}
+"""Names, each with the options of DistributedOptimizer. The first word is the algorithm."""
+ERROR_FEEDBACK_IN_WEIGHTS = ("onebit", "onebit period 2", "onebit delayed", "topk1bit", "localsgd")
+"""The contenders whose weights have the same bits as on CPUs with any number of nodes."""
+TIMED = ("hierarchical", "hitopk", "onebit", "onebit delayed")
+SHAPES = ((300, 700), (1024, 257), (33,), (511, 129))
+_LAST_BITS = 1e-5
+"""What differences in the last bit of a mean may become in weights of a few units, after all steps."""
+_STEPS, _WARMUP, _TIMED_STEPS = 6, 3, 8
+_LARGE = {"layers": 16, "width": 768, "heads": 12, "context": 512}
+_SMALL = {"layers": 2, "width": 64, "heads": 4, "context": 32}
+
+
+def compare(device: torch.device) -> dict[str, Any]:
+    """Train the same matrices on `device` and on the CPU with each algorithm, from the same gradients."""
+    row: dict[str, Any] = {"wrong": []}
+    for name, options in ALGORITHMS.items():
+        try:
+            trained = [_train(name, options, place) for place in (device, torch.device("cpu"))]
+        except topkube.TopkubeError as error:
+            row[name] = f"{type(error).__name__}: {error}"[:300]
+            row["wrong"].append(name)
+            continue
+        equal = all(map(torch.equal, *trained))
+        difference = max(float((a - b).abs().max()) for a, b in zip(*trained, strict=True))
+        row[name] = "the same bits" if equal else difference
+        # A GPU multiplies a sum by 1/3 and the CPU divides it by 3: the last bit may differ.
+        is_right = equal or (topkube.size() == 3 and name not in ERROR_FEEDBACK_IN_WEIGHTS and difference < _LAST_BITS)
+        if not all(topkube.world.current().comm.allgather(is_right)):
+            row["wrong"].append(name)
+    return row
+
+
+def _train(name: str, options: dict[str, Any], device: torch.device) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    weights = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in SHAPES]
+    named = [(f"weight{i}", weight) for i, weight in enumerate(weights)]
+    inner = torch.optim.SGD(weights, lr=0.5)  # a power of two: the product with it is exact
+    optimizer = topkube.DistributedOptimizer(
+        inner, named, aggregation=name.split()[0], warmup_steps=0, settings=Settings(), **options
+    )
+    generator = torch.Generator().manual_seed(topkube.rank())
+    for _ in range(_STEPS):
+        factors = [torch.randn(shape, generator=generator).to(device) for shape in SHAPES]
+        loss = sum((weight * factor).sum() for weight, factor in zip(weights, factors, strict=True))
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = [weight.detach().cpu().clone() for weight in weights]
+    optimizer.unwrap()
+    return trained
+
+
+def measure(device: torch.device, size: str) -> dict[str, Any]:
+    """Return the milliseconds of a step of each algorithm, in turn."""
+    shape = _LARGE if size == "large" else _SMALL
+    codes = torch.randint(VOCABULARY, (16 if size == "large" else 2, shape["context"]), device=device)
+    row: dict[str, Any] = {**shape, "batch": len(codes), "wrong": []}
+    for name in ("plain", "ddp", *TIMED):
+        torch.manual_seed(0)
+        model: Any = GPT(shape["layers"], shape["width"], shape["heads"], shape["context"]).to(device)
+        row["parameters"] = sum(p.numel() for p in model.parameters())
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+        if name == "ddp":
+            model = _wrap_in_ddp(model)
+        elif name != "plain":
+            optimizer = topkube.DistributedOptimizer(
+                optimizer, model.named_parameters(), aggregation=name.split()[0], warmup_steps=0, **ALGORITHMS[name]
+            )
+        times = []
+        for step in range(_WARMUP + _TIMED_STEPS):
+            _synchronize(device)
+            topkube.barrier()
+            start = time.perf_counter()
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = model(codes, codes)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            _synchronize(device)
+            if step >= _WARMUP:
+                times.append((time.perf_counter() - start) * 1e3)
+        row[f"{name} ms"] = statistics.median(times)
+        if isinstance(optimizer, topkube.DistributedOptimizer):
+            optimizer.unwrap()
+        del model, optimizer
+    torch.distributed.destroy_process_group()  # type: ignore[no-untyped-call]
+    return row
+
+
+def _wrap_in_ddp(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model in DistributedDataParallel over gloo, as NCCL refuses two ranks on one GPU."""
+    distributed: Any = torch.distributed
+    store = distributed.FileStore(f"{sys.argv[1]}.store", topkube.size())
+    distributed.init_process_group("gloo", store=store, rank=topkube.rank(), world_size=topkube.size())
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    answer, task, name = Path(sys.argv[1]), *sys.argv[2:4]
+    device = torch.device("cuda", 0) if name == "cuda" else torch.device("cpu")
+    topkube.init()
+    row = compare(device) if task == "compare" else measure(device, sys.argv[4])
+    if topkube.rank() == 0:
+        answer.write_text(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()
