@@ -171,6 +171,7 @@ INT8 = Algorithm(
     route=Route.SPLIT,
     traffic=own_traffic.count_int8_traffic,
     state=(SHARD_RESIDUAL,),
+    on_device=True,
     two_stage_from=2,
     implementation="topkube.collectives.codec_all_reduce:Int8",
 )
@@ -182,6 +183,7 @@ INT4 = Algorithm(
     route=Route.SPLIT,
     traffic=own_traffic.count_int4_traffic,
     state=(SHARD_RESIDUAL,),
+    on_device=True,
     two_stage_from=2,
     implementation="topkube.collectives.codec_all_reduce:Int4",
 )

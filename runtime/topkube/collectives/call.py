@@ -179,9 +179,13 @@ class Call:
 
     def check_everywhere(self) -> None:
         """Raise MismatchError unless all ranks entered the same call. For a call whose messages go to any rank."""
-        with self._run_inside_node(0, "check of the call") as (signature, deadline):
-            self._node.check(signature, deadline)
+        self.check_inside()
         self.check_between_nodes()
+        self.check_inside()
+
+    def check_inside(self) -> None:
+        """Raise MismatchError unless all ranks of this node entered the same call. For a call without a stage inside
+        the node that compares hashes."""
         with self._run_inside_node(0, "check of the call") as (signature, deadline):
             self._node.check(signature, deadline)
 

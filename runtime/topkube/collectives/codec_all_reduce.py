@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from topkube import kernels
-from topkube.arrays import BFLOAT16, Array
+from topkube.arrays import BFLOAT16
 from topkube.collectives.all_reduce import ShardAllReduce
 from topkube.collectives.call import Call
 from topkube.collectives.codecs import (
@@ -52,10 +52,10 @@ class CodecAllReduce(ShardAllReduce):
         if not self.algorithm.has_two_stages(shard.world.nodes):
             super().exchange(call, shard)
             return
-        stage, change = self._build_stage(shard), shard.accumulate()
+        stage, change = self.build_stage(shard), shard.accumulate()
         call.check_between_nodes()
         sent = stage.exchange(call, partial(stage.pack, change), [1.0] * shard.world.nodes)
-        self._end_two_stages(shard, stage, change, sent)
+        self.end_two_stages(shard, stage, change, sent)
 
     def begin(self, world: World, request: Request, place: Place) -> tuple[Call, Shard, Exchange | None, int]:
         """Begin the all-reduce of an array that has a residual, in two stages. Return the call, this rank's shard, the
@@ -65,25 +65,31 @@ class CodecAllReduce(ShardAllReduce):
         call, shard = self.reduce_inside(world, request)
         if world.cross_comm is None:
             return call, shard, None, 0
-        stage, change = self._build_stage(shard), shard.accumulate()
+        stage, change = self.build_stage(shard), shard.accumulate()
 
         def travel() -> Exchange:
             weights = [1.0] * world.nodes
             sent = yield from stage.travel(call, partial(stage.pack, change), weights, place)
             with phases.current.timed("select", bucket=call.traced_bucket):
-                self._end_two_stages(shard, stage, change, sent)
+                self.end_two_stages(shard, stage, change, sent)
 
         return call, shard, travel(), stage.sent_bytes
 
-    def _build_stage(self, shard: Shard) -> TwoStage:
+    def build_stage(self, shard: Shard) -> TwoStage:
+        """Return the two stages of a shard. `end_two_stages` follows when the owners' rows have arrived."""
         world, length, wire = shard.world, len(shard.values), shard.request.wire
 
         def codec_of(places: list[slice], length: int) -> Codec:
             return self.codec(places, length, wire)
 
-        return TwoStage(codec_of, [slice(0, length)], length, world.node, world.nodes)
+        def allocate_zeros(length: int) -> Any:
+            zeros = shard.scratch("owed", length, "float32")
+            zeros[:] = 0
+            return zeros
 
-    def _end_two_stages(self, shard: Shard, stage: TwoStage, change: Array, sent: Sequence[Array]) -> None:
+        return TwoStage(codec_of, [slice(0, length)], length, world.node, world.nodes, allocate_zeros)
+
+    def end_two_stages(self, shard: Shard, stage: TwoStage, change: Any, sent: Sequence[Any]) -> None:
         """Write what the owners `sent` into the shard. `change` holds what this node has not sent; it gets what this
         node, as an owner, has not sent."""
         shard.finite.append(stage.is_finite)
@@ -108,14 +114,14 @@ class CodecAllReduce(ShardAllReduce):
         self._store(shard, total)
 
     @staticmethod
-    def _find_float32_values(shard: Shard) -> Array:
+    def _find_float32_values(shard: Shard) -> Any:
         """Return the shard, or a buffer of its length if it is not float32."""
         is_wide = shard.request.dtype == "float32"
-        values: Array = shard.values if is_wide else shard.scratch("float32 values", len(shard.values), "float32")
+        values: Any = shard.values if is_wide else shard.scratch("float32 values", len(shard.values), "float32")
         return values
 
     @staticmethod
-    def _store(shard: Shard, total: Array) -> None:
+    def _store(shard: Shard, total: Any) -> None:
         if total is not shard.values:
             kernels.cast_(shard.values, total)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -29,18 +29,24 @@ class Codec(ABC):
     row_bytes: int
 
     @abstractmethod
-    def pack(self, values: Array, row: Array) -> bool:
+    def pack(self, values: Any, row: Any) -> Any:
         """Write the part of `values`, float32, that is sent into `row`, (row_bytes,) uint8, and subtract it from
-        `values`. Return False if the sent part contains a NaN or an infinite value, else True."""
+        `values`. Return False if the sent part contains a NaN or an infinite value, else True: a bool, or for tensors
+        on a GPU, a bool tensor of shape () there."""
 
     @abstractmethod
-    def unpack_add(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
+    def unpack_add(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
         """Add to `out`, float32, the decoded rows times `weights`, in the order of the rows."""
 
-    def unpack(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
+    def unpack(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
         """Write to `out`, float32, the sum of the decoded rows times `weights`, in the order of the rows."""
         out[:] = 0
         self.unpack_add(out, rows, weights)
+
+
+def join_flags(first: Any, second: Any) -> Any:
+    """Return True if both flags are: a bool, or a bool tensor on a GPU if one of them is."""
+    return second if first is True else first & second
 
 
 CodecOf = Callable[[list[slice], int], Codec]
@@ -67,22 +73,22 @@ class TensorCodec(Codec):
         """Return the bytes of a tensor of `length` elements, at least one: a multiple of 8."""
 
     @abstractmethod
-    def pack_tensor(self, values: Array, row: Array) -> bool:
+    def pack_tensor(self, values: Any, row: Any) -> Any:
         """Do what `pack` does for one tensor. `row` has the bytes of this tensor."""
 
     @abstractmethod
-    def unpack_add_tensor(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
+    def unpack_add_tensor(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
         """Do what `unpack_add` does for one tensor. `rows` have the bytes of this tensor."""
 
-    def pack(self, values: Array, row: Array) -> bool:
+    def pack(self, values: Any, row: Any) -> Any:
         return self.pack_tensors([values[place] for place in self._places], row)
 
-    def pack_tensors(self, tensors: Sequence[Array], row: Array) -> bool:
+    def pack_tensors(self, tensors: Sequence[Any], row: Any) -> Any:
         """Do what `pack` does. `tensors` has one array for each place."""
-        is_finite = True
+        is_finite: Any = True
         for values, part in zip(tensors, self._row_places, strict=True):
-            if values.size:
-                is_finite = self.pack_tensor(values, row[part]) and is_finite
+            if len(values):
+                is_finite = join_flags(is_finite, self.pack_tensor(values, row[part]))
         return is_finite
 
     def pack_differences(self, tensors: Sequence[Array], bases: Sequence[Array], row: Array) -> bool:
@@ -96,15 +102,15 @@ class TensorCodec(Codec):
 
     def pack_difference(self, values: Array, base: Array, row: Array) -> bool:
         """Do what `pack_differences` does for one tensor."""
-        return self.pack_tensor(values - base, row)
+        return bool(self.pack_tensor(values - base, row))
 
-    def unpack_add(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
+    def unpack_add(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
         self.unpack_add_tensors([out[place] for place in self._places], rows, weights)
 
-    def unpack_add_tensors(self, tensors: Sequence[Array], rows: Sequence[Array], weights: Sequence[float]) -> None:
+    def unpack_add_tensors(self, tensors: Sequence[Any], rows: Sequence[Any], weights: Sequence[float]) -> None:
         """Do what `unpack_add` does. `tensors` has one array for each place."""
         for out, part in zip(tensors, self._row_places, strict=True):
-            if out.size:
+            if len(out):
                 self.unpack_add_tensor(out, [row[part] for row in rows], weights)
 
 
@@ -148,15 +154,15 @@ class Integers(TensorCodec):
     def count_bytes(self, length: int) -> int:
         return int(kernels.quantised_bytes(length, self._bits))
 
-    def pack_tensor(self, values: Array, row: Array) -> bool:
-        return bool(kernels.quantised_pack_(values, self._bits, row))
+    def pack_tensor(self, values: Any, row: Any) -> Any:
+        return kernels.quantised_pack_(values, self._bits, row, wait=False)
 
-    def unpack_add_tensor(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
+    def unpack_add_tensor(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
         kernels.quantised_unpack_add_(out, self._bits, list(rows), weights)
 
-    def unpack(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
+    def unpack(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
         for place, part in zip(self._places, self._row_places, strict=True):
-            if out[place].size:
+            if len(out[place]):
                 parts = [row[part] for row in rows]
                 kernels.quantised_unpack_add_(out[place], self._bits, parts, weights, replaces=True)
 

@@ -19,7 +19,7 @@ import numpy as np
 from topkube.arrays import Array
 from topkube.collectives.all_reduce import finish_exchange
 from topkube.collectives.call import Call, reserve_workspace
-from topkube.collectives.codecs import CodecOf
+from topkube.collectives.codecs import CodecOf, join_flags
 from topkube.collectives.exchange import Place, exchange_rows
 from topkube.kernels import SIGN_BLOCK
 from topkube.telemetry import phases
@@ -32,10 +32,19 @@ class TwoStage:
     `places` are the slices of the shard that belong to one tensor each. `codecs[i]` is the codec of node i's segment,
     which is [bounds[i], bounds[i + 1]) of the shard. `owed` is what this node, as an owner, has not sent of the mean
     change of all nodes: float32, one value per element of its own segment. `is_finite` is False if something that this
-    node sent was not finite.
+    node sent was not finite. Shards are NumPy arrays, or tensors on a GPU: `allocate_zeros(length)` then returns the
+    memory of `owed`, and `is_finite` is a bool tensor.
     """
 
-    def __init__(self, codec_of: CodecOf, places: Sequence[slice], length: int, node: int, nodes: int) -> None:
+    def __init__(
+        self,
+        codec_of: CodecOf,
+        places: Sequence[slice],
+        length: int,
+        node: int,
+        nodes: int,
+        allocate_zeros: Callable[[int], Any] | None = None,
+    ) -> None:
         blocks = -(-length // SIGN_BLOCK)
         self.bounds = [min(SIGN_BLOCK * (blocks * i // nodes), length) for i in range(nodes + 1)]
         self.codecs = [
@@ -43,17 +52,18 @@ class TwoStage:
             for start, stop in zip(self.bounds, self.bounds[1:], strict=False)
         ]
         self._node, self._nodes = node, nodes
-        self.is_finite = True
-        self.owed: Array = np.zeros(self.segment.stop - self.segment.start, np.float32)
+        self.is_finite: Any = True
+        length = self.segment.stop - self.segment.start
+        self.owed: Any = allocate_zeros(length) if allocate_zeros is not None else np.zeros(length, np.float32)
 
     @property
     def segment(self) -> slice:
         """This node's own segment of the shard."""
         return slice(self.bounds[self._node], self.bounds[self._node + 1])
 
-    def cut_rows(self, buffer: Array) -> list[Array]:
+    def cut_rows(self, buffer: Any) -> list[Any]:
         """Cut `buffer`, (total_bytes,) uint8, into one row per segment."""
-        rows, end = [], 0
+        rows, end = list[Any](), 0
         for codec in self.codecs:
             rows.append(buffer[end : end + codec.row_bytes])
             end += codec.row_bytes
@@ -122,25 +132,25 @@ class TwoStage:
         means = reserve_workspace(world, f"rows of means{name}", self.total_bytes, np.uint8)
         return rows, segments, self.cut_rows(means)
 
-    def pack(self, change: Array, rows: Sequence[Array]) -> None:
+    def pack(self, change: Any, rows: Sequence[Any]) -> None:
         """Write the part of `change` that is sent into one row per segment, and subtract it from `change`. `change` is
         the whole shard: (length,) float32."""
         for codec, row, start, stop in zip(self.codecs, rows, self.bounds, self.bounds[1:], strict=False):
-            self.is_finite = codec.pack(change[start:stop], row) and self.is_finite
+            self.is_finite = join_flags(self.is_finite, codec.pack(change[start:stop], row))
 
-    def reduce(self, rows: Sequence[Array], weights: Sequence[float], sent: Array) -> None:
+    def reduce(self, rows: Sequence[Any], weights: Sequence[float], sent: Any) -> None:
         """Add the weighted mean of all nodes' rows for the own segment to `owed`. Write the part that is sent into
         `sent`; the rest stays in `owed`."""
         codec = self.codecs[self._node]
         codec.unpack_add(self.owed, rows, weights)
-        self.is_finite = codec.pack(self.owed, sent) and self.is_finite
+        self.is_finite = join_flags(self.is_finite, codec.pack(self.owed, sent))
 
-    def add(self, out: Array, rows: Sequence[Array]) -> None:
+    def add(self, out: Any, rows: Sequence[Any]) -> None:
         """Add what all owners sent to `out`, the whole shard."""
         for codec, row, start, stop in zip(self.codecs, rows, self.bounds, self.bounds[1:], strict=False):
             codec.unpack_add(out[start:stop], [row], [1.0])
 
-    def write(self, out: Array, rows: Sequence[Array]) -> None:
+    def write(self, out: Any, rows: Sequence[Any]) -> None:
         """Write what all owners sent to `out`, the whole shard."""
         for codec, row, start, stop in zip(self.codecs, rows, self.bounds, self.bounds[1:], strict=False):
             codec.unpack(out[start:stop], [row], [1.0])

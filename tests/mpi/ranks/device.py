@@ -103,23 +103,28 @@ def case_training_takes_the_same_steps_as_through_shared_memory(world: World) ->
 
 
 def case_tensors_under_way_keep_apart(world: World) -> None:
-    """Tensors of all sizes are reduced one after another, dense and sparse. Each equals a sum on the host."""
+    """Tensors of all sizes are reduced one after another, dense, sparse and in two stages. Each equals a sum on the
+    host."""
     engine = DeviceAllReduce(world, CPU)
+    travelling = 1 if world.nodes == 1 else 2
+    assert len(engine.slots) == travelling + 1  # a buffer for each of them, and for the tensor that begins
     sizes, dtypes = (1, 2, 3, 7, 1000, 70_001), (torch.float32, torch.bfloat16)
     done: list[int] = []
     tensors, expected_sums = [], []
     for number, (size, dtype) in enumerate(itertools.product(sizes, dtypes)):
         rng = np.random.default_rng(number)
         everyone = torch.from_numpy(rng.integers(-8, 9, (world.size, size)).astype(np.float32))
+        name = ("hitopk", "hierarchical", "int8")[number % 3]
+        if name == "int8":  # every sum is a multiple of the scale of its block
+            everyone = (127 * everyone[0].sign()).repeat(world.size, 1)
         tensors.append(everyone[world.rank].to(dtype))
-        expected_sums.append(everyone.sum(0))
-        sparse = number % 3 == 0
+        expected_sums.append(everyone.sum(0).to(dtype).float())
         engine.begin(
-            load(find_algorithm("hitopk" if sparse else "hierarchical")),
+            load(find_algorithm(name)),
             Request(tensors[-1], "sum", density=1.0),
             finished=lambda number=number: done.append(number),
         )
-        assert len(done) == number  # only the last tensor is under way
+        assert len(done) == max(0, number + 1 - travelling)
     assert engine.flush()
     assert done == list(range(len(tensors)))
     for tensor, expected in zip(tensors, expected_sums, strict=True):
@@ -146,6 +151,50 @@ def case_a_sparse_sum_has_the_bits_of_the_path_for_host_memory(world: World) -> 
             assert torch.equal(torch.from_numpy(host_array), tensor)
             if first is not None and second is not None:
                 assert torch.equal(torch.from_numpy(first.current), second.current)
+
+
+def case_integers_have_the_bits_of_the_path_for_host_memory(world: World) -> None:
+    """With residuals, over several exchanges, also where some nodes own no block. Two tensors are under way at a
+    time."""
+    for name, sizes in (("int8", (5000, 70_003)), ("int4", (70_003, 130))):
+        all_reduce, engine = load(find_algorithm(name)), DeviceAllReduce(world, CPU)
+        rng = np.random.default_rng(world.rank)
+        host_arrays = [rng.standard_normal(size).astype(np.float32) for size in sizes]
+        tensors = [torch.from_numpy(array.copy()) for array in host_arrays]
+        first = [topkube.collectives.new_residual(name, size) for size in sizes]
+        second = [Residual(len(residual), device=CPU) for residual in first]
+        for _ in range(3):
+            for array, residual in zip(host_arrays, first, strict=True):
+                topkube.allreduce_(array, "mean", name, residual=residual)
+            for tensor, residual in zip(tensors, second, strict=True):
+                engine.begin(all_reduce, Request(tensor, "mean", residual=residual))
+            assert engine.flush()
+            for residual in second:
+                residual.accept()
+                residual.commit()
+        for array, tensor, host_residual, residual in zip(host_arrays, tensors, first, second, strict=True):
+            assert torch.equal(torch.from_numpy(array), tensor), name
+            assert torch.equal(torch.from_numpy(host_residual.current), residual.current), name
+
+
+def case_training_with_integers_follows_dense_training(world: World) -> None:
+    trained = {}
+    for name in ("dense", "int8", "int4"):
+        model = build_network()
+        with exchange_through_torch():
+            optimizer = build_optimizer(model, build_sgd, aggregation=name, bucket_bytes=4096)
+        assert optimizer._backward.exchange.on_device is not None
+        for step in range(6):
+            x, y = draw_samples(8 * topkube.size(), step)
+            compute_loss(model, take_own_part(x), take_own_part(y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert are_equal_on_all_ranks(copy_weights(model))
+        trained[name] = torch.cat([weight.reshape(-1) for weight in copy_weights(model)])
+    moved = (trained["dense"] - torch.cat([w.reshape(-1) for w in copy_weights(build_network())])).norm()
+    for name, share in (("int8", 0.02), ("int4", 0.2)):
+        difference = (trained[name] - trained["dense"]).norm()
+        assert difference < share * moved, (name, difference / moved)
 
 
 def case_dense_values_of_16_bits_have_the_bits_of_the_path_for_host_memory(world: World) -> None:
@@ -296,7 +345,7 @@ def case_the_benchmark_compares_with_the_peer_of_the_device(world: World) -> Non
 
 def case_values_that_are_not_finite_are_reported(world: World) -> None:
     engine = DeviceAllReduce(world, CPU)
-    for name in ("hierarchical", "hitopk", "nccl", "hierarchical-nccl"):
+    for name in ("hierarchical", "hitopk", "int8", "int4", "nccl", "hierarchical-nccl"):
         for poison in (torch.nan, torch.inf):
             x = torch.ones(3000)
             if world.rank == 0:
@@ -310,7 +359,7 @@ def case_values_that_are_not_finite_are_reported(world: World) -> None:
 
 
 def case_algorithms_of_host_memory_are_refused(world: World) -> None:
-    with pytest.raises(ArgumentError, match=r"naive works on CPU tensors.*hitopk on a GPU"):
+    with pytest.raises(ArgumentError, match=r"naive works on CPU tensors.*hitopk, int8, int4 on a GPU"):
         DeviceAllReduce(world, CPU).begin(load(find_algorithm("naive")), Request(torch.ones(3)))
 
 

@@ -79,7 +79,7 @@ def test_a_graph_is_recorded_again_after_its_work_buffer_has_moved(graphs: FakeG
             recorded = graphs.recorded
             engine = with_graphs.optimizer._backward.exchange.on_device
             assert engine is not None
-            for slot in engine._slots:  # as if a larger bucket had come
+            for slot in engine.slots:  # as if a larger bucket had come
                 slot.buffers["scratch rows"] = torch.empty(100_000, dtype=torch.uint8)
     assert graphs.recorded > recorded
     assert have_equal_weights(with_graphs, without)

@@ -117,19 +117,19 @@ class DeviceMemory:
             buffer = slot.buffers[name] = self._torch.empty(needed, dtype=self._torch.uint8, device=self.device)
         return buffer[:needed].view(dtype)
 
-    def find_host_memory(self, slot: Slot, x: Any) -> Any:
-        """Return pinned memory of the shape and type of `x`, once the device has read what was there before. Returns
-        `x` itself if it is a CPU tensor."""
+    def find_host_memory(self, slot: Slot, x: Any, name: str = "host") -> Any:
+        """Return pinned memory of the shape and type of `x`, once the device has read what was in the slot's host
+        memory before. The same name returns the same memory. Returns `x` itself if it is a CPU tensor."""
         if not self.is_cuda:
             return x
         if slot.read is not None:
             slot.read.synchronize()
             slot.read = None
         needed = x.numel() * x.element_size()
-        buffer = slot.buffers.get("host")
+        buffer = slot.buffers.get(name)
         if buffer is None or buffer.numel() < needed:
             buffer = self._torch.empty(needed, dtype=self._torch.uint8, pin_memory=True)
-            slot.buffers["host"] = buffer
+            slot.buffers[name] = buffer
         return buffer[:needed].view(x.dtype).view_as(x)
 
     def allocate_host_number(self) -> Any:

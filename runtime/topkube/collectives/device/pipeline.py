@@ -1,15 +1,18 @@
 """All-reduce of torch tensors on their device: NCCL inside the node, MPI between nodes, a stream of its own.
 
 Every algorithm that is declared `on_device` runs here: its `pack` and `unpack` (all_reduce.py) work on this rank's
-shard on the stream. Two tensors are under way: while the shard of one travels between nodes, the next one is reduced
-inside the node and packed. Every rank launches in the same order (reduce 0, reduce 1, gather 0, reduce 2, gather 1,
-...), because NCCL matches calls by order. Bytes cross to the network through pinned host memory, or directly if MPI
-takes device pointers. NCCL carries the bytes of an algorithm that declares this transport: then all of its stages are
-in the stream, and no message of MPI carries data. On CPU tensors the same code runs with gloo and without streams.
+shard on the stream, or it exchanges the shard in two stages (two_stages.py). Several tensors are under way: while the
+shards of some travel between nodes, the next one is reduced inside the node and packed. Every rank launches collectives
+of NCCL in the same order (reduce 0, reduce 1, gather 0, reduce 2, gather 1, ...; with MPI between nodes, one reduction
+more comes before each gather), because NCCL matches calls by order. Bytes cross to the network through pinned host
+memory, or directly if MPI takes device pointers. NCCL carries the bytes of an algorithm that declares this transport:
+then all of its stages are in the stream, and no message of MPI carries data. On CPU tensors the same code runs with
+gloo and without streams.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,12 +22,14 @@ from topkube.algorithms import OWN, Route, Transport
 from topkube.arrays import view_flat
 from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, build_exchange, count_dense
 from topkube.collectives.call import Call
+from topkube.collectives.codec_all_reduce import CodecAllReduce
 from topkube.collectives.device.cuda_aware import mpi_takes_device_pointers
 from topkube.collectives.device.graphs import WorkGraphs, describe_work
 from topkube.collectives.device.memory import DeviceFlag, DeviceMemory, Mark, Slot
 from topkube.collectives.device.node_stages import gather_in_node, reduce_in_node
 from topkube.collectives.device.series_groups import SeriesGroups
-from topkube.collectives.exchange import Exchanges
+from topkube.collectives.device.two_stages import DeviceTwoStages
+from topkube.collectives.exchange import Exchange, Exchanges
 from topkube.collectives.request import Request
 from topkube.collectives.shard import Shard
 from topkube.errors import ArgumentError
@@ -34,13 +39,18 @@ from topkube.world import World
 if TYPE_CHECKING:
     import torch
 
-_SLOTS = 2
+_PAUSE_SECONDS = 100e-6
+"""The time between two looks at messages while no work is due. The processors have little else to do."""
+_MOST_TRAVELLING = 2
+"""The most tensors of which messages of MPI travel between nodes, when the next tensor begins."""
 
 
 @dataclass
 class _UnderWay:
-    """A tensor whose all-reduce has begun (it is reduced in the node and packed) and is not finished."""
+    """A tensor whose all-reduce has begun (it is reduced in the node and packed) and is not finished. `number` counts
+    the tensors of a series."""
 
+    number: int
     all_reduce: ShardAllReduce
     call: Call
     slot: Slot
@@ -53,7 +63,10 @@ class _UnderWay:
     """The same in memory that MPI reaches."""
     sent: Any = None
     """The mark that the device has to pass before the messages start."""
-    exchanges: Exchanges | None = None
+    two_stages: DeviceTwoStages | None = None
+    """The exchange of an algorithm with two stages, in place of `packed` and `carried`."""
+    travels: bool = False
+    """True if messages carry the tensor between nodes."""
 
 
 class DeviceAllReduce:
@@ -69,9 +82,12 @@ class DeviceAllReduce:
         self.graphs = WorkGraphs(self.memory, world.rank) if has_graphs and self.memory.is_cuda else None
         self._groups = SeriesGroups(world, device)
         self._direct = self.memory.is_cuda and mpi_takes_device_pointers()
-        self._slots = [Slot() for _ in range(_SLOTS)]
+        self._most_travelling = _MOST_TRAVELLING if world.nodes > 1 else 1
+        self.slots = [Slot() for _ in range(self._most_travelling + 1)]
+        """The work buffers of the tensors that may be under way when another one begins, and of that one."""
         self._number = 0
-        self._under_way: _UnderWay | None = None
+        self._under_way: deque[_UnderWay] = deque()
+        self._exchanges = Exchanges()
         self._finite: list[Any] = []
 
     # ---- what callers use
@@ -88,14 +104,17 @@ class DeviceAllReduce:
             )
         self._groups.claim_node()
         under_way = self._reduce_and_pack(all_reduce, request, finished)
-        self._finish_previous()
+        if _is_carried_by_nccl(all_reduce):
+            self._finish_all()
         self._start_messages(under_way)
-        self._under_way = under_way
+        self._under_way.append(under_way)
+        while len(self._under_way) > self._most_travelling:
+            self._finish_oldest()
 
     def flush(self) -> bool:
         """End everything that is under way. Return True if all results on this rank were finite. Waits for the
         device."""
-        self._finish_previous()
+        self._finish_all()
         with self.on_stream():
             finite = self.memory.read_all_true(self._finite)
         self._end_series()
@@ -105,7 +124,7 @@ class DeviceAllReduce:
         """End everything that is under way. Return a flag that is 1 on all ranks if a result on one of them was not
         finite. The host does not wait for the device. All ranks call this together. It is allowed only if
         there is one node, or if all algorithms since the last flush use NCCL between nodes: with MPI the host waits."""
-        self._finish_previous()
+        self._finish_all()
         with self.on_stream():
             not_finite = self.memory.flag_any_false(self._finite)
             self._groups.add_flag_over_ranks(not_finite)
@@ -125,6 +144,7 @@ class DeviceAllReduce:
 
     def _end_series(self) -> None:
         self._finite.clear()
+        self._number = 0  # the same tensor has the same work buffers in each series, which graphs record
         self._groups.release()
 
     def make_caller_wait(self) -> None:
@@ -151,8 +171,8 @@ class DeviceAllReduce:
         world, memory = self.world, self.memory
         call = Call(world, f"{all_reduce.algorithm.name} on {self.device.type}", request)
         count_dense(world, request.nbytes)
-        slot = self._slots[self._number % _SLOTS]
-        self._number += 1
+        number, self._number = self._number, self._number + 1
+        slot = self.slots[number % len(self.slots)]
         if _is_carried_by_nccl(all_reduce) and world.nodes > 1:
             call.check_everywhere()  # NCCL connects at its first collective, and names no rank that is missing
         if all_reduce.over_all_ranks:
@@ -166,10 +186,15 @@ class DeviceAllReduce:
             if world.local_size > 1:
                 phases.current.sent(intra=(world.local_size - 1) * request.nbytes // world.local_size)
         shard = Shard(world, request, values, world.calls, partial(self._find_scratch, slot), self._finite)
-        under_way = _UnderWay(all_reduce, call, slot, padded, shard, finished)
+        under_way = _UnderWay(number, all_reduce, call, slot, padded, shard, finished)
         if world.cross_comm is None:
             return under_way
         with self.on_stream(), phases.current.timed("select"):
+            if isinstance(all_reduce, CodecAllReduce) and all_reduce.algorithm.has_two_stages(world.nodes):
+                under_way.two_stages = DeviceTwoStages(memory, slot, all_reduce, shard)
+                under_way.two_stages.pack()
+                under_way.sent = memory.mark()
+                return under_way
             packed = under_way.packed = self._pack(all_reduce, shard)
             if _is_carried_by_nccl(all_reduce):
                 if not all_reduce.over_all_ranks:  # otherwise the shard is the sum of all ranks already
@@ -197,34 +222,50 @@ class DeviceAllReduce:
         self.graphs.run(key, shard, lambda same: all_reduce.unpack(same, packed))
 
     def _start_messages(self, under_way: _UnderWay) -> None:
-        """Start the messages, once the device has made what they carry."""
+        """Start the exchange between nodes. Its messages leave once the device has made what they carry."""
         world, call = self.world, under_way.call
         if world.nodes == 1 or _is_carried_by_nccl(under_way.all_reduce):
             return
-        call.check_everywhere()
+        call.check_inside()
         if world.cross_comm is None:
             return
-        if under_way.sent is not None:
-            with phases.current.timed("select"):
-                call.wait(under_way.sent.query)
-        route = under_way.all_reduce.algorithm.route
-        exchange, sent = build_exchange(route, world.cross_comm, _convert_for_mpi(under_way.carried))
-        under_way.exchanges = Exchanges()
-        under_way.exchanges.start(0, exchange)
+        tag = under_way.number % len(self.slots)
+        if under_way.two_stages is not None:
+            exchange, sent = under_way.two_stages.travel(tag), under_way.two_stages.sent_bytes
+        else:
+            route = under_way.all_reduce.algorithm.route
+            exchange, sent = build_exchange(route, world.cross_comm, _convert_for_mpi(under_way.carried), tag)
+        under_way.travels = True
+        self._exchanges.start(under_way.number, _exchange_after_device(under_way.sent, call, exchange))
         phases.current.sent(inter=sent)
 
-    def _finish_previous(self) -> None:
-        """Do the second half of the tensor under way: end its messages, unpack, and deliver all shards to every rank of
-        the node."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is None:
-            return
+    def advance(self) -> float | None:
+        """Move what is under way as far as messages allow, without waiting. Return the seconds until the next call
+        should come, None if no messages are awaited."""
+        self._exchanges.advance()
+        if self.world.local_size == 1:  # otherwise all ranks of the node gather in the same order
+            while self._under_way and self._under_way[0].travels and not self._is_travelling(self._under_way[0]):
+                self._finish_oldest()
+        return _PAUSE_SECONDS if self._exchanges.are_running else None
+
+    def _is_travelling(self, under_way: _UnderWay) -> bool:
+        return self._exchanges.is_running(under_way.number)
+
+    def _finish_all(self) -> None:
+        while self._under_way:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        """Do the second half of the tensor that has been under way longest: end its messages, unpack, and deliver all
+        shards to every rank of the node."""
+        under_way = self._under_way.popleft()
         if self.world.nodes == 1:  # with several nodes, the check came before the messages
             under_way.call.check_everywhere()
-        if under_way.exchanges is not None:
-            under_way.exchanges.finish(0, under_way.call)
+        if under_way.travels:
+            self._exchanges.finish(under_way.number, under_way.call)
         with self.on_stream(), phases.current.timed("intra"):
-            if self.world.cross_comm is not None and len(under_way.shard.values):
+            is_packed = self.world.cross_comm is not None and under_way.two_stages is None
+            if is_packed and len(under_way.shard.values):
                 if under_way.carried is not None and under_way.carried is not under_way.packed:
                     under_way.packed.copy_(under_way.carried, non_blocking=True)
                     under_way.slot.read = self.memory.mark()
@@ -236,6 +277,16 @@ class DeviceAllReduce:
 
     def _find_scratch(self, slot: Slot, name: str, length: int, dtype: str) -> Any:
         return self.memory.find_buffer(slot, f"scratch {name}", length, dtype)
+
+
+def _exchange_after_device(sent: Any, call: Call, exchange: Exchange) -> Exchange:
+    """Yield what `exchange` awaits, after the device has passed the mark `sent`, and after other nodes have shown that
+    they entered the same call."""
+    if sent is not None:
+        yield [sent]
+    yield call.greetings
+    call.compare_greetings()
+    yield from exchange
 
 
 def _is_carried_by_nccl(all_reduce: ShardAllReduce) -> bool:

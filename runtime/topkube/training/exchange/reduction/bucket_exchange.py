@@ -20,6 +20,7 @@ from topkube.training.exchange.reduction.delivery import Delivery
 from topkube.training.exchange.reduction.overlapped_buckets import OverlappedBuckets
 from topkube.training.exchange.reduction.residuals import Momentum, Residuals
 from topkube.training.exchange.reduction.staging import Staging
+from topkube.training.ranks import communication_thread
 from topkube.world import World
 
 
@@ -44,11 +45,15 @@ class BucketExchange:
         self.world, self._finite_check = world, settings.finite_check
         if device is None:
             refuse_gpu_algorithms(world, aggregation)
-        compressed_choices = aggregation.compressed_choices if device is None and world.nodes > 1 else ()
+        compressed_choices = aggregation.compressed_choices if world.nodes > 1 else ()
+        if device is not None:
+            compressed_choices = tuple(algorithm for algorithm in compressed_choices if algorithm.on_device)
         self.algorithms = BucketAlgorithms(world, aggregation, compressed_choices)
         self.residuals = Residuals(world, self.algorithms.keeper, momentum, device)
         self.on_device = DeviceAllReduce(world, device, settings.device_graphs) if device is not None else None
-        staging, delivery = Staging(1 if device is None else 2), Delivery(self.on_device)
+        # Each tensor that is under way on the device has a buffer of its own.
+        staging = Staging(len(self.on_device.slots) if self.on_device is not None else 1)
+        delivery = Delivery(self.on_device)
         self._overlapped: OverlappedBuckets | None = None
         if device is None and world.nodes > 1:
             self._overlapped = OverlappedBuckets(world, staging, delivery, aggregation.is_decoupled)
@@ -104,7 +109,10 @@ class BucketExchange:
                 return self._reduction.reduce_rows(bucket.parameters[0], mark)
             all_reduce = self.algorithms.choose(bucket, density, is_warming_up)
             task = ReductionTask(bucket, all_reduce, density, mark, self._read_factor(loss_scale))
-            return self._reduction.reduce_strided(task)
+            finite = self._reduction.reduce_strided(task)
+        if self.on_device is not None and self.world.nodes > 1:
+            communication_thread.advance_meanwhile(self.on_device.advance)
+        return finite
 
     def _read_factor(self, loss_scale: torch.Tensor | float) -> float:
         """Return the factor as a number. A factor on the device is read once per backward, because the host
