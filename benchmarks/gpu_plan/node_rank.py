@@ -23,6 +23,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "hierarchical": {},
     "flat": {},
     "hitopk": {"density": 0.01, "wire": "bf16"},
+    "int8": {},
+    "int4": {},
     "onebit": {},
     "onebit period 2": {"period": 2},
     "onebit delayed": {"delay": 1},
@@ -32,7 +34,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 """Names, each with the options of DistributedOptimizer. The first word is the algorithm."""
 ERROR_FEEDBACK_IN_WEIGHTS = ("onebit", "onebit period 2", "onebit delayed", "topk1bit", "localsgd")
 """The contenders whose weights have the same bits as on CPUs with any number of nodes."""
-TIMED = ("hierarchical", "hitopk", "onebit", "onebit delayed")
+TIMED = ("hierarchical", "hitopk", "int8", "int4", "auto", "onebit", "onebit delayed")
 SHAPES = ((300, 700), (1024, 257), (33,), (511, 129))
 _LAST_BITS = 1e-5
 """What differences in the last bit of a mean may become in weights of a few units, after all steps."""

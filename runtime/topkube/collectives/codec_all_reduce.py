@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from topkube import kernels
-from topkube.arrays import BFLOAT16
+from topkube.arrays import BFLOAT16, is_tensor
 from topkube.collectives.all_reduce import ShardAllReduce
 from topkube.collectives.call import Call
 from topkube.collectives.codecs import (
@@ -82,11 +82,13 @@ class CodecAllReduce(ShardAllReduce):
         def codec_of(places: list[slice], length: int) -> Codec:
             return self.codec(places, length, wire)
 
-        def allocate_zeros(length: int) -> Any:
+        def take_zeros(length: int) -> Any:
             zeros = shard.scratch("owed", length, "float32")
             zeros[:] = 0
             return zeros
 
+        # Shards on a device that are under way have buffers of their own.
+        allocate_zeros = take_zeros if is_tensor(shard.values) else None
         return TwoStage(codec_of, [slice(0, length)], length, world.node, world.nodes, allocate_zeros)
 
     def end_two_stages(self, shard: Shard, stage: TwoStage, change: Any, sent: Sequence[Any]) -> None:

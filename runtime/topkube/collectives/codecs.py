@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from topkube import kernels
-from topkube.arrays import BFLOAT16, Array
+from topkube.arrays import BFLOAT16, Array, is_tensor
 
 _ALIGNMENT = 8
 _CACHED_ELEMENTS = 2**16
@@ -57,6 +57,8 @@ class TensorCodec(Codec):
     """A codec that packs every tensor on its own, with `pack_tensor` and `unpack_add_tensor`. `places` are the slices
     of the values that belong to one tensor each, and every value belongs to one."""
 
+    works_on_device: ClassVar[bool] = False
+    """True if its kernels also work on tensors on a GPU, and do not wait there."""
     packs_differences_fast: ClassVar[bool] = False
     """True if `pack_differences` takes about as long as a copy of the tensors."""
 
@@ -118,14 +120,14 @@ class Signs(TensorCodec):
     """A codec with one bit per element, and the mean magnitude of each block of 256 elements in bf16. Blocks start
     again in each tensor, so the last block of a tensor may be shorter."""
 
-    packs_differences_fast = True
+    works_on_device = packs_differences_fast = True
 
     def count_bytes(self, length: int) -> int:
         return count_sign_row_bytes(length)
 
-    def pack_tensor(self, values: Array, row: Array) -> bool:
-        scales, bits = view_signs(row, values.size)
-        return bool(kernels.sign_pack_(values, scales, bits)[2])
+    def pack_tensor(self, values: Any, row: Any) -> Any:
+        scales, bits = view_signs(row, len(values))
+        return kernels.sign_pack_(values, scales, bits, wait=False)[2]
 
     def pack_difference(self, values: Array, base: Array, row: Array) -> bool:
         # A few elements at a time: their differences stay in the cache of the processor.
@@ -138,14 +140,16 @@ class Signs(TensorCodec):
             is_finite = kernels.sign_pack_(own, own_scales, bits[start // 8 : -(-stop // 8)])[2] and is_finite
         return bool(is_finite)
 
-    def unpack_add_tensor(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
-        kernels.sign_unpack_add_(out, [view_signs(row, out.size) for row in rows], weights)
+    def unpack_add_tensor(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
+        kernels.sign_unpack_add_(out, [view_signs(row, len(out)) for row in rows], weights)
 
 
 class Integers(TensorCodec):
     """A codec with an integer of `bits` bits (4 or 8) per element, and a scale for each block of 256 elements. With 8
     bits, an integer stands for itself times the scale; with 4 bits, its square does (`kernels.quantised_pack_`). Blocks
     start again in each tensor."""
+
+    works_on_device = True
 
     def __init__(self, places: Sequence[slice], bits: int) -> None:
         self._bits = bits
@@ -202,10 +206,15 @@ def count_sign_row_bytes(length: int) -> int:
     return align(2 * count_sign_blocks(length) + -(-length // 8))
 
 
-def view_signs(row: Array, length: int) -> tuple[Array, Array]:
+def view_signs(row: Any, length: int) -> tuple[Any, Any]:
     """Return the scales, (blocks,) uint16, and the bits, (ceil(length / 8),) uint8, at the start of `row`."""
     blocks = count_sign_blocks(length)
-    return row[: 2 * blocks].view("uint16"), row[2 * blocks : 2 * blocks + -(-length // 8)]
+    scales, bits = row[: 2 * blocks], row[2 * blocks : 2 * blocks + -(-length // 8)]
+    if not is_tensor(row):
+        return scales.view(np.uint16), bits
+    import torch
+
+    return scales.view(torch.uint16), bits
 
 
 def count_sign_blocks(length: int) -> int:

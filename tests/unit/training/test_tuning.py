@@ -42,7 +42,7 @@ def measure_and_choose(
     )
     monkeypatch.setattr(machines, "_measure", lambda *_: build_machines(link, nodes, nccl))
     settings = AggregationSettings.from_settings(Settings(), algorithm=name, dense_wire=wire)
-    tuned = Tuning(world, settings, None)  # type: ignore[arg-type]
+    tuned = Tuning(world, settings, None, is_on_device=nccl is not None)  # type: ignore[arg-type]
     tuned.choose(BUCKETS)
     return tuned
 
@@ -228,6 +228,34 @@ def test_auto_begins_dense_and_tries_int4_if_it_saves_a_part_of_the_step(monkeyp
     assert tuned.choice.algorithm.name == "int4"
     assert "on trial against hierarchical" in tuned.summary
     assert not tuned.is_settled
+
+
+@pytest.mark.parametrize("second", [0.9, 0.99], ids=["NCCL is kept", "MPI is restored"])
+@pytest.mark.parametrize(("third", "ends_at"), [(0.5, "int4"), (1.0, "dense")])
+def test_on_gpus_compression_is_tried_after_the_other_transport(
+    monkeypatch: Any, second: float, third: float, ends_at: str
+) -> None:
+    tuned = build_compressing(monkeypatch, GIGABIT, nccl=0.9 * GIGABIT)
+    assert tuned.choice is not None
+    assert tuned.choice.algorithm.name == "hierarchical"
+    assert decide(tuned, 0.4, 0.0, 0.0)
+    assert tuned.choice.algorithm.name == "hierarchical-nccl"
+    assert decide(tuned, 0.4 * second, 0.0, 0.0)
+    dense = "hierarchical-nccl" if second < 0.97 else "hierarchical"
+    assert tuned.choice.algorithm.name == "int4"
+    assert f"on trial against {dense}" in tuned.summary
+    assert not tuned.is_settled
+    assert decide(tuned, 0.4 * third, 0.0, 0.0) == (ends_at == "dense")
+    assert (tuned.is_settled, tuned.choice.algorithm.name) == (True, dense if ends_at == "dense" else "int4")
+
+
+def test_on_gpus_compression_is_tried_if_the_other_transport_is_far_slower(monkeypatch: Any) -> None:
+    tuned = build_compressing(monkeypatch, GIGABIT, nccl=0.1 * GIGABIT)
+    assert decide(tuned, 0.5, 0.0, 0.0)
+    assert tuned.choice is not None
+    assert tuned.choice.algorithm.name == "int4"
+    assert not decide(tuned, 0.3, 0.0, 0.0)
+    assert (tuned.is_settled, tuned.choice.algorithm.name) == (True, "int4")
 
 
 def test_auto_tries_int8_if_int4_would_gain_little_more(monkeypatch: Any) -> None:

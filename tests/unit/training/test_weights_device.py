@@ -1,4 +1,5 @@
-"""Weights cross between the script's stream and the stream of their exchange between nodes (fake_streams.py)."""
+"""Weights cross between the script's stream and the stream of their exchange between nodes (fake_streams.py). The
+changes are packed on the device, or in host memory if exchanges may be delayed."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from topkube.arrays import Array
 from topkube.settings import Settings
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.parameter import Parameter
+from topkube.training.node_weights.device_chunk import DeviceChunk
 from topkube.training.node_weights.exchange import WeightExchange
 from topkube.training.node_weights.gradient_noise import GradientNoise
 from topkube.world import current
@@ -29,11 +31,13 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
 class Training:
     """Two parameters, and the exchange of their changes in a world of one node."""
 
-    def __init__(self, weights: list[torch.nn.Parameter] | None = None) -> None:
+    def __init__(self, weights: list[torch.nn.Parameter] | None = None, is_delayed: bool = False) -> None:
         self.weights = weights or [torch.nn.Parameter(torch.randn(70, 100)) for _ in range(2)]
         parameters = [Parameter(i, f"weight{i}", weight) for i, weight in enumerate(self.weights)]
         aggregation = AggregationSettings.from_settings(Settings(), algorithm="onebit")
-        self.exchange = WeightExchange(current(), parameters, aggregation, device=CPU)
+        self.exchange = WeightExchange(current(), parameters, aggregation, current() if is_delayed else None, CPU)
+        packs_on_device = all(isinstance(exchange, DeviceChunk) for exchange in self.exchange.chunk_exchanges)
+        assert packs_on_device != is_delayed
         self.noise = GradientNoise(current(), parameters, self.exchange.weights, self.exchange.device)
         self.exchange.capture()
 
@@ -61,11 +65,12 @@ EXCHANGES: dict[str, Callable[[Training], None]] = {
 }
 
 
+@pytest.mark.parametrize("is_delayed", [False, True], ids=["on the device", "in host memory"])
 @pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
 def test_exchange_and_script_do_not_use_weights_at_the_same_time(
-    streams: Streams, exchange: Callable[[Training], None]
+    streams: Streams, exchange: Callable[[Training], None], is_delayed: bool
 ) -> None:
-    training = Training()
+    training = Training(is_delayed=is_delayed)
     for _ in range(3):
         training.update()
         training.exchange.device.run(lambda: exchange(training))
@@ -76,7 +81,7 @@ def test_exchange_and_script_do_not_use_weights_at_the_same_time(
 
 
 def test_a_delayed_exchange_is_added_in_order(streams: Streams) -> None:
-    training = Training()
+    training = Training(is_delayed=True)
     exchange = training.exchange
     for _ in range(3):
         training.update()
@@ -94,12 +99,19 @@ def test_a_delayed_exchange_is_added_in_order(streams: Streams) -> None:
 def test_the_default_device_of_the_script_does_not_change_the_exchange(streams: Streams) -> None:
     weights = [torch.nn.Parameter(torch.randn(70, 100)) for _ in range(2)]
     with torch.device("meta"):
-        training = Training(weights)
+        training = Training(weights, is_delayed=True)
         for weight in weights:
             weight.grad = torch.ones(70, 100, device=CPU)
         training.exchange.keep_changes()
         training.exchange.device.run(training.noise.exchange)
     assert not any(change.any() for change in list_kept_changes(training)), "the weights have not changed"
+    with torch.device("meta"):
+        on_device = Training(weights)
+        with torch.no_grad():
+            weights[0] += torch.ones(70, 100, device=CPU)
+        before = [weight.detach().clone() for weight in weights]
+        on_device.exchange.device.run(on_device.exchange.run)
+    assert all(torch.equal(weight, then) for weight, then in zip(weights, before, strict=True)), "one node owes nothing"
 
 
 def test_the_thread_of_the_exchange_uses_the_device_of_the_rank(streams: Streams) -> None:

@@ -128,13 +128,14 @@ class DeviceMemory:
         needed = x.numel() * x.element_size()
         buffer = slot.buffers.get(name)
         if buffer is None or buffer.numel() < needed:
-            buffer = self._torch.empty(needed, dtype=self._torch.uint8, pin_memory=True)
+            # device="cpu", because a script may have set another default device
+            buffer = self._torch.empty(needed, dtype=self._torch.uint8, device="cpu", pin_memory=x.is_cuda)
             slot.buffers[name] = buffer
         return buffer[:needed].view(x.dtype).view_as(x)
 
     def allocate_host_number(self) -> Any:
         """Return pinned host memory for a float32 number, shape ()."""
-        return self._torch.empty((), pin_memory=self.is_cuda)
+        return self._torch.empty((), device="cpu", pin_memory=self.is_cuda)
 
     def flag_any_false(self, flags: list[Any]) -> Any:
         """Return 1.0 if a flag is False, else 0.0: a float32 tensor of one element on the device. `flags` are bool or

@@ -1,27 +1,70 @@
-"""Measure the link between nodes as NCCL uses it, so that `auto` and `dense` can compare NCCL with MPI."""
+"""Measure a device: its memory, and the link between nodes as NCCL uses it, so that `auto` and `dense` can compare
+NCCL with MPI."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from typing import Any
 
 from topkube.algorithms import OWN, Algorithm, Workload
 from topkube.collectives.all_reduce import load
 from topkube.collectives.device.pipeline import DeviceAllReduce
+from topkube.collectives.device.rank_group import count_distinct_names
 from topkube.collectives.request import Request
 
 _ELEMENTS = 4 << 20
 """The float32 values of one all-reduce: 16 MiB, so that bandwidth decides, not latency."""
 _ROUNDS = 3
+_COPIED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """What a rank measured on its GPU, in bytes per second: `memory` counts the bytes that a copy reads and writes, and
+    `nccl_link` is what a node sends through NCCL (None if NCCL cannot be used)."""
+
+    memory: float
+    nccl_link: float | None
+
+
+def measure_device(engine: DeviceAllReduce | None) -> DeviceRates | None:
+    """Measure the GPU of this rank; None without a GPU, and with one node. A collective of all ranks."""
+    if engine is None or not engine.memory.is_cuda or engine.world.nodes == 1:
+        return None
+    return DeviceRates(_measure_memory(engine), measure_nccl_link(engine))
+
+
+def _measure_memory(engine: DeviceAllReduce) -> float:
+    import torch
+
+    engine.memory.enter_thread()
+    cuda: Any = torch.cuda
+    best = 0.0
+    with engine.on_stream():
+        source, to = (torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=engine.device) for _ in range(2))
+        for _ in range(1 + _ROUNDS):  # the first round allocates and loads the kernel
+            begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            to.copy_(source)
+            end.record()
+            end.synchronize()
+            best = max(best, 2 * _COPIED_BYTES / (1e-3 * begin.elapsed_time(end)))
+    return best
 
 
 def measure_nccl_link(engine: DeviceAllReduce | None) -> float | None:
-    """Return the bytes per second that a node sends through NCCL; None without a GPU, with one node, and if torch has
-    no NCCL. A collective of all ranks."""
+    """Return the bytes per second that a node sends through NCCL; None without a GPU, with one node, if torch has no
+    NCCL, and if ranks share a GPU, which NCCL refuses. A collective of all ranks."""
     if engine is None or not engine.memory.is_cuda or engine.world.nodes == 1:
         return None
     import torch.distributed
 
     if not torch.distributed.is_nccl_available():
+        return None
+    properties: Any = torch.cuda.get_device_properties(engine.device)
+    world = engine.world
+    if count_distinct_names(world, world.comm, str(properties.uuid), "the comparison of GPUs") < world.size:
         return None
     return measure_link(engine, next(algorithm for algorithm in OWN if algorithm.needs_gpu))
 

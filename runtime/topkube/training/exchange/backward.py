@@ -74,7 +74,8 @@ class Backward:
             tuning = earlier.plan.tuning
         else:
             choices = self.exchange.algorithms.compressed_choices
-            tuning = Tuning(world, aggregation, agreement, self.exchange.measure_nccl_link, choices)
+            is_on_device = self.exchange.on_device is not None
+            tuning = Tuning(world, aggregation, agreement, self.exchange.measure_device, choices, is_on_device)
         self.plan: BucketPlan = BucketPlan(world, parameters, aggregation, agreement, tuning, settings.finite_check)
         self.in_force = SettingsInForce(world, aggregation, self.exchange.algorithms, self.plan)
         self.queue = BucketQueue(world, self.plan, self.exchange, self.in_force)

@@ -12,8 +12,9 @@ the shards of x_i, so they have the same weights. From `two_stage_from` nodes on
 exchange has two stages, and x changes by the part of the mean that the owners of segments send
 (collectives/two_stage.py).
 
-If the weights are on a GPU, x and all codecs stay in host memory. A rank copies its shard of x_i to the host, and the
-whole x_i back to the GPU (weights_device.py).
+If the weights are on a GPU, the changes of large tensors with `onebit` are packed and added there, and x of them is
+there too (device_chunk.py). Otherwise x and all codecs are in host memory: a rank copies its shard of x_i to the host,
+and the whole x_i back to the GPU (weights_device.py).
 
 With one stage, the parts of a chunk travel while the processor packs the next parts and the next chunk
 (collectives/one_stage.py).
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import cast
 
 import numpy as np
 import torch
@@ -38,6 +40,7 @@ from topkube.collectives.all_reduce import build_exchange, finish_exchange, load
 from topkube.collectives.call import Call
 from topkube.collectives.codec_all_reduce import CodecAllReduce
 from topkube.collectives.codecs import CodecOf, TensorCodec
+from topkube.collectives.device.memory import Slot
 from topkube.collectives.exchange import Exchanges
 from topkube.collectives.one_stage import OneStage
 from topkube.collectives.request import Request
@@ -46,6 +49,7 @@ from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.node_weights.chunk_exchange import ChunkCall, ChunkExchange, ChunkSetting, MovedChunk, RestChunk
 from topkube.training.node_weights.chunk_memory import ChunkMemory
+from topkube.training.node_weights.device_chunk import DeviceChunk
 from topkube.training.node_weights.guard import Squares
 from topkube.training.node_weights.layout import Chunk, cut_into_chunks
 from topkube.training.node_weights.outer_momentum import OuterMomentum
@@ -54,8 +58,7 @@ from topkube.world import World
 
 
 class WeightExchange:
-    """The exchange among the nodes of `world`. `agreed` holds this rank's shards of x, one per chunk; it is empty until
-    `capture` or `place`. `device` is that of the weights, None for host memory.
+    """The exchange among the nodes of `world`. `device` is that of the weights, None for host memory.
 
     All methods but `capture` and those with "delayed" in their names are collectives of all ranks, or of the ranks of a
     node. They run in the communication thread (`WeightsDevice.run`). `capture` and the delayed ones, with
@@ -74,7 +77,7 @@ class WeightExchange:
         self.device = WeightsDevice(device)
         self.delayed_world = delayed_world
         self.chunks = cut_into_chunks(parameters, world)
-        self.agreed: list[Array] = []
+        self._agreed: list[Array] = []
         self._delayed: Future[None] | None = None
         self.weights = [len(ranks) / world.size for ranks in world.node_ranks]
         """The weight of each node in means: its share of the ranks."""
@@ -83,6 +86,7 @@ class WeightExchange:
         if self.algorithm.has_outer_step:
             self.outer = OuterMomentum(self.chunks, aggregation.outer_learning_rate, aggregation.outer_momentum)
         self.memory = ChunkMemory(world, self.device)
+        self._slots = Slot(), Slot()
         self.chunk_exchanges = [self._build_chunk_exchange(chunk) for chunk in self.chunks]
 
     def _build_chunk_exchange(self, chunk: Chunk) -> ChunkExchange:
@@ -96,6 +100,10 @@ class WeightExchange:
             stage = OneStage(codec_of, places, chunk.shard)
         setting = ChunkSetting(chunk, world, self.weights, stage, self.memory)
         if self.outer is None and all(isinstance(codec, TensorCodec) for codec in stage.codecs):
+            on_device = self.delayed_world is None and isinstance(stage, OneStage)
+            on_device = on_device and all(codec.works_on_device for codec in cast(list[TensorCodec], stage.codecs))
+            if self.device.memory is not None and on_device:
+                return DeviceChunk(setting, self.device.memory, self._slots[chunk.number % 2])
             return MovedChunk(setting)
         return RestChunk(setting, self.outer)
 
@@ -105,6 +113,27 @@ class WeightExchange:
         assert isinstance(implementation, CodecAllReduce), self.algorithm.name
         return lambda places, length: implementation.codec(places, length, self._wire, chunk.is_always_dense)
 
+    @property
+    def agreed(self) -> list[Array]:
+        """This rank's shards of x, one per chunk; empty until `capture` or until it is set. Those of chunks on a device
+        are copied from there, if they have changed."""
+        for exchange, agreed in zip(self.chunk_exchanges, self._agreed, strict=False):
+            if isinstance(exchange, DeviceChunk):
+                exchange.write_agreed(agreed)
+        return self._agreed
+
+    @agreed.setter
+    def agreed(self, shards: list[Array]) -> None:
+        self._agreed = shards
+        for exchange in self.chunk_exchanges:
+            if isinstance(exchange, DeviceChunk):
+                exchange.forget_agreed()
+
+    @property
+    def has_agreed(self) -> bool:
+        """True if the nodes have agreed on weights."""
+        return bool(self._agreed)
+
     def find_stages(self, chunk: Chunk) -> TwoStage | None:
         """Return the two stages of a chunk; None if it is exchanged in one stage."""
         return self.chunk_exchanges[chunk.number].two_stages
@@ -112,7 +141,7 @@ class WeightExchange:
     def capture(self) -> None:
         """Take the current weights of this rank as x: they are the same on all ranks. Nothing is owed then."""
         self.agreed = [np.zeros(chunk.shard, np.float32) for chunk in self.chunks]
-        for chunk, agreed in zip(self.chunks, self.agreed, strict=True):
+        for chunk, agreed in zip(self.chunks, self._agreed, strict=True):
             self.memory.collect(chunk, agreed)
             stages = self.find_stages(chunk)
             if stages is not None:
@@ -143,7 +172,7 @@ class WeightExchange:
 
         def enter(number: int) -> ChunkCall:
             call = self._enter_call(self.chunks[number], world)
-            return ChunkCall(call, exchanges, self.agreed[number], squares, is_delayed)
+            return ChunkCall(call, exchanges, self._agreed[number], squares, is_delayed)
 
         following = enter(0) if self.chunks else None
         earlier: tuple[ChunkExchange, ChunkCall] | None = None
@@ -161,7 +190,7 @@ class WeightExchange:
     @torch.no_grad()
     def keep_changes(self, squares: Squares | None = None) -> None:
         """Keep what a delayed exchange sends of the changes of the parameters. Add to `squares`, if it is passed."""
-        for exchange, agreed in zip(self.chunk_exchanges, self.agreed, strict=True):
+        for exchange, agreed in zip(self.chunk_exchanges, self._agreed, strict=True):
             exchange.keep(agreed, squares)
 
     def note_delayed(self, exchange: Future[None]) -> None:

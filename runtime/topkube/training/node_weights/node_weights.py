@@ -103,7 +103,7 @@ class NodeWeights:
     @property
     def differ(self) -> bool:
         """True if the nodes may have different weights at the moment."""
-        return bool(self.exchange.agreed) and not self._in_consensus
+        return self.exchange.has_agreed and not self._in_consensus
 
     # ---- the step
 
@@ -118,7 +118,7 @@ class NodeWeights:
             )
         self._warn_of_changes()
         self.trained.take_changes()
-        if not self.exchange.agreed and self.world.nodes > 1:
+        if not self.exchange.has_agreed and self.world.nodes > 1:
             self.exchange.capture()
             self.trained.note_versions()
         self.trained.list_gradients()  # the estimate and the correction read those of the masters

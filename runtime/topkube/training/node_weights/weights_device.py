@@ -1,4 +1,4 @@
-"""The device of the weights that nodes exchange. Codecs and nodes work in host memory, so weights on a GPU are copied.
+"""The device of the weights that nodes exchange. If a codec works in host memory, weights on a GPU are copied.
 
 The exchange works on a stream of its own. It begins after the work that the script has put into its current stream,
 and the script's later work in that stream begins after the exchange. So neither reads weights while the other writes
@@ -20,16 +20,16 @@ T = TypeVar("T")
 
 
 class WeightsDevice:
-    """The device of the weights, a GPU, or None for host memory."""
+    """The device of the weights, a GPU, or None for host memory. `memory` has its stream; None for host memory."""
 
     def __init__(self, device: torch.device | None) -> None:
         self.device = device
-        self._memory = DeviceMemory(device) if device is not None else None
+        self.memory = DeviceMemory(device) if device is not None else None
 
     def run(self, work: Callable[[], T]) -> T:
         """Run `work`, which reads or writes weights, in the communication thread, and return its result. Raises the
         errors of `work`."""
-        memory = self._memory
+        memory = self.memory
         if memory is None:
             return communication_thread.run(work)
         mark = memory.mark_caller()  # None if the device has no streams: tests emulate a GPU on the CPU

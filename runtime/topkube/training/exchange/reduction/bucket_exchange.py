@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from topkube.collectives.device.memory import DeviceFlag, Mark
-from topkube.collectives.device.nccl_link import measure_nccl_link
+from topkube.collectives.device.nccl_link import DeviceRates, measure_device
 from topkube.collectives.device.pipeline import DeviceAllReduce
 from topkube.settings import Settings
 from topkube.training.exchange.aggregation import AggregationSettings
@@ -63,10 +63,10 @@ class BucketExchange:
         )
         self._scale: tuple[torch.Tensor, float] | None = None
 
-    def measure_nccl_link(self) -> float | None:
-        """Return the bytes per second that a node sends through NCCL; None if gradients are not reduced on a GPU. A
-        collective of all ranks."""
-        return measure_nccl_link(self.on_device)
+    def measure_device(self) -> DeviceRates | None:
+        """Return what this rank measures on its GPU; None if gradients are not reduced on a GPU. A collective of all
+        ranks."""
+        return measure_device(self.on_device)
 
     def is_overlapped(self, bucket: Bucket) -> bool:
         """Return True if a dense exchange of the bucket between nodes overlaps with the next buckets. The

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from topkube.algorithms import Machines
+from topkube.collectives.device.nccl_link import DeviceRates
 from topkube.collectives.link import measure_machines
 from topkube.training.ranks.queued_agreement import QueuedAgreement
 from topkube.world import World
@@ -14,20 +15,25 @@ _KEY = "measured machines"
 """The key of the measurement in the world's cache."""
 
 
-def agree_on_machines(world: World, agreement: QueuedAgreement, measure_nccl: Callable[[], float | None]) -> Machines:
-    """Return the cluster as its slowest node and its slowest link, measured once per world. `measure_nccl` returns the
-    bytes per second that a node sends through NCCL, None without a measurement. All ranks call this together."""
+def agree_on_machines(
+    world: World, agreement: QueuedAgreement, measure_device: Callable[[], DeviceRates | None]
+) -> Machines:
+    """Return the cluster as its slowest node and its slowest link, measured once per world. `measure_device` returns
+    what this rank measures on the GPU that reduces its gradients, None without one. All ranks call this together."""
     if _KEY not in world.cache:
-        world.cache[_KEY] = _measure(world, agreement, measure_nccl)
+        world.cache[_KEY] = _measure(world, agreement, measure_device)
     machines: Machines = world.cache[_KEY]
     return machines
 
 
-def _measure(world: World, agreement: QueuedAgreement, measure_nccl: Callable[[], float | None]) -> Machines:
+def _measure(world: World, agreement: QueuedAgreement, measure_device: Callable[[], DeviceRates | None]) -> Machines:
     own = agreement.run(lambda _: measure_machines(world))
-    nccl = agreement.run(lambda _: measure_nccl())
+    device = agreement.run(lambda _: measure_device())
+    nccl = device.nccl_link if device is not None else None
+    # Each rank of a node has a GPU of its own.
+    own_memory = own.memory if device is None else device.memory * world.local_size
     # Rates are negative: their maximum over the ranks is the lowest rate.
-    worst = [-own.rate if own.rate else -math.inf, own.latency or 0.0, -own.memory, -(nccl or 0.0), world.crowding]
+    worst = [-own.rate if own.rate else -math.inf, own.latency or 0.0, -own_memory, -(nccl or 0.0), world.crowding]
     rate, latency, memory, nccl, crowding = agreement.maximum(worst)
     slots = max(map(len, world.node_ranks))
     link = -float(rate) * world.shards

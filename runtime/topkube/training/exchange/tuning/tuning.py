@@ -4,9 +4,9 @@ At the first exchange all ranks measure their links and memory, agree on the slo
 the cost model that the catalogue declares. After a few steps they compare its prediction with what the steps took. If
 the prediction was wrong by more than 10%, they fit the model to the steps and choose again. A new choice is kept only
 if the steps become faster by 3%. If `auto` may compress, and this is predicted to save 3% of the step, they try the
-best algorithm that compresses instead, under the same condition. On GPUs the host does
-not see how long a stage takes: there the ranks try the best choice of the other transport (NCCL or MPI) instead of
-fitting the model. Every decision follows from numbers that are the same on all ranks.
+best algorithm that compresses instead, under the same condition. On GPUs the host does not see how long a stage takes:
+there the ranks do not fit the model. They try the best dense choice of the other transport (NCCL or MPI), and then the
+best algorithm that compresses. Every decision follows from numbers that are the same on all ranks.
 
 If the best algorithm gives nodes weights of their own (`onebit`), the parts of the optimizer are built again for it
 after the step, and again if the choice returns to a dense algorithm (training/optimizer_parts.py). The Tuning object
@@ -41,6 +41,7 @@ from topkube.algorithms import (
     is_known,
     sort_choices_by_time,
 )
+from topkube.collectives.device.nccl_link import DeviceRates
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.tuning.fitted_machines import WRONG, find_same, fit_machines, is_same, is_wrong
 from topkube.training.exchange.tuning.machines import agree_on_machines
@@ -75,8 +76,9 @@ class Tuning:
         world: World,
         aggregation: AggregationSettings,
         agreement: QueuedAgreement,
-        measure_nccl: Callable[[], float | None] = lambda: None,
+        measure_device: Callable[[], DeviceRates | None] = lambda: None,
         compressed_choices: Sequence[Algorithm] = (),
+        is_on_device: bool = False,
     ) -> None:
         self.choice: Choice | None = None
         self.machines: Machines | None = None
@@ -86,7 +88,8 @@ class Tuning:
         """True if this rank saved the state since the last exchange."""
         self._world, self._agreement = world, agreement
         self._job, self._aggregation = aggregation, aggregation.settings_at(0)
-        self._measure_nccl, self.compressed_choices = measure_nccl, compressed_choices
+        self._measure_device, self.compressed_choices = measure_device, compressed_choices
+        self._is_on_device = is_on_device
         self._trial: _Trial | None = None
         self._is_settled = self._must_repeat = False
         self._times = StepTimes()
@@ -115,7 +118,7 @@ class Tuning:
         """Measure the machines if it was not done yet for this world. All ranks call this together."""
         if self.machines is not None or self._world.nodes == 1:
             return
-        self.machines = agree_on_machines(self._world, self._agreement, self._measure_nccl)
+        self.machines = agree_on_machines(self._world, self._agreement, self._measure_device)
 
     def choose(self, buckets: Sequence[BucketSize]) -> None:
         """Choose for a step that exchanges `buckets`, if there is a choice and none was made or loaded. If only a later
@@ -175,10 +178,10 @@ class Tuning:
         self.measured = measured = Measurement(float(agreed[0]), -float(agreed[1]), -float(agreed[2]))
         self._times.restart()
         if self._trial is not None:
-            return self._keep_or_revert(self._trial, measured)
+            return self._keep_or_revert(self._trial, measured, buckets)
         expected = self._rank(buckets)
-        if self.machines.nccl_link is not None:
-            return self._try_other_transport(measured, expected)
+        if self._is_on_device:
+            return self._try_on_device(measured, self.choice, expected)
         if not is_wrong(self.choice, measured):
             if self._try_to_compress(measured, self.choice, expected):
                 return True
@@ -230,34 +233,43 @@ class Tuning:
         self._adopt(best, f"on trial against {present.algorithm.name}", ranked)
         return True
 
-    def _try_other_transport(self, measured: Measurement, ranked: Sequence[Choice]) -> bool:
-        """Begin the trial of the best choice that NCCL carries if MPI carries the present choice, or the reverse.
-        Return False, and keep the present choice, if all others are predicted to be far slower."""
-        assert self.choice is not None
+    def _try_on_device(self, measured: Measurement, present: Choice, ranked: Sequence[Choice]) -> bool:
+        """Begin a trial against the present choice on GPUs: of the best dense choice that NCCL carries if MPI carries
+        the present choice, or the reverse, unless it is predicted to be far slower; otherwise of the best choice that
+        compresses. Return False, and keep the present choice, if there is none."""
         assert self.machines is not None
-        present = self.choice
         most = _WORTH_A_TRIAL * present.seconds
-        others = (c for c in ranked if c.algorithm.needs_gpu != present.algorithm.needs_gpu and c.seconds <= most)
-        other = next(others, None)
-        if other is None:
-            self.settle()
-            self._adopt(present, "far ahead of the other transport", ranked)
-            return False
-        self._trial = _Trial(present, self.machines, measured)
-        self._adopt(other, f"the other transport, on trial against {present.algorithm.name}", ranked)
-        return True
-
-    def _keep_or_revert(self, before: _Trial, measured: Measurement) -> bool:
-        """End the trial of a new choice: keep it if it made the steps faster."""
-        assert self.choice is not None
+        others = (c for c in ranked if not c.algorithm.compresses and c.seconds <= most)
+        other = next((c for c in others if c.algorithm.needs_gpu != present.algorithm.needs_gpu), None)
+        if other is not None and self.machines.nccl_link is not None:
+            self._trial = _Trial(present, self.machines, measured)
+            self._adopt(other, f"the other transport, on trial against {present.algorithm.name}", ranked)
+            return True
+        if self._try_to_compress(measured, present, ranked):
+            return True
         self.settle()
+        self._adopt(present, "far ahead of all others", ranked)
+        return False
+
+    def _keep_or_revert(self, before: _Trial, measured: Measurement, buckets: Sequence[BucketSize]) -> bool:
+        """End the trial of a new choice: keep it if it made the steps faster. On GPUs, a trial of a choice that
+        compresses may follow. Return True if the choice changes."""
+        tried = self.choice
+        assert tried is not None
+        self._trial = None
         comparison = f"{measured.step * 1e3:.3g} ms per step, {before.measured.step * 1e3:.3g} ms before"
-        if measured.step < (1 - LEAST_GAIN) * before.measured.step:
-            self._adopt(self.choice, f"kept: {comparison}")
-            return False
-        self.machines, self.measured = before.machines, before.measured
-        self._adopt(before.choice, f"restored after a trial: {comparison}")
-        return True
+        is_kept = measured.step < (1 - LEAST_GAIN) * before.measured.step
+        if is_kept:
+            self._adopt(tried, f"kept: {comparison}")
+        else:
+            self.machines, self.measured = before.machines, before.measured
+            self._adopt(before.choice, f"restored after a trial: {comparison}")
+        present, known = (tried, measured) if is_kept else (before.choice, before.measured)
+        tried_transport = self._is_on_device and not tried.algorithm.compresses
+        if tried_transport and self._try_to_compress(known, present, self._rank(buckets)):
+            return True
+        self.settle()
+        return not is_kept
 
     def _rank(self, buckets: Sequence[BucketSize], machines: Machines | None = None) -> list[Choice]:
         """Return the possible choices, the fastest first, on `machines` or the present machines."""
