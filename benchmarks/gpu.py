@@ -119,7 +119,7 @@ def _run_on_device(name: str, args: argparse.Namespace, rows: Rows) -> None:
     elif name == "kernels":
         from gpu_plan import timing
 
-        timing.run(device, rows, args.quick)
+        timing.run(device, rows, args.quick, args.sizes or tuple(timing.SIZES))
     elif name == "nodes":
         from gpu_plan import nodes
 
@@ -209,6 +209,8 @@ def run_all(args: argparse.Namespace) -> int:
 def _build_stage_command(name: str, args: argparse.Namespace, work: Path, minutes: float) -> list[str]:
     options = ["--stage", name, "--out", str(args.out), "--work", str(work), "--minutes", str(minutes)]
     flags = [option for option in ("--dry", "--quick") if getattr(args, option[2:])]
+    if args.sizes is not None:
+        options += ["--sizes", ",".join(args.sizes)]
     return [sys.executable, __file__, *options, *flags]
 
 
@@ -283,6 +285,11 @@ def main() -> int:
         type=parse_stages,
         default=tuple(STAGES),
         help=f"run only these stages, in this order, joined by commas ({','.join(STAGES)})",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=lambda text: text.split(","),
+        help="time the kernels on arrays of these sizes alone (0.82M,110M)",
     )
     parser.add_argument("--minutes", type=float, default=45, help="start no row after this time (%(default)s)")
     parser.add_argument("--out", type=Path, help="the file of rows (benchmarks/results/gpu.jsonl)")

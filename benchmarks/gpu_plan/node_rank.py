@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import topkube
+from ddp_hooks import build_hook, wrap_in_ddp
 from topkube.examples.char_gpt import GPT, VOCABULARY
 from topkube.settings import Settings
 
@@ -38,7 +39,10 @@ TIMED = ("hierarchical", "hitopk", "int8", "int4", "auto", "onebit", "onebit del
 SHAPES = ((300, 700), (1024, 257), (33,), (511, 129))
 _LAST_BITS = 1e-5
 """What differences in the last bit of a mean may become in weights of a few units, after all steps."""
-_STEPS, _WARMUP, _TIMED_STEPS = 6, 3, 8
+_POWERSGD_START = 2
+PEERS = ("ddp", "fp16", "powersgd1")
+"""The hooks of DistributedDataParallel (benchmarks/ddp_hooks.py)."""
+_STEPS, _WARMUP, _TIMED_STEPS = 6, 4, 10
 _LARGE = {"layers": 16, "width": 768, "heads": 12, "context": 512}
 _SMALL = {"layers": 2, "width": 64, "heads": 4, "context": 32}
 
@@ -56,7 +60,7 @@ def compare(device: torch.device) -> dict[str, Any]:
         equal = all(map(torch.equal, *trained))
         difference = max(float((a - b).abs().max()) for a, b in zip(*trained, strict=True))
         row[name] = "the same bits" if equal else difference
-        # A GPU multiplies a sum by 1/3 and the CPU divides it by 3: the last bit may differ.
+        # On a GPU, each node's values are multiplied by 1/3 before the nodes add them up: the last bit may differ.
         is_right = equal or (topkube.size() == 3 and name not in ERROR_FEEDBACK_IN_WEIGHTS and difference < _LAST_BITS)
         if not all(topkube.world.current().comm.allgather(is_right)):
             row["wrong"].append(name)
@@ -85,23 +89,28 @@ def _train(name: str, options: dict[str, Any], device: torch.device) -> list[tor
 
 
 def measure(device: torch.device, size: str) -> dict[str, Any]:
-    """Return the milliseconds of a step of each algorithm, in turn."""
+    """Return the milliseconds of a step without an exchange (`plain`), of the peers and of each algorithm, the median
+    over the steps and the slowest rank's."""
     shape = _LARGE if size == "large" else _SMALL
     codes = torch.randint(VOCABULARY, (16 if size == "large" else 2, shape["context"]), device=device)
     row: dict[str, Any] = {**shape, "batch": len(codes), "wrong": []}
-    for name in ("plain", "ddp", *TIMED):
+    for name in ("plain", *PEERS, *TIMED):
         torch.manual_seed(0)
         model: Any = GPT(shape["layers"], shape["width"], shape["heads"], shape["context"]).to(device)
         row["parameters"] = sum(p.numel() for p in model.parameters())
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
-        if name == "ddp":
-            model = _wrap_in_ddp(model)
+        if name in PEERS:
+            model = _wrap_in_ddp(model, name)
         elif name != "plain":
             optimizer = topkube.DistributedOptimizer(
-                optimizer, model.named_parameters(), aggregation=name.split()[0], warmup_steps=0, **ALGORITHMS[name]
+                optimizer,
+                model.named_parameters(),
+                aggregation=name.split()[0],
+                warmup_steps=0,
+                **ALGORITHMS.get(name, {}),
             )
-        times = []
-        for step in range(_WARMUP + _TIMED_STEPS):
+
+        def step(model: Any = model, optimizer: Any = optimizer) -> float:
             _synchronize(device)
             topkube.barrier()
             start = time.perf_counter()
@@ -111,22 +120,33 @@ def measure(device: torch.device, size: str) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             _synchronize(device)
-            if step >= _WARMUP:
-                times.append((time.perf_counter() - start) * 1e3)
-        row[f"{name} ms"] = statistics.median(times)
+            return (time.perf_counter() - start) * 1e3
+
+        for _ in range(_WARMUP):
+            step()
+        if name == "auto":
+            while not optimizer.tuning.is_settled:
+                step()
+            row["auto is"] = optimizer.tuning.summary
+        row[f"{name} ms"] = max(
+            topkube.world.current().comm.allgather(statistics.median(step() for _ in range(_TIMED_STEPS)))
+        )
         if isinstance(optimizer, topkube.DistributedOptimizer):
             optimizer.unwrap()
-        del model, optimizer
+        del model, optimizer, step
     torch.distributed.destroy_process_group()  # type: ignore[no-untyped-call]
     return row
 
 
-def _wrap_in_ddp(model: torch.nn.Module) -> torch.nn.Module:
+def _wrap_in_ddp(model: torch.nn.Module, hook: str) -> torch.nn.Module:
     """Return the model in DistributedDataParallel over gloo, as NCCL refuses two ranks on one GPU."""
     distributed: Any = torch.distributed
-    store = distributed.FileStore(f"{sys.argv[1]}.store", topkube.size())
-    distributed.init_process_group("gloo", store=store, rank=topkube.rank(), world_size=topkube.size())
-    return torch.nn.parallel.DistributedDataParallel(model)
+    if not distributed.is_initialized():
+        store = distributed.FileStore(f"{sys.argv[1]}.store", topkube.size())
+        distributed.init_process_group("gloo", store=store, rank=topkube.rank(), world_size=topkube.size())
+    wrapped = wrap_in_ddp(model, hook)
+    wrapped.register_comm_hook(*build_hook(hook, _POWERSGD_START))
+    return wrapped
 
 
 def _synchronize(device: torch.device) -> None:

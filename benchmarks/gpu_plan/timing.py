@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,10 @@ _ROTATED_BYTES = 1 << 30
 """The memory of the inputs that take turns: more than the L2 cache holds."""
 
 
-def run(device: Device, rows: Rows, quick: bool) -> None:
-    """Measure every kernel. Inputs rotate through more memory than the L2 cache holds."""
-    sizes = {"25.6M": SIZES["25.6M"]} if quick else SIZES
+def run(device: Device, rows: Rows, quick: bool, names: Sequence[str] = tuple(SIZES)) -> None:
+    """Measure every kernel on arrays of the sizes called `names`. Inputs rotate through more memory than the L2 cache
+    holds."""
+    sizes = {name: SIZES[name] for name in (["25.6M"] if quick else names)}
     for name, elements in sizes.items():
         for dtype_name, dtype in DTYPES.items():
             for density in DENSITIES[-1:] if quick else DENSITIES:

@@ -263,7 +263,7 @@ def test_each_stage_is_a_process_that_imports_what_was_built(tmp_path: Path, mon
     monkeypatch.delenv("MPI4PY_LIBMPI", raising=False)
     args = argparse.Namespace(
         work=work, wheels=tmp_path, out=tmp_path / "rows.jsonl", dry=True, quick=True, minutes=1.0, architecture=None,
-        stages=tuple(gpu.STAGES),
+        stages=tuple(gpu.STAGES), sizes=None,
     )  # fmt: skip
     assert gpu.run_all(args) == 0
     assert [command[3] for command, _ in started] == list(gpu.STAGES)
@@ -288,7 +288,7 @@ def test_another_package_than_the_one_that_was_built_is_refused(
     monkeypatch.setattr(sys, "path", list(sys.path))
     args = argparse.Namespace(
         work=tmp_path, wheels=tmp_path, out=tmp_path / "rows", dry=False, quick=True, minutes=1.0, architecture="90",
-        stages=tuple(gpu.STAGES),
+        stages=tuple(gpu.STAGES), sizes=None,
     )  # fmt: skip
     assert gpu.run_all(args) == 2
     assert f"{installed} is imported in place of the package that was built" in capsys.readouterr().err
