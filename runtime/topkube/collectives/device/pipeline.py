@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _PAUSE_SECONDS = 100e-6
 """The time between two looks at messages while no work is due. The processors have little else to do."""
-_MOST_TRAVELLING = 2
+MOST_TRAVELLING = 2
 """The most tensors of which messages of MPI travel between nodes, when the next tensor begins."""
 
 
@@ -82,7 +82,7 @@ class DeviceAllReduce:
         self.graphs = WorkGraphs(self.memory, world.rank) if has_graphs and self.memory.is_cuda else None
         self._groups = SeriesGroups(world, device)
         self._direct = self.memory.is_cuda and mpi_takes_device_pointers()
-        self._most_travelling = _MOST_TRAVELLING if world.nodes > 1 else 1
+        self._most_travelling = MOST_TRAVELLING if world.nodes > 1 else 1
         self.slots = [Slot() for _ in range(self._most_travelling + 1)]
         """The work buffers of the tensors that may be under way when another one begins, and of that one."""
         self._number = 0
