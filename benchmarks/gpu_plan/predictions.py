@@ -56,9 +56,6 @@ PREDICTIONS = (
     Prediction(_DEFAULT, "topk ms", 0.6, 1.0, "16-byte loads need a quarter of the instructions", per=_SCALAR),
     Prediction(_DEFAULT, "half ms", 0.3, 0.9, "eight loads in flight in the passes of k > d/4", per=_SERIAL),
     Prediction(
-        "variant segments", "topk ms", 0.7, 1.1, "no tile waits for those before it; one more launch", per=_DEFAULT
-    ),
-    Prediction(
         "variant cluster", "topk ms", 0.85, 1.3, "two launches less, but 8 blocks read the candidates", per=_DEFAULT
     ),
     Prediction("variant cluster", "small topk ms", 0.6, 1.0, "8,192 entries: launches are most of it", per=_DEFAULT),

@@ -21,7 +21,6 @@ VARIANTS = {
     "scalar loads": ("-DTOPKUBE_CUDA_VECTOR=0",),
     "one load ahead": ("-DTOPKUBE_CUDA_AHEAD=1",),
     "sixteen loads ahead": ("-DTOPKUBE_CUDA_AHEAD=16",),
-    "segments": ("-DTOPKUBE_CUDA_SEGMENTS=1",),
     "no reuse": ("-DTOPKUBE_CUDA_REUSE=0",),
 }
 """Name of a variant, and the options by which nvcc compiles it (csrc/cuda/selection/variants.hpp).

@@ -9,8 +9,7 @@ u64 compress(gpu::Launcher* launcher, const void* gradient, const float* residua
              float* values, void* previous, void* state, void* workspace) {
   using Source = Sums<T>;
   Arena arena(workspace);
-  const Selection selection =
-      lay_out(length, k, filter_tile<Source>(), are_aligned(gradient, residual, acc), previous, state, arena);
+  const Selection selection = lay_out(length, k, are_aligned(gradient, residual, acc), previous, state, arena);
   if (launcher) {
     const Source source{static_cast<const typename T::Item*>(gradient), residual, acc};
     const Bits<F32> sums{reinterpret_cast<const u32*>(acc)};

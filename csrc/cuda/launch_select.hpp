@@ -41,8 +41,8 @@ inline void plan_candidates(Selection& selection) {
   }
 }
 
-// Plans a selection, and takes its workspace from `arena`. `k`: the rank to find. `tile_items`: the elements of a tile of `filter`.
-inline Selection lay_out(u64 length, u64 k, u32 tile_items, bool aligned, void* previous, void* state, Arena& arena) {
+// Plans a selection, and takes its workspace from `arena`. `k`: the rank to find.
+inline Selection lay_out(u64 length, u64 k, bool aligned, void* previous, void* state, Arena& arena) {
   Selection selection{};
   selection.aligned = aligned;
   selection.length = length;
@@ -51,31 +51,26 @@ inline Selection lay_out(u64 length, u64 k, u32 tile_items, bool aligned, void* 
   selection.previous = static_cast<PreviousThreshold*>(previous);
   plan_candidates(selection);
 
-  const u64 filter_tiles = (length + tile_items - 1) / tile_items, collect_tiles = (length + collect_tile - 1) / collect_tile;
+  selection.tiles = (length + filter_tile - 1) / filter_tile;
   // A block of `collect` reads so many segments that they fill about one of its tiles.
-  constexpr u64 warps = collect_threads / 32, most_segments = 64;
-  const u64 per_tile = std::max<u64>(1, selection.capacity / filter_tiles),
-            segments_per_group = collect_tile / per_tile / warps * warps;
-  selection.tiles = filter_tiles;
-  selection.group = static_cast<u32>(std::clamp(segments_per_group, warps, most_segments));
+  const u64 per_segment = std::max<u64>(1, selection.capacity / selection.tiles);
+  selection.group = static_cast<u32>(std::clamp<u64>(collect_tile / per_segment, 1, collect_threads));
+  // It counts tiles of the data, or groups of segments.
+  const u64 collect_tiles =
+      std::max((length + collect_tile - 1) / collect_tile, (selection.tiles + selection.group - 1) / selection.group);
 
   selection.clear = arena.take<u32>(0);
   const u64 before = arena.used();
   selection.coarse = arena.take<u32>(coarse_bins);
   selection.fine = arena.take<u32>(upper_bins);
   selection.finest = arena.take<u32>(lower_bins);
-  selection.filtered = arena.take<u64>(filter_tiles);
   selection.collected[0] = arena.take<u64>(collect_tiles);
   selection.collected[1] = arena.take<u64>(collect_tiles);
   selection.clear_words = (arena.used() - before) / sizeof(u32);
+  selection.segments = arena.take<u64>(selection.tiles);
   selection.indices = arena.take<u32>(selection.capacity);
   selection.values = arena.take<u32>(selection.capacity);
   return selection;
-}
-
-template <class Source>
-constexpr u32 filter_tile() {
-  return filter_threads * Source::steps;
 }
 
 template <class Source>
@@ -87,9 +82,7 @@ void launch_prepare(gpu::Launcher& launcher, const Source& source, const Selecti
 template <class Source>
 void launch_filter(gpu::Launcher& launcher, const Source& source, const Selection& selection) {
   if (selection.mode == from_data && !Source::writes) return;
-  launcher.launch<FilterShared>(filter<Source>, (selection.length + filter_tile<Source>() - 1) / filter_tile<Source>(),
-                                filter_threads, source, selection);
-  if (segments && selection.mode != from_data) launcher.launch<FilterShared>(place_rank, 1, narrow_threads, selection);
+  launcher.launch<FilterShared>(filter<Source>, launcher.blocks_for(selection.tiles, 1, 2), filter_threads, source, selection);
 }
 
 // Launches both rounds of `narrow`. `source` reads the filtered data and writes nothing.

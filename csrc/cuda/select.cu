@@ -11,7 +11,7 @@ u64 topk(gpu::Launcher* launcher, const void* data, u64 length, u64 k, u32* indi
   using Source = Bits<T>;
   using Word = typename Source::Word;
   Arena arena(workspace);
-  const Selection selection = lay_out(length, k, filter_tile<Source>(), are_aligned(data), previous, state, arena);
+  const Selection selection = lay_out(length, k, are_aligned(data), previous, state, arena);
   if (launcher) {
     const Source source{static_cast<const Word*>(data)};
     launch_prepare(*launcher, source, selection);
@@ -27,8 +27,7 @@ u64 mstopk(gpu::Launcher* launcher, const void* data, u64 length, u64 k, int ite
   using Source = Bits<T>;
   using Word = typename Source::Word;
   Arena arena(workspace);
-  const Selection selection =
-      lay_out(length, std::min(k + 1, length), filter_tile<Source>(), are_aligned(data), previous, state, arena);
+  const Selection selection = lay_out(length, std::min(k + 1, length), are_aligned(data), previous, state, arena);
   const u64 blocks = (length + summary_block - 1) / summary_block;
   double* sums = arena.take<double>(blocks);
   u32* largest = arena.take<u32>(blocks);

@@ -2,19 +2,16 @@
 //
 // Five kernels run on one stream. Counts and decisions stay on the device, so the sequence of kernels is the same for all data.
 //   prepare   clears the workspace; one block samples the data and computes a lower and an upper bound of the k-th magnitude
-//   filter    reads the data once, appends the entries that reach the lower bound in order, and counts them in 4,096 bins
+//   filter    reads the data once, appends the entries that reach the lower bound, and counts them in 4,096 bins; each tile of the
+//             data appends a segment, in any order of the tiles
 //   narrow    runs twice: counts the bin of the k-th magnitude in finer bins, until one magnitude is left
-//   collect   writes the candidates above the k-th magnitude, and the first of those that equal it
+//   collect   writes the candidates above the k-th magnitude, and the first of those that equal it, in the order of the tiles
 // If the caller keeps a PreviousThreshold, `prepare` takes the bounds from it, in place of a sample.
 // If there are too few or too many candidates, or if k is more than a quarter of the data, `narrow` counts the data itself (the
 // upper 14 bits, then the rest) and `collect` reads the data. These are four passes at most, as on the CPU.
 //
-// A build can choose two variants (selection/variants.hpp):
-//   TOPKUBE_CUDA_SEGMENTS replaces the look-back of `filter`: a tile reserves a segment of the candidates with one atomic addition,
-//   whichever tiles come before it. `place_rank` then does what the last block of `filter` does otherwise, and `collect` reads the
-//   segments in the order of their tiles.
-//   TOPKUBE_CUDA_CLUSTER replaces `narrow`, `narrow` and `collect` by `finish`, one kernel of one cluster, if there are few
-//   candidates.
+// A build can choose a variant (selection/variants.hpp): TOPKUBE_CUDA_CLUSTER replaces `narrow`, `narrow` and `collect` by `finish`,
+// one kernel of one cluster, if there are few candidates.
 #pragma once
 
 #include "selection/collect.hpp"

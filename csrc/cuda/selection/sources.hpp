@@ -10,18 +10,20 @@ namespace topkube {
 
 // A source returns the bits of element i that are compared, as 32-bit words. `peek` has no side effect. Loads and `finish` are
 // separate so that a thread can start many loads before it uses the first value. `load_pack` loads 16 bytes at once (of a 16-bit
-// gradient, 8).
+// gradient, 8). `reload` returns a value that was finished and stored before. A lane of `filter` has `steps` items at a time, in
+// `chunks` packs.
 template <class T>
 struct Bits {
   using Item = typename T::Item;
   using Word = std::conditional_t<sizeof(Item) == 4, u32, u16>;
   static constexpr u32 width = sizeof(Item) == 4 ? 31 : 15, mask = (u32{1} << width) - 1;
-  static constexpr u32 pack = 16 / sizeof(Word), steps = filter_steps, chunks = steps / pack;
+  static constexpr u32 pack = 16 / sizeof(Word), chunks = 4, steps = chunks * pack;
   struct alignas(16) Raw {
     Word words[pack];
   };
   const Word* x;
   TOPKUBE_DEVICE_MEMBER u32 peek(u64 i) const { return x[i]; }
+  TOPKUBE_DEVICE_MEMBER u32 reload(u64 i) const { return x[i]; }
   TOPKUBE_DEVICE_MEMBER Raw load_pack(u64 i) const { return *reinterpret_cast<const Raw*>(x + i); }
   TOPKUBE_DEVICE_MEMBER void load(u64 i, Raw& raw, u32 place) const { raw.words[place] = x[i]; }
   TOPKUBE_DEVICE_MEMBER u32 finish(const Raw& raw, u32 place) const { return raw.words[place]; }
@@ -34,7 +36,7 @@ struct Bits {
 template <class T>
 struct Sums {
   using Item = typename T::Item;
-  static constexpr u32 width = 31, mask = magnitude_bits, pack = 4, steps = filter_steps, chunks = steps / pack;
+  static constexpr u32 width = 31, mask = magnitude_bits, pack = 4, chunks = 4, steps = chunks * pack;
   struct alignas(pack * sizeof(Item)) Gradients {
     Item items[pack];
   };
@@ -52,6 +54,7 @@ struct Sums {
     return bits_of(canonical(gpu::plus(residual, T::load(gradient))));
   }
   TOPKUBE_DEVICE_MEMBER u32 peek(u64 i) const { return sum(gradient[i], residual[i]); }
+  TOPKUBE_DEVICE_MEMBER u32 reload(u64 i) const { return bits_of(acc[i]); }
   TOPKUBE_DEVICE_MEMBER Raw load_pack(u64 i) const {
     return {*reinterpret_cast<const Gradients*>(gradient + i), *reinterpret_cast<const Floats*>(residual + i)};
   }

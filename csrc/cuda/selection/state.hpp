@@ -5,11 +5,12 @@
 
 namespace topkube {
 
-constexpr u32 filter_steps = 16;  // items per thread in `filter`
+constexpr u32 filter_tile = 2048;      // items of which a warp of `filter` appends the candidates at once
+static_assert(filter_tile < 0x10000);  // a position fits in 16 bits
 // The 2^14 counters of a block need 64 KiB of shared memory, which every device since sm_80 has.
 constexpr u32 coarse_bits = 12, coarse_bins = 1u << coarse_bits, upper_bits = 14, upper_bins = 1u << upper_bits,
               lower_bins = 1u << (31 - upper_bits);
-constexpr u32 filter_threads = 256, collect_threads = 256, narrow_threads = 1024, prepare_threads = 256;
+constexpr u32 filter_threads = 512, collect_threads = 256, narrow_threads = 1024, prepare_threads = 256;
 constexpr u32 collect_steps = 16, collect_tile = collect_threads * collect_steps;
 constexpr u32 samples_per_thread = 32, most_samples = prepare_threads * samples_per_thread;
 static_assert(most_samples < 0x10000);        // two sample counts fit in one word
@@ -32,7 +33,7 @@ struct State {
   u32 base, bits;   // the k-th magnitude is in [base, base + 2^bits)
   // Selected are all magnitudes >= upper, and of the other magnitudes >= lower `between_count`, from number `first_between` on.
   u32 upper, lower;
-  u32 filter_ticket, collect_ticket;
+  u32 collect_ticket;
   u32 filter_done, narrow_done[2], count_done;
   u64 rank;  // the rank of the k-th magnitude within its bin
   u64 first_between, between_count;
@@ -59,9 +60,9 @@ struct Selection {
   u32* coarse;        // the bins of filter
   u32* fine;          // the bins of the first narrow
   u32* finest;        // the bins of the second narrow
-  u64* filtered;      // prefix sums of filter's tiles; or of each tile the start of its segment << 16 | its size
+  u64* segments;      // of each tile of filter, where its candidates start << 16 | their number
   u64 tiles;          // of filter
-  u32 group;          // segments that a block of `collect` reads at a time, a multiple of its warps
+  u32 group;          // segments that a block of `collect` reads at a time, at most one per thread
   u64* collected[2];  // prefix sums of collect's tiles
   u32* clear;         // the `clear_words` words from here on, which `prepare` sets to zero: from `coarse` to `collected`
   u64 clear_words;

@@ -12,9 +12,6 @@ namespace topkube {
 #ifndef TOPKUBE_CUDA_AHEAD
 #define TOPKUBE_CUDA_AHEAD 8  // loads in flight per thread in `narrow`
 #endif
-#ifndef TOPKUBE_CUDA_SEGMENTS
-#define TOPKUBE_CUDA_SEGMENTS 0  // tiles of `filter` append candidates without waiting for one another
-#endif
 #ifndef TOPKUBE_CUDA_CLUSTER
 #define TOPKUBE_CUDA_CLUSTER 0  // one kernel of one cluster in place of `narrow`, `narrow` and `collect`, for few candidates
 #endif
@@ -22,7 +19,6 @@ namespace topkube {
 #define TOPKUBE_CUDA_REUSE 1  // begin at the k-th magnitude of the previous selection, if the caller keeps it
 #endif
 constexpr bool vector_loads = TOPKUBE_CUDA_VECTOR != 0;
-constexpr bool segments = TOPKUBE_CUDA_SEGMENTS != 0;
 constexpr bool cluster = TOPKUBE_CUDA_CLUSTER != 0;
 constexpr bool reuse = TOPKUBE_CUDA_REUSE != 0;
 constexpr u32 narrow_ahead = TOPKUBE_CUDA_AHEAD;

@@ -11,7 +11,6 @@ from cuda_device import DTYPES, NAMES, Device, build_adversarial_inputs, have_sa
 from emulation import count_launches
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from thorough import choose
 
 from topkube import kernels
 from topkube.errors import ArgumentError
@@ -250,18 +249,11 @@ def test_a_previous_threshold_of_another_device_is_refused(device: Device) -> No
 
 VARIANTS = {
     "scalar loads, no reuse": ("-DTOPKUBE_CUDA_VECTOR=0", "-DTOPKUBE_CUDA_AHEAD=3", "-DTOPKUBE_CUDA_REUSE=0"),
-    "segments": ("-DTOPKUBE_CUDA_SEGMENTS=1",),
     "cluster": ("-DTOPKUBE_CUDA_CLUSTER=1",),
-    "segments, cluster": ("-DTOPKUBE_CUDA_SEGMENTS=1", "-DTOPKUBE_CUDA_CLUSTER=1"),
 }
 
 
-def list_variants() -> list[str]:
-    """Return the variants of this run. A variant takes some seconds to compile."""
-    return [name for name in VARIANTS if name != "segments, cluster" or choose(0, thorough=1)]
-
-
-@pytest.mark.parametrize("name", list_variants())
+@pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_of_a_build_selects_the_same_entries(name: str) -> None:
     """A run on a device compares variants by their times, so their results must be equal. The last length has several
     groups of segments."""
