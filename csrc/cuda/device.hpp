@@ -61,12 +61,15 @@ TOPKUBE_DEVICE u32 matching(u32 key) { return __match_any_sync(0xffffffffu, key)
 
 TOPKUBE_DEVICE u32 popcount(u32 bits) { return static_cast<u32>(__popc(bits)); }
 TOPKUBE_DEVICE u32 first_bit(u32 bits) { return static_cast<u32>(__ffs(static_cast<int>(bits))) - 1u; }  // bits is not 0
+// Returns four of the eight bytes of b:a. Digit j of `places` (in hexadecimal, from the right) is the number of byte j.
+TOPKUBE_DEVICE u32 permute(u32 a, u32 b, u32 places) { return __byte_perm(a, b, places); }
 TOPKUBE_DEVICE u64 high_product(u64 a, u64 b) { return __umul64hi(a, b); }
 
 // Arithmetic of fp32. A result that is NaN is 0x7fffffff on a GPU, whatever the operands are; the emulation returns the same.
 TOPKUBE_DEVICE float plus(float a, float b) { return a + b; }
 TOPKUBE_DEVICE float minus(float a, float b) { return a - b; }
 TOPKUBE_DEVICE float times(float a, float b) { return a * b; }
+TOPKUBE_DEVICE float magnitude(float a) { return fabsf(a); }
 TOPKUBE_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 
 // Work on global and shared memory. `add` and `lower` return the old value.

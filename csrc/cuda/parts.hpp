@@ -75,36 +75,94 @@ struct Progress {
   bool is_first, is_last;
 };
 
-// values += the sum of the messages. `Messages` has `count`, and `add(m, i, sums)` adds to `sums` what message m sends of the
-// elements i to i + 3. The sum of an element is computed in the order of the messages, and added at the end, as in csrc/cpu. A
-// thread starts the loads of several quads before it uses the first.
+// Loads words that are `stride` bytes apart. The branches are the same for all threads of a message, if `stride` and the distance
+// between threads are multiples of 4.
+template <u32 count>
+TOPKUBE_DEVICE void load_words(const std::uint8_t* from, u32 stride, u32 (&words)[count]) {
+  if (reinterpret_cast<std::uintptr_t>(from) % 4 == 0) {
+#pragma unroll
+    for (u32 c = 0; c < count; ++c) words[c] = *reinterpret_cast<const u32*>(from + c * stride);
+  } else {
+#pragma unroll
+    for (u32 c = 0; c < count; ++c) words[c] = load_word(from + c * stride);
+  }
+}
+
+// A warp adds tiles of two blocks. A lane has several quads of a tile, whose places depend on the format of the messages.
+constexpr u32 tile_quads = 4, tile_elements = 32 * quad * tile_quads, tile_blocks = 2, scale_block = tile_elements / tile_blocks;
+
+// Loads or stores this lane's quads of a tile. `whole`: all elements of the tile exist, and `x` is aligned to 16 bytes.
+template <bool whole, class Messages>
+TOPKUBE_DEVICE void load_tile(const float* x, u64 base, u64 length, Quad (&quads)[tile_quads]) {
+#pragma unroll
+  for (u32 c = 0; c < tile_quads; ++c) {
+    const u64 i = base + Messages::lane_position();
+    if constexpr (whole) {
+      quads[c] = *reinterpret_cast<const Quad*>(x + i + Messages::quad_offset(c));
+    } else {
+      quads[c] = load_quad(x, i + Messages::quad_offset(c), length, false);
+    }
+  }
+}
+template <bool whole, class Messages>
+TOPKUBE_DEVICE void store_tile(float* x, u64 base, u64 length, const Quad (&quads)[tile_quads]) {
+#pragma unroll
+  for (u32 c = 0; c < tile_quads; ++c) {
+    const u64 i = base + Messages::lane_position();
+    if constexpr (whole) {
+      *reinterpret_cast<Quad*>(x + i + Messages::quad_offset(c)) = quads[c];
+    } else {
+      store_quad(x, i + Messages::quad_offset(c), length, false, quads[c]);
+    }
+  }
+}
+
+// Adds what the messages send of the tile whose first element is `base`.
+template <bool whole, class Messages>
+TOPKUBE_DEVICE void add_tile(float* values, u64 base, u64 length, const Messages& messages, const Progress& progress) {
+  Quad held[tile_quads], sums[tile_quads] = {};
+  if (progress.is_last) load_tile<whole, Messages>(values, base, length, held);
+  if (!progress.is_first) load_tile<whole, Messages>(progress.sums, base, length, sums);
+  constexpr u32 ahead = Messages::ahead;
+  for (u32 first = 0; first < messages.count; first += ahead) {
+    typename Messages::Part parts[ahead];
+#pragma unroll
+    for (u32 a = 0; a < ahead; ++a) {
+      if (first + a < messages.count) messages.template load<whole>(first + a, base, length, parts[a]);
+    }
+#pragma unroll
+    for (u32 a = 0; a < ahead; ++a) {
+      if (first + a < messages.count) messages.add(first + a, parts[a], sums);
+    }
+  }
+  if (!progress.is_last) {
+    store_tile<whole, Messages>(progress.sums, base, length, sums);
+    return;
+  }
+#pragma unroll
+  for (u32 c = 0; c < tile_quads; ++c) {
+#pragma unroll
+    for (u32 j = 0; j < quad; ++j) held[c].items[j] = canonical(gpu::plus(held[c].items[j], sums[c].items[j]));
+  }
+  store_tile<whole, Messages>(values, base, length, held);
+}
+
+// values += the sum of the messages. `aligned`: `values` is aligned to 16 bytes. The sum of an element is computed in the order of the messages, and added at the end, as in
+// csrc/cpu. `Messages` has
+//   count               the number of messages
+//   lane_position()     the position in a tile of this lane's first quad
+//   quad_offset(c)      how far from there quad c is
+//   Part, ahead         what a lane loads of a message for one tile, and how many messages it loads before it adds the first
+//   load(m, base, ...)  loads the part of message m about the tile at element `base`
+//   add(m, part, sums)  adds to `sums` what that part sends
 template <class Messages>
 TOPKUBE_KERNEL(unpack_threads) unpack_add(float* values, u64 length, bool aligned, Messages messages, Progress progress) {
-  constexpr u32 ahead = 2;
-  const u64 stride = u64{gpu::blocks()} * gpu::threads() * quad;
-  for (u64 start = (u64{gpu::block()} * gpu::threads() + gpu::thread()) * quad; start < length; start += ahead * stride) {
-    Quad held[ahead], sums[ahead];
-#pragma unroll
-    for (u32 a = 0; a < ahead; ++a) {
-      held[a] = progress.is_last ? load_quad(values, start + a * stride, length, aligned) : Quad{};
-      sums[a] = progress.is_first ? Quad{} : load_quad(progress.sums, start + a * stride, length, true);
-    }
-#pragma unroll 2
-    for (u32 m = 0; m < messages.count; ++m) {
-#pragma unroll
-      for (u32 a = 0; a < ahead; ++a) {
-        if (start + a * stride < length) messages.add(m, start + a * stride, sums[a]);
-      }
-    }
-#pragma unroll
-    for (u32 a = 0; a < ahead; ++a) {
-      if (!progress.is_last) {
-        store_quad(progress.sums, start + a * stride, length, true, sums[a]);
-        continue;
-      }
-#pragma unroll
-      for (u32 j = 0; j < quad; ++j) held[a].items[j] = canonical(gpu::plus(held[a].items[j], sums[a].items[j]));
-      store_quad(values, start + a * stride, length, aligned, held[a]);
+  const u64 stride = u64{gpu::blocks()} * (gpu::threads() / 32) * tile_elements;
+  for (u64 base = (u64{gpu::block()} * (gpu::threads() / 32) + gpu::warp()) * tile_elements; base < length; base += stride) {
+    if (aligned && base + tile_elements <= length) {
+      add_tile<true>(values, base, length, messages, progress);
+    } else {
+      add_tile<false>(values, base, length, messages, progress);
     }
   }
 }

@@ -100,6 +100,13 @@ TOPKUBE_KERNEL(quantise_threads) pack_integers(float* values, u64 length, bool a
   }
 }
 
+// Returns byte j of `word`, a number below 2^bits, minus 2^(bits - 1). The byte becomes the lowest bits of the float 2^23 + byte, so
+// no conversion is needed: a GPU converts fewer integers at a time than it adds floats.
+template <int bits>
+TOPKUBE_DEVICE float centred_byte(u32 word, u32 j) {
+  return gpu::minus(float_of(gpu::permute(word, 0x4b000000u, 0x7440u | j)), 8388608.0f + (1 << (bits - 1)));
+}
+
 // The messages of nodes, as an argument of `unpack_add`.
 template <int bits>
 struct IntegerMessages {
@@ -108,25 +115,59 @@ struct IntegerMessages {
   u64 codes, length;
   u32 count;
 
-  TOPKUBE_DEVICE_MEMBER void add(u32 m, u64 i, Quad& sums) const {
-    const float scale = gpu::times(from_bf16(load_half(messages[m] + i / quantised_block * 2)), weights[m]);
-    u32 word = 0;  // an integer in each byte
-    if constexpr (bits == 8) {
-      const std::uint8_t* from = messages[m] + codes + i;
-      if (i + quad <= length) {
-        word = load_word(from);
-      } else {
-        for (u32 j = 0; i + j < length; ++j) word |= u32{from[j]} << (8 * j);
-      }
+  static_assert(scale_block == quantised_block);
+  static constexpr u32 ahead = 2, part_words = bits == 8 ? tile_quads : tile_blocks;
+  static constexpr u32 word_stride = 32 * sizeof(u32);
+  struct Part {
+    u32 scales[tile_blocks], words[part_words];
+  };
+  // A word of 8 bits each has one quad. A word of 4 bits each has two, which are 16 elements apart.
+  TOPKUBE_DEVICE_MEMBER static u32 lane_position() {
+    return bits == 8 ? gpu::lane() * quad : gpu::lane() / 4 * 32 + gpu::lane() % 4 * quad;
+  }
+  static constexpr u32 quad_offset(u32 c) { return bits == 8 ? 32 * quad * c : c / 2 * quantised_block + c % 2 * 16; }
+
+  template <bool whole>
+  TOPKUBE_DEVICE_MEMBER void load(u32 m, u64 base, u64, Part& part) const {
+    const std::uint8_t* from = messages[m] + codes + base * bits / 8 + gpu::lane() * sizeof(u32);
+    if constexpr (whole) {
+      load_words(from, word_stride, part.words);
     } else {
-      word = load_word(messages[m] + codes + i / 32 * 16 + i % 16) << (i & 16u ? 0 : 4);  // the half that counts is the high one
+#pragma unroll
+      for (u32 w = 0; w < part_words; ++w) {
+        const u64 i = base + lane_position() + quad_offset(w * tile_quads / part_words);
+        part.words[w] = load_last_word(from + w * word_stride, i);
+      }
     }
 #pragma unroll
-    for (u32 j = 0; j < quad; ++j) {
-      const auto byte = static_cast<std::int8_t>(word >> (8 * j));
-      const float value = bits == 8 ? static_cast<float>(byte) : signed_square(static_cast<float>(byte >> 4));
-      sums.items[j] = gpu::plus(sums.items[j], gpu::times(value, scale));
+    for (u32 b = 0; b < tile_blocks; ++b) {
+      const u64 block = base / quantised_block + b;
+      part.scales[b] = whole || block * quantised_block < length ? load_half(messages[m] + 2 * block) : 0u;
     }
+  }
+
+  TOPKUBE_DEVICE_MEMBER void add(u32 m, const Part& part, Quad (&sums)[tile_quads]) const {
+#pragma unroll
+    for (u32 c = 0; c < tile_quads; ++c) {
+      const float scale = gpu::times(from_bf16(static_cast<u16>(part.scales[c * tile_blocks / tile_quads])), weights[m]);
+      const u32 word = bits == 8 ? part.words[c] ^ 0x80808080u : (part.words[c / 2] >> (c % 2 * 4) & 0x0f0f0f0fu) ^ 0x08080808u;
+#pragma unroll
+      for (u32 j = 0; j < quad; ++j) {
+        const float integer = centred_byte<bits>(word, j);
+        const float value = bits == 8 ? integer : gpu::times(integer, gpu::magnitude(integer));
+        sums[c].items[j] = gpu::plus(sums[c].items[j], gpu::times(value, scale));
+      }
+    }
+  }
+
+ private:
+  // Returns the word whose first integer is that of element i, without reading beyond the integers. Those of 4 bits fill the last
+  // 16 bytes.
+  TOPKUBE_DEVICE_MEMBER u32 load_last_word(const std::uint8_t* from, u64 i) const {
+    if (bits == 8 ? i + quad <= length : i / 32 * 32 < length) return load_word(from);
+    u32 word = 0;
+    for (u32 j = 0; bits == 8 && i + j < length; ++j) word |= u32{from[j]} << (8 * j);
+    return word;
   }
 };
 

@@ -57,11 +57,38 @@ struct SignMessages {
   float weights[most_parts];
   u32 count;
 
-  TOPKUBE_DEVICE_MEMBER void add(u32 m, u64 i, Quad& sums) const {
-    const u32 scale = bits_of(gpu::times(from_bf16(scales[m][i / sign_block]), weights[m]));
-    const u32 signs = u32{bits[m][i / 8]} >> (i & 4u);
+  static_assert(scale_block == sign_block);
+  static constexpr u32 ahead = 2;
+  struct Part {
+    u32 scales[tile_blocks], signs[tile_quads];
+  };
+  TOPKUBE_DEVICE_MEMBER static u32 lane_position() { return gpu::lane() * quad; }
+  static constexpr u32 quad_offset(u32 c) { return 32 * quad * c; }
+
+  template <bool whole>
+  TOPKUBE_DEVICE_MEMBER void load(u32 m, u64 base, u64 length, Part& part) const {
+    const u16* scale = scales[m] + base / sign_block;
+    const std::uint8_t* byte = bits[m] + base / 8 + gpu::lane() / 2;
 #pragma unroll
-    for (u32 j = 0; j < quad; ++j) sums.items[j] = gpu::plus(sums.items[j], float_of(scale ^ (signs >> j & 1u) << 31));
+    for (u32 c = 0; c < tile_quads; ++c) {
+      part.signs[c] = whole || base + lane_position() + quad_offset(c) < length ? byte[quad_offset(c) / 8] : 0u;
+    }
+#pragma unroll
+    for (u32 b = 0; b < tile_blocks; ++b) part.scales[b] = whole || base + b * sign_block < length ? scale[b] : 0u;
+  }
+
+  TOPKUBE_DEVICE_MEMBER void add(u32 m, const Part& part, Quad (&sums)[tile_quads]) const {
+    const u32 to_the_top = gpu::lane() % 2 ? 24 : 28;  // a lane has half of a byte; the shift moves its last element to bit 31
+#pragma unroll
+    for (u32 c = 0; c < tile_quads; ++c) {
+      const float weighted = gpu::times(from_bf16(static_cast<u16>(part.scales[c * tile_blocks / tile_quads])), weights[m]);
+      const u32 signs = part.signs[c] << to_the_top;
+#pragma unroll
+      for (u32 j = 0; j < quad; ++j) {
+        const u32 sent = bits_of(weighted) ^ (signs << (quad - 1 - j) & sign_bit);
+        sums[c].items[j] = gpu::plus(sums[c].items[j], float_of(sent));
+      }
+    }
   }
 };
 

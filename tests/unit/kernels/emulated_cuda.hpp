@@ -229,6 +229,12 @@ inline u32 warp_largest(u32 value) {
 
 inline u32 popcount(u32 bits) { return static_cast<u32>(__builtin_popcount(bits)); }
 inline u32 first_bit(u32 bits) { return static_cast<u32>(__builtin_ctz(bits)); }
+inline u32 permute(u32 a, u32 b, u32 places) {
+  const u64 bytes = u64{b} << 32 | a;
+  u32 result = 0;
+  for (u32 j = 0; j < 4; ++j) result |= static_cast<u32>(bytes >> (8 * (places >> (4 * j) & 7u)) & 0xffu) << (8 * j);
+  return result;
+}
 inline u64 high_product(u64 a, u64 b) { return static_cast<u64>(static_cast<unsigned __int128>(a) * b >> 64); }
 
 inline float result(float value) {  // a GPU has one NaN as the result of arithmetic
@@ -239,6 +245,7 @@ inline float result(float value) {  // a GPU has one NaN as the result of arithm
 inline float plus(float a, float b) { return result(a + b); }
 inline float minus(float a, float b) { return result(a - b); }
 inline float times(float a, float b) { return result(a * b); }
+inline float magnitude(float a) { return __builtin_fabsf(a); }
 inline float divide(float a, float b) { return result(a / b); }
 
 template <class T>
