@@ -25,7 +25,7 @@ TOPKUBE_API topkube_cuda_sum(int device, void* stream, void* out, int out_dtype,
   const DeviceScope scope(device);
   if (scope.error() || length == 0) return scope.error();
   gpu::Launcher launcher(stream);
-  const u64 blocks = launcher.blocks_for(length, 4 * dense_threads, 8);
+  const u64 blocks = launcher.blocks_for(length, 4 * dense_threads, sum_blocks);
   return with_dtype(in_dtype, [&](auto in) {
     return with_dtype(out_dtype, [&](auto to) {
       using In = decltype(in);

@@ -7,7 +7,7 @@
 
 namespace topkube {
 
-constexpr u32 dense_threads = 256, most_inputs = 16;
+constexpr u32 dense_threads = 256, sum_blocks = 5, most_inputs = 16;
 
 struct Inputs {
   const void* pointers[most_inputs];
@@ -17,7 +17,7 @@ struct Inputs {
 // out = ((inputs[0] + inputs[1]) + ...) * scale; `out` may be one of the inputs. A thread starts several loads before it
 // stores. The compiler cannot reorder them itself, because `out` may be one of the inputs.
 template <class In, class Out>
-TOPKUBE_KERNEL(dense_threads) sum_inputs(typename Out::Item* out, Inputs inputs, u64 length, float scale) {
+TOPKUBE_KERNEL(dense_threads, sum_blocks) sum_inputs(typename Out::Item* out, Inputs inputs, u64 length, float scale) {
   constexpr u32 ahead = 8;
   const u64 stride = u64{gpu::blocks()} * gpu::threads();
   for (u64 start = u64{gpu::block()} * gpu::threads() + gpu::thread(); start < length; start += ahead * stride) {

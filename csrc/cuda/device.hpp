@@ -22,7 +22,9 @@ using u64 = std::uint64_t;
 #else
 #include <cuda_runtime.h>
 
-#define TOPKUBE_KERNEL(threads) static __global__ void __launch_bounds__(threads)
+// The threads per block. If the launch depends on it, also how many blocks a multiprocessor runs at the same time: a grid that loops
+// over its work takes twice as long as needed if some of its blocks begin when the others end.
+#define TOPKUBE_KERNEL(...) static __global__ void __launch_bounds__(__VA_ARGS__)
 #define TOPKUBE_DEVICE __device__ __forceinline__
 #define TOPKUBE_DEVICE_MEMBER __device__ __forceinline__
 

@@ -20,9 +20,10 @@ int launch_unpack_add(int device, void* stream, float* values, u64 length, u64 c
     float* sums = arena.take<float>(count > most_parts ? length : 0);
     for (u64 first = 0; launcher && length && (first == 0 || first < count); first += most_parts) {
       const auto messages = messages_of(first, static_cast<u32>(std::min<u64>(most_parts, count - first)));
-      launcher->launch(unpack_add<std::decay_t<decltype(messages)>>,
-                       launcher->blocks_for(length, unpack_threads / 32 * tile_elements, 8), unpack_threads, values, length,
-                       is_aligned_to_quads(values), messages, Progress{sums, first == 0, first + most_parts >= count});
+      using Messages = std::decay_t<decltype(messages)>;
+      launcher->launch(unpack_add<Messages>, launcher->blocks_for(length, unpack_threads / 32 * tile_elements, Messages::blocks),
+                       unpack_threads, values, length, is_aligned_to_quads(values), messages,
+                       Progress{sums, first == 0, first + most_parts >= count});
     }
     return arena.used();
   });

@@ -82,7 +82,8 @@ void launch_prepare(gpu::Launcher& launcher, const Source& source, const Selecti
 template <class Source>
 void launch_filter(gpu::Launcher& launcher, const Source& source, const Selection& selection) {
   if (selection.mode == from_data && !Source::writes) return;
-  launcher.launch<FilterShared>(filter<Source>, launcher.blocks_for(selection.tiles, 1, 2), filter_threads, source, selection);
+  launcher.launch<FilterShared>(filter<Source>, launcher.blocks_for(selection.tiles, 1, filter_blocks), filter_threads, source,
+                                selection);
 }
 
 // Launches both rounds of `narrow`. `source` reads the filtered data and writes nothing.

@@ -150,13 +150,15 @@ TOPKUBE_DEVICE void add_tile(float* values, u64 base, u64 length, const Messages
 // values += the sum of the messages. `aligned`: `values` is aligned to 16 bytes. The sum of an element is computed in the order of the messages, and added at the end, as in
 // csrc/cpu. `Messages` has
 //   count               the number of messages
+//   blocks              how many blocks of the kernel a multiprocessor has room for
 //   lane_position()     the position in a tile of this lane's first quad
 //   quad_offset(c)      how far from there quad c is
 //   Part, ahead         what a lane loads of a message for one tile, and how many messages it loads before it adds the first
 //   load(m, base, ...)  loads the part of message m about the tile at element `base`
 //   add(m, part, sums)  adds to `sums` what that part sends
 template <class Messages>
-TOPKUBE_KERNEL(unpack_threads) unpack_add(float* values, u64 length, bool aligned, Messages messages, Progress progress) {
+TOPKUBE_KERNEL(unpack_threads, Messages::blocks) unpack_add(float* values, u64 length, bool aligned, Messages messages,
+                                                            Progress progress) {
   const u64 stride = u64{gpu::blocks()} * (gpu::threads() / 32) * tile_elements;
   for (u64 base = (u64{gpu::block()} * (gpu::threads() / 32) + gpu::warp()) * tile_elements; base < length; base += stride) {
     if (aligned && base + tile_elements <= length) {

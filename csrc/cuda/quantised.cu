@@ -26,7 +26,7 @@ TOPKUBE_API topkube_cuda_quantised_pack(int device, void* stream, float* values,
   if (scope.error() || length == 0) return scope.error();
   return with_bits(bits, [&](auto bit_count) {
     gpu::Launcher launcher(stream);
-    launcher.launch(pack_integers<bit_count>, launcher.blocks_for(length, quantised_block * quantise_threads / 32, 8),
+    launcher.launch(pack_integers<bit_count>, launcher.blocks_for(length, quantised_block * quantise_threads / 32, quantise_blocks),
                     quantise_threads, values, length, is_aligned_to_quads(values), message, QuantisedLayout(length, bit_count),
                     flag);
     return launcher.error();

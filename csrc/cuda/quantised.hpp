@@ -8,7 +8,7 @@
 
 namespace topkube {
 
-constexpr u32 quantise_threads = 256;
+constexpr u32 quantise_threads = 256, quantise_blocks = 6;
 // 1.5 * 2^23. The low bits of x + rounding_term are x, rounded to an integer.
 constexpr float rounding_term = 12582912.0f;
 
@@ -50,8 +50,8 @@ TOPKUBE_DEVICE u32 quantise(float& item, const Step& step) {
 // A warp packs one block of 256 elements: lane i has the elements 4 i to 4 i + 3 of both halves. They stay in registers between the
 // search for the largest and the subtraction, so memory is read and written once.
 template <int bits>
-TOPKUBE_KERNEL(quantise_threads) pack_integers(float* values, u64 length, bool aligned, std::uint8_t* message,
-                                               QuantisedLayout layout, u32* flag) {
+TOPKUBE_KERNEL(quantise_threads, quantise_blocks) pack_integers(float* values, u64 length, bool aligned, std::uint8_t* message,
+                                                                QuantisedLayout layout, u32* flag) {
   constexpr u32 quads = 2;
   const u64 blocks = (length + quantised_block - 1) / quantised_block, warps = u64{gpu::blocks()} * (gpu::threads() / 32);
   const u32 lane = gpu::lane();
@@ -116,7 +116,7 @@ struct IntegerMessages {
   u32 count;
 
   static_assert(scale_block == quantised_block);
-  static constexpr u32 ahead = 2, part_words = bits == 8 ? tile_quads : tile_blocks;
+  static constexpr u32 blocks = bits == 8 ? 3 : 4, ahead = 2, part_words = bits == 8 ? tile_quads : tile_blocks;
   static constexpr u32 word_stride = 32 * sizeof(u32);
   struct Part {
     u32 scales[tile_blocks], words[part_words];

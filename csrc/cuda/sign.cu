@@ -10,8 +10,8 @@ TOPKUBE_API topkube_cuda_sign_pack(int device, void* stream, float* values, u64 
   const DeviceScope scope(device);
   if (scope.error() || length == 0) return scope.error();
   gpu::Launcher launcher(stream);
-  launcher.launch(pack_signs, launcher.blocks_for(length, sign_block * sign_threads / 16, 8), sign_threads, values, length, scales,
-                  bits, flag);
+  launcher.launch(pack_signs, launcher.blocks_for(length, sign_block * sign_threads / 16, sign_blocks), sign_threads, values,
+                  length, scales, bits, flag);
   return launcher.error();
 }
 

@@ -6,11 +6,12 @@
 
 namespace topkube {
 
-constexpr u32 sign_threads = 256, sign_bit = 0x80000000u;
+constexpr u32 sign_threads = 256, sign_blocks = 5, sign_bit = 0x80000000u;
 
 // Half a warp packs one block of 256 elements, and each lane has one of its sixteen running sums (csrc/cpu/paths/sign_loops.hpp).
 // The elements stay in registers between the sum and the subtraction, so memory is read and written once.
-TOPKUBE_KERNEL(sign_threads) pack_signs(float* values, u64 length, std::uint8_t* scales, std::uint8_t* bits, u32* flag) {
+TOPKUBE_KERNEL(sign_threads, sign_blocks) pack_signs(float* values, u64 length, std::uint8_t* scales, std::uint8_t* bits,
+                                                     u32* flag) {
   constexpr u32 rows = sign_block / 16;
   const u64 blocks = (length + sign_block - 1) / sign_block, warps = u64{gpu::blocks()} * (gpu::threads() / 32);
   const u32 half = gpu::lane() / 16, column = gpu::lane() & 15u;
@@ -58,7 +59,7 @@ struct SignMessages {
   u32 count;
 
   static_assert(scale_block == sign_block);
-  static constexpr u32 ahead = 2;
+  static constexpr u32 blocks = 4, ahead = 2;
   struct Part {
     u32 scales[tile_blocks], signs[tile_quads];
   };

@@ -18,7 +18,7 @@
 
 #include <ucontext.h>
 
-#define TOPKUBE_KERNEL(threads) static void
+#define TOPKUBE_KERNEL(...) static void
 #define TOPKUBE_DEVICE static inline
 #define TOPKUBE_DEVICE_MEMBER inline
 
