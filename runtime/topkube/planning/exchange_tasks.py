@@ -97,7 +97,9 @@ def count_window(profile: StepProfile, algorithm: Algorithm, nodes: int) -> int:
     """Return how many further pieces the runtime starts before it finishes one."""
     from topkube.collectives.overlapped import UNDER_WAY
 
-    if not profile.on_cpu:  # collectives/device/pipeline.py
+    if not profile.on_cpu:
+        from topkube.collectives.device.pipeline import MOST_TRAVELLING
+
         return MOST_TRAVELLING if nodes > 1 and not algorithm.needs_gpu else 1
     return UNDER_WAY if algorithm.overlaps_buckets(nodes) else 0
 
