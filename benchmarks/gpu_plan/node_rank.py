@@ -19,13 +19,12 @@ import topkube
 from ddp_hooks import build_hook, wrap_in_ddp
 from topkube.examples.char_gpt import GPT, VOCABULARY
 from topkube.settings import Settings
+from topkube.telemetry import phases
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "hierarchical": {},
     "flat": {},
     "hitopk": {"density": 0.01, "wire": "bf16"},
-    "int8": {},
-    "int4": {},
     "onebit": {},
     "onebit period 2": {"period": 2},
     "onebit delayed": {"delay": 1},
@@ -40,6 +39,8 @@ SHAPES = ((300, 700), (1024, 257), (33,), (511, 129))
 _LAST_BITS = 1e-5
 """What differences in the last bit of a mean may become in weights of a few units, after all steps."""
 _POWERSGD_START = 2
+PHASES = ("select", "inter", "intra")
+"""The phases of an exchange that a run's summary shows."""
 PEERS = ("ddp", "fp16", "powersgd1")
 """The hooks of DistributedDataParallel (benchmarks/ddp_hooks.py)."""
 _STEPS, _WARMUP, _TIMED_STEPS = 6, 4, 10
@@ -50,6 +51,10 @@ _SMALL = {"layers": 2, "width": 64, "heads": 4, "context": 32}
 def compare(device: torch.device) -> dict[str, Any]:
     """Train the same matrices on `device` and on the CPU with each algorithm, from the same gradients."""
     row: dict[str, Any] = {"wrong": []}
+    for name in ("int8", "int4"):  # buckets on a GPU are larger, and with them other elements share a scale
+        row[f"all-reduce {name}"] = is_right = _compare_all_reduce(name, device)
+        if not all(topkube.world.current().comm.allgather(is_right)):
+            row["wrong"].append(name)
     for name, options in ALGORITHMS.items():
         try:
             trained = [_train(name, options, place) for place in (device, torch.device("cpu"))]
@@ -65,6 +70,20 @@ def compare(device: torch.device) -> dict[str, Any]:
         if not all(topkube.world.current().comm.allgather(is_right)):
             row["wrong"].append(name)
     return row
+
+
+def _compare_all_reduce(name: str, device: torch.device) -> bool:
+    """Return True if all-reduces with a residual have the same bits on `device` as on the CPU."""
+    generator = torch.Generator().manual_seed(topkube.rank())
+    on_cpu = torch.randn(700_003, generator=generator)
+    tensor = on_cpu.to(device, copy=True)
+    residuals = [
+        torch.zeros(len(topkube.collectives.new_residual(name, len(on_cpu))), device=x.device) for x in (on_cpu, tensor)
+    ]
+    for _ in range(3):
+        topkube.allreduce_(on_cpu, "mean", name, residual=residuals[0])
+        topkube.allreduce_(tensor, "mean", name, residual=residuals[1])
+    return torch.equal(on_cpu, tensor.cpu()) and torch.equal(residuals[0], residuals[1].cpu())
 
 
 def _train(name: str, options: dict[str, Any], device: torch.device) -> list[torch.Tensor]:
@@ -128,9 +147,13 @@ def measure(device: torch.device, size: str) -> dict[str, Any]:
             while not optimizer.tuning.is_settled:
                 step()
             row["auto is"] = optimizer.tuning.summary
-        row[f"{name} ms"] = max(
-            topkube.world.current().comm.allgather(statistics.median(step() for _ in range(_TIMED_STEPS)))
-        )
+        before = {phase: phases.current.total(phase) for phase in PHASES}
+        times = [step() for _ in range(_TIMED_STEPS)]
+        row[f"{name} ms"] = max(topkube.world.current().comm.allgather(statistics.median(times)))
+        if isinstance(optimizer, topkube.DistributedOptimizer):
+            row[f"{name} phases ms"] = {
+                phase: 1e3 * (phases.current.total(phase) - start) / _TIMED_STEPS for phase, start in before.items()
+            }
         if isinstance(optimizer, topkube.DistributedOptimizer):
             optimizer.unwrap()
         del model, optimizer, step

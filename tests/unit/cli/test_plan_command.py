@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,10 @@ def test_a_built_in_model_is_planned_for_2_to_4096_nodes(capsys: Any) -> None:
     efficient = [row["nodes"] for row in plan["nodes"] if row["algorithms"]["hitopk"]["efficiency"] >= 0.8]
     assert advice["nodes"] == max(efficient)
     assert 1 < advice["batch"] < 64 < advice["largestBatchInMemory"]
-    links = {name: break_even["linkBitsPerSecond"] for name, break_even in advice["breakEven"].items()}
+    links = {
+        name: math.inf if break_even["fasterOnAllLinks"] else break_even["linkBitsPerSecond"]
+        for name, break_even in advice["breakEven"].items()
+    }
     assert links["hitopk"] > links["naive"] > 25e9
 
 
@@ -233,13 +237,13 @@ def test_auto_takes_the_bits_that_make_the_step_shorter(tmp_path: Path, capsys: 
     ):
         plan = read_plan(*options, link, *other_options, capsys=capsys)
         assert (plan["wanted"], plan["chosen"]) == ("auto", chosen), (link, other_options)
-    job = tmp_path / "job.yaml"
+    job, own = tmp_path / "job.yaml", tmp_path / "own.yaml"
     job.write_text(SAMPLE.read_text().replace("algorithm: hitopk", "algorithm: dense"))
+    own.write_text(SAMPLE.read_text().replace("algorithm: hitopk", "algorithm: auto\n    nodeWeights: own"))
     assert read_plan(str(job), *options, "100Mbit/s", capsys=capsys)["chosen"] == "hierarchical"
-    assert (
-        read_plan(*options[:3], "0.3", "--workers", "4", "--link", "100Mbit/s", capsys=capsys)["chosen"]
-        == "hierarchical"
-    )
+    on_gpus = [*options[:3], "0.3", "--workers", "4", "--link", "100Mbit/s"]
+    assert read_plan(*on_gpus, capsys=capsys)["chosen"] == "int4"
+    assert read_plan(str(own), *on_gpus, capsys=capsys)["chosen"] == "int4", "onebit does not pay on GPUs"
 
 
 def test_a_delay_is_predicted_and_compared_with_the_step_without_it(tmp_path: Path, capsys: Any) -> None:

@@ -52,9 +52,10 @@ def test_a_graph_captures_a_selection_and_replays_it_on_new_data() -> None:
 def test_a_selection_waits_for_its_own_stream_only() -> None:
     side = torch.cuda.Stream()
     x = torch.randn(1 << 22).cuda()
+    kernels.topk(x * 2, 100)  # the first launch of a kernel loads it, which may wait for all streams
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)
+        torch.cuda._sleep(500_000_000)  # a quarter of a second
         doubled = x * 2
         indices, _ = kernels.topk(doubled, 100)
     assert not side.query()  # the call came back before the work was done

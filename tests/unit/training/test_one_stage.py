@@ -83,17 +83,15 @@ def test_differences_are_sent_like_values(
 
 
 @pytest.mark.parametrize(("lengths", "bounds"), [([], [0, 0]), ([512], [0, 512]), ([256] * 4, [0, 512, 1024])])
-def test_a_part_ends_with_a_tensor(monkeypatch: pytest.MonkeyPatch, lengths: list[int], bounds: list[int]) -> None:
-    monkeypatch.setattr(one_stage, "PART_ELEMENTS", 400)
+def test_a_part_ends_with_a_tensor(lengths: list[int], bounds: list[int]) -> None:
     ends = np.cumsum([0, *lengths])
     places = [slice(int(start), int(stop)) for start, stop in itertools.pairwise(ends)]
-    assert OneStage(lambda p, n: Signs(p), places, sum(lengths)).bounds == bounds
+    assert OneStage(lambda p, n: Signs(p), places, sum(lengths), part_elements=400).bounds == bounds
 
 
-def test_tags_of_two_shards_never_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tags_of_two_shards_never_meet() -> None:
     """A shard of very many small tensors still has fewer parts than a shard has tags."""
-    monkeypatch.setattr(one_stage, "PART_ELEMENTS", 1)
     count = 40_000
     places = [slice(256 * number, 256 * number + 256) for number in range(count)]
-    stage = OneStage(lambda p, n: Rounded(n, "bf16"), places, 256 * count)
+    stage = OneStage(lambda p, n: Rounded(n, "bf16"), places, 256 * count, part_elements=1)
     assert len(stage.codecs) < one_stage._MOST_PARTS

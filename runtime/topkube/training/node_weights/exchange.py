@@ -93,19 +93,24 @@ class WeightExchange:
         world, codec_of = self.world, self._find_codecs(chunk)
         places = [piece.place for piece in chunk.pieces]
         least_nodes = self.algorithm.two_stage_from
-        stage: OneStage | TwoStage
         if least_nodes is not None and world.nodes >= max(least_nodes, 2):
-            stage = TwoStage(codec_of, places, chunk.shard, world.node, world.nodes)
-        else:
-            stage = OneStage(codec_of, places, chunk.shard)
-        setting = ChunkSetting(chunk, world, self.weights, stage, self.memory)
-        if self.outer is None and all(isinstance(codec, TensorCodec) for codec in stage.codecs):
-            on_device = self.delayed_world is None and isinstance(stage, OneStage)
-            on_device = on_device and all(codec.works_on_device for codec in cast(list[TensorCodec], stage.codecs))
-            if self.device.memory is not None and on_device:
-                return DeviceChunk(setting, self.device.memory, self._slots[chunk.number % 2])
-            return MovedChunk(setting)
-        return RestChunk(setting, self.outer)
+            stages = TwoStage(codec_of, places, chunk.shard, world.node, world.nodes)
+            setting = ChunkSetting(chunk, world, self.weights, stages, self.memory)
+            return MovedChunk(setting) if self._moves(stages) else RestChunk(setting, self.outer)
+        stage = OneStage(codec_of, places, chunk.shard)
+        if not self._moves(stage):
+            return RestChunk(ChunkSetting(chunk, world, self.weights, stage, self.memory), self.outer)
+        codecs = cast(list[TensorCodec], stage.codecs)
+        memory = self.device.memory
+        if memory is None or self.delayed_world is not None or not all(codec.works_on_device for codec in codecs):
+            return MovedChunk(ChunkSetting(chunk, world, self.weights, stage, self.memory))
+        whole = OneStage(codec_of, places, chunk.shard, chunk.shard)  # a device packs all tensors at once
+        setting = ChunkSetting(chunk, world, self.weights, whole, self.memory)
+        return DeviceChunk(setting, memory, self._slots[chunk.number % 2])
+
+    def _moves(self, stage: OneStage | TwoStage) -> bool:
+        """Return True if what was sent can move the node's own weights (chunk_exchange.py)."""
+        return self.outer is None and all(isinstance(codec, TensorCodec) for codec in stage.codecs)
 
     def _find_codecs(self, chunk: Chunk) -> CodecOf:
         """Return the function that builds the codec of a part of the chunk."""
