@@ -48,12 +48,12 @@ RESULTS = machine.ROOT / "benchmarks" / "results"
 STAGES = {
     "facts": 1,
     "checks": 6,
-    "kernels": 8,
+    "kernels": 7,
     "sanitisers": 4,
     "counters": 3,
-    "variants": 8,
+    "variants": 7,
     "training": 5,
-    "nodes": 5,
+    "nodes": 7,
     "suite": 5,
 }
 """The stages in their order, and the minutes that each one may take. Sanitisers come after the times: they are slow,

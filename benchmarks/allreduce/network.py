@@ -27,7 +27,7 @@ GSO_BYTES = 32 * 1024
 processor, which a network card does in hardware."""
 QUEUE_SECONDS = 0.05
 """A link's queue holds the bytes that the link sends in this time, at least 8 bursts. Further packets are dropped."""
-RATES = {"200mbit": 200e6, "100mbit": 100e6, "1gbit": 1e9, "10gbit": 10e9}
+RATES = {"200mbit": 200e6, "100mbit": 100e6, "1gbit": 1e9, "10gbit": 10e9, "25gbit": 25e9}
 """Link speeds by their tc names, in bits per second."""
 
 _HOLDER_SCRIPT = """
