@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import allreduce_report
 import cluster_report
+import gpu_report
 import prediction_report
 import ranks_report
 import simulated_report
@@ -113,37 +114,6 @@ def build_overhead_section(stored: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def build_gpu_section(stored: dict[str, Any]) -> dict[str, str]:
-    columns = ["topk", "compress_", "mstopk"]
-    cells = [
-        [
-            f"{row['size']}, {row['density']:g}",
-            format_number(row["read ms"]),
-            format_number(row["read GB/s"]),
-            *(format_number(row[f"{name} ms"]) for name in columns),
-            f"{row['topk % of a read']:.0f}%",
-            f"{row['compress_ % of 12 bytes']:.0f}%",
-            f"{row['topk × torch.topk']:.1f}×",
-            f"{row['mstopk × torch']:.1f}×",
-        ]
-        for row in stored["rows"]
-    ]
-    headings = ["elements, density", "read, ms", "GB/s", *(f"{name}, ms" for name in columns)]
-    headings += ["topk of a read", "compress_ of an addition", "topk × torch.topk", "mstopk × torch"]
-    about = (
-        f"{stored['device']}, torch {stored['torch']}, {stored['date']}, `{stored['command']}`; medians of CUDA "
-        "events, float32, inputs rotating through more memory than the L2 cache."
-    )
-    text = f"{about}\n\n{format_table(headings, cells)}"
-    if step := stored.get("step"):
-        text += (
-            f"\n\nA char_gpt step on one GPU ({step['parameters']:,} parameters, batch {step['batch']}, context "
-            f"{step['context']}, bf16 autocast): {format_number(step['dense ms'])} ms without compression, "
-            f"{format_number(step['hitopk 1% ms'])} ms with `hitopk` forced on at 1%: {step['overhead %']:+.1f}%."
-        )
-    return {"GPU": text}
-
-
 def build_cache_section(stored: dict[str, Any]) -> dict[str, str]:
     return cache.fill_section(stored)
 
@@ -199,7 +169,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], dict[str, str]]] = {
     "convergence": build_convergence_section,
     "simulated_nodes": simulated_report.build_section,
     "overhead": build_overhead_section,
-    "gpu": build_gpu_section,
+    "gpu": gpu_report.build_section,
     "cache": build_cache_section,
     "metrics": build_metrics_section,
     "checkpoints": build_checkpoints_section,

@@ -96,7 +96,10 @@ TOPKUBE_KERNEL(quantise_threads, quantise_blocks) pack_integers(float* values, u
       store_half(message + 2 * block, bits_of(step.scale) >> 16);
       note_scale(flag, bits_of(step.scale) >> 16);
     }
-    if (block == blocks - 1 && layout.end + lane < layout.bytes) message[layout.end + lane] = 0;
+    if (block == blocks - 1) {
+      if (layout.scales_end + lane < layout.codes) message[layout.scales_end + lane] = 0;
+      if (layout.end + lane < layout.bytes) message[layout.end + lane] = 0;
+    }
   }
 }
 

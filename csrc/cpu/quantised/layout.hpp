@@ -15,18 +15,21 @@ static constexpr std::size_t quantised_code_bytes(std::size_t length, int bits) 
   return bits == 8 ? length : (length + 31) / 32 * 16;
 }
 
-// The places of the parts of a message about `length` elements with `bits` bits each.
+// The places of the parts of a message about `length` elements with `bits` bits each. The integers begin at a multiple of 8 bytes,
+// so that a GPU can load words of them.
 struct QuantisedLayout {
   constexpr QuantisedLayout(std::size_t length, int bits)
       : length(length),
         bits(bits),
-        codes((length + quantised_block - 1) / quantised_block * sizeof(std::uint16_t)),
+        scales_end((length + quantised_block - 1) / quantised_block * sizeof(std::uint16_t)),
+        codes((scales_end + 7) / 8 * 8),
         end(codes + quantised_code_bytes(length, bits)),
         bytes((end + 7) / 8 * 8) {}
   std::size_t length;
   int bits;
-  std::size_t codes;  // the first byte of the integers
-  std::size_t end;    // the first byte after them; zeros follow
+  std::size_t scales_end;  // the first byte after the scales; zeros follow
+  std::size_t codes;       // the first byte of the integers
+  std::size_t end;         // the first byte after them; zeros follow
   std::size_t bytes;
 };
 

@@ -20,6 +20,7 @@ bool quantised_pack(float* values, const QuantisedLayout& layout, std::uint8_t* 
     std::memcpy(message + start / quantised_block * sizeof scale, &scale, sizeof scale);
     finite = finite && is_finite_bf16(scale);
   }
+  std::memset(message + layout.scales_end, 0, layout.codes - layout.scales_end);
   std::memset(message + layout.end, 0, layout.bytes - layout.end);
   return finite;
 }

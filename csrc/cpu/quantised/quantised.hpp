@@ -5,8 +5,8 @@
 // small for their block lose less than they would with 15 evenly spaced values. The scale of a block is its largest |x| divided by
 // L = 127 or 49, rounded up to a bf16 number. If the scale would be below 2^-126, it is 0, and nothing of the block is sent.
 //
-// A message is the scales (bf16), then the integers with their signs (with 4 bits, the roots of the squares), then zeros up to a
-// multiple of 8 bytes. With 8 bits, element i has byte i. With 4 bits, 32 elements have 16 bytes: element j of the 32 has the low
+// A message is the scales (bf16), then the integers with their signs (with 4 bits, the roots of the squares), both followed by zeros
+// up to a multiple of 8 bytes. With 8 bits, element i has byte i. With 4 bits, 32 elements have 16 bytes: element j of the 32 has the low
 // half of byte j, and element 16 + j its high half. Missing elements of the last 32 are zeros.
 #pragma once
 

@@ -114,7 +114,7 @@ def _check_permission(
     parameters = name_parameters(optimizer, names, sharded=True)
     problem = ""
     if find_exchange_device(parameters) is not None:
-        problem = f"auto does not compress for models on a GPU; name the algorithm {own.name} to use it there"
+        problem = f"a model on a GPU keeps equal weights with auto; name the algorithm {own.name} to use it there"
     try:
         check_parameters(TrainedWeights(parameters, _find_masters(optimizer)), own.name)
     except ArgumentError as error:

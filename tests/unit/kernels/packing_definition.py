@@ -63,7 +63,8 @@ def pack_integers_by_definition(x: Any, bits: int) -> tuple[Any, Any]:
             pairs = np.pad(block_codes, (0, -len(block_codes) % 32)).reshape(-1, 2, 16)
             block_codes = ((pairs[:, 0] & 15) | (pairs[:, 1] << 4)).ravel()
         codes.append(block_codes)
-    message = np.concatenate([np.array(scales, np.uint16).view(np.uint8), *codes])
+    scale_bytes = np.array(scales, np.uint16).view(np.uint8)
+    message = np.concatenate([np.pad(scale_bytes, (0, -len(scale_bytes) % 8)), *codes])
     return np.pad(message, (0, -len(message) % 8)), sent
 
 
