@@ -28,3 +28,43 @@ TOPKUBE_API topkube_cuda_sign_unpack_add(int device, void* stream, float* values
     return messages;
   });
 }
+
+// Packs `count` parts of `values`, as sign_pack would one after another. Part i has lengths[i] elements from number starts[i] on. Its
+// scales begin at byte scales[i] of `message`, and its signs at byte bits[i]. The arrays are in host memory.
+TOPKUBE_API topkube_cuda_sign_pack_parts(int device, void* stream, float* values, std::uint8_t* message, u64 count, const u64* starts,
+                                         const u64* lengths, const u64* scales, const u64* bits, u32* flag) {
+  const DeviceScope scope(device);
+  if (scope.error()) return scope.error();
+  gpu::Launcher launcher(stream);
+  for (u64 i = 0; i < count; ++i) {
+    if (lengths[i] == 0) continue;
+    launcher.launch(pack_signs, launcher.blocks_for(lengths[i], sign_block * sign_threads / 16, sign_blocks), sign_threads,
+                    values + starts[i], lengths[i], message + scales[i], message + bits[i], flag);
+  }
+  return launcher.error();
+}
+
+// Adds `nodes` messages, at most 128, times their `weights` to parts of `values`, which are described as for sign_pack_parts.
+TOPKUBE_API topkube_cuda_sign_unpack_add_parts(int device, void* stream, float* values, u64 nodes, const std::uint8_t* const* rows,
+                                               const float* weights, u64 count, const u64* starts, const u64* lengths,
+                                               const u64* scales, const u64* bits) {
+  if (nodes > most_parts) return wrong_argument;
+  const DeviceScope scope(device);
+  if (scope.error()) return scope.error();
+  gpu::Launcher launcher(stream);
+  SignMessages messages{};
+  messages.count = static_cast<u32>(nodes);
+  std::copy_n(weights, nodes, messages.weights);
+  for (u64 i = 0; i < count; ++i) {
+    if (lengths[i] == 0) continue;
+    for (u64 node = 0; node < nodes; ++node) {
+      messages.scales[node] = reinterpret_cast<const u16*>(rows[node] + scales[i]);
+      messages.bits[node] = rows[node] + bits[i];
+    }
+    float* own = values + starts[i];
+    launcher.launch(unpack_add<SignMessages>,
+                    launcher.blocks_for(lengths[i], unpack_threads / 32 * tile_elements, SignMessages::blocks), unpack_threads, own,
+                    lengths[i], is_aligned_to_quads(own), messages, Progress{nullptr, true, true});
+  }
+  return launcher.error();
+}

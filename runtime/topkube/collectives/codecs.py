@@ -122,6 +122,26 @@ class Signs(TensorCodec):
 
     works_on_device = packs_differences_fast = True
 
+    def __init__(self, places: Sequence[slice]) -> None:
+        super().__init__(places)
+        self._layout: kernels.SignLayout | None = None
+
+    def pack(self, values: Any, row: Any) -> Any:
+        if not _is_on_gpu(values):
+            return super().pack(values, row)
+        return kernels.sign_pack_parts_(values, row, self._find_layout(), wait=False)
+
+    def unpack_add(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
+        if _is_on_gpu(out):
+            kernels.sign_unpack_add_parts_(out, list(rows), weights, self._find_layout())
+        else:
+            super().unpack_add(out, rows, weights)
+
+    def _find_layout(self) -> kernels.SignLayout:
+        if self._layout is None:
+            self._layout = kernels.SignLayout(self._places)
+        return self._layout
+
     def count_bytes(self, length: int) -> int:
         return count_sign_row_bytes(length)
 
@@ -142,6 +162,12 @@ class Signs(TensorCodec):
 
     def unpack_add_tensor(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
         kernels.sign_unpack_add_(out, [view_signs(row, len(out)) for row in rows], weights)
+
+
+def _is_on_gpu(values: Any) -> bool:
+    """Return True if one call of a kernel for all tensors saves time: each call from Python takes longer than the work
+    of the device."""
+    return is_tensor(values) and bool(values.is_cuda)
 
 
 class Integers(TensorCodec):

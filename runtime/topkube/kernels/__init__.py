@@ -31,11 +31,14 @@ from topkube.kernels.selection import (
 )
 from topkube.kernels.sign import (
     sign_pack_,
+    sign_pack_parts_,
     sign_unpack_add_,
+    sign_unpack_add_parts_,
     top_sign_bytes,
     top_sign_pack_,
     top_sign_unpack_add_,
 )
+from topkube.kernels.sign_layout import SignLayout
 from topkube.kernels.wire import decode, decode_add_, encode, encoded_size, scatter_add_, sum_rows_
 
 __all__ = [
@@ -44,6 +47,7 @@ __all__ = [
     "SIGN_BLOCK",
     "Effort",
     "PreviousThreshold",
+    "SignLayout",
     "Thresholds",
     "add_",
     "cast_",
@@ -63,7 +67,9 @@ __all__ = [
     "scale_",
     "scatter_add_",
     "sign_pack_",
+    "sign_pack_parts_",
     "sign_unpack_add_",
+    "sign_unpack_add_parts_",
     "simd",
     "simd_paths",
     "sum_",

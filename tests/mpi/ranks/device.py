@@ -31,7 +31,7 @@ from topkube.bench import allreduce as bench
 from topkube.bench.bench_arrays import DeviceArrays
 from topkube.collectives import Request, load
 from topkube.collectives.device import nccl_link
-from topkube.collectives.device.pipeline import DeviceAllReduce
+from topkube.collectives.device.pipeline import MOST_TRAVELLING, DeviceAllReduce
 from topkube.collectives.error_feedback import Residual
 from topkube.errors import ArgumentError
 from topkube.settings import Settings
@@ -106,7 +106,7 @@ def case_tensors_under_way_keep_apart(world: World) -> None:
     """Tensors of all sizes are reduced one after another, dense, sparse and in two stages. Each equals a sum on the
     host."""
     engine = DeviceAllReduce(world, CPU)
-    travelling = 1 if world.nodes == 1 else 2
+    travelling = 1 if world.nodes == 1 else MOST_TRAVELLING
     assert len(engine.slots) == travelling + 1  # a buffer for each of them, and for the tensor that begins
     sizes, dtypes = (1, 2, 3, 7, 1000, 70_001), (torch.float32, torch.bfloat16)
     done: list[int] = []

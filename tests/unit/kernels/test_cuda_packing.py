@@ -91,6 +91,62 @@ def test_packed_signs_are_those_of_the_cpu(device: Device, x: Any, offset: int, 
     pack_signs(device, torch.from_numpy(x), offset, bit_offset)
 
 
+@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize(
+    "places",
+    [[], [slice(0, 700)], [slice(0, 256), slice(256, 300), slice(512, 513), slice(513, 513), slice(768, 1800)]],
+    ids=["no part", "one part", "several parts with gaps"],
+)
+def test_parts_are_packed_and_added_as_one_after_another(device: Device, places: list[slice], nodes: int) -> None:
+    layout, x = kernels.SignLayout(places), draw_normal(2000)
+    left, rows = x.clone(), [torch.full((layout.message_bytes + 8,), 7, dtype=torch.uint8) for _ in range(2)]
+    expected = [kernels.sign_pack_(left[place]) for place in places if place.stop > place.start]
+    on_device, row = device.put(x.clone()), device.put(rows[0])
+    flag = device.kernels.sign_pack_parts_(on_device, row, layout)
+    on_cpu = x.clone()
+    assert kernels.sign_pack_parts_(on_cpu, rows[1], layout)
+    assert device.kernels.read_flag(flag, True)
+    assert have_same_bits(on_device, left)
+    assert have_same_bits(on_cpu, left)
+    for own in (row.cpu(), rows[1]):
+        parts = [(scales, bits) for _, scales, bits in layout.cut(left, own)]
+        assert all(
+            have_same_bits(mine.view(torch.uint8), torch.from_numpy(np.asarray(theirs)).view(torch.uint8))
+            for part, packed in zip(parts, expected, strict=True)
+            for mine, theirs in zip(part, packed[:2], strict=True)
+        )
+    weights = [0.5, -1.0, 0.25][:nodes]
+    for place, (scales, bits, _) in zip([p for p in places if p.stop > p.start], expected, strict=True):
+        kernels.sign_unpack_add_(left[place], [(scales, bits)] * nodes, weights)
+    device.kernels.sign_unpack_add_parts_(on_device, [row] * nodes, weights, layout)
+    kernels.sign_unpack_add_parts_(on_cpu, [rows[1]] * nodes, weights, layout)
+    assert have_same_bits(on_device, left)
+    assert have_same_bits(on_cpu, left)
+
+
+def test_a_part_that_is_not_finite_is_reported(device: Device) -> None:
+    layout, x = kernels.SignLayout([slice(0, 300), slice(512, 900)]), draw_normal(1000)
+    for bad, is_finite in ((400, True), (600, False)):  # element 400 is in no part
+        poisoned = x.clone()
+        poisoned[bad] = torch.nan
+        row = torch.zeros(layout.message_bytes, dtype=torch.uint8)
+        assert kernels.sign_pack_parts_(poisoned.clone(), row, layout) == is_finite
+        flag = device.kernels.sign_pack_parts_(device.put(poisoned), device.put(row), layout)
+        assert device.kernels.read_flag(flag, True) == is_finite
+
+
+def test_parts_that_do_not_fit_are_refused(device: Device) -> None:
+    layout = kernels.SignLayout([slice(0, 300)])
+    good, row = torch.zeros(300), torch.zeros(layout.message_bytes + 8, dtype=torch.uint8)
+    for x, message in ((torch.zeros(299), row), (good, row[: layout.message_bytes - 1])):
+        with pytest.raises(ArgumentError, match="the layout needs 300"):
+            kernels.sign_pack_parts_(x, message, layout)
+        with pytest.raises(ArgumentError, match="the layout needs 300"):
+            device.kernels.sign_pack_parts_(device.put(x), device.put(message), layout)
+    with pytest.raises(ArgumentError, match="odd address"):
+        device.kernels.sign_pack_parts_(device.put(good), device.put(row)[1:], layout)
+
+
 @EXAMPLES
 @given(draw_any_bits(), st.sampled_from([4, 8]), st.integers(0, 3), st.integers(0, 3))
 def test_packed_integers_are_those_of_the_cpu(device: Device, x: Any, bits: int, offset: int, byte_offset: int) -> None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _PAUSE_SECONDS = 100e-6
 """The time between two looks at messages while no work is due. The processors have little else to do."""
-MOST_TRAVELLING = 2
+MOST_TRAVELLING = 4
 """The most tensors of which messages of MPI travel between nodes, when the next tensor begins."""
 
 

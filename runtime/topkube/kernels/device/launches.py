@@ -23,7 +23,8 @@ class Launches(TensorArguments):
         """Return the number of x's device and the address of torch's current stream there; (0, 0) for a CPU tensor."""
         if not x.is_cuda:
             return 0, 0
-        return x.device.index, self.torch.cuda.current_stream(x.device).cuda_stream
+        index = x.device.index
+        return index, self.torch._C._cuda_getCurrentRawStream(index)  # current_stream() takes ten times as long
 
     def allocate(self, like: Any, length: int, dtype: Any) -> Any:
         """Return a new tensor of `length` elements on the device of `like`. Raises DeviceError if it does not fit."""

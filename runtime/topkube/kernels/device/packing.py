@@ -6,8 +6,10 @@ import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from topkube.errors import ArgumentError
 from topkube.kernels.arguments import check_message_size, check_same_length, check_sign_sizes
 from topkube.kernels.device.launches import Launches
+from topkube.kernels.sign_layout import SignLayout
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +58,33 @@ class PackingKernels(Launches):
             ctypes.addressof(bit_addresses), ctypes.addressof(factors), len(parts),
         )  # fmt: skip
 
+    def sign_pack_parts_(self, values: torch.Tensor, message: torch.Tensor, layout: SignLayout) -> Any:
+        """Return the flag."""
+        self.check_tensor(values, "values", (self.torch.float32,))
+        self._check_parts(values, message, "message", layout)
+        self.check_apart("values", values, "message", message)
+        flag = self._allocate_flag(values)
+        self.library.call(
+            "sign_pack_parts", *self.find_stream(values), values.data_ptr(), message.data_ptr(), len(layout),
+            *layout.addresses, flag.data_ptr(),
+        )  # fmt: skip
+        return flag
+
+    def sign_unpack_add_parts_(
+        self, out: torch.Tensor, messages: Sequence[torch.Tensor], weights: Sequence[float], layout: SignLayout
+    ) -> None:
+        """Add at most MOST_PARTS messages."""
+        self.check_tensor(out, "out", (self.torch.float32,))
+        check_same_length("weights", len(weights), "messages", len(messages))
+        for i, message in enumerate(messages):
+            self._check_parts(out, message, f"messages[{i}]", layout)
+            self.check_apart("out", out, f"messages[{i}]", message)
+        addresses, factors = _build_address_array(messages), _build_float_array(weights)
+        self.library.call(
+            "sign_unpack_add_parts", *self.find_stream(out), out.data_ptr(), len(messages),
+            ctypes.addressof(addresses), ctypes.addressof(factors), len(layout), *layout.addresses,
+        )  # fmt: skip
+
     def quantised_pack_(self, values: torch.Tensor, bits: int, message: torch.Tensor, size: int) -> Any:
         """Return the flag. A message about `values` has `size` bytes."""
         self.check_tensor(values, "values", (self.torch.float32,))
@@ -85,6 +114,12 @@ class PackingKernels(Launches):
 
     def _allocate_flag(self, like: torch.Tensor) -> Any:
         return self.allocate(like, 1, self.torch.int32).fill_(1)
+
+    def _check_parts(self, values: torch.Tensor, message: torch.Tensor, name: str, layout: SignLayout) -> None:
+        self.check_tensor(message, name, (self.torch.uint8,))
+        layout.check(values.numel(), message.numel(), name)
+        if message.data_ptr() % 2:
+            raise ArgumentError(f"{name} begins at an odd address", next_step="place messages at multiples of 8 bytes")
 
     def _check_signs(self, scales: torch.Tensor, bits: torch.Tensor, name_suffix: str, length: int) -> None:
         self.check_tensor(scales, f"scales{name_suffix}", (self.torch.uint16,))

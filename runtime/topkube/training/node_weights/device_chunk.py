@@ -7,8 +7,6 @@ their shared memory in the host.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -22,22 +20,20 @@ from topkube.training.node_weights.chunk_exchange import (
     ChunkCall,
     ChunkExchange,
     ChunkSetting,
-    list_tensors_of_ranges,
 )
 from topkube.training.node_weights.guard import Squares
 
 
 class DeviceChunk(ChunkExchange):
-    """The exchanges of a chunk in one stage, not delayed. All its codecs are `TensorCodec`, and their kernels run on
-    the device of `memory`. This rank's shard of the agreed weights is on the device too. `slot` has the work buffers;
-    the next chunk uses another."""
+    """The exchanges of a chunk in one stage with one part, not delayed. Its codec is a `TensorCodec` whose kernels run
+    on the device of `memory`. This rank's shard of the agreed weights is on the device too. `slot` has the work
+    buffers; the next chunk uses another."""
 
     def __init__(self, setting: ChunkSetting, memory: DeviceMemory, slot: Slot) -> None:
         super().__init__(setting)
         self._device, self._slot = memory, slot
         stage = cast(OneStage, setting.stage)
-        self._codecs = cast(list[TensorCodec], stage.codecs)
-        self._tensors = list(list_tensors_of_ranges(self.chunk, stage.bounds))
+        (self._codec,) = cast(list[TensorCodec], stage.codecs)
         self._moves = [factor - (node == self._world.node) for node, factor in enumerate(self._factors)]
         self._agreed: torch.Tensor | None = None
         """This rank's shard of the agreed weights; None if only the host has them."""
@@ -47,8 +43,6 @@ class DeviceChunk(ChunkExchange):
         """The mark of the device's work on the agreed weights."""
         self._weights, self._rest = torch.empty(0), torch.empty(0)
         """This rank's shards of the node's own weights, and of what was not sent, while an exchange is under way."""
-        self._rows: Any = torch.empty(0)
-        """The rows of all nodes for each codec, in the host's memory."""
 
     def keep(self, agreed: Array, squares: Squares | None) -> None:
         raise TypeError("a delayed exchange packs in host memory")
@@ -56,7 +50,9 @@ class DeviceChunk(ChunkExchange):
     def begin(self, current: ChunkCall) -> None:
         weights = self._weights = torch.zeros(self.chunk.shard, device=self._device.device)
         if pieces := self.chunk.pieces:
-            torch._foreach_copy_(self._cut(weights), [piece.view(piece.parameter.tensor) for piece in pieces])
+            torch._foreach_copy_(
+                [weights[piece.place] for piece in pieces], [piece.view(piece.parameter.tensor) for piece in pieces]
+            )
         agreed = self._take_agreed(current.agreed)
         self._rest = weights - agreed
         if current.squares is not None:
@@ -66,12 +62,7 @@ class DeviceChunk(ChunkExchange):
             return
         assert self.one_stage is not None
         own = self._pack()
-        self.one_stage.begin(
-            current.call,
-            lambda part, row: _copy_row(row, own[part]),
-            current.exchanges,
-            self.chunk.number,
-        )
+        self.one_stage.begin(current.call, lambda _, row: _copy_row(row, own), current.exchanges, self.chunk.number)
 
     def finish(self, current: ChunkCall) -> None:
         assert self._agreed is not None
@@ -102,43 +93,36 @@ class DeviceChunk(ChunkExchange):
             self._agreed = torch.from_numpy(agreed).to(self._device.device, copy=True)
         return self._agreed
 
-    def _pack(self) -> list[torch.Tensor]:
-        """Return what this node sends, one row for each codec, in the host's memory. What is not sent stays in
-        `_rest`. Waits for the device."""
-        ends = [0, *itertools.accumulate(codec.row_bytes for codec in self._codecs)]
-        packed = self._device.find_buffer(self._slot, "own rows", ends[-1], torch.uint8)
-        rest = self._cut(self._rest)
+    def _pack(self) -> torch.Tensor:
+        """Return what this node sends, in the host's memory. What is not sent stays in `_rest`. Waits for the
+        device."""
+        packed = self._device.find_buffer(self._slot, "own row", self._codec.row_bytes, torch.uint8)
         with phases.current.timed("select"):
-            for number, (start, end) in enumerate(itertools.pairwise(ends)):
-                self._codecs[number].pack_tensors(_select(rest, self._tensors[number]), packed[start:end])
-            in_host = self._device.find_host_memory(self._slot, packed, "own rows in the host")
+            self._codec.pack(self._rest, packed)
+            in_host: torch.Tensor = self._device.find_host_memory(self._slot, packed, "own row in the host")
             self._copy(in_host, packed)
             self._wait_for_device()
-        return [in_host[start:end] for start, end in itertools.pairwise(ends)]
+        return in_host
 
     def _receive(self, current: ChunkCall) -> None:
         """Receive the rows of all nodes, and add them to the agreed weights and to the node's own weights."""
         assert self.one_stage is not None
         assert self._agreed is not None
-        nodes = self._world.nodes
-        ends = [0, *itertools.accumulate(nodes * codec.row_bytes for codec in self._codecs)]
-        arrived = self._device.find_buffer(self._slot, "rows of nodes", ends[-1], torch.uint8)
+        nodes, row_bytes = self._world.nodes, self._codec.row_bytes
+        arrived = self._device.find_buffer(self._slot, "rows of nodes", nodes * row_bytes, torch.uint8)
+        arrived = arrived.view(nodes, row_bytes)
         in_host = self._device.find_host_memory(self._slot, arrived, "rows of nodes in the host")
 
-        def take(part: int, rows: list[Array]) -> None:
-            place = in_host[ends[part] : ends[part + 1]].view(nodes, -1)
-            for to, row in zip(place, rows, strict=True):
+        def take(_: int, rows: list[Array]) -> None:
+            for to, row in zip(in_host, rows, strict=True):
                 to.copy_(torch.from_numpy(row))
 
         self.one_stage.finish(current.call, take, current.exchanges, self.chunk.number, self._choose_pause(current))
         with phases.current.timed("select"):
             self._copy(arrived, in_host)
             self._slot.read = self._device.mark()
-            agreed, weights = self._cut(self._agreed), self._cut(self._weights)
-            for number, codec in enumerate(self._codecs):
-                rows = list(arrived[ends[number] : ends[number + 1]].view(nodes, -1))
-                codec.unpack_add_tensors(_select(agreed, self._tensors[number]), rows, self._factors)
-                codec.unpack_add_tensors(_select(weights, self._tensors[number]), rows, self._moves)
+            self._codec.unpack_add(self._agreed, list(arrived), self._factors)
+            self._codec.unpack_add(self._weights, list(arrived), self._moves)
         self._is_newer, self._written = True, self._device.mark()
 
     def _write(self, current: ChunkCall) -> None:
@@ -152,10 +136,6 @@ class DeviceChunk(ChunkExchange):
         values = [self._weights[start : start + p.length].view(p.tensor.shape) for p, start in pairs]
         torch._foreach_copy_([parameter.tensor for parameter in self.chunk.parameters], values)
 
-    def _cut(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Return the parts of a shard that the pieces of the chunk take, without the gaps between them."""
-        return [shard[piece.place] for piece in self.chunk.pieces]
-
     def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
         """Copy on the stream, unless the host's memory is that of the tensors."""
         if to is not source:
@@ -165,10 +145,6 @@ class DeviceChunk(ChunkExchange):
         mark = self._device.mark()
         if mark is not None:
             mark.synchronize()
-
-
-def _select(tensors: Sequence[torch.Tensor], ranges: list[tuple[int, slice]]) -> list[torch.Tensor]:
-    return [tensors[number][elements] for number, elements in ranges]
 
 
 def _copy_row(row: Array, own: torch.Tensor) -> None:
