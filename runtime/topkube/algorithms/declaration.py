@@ -83,7 +83,7 @@ class Algorithm:
 
     `in_weights` is True if training keeps what was not sent in the node's weights: gradients are then reduced within
     the node only, and nodes exchange the changes of their weights in the optimizer's step (training/node_weights/). A
-    model on a GPU then works too: the changes are compressed in host memory.
+    model on a GPU then works too: the changes are compressed there or in host memory.
     From `two_stage_from` nodes on, these exchanges have two stages (collectives/two_stage.py). `corrects_second_moment`
     is True if the second moment of Adam, and the norms of LARS and LAMB, are corrected for the noise of one node's
     gradient. `has_outer_step` is True if the mean change of all nodes has a momentum of its own. `least_period` is the
