@@ -1,5 +1,5 @@
 """Weights cross between the script's stream and the stream of their exchange between nodes (fake_streams.py). The
-changes are packed on the device, or in host memory if exchanges may be delayed."""
+changes are packed on the device with `onebit`, and in host memory with `topk1bit`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
 class Training:
     """Two parameters, and the exchange of their changes in a world of one node."""
 
-    def __init__(self, weights: list[torch.nn.Parameter] | None = None, is_delayed: bool = False) -> None:
+    def __init__(
+        self, weights: list[torch.nn.Parameter] | None = None, algorithm: str = "onebit", is_delayed: bool = False
+    ) -> None:
         self.weights = weights or [torch.nn.Parameter(torch.randn(70, 100)) for _ in range(2)]
         parameters = [Parameter(i, f"weight{i}", weight) for i, weight in enumerate(self.weights)]
-        aggregation = AggregationSettings.from_settings(Settings(), algorithm="onebit")
+        aggregation = AggregationSettings.from_settings(Settings(), algorithm=algorithm)
         self.exchange = WeightExchange(current(), parameters, aggregation, current() if is_delayed else None, CPU)
         packs_on_device = all(isinstance(exchange, DeviceChunk) for exchange in self.exchange.chunk_exchanges)
-        assert packs_on_device != is_delayed
+        assert packs_on_device == (algorithm == "onebit")
         self.noise = GradientNoise(current(), parameters, self.exchange.weights, self.exchange.device)
         self.exchange.capture()
 
@@ -65,12 +67,12 @@ EXCHANGES: dict[str, Callable[[Training], None]] = {
 }
 
 
-@pytest.mark.parametrize("is_delayed", [False, True], ids=["on the device", "in host memory"])
+@pytest.mark.parametrize("algorithm", ["onebit", "topk1bit"])
 @pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
 def test_exchange_and_script_do_not_use_weights_at_the_same_time(
-    streams: Streams, exchange: Callable[[Training], None], is_delayed: bool
+    streams: Streams, exchange: Callable[[Training], None], algorithm: str
 ) -> None:
-    training = Training(is_delayed=is_delayed)
+    training = Training(algorithm=algorithm)
     for _ in range(3):
         training.update()
         training.exchange.device.run(lambda: exchange(training))
@@ -80,8 +82,28 @@ def test_exchange_and_script_do_not_use_weights_at_the_same_time(
     assert "weights" in streams.count_submitted_work(), "the exchange worked in the stream of the script"
 
 
-def test_a_delayed_exchange_is_added_in_order(streams: Streams) -> None:
+def test_a_delayed_exchange_on_the_device_is_added_in_order(streams: Streams) -> None:
+    """The script packs in its stream, and changes the weights while another thread exchanges what was packed."""
     training = Training(is_delayed=True)
+    exchange = training.exchange
+    for _ in range(3):
+        training.update()
+        exchange.keep_changes()
+        training.update()
+        thread = threading.Thread(target=exchange.run, kwargs={"is_delayed": True})
+        thread.start()
+        training.update()
+        thread.join()
+        before = [weight.detach().clone() for weight in training.weights]
+        exchange.device.run(exchange.apply)
+        assert all(torch.equal(weight, then) for weight, then in zip(training.weights, before, strict=True))
+    training.update()
+    streams.check_freed_memory()
+    assert not streams.hazards
+
+
+def test_a_delayed_exchange_in_host_memory_is_added_in_order(streams: Streams) -> None:
+    training = Training(algorithm="topk1bit", is_delayed=True)
     exchange = training.exchange
     for _ in range(3):
         training.update()
@@ -99,7 +121,7 @@ def test_a_delayed_exchange_is_added_in_order(streams: Streams) -> None:
 def test_the_default_device_of_the_script_does_not_change_the_exchange(streams: Streams) -> None:
     weights = [torch.nn.Parameter(torch.randn(70, 100)) for _ in range(2)]
     with torch.device("meta"):
-        training = Training(weights, is_delayed=True)
+        training = Training(weights, "topk1bit", is_delayed=True)
         for weight in weights:
             weight.grad = torch.ones(70, 100, device=CPU)
         training.exchange.keep_changes()

@@ -12,9 +12,9 @@ the shards of x_i, so they have the same weights. From `two_stage_from` nodes on
 exchange has two stages, and x changes by the part of the mean that the owners of segments send
 (collectives/two_stage.py).
 
-If the weights are on a GPU, the changes of large tensors with `onebit` are packed and added there, and x of them is
-there too (device_chunk.py). Otherwise x and all codecs are in host memory: a rank copies its shard of x_i to the host,
-and the whole x_i back to the GPU (weights_device.py).
+If the weights are on a GPU, the changes of large tensors with `onebit` are packed and added there in one stage, and x
+of them is there too (device_chunk.py). Otherwise x and all codecs are in host memory: a rank copies its shard of x_i to
+the host, and the whole x_i back to the GPU (weights_device.py).
 
 With one stage, the parts of a chunk travel while the processor packs the next parts and the next chunk
 (collectives/one_stage.py).
@@ -40,7 +40,7 @@ from topkube.collectives.all_reduce import build_exchange, finish_exchange, load
 from topkube.collectives.call import Call
 from topkube.collectives.codec_all_reduce import CodecAllReduce
 from topkube.collectives.codecs import CodecOf, TensorCodec
-from topkube.collectives.device.memory import Slot
+from topkube.collectives.device.memory import DeviceMemory, Slot
 from topkube.collectives.exchange import Exchanges
 from topkube.collectives.one_stage import OneStage
 from topkube.collectives.request import Request
@@ -49,7 +49,7 @@ from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.node_weights.chunk_exchange import ChunkCall, ChunkExchange, ChunkSetting, MovedChunk, RestChunk
 from topkube.training.node_weights.chunk_memory import ChunkMemory
-from topkube.training.node_weights.device_chunk import DeviceChunk
+from topkube.training.node_weights.device_chunk import DelayedDeviceChunk, DeviceChunk
 from topkube.training.node_weights.guard import Squares
 from topkube.training.node_weights.layout import Chunk, cut_into_chunks
 from topkube.training.node_weights.outer_momentum import OuterMomentum
@@ -87,6 +87,8 @@ class WeightExchange:
             self.outer = OuterMomentum(self.chunks, aggregation.outer_learning_rate, aggregation.outer_momentum)
         self.memory = ChunkMemory(world, self.device)
         self._slots = Slot(), Slot()
+        self._delayed_memory = DeviceMemory(device) if device is not None and delayed_world is not None else None
+        """The stream of delayed exchanges on the device."""
         self.chunk_exchanges = [self._build_chunk_exchange(chunk) for chunk in self.chunks]
 
     def _build_chunk_exchange(self, chunk: Chunk) -> ChunkExchange:
@@ -102,11 +104,14 @@ class WeightExchange:
             return RestChunk(ChunkSetting(chunk, world, self.weights, stage, self.memory), self.outer)
         codecs = cast(list[TensorCodec], stage.codecs)
         memory = self.device.memory
-        if memory is None or self.delayed_world is not None or not all(codec.works_on_device for codec in codecs):
+        if memory is None or not all(codec.works_on_device for codec in codecs):
             return MovedChunk(ChunkSetting(chunk, world, self.weights, stage, self.memory))
         whole = OneStage(codec_of, places, chunk.shard, chunk.shard)  # a device packs all tensors at once
         setting = ChunkSetting(chunk, world, self.weights, whole, self.memory)
-        return DeviceChunk(setting, memory, self._slots[chunk.number % 2])
+        slot = self._slots[chunk.number % 2]
+        if self._delayed_memory is not None:
+            return DelayedDeviceChunk(setting, self._delayed_memory, slot)
+        return DeviceChunk(setting, memory, slot)
 
     def _moves(self, stage: OneStage | TwoStage) -> bool:
         """Return True if what was sent can move the node's own weights (chunk_exchange.py)."""
@@ -228,10 +233,14 @@ class WeightExchange:
     @torch.no_grad()
     def apply(self) -> None:
         """Add the result of a delayed exchange to the parameters. The ranks of a node gather it, and add the same."""
-        for chunk in self.chunks:
+        # If every node has one rank, no rank gathers: all ranks must enter the same calls.
+        is_whole = self.world.size == self.world.nodes
+        for chunk, exchange in zip(self.chunks, self.chunk_exchanges, strict=True):
+            if is_whole and isinstance(exchange, DelayedDeviceChunk):
+                exchange.apply()
+                continue
             change = self.find_delayed(chunk)
-            # If every node has one rank, no rank gathers: all ranks must enter the same calls.
-            whole = change if self.world.size == self.world.nodes else self.gather(chunk, change)
+            whole = change if is_whole else self.gather(chunk, change)
             for parameter, values in self.memory.list_tensors(chunk, whole):
                 parameter += values
 
