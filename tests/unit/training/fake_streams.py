@@ -26,6 +26,7 @@ import topkube
 from topkube.collectives.device import pipeline
 from topkube.collectives.device.memory import DeviceMemory
 from topkube.settings import Settings
+from topkube.training.node_weights import exchange as weight_exchange
 from topkube.training.node_weights import weights_device
 from topkube.training.ranks import communication_thread
 
@@ -212,8 +213,12 @@ def simulate_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     class FakeWeightsMemory(FakeMemory):
         stream_name = "weights"
 
+    class FakeDelayedMemory(FakeMemory):
+        stream_name = "delayed"
+
     monkeypatch.setattr(pipeline, "DeviceMemory", FakeMemory)
     monkeypatch.setattr(weights_device, "DeviceMemory", FakeWeightsMemory)
+    monkeypatch.setattr(weight_exchange, "DeviceMemory", FakeDelayedMemory)
     monkeypatch.setattr(torch.cuda, "current_stream", fake.current)
     monkeypatch.setattr(torch.cuda, "stream", fake.stream)
     monkeypatch.setattr(torch.cuda, "set_device", fake.set_device)

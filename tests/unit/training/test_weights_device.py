@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -90,16 +91,16 @@ def test_a_delayed_exchange_on_the_device_is_added_in_order(streams: Streams) ->
         training.update()
         exchange.keep_changes()
         training.update()
-        thread = threading.Thread(target=exchange.run, kwargs={"is_delayed": True})
+        thread = threading.Thread(target=streams.run_watched(partial(exchange.run, is_delayed=True)))
         thread.start()
         training.update()
         thread.join()
         before = [weight.detach().clone() for weight in training.weights]
         exchange.device.run(exchange.apply)
-        assert all(torch.equal(weight, then) for weight, then in zip(training.weights, before, strict=True))
-    training.update()
     streams.check_freed_memory()
     assert not streams.hazards
+    assert all(torch.equal(weight, then) for weight, then in zip(training.weights, before, strict=True))
+    assert "delayed" in streams.count_submitted_work(), "the exchange has a stream of its own"
 
 
 def test_a_delayed_exchange_in_host_memory_is_added_in_order(streams: Streams) -> None:
