@@ -26,12 +26,17 @@ _PROGRAM = Path(__file__).with_name("node_rank.py")
 def run(device: Device, rows: Rows, quick: bool, work: Path) -> None:
     """Compare weights after training on the GPU with those after training on the CPU, and time steps of two nodes."""
     place = "cpu" if device.dry else "cuda"
-    for nodes in NODES:
-        rows.measure(f"training on {nodes} nodes", lambda nodes=nodes: _run_ranks(work, nodes, 90, ["compare", place]))
     order = ["time", place, "small" if quick or device.dry else "large"]
-    rows.measure("step of 2 nodes", lambda: _run_ranks(work, 2, 150, order))
+
+    def compare(nodes: int) -> None:
+        rows.measure(f"training on {nodes} nodes", lambda: _run_ranks(work, nodes, 90, ["compare", place]))
+
+    compare(NODES[0])
     for rate in RATES[:1] if quick or device.dry else RATES:
         rows.measure(f"step of 2 nodes, {rate}", lambda rate=rate: _run_on_link(work, rate, order))
+    rows.measure("step of 2 nodes", lambda: _run_ranks(work, 2, 150, order))
+    for nodes in NODES[1:]:
+        compare(nodes)
 
 
 def _run_on_link(work: Path, rate: str, order: list[str]) -> Row:
