@@ -122,10 +122,26 @@ TOPKUBE_DEVICE u64 hash_end(const Hashed& data, const u64* sums) {
 #pragma unroll
   for (u32 i = 1; i < 8; ++i) sum = lane == i ? start[i] : sum;
   const u64 blocks = hash_blocks_of(data.size), scramble = secret_word(128 + 8 * lane);
-#pragma unroll 8
-  for (u64 block = 0; block < blocks; ++block) {
-    sum += sums[block * hash_lanes + lane];
-    sum = (sum ^ sum >> 47 ^ scramble) * xxh_prime32_1;
+  // The next sums are under way while the warp scrambles these: a load takes as long as many scrambles.
+  constexpr u32 ahead = 16;
+  u64 next[ahead];
+#pragma unroll
+  for (u32 j = 0; j < ahead; ++j) next[j] = j < blocks ? sums[j * hash_lanes + lane] : 0;
+  for (u64 first = 0; first < blocks; first += ahead) {
+    u64 now[ahead];
+#pragma unroll
+    for (u32 j = 0; j < ahead; ++j) now[j] = next[j];
+#pragma unroll
+    for (u32 j = 0; j < ahead; ++j) {
+      const u64 block = first + ahead + j;
+      next[j] = block < blocks ? sums[block * hash_lanes + lane] : 0;
+    }
+#pragma unroll
+    for (u32 j = 0; j < ahead; ++j) {
+      if (first + j >= blocks) break;
+      sum += now[j];
+      sum = (sum ^ sum >> 47 ^ scramble) * xxh_prime32_1;
+    }
   }
   const auto accumulate = [&](u64 at, u32 secret) {
     sum += keyed_product(data.word(at + 8 * lane) ^ secret_word(secret + 8 * lane)) + data.word(at + 8 * (lane ^ 1u));
