@@ -1,4 +1,4 @@
-// The search in a histogram for the bin that holds the element of a rank.
+// Histograms: how lanes count, and the search for the bin that holds the element of a rank.
 #pragma once
 
 #include "../block_reduce.hpp"
@@ -9,6 +9,19 @@ struct Bin {
   u32 number;
   u64 rank;  // within the bin
 };
+
+// Adds 1 to the bin `bin` of each lane that is `counted`. All lanes of the warp call it. The lanes that share the bin of the first
+// of them add to it together, because additions to one address run one after another.
+TOPKUBE_DEVICE void add_to_bin(u32* bins, u32 bin, bool counted) {
+  const u32 votes = gpu::ballot(counted);
+  if (votes == 0) return;
+  const u32 first = gpu::first_bit(votes), first_bin = gpu::shuffle(bin, first), peers = gpu::ballot(counted && bin == first_bin);
+  if (gpu::lane() == first) {
+    gpu::add(bins + bin, gpu::popcount(peers));
+  } else if (counted && (peers >> gpu::lane() & 1u) == 0) {
+    gpu::add(bins + bin, 1u);
+  }
+}
 
 // Returns the bin that holds the element of this rank, counted from the highest bin down. The bins hold at least that many
 // elements.
