@@ -52,9 +52,10 @@ inline Selection lay_out(u64 length, u64 k, bool aligned, void* previous, void* 
   plan_candidates(selection);
 
   selection.tiles = (length + filter_tile - 1) / filter_tile;
-  // A block of `collect` reads so many segments that they fill about one of its tiles.
+  // A block of `collect` reads so many segments that they fill about one of its tiles, or fewer if most blocks would have none.
   const u64 per_segment = std::max<u64>(1, selection.capacity / selection.tiles);
-  selection.group = static_cast<u32>(std::clamp<u64>(collect_tile / per_segment, 1, collect_threads));
+  const u64 group = std::min<u64>(collect_tile / per_segment, selection.tiles / least_groups);
+  selection.group = static_cast<u32>(std::clamp<u64>(group, 1, collect_threads));
   // It counts tiles of the data, or groups of segments.
   const u64 collect_tiles =
       std::max((length + collect_tile - 1) / collect_tile, (selection.tiles + selection.group - 1) / selection.group);
@@ -98,7 +99,7 @@ void launch_narrow(gpu::Launcher& launcher, const Source& source, const Selectio
 template <class Source, class Value>
 void launch_collect(gpu::Launcher& launcher, const Source& source, const Selection& selection, u32* indices, Value* values,
                     float* acc) {
-  launcher.launch<CollectShared>(collect<Source, Value>, launcher.blocks_for(selection.length, collect_tile, 8), collect_threads,
+  launcher.launch<CollectShared>(collect<Source, Value>, launcher.blocks_for(selection.length, collect_tile, collect_blocks), collect_threads,
                                  source, selection, indices, values, acc);
 }
 

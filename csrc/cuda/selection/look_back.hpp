@@ -10,23 +10,34 @@ namespace topkube {
 // two bits, so it needs no fence. Tiles start in ascending order (`take_tile`), so all tiles before this tile have begun and will
 // publish.
 constexpr u64 own_sum = u64{1} << 62, prefix_sum = u64{2} << 62, sum_mask = own_sum - 1;
+constexpr u32 look_back_ahead = 2;
 
 // Returns the sum over all tiles before `tile`, on all lanes. One warp calls it.
 TOPKUBE_DEVICE u64 look_back(u64* words, u32 tile, u64 own) {
   const u32 lane = gpu::lane();
   if (lane == 0) gpu::publish(words + tile, (tile == 0 ? prefix_sum : own_sum) | own);
   u64 before = 0;
-  for (std::int64_t nearest = std::int64_t{tile} - 1; nearest >= 0; nearest -= 32) {
-    const std::int64_t at = nearest - lane;
-    u64 word = at < 0 ? prefix_sum : gpu::observe(words + at);
-    while (gpu::ballot(word >> 62 == 0)) {
-      gpu::pause();
-      if (at >= 0) word = gpu::observe(words + at);
+  bool found = false;
+  for (std::int64_t nearest = std::int64_t{tile} - 1; nearest >= 0 && !found; nearest -= 32 * look_back_ahead) {
+    u64 word[look_back_ahead];  // loads of 128 tiles are under way at the same time
+#pragma unroll
+    for (u32 j = 0; j < look_back_ahead; ++j) {
+      const std::int64_t at = nearest - 32 * j - lane;
+      word[j] = at < 0 ? prefix_sum : gpu::observe(words + at);
     }
-    const u32 prefixes = gpu::ballot(word >> 62 == 2);
-    const u32 farthest = prefixes ? gpu::first_bit(prefixes) : 31u;
-    before += warp_sum(lane <= farthest ? word & sum_mask : u64{0});
-    if (prefixes) break;
+#pragma unroll
+    for (u32 j = 0; j < look_back_ahead; ++j) {
+      if (found) break;
+      const std::int64_t at = nearest - 32 * j - lane;
+      while (gpu::ballot(word[j] >> 62 == 0)) {
+        gpu::pause();
+        if (at >= 0) word[j] = gpu::observe(words + at);
+      }
+      const u32 prefixes = gpu::ballot(word[j] >> 62 == 2);
+      const u32 farthest = prefixes ? gpu::first_bit(prefixes) : 31u;
+      before += warp_sum(lane <= farthest ? word[j] & sum_mask : u64{0});
+      found = prefixes != 0;
+    }
   }
   if (lane == 0 && tile > 0) gpu::publish(words + tile, prefix_sum | (before + own));
   return before;

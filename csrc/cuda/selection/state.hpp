@@ -11,7 +11,8 @@ static_assert(filter_tile < 0x10000);  // a position fits in 16 bits
 constexpr u32 coarse_bits = 12, coarse_bins = 1u << coarse_bits, upper_bits = 14, upper_bins = 1u << upper_bits,
               lower_bins = 1u << (31 - upper_bits);
 constexpr u32 filter_threads = 512, filter_blocks = 2, collect_threads = 256, narrow_threads = 1024, prepare_threads = 256;
-constexpr u32 collect_steps = 16, collect_tile = collect_threads * collect_steps;
+constexpr u32 collect_blocks = 3, collect_steps = 16, collect_tile = collect_threads * collect_steps;
+constexpr u32 least_groups = 128;  // as many blocks of `collect` share the segments of a small array
 constexpr u32 samples_per_thread = 32, most_samples = prepare_threads * samples_per_thread;
 static_assert(most_samples < 0x10000);        // two sample counts fit in one word
 constexpr u64 all_candidates_length = 16384;  // up to this length every entry is a candidate
