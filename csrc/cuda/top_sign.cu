@@ -29,7 +29,7 @@ TOPKUBE_API topkube_cuda_top_sign_unpack_add(int device, void* stream, float* va
       const u64 blocks = launcher->blocks_for(count, 2 * index_threads, 8);
       launcher->launch<IndexShared>(count_marks, tiles, index_threads, message, layout, marks);
       launcher->launch<IndexShared>(place_tiles, 1, place_threads, marks, tiles, count, flag);
-      launcher->launch<IndexShared>(read_indices, tiles, index_threads, message, layout, static_cast<const u32*>(marks), indices);
+      launcher->launch<ReadShared>(read_indices, tiles, index_threads, message, layout, static_cast<const u32*>(marks), indices);
       launcher->launch(check_ascent, blocks, index_threads, static_cast<const u32*>(indices), count, length, flag);
       launcher->launch(add_signs, blocks, index_threads, values, static_cast<const u32*>(indices), message, layout, weight,
                        static_cast<const u32*>(flag));

@@ -100,32 +100,44 @@ TOPKUBE_KERNEL(place_threads) place_tiles(u32* tiles, u64 count, u64 expected, u
   if (gpu::thread() == 0 && all != expected) gpu::publish(flag, 0u);
 }
 
-// Writes the indices. If there are more bits than indices, it ignores the others.
+struct ReadShared {
+  BlockScratch scratch;
+  u16 places[index_threads / 32][32 * 32];  // of the bits in the row of each warp
+};
+
+// Writes the indices. If there are more bits than indices, it ignores the others. A warp reads rows of 32 words. It lists the places
+// of a row's bits in shared memory, so that its lanes then write neighbouring indices.
 TOPKUBE_KERNEL(index_threads)
 read_indices(const std::uint8_t* message, TopSignLayout layout, const u32* tiles, u32* indices) {
-  auto& shared = gpu::shared<IndexShared>();
-  const u64 first = u64{gpu::block()} * tile_words + gpu::thread() * words_per_thread;
+  auto& shared = gpu::shared<ReadShared>();
+  u16* places = shared.places[gpu::warp()];
+  const u32 lane = gpu::lane();
+  const u64 first = u64{gpu::block()} * tile_words + gpu::warp() * (32 * words_per_thread);
   u32 words[words_per_thread], marks = 0;
 #pragma unroll
   for (u32 j = 0; j < words_per_thread; ++j) {
-    words[j] = load_marks(message, layout, first + j);
+    words[j] = load_marks(message, layout, first + 32 * j + lane);
     marks += gpu::popcount(words[j]);
   }
-  const u32 before_lane = sum_up_to_lane(marks) - marks;
   u64 sum;
-  const u64 before_warp = sum_before_warp(gpu::shuffle(before_lane + marks, 31u), shared.scratch, &sum);
-  u64 number = tiles[gpu::block()] + before_warp + before_lane;
+  u64 number = tiles[gpu::block()] + sum_before_warp(gpu::warp_total(marks), shared.scratch, &sum);
 #pragma unroll
   for (u32 j = 0; j < words_per_thread; ++j) {
-    for (u32 place = 0; place < 32; ++place) {
-      if ((words[j] >> (31 - place) & 1u) == 0 || number >= layout.count) continue;
-      u32 index = static_cast<u32>(32 * (first + j) + place - number) << layout.low;
+    const u32 up_to_lane = sum_up_to_lane(gpu::popcount(words[j])), in_row = gpu::shuffle(up_to_lane, 31u);
+    u16* end = places + up_to_lane;
+    for (u32 left = words[j]; left; left &= left - 1) *--end = static_cast<u16>(32 * lane + 31 - gpu::first_bit(left));
+    gpu::sync_warp();
+    for (u32 i = lane; i < in_row && number + i < layout.count; i += 32) {
+      const u64 entry = number + i;
+      u32 index = static_cast<u32>(32 * (first + 32 * j) + places[i] - entry) << layout.low;
       for (u32 plane = 0; plane < layout.low; ++plane) {
-        const u32 byte = message[layout.planes + plane * layout.plane_bytes + number / octet];
-        index |= (byte >> (7 - number % octet) & 1u) << plane;
+        const u32 byte = message[layout.planes + plane * layout.plane_bytes + entry / octet];
+        index |= (byte >> (7 - entry % octet) & 1u) << plane;
       }
-      indices[number++] = index;
+      indices[entry] = index;
     }
+    gpu::sync_warp();  // the next row overwrites the places
+    number += in_row;
   }
 }
 
