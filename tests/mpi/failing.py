@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
+import torch
 
 import topkube
 from topkube import world as worlds
+from topkube.collectives import Request
+from topkube.collectives.all_reduce import load_by_name
+from topkube.collectives.device.pipeline import DeviceAllReduce
 from topkube.errors import TopKubeError
 from topkube.world import World
 
@@ -118,6 +122,13 @@ def reduce_lengths_that_differ_inside_a_node(world: World) -> None:
 def reduce_a_small_array_against_a_large_one(world: World) -> None:
     """On some ranks, the greeting carries values."""
     topkube.allreduce_(make_ones(1000 if world.node == 0 else 3_000_000), algorithm="hierarchical")
+
+
+def reduce_lengths_that_differ_between_nodes_on_a_device(world: World) -> None:
+    engine = DeviceAllReduce(world, torch.device("cpu"))
+    for length in (1000, 1000 + world.node):
+        engine.begin(load_by_name("hierarchical"), Request(torch.ones(length)))
+        engine.flush()
 
 
 def reduce_arrays_of_different_types(world: World) -> None:
@@ -227,6 +238,7 @@ CASES: dict[str, Callable[[World], None]] = {
     "sub-worlds-differ": create_different_sub_worlds,
     "lengths-differ-between-nodes": reduce_lengths_that_differ_between_nodes,
     "lengths-differ-inside-a-node": reduce_lengths_that_differ_inside_a_node,
+    "lengths-differ-on-a-device": reduce_lengths_that_differ_between_nodes_on_a_device,
     "sizes-differ-between-nodes": reduce_a_small_array_against_a_large_one,
     "types-differ": reduce_arrays_of_different_types,
     "algorithms-differ": use_different_algorithms,

@@ -105,6 +105,8 @@ def test_ranks_of_a_sub_world_are_named_as_in_the_world(failing_world: FailingWo
         ("openmpi", "2,1", "sizes-differ-between-nodes", ["rank 2:", "length=1000 ", "length=3000000"]),
         ("mpich", "2,2", "lengths-differ-inside-a-node", ["length=1000", "length=1001"]),
         ("mpich", "2", "lengths-differ-inside-a-node", ["rank 0:", "rank 1:"]),
+        ("mpich", "2,2", "lengths-differ-on-a-device", ["ranks 0, 1:", "length=1000", "ranks 2, 3:", "length=1001"]),
+        ("mpich", "2,1", "lengths-differ-on-a-device", ["length=1000", "length=1001"]),
         ("mpich", "2,2", "types-differ", ["rank 1:", "float16"]),
         ("mpich", "2,2", "algorithms-differ", ["rank 0: flat", "hitopk"]),
         ("mpich", "2,1", "densities-differ", ["rank 2:", "density=0.01"]),

@@ -7,8 +7,10 @@ import contextlib
 import functools
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from ranks.training.scene import (
     are_equal_on_all_ranks,
     build_network,
     build_optimizer,
+    build_plain_sgd,
     build_sgd,
     compute_loss,
     copy_weights,
@@ -356,6 +359,47 @@ def case_values_that_are_not_finite_are_reported(world: World) -> None:
             assert not topkube.world.current().agree(finite)
             engine.begin(load(find_algorithm(name)), Request(torch.ones(50)))
             assert engine.flush()
+
+
+class _LateOnRank0(torch.autograd.Function):
+    """Delay backward on rank 0, so that the other ranks exchange earlier."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        if topkube.rank() == 0:
+            time.sleep(0.2)
+        return gradients[0]
+
+
+def case_rows_of_the_host_never_meet_tensors_under_way(world: World) -> None:
+    """A table is reduced in host memory while tensors before it are under way. With a late rank, messages of both are
+    posted in different orders. The table is too large for the greetings to carry its values."""
+    torch.manual_seed(0)
+    table, layers = torch.nn.Embedding(6000, 64, sparse=True), [torch.nn.Linear(64, 90), torch.nn.Linear(90, 8)]
+    model = torch.nn.Sequential(table, *layers)
+    with exchange_through_torch():
+        optimizer = build_optimizer(model, build_plain_sgd, aggregation="hierarchical", bucket_bytes=8192)
+    for step in range(2):
+        targets = torch.randn(world.size, 6000, 8, generator=torch.Generator().manual_seed(step))
+        every_row = torch.arange(6000)
+        reference = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        weights = {f"{n}": p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+        for target in targets:
+            hidden = torch.nn.functional.linear(weights["0.weight"], weights["1.weight"], weights["1.bias"])
+            loss = (torch.nn.functional.linear(hidden, weights["2.weight"], weights["2.bias"]) - target).square().mean()
+            for total, gradient in zip(reference, torch.autograd.grad(loss, list(weights.values())), strict=True):
+                total += gradient / world.size
+        (_LateOnRank0.apply(model(every_row)) - targets[world.rank]).square().mean().backward()
+        for parameter, expected in zip(model.parameters(), reference, strict=True):
+            assert parameter.grad is not None
+            gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-7)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def case_algorithms_of_host_memory_are_refused(world: World) -> None:

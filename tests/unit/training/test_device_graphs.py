@@ -27,14 +27,15 @@ def graphs(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
 
 
 class GraphTraining:
-    """A model of two parameters in one bucket, trained by a sparse algorithm: with graphs on the emulated device, or
+    """A model with two parameters in each bucket, trained by a sparse algorithm: with graphs on the emulated device, or
     without them by the kernels of the CPU, which have the same bits."""
 
-    def __init__(self, graphs: FakeGraphs, has_graphs: bool, **options: Any) -> None:
+    def __init__(self, graphs: FakeGraphs, has_graphs: bool, buckets: int = 1, **options: Any) -> None:
         self._graphs, self._has_graphs = graphs, has_graphs
-        self.weights = [torch.nn.Parameter(torch.zeros(40, 26)) for _ in range(2)]
+        self.weights = [torch.nn.Parameter(torch.zeros(40, 26)) for _ in range(2 * buckets)]
         named = [(f"weight{i}", weight) for i, weight in enumerate(self.weights)]
         settings = Settings(node_exchange="torch", device_graphs=has_graphs)
+        options["bucket_bytes"] = 2 * self.weights[0].nbytes
         all_options = {"aggregation": "hitopk", "density": 0.05, "warmup_steps": 0, "wire": "bf16", **options}
         inner = torch.optim.SGD(self.weights, lr=0.5, momentum=0.9)
         self.optimizer = topkube.DistributedOptimizer(inner, named, settings=settings, **all_options)
@@ -68,6 +69,19 @@ def test_recorded_buckets_train_with_the_same_bits(graphs: FakeGraphs, options: 
     assert with_graphs.optimizer.skipped_steps == without.optimizer.skipped_steps == 1
     assert graphs.replayed >= 2 * 5
     assert bool(with_graphs.weights[0].any())
+
+
+def test_a_number_of_buckets_that_is_no_multiple_of_the_buffers_records_each_graph_once(graphs: FakeGraphs) -> None:
+    """A bucket has the same buffers in every step: a graph replays only the memory that it recorded."""
+    training = GraphTraining(graphs, has_graphs=True, buckets=3)
+    for step in range(6):
+        training.run_step(step)
+    assert len(training.optimizer._backward.plan.buckets) == 3
+    recorded = graphs.recorded
+    assert recorded == 3 * 2 * 2  # packing and unpacking, with both buffers of the residual
+    for step in range(6):
+        training.run_step(step)
+    assert graphs.recorded == recorded
 
 
 def test_a_graph_is_recorded_again_after_its_work_buffer_has_moved(graphs: FakeGraphs) -> None:

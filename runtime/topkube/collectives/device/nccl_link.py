@@ -16,7 +16,8 @@ from topkube.collectives.request import Request
 _ELEMENTS = 4 << 20
 """The float32 values of one all-reduce: 16 MiB, so that bandwidth decides, not latency."""
 _ROUNDS = 3
-_COPIED_BYTES = 64 << 20
+_COPIED_BYTES = 16 << 20
+"""The bytes of a copy: little memory is free after the first backward."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ def _measure_memory(engine: DeviceAllReduce) -> float:
 
     engine.memory.enter_thread()
     cuda: Any = torch.cuda
+    cuda.empty_cache()  # what torch keeps of the first backward
     best = 0.0
     with engine.on_stream():
         source, to = (torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=engine.device) for _ in range(2))

@@ -30,6 +30,7 @@ from topkube.collectives.device.node_stages import gather_in_node, reduce_in_nod
 from topkube.collectives.device.series_groups import SeriesGroups
 from topkube.collectives.device.two_stages import DeviceTwoStages
 from topkube.collectives.exchange import Exchange, Exchanges
+from topkube.collectives.overlapped import TAGS
 from topkube.collectives.request import Request
 from topkube.collectives.shard import Shard
 from topkube.errors import ArgumentError
@@ -229,7 +230,7 @@ class DeviceAllReduce:
         call.check_inside()
         if world.cross_comm is None:
             return
-        tag = under_way.number % len(self.slots)
+        tag = TAGS + under_way.number % len(self.slots)  # host collectives on the same communicator use tags below
         if under_way.two_stages is not None:
             exchange, sent = under_way.two_stages.travel(tag), under_way.two_stages.sent_bytes
         else:
@@ -263,6 +264,8 @@ class DeviceAllReduce:
             under_way.call.check_everywhere()
         if under_way.travels:
             self._exchanges.finish(under_way.number, under_way.call)
+        if self.world.nodes > 1 and not _is_carried_by_nccl(under_way.all_reduce):
+            self._check_surplus_ranks(under_way.call)
         with self.on_stream(), phases.current.timed("intra"):
             is_packed = self.world.cross_comm is not None and under_way.two_stages is None
             if is_packed and len(under_way.shard.values):
@@ -274,6 +277,12 @@ class DeviceAllReduce:
                 flat = under_way.shard.request.array
                 gather_in_node(self.world, self._groups.node, self.memory, under_way.slot, flat, under_way.padded)
             under_way.finished()
+
+    def _check_surplus_ranks(self, call: Call) -> None:
+        """Raise MismatchError on all ranks of the node if one of them received the hash of another call from its
+        partner. A rank without a shard has no partner, and would wait in the all-gather for ranks that have raised."""
+        if self.world.local_size > self.world.shards:
+            call.check_inside()
 
     def _find_scratch(self, slot: Slot, name: str, length: int, dtype: str) -> Any:
         return self.memory.find_buffer(slot, f"scratch {name}", length, dtype)

@@ -52,7 +52,7 @@ class BucketExchange:
         self.residuals = Residuals(world, self.algorithms.keeper, momentum, device)
         self.on_device = DeviceAllReduce(world, device, settings.device_graphs) if device is not None else None
         # Each tensor that is under way on the device has a buffer of its own.
-        staging = Staging(len(self.on_device.slots) if self.on_device is not None else 1)
+        self._staging = staging = Staging(len(self.on_device.slots) if self.on_device is not None else 1)
         delivery = Delivery(self.on_device)
         self._overlapped: OverlappedBuckets | None = None
         if device is None and world.nodes > 1:
@@ -140,6 +140,7 @@ class BucketExchange:
     def flush(self) -> bool:
         """Finish the reductions that `run` has started. Return True if all values were finite."""
         if self.on_device is not None:
+            self._staging.restart()
             self.on_device.memory.enter_thread()
             return self.on_device.flush()
         return self._overlapped is None or self._overlapped.flush()
@@ -159,6 +160,7 @@ class BucketExchange:
         """Finish the reductions that `run` has started. Return a flag that is 1 on all ranks if a value was not finite.
         The host does not wait for the device. Call this only if `can_check_finite_on_device` returned True."""
         assert self.on_device is not None
+        self._staging.restart()
         self.on_device.memory.enter_thread()
         return self.on_device.flush_undecided()
 

@@ -17,6 +17,10 @@ class Staging:
         self._buffers: dict[tuple[torch.dtype, int], torch.Tensor] = {}
         self._number = 0
 
+    def restart(self) -> None:
+        """Note that no bucket is under way: the next series of buckets takes the same buffers as the last one."""
+        self._number = 0
+
     def collect(self, bucket: Bucket, buffers: int | None = 1) -> torch.Tensor:
         """Return the bucket's local gradients in one tensor, of shape (length,): their own memory if they lie side by
         side, otherwise a staging buffer, one of `buffers`, or a new buffer for None."""
