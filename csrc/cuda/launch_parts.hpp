@@ -10,6 +10,13 @@ namespace topkube {
 
 inline bool is_aligned_to_quads(const float* x) { return reinterpret_cast<std::uintptr_t>(x) % sizeof(Quad) == 0; }
 
+// Adds all of `messages`, which are enough for one launch, to `values`.
+template <class Messages>
+void launch_parts(gpu::Launcher& launcher, float* values, u64 length, const Messages& messages) {
+  launcher.launch(unpack_add<Messages>, launcher.blocks_for(length, unpack_threads / 32 * tile_elements, Messages::blocks),
+                  unpack_threads, values, length, is_aligned_to_quads(values), messages, Progress{nullptr, true, true});
+}
+
 // Adds `count` messages. `messages_of(first, count)` returns the argument of the kernel for `count` of them, from number `first`
 // on.
 template <class MessagesOf>

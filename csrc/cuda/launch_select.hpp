@@ -99,8 +99,8 @@ void launch_narrow(gpu::Launcher& launcher, const Source& source, const Selectio
 template <class Source, class Value>
 void launch_collect(gpu::Launcher& launcher, const Source& source, const Selection& selection, u32* indices, Value* values,
                     float* acc) {
-  launcher.launch<CollectShared>(collect<Source, Value>, launcher.blocks_for(selection.length, collect_tile, collect_blocks), collect_threads,
-                                 source, selection, indices, values, acc);
+  launcher.launch<CollectShared>(collect<Source, Value>, launcher.blocks_for(selection.length, collect_tile, collect_blocks),
+                                 collect_threads, source, selection, indices, values, acc);
 }
 
 // Launches all kernels after the filter.

@@ -31,8 +31,8 @@ TOPKUBE_API topkube_cuda_sign_unpack_add(int device, void* stream, float* values
 
 // Packs `count` parts of `values`, as sign_pack would one after another. Part i has lengths[i] elements from number starts[i] on. Its
 // scales begin at byte scales[i] of `message`, and its signs at byte bits[i]. The arrays are in host memory.
-TOPKUBE_API topkube_cuda_sign_pack_parts(int device, void* stream, float* values, std::uint8_t* message, u64 count, const u64* starts,
-                                         const u64* lengths, const u64* scales, const u64* bits, u32* flag) {
+TOPKUBE_API topkube_cuda_sign_pack_parts(int device, void* stream, float* values, std::uint8_t* message, u64 count,
+                                         const u64* starts, const u64* lengths, const u64* scales, const u64* bits, u32* flag) {
   const DeviceScope scope(device);
   if (scope.error()) return scope.error();
   gpu::Launcher launcher(stream);
@@ -61,10 +61,7 @@ TOPKUBE_API topkube_cuda_sign_unpack_add_parts(int device, void* stream, float* 
       messages.scales[node] = reinterpret_cast<const u16*>(rows[node] + scales[i]);
       messages.bits[node] = rows[node] + bits[i];
     }
-    float* own = values + starts[i];
-    launcher.launch(unpack_add<SignMessages>,
-                    launcher.blocks_for(lengths[i], unpack_threads / 32 * tile_elements, SignMessages::blocks), unpack_threads, own,
-                    lengths[i], is_aligned_to_quads(own), messages, Progress{nullptr, true, true});
+    launch_parts(launcher, values + starts[i], lengths[i], messages);
   }
   return launcher.error();
 }

@@ -18,7 +18,8 @@ struct CollectShared {
 TOPKUBE_DEVICE void look_back_twice(const Selection& selection, u32 tile, u64 own, CollectShared& shared) {
   const u32 kind = gpu::warp();  // two warps look back at the same time
   if (kind < 2) {
-    const u64 before = look_back(kind ? selection.collected[1] : selection.collected[0], tile, kind ? own >> 32 : own & 0xffffffffu);
+    const u64 before =
+        look_back(kind ? selection.collected[1] : selection.collected[0], tile, kind ? own >> 32 : own & 0xffffffffu);
     if (gpu::lane() == 0) shared.offsets[kind] = before;
   }
   gpu::sync();
@@ -212,7 +213,8 @@ TOPKUBE_DEVICE void collect_entries(const Source& source, const Selection& selec
 }
 
 template <class Source, class Value>
-TOPKUBE_KERNEL(collect_threads, collect_blocks) collect(Source source, Selection selection, u32* indices, Value* values, float* acc) {
+TOPKUBE_KERNEL(collect_threads, collect_blocks) collect(Source source, Selection selection, u32* indices, Value* values,
+                                                        float* acc) {
   collect_entries(source, selection, indices, values, acc, gpu::shared<CollectShared>());
 }
 

@@ -8,7 +8,7 @@ changes of the weights.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -55,7 +55,7 @@ class CodecAllReduce(ShardAllReduce):
         stage, change = self.build_stage(shard), shard.accumulate()
         call.check_between_nodes()
         sent = stage.exchange(call, partial(stage.pack, change), [1.0] * shard.world.nodes)
-        self.end_two_stages(shard, stage, change, sent)
+        self.end_two_stages(shard, stage, change, partial(stage.write, rows=sent))
 
     def begin(self, world: World, request: Request, place: Place) -> tuple[Call, Shard, Exchange | None, int]:
         """Begin the all-reduce of an array that has a residual, in two stages. Return the call, this rank's shard, the
@@ -71,7 +71,7 @@ class CodecAllReduce(ShardAllReduce):
             weights = [1.0] * world.nodes
             sent = yield from stage.travel(call, partial(stage.pack, change), weights, place)
             with phases.current.timed("select", bucket=call.traced_bucket):
-                self.end_two_stages(shard, stage, change, sent)
+                self.end_two_stages(shard, stage, change, partial(stage.write, rows=sent))
 
         return call, shard, travel(), stage.sent_bytes
 
@@ -91,14 +91,14 @@ class CodecAllReduce(ShardAllReduce):
         allocate_zeros = take_zeros if is_tensor(shard.values) else None
         return TwoStage(codec_of, [slice(0, length)], length, world.node, world.nodes, allocate_zeros)
 
-    def end_two_stages(self, shard: Shard, stage: TwoStage, change: Any, sent: Sequence[Any]) -> None:
-        """Write what the owners `sent` into the shard. `change` holds what this node has not sent; it gets what this
-        node, as an owner, has not sent."""
+    def end_two_stages(self, shard: Shard, stage: TwoStage, change: Any, write: Callable[[Any], object]) -> None:
+        """Put what the owners sent into the shard: `write` writes it into an array of float32. `change` holds what this
+        node has not sent; it gets what this node, as an owner, has not sent."""
         shard.finite.append(stage.is_finite)
         if shard.request.residual is not None:
             change[stage.segment] += stage.owed
         total = self._find_float32_values(shard)
-        stage.write(total, sent)
+        write(total)
         self._store(shard, total)
 
     def pack(self, shard: Shard) -> Any:

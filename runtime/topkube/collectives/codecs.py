@@ -179,10 +179,31 @@ class Integers(TensorCodec):
 
     def __init__(self, places: Sequence[slice], bits: int) -> None:
         self._bits = bits
+        self._layout: kernels.IntegerLayout | None = None
         super().__init__(places)
 
     def count_bytes(self, length: int) -> int:
         return int(kernels.quantised_bytes(length, self._bits))
+
+    def pack(self, values: Any, row: Any) -> Any:
+        if not _is_on_gpu(values):
+            return super().pack(values, row)
+        return kernels.quantised_pack_parts_(values, row, self._find_layout(), wait=False)
+
+    def unpack_add(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
+        if _is_on_gpu(out):
+            kernels.quantised_unpack_add_parts_(out, list(rows), weights, self._find_layout())
+        else:
+            super().unpack_add(out, rows, weights)
+
+    def unpack(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
+        if _is_on_gpu(out):
+            kernels.quantised_unpack_add_parts_(out, list(rows), weights, self._find_layout(), replaces=True)
+            return
+        for place, part in zip(self._places, self._row_places, strict=True):
+            if len(out[place]):
+                parts = [row[part] for row in rows]
+                kernels.quantised_unpack_add_(out[place], self._bits, parts, weights, replaces=True)
 
     def pack_tensor(self, values: Any, row: Any) -> Any:
         return kernels.quantised_pack_(values, self._bits, row, wait=False)
@@ -190,11 +211,10 @@ class Integers(TensorCodec):
     def unpack_add_tensor(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
         kernels.quantised_unpack_add_(out, self._bits, list(rows), weights)
 
-    def unpack(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
-        for place, part in zip(self._places, self._row_places, strict=True):
-            if len(out[place]):
-                parts = [row[part] for row in rows]
-                kernels.quantised_unpack_add_(out[place], self._bits, parts, weights, replaces=True)
+    def _find_layout(self) -> kernels.IntegerLayout:
+        if self._layout is None:
+            self._layout = kernels.IntegerLayout(self._places, self._bits)
+        return self._layout
 
 
 class Rounded(Codec):

@@ -11,13 +11,16 @@ from topkube import _kernels
 from topkube.errors import SettingsError
 from topkube.kernels.arguments import SETTINGS, SIGN_BLOCK
 from topkube.kernels.dense import add_, cast_, is_finite, scale_, sum_
+from topkube.kernels.part_layouts import IntegerLayout, SignLayout
 from topkube.kernels.previous_threshold import PreviousThreshold
 from topkube.kernels.quantised import (
     QUANTISED_BITS,
     QUANTISED_BLOCK,
     quantised_bytes,
     quantised_pack_,
+    quantised_pack_parts_,
     quantised_unpack_add_,
+    quantised_unpack_add_parts_,
 )
 from topkube.kernels.selection import (
     Effort,
@@ -38,7 +41,6 @@ from topkube.kernels.sign import (
     top_sign_pack_,
     top_sign_unpack_add_,
 )
-from topkube.kernels.sign_layout import SignLayout
 from topkube.kernels.wire import decode, decode_add_, encode, encoded_size, scatter_add_, sum_rows_
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "QUANTISED_BLOCK",
     "SIGN_BLOCK",
     "Effort",
+    "IntegerLayout",
     "PreviousThreshold",
     "SignLayout",
     "Thresholds",
@@ -63,7 +66,9 @@ __all__ = [
     "mstopk",
     "quantised_bytes",
     "quantised_pack_",
+    "quantised_pack_parts_",
     "quantised_unpack_add_",
+    "quantised_unpack_add_parts_",
     "scale_",
     "scatter_add_",
     "sign_pack_",

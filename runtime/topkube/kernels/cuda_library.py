@@ -21,7 +21,7 @@ NAME = "libtopkube_cuda.so"
 STATE_BYTES = 256  # room for a State (csrc/cuda/selection/state.hpp)
 PREVIOUS_BYTES = 32  # room for a PreviousThreshold (csrc/cuda/selection/state.hpp)
 VERDICT_WORDS = 4  # the words of a verdict (csrc/cuda/wire.hpp)
-MOST_PARTS = 128  # the messages that one call of `sign_unpack_add_parts` adds (csrc/cuda/parts.hpp)
+MOST_PARTS = 128  # the messages that one call of `..._unpack_add_parts` adds (csrc/cuda/parts.hpp)
 MOST_INPUTS = 16  # the arrays that one call of `sum` adds (csrc/cuda/dense.hpp)
 
 _int, _u32, _u64, _float, _pointer = (
@@ -66,6 +66,17 @@ _SIGNATURES: dict[str, list[Any]] = {
     "top_sign_write": [*_device_and_stream, _pointer, _u64, _pointer, _pointer, _u64, _pointer],
     "top_sign_unpack_add": [*_device_and_stream, _pointer, _u64, _u64, _pointer, _float, _pointer, *_workspace],
     "quantised_pack": [*_device_and_stream, _pointer, _u64, _int, _pointer, _pointer],
+    "quantised_pack_parts": [*_device_and_stream, _pointer, _int, _pointer, _u64, *[_pointer] * 4],
+    "quantised_unpack_add_parts": [
+        *_device_and_stream,
+        _pointer,
+        _int,
+        _u64,
+        _pointer,
+        _pointer,
+        _u64,
+        *[_pointer] * 3,
+    ],
     "quantised_unpack_add": [*_device_and_stream, _pointer, _u64, _int, _pointer, _pointer, _u64, *_workspace],
 }
 

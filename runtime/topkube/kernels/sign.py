@@ -23,7 +23,7 @@ from topkube.kernels.arguments import (
 )
 from topkube.kernels.cuda_library import MOST_PARTS
 from topkube.kernels.device import find_device_kernels
-from topkube.kernels.sign_layout import SignLayout
+from topkube.kernels.part_layouts import SignLayout
 
 _UINT8, _UINT16 = np.dtype(np.uint8), np.dtype(np.uint16)
 _PART_NAMES = ("scales", "bits")

@@ -124,6 +124,36 @@ def test_parts_are_packed_and_added_as_one_after_another(device: Device, places:
     assert have_same_bits(on_cpu, left)
 
 
+@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    "places",
+    [[], [slice(0, 700)], [slice(0, 256), slice(256, 300), slice(512, 513), slice(513, 513), slice(768, 1800)]],
+    ids=["no part", "one part", "several parts with gaps"],
+)
+def test_integers_of_parts_are_packed_and_added_as_one_after_another(
+    device: Device, places: list[slice], bits: int, nodes: int
+) -> None:
+    layout, x, weights = kernels.IntegerLayout(places, bits), draw_normal(2000), [0.5, -1.0, 0.25][:nodes]
+    expected, left = torch.full((layout.message_bytes + 8,), 7, dtype=torch.uint8), x.clone()
+    for part, message in layout.cut(left, expected):
+        kernels.quantised_pack_(part, bits, message)
+    on_device, row = device.put(x), device.put(torch.full_like(expected, 7))
+    flag = device.kernels.quantised_pack_parts_(on_device, row, layout)
+    on_cpu, cpu_row = x.clone(), torch.full_like(expected, 7)
+    assert kernels.quantised_pack_parts_(on_cpu, cpu_row, layout)
+    assert device.kernels.read_flag(flag, True)
+    for values, own in ((on_device, row), (on_cpu, cpu_row)):
+        assert have_same_bits(values, left)
+        assert have_same_bits(own, expected)
+    for part, message in layout.cut(left, expected):
+        kernels.quantised_unpack_add_(part, bits, [message] * nodes, weights)
+    device.kernels.quantised_unpack_add_parts_(on_device, [row] * nodes, weights, layout)
+    kernels.quantised_unpack_add_parts_(on_cpu, [cpu_row] * nodes, weights, layout)
+    assert have_same_bits(on_device, left)
+    assert have_same_bits(on_cpu, left)
+
+
 def test_a_part_that_is_not_finite_is_reported(device: Device) -> None:
     layout, x = kernels.SignLayout([slice(0, 300), slice(512, 900)]), draw_normal(1000)
     for bad, is_finite in ((400, True), (600, False)):  # element 400 is in no part
@@ -132,6 +162,11 @@ def test_a_part_that_is_not_finite_is_reported(device: Device) -> None:
         row = torch.zeros(layout.message_bytes, dtype=torch.uint8)
         assert kernels.sign_pack_parts_(poisoned.clone(), row, layout) == is_finite
         flag = device.kernels.sign_pack_parts_(device.put(poisoned), device.put(row), layout)
+        assert device.kernels.read_flag(flag, True) == is_finite
+        integers = kernels.IntegerLayout([slice(0, 300), slice(512, 900)], 4)
+        row = torch.zeros(integers.message_bytes, dtype=torch.uint8)
+        assert kernels.quantised_pack_parts_(poisoned.clone(), row, integers) == is_finite
+        flag = device.kernels.quantised_pack_parts_(device.put(poisoned), device.put(row), integers)
         assert device.kernels.read_flag(flag, True) == is_finite
 
 

@@ -7,10 +7,13 @@ device, but other exchanges continue meanwhile.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from topkube.collectives.codec_all_reduce import CodecAllReduce
+from topkube.collectives.codecs import join_flags
 from topkube.collectives.device.memory import DeviceMemory, Slot
 from topkube.collectives.exchange import Exchange, exchange_rows
 from topkube.collectives.shard import Shard
@@ -24,6 +27,9 @@ class DeviceTwoStages:
     def __init__(self, memory: DeviceMemory, slot: Slot, all_reduce: CodecAllReduce, shard: Shard) -> None:
         self._memory, self._slot, self._all_reduce, self._shard = memory, slot, all_reduce, shard
         self._stage, self._change = all_reduce.build_stage(shard), shard.accumulate()
+        segments = [slice(start, stop) for start, stop in itertools.pairwise(self._stage.bounds)]
+        self._rows = all_reduce.codec(segments, len(shard.values), shard.request.wire)
+        """The codec of the rows of all owners, side by side: one call of a kernel works on all of them."""
         stage, node, nodes = self._stage, shard.world.node, shard.world.nodes
         row_bytes = stage.codecs[node].row_bytes
         rows = shard.scratch("rows of owners", stage.total_bytes, "uint8")
@@ -43,7 +49,7 @@ class DeviceTwoStages:
     def pack(self) -> None:
         """Write what this node sends to the owners, and begin to copy it to the host."""
         rows = self._on_device[0]
-        self._stage.pack(self._change, self._stage.cut_rows(rows))
+        self._stage.is_finite = join_flags(self._stage.is_finite, self._rows.pack(self._change, rows))
         self._copy(self._in_host[0], rows)
 
     def travel(self, tag: int) -> Exchange:
@@ -69,7 +75,8 @@ class DeviceTwoStages:
         with memory.on_stream(), phases.current.timed("select"):
             self._copy(means, host_means)
             self._slot.read = memory.mark()
-            self._all_reduce.end_two_stages(self._shard, stage, self._change, stage.cut_rows(means))
+            write = partial(self._rows.unpack, rows=[means], weights=[1.0])
+            self._all_reduce.end_two_stages(self._shard, stage, self._change, write)
 
     def _cut(self, arrived: Any) -> list[Any]:
         """Cut the rows of all nodes for the segment of this node."""

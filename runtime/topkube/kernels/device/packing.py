@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from topkube.errors import ArgumentError
 from topkube.kernels.arguments import check_message_size, check_same_length, check_sign_sizes
 from topkube.kernels.device.launches import Launches
-from topkube.kernels.sign_layout import SignLayout
+from topkube.kernels.part_layouts import IntegerLayout, PartLayout, SignLayout
 
 if TYPE_CHECKING:
     import torch
@@ -74,12 +74,7 @@ class PackingKernels(Launches):
         self, out: torch.Tensor, messages: Sequence[torch.Tensor], weights: Sequence[float], layout: SignLayout
     ) -> None:
         """Add at most MOST_PARTS messages."""
-        self.check_tensor(out, "out", (self.torch.float32,))
-        check_same_length("weights", len(weights), "messages", len(messages))
-        for i, message in enumerate(messages):
-            self._check_parts(out, message, f"messages[{i}]", layout)
-            self.check_apart("out", out, f"messages[{i}]", message)
-        addresses, factors = _build_address_array(messages), _build_float_array(weights)
+        addresses, factors = self._check_unpacking(out, messages, weights, layout)
         self.library.call(
             "sign_unpack_add_parts", *self.find_stream(out), out.data_ptr(), len(messages),
             ctypes.addressof(addresses), ctypes.addressof(factors), len(layout), *layout.addresses,
@@ -96,6 +91,28 @@ class PackingKernels(Launches):
             flag.data_ptr(),
         )  # fmt: skip
         return flag
+
+    def quantised_pack_parts_(self, values: torch.Tensor, message: torch.Tensor, layout: IntegerLayout) -> Any:
+        """Return the flag."""
+        self.check_tensor(values, "values", (self.torch.float32,))
+        self._check_parts(values, message, "message", layout)
+        self.check_apart("values", values, "message", message)
+        flag = self._allocate_flag(values)
+        self.library.call(
+            "quantised_pack_parts", *self.find_stream(values), values.data_ptr(), layout.bits, message.data_ptr(),
+            len(layout), *layout.addresses, flag.data_ptr(),
+        )  # fmt: skip
+        return flag
+
+    def quantised_unpack_add_parts_(
+        self, out: torch.Tensor, messages: Sequence[torch.Tensor], weights: Sequence[float], layout: IntegerLayout
+    ) -> None:
+        """Add at most MOST_PARTS messages."""
+        addresses, factors = self._check_unpacking(out, messages, weights, layout)
+        self.library.call(
+            "quantised_unpack_add_parts", *self.find_stream(out), out.data_ptr(), layout.bits, len(messages),
+            ctypes.addressof(addresses), ctypes.addressof(factors), len(layout), *layout.addresses,
+        )  # fmt: skip
 
     def quantised_unpack_add_(
         self, out: torch.Tensor, bits: int, messages: Sequence[torch.Tensor], weights: Sequence[float], size: int
@@ -115,7 +132,18 @@ class PackingKernels(Launches):
     def _allocate_flag(self, like: torch.Tensor) -> Any:
         return self.allocate(like, 1, self.torch.int32).fill_(1)
 
-    def _check_parts(self, values: torch.Tensor, message: torch.Tensor, name: str, layout: SignLayout) -> None:
+    def _check_unpacking(
+        self, out: torch.Tensor, messages: Sequence[torch.Tensor], weights: Sequence[float], layout: PartLayout
+    ) -> tuple[Any, Any]:
+        """Return the addresses of the messages, and their weights, as arrays of C."""
+        self.check_tensor(out, "out", (self.torch.float32,))
+        check_same_length("weights", len(weights), "messages", len(messages))
+        for i, message in enumerate(messages):
+            self._check_parts(out, message, f"messages[{i}]", layout)
+            self.check_apart("out", out, f"messages[{i}]", message)
+        return _build_address_array(messages), _build_float_array(weights)
+
+    def _check_parts(self, values: torch.Tensor, message: torch.Tensor, name: str, layout: PartLayout) -> None:
         self.check_tensor(message, name, (self.torch.uint8,))
         layout.check(values.numel(), message.numel(), name)
         if message.data_ptr() % 2:
