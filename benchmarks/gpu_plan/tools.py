@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import sys
 import time
+from pathlib import Path
 
 from gpu_plan.machine import ROOT
 from gpu_plan.programs import run_group
@@ -78,7 +79,7 @@ def run_sanitisers(rows: Rows, dry: bool, seconds: float = 120) -> None:
 
 def _run_if_installed(rows: Rows, command: list[str], seconds: float, dry: bool) -> Row:
     if dry or shutil.which(command[0]) is None:
-        return {"tool": command[0], "skipped": "the dry mode" if dry else "it is not installed"}
+        return {"tool": Path(command[0]).name, "skipped": "the dry mode" if dry else "it is not installed"}
     return _run_command(rows, command, seconds, wrong_status=3)
 
 
@@ -91,6 +92,6 @@ def _run_command(rows: Rows, command: list[str], seconds: float, wrong_status: i
     if status is None and seconds_left < seconds:
         raise TimeoutError(f"the time was over after {seconds_left:.0f} s")
     if status is None:
-        return {"tool": command[0], "skipped": f"it did not end within {seconds:g} s"}
+        return {"tool": Path(command[0]).name, "skipped": f"it did not end within {seconds:g} s"}
     wrong = ["errors"] if status == wrong_status else []
-    return {"tool": command[0], "status": status, "wrong": wrong, "output": output[-4000:]}
+    return {"tool": Path(command[0]).name, "status": status, "wrong": wrong, "output": output[-4000:]}
