@@ -19,7 +19,7 @@ TOPKUBE_DEVICE u64 look_back(u64* words, u32 tile, u64 own) {
   u64 before = 0;
   bool found = false;
   for (std::int64_t nearest = std::int64_t{tile} - 1; nearest >= 0 && !found; nearest -= 32 * look_back_ahead) {
-    u64 word[look_back_ahead];  // loads of 128 tiles are under way at the same time
+    u64 word[look_back_ahead];  // loads of 64 tiles are under way at the same time
 #pragma unroll
     for (u32 j = 0; j < look_back_ahead; ++j) {
       const std::int64_t at = nearest - 32 * j - lane;

@@ -23,9 +23,6 @@ from topkube.collectives.codecs import (
     Integers,
     Rounded,
     Signs,
-    count_sign_blocks,
-    count_sign_row_bytes,
-    view_signs,
 )
 from topkube.collectives.exchange import Exchange, Place
 from topkube.collectives.request import Request
@@ -33,6 +30,7 @@ from topkube.collectives.shard import Shard
 from topkube.collectives.top_levels import TopLevels
 from topkube.collectives.top_signs import TopSigns
 from topkube.collectives.two_stage import TwoStage
+from topkube.kernels.parts import count_sign_blocks, count_sign_bytes, view_signs
 from topkube.telemetry import phases
 from topkube.world import World
 
@@ -186,7 +184,7 @@ class SignSgd(ShardAllReduce):
     def pack(self, shard: Shard) -> Any:
         values = shard.scratch("values", len(shard.values), "float32")
         values[:] = shard.values
-        rows = shard.rows(max(map(count_sign_row_bytes, shard.lengths)))
+        rows = shard.rows(max(map(count_sign_bytes, shard.lengths)))
         scales, bits = view_signs(rows[shard.world.node], len(values))
         shard.finite.append(kernels.sign_pack_(values, scales, bits)[2])
         return rows

@@ -16,8 +16,8 @@ import numpy as np
 
 from topkube import kernels
 from topkube.arrays import BFLOAT16, Array, is_tensor
+from topkube.kernels.parts import PartLayout, align, count_sign_blocks, count_sign_bytes, view_signs
 
-_ALIGNMENT = 8
 _CACHED_ELEMENTS = 2**16
 """Differences that are computed at a time: 256 KiB. A multiple of the block of signs."""
 _DTYPES = {"fp32": np.dtype(np.float32), "bf16": BFLOAT16, "fp16": np.dtype(np.float16)}
@@ -57,8 +57,6 @@ class TensorCodec(Codec):
     """A codec that packs every tensor on its own, with `pack_tensor` and `unpack_add_tensor`. `places` are the slices
     of the values that belong to one tensor each, and every value belongs to one."""
 
-    works_on_device: ClassVar[bool] = False
-    """True if its kernels also work on tensors on a GPU, and do not wait there."""
     packs_differences_fast: ClassVar[bool] = False
     """True if `pack_differences` takes about as long as a copy of the tensors."""
 
@@ -116,34 +114,52 @@ class TensorCodec(Codec):
                 self.unpack_add_tensor(out, [row[part] for row in rows], weights)
 
 
-class Signs(TensorCodec):
-    """A codec with one bit per element, and the mean magnitude of each block of 256 elements in bf16. Blocks start
-    again in each tensor, so the last block of a tensor may be shorter."""
-
-    works_on_device = packs_differences_fast = True
+class PartsCodec(TensorCodec):
+    """A codec whose tensors are the parts of a layout (topkube/kernels/parts.py): on a GPU, one call of a kernel packs
+    or adds all of them."""
 
     def __init__(self, places: Sequence[slice]) -> None:
         super().__init__(places)
-        self._layout: kernels.SignLayout | None = None
+        self._layout: PartLayout | None = None
+
+    @abstractmethod
+    def build_layout(self, places: Sequence[slice]) -> PartLayout:
+        """Return the layout of the tensors at `places`. Its message is the row of this codec."""
+
+    @property
+    def layout(self) -> PartLayout:
+        """The layout of all tensors, made when it is first needed."""
+        if self._layout is None:
+            self._layout = self.build_layout(self._places)
+        return self._layout
 
     def pack(self, values: Any, row: Any) -> Any:
         if not _is_on_gpu(values):
             return super().pack(values, row)
-        return kernels.sign_pack_parts_(values, row, self._find_layout(), wait=False)
+        return kernels.pack_parts_(values, row, self.layout, wait=False)
 
     def unpack_add(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
         if _is_on_gpu(out):
-            kernels.sign_unpack_add_parts_(out, list(rows), weights, self._find_layout())
+            kernels.unpack_add_parts_(out, rows, weights, self.layout)
         else:
             super().unpack_add(out, rows, weights)
 
-    def _find_layout(self) -> kernels.SignLayout:
-        if self._layout is None:
-            self._layout = kernels.SignLayout(self._places)
-        return self._layout
+
+def _is_on_gpu(values: Any) -> bool:
+    return is_tensor(values) and bool(values.is_cuda)
+
+
+class Signs(PartsCodec):
+    """A codec with one bit per element, and the mean magnitude of each block of 256 elements in bf16. Blocks start
+    again in each tensor, so the last block of a tensor may be shorter."""
+
+    packs_differences_fast = True
+
+    def build_layout(self, places: Sequence[slice]) -> PartLayout:
+        return kernels.SignLayout(places)
 
     def count_bytes(self, length: int) -> int:
-        return count_sign_row_bytes(length)
+        return count_sign_bytes(length)
 
     def pack_tensor(self, values: Any, row: Any) -> Any:
         scales, bits = view_signs(row, len(values))
@@ -164,46 +180,20 @@ class Signs(TensorCodec):
         kernels.sign_unpack_add_(out, [view_signs(row, len(out)) for row in rows], weights)
 
 
-def _is_on_gpu(values: Any) -> bool:
-    """Return True if one call of a kernel for all tensors saves time: each call from Python takes longer than the work
-    of the device."""
-    return is_tensor(values) and bool(values.is_cuda)
-
-
-class Integers(TensorCodec):
+class Integers(PartsCodec):
     """A codec with an integer of `bits` bits (4 or 8) per element, and a scale for each block of 256 elements. With 8
     bits, an integer stands for itself times the scale; with 4 bits, its square does (`kernels.quantised_pack_`). Blocks
     start again in each tensor."""
 
-    works_on_device = True
-
     def __init__(self, places: Sequence[slice], bits: int) -> None:
         self._bits = bits
-        self._layout: kernels.IntegerLayout | None = None
         super().__init__(places)
 
+    def build_layout(self, places: Sequence[slice]) -> PartLayout:
+        return kernels.IntegerLayout(places, self._bits)
+
     def count_bytes(self, length: int) -> int:
-        return int(kernels.quantised_bytes(length, self._bits))
-
-    def pack(self, values: Any, row: Any) -> Any:
-        if not _is_on_gpu(values):
-            return super().pack(values, row)
-        return kernels.quantised_pack_parts_(values, row, self._find_layout(), wait=False)
-
-    def unpack_add(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
-        if _is_on_gpu(out):
-            kernels.quantised_unpack_add_parts_(out, list(rows), weights, self._find_layout())
-        else:
-            super().unpack_add(out, rows, weights)
-
-    def unpack(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
-        if _is_on_gpu(out):
-            kernels.quantised_unpack_add_parts_(out, list(rows), weights, self._find_layout(), replaces=True)
-            return
-        for place, part in zip(self._places, self._row_places, strict=True):
-            if len(out[place]):
-                parts = [row[part] for row in rows]
-                kernels.quantised_unpack_add_(out[place], self._bits, parts, weights, replaces=True)
+        return kernels.quantised_bytes(length, self._bits)
 
     def pack_tensor(self, values: Any, row: Any) -> Any:
         return kernels.quantised_pack_(values, self._bits, row, wait=False)
@@ -211,10 +201,8 @@ class Integers(TensorCodec):
     def unpack_add_tensor(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
         kernels.quantised_unpack_add_(out, self._bits, list(rows), weights)
 
-    def _find_layout(self) -> kernels.IntegerLayout:
-        if self._layout is None:
-            self._layout = kernels.IntegerLayout(self._places, self._bits)
-        return self._layout
+    def unpack(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
+        kernels.unpack_add_parts_(out, rows, weights, self.layout, replaces=True)
 
 
 class Rounded(Codec):
@@ -245,29 +233,3 @@ class Rounded(Codec):
     def _values(self, row: Array) -> Array:
         values: Array = row[: self._length * self._dtype.itemsize].view(self._dtype)
         return values
-
-
-def count_sign_row_bytes(length: int) -> int:
-    """Return the bytes of signs and scales for `length` elements: the scales, then the bits, rounded up to 8."""
-    return align(2 * count_sign_blocks(length) + -(-length // 8))
-
-
-def view_signs(row: Any, length: int) -> tuple[Any, Any]:
-    """Return the scales, (blocks,) uint16, and the bits, (ceil(length / 8),) uint8, at the start of `row`."""
-    blocks = count_sign_blocks(length)
-    scales, bits = row[: 2 * blocks], row[2 * blocks : 2 * blocks + -(-length // 8)]
-    if not is_tensor(row):
-        return scales.view(np.uint16), bits
-    import torch
-
-    return scales.view(torch.uint16), bits
-
-
-def count_sign_blocks(length: int) -> int:
-    """Return the number of blocks of 256 in `length` elements."""
-    return -(-length // kernels.SIGN_BLOCK)
-
-
-def align(length: int) -> int:
-    """Return `length` in bytes, rounded up to a multiple of 8."""
-    return -(-length // _ALIGNMENT) * _ALIGNMENT

@@ -15,9 +15,10 @@ import numpy as np
 
 from topkube import kernels
 from topkube.arrays import BFLOAT16, Array
-from topkube.collectives.codecs import TensorCodec, align, count_sign_blocks
+from topkube.collectives.codecs import TensorCodec
 from topkube.collectives.sparse import count_selected
 from topkube.errors import WireError
+from topkube.kernels.parts import align, count_sign_blocks
 
 LEVEL_SHARE = 1 / 32
 """The share of the elements of each tensor that is sent."""

@@ -11,16 +11,14 @@ from topkube import _kernels
 from topkube.errors import SettingsError
 from topkube.kernels.arguments import SETTINGS, SIGN_BLOCK
 from topkube.kernels.dense import add_, cast_, is_finite, scale_, sum_
-from topkube.kernels.part_layouts import IntegerLayout, SignLayout
+from topkube.kernels.parts import IntegerLayout, SignLayout, pack_parts_, unpack_add_parts_
 from topkube.kernels.previous_threshold import PreviousThreshold
 from topkube.kernels.quantised import (
     QUANTISED_BITS,
     QUANTISED_BLOCK,
     quantised_bytes,
     quantised_pack_,
-    quantised_pack_parts_,
     quantised_unpack_add_,
-    quantised_unpack_add_parts_,
 )
 from topkube.kernels.selection import (
     Effort,
@@ -34,9 +32,7 @@ from topkube.kernels.selection import (
 )
 from topkube.kernels.sign import (
     sign_pack_,
-    sign_pack_parts_,
     sign_unpack_add_,
-    sign_unpack_add_parts_,
     top_sign_bytes,
     top_sign_pack_,
     top_sign_unpack_add_,
@@ -64,17 +60,14 @@ __all__ = [
     "last_effort",
     "last_thresholds",
     "mstopk",
+    "pack_parts_",
     "quantised_bytes",
     "quantised_pack_",
-    "quantised_pack_parts_",
     "quantised_unpack_add_",
-    "quantised_unpack_add_parts_",
     "scale_",
     "scatter_add_",
     "sign_pack_",
-    "sign_pack_parts_",
     "sign_unpack_add_",
-    "sign_unpack_add_parts_",
     "simd",
     "simd_paths",
     "sum_",
@@ -83,6 +76,7 @@ __all__ = [
     "top_sign_pack_",
     "top_sign_unpack_add_",
     "topk",
+    "unpack_add_parts_",
     "use_simd",
 ]
 

@@ -11,9 +11,7 @@ from topkube import _kernels
 from topkube.arrays import Array, as_bytes, view_flat
 from topkube.errors import ArgumentError
 from topkube.kernels.arguments import FLOAT32, check_apart, check_message_size, check_same_length
-from topkube.kernels.cuda_library import MOST_PARTS
 from topkube.kernels.device import find_device_kernels
-from topkube.kernels.part_layouts import IntegerLayout
 
 QUANTISED_BITS = (4, 8)
 QUANTISED_BLOCK = 256
@@ -61,9 +59,7 @@ def quantised_unpack_add_(
     anything is written.
     """
     if gpu := find_device_kernels(out=out, **{f"messages[{i}]": message for i, message in enumerate(messages)}):
-        if replaces:
-            out.zero_()
-        gpu.quantised_unpack_add_(out, bits, messages, weights, quantised_bytes(out.numel(), bits))
+        gpu.quantised_unpack_add_(out, bits, messages, weights, quantised_bytes(out.numel(), bits), replaces)
         return out
     view = view_flat(out, "out", writable=True, dtypes=(FLOAT32,))
     check_same_length("weights", len(weights), "messages", len(messages))
@@ -71,37 +67,6 @@ def quantised_unpack_add_(
     for i, message in enumerate(views):
         check_apart("out", view, f"messages[{i}]", message)
     _kernels.quantised_unpack_add(as_bytes(view), bits, views, list(map(float, weights)), replaces)
-    return out
-
-
-def quantised_pack_parts_(values: Any, message: Any, layout: IntegerLayout, *, wait: bool = True) -> Any:
-    """Pack each part of `values` (float32) as `quantised_pack_` does, into `message` (uint8), and subtract in place
-    what is sent. Return False if a scale of any part is NaN; `wait` is as for `quantised_pack_`. On a GPU this is one
-    call for all parts. Raises ArgumentError before anything is written."""
-    if gpu := find_device_kernels(values=values, message=message):
-        return gpu.read_flag(gpu.quantised_pack_parts_(values, message, layout), wait)
-    layout.check(len(values), len(message), "message")
-    return all([quantised_pack_(part, layout.bits, own) for part, own in layout.cut(values, message)])
-
-
-def quantised_unpack_add_parts_(
-    out: Any, messages: Sequence[Any], weights: Sequence[float], layout: IntegerLayout, *, replaces: bool = False
-) -> Any:
-    """Add to each part of `out` (float32) what `quantised_unpack_add_` would, from messages of `quantised_pack_parts_`.
-    Return `out`. With `replaces`, the sums replace what the parts hold. On a GPU, up to 128 messages are one call for
-    all parts. Raises ArgumentError before anything is written."""
-    gpu = find_device_kernels(out=out, **{f"messages[{i}]": message for i, message in enumerate(messages)})
-    if gpu and len(messages) <= MOST_PARTS:
-        if replaces:
-            out.zero_()
-        gpu.quantised_unpack_add_parts_(out, messages, weights, layout)
-        return out
-    for i, message in enumerate(messages):
-        layout.check(len(out), len(message), f"messages[{i}]")
-    cuts = [layout.cut(out, message) for message in messages]
-    for number, part in enumerate(layout.parts):
-        own = [cut[number][1] for cut in cuts]
-        quantised_unpack_add_(out[part], layout.bits, own, weights, replaces=replaces)
     return out
 
 

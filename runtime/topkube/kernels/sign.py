@@ -21,9 +21,7 @@ from topkube.kernels.arguments import (
     check_top_sign_size,
     choose_threads,
 )
-from topkube.kernels.cuda_library import MOST_PARTS
 from topkube.kernels.device import find_device_kernels
-from topkube.kernels.part_layouts import SignLayout
 
 _UINT8, _UINT16 = np.dtype(np.uint8), np.dtype(np.uint16)
 _PART_NAMES = ("scales", "bits")
@@ -52,32 +50,6 @@ def sign_pack_(
     check_apart("values", view, "bits", bits_view)
     check_apart("scales", scales_view, "bits", bits_view)
     return scales, bits, bool(_kernels.sign_pack(as_bytes(view), as_bytes(scales_view), bits_view))
-
-
-def sign_pack_parts_(values: Any, message: Any, layout: SignLayout, *, wait: bool = True) -> Any:
-    """Pack each part of `values` (float32) as `sign_pack_` does, into `message` (uint8), and subtract in place what is
-    sent. Return `is_finite` of all parts together; `wait` is as for `sign_pack_`. On a GPU this is one call for all
-    parts. Raises ArgumentError before anything is written."""
-    if gpu := find_device_kernels(values=values, message=message):
-        return gpu.read_flag(gpu.sign_pack_parts_(values, message, layout), wait)
-    layout.check(len(values), len(message), "message")
-    flags = [sign_pack_(part, scales, bits)[2] for part, scales, bits in layout.cut(values, message)]
-    return all(flags)
-
-
-def sign_unpack_add_parts_(out: Any, messages: Sequence[Any], weights: Sequence[float], layout: SignLayout) -> Any:
-    """Add to each part of `out` (float32) what `sign_unpack_add_` would, from messages of `sign_pack_parts_`. Return
-    `out`. On a GPU, up to 128 messages are one call for all parts. Raises ArgumentError before anything is written."""
-    gpu = find_device_kernels(out=out, **{f"messages[{i}]": message for i, message in enumerate(messages)})
-    if gpu and len(messages) <= MOST_PARTS:
-        gpu.sign_unpack_add_parts_(out, messages, weights, layout)
-        return out
-    for i, message in enumerate(messages):
-        layout.check(len(out), len(message), f"messages[{i}]")
-    cuts = [layout.cut(out, message) for message in messages]
-    for number, part in enumerate(layout.cut(out, messages[0])) if messages else ():
-        sign_unpack_add_(part[0], [cut[number][1:] for cut in cuts], weights)
-    return out
 
 
 def sign_unpack_add_(out: Any, parts: Sequence[tuple[Any, Any]], weights: Sequence[float]) -> Any:

@@ -33,7 +33,7 @@ from topkube.algorithms import find_algorithm
 from topkube.bench import allreduce as bench
 from topkube.bench.bench_arrays import DeviceArrays
 from topkube.collectives import Request, load
-from topkube.collectives.device import nccl_link
+from topkube.collectives.device import rates
 from topkube.collectives.device.pipeline import MOST_TRAVELLING, DeviceAllReduce
 from topkube.collectives.error_feedback import Residual
 from topkube.errors import ArgumentError
@@ -262,10 +262,10 @@ def case_nccl_without_a_gpu_is_refused(world: World) -> None:
 
 def case_the_link_of_nccl_is_measured_once_for_auto(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nccl_link, "_ELEMENTS", 4096)
+        patch.setattr(rates, "_ELEMENTS", 4096)
         engine = DeviceAllReduce(world, CPU)
-        assert nccl_link.measure_nccl_link(engine) is None  # no GPU
-        rate = nccl_link.measure_link(engine, find_algorithm("nccl"))
+        assert rates.measure_nccl_link(engine) is None  # no GPU
+        rate = rates.measure_link(engine, find_algorithm("nccl"))
     assert rate > 0 if world.nodes > 1 else rate == 0
 
 

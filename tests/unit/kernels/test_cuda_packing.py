@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from thorough import choose
 
 from topkube import kernels
 from topkube.errors import ArgumentError
+from topkube.kernels.parts import PartLayout
 
 SHORT_LENGTHS = [1, 3, 4, 15, 16, 17, 31, 32, 33, 63, 255, 256, 257, 260, 511, 512, 513, 769]
 LENGTHS = [*SHORT_LENGTHS, 8191, 8193, choose(30_011, 300_007)]
@@ -91,95 +92,75 @@ def test_packed_signs_are_those_of_the_cpu(device: Device, x: Any, offset: int, 
     pack_signs(device, torch.from_numpy(x), offset, bit_offset)
 
 
+LAYOUTS: dict[str, Callable[[list[slice]], PartLayout]] = {
+    "signs": kernels.SignLayout,
+    "4 bits": lambda places: kernels.IntegerLayout(places, 4),
+    "8 bits": lambda places: kernels.IntegerLayout(places, 8),
+}
+
+
+@pytest.mark.parametrize("replaces", [False, True], ids=["added", "replaced"])
 @pytest.mark.parametrize("nodes", [1, 3])
 @pytest.mark.parametrize(
     "places",
     [[], [slice(0, 700)], [slice(0, 256), slice(256, 300), slice(512, 513), slice(513, 513), slice(768, 1800)]],
     ids=["no part", "one part", "several parts with gaps"],
 )
-def test_parts_are_packed_and_added_as_one_after_another(device: Device, places: list[slice], nodes: int) -> None:
-    layout, x = kernels.SignLayout(places), draw_normal(2000)
-    left, rows = x.clone(), [torch.full((layout.message_bytes + 8,), 7, dtype=torch.uint8) for _ in range(2)]
-    expected = [kernels.sign_pack_(left[place]) for place in places if place.stop > place.start]
-    on_device, row = device.put(x.clone()), device.put(rows[0])
-    flag = device.kernels.sign_pack_parts_(on_device, row, layout)
-    on_cpu = x.clone()
-    assert kernels.sign_pack_parts_(on_cpu, rows[1], layout)
-    assert device.kernels.read_flag(flag, True)
-    assert have_same_bits(on_device, left)
-    assert have_same_bits(on_cpu, left)
-    for own in (row.cpu(), rows[1]):
-        parts = [(scales, bits) for _, scales, bits in layout.cut(left, own)]
-        assert all(
-            have_same_bits(mine.view(torch.uint8), torch.from_numpy(np.asarray(theirs)).view(torch.uint8))
-            for part, packed in zip(parts, expected, strict=True)
-            for mine, theirs in zip(part, packed[:2], strict=True)
-        )
-    weights = [0.5, -1.0, 0.25][:nodes]
-    for place, (scales, bits, _) in zip([p for p in places if p.stop > p.start], expected, strict=True):
-        kernels.sign_unpack_add_(left[place], [(scales, bits)] * nodes, weights)
-    device.kernels.sign_unpack_add_parts_(on_device, [row] * nodes, weights, layout)
-    kernels.sign_unpack_add_parts_(on_cpu, [rows[1]] * nodes, weights, layout)
-    assert have_same_bits(on_device, left)
-    assert have_same_bits(on_cpu, left)
-
-
-@pytest.mark.parametrize("nodes", [1, 3])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(
-    "places",
-    [[], [slice(0, 700)], [slice(0, 256), slice(256, 300), slice(512, 513), slice(513, 513), slice(768, 1800)]],
-    ids=["no part", "one part", "several parts with gaps"],
-)
-def test_integers_of_parts_are_packed_and_added_as_one_after_another(
-    device: Device, places: list[slice], bits: int, nodes: int
+@pytest.mark.parametrize("build_layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_parts_are_packed_and_added_as_one_after_another(
+    device: Device, build_layout: Any, places: list[slice], nodes: int, replaces: bool
 ) -> None:
-    layout, x, weights = kernels.IntegerLayout(places, bits), draw_normal(2000), [0.5, -1.0, 0.25][:nodes]
-    expected, left = torch.full((layout.message_bytes + 8,), 7, dtype=torch.uint8), x.clone()
+    layout, x, weights = build_layout(places), draw_normal(2000), [0.5, -1.0, 0.25][:nodes]
+    expected, left = torch.zeros(layout.message_bytes + 8, dtype=torch.uint8), x.clone()
     for part, message in layout.cut(left, expected):
-        kernels.quantised_pack_(part, bits, message)
-    on_device, row = device.put(x), device.put(torch.full_like(expected, 7))
-    flag = device.kernels.quantised_pack_parts_(on_device, row, layout)
-    on_cpu, cpu_row = x.clone(), torch.full_like(expected, 7)
-    assert kernels.quantised_pack_parts_(on_cpu, cpu_row, layout)
-    assert device.kernels.read_flag(flag, True)
+        assert layout.pack_part(part, message)
+    on_device, row = device.put(x), device.put(torch.zeros_like(expected))
+    on_cpu, cpu_row = x.clone(), torch.zeros_like(expected)
+    assert device.kernels.read_flag(device.kernels.pack_parts_(on_device, row, layout), True)
+    assert kernels.pack_parts_(on_cpu, cpu_row, layout)
     for values, own in ((on_device, row), (on_cpu, cpu_row)):
         assert have_same_bits(values, left)
         assert have_same_bits(own, expected)
     for part, message in layout.cut(left, expected):
-        kernels.quantised_unpack_add_(part, bits, [message] * nodes, weights)
-    device.kernels.quantised_unpack_add_parts_(on_device, [row] * nodes, weights, layout)
-    kernels.quantised_unpack_add_parts_(on_cpu, [cpu_row] * nodes, weights, layout)
+        layout.unpack_add_part(part, [message] * nodes, weights, replaces)
+    device.kernels.unpack_add_parts_(on_device, [row] * nodes, weights, layout, replaces)
+    kernels.unpack_add_parts_(on_cpu, [cpu_row] * nodes, weights, layout, replaces=replaces)
     assert have_same_bits(on_device, left)
     assert have_same_bits(on_cpu, left)
 
 
-def test_a_part_that_is_not_finite_is_reported(device: Device) -> None:
-    layout, x = kernels.SignLayout([slice(0, 300), slice(512, 900)]), draw_normal(1000)
+@pytest.mark.parametrize("build_layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_part_that_is_not_finite_is_reported(device: Device, build_layout: Any) -> None:
+    layout, x = build_layout([slice(0, 300), slice(512, 900)]), draw_normal(1000)
     for bad, is_finite in ((400, True), (600, False)):  # element 400 is in no part
         poisoned = x.clone()
         poisoned[bad] = torch.nan
         row = torch.zeros(layout.message_bytes, dtype=torch.uint8)
-        assert kernels.sign_pack_parts_(poisoned.clone(), row, layout) == is_finite
-        flag = device.kernels.sign_pack_parts_(device.put(poisoned), device.put(row), layout)
-        assert device.kernels.read_flag(flag, True) == is_finite
-        integers = kernels.IntegerLayout([slice(0, 300), slice(512, 900)], 4)
-        row = torch.zeros(integers.message_bytes, dtype=torch.uint8)
-        assert kernels.quantised_pack_parts_(poisoned.clone(), row, integers) == is_finite
-        flag = device.kernels.quantised_pack_parts_(device.put(poisoned), device.put(row), integers)
+        assert kernels.pack_parts_(poisoned.clone(), row, layout) == is_finite
+        flag = device.kernels.pack_parts_(device.put(poisoned), device.put(row), layout)
         assert device.kernels.read_flag(flag, True) == is_finite
 
 
-def test_parts_that_do_not_fit_are_refused(device: Device) -> None:
-    layout = kernels.SignLayout([slice(0, 300)])
-    good, row = torch.zeros(300), torch.zeros(layout.message_bytes + 8, dtype=torch.uint8)
-    for x, message in ((torch.zeros(299), row), (good, row[: layout.message_bytes - 1])):
+@pytest.mark.parametrize("build_layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_parts_that_do_not_fit_are_refused(device: Device, build_layout: Any) -> None:
+    layout = build_layout([slice(0, 300)])
+    good, row = torch.ones(300), torch.zeros(layout.message_bytes + 8, dtype=torch.uint8)
+    for x, message in ((torch.ones(299), row), (good, row[: layout.message_bytes - 1])):
+        out, own = device.put(x), device.put(message)
         with pytest.raises(ArgumentError, match="the layout needs 300"):
-            kernels.sign_pack_parts_(x, message, layout)
+            kernels.pack_parts_(x, message, layout)
         with pytest.raises(ArgumentError, match="the layout needs 300"):
-            device.kernels.sign_pack_parts_(device.put(x), device.put(message), layout)
+            device.kernels.pack_parts_(out, own, layout)
+        with pytest.raises(ArgumentError, match="the layout needs 300"):
+            device.kernels.unpack_add_parts_(out, [own], [1.0], layout, replaces=True)
+        assert have_same_bits(out, x), "nothing was written"
+    out, own = device.put(good), device.put(row)
+    for unpack, x, message in ((kernels.unpack_add_parts_, good, row), (device.kernels.unpack_add_parts_, out, own)):
+        with pytest.raises(ArgumentError, match="weights"):
+            unpack(x, [message], [], layout, replaces=True)
+        assert have_same_bits(x, torch.ones(300)), "nothing was written"
     with pytest.raises(ArgumentError, match="odd address"):
-        device.kernels.sign_pack_parts_(device.put(good), device.put(row)[1:], layout)
+        device.kernels.pack_parts_(device.put(good), device.put(row)[1:], layout)
 
 
 @EXAMPLES

@@ -133,6 +133,11 @@ class DeviceMemory:
             slot.buffers[name] = buffer
         return buffer[:needed].view(x.dtype).view_as(x)
 
+    def copy_between(self, to: Any, source: Any) -> None:
+        """Begin to copy between a tensor and its host memory (`find_host_memory`), which may be the same."""
+        if self.is_cuda:
+            to.copy_(source, non_blocking=True)
+
     def allocate_host_number(self) -> Any:
         """Return pinned host memory for a float32 number, shape ()."""
         return self._torch.empty((), device="cpu", pin_memory=self.is_cuda)

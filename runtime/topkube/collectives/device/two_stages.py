@@ -50,7 +50,7 @@ class DeviceTwoStages:
         """Write what this node sends to the owners, and begin to copy it to the host."""
         rows = self._on_device[0]
         self._stage.is_finite = join_flags(self._stage.is_finite, self._rows.pack(self._change, rows))
-        self._copy(self._in_host[0], rows)
+        self._memory.copy_between(self._in_host[0], rows)
 
     def travel(self, tag: int) -> Exchange:
         """Exchange the rows, once they are in the host's memory, and write the result into the shard. Yields the
@@ -61,19 +61,19 @@ class DeviceTwoStages:
         host_rows, host_arrived, host_means = self._in_host
         yield from exchange_rows(comm, _list_rows(stage.cut_rows(host_rows)), _list_rows(self._cut(host_arrived)), tag)
         with memory.on_stream(), phases.current.timed("select"):
-            self._copy(arrived, host_arrived)
+            memory.copy_between(arrived, host_arrived)
             segments = self._cut(arrived)
             segments[node] = stage.cut_rows(rows)[node]
             own_mean = stage.cut_rows(means)[node]
             stage.reduce(segments, [1.0] * world.nodes, own_mean)
-            self._copy(stage.cut_rows(host_means)[node], own_mean)
+            memory.copy_between(stage.cut_rows(host_means)[node], own_mean)
             reduced = memory.mark()
         if reduced is not None:
             yield [reduced]
         sent = _list_rows(stage.cut_rows(host_means))
         yield from exchange_rows(comm, [sent[node]] * world.nodes, sent, tag)
         with memory.on_stream(), phases.current.timed("select"):
-            self._copy(means, host_means)
+            memory.copy_between(means, host_means)
             self._slot.read = memory.mark()
             write = partial(self._rows.unpack, rows=[means], weights=[1.0])
             self._all_reduce.end_two_stages(self._shard, stage, self._change, write)
@@ -82,11 +82,6 @@ class DeviceTwoStages:
         """Cut the rows of all nodes for the segment of this node."""
         nodes = self._shard.world.nodes
         return list(arrived.reshape(nodes, len(arrived) // nodes))
-
-    def _copy(self, to: Any, source: Any) -> None:
-        """Copy on the stream, unless the host's memory is that of the tensors."""
-        if self._memory.is_cuda:
-            to.copy_(source, non_blocking=True)
 
 
 def _list_rows(rows: Sequence[Any]) -> list[Any]:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from topkube.errors import ArgumentError
 from topkube.kernels.arguments import check_message_size, check_same_length, check_sign_sizes
 from topkube.kernels.device.launches import Launches
-from topkube.kernels.part_layouts import IntegerLayout, PartLayout, SignLayout
 
 if TYPE_CHECKING:
     import torch
+
+    from topkube.kernels.parts import PartLayout
 
 
 class PackingKernels(Launches):
@@ -58,28 +59,6 @@ class PackingKernels(Launches):
             ctypes.addressof(bit_addresses), ctypes.addressof(factors), len(parts),
         )  # fmt: skip
 
-    def sign_pack_parts_(self, values: torch.Tensor, message: torch.Tensor, layout: SignLayout) -> Any:
-        """Return the flag."""
-        self.check_tensor(values, "values", (self.torch.float32,))
-        self._check_parts(values, message, "message", layout)
-        self.check_apart("values", values, "message", message)
-        flag = self._allocate_flag(values)
-        self.library.call(
-            "sign_pack_parts", *self.find_stream(values), values.data_ptr(), message.data_ptr(), len(layout),
-            *layout.addresses, flag.data_ptr(),
-        )  # fmt: skip
-        return flag
-
-    def sign_unpack_add_parts_(
-        self, out: torch.Tensor, messages: Sequence[torch.Tensor], weights: Sequence[float], layout: SignLayout
-    ) -> None:
-        """Add at most MOST_PARTS messages."""
-        addresses, factors = self._check_unpacking(out, messages, weights, layout)
-        self.library.call(
-            "sign_unpack_add_parts", *self.find_stream(out), out.data_ptr(), len(messages),
-            ctypes.addressof(addresses), ctypes.addressof(factors), len(layout), *layout.addresses,
-        )  # fmt: skip
-
     def quantised_pack_(self, values: torch.Tensor, bits: int, message: torch.Tensor, size: int) -> Any:
         """Return the flag. A message about `values` has `size` bytes."""
         self.check_tensor(values, "values", (self.torch.float32,))
@@ -92,56 +71,65 @@ class PackingKernels(Launches):
         )  # fmt: skip
         return flag
 
-    def quantised_pack_parts_(self, values: torch.Tensor, message: torch.Tensor, layout: IntegerLayout) -> Any:
-        """Return the flag."""
-        self.check_tensor(values, "values", (self.torch.float32,))
-        self._check_parts(values, message, "message", layout)
-        self.check_apart("values", values, "message", message)
-        flag = self._allocate_flag(values)
-        self.library.call(
-            "quantised_pack_parts", *self.find_stream(values), values.data_ptr(), layout.bits, message.data_ptr(),
-            len(layout), *layout.addresses, flag.data_ptr(),
-        )  # fmt: skip
-        return flag
-
-    def quantised_unpack_add_parts_(
-        self, out: torch.Tensor, messages: Sequence[torch.Tensor], weights: Sequence[float], layout: IntegerLayout
-    ) -> None:
-        """Add at most MOST_PARTS messages."""
-        addresses, factors = self._check_unpacking(out, messages, weights, layout)
-        self.library.call(
-            "quantised_unpack_add_parts", *self.find_stream(out), out.data_ptr(), layout.bits, len(messages),
-            ctypes.addressof(addresses), ctypes.addressof(factors), len(layout), *layout.addresses,
-        )  # fmt: skip
-
     def quantised_unpack_add_(
-        self, out: torch.Tensor, bits: int, messages: Sequence[torch.Tensor], weights: Sequence[float], size: int
+        self,
+        out: torch.Tensor,
+        bits: int,
+        messages: Sequence[torch.Tensor],
+        weights: Sequence[float],
+        size: int,
+        replaces: bool = False,
     ) -> None:
-        """Add messages of `size` bytes each."""
+        """Add messages of `size` bytes each, or replace `out` by their sum."""
         self.check_tensor(out, "out", (self.torch.float32,))
         check_same_length("weights", len(weights), "messages", len(messages))
         for i, message in enumerate(messages):
             self._check_message(message, f"messages[{i}]", out.numel(), bits, size)
             self.check_apart("out", out, f"messages[{i}]", message)
+        if replaces:
+            out.zero_()
         addresses, factors = _build_address_array(messages), _build_float_array(weights)
         self.launch(
             "quantised_unpack_add", out, out.data_ptr(), out.numel(), bits, ctypes.addressof(addresses),
             ctypes.addressof(factors), len(messages),
         )  # fmt: skip
 
-    def _allocate_flag(self, like: torch.Tensor) -> Any:
-        return self.allocate(like, 1, self.torch.int32).fill_(1)
+    def pack_parts_(self, values: torch.Tensor, message: torch.Tensor, layout: PartLayout) -> Any:
+        """Return the flag of all parts."""
+        self.check_tensor(values, "values", (self.torch.float32,))
+        self._check_parts(values, message, "message", layout)
+        self.check_apart("values", values, "message", message)
+        flag = self._allocate_flag(values)
+        self.library.call(
+            f"{layout.kernel}_pack_parts", *self.find_stream(values), values.data_ptr(), *layout.options,
+            message.data_ptr(), len(layout), *layout.addresses, flag.data_ptr(),
+        )  # fmt: skip
+        return flag
 
-    def _check_unpacking(
-        self, out: torch.Tensor, messages: Sequence[torch.Tensor], weights: Sequence[float], layout: PartLayout
-    ) -> tuple[Any, Any]:
-        """Return the addresses of the messages, and their weights, as arrays of C."""
+    def unpack_add_parts_(
+        self,
+        out: torch.Tensor,
+        messages: Sequence[torch.Tensor],
+        weights: Sequence[float],
+        layout: PartLayout,
+        replaces: bool = False,
+    ) -> None:
+        """Add at most MOST_PARTS messages to the parts, or replace the parts by their sum."""
         self.check_tensor(out, "out", (self.torch.float32,))
         check_same_length("weights", len(weights), "messages", len(messages))
         for i, message in enumerate(messages):
             self._check_parts(out, message, f"messages[{i}]", layout)
             self.check_apart("out", out, f"messages[{i}]", message)
-        return _build_address_array(messages), _build_float_array(weights)
+        if replaces and len(layout):
+            self.torch._foreach_zero_([out[place] for place in layout.places])
+        addresses, factors = _build_address_array(messages), _build_float_array(weights)
+        self.library.call(
+            f"{layout.kernel}_unpack_add_parts", *self.find_stream(out), out.data_ptr(), *layout.options,
+            len(messages), ctypes.addressof(addresses), ctypes.addressof(factors), len(layout), *layout.addresses,
+        )  # fmt: skip
+
+    def _allocate_flag(self, like: torch.Tensor) -> Any:
+        return self.allocate(like, 1, self.torch.int32).fill_(1)
 
     def _check_parts(self, values: torch.Tensor, message: torch.Tensor, name: str, layout: PartLayout) -> None:
         self.check_tensor(message, name, (self.torch.uint8,))

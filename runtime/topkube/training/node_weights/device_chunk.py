@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from topkube.arrays import Array
-from topkube.collectives.codecs import TensorCodec
+from topkube.collectives.codecs import PartsCodec
 from topkube.collectives.device.memory import DeviceMemory, Slot
 from topkube.collectives.one_stage import OneStage
 from topkube.telemetry import phases
@@ -28,7 +28,7 @@ from topkube.training.node_weights.guard import Squares
 
 
 class DeviceChunk(ChunkExchange):
-    """The exchanges of a chunk in one stage with one part. Its codec is a `TensorCodec` whose kernels run on the device
+    """The exchanges of a chunk in one stage with one part. Its codec is a `PartsCodec` whose kernels run on the device
     of `memory`, which has the stream of the exchange. This rank's shard of the agreed weights is on the device too.
     `slot` has the work buffers; the next chunk uses another. Exchanges are not delayed."""
 
@@ -36,7 +36,7 @@ class DeviceChunk(ChunkExchange):
         super().__init__(setting)
         self._device, self._slot = memory, slot
         stage = cast(OneStage, setting.stage)
-        (self._codec,) = cast(list[TensorCodec], stage.codecs)
+        (self._codec,) = cast(list[PartsCodec], stage.codecs)
         self._moves = [factor - (node == self._world.node) for node, factor in enumerate(self._factors)]
         self._agreed: torch.Tensor | None = None
         """This rank's shard of the agreed weights; None if only the host has them."""
@@ -114,7 +114,7 @@ class DeviceChunk(ChunkExchange):
         with phases.current.timed("select"):
             self._codec.pack(self._rest, packed)
             in_host: torch.Tensor = self._device.find_host_memory(self._slot, packed, "own row in the host")
-            self._copy(in_host, packed)
+            self._device.copy_between(in_host, packed)
         return in_host
 
     def _receive(self, current: ChunkCall, moved: torch.Tensor) -> None:
@@ -133,7 +133,7 @@ class DeviceChunk(ChunkExchange):
 
         self.one_stage.finish(current.call, take, current.exchanges, self.chunk.number, self._choose_pause(current))
         with phases.current.timed("select"):
-            self._copy(arrived, in_host)
+            self._device.copy_between(arrived, in_host)
             self._slot.read = self._device.mark()
             self._codec.unpack_add(self._agreed, list(arrived), self._factors)
             self._codec.unpack_add(moved, list(arrived), self._moves)
@@ -154,11 +154,6 @@ class DeviceChunk(ChunkExchange):
         pairs = zip(parameters, self.chunk.starts, strict=True)
         values = [chunk[start : start + p.length].view(p.tensor.shape) for p, start in pairs]
         return [parameter.tensor for parameter in parameters], values
-
-    def _copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy on the stream, unless the host's memory is that of the tensors."""
-        if to is not source:
-            to.copy_(source, non_blocking=True)
 
     @staticmethod
     def _wait_for_device(mark: Any) -> None:
@@ -197,7 +192,7 @@ class DelayedDeviceChunk(DeviceChunk):
             packed = self._device.find_buffer(self._own_slot, "own row", self._codec.row_bytes, torch.uint8)
             self._codec.pack(self._rest, packed)
             own = self._device.find_host_memory(self._own_slot, packed, "own row in the host")
-            self._copy(own, packed)
+            self._device.copy_between(own, packed)
             caller = self._device.mark_caller()
             mark = caller.event if caller is not None else None
         if squares is not None:

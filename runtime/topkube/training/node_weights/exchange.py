@@ -29,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import cast
 
 import numpy as np
 import torch
@@ -39,7 +38,7 @@ from topkube.arrays import Array
 from topkube.collectives.all_reduce import build_exchange, finish_exchange, load
 from topkube.collectives.call import Call
 from topkube.collectives.codec_all_reduce import CodecAllReduce
-from topkube.collectives.codecs import CodecOf, TensorCodec
+from topkube.collectives.codecs import CodecOf, PartsCodec, TensorCodec
 from topkube.collectives.device.memory import DeviceMemory, Slot
 from topkube.collectives.exchange import Exchanges
 from topkube.collectives.one_stage import OneStage
@@ -102,9 +101,8 @@ class WeightExchange:
         stage = OneStage(codec_of, places, chunk.shard)
         if not self._moves(stage):
             return RestChunk(ChunkSetting(chunk, world, self.weights, stage, self.memory), self.outer)
-        codecs = cast(list[TensorCodec], stage.codecs)
         memory = self.device.memory
-        if memory is None or not all(codec.works_on_device for codec in codecs):
+        if memory is None or not all(isinstance(codec, PartsCodec) for codec in stage.codecs):
             return MovedChunk(ChunkSetting(chunk, world, self.weights, stage, self.memory))
         whole = OneStage(codec_of, places, chunk.shard, chunk.shard)  # a device packs all tensors at once
         setting = ChunkSetting(chunk, world, self.weights, whole, self.memory)

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from topkube.collectives.device.memory import DeviceFlag, Mark
-from topkube.collectives.device.nccl_link import DeviceRates, measure_device
 from topkube.collectives.device.pipeline import DeviceAllReduce
+from topkube.collectives.device.rates import DeviceRates, measure_device
 from topkube.settings import Settings
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.bucket import Bucket, Intake

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from topkube.algorithms import Machines
-from topkube.collectives.device.nccl_link import DeviceRates
+from topkube.collectives.device.rates import DeviceRates
 from topkube.collectives.link import measure_machines
 from topkube.training.ranks.queued_agreement import QueuedAgreement
 from topkube.world import World

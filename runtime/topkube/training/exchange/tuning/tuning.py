@@ -41,7 +41,7 @@ from topkube.algorithms import (
     is_known,
     sort_choices_by_time,
 )
-from topkube.collectives.device.nccl_link import DeviceRates
+from topkube.collectives.device.rates import DeviceRates
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.tuning.fitted_machines import WRONG, find_same, fit_machines, is_same, is_wrong
 from topkube.training.exchange.tuning.machines import agree_on_machines

@@ -1,5 +1,5 @@
-"""Measure a device: its memory, and the link between nodes as NCCL uses it, so that `auto` and `dense` can compare
-NCCL with MPI."""
+"""The rates of a device, for the choices of `auto` and `dense`: of its memory, and of the link between nodes as NCCL
+uses it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def _measure_memory(engine: DeviceAllReduce) -> float:
 
     engine.memory.enter_thread()
     cuda: Any = torch.cuda
-    cuda.empty_cache()  # what torch keeps of the first backward
     best = 0.0
     with engine.on_stream():
         source, to = (torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=engine.device) for _ in range(2))
