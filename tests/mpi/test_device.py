@@ -1,13 +1,13 @@
 """These tests run the code for CUDA tensors with CPU tensors. Inside the node, torch.distributed exchanges the data
-with gloo in place of NCCL. The cases are in ranks/device.py. The cases of error feedback in the weights are in
-ranks/training/onebit_devices.py."""
+with gloo in place of NCCL. The cases of training are in ranks/device.py, those of single all-reduces in
+ranks/device_engine.py, and those of error feedback in the weights in ranks/training/onebit_devices.py."""
 
 from __future__ import annotations
 
 import pytest
 from worlds import list_parameters
 
-MODULES = "device,training.onebit_devices"
+MODULES = "device,device_engine,training.onebit_devices"
 LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(1,), (2, 2), (2, 1)]}
 """The worlds of each MPI: the number of ranks on each node."""
 

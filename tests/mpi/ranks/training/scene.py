@@ -45,6 +45,17 @@ def compute_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Te
     return ((model(x) - y) ** 2).mean()
 
 
+def train(model: nn.Module, optimizer: topkube.DistributedOptimizer, steps: int) -> list[torch.Tensor]:
+    """Take steps with 8 samples per rank, and return a copy of the weights, which all ranks must have alike."""
+    for step in range(steps):
+        x, y = draw_samples(8 * topkube.size(), step)
+        compute_loss(model, take_own_part(x), take_own_part(y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert are_equal_on_all_ranks(copy_weights(model))
+    return copy_weights(model)
+
+
 def assert_close(model: nn.Module, reference: nn.Module, tolerance: float = 2e-5) -> None:
     for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}")
