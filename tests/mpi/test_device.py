@@ -12,6 +12,16 @@ LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(1,), (2, 2), (2, 1)]}
 """The worlds of each MPI: the number of ranks on each node."""
 
 
+WEIGHTS = "training.onebit_devices"
+EIGHT_NODES: dict[str, list[tuple[int, ...]]] = {"mpich": [(1,) * 8, (2,) + (1,) * 7]}
+"""From eight nodes on, onebit exchanges in two stages. With nodes of different sizes, one rank has no shard."""
+
+
 @pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters(MODULES, LAYOUTS))
 def test_device(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
     assert not (problem := outcome(MODULES, mpi, layout, case)), problem
+
+
+@pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters(WEIGHTS, EIGHT_NODES))
+def test_weights_of_eight_nodes(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
+    assert not (problem := outcome(WEIGHTS, mpi, layout, case)), problem

@@ -22,20 +22,22 @@ from topkube.telemetry import phases
 
 PART_ELEMENTS = 2**19
 """The elements of a part that a processor packs while the part before it travels (64 KB of signs)."""
-_MOST_PARTS = 2**14
-"""More parts than a shard has: two shards that are under way use different tags, of which MPI has 32,768."""
+_MOST_PARTS = 2**13
+"""More parts than a shard has: two shards that are under way use different tags."""
+FREE_TAGS = 2 * _MOST_PARTS
+"""The first tag that no exchange of this module uses. MPI has 32,768 tags."""
 
 
 class OneStage:
     """The exchange of one shard of `length` elements. `places` are the slices of the shard that belong to one tensor
-    each; a part ends with the tensor in which it reaches `part_elements`, so every tensor is packed as in a shard
-    without parts. `bounds` and `codecs`
-    are those of the parts: part i is [bounds[i], bounds[i + 1]) of the shard."""
+    each; a part ends with the tensor in which it reaches `part_elements` (PART_ELEMENTS if it is None), so every tensor
+    is packed as in a shard without parts. `bounds` and `codecs` are those of the parts: part i is [bounds[i],
+    bounds[i + 1]) of the shard."""
 
     def __init__(
-        self, codec_of: CodecOf, places: Sequence[slice], length: int, part_elements: int = PART_ELEMENTS
+        self, codec_of: CodecOf, places: Sequence[slice], length: int, part_elements: int | None = None
     ) -> None:
-        part_elements = max(part_elements, -(-length // (_MOST_PARTS - 1)))
+        part_elements = max(part_elements or PART_ELEMENTS, -(-length // (_MOST_PARTS - 1)))
         self.bounds = [0]
         part_places: list[list[slice]] = [[]]
         for place in places:

@@ -11,15 +11,16 @@ with double-pass error-compensated compression", 2019, with owners in place of o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
 
-from topkube.arrays import Array
+from topkube.arrays import Array, is_tensor, view_like
 from topkube.collectives.all_reduce import finish_exchange
 from topkube.collectives.call import Call, reserve_workspace
-from topkube.collectives.codecs import CodecOf, join_flags
+from topkube.collectives.codecs import Codec, CodecOf, join_flags
 from topkube.collectives.exchange import Place, exchange_rows
 from topkube.kernels import SIGN_BLOCK
 from topkube.telemetry import phases
@@ -47,10 +48,13 @@ class TwoStage:
     ) -> None:
         blocks = -(-length // SIGN_BLOCK)
         self.bounds = [min(SIGN_BLOCK * (blocks * i // nodes), length) for i in range(nodes + 1)]
-        self.codecs = [
-            codec_of(_cut(places, start, stop), stop - start)
-            for start, stop in zip(self.bounds, self.bounds[1:], strict=False)
-        ]
+        self.places: list[slice] = []
+        """The slices of the shard that belong to one tensor and one segment each."""
+        self.codecs: list[Codec] = []
+        for start, stop in itertools.pairwise(self.bounds):
+            cut = _cut(places, start, stop)
+            self.places += cut
+            self.codecs.append(codec_of([slice(p.start - start, p.stop - start) for p in cut], stop - start))
         self._node, self._nodes = node, nodes
         self.is_finite: Any = True
         length = self.segment.stop - self.segment.start
@@ -60,6 +64,15 @@ class TwoStage:
     def segment(self) -> slice:
         """This node's own segment of the shard."""
         return slice(self.bounds[self._node], self.bounds[self._node + 1])
+
+    def read_owed(self) -> Array:
+        """Return `owed` in the host's memory: a copy if it is on a GPU. Waits for the device."""
+        values: Array = self.owed.cpu().numpy() if is_tensor(self.owed) else self.owed
+        return values
+
+    def write_owed(self, values: Array) -> None:
+        """Write `values`, float32, into `owed`."""
+        self.owed[:] = view_like(values, self.owed)
 
     def cut_rows(self, buffer: Any) -> list[Any]:
         """Cut `buffer`, (total_bytes,) uint8, into one row per segment."""
@@ -157,10 +170,6 @@ class TwoStage:
 
 
 def _cut(places: Sequence[slice], start: int, stop: int) -> list[slice]:
-    """Return the parts of `places` in [start, stop), relative to `start`."""
-    cut = []
-    for place in places:
-        low, high = max(place.start, start), min(place.stop, stop)
-        if low < high:
-            cut.append(slice(low - start, high - start))
-    return cut
+    """Return the parts of `places` in [start, stop)."""
+    cut = [slice(max(place.start, start), min(place.stop, stop)) for place in places]
+    return [place for place in cut if place.start < place.stop]

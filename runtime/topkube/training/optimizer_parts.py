@@ -20,10 +20,11 @@ from topkube.training.exchange.reduction.devices import find_exchange_device
 from topkube.training.exchange.tuning.tuning import find_saved_algorithm
 from topkube.training.node_weights.agreed_weights_check import AgreedWeightsCheck
 from topkube.training.node_weights.gradient_noise import NoiseCorrection
-from topkube.training.node_weights.node_weights import NodeWeights, find_node_world
+from topkube.training.node_weights.node_weights import NodeWeights
 from topkube.training.node_weights.requirements import check_parameters
 from topkube.training.node_weights.second_moment import SecondMoment
 from topkube.training.node_weights.trained_weights import TrainedWeights
+from topkube.training.node_weights.worlds import find_node_world
 from topkube.training.optimizers.layerwise import LayerwiseNoise, LayerwiseOptimizer
 from topkube.training.optimizers.mixed_precision import MasterWeights
 from topkube.training.optimizers.momentum import MomentumCorrection

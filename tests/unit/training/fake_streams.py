@@ -4,6 +4,7 @@ Every tensor operation runs on the CPU at once. The bookkeeping treats it as wor
 stream. Vector clocks record which work of one stream waits for which work of another stream. As with torch's allocator
 on a GPU, a stream owns the memory that was allocated while it was current. `Streams.hazards` lists:
 - two streams that use the same memory, one of them to write it, if neither waits for the other;
+- memory of the host that a message uses before the host has waited for the streams that use it;
 - memory that is freed while a stream other than its owner uses it, unless the tensor was recorded for that stream
   (`record_stream`) or the owner waits for the work. The owner would use the memory for its next tensor.
 """
@@ -11,7 +12,7 @@ on a GPU, a stream owns the memory that was allocated while it was current. `Str
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import topkube
-from topkube.collectives.device import pipeline
+from topkube.collectives.device import pipeline, rows
 from topkube.collectives.device.memory import DeviceMemory
 from topkube.settings import Settings
 from topkube.training.node_weights import exchange as weight_exchange
@@ -32,6 +33,8 @@ from topkube.training.ranks import communication_thread
 
 _HOST_WAITS = ("_local_scalar_dense", "is_nonzero", "equal")
 """The operations whose result the host waits for."""
+_ALLOCATIONS = ("empty", "empty_like", "empty_strided")
+"""The operations that only allocate memory. They are no work of a stream."""
 Clock = dict[str, int]
 """For each stream, by its name: a number of operations of this stream."""
 
@@ -43,6 +46,10 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         self.streams.wait_on_host(self.clock)
+
+    def query(self) -> bool:
+        self.synchronize()
+        return True
 
 
 @dataclass
@@ -148,6 +155,10 @@ class Streams:
         with self._lock:
             self.check_freed_memory()
             stream = self.current()
+            if name.split(".")[0] in _ALLOCATIONS:
+                for tensor in written:
+                    self._find_memory(tensor, name)
+                return
             merge(stream.clock, self._host)
             stream.clock[stream.name] = now = stream.clock.get(stream.name, 0) + 1
             self._submitted[stream.name] = now
@@ -161,6 +172,14 @@ class Streams:
                 memory.writes[stream.name] = now
             if name.split(".")[0] in _HOST_WAITS and not all(map(self.is_in_host_memory, read)):
                 self.wait_on_host(stream.clock)
+
+    def check_host_access(self, tensor: torch.Tensor) -> None:
+        """Record a hazard if the host has not waited for all work on the memory of `tensor`, which it uses now."""
+        with self._lock:
+            memory = self._find_memory(tensor)
+            for other, time in (memory.reads | memory.writes).items():
+                if self._host.get(other, 0) < time:
+                    self.hazards.append(f"the host does not wait for {other}: {memory.made_by}")
 
     def check_freed_memory(self) -> None:
         """Check the memory that was freed since the last operation."""
@@ -216,6 +235,12 @@ def simulate_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     class FakeDelayedMemory(FakeMemory):
         stream_name = "delayed"
 
+    def list_checked_rows(tensors: Sequence[torch.Tensor]) -> list[Any]:
+        for tensor in tensors:
+            fake.check_host_access(tensor)
+        return [tensor.numpy() for tensor in tensors]
+
+    monkeypatch.setattr(rows, "_list_rows", list_checked_rows)
     monkeypatch.setattr(pipeline, "DeviceMemory", FakeMemory)
     monkeypatch.setattr(weights_device, "DeviceMemory", FakeWeightsMemory)
     monkeypatch.setattr(weight_exchange, "DeviceMemory", FakeDelayedMemory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,11 @@ class DeviceMemory:
         """torch's float32."""
         return self._torch.float32
 
+    @property
+    def current_stream(self) -> Any:
+        """torch's current stream on the device."""
+        return self._torch.cuda.current_stream(self.device)
+
     def on_stream(self) -> Any:
         """Return a context in which torch works on this stream."""
         return self._torch.cuda.stream(self.stream) if self.is_cuda else nullcontext()
@@ -79,7 +85,7 @@ class DeviceMemory:
         """Return a mark at the end of torch's current stream on the device; None without streams."""
         if not self.is_cuda:
             return None
-        stream: Any = self._torch.cuda.current_stream(self.device)
+        stream = self.current_stream
         return Mark(stream.record_event(), stream)
 
     def wait_for(self, mark: Mark) -> None:
@@ -117,6 +123,10 @@ class DeviceMemory:
             buffer = slot.buffers[name] = self._torch.empty(needed, dtype=self._torch.uint8, device=self.device)
         return buffer[:needed].view(dtype)
 
+    def allocate_zeros(self, length: int) -> Any:
+        """Return a new 1-D float32 tensor of zeros on the device, which belongs to torch's current stream."""
+        return self._torch.zeros(length, device=self.device)
+
     def find_host_memory(self, slot: Slot, x: Any, name: str = "host") -> Any:
         """Return pinned memory of the shape and type of `x`, once the device has read what was in the slot's host
         memory before. The same name returns the same memory. Returns `x` itself if it is a CPU tensor."""
@@ -151,6 +161,12 @@ class DeviceMemory:
         if not tensors:
             return self._torch.zeros(1, device=self.device)
         return (~self._torch.stack(tensors).all()).float().reshape(1)
+
+    def are_finite(self, tensors: Sequence[Any]) -> Any:
+        """Return True if all entries of tensors of one dtype are finite: a bool tensor of shape () on the device. Each
+        tensor has at least one entry. A few launches check all of them."""
+        largest = self._torch._foreach_norm(list(tensors), self._torch.inf)
+        return self._torch.stack(list(largest)).isfinite().all()
 
     def read_later(self, flag: Any) -> DeviceFlag:
         """Begin to copy a float32 tensor of shape () to the host."""

@@ -13,7 +13,7 @@ gloo and without streams.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,9 +27,10 @@ from topkube.collectives.device.cuda_aware import mpi_takes_device_pointers
 from topkube.collectives.device.graphs import WorkGraphs, describe_work
 from topkube.collectives.device.memory import DeviceFlag, DeviceMemory, Mark, Slot
 from topkube.collectives.device.node_stages import gather_in_node, reduce_in_node
+from topkube.collectives.device.rows import exchange_after_device
 from topkube.collectives.device.series_groups import SeriesGroups
 from topkube.collectives.device.two_stages import DeviceTwoStages
-from topkube.collectives.exchange import Exchange, Exchanges
+from topkube.collectives.exchange import Exchanges
 from topkube.collectives.overlapped import TAGS
 from topkube.collectives.request import Request
 from topkube.collectives.shard import Shard
@@ -90,6 +91,8 @@ class DeviceAllReduce:
         self._under_way: deque[_UnderWay] = deque()
         self._exchanges = Exchanges()
         self._finite: list[Any] = []
+        self._unchecked: list[Any] = []
+        """The tensors of this series that `flush` checks."""
 
     # ---- what callers use
 
@@ -117,6 +120,7 @@ class DeviceAllReduce:
         device."""
         self._finish_all()
         with self.on_stream():
+            self._check_noted()
             finite = self.memory.read_all_true(self._finite)
         self._end_series()
         return finite
@@ -127,17 +131,25 @@ class DeviceAllReduce:
         there is one node, or if all algorithms since the last flush use NCCL between nodes: with MPI the host waits."""
         self._finish_all()
         with self.on_stream():
+            self._check_noted()
             not_finite = self.memory.flag_any_false(self._finite)
             self._groups.add_flag_over_ranks(not_finite)
             flag = self.memory.read_later((not_finite > 0).float().reshape(()))
         self._end_series()
         return flag
 
-    def note_finite(self, flag: Any) -> None:
-        """Count a flag of the caller's stream among those of this series: a bool tensor of shape ()."""
-        self.wait_for(self.mark_caller())
-        self.memory.borrow(flag)
-        self._finite.append(flag)
+    def check_later(self, tensors: Sequence[Any]) -> None:
+        """Count entries of `tensors`, each of one element at least, in the answer of `flush`, which checks all of them
+        together. They were written in torch's current stream, and are kept until then."""
+        if self.memory.is_cuda and self.memory.stream != self.memory.current_stream:
+            self.wait_for(self.mark_caller())
+        self._unchecked += tensors
+
+    def _check_noted(self) -> None:
+        for dtype in {tensor.dtype for tensor in self._unchecked}:
+            same = [tensor for tensor in self._unchecked if tensor.dtype == dtype]
+            self._finite.append(self.memory.are_finite(same))
+        self._unchecked.clear()
 
     def lend(self, tensor: Any) -> None:
         """Keep the memory of a tensor of this stream until the caller's stream has done its work with it."""
@@ -193,7 +205,6 @@ class DeviceAllReduce:
         with self.on_stream(), phases.current.timed("select"):
             if isinstance(all_reduce, CodecAllReduce) and all_reduce.algorithm.has_two_stages(world.nodes):
                 under_way.two_stages = DeviceTwoStages(memory, slot, all_reduce, shard)
-                under_way.two_stages.pack()
                 under_way.sent = memory.mark()
                 return under_way
             packed = under_way.packed = self._pack(all_reduce, shard)
@@ -237,7 +248,7 @@ class DeviceAllReduce:
             route = under_way.all_reduce.algorithm.route
             exchange, sent = build_exchange(route, world.cross_comm, _convert_for_mpi(under_way.carried), tag)
         under_way.travels = True
-        self._exchanges.start(under_way.number, _exchange_after_device(under_way.sent, call, exchange))
+        self._exchanges.start(under_way.number, exchange_after_device(under_way.sent, call, exchange))
         phases.current.sent(inter=sent)
 
     def advance(self) -> float | None:
@@ -286,16 +297,6 @@ class DeviceAllReduce:
 
     def _find_scratch(self, slot: Slot, name: str, length: int, dtype: str) -> Any:
         return self.memory.find_buffer(slot, f"scratch {name}", length, dtype)
-
-
-def _exchange_after_device(sent: Any, call: Call, exchange: Exchange) -> Exchange:
-    """Yield what `exchange` awaits, after the device has passed the mark `sent`, and after other nodes have shown that
-    they entered the same call."""
-    if sent is not None:
-        yield [sent]
-    yield call.greetings
-    call.compare_greetings()
-    yield from exchange
 
 
 def _is_carried_by_nccl(all_reduce: ShardAllReduce) -> bool:

@@ -60,7 +60,7 @@ class BucketQueue:
             number = next(n for n, planned in enumerate(self._plan.buckets) if planned is bucket)
             algorithm = algorithms.choose(bucket, density, is_warming_up).algorithm.name
             run = self.step_trace.around_exchange(run, number, bucket.length, bucket.dtype.itemsize, algorithm, density)
-        if self._world.size == 1 and not algorithms.large.compresses:  # nothing to send: no thread is needed
+        if self._exchange.world.size == 1 and not algorithms.large.compresses:  # nothing to send: no thread is needed
             return communication_thread.make_done(run(bucket, density, is_warming_up))
         mark = self._exchange.mark_caller()
         return communication_thread.submit(lambda: run(bucket, density, is_warming_up, mark, scale))

@@ -31,6 +31,6 @@ def _average_chunk(exchange: WeightExchange, chunk: Chunk) -> Array:
     exchange.memory.collect(chunk, unsent, agreed)
     unsent *= np.float32(exchange.weights[exchange.world.node])
     if stages is not None:
-        unsent[stages.segment] += stages.owed
+        unsent[stages.segment] += stages.read_owed()
     exchange.sum_over_nodes(unsent)
     return agreed + unsent

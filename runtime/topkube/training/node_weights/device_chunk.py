@@ -1,8 +1,7 @@
 """The exchange of the changes of one chunk whose weights are on a device, where the codecs work too.
 
 It computes what `MovedChunk` computes (chunk_exchange.py), with the same bits. Only the rows of bytes that nodes send
-cross to the host and back, if each node has one rank. Otherwise the ranks of a node gather the new weights through
-their shared memory in the host.
+cross to the host and back (collectives/device/rows.py). The ranks of a node gather the new weights on the device.
 
 A delayed exchange packs in the stream of the script (`keep`), and adds what has arrived in a stream of its own. Its
 thread waits for that work, so when the exchange has ended, every stream may use the result.
@@ -10,34 +9,44 @@ thread waits for that work, so when the exchange has ended, every stream may use
 
 from __future__ import annotations
 
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from topkube.arrays import Array
-from topkube.collectives.codecs import PartsCodec
+from topkube.collectives.call import Call
+from topkube.collectives.codecs import Codec
 from topkube.collectives.device.memory import DeviceMemory, Slot
-from topkube.collectives.one_stage import OneStage
+from topkube.collectives.device.node_stages import gather_in_node
+from topkube.collectives.device.rows import DeviceRows, RowsInOneStage, RowsInTwoStages, exchange_after_device
+from topkube.collectives.device.series_groups import SeriesGroups
+from topkube.collectives.one_stage import FREE_TAGS
 from topkube.telemetry import phases
-from topkube.training.node_weights.chunk_exchange import (
-    ChunkCall,
-    ChunkExchange,
-    ChunkSetting,
-)
+from topkube.training.node_weights.chunk_exchange import ChunkCall, ChunkExchange, ChunkSetting
 from topkube.training.node_weights.guard import Squares
 
 
-class DeviceChunk(ChunkExchange):
-    """The exchanges of a chunk in one stage with one part. Its codec is a `PartsCodec` whose kernels run on the device
-    of `memory`, which has the stream of the exchange. This rank's shard of the agreed weights is on the device too.
-    `slot` has the work buffers; the next chunk uses another. Exchanges are not delayed."""
+@dataclass(frozen=True)
+class DeviceSetting:
+    """The device of a chunk: `memory` has the stream of its exchange. `codec` writes this rank's whole shard; its
+    kernels run on the device. The ranks of the node gather through `groups`. `slot` has the work buffers; the next
+    chunk uses another."""
 
-    def __init__(self, setting: ChunkSetting, memory: DeviceMemory, slot: Slot) -> None:
+    memory: DeviceMemory
+    slot: Slot
+    codec: Codec
+    groups: SeriesGroups
+
+
+class DeviceChunk(ChunkExchange):
+    """The exchanges of a chunk on a device. This rank's shard of the agreed weights is there too. Exchanges are not
+    delayed."""
+
+    def __init__(self, setting: ChunkSetting, on_device: DeviceSetting) -> None:
         super().__init__(setting)
-        self._device, self._slot = memory, slot
-        stage = cast(OneStage, setting.stage)
-        (self._codec,) = cast(list[PartsCodec], stage.codecs)
-        self._moves = [factor - (node == self._world.node) for node, factor in enumerate(self._factors)]
+        self._device, self._slot = on_device.memory, on_device.slot
+        self._codec, self._groups = on_device.codec, on_device.groups
         self._agreed: torch.Tensor | None = None
         """This rank's shard of the agreed weights; None if only the host has them."""
         self._is_newer = False
@@ -45,21 +54,23 @@ class DeviceChunk(ChunkExchange):
         self._written: Any = None
         """The mark of the device's work on the agreed weights."""
         self._weights, self._rest = torch.empty(0), torch.empty(0)
-        """This rank's shards of the node's own weights, and of what was not sent, while an exchange is under way."""
+        """This rank's shards of the node's own weights, and of what was not sent, while an exchange is under way. The
+        rest is kept only if the exchange is measured."""
+        self._rows: DeviceRows | None = None
+        """The exchange that is under way between nodes."""
 
     def keep(self, agreed: Array, squares: Squares | None) -> None:
         raise TypeError("this exchange is not delayed")
 
     def begin(self, current: ChunkCall) -> None:
         self._weights = self._collect()
-        self._rest = self._weights - self._take_agreed(current.agreed)
+        rest = self._weights - self._take_agreed(current.agreed)
         if current.squares is not None:
-            current.squares.change += _sum_squares(self._rest)
-        own = torch.empty(0)
+            current.squares.change += _sum_squares(rest)
         if self._world.cross_comm is not None:
-            own = self._pack()
-            self._wait_for_device(self._device.mark())
-        self._send(current, own)
+            self._rows = self._pack(rest, self._slot)
+            self._send(current, self._device.mark())
+        self._rest = rest if current.squares is not None else torch.empty(0)
 
     def finish(self, current: ChunkCall) -> None:
         assert self._agreed is not None
@@ -68,7 +79,7 @@ class DeviceChunk(ChunkExchange):
         if current.squares is not None:
             current.squares.unsent += _sum_squares(self._rest)
             current.squares.agreed += _sum_squares(self._agreed)
-        self._write(current)
+        self._write(torch._foreach_copy_, self._weights, current.call)
         self._weights = self._rest = torch.empty(0)
 
     def write_agreed(self, agreed: Array) -> None:
@@ -94,66 +105,62 @@ class DeviceChunk(ChunkExchange):
             )
         return weights
 
-    def _send(self, current: ChunkCall, own: torch.Tensor) -> None:
-        """Begin to exchange rows: `own` is that of this node, in the host's memory."""
-        if self._world.cross_comm is None:
-            current.call.check_between_nodes()
-            return
-        assert self.one_stage is not None
-        self.one_stage.begin(current.call, lambda _, row: _copy_row(row, own), current.exchanges, self.chunk.number)
-
     def _take_agreed(self, agreed: Array) -> torch.Tensor:
         if self._agreed is None:
             self._agreed = torch.from_numpy(agreed).to(self._device.device, copy=True)
         return self._agreed
 
-    def _pack(self) -> torch.Tensor:
-        """Return what this node sends, in the host's memory, once the device has done this work. What is not sent stays
-        in `_rest`."""
-        packed = self._device.find_buffer(self._slot, "own row", self._codec.row_bytes, torch.uint8)
+    def _pack(self, rest: torch.Tensor, own_slot: Slot) -> DeviceRows:
+        """Return an exchange of what this node sends of `rest`: it is packed, in buffers of `own_slot`, and on its way
+        to the host. What is not sent stays in `rest`."""
+        arguments = self._device, self._slot, self._codec, self._world, self._factors, own_slot
         with phases.current.timed("select"):
-            self._codec.pack(self._rest, packed)
-            in_host: torch.Tensor = self._device.find_host_memory(self._slot, packed, "own row in the host")
-            self._device.copy_between(in_host, packed)
-        return in_host
+            stages = self.two_stages
+            rows = RowsInOneStage(*arguments) if stages is None else RowsInTwoStages(stages, *arguments)
+            rows.pack(rest)
+        return rows
+
+    def _send(self, current: ChunkCall, sent: Any) -> None:
+        """Begin to exchange rows, once the device has passed the mark `sent`."""
+        assert self._rows is not None
+        exchange = self._rows.travel(FREE_TAGS + self.chunk.number % 2)
+        current.exchanges.start(self._number, exchange_after_device(sent, current.call, exchange))
+        phases.current.sent(inter=self._rows.sent_bytes)
+
+    @property
+    def _number(self) -> int:
+        """The number of this chunk's exchange. Those of chunks in host memory are not negative."""
+        return -1 - self.chunk.number
 
     def _receive(self, current: ChunkCall, moved: torch.Tensor) -> None:
         """Receive the rows of all nodes, and add them to the agreed weights, and to `moved` what they change in the
         node's own weights."""
-        assert self.one_stage is not None
         assert self._agreed is not None
-        nodes, row_bytes = self._world.nodes, self._codec.row_bytes
-        arrived = self._device.find_buffer(self._slot, "rows of nodes", nodes * row_bytes, torch.uint8)
-        arrived = arrived.view(nodes, row_bytes)
-        in_host = self._device.find_host_memory(self._slot, arrived, "rows of nodes in the host")
-
-        def take(_: int, rows: list[Array]) -> None:
-            for to, row in zip(in_host, rows, strict=True):
-                to.copy_(torch.from_numpy(row))
-
-        self.one_stage.finish(current.call, take, current.exchanges, self.chunk.number, self._choose_pause(current))
+        assert self._rows is not None
+        current.exchanges.finish(self._number, current.call, self._choose_pause(current))
         with phases.current.timed("select"):
-            self._device.copy_between(arrived, in_host)
-            self._slot.read = self._device.mark()
-            self._codec.unpack_add(self._agreed, list(arrived), self._factors)
-            self._codec.unpack_add(moved, list(arrived), self._moves)
-        self._is_newer, self._written = True, self._device.mark()
+            self._codec.unpack_add(self._agreed, *self._rows.mean)
+            self._codec.unpack_add(moved, *self._rows.moved)
+        self._is_newer, self._written, self._rows = True, self._device.mark(), None
 
-    def _write(self, current: ChunkCall) -> None:
-        """Write the node's new weights into the parameters."""
+    def _write(self, act: Any, shard: torch.Tensor, call: Call | None) -> None:
+        """Write this node's shards of the chunk into the parameters by `act`, an operation on lists. The ranks of a
+        node gather them; they have entered `call`, which is None if every node has one rank."""
+        whole = shard
         if self._world.local_size > 1:
-            staging, shard = self._memory.take_staging(self.chunk, current.call.world)
-            torch.from_numpy(shard).copy_(self._weights)
-            self._memory.write(self.chunk, current.call, staging)
-            return
-        torch._foreach_copy_(*self._list_parameters(self._weights))
-
-    def _list_parameters(self, chunk: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the parameters of the chunk, and their parts of the whole chunk, each in the parameter's shape."""
+            assert call is not None
+            call.check_inside()  # a rank that is missing would let the device wait without a deadline
+            whole = self._device.find_buffer(self._slot, "chunk", self.chunk.length, torch.float32)
+            whole[self.chunk.first : self.chunk.last] = shard
+            own = self._device.find_buffer(self._slot, "shard", self.chunk.shard, torch.float32)
+            own.copy_(shard)
+            self._groups.claim_node()
+            gather_in_node(self._world, self._groups.node, self._device, self._slot, whole, whole)
+            self._groups.release()
         parameters = self.chunk.parameters
         pairs = zip(parameters, self.chunk.starts, strict=True)
-        values = [chunk[start : start + p.length].view(p.tensor.shape) for p, start in pairs]
-        return [parameter.tensor for parameter in parameters], values
+        values = [whole[start : start + p.length].view(p.tensor.shape) for p, start in pairs]
+        act([parameter.tensor for parameter in parameters], values)
 
     @staticmethod
     def _wait_for_device(mark: Any) -> None:
@@ -163,16 +170,16 @@ class DeviceChunk(ChunkExchange):
 
 
 class DelayedDeviceChunk(DeviceChunk):
-    """The delayed exchanges of a chunk. `keep` works in the stream of the script, the other methods in that of
-    `memory`, which no other exchange uses."""
+    """The delayed exchanges of a chunk. `keep` works in the stream of the script, `apply` in that of the weights, and
+    the other methods in that of `memory`, which no other exchange uses."""
 
-    def __init__(self, setting: ChunkSetting, memory: DeviceMemory, slot: Slot) -> None:
+    def __init__(self, setting: ChunkSetting, on_device: DeviceSetting) -> None:
         self._change: torch.Tensor | None = None
         """What must be added to this rank's shard of the parameters; None if only the host has it."""
-        super().__init__(setting, memory, slot)
+        super().__init__(setting, on_device)
         self._own_slot = Slot()
-        self._kept: tuple[torch.Tensor, Any] = torch.empty(0), None
-        """The row that this node sends, and the mark of the device's work on it."""
+        self._packed: Any = None
+        """The mark of the device's work in `keep`."""
 
     @property
     def delayed_change(self) -> Array:
@@ -184,26 +191,20 @@ class DelayedDeviceChunk(DeviceChunk):
         self._change_in_host, self._change = change, None
 
     def keep(self, agreed: Array, squares: Squares | None) -> None:
-        self._rest = self._collect() - self._take_agreed(agreed)
+        rest = self._collect() - self._take_agreed(agreed)
         if squares is not None:
-            squares.change += _sum_squares(self._rest)
-        own, mark = torch.empty(0), None
+            squares.change += _sum_squares(rest)
         if self._world.cross_comm is not None:
-            packed = self._device.find_buffer(self._own_slot, "own row", self._codec.row_bytes, torch.uint8)
-            self._codec.pack(self._rest, packed)
-            own = self._device.find_host_memory(self._own_slot, packed, "own row in the host")
-            self._device.copy_between(own, packed)
+            self._rows = self._pack(rest, self._own_slot)
             caller = self._device.mark_caller()
-            mark = caller.event if caller is not None else None
+            self._packed = caller.event if caller is not None else None
         if squares is not None:
-            squares.unsent += _sum_squares(self._rest)
-        self._kept, self._rest = (own, mark), torch.empty(0)
+            squares.unsent += _sum_squares(rest)
 
     def begin(self, current: ChunkCall) -> None:
-        own, mark = self._kept
         self._device.enter_thread()
-        self._wait_for_device(mark)
-        self._send(current, own)
+        if self._world.cross_comm is not None:
+            self._send(current, self._packed)
 
     def finish(self, current: ChunkCall) -> None:
         assert self._agreed is not None
@@ -217,15 +218,12 @@ class DelayedDeviceChunk(DeviceChunk):
                 current.squares.agreed += _sum_squares(self._agreed)
             self._wait_for_device(self._device.mark())
 
-    def apply(self) -> None:
-        """Add the result of an exchange that has ended to the parameters, if this rank has all of it."""
+    def apply(self, call: Call | None) -> None:
+        """Add the result of an exchange that has ended to the parameters. All ranks have entered `call`; it is None if
+        every node has one rank."""
         if self._change is None:
             self._change = torch.from_numpy(self._change_in_host).to(self._device.device, copy=True)
-        torch._foreach_add_(*self._list_parameters(self._change))
-
-
-def _copy_row(row: Array, own: torch.Tensor) -> None:
-    row[:] = own.numpy()
+        self._write(torch._foreach_add_, self._change, call)
 
 
 def _sum_squares(values: torch.Tensor) -> float:

@@ -12,9 +12,9 @@ the shards of x_i, so they have the same weights. From `two_stage_from` nodes on
 exchange has two stages, and x changes by the part of the mean that the owners of segments send
 (collectives/two_stage.py).
 
-If the weights are on a GPU, the changes of large tensors with `onebit` are packed and added there in one stage, and x
-of them is there too (device_chunk.py). Otherwise x and all codecs are in host memory: a rank copies its shard of x_i to
-the host, and the whole x_i back to the GPU (weights_device.py).
+If the weights are on a GPU, the changes of large tensors with `onebit` are packed and added there, and x of them is
+there too (device_chunk.py). Otherwise x and all codecs are in host memory: a rank copies its shard of x_i to the host,
+and the whole x_i back to the GPU (weights_device.py).
 
 With one stage, the parts of a chunk travel while the processor packs the next parts and the next chunk
 (collectives/one_stage.py).
@@ -40,20 +40,26 @@ from topkube.collectives.call import Call
 from topkube.collectives.codec_all_reduce import CodecAllReduce
 from topkube.collectives.codecs import CodecOf, PartsCodec, TensorCodec
 from topkube.collectives.device.memory import DeviceMemory, Slot
+from topkube.collectives.device.series_groups import SeriesGroups
 from topkube.collectives.exchange import Exchanges
 from topkube.collectives.one_stage import OneStage
 from topkube.collectives.request import Request
 from topkube.collectives.two_stage import TwoStage
 from topkube.training.exchange.aggregation import AggregationSettings
+from topkube.training.exchange.buckets.fusion import BUCKET_BYTES
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.node_weights.chunk_exchange import ChunkCall, ChunkExchange, ChunkSetting, MovedChunk, RestChunk
 from topkube.training.node_weights.chunk_memory import ChunkMemory
-from topkube.training.node_weights.device_chunk import DelayedDeviceChunk, DeviceChunk
+from topkube.training.node_weights.device_chunk import DelayedDeviceChunk, DeviceChunk, DeviceSetting
 from topkube.training.node_weights.guard import Squares
 from topkube.training.node_weights.layout import Chunk, cut_into_chunks
 from topkube.training.node_weights.outer_momentum import OuterMomentum
 from topkube.training.node_weights.weights_device import WeightsDevice
+from topkube.training.node_weights.worlds import find_node_world
 from topkube.world import World
+
+DEVICE_CHUNK_BYTES = 4 * BUCKET_BYTES
+"""The size of chunks on a device, where calls from Python take most of the time: fewer, larger chunks."""
 
 
 class WeightExchange:
@@ -75,7 +81,10 @@ class WeightExchange:
         self.world, self.algorithm, self._wire = world, find_algorithm(aggregation.algorithm), aggregation.wire
         self.device = WeightsDevice(device)
         self.delayed_world = delayed_world
-        self.chunks = cut_into_chunks(parameters, world)
+        self._delayed_memory = DeviceMemory(device) if device is not None and delayed_world is not None else None
+        """The stream of delayed exchanges on the device."""
+        packs_on_device = self._find_device_memory(is_always_dense=False) is not None
+        self.chunks = cut_into_chunks(parameters, world, DEVICE_CHUNK_BYTES if packs_on_device else BUCKET_BYTES)
         self._agreed: list[Array] = []
         self._delayed: Future[None] | None = None
         self.weights = [len(ranks) / world.size for ranks in world.node_ranks]
@@ -86,40 +95,41 @@ class WeightExchange:
             self.outer = OuterMomentum(self.chunks, aggregation.outer_learning_rate, aggregation.outer_momentum)
         self.memory = ChunkMemory(world, self.device)
         self._slots = Slot(), Slot()
-        self._delayed_memory = DeviceMemory(device) if device is not None and delayed_world is not None else None
-        """The stream of delayed exchanges on the device."""
+        """The work buffers of chunks on the device: two chunks are under way at the same time."""
+        self._groups = SeriesGroups(find_node_world(world), device)
+        """The ranks of this node, on the device."""
         self.chunk_exchanges = [self._build_chunk_exchange(chunk) for chunk in self.chunks]
 
     def _build_chunk_exchange(self, chunk: Chunk) -> ChunkExchange:
-        world, codec_of = self.world, self._find_codecs(chunk)
+        world, codec_of = self.world, self._find_codecs(chunk.is_always_dense)
         places = [piece.place for piece in chunk.pieces]
-        least_nodes = self.algorithm.two_stage_from
-        if least_nodes is not None and world.nodes >= max(least_nodes, 2):
-            stages = TwoStage(codec_of, places, chunk.shard, world.node, world.nodes)
-            setting = ChunkSetting(chunk, world, self.weights, stages, self.memory)
-            return MovedChunk(setting) if self._moves(stages) else RestChunk(setting, self.outer)
-        stage = OneStage(codec_of, places, chunk.shard)
-        if not self._moves(stage):
-            return RestChunk(ChunkSetting(chunk, world, self.weights, stage, self.memory), self.outer)
-        memory = self.device.memory
-        if memory is None or not all(isinstance(codec, PartsCodec) for codec in stage.codecs):
-            return MovedChunk(ChunkSetting(chunk, world, self.weights, stage, self.memory))
-        whole = OneStage(codec_of, places, chunk.shard, chunk.shard)  # a device packs all tensors at once
-        setting = ChunkSetting(chunk, world, self.weights, whole, self.memory)
-        slot = self._slots[chunk.number % 2]
-        if self._delayed_memory is not None:
-            return DelayedDeviceChunk(setting, self._delayed_memory, slot)
-        return DeviceChunk(setting, memory, slot)
+        memory = self._find_device_memory(chunk.is_always_dense)
+        stage: OneStage | TwoStage
+        if self.algorithm.has_two_stages(world.nodes):
+            allocate_zeros = memory.allocate_zeros if memory is not None else None
+            stage = TwoStage(codec_of, places, chunk.shard, world.node, world.nodes, allocate_zeros)
+        else:
+            stage = OneStage(codec_of, places, chunk.shard)
+        setting = ChunkSetting(chunk, world, self.weights, stage, self.memory)
+        if memory is None:
+            moves = self.outer is None and all(isinstance(codec, TensorCodec) for codec in stage.codecs)
+            return MovedChunk(setting) if moves else RestChunk(setting, self.outer)
+        whole = codec_of(stage.places, chunk.shard) if isinstance(stage, TwoStage) else codec_of(places, chunk.shard)
+        on_device = DeviceSetting(memory, self._slots[chunk.number % 2], whole, self._groups)
+        return (DelayedDeviceChunk if self._delayed_memory is not None else DeviceChunk)(setting, on_device)
 
-    def _moves(self, stage: OneStage | TwoStage) -> bool:
-        """Return True if what was sent can move the node's own weights (chunk_exchange.py)."""
-        return self.outer is None and all(isinstance(codec, TensorCodec) for codec in stage.codecs)
+    def _find_device_memory(self, is_always_dense: bool) -> DeviceMemory | None:
+        """Return the memory of the device on which chunks are exchanged, None if the codecs work in host memory."""
+        packs_on_device = isinstance(self._find_codecs(is_always_dense)([], 0), PartsCodec)
+        if self.algorithm.has_outer_step or not packs_on_device:
+            return None
+        return self._delayed_memory or self.device.memory
 
-    def _find_codecs(self, chunk: Chunk) -> CodecOf:
-        """Return the function that builds the codec of a part of the chunk."""
+    def _find_codecs(self, is_always_dense: bool) -> CodecOf:
+        """Return the function that builds the codec of a part of a chunk."""
         implementation = load(self.algorithm)
         assert isinstance(implementation, CodecAllReduce), self.algorithm.name
-        return lambda places, length: implementation.codec(places, length, self._wire, chunk.is_always_dense)
+        return lambda places, length: implementation.codec(places, length, self._wire, is_always_dense)
 
     @property
     def agreed(self) -> list[Array]:
@@ -234,8 +244,11 @@ class WeightExchange:
         # If every node has one rank, no rank gathers: all ranks must enter the same calls.
         is_whole = self.world.size == self.world.nodes
         for chunk, exchange in zip(self.chunks, self.chunk_exchanges, strict=True):
-            if is_whole and isinstance(exchange, DelayedDeviceChunk):
-                exchange.apply()
+            if isinstance(exchange, DelayedDeviceChunk):
+                call = None if is_whole else self._enter_call(chunk, self.world)
+                if call is not None:
+                    call.check_between_nodes()
+                exchange.apply(call)
                 continue
             change = self.find_delayed(chunk)
             whole = change if is_whole else self.gather(chunk, change)

@@ -14,7 +14,6 @@ import torch
 
 from topkube.collectives.call import find_own_shard
 from topkube.kernels import SIGN_BLOCK
-from topkube.training.exchange.buckets.fusion import BUCKET_BYTES
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.world import World
 
@@ -75,7 +74,7 @@ class Chunk:
                 yield ShardPiece(parameter, low - start, high - start, low - self.first)
 
 
-def cut_into_chunks(parameters: Sequence[Parameter], world: World, chunk_bytes: int = BUCKET_BYTES) -> list[Chunk]:
+def cut_into_chunks(parameters: Sequence[Parameter], world: World, chunk_bytes: int) -> list[Chunk]:
     """Return the chunks of `parameters`, of at most `chunk_bytes` (float32) each; a larger tensor has its own chunk."""
     chunks: list[Chunk] = []
     for is_always_dense in (False, True):

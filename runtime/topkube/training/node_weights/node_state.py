@@ -152,7 +152,7 @@ class NodeWeightsState:
         if "mass" in state:
             self._exchange.sum_over_nodes(owed)
         if stage is not None:
-            stage.owed[:] = owed[stage.segment]
+            stage.write_owed(owed[stage.segment])
         else:
             own += owed
 
@@ -241,10 +241,11 @@ def _list_differences(piece: ShardPiece, own: Array, agreed: Array) -> list[tupl
 
 def _list_owed(chunk: Chunk, stage: TwoStage) -> Iterator[tuple[str, tuple[int, torch.Tensor]]]:
     """Yield the parts of parameters in the own segment: (name, (first element in the parameter, what is owed))."""
+    owed = stage.read_owed()
     for piece in chunk.pieces:
         low, high = max(piece.place.start, stage.segment.start), min(piece.place.stop, stage.segment.stop)
         if low < high:
-            values = stage.owed[low - stage.segment.start : high - stage.segment.start]
+            values = owed[low - stage.segment.start : high - stage.segment.start]
             yield piece.parameter.name, (piece.begin + low - piece.at, torch.from_numpy(values.copy()))
 
 

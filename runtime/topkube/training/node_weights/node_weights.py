@@ -24,39 +24,14 @@ from topkube.training.node_weights.guard import DriftGuard, Squares
 from topkube.training.node_weights.node_state import NodeWeightsState
 from topkube.training.node_weights.requirements import check_parameters
 from topkube.training.node_weights.trained_weights import Masters, TrainedWeights
+from topkube.training.node_weights.worlds import find_delayed_world, find_node_world
 from topkube.training.ranks import communication_thread
 from topkube.training.ranks.agreement import open_agreement
 from topkube.training.reporting.warning import warn
-from topkube.world import World, create_sub_world
+from topkube.world import World
 
 _all: weakref.WeakSet[NodeWeights] = weakref.WeakSet()
 """All NodeWeights of this process."""
-
-
-def find_node_world(world: World) -> World:
-    """Return the world of the ranks of this rank's node. All ranks create it together, on first use."""
-    if world.nodes == 1:
-        return world
-    existing: World | None = world.cache.get("world of the node")
-    if existing is None:
-        for ranks in world.node_ranks:
-            existing = create_sub_world(world, ranks) or existing
-        assert existing is not None
-        world.cache["world of the node"] = existing
-    return existing
-
-
-def find_delayed_world(world: World) -> World:
-    """Return the world of the delayed exchanges among the ranks of `world`. All ranks create it together, on first
-    use."""
-    existing: World | None = world.cache.get("world of delayed exchanges")
-    if existing is None:
-        existing = world.cache["world of delayed exchanges"] = create_sub_world(
-            world, range(world.size), has_window=False
-        )
-        assert existing is not None
-        existing.at_end.append(partial(communication_thread.finish, DELAYED_THREAD))
-    return existing
 
 
 class NodeWeights:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from ranks.training.onebit_scene import (
 from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_loss, copy_weights
 from topkube.collectives import one_stage
 from topkube.telemetry import phases
-from topkube.training.node_weights import exchange, guard, layout
+from topkube.training.node_weights import exchange, guard
 from topkube.world import World
 
 
@@ -114,9 +113,8 @@ def case_chunks_and_parts_that_overlap_give_the_same_bits(world: World) -> None:
     on how the tensors are cut."""
     results = []
     for chunk_bytes, part_elements in ((25 * 2**20, 2**19), (20_000, 2**19), (20_000, 1), (200_000, 1)):
-        cut = functools.partial(layout.cut_into_chunks, chunk_bytes=chunk_bytes)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(exchange, "cut_into_chunks", cut)
+            patch.setattr(exchange, "BUCKET_BYTES", chunk_bytes)
             patch.setattr(one_stage, "PART_ELEMENTS", part_elements)
             torch.manual_seed(0)
             model = nn.Sequential(*(nn.Linear(n, m) for n, m in ((24, 64), (64, 64), (64, 200), (200, 100), (100, 1))))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
+
 from ranks.device import exchange_through_torch
 from ranks.training.checkpoints import make_shared_directory
 from ranks.training.onebit_checkpoints import read_state, run_until
@@ -18,6 +20,7 @@ from ranks.training.onebit_scene import (
     train,
 )
 from ranks.training.scene import build_network
+from topkube.training.node_weights import exchange
 from topkube.world import World
 
 ALGORITHMS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -52,6 +55,18 @@ def case_a_model_on_a_device_trains_with_the_same_bits(world: World) -> None:
         arguments = {"aggregation": algorithm, **options}
         on_device = run_steps(world, build_adamw, True, **arguments)
         assert on_device == run_steps(world, build_adamw, False, **arguments), arguments
+
+
+def case_chunks_on_a_device_that_overlap_give_the_same_bits(world: World) -> None:
+    """Several chunks are under way at the same time, and the next exchange takes their work buffers."""
+    if not have_same_sums(world):
+        return
+    for options in ({}, {"delay": 1}, {"period": 2}):
+        expected = run_steps(world, build_adamw, False, **options)
+        for chunk_bytes in (4_000, 8_000):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(exchange, "DEVICE_CHUNK_BYTES", chunk_bytes)
+                assert run_steps(world, build_adamw, True, **options) == expected, (options, chunk_bytes)
 
 
 def case_each_optimizer_works_on_a_device(world: World) -> None:

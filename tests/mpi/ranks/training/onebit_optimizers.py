@@ -31,7 +31,7 @@ from ranks.training.onebit_scene import (
 from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_loss, write_weights
 from topkube.errors import TrainingError
 from topkube.settings import Settings
-from topkube.training.node_weights.node_weights import find_node_world
+from topkube.training.node_weights.worlds import find_node_world
 from topkube.training.optimizers.lars import LARS
 from topkube.world import World
 

@@ -70,7 +70,7 @@ class BucketReduction:
             self._residuals.forget_zeros(bucket)
         if self._world.size == 1 and not all_reduce.algorithm.compresses:
             trainable = [parameter for parameter in bucket.parameters if parameter.tensor.requires_grad]
-            return self._delivery.deliver_alone(trainable, task.mark)
+            return self._delivery.deliver_alone(trainable)
         if bucket.dtype != torch.float64:
             if self._on_device is not None:
                 self._begin_on_device(task)

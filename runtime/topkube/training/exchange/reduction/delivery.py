@@ -68,7 +68,7 @@ class Delivery:
         parameter.tensor.grad = mean
         parameter.deliver()
 
-    def deliver_alone(self, parameters: Sequence[Parameter], mark: Mark | None) -> bool:
+    def deliver_alone(self, parameters: Sequence[Parameter]) -> bool:
         """Deliver gradients as they are, in a world of one rank. Return True if they are finite; on a device, `flush`
         reports that. Gradients that are not finite are delivered too: the end of backward then skips the step, as with
         several ranks."""
@@ -76,15 +76,13 @@ class Delivery:
         finite = True
         if self._on_device is None:
             finite = _are_finite(gradients)
-        elif filled := [gradient for gradient in gradients if gradient.numel()]:
-            largest = torch.stack(list(torch._foreach_norm(filled, torch.inf)))
-            self._on_device.note_finite(largest.isfinite().all())
+        else:
+            self._on_device.check_later([gradient for gradient in gradients if gradient.numel()])
         for parameter in parameters:
             if parameter.tensor.grad is not None:
                 if parameter.stash is not None:
                     parameter.stash.add_(parameter.tensor.grad)
-                    if mark is not None:
-                        self._borrow(parameter.tensor.grad)
+                    self._borrow(parameter.tensor.grad)
                     parameter.tensor.grad = parameter.stash
                 parameter.deliver()
         return finite
