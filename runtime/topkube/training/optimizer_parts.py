@@ -16,7 +16,6 @@ from topkube.training.exchange.autograd.loss_scale import watch_scalers
 from topkube.training.exchange.backward import Backward
 from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
 from topkube.training.exchange.late.late_updates import LateUpdates, check_optimizer
-from topkube.training.exchange.reduction.devices import find_exchange_device
 from topkube.training.exchange.tuning.tuning import find_saved_algorithm
 from topkube.training.node_weights.agreed_weights_check import AgreedWeightsCheck
 from topkube.training.node_weights.gradient_noise import NoiseCorrection
@@ -114,8 +113,6 @@ def _check_permission(
     own = next(algorithm for algorithm in aggregation.compressed_choices if algorithm.in_weights)
     parameters = name_parameters(optimizer, names, sharded=True)
     problem = ""
-    if find_exchange_device(parameters) is not None:
-        problem = f"a model on a GPU keeps equal weights with auto; name the algorithm {own.name} to use it there"
     try:
         check_parameters(TrainedWeights(parameters, _find_masters(optimizer)), own.name)
     except ArgumentError as error:

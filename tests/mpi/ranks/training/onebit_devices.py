@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 
 from ranks.device import exchange_through_torch
+from ranks.training import own_weights, tuning
 from ranks.training.checkpoints import make_shared_directory
 from ranks.training.onebit_checkpoints import read_state, run_until
 from ranks.training.onebit_scene import (
@@ -31,6 +33,15 @@ ALGORITHMS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("localsgd", {"period": 2}),
     ("diloco", {"period": 2}),
 )
+
+
+@contextmanager
+def exchange_over_slow_links() -> Iterator[None]:
+    """Let all algorithms that compress save so much that `auto` takes the one that sends least: on a device, it does
+    not fit its predictions to the steps."""
+    with exchange_through_torch(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "SLOW_RATE", 3e4)
+        yield
 
 
 def run_steps(world: World, build_optimizer: Any, is_on_device: bool, **options: Any) -> list[bytes]:
@@ -67,6 +78,18 @@ def case_chunks_on_a_device_that_overlap_give_the_same_bits(world: World) -> Non
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(exchange, "DEVICE_CHUNK_BYTES", chunk_bytes)
                 assert run_steps(world, build_adamw, True, **options) == expected, (options, chunk_bytes)
+
+
+def case_auto_takes_onebit_on_a_device_and_keeps_it_if_steps_become_faster(world: World) -> None:
+    if world.nodes < 8:  # auto never takes the two stages of signs
+        with exchange_over_slow_links():
+            own_weights.case_auto_takes_onebit_and_keeps_it_if_steps_become_faster(world)
+
+
+def case_weights_on_a_device_are_averaged_if_onebit_is_not_faster(world: World) -> None:
+    if world.nodes < 8:
+        with exchange_over_slow_links():
+            own_weights.case_weights_are_averaged_if_onebit_is_not_faster(world)
 
 
 def case_each_optimizer_works_on_a_device(world: World) -> None:

@@ -80,15 +80,19 @@ def simulate_step_times(world: World, *seconds: float) -> Iterator[None]:
         Tuning.note_step = note_step  # type: ignore[method-assign]
 
 
+SLOW_RATE = 1e6
+"""The bytes per second of a simulated slow link."""
+
+
 @contextmanager
 def simulate_slow_links(world: World, *seconds: float) -> Iterator[None]:
-    """Let the links of the world seem to carry a megabyte per second, without a latency, and steps seem to take
-    `seconds`. What `auto` tries then does not depend on this machine."""
+    """Let the links of the world seem to carry SLOW_RATE, without a latency, and steps seem to take `seconds`. What
+    `auto` tries then does not depend on this machine."""
     measure = machines.measure_machines
 
     def measure_slow(measured_world: World) -> MeasuredMachine:
         measured = measure(measured_world)
-        return MeasuredMachine(measured.rate and 1e6, measured.latency and 1e-6, measured.memory)
+        return MeasuredMachine(measured.rate and SLOW_RATE, measured.latency and 1e-6, measured.memory)
 
     world.cache.pop("measured machines", None)
     machines.measure_machines = measure_slow

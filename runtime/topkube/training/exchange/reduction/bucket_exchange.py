@@ -47,7 +47,8 @@ class BucketExchange:
             refuse_gpu_algorithms(world, aggregation)
         compressed_choices = aggregation.compressed_choices if world.nodes > 1 else ()
         if device is not None:
-            compressed_choices = tuple(algorithm for algorithm in compressed_choices if algorithm.on_device)
+            # With weights of their own, nodes exchange no gradients.
+            compressed_choices = tuple(choice for choice in compressed_choices if choice.on_device or choice.in_weights)
         self.algorithms = BucketAlgorithms(world, aggregation, compressed_choices)
         self.residuals = Residuals(world, self.algorithms.keeper, momentum, device)
         self.on_device = DeviceAllReduce(world, device, settings.device_graphs) if device is not None else None
