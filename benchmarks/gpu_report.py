@@ -7,6 +7,7 @@ from typing import Any
 from tables import format_number, format_table
 
 _PLAIN = "plain"
+_AUTO_OWN = "auto with own weights"
 _PEERS = {"ddp": "DDP over gloo", "fp16": "DDP, fp16 hook", "powersgd1": "DDP, PowerSGD rank 1"}
 _PACKING = (
     ("sign_pack_", "signs, pack"),
@@ -96,13 +97,22 @@ def _build_nodes_table(rows: dict[str, dict[str, Any]]) -> str:
         for name in names
     ]
     headings = ["", *(heading for link in links for heading in (f"{link}, ms", "× DDP"))]
-    about = "; ".join(f"{link}: `{row['auto is'].partition(' per step')[0]}`" for link, row in links.items())
+    about = "; ".join(f"{link}: {_describe_choices(row)}" for link, row in links.items())
     return f"{format_table(headings, cells)}\n\nWhat `auto` took, with the predicted time of the exchange: {about}."
+
+
+def _describe_choices(row: dict[str, Any]) -> str:
+    """Return what `auto` took, and if it was measured, what it took with `nodeWeights: own`."""
+    summaries = {name: row.get(f"{name} is", "").partition(" per step")[0] for name in ("auto", _AUTO_OWN)}
+    own = f", with `nodeWeights: own` `{summaries[_AUTO_OWN]}`" if summaries[_AUTO_OWN] else ""
+    return f"`{summaries['auto']}`{own}"
 
 
 def _name_contender(name: str) -> str:
     if name == _PLAIN:
         return "no exchange"
+    if name == _AUTO_OWN:
+        return "`auto`, `nodeWeights: own`"
     return _PEERS.get(name, f"`{name.split()[0]}`{''.join(f', {word}' for word in name.split()[1:])}")
 
 

@@ -34,7 +34,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 """Names, each with the options of DistributedOptimizer. The first word is the algorithm."""
 ERROR_FEEDBACK_IN_WEIGHTS = ("onebit", "onebit period 2", "onebit delayed", "topk1bit", "localsgd")
 """The contenders whose weights have the same bits as on CPUs with any number of nodes."""
-TIMED = ("hierarchical", "hitopk", "int8", "int4", "auto", "onebit", "onebit delayed")
+TIMED: dict[str, dict[str, Any]] = {
+    **{name: ALGORITHMS[name] for name in ("hierarchical", "hitopk", "onebit", "onebit delayed")},
+    **{"int8": {}, "int4": {}, "auto": {}, "auto with own weights": {"node_weights": "own"}},
+}
+"""The contenders whose steps are timed, each with the options of DistributedOptimizer."""
 SHAPES = ((300, 700), (1024, 257), (33,), (511, 129))
 _LAST_BITS = 1e-5
 """What differences in the last bit of a mean may become in weights of a few units, after all steps."""
@@ -67,8 +71,10 @@ def compare(device: torch.device) -> dict[str, Any]:
         equal = all(map(torch.equal, *trained))
         difference = max(float((a - b).abs().max()) for a, b in zip(*trained, strict=True))
         row[name] = "the same bits" if equal else difference
-        # On a GPU, each node's values are multiplied by 1/3 before the nodes add them up: the last bit may differ.
-        is_right = equal or (topkube.size() == 3 and name not in ERROR_FEEDBACK_IN_WEIGHTS and difference < _LAST_BITS)
+        # On a GPU, each node's values are multiplied by 1/3 before the nodes add them up, and buckets are larger, so that
+        # other nodes are the first in the sum of `flat`: the last bit may differ.
+        may_differ = topkube.size() > 2 and name not in ERROR_FEEDBACK_IN_WEIGHTS
+        is_right = equal or (may_differ and difference < _LAST_BITS)
         if not all(topkube.world.current().comm.allgather(is_right)):
             row["wrong"].append(name)
     return row
@@ -128,7 +134,7 @@ def measure(device: torch.device, size: str) -> dict[str, Any]:
                 model.named_parameters(),
                 aggregation=name.split()[0],
                 warmup_steps=0,
-                **ALGORITHMS.get(name, {}),
+                **TIMED[name],
             )
 
         def step(model: Any = model, optimizer: Any = optimizer) -> float:
@@ -145,10 +151,10 @@ def measure(device: torch.device, size: str) -> dict[str, Any]:
 
         for _ in range(_WARMUP):
             step()
-        if name == "auto":
+        if name.startswith("auto"):
             while not optimizer.tuning.is_settled:
                 step()
-            row["auto is"] = optimizer.tuning.summary
+            row[f"{name} is"] = optimizer.tuning.summary
         before = {phase: phases.current.total(phase) for phase in PHASES}
         times = [step()]
         most = topkube.world.current().comm.bcast(min(_TIMED_STEPS, 1 + int(1e3 * _TIMED_SECONDS / times[0])))

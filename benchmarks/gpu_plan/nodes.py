@@ -16,8 +16,8 @@ from gpu_plan.device import Device
 from gpu_plan.programs import run_group
 from gpu_plan.rows import Row, Rows
 
-NODES = (2, 3)
-"""The numbers of nodes for which the weights are compared."""
+NODES = (2, 3, 8)
+"""The numbers of nodes for which the weights are compared. From eight nodes on, onebit exchanges in two stages."""
 RATES = ("10gbit", "25gbit")
 """The links between two nodes for which steps are timed."""
 _PROGRAM = Path(__file__).with_name("node_rank.py")

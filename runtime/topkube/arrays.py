@@ -27,6 +27,11 @@ def as_bytes(view: Array) -> Array:
     return view.view(np.uint8)
 
 
+def view_bytes_as(row: Any, dtype: np.dtype[Any]) -> Any:
+    """Return bytes, (nbytes,) uint8, as values of `dtype`: a view of the NumPy array or torch tensor."""
+    return row.view(getattr(sys.modules["torch"], dtype.name) if is_tensor(row) else dtype)
+
+
 def is_tensor(x: object) -> bool:
     """Return True if `x` is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")

@@ -8,6 +8,7 @@ send such rows.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from topkube import kernels
-from topkube.arrays import BFLOAT16, Array, is_tensor
+from topkube.arrays import BFLOAT16, Array, is_tensor, view_bytes_as
 from topkube.kernels.parts import PartLayout, align, count_sign_blocks, count_sign_bytes, view_signs
 
 _CACHED_ELEMENTS = 2**16
@@ -27,6 +28,8 @@ class Codec(ABC):
     """The format of one row. `row_bytes` is its length, a multiple of 8."""
 
     row_bytes: int
+    works_on_device: ClassVar[bool] = False
+    """True if values and rows may be tensors on a GPU, where few launches pack or add them."""
 
     @abstractmethod
     def pack(self, values: Any, row: Any) -> Any:
@@ -118,6 +121,8 @@ class PartsCodec(TensorCodec):
     """A codec whose tensors are the parts of a layout (topkube/kernels/parts.py): on a GPU, one call of a kernel packs
     or adds all of them."""
 
+    works_on_device = True
+
     def __init__(self, places: Sequence[slice]) -> None:
         super().__init__(places)
         self._layout: PartLayout | None = None
@@ -208,28 +213,41 @@ class Integers(PartsCodec):
 class Rounded(Codec):
     """A codec of `length` values, rounded to `wire`: "fp32", "bf16" or "fp16"."""
 
+    works_on_device = True
+
     def __init__(self, length: int, wire: str) -> None:
         self._dtype, self._length = _DTYPES[wire], length
         self.row_bytes = align(self._dtype.itemsize * length)
 
-    def pack(self, values: Array, row: Array) -> bool:
+    def pack(self, values: Any, row: Any) -> Any:
         if not self._length:
             return True
-        sent = self._values(row)
+        sent = self._view(row)
         kernels.cast_(sent, values)
-        is_finite = kernels.is_finite(sent)
+        is_finite = sent.isfinite().all() if _is_on_gpu(sent) else kernels.is_finite(sent)
         if self._dtype == np.float32:
             values[:] = 0
         else:
-            values -= sent.astype(np.float32)
+            values -= _widen(sent)
         return is_finite
 
-    def unpack_add(self, out: Array, rows: Sequence[Array], weights: Sequence[float]) -> None:
-        total = np.zeros_like(out)
+    def unpack_add(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
+        if not self._length:
+            return
+        total: Any = None
         for row, weight in zip(rows, weights, strict=True):
-            total += self._values(row).astype(np.float32) * np.float32(weight)
+            product = _widen(self._view(row))
+            product *= np.float32(weight).item()
+            if total is None:
+                total = product
+            else:
+                total += product
         out += total
 
-    def _values(self, row: Array) -> Array:
-        values: Array = row[: self._length * self._dtype.itemsize].view(self._dtype)
-        return values
+    def _view(self, row: Any) -> Any:
+        return view_bytes_as(row[: self._length * self._dtype.itemsize], self._dtype)
+
+
+def _widen(values: Any) -> Any:
+    """Return a copy of the values as float32."""
+    return values.to(copy=True, dtype=sys.modules["torch"].float32) if is_tensor(values) else values.astype(np.float32)

@@ -30,6 +30,9 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
         yield fake
 
 
+PACKED_ON_DEVICE = ("onebit", "localsgd")
+
+
 class Training:
     """Two parameters, and the exchange of their changes in a world of one node."""
 
@@ -41,7 +44,7 @@ class Training:
         aggregation = AggregationSettings.from_settings(Settings(), algorithm=algorithm)
         self.exchange = WeightExchange(current(), parameters, aggregation, current() if is_delayed else None, CPU)
         packs_on_device = all(isinstance(exchange, DeviceChunk) for exchange in self.exchange.chunk_exchanges)
-        assert packs_on_device == (algorithm == "onebit")
+        assert packs_on_device == (algorithm in PACKED_ON_DEVICE)
         self.noise = GradientNoise(current(), parameters, self.exchange.weights, self.exchange.device)
         self.exchange.capture()
 
@@ -69,7 +72,7 @@ EXCHANGES: dict[str, Callable[[Training], None]] = {
 }
 
 
-@pytest.mark.parametrize("algorithm", ["onebit", "topk1bit"])
+@pytest.mark.parametrize("algorithm", ["onebit", "localsgd", "topk1bit"])
 @pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
 def test_exchange_and_script_do_not_use_weights_at_the_same_time(
     streams: Streams, exchange: Callable[[Training], None], algorithm: str
@@ -92,8 +95,9 @@ def stages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
     return 1 + has_two
 
 
-def test_an_exchange_on_the_device_waits_for_the_script(streams: Streams, stages: int) -> None:
-    training = Training()
+@pytest.mark.parametrize("algorithm", PACKED_ON_DEVICE)
+def test_an_exchange_on_the_device_waits_for_the_script(streams: Streams, stages: int, algorithm: str) -> None:
+    training = Training(algorithm=algorithm)
     assert (training.exchange.find_stages(training.exchange.chunks[0]) is not None) == (stages == 2)
     for _ in range(3):
         training.update()
@@ -105,9 +109,10 @@ def test_an_exchange_on_the_device_waits_for_the_script(streams: Streams, stages
     assert not streams.hazards
 
 
-def test_a_delayed_exchange_on_the_device_is_added_in_order(streams: Streams, stages: int) -> None:
+@pytest.mark.parametrize("algorithm", PACKED_ON_DEVICE)
+def test_a_delayed_exchange_on_the_device_is_added_in_order(streams: Streams, stages: int, algorithm: str) -> None:
     """The script packs in its stream, and changes the weights while another thread exchanges what was packed."""
-    training = Training(is_delayed=True)
+    training = Training(algorithm=algorithm, is_delayed=True)
     exchange = training.exchange
     for _ in range(3):
         training.update()
@@ -121,7 +126,7 @@ def test_a_delayed_exchange_on_the_device_is_added_in_order(streams: Streams, st
         exchange.device.run(exchange.apply)
     streams.check_freed_memory()
     assert not streams.hazards
-    if stages == 1:  # one node owes nothing, unless it is the owner of a segment
+    if stages == 1 and algorithm == "onebit":  # one node owes nothing, unless it is the owner of a segment
         assert all(torch.equal(weight, then) for weight, then in zip(training.weights, before, strict=True))
     assert "delayed" in streams.count_submitted_work(), "the exchange has a stream of its own"
 

@@ -15,7 +15,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 import torch
@@ -68,6 +68,9 @@ class ChunkSetting:
 
 class ChunkExchange(ABC):
     """The exchanges of a chunk."""
+
+    most_under_way: ClassVar[int] = 2
+    """The most chunks in the same kind of memory whose exchanges may be under way: so many have work buffers."""
 
     def __init__(self, setting: ChunkSetting) -> None:
         self.chunk, self._world, self._factors = setting.chunk, setting.world, setting.factors

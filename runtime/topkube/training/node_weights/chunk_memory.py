@@ -57,8 +57,8 @@ class ChunkMemory:
         """Gather `staging`, a work buffer of the chunk of which each rank of the node has filled its shard, and copy it
         into the parameters."""
         call.all_gather(staging)
-        for parameter, values in self.list_tensors(chunk, staging):
-            parameter.copy_(values)
+        if pairs := list(self.list_tensors(chunk, staging)):
+            torch._foreach_copy_([parameter for parameter, _ in pairs], [values for _, values in pairs])
 
     def list_tensors(self, chunk: Chunk, staging: Array) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the parameters of a chunk, and their parts of `staging`, in each one's shape and on their device."""

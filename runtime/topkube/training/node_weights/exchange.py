@@ -27,6 +27,7 @@ parameters (`apply`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -50,7 +51,12 @@ from topkube.training.exchange.buckets.fusion import BUCKET_BYTES
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.node_weights.chunk_exchange import ChunkCall, ChunkExchange, ChunkSetting, MovedChunk, RestChunk
 from topkube.training.node_weights.chunk_memory import ChunkMemory
-from topkube.training.node_weights.device_chunk import DelayedDeviceChunk, DeviceChunk, DeviceSetting
+from topkube.training.node_weights.device_chunk import (
+    DEVICE_LANES,
+    DeviceChunk,
+    DeviceRestChunk,
+    DeviceSetting,
+)
 from topkube.training.node_weights.guard import Squares
 from topkube.training.node_weights.layout import Chunk, cut_into_chunks
 from topkube.training.node_weights.outer_momentum import OuterMomentum
@@ -83,8 +89,9 @@ class WeightExchange:
         self.delayed_world = delayed_world
         self._delayed_memory = DeviceMemory(device) if device is not None and delayed_world is not None else None
         """The stream of delayed exchanges on the device."""
-        packs_on_device = self._find_device_memory(is_always_dense=False) is not None
-        self.chunks = cut_into_chunks(parameters, world, DEVICE_CHUNK_BYTES if packs_on_device else BUCKET_BYTES)
+        packs_parts = isinstance(self._find_codecs(False)([], 0), PartsCodec)
+        has_large_chunks = packs_parts and self._find_device_memory(is_always_dense=False) is not None
+        self.chunks = cut_into_chunks(parameters, world, DEVICE_CHUNK_BYTES if has_large_chunks else BUCKET_BYTES)
         self._agreed: list[Array] = []
         self._delayed: Future[None] | None = None
         self.weights = [len(ranks) / world.size for ranks in world.node_ranks]
@@ -94,8 +101,8 @@ class WeightExchange:
         if self.algorithm.has_outer_step:
             self.outer = OuterMomentum(self.chunks, aggregation.outer_learning_rate, aggregation.outer_momentum)
         self.memory = ChunkMemory(world, self.device)
-        self._slots = Slot(), Slot()
-        """The work buffers of chunks on the device: two chunks are under way at the same time."""
+        self._slots = [Slot() for _ in range(DEVICE_LANES)]
+        """The work buffers of the chunks on the device that are under way at the same time."""
         self._groups = SeriesGroups(find_node_world(world), device)
         """The ranks of this node, on the device."""
         self.chunk_exchanges = [self._build_chunk_exchange(chunk) for chunk in self.chunks]
@@ -111,17 +118,18 @@ class WeightExchange:
         else:
             stage = OneStage(codec_of, places, chunk.shard)
         setting = ChunkSetting(chunk, world, self.weights, stage, self.memory)
+        moves = self.outer is None and all(isinstance(codec, TensorCodec) for codec in stage.codecs)
         if memory is None:
-            moves = self.outer is None and all(isinstance(codec, TensorCodec) for codec in stage.codecs)
             return MovedChunk(setting) if moves else RestChunk(setting, self.outer)
-        whole = codec_of(stage.places, chunk.shard) if isinstance(stage, TwoStage) else codec_of(places, chunk.shard)
-        on_device = DeviceSetting(memory, self._slots[chunk.number % 2], whole, self._groups)
-        return (DelayedDeviceChunk if self._delayed_memory is not None else DeviceChunk)(setting, on_device)
+        whole = codec_of(stage.places if isinstance(stage, TwoStage) else places, chunk.shard)
+        slot, is_delayed = self._slots[chunk.number % DEVICE_LANES], self._delayed_memory is not None
+        on_device = DeviceSetting(memory, slot, whole, self._groups, is_delayed)
+        return DeviceChunk(setting, on_device) if moves else DeviceRestChunk(setting, on_device)
 
     def _find_device_memory(self, is_always_dense: bool) -> DeviceMemory | None:
         """Return the memory of the device on which chunks are exchanged, None if the codecs work in host memory."""
-        packs_on_device = isinstance(self._find_codecs(is_always_dense)([], 0), PartsCodec)
-        if self.algorithm.has_outer_step or not packs_on_device:
+        codec = self._find_codecs(is_always_dense)([], 0)
+        if self.algorithm.has_outer_step or not codec.works_on_device:
             return None
         return self._delayed_memory or self.device.memory
 
@@ -193,17 +201,18 @@ class WeightExchange:
             return ChunkCall(call, exchanges, self._agreed[number], squares, is_delayed)
 
         following = enter(0) if self.chunks else None
-        earlier: tuple[ChunkExchange, ChunkCall] | None = None
+        under_way: deque[tuple[ChunkExchange, ChunkCall]] = deque()
         for number, exchange in enumerate(self.chunk_exchanges):
             # The hashes of the next call travel before the data of this chunk, and do not wait for them.
             current, following = following, enter(number + 1) if number + 1 < len(self.chunks) else None
             assert current is not None
             exchange.begin(current)
-            if earlier is not None:
-                earlier[0].finish(earlier[1])
-            earlier = exchange, current
-        if earlier is not None:
-            earlier[0].finish(earlier[1])
+            under_way.append((exchange, current))
+            while len(under_way) >= exchange.most_under_way:
+                earlier, call = under_way.popleft()
+                earlier.finish(call)
+        for earlier, call in under_way:
+            earlier.finish(call)
 
     @torch.no_grad()
     def keep_changes(self, squares: Squares | None = None) -> None:
@@ -244,7 +253,7 @@ class WeightExchange:
         # If every node has one rank, no rank gathers: all ranks must enter the same calls.
         is_whole = self.world.size == self.world.nodes
         for chunk, exchange in zip(self.chunks, self.chunk_exchanges, strict=True):
-            if isinstance(exchange, DelayedDeviceChunk):
+            if isinstance(exchange, DeviceChunk):
                 call = None if is_whole else self._enter_call(chunk, self.world)
                 if call is not None:
                     call.check_between_nodes()
