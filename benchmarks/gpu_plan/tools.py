@@ -71,8 +71,8 @@ def read_counters(rows: Rows, dry: bool, seconds: float = 120) -> None:
 
 
 def run_sanitisers(rows: Rows, dry: bool, seconds: float = 120) -> None:
-    """Check a selection for memory errors and races with compute-sanitizer."""
-    for tool in ("memcheck", "racecheck"):
+    """Check all kernels for memory errors, races and wrong barriers with compute-sanitizer."""
+    for tool in ("memcheck", "racecheck", "synccheck"):
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", sys.executable, "-c", _SAMPLE]
         rows.measure(f"sanitiser {tool}", lambda command=command: _run_if_installed(rows, command, seconds, dry))
 
