@@ -37,6 +37,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from gpu_plan import machine, tools
@@ -248,6 +249,7 @@ def finish(args: argparse.Namespace, failed: list[str]) -> int:
             "rows": [row for row in timed if row["dtype"] == "fp32"],
             "all rows": list(rows.values()),
             "step": step if "dense ms" in step else None,
+            "earlier rows": keep_earlier_rows(args.out.with_suffix(".json"), rows),
         }
         args.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
         print("then: python benchmarks/report.py", flush=True)
@@ -255,6 +257,17 @@ def finish(args: argparse.Namespace, failed: list[str]) -> int:
         print(line, flush=True)
     print(f"{len(rows)} rows in {args.out}", flush=True)
     return 1 if wrong or failed else 0
+
+
+def keep_earlier_rows(path: Path, rows: Mapping[str, Row]) -> list[Row]:
+    """Return the results in the file of an earlier run that `rows` do not replace, because this run had other stages.
+    Each names the sources of its run."""
+    if not path.exists():
+        return []
+    stored = json.loads(path.read_text())
+    sources = next((row["sources"] for row in stored["all rows"] if row["key"] == "run"), "unknown")
+    earlier = [{"sources": sources, **row} for row in stored["all rows"]] + stored.get("earlier rows", [])
+    return list({row["key"]: row for row in reversed(earlier) if row["key"] not in rows}.values())
 
 
 def parse_stages(text: str) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ def build_section(stored: dict[str, Any]) -> dict[str, str]:
         "GPU": _describe_machine(stored),
         "GPU_SELECTION": _build_selection_table(rows),
         "GPU_PACKING": _build_packing_table(rows),
-        "GPU_STEP": _describe_step(rows.get("training step", {})),
+        "GPU_STEP": _describe_step({row["key"]: row for row in stored["earlier rows"]} | rows),
         "GPU_NODES": _build_nodes_table(rows),
     }
 
@@ -71,15 +71,21 @@ def _build_packing_table(rows: dict[str, dict[str, Any]]) -> str:
     return format_table(["elements", *(heading for _, heading in _PACKING)], cells)
 
 
-def _describe_step(step: dict[str, Any]) -> str:
+def _describe_step(rows: dict[str, dict[str, Any]]) -> str:
+    """Return what a step on one GPU takes. A row of an earlier run names its sources."""
+    step = rows.get("training step", {})
     if "dense ms" not in step:
         return "A training step on one GPU was not measured."
     names = ("torch", "DDP", "dense", "hitopk 1%", "hitopk 1% with graphs")
     times = ", ".join(f"{name} {format_number(step[f'{name} ms'])}" for name in names)
     return (
         f"One GPU, one rank: a step of a GPT with {step['parameters']:,} parameters (batch {step['batch']}, context"
-        f" {step['context']}, bf16 autocast, AdamW) takes, in ms: {times}. DDP uses NCCL."
+        f" {step['context']}, bf16 autocast, AdamW) takes, in ms: {times}. DDP uses NCCL.{_note_sources(step)}"
     )
+
+
+def _note_sources(row: dict[str, Any]) -> str:
+    return " An earlier version was measured." if "sources" in row else ""
 
 
 def _build_nodes_table(rows: dict[str, dict[str, Any]]) -> str:

@@ -36,7 +36,10 @@ ERROR_FEEDBACK_IN_WEIGHTS = ("onebit", "onebit period 2", "onebit delayed", "top
 """The contenders whose weights have the same bits as on CPUs with any number of nodes."""
 TIMED: dict[str, dict[str, Any]] = {
     **{name: ALGORITHMS[name] for name in ("hierarchical", "hitopk", "onebit", "onebit delayed")},
-    **{"int8": {}, "int4": {}, "auto": {}, "auto with own weights": {"node_weights": "own"}},
+    "int8": {},
+    "int4": {},
+    "auto": {},
+    "auto with own weights": {"node_weights": "own"},
 }
 """The contenders whose steps are timed, each with the options of DistributedOptimizer."""
 SHAPES = ((300, 700), (1024, 257), (33,), (511, 129))
@@ -71,8 +74,8 @@ def compare(device: torch.device) -> dict[str, Any]:
         equal = all(map(torch.equal, *trained))
         difference = max(float((a - b).abs().max()) for a, b in zip(*trained, strict=True))
         row[name] = "the same bits" if equal else difference
-        # On a GPU, each node's values are multiplied by 1/3 before the nodes add them up, and buckets are larger, so that
-        # other nodes are the first in the sum of `flat`: the last bit may differ.
+        # On a GPU, each node's values are multiplied by 1/3 before the nodes add them up, and buckets are larger, so
+        # that other nodes are the first in the sum of `flat`: the last bit may differ.
         may_differ = topkube.size() > 2 and name not in ERROR_FEEDBACK_IN_WEIGHTS
         is_right = equal or (may_differ and difference < _LAST_BITS)
         if not all(topkube.world.current().comm.allgather(is_right)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -48,6 +49,20 @@ def test_rows_are_written_at_once_and_measured_once(tmp_path: Path) -> None:
         resumed.measure(name, lambda name=name: measure(name))
     assert calls == ["a", "b", "b", "c"]
     assert sorted(row["key"] for row in read_rows(path) if "error" not in row) == ["a", "b", "c"]
+
+
+def test_results_of_an_earlier_run_are_kept_with_its_sources(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    assert gpu.keep_earlier_rows(path, {}) == []
+    oldest = {"key": "suite", "ms": 1.0, "sources": "first"}
+    rows = [{"key": "run", "sources": "second"}, {"key": "training step", "ms": 2.0}, {"key": "time", "ms": 3.0}]
+    path.write_text(json.dumps({"all rows": rows, "earlier rows": [oldest, {**rows[2], "sources": "first"}]}))
+    kept = gpu.keep_earlier_rows(path, {"run": {}, "facts": {}})
+    assert sorted(kept, key=lambda row: row["key"]) == [
+        oldest,
+        {"key": "time", "ms": 3.0, "sources": "second"},
+        {"key": "training step", "ms": 2.0, "sources": "second"},
+    ]
 
 
 def test_a_row_that_was_killed_twice_does_not_stop_the_rows_after_it(tmp_path: Path) -> None:
@@ -154,8 +169,8 @@ def test_a_sanitiser_that_hangs_is_killed_with_its_children_and_costs_one_row(
     rows = Rows(tmp_path / "rows.jsonl")
     tools.run_sanitisers(rows, dry=False, seconds=3)
     stored_rows = read_rows(rows.path)
-    assert [row["key"] for row in stored_rows] == ["sanitiser memcheck", "sanitiser racecheck"]
-    assert [row["skipped"] for row in stored_rows] == ["it did not end within 3 s"] * 2
+    assert [row["key"] for row in stored_rows] == ["sanitiser memcheck", "sanitiser racecheck", "sanitiser synccheck"]
+    assert [row["skipped"] for row in stored_rows] == ["it did not end within 3 s"] * 3
     for child in (tmp_path / "children").read_text().split():
         _wait_for_end(int(child))
 

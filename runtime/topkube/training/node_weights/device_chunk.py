@@ -36,13 +36,15 @@ DEVICE_LANES = 4
 @dataclass(frozen=True)
 class DeviceSetting:
     """The device of a chunk: `memory` has the stream of its exchange. `codec` writes this rank's whole shard; its
-    kernels run on the device. The ranks of the node gather through `groups`. `slot` has the work buffers; the next
-    DEVICE_LANES - 1 chunks use others. Exchanges are delayed if `is_delayed` is True."""
+    kernels run on the device. `slot` has the work buffers; the next DEVICE_LANES - 1 chunks use others. The ranks of
+    the node gather through `groups`, in buffers of `gather_slot`, which all chunks share: gathers come one after
+    another in one stream. Exchanges are delayed if `is_delayed` is True."""
 
     memory: DeviceMemory
     slot: Slot
     codec: Codec
     groups: SeriesGroups
+    gather_slot: Slot
     is_delayed: bool
 
 
@@ -56,7 +58,7 @@ class DeviceChunk(ChunkExchange):
     def __init__(self, setting: ChunkSetting, on_device: DeviceSetting) -> None:
         super().__init__(setting)
         self._device, self._slot = on_device.memory, on_device.slot
-        self._codec, self._groups = on_device.codec, on_device.groups
+        self._codec, self._groups, self._gather_slot = on_device.codec, on_device.groups, on_device.gather_slot
         self._own_slot = Slot() if on_device.is_delayed else self._slot
         self._agreed: torch.Tensor | None = None
         """This rank's shard of the agreed weights; None if only the host has them."""
@@ -222,12 +224,13 @@ class DeviceChunk(ChunkExchange):
         if self._world.local_size > 1:
             assert call is not None
             call.check_inside()  # a rank that is missing would let the device wait without a deadline
-            whole = self._device.find_buffer(self._slot, "chunk", self.chunk.length, torch.float32)
+            slot = self._gather_slot
+            whole = self._device.find_buffer(slot, "chunk", self.chunk.length, torch.float32)
             whole[self.chunk.first : self.chunk.last] = shard
-            own = self._device.find_buffer(self._slot, "shard", self.chunk.shard, torch.float32)
+            own = self._device.find_buffer(slot, "shard", self.chunk.shard, torch.float32)
             own.copy_(shard)
             self._groups.claim_node()
-            gather_in_node(self._world, self._groups.node, self._device, self._slot, whole, whole)
+            gather_in_node(self._world, self._groups.node, self._device, slot, whole, whole)
             self._groups.release()
         parameters = self.chunk.parameters
         pairs = zip(parameters, self.chunk.starts, strict=True)

@@ -103,8 +103,8 @@ class WeightExchange:
         self.memory = ChunkMemory(world, self.device)
         self._slots = [Slot() for _ in range(DEVICE_LANES)]
         """The work buffers of the chunks on the device that are under way at the same time."""
-        self._groups = SeriesGroups(find_node_world(world), device)
-        """The ranks of this node, on the device."""
+        self._groups, self._gather_slot = SeriesGroups(find_node_world(world), device), Slot()
+        """The ranks of this node on the device, and the buffers in which they gather."""
         self.chunk_exchanges = [self._build_chunk_exchange(chunk) for chunk in self.chunks]
 
     def _build_chunk_exchange(self, chunk: Chunk) -> ChunkExchange:
@@ -123,7 +123,7 @@ class WeightExchange:
             return MovedChunk(setting) if moves else RestChunk(setting, self.outer)
         whole = codec_of(stage.places if isinstance(stage, TwoStage) else places, chunk.shard)
         slot, is_delayed = self._slots[chunk.number % DEVICE_LANES], self._delayed_memory is not None
-        on_device = DeviceSetting(memory, slot, whole, self._groups, is_delayed)
+        on_device = DeviceSetting(memory, slot, whole, self._groups, self._gather_slot, is_delayed)
         return DeviceChunk(setting, on_device) if moves else DeviceRestChunk(setting, on_device)
 
     def _find_device_memory(self, is_always_dense: bool) -> DeviceMemory | None:
