@@ -125,7 +125,7 @@ class DeviceMemory:
 
     def allocate_zeros(self, length: int) -> Any:
         """Return a new 1-D float32 tensor of zeros on the device, which belongs to torch's current stream."""
-        return self._torch.zeros(length, device=self.device)
+        return self._torch.zeros(length, dtype=self.float32, device=self.device)
 
     def find_host_memory(self, slot: Slot, x: Any, name: str = "host") -> Any:
         """Return pinned memory of the shape and type of `x`, once the device has read what was in the slot's host
@@ -150,16 +150,16 @@ class DeviceMemory:
 
     def allocate_host_number(self) -> Any:
         """Return pinned host memory for a float32 number, shape ()."""
-        return self._torch.empty((), device="cpu", pin_memory=self.is_cuda)
+        return self._torch.empty((), dtype=self.float32, device="cpu", pin_memory=self.is_cuda)
 
     def flag_any_false(self, flags: list[Any]) -> Any:
         """Return 1.0 if a flag is False, else 0.0: a float32 tensor of one element on the device. `flags` are bool or
         tensors on the device. Does not wait for the device."""
         tensors = [flag for flag in flags if not isinstance(flag, bool)]
         if len(tensors) < len(flags) and not all(flag for flag in flags if isinstance(flag, bool)):
-            return self._torch.ones(1, device=self.device)
+            return self._torch.ones(1, dtype=self.float32, device=self.device)
         if not tensors:
-            return self._torch.zeros(1, device=self.device)
+            return self._torch.zeros(1, dtype=self.float32, device=self.device)
         return (~self._torch.stack(tensors).all()).float().reshape(1)
 
     def are_finite(self, tensors: Sequence[Any]) -> Any:

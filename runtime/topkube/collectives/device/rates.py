@@ -78,7 +78,7 @@ def measure_link(engine: DeviceAllReduce, algorithm: Algorithm) -> float:
     world = engine.world
     engine.memory.enter_thread()
     with engine.on_stream():
-        x = torch.zeros(_ELEMENTS, device=engine.device)
+        x = torch.zeros(_ELEMENTS, dtype=torch.float32, device=engine.device)
     best = 0.0
     sent = algorithm.traffic(Workload(world.nodes, max(map(len, world.node_ranks)), _ELEMENTS)).sent
     for is_first in (True, *(False for _ in range(_ROUNDS))):

@@ -60,9 +60,9 @@ class DeviceRows(ABC):
         """The bytes that this node sends to other nodes."""
 
     @abstractmethod
-    def travel(self, tag: int) -> Exchange:
-        """Exchange the rows, once they are in the host's memory. Yields the messages, and the marks of the device's
-        work, that have to be complete before it continues."""
+    def travel(self, comm: Any, tag: int) -> Exchange:
+        """Exchange the rows through the MPI communicator `comm` between the nodes, once they are in the host's memory.
+        Yields the messages, and the marks of the device's work, that have to be complete before it continues."""
 
     @property
     @abstractmethod
@@ -90,13 +90,13 @@ class RowsInOneStage(DeviceRows):
     def sent_bytes(self) -> int:
         return (self._world.nodes - 1) * int(self.codec.row_bytes)
 
-    def travel(self, tag: int) -> Exchange:
+    def travel(self, comm: Any, tag: int) -> Exchange:
         nodes, node, row_bytes = self._world.nodes, self._world.node, self.codec.row_bytes
         with self._memory.on_stream():
             buffers = self._find_buffers(self._slot, "rows of nodes", nodes * row_bytes)
         self._arrived, in_host = (buffer.view(nodes, row_bytes) for buffer in buffers)
         sent = _list_rows([self._own_in_host]) * nodes
-        yield from exchange_rows(self._world.cross_comm, sent, _list_rows(in_host), tag)
+        yield from exchange_rows(comm, sent, _list_rows(in_host), tag)
         with self._memory.on_stream():
             for others in (slice(0, node), slice(node + 1, nodes)):
                 self._memory.copy_between(self._arrived[others], in_host[others])
@@ -134,9 +134,9 @@ class RowsInTwoStages(DeviceRows):
         self._stage.is_finite = super().pack(change)
         return self._stage.is_finite
 
-    def travel(self, tag: int) -> Exchange:
+    def travel(self, comm: Any, tag: int) -> Exchange:
         stage, memory, nodes, node = self._stage, self._memory, self._world.nodes, self._world.node
-        comm, row_bytes = self._world.cross_comm, stage.codecs[node].row_bytes
+        row_bytes = stage.codecs[node].row_bytes
         with memory.on_stream():
             buffers = self._find_buffers(self._slot, "rows of the segment", nodes * row_bytes)
             self._means, means_in_host = self._find_buffers(self._slot, "rows of means", stage.total_bytes)

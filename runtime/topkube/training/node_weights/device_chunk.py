@@ -86,7 +86,8 @@ class DeviceChunk(ChunkExchange):
         else:
             self._device.enter_thread()
         if self._rows is not None:  # the rank has a shard
-            exchange = self._rows.travel(FREE_TAGS + self.chunk.number % DEVICE_LANES)
+            comm = current.call.world.cross_comm  # of delayed exchanges, if this one is delayed
+            exchange = self._rows.travel(comm, FREE_TAGS + self.chunk.number % DEVICE_LANES)
             current.exchanges.start(self._number, exchange_after_device(self._packed, current.call, exchange))
             phases.current.sent(inter=self._rows.sent_bytes)
 
@@ -170,7 +171,7 @@ class DeviceChunk(ChunkExchange):
 
     def _collect(self) -> torch.Tensor:
         """Return this rank's shard of the node's own weights. The gaps between tensors are zero."""
-        weights = torch.zeros(self.chunk.shard, device=self._device.device)
+        weights: torch.Tensor = self._device.allocate_zeros(self.chunk.shard)
         if pieces := self.chunk.pieces:
             torch._foreach_copy_(
                 [weights[piece.place] for piece in pieces], [piece.view(piece.parameter.tensor) for piece in pieces]
@@ -210,7 +211,7 @@ class DeviceChunk(ChunkExchange):
 
     def _take_move(self, start: float) -> torch.Tensor:
         """Return what the exchange adds to the node's own weights, plus `start`. (-0.0 + x has the bits of x.)"""
-        move = torch.full((self.chunk.shard,), start, device=self._device.device)
+        move = torch.full((self.chunk.shard,), start, dtype=torch.float32, device=self._device.device)
         if self._rows is not None:
             with phases.current.timed("select"):
                 self._codec.unpack_add(move, *self._rows.moved)
@@ -230,8 +231,10 @@ class DeviceChunk(ChunkExchange):
             own = self._device.find_buffer(slot, "shard", self.chunk.shard, torch.float32)
             own.copy_(shard)
             self._groups.claim_node()
-            gather_in_node(self._world, self._groups.node, self._device, slot, whole, whole)
-            self._groups.release()
+            try:
+                gather_in_node(self._world, self._groups.node, self._device, slot, whole, whole)
+            finally:
+                self._groups.release()
         parameters = self.chunk.parameters
         pairs = zip(parameters, self.chunk.starts, strict=True)
         values = [whole[start : start + p.length].view(p.tensor.shape) for p, start in pairs]

@@ -89,9 +89,8 @@ class WeightExchange:
         self.delayed_world = delayed_world
         self._delayed_memory = DeviceMemory(device) if device is not None and delayed_world is not None else None
         """The stream of delayed exchanges on the device."""
-        packs_parts = isinstance(self._find_codecs(False)([], 0), PartsCodec)
-        has_large_chunks = packs_parts and self._find_device_memory(is_always_dense=False) is not None
-        self.chunks = cut_into_chunks(parameters, world, DEVICE_CHUNK_BYTES if has_large_chunks else BUCKET_BYTES)
+        chunk_bytes = DEVICE_CHUNK_BYTES if self._may_have_large_chunks() else BUCKET_BYTES
+        self.chunks = cut_into_chunks(parameters, world, chunk_bytes)
         self._agreed: list[Array] = []
         self._delayed: Future[None] | None = None
         self.weights = [len(ranks) / world.size for ranks in world.node_ranks]
@@ -125,6 +124,14 @@ class WeightExchange:
         slot, is_delayed = self._slots[chunk.number % DEVICE_LANES], self._delayed_memory is not None
         on_device = DeviceSetting(memory, slot, whole, self._groups, self._gather_slot, is_delayed)
         return DeviceChunk(setting, on_device) if moves else DeviceRestChunk(setting, on_device)
+
+    def _may_have_large_chunks(self) -> bool:
+        """Return True if the chunks of a device may be large: if rows are short, and if a saved state does not depend
+        on the chunks. It does if they decide which rank of a node has a shard, or which node owns a segment."""
+        if self.world.shards > 1 or self.algorithm.has_two_stages(self.world.nodes):
+            return False
+        has_short_rows = isinstance(self._find_codecs(False)([], 0), PartsCodec)
+        return has_short_rows and self._find_device_memory(is_always_dense=False) is not None
 
     def _find_device_memory(self, is_always_dense: bool) -> DeviceMemory | None:
         """Return the memory of the device on which chunks are exchanged, None if the codecs work in host memory."""

@@ -63,12 +63,13 @@ class NodeWeightsState:
         pieces: Pieces = {}  # none before the first step
         owners: Pieces = {}
         for chunk, agreed in zip(self._exchange.chunks, self._exchange.agreed, strict=False):
+            delayed_change = self._exchange.find_delayed(chunk) if is_delayed else None
             for piece in chunk.pieces:
                 name = piece.parameter.name
                 own = self._read(piece, self.own_weights.get(name, piece.parameter.tensor))
                 pieces[name] = _list_differences(piece, own, agreed[piece.place])
-                if is_delayed:
-                    change = self._exchange.find_delayed(chunk)[piece.place]
+                if delayed_change is not None:
+                    change = delayed_change[piece.place]
                     pieces[f"{name} {DELAYED}"] = [(piece.begin, torch.from_numpy(change.copy()))]
                 if self._exchange.outer is not None:
                     key, entries = self._exchange.outer.save(chunk, piece)
