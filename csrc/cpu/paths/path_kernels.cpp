@@ -35,6 +35,7 @@ const PathKernels TOPKUBE_TABLE(TOPKUBE_PATH) = {
     .add_f32 = add_f32,
     .sign_pack = sign_pack,
     .sign_unpack_add = sign_unpack_add,
+    .quantised_scale = quantised_scale,
     .quantised_pack = quantised_pack,
     .quantised_unpack_add = quantised_unpack_add,
 };

@@ -8,6 +8,12 @@ namespace topkube {
 
 constexpr std::size_t filter_slack = 16;  // entries that a filter may write after the last entry that it appends
 
+// The scale of a block: `step` is a bf16, and `inverse` is 1 / step, or 0 if the block is too small or not finite. In a block that is
+// not finite, `step` is a NaN.
+struct QuantisedScale {
+  float step, inverse;
+};
+
 struct PathKernels {
   const char* name;
 
@@ -45,10 +51,11 @@ struct PathKernels {
   void (*sign_unpack_add)(float* values, std::size_t length, const float* scales, const std::uint8_t* const* bits,
                           std::size_t parts);
 
-  // One block of cpu/quantised/quantised.hpp, of at most 256 elements, with integers of 4 or 8 bits. `quantised_pack` returns the
-  // scale as bf16. `quantised_unpack_add` adds the integers times scales[m] over the messages, in their order, and then adds that
-  // sum.
-  std::uint16_t (*quantised_pack)(float* values, std::size_t length, int bits, std::uint8_t* codes);
+  // One block of cpu/quantised/quantised.hpp, of at most 256 elements, with integers of 4 or 8 bits. `quantised_scale` returns its
+  // scale, which `quantised_pack` takes. `quantised_unpack_add` adds the integers times scales[m] over the messages, in their order,
+  // and then adds that sum.
+  QuantisedScale (*quantised_scale)(const float* values, std::size_t length, int bits);
+  void (*quantised_pack)(float* values, std::size_t length, int bits, QuantisedScale scale, std::uint8_t* codes);
   void (*quantised_unpack_add)(float* values, std::size_t length, int bits, const float* scales, const std::uint8_t* const* codes,
                                std::size_t messages);
 };

@@ -24,6 +24,9 @@ constexpr std::size_t vectors = 16 / width;              // vectors for sixteen 
 typedef float Floats32 __attribute__((vector_size(TOPKUBE_VECTOR_BYTES)));
 typedef std::uint32_t Words32 __attribute__((vector_size(TOPKUBE_VECTOR_BYTES)));
 
+// Elements between a prefetch and its use, two blocks. The hardware alone does not load lines while a block is in work.
+constexpr std::size_t prefetched = 512;
+
 // Returns the sign bits of 16 elements, with bit i for element i.
 std::uint32_t signs_of(const float* values) {
 #if defined(__AVX2__)
@@ -47,6 +50,7 @@ std::uint16_t sign_pack(float* values, std::size_t length, std::uint8_t* bits) {
   const std::size_t whole = length / 16 * 16;
   Floats32 running[vectors] = {};
   for (std::size_t i = 0; i < whole; i += 16) {
+    __builtin_prefetch(values + i + prefetched);
     for (std::size_t v = 0; v < vectors; ++v) {
       Words32 word;
       __builtin_memcpy(&word, values + i + v * width, sizeof word);
@@ -139,6 +143,8 @@ struct SignSums {
 void sign_unpack_add(float* values, std::size_t length, const float* scales, const std::uint8_t* const* bits, std::size_t parts) {
   std::size_t i = 0;
   for (; i + 32 <= length; i += 32) {
+    __builtin_prefetch(values + i + prefetched);
+    __builtin_prefetch(values + i + prefetched + 16);
     SignSums sums;
     for (std::size_t p = 0; p < parts; ++p) {
       std::uint32_t signs;

@@ -12,13 +12,19 @@ namespace topkube {
 bool quantised_pack(float* values, const QuantisedLayout& layout, std::uint8_t* message) {
   const IeeeScope ieee;
   const PathKernels& path = active_path();
+  const auto length_from = [&](std::size_t start) { return std::min(quantised_block, layout.length - start); };
   bool finite = true;
+  QuantisedScale next = path.quantised_scale(values, length_from(0), layout.bits);
   for (std::size_t start = 0; start < layout.length; start += quantised_block) {
-    const std::size_t length = std::min(quantised_block, layout.length - start);
+    const QuantisedScale scale = next;
+    const std::size_t after = start + quantised_block;
+    // The processor computes the scale of the next block while it packs this one: divisions take long.
+    if (after < layout.length) next = path.quantised_scale(values + after, length_from(after), layout.bits);
     std::uint8_t* codes = message + layout.codes + quantised_code_bytes(start, layout.bits);
-    const std::uint16_t scale = path.quantised_pack(values + start, length, layout.bits, codes);
-    std::memcpy(message + start / quantised_block * sizeof scale, &scale, sizeof scale);
-    finite = finite && is_finite_bf16(scale);
+    path.quantised_pack(values + start, length_from(start), layout.bits, scale, codes);
+    const auto stored = static_cast<std::uint16_t>(bits_of(scale.step) >> 16);  // a bf16 exactly
+    std::memcpy(message + start / quantised_block * sizeof stored, &stored, sizeof stored);
+    finite = finite && is_finite_bf16(stored);
   }
   std::memset(message + layout.scales_end, 0, layout.codes - layout.scales_end);
   std::memset(message + layout.end, 0, layout.bytes - layout.end);

@@ -122,10 +122,13 @@ int main() {
       for (float& value : left_a) value = static_cast<float>(random() % 2001) / 64 - 15;
       left_b = left_a;
       Bytes codes_a(bits == 8 ? length : (length + 31) / 32 * 16), codes_b(codes_a.size());
-      const std::uint16_t step_a = a.quantised_pack(left_a.data(), length, bits, codes_a.data());
-      const std::uint16_t step_b = b.quantised_pack(left_b.data(), length, bits, codes_b.data());
-      same(step_a == step_b && codes_a == codes_b && std::memcmp(left_a.data(), left_b.data(), 4 * length) == 0, "quantised_pack",
-           bits, length);
+      const QuantisedScale scale_a = a.quantised_scale(left_a.data(), length, bits);
+      const QuantisedScale scale_b = b.quantised_scale(left_b.data(), length, bits);
+      a.quantised_pack(left_a.data(), length, bits, scale_a, codes_a.data());
+      b.quantised_pack(left_b.data(), length, bits, scale_b, codes_b.data());
+      same(std::memcmp(&scale_a, &scale_b, sizeof scale_a) == 0 && codes_a == codes_b &&
+               std::memcmp(left_a.data(), left_b.data(), 4 * length) == 0,
+           "quantised_pack", bits, length);
       const std::uint8_t* messages[] = {codes_a.data(), codes_b.data(), codes_a.data()};
       a.quantised_unpack_add(left_a.data(), length, bits, scales, messages, 3);
       b.quantised_unpack_add(left_b.data(), length, bits, scales, messages, 3);
