@@ -71,8 +71,9 @@ class DeviceChunk(ChunkExchange):
         self._rest: torch.Tensor | None = None
         """This rank's shard of what was not sent, if it is needed until the exchange ends."""
         self._rows: DeviceRows | None = None
-        """The exchange that is under way between nodes, and the mark of the device's work before it."""
+        """The exchange that is under way between nodes; None on a rank without a shard."""
         self._packed: Any = None
+        """The mark of the device's work on what this node sends; None without streams."""
         self._change: torch.Tensor | None = None
         """What `apply` adds to this rank's shard of the parameters; None if only the host has it."""
         self._change_in_host: Array = np.empty(0, np.float32)
