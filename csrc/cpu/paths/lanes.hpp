@@ -21,7 +21,8 @@ namespace {
 
 // `add` returns canonical NaNs (cpu/dtype.hpp). A mask has one entry per lane. `compare_at_least` returns a mask; `clear_lanes`
 // sets the lanes of a mask to zero. `pack_masks` combines the masks of 64 elements into one word, with bit i for element i;
-// `mask_at(j)` returns the mask of the lanes from j on.
+// `mask_at(j)` returns the mask of the lanes from j on. `store_selected` writes the lanes whose bit is set, in their order, and then
+// up to `width` lanes of any contents; `bits` has `width` bits.
 #if defined(__AVX512F__) || defined(TOPKUBE_EMULATE_AVX512)
 
 struct Lanes {
@@ -55,6 +56,12 @@ struct Lanes {
            std::uint64_t{mask_at(48)} << 48;
   }
   static Vector clear_lanes(Mask mask, Vector v) { return _mm512_maskz_mov_epi32(static_cast<Mask>(~mask), v); }
+  static Vector count_up(std::uint32_t from) {
+    return _mm512_add_epi32(broadcast(from), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  }
+  static void store_selected(void* to, std::uint32_t bits, Vector v) {
+    store(to, _mm512_maskz_compress_epi32(static_cast<Mask>(bits), v));
+  }
 
  private:
   static Vector join(__m256i low, __m256i high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
@@ -101,7 +108,30 @@ struct Lanes {
     return low | half(32) << 32;
   }
   static Vector clear_lanes(Mask mask, Vector v) { return _mm256_andnot_si256(mask, v); }
+  static Vector count_up(std::uint32_t from) {
+    return _mm256_add_epi32(broadcast(from), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  }
+  static void store_selected(void* to, std::uint32_t bits, Vector v) {
+    const __m128i order = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(selected_lanes.lanes[bits]));
+    store(to, _mm256_permutevar8x32_epi32(v, _mm256_cvtepu8_epi32(order)));
+  }
+
+ private:
+  // For each mask of eight bits: the places of the bits that are set, in ascending order.
+  struct SelectedLanes {
+    constexpr SelectedLanes() : lanes{} {
+      for (unsigned bits = 0; bits < 256; ++bits) {
+        unsigned count = 0;
+        for (unsigned lane = 0; lane < 8; ++lane) {
+          if (bits >> lane & 1u) lanes[bits][count++] = static_cast<std::uint8_t>(lane);
+        }
+      }
+    }
+    std::uint8_t lanes[256][8];
+  };
+  static const SelectedLanes selected_lanes;
 };
+constexpr Lanes::SelectedLanes Lanes::selected_lanes{};
 
 #else
 
@@ -138,6 +168,14 @@ struct Lanes {
     return bits;
   }
   static Vector clear_lanes(Mask mask, Vector v) { return v & ~(Vector)mask; }
+  static Vector count_up(std::uint32_t from) { return Vector{from, from + 1, from + 2, from + 3}; }
+  static void store_selected(void* to, std::uint32_t bits, Vector v) {
+    auto* words = static_cast<std::uint32_t*>(to);
+    for (int lane = 0; lane < 4; ++lane) {
+      *words = v[lane];
+      words += bits >> lane & 1u;
+    }
+  }
 
  private:
   static unsigned pack_four(Mask mask) {

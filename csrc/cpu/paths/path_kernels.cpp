@@ -7,6 +7,7 @@
 
 #include "cpu/dtype.hpp"
 #include "cpu/paths/dense_loops.hpp"
+#include "cpu/paths/plane_loops.hpp"
 #include "cpu/paths/quantised_loops.hpp"
 #include "cpu/paths/selection_loops.hpp"
 #include "cpu/paths/sign_loops.hpp"
@@ -28,6 +29,7 @@ const PathKernels TOPKUBE_TABLE(TOPKUBE_PATH) = {
     .filter_bits = {filter<Bits32, std::uint32_t>, filter<Bits16, std::uint16_t>, filter<Bits16, std::uint16_t>},
     .filter_float = {filter<FloatSource<F32>, std::uint32_t>, filter<FloatSource<BF16>, std::uint16_t>,
                      filter<FloatSource<F16>, std::uint16_t>},
+    .collect_between = collect_between,
     .accumulate_filter = {accumulate_filter<F32, std::uint32_t>, accumulate_filter<BF16, std::uint16_t>,
                           accumulate_filter<F16, std::uint16_t>},
     .summarise_magnitudes = {summarise_magnitudes<F32, std::uint32_t>, summarise_magnitudes<BF16, std::uint16_t>,
@@ -35,6 +37,8 @@ const PathKernels TOPKUBE_TABLE(TOPKUBE_PATH) = {
     .add_f32 = add_f32,
     .sign_pack = sign_pack,
     .sign_unpack_add = sign_unpack_add,
+    .write_planes = write_planes,
+    .read_planes = read_planes,
     .quantised_scale = quantised_scale,
     .quantised_pack = quantised_pack,
     .quantised_unpack_add = quantised_unpack_add,

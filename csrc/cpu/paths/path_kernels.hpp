@@ -33,6 +33,10 @@ struct PathKernels {
                                  std::uint32_t* indices, std::uint32_t* values);
   Filter filter_bits[3];   // the value is the bits of the element, widened with zeros
   Filter filter_float[3];  // the value is the element as fp32
+  // Appends the magnitudes in [lower, upper) to `magnitudes`, which has room for length + filter_slack, and returns their number. Adds
+  // the number of magnitudes of `upper` and above to `above`.
+  std::size_t (*collect_between)(const float* data, std::size_t length, std::uint32_t lower, std::uint32_t upper,
+                                 std::uint32_t* magnitudes, std::size_t* above);
   // Writes acc = residual + gradient and filters it in the same pass; appended entries are zero in acc. `acc` may be `gradient`.
   using AccumulateFilter = std::size_t (*)(const void* gradient, const float* residual, float* acc, std::size_t length,
                                            std::uint32_t base, std::uint32_t threshold, std::uint32_t* indices,
@@ -50,6 +54,11 @@ struct PathKernels {
   std::uint16_t (*sign_pack)(float* values, std::size_t length, std::uint8_t* bits);
   void (*sign_unpack_add)(float* values, std::size_t length, const float* scales, const std::uint8_t* const* bits,
                           std::size_t parts);
+
+  // The bit planes of cpu/sign/top_sign.hpp, for `count` indices: bit p of all indices is in the bytes from planes + p * stride on.
+  // `write_planes` writes the `low` lowest bits, and `read_planes` sets them in indices in which they are not set.
+  void (*write_planes)(const std::uint32_t* indices, std::size_t count, unsigned low, std::size_t stride, std::uint8_t* planes);
+  void (*read_planes)(const std::uint8_t* planes, std::size_t stride, unsigned low, std::size_t count, std::uint32_t* indices);
 
   // One block of cpu/quantised/quantised.hpp, of at most 256 elements, with integers of 4 or 8 bits. `quantised_scale` returns its
   // scale, which `quantised_pack` takes. `quantised_unpack_add` adds the integers times scales[m] over the messages, in their order,

@@ -47,20 +47,29 @@ constexpr std::size_t word_elements = 64;  // elements per mask word
 // Elements between a prefetch and its use. The hardware does not recognise the access pattern below.
 constexpr std::size_t prefetch_distance = 1024;
 
-// Appends the lanes whose bit is set. The first three steps always run, even if fewer bits are set: three steps are enough at usual
-// densities, and a branch that is often mispredicted costs more. Entries written beyond `count` are overwritten later.
-template <class ValueAt>
+// Appends the elements from `start` on whose bit is set: their indices, from `base` on, and their values. If up to three bits are set,
+// three steps always run: a branch that is often mispredicted costs more. Entries written beyond `count` are overwritten later.
+template <class Source>
 std::size_t append_set_lanes(std::uint64_t bits, std::uint32_t base, std::uint32_t* indices, std::uint32_t* values,
-                             const ValueAt& value_at) {
+                             const Source& source, std::size_t start) {
   const auto count = static_cast<std::size_t>(__builtin_popcountll(bits));
-  const auto put = [&](std::size_t at) {
-    const auto lane = static_cast<std::uint32_t>(__builtin_ctzll(bits | std::uint64_t{1} << 63));
-    indices[at] = base + lane;
-    values[at] = value_at(lane);
-    bits &= bits - 1;
-  };
-  for (std::size_t at = 0; at < 3; ++at) put(at);
-  for (std::size_t at = 3; at < count; ++at) put(at);
+  if (count <= 3) {
+    for (std::size_t at = 0; at < 3; ++at) {
+      const auto lane = static_cast<std::uint32_t>(__builtin_ctzll(bits | std::uint64_t{1} << 63));
+      indices[at] = base + lane;
+      values[at] = source.load_scalar(start + lane);
+      bits &= bits - 1;
+    }
+    return count;
+  }
+  constexpr std::uint32_t lanes = (1u << Lanes::width) - 1;
+  for (std::uint32_t j = 0; j < word_elements; j += Lanes::width, bits >>= Lanes::width) {
+    const std::uint32_t set = static_cast<std::uint32_t>(bits) & lanes;
+    Lanes::store_selected(indices, set, Lanes::count_up(base + j));
+    Lanes::store_selected(values, set, source.load_vector(start + j));
+    indices += __builtin_popcount(set);
+    values += __builtin_popcount(set);
+  }
   return count;
 }
 
@@ -77,8 +86,7 @@ std::size_t filter_source(const Source& source, std::size_t length, std::uint32_
     for (std::size_t line = 0; line < word_elements * sizeof *source.x; line += 64) {
       __builtin_prefetch(reinterpret_cast<const char*>(source.x + i + prefetch_distance) + line);
     }
-    count += append_set_lanes(bits, base + static_cast<std::uint32_t>(i), indices + count, values + count,
-                              [&](std::size_t lane) { return source.load_scalar(i + lane); });
+    count += append_set_lanes(bits, base + static_cast<std::uint32_t>(i), indices + count, values + count, source, i);
   }
   for (; i < length; ++i) {
     const std::uint32_t value = source.load_scalar(i);
@@ -93,6 +101,43 @@ template <class Source, class Item>
 std::size_t filter(const void* data, std::size_t length, std::uint32_t base, std::uint32_t threshold, std::uint32_t* indices,
                    std::uint32_t* values) {
   return filter_source(Source{static_cast<const Item*>(data)}, length, base, threshold, indices, values);
+}
+
+// Appends the magnitudes in [lower, upper) to `magnitudes`, and returns their number. Adds the number of larger ones to `above`.
+std::size_t collect_between(const float* data, std::size_t length, std::uint32_t lower, std::uint32_t upper,
+                            std::uint32_t* magnitudes, std::size_t* above) {
+  const Bits32 source{reinterpret_cast<const std::uint32_t*>(data)};
+  const Lanes::Vector magnitude_mask = Lanes::broadcast(magnitude_bits), least = Lanes::broadcast(lower),
+                      end = Lanes::broadcast(upper);
+  std::size_t count = 0, larger = 0, i = 0;
+  for (; i + word_elements <= length; i += word_elements) {
+    const auto reach = [&](const Lanes::Vector& threshold) {
+      return Lanes::pack_masks([&](std::size_t j) {
+        return Lanes::compare_at_least(Lanes::bitwise_and(source.load_vector(i + j), magnitude_mask), threshold);
+      });
+    };
+    const std::uint64_t large = reach(end);
+    std::uint64_t bits = reach(least) & ~large;
+    for (std::size_t line = 0; line < word_elements; line += 16) __builtin_prefetch(source.x + i + prefetch_distance + line);
+    larger += static_cast<std::size_t>(__builtin_popcountll(large));
+    const auto between = static_cast<std::size_t>(__builtin_popcountll(bits));
+    const auto put = [&](std::size_t at) {
+      const auto lane = static_cast<std::size_t>(__builtin_ctzll(bits | std::uint64_t{1} << 63));
+      magnitudes[count + at] = source.load_scalar(i + lane) & magnitude_bits;
+      bits &= bits - 1;
+    };
+    for (std::size_t at = 0; at < 3; ++at) put(at);
+    for (std::size_t at = 3; at < between; ++at) put(at);
+    count += between;
+  }
+  for (; i < length; ++i) {
+    const std::uint32_t magnitude = source.load_scalar(i) & magnitude_bits;
+    magnitudes[count] = magnitude;
+    count += magnitude >= lower && magnitude < upper;
+    larger += magnitude >= upper;
+  }
+  *above += larger;
+  return count;
 }
 
 // Writes acc = residual + gradient, and filters the sums. Appended entries are zero in acc, because they are sent next; acc is in
@@ -112,8 +157,7 @@ std::size_t accumulate_filter(const void* gradient, const float* residual, float
       Lanes::store(acc + i + j, Lanes::clear_lanes(large, sum));
       return large;
     });
-    count += append_set_lanes(bits, base + static_cast<std::uint32_t>(i), indices + count, values + count,
-                              [&](std::size_t lane) { return sums[lane]; });
+    count += append_set_lanes(bits, base + static_cast<std::uint32_t>(i), indices + count, values + count, Bits32{sums}, 0);
   }
   for (; i < length; ++i) {
     const float sum = canonical(residual[i] + float_of(source.load_scalar(i)));

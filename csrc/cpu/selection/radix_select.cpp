@@ -63,4 +63,24 @@ ExactThreshold find_kth_largest(const std::vector<Run>& runs, std::size_t k, std
   return {least, k};
 }
 
+ExactThreshold find_threshold_by_histogram(const void* data, Dtype dtype, std::size_t length, std::size_t k, int threads,
+                                           int& passes) {
+  if (dtype != Dtype::f32) {
+    const auto bins = build_histogram<std::uint16_t>(data, length, 1u << 15, threads,
+                                                     [](std::uint32_t bits) { return bits & magnitude_bits_16; });
+    passes += 1;
+    const auto bin = static_cast<std::uint32_t>(find_bin_of_kth(bins.data(), bins.size(), k));
+    return {bin, k};
+  }
+  const auto bins = build_histogram<std::uint32_t>(data, length, 1u << 16, threads,
+                                                   [](std::uint32_t bits) { return (bits & magnitude_bits) >> 15; });
+  const auto high = static_cast<std::uint32_t>(find_bin_of_kth(bins.data(), bins.size(), k)) << 15;
+  // Magnitudes outside the bin wrap around or exceed 2^15, and are not counted.
+  const auto fine = build_histogram<std::uint32_t>(data, length, 1u << 15, threads,
+                                                   [high](std::uint32_t bits) { return (bits & magnitude_bits) - high; });
+  passes += 2;
+  const auto low = static_cast<std::uint32_t>(find_bin_of_kth(fine.data(), fine.size(), k));
+  return {high | low, k};
+}
+
 }  // namespace topkube

@@ -17,6 +17,10 @@ struct ExactThreshold {
   std::size_t ties;
 };
 
+// Finds the k-th largest magnitude with two histograms of the data, or with one if elements have 16 bits. Adds the passes to `passes`.
+ExactThreshold find_threshold_by_histogram(const void* data, Dtype dtype, std::size_t length, std::size_t k, int threads,
+                                           int& passes);
+
 // Finds the k-th largest magnitude of the values in `runs`. All magnitudes are at least `least`, and k is between 1 and their
 // number. `scratch` has room for all of them and one more. Each histogram has 2^11 bins and covers one bin of the histogram before.
 ExactThreshold find_kth_largest(const std::vector<Run>& runs, std::size_t k, std::uint32_t mask, std::uint32_t least,

@@ -60,27 +60,6 @@ struct ExactOutput {
   }
 };
 
-// Finds the k-th largest magnitude with two histograms, or with one if elements have 16 bits. Adds the passes to `passes`.
-ExactThreshold find_threshold_by_histogram(const void* data, Dtype dtype, std::size_t length, std::size_t k, int threads,
-                                           int& passes) {
-  if (dtype != Dtype::f32) {
-    const auto bins = build_histogram<std::uint16_t>(data, length, 1u << 15, threads,
-                                                     [](std::uint32_t bits) { return bits & magnitude_bits_16; });
-    passes += 1;
-    const auto bin = static_cast<std::uint32_t>(find_bin_of_kth(bins.data(), bins.size(), k));
-    return {bin, k};
-  }
-  const auto bins = build_histogram<std::uint32_t>(data, length, 1u << 16, threads,
-                                                   [](std::uint32_t bits) { return (bits & magnitude_bits) >> 15; });
-  const auto high = static_cast<std::uint32_t>(find_bin_of_kth(bins.data(), bins.size(), k)) << 15;
-  // Magnitudes outside the bin wrap around or exceed 2^15, and are not counted.
-  const auto fine = build_histogram<std::uint32_t>(data, length, 1u << 15, threads,
-                                                   [high](std::uint32_t bits) { return (bits & magnitude_bits) - high; });
-  passes += 2;
-  const auto low = static_cast<std::uint32_t>(find_bin_of_kth(fine.data(), fine.size(), k));
-  return {high | low, k};
-}
-
 // Filters block by block with the exact threshold. No buffer is larger than a block.
 template <class Item>
 void collect(const void* data, Dtype dtype, std::size_t length, std::size_t k, const ExactThreshold& exact, std::uint32_t* indices,

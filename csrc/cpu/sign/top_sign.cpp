@@ -6,20 +6,21 @@
 #include <vector>
 
 #include "cpu/dtype.hpp"
+#include "cpu/elements.hpp"
 #include "cpu/float_state.hpp"
 #include "cpu/paths/path.hpp"
-#include "cpu/selection/select.hpp"
+#include "cpu/selection/chunks.hpp"
+#include "cpu/selection/threshold.hpp"
 #include "cpu/sign/sign.hpp"
 
 namespace topkube {
 namespace {
 
 constexpr std::size_t word_bits = 64, word_bytes = 8, octet = 8;
-constexpr std::uint64_t lowest_of_each_byte = 0x0101010101010101u;
+constexpr std::size_t indices_at_once = 2048;  // of a message that is read: they stay in the cache for three steps
 
-// The entries of the message in work. Threads keep the memory between calls.
+// The indices of the message in work. Threads keep the memory between calls.
 thread_local std::vector<std::uint32_t> indices;
-thread_local std::vector<float> chosen;
 
 std::size_t octets(std::size_t bits) { return (bits + octet - 1) / octet; }
 
@@ -43,62 +44,68 @@ void store_word(std::uint8_t* data, std::size_t available, std::uint64_t word) {
   for (std::size_t i = 0; i < std::min(word_bytes, available); ++i) data[i] = static_cast<std::uint8_t>(word >> (56 - 8 * i));
 }
 
-// Writes one byte of each plane, for the `count` indices from `from` on, at most eight. A product with `collect` moves the lowest
-// bits of eight bytes into its highest byte.
-inline void write_octet(const std::uint32_t* from, std::size_t count, const TopSignLayout& layout, std::uint8_t* planes) {
-  constexpr std::uint64_t collect = 0x0102040810204080u;
-  for (unsigned first = 0; first < layout.low; first += 8) {
-    std::uint64_t bytes = 0;  // bits first to first + 7 of each index; the first index has the highest byte
-    for (std::size_t j = 0; j < count; ++j) bytes |= std::uint64_t{(from[j] >> first) & 0xffu} << (56 - 8 * j);
-    for (unsigned plane = first; plane < std::min(first + 8, layout.low); ++plane, bytes >>= 1)
-      planes[plane * layout.plane_bytes] = static_cast<std::uint8_t>((bytes & lowest_of_each_byte) * collect >> 56);
-  }
+// Moves the first bit to the lowest place, and so on.
+std::uint64_t reverse_bits(std::uint64_t word) {
+  word = (word >> 1 & 0x5555555555555555u) | (word & 0x5555555555555555u) << 1;
+  word = (word >> 2 & 0x3333333333333333u) | (word & 0x3333333333333333u) << 2;
+  word = (word >> 4 & 0x0f0f0f0f0f0f0f0fu) | (word & 0x0f0f0f0f0f0f0f0fu) << 4;
+  return __builtin_bswap64(word);
 }
 
-// Does the inverse of `write_octet`: sets the `low` lowest bits of the indices. One product copies a byte of a plane into all eight
-// bytes of a word; byte j of the word keeps the bit of index j, and becomes 1 if that bit is set.
-inline void read_octet(const std::uint8_t* planes, std::size_t count, const TopSignLayout& layout, std::uint32_t* to) {
-  constexpr std::uint64_t bit_of_each_byte = 0x0102040810204080u, below_sign = 0x7f7f7f7f7f7f7f7fu;
-  for (unsigned first = 0; first < layout.low; first += 8) {
-    std::uint64_t bytes = 0;  // the first index has the lowest byte
-    for (unsigned plane = first; plane < std::min(first + 8, layout.low); ++plane) {
-      const std::uint64_t bits = planes[plane * layout.plane_bytes] * lowest_of_each_byte & bit_of_each_byte;
-      bytes |= ((bits + below_sign) >> 7 & lowest_of_each_byte) << (plane - first);
+// Writes a message, block by block.
+class Writer {
+ public:
+  Writer(const TopSignLayout& layout, std::uint8_t* message)
+      : layout_(layout), message_(message), unary_(message + layout.unary), unary_bytes_(layout.bytes - layout.unary) {}
+
+  // Writes the next `count` elements: a whole block, or the rest. Subtracts from `values` what is sent.
+  void write(const std::uint32_t* from, float* values, std::size_t count) {
+    const PathKernels& path = active_path();
+    const std::uint16_t scale = path.sign_pack(values, count, message_ + layout_.bits + written_ / octet);
+    std::memcpy(message_ + written_ / sign_block * sizeof scale, &scale, sizeof scale);
+    is_finite_ = is_finite_ && is_finite_bf16(scale);
+    path.write_planes(from, count, layout_.low, layout_.plane_bytes, message_ + layout_.planes + written_ / octet);
+    for (std::size_t i = 0; i < count; ++i) {
+      std::size_t place = (from[i] >> layout_.low) + written_ + i - octet * unary_start_;
+      for (; place >= word_bits; place -= word_bits) store_unary();
+      unary_word_ |= std::uint64_t{1} << (word_bits - 1 - place);
     }
-    for (std::size_t j = 0; j < count; ++j) to[j] |= static_cast<std::uint32_t>(bytes >> (8 * j) & 0xffu) << first;
+    written_ += count;
   }
-}
 
-// Calls process(place of the first index, number of indices) for all indices, eight at a time. For a full octet the number is a
-// constant, so that the compiler can unroll the loops.
-template <class Process>
-void for_each_octet(std::size_t count, Process process) {
-  std::size_t i = 0;
-  for (; i + octet <= count; i += octet) process(i, octet);
-  if (i < count) process(i, count - i);
-}
-
-void write_planes(const std::uint32_t* from, const TopSignLayout& layout, std::uint8_t* planes) {
-  for_each_octet(layout.count, [&](std::size_t i, std::size_t count) { write_octet(from + i, count, layout, planes + i / octet); });
-}
-
-void read_planes(const std::uint8_t* planes, const TopSignLayout& layout, std::uint32_t* to) {
-  for_each_octet(layout.count, [&](std::size_t i, std::size_t count) { read_octet(planes + i / octet, count, layout, to + i); });
-}
-
-void write_unary(const std::uint32_t* from, const TopSignLayout& layout, std::uint8_t* unary) {
-  const std::size_t length = layout.bytes - layout.unary;
-  std::size_t i = 0;
-  for (std::size_t start = 0; start < length; start += word_bytes) {
-    const std::size_t first_bit = octet * start;
-    std::uint64_t word = 0;
-    for (; i < layout.count; ++i) {
-      const std::size_t position = (from[i] >> layout.low) + i - first_bit;
-      if (position >= word_bits) break;
-      word |= std::uint64_t{1} << (word_bits - 1 - position);
-    }
-    store_word(unary + start, length - start, word);
+  // Ends the message. Returns true if all scales are finite.
+  bool finish() {
+    while (unary_start_ < unary_bytes_) store_unary();
+    std::fill(message_ + layout_.bits + octets(layout_.count), message_ + layout_.planes, std::uint8_t{0});
+    return is_finite_;
   }
+
+ private:
+  void store_unary() {
+    store_word(unary_ + unary_start_, unary_bytes_ - unary_start_, unary_word_);
+    unary_start_ += word_bytes;
+    unary_word_ = 0;
+  }
+
+  const TopSignLayout& layout_;
+  std::uint8_t* message_;
+  std::uint8_t* unary_;
+  std::size_t unary_bytes_, written_ = 0, unary_start_ = 0;  // unary_start_: the byte at which unary_word_ begins
+  std::uint64_t unary_word_ = 0;
+  bool is_finite_ = true;
+};
+
+// Keeps the entries of a filter that are selected: those above the threshold, and the next `ties` that equal it.
+std::size_t keep_selected(ExactThreshold& exact, std::size_t count, std::uint32_t* at, std::uint32_t* bits) {
+  std::size_t kept = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    const bool is_tie = (bits[i] & magnitude_bits) == exact.threshold;
+    if (is_tie && exact.ties == 0) continue;
+    exact.ties -= is_tie;
+    at[kept] = at[i];
+    bits[kept++] = bits[i];
+  }
+  return kept;
 }
 
 // Sets each index to its higher bits. Returns false if the number of indices is not layout.count.
@@ -106,45 +113,69 @@ bool read_unary(const std::uint8_t* unary, const TopSignLayout& layout, std::uin
   const std::size_t length = layout.bytes - layout.unary;
   std::size_t count = 0;
   for (std::size_t start = 0; start < layout.high; start += word_bits) {
-    std::uint64_t word = load_word(unary + start / octet, length - start / octet);
-    if (layout.high - start < word_bits) word &= ~(~std::uint64_t{0} >> (layout.high - start));
+    std::uint64_t word = reverse_bits(load_word(unary + start / octet, length - start / octet));
+    if (layout.high - start < word_bits) word &= (std::uint64_t{1} << (layout.high - start)) - 1;
     if (count + static_cast<std::size_t>(std::popcount(word)) > layout.count) return false;
-    for (; word != 0; ++count) {
-      const auto zeros = static_cast<unsigned>(std::countl_zero(word));
-      word ^= std::uint64_t{1} << (word_bits - 1 - zeros);
-      to[count] = static_cast<std::uint32_t>(start + zeros - count) << layout.low;
-    }
+    for (; word != 0; word &= word - 1, ++count)
+      to[count] = static_cast<std::uint32_t>(start + static_cast<std::size_t>(std::countr_zero(word)) - count) << layout.low;
   }
   return count == layout.count;
 }
 
-bool are_ascending_below(const std::uint32_t* from, std::size_t count, std::size_t length) {
+// Reads all indices. Returns false if they are not layout.count ascending indices below layout.length.
+bool read_indices(const std::uint8_t* message, const TopSignLayout& layout, std::uint32_t* to) {
+  if (!read_unary(message + layout.unary, layout, to)) return false;
+  const PathKernels& path = active_path();
   bool is_ascending = true;
-  for (std::size_t i = 1; i < count; ++i) is_ascending &= from[i - 1] < from[i];
-  return is_ascending && from[count - 1] < length;
+  for (std::size_t start = 0; start < layout.count; start += indices_at_once) {
+    const std::size_t end = std::min(start + indices_at_once, layout.count);
+    path.read_planes(message + layout.planes + start / octet, layout.plane_bytes, layout.low, end - start, to + start);
+    for (std::size_t i = std::max<std::size_t>(start, 1); i < end; ++i) is_ascending &= to[i - 1] < to[i];
+  }
+  return is_ascending && to[layout.count - 1] < layout.length;
 }
 
 }  // namespace
 
 bool top_sign_pack(float* values, const TopSignLayout& layout, int threads, std::uint8_t* message) {
-  indices.resize(layout.count);
-  chosen.resize(layout.count);
-  topk(values, Dtype::f32, layout.length, layout.count, threads, indices.data(), chosen.data());
-  std::uint8_t* bits = message + layout.bits;
-  const bool finite = sign_pack(chosen.data(), layout.count, reinterpret_cast<std::uint16_t*>(message), bits);
-  std::fill(bits + octets(layout.count), message + layout.planes, std::uint8_t{0});
-  for (std::size_t i = 0; i < layout.count; ++i) values[indices[i]] = chosen[i];
-  write_planes(indices.data(), layout, message + layout.planes);
-  write_unary(indices.data(), layout, message + layout.unary);
-  return finite;
+  const IeeeScope ieee;
+  FoundThreshold found = find_threshold(values, layout.length, layout.count, threads);
+  ExactThreshold& exact = found.exact;
+  const auto filter = active_path().filter_bits[code_of(Dtype::f32)];
+  // The selected elements that are not yet written: less than a block of signs, and those of a block of elements.
+  std::uint32_t at[sign_block + block + filter_slack];
+  alignas(64) std::uint32_t bits[sign_block + block + filter_slack];
+  std::size_t waiting = 0, taken = 0;
+  Writer writer(layout, message);
+  const auto write = [&](std::size_t first, std::size_t count) {
+    float left[sign_block];
+    std::memcpy(left, bits + first, count * sizeof *left);
+    writer.write(at + first, left, count);
+    for (std::size_t i = 0; i < count; ++i) values[at[first + i]] = left[i];
+  };
+  for (std::size_t start = 0; start < layout.length && taken < layout.count; start += block) {
+    const bool keeps_ties = !found.has_more_ties || exact.ties > 0;
+    std::size_t count = filter(values + start, std::min(block, layout.length - start), static_cast<std::uint32_t>(start),
+                               exact.threshold + !keeps_ties, at + waiting, bits + waiting);
+    if (found.has_more_ties && keeps_ties) count = keep_selected(exact, count, at + waiting, bits + waiting);
+    taken += count;
+    waiting += count;
+    std::size_t first = 0;
+    for (; first + sign_block <= waiting; first += sign_block) write(first, sign_block);
+    std::copy(at + first, at + waiting, at);
+    std::copy(bits + first, bits + waiting, bits);
+    waiting -= first;
+  }
+  if (waiting > 0) write(0, waiting);
+  return writer.finish();
 }
 
 bool top_sign_unpack_add(float* values, const TopSignLayout& layout, const std::uint8_t* message, float weight) {
   indices.resize(layout.count);
-  if (!read_unary(message + layout.unary, layout, indices.data())) return false;
-  read_planes(message + layout.planes, layout, indices.data());
-  if (!are_ascending_below(indices.data(), layout.count, layout.length)) return false;
+  std::uint32_t* const at = indices.data();
+  if (!read_indices(message, layout, at)) return false;
 
+  constexpr std::size_t ahead = 64;  // indices between a prefetch and its use
   const IeeeScope ieee;
   const PathKernels& path = active_path();
   for (std::size_t start = 0; start < layout.count; start += sign_block) {
@@ -156,7 +187,8 @@ bool top_sign_unpack_add(float* values, const TopSignLayout& layout, const std::
     float sent[sign_block] = {};
     path.sign_unpack_add(sent, in_block, &scale, &bits, 1);
     for (std::size_t i = 0; i < in_block; ++i) {
-      float& value = values[indices[start + i]];
+      __builtin_prefetch(values + at[std::min(start + i + ahead, layout.count - 1)], 1);
+      float& value = values[at[start + i]];
       value = canonical(value + sent[i]);
     }
   }

@@ -104,6 +104,42 @@ int main() {
       }
     }
   }
+  for (std::size_t length : {1, 63, 64, 65, 200, 1000, 4096}) {
+    std::vector<float> data(length);
+    for (float& value : data) value = static_cast<float>(random() % 2001) / 64 - 15;
+    data[length / 2] = std::nanf("");
+    const std::uint32_t ends[] = {0, 1, bits_of(2.5f), bits_of(14.0f), 0x7f800000u, 0x80000000u};
+    for (const std::uint32_t lower : ends) {
+      for (const std::uint32_t upper : ends) {
+        if (lower > upper) continue;
+        std::size_t above_a = 5, above_b = 5;
+        const auto collect = [&](const PathKernels& path, std::size_t& above) {
+          return outcome(length, [&](Outcome& o) {
+            return path.collect_between(data.data(), length, lower, upper, o.values.data(), &above);
+          });
+        };
+        const bool agree = equal(collect(a, above_a), collect(b, above_b)) && above_a == above_b;
+        same(agree, "collect_between", 0, length);
+      }
+    }
+  }
+  for (std::size_t count = 1; count <= 256; ++count) {
+    const unsigned low = static_cast<unsigned>(random() % 20);
+    const std::size_t stride = (count + 7) / 8;
+    std::vector<std::uint32_t> indices(count), read_a(count), read_b;
+    for (std::size_t i = 0; i < count; ++i) {
+      indices[i] = static_cast<std::uint32_t>(random());
+      read_a[i] = indices[i] >> low << low;
+    }
+    read_b = read_a;
+    Bytes planes_a(stride * low), planes_b(stride * low);
+    a.write_planes(indices.data(), count, low, stride, planes_a.data());
+    b.write_planes(indices.data(), count, low, stride, planes_b.data());
+    same(planes_a == planes_b, "write_planes", static_cast<int>(low), count);
+    a.read_planes(planes_a.data(), stride, low, count, read_a.data());
+    b.read_planes(planes_a.data(), stride, low, count, read_b.data());
+    same(read_a == indices && read_b == indices, "read_planes", static_cast<int>(low), count);
+  }
   for (std::size_t length = 1; length <= 256; ++length) {
     std::vector<float> left_a(length), left_b;
     for (float& value : left_a) value = static_cast<float>(random() % 2001) / 64 - 15;

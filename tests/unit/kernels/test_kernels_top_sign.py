@@ -62,6 +62,33 @@ def test_a_message_equals_its_format_bit_for_bit(length: int, share: float, seed
     np.testing.assert_array_equal(x.view(np.uint32), left.view(np.uint32))
 
 
+SHAPES = {
+    "normal": lambda rng, length: rng.standard_normal(length),
+    "heavy tails": lambda rng, length: rng.standard_cauchy(length) ** 3,
+    "sorted": lambda rng, length: np.sort(rng.standard_normal(length)),
+    "few distinct values": lambda rng, length: rng.integers(-3, 4, length),
+    "one value": lambda rng, length: np.where(rng.random(length) < 0.5, -2.5, 2.5),
+    "mostly zeros": lambda rng, length: np.where(rng.random(length) < 0.05, rng.standard_normal(length), 0.0),
+    "many ties at the threshold": lambda rng, length: np.round(rng.standard_normal(length), 1),
+    "large only at the end": lambda rng, length: np.linspace(0, 1, length) ** 9,
+}
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+@pytest.mark.parametrize(("length", "share"), [(16_385, 0.1), (150_001, 0.1), (150_001, 0.0003), (150_001, 0.6)])
+def test_a_message_of_a_large_array_has_the_largest_elements(shape: str, length: int, share: float) -> None:
+    # Above 16,384 elements the threshold comes from a sample. `kernels.topk` finds the same elements in another way.
+    with np.errstate(over="ignore"):
+        x = np.asarray(SHAPES[shape](np.random.default_rng(length), length), np.float32)
+    count = round(share * length)
+    expected, left = build_message(x, count)
+    message = np.full(kernels.top_sign_bytes(length, count), 255, np.uint8)
+    is_finite = kernels.top_sign_pack_(x, count, message)
+    np.testing.assert_array_equal(message, expected)
+    np.testing.assert_array_equal(x.view(np.uint32), left.view(np.uint32))
+    assert is_finite == bool(np.isfinite(left).all())
+
+
 @HYPOTHESIS_SETTINGS
 @given(st.integers(1, 4000), st.floats(0, 1), st.integers(0, 2**32))
 def test_any_indices_survive_and_their_signs_are_added(length: int, share: float, seed: int) -> None:
