@@ -37,7 +37,8 @@ RESULTS = Path(__file__).parent / "results" / "simulated_nodes.json"
 @dataclass(frozen=True)
 class SimulatedRun:
     """One run. `sent_bytes` is the mean per node and step, `dense_bytes` what a float32 ring would send. The learning
-    rate is that of the task times `rate`. `unsent` and `spread` are the median and the largest value of the two numbers
+    rate is that of the task times `rate`, and the samples per step over all nodes are those of the task times `batches`
+    (benchmarks/tasks.py). `unsent` and `spread` are the median and the largest value of the two numbers
     of the guard (simulated_rules.rule.GuardValues); None for rules without node weights."""
 
     rule: str
@@ -55,16 +56,20 @@ class SimulatedRun:
     rate: float = 1.0
     unsent: list[float] | None = None
     spread: list[float] | None = None
+    batches: int = 1
 
     @property
     def setting(self) -> tuple[object, ...]:
         """All settings that decide the result, except the seed."""
-        return (self.rule, self.model, self.optimizer, self.nodes, self.steps, self.period, self.density, self.rate)
+        return (
+            *(self.rule, self.model, self.optimizer, self.nodes, self.steps),
+            *(self.period, self.density, self.rate, self.batches),
+        )
 
     @property
     def task(self) -> tuple[object, ...]:
         """The settings that the run shares with the dense run that it is compared with."""
-        return (self.model, self.optimizer, self.nodes, self.steps, self.rate, self.seed)
+        return (self.model, self.optimizer, self.nodes, self.steps, self.rate, self.batches, self.seed)
 
 
 def make_optimizer(name: str, model: torch.nn.Module, learning_rate: float) -> torch.optim.Optimizer:
@@ -101,18 +106,19 @@ def train(
     seed: int,
     steps: int,
     rate: float = 1.0,
+    batches: int = 1,
 ) -> SimulatedRun:
     """Train once. Returns the result; the loss is that of the weights that all nodes agree on. The learning rate is
-    that of the task times `rate`."""
+    that of the task times `rate`, and the samples per step are those of the task times `batches`."""
     torch.manual_seed(seed)
     model, dataset, compute_loss, measure_held_out = tasks.build_task(model_name)
     learning_rate = rate * tasks.LEARNING_RATE[model_name, optimizer_name]
     nodes = Nodes(model, options.nodes, lambda model: make_optimizer(optimizer_name, model, learning_rate))
     rule: Rule = RULES[rule_name](nodes, options)
-    start = time.perf_counter()
-    for step, batches in enumerate(divide_batches(dataset, tasks.BATCH[model_name], options.nodes, seed, steps)):
+    start, batch = time.perf_counter(), batches * tasks.BATCH[model_name]
+    for step, parts in enumerate(divide_batches(dataset, batch, options.nodes, seed, steps)):
         nodes.set_learning_rate(learning_rate * tasks.compute_rate_factor(step, steps))
-        rule.step(step, lambda node, model, batches=batches: compute_loss(model, *batches[node]))
+        rule.step(step, lambda node, model, parts=parts: compute_loss(model, *parts[node]))
     rule.finish()
     with torch.no_grad():
         loss, _ = measure_held_out(nodes.get_agreed_model())
@@ -134,6 +140,7 @@ def train(
         rate,
         _find_median_and_largest(rule.guard_values.unsent),
         _find_median_and_largest(rule.guard_values.spread),
+        batches,
     )
 
 
@@ -163,6 +170,7 @@ def compute_differences(results: list[SimulatedRun]) -> list[dict[str, object]]:
                 "period": first.period,
                 "density": first.density,
                 "rate": first.rate,
+                "batches": first.batches,
                 "seeds": len(differences),
                 "times_fewer_bytes": first.dense_bytes / first.sent_bytes if first.sent_bytes else None,
                 "loss": statistics.fmean(run.loss for run in runs),
@@ -222,6 +230,7 @@ def main() -> None:
     parser.add_argument("--period", type=int, default=1, help="steps between exchanges, for rules with local steps")
     parser.add_argument("--density", type=float, default=0.01, help="for rules that send a share of the entries")
     parser.add_argument("--rate", type=float, default=1.0, help="factor of the task's learning rate")
+    parser.add_argument("--batches", type=int, default=1, help="factor of the task's samples per step")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -239,10 +248,20 @@ def main() -> None:
             period = args.period if RULES[rule].has_period else 1
             density = args.density if RULES[rule].has_density else 1.0
             options = RuleOptions(args.nodes, period, density, warmup_steps=args.steps // 10)
-            setting = (rule, args.model, args.optimizer, args.nodes, args.steps, period, density, args.rate)
+            setting = (
+                rule,
+                args.model,
+                args.optimizer,
+                args.nodes,
+                args.steps,
+                period,
+                density,
+                args.rate,
+                args.batches,
+            )
             if any((result.setting, result.seed) == (setting, seed) for result in results):
                 continue
-            result = train(rule, options, args.model, args.optimizer, seed, args.steps, args.rate)
+            result = train(rule, options, args.model, args.optimizer, seed, args.steps, args.rate, args.batches)
             results.append(result)
             rows = compute_differences(results)
             text = json.dumps({"compared": rows, "runs": [asdict(result) for result in results]}, indent=1)

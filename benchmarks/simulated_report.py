@@ -14,7 +14,8 @@ STEPS = 2000
 
 
 def _format_label(row: Row) -> str:
-    return row["rule"] if row["period"] == 1 else f"{row['rule']}, every {row['period']} steps"
+    label = row["rule"] if row["period"] == 1 else f"{row['rule']}, every {row['period']} steps"
+    return label if row["batches"] == 1 else f"{label}, {row['batches']} × the samples"
 
 
 def build_section(stored: dict[str, Any]) -> dict[str, str]:
@@ -102,7 +103,7 @@ def draw_picture(rows: list[Row], path: Path) -> None:
 
     import plots
 
-    shown = [row for row in rows if row["rate"] == 1]
+    shown = [row for row in rows if row["rate"] == 1 and row["batches"] == 1]
     colours = {
         "hitopk": plots.TOPK,
         "int8": plots.INK,

@@ -126,7 +126,7 @@ class Int4(AllEntries):
         def get_codec(places: list[slice], length: int) -> Integers:
             return Integers(places, self.BITS)
 
-        stages = [TwoStage(get_codec, [slice(0, length)], length, node, count) for node in range(count)]
+        stages = [TwoStage(get_codec, [slice(0, length)], length, node, [1.0] * count) for node in range(count)]
         rows = []
         for stage, gradient, residual in zip(stages, flat, residuals, strict=True):
             residual += gradient * np.float32(1 / count)
@@ -134,8 +134,7 @@ class Int4(AllEntries):
             stage.pack(residual, rows[-1])
         sums = stages[0].cut_rows(np.zeros(stages[0].total_bytes, np.uint8))
         for owner, (stage, residual) in enumerate(zip(stages, residuals, strict=True)):
-            stage.reduce([row[owner] for row in rows], [1.0] * count, sums[owner])
-            residual[stage.segment] += stage.owed
+            stage.reduce(residual[stage.segment], [row[owner] for row in rows], sums[owner])
         total = np.zeros(length, np.float32)
         stages[0].add(total, sums)
         self.sent_bytes += 2 * (count - 1) / count * stages[0].total_bytes

@@ -10,6 +10,7 @@ from simulated_rules.rule import BLOCK, LossFunction, Nodes, Rule, RuleOptions, 
 from topkube.collectives.sparse import count_selected
 from topkube.collectives.top_levels import TopLevels
 from topkube.collectives.top_signs import TopSigns
+from topkube.collectives.two_stage import MOST_TIMES
 from topkube.training.node_weights.guard import MEASURE_EVERY
 from topkube.training.optimizers.layerwise import LayerwiseNoise, LayerwiseOptimizer
 
@@ -54,13 +55,12 @@ class LocalAveraging(Rule):
         )
         for index, (weight, *own) in enumerate(tensors):
             drift = [parameter - weight for parameter in own]
-            sent = self.compress(index, drift)
-            weight += self.average(index, sent)
-            for parameter, change, delivered in zip(own, drift, sent, strict=True):
-                unsent = change - delivered
-                self._arriving.append((parameter, weight + unsent))
+            change, unsent = self.exchange_tensor(index, drift)
+            weight += change
+            for parameter, before, rest in zip(own, drift, unsent, strict=True):
+                self._arriving.append((parameter, weight + rest))
                 if is_measured:
-                    squares += torch.stack([(part * part).sum() for part in (change, unsent, weight)]).double()
+                    squares += torch.stack([(part * part).sum() for part in (before, rest, weight)]).double()
         if is_measured:
             self.guard_values.add(*(squares / self.options.nodes).tolist())
         if not self.is_delayed:
@@ -72,6 +72,12 @@ class LocalAveraging(Rule):
         for parameter, weights in self._arriving:
             parameter.copy_(weights)
         self._arriving.clear()
+
+    def exchange_tensor(self, index: int, drift: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the change of the agreed weights of tensor `index`, and what of its drift each node keeps."""
+        sent = self.compress(index, drift)
+        unsent = [before - delivered for before, delivered in zip(drift, sent, strict=True)]
+        return self.average(index, sent), unsent
 
     def average(self, index: int, sent: list[torch.Tensor]) -> torch.Tensor:
         """Return the change of the agreed weights of tensor `index`. Each node sent one entry of `sent`."""
@@ -214,17 +220,43 @@ class DelayedSignWeights(SignWeights):
 
 
 class SignWeightsTwoStage(SignWeights):
-    """A rule like sign-weights, in which owners of segments compress the mean again and keep the rest."""
+    """A rule like sign-weights, in which owners of segments compress the mean again and keep the rest in their weights
+    (topkube/collectives/two_stage.py)."""
 
     def __init__(self, nodes: Nodes, options: RuleOptions) -> None:
         super().__init__(nodes, options)
         self._owed = [torch.zeros_like(weight) for weight in self.weights]
+        self._owners = self._find_owners()
+        self._times = min(float(options.nodes), MOST_TIMES)
 
-    def average(self, index: int, sent: list[torch.Tensor]) -> torch.Tensor:
-        total = self._owed[index] + super().average(index, sent)
-        mean = total.bfloat16().float() if self._small[index] else apply_signs(total.reshape(-1)).view_as(total)
-        self._owed[index] = total - mean
-        return mean
+    def _find_owners(self) -> list[torch.Tensor]:
+        """Return the number of the owner of each element. Large and small tensors are one vector each, in which every
+        tensor begins with a block. This is so in real runs with one rank per node, if either vector has at most 25
+        MiB."""
+        starts, ends = [], {False: 0, True: 0}
+        for weight, is_small in zip(self.weights, self._small, strict=True):
+            starts.append(ends[is_small])
+            ends[is_small] += -(-weight.numel() // BLOCK)
+        owners = []
+        for weight, is_small, start in zip(self.weights, self._small, starts, strict=True):
+            bounds = torch.tensor([ends[is_small] * node // self.options.nodes for node in range(self.options.nodes)])
+            blocks = start + torch.arange(weight.numel()) // BLOCK
+            owners.append((torch.searchsorted(bounds, blocks, right=True) - 1).view_as(weight))
+        return owners
+
+    def exchange_tensor(self, index: int, drift: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        is_own = [self._owners[index] == node for node in range(self.options.nodes)]
+        sent = self.compress(index, drift)
+        sent = [torch.where(own, whole, part) for own, whole, part in zip(is_own, drift, sent, strict=True)]
+        mean = self._owed[index] + self.average(index, sent)
+        change = mean.bfloat16().float() if self._small[index] else apply_signs(mean.reshape(-1)).view_as(mean)
+        rest = mean - change
+        self._owed[index] = rest * (1 - self._times / self.options.nodes)
+        unsent = [
+            torch.where(own, self._times * rest, before - delivered)
+            for own, before, delivered in zip(is_own, drift, sent, strict=True)
+        ]
+        return change, unsent
 
     def count_payload_bytes(self, elements: int) -> float:
         return 2 / self.options.nodes * super().count_payload_bytes(elements)

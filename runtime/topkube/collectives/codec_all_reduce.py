@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from topkube import kernels
-from topkube.arrays import BFLOAT16, is_tensor
+from topkube.arrays import BFLOAT16
 from topkube.collectives.all_reduce import ShardAllReduce
 from topkube.collectives.call import Call
 from topkube.collectives.codecs import (
@@ -37,7 +37,7 @@ from topkube.world import World
 
 class CodecAllReduce(ShardAllReduce):
     """An algorithm whose nodes send a row each to all other nodes; from `two_stage_from` nodes on, in two stages
-    (two_stage.py). The part of the sum that the owner of a segment does not send becomes a part of its residual."""
+    (two_stage.py). The part of the sum that the owner of a segment does not send becomes its residual there."""
 
     only_accumulates = True
 
@@ -52,8 +52,8 @@ class CodecAllReduce(ShardAllReduce):
             return
         stage, change = self.build_stage(shard), shard.accumulate()
         call.check_between_nodes()
-        sent = stage.exchange(call, partial(stage.pack, change), [1.0] * shard.world.nodes)
-        self.end_two_stages(shard, stage, change, partial(stage.write, rows=sent))
+        sent = stage.exchange(call, partial(stage.pack, change), change[stage.segment])
+        self.end_two_stages(shard, stage, partial(stage.write, rows=sent))
 
     def begin(self, world: World, request: Request, place: Place) -> tuple[Call, Shard, Exchange | None, int]:
         """Begin the all-reduce of an array that has a residual, in two stages. Return the call, this rank's shard, the
@@ -66,10 +66,9 @@ class CodecAllReduce(ShardAllReduce):
         stage, change = self.build_stage(shard), shard.accumulate()
 
         def travel() -> Exchange:
-            weights = [1.0] * world.nodes
-            sent = yield from stage.travel(call, partial(stage.pack, change), weights, place)
+            sent = yield from stage.travel(call, partial(stage.pack, change), change[stage.segment], place)
             with phases.current.timed("select", bucket=call.traced_bucket):
-                self.end_two_stages(shard, stage, change, partial(stage.write, rows=sent))
+                self.end_two_stages(shard, stage, partial(stage.write, rows=sent))
 
         return call, shard, travel(), stage.sent_bytes
 
@@ -80,21 +79,11 @@ class CodecAllReduce(ShardAllReduce):
         def codec_of(places: list[slice], length: int) -> Codec:
             return self.codec(places, length, wire)
 
-        def take_zeros(length: int) -> Any:
-            zeros = shard.scratch("owed", length, "float32")
-            zeros[:] = 0
-            return zeros
+        return TwoStage(codec_of, [slice(0, length)], length, world.node, [1.0] * world.nodes)
 
-        # Shards on a device that are under way have buffers of their own.
-        allocate_zeros = take_zeros if is_tensor(shard.values) else None
-        return TwoStage(codec_of, [slice(0, length)], length, world.node, world.nodes, allocate_zeros)
-
-    def end_two_stages(self, shard: Shard, stage: TwoStage, change: Any, write: Callable[[Any], object]) -> None:
-        """Put what the owners sent into the shard: `write` writes it into an array of float32. `change` holds what this
-        node has not sent; it gets what this node, as an owner, has not sent."""
+    def end_two_stages(self, shard: Shard, stage: TwoStage, write: Callable[[Any], object]) -> None:
+        """Put what the owners sent into the shard: `write` writes it into an array of float32."""
         shard.finite.append(stage.is_finite)
-        if shard.request.residual is not None:
-            change[stage.segment] += stage.owed
         total = self._find_float32_values(shard)
         write(total)
         self._store(shard, total)

@@ -1,9 +1,15 @@
 """The exchange of changes in two stages: what each node sends does not grow with the number of nodes.
 
-A shard is cut into one segment per node, its owner. Each node compresses its changes and sends every owner its segment.
-The owner adds the weighted mean of all nodes to its own residual, compresses the sum with the same codec, keeps the
-rest as its residual, and sends the row to all nodes. (Tang et al., "DoubleSqueeze: Parallel stochastic gradient descent
-with double-pass error-compensated compression", 2019, with owners in place of one server.)
+A shard is cut into one segment per node, its owner. Each node compresses its changes and sends every other owner its
+segment. The owner adds what the other nodes sent to its own change, which it has not compressed, compresses the
+weighted mean with the same codec, and sends the row to all nodes. What it does not send of the mean, L, becomes a part
+of its own change: L divided by its weight in the mean, so the next mean contains it. (Tang et al., "DoubleSqueeze:
+Parallel stochastic gradient descent with double-pass error-compensated compression", 2019, with owners in place of one
+server, and without a residual of the server.)
+
+If nodes train with their own changes (training/node_weights/), the mean of their weights is therefore the mean without
+any compression. But with many nodes, the owner's weights would be far from those of the other nodes. So at most
+`MOST_TIMES` L becomes a part of the owner's change, and `owed` keeps the rest for the next mean.
 
 `pack`, `reduce` and `add` are the work before, between and after the two stages. `exchange` sends the rows, and
 `travel` does the same as an exchange that other exchanges accompany (overlapped.py).
@@ -26,15 +32,19 @@ from topkube.kernels import SIGN_BLOCK
 from topkube.telemetry import phases
 from topkube.world import World
 
+MOST_TIMES = 16.0
+"""The most times that what an owner has not sent of the mean becomes a part of its own change."""
+
 
 class TwoStage:
-    """The two stages for one shard of `length` elements, on node number `node` of `nodes`.
+    """The two stages for one shard of `length` elements, on node number `node`. `weights` has the weight of each node
+    in the mean (1 for a sum).
 
     `places` are the slices of the shard that belong to one tensor each. `codecs[i]` is the codec of node i's segment,
-    which is [bounds[i], bounds[i + 1]) of the shard. `owed` is what this node, as an owner, has not sent of the mean
-    change of all nodes: float32, one value per element of its own segment. `is_finite` is False if something that this
-    node sent was not finite. Shards are NumPy arrays, or tensors on a GPU: `allocate_zeros(length)` then returns the
-    memory of `owed`, and `is_finite` is a bool tensor.
+    which is [bounds[i], bounds[i + 1]) of the shard. `owed` is what this node, as an owner, keeps of the mean beside
+    its own change: float32, one value per element of its own segment. It is empty if `keeps_owed` is False.
+    `is_finite` is False if something that this node sent was not finite. Shards are NumPy arrays, or tensors on a GPU:
+    `allocate_zeros(length)` then returns the memory of `owed`, and `is_finite` is a bool tensor.
     """
 
     def __init__(
@@ -43,9 +53,10 @@ class TwoStage:
         places: Sequence[slice],
         length: int,
         node: int,
-        nodes: int,
+        weights: Sequence[float],
         allocate_zeros: Callable[[int], Any] | None = None,
     ) -> None:
+        nodes = len(weights)
         blocks = -(-length // SIGN_BLOCK)
         self.bounds = [min(SIGN_BLOCK * (blocks * i // nodes), length) for i in range(nodes + 1)]
         self.places: list[slice] = []
@@ -56,8 +67,12 @@ class TwoStage:
             self.places += cut
             self.codecs.append(codec_of([slice(p.start - start, p.stop - start) for p in cut], stop - start))
         self._node, self._nodes = node, nodes
+        self._weight, self._weights_of_others = weights[node], [*weights[:node], *weights[node + 1 :]]
+        self._times = min(1 / self._weight, MOST_TIMES)
+        self.keeps_owed = self._times * self._weight < 1
+        """True if a part of what this node, as an owner, has not sent is in `owed`."""
         self.is_finite: Any = True
-        length = self.segment.stop - self.segment.start
+        length = self.segment.stop - self.segment.start if self.keeps_owed else 0
         self.owed: Any = allocate_zeros(length) if allocate_zeros is not None else np.zeros(length, np.float32)
 
     @property
@@ -66,7 +81,10 @@ class TwoStage:
         return slice(self.bounds[self._node], self.bounds[self._node + 1])
 
     def read_owed(self) -> Array:
-        """Return `owed` in the host's memory: a copy if it is on a GPU. Waits for the device."""
+        """Return `owed` in the host's memory, one value per element of the own segment: a copy if it is on a GPU. Waits
+        for the device."""
+        if not self.keeps_owed:
+            return np.zeros(self.segment.stop - self.segment.start, np.float32)
         values: Array = self.owed.cpu().numpy() if is_tensor(self.owed) else self.owed
         return values
 
@@ -91,12 +109,12 @@ class TwoStage:
         self,
         call: Call,
         pack: Callable[[Sequence[Array]], None],
-        weights: Sequence[float],
+        own: Array,
         pause_seconds: float | None = None,
     ) -> list[Array]:
         """Exchange changes among the nodes of `call` in both stages. `pack` writes what this node sends into one row
-        per segment. `weights` has one factor per node. Return the rows that all owners sent of the mean, for `add`.
-        `pause_seconds` is that of `Call.wait`."""
+        per segment, except for its own. `own` is its change in its own segment, and becomes what `reduce` leaves.
+        Return the rows that all owners sent of the mean, for `add`. `pause_seconds` is that of `Call.wait`."""
         me, comm = self._node, call.world.cross_comm
         row_bytes = self.codecs[me].row_bytes
         rows, segments, means = self._reserve_rows(call.world, "")
@@ -105,13 +123,13 @@ class TwoStage:
         first = exchange_rows(comm, rows, segments, 0)
         finish_exchange(call, first, self.total_bytes - row_bytes, pause_seconds)
         with phases.current.timed("select"):
-            self.reduce(segments, weights, means[me])
+            self.reduce(own, segments, means[me])
         second = exchange_rows(comm, [means[me]] * self._nodes, means, 1)
         finish_exchange(call, second, (self._nodes - 1) * row_bytes, pause_seconds)
         return means
 
     def travel(
-        self, call: Call, pack: Callable[[Sequence[Array]], None], weights: Sequence[float], place: Place
+        self, call: Call, pack: Callable[[Sequence[Array]], None], own: Array, place: Place
     ) -> Generator[list[Any], None, list[Array]]:
         """Do what `exchange` does, and yield the messages that have to arrive before it continues; their bytes are
         `sent_bytes`. The first are the greetings of `call`, which are compared. Rows are packed before."""
@@ -123,7 +141,7 @@ class TwoStage:
         call.compare_greetings()
         yield from exchange_rows(comm, rows, segments, place.tag)
         with phases.current.timed("select", bucket=call.traced_bucket):
-            self.reduce(segments, weights, means[me])
+            self.reduce(own, segments, means[me])
         yield from exchange_rows(comm, [means[me]] * self._nodes, means, place.tag)
         return means
 
@@ -134,29 +152,42 @@ class TwoStage:
         return self.total_bytes - row_bytes + (self._nodes - 1) * row_bytes
 
     def _reserve_rows(self, world: World, name: str) -> tuple[list[Array], list[Array], list[Array]]:
-        """Return buffers: the rows that this node sends to the owners, the rows of all nodes for its own segment, of
-        which its own row is the same memory, and the rows of the means. `name` distinguishes exchanges that are under
+        """Return buffers: the rows that this node sends to the owners, the rows of all nodes for its own segment, and
+        the rows of the means. Its own rows of the first two are not used. `name` distinguishes exchanges that are under
         way at the same time."""
         row_bytes = self.codecs[self._node].row_bytes
         rows = self.cut_rows(reserve_workspace(world, f"rows of owners{name}", self.total_bytes, np.uint8))
         arrived = reserve_workspace(world, f"rows of the segment{name}", self._nodes * row_bytes, np.uint8)
         segments = list(arrived.reshape(self._nodes, row_bytes))
-        segments[self._node] = rows[self._node]
         means = reserve_workspace(world, f"rows of means{name}", self.total_bytes, np.uint8)
         return rows, segments, self.cut_rows(means)
 
     def pack(self, change: Any, rows: Sequence[Any]) -> None:
-        """Write the part of `change` that is sent into one row per segment, and subtract it from `change`. `change` is
-        the whole shard: (length,) float32."""
-        for codec, row, start, stop in zip(self.codecs, rows, self.bounds, self.bounds[1:], strict=False):
-            self.is_finite = join_flags(self.is_finite, codec.pack(change[start:stop], row))
+        """Write the part of `change` that is sent into one row per segment, except for the own one, and subtract it
+        from `change`. `change` is the whole shard: (length,) float32."""
+        for number, (codec, row) in enumerate(zip(self.codecs, rows, strict=True)):
+            if number != self._node:
+                segment = change[self.bounds[number] : self.bounds[number + 1]]
+                self.is_finite = join_flags(self.is_finite, codec.pack(segment, row))
 
-    def reduce(self, rows: Sequence[Any], weights: Sequence[float], sent: Any) -> None:
-        """Add the weighted mean of all nodes' rows for the own segment to `owed`. Write the part that is sent into
-        `sent`; the rest stays in `owed`."""
+    def reduce(self, own: Any, rows: Sequence[Any], sent: Any) -> None:
+        """Write the part that is sent of the weighted mean into `sent`. `rows` are those of all nodes for the own
+        segment; that of this node is not read, because `own` is its change, float32. The rest becomes the change of
+        this node, in `own`, and a part of `owed`."""
         codec = self.codecs[self._node]
-        codec.unpack_add(self.owed, rows, weights)
-        self.is_finite = join_flags(self.is_finite, codec.pack(self.owed, sent))
+        if self._weight != 1:
+            own *= np.float32(self._weight).item()
+        if self.keeps_owed:
+            own += self.owed
+        if self._weights_of_others:
+            rows_of_others = [row for number, row in enumerate(rows) if number != self._node]
+            codec.unpack_add(own, rows_of_others, self._weights_of_others)
+        self.is_finite = join_flags(self.is_finite, codec.pack(own, sent))
+        if self.keeps_owed:
+            self.owed[:] = own
+            self.owed *= np.float32(1 - self._times * self._weight).item()
+        if self._times != 1:
+            own *= np.float32(self._times).item()
 
     def add(self, out: Any, rows: Sequence[Any]) -> None:
         """Add what all owners sent to `out`, the whole shard."""

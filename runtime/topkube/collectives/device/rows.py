@@ -118,19 +118,33 @@ class RowsInOneStage(DeviceRows):
 class RowsInTwoStages(DeviceRows):
     """Every node sends the owners of segments their rows, and the owners send the rows of the means to all nodes
     (collectives/two_stage.py). The memory of `stage` is on the device. The host launches the work between the stages
-    when the rows of the other nodes have arrived; other exchanges continue meanwhile."""
+    when the rows of the other nodes have arrived; other exchanges continue meanwhile. `pack` leaves zeros in the own
+    segment, where nothing is sent; `moved` has only the mean there."""
 
     def __init__(self, stage: TwoStage, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._stage = stage
         self._means: Any = None
         """The rows that all owners have sent, after `travel`."""
+        self.own_change: Any = None
+        """The change of this node in its own segment, after `pack`."""
+        self.own_rest: Any = None
+        """What remains of it, after `travel`."""
+
+    @property
+    def segment(self) -> slice:
+        """This node's own segment."""
+        return self._stage.segment
 
     @property
     def sent_bytes(self) -> int:
         return self._stage.sent_bytes
 
     def pack(self, change: Any) -> Any:
+        segment = change[self._stage.segment]
+        self.own_change = self._memory.find_buffer(self._own_slot, "own change", len(segment), "float32")
+        self.own_change.copy_(segment)
+        segment.zero_()  # so that this part of the rows has no effect
         self._stage.is_finite = super().pack(change)
         return self._stage.is_finite
 
@@ -145,10 +159,10 @@ class RowsInTwoStages(DeviceRows):
         yield from exchange_rows(comm, rows, _list_rows(arrived_in_host), tag)
         with memory.on_stream(), phases.current.timed("select"):
             memory.copy_between(arrived, arrived_in_host)
-            segments = list(arrived)
-            segments[node] = stage.cut_rows(self._own)[node]
+            self.own_rest = memory.find_buffer(self._slot, "own rest", len(self.own_change), "float32")
+            self.own_rest.copy_(self.own_change)
             own_mean = stage.cut_rows(self._means)[node]
-            stage.reduce(segments, self._factors, own_mean)
+            stage.reduce(self.own_rest, list(arrived), own_mean)
             memory.copy_between(stage.cut_rows(means_in_host)[node], own_mean)
             reduced = memory.mark()
         if reduced is not None:

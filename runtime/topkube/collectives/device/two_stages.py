@@ -37,4 +37,5 @@ class DeviceTwoStages:
         with self._memory.on_stream(), phases.current.timed("select"):
             rows, weights = self._rows.mean
             write = partial(self._codec.unpack, rows=rows, weights=weights)
-            self._all_reduce.end_two_stages(self._shard, self._stage, self._change, write)
+            self._change[self._stage.segment] = self._rows.own_rest
+            self._all_reduce.end_two_stages(self._shard, self._stage, write)

@@ -4,7 +4,8 @@ x are the agreed weights, x_i those of node i, c_i what node i sends of x_i - x,
 has become x + mean(c), and x_i has become x + e_i. There are two ways to compute x_i:
 
 - `MovedChunk` adds mean(c) - c_i to x_i. Neither e_i nor a copy of the weights is stored. An exchange reads x_i and x
-  once to pack c_i, and then adds to both.
+  once to pack c_i, and then adds to both. With two stages, it does store e_i of the own segment, which changes in
+  another way (collectives/two_stage.py).
 - `RestChunk` stores e_i, and adds it to the new x. If everything is sent, as with `localsgd` and fp32, x_i therefore
   has the same bits as x. It also serves algorithms with an outer step, which add something else than mean(c) to x.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -172,8 +173,9 @@ class RestChunk(ChunkExchange):
             )
             return
         stages = cast(TwoStage, self.two_stages)
+        own = self._rest[stages.segment]
         means = stages.exchange(
-            current.call, lambda rows: stages.pack(self._rest, rows), self._factors, self._choose_pause(current)
+            current.call, lambda rows: stages.pack(self._rest, rows), own, self._choose_pause(current)
         )
         with phases.current.timed("select"):
             stages.add(out, means)
@@ -196,6 +198,8 @@ class MovedChunk(ChunkExchange):
         """The tensors of each codec: the numbers of pieces, and which elements of them."""
         self._kept_rows: list[Array] = []
         """What a delayed exchange sends, one row for each codec."""
+        self._own_change: Array = np.empty(0, np.float32)
+        """With two stages, the change of the own segment, from the time when the rows are packed."""
         self._weights: list[Array] = []
         """The node's own weights, one array for each piece, while an exchange that is not delayed is under way."""
         self._agreed: list[Array] = []
@@ -217,7 +221,12 @@ class MovedChunk(ChunkExchange):
             if not self._kept_rows:
                 self._kept_rows = [np.zeros(codec.row_bytes, np.uint8) for codec in self._codecs]
             for number, row in enumerate(self._kept_rows):
-                self._pack(number, weights, agreed_pieces, row)
+                if not self._is_own(number):
+                    self._pack(number, weights, agreed_pieces, row)
+            if self.two_stages is not None:
+                self._own_change = self._join_own(
+                    map(np.subtract, self._select_own(weights), self._select_own(agreed_pieces))
+                )
 
     def begin(self, current: ChunkCall) -> None:
         self._agreed = cut(current.agreed, self.chunk)
@@ -294,18 +303,69 @@ class MovedChunk(ChunkExchange):
 
             self.one_stage.finish(current.call, add, current.exchanges, self.chunk.number, self._choose_pause(current))
             return
+        assert self.two_stages is not None
+        self._receive_in_two_stages(current, self.two_stages, moved)
+
+    def _receive_in_two_stages(self, current: ChunkCall, stages: TwoStage, moved: Sequence[Array]) -> None:
         sent: list[Array] = []
 
         def pack(rows: Sequence[Array]) -> None:
             sent.extend(rows)
             for number, row in enumerate(rows):
-                self._pack_or_take(current, number, row)
+                if not self._is_own(number):
+                    self._pack_or_take(current, number, row)
 
-        assert self.two_stages is not None
-        means = self.two_stages.exchange(current.call, pack, self._factors, self._choose_pause(current))
+        if not current.is_delayed:
+            changes = map(np.subtract, self._select_own(self._weights), self._select_own(self._agreed))
+            self._own_change = self._join_own(changes)
+        elif not self._packs_at_once:
+            self._own_change = self._join_own(self._select_own(self._rest))
+        rest = self._own_change.copy()
+        means = stages.exchange(current.call, pack, rest, self._choose_pause(current))
         with phases.current.timed("select"):
             for number, (mean, own) in enumerate(zip(means, sent, strict=True)):
-                self._add(current, number, moved, own, ([mean], [1.0]), ([mean, own], [1.0, -1.0]))
+                if not self._is_own(number):
+                    self._add(current, number, moved, own, ([mean], [1.0]), ([mean, own], [1.0, -1.0]))
+            self._add_own(current, moved, rest, means[self._world.node])
+
+    def _is_own(self, number: int) -> bool:
+        """Return True if this is the number of the own segment. Nothing is sent of it."""
+        return self.two_stages is not None and number == self._world.node
+
+    def _select_own(self, tensors: Sequence[Array]) -> list[Array]:
+        """Return the parts of `tensors`, one array for each piece, in the own segment."""
+        return _select(tensors, self._tensors[self._world.node])
+
+    def _join_own(self, parts: Iterable[Array]) -> Array:
+        """Return the parts of the own segment side by side, as the codec packs them. The gaps are zero."""
+        assert self.two_stages is not None
+        joined = np.zeros(self.two_stages.segment.stop - self.two_stages.segment.start, np.float32)
+        for target, part in zip(self._cut_own(joined), parts, strict=True):
+            target[:] = part
+        return joined
+
+    def _cut_own(self, joined: Array) -> list[Array]:
+        """Return the parts of `joined`, the own segment, that belong to one piece each."""
+        assert self.two_stages is not None
+        start, parts = self.two_stages.segment.start, []
+        for number, elements in self._tensors[self._world.node]:
+            first = self.chunk.pieces[number].place.start - start
+            parts.append(joined[first + elements.start : first + elements.stop])
+        return parts
+
+    def _add_own(self, current: ChunkCall, moved: Sequence[Array], rest: Array, mean: Array) -> None:
+        """Do what `_add` does in the own segment, where the change became `rest`: the weights become x + `rest`."""
+        codec, agreed = self._codecs[self._world.node], self._select_own(self._agreed)
+        codec.unpack_add_tensors(agreed, [mean], [1.0])
+        if current.squares is not None:
+            current.squares.unsent += sum_squares(rest)
+        move = np.subtract(rest, self._own_change, out=rest)
+        codec.unpack_add(move, [mean], [1.0])
+        for weights, change in zip(self._select_own(moved), self._cut_own(move), strict=True):
+            if current.is_delayed:
+                weights[:] = change
+            else:
+                weights += change
 
     def _add(
         self, current: ChunkCall, number: int, moved: Sequence[Array], sent: Array, mean: _Sum, move: _Sum

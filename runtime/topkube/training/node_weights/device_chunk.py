@@ -105,6 +105,8 @@ class DeviceChunk(ChunkExchange):
             self._add(self._agreed)
             if current.squares is not None:
                 current.squares.agreed += _sum_squares(self._agreed)
+                if isinstance(self._rows, RowsInTwoStages):
+                    current.squares.unsent += _sum_squares(self._rows.own_rest)  # `keep` has added the others
             self._change = self._take_change()
             if (mark := self._device.mark()) is not None:
                 mark.synchronize()
@@ -189,6 +191,8 @@ class DeviceChunk(ChunkExchange):
         if self._rows is not None:
             with phases.current.timed("select"):
                 self._codec.unpack_add(agreed, *self._rows.mean)
+                if isinstance(self._rows, RowsInTwoStages) and self._rest is not None:
+                    self._rest[self._rows.segment] = self._rows.own_rest
         self._is_newer, self._written = True, self._device.mark()
 
     def _measure(self, squares: Squares | None) -> None:
@@ -215,6 +219,8 @@ class DeviceChunk(ChunkExchange):
         move = torch.full((self.chunk.shard,), start, dtype=torch.float32, device=self._device.device)
         if self._rows is not None:
             with phases.current.timed("select"):
+                if isinstance(self._rows, RowsInTwoStages):
+                    torch.sub(self._rows.own_rest, self._rows.own_change, out=move[self._rows.segment])
                 self._codec.unpack_add(move, *self._rows.moved)
         self._rows = self._rest = None
         return move

@@ -9,8 +9,8 @@ and rounds small tensors to bf16 instead.
 Every rank works on its shard: it keeps x of its shard only. The ranks of equal local rank on all nodes send each other
 their shards, and add them up in the order of the nodes: x has the same bits on all nodes. The ranks of a node gather
 the shards of x_i, so they have the same weights. From `two_stage_from` nodes on (the algorithm declares it), the
-exchange has two stages, and x changes by the part of the mean that the owners of segments send
-(collectives/two_stage.py).
+exchange has two stages, and x changes by the part of the mean that the owners of segments send. What an owner does not
+send is in its own x_i, so the mean of all x_i is the mean without compression (collectives/two_stage.py).
 
 If the weights are on a GPU, the changes of large tensors with `onebit` are packed and added there, and x of them is
 there too (device_chunk.py). Otherwise x and all codecs are in host memory: a rank copies its shard of x_i to the host,
@@ -113,7 +113,7 @@ class WeightExchange:
         stage: OneStage | TwoStage
         if self.algorithm.has_two_stages(world.nodes):
             allocate_zeros = memory.allocate_zeros if memory is not None else None
-            stage = TwoStage(codec_of, places, chunk.shard, world.node, world.nodes, allocate_zeros)
+            stage = TwoStage(codec_of, places, chunk.shard, world.node, self.weights, allocate_zeros)
         else:
             stage = OneStage(codec_of, places, chunk.shard)
         setting = ChunkSetting(chunk, world, self.weights, stage, self.memory)

@@ -76,7 +76,7 @@ class NodeWeightsState:
                     pieces[key] = entries
                 for key, values in self._list_state(piece.parameter):
                     pieces[f"{piece.parameter.name} {key}"] = [(piece.begin, piece.view(values).to("cpu", copy=True))]
-            if (stage := self._exchange.find_stages(chunk)) is not None:
+            if (stage := self._exchange.find_stages(chunk)) is not None and stage.keeps_owed:
                 for name, entry in _list_owed(chunk, stage):
                     owners[name] = [entry]
         differ = bool(self._exchange.agreed)  # also on a rank without a shard, which has no pieces
@@ -145,17 +145,20 @@ class NodeWeightsState:
 
     def _restore_owed(self, state: Mapping[str, Any], chunk: Chunk, own: Array) -> None:
         """Restore what owners of segments owe in a chunk. With other segments than before, all nodes add up what was
-        owed; without segments, every node adds the sum to its own weights, so the mean over nodes owes the same."""
+        owed. If owners keep it in their weights, it is added there, so that the mean over nodes owes the same: in
+        another world, every node adds the sum."""
         stage, owners = self._exchange.find_stages(chunk), state.get("owners", {})
         owed = np.zeros_like(own)
         for piece in chunk.pieces:
             _add_entries(owed[piece.place], piece, owners.get(piece.parameter.name, []))
         if "mass" in state:
             self._exchange.sum_over_nodes(owed)
-        if stage is not None:
+        if stage is not None and stage.keeps_owed:
             stage.write_owed(owed[stage.segment])
-        else:
+        elif "mass" in state:
             own += owed
+        else:
+            own += owed / np.float32(self._exchange.weights[self._world.node])
 
     def _restore_outer(self, state: Mapping[str, Any], chunk: Chunk) -> None:
         """Restore the outer momentum of a chunk. In another world, the nodes add up their weighted parts: the sum has

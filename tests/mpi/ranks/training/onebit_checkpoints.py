@@ -18,6 +18,7 @@ from ranks.training.onebit_scene import (
     build_adamw,
     build_onebit,
     draw_batch,
+    owners_keeping_a_part,
     read_agreed_weights,
     sum_over_ranks,
     sum_owed_by_owners,
@@ -145,7 +146,13 @@ def sum_outer_momentum(world: World, model: nn.Module, optimizer: topkube.Distri
 
 
 def leave_checkpoint(world: World, directory: str) -> None:
-    """Write a checkpoint, and beside it the agreed weights and what the nodes have not sent."""
+    """Write a checkpoint, and beside it the agreed weights and what the nodes have not sent. Owners of segments keep a
+    part beside their weights."""
+    with owners_keeping_a_part():
+        leave_checkpoint_of_owners(world, directory)
+
+
+def leave_checkpoint_of_owners(world: World, directory: str) -> None:
     model, optimizer = run_until(world, directory, 6)
     x, unsent_changes = read_agreed_weights(optimizer, model), sum_unsent_changes(world, optimizer, model)
     second = [
@@ -170,7 +177,8 @@ def leave_checkpoint(world: World, directory: str) -> None:
 
 
 def take_up(world: World, directory: str) -> None:
-    """Resume in another world: the agreed weights and the sum of what was not sent stay, and training continues."""
+    """Resume in another world: the agreed weights and the sum of what was not sent stay, and training continues. Owners
+    of segments keep all that they do not send in their weights, except in `take_up_delayed`."""
     saved = torch.load(f"{directory}/left.pt", weights_only=True)
     model = build_network()
     optimizer = build_onebit(model, build_adamw)
@@ -178,7 +186,7 @@ def take_up(world: World, directory: str) -> None:
         assert run.step == 6
         own = [world.comm.allreduce(p.detach().double().numpy()) / world.size for p in model.parameters()]
         owners = sum_owed_by_owners(world, optimizer, model)
-        assert any(unsent.any() for unsent in owners) == (saved["two_stage"] and world.nodes >= 8)
+        assert not any(unsent.any() for unsent in owners)
         for mean, owner, x, unsent in zip(own, owners, saved["x"], saved["owed"], strict=True):
             np.testing.assert_allclose(mean + owner, x.double().numpy() + unsent.numpy(), rtol=0, atol=1e-6)
         for parameter, second in zip(model.parameters(), saved["second"], strict=True):
@@ -193,16 +201,18 @@ def take_up(world: World, directory: str) -> None:
             optimizer.zero_grad()
         assert are_equal_on_all_ranks(read_agreed_weights(optimizer, model))
     take_up_outer_momentum(world, directory)
-    take_up_delayed(world, directory, saved["delayed"])
+    with owners_keeping_a_part():
+        take_up_delayed(world, directory, saved)
     take_up_residuals_of_a_schedule(world, directory)
     take_up_masters(world, directory)
 
 
-def take_up_delayed(world: World, directory: str, expected: list[torch.Tensor]) -> None:
+def take_up_delayed(world: World, directory: str, saved: dict[str, Any]) -> None:
     """Resume a run whose last exchange was not in the weights: nothing is lost or counted twice."""
     model, optimizer = run_until(world, f"{directory}/delayed", 6, delay=1)
     owners = sum_owed_by_owners(world, optimizer, model)
-    for parameter, owner, total in zip(model.parameters(), owners, expected, strict=True):
+    assert any(unsent.any() for unsent in owners) == (saved["two_stage"] and world.nodes >= 8)
+    for parameter, owner, total in zip(model.parameters(), owners, saved["delayed"], strict=True):
         mean = world.comm.allreduce(parameter.detach().double().numpy()) / world.size
         np.testing.assert_allclose(mean + owner, total.numpy(), rtol=0, atol=1e-6)
     optimizer.unwrap()

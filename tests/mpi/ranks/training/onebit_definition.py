@@ -25,6 +25,7 @@ from ranks.training.onebit_scene import (
 )
 from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_loss
 from topkube.algorithms import find_algorithm
+from topkube.collectives import two_stage
 from topkube.training.optimizers.lamb import LAMB
 from topkube.training.optimizers.lars import LARS
 from topkube.world import World
@@ -190,22 +191,45 @@ class Definition:
             return compute_signs(change)
         return compute_top_signs(change, self.cut_parts(index))
 
+    def find_owners(self, index: int) -> torch.Tensor:
+        """Return the number of the owner of each element of tensor `index`. The shard of each rank of a node is cut
+        into one segment per node, between blocks."""
+        start = end = 0
+        for number, x in enumerate(self.x):
+            if is_small(x) == is_small(self.x[index]):
+                start = end if number == index else start
+                end += -(-x.numel() // ALIGNMENT) * ALIGNMENT
+        nodes, blocks = self.world.nodes, -(-end // (ALIGNMENT * self.world.shards))  # blocks of a shard
+        owner_of = [node for node in range(nodes) for _ in range(blocks * node // nodes, blocks * (node + 1) // nodes)]
+        places = start + torch.arange(self.x[index].numel())
+        return torch.tensor(owner_of)[places // ALIGNMENT % blocks].view_as(self.x[index])
+
     @torch.no_grad()
     def exchange(self) -> None:
         for index, x in enumerate(self.x):
             changes = [own[index] - x for own in self.own]
             sent = [self.compress(index, change) for change in changes]
+            rests = [change - part for change, part in zip(changes, sent, strict=True)]
+            if self.has_two_stages:  # an owner does not compress its own change, and keeps what it does not send
+                owns = [self.find_owners(index) == node for node in range(self.world.nodes)]
+                sent = [torch.where(own, change, part) for own, change, part in zip(owns, changes, sent, strict=True)]
             mean = sum(part * share for part, share in zip(sent, self.shares, strict=True))
             if self.has_two_stages:
                 total = self.owed[index] + mean
                 mean = self.compress(index, total)
-                self.owed[index].copy_(total - mean)
+                times = [min(1 / share, two_stage.MOST_TIMES) for share in self.shares]
+                rests = [
+                    torch.where(own, (total - mean) * factor, rest)
+                    for own, factor, rest in zip(owns, times, rests, strict=True)
+                ]
+                for own, factor, share in zip(owns, times, self.shares, strict=True):
+                    self.owed[index][own] = ((total - mean) * (1 - factor * share))[own]
             if self.algorithm.name == "diloco":
                 self.outer[index].mul_(0.9).add_(mean)
                 mean = 0.7 * (mean + 0.9 * self.outer[index])
             x += mean
-            for own, change, part in zip(self.own, changes, sent, strict=True):
-                self.arriving.append((own[index], x + (change - part)))
+            for own, rest in zip(self.own, rests, strict=True):
+                self.arriving.append((own[index], x + rest))
         if not self.is_delayed:
             self.apply_arriving()
 
@@ -311,7 +335,8 @@ def compare_step(
     assert_follows(x, definition.x)
     assert_follows(owners, definition.owed)
     is_owed = any(bool(unsent.any()) for unsent in owners)
-    assert is_owed == (definition.has_two_stages and step + 1 >= definition.period)
+    is_far = definition.has_two_stages and 1 / min(definition.shares) > two_stage.MOST_TIMES
+    assert is_owed == (is_far and step + 1 >= definition.period)
     definition.adopt(own, x, owners)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from torch import nn
 
 import topkube
 from ranks.training.scene import compute_loss, copy_weights
+from topkube.collectives import two_stage
 from topkube.settings import Settings
 from topkube.training.optimizers.lamb import LAMB
 from topkube.training.optimizers.lars import LARS
@@ -108,6 +111,16 @@ def sum_unsent_changes(world: World, optimizer: topkube.DistributedOptimizer, mo
     delayed = sum_over_ranks(world, arriving, model, saved["weight"])
     owners = sum_owed_by_owners(world, optimizer, model)
     return [a + b + c for a, b, c in zip(own, delayed, owners, strict=True)]
+
+
+@contextmanager
+def owners_keeping_a_part(most_times: float = 3.0) -> Iterator[None]:
+    """Let owners of segments keep a part of what they do not send beside their weights, as with many nodes."""
+    before, two_stage.MOST_TIMES = two_stage.MOST_TIMES, most_times
+    try:
+        yield
+    finally:
+        two_stage.MOST_TIMES = before
 
 
 def sum_owed_by_owners(world: World, optimizer: topkube.DistributedOptimizer, model: nn.Module) -> list[np.ndarray]:

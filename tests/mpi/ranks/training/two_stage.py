@@ -11,7 +11,17 @@ from ranks.training import onebit, onebit_weights
 from ranks.training.checkpoints import make_shared_directory
 from ranks.training.onebit_checkpoints import read_state, run_until
 from ranks.training.onebit_definition import follow_definition
-from ranks.training.onebit_scene import build_adamw, build_onebit, build_sgd, read_agreed_weights, read_bits, train
+from ranks.training.onebit_scene import (
+    build_adamw,
+    build_onebit,
+    build_sgd,
+    owners_keeping_a_part,
+    read_agreed_weights,
+    read_bits,
+    sum_owed_by_owners,
+    sum_unsent_changes,
+    train,
+)
 from ranks.training.scene import are_equal_on_all_ranks, build_network
 from topkube import collectives
 from topkube.algorithms import Workload, find_algorithm
@@ -20,11 +30,37 @@ from topkube.world import World
 
 
 def case_the_weights_follow_the_definition(world: World) -> None:
-    """The definition is in float64, and has the residuals of the owners of segments."""
+    """The definition is in float64. Owners keep in their weights what they do not send of the mean."""
     assert world.nodes >= 8
     follow_definition(world, build_sgd, 1, steps=4)
     follow_definition(world, build_adamw, 2, steps=4)
     follow_definition(world, build_sgd, 1, steps=3, delay=1)
+
+
+def case_owners_keep_a_part_beside_their_weights(world: World) -> None:
+    """With more than 16 nodes, weights with all of it would be far from those of other nodes; here, with more than
+    three. Checkpoints have what is beside."""
+    with owners_keeping_a_part():
+        follow_definition(world, build_sgd, 1, steps=4)
+        follow_definition(world, build_sgd, 2, steps=4, delay=1)
+        case_nothing_is_lost(world)
+        case_a_resumed_run_continues_bit_for_bit(world)
+
+
+def case_what_owners_kept_beside_their_weights_can_move_into_them(world: World) -> None:
+    """A checkpoint in which owners kept a part, as all owners of earlier versions did, is continued by owners that do
+    not: nothing is lost."""
+    with make_shared_directory(world) as directory:
+        with owners_keeping_a_part():
+            model, optimizer = run_until(world, directory, 4)
+            assert any(unsent.any() for unsent in sum_owed_by_owners(world, optimizer, model))
+            before = sum_unsent_changes(world, optimizer, model)
+            optimizer.unwrap()
+        model, optimizer = run_until(world, directory, 4)
+        assert not any(unsent.any() for unsent in sum_owed_by_owners(world, optimizer, model))
+        for after, unsent in zip(sum_unsent_changes(world, optimizer, model), before, strict=True):
+            np.testing.assert_allclose(after, unsent, rtol=0, atol=1e-6)
+        optimizer.unwrap()
 
 
 def case_a_model_has_fewer_blocks_than_nodes(world: World) -> None:
@@ -97,7 +133,6 @@ def case_runs_repeat_bit_for_bit(world: World) -> None:
 
 
 def case_a_resumed_run_continues_bit_for_bit(world: World) -> None:
-    """The checkpoint has what the owners of segments owe."""
     for delay in (0, 1):
         with make_shared_directory(world) as directory:
             whole = read_state(*run_until(world, f"{directory}/whole", 8, delay=delay))
