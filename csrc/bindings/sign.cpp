@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "cpu/sign/sign.hpp"
 #include "cpu/sign/top_sign.hpp"
 
@@ -23,7 +25,67 @@ TopSignLayout make_checked_layout(std::size_t value_bytes, std::size_t count, st
 
 }  // namespace
 
+using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstFloats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// The place of the scales and the bits of `length` values that follow those of other tensors, in a message.
+struct SignPlace {
+  std::size_t scales, bits, end;
+  SignPlace(std::size_t start, std::size_t length)
+      : scales(start),
+        bits(start + (length + sign_block - 1) / sign_block * sizeof(std::uint16_t)),
+        end((bits + (length + 7) / 8 + 7) / 8 * 8) {}
+};
+
+// Calls act(number of the tensor, its length, its place) for each tensor of a message. Checks the length of the message first.
+template <class Tensors, class Act>
+void for_each_tensor(const Tensors& tensors, std::size_t message_bytes, const Act& act) {
+  std::size_t end = 0;
+  for (const auto& tensor : tensors) end = SignPlace(end, tensor.size()).end;
+  require(end <= message_bytes, "the message is too short for these tensors");
+  end = 0;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const SignPlace place(end, tensors[i].size());
+    act(i, tensors[i].size(), place);
+    end = place.end;
+  }
+}
+
 void bind_sign(nb::module_& module) {
+  module.def(
+      "sign_pack_differences",
+      [](const std::vector<ConstFloats>& tensors, const std::vector<ConstFloats>& bases, Bytes message) {
+        require(tensors.size() == bases.size(), "tensors and bases differ in number");
+        for (std::size_t i = 0; i < tensors.size(); ++i)
+          require(tensors[i].size() == bases[i].size(), "a tensor and its base differ in length");
+        nb::gil_scoped_release release;
+        bool finite = true;
+        for_each_tensor(tensors, message.size(), [&](std::size_t i, std::size_t length, const SignPlace& place) {
+          finite &=
+              sign_pack_difference(tensors[i].data(), bases[i].data(), length,
+                                   reinterpret_cast<std::uint16_t*>(message.data() + place.scales), message.data() + place.bits);
+        });
+        return finite;
+      },
+      nb::arg("tensors").noconvert(), nb::arg("bases").noconvert(), nb::arg("message").noconvert(),
+      "Return True if all scales are finite.");
+  module.def(
+      "sign_unpack_add_tensors",
+      [](const std::vector<Floats>& tensors, const std::vector<ConstBytes>& messages, const std::vector<float>& weights) {
+        require(messages.size() == weights.size(), "messages and weights differ in number");
+        std::size_t shortest = static_cast<std::size_t>(-1);
+        for (const ConstBytes& message : messages) shortest = std::min(shortest, message.size());
+        nb::gil_scoped_release release;
+        std::vector<SignPart> parts(messages.size());
+        for_each_tensor(tensors, shortest, [&](std::size_t i, std::size_t length, const SignPlace& place) {
+          for (std::size_t m = 0; m < messages.size(); ++m) {
+            const std::uint8_t* message = messages[m].data();
+            parts[m] = {reinterpret_cast<const std::uint16_t*>(message + place.scales), message + place.bits, weights[m]};
+          }
+          sign_unpack_add(tensors[i].data(), length, parts);
+        });
+      },
+      nb::arg("tensors").noconvert(), nb::arg("messages").noconvert(), nb::arg("weights"));
   module.def(
       "sign_pack",
       [](Bytes values, Bytes scales, Bytes bits) {

@@ -24,6 +24,9 @@ struct SignPart {
   float weight;
 };
 
+// Writes what `sign_pack` writes of the differences values - base, and leaves both as they are.
+bool sign_pack_difference(const float* values, const float* base, std::size_t length, std::uint16_t* scales, std::uint8_t* bits);
+
 // Adds the sum of the parts times their weights to `values`, for `length` elements. A scale is multiplied by its weight first; the
 // sum is computed in float32, in the order of the parts, and then added. `values` is read and written once.
 void sign_unpack_add(float* values, std::size_t length, const std::vector<SignPart>& parts);

@@ -17,10 +17,8 @@ import numpy as np
 
 from topkube import kernels
 from topkube.arrays import BFLOAT16, Array, is_tensor, view_bytes_as
-from topkube.kernels.parts import PartLayout, align, count_sign_blocks, count_sign_bytes, view_signs
+from topkube.kernels.parts import PartLayout, align, count_sign_bytes, view_signs
 
-_CACHED_ELEMENTS = 2**16
-"""Differences that are computed at a time: 256 KiB. A multiple of the block of signs."""
 _DTYPES = {"fp32": np.dtype(np.float32), "bf16": BFLOAT16, "fp16": np.dtype(np.float16)}
 
 
@@ -170,16 +168,14 @@ class Signs(PartsCodec):
         scales, bits = view_signs(row, len(values))
         return kernels.sign_pack_(values, scales, bits, wait=False)[2]
 
-    def pack_difference(self, values: Array, base: Array, row: Array) -> bool:
-        # A few elements at a time: their differences stay in the cache of the processor.
-        scales, bits = view_signs(row, values.size)
-        differences, is_finite = np.empty(min(values.size, _CACHED_ELEMENTS), np.float32), True
-        for start in range(0, values.size, _CACHED_ELEMENTS):
-            stop = min(start + _CACHED_ELEMENTS, values.size)
-            own = np.subtract(values[start:stop], base[start:stop], out=differences[: stop - start])
-            own_scales = scales[start // kernels.SIGN_BLOCK : count_sign_blocks(stop)]
-            is_finite = kernels.sign_pack_(own, own_scales, bits[start // 8 : -(-stop // 8)])[2] and is_finite
-        return bool(is_finite)
+    def pack_differences(self, tensors: Sequence[Array], bases: Sequence[Array], row: Array) -> bool:
+        return kernels.sign_pack_differences(tensors, bases, row)
+
+    def unpack_add_tensors(self, tensors: Sequence[Any], rows: Sequence[Any], weights: Sequence[float]) -> None:
+        if any(map(is_tensor, tensors)):
+            super().unpack_add_tensors(tensors, rows, weights)
+        else:
+            kernels.sign_unpack_add_tensors_(tensors, rows, weights)
 
     def unpack_add_tensor(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
         kernels.sign_unpack_add_(out, [view_signs(row, len(out)) for row in rows], weights)

@@ -32,7 +32,9 @@ from topkube.kernels.selection import (
 )
 from topkube.kernels.sign import (
     sign_pack_,
+    sign_pack_differences,
     sign_unpack_add_,
+    sign_unpack_add_tensors_,
     top_sign_bytes,
     top_sign_pack_,
     top_sign_unpack_add_,
@@ -67,7 +69,9 @@ __all__ = [
     "scale_",
     "scatter_add_",
     "sign_pack_",
+    "sign_pack_differences",
     "sign_unpack_add_",
+    "sign_unpack_add_tensors_",
     "simd",
     "simd_paths",
     "sum_",

@@ -80,6 +80,22 @@ def sign_unpack_add_(out: Any, parts: Sequence[tuple[Any, Any]], weights: Sequen
     return out
 
 
+def sign_pack_differences(tensors: Sequence[Array], bases: Sequence[Array], message: Array) -> bool:
+    """Write the signs of each of `tensors` - `bases` into `message`, one tensor after another, as `SignLayout` lays out
+    parts. Return False if a scale is NaN or infinite.
+
+    All are flat NumPy arrays: float32, and uint8 that begins at a multiple of 2 bytes. A call packs any number of
+    tensors, because a call takes as long as packing some thousands of elements. Raises TypeError and ValueError for
+    other arrays."""
+    return bool(_kernels.sign_pack_differences(list(tensors), list(bases), message))
+
+
+def sign_unpack_add_tensors_(tensors: Sequence[Array], messages: Sequence[Array], weights: Sequence[float]) -> None:
+    """Add to each of `tensors` what `messages` send of it, times their weights, as `sign_unpack_add_` does. The
+    messages are those of `sign_pack_differences`; arrays and errors are as there."""
+    _kernels.sign_unpack_add_tensors(list(tensors), list(messages), list(map(float, weights)))
+
+
 def top_sign_bytes(length: int, count: int) -> int:
     """Return the bytes of a message about `count` of `length` elements, a multiple of 8. Raises ArgumentError if
     `count` is outside 1..length."""

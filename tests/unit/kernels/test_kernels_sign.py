@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -114,3 +115,43 @@ def test_wrong_lengths_and_overlap_are_refused_before_anything_is_written() -> N
         with pytest.raises(ArgumentError):
             call()
     assert (x == 1).all()
+
+
+@pytest.mark.parametrize("lengths", [[1], [0, 700, 0], [256, 1, 5000, 255], [300] * 40])
+@pytest.mark.parametrize("bad", [None, np.nan])
+def test_many_tensors_are_packed_and_added_as_one_after_another(lengths: list[int], bad: float | None) -> None:
+    rng = np.random.default_rng(sum(lengths))
+    tensors = [rng.standard_normal(length, dtype=np.float32) for length in lengths]
+    bases = [rng.standard_normal(length, dtype=np.float32) for length in lengths]
+    if bad is not None:
+        tensors[-2 if len(lengths) == 3 else -1][-1] = bad
+    before = [tensor.copy() for tensor in tensors]
+    starts = np.cumsum([0, *lengths]).tolist()
+    layout = kernels.SignLayout([slice(a, b) for a, b in itertools.pairwise(starts)])
+    expected = np.zeros(layout.message_bytes, np.uint8)
+    differences = np.concatenate([a - b for a, b in zip(tensors, bases, strict=True)])
+    is_finite = kernels.pack_parts_(differences, expected, layout)
+    message = np.zeros_like(expected)
+    assert kernels.sign_pack_differences(tensors, bases, message) == is_finite == (bad is None)
+    assert message.tobytes() == expected.tobytes()
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(tensors, before, strict=True))
+    sums = np.concatenate(tensors)
+    kernels.unpack_add_parts_(sums, [message, message], [0.3, -1.0], layout)
+    kernels.sign_unpack_add_tensors_(tensors, [message, message], [0.3, -1.0])
+    assert np.concatenate(tensors).tobytes() == sums.tobytes()
+
+
+def test_tensors_that_do_not_fit_their_message_are_refused_before_anything_is_written() -> None:
+    x, message = np.ones(512, np.float32), np.zeros(68, np.uint8)  # 2 blocks need 4 + 64 bytes, rounded up to 72
+    for error, call in [
+        (ValueError, lambda: kernels.sign_pack_differences([x], [x], message)),
+        (ValueError, lambda: kernels.sign_pack_differences([x], [x[:1]], np.zeros(72, np.uint8))),
+        (ValueError, lambda: kernels.sign_unpack_add_tensors_([x[:100], x], [np.zeros(72, np.uint8)], [1.0])),
+        (ValueError, lambda: kernels.sign_unpack_add_tensors_([x], [np.zeros(72, np.uint8)], [1.0, 1.0])),
+        (TypeError, lambda: kernels.sign_unpack_add_tensors_([x.astype(np.float64)], [np.zeros(72, np.uint8)], [1.0])),
+        (TypeError, lambda: kernels.sign_unpack_add_tensors_([x[::2]], [np.zeros(72, np.uint8)], [1.0])),
+    ]:
+        with pytest.raises(error):
+            call()
+    assert (x == 1).all()
+    assert not message.any()

@@ -98,6 +98,8 @@ class Backward:
         self._untouched: list[Parameter] = []
         """Parameters whose gradients nothing writes before this backward ends."""
         self._first_gradient = 0.0
+        self._task = -1
+        """The number of the backward pass that reached this optimizer last."""
         self.late: LateUpdates | None = None
         """What the next forward finishes, with DeAR."""
         self._hooks = GradientHooks(self, parameters)
@@ -178,7 +180,8 @@ class Backward:
 
     def prepare_gradient(self, parameter: Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Prepare the accumulation of a gradient. Return its replacement, or None to accumulate the gradient itself."""
-        current_pass.reach(self)
+        if torch._C._current_graph_task_id() != self._task:
+            current_pass.reach(self)
         if gradient is None or not parameter.tensor.requires_grad:  # nothing is accumulated
             return None
         return self._accumulation.prepare(parameter, gradient)
@@ -204,12 +207,14 @@ class Backward:
             parameter.copy_shared_gradient()
         if not current_pass.has_several:  # otherwise ranks agree at the end which optimizers took part
             bucket.waiting -= 1
-            self.queue.hand_over_full()
+            if bucket.waiting <= 0:
+                self.queue.hand_over_full()
 
     # ---- a backward pass
 
     def begin(self) -> None:
         """Begin a backward pass of this optimizer, before its first gradient is accumulated."""
+        self._task = torch._C._current_graph_task_id()
         self._first_gradient = time.perf_counter()
         self.batches.note_forward_end(self._first_gradient)
         if self.queue.step_trace is not None:

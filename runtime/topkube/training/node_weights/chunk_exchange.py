@@ -152,9 +152,10 @@ class RestChunk(ChunkExchange):
             rest += agreed
             np.subtract(rest, self.delayed_change, out=self.delayed_change)
         elif self._memory.is_in_place(self.chunk):
-            for piece in self.chunk.pieces:
-                parts = torch.from_numpy(rest[piece.place]), torch.from_numpy(agreed[piece.place])
-                torch.add(*parts, out=piece.view(piece.parameter.tensor))  # autograd notices it, as it notices copy_
+            for piece, weights in zip(self.chunk.pieces, self._memory.read(self.chunk), strict=True):
+                np.add(rest[piece.place], agreed[piece.place], out=weights)
+            for parameter in self.chunk.parameters:
+                torch.autograd.graph.increment_version(parameter.tensor)
         else:
             staging, shard = self._memory.take_staging(self.chunk)
             np.add(rest, agreed, out=shard)

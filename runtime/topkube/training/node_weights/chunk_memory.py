@@ -19,6 +19,9 @@ class ChunkMemory:
 
     def __init__(self, world: World, device: WeightsDevice) -> None:
         self._world, self.device = world, device
+        self._addresses: dict[int, list[int]] = {}
+        """The addresses of the parameters of a chunk, by its number, when `_views` was last written."""
+        self._views: dict[int, list[Array]] = {}
 
     def take_staging(self, chunk: Chunk, world: World | None = None) -> tuple[Array, Array]:
         """Return a work buffer for the chunk, and this rank's shard of it. The next chunk has another buffer. A later
@@ -38,7 +41,14 @@ class ChunkMemory:
     def read(self, chunk: Chunk) -> list[Array]:
         """Return the weights of this rank's shard, one array for each piece: copies, or views if the parameters are in
         host memory and contiguous."""
-        return self.device.read([piece.view(piece.parameter.tensor) for piece in chunk.pieces])
+        addresses = [piece.parameter.tensor.data_ptr() for piece in chunk.pieces]
+        if addresses == self._addresses.get(chunk.number) and self.is_in_place(chunk):
+            return self._views[chunk.number]
+        weights = self.device.read([piece.view(piece.parameter.tensor) for piece in chunk.pieces])
+        if self.is_in_place(chunk):
+            # Views keep their memory, so while parameters have these addresses, they are views of the parameters.
+            self._addresses[chunk.number], self._views[chunk.number] = addresses, weights
+        return weights
 
     def collect(self, chunk: Chunk, shard: Array, agreed: Array | None = None) -> None:
         """Copy this rank's shard of the parameters into `shard`, without `agreed`, its shard of the agreed weights. The

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -33,7 +34,7 @@ class ShardPiece:
         """Return these elements of a tensor of the parameter's shape, 1-D: a view if the tensor is contiguous."""
         return tensor.detach().reshape(-1)[self.begin : self.end]
 
-    @property
+    @cached_property
     def place(self) -> slice:
         """The place of these elements in the shard."""
         return slice(self.at, self.at + self.end - self.begin)

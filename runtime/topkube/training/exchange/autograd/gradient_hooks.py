@@ -78,11 +78,12 @@ class GradientHooks:
         exchange, hooks, tensor = self._exchange, weakref.ref(self), parameter.tensor
 
         def before_accumulation(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
-            owner, own = exchange(), hooks()
-            if owner is None or own is None:
+            owner = exchange()
+            if owner is None:
                 return None
             replacement = owner.prepare_gradient(parameter, gradients[0])
-            own._defer(parameter)
+            if tensor._post_accumulate_grad_hooks and (own := hooks()) is not None:
+                own._defer(parameter)
             return None if replacement is None else (replacement,)
 
         def after_accumulation(*_: Any) -> None:
@@ -98,10 +99,9 @@ class GradientHooks:
         self._handles += [node.register_prehook(before_accumulation), node.register_hook(after_accumulation)]
 
     def _defer(self, parameter: Parameter) -> None:
-        hooks = getattr(parameter.tensor, "_post_accumulate_grad_hooks", None)
-        if hooks:
-            self._deferred[parameter.index] = parameter, dict(hooks)
-            hooks.clear()
+        hooks: Any = parameter.tensor._post_accumulate_grad_hooks
+        self._deferred[parameter.index] = parameter, dict(hooks)
+        hooks.clear()
 
     @property
     def are_deferred(self) -> bool:

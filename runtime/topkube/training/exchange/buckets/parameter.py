@@ -12,6 +12,8 @@ from topkube.training.exchange.buckets.storage import is_shared
 
 SMALL_ELEMENTS = 1024
 """A tensor with fewer elements, or with at most one dimension, is small."""
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+"""The types of tensors that are never sharded."""
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -19,12 +21,14 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
 
 
-@torch.no_grad()
 def view_real(tensor: Any) -> torch.Tensor:
     """Return a view of the values that are exchanged: the local shard of a DTensor, and real numbers of shape (..., 2)
     for a complex tensor. `tensor` is strided."""
-    local = tensor.to_local() if is_sharded(tensor) else tensor
-    return torch.view_as_real(local) if local.is_complex() else local
+    if type(tensor) in _PLAIN_TYPES and not tensor.is_complex():
+        return tensor  # type: ignore[no-any-return]
+    with torch.no_grad():
+        local = tensor.to_local() if is_sharded(tensor) else tensor
+        return torch.view_as_real(local) if local.is_complex() else local
 
 
 def _find_gradient_dtype(tensor: torch.Tensor) -> torch.dtype:

@@ -27,29 +27,26 @@ class Delivery:
     def deliver(self, bucket: Bucket, flat: torch.Tensor, mark: Mark | None) -> None:
         """Write the means in `flat`, shape (length,), into `.grad`, or add them to it, with a few launches for all
         parameters."""
-        trainable = [
-            (parameter, flat[start : start + parameter.length])
-            for parameter, start in zip(bucket.parameters, bucket.starts, strict=False)
-            if parameter.tensor.requires_grad
-        ]
+        pairs = zip(bucket.parameters, bucket.starts, strict=False)
+        trainable = [(parameter, start) for parameter, start in pairs if parameter.tensor.requires_grad]
         copies, adds, stashes = list[Pair](), list[Pair](), list[Pair]()
-        for parameter, values in trainable:
+        address, itemsize = flat.data_ptr(), flat.element_size()
+        for parameter, start in trainable:
             is_new = parameter.tensor.grad is None
             if is_new:
                 parameter.is_created = True
                 parameter.tensor.grad = torch.empty_like(parameter.tensor, dtype=parameter.gradient_dtype)
                 self._lend(parameter.tensor.grad, mark)
             gradient = view_real(parameter.tensor.grad)
-            piece = values.view(gradient.shape)
-            if parameter.is_aggregated and not is_new:
-                adds.append((gradient, piece))
-            elif gradient.data_ptr() != piece.data_ptr():
-                copies.append((gradient, piece))
+            is_added = parameter.is_aggregated and not is_new
+            if is_added or gradient.data_ptr() != address + start * itemsize:  # otherwise it is there
+                piece = flat[start : start + parameter.length].view(gradient.shape)
+                (adds if is_added else copies).append((gradient, piece))
             if parameter.stash is not None:
                 stashes.append((view_real(parameter.stash), gradient))
-        for pairs, act in ((copies, copy_each), (adds, torch._foreach_add_), (stashes, torch._foreach_add_)):
-            if pairs:
-                act([target for target, _ in pairs], [source for _, source in pairs])
+        for chosen, act in ((copies, copy_each), (adds, torch._foreach_add_), (stashes, torch._foreach_add_)):
+            if chosen:
+                act([target for target, _ in chosen], [source for _, source in chosen])
         for parameter, _ in trainable:
             if parameter.stash is not None:  # the script may hold a reference: it stays the gradient
                 self._borrow(parameter.tensor.grad)
