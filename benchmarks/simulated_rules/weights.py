@@ -55,12 +55,13 @@ class LocalAveraging(Rule):
         )
         for index, (weight, *own) in enumerate(tensors):
             drift = [parameter - weight for parameter in own]
-            change, unsent = self.exchange_tensor(index, drift)
+            change, sent, unsent = self.exchange_tensor(index, drift)
             weight += change
-            for parameter, before, rest in zip(own, drift, unsent, strict=True):
+            for parameter, delivered, rest in zip(own, sent, unsent, strict=True):
                 self._arriving.append((parameter, weight + rest))
                 if is_measured:
-                    squares += torch.stack([(part * part).sum() for part in (before, rest, weight)]).double()
+                    of_sent, of_rest, of_weight = ((part * part).sum().double() for part in (delivered, rest, weight))
+                    squares += torch.stack([of_sent + of_rest, of_rest, of_weight])
         if is_measured:
             self.guard_values.add(*(squares / self.options.nodes).tolist())
         if not self.is_delayed:
@@ -73,11 +74,13 @@ class LocalAveraging(Rule):
             parameter.copy_(weights)
         self._arriving.clear()
 
-    def exchange_tensor(self, index: int, drift: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the change of the agreed weights of tensor `index`, and what of its drift each node keeps."""
+    def exchange_tensor(
+        self, index: int, drift: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        """Return the change of the agreed weights of tensor `index`, and what each node sends and keeps."""
         sent = self.compress(index, drift)
         unsent = [before - delivered for before, delivered in zip(drift, sent, strict=True)]
-        return self.average(index, sent), unsent
+        return self.average(index, sent), sent, unsent
 
     def average(self, index: int, sent: list[torch.Tensor]) -> torch.Tensor:
         """Return the change of the agreed weights of tensor `index`. Each node sent one entry of `sent`."""
@@ -244,7 +247,9 @@ class SignWeightsTwoStage(SignWeights):
             owners.append((torch.searchsorted(bounds, blocks, right=True) - 1).view_as(weight))
         return owners
 
-    def exchange_tensor(self, index: int, drift: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def exchange_tensor(
+        self, index: int, drift: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         is_own = [self._owners[index] == node for node in range(self.options.nodes)]
         sent = self.compress(index, drift)
         sent = [torch.where(own, whole, part) for own, whole, part in zip(is_own, drift, sent, strict=True)]
@@ -256,7 +261,7 @@ class SignWeightsTwoStage(SignWeights):
             torch.where(own, self._times * rest, before - delivered)
             for own, before, delivered in zip(is_own, drift, sent, strict=True)
         ]
-        return change, unsent
+        return change, sent, unsent
 
     def count_payload_bytes(self, elements: int) -> float:
         return 2 / self.options.nodes * super().count_payload_bytes(elements)

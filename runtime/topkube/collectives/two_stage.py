@@ -69,8 +69,8 @@ class TwoStage:
         self._node, self._nodes = node, nodes
         self._weight, self._weights_of_others = weights[node], [*weights[:node], *weights[node + 1 :]]
         self._times = min(1 / self._weight, MOST_TIMES)
-        self.keeps_owed = self._times * self._weight < 1
-        """True if a part of what this node, as an owner, has not sent is in `owed`."""
+        self.keeps_owed = min(weights) * MOST_TIMES < 1
+        """True if a part of what owners have not sent is in `owed`: the same on all nodes."""
         self.is_finite: Any = True
         length = self.segment.stop - self.segment.start if self.keeps_owed else 0
         self.owed: Any = allocate_zeros(length) if allocate_zeros is not None else np.zeros(length, np.float32)
@@ -185,7 +185,7 @@ class TwoStage:
         self.is_finite = join_flags(self.is_finite, codec.pack(own, sent))
         if self.keeps_owed:
             self.owed[:] = own
-            self.owed *= np.float32(1 - self._times * self._weight).item()
+            self.owed *= np.float32(max(0.0, 1 - self._times * self._weight)).item()
         if self._times != 1:
             own *= np.float32(self._times).item()
 

@@ -156,3 +156,11 @@ def test_segments_cover_the_shard_in_whole_blocks(nodes: int) -> None:
     assert all(bound % BLOCK == 0 for bound in stages[0].bounds)
     assert sum(len(stage.read_owed()) for stage in stages) == length
     assert max(len(stage.read_owed()) for stage in stages) <= -(-20 // nodes) * BLOCK
+
+
+@pytest.mark.parametrize("ranks", [[1, *[2] * 9], [7, 2], [1] * 16 + [20]])
+def test_all_nodes_or_none_keep_a_part_beside_their_change(ranks: list[int]) -> None:
+    """If only some did, a checkpoint that another world takes up would lose what they should keep."""
+    weights = [count / sum(ranks) for count in ranks]
+    stages = [TwoStage(lambda p, n: Signs(p), [slice(0, 8192)], 8192, i, weights) for i in range(len(ranks))]
+    assert {stage.keeps_owed for stage in stages} == {min(weights) < 1 / 16}

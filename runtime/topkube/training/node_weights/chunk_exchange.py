@@ -148,6 +148,8 @@ class RestChunk(ChunkExchange):
         if current.squares is not None:
             current.squares.unsent += sum_squares(rest)
             current.squares.agreed += sum_squares(agreed)
+            if self.two_stages is not None and self._world.cross_comm is not None:
+                current.squares.change += sum_squares(rest[self.two_stages.segment])
         if current.is_delayed:
             rest += agreed
             np.subtract(rest, self.delayed_change, out=self.delayed_change)
@@ -359,7 +361,9 @@ class MovedChunk(ChunkExchange):
         codec, agreed = self._codecs[self._world.node], self._select_own(self._agreed)
         codec.unpack_add_tensors(agreed, [mean], [1.0])
         if current.squares is not None:
-            current.squares.unsent += sum_squares(rest)
+            of_rest = sum_squares(rest)
+            current.squares.unsent += of_rest
+            current.squares.change += of_rest
         move = np.subtract(rest, self._own_change, out=rest)
         codec.unpack_add(move, [mean], [1.0])
         for weights, change in zip(self._select_own(moved), self._cut_own(move), strict=True):

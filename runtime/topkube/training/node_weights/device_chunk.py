@@ -106,7 +106,9 @@ class DeviceChunk(ChunkExchange):
             if current.squares is not None:
                 current.squares.agreed += _sum_squares(self._agreed)
                 if isinstance(self._rows, RowsInTwoStages):
-                    current.squares.unsent += _sum_squares(self._rows.own_rest)  # `keep` has added the others
+                    of_owner = _sum_squares(self._rows.own_rest)
+                    current.squares.unsent += of_owner  # `keep` has added the others
+                    current.squares.change += of_owner
             self._change = self._take_change()
             if (mark := self._device.mark()) is not None:
                 mark.synchronize()
@@ -201,6 +203,8 @@ class DeviceChunk(ChunkExchange):
             assert self._agreed is not None
             squares.unsent += _sum_squares(self._rest)
             squares.agreed += _sum_squares(self._agreed)
+            if isinstance(self._rows, RowsInTwoStages):
+                squares.change += _sum_squares(self._rows.own_rest)
 
     def _keep_for_result(self, weights: torch.Tensor, rest: torch.Tensor, is_measured: bool, is_delayed: bool) -> None:
         """Keep what the end of the exchange needs."""

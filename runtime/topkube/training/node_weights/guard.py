@@ -30,8 +30,10 @@ MOST_SPREAD = 1.0
 
 @dataclass
 class Squares:
-    """Sums of squares over this rank's shards: of the changes before an exchange, of their unsent part after it, and of
-    the agreed weights."""
+    """Sums of squares over this rank's shards: `change` is that of what nodes send plus that of what they keep,
+    `unsent` that of what they keep, `agreed` that of the agreed weights. Except for rounding, `change` is that of the
+    changes before an exchange, because both parts are orthogonal. But the owner of a segment sends its whole change,
+    and keeps a part of the mean (collectives/two_stage.py): there, both count."""
 
     change: float = 0.0
     unsent: float = 0.0
@@ -65,7 +67,7 @@ class DriftGuard:
     def check_drift(self, change: float, unsent: float, agreed: float) -> str:
         """Compute both numbers from the weighted sums of squares of all nodes, and shorten the period if a number
         exceeds its limit. Return the message that rank 0 should print; empty if there is none."""
-        sent = max(change - unsent, 0.0)  # the sent part is orthogonal to the rest, except for rounding
+        sent = max(change - unsent, 0.0)  # below 0 by rounding only
         self.unsent_ratio = math.sqrt(unsent / sent) if sent > 0 else 0.0 if unsent == 0 else math.inf
         self.weight_spread = math.sqrt(unsent / agreed) if agreed > 0 else 0.0
         if self.unsent_ratio <= MOST_UNSENT and self.weight_spread <= MOST_SPREAD:

@@ -10,19 +10,21 @@ import topkube
 from ranks.training import onebit, onebit_weights
 from ranks.training.checkpoints import make_shared_directory
 from ranks.training.onebit_checkpoints import read_state, run_until
-from ranks.training.onebit_definition import follow_definition
+from ranks.training.onebit_definition import Definition, follow_definition
 from ranks.training.onebit_scene import (
     build_adamw,
     build_onebit,
     build_sgd,
+    draw_batch,
     owners_keeping_a_part,
     read_agreed_weights,
     read_bits,
+    read_trained_weights,
     sum_owed_by_owners,
     sum_unsent_changes,
     train,
 )
-from ranks.training.scene import are_equal_on_all_ranks, build_network
+from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_loss
 from topkube import collectives
 from topkube.algorithms import Workload, find_algorithm
 from topkube.telemetry import phases
@@ -61,6 +63,38 @@ def case_what_owners_kept_beside_their_weights_can_move_into_them(world: World) 
         for after, unsent in zip(sum_unsent_changes(world, optimizer, model), before, strict=True):
             np.testing.assert_allclose(after, unsent, rtol=0, atol=1e-6)
         optimizer.unwrap()
+
+
+def case_the_guard_measures_what_owners_keep(world: World) -> None:
+    """The owner of a segment sends its whole change there, and may keep more than that: a part of the mean."""
+    for algorithm in ("onebit", "topk1bit", "localsgd"):
+        model, alone = build_network(), build_network()
+        before = [p.detach().clone() for p in model.parameters()]
+        owners = [Definition(world, model, build_sgd).find_owners(i) == world.node for i in range(len(before))]
+        optimizer = build_onebit(model, build_sgd, period=2, aggregation=algorithm)
+        train_alone(world, alone, 2)
+        train(world, model, optimizer, range(2))
+        agreed = read_agreed_weights(optimizer, model)
+        weights = read_trained_weights(optimizer, model)
+        kept, sent = 0.0, 0.0
+        for own, x, start, trained, is_own in zip(weights, agreed, before, alone.parameters(), owners, strict=True):
+            of_rest, of_change = (own - x).double() ** 2, (trained.detach() - start).double() ** 2
+            kept += float(of_rest.sum())
+            sent += float(torch.where(is_own, of_change, of_change - of_rest).sum())
+        expected = (world.comm.allreduce(kept) / world.comm.allreduce(sent)) ** 0.5
+        ratio = optimizer.guard.unsent_ratio
+        assert ratio is not None
+        assert abs(ratio - expected) < 0.01 * expected + 1e-4, (algorithm, ratio, expected)
+        optimizer.unwrap()
+
+
+def train_alone(world: World, model: nn.Module, steps: int) -> None:
+    """Train on the batches of this rank, without an exchange."""
+    optimizer = build_sgd(model.parameters())
+    for step in range(steps):
+        compute_loss(model, *draw_batch(world.rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def case_a_model_has_fewer_blocks_than_nodes(world: World) -> None:
