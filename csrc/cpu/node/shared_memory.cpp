@@ -130,11 +130,15 @@ void SharedMemory::wait(Ready ready) {
   }
 }
 
-void SharedMemory::enter(Call call) {
+// Announces that this rank has entered the call, and returns when all ranks have. `publish_first` runs before that: the other ranks
+// then find its cells when they see this rank enter, so a short pipeline waits once and not twice.
+template <class PublishFirst>
+void SharedMemory::enter(Call call, PublishFirst publish_first) {
   ends_ = now() + call.deadline_seconds;
   ++calls_;
   Slot& mine = slot(rank_);
   mine.signature[calls_ % 2].store(call.signature, std::memory_order_relaxed);
+  publish_first();
   mine.entered.store(calls_, std::memory_order_release);
   wake_sleepers();
   int arrived = 0;
@@ -162,22 +166,33 @@ bool SharedMemory::have_all_published(std::uint64_t steps) { return have_all_rea
 
 bool SharedMemory::have_all_taken(std::uint64_t steps) { return have_all_reached(steps, &Slot::taken, taken_); }
 
+bool SharedMemory::has_room(std::uint64_t step) {
+  const std::uint64_t cells = static_cast<std::uint64_t>(cells_);
+  return sequence_ + step < cells || have_all_taken(sequence_ + step + 1 - cells);
+}
+
 // Calls publish(step) and take(step) for all steps. This rank publishes one or two steps ahead of the step that it takes, so that
 // no rank waits for the copy of another rank. If the other ranks are late, this rank publishes further ahead, as far as there are
-// free cells.
+// free cells. With `call`, all ranks enter it first.
 template <class Publish, class Take>
-void SharedMemory::run_pipeline(std::uint64_t steps, Publish publish, Take take) {
+void SharedMemory::run_pipeline(std::uint64_t steps, Publish publish, Take take, const Call* call) {
   constexpr std::uint64_t ahead = 2;
+  Slot& mine = slot(rank_);
+  std::uint64_t published = 0, taken = 0;
+  const auto publish_next = [&] {
+    publish(published);
+    mine.published.store(sequence_ + ++published, std::memory_order_release);
+  };
+  // If the ranks entered different calls, the steps that are published here do not count: the next call publishes its own in their
+  // place, before the other ranks read how many there are.
+  if (call != nullptr)
+    enter(*call, [&] {
+      while (ranks_ > 1 && published < std::min(steps, ahead) && has_room(published)) publish_next();
+    });
   if (ranks_ == 1) {
     for (std::uint64_t i = 0; i < steps; ++i) take(i);
     return;
   }
-  Slot& mine = slot(rank_);
-  const std::uint64_t cells = static_cast<std::uint64_t>(cells_);
-  const auto has_room = [&](std::uint64_t step) {
-    return sequence_ + step < cells || have_all_taken(sequence_ + step + 1 - cells);
-  };
-  std::uint64_t published = 0, taken = 0;
   while (taken < steps) {
     const bool must_publish = published < steps && published < taken + ahead && has_room(published);
     if (!must_publish && have_all_published(sequence_ + taken + 1)) {
@@ -185,8 +200,7 @@ void SharedMemory::run_pipeline(std::uint64_t steps, Publish publish, Take take)
       mine.taken.store(sequence_ + ++taken, std::memory_order_release);
       wake_sleepers();
     } else if (published < steps && has_room(published)) {
-      publish(published);
-      mine.published.store(sequence_ + ++published, std::memory_order_release);
+      publish_next();
       wake_sleepers();
     } else {
       wait([&] { return have_all_published(sequence_ + taken + 1) || (published < steps && has_room(published)); });
@@ -197,26 +211,27 @@ void SharedMemory::run_pipeline(std::uint64_t steps, Publish publish, Take take)
 
 bool SharedMemory::all_reduce(void* data, Dtype dtype, std::size_t length, float scale, Call call) {
   const IeeeScope ieee;
-  enter(call);
   char* x = static_cast<char*>(data);
   const bool are_few = static_cast<std::size_t>(ranks_) <= few_ranks;
-  return are_few ? sum_on_every_rank(x, dtype, length, scale) : reduce_and_gather(x, dtype, length, scale);
+  return are_few ? sum_on_every_rank(x, dtype, length, scale, call) : reduce_and_gather(x, dtype, length, scale, call);
 }
 
 // Reduce-scatter and all-gather, in pieces that stay in the second-level cache between the two.
-bool SharedMemory::reduce_and_gather(char* x, Dtype dtype, std::size_t length, float scale) {
+bool SharedMemory::reduce_and_gather(char* x, Dtype dtype, std::size_t length, float scale, Call call) {
   const std::size_t item = item_size(dtype), piece = 4 * cell_bytes / item * ranks_;
   bool finite = true;
-  for (std::size_t start = 0; start < length; start += piece) {
+  std::size_t start = 0;
+  do {
     const std::size_t size = std::min(piece, length - start);
-    finite &= reduce_steps(x + start * item, dtype, size, scale, nullptr, nullptr);
-    gather_steps(x + start * item, item, size, nullptr, false);
-  }
+    finite &= reduce_steps(x + start * item, dtype, size, scale, nullptr, nullptr, start == 0 ? &call : nullptr);
+    gather_steps(x + start * item, item, size, nullptr, false, nullptr);
+    start += size;
+  } while (start < length);
   return finite;
 }
 
 // Every rank computes the whole sum from the arrays of all ranks.
-bool SharedMemory::sum_on_every_rank(char* x, Dtype dtype, std::size_t length, float scale) {
+bool SharedMemory::sum_on_every_rank(char* x, Dtype dtype, std::size_t length, float scale, Call call) {
   const std::size_t item = item_size(dtype), chunk = cell_bytes / item;
   const PathKernels& path = active_path();
   bool finite = true;
@@ -236,17 +251,18 @@ bool SharedMemory::sum_on_every_rank(char* x, Dtype dtype, std::size_t length, f
                    sum(own, dtype, inputs, ranks_, dtype, count, scale);
                    finite &= path.is_finite[code_of(dtype)](own, count);
                  }
-               });
+               },
+               &call);
   return finite;
 }
 
 bool SharedMemory::reduce_scatter(void* x, Dtype dtype, std::size_t length, float scale, float* out, const float* add, Call call) {
   const IeeeScope ieee;
-  enter(call);
-  return reduce_steps(x, dtype, length, scale, out, add);
+  return reduce_steps(x, dtype, length, scale, out, add, &call);
 }
 
-bool SharedMemory::reduce_steps(void* data, Dtype dtype, std::size_t length, float scale, float* out, const float* add) {
+bool SharedMemory::reduce_steps(void* data, Dtype dtype, std::size_t length, float scale, float* out, const float* add,
+                                const Call* call) {
   char* x = static_cast<char*>(data);
   const std::size_t item = item_size(dtype);
   // A cell holds one part for each rank that owns a shard. If every rank owns a shard, a cell has no part for the rank that
@@ -294,19 +310,22 @@ bool SharedMemory::reduce_steps(void* data, Dtype dtype, std::size_t length, flo
                      stream_copy(out + (at - begin), sums, count * sizeof(float));
                    }
                  }
-               });
+               },
+               call);
   if (out != nullptr) end_stream();
   return finite;
 }
 
-void SharedMemory::check(Call call) { enter(call); }
-
-void SharedMemory::all_gather(void* x, std::size_t item, std::size_t length, const std::uint64_t* bounds, Call call) {
-  enter(call);
-  gather_steps(x, item, length, bounds, true);
+void SharedMemory::check(Call call) {
+  enter(call, [] {});
 }
 
-void SharedMemory::gather_steps(void* data, std::size_t item, std::size_t length, const std::uint64_t* bounds, bool stream) {
+void SharedMemory::all_gather(void* x, std::size_t item, std::size_t length, const std::uint64_t* bounds, Call call) {
+  gather_steps(x, item, length, bounds, true, &call);
+}
+
+void SharedMemory::gather_steps(void* data, std::size_t item, std::size_t length, const std::uint64_t* bounds, bool stream,
+                                const Call* call) {
   char* x = static_cast<char*>(data);
   const auto begin_of = [&](int shard) {
     return bounds != nullptr ? static_cast<std::size_t>(bounds[shard]) : shard_begin(length, shards_, shard);
@@ -314,7 +333,7 @@ void SharedMemory::gather_steps(void* data, std::size_t item, std::size_t length
   const std::size_t chunk = cell_bytes / item;
   std::size_t longest = 0;
   for (int i = 0; i < shards_; ++i) longest = std::max(longest, begin_of(i + 1) - begin_of(i));
-  if (ranks_ == 1) return;
+  if (ranks_ == 1) longest = 0;
   run_pipeline((longest + chunk - 1) / chunk,
                [&](std::uint64_t step) {
                  if (rank_ >= shards_) return;
@@ -327,7 +346,8 @@ void SharedMemory::gather_steps(void* data, std::size_t item, std::size_t length
                    const std::size_t first = begin_of(owner) + step * chunk, last = std::min(first + chunk, begin_of(owner + 1));
                    if (first < last) copy_out(x + first * item, cell(owner, sequence_ + step), (last - first) * item, stream);
                  }
-               });
+               },
+               call);
   if (stream) end_stream();
 }
 

@@ -73,19 +73,21 @@ class SharedMemory {
 
   Slot& slot(int rank) const;
   char* cell(int rank, std::uint64_t step) const;
-  void enter(Call call);
+  template <class PublishFirst>
+  void enter(Call call, PublishFirst publish_first);
   bool have_all_reached(std::uint64_t steps, std::atomic<std::uint64_t> Slot::* counter, std::uint64_t& seen) const;
   bool have_all_published(std::uint64_t steps);
   bool have_all_taken(std::uint64_t steps);
+  bool has_room(std::uint64_t step);
   void wake_sleepers();
   template <class Ready>
   void wait(Ready ready);
   template <class Publish, class Take>
-  void run_pipeline(std::uint64_t steps, Publish publish, Take take);
-  bool reduce_and_gather(char* x, Dtype dtype, std::size_t length, float scale);
-  bool sum_on_every_rank(char* x, Dtype dtype, std::size_t length, float scale);
-  bool reduce_steps(void* x, Dtype dtype, std::size_t length, float scale, float* out, const float* add);
-  void gather_steps(void* x, std::size_t item, std::size_t length, const std::uint64_t* bounds, bool stream);
+  void run_pipeline(std::uint64_t steps, Publish publish, Take take, const Call* call);
+  bool reduce_and_gather(char* x, Dtype dtype, std::size_t length, float scale, Call call);
+  bool sum_on_every_rank(char* x, Dtype dtype, std::size_t length, float scale, Call call);
+  bool reduce_steps(void* x, Dtype dtype, std::size_t length, float scale, float* out, const float* add, const Call* call);
+  void gather_steps(void* x, std::size_t item, std::size_t length, const std::uint64_t* bounds, bool stream, const Call* call);
 
   char* base_;
   int rank_, ranks_, shards_, cells_;

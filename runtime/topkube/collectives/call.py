@@ -29,7 +29,7 @@ from topkube.world import World
 _TAG = 32767
 """The tag of the greetings on the communicator between nodes: the largest tag of every MPI. Tags of pieces count from
 0."""
-_MOST_GREETED_BYTES, _ROOM_BYTES = 256 << 10, 1 << 20
+_MOST_GREETED_BYTES, _ROOM_BYTES = 512 << 10, 1 << 20
 """The most bytes of values in a greeting, and in all greetings that a rank receives."""
 _HASH_BYTES = 8
 
@@ -88,9 +88,10 @@ class Call:
             self._send_greetings([np.empty(0, np.uint8)] * len(self._partners))
 
     def _send_greetings(self, values: list[Array]) -> None:
-        own_hash = np.array([self._hash], np.uint64).view(np.uint8)
         for partner, part in zip(self._partners, values, strict=True):
-            message = np.concatenate([own_hash, part])
+            message = np.empty(_HASH_BYTES + part.size, np.uint8)
+            message[:_HASH_BYTES].view(np.uint64)[0] = self._hash
+            message[_HASH_BYTES:] = part
             self._sent.append(message)
             self.greetings.append(self.world.cross_comm.Isend(message, partner, _TAG))
 
@@ -174,7 +175,8 @@ class Call:
 
     def compare_greetings(self) -> None:
         """Raise MismatchError if a hash that has arrived differs. Called when `greetings` are complete."""
-        if (self._arrived[:, :_HASH_BYTES].view(np.uint64) != self._hash).any():
+        hashes = self._arrived[:, :_HASH_BYTES].view(np.uint64).reshape(-1).tolist()
+        if any(arrived != self._hash for arrived in hashes):
             self._raise_mismatch()
 
     def check_everywhere(self) -> None:

@@ -29,9 +29,9 @@ def check_same_length(name: str, length: int, other_name: str, other_length: int
 
 def check_apart(name: str, view: Array, other_name: str, other: Array, *, same_allowed: bool = False) -> None:
     """Raise ArgumentError if two arrays share memory. `same_allowed` accepts arrays of exactly the same elements."""
-    start, other_start = view.__array_interface__["data"][0], other.__array_interface__["data"][0]
-    if start >= other_start + other.nbytes or other_start >= start + view.nbytes:
+    if not np.may_share_memory(view, other):  # compares the bounds, which is exact for contiguous arrays
         return
+    start, other_start = view.__array_interface__["data"][0], other.__array_interface__["data"][0]
     if same_allowed and start == other_start and view.dtype == other.dtype:
         return
     raise_overlap(name, other_name)
