@@ -30,7 +30,7 @@ class SecondMoment(NoiseCorrection):
     @torch.no_grad()
     def corrected(self, ratios: Mapping[torch.Tensor, float]) -> Iterator[None]:
         """Return a context in which the optimizer's step uses v / rho. The state holds v itself before and after."""
-        changed: list[tuple[Any, float]] = []
+        seconds, gradients, divisors, factors = list[Any](), list[torch.Tensor](), list[float](), list[float]()
         groups = {tensor: group for group in self._optimizer.param_groups for tensor in group["params"]}
         for tensor, ratio in ratios.items():
             if ratio == 1 or tensor.grad is None:
@@ -38,20 +38,19 @@ class SecondMoment(NoiseCorrection):
             group, state = groups[tensor], self._optimizer.state[tensor]
             if not state and not _create_state(self._optimizer, tensor, group):
                 continue
-            second = state["exp_avg_sq"]
-            _divide(second, _find_gradient(self._optimizer, tensor, group), group["betas"][1], ratio)
-            changed.append((second, ratio))
+            beta = group["betas"][1]
+            seconds.append(state["exp_avg_sq"])
+            gradients.append(_find_gradient(self._optimizer, tensor, group))
+            divisors.append(ratio)
+            factors.append((1 - beta) / beta * (1 / ratio - 1))
+        if seconds:  # then the optimizer's own update, beta v + (1 - beta) g^2, results in the updated v divided by rho
+            torch._foreach_div_(seconds, divisors)
+            torch._foreach_addcmul_(seconds, gradients, gradients, factors)
         try:
             yield
         finally:
-            for second, ratio in changed:
-                second.mul_(ratio)
-
-
-def _divide(second: torch.Tensor, gradient: torch.Tensor, beta: float, ratio: float) -> None:
-    """Change v so that the optimizer's own update, beta v + (1 - beta) g^2, results in the updated v divided by
-    `ratio`."""
-    second.div_(ratio).addcmul_(gradient, gradient, value=(1 - beta) / beta * (1 / ratio - 1))
+            if seconds:
+                torch._foreach_mul_(seconds, divisors)
 
 
 def _find_gradient(optimizer: torch.optim.Optimizer, tensor: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
