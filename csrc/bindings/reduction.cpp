@@ -48,6 +48,27 @@ void bind_reduction(nb::module_& module) {
       },
       nb::arg("data"), nb::arg("dtype"));
   module.def(
+      "are_finite",
+      [](const std::vector<std::uintptr_t>& addresses, const std::vector<std::size_t>& lengths, int code) {
+        require(addresses.size() == lengths.size(), "addresses and lengths differ in number");
+        const Dtype dtype = dtype_of(code);
+        nb::gil_scoped_release release;
+        for (std::size_t i = 0; i < addresses.size(); ++i)
+          if (!is_finite(reinterpret_cast<const void*>(addresses[i]), dtype, lengths[i])) return false;
+        return true;
+      },
+      nb::arg("addresses"), nb::arg("lengths"), nb::arg("dtype"));
+  module.def(
+      "copy_each",
+      [](const std::vector<std::uintptr_t>& targets, const std::vector<std::uintptr_t>& sources,
+         const std::vector<std::size_t>& sizes) {
+        require(targets.size() == sizes.size() && sources.size() == sizes.size(), "targets, sources and sizes differ in number");
+        nb::gil_scoped_release release;
+        for (std::size_t i = 0; i < sizes.size(); ++i)
+          copy(reinterpret_cast<void*>(targets[i]), reinterpret_cast<const void*>(sources[i]), sizes[i]);
+      },
+      nb::arg("targets"), nb::arg("sources"), nb::arg("sizes"));
+  module.def(
       "copy",
       [](Bytes out, ConstBytes input) {
         require(out.size() == input.size(), "out and input differ in length");

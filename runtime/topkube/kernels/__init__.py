@@ -39,6 +39,7 @@ from topkube.kernels.sign import (
     top_sign_pack_,
     top_sign_unpack_add_,
 )
+from topkube.kernels.tensors import are_finite, gather_, scatter_
 from topkube.kernels.wire import decode, decode_add_, encode, encoded_size, scatter_add_, sum_rows_
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "SignLayout",
     "Thresholds",
     "add_",
+    "are_finite",
     "cast_",
     "compress_",
     "decode",
@@ -58,6 +60,7 @@ __all__ = [
     "encode",
     "encoded_size",
     "entries_kept",
+    "gather_",
     "is_finite",
     "last_effort",
     "last_thresholds",
@@ -67,6 +70,7 @@ __all__ = [
     "quantised_pack_",
     "quantised_unpack_add_",
     "scale_",
+    "scatter_",
     "scatter_add_",
     "sign_pack_",
     "sign_pack_differences",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from topkube import _kernels
 from topkube.arrays import DTYPE_CODES, as_bytes, view_flat
 from topkube.errors import ArgumentError
@@ -19,11 +21,13 @@ def sum_(out: Any, inputs: Sequence[Any], scale: float = 1.0) -> Any:
     and of `out`'s length; one of them may be `out` itself. Raises ArgumentError on mismatched lengths or dtypes, or
     partial overlap.
     """
-    if gpu := find_device_kernels(out=out, **{f"inputs[{i}]": x for i, x in enumerate(inputs)}):
+    if not isinstance(out, np.ndarray) and (
+        gpu := find_device_kernels(out=out, **{f"inputs[{i}]": x for i, x in enumerate(inputs)})
+    ):
         gpu.sum_(out, inputs, scale)
         return out
     out_view = view_flat(out, "out", writable=True)
-    input_views = [view_flat(x, f"inputs[{i}]") for i, x in enumerate(inputs)]
+    input_views = [out_view if x is out else view_flat(x, f"inputs[{i}]") for i, x in enumerate(inputs)]
     if not input_views:
         raise ArgumentError("inputs is empty", next_step="pass at least one array")
     for i, view in enumerate(input_views):
@@ -33,7 +37,8 @@ def sum_(out: Any, inputs: Sequence[Any], scale: float = 1.0) -> Any:
                 f"inputs[{i}] has dtype {view.dtype}, inputs[0] has {input_views[0].dtype}",
                 next_step="pass inputs of one dtype",
             )
-        check_apart("out", out_view, f"inputs[{i}]", view, same_allowed=True)
+        if view is not out_view:
+            check_apart("out", out_view, f"inputs[{i}]", view, same_allowed=True)
     _kernels.sum(
         as_bytes(out_view),
         DTYPE_CODES[out_view.dtype],

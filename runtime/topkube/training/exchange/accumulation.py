@@ -31,7 +31,8 @@ class Accumulation:
     def prepare(self, parameter: Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
         """Prepare `.grad` for a gradient that torch is about to add. Return the gradient's replacement, or None to add
         the gradient itself. Raises TrainingError for a gradient of another dtype or layout than before."""
-        self._check_layout(parameter, gradient)
+        if gradient.dtype != parameter.gradient_dtype or gradient.is_sparse or parameter.has_rows:
+            self._check_layout(parameter, gradient)
         self._set_aside_delivered(parameter)
         if gradient.is_conj() or gradient.is_neg():
             return self._weigh(parameter, gradient.resolve_conj().resolve_neg(), is_replacement=True)

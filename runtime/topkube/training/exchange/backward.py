@@ -229,7 +229,7 @@ class Backward:
         self._seen.clear()
         self._untouched.clear()
         for bucket in self.plan.buckets:
-            bucket.begin_backward(self.exchange.choose_intake(bucket))
+            bucket.begin_backward(self.exchange.choose_intake(bucket), self.exchange.is_decoupled)
 
     def abandon(self) -> None:
         """Undo a backward pass that did not finish. Raises TrainingError if other ranks have already exchanged a part

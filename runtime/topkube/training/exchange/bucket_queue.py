@@ -52,16 +52,15 @@ class BucketQueue:
 
     def _submit(self, bucket: Bucket) -> Future[bool]:
         density, is_warming_up = self._in_force.density, self._in_force.is_warming_up
-        algorithms = self._exchange.algorithms
-        # Only residuals need the factor on the loss. It may be on a device, so it is not read here.
-        scale = self.loss_scale if algorithms.is_sparse(bucket) else 1.0
-        run = self._exchange.run
+        algorithms, run = self._exchange.algorithms, self._exchange.run
         if self.step_trace is not None:
             number = next(n for n, planned in enumerate(self._plan.buckets) if planned is bucket)
             algorithm = algorithms.choose(bucket, density, is_warming_up).algorithm.name
             run = self.step_trace.around_exchange(run, number, bucket.length, bucket.dtype.itemsize, algorithm, density)
         if self._exchange.world.size == 1 and not algorithms.large.compresses:  # nothing to send: no thread is needed
             return communication_thread.make_done(run(bucket, density, is_warming_up))
+        # Only residuals need the factor on the loss. It may be on a device, so it is not read here.
+        scale = self.loss_scale if algorithms.is_sparse(bucket) else 1.0
         mark = self._exchange.mark_caller()
         return communication_thread.submit(lambda: run(bucket, density, is_warming_up, mark, scale))
 

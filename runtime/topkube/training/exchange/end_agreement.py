@@ -51,6 +51,11 @@ class EndAgreement:
 def agree_at_end(agreement: QueuedAgreement, comparison: RankComparison, own: EndReport) -> EndAgreement:
     """Return the agreement of all ranks on their reports. All ranks call this together. Raises TrainingError on all
     ranks if their steps, their trainable parameters or the factors of their gradient scalers differ."""
+    if agreement.world.size == 1:
+        has_equal_weights = True
+        return EndAgreement(
+            own.is_nonfinite, own.has_idle, own.has_unplanned, own.is_saved, own.can_gather_late, has_equal_weights
+        )
     trainable, weights, scale = own.trainable_digest, own.weights_digest, own.loss_scale
     # A factor of 1 is not compared: a rank that has no data sends zeros, and may have no scaler.
     has_scale = scale != 1

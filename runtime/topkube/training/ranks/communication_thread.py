@@ -166,9 +166,16 @@ def advance_meanwhile(advance: Callable[[], float | None], is_awaited: bool = Fa
 
 def make_done(result: T) -> Future[T]:
     """Return a future that holds `result` already, for work that needs no thread."""
+    if result is True:
+        return _DONE  # type: ignore[return-value]
     future: Future[T] = Future()
     future.set_result(result)
     return future
+
+
+_DONE: Future[bool] = Future()
+"""A future that holds True, as almost all of `make_done` do: to create one takes longer than to use it."""
+_DONE.set_result(True)
 
 
 def open_thread(name: str = COMMUNICATION_THREAD) -> CommunicationThread:

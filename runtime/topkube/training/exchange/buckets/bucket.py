@@ -76,12 +76,12 @@ class Bucket:
             together.memory = GradientMemory(together.parameters, self.dtype)
         return [*parts, together]
 
-    def begin_backward(self, intake: Intake) -> None:
-        """Prepare for the gradients of a backward pass."""
+    def begin_backward(self, intake: Intake, moves_all: bool) -> None:
+        """Prepare for the gradients of a backward pass. With `moves_all`, small gradients move too when they arrive."""
         self.intake = intake
         self.waiting = sum(parameter.tensor.requires_grad for parameter in self.parameters)
         for memory in {*self._memory_of.values(), *([self.memory] if self.memory is not None else [])}:
-            memory.begin_backward()
+            memory.begin_backward(moves_all)
 
     def take_in(self, parameter: Parameter) -> bool:
         """Move a gradient that has just been accumulated into the memory of its part, or of the whole bucket. Return

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from topkube.training.exchange.buckets.parameter import Parameter, is_sharded
+from topkube import kernels
+from topkube.training.exchange.buckets.parameter import KERNEL_TYPES, Parameter, is_sharded
 from topkube.training.exchange.buckets.storage import is_shared
 
 
@@ -16,10 +17,16 @@ def may_move(tensor: torch.Tensor) -> bool:
     return is_plain and tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
+MOVED_BYTES = 64 << 10
+"""Gradients of this size move when they arrive. Moving a smaller one would take longer than copying it to the others
+and back, which one call of a kernel does for all of them."""
+
+
 class GradientMemory:
-    """Memory in which the gradients of a part of a bucket lie side by side, from the moment that backward has produced
-    them until they are zeroed: an exchange then copies nothing. Gradients that a script keeps do not change: a part
-    gets new memory if the script still refers to gradients of an earlier step."""
+    """Memory in which the gradients of a part of a bucket lie side by side. Gradients of MOVED_BYTES and more move here
+    when backward has produced them, and stay until they are zeroed: an exchange does not copy them. Smaller gradients
+    are copied for the exchange. With `begin_backward(moves_all=True)`, all move. Gradients that a script keeps do not
+    change: a part gets new memory if the script still refers to gradients of an earlier step."""
 
     def __init__(self, parameters: Sequence[Parameter], dtype: torch.dtype) -> None:
         self._parameters, self._dtype, self._length = parameters, dtype, 0
@@ -29,37 +36,57 @@ class GradientMemory:
             self._starts[parameter.index] = self._length
             self._length += parameter.length
         self._values: torch.Tensor | None = None
-        self._is_free = False
+        self._is_free, self._moves_all = False, False
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, moves_all: bool) -> None:
         """Note that a backward pass begins: the next gradient checks if the memory is free."""
-        self._is_free = False
+        self._is_free, self._moves_all = False, moves_all
 
     def take_in(self, parameter: Parameter) -> bool:
-        """Move the parameter's gradient here. Return False if it must stay where it is."""
+        """Move the parameter's gradient here, unless it is small: `collect` then copies it. Return False if it must
+        stay where it is."""
         gradient, start = parameter.tensor.grad, self._starts[parameter.index]
-        if gradient is None or parameter.stash is not None or gradient.requires_grad or not gradient.is_contiguous():
+        if gradient is None:
             return False
-        if not self._is_free:
-            self._take_memory()
+        if not self._moves_all and gradient.nbytes < MOVED_BYTES and self._dtype in KERNEL_TYPES:
+            return True
+        if parameter.stash is not None or gradient.requires_grad or not gradient.is_contiguous():
+            return False
+        values = self._open()
         if self._holds(gradient, start):
             return True
         if not parameter.grad_was_none:  # the script chose this memory
             return False
-        assert self._values is not None
-        storage, shape = self._values.untyped_storage(), parameter.tensor.shape
+        storage, shape = values.untyped_storage(), parameter.tensor.shape
         view = torch.empty(0, dtype=gradient.dtype).set_(storage, start, shape, gradient.stride())
         view.copy_(gradient)
         parameter.replace_gradient(view)
         return True
 
-    def find_whole(self) -> torch.Tensor | None:
-        """Return the gradients of all parameters side by side, None if one of them is not here."""
+    def collect(self) -> torch.Tensor | None:
+        """Return the gradients of all parameters side by side. Copy those that are not here. Return None if a gradient
+        is absent, not contiguous, or not of this backward alone."""
+        values, copied, starts = self._open(), list[torch.Tensor](), list[int]()
         for parameter in self._parameters:
             gradient, start = parameter.tensor.grad, self._starts[parameter.index]
-            is_alone = parameter.tensor.requires_grad and parameter.is_local and parameter.stash is None
-            if not (is_alone and self._holds(gradient, start)):
+            if gradient is None or parameter.stash is not None or not (parameter.is_local and gradient.is_contiguous()):
                 return None
+            if not parameter.tensor.requires_grad:
+                return None
+            if not self._holds(gradient, start):
+                copied.append(gradient)
+                starts.append(start)
+        if copied:
+            if self._dtype not in KERNEL_TYPES:
+                return None
+            kernels.gather_(values, copied, starts)
+        return values
+
+    def _open(self) -> torch.Tensor:
+        """Return the memory. The first call of a backward checks if it is free."""
+        if not self._is_free or self._values is None:
+            self._take_memory()
+        assert self._values is not None
         return self._values
 
     def _holds(self, gradient: torch.Tensor | None, start: int) -> bool:

@@ -12,6 +12,8 @@ from topkube.training.exchange.buckets.storage import is_shared
 
 SMALL_ELEMENTS = 1024
 """A tensor with fewer elements, or with at most one dimension, is small."""
+KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of tensors that kernels take."""
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 """The types of tensors that are never sharded."""
 
@@ -81,12 +83,13 @@ class Parameter:
         """True if `.grad` holds contributions of this rank that have not been exchanged."""
         return self.tensor.grad is not None and not self.is_aggregated
 
-    def deliver(self) -> None:
-        """Note that `.grad` is aggregated from now on."""
+    def deliver(self, is_written: bool = True) -> None:
+        """Note that `.grad` is aggregated from now on. `is_written` is False if nothing has changed its values."""
         gradient = self.tensor.grad
         assert gradient is not None
         self.is_aggregated, self.stash, self.is_exchanged = True, None, True
-        torch.autograd.graph.increment_version(gradient)  # a kernel may have written it without torch
+        if is_written:
+            torch.autograd.graph.increment_version(gradient)  # a kernel may have written it without torch
         self._delivered = weakref.ref(gradient)
 
     @property

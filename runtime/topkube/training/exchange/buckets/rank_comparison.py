@@ -27,6 +27,8 @@ class RankComparison:
     ) -> None:
         self._world, self._parameters, self._agreement = world, parameters, agreement
         self._aggregation, self._finite_check = aggregation, finite_check
+        self._trainable: tuple[list[bool], float] | None = None
+        """Which parameters required a gradient when they were compared last, and the digest of those that did."""
 
     def compare(self) -> None:
         """Raise TrainingError on all ranks if ranks have different parameters or settings."""
@@ -55,7 +57,13 @@ class RankComparison:
 
     def digest_trainable(self) -> float:
         """Return a digest of the parameters that require a gradient."""
-        return digest([(p.name, p.length) for p in self._parameters if p.tensor.requires_grad])
+        require = [parameter.tensor.requires_grad for parameter in self._parameters]
+        if self._trainable is None or self._trainable[0] != require:
+            named = [
+                (p.name, p.length) for p, is_required in zip(self._parameters, require, strict=True) if is_required
+            ]
+            self._trainable = require, digest(named)
+        return self._trainable[1]
 
     def raise_different_trainable(self) -> None:
         """Raise TrainingError, which names the ranks on which other parameters require a gradient. All ranks call this

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -23,6 +23,9 @@ from topkube.training.exchange.reduction.staging import Staging
 from topkube.training.ranks import communication_thread
 from topkube.world import World
 
+_HERE = nullcontext()
+"""The context of work in host memory, or in the thread of the caller, which has no stream of its own."""
+
 
 class BucketExchange:
     """The exchange of buckets among the ranks of a world. Methods run in the communication thread, in the same order on
@@ -30,7 +33,8 @@ class BucketExchange:
 
     If `device` is set, buckets are reduced on it, as a pipeline (collectives/device/): `run` then only starts the
     reduction of a bucket, and `flush` finishes all of them. On CPUs, dense buckets that nodes exchange work in the same
-    way (overlapped_buckets.py). With DeAR, `reduced_parts` holds the parts that are reduced and not yet gathered.
+    way (overlapped_buckets.py). With DeAR (`is_decoupled`), `reduced_parts` holds the parts that are reduced
+    and not yet gathered.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class BucketExchange:
         if device is None and world.nodes > 1:
             self._overlapped = OverlappedBuckets(world, staging, delivery, aggregation.is_decoupled)
         self.reduced_parts = self._overlapped.reduced_parts if self._overlapped is not None else None
+        self.is_decoupled = self.reduced_parts is not None
         self._reduction = BucketReduction(
             world, self.algorithms, self.residuals, staging, delivery, self.on_device, self._overlapped
         )
@@ -105,7 +110,7 @@ class BucketExchange:
         if all values that this rank saw were finite, without those that `flush` still finishes. Residuals change only
         when `Residuals.accept` is called. `mark` is what `mark_caller` returned when the gradients were handed over;
         `loss_scale` is the factor by which the loss was multiplied."""
-        with self._work_after(mark):
+        with _HERE if self.on_device is None or mark is None else self._work_after(self.on_device, mark):
             if bucket.has_rows:
                 return self._reduction.reduce_rows(bucket.parameters[0], mark)
             all_reduce = self.algorithms.choose(bucket, density, is_warming_up)
@@ -124,15 +129,13 @@ class BucketExchange:
             self._scale = loss_scale, float(loss_scale)
         return self._scale[1]
 
+    @staticmethod
     @contextmanager
-    def _work_after(self, mark: Mark | None) -> Iterator[None]:
+    def _work_after(on_device: DeviceAllReduce, mark: Mark) -> Iterator[None]:
         """Return a context in which torch works on the stream of the exchange, after `mark`."""
-        if self.on_device is None or mark is None:  # no streams, or the thread of the caller
-            yield
-            return
-        self.on_device.memory.enter_thread()
-        self.on_device.wait_for(mark)
-        with self.on_device.on_stream():
+        on_device.memory.enter_thread()
+        on_device.wait_for(mark)
+        with on_device.on_stream():
             yield
 
     # ---- the end of a backward

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from topkube import kernels
 from topkube.collectives.device.memory import Mark
 from topkube.collectives.device.pipeline import DeviceAllReduce
 from topkube.training.exchange.buckets.bucket import Bucket
-from topkube.training.exchange.buckets.parameter import Parameter, view_real
+from topkube.training.exchange.buckets.parameter import KERNEL_TYPES, Parameter, view_real
 from topkube.training.exchange.reduction.staging import copy_each
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -30,6 +31,7 @@ class Delivery:
         pairs = zip(bucket.parameters, bucket.starts, strict=False)
         trainable = [(parameter, start) for parameter, start in pairs if parameter.tensor.requires_grad]
         copies, adds, stashes = list[Pair](), list[Pair](), list[Pair]()
+        scattered, starts = list[torch.Tensor](), list[int]()
         address, itemsize = flat.data_ptr(), flat.element_size()
         for parameter, start in trainable:
             is_new = parameter.tensor.grad is None
@@ -40,10 +42,19 @@ class Delivery:
             gradient = view_real(parameter.tensor.grad)
             is_added = parameter.is_aggregated and not is_new
             if is_added or gradient.data_ptr() != address + start * itemsize:  # otherwise it is there
-                piece = flat[start : start + parameter.length].view(gradient.shape)
-                (adds if is_added else copies).append((gradient, piece))
+                if self._on_device is None and not is_added:
+                    parameter.copy_shared_gradient()
+                    gradient = view_real(parameter.tensor.grad)
+                if self._can_scatter(gradient, flat) and not is_added:
+                    scattered.append(gradient)
+                    starts.append(start)
+                else:
+                    piece = flat[start : start + parameter.length].view(gradient.shape)
+                    (adds if is_added else copies).append((gradient, piece))
             if parameter.stash is not None:
                 stashes.append((view_real(parameter.stash), gradient))
+        if scattered:
+            kernels.scatter_(scattered, flat, starts)
         for chosen, act in ((copies, copy_each), (adds, torch._foreach_add_), (stashes, torch._foreach_add_)):
             if chosen:
                 act([target for target, _ in chosen], [source for _, source in chosen])
@@ -52,6 +63,11 @@ class Delivery:
                 self._borrow(parameter.tensor.grad)
                 parameter.tensor.grad = parameter.stash
             parameter.deliver()
+
+    def _can_scatter(self, gradient: torch.Tensor, flat: torch.Tensor) -> bool:
+        """Return True if a kernel can copy the gradient from `flat`, together with others."""
+        is_on_host = self._on_device is None
+        return is_on_host and flat.dtype in KERNEL_TYPES and gradient.dtype == flat.dtype and gradient.is_contiguous()
 
     def deliver_rows(self, parameter: Parameter, mean: torch.Tensor, mark: Mark | None) -> None:
         """Replace `.grad` by `mean`, a sparse tensor, plus what was aggregated before."""
@@ -69,19 +85,18 @@ class Delivery:
         """Deliver gradients as they are, in a world of one rank. Return True if they are finite; on a device, `flush`
         reports that. Gradients that are not finite are delivered too: the end of backward then skips the step, as with
         several ranks."""
-        gradients = [view_real(p.tensor.grad) for p in parameters if p.tensor.grad is not None]
-        finite = True
+        present = [(p, gradient) for p in parameters if (gradient := p.tensor.grad) is not None]
+        gradients, finite = [view_real(gradient) for _, gradient in present], True
         if self._on_device is None:
             finite = _are_finite(gradients)
         else:
             self._on_device.check_later([gradient for gradient in gradients if gradient.numel()])
-        for parameter in parameters:
-            if parameter.tensor.grad is not None:
-                if parameter.stash is not None:
-                    parameter.stash.add_(parameter.tensor.grad)
-                    self._borrow(parameter.tensor.grad)
-                    parameter.tensor.grad = parameter.stash
-                parameter.deliver()
+        for parameter, gradient in present:
+            if parameter.stash is not None:
+                parameter.stash.add_(gradient)
+                self._borrow(gradient)
+                parameter.tensor.grad = parameter.stash
+            parameter.deliver(is_written=False)  # torch notes its own writes
         return finite
 
     def _borrow(self, *tensors: torch.Tensor | None) -> None:
@@ -100,9 +115,7 @@ class Delivery:
 
 
 def _are_finite(gradients: Sequence[torch.Tensor]) -> bool:
-    """Return True if all entries are finite, with one read and one wait for the device. Entries are checked one by one
-    only if a sum is not finite, because the sum may have overflowed."""
-    if not gradients:
-        return True
-    sums = torch.stack([gradient.sum().float() for gradient in gradients])
-    return bool(torch.isfinite(sums).all()) or all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+    """Return True if all entries of the gradients of a bucket are finite. They are in host memory, and of one dtype."""
+    if all([gradient.is_contiguous() and gradient.dtype in KERNEL_TYPES for gradient in gradients]):
+        return kernels.are_finite(gradients)
+    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)

@@ -24,7 +24,7 @@ class Staging:
     def collect(self, bucket: Bucket, buffers: int | None = 1) -> torch.Tensor:
         """Return the bucket's local gradients in one tensor, of shape (length,): their own memory if they lie side by
         side, otherwise a staging buffer, one of `buffers`, or a new buffer for None."""
-        if bucket.memory is not None and (values := bucket.memory.find_whole()) is not None:
+        if bucket.memory is not None and (values := bucket.memory.collect()) is not None:
             return values
         first = bucket.parameters[0]
         if len(bucket.parameters) == 1 and first.is_local and first.tensor.requires_grad and first.stash is None:
