@@ -2,10 +2,10 @@
 
     python benchmarks/overhead.py
 
-Time: three loops over the same data with the same model run in one process. They alternate every few steps, so that
-other work of the machine affects all of them: plain torch; DistributedOptimizer and run.progress with dense aggregation
-(nothing is sent on one rank); and with compression forced on (hitopk, density 0.01). There is one torch thread. Results
-are medians over steps.
+Time: four loops over the same data with the same model run in one process. They alternate every few steps, so that
+other work of the machine affects all of them: plain torch; torch's DistributedDataParallel over gloo;
+DistributedOptimizer and run.progress with dense aggregation (nothing is sent on one rank); and with compression forced
+on (hitopk, density 0.01). There is one torch thread. Results are medians over steps.
 
 Memory: peak resident size of a process per variant, on a large model. The claim is two float32 shards (the residual
 and its copy; on one rank a shard is the whole model) and two buckets above plain torch.
@@ -25,6 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import topkube
@@ -33,7 +35,7 @@ from topkube.settings import Settings
 from topkube.training.exchange.buckets.fusion import BUCKET_BYTES
 from topkube.training.exchange.buckets.parameter import SMALL_ELEMENTS
 
-VARIANTS = ("plain", "dense", "hitopk")
+VARIANTS = ("plain", "ddp", "dense", "hitopk")
 LIMIT_PERCENT = {"dense": 3.0, "hitopk": 10.0}
 BATCH, CONTEXT = 8, 128
 
@@ -42,10 +44,13 @@ def run_steps(variant: str, model: GPT, context: int) -> Iterator[None]:
     """Run the training loop of the example; yield after every step."""
     dataset = CharacterWindows(context)
     plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    if variant == "plain":
+    if variant in ("plain", "ddp"):
+        if variant == "ddp" and not distributed.is_initialized():
+            distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        called = DistributedDataParallel(model) if variant == "ddp" else model
         loader = DataLoader(dataset, batch_size=BATCH, sampler=torch.randperm(len(dataset)).tolist())
         for codes, targets in loader:
-            loss = model(codes, targets)
+            loss = called(codes, targets)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             plain.step()
@@ -80,7 +85,8 @@ def measure_time(count: int, turn: int) -> dict[str, object]:
             next(loop)
     gc.disable()
     for round_number in range(count // turn):
-        order = VARIANTS[round_number % 3 :] + VARIANTS[: round_number % 3]
+        first = round_number % len(VARIANTS)
+        order = VARIANTS[first:] + VARIANTS[:first]
         for variant in order:
             for _ in range(turn):
                 start = time.perf_counter()
@@ -97,6 +103,7 @@ def measure_time(count: int, turn: int) -> dict[str, object]:
         "median_seconds": medians,
         "overhead_percent": {v: 100 * (medians[v] / medians["plain"] - 1) for v in VARIANTS[1:]},
         "limit_percent": LIMIT_PERCENT,
+        "date": time.strftime("%Y-%m-%d"),
     }
 
 

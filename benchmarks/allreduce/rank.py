@@ -38,14 +38,16 @@ def run_order(backend: Any, order: dict[str, Any]) -> dict[str, Any]:
     problem = SumProblem(Path(order["problem"]))
     if _work.size != problem.length:
         _work = np.empty(problem.length, np.float32)
-    np.copyto(_work, problem.load_input(backend.rank))
+    values = np.array(problem.load_input(backend.rank))
     collective = backend.build_collective(order["contender"], order["density"])
     gc.collect()
     gc.disable()
     try:
         backend.barrier()
         start = time.clock_gettime(time.CLOCK_MONOTONIC)
-        result = collective(_work)
+        for _ in range(order["repeats"]):
+            np.copyto(_work, values)
+            result = collective(_work)
         end = time.clock_gettime(time.CLOCK_MONOTONIC)
         backend.barrier()
     finally:

@@ -42,6 +42,7 @@ LENGTH = 25_557_032
 """The number of parameters of ResNet-50."""
 CURVE = (16_384, 262_144, 4_194_304)
 """64 KiB, 1 MiB and 16 MiB of float32."""
+REPEATED_BYTES = 8 << 20
 UNSHAPED = "unshaped"
 LAYOUTS = {"2x2": (2, 2), "4x1": (1, 1, 1, 1), "node": (2,)}
 RESULTS = Path(__file__).parents[1] / "results" / "allreduce.json"
@@ -82,6 +83,12 @@ def choose_contenders(part: str, rate: str | None, elements: int, quick: bool) -
     if elements != LENGTH or rate == UNSHAPED:
         return [*peers, sparse_peer, hierarchical, *sparse_without_naive]
     return [*peers, *settings.SPARSE_PEERS, *settings.OURS_DENSE, *settings.OURS_SPARSE]
+
+
+def count_repeats(length: int) -> int:
+    """Return how many calls in a row a run of small arrays has: as many as reduce 8 MiB. One call after a pause would
+    measure how ranks wake up."""
+    return max(1, REPEATED_BYTES // (4 * length))
 
 
 class _Measured(NamedTuple):
@@ -160,7 +167,7 @@ class AllreduceBench:
             first = turn % len(contenders)
             for contender in contenders[first:] + contenders[:first]:
                 is_first_or_last = turn in (-1 if warm else 0, rounds - 1)
-                run = self.run_once(contender, problem, check=is_first_or_last)
+                run = self.run_once(contender, problem, is_first_or_last, count_repeats(length))
                 if turn >= 0:
                     runs[contender.label].append(run)
         pairs = [(contender, runs[contender.label]) for contender in contenders]
@@ -191,22 +198,24 @@ class AllreduceBench:
         print(f"skipping {contender.label}: {recipe.python} is missing; run scripts/openmpi-environment.sh")
         return False
 
-    def run_once(self, contender: Contender, problem: Path, check: bool) -> dict[str, Any]:
-        """Run the contender once. Return seconds, the most bytes that a node sent, and seconds per phase."""
+    def run_once(self, contender: Contender, problem: Path, check: bool, repeats: int = 1) -> dict[str, Any]:
+        """Run the contender `repeats` times in a row. Return the means of the seconds, of the most bytes that a node
+        sent, and of the seconds per phase."""
         world = self.start_world(contender)
         before = self.network.read_traffic() if self.network else []
         answers = world.ask(
             do="run", problem=str(problem), contender=contender.call, density=contender.density,
-            check=check, reference=contender.reference, tolerance=contender.tolerance,
+            check=check, reference=contender.reference, tolerance=contender.tolerance, repeats=repeats,
         )  # fmt: skip
         after = self.network.read_traffic() if self.network else []
         moved = [late - early for early, late in zip(before, after, strict=True)]
         phases = {name: max(a["phases"].get(name, 0.0) for a in answers) for name in ("select", "intra", "inter")}
-        return {
+        run = {
             "seconds": max(a["end"] for a in answers) - min(a["start"] for a in answers),
             "sent": max((m.sent for m in moved), default=0),
             **phases,
         }
+        return {name: value / repeats for name, value in run.items()}
 
     def build_row(
         self, contender: Contender, rate: str | None, length: int, runs: list[dict[str, Any]], machine: Machine
