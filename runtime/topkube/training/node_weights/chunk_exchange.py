@@ -153,8 +153,8 @@ class RestChunk(ChunkExchange):
         if current.is_delayed:
             rest += agreed
             np.subtract(rest, self.delayed_change, out=self.delayed_change)
-        elif self._memory.is_in_place(self.chunk):
-            for piece, weights in zip(self.chunk.pieces, self._memory.read(self.chunk), strict=True):
+        elif (in_place := self._memory.find_in_place(self.chunk)) is not None:
+            for piece, weights in zip(self.chunk.pieces, in_place, strict=True):
                 np.add(rest[piece.place], agreed[piece.place], out=weights)
             for parameter in self.chunk.parameters:
                 torch.autograd.graph.increment_version(parameter.tensor)
@@ -205,10 +205,12 @@ class MovedChunk(ChunkExchange):
         """With two stages, the change of the own segment, from the time when the rows are packed."""
         self._weights: list[Array] = []
         """The node's own weights, one array for each piece, while an exchange that is not delayed is under way."""
+        self._is_in_place = False
+        """True if these are the parameters themselves."""
         self._agreed: list[Array] = []
         """The agreed weights, one array for each piece, while an exchange is under way."""
         self._staging: Array = np.empty(0, np.float32)
-        """The work buffer that holds these weights, if they are not in place."""
+        """The work buffer that holds the node's own weights, if they are not in place."""
         self._rest: list[Array] = []
         """The change of the weights, one array for each piece, and later, what was not sent of it. Empty if the
         exchange is not measured, unless its thread packs the change."""
@@ -261,7 +263,7 @@ class MovedChunk(ChunkExchange):
         self._weights, self._agreed, self._rest = [], [], []
         if current.is_delayed:
             return
-        if self._memory.is_in_place(self.chunk):
+        if self._is_in_place:
             for parameter in self.chunk.parameters:
                 torch.autograd.graph.increment_version(parameter.tensor)
         else:
@@ -270,8 +272,10 @@ class MovedChunk(ChunkExchange):
     def _take_weights(self) -> list[Array]:
         """Return the node's own weights, one array for each piece: where they are, or in this rank's shard of the work
         buffer."""
-        if self._memory.is_in_place(self.chunk):
-            return self._memory.read(self.chunk)
+        in_place = self._memory.find_in_place(self.chunk)
+        self._is_in_place = in_place is not None
+        if in_place is not None:
+            return in_place
         self._staging, shard = self._memory.take_staging(self.chunk)
         self._memory.collect(self.chunk, shard)
         return cut(shard, self.chunk)

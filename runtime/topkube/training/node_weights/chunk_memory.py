@@ -31,24 +31,30 @@ class ChunkMemory:
         staging = reserve_workspace(world or self._world, name, chunk.length, np.float32)
         return staging, staging[chunk.first : chunk.last]
 
-    def is_in_place(self, chunk: Chunk) -> bool:
-        """Return True if this rank can write all weights of the chunk of its node, where they are."""
+    def find_in_place(self, chunk: Chunk) -> list[Array] | None:
+        """Return the weights of the chunk where they are, one array for each piece: views of the parameters. None if
+        this rank cannot write all weights of its node there."""
         if self._world.local_size > 1 or self.device.device is not None:
-            return False
+            return None
         tensors = [parameter.tensor for parameter in chunk.parameters]
-        return all(tensor.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0 for tensor in tensors)
+        if not all([tensor.is_contiguous() for tensor in tensors]):
+            return None
+        # Views keep their memory, so while parameters have these addresses, they are views of the parameters.
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if addresses != self._addresses.get(chunk.number):
+            if any(address % tensor.element_size() for address, tensor in zip(addresses, tensors, strict=True)):
+                return None
+            self._addresses[chunk.number], self._views[chunk.number] = addresses, self._read(chunk)
+        return self._views[chunk.number]
 
     def read(self, chunk: Chunk) -> list[Array]:
         """Return the weights of this rank's shard, one array for each piece: copies, or views if the parameters are in
         host memory and contiguous."""
-        addresses = [piece.parameter.tensor.data_ptr() for piece in chunk.pieces]
-        if addresses == self._addresses.get(chunk.number) and self.is_in_place(chunk):
-            return self._views[chunk.number]
-        weights = self.device.read([piece.view(piece.parameter.tensor) for piece in chunk.pieces])
-        if self.is_in_place(chunk):
-            # Views keep their memory, so while parameters have these addresses, they are views of the parameters.
-            self._addresses[chunk.number], self._views[chunk.number] = addresses, weights
-        return weights
+        in_place = self.find_in_place(chunk)
+        return in_place if in_place is not None else self._read(chunk)
+
+    def _read(self, chunk: Chunk) -> list[Array]:
+        return self.device.read([piece.view(piece.parameter.tensor) for piece in chunk.pieces])
 
     def collect(self, chunk: Chunk, shard: Array, agreed: Array | None = None) -> None:
         """Copy this rank's shard of the parameters into `shard`, without `agreed`, its shard of the agreed weights. The
