@@ -11,6 +11,7 @@
 #include "cpu/paths/quantised_loops.hpp"
 #include "cpu/paths/selection_loops.hpp"
 #include "cpu/paths/sign_loops.hpp"
+#include "cpu/paths/unary_loops.hpp"
 
 #define TOPKUBE_TABLE_(path) path##_kernels
 #define TOPKUBE_TABLE(path) TOPKUBE_TABLE_(path)
@@ -39,6 +40,7 @@ const PathKernels TOPKUBE_TABLE(TOPKUBE_PATH) = {
     .sign_unpack_add = sign_unpack_add,
     .write_planes = write_planes,
     .read_planes = read_planes,
+    .write_unary = write_unary,
     .quantised_scale = quantised_scale,
     .quantised_pack = quantised_pack,
     .quantised_unpack_add = quantised_unpack_add,

@@ -60,6 +60,10 @@ struct PathKernels {
   void (*write_planes)(const std::uint32_t* indices, std::size_t count, unsigned low, std::size_t stride, std::uint8_t* planes);
   void (*read_planes)(const std::uint8_t* planes, std::size_t stride, unsigned low, std::size_t count, std::uint32_t* indices);
 
+  // The upper bits of the indices of cpu/sign/top_sign.hpp (unary_loops.hpp).
+  std::size_t (*write_unary)(const std::uint32_t* indices, std::size_t count, unsigned low, std::size_t offset, std::uint64_t* word,
+                             std::uint8_t* out);
+
   // One block of cpu/quantised/quantised.hpp, of at most 256 elements, with integers of 4 or 8 bits. `quantised_scale` returns its
   // scale, which `quantised_pack` takes. `quantised_unpack_add` adds the integers times scales[m] over the messages, in their order,
   // and then adds that sum.

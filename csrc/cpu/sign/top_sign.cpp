@@ -65,11 +65,9 @@ class Writer {
     std::memcpy(message_ + written_ / sign_block * sizeof scale, &scale, sizeof scale);
     is_finite_ = is_finite_ && is_finite_bf16(scale);
     path.write_planes(from, count, layout_.low, layout_.plane_bytes, message_ + layout_.planes + written_ / octet);
-    for (std::size_t i = 0; i < count; ++i) {
-      std::size_t place = (from[i] >> layout_.low) + written_ + i - octet * unary_start_;
-      for (; place >= word_bits; place -= word_bits) store_unary();
-      unary_word_ |= std::uint64_t{1} << (word_bits - 1 - place);
-    }
+    // A full word is followed by a bit of the message, so all its bytes are in the message.
+    unary_start_ +=
+        path.write_unary(from, count, layout_.low, written_ - octet * unary_start_, &unary_word_, unary_ + unary_start_);
     written_ += count;
   }
 

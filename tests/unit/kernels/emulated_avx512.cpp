@@ -1,5 +1,6 @@
 // Compares the AVX-512 path, emulated by SIMDe, with the portable one: all kernels of the table, all dtypes, random bits.
 // Prints the first difference and exits with 1.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -114,9 +115,8 @@ int main() {
         if (lower > upper) continue;
         std::size_t above_a = 5, above_b = 5;
         const auto collect = [&](const PathKernels& path, std::size_t& above) {
-          return outcome(length, [&](Outcome& o) {
-            return path.collect_between(data.data(), length, lower, upper, o.values.data(), &above);
-          });
+          return outcome(
+              length, [&](Outcome& o) { return path.collect_between(data.data(), length, lower, upper, o.values.data(), &above); });
         };
         const bool agree = equal(collect(a, above_a), collect(b, above_b)) && above_a == above_b;
         same(agree, "collect_between", 0, length);
@@ -139,6 +139,24 @@ int main() {
     a.read_planes(planes_a.data(), stride, low, count, read_a.data());
     b.read_planes(planes_a.data(), stride, low, count, read_b.data());
     same(read_a == indices && read_b == indices, "read_planes", static_cast<int>(low), count);
+
+    // Ascending indices, whose bits begin in the middle of a word.
+    for (std::uint32_t& index : indices) index %= static_cast<std::uint32_t>(20 * count) << low;
+    std::sort(indices.begin(), indices.end());
+    const std::size_t room = ((indices.empty() ? 0 : indices.back() >> low) + count) / 8 + 16;
+    for (const std::size_t offset : {std::size_t{0}, std::size_t{37}, ~std::size_t{0} - 4}) {
+      Bytes unary_a(room), unary_b(room);
+      std::uint64_t word_a = 1, word_b = 1;
+      const std::vector<std::uint32_t> later = [&] {
+        std::vector<std::uint32_t> moved = indices;
+        if (offset > 64)
+          for (std::uint32_t& index : moved) index = std::max(index, std::uint32_t{5} << low);  // no bit before the word
+        return moved;
+      }();
+      const std::size_t bytes_a = a.write_unary(later.data(), count, low, offset, &word_a, unary_a.data());
+      const std::size_t bytes_b = b.write_unary(later.data(), count, low, offset, &word_b, unary_b.data());
+      same(bytes_a == bytes_b && unary_a == unary_b && word_a == word_b, "write_unary", static_cast<int>(low), count);
+    }
   }
   for (std::size_t length = 1; length <= 256; ++length) {
     std::vector<float> left_a(length), left_b;
