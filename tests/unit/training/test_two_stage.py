@@ -16,8 +16,7 @@ from topkube.collectives.codecs import Codec, Rounded, Signs
 from topkube.collectives.top_signs import TopSigns
 from topkube.collectives.two_stage import TwoStage
 from topkube.training.exchange.buckets.parameter import Parameter
-from topkube.training.node_weights.chunk_exchange import list_tensors_of_ranges
-from topkube.training.node_weights.layout import Chunk, ShardPiece
+from topkube.training.node_weights.layout import Chunk, ShardPiece, list_tensors_of_ranges
 
 BLOCK = 256
 

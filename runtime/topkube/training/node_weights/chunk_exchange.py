@@ -4,17 +4,15 @@ x are the agreed weights, x_i those of node i, c_i what node i sends of x_i - x,
 has become x + mean(c), and x_i has become x + e_i. There are two ways to compute x_i:
 
 - `MovedChunk` adds mean(c) - c_i to x_i. Neither e_i nor a copy of the weights is stored. An exchange reads x_i and x
-  once to pack c_i, and then adds to both. With two stages, it does store e_i of the own segment, which changes in
-  another way (collectives/two_stage.py).
+  once to pack c_i, and then adds to both. With two stages, the own segment changes in another way (own_segment.py).
 - `RestChunk` stores e_i, and adds it to the new x. If everything is sent, as with `localsgd` and fp32, x_i therefore
   has the same bits as x. It also serves algorithms with an outer step, which add something else than mean(c) to x.
 """
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -32,14 +30,13 @@ from topkube.collectives.two_stage import TwoStage
 from topkube.telemetry import phases
 from topkube.training.node_weights.chunk_memory import ChunkMemory, cut
 from topkube.training.node_weights.guard import Squares, sum_squares
-from topkube.training.node_weights.layout import Chunk
+from topkube.training.node_weights.layout import Chunk, list_tensors_of_ranges, select
 from topkube.training.node_weights.outer_momentum import OuterMomentum
+from topkube.training.node_weights.own_segment import OwnSegment
 from topkube.world import World
 
 _Sum = tuple[Sequence[Array], Sequence[float]]
 """Rows, and the factor of each."""
-Ranges = list[tuple[int, slice]]
-"""Pieces of a chunk by their numbers, and which elements of each piece."""
 
 
 @dataclass
@@ -201,8 +198,11 @@ class MovedChunk(ChunkExchange):
         """The tensors of each codec: the numbers of pieces, and which elements of them."""
         self._kept_rows: list[Array] = []
         """What a delayed exchange sends, one row for each codec."""
-        self._own_change: Array = np.empty(0, np.float32)
-        """With two stages, the change of the own segment, from the time when the rows are packed."""
+        self._own: OwnSegment | None = None
+        """With two stages, the own segment. Its part of the change is kept from the time when the rows are packed."""
+        if self.two_stages is not None:
+            me = self._world.node
+            self._own = OwnSegment(self.chunk, self.two_stages.segment, self._codecs[me], self._tensors[me])
         self._weights: list[Array] = []
         """The node's own weights, one array for each piece, while an exchange that is not delayed is under way."""
         self._is_in_place = False
@@ -228,10 +228,8 @@ class MovedChunk(ChunkExchange):
             for number, row in enumerate(self._kept_rows):
                 if not self._is_own(number):
                     self._pack(number, weights, agreed_pieces, row)
-            if self.two_stages is not None:
-                self._own_change = self._join_own(
-                    map(np.subtract, self._select_own(weights), self._select_own(agreed_pieces))
-                )
+            if self._own is not None:
+                self._own.note_difference(weights, agreed_pieces)
 
     def begin(self, current: ChunkCall) -> None:
         self._agreed = cut(current.agreed, self.chunk)
@@ -288,7 +286,7 @@ class MovedChunk(ChunkExchange):
 
     def _pack(self, number: int, weights: Sequence[Array], agreed: Sequence[Array], row: Array) -> None:
         tensors = self._tensors[number]
-        self._codecs[number].pack_differences(_select(weights, tensors), _select(agreed, tensors), row)
+        self._codecs[number].pack_differences(select(weights, tensors), select(agreed, tensors), row)
 
     def _pack_or_take(self, current: ChunkCall, number: int, row: Array) -> None:
         """Write what this node sends with a codec into `row`."""
@@ -297,7 +295,7 @@ class MovedChunk(ChunkExchange):
         elif self._packs_at_once:
             row[:] = self._kept_rows[number]
         else:
-            self._codecs[number].pack_tensors(_select(self._rest, self._tensors[number]), row)
+            self._codecs[number].pack_tensors(select(self._rest, self._tensors[number]), row)
 
     def _receive(self, current: ChunkCall) -> None:
         """Receive what all nodes have sent, and add it."""
@@ -311,9 +309,12 @@ class MovedChunk(ChunkExchange):
             self.one_stage.finish(current.call, add, current.exchanges, self.chunk.number, self._choose_pause(current))
             return
         assert self.two_stages is not None
-        self._receive_in_two_stages(current, self.two_stages, moved)
+        assert self._own is not None
+        self._receive_in_two_stages(current, self.two_stages, self._own, moved)
 
-    def _receive_in_two_stages(self, current: ChunkCall, stages: TwoStage, moved: Sequence[Array]) -> None:
+    def _receive_in_two_stages(
+        self, current: ChunkCall, stages: TwoStage, own: OwnSegment, moved: Sequence[Array]
+    ) -> None:
         sent: list[Array] = []
 
         def pack(rows: Sequence[Array]) -> None:
@@ -323,58 +324,24 @@ class MovedChunk(ChunkExchange):
                     self._pack_or_take(current, number, row)
 
         if not current.is_delayed:
-            changes = map(np.subtract, self._select_own(self._weights), self._select_own(self._agreed))
-            self._own_change = self._join_own(changes)
+            own.note_difference(self._weights, self._agreed)
         elif not self._packs_at_once:
-            self._own_change = self._join_own(self._select_own(self._rest))
-        rest = self._own_change.copy()
+            own.note_change(self._rest)
+        rest = own.copy_change()
         means = stages.exchange(current.call, pack, rest, self._choose_pause(current))
         with phases.current.timed("select"):
-            for number, (mean, own) in enumerate(zip(means, sent, strict=True)):
+            for number, (mean, row) in enumerate(zip(means, sent, strict=True)):
                 if not self._is_own(number):
-                    self._add(current, number, moved, own, ([mean], [1.0]), ([mean, own], [1.0, -1.0]))
-            self._add_own(current, moved, rest, means[self._world.node])
+                    self._add(current, number, moved, row, ([mean], [1.0]), ([mean, row], [1.0, -1.0]))
+            if current.squares is not None:
+                of_rest = sum_squares(rest)
+                current.squares.unsent += of_rest
+                current.squares.change += of_rest
+            own.move(self._agreed, moved, current.is_delayed, rest, means[self._world.node])
 
     def _is_own(self, number: int) -> bool:
         """Return True if this is the number of the own segment. Nothing is sent of it."""
-        return self.two_stages is not None and number == self._world.node
-
-    def _select_own(self, tensors: Sequence[Array]) -> list[Array]:
-        """Return the parts of `tensors`, one array for each piece, in the own segment."""
-        return _select(tensors, self._tensors[self._world.node])
-
-    def _join_own(self, parts: Iterable[Array]) -> Array:
-        """Return the parts of the own segment side by side, as the codec packs them. The gaps are zero."""
-        assert self.two_stages is not None
-        joined = np.zeros(self.two_stages.segment.stop - self.two_stages.segment.start, np.float32)
-        for target, part in zip(self._cut_own(joined), parts, strict=True):
-            target[:] = part
-        return joined
-
-    def _cut_own(self, joined: Array) -> list[Array]:
-        """Return the parts of `joined`, the own segment, that belong to one piece each."""
-        assert self.two_stages is not None
-        start, parts = self.two_stages.segment.start, []
-        for number, elements in self._tensors[self._world.node]:
-            first = self.chunk.pieces[number].place.start - start
-            parts.append(joined[first + elements.start : first + elements.stop])
-        return parts
-
-    def _add_own(self, current: ChunkCall, moved: Sequence[Array], rest: Array, mean: Array) -> None:
-        """Do what `_add` does in the own segment, where the change became `rest`: the weights become x + `rest`."""
-        codec, agreed = self._codecs[self._world.node], self._select_own(self._agreed)
-        codec.unpack_add_tensors(agreed, [mean], [1.0])
-        if current.squares is not None:
-            of_rest = sum_squares(rest)
-            current.squares.unsent += of_rest
-            current.squares.change += of_rest
-        move = np.subtract(rest, self._own_change, out=rest)
-        codec.unpack_add(move, [mean], [1.0])
-        for weights, change in zip(self._select_own(moved), self._cut_own(move), strict=True):
-            if current.is_delayed:
-                weights[:] = change
-            else:
-                weights += change
+        return self._own is not None and number == self._world.node
 
     def _add(
         self, current: ChunkCall, number: int, moved: Sequence[Array], sent: Array, mean: _Sum, move: _Sum
@@ -382,35 +349,14 @@ class MovedChunk(ChunkExchange):
         """Add `mean` to the agreed weights of the tensors of a codec, and `move` to `moved`: the node's own weights or
         the delayed change, one array for each piece. `sent` is the row that this node has sent."""
         codec, tensors = self._codecs[number], self._tensors[number]
-        codec.unpack_add_tensors(_select(self._agreed, tensors), *mean)
+        codec.unpack_add_tensors(select(self._agreed, tensors), *mean)
         if self._rest and current.squares is not None:
-            rest = _select(self._rest, tensors)
+            rest = select(self._rest, tensors)
             if not current.is_delayed or self._packs_at_once:
                 codec.unpack_add_tensors(rest, [sent], [-1.0])
             current.squares.unsent += sum(map(sum_squares, rest))
-        moved_tensors = _select(moved, tensors)
+        moved_tensors = select(moved, tensors)
         if current.is_delayed:
             for change in moved_tensors:
                 change[:] = 0  # it held the change of the weights until here
         codec.unpack_add_tensors(moved_tensors, *move)
-
-
-def list_tensors_of_ranges(chunk: Chunk, bounds: Sequence[int]) -> Iterator[Ranges]:
-    """Yield the pieces in each range [bounds[i], bounds[i + 1]) of the chunk's shard. With more nodes than blocks, some
-    ranges are empty."""
-    first = 0
-    for start, stop in itertools.pairwise(bounds):
-        while first < len(chunk.pieces) and chunk.pieces[first].place.stop <= start:
-            first += 1
-        ranges: Ranges = []
-        for number in range(first, len(chunk.pieces)):
-            place = chunk.pieces[number].place
-            low, high = max(place.start, start), min(place.stop, stop)
-            if low >= high:
-                break
-            ranges.append((number, slice(low - place.start, high - place.start)))
-        yield ranges
-
-
-def _select(tensors: Sequence[Array], ranges: Ranges) -> list[Array]:
-    return [tensors[number][elements] for number, elements in ranges]

@@ -7,17 +7,21 @@ shards. So the result does not depend on the number of ranks per node.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
+from topkube.arrays import Array
 from topkube.collectives.call import find_own_shard
 from topkube.kernels import SIGN_BLOCK
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.world import World
 
+Ranges = list[tuple[int, slice]]
+"""Pieces of a chunk by their numbers, and which elements of each piece."""
 _ELEMENT_BYTES = 4
 
 
@@ -93,6 +97,28 @@ def cut_into_chunks(parameters: Sequence[Parameter], world: World, chunk_bytes: 
     for chunk in chunks:
         chunk.close(world)
     return chunks
+
+
+def list_tensors_of_ranges(chunk: Chunk, bounds: Sequence[int]) -> Iterator[Ranges]:
+    """Yield the pieces in each range [bounds[i], bounds[i + 1]) of the chunk's shard. With more nodes than blocks, some
+    ranges are empty."""
+    first = 0
+    for start, stop in itertools.pairwise(bounds):
+        while first < len(chunk.pieces) and chunk.pieces[first].place.stop <= start:
+            first += 1
+        ranges: Ranges = []
+        for number in range(first, len(chunk.pieces)):
+            place = chunk.pieces[number].place
+            low, high = max(place.start, start), min(place.stop, stop)
+            if low >= high:
+                break
+            ranges.append((number, slice(low - place.start, high - place.start)))
+        yield ranges
+
+
+def select(tensors: Sequence[Array], ranges: Ranges) -> list[Array]:
+    """Return the elements of `tensors`, one array for each piece of a chunk, in `ranges`."""
+    return [tensors[number][elements] for number, elements in ranges]
 
 
 def _round_up(length: int, multiple: int) -> int:
