@@ -119,13 +119,15 @@ void SharedMemory::wait(Ready ready) {
     const double time = now();
     if (time - polled > 0.1) {  // seconds
       polled = time;
+      has_failed_ = true;
       if (poll) poll();
+      has_failed_ = false;
     }
     if (time > ends_) {
-      std::vector<int> missing;
+      has_failed_ = true;
       for (int peer = 0; peer < ranks_; ++peer)
-        if (slot(peer).entered.load(std::memory_order_acquire) < calls_) missing.push_back(peer);
-      throw NodeTimeout(missing);
+        if (slot(peer).entered.load(std::memory_order_acquire) < calls_) missing_.push_back(peer);
+      throw NodeTimeout(missing_);
     }
   }
 }
@@ -134,6 +136,8 @@ void SharedMemory::wait(Ready ready) {
 // then find its cells when they see this rank enter, so a short pipeline waits once and not twice.
 template <class PublishFirst>
 void SharedMemory::enter(Call call, PublishFirst publish_first) {
+  // After a wait that failed, the other ranks may have taken what this rank had published: their steps and its own do not match.
+  if (has_failed_) throw NodeTimeout(missing_);
   ends_ = now() + call.deadline_seconds;
   ++calls_;
   Slot& mine = slot(rank_);

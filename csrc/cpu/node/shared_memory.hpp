@@ -92,6 +92,8 @@ class SharedMemory {
   char* base_;
   int rank_, ranks_, shards_, cells_;
   bool crowded_;
+  bool has_failed_ = false;     // a wait has ended without its condition
+  std::vector<int> missing_;    // the ranks that it waited for
   std::uint64_t calls_ = 0;     // calls that this rank has entered
   std::uint64_t sequence_ = 0;  // steps that this rank has finished, over all calls
   double ends_ = 0;             // the time (in seconds of the monotonic clock) at which the deadline of the call passes

@@ -63,8 +63,15 @@ def _find_places(
 
 def _check(tensors: Sequence[Any], dtype: Any, name: str) -> int:
     """Return the code of `dtype`. Raises ArgumentError unless all tensors have it and are allowed."""
-    if dtype not in _codes or not all([x.dtype is dtype and x.is_cpu and x.is_contiguous() for x in tensors]):
+    if dtype not in _codes or not all(
+        [x.dtype is dtype and x.is_cpu and x.is_contiguous() and not x.is_neg() for x in tensors]
+    ):
         for i, tensor in enumerate(tensors):
+            if tensor.is_neg():
+                raise ArgumentError(
+                    f"{name}[{i}] has its negative bit set: its memory holds the opposite values",
+                    next_step="pass tensor.resolve_neg()",
+                )
             code = DTYPE_CODES[view_flat(tensor, f"{name}[{i}]").dtype]
             if tensor.dtype != dtype:
                 raise ArgumentError(

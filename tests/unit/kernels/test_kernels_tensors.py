@@ -68,6 +68,7 @@ def test_gather_and_scatter_refuse_what_does_not_fit() -> None:
         ([x], [-1], "out has 10 elements, too few"),
         ([x.T], [0], "not contiguous"),
         ([x.bfloat16()], [0], "has dtype torch.bfloat16, and not torch.float32"),
+        ([torch._neg_view(x)], [0], "negative bit"),
     ):
         with pytest.raises(ArgumentError, match=problem):
             kernels.gather_(out, tensors, starts)

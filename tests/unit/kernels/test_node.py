@@ -107,6 +107,16 @@ def test_a_rank_that_does_not_arrive_is_named() -> None:
     for error in (first, last):
         assert isinstance(error, _kernels.NodeTimeout)
         assert error.args == (1,)
+    x[:] = 2
+
+    def reduce_later(node: Any, rank: int) -> bool:
+        return bool(node.all_reduce(x.copy().view(np.uint8), 0, 1.0, 6, 0.3))
+
+    for _ in range(2):  # these ranks are out of step with the absent one, for ever
+        first, absent, last = ranks.call(reduce_later)
+        assert isinstance(absent, Exception)
+        assert isinstance(first, _kernels.NodeTimeout)
+        assert isinstance(last, _kernels.NodeTimeout)
 
 
 def test_a_value_that_is_not_finite_is_reported() -> None:

@@ -375,6 +375,36 @@ def case_gradients_that_share_memory_equal_those_of_one_process(world: World) ->
             optimizer.unwrap()
 
 
+def case_a_script_may_assign_views_of_one_tensor_and_synchronize(world: World) -> None:
+    """The means arrive in the memory that the script chose, also after a backward that exchanged nothing."""
+    for size, aggregation in itertools.product(MOVED_SIZES, ("dense", "hitopk")):
+        with pytest.MonkeyPatch.context() as patch:
+            move_gradients_from(patch, size)
+            model, reference = build_network(), build_network()
+            optimizer = build_optimizer(model, aggregation=aggregation, density=1.0, bucket_bytes=1 << 20)
+            plain = build_sgd(reference.parameters())
+            for step in range(3):
+                x, y = draw_samples(8 * topkube.size(), step)
+                with optimizer.no_sync():
+                    compute_loss(model, take_own_part(x), take_own_part(y)).backward()
+                flat = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+                pieces = flat.split([p.numel() for p in model.parameters()])
+                for parameter, piece in zip(model.parameters(), pieces, strict=True):
+                    parameter.grad = piece.view_as(parameter)
+                optimizer.synchronize()
+                flat *= 0.5
+                compute_loss(reference, x, y).backward()
+                for parameter in reference.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad *= 0.5
+                optimizer.step()
+                plain.step()
+                optimizer.zero_grad()
+                plain.zero_grad()
+            assert_close(model, reference)
+            optimizer.unwrap()
+
+
 def assert_close_gradients(model: nn.Module, reference: nn.Module, tolerance: float) -> None:
     for (name, own), other in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert own.grad is not None

@@ -80,6 +80,8 @@ class Bucket:
         """Prepare for the gradients of a backward pass. With `moves_all`, small gradients move too when they arrive."""
         self.intake = intake
         self.waiting = sum(parameter.tensor.requires_grad for parameter in self.parameters)
+        for parameter in self.parameters:
+            parameter.is_deferred = False
         for memory in {*self._memory_of.values(), *([self.memory] if self.memory is not None else [])}:
             memory.begin_backward(moves_all)
 

@@ -49,6 +49,7 @@ class GradientMemory:
         if gradient is None:
             return False
         if not self._moves_all and gradient.nbytes < MOVED_BYTES and self._dtype in KERNEL_TYPES:
+            parameter.is_deferred = True
             return True
         if parameter.stash is not None or gradient.requires_grad or not gradient.is_contiguous():
             return False
@@ -64,21 +65,26 @@ class GradientMemory:
         return True
 
     def collect(self) -> torch.Tensor | None:
-        """Return the gradients of all parameters side by side. Copy those that are not here. Return None if a gradient
-        is absent, not contiguous, or not of this backward alone."""
+        """Return the gradients of all parameters side by side. Copy small ones that are not here. Return None if a
+        gradient is absent, not of this backward alone, or large and somewhere else."""
+        gradients = [parameter.tensor.grad for parameter in self._parameters]
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            if gradient is None or parameter.stash is not None or not parameter.is_local:
+                return None
+            if not parameter.tensor.requires_grad or not gradient.is_contiguous() or gradient.is_neg():
+                return None
+            if self._values is None and gradient.nbytes >= MOVED_BYTES:
+                return None
         values, copied, starts = self._open(), list[torch.Tensor](), list[int]()
-        for parameter in self._parameters:
-            gradient, start = parameter.tensor.grad, self._starts[parameter.index]
-            if gradient is None or parameter.stash is not None or not (parameter.is_local and gradient.is_contiguous()):
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            start = self._starts[parameter.index]
+            if gradient is None or self._holds(gradient, start):
+                continue
+            if gradient.nbytes >= MOVED_BYTES or self._dtype not in KERNEL_TYPES:
                 return None
-            if not parameter.tensor.requires_grad:
-                return None
-            if not self._holds(gradient, start):
-                copied.append(gradient)
-                starts.append(start)
+            copied.append(gradient)
+            starts.append(start)
         if copied:
-            if self._dtype not in KERNEL_TYPES:
-                return None
             kernels.gather_(values, copied, starts)
         return values
 

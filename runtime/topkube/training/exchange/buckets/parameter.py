@@ -63,6 +63,9 @@ class Parameter:
     """True if `.grad` was exchanged since the last step."""
     has_rows: bool = False
     """True if gradients are sparse tensors (an embedding with sparse=True): the rows of all ranks are gathered."""
+    is_deferred: bool = False
+    """True if `.grad` stays where autograd computed it until the exchange copies it: `deliver` then has to find out if
+    other tensors use its memory."""
     grad_was_none: bool = False
     """True if `.grad` was None before this gradient: torch may then keep the gradient's own tensor as `.grad`."""
     _delivered: weakref.ref[torch.Tensor] | None = None
@@ -122,5 +125,5 @@ class Parameter:
 
     def forget(self) -> None:
         """Note that the gradient was zeroed."""
-        self.is_aggregated = self.is_exchanged = False
+        self.is_aggregated = self.is_exchanged = self.is_deferred = False
         self.stash = self._delivered = None

@@ -42,7 +42,7 @@ class Delivery:
             gradient = view_real(parameter.tensor.grad)
             is_added = parameter.is_aggregated and not is_new
             if is_added or gradient.data_ptr() != address + start * itemsize:  # otherwise it is there
-                if self._on_device is None and not is_added:
+                if parameter.is_deferred and not is_added:
                     parameter.copy_shared_gradient()
                     gradient = view_real(parameter.tensor.grad)
                 if self._can_scatter(gradient, flat) and not is_added:
@@ -66,8 +66,9 @@ class Delivery:
 
     def _can_scatter(self, gradient: torch.Tensor, flat: torch.Tensor) -> bool:
         """Return True if a kernel can copy the gradient from `flat`, together with others."""
-        is_on_host = self._on_device is None
-        return is_on_host and flat.dtype in KERNEL_TYPES and gradient.dtype == flat.dtype and gradient.is_contiguous()
+        if self._on_device is not None or flat.dtype not in KERNEL_TYPES:
+            return False
+        return gradient.dtype == flat.dtype and gradient.is_contiguous() and not gradient.is_neg()
 
     def deliver_rows(self, parameter: Parameter, mean: torch.Tensor, mark: Mark | None) -> None:
         """Replace `.grad` by `mean`, a sparse tensor, plus what was aggregated before."""
@@ -116,6 +117,6 @@ class Delivery:
 
 def _are_finite(gradients: Sequence[torch.Tensor]) -> bool:
     """Return True if all entries of the gradients of a bucket are finite. They are in host memory, and of one dtype."""
-    if all([gradient.is_contiguous() and gradient.dtype in KERNEL_TYPES for gradient in gradients]):
+    if all([g.is_contiguous() and g.dtype in KERNEL_TYPES and not g.is_neg() for g in gradients]):
         return kernels.are_finite(gradients)
     return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
