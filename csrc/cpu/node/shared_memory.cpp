@@ -119,7 +119,7 @@ void SharedMemory::wait(Ready ready) {
     const double time = now();
     if (time - polled > 0.1) {  // seconds
       polled = time;
-      has_failed_ = true;
+      has_failed_ = true;  // for the case that `poll` throws
       if (poll) poll();
       has_failed_ = false;
     }

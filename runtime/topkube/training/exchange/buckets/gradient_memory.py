@@ -25,8 +25,9 @@ and back, which one call of a kernel does for all of them."""
 class GradientMemory:
     """Memory in which the gradients of a part of a bucket lie side by side. Gradients of MOVED_BYTES and more move here
     when backward has produced them, and stay until they are zeroed: an exchange does not copy them. Smaller gradients
-    are copied for the exchange. With `begin_backward(moves_all=True)`, all move. Gradients that a script keeps do not
-    change: a part gets new memory if the script still refers to gradients of an earlier step."""
+    are copied for the exchange; until then they lie where autograd put them, as without TopKube. With
+    `begin_backward(moves_all=True)`, all move. Gradients that a script keeps do not change: a part gets new memory if
+    the script still refers to gradients of an earlier step."""
 
     def __init__(self, parameters: Sequence[Parameter], dtype: torch.dtype) -> None:
         self._parameters, self._dtype, self._length = parameters, dtype, 0
