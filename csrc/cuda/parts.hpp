@@ -45,6 +45,33 @@ struct alignas(16) Quad {
   float items[quad];
 };
 
+constexpr u32 table_parts = 56;  // parts of an array that one launch packs or adds: with the messages, arguments of at most 4 KiB
+
+// Parts of an array, as an argument of a kernel that works on all of them. The units of work of all parts have numbers one after
+// another.
+struct PartTable {
+  u64 starts[table_parts], lengths[table_parts];
+  u64 ends[table_parts];  // the number of units up to the end of the part
+  u32 count;
+
+  constexpr u64 units() const { return ends[count - 1]; }
+
+  // Returns the part to which a unit belongs, and turns `unit` into its number in the part.
+  TOPKUBE_DEVICE_MEMBER u32 find(u64& unit) const {
+    u32 low = 0, high = count - 1;
+    while (low < high) {
+      const u32 middle = (low + high) / 2;
+      if (unit < ends[middle]) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    if (low) unit -= ends[low - 1];
+    return low;
+  }
+};
+
 // Returns the elements i to i + 3; elements from `length` on are 0. `aligned`: x is aligned to 16 bytes.
 TOPKUBE_DEVICE Quad load_quad(const float* x, u64 i, u64 length, bool aligned) {
   if (aligned && i + quad <= length) return *reinterpret_cast<const Quad*>(x + i);
@@ -165,6 +192,25 @@ TOPKUBE_KERNEL(unpack_threads, Messages::blocks) unpack_add(float* values, u64 l
       add_tile<true>(values, base, length, messages, progress);
     } else {
       add_tile<false>(values, base, length, messages, progress);
+    }
+  }
+}
+
+// Does the same for parts of `values`, of which each row of `rows` has a message: `rows.find(i)` returns those about part i of
+// `rows.parts`. The sums are complete after this launch.
+template <class Rows>
+TOPKUBE_KERNEL(unpack_threads, Rows::blocks) unpack_add_parts(float* values, Rows rows) {
+  const u64 stride = u64{gpu::blocks()} * (gpu::threads() / 32);
+  for (u64 unit = u64{gpu::block()} * (gpu::threads() / 32) + gpu::warp(); unit < rows.parts.units(); unit += stride) {
+    u64 tile = unit;
+    const u32 i = rows.parts.find(tile);
+    float* part = values + rows.parts.starts[i];
+    const u64 base = tile * tile_elements, length = rows.parts.lengths[i];
+    const bool aligned = reinterpret_cast<std::uintptr_t>(part) % sizeof(Quad) == 0;
+    if (aligned && base + tile_elements <= length) {
+      add_tile<true>(part, base, length, rows.find(i), Progress{nullptr, true, true});
+    } else {
+      add_tile<false>(part, base, length, rows.find(i), Progress{nullptr, true, true});
     }
   }
 }

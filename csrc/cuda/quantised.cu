@@ -19,29 +19,30 @@ int with_bits(int bits, const Do& act) {
 
 using namespace topkube;
 
-// Sets *flag to 0 if a scale is NaN. The caller has set it to 1.
-TOPKUBE_API topkube_cuda_quantised_pack(int device, void* stream, float* values, u64 length, int bits, std::uint8_t* message,
-                                        u32* flag) {
+// Packs `count` parts of `values`, one message each. Part i has lengths[i] elements from number starts[i] on, and its message begins
+// at byte places[i] of `message`. The arrays are in host memory. Sets *flag to 0 if a scale is NaN. The caller has set it to 1.
+TOPKUBE_API topkube_cuda_quantised_pack_parts(int device, void* stream, float* values, int bits, std::uint8_t* message, u64 count,
+                                              const u64* starts, const u64* lengths, const u64* places, u32* flag) {
   const DeviceScope scope(device);
-  if (scope.error() || length == 0) return scope.error();
+  if (scope.error()) return scope.error();
   return with_bits(bits, [&](auto bit_count) {
     gpu::Launcher launcher(stream);
-    launcher.launch(pack_integers<bit_count>, launcher.blocks_for(length, quantised_block * quantise_threads / 32, quantise_blocks),
-                    quantise_threads, values, length, is_aligned_to_quads(values), message, QuantisedLayout(length, bit_count),
-                    flag);
+    IntegerTable table{};
+    for_each_table(
+        table, quantised_block, count, starts, lengths, [&](u32 slot, u64 i) { table.places[slot] = places[i]; },
+        [&] {
+          launcher.launch(pack_integers<bit_count>, launcher.blocks_for(table.units(), quantise_threads / 32, quantise_blocks),
+                          quantise_threads, values, message, table, flag);
+        });
     return launcher.error();
   });
 }
 
-// Packs `count` parts of `values`, as quantised_pack would one after another. Part i has lengths[i] elements from number starts[i]
-// on, and its message begins at byte places[i] of `message`. The arrays are in host memory.
-TOPKUBE_API topkube_cuda_quantised_pack_parts(int device, void* stream, float* values, int bits, std::uint8_t* message, u64 count,
-                                              const u64* starts, const u64* lengths, const u64* places, u32* flag) {
-  for (u64 i = 0; i < count; ++i) {
-    const int error = topkube_cuda_quantised_pack(device, stream, values + starts[i], lengths[i], bits, message + places[i], flag);
-    if (error) return error;
-  }
-  return 0;
+// Packs `length` values, as one part.
+TOPKUBE_API topkube_cuda_quantised_pack(int device, void* stream, float* values, u64 length, int bits, std::uint8_t* message,
+                                        u32* flag) {
+  const u64 first = 0;
+  return topkube_cuda_quantised_pack_parts(device, stream, values, bits, message, 1, &first, &length, &first, flag);
 }
 
 // Adds `nodes` messages, at most 128, times their `weights` to parts of `values`, which are described as for quantised_pack_parts.
@@ -53,16 +54,13 @@ TOPKUBE_API topkube_cuda_quantised_unpack_add_parts(int device, void* stream, fl
   if (scope.error()) return scope.error();
   return with_bits(bits, [&](auto bit_count) {
     gpu::Launcher launcher(stream);
-    IntegerMessages<bit_count> messages{};
-    messages.count = static_cast<u32>(nodes);
-    std::copy_n(weights, nodes, messages.weights);
-    for (u64 i = 0; i < count; ++i) {
-      if (lengths[i] == 0) continue;
-      messages.codes = QuantisedLayout(lengths[i], bit_count).codes;
-      messages.length = lengths[i];
-      for (u64 node = 0; node < nodes; ++node) messages.messages[node] = rows[node] + places[i];
-      launch_parts(launcher, values + starts[i], lengths[i], messages);
-    }
+    IntegerRows<bit_count> all{};
+    all.count = static_cast<u32>(nodes);
+    std::copy_n(rows, nodes, all.rows);
+    std::copy_n(weights, nodes, all.weights);
+    for_each_table(
+        all.parts, tile_elements, count, starts, lengths, [&](u32 slot, u64 i) { all.parts.places[slot] = places[i]; },
+        [&] { launch_parts(launcher, values, all); });
     return launcher.error();
   });
 }
@@ -75,7 +73,6 @@ TOPKUBE_API topkube_cuda_quantised_unpack_add(int device, void* stream, float* v
     return launch_unpack_add(device, stream, values, length, count, workspace, needed, [&](u64 first, u32 part_count) {
       IntegerMessages<bit_count> part{};
       part.codes = QuantisedLayout(length, bit_count).codes;
-      part.length = length;
       part.count = part_count;
       std::copy_n(messages + first, part_count, part.messages);
       std::copy_n(weights + first, part_count, part.weights);

@@ -8,7 +8,7 @@
 
 namespace topkube {
 
-constexpr u32 quantise_threads = 256, quantise_blocks = 6;
+constexpr u32 quantise_threads = 256, quantise_blocks = 5;
 // 1.5 * 2^23. The low bits of x + rounding_term are x, rounded to an integer.
 constexpr float rounding_term = 12582912.0f;
 
@@ -47,15 +47,26 @@ TOPKUBE_DEVICE u32 quantise(float& item, const Step& step) {
   }
 }
 
+// Parts of an array, and the byte of a row at which the message of each begins.
+struct IntegerTable : PartTable {
+  u64 places[table_parts];
+};
+
 // A warp packs one block of 256 elements: lane i has the elements 4 i to 4 i + 3 of both halves. They stay in registers between the
-// search for the largest and the subtraction, so memory is read and written once.
+// search for the largest and the subtraction, so memory is read and written once. Units are blocks.
 template <int bits>
-TOPKUBE_KERNEL(quantise_threads, quantise_blocks) pack_integers(float* values, u64 length, bool aligned, std::uint8_t* message,
-                                                                QuantisedLayout layout, u32* flag) {
+TOPKUBE_KERNEL(quantise_threads, quantise_blocks) pack_integers(float* all, std::uint8_t* row, IntegerTable parts, u32* flag) {
   constexpr u32 quads = 2;
-  const u64 blocks = (length + quantised_block - 1) / quantised_block, warps = u64{gpu::blocks()} * (gpu::threads() / 32);
+  const u64 warps = u64{gpu::blocks()} * (gpu::threads() / 32);
   const u32 lane = gpu::lane();
-  for (u64 block = u64{gpu::block()} * (gpu::threads() / 32) + gpu::warp(); block < blocks; block += warps) {
+  for (u64 unit = u64{gpu::block()} * (gpu::threads() / 32) + gpu::warp(); unit < parts.units(); unit += warps) {
+    u64 block = unit;
+    const u32 i = parts.find(block);
+    const u64 length = parts.lengths[i], blocks = (length + quantised_block - 1) / quantised_block;
+    const QuantisedLayout layout(length, bits);
+    float* values = all + parts.starts[i];
+    std::uint8_t* message = row + parts.places[i];
+    const bool aligned = reinterpret_cast<std::uintptr_t>(values) % sizeof(Quad) == 0;
     const u64 base = block * quantised_block + quad * lane;
     Quad items[quads];
     u32 largest = 0;
@@ -110,14 +121,9 @@ TOPKUBE_DEVICE float centred_byte(u32 word, u32 j) {
   return gpu::minus(float_of(gpu::permute(word, 0x4b000000u, 0x7440u | j)), 8388608.0f + (1 << (bits - 1)));
 }
 
-// The messages of nodes, as an argument of `unpack_add`.
+// How a lane reads and adds a message of integers (see `unpack_add`).
 template <int bits>
-struct IntegerMessages {
-  const std::uint8_t* messages[most_parts];
-  float weights[most_parts];
-  u64 codes, length;
-  u32 count;
-
+struct IntegerReader {
   static_assert(scale_block == quantised_block);
   static constexpr u32 blocks = bits == 8 ? 3 : 4, ahead = 2, part_words = bits == 8 ? tile_quads : tile_blocks;
   static constexpr u32 word_stride = 32 * sizeof(u32);
@@ -131,28 +137,28 @@ struct IntegerMessages {
   static constexpr u32 quad_offset(u32 c) { return bits == 8 ? 32 * quad * c : c / 2 * quantised_block + c % 2 * 16; }
 
   template <bool whole>
-  TOPKUBE_DEVICE_MEMBER void load(u32 m, u64 base, u64, Part& part) const {
-    const std::uint8_t* from = messages[m] + codes + base * bits / 8 + gpu::lane() * sizeof(u32);
+  TOPKUBE_DEVICE_MEMBER static void load(const std::uint8_t* message, u64 codes, u64 base, u64 length, Part& part) {
+    const std::uint8_t* from = message + codes + base * bits / 8 + gpu::lane() * sizeof(u32);
     if constexpr (whole) {
       load_words(from, word_stride, part.words);
     } else {
 #pragma unroll
       for (u32 w = 0; w < part_words; ++w) {
         const u64 i = base + lane_position() + quad_offset(w * tile_quads / part_words);
-        part.words[w] = load_last_word(from + w * word_stride, i);
+        part.words[w] = load_last_word(from + w * word_stride, i, length);
       }
     }
 #pragma unroll
     for (u32 b = 0; b < tile_blocks; ++b) {
       const u64 block = base / quantised_block + b;
-      part.scales[b] = whole || block * quantised_block < length ? load_half(messages[m] + 2 * block) : 0u;
+      part.scales[b] = whole || block * quantised_block < length ? load_half(message + 2 * block) : 0u;
     }
   }
 
-  TOPKUBE_DEVICE_MEMBER void add(u32 m, const Part& part, Quad (&sums)[tile_quads]) const {
+  TOPKUBE_DEVICE_MEMBER static void add(float weight, const Part& part, Quad (&sums)[tile_quads]) {
 #pragma unroll
     for (u32 c = 0; c < tile_quads; ++c) {
-      const float scale = gpu::times(from_bf16(static_cast<u16>(part.scales[c * tile_blocks / tile_quads])), weights[m]);
+      const float scale = gpu::times(from_bf16(static_cast<u16>(part.scales[c * tile_blocks / tile_quads])), weight);
       const u32 word = bits == 8 ? part.words[c] ^ 0x80808080u : (part.words[c / 2] >> (c % 2 * 4) & 0x0f0f0f0fu) ^ 0x08080808u;
 #pragma unroll
       for (u32 j = 0; j < quad; ++j) {
@@ -166,12 +172,59 @@ struct IntegerMessages {
  private:
   // Returns the word whose first integer is that of element i, without reading beyond the integers. Those of 4 bits fill the last
   // 16 bytes.
-  TOPKUBE_DEVICE_MEMBER u32 load_last_word(const std::uint8_t* from, u64 i) const {
+  TOPKUBE_DEVICE_MEMBER static u32 load_last_word(const std::uint8_t* from, u64 i, u64 length) {
     if (bits == 8 ? i + quad <= length : i / 32 * 32 < length) return load_word(from);
     u32 word = 0;
     for (u32 j = 0; bits == 8 && i + j < length; ++j) word |= u32{from[j]} << (8 * j);
     return word;
   }
 };
+
+// The messages of nodes, as an argument of `unpack_add`.
+template <int bits>
+struct IntegerMessages : IntegerReader<bits> {
+  using Reader = IntegerReader<bits>;
+  const std::uint8_t* messages[most_parts];
+  float weights[most_parts];
+  u64 codes;
+  u32 count;
+
+  template <bool whole>
+  TOPKUBE_DEVICE_MEMBER void load(u32 m, u64 base, u64 length, typename Reader::Part& part) const {
+    Reader::template load<whole>(messages[m], codes, base, length, part);
+  }
+  TOPKUBE_DEVICE_MEMBER void add(u32 m, const typename Reader::Part& part, Quad (&sums)[tile_quads]) const {
+    Reader::add(weights[m], part, sums);
+  }
+};
+
+// The rows of nodes, as an argument of `unpack_add_parts`.
+template <int bits>
+struct IntegerRows : IntegerReader<bits> {
+  using Reader = IntegerReader<bits>;
+  static constexpr u32 blocks = 3;
+  const std::uint8_t* rows[most_parts];
+  float weights[most_parts];
+  u32 count;
+  IntegerTable parts;
+
+  struct Messages : Reader {
+    const IntegerRows& all;
+    u64 place, codes;
+    u32 count;
+
+    template <bool whole>
+    TOPKUBE_DEVICE_MEMBER void load(u32 m, u64 base, u64 length, typename Reader::Part& part) const {
+      Reader::template load<whole>(all.rows[m] + place, codes, base, length, part);
+    }
+    TOPKUBE_DEVICE_MEMBER void add(u32 m, const typename Reader::Part& part, Quad (&sums)[tile_quads]) const {
+      Reader::add(all.weights[m], part, sums);
+    }
+  };
+  TOPKUBE_DEVICE_MEMBER Messages find(u32 i) const {
+    return {{}, *this, parts.places[i], QuantisedLayout(parts.lengths[i], bits).codes, count};
+  }
+};
+static_assert(sizeof(IntegerRows<8>) + 64 <= 4096);
 
 }  // namespace topkube

@@ -4,6 +4,11 @@
 
 using namespace topkube;
 
+static void place_signs(SignTable& table, u32 slot, u64 scales, u64 bits) {
+  table.scales[slot] = scales;
+  table.bits[slot] = bits;
+}
+
 // Sets *flag to 0 if a scale is NaN or infinite. The caller has set it to 1.
 TOPKUBE_API topkube_cuda_sign_pack(int device, void* stream, float* values, u64 length, std::uint8_t* scales, std::uint8_t* bits,
                                    u32* flag) {
@@ -36,11 +41,13 @@ TOPKUBE_API topkube_cuda_sign_pack_parts(int device, void* stream, float* values
   const DeviceScope scope(device);
   if (scope.error()) return scope.error();
   gpu::Launcher launcher(stream);
-  for (u64 i = 0; i < count; ++i) {
-    if (lengths[i] == 0) continue;
-    launcher.launch(pack_signs, launcher.blocks_for(lengths[i], sign_block * sign_threads / 16, sign_blocks), sign_threads,
-                    values + starts[i], lengths[i], message + scales[i], message + bits[i], flag);
-  }
+  SignTable table{};
+  for_each_table(
+      table, 2 * sign_block, count, starts, lengths, [&](u32 slot, u64 i) { place_signs(table, slot, scales[i], bits[i]); },
+      [&] {
+        launcher.launch(pack_signs_of_parts, launcher.blocks_for(table.units(), sign_threads / 32, sign_blocks), sign_threads,
+                        values, message, table, flag);
+      });
   return launcher.error();
 }
 
@@ -52,16 +59,12 @@ TOPKUBE_API topkube_cuda_sign_unpack_add_parts(int device, void* stream, float* 
   const DeviceScope scope(device);
   if (scope.error()) return scope.error();
   gpu::Launcher launcher(stream);
-  SignMessages messages{};
-  messages.count = static_cast<u32>(nodes);
-  std::copy_n(weights, nodes, messages.weights);
-  for (u64 i = 0; i < count; ++i) {
-    if (lengths[i] == 0) continue;
-    for (u64 node = 0; node < nodes; ++node) {
-      messages.scales[node] = reinterpret_cast<const u16*>(rows[node] + scales[i]);
-      messages.bits[node] = rows[node] + bits[i];
-    }
-    launch_parts(launcher, values + starts[i], lengths[i], messages);
-  }
+  SignRows all{};
+  all.count = static_cast<u32>(nodes);
+  std::copy_n(rows, nodes, all.rows);
+  std::copy_n(weights, nodes, all.weights);
+  for_each_table(
+      all.parts, tile_elements, count, starts, lengths, [&](u32 slot, u64 i) { place_signs(all.parts, slot, scales[i], bits[i]); },
+      [&] { launch_parts(launcher, values, all); });
   return launcher.error();
 }

@@ -33,13 +33,13 @@ def plan_bucket_lengths(
 ) -> tuple[BucketLength, ...]:
     """Return the buckets that the runtime plans for the gradients of `profile`, in the order of their exchanges. `rate`
     is the bytes of gradients that pass the link per second (0: unknown), `crowding` the ranks per processor."""
-    largest = _find_largest_bucket(profile, algorithm.has_small_buckets, ranks)
+    largest = _find_largest_bucket(profile, algorithm, ranks)
     if largest is not None:
         rate, crowding = 0.0, 1.0  # they change nothing
     return _plan_buckets(profile.gradients, largest, rate, crowding)
 
 
-def _find_largest_bucket(profile: StepProfile, has_small_buckets: bool, ranks: int) -> int | None:
+def _find_largest_bucket(profile: StepProfile, algorithm: Algorithm, ranks: int) -> int | None:
     try:
         from topkube.training.exchange.buckets.fusion import choose_largest_size
     except ImportError as error:
@@ -48,7 +48,8 @@ def _find_largest_bucket(profile: StepProfile, has_small_buckets: bool, ranks: i
             cause="torch is not installed; the rule that makes buckets is part of the training loop",
             next_step=build_install_command("train"),
         ) from error
-    return profile.bucket_bytes or choose_largest_size(has_small_buckets, profile.on_cpu, ranks)
+    total_bytes = sum(gradient.elements * gradient.itemsize for gradient in profile.gradients)
+    return profile.bucket_bytes or choose_largest_size(algorithm, profile.on_cpu, ranks, total_bytes)
 
 
 @functools.lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import topkube
-from ranks.training import gradients
+from ranks.training import gradient_memory, gradients
 from ranks.training.scene import (
     are_equal_on_all_ranks,
     build_network,
@@ -50,6 +50,27 @@ def case_training_equals_one_process(world: World) -> None:
     with exchange_through_torch():
         gradients.case_dense_equals_one_process(world)
         gradients.case_hitopk_that_sends_all_equals_one_process(world)
+
+
+def case_gradients_that_share_memory_equal_those_of_one_process(world: World) -> None:
+    with exchange_through_torch():
+        gradient_memory.case_gradients_that_share_memory_equal_those_of_one_process(world)
+
+
+def case_gradients_stay_where_autograd_computed_them(world: World) -> None:
+    """The means arrive there: a copy of each gradient would take memory, and a launch for each."""
+    with exchange_through_torch():
+        model, computed = build_network(), dict[int, int]()
+        optimizer = build_optimizer(model, aggregation="dense")
+        for index, parameter in enumerate(model.parameters()):
+            parameter.register_hook(lambda gradient, index=index: computed.update({index: gradient.data_ptr()}))
+        for step in range(3):
+            x, y = draw_samples(8 * world.size, step)
+            compute_loss(model, take_own_part(x), take_own_part(y)).backward()
+            assert [p.grad.data_ptr() for p in model.parameters()] == [computed[i] for i in range(len(computed))], step
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.unwrap()
 
 
 def case_steps_that_are_not_finite_are_skipped(world: World) -> None:

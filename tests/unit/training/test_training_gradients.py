@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import topkube
 from topkube.errors import TrainingError
+from topkube.training.exchange.buckets.storage import is_shared
 from unit.training.one_rank import build_model, build_optimizer, run_backward
 
 
@@ -52,6 +55,56 @@ def test_gradients_that_share_memory_are_separated_after_backward() -> None:
         for parameter in model.parameters():
             assert torch.equal(parameter.grad, torch.full_like(parameter, -3.0))
         assert model.first.grad.data_ptr() != model.second.grad.data_ptr()
+
+
+def find_shared(model: nn.Module, loss: torch.Tensor) -> dict[str, bool]:
+    """Return which gradients of a backward are shared when they arrive, by the names of the parameters."""
+    shared: dict[str, bool] = {}
+    nodes = []
+    for name, parameter in model.named_parameters():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        nodes.append(node)  # the hook lives as long as this object
+
+        def note(
+            _: object, arrived: tuple[torch.Tensor], name: str = name, parameter: torch.Tensor = parameter
+        ) -> None:
+            assert parameter.grad is not None
+            shared[name] = is_shared(parameter.grad, arrived[0])
+
+        node.register_hook(note)
+    loss.backward()
+    return shared
+
+
+def test_gradients_of_a_usual_model_are_not_shared_when_they_arrive() -> None:
+    """Autograd holds them then, and the tensors of which they are views; copying them would be in vain."""
+    model = build_model()
+    assert not any(find_shared(model, model(torch.randn(4, 20)).square().sum()).values())
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_gradient_is_shared_while_something_else_still_needs_its_memory(keeps: bool) -> None:
+    """The other branch of the graph has not read the tensor yet of which the gradient is a view, or a script keeps
+    it."""
+    kept = []
+
+    class Keep(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+            gradient = gradient.clone()
+            kept.append(gradient)
+            return gradient
+
+    model = nn.ParameterDict({"early": torch.ones(4, 5), "late": torch.ones(20)})
+    late = torch.tanh(model["late"])
+    early = model["early"].view(-1)  # backward begins with what forward did last
+    total = Keep.apply(early) if keeps else late + early
+    shared = find_shared(model, (total * torch.arange(20.0)).sum())
+    assert shared["early"]
 
 
 def test_gradients_stay_in_the_memory_that_a_script_chose() -> None:

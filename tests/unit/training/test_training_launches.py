@@ -8,9 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import topkube
+from topkube.algorithms import find_algorithm
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.bucket import Bucket
-from topkube.training.exchange.buckets.fusion import BUCKET_BYTES, choose_largest_size
+from topkube.training.exchange.buckets.fusion import BUCKET_BYTES, DEVICE_BUCKET_BYTES, choose_largest_size
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.exchange.reduction.bucket_exchange import BucketExchange
 
@@ -51,8 +52,14 @@ def _list_launches(parameters: int, stashed: bool) -> list[str]:
 
 def test_buckets_on_a_device_are_large() -> None:
     """Each bucket costs launches. On CPUs, the link decides how large buckets of dense exchanges are."""
-    assert choose_largest_size(has_small_buckets=True, is_on_cpu=False, ranks=8) == BUCKET_BYTES
-    assert choose_largest_size(has_small_buckets=True, is_on_cpu=True, ranks=8) is None
+    dense, sparse, integers = (find_algorithm(name) for name in ("hierarchical", "hitopk", "int4"))
+    for algorithm in (dense, integers):
+        assert choose_largest_size(algorithm, is_on_cpu=True, ranks=8, total_bytes=2**30) is None
+    assert choose_largest_size(sparse, is_on_cpu=True, ranks=8, total_bytes=2**30) == BUCKET_BYTES
+    assert choose_largest_size(dense, is_on_cpu=False, ranks=8, total_bytes=2**30) == BUCKET_BYTES
+    for algorithm in (sparse, integers):
+        assert choose_largest_size(algorithm, is_on_cpu=False, ranks=8, total_bytes=2**30) == DEVICE_BUCKET_BYTES
+        assert choose_largest_size(algorithm, is_on_cpu=False, ranks=8, total_bytes=4 * BUCKET_BYTES) == BUCKET_BYTES
 
 
 def test_the_launches_of_a_bucket_do_not_grow_with_its_parameters() -> None:

@@ -186,8 +186,8 @@ class Backward:
             return None
         return self._accumulation.prepare(parameter, gradient)
 
-    def take_gradient(self, parameter: Parameter) -> None:
-        """Note that a gradient was accumulated, and hand over its bucket if it is full."""
+    def take_gradient(self, parameter: Parameter, arrived: torch.Tensor | None) -> None:
+        """Note that the gradient `arrived` was accumulated, and hand over its bucket if it is full."""
         if self.queue.step_trace is not None:
             itemsize = parameter.dtype.itemsize
             self.queue.step_trace.note_gradient(parameter.name, parameter.length, itemsize, parameter.is_always_dense)
@@ -204,7 +204,7 @@ class Backward:
             if parameter.stash is None:  # otherwise it is added to the stash, which the script may have chosen
                 self._untouched.append(parameter)
         elif not bucket.take_in(parameter):
-            parameter.copy_shared_gradient()
+            parameter.copy_shared_gradient(arrived)
         if not current_pass.has_several:  # otherwise ranks agree at the end which optimizers took part
             bucket.waiting -= 1
             if bucket.waiting <= 0:

@@ -28,6 +28,7 @@ from topkube.collectives.one_stage import FREE_TAGS
 from topkube.telemetry import phases
 from topkube.training.node_weights.chunk_exchange import ChunkCall, ChunkExchange, ChunkSetting
 from topkube.training.node_weights.guard import Squares
+from topkube.training.node_weights.parameter_views import ParameterViews
 
 DEVICE_LANES = 4
 """The chunks on a device of which messages are under way at the same time: the link then does not wait for the host."""
@@ -60,6 +61,7 @@ class DeviceChunk(ChunkExchange):
         self._device, self._slot = on_device.memory, on_device.slot
         self._codec, self._groups, self._gather_slot = on_device.codec, on_device.groups, on_device.gather_slot
         self._own_slot = Slot() if on_device.is_delayed else self._slot
+        self._views = ParameterViews(setting.chunk)
         self._agreed: torch.Tensor | None = None
         """This rank's shard of the agreed weights; None if only the host has them."""
         self._is_newer = False
@@ -177,10 +179,8 @@ class DeviceChunk(ChunkExchange):
     def _collect(self) -> torch.Tensor:
         """Return this rank's shard of the node's own weights. The gaps between tensors are zero."""
         weights: torch.Tensor = self._device.allocate_zeros(self.chunk.shard)
-        if pieces := self.chunk.pieces:
-            torch._foreach_copy_(
-                [weights[piece.place] for piece in pieces], [piece.view(piece.parameter.tensor) for piece in pieces]
-            )
+        if pieces := self._views.pieces:
+            torch._foreach_copy_(self._views.cut_pieces(weights), pieces)
         return weights
 
     @property
@@ -246,10 +246,11 @@ class DeviceChunk(ChunkExchange):
                 gather_in_node(self._world, self._groups.node, self._device, slot, whole, whole)
             finally:
                 self._groups.release()
-        parameters = self.chunk.parameters
-        pairs = zip(parameters, self.chunk.starts, strict=True)
-        values = [whole[start : start + p.length].view(p.tensor.shape) for p, start in pairs]
-        act([parameter.tensor for parameter in parameters], values)
+        parts, parameters = list(self._views.cut(whole)), self._views.whole
+        if parameters is None:
+            parameters = [parameter.tensor for parameter in self.chunk.parameters]
+            parts = [part.view_as(tensor) for part, tensor in zip(parts, parameters, strict=True)]
+        act(parameters, parts)
 
 
 class DeviceRestChunk(DeviceChunk):

@@ -27,8 +27,8 @@ class GradientReceiver(Protocol):
     def prepare_gradient(self, parameter: Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Prepare the accumulation of a gradient. Return its replacement, or None to accumulate the gradient itself."""
 
-    def take_gradient(self, parameter: Parameter) -> None:
-        """Note that a gradient was accumulated."""
+    def take_gradient(self, parameter: Parameter, arrived: torch.Tensor | None) -> None:
+        """Note that the gradient `arrived` was accumulated: autograd holds it until this call returns."""
 
 
 class GradientHooks:
@@ -86,10 +86,10 @@ class GradientHooks:
                 own._defer(parameter)
             return None if replacement is None else (replacement,)
 
-        def after_accumulation(*_: Any) -> None:
+        def after_accumulation(_: Any, gradients: tuple[torch.Tensor | None, ...]) -> None:
             owner = exchange()
             if owner is not None:
-                owner.take_gradient(parameter)
+                owner.take_gradient(parameter, gradients[0])
 
         frozen = not tensor.requires_grad
         tensor.requires_grad_(True)  # a frozen parameter has no node; it may be unfrozen later

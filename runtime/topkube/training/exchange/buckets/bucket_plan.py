@@ -49,6 +49,8 @@ class BucketPlan:
         self.comparison = RankComparison(world, parameters, aggregation, agreement, finite_check)
         self.tuning = tuning
         self._bucket_of: dict[int, Bucket] = {}
+        self._largest: int | None = None
+        """The most bytes of a bucket when buckets were last planned."""
 
     def find_bucket(self, parameter: Parameter) -> Bucket | None:
         """Return the parameter's bucket; None if the parameter was frozen each time that buckets were planned."""
@@ -69,7 +71,10 @@ class BucketPlan:
         self.is_agreed = True
         self.trainable = {p.index for p in self._parameters if p.tensor.requires_grad}
         self.extend(seen)
+        before = self.tuning.choice
         self.tuning.choose(self.list_sizes())
+        if self.tuning.choice is not before and self._choose_largest_size() is not None:
+            self.plan_again()
 
     def list_sizes(self) -> list[BucketSize]:
         """Return the sizes of the buckets that an all-reduce exchanges."""
@@ -80,9 +85,10 @@ class BucketPlan:
         ]
 
     def plan_again(self) -> None:
-        """Plan all buckets again, for another rate of the link. All ranks call this between the same two steps, and
-        only if no bucket has a residual."""
-        if self._choose_largest_size() is None and self.order is not None:
+        """Plan all buckets again, if another algorithm or rate of the link needs other sizes. All ranks call this
+        between the same two steps, and only if no bucket has a residual."""
+        largest = self._choose_largest_size()
+        if self.order is not None and (largest is None or largest != self._largest):
             self._restore_buckets(self.order)
 
     def extend(self, seen: Iterable[int]) -> list[Bucket]:
@@ -165,6 +171,7 @@ class BucketPlan:
         return new_buckets
 
     def _adopt(self, new_buckets: list[Bucket], parameters: list[Parameter]) -> None:
+        self._largest = self._choose_largest_size()
         self.buckets += new_buckets
         for bucket in new_buckets:
             self._bucket_of.update({parameter.index: bucket for parameter in bucket.parameters})
@@ -187,9 +194,12 @@ class BucketPlan:
         job_bytes, world = self._aggregation.bucket_bytes, self._world
         if job_bytes is not None:
             return job_bytes
-        algorithm = algorithms.resolve(self._aggregation.algorithm, world.nodes, sys.maxsize, self._aggregation.density)
         is_on_cpu = all(parameter.tensor.device.type == "cpu" for parameter in self._parameters)
-        return choose_largest_size(algorithm.has_small_buckets, is_on_cpu, world.size)
+        algorithm = algorithms.resolve(self._aggregation.algorithm, world.nodes, sys.maxsize, self._aggregation.density)
+        if not is_on_cpu and self.tuning.choice is not None:
+            algorithm = self.tuning.choice.algorithm
+        total_bytes = sum(parameter.length * parameter.dtype.itemsize for parameter in self._parameters)
+        return choose_largest_size(algorithm, is_on_cpu, world.size, total_bytes)
 
     def _order_by_readiness(self, seen: list[int], new: set[int]) -> list[str]:
         """Return the names of the `new` parameters, in the order in which rank 0 saw their gradients; the others

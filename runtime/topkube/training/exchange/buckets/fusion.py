@@ -11,11 +11,17 @@ from collections.abc import Container, Iterable
 
 import torch
 
+from topkube.algorithms import Algorithm
 from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.parameter import Parameter
 
 BUCKET_BYTES = 25 * 2**20
 """The largest size that is chosen: larger buckets hide no more latency."""
+DEVICE_BUCKET_BYTES = 4 * BUCKET_BYTES
+"""The largest size on a device with an algorithm that compresses. The work of the host for a bucket then takes longer
+than its messages, and delays the launches of backward."""
+DEVICE_BUCKETS = 4
+"""The buckets that a model has at least on a device, if they have BUCKET_BYTES or more."""
 LEAST_BUCKET_BYTES = 2**20
 """The smallest size that is chosen, and the size of the first and the last bucket. The messages of smaller buckets cost
 more than they hide."""
@@ -95,10 +101,14 @@ def fill_buckets(
     return [bucket for _, bucket in sorted(complete, key=lambda entry: entry[0])]
 
 
-def choose_largest_size(has_small_buckets: bool, is_on_cpu: bool, ranks: int) -> int | None:
-    """Return the most bytes of a bucket, None if sizes are chosen so that exchanges overlap with backward.
-    `has_small_buckets` is the algorithm's. A device has its own pipeline, so its buckets are large."""
-    return None if is_on_cpu and ranks > 1 and has_small_buckets else BUCKET_BYTES
+def choose_largest_size(algorithm: Algorithm, is_on_cpu: bool, ranks: int, total_bytes: int) -> int | None:
+    """Return the most bytes of a bucket, None if sizes are chosen so that exchanges overlap with backward. All
+    gradients have `total_bytes`. A device has its own pipeline, so its buckets are large."""
+    if is_on_cpu:
+        return None if ranks > 1 and algorithm.has_small_buckets else BUCKET_BYTES
+    if ranks == 1 or not algorithm.compresses:
+        return BUCKET_BYTES
+    return max(BUCKET_BYTES, min(DEVICE_BUCKET_BYTES, total_bytes // DEVICE_BUCKETS))
 
 
 def plan_buckets(

@@ -107,6 +107,6 @@ class GradientMemory:
         self._is_free = True
         if self._values is not None:
             gradients = sum(self._holds(p.tensor.grad, self._starts[p.index]) for p in self._parameters)
-            if not is_shared(self._values, gradients):
+            if not is_shared(self._values, others=gradients):
                 return
         self._values = torch.empty(self._length, dtype=self._dtype)

@@ -106,14 +106,14 @@ class Parameter:
         gradient = self.tensor.grad
         return gradient is None or not bool((gradient._values() if gradient.is_sparse else gradient).any())
 
-    def copy_shared_gradient(self) -> None:
+    def copy_shared_gradient(self, arrived: torch.Tensor | None = None) -> None:
         """Copy `.grad` if other tensors use its memory: torch keeps the tensor that backward computes, which can be a
-        view of the gradient of another branch of the graph. During backward, autograd itself always holds such a
-        tensor for a while; after it, only a gradient that is really shared is copied."""
+        view of the gradient of another branch of the graph. `arrived` is that tensor while autograd still holds it: it
+        does not count."""
         gradient = self.tensor.grad
         if not self.grad_was_none or gradient is None or gradient.is_sparse or is_sharded(gradient):
             return
-        if is_shared(gradient):
+        if is_shared(gradient, arrived):
             is_delivered = self.holds_delivered
             self.tensor.grad = gradient.clone(memory_format=torch.preserve_format)
             if is_delivered:

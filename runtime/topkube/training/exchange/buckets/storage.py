@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 
@@ -10,10 +12,28 @@ def _count_users(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-_USERS_OF_OWN_STORAGE = _count_users(torch.zeros(1))
+def _count_holders(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return how often torch and Python refer to the tensor of which `tensor` is a view."""
+    base: torch.Tensor = tensor._base  # type: ignore[assignment]
+    return base._use_count(), sys.getrefcount(base)  # type: ignore[attr-defined]
+
+
+_USERS_OF_OWN_STORAGE = _count_users(torch.zeros(1, device="cpu"))
 """The use count of a storage that a single tensor uses: the tensor, and the handle of the query."""
+_HOLDERS_OF_BASE = (
+    _count_holders(torch.zeros(1, device="cpu").view(1, 1)) if hasattr(torch.Tensor, "_use_count") else None
+)
+"""What `_count_holders` returns for a view that alone refers to its base; None if torch does not count."""
 
 
-def is_shared(tensor: torch.Tensor, others: int = 0) -> bool:
-    """Return True if more than `others` other tensors use the memory of this tensor."""
-    return _count_users(tensor) > _USERS_OF_OWN_STORAGE + others
+def is_shared(tensor: torch.Tensor, allowed: torch.Tensor | None = None, others: int = 0) -> bool:
+    """Return True if more than `others` other tensors use the memory of this tensor. The tensor `allowed` does not
+    count, nor does one of which it is a view and to which nothing else refers, as autograd makes them."""
+    users = _count_users(tensor) - _USERS_OF_OWN_STORAGE - others
+    if users <= 0 or allowed is None or allowed is tensor:
+        return users > 0
+    if tensor.untyped_storage()._cdata != allowed.untyped_storage()._cdata:
+        return True
+    if users == 2 and _HOLDERS_OF_BASE is not None and allowed._base is not None:
+        return _count_holders(allowed) != _HOLDERS_OF_BASE
+    return users > 1
