@@ -1,6 +1,6 @@
 """Compare the steps that `topkube plan` predicts from a trace with measured steps.
 
-    python benchmarks/prediction.py [--part 2x1|2x2|4x1 ...] [--rate unshaped|1gbit|200mbit|100mbit ...]
+    python benchmarks/prediction.py [--part 2x1|2x2|4x1 ...] [--rate unshaped|10gbit|1gbit|200mbit|100mbit ...]
     python benchmarks/prediction.py --again        # predict again from the stored profiles; measure nothing
 
 Nodes are network namespaces, as in benchmarks/step.py; this needs root. For every layout, one trace per algorithm is
@@ -29,8 +29,8 @@ from allreduce.worlds import RankWorld, Recipe
 from step import LAYOUTS, MODELS, UNSHAPED, WARM_STEPS, WORLDS, StepBench, describe_machine
 
 RESULTS = Path(__file__).parent / "results" / "prediction.json"
-RATES = (UNSHAPED, "1gbit", "200mbit", "100mbit")
-TRACED = ("dense", "hitopk", "onebit")
+RATES = (UNSHAPED, "10gbit", "1gbit", "200mbit", "100mbit")
+TRACED = ("dense", "hitopk", "onebit", "int4", "acpsgd")
 VARIANTS = {"dear": "dense", "onebit_delayed": "onebit"}
 """Contenders that are predicted from the trace of another contender."""
 CONTENDERS = (*TRACED, *VARIANTS)

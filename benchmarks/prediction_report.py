@@ -8,7 +8,13 @@ from typing import Any
 from step_report import format_facts
 from tables import format_number, format_table
 
-LINKS = {"unshaped": "not shaped", "1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s", "100mbit": "100 Mbit/s"}
+LINKS = {
+    "unshaped": "not shaped",
+    "10gbit": "10 Gbit/s",
+    "1gbit": "1 Gbit/s",
+    "200mbit": "200 Mbit/s",
+    "100mbit": "100 Mbit/s",
+}
 GOAL = 0.10
 """The error that predictions should not exceed."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from topkube.algorithms import Algorithm
+from topkube.algorithms import DENSE_WIRE, Algorithm
 from topkube.errors import ArgumentError
 from topkube.installation import build_install_command
 from topkube.planning.profile import Gradient, StepProfile
@@ -29,14 +29,20 @@ class BucketLength:
 
 
 def plan_bucket_lengths(
-    profile: StepProfile, algorithm: Algorithm, ranks: int, rate: float = 0.0, crowding: float = 1.0
+    profile: StepProfile,
+    algorithm: Algorithm,
+    ranks: int,
+    rate: float = 0.0,
+    crowding: float = 1.0,
+    dense_wire: str = DENSE_WIRE.default,
 ) -> tuple[BucketLength, ...]:
     """Return the buckets that the runtime plans for the gradients of `profile`, in the order of their exchanges. `rate`
-    is the bytes of gradients that pass the link per second (0: unknown), `crowding` the ranks per processor."""
+    is the bytes of gradients that pass the link per second (0: unknown), `crowding` the ranks per processor, and
+    `dense_wire` the format of dense values between nodes."""
     largest = _find_largest_bucket(profile, algorithm, ranks)
     if largest is not None:
         rate, crowding = 0.0, 1.0  # they change nothing
-    return _plan_buckets(profile.gradients, largest, rate, crowding)
+    return _plan_buckets(profile.gradients, largest, rate, crowding, _can_mix(algorithm, dense_wire))
 
 
 def _find_largest_bucket(profile: StepProfile, algorithm: Algorithm, ranks: int) -> int | None:
@@ -52,9 +58,15 @@ def _find_largest_bucket(profile: StepProfile, algorithm: Algorithm, ranks: int)
     return profile.bucket_bytes or choose_largest_size(algorithm, profile.on_cpu, ranks, total_bytes)
 
 
+def _can_mix(algorithm: Algorithm, dense_wire: str) -> bool:
+    from topkube.training.exchange.buckets.fusion import can_mix
+
+    return can_mix(algorithm, dense_wire)
+
+
 @functools.lru_cache(maxsize=64)
 def _plan_buckets(
-    gradients: tuple[Gradient, ...], largest: int | None, rate: float, crowding: float
+    gradients: tuple[Gradient, ...], largest: int | None, rate: float, crowding: float, mixes: bool
 ) -> tuple[BucketLength, ...]:
     import torch
 
@@ -72,7 +84,7 @@ def _plan_buckets(
         )
         for position, gradient in enumerate(gradients)
     ]
-    planned = plan_buckets(parameters, largest, rate, crowding)
+    planned = plan_buckets(parameters, largest, rate, crowding, mixes)
     last_position, lengths = -1, []
     for number, bucket in enumerate(planned):
         members: list[Any] = bucket.parameters

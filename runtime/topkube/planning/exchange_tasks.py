@@ -121,8 +121,19 @@ def estimate_exchange(
     if host := profile.host.get(used_algorithm.name):
         inside = _correct_measurement(host, used_algorithm, situation, bucket.elements, exchange.inside)
         share = host.before
-    pieces = bucket.pieces if used_algorithm.overlaps and profile.on_cpu else 1
+    pieces = 1
+    if profile.on_cpu and machines.nodes > 1:
+        pieces = _count_pieces(bucket, used_algorithm, machines.nodes, machines.slots)
     return ExchangeParts(bucket.name, inside * share, link, latency, inside * (1 - share), pieces)
+
+
+def _count_pieces(bucket: BucketLength, algorithm: Algorithm, nodes: int, slots: int) -> int:
+    """Return in how many pieces the runtime sends a rank's shard of a bucket, or of as many weights."""
+    from topkube.collectives.one_stage import PART_ELEMENTS
+
+    if algorithm.in_weights and not algorithm.has_two_stages(nodes):
+        return max(1, round(bucket.elements / slots / PART_ELEMENTS))
+    return bucket.pieces if algorithm.overlaps else 1
 
 
 def estimate_weight_exchange(

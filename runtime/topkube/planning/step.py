@@ -111,15 +111,18 @@ def _list_tasks(profile: StepProfile, situation: Situation, algorithm: Algorithm
     buckets = _plan_buckets(profile, situation, algorithm)
     ready, end = _add_backward(tasks, profile, buckets, slowdown)
     exchanges = [estimate_exchange(bucket, profile, situation, algorithm) for bucket in buckets]
+    if not situation.overlap:
+        exchanges = [exchange.merge_pieces() for exchange in exchanges]
     if algorithm.in_weights:  # nodes exchange their weights in the optimizer's step
         update = tasks.add("update", COMPUTE, profile.update)
-        finished = add_exchanges(tasks, exchanges, [update] * len(exchanges), 0, False) or [update]
+        most = max((exchange.pieces for exchange in exchanges), default=0)
+        window = 2 * most if situation.overlap else 0  # two chunks are under way
+        finished = add_exchanges(tasks, exchanges, [update] * len(exchanges), window, False) or [update]
     else:
-        exchanged = exchanges if situation.overlap else [exchange.merge_pieces() for exchange in exchanges]
         window = count_window(profile, algorithm, situation.machines.nodes) if situation.overlap else 0
         starts = ready if situation.overlap else [end] * len(exchanges)
         is_prompt = situation.machines.slots == 1 and window > 0
-        finished = add_exchanges(tasks, exchanged, starts, window, is_prompt) or [end]
+        finished = add_exchanges(tasks, exchanges, starts, window, is_prompt) or [end]
     last = finished[-1]
     if situation.machines.nodes > 1:
         last = add_agreement(tasks, situation, last, end)
@@ -133,10 +136,11 @@ def _plan_buckets(profile: StepProfile, situation: Situation, algorithm: Algorit
         return ()
     machines = situation.machines
     if machines.nodes == 1:
-        return plan_bucket_lengths(profile, algorithm, situation.ranks)
+        return plan_bucket_lengths(profile, algorithm, situation.ranks, dense_wire=situation.dense_wire)
     times = count_times_fewer_bytes(algorithm, machines.nodes, machines.slots, situation.dense_wire)
     crowding = machines.slots / situation.cores
-    return plan_bucket_lengths(profile, algorithm, situation.ranks, machines.link * times, crowding)
+    rate = machines.link * times
+    return plan_bucket_lengths(profile, algorithm, situation.ranks, rate, crowding, situation.dense_wire)
 
 
 def _add_backward(

@@ -24,19 +24,19 @@ SHAPES = st.lists(st.sampled_from([(3,), (5, 7), (40, 50), (64, 64), (0, 4), (20
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-@given(SHAPES, st.lists(DTYPES, min_size=12, max_size=12), st.integers(1, 40_000))
+@given(SHAPES, st.lists(DTYPES, min_size=12, max_size=12), st.integers(1, 40_000), st.booleans())
 def test_buckets_hold_every_parameter_once_and_are_closed_in_order(
-    shapes: list[tuple[int, ...]], dtypes: list[torch.dtype], size: int
+    shapes: list[tuple[int, ...]], dtypes: list[torch.dtype], size: int, mixes: bool
 ) -> None:
     parameters = [
         Parameter(i, f"p{i}", torch.nn.Parameter(torch.empty(shape, dtype=dtype)))
         for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=False))
     ]
-    buckets = fill_buckets(parameters, size)
+    buckets = fill_buckets(parameters, size, mixes=mixes)
     placed = [p.index for bucket in buckets for p in bucket.parameters]
     assert sorted(placed) == [p.index for p in parameters if p.tensor.numel()]
     for bucket in buckets:
-        assert {(p.tensor.dtype, p.is_always_dense) for p in bucket.parameters} == {
+        assert {(p.tensor.dtype, p.is_always_dense and not mixes) for p in bucket.parameters} == {
             (bucket.dtype, bucket.is_always_dense)
         }
         assert bucket.length == sum(p.tensor.numel() for p in bucket.parameters)

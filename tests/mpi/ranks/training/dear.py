@@ -165,7 +165,8 @@ def case_gathers_begin_in_backward_while_the_link_is_idle(world: World) -> None:
         take_step(model, optimizer, step)
         hook.remove()
 
-    for options in ({}, {"dense_wire": "bf16"}):
+    for wire in ("fp32", "bf16"):
+        options = {"dense_wire": wire, "bucket_bytes": 20_000}  # two buckets: all ranks gather both early
         begun.clear()
         check_equal(script, **options)
         assert begun == ([step for step in range(1, STEPS) if step % 2 == 0 or world.rank == 0]) * (world.nodes > 1)

@@ -34,8 +34,8 @@ MOVED_SIZES = (0, 8192, 1 << 20)
 
 
 def case_gradients_lie_in_the_memory_of_their_bucket(world: World) -> None:
-    """The large gradients of a bucket lie side by side, in the same memory in every step, also if the exchange
-    compresses: nothing is copied for it."""
+    """The gradients of a bucket lie in one memory, which is the same in every step, also if the exchange compresses:
+    nothing is copied for it."""
     with pytest.MonkeyPatch.context() as patch:
         move_gradients_from(patch, 0)
         check_places_of_gradients(world)
@@ -54,7 +54,8 @@ def check_places_of_gradients(world: World) -> None:
             )
             memories.append([gradient.data_ptr() for gradient in gradients])
             first, second = gradients
-            assert step == 0 or second.data_ptr() == first.data_ptr() + 4 * first.numel(), algorithm
+            memory = first.untyped_storage().data_ptr()
+            assert step == 0 or second.untyped_storage().data_ptr() == memory, algorithm
             del gradients, first, second
             optimizer.step()
             optimizer.zero_grad()

@@ -223,7 +223,7 @@ def case_buckets_of_a_state_stay_as_they_are(world: World) -> None:
         state = first.state_dict()
         first.unwrap()
     planned = state["topkube"]["buckets"]
-    assert len(planned) > 2
+    assert len(planned) > 1
     assert sorted(name for names in planned for name in names) == sorted(dict(model.named_parameters()))
     for options, is_kept in (({"bucket_bytes": None}, True), ({"bucket_bytes": 1 << 20}, False)):
         other_model = build_network()
@@ -248,7 +248,7 @@ def case_buckets_are_sent_during_backward(world: World) -> None:
             compute_loss(model, take_own_part(x), take_own_part(y)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert handed_over == [0, 2]
+        assert handed_over == [0, 1]
         optimizer.unwrap()
 
 

@@ -167,12 +167,14 @@ def case_auto_tries_int4_and_all_ranks_keep_it_if_steps_become_faster(world: Wor
     with simulate_slow_links(world, 0.5, 0.4):
         model = build_network()
         optimizer = build_optimizer(model, aggregation="auto", bucket_bytes=None)
-        names = []
+        names, mixed = [], []
         for step in range(2 * STEPS + 2):
             train(model, optimizer, step, step + 1)
             assert have_same_choice(world, optimizer)
             names.append(read_algorithm(optimizer))
+            mixed.append(mixes_small_tensors(optimizer))
         assert names == ["hierarchical"] * (STEPS - 1) + ["int4"] * (STEPS + 3), names
+        assert mixed == [name != "int4" for name in names], mixed
         assert optimizer.tuning.is_settled
         assert "kept: 400 ms per step, 500 ms before" in optimizer.tuning.summary
         assert (optimizer.density, optimizer.density_used) == (1.0, 1.0)
@@ -190,6 +192,34 @@ def case_auto_tries_int4_and_all_ranks_keep_it_if_steps_become_faster(world: Wor
     assert read_algorithm(again) == "int4"
     assert all(torch.equal(a, b) for a, b in zip(copy_weights(model), copy_weights(resumed), strict=True))
     again.unwrap()
+
+
+def mixes_small_tensors(optimizer: topkube.DistributedOptimizer) -> bool:
+    """Return True if a small tensor shares a bucket with one that is not small."""
+    return any(
+        len({parameter.is_always_dense for parameter in bucket.parameters}) > 1
+        for bucket in optimizer._backward.plan.buckets
+    )
+
+
+def case_small_tensors_share_buckets_only_if_values_are_sent_as_they_are(world: World) -> None:
+    """Also after a resume from the state of another algorithm, and in a stage of a schedule."""
+    states = []
+    for name, options, mixes in (
+        ("dense", {}, True),
+        ("dense", {"dense_wire": "bf16"}, False),
+        ("dense", {"schedule": (Stage(3, algorithm="int8"),)}, False),
+        ("int8", {}, False),
+        ("hitopk", {}, False),
+    ):
+        model = build_network()
+        optimizer = build_optimizer(model, aggregation=name, bucket_bytes=None, **options)
+        if states and not options:
+            optimizer.load_state_dict(states[0])
+        train(model, optimizer, 0, 4)
+        assert mixes_small_tensors(optimizer) == mixes, (name, options)
+        states.append(copy.deepcopy(optimizer.state_dict()))
+        optimizer.unwrap()
 
 
 def case_what_int4_owes_is_sent_when_auto_returns_to_dense(world: World) -> None:

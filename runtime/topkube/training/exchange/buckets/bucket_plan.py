@@ -12,7 +12,7 @@ from topkube.algorithms import BucketSize
 from topkube.errors import TrainingError
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.bucket import Bucket
-from topkube.training.exchange.buckets.fusion import choose_largest_size, plan_buckets
+from topkube.training.exchange.buckets.fusion import can_mix, choose_largest_size, plan_buckets
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.exchange.buckets.rank_comparison import RankComparison
 from topkube.training.exchange.tuning.tuning import Tuning, find_initial_dense_wire
@@ -49,8 +49,8 @@ class BucketPlan:
         self.comparison = RankComparison(world, parameters, aggregation, agreement, finite_check)
         self.tuning = tuning
         self._bucket_of: dict[int, Bucket] = {}
-        self._largest: int | None = None
-        """The most bytes of a bucket when buckets were last planned."""
+        self._planned: tuple[int | None, bool] = (None, False)
+        """The most bytes of a bucket, and if small tensors share the buckets of others, at the last plan."""
 
     def find_bucket(self, parameter: Parameter) -> Bucket | None:
         """Return the parameter's bucket; None if the parameter was frozen each time that buckets were planned."""
@@ -73,8 +73,8 @@ class BucketPlan:
         self.extend(seen)
         before = self.tuning.choice
         self.tuning.choose(self.list_sizes())
-        if self.tuning.choice is not before and self._choose_largest_size() is not None:
-            self.plan_again()
+        if self.tuning.choice is not before and self._needs_other_buckets():
+            self._restore_buckets(self.order or [])
 
     def list_sizes(self) -> list[BucketSize]:
         """Return the sizes of the buckets that an all-reduce exchanges."""
@@ -87,9 +87,12 @@ class BucketPlan:
     def plan_again(self) -> None:
         """Plan all buckets again, if another algorithm or rate of the link needs other sizes. All ranks call this
         between the same two steps, and only if no bucket has a residual."""
-        largest = self._choose_largest_size()
-        if self.order is not None and (largest is None or largest != self._largest):
+        if self.order is not None and (self._choose_largest_size() is None or self._needs_other_buckets()):
             self._restore_buckets(self.order)
+
+    def _needs_other_buckets(self) -> bool:
+        """Return True if the algorithm that is now in force needs other buckets than those that were planned."""
+        return (self._choose_largest_size(), self._can_mix()) != self._planned
 
     def extend(self, seen: Iterable[int]) -> list[Bucket]:
         """Plan buckets for parameters that have none and whose gradients some rank saw in this backward (`seen`,
@@ -132,6 +135,7 @@ class BucketPlan:
             "order": self.order,
             "buckets": names,
             "bucket_sizes": self._choose_largest_size(),
+            "mixes_small": self._planned[1],
             "choice": self.tuning.save(),
         }
 
@@ -149,7 +153,8 @@ class BucketPlan:
         is_complete = {p.name for bucket in buckets for p in bucket.parameters} == {
             n for n in order if by_name[n].length
         }
-        if is_complete and state.get("bucket_sizes") == self._choose_largest_size():
+        has_same_sizes = state.get("bucket_sizes") == self._choose_largest_size()
+        if is_complete and has_same_sizes and (self._can_mix() or not state.get("mixes_small", False)):
             self._adopt(buckets, [by_name[name] for name in order])
         else:
             self._restore_buckets(self.order)
@@ -166,12 +171,12 @@ class BucketPlan:
         sizes = self._choose_largest_size()
         machines = self.tuning.machines
         crowding = machines.crowding if machines is not None else 1.0
-        new_buckets = plan_buckets(parameters, sizes, self._find_gradient_rate(), crowding)
+        new_buckets = plan_buckets(parameters, sizes, self._find_gradient_rate(), crowding, self._can_mix())
         self._adopt(new_buckets, parameters)
         return new_buckets
 
     def _adopt(self, new_buckets: list[Bucket], parameters: list[Parameter]) -> None:
-        self._largest = self._choose_largest_size()
+        self._planned = self._choose_largest_size(), self._can_mix()
         self.buckets += new_buckets
         for bucket in new_buckets:
             self._bucket_of.update({parameter.index: bucket for parameter in bucket.parameters})
@@ -200,6 +205,17 @@ class BucketPlan:
             algorithm = self.tuning.choice.algorithm
         total_bytes = sum(parameter.length * parameter.dtype.itemsize for parameter in self._parameters)
         return choose_largest_size(algorithm, is_on_cpu, world.size, total_bytes)
+
+    def _can_mix(self) -> bool:
+        """Return True if small tensors can share the buckets of others with the algorithm that is in force until the
+        plan is made again."""
+        aggregation, choice = self._aggregation, self.tuning.choice
+        if aggregation.schedule:  # the plan stays when a stage begins
+            return False
+        if choice is not None:
+            return can_mix(choice.algorithm, choice.dense_wire)
+        algorithm = algorithms.resolve(aggregation.algorithm, self._world.nodes, sys.maxsize, aggregation.density)
+        return can_mix(algorithm, find_initial_dense_wire(aggregation))
 
     def _order_by_readiness(self, seen: list[int], new: set[int]) -> list[str]:
         """Return the names of the `new` parameters, in the order in which rank 0 saw their gradients; the others
@@ -239,7 +255,8 @@ def _build_buckets(groups: list[list[Parameter]]) -> list[Bucket]:
         first = group[0]
         if any(_describe_kind(parameter) != _describe_kind(first) for parameter in group):
             return []
-        bucket = Bucket(first.dtype, first.is_always_dense or first.has_rows, first.has_rows)
+        is_always_dense = all(parameter.is_always_dense for parameter in group)
+        bucket = Bucket(first.dtype, is_always_dense or first.has_rows, first.has_rows)
         for parameter in group:
             bucket.append(parameter)
         buckets.append(bucket)
@@ -248,4 +265,4 @@ def _build_buckets(groups: list[list[Parameter]]) -> list[Bucket]:
 
 def _describe_kind(parameter: Parameter) -> tuple[object, ...]:
     """Return the properties that all parameters of a bucket share."""
-    return parameter.dtype, parameter.is_always_dense, parameter.has_rows
+    return parameter.dtype, parameter.has_rows

@@ -1,8 +1,8 @@
 """Tensor fusion: which parameters share a bucket, and how large buckets are.
 
-This module does not communicate. Small tensors (biases, norms) have separate buckets, which are always exchanged dense:
-they have few bytes, and dropping most of a norm's gradient costs accuracy. All parameters of a bucket have the same
-dtype.
+This module does not communicate. If values are compressed or rounded, small tensors (biases, norms) have separate
+buckets, which are always exchanged dense: they have few bytes, and dropping most of a norm's gradient costs accuracy.
+All parameters of a bucket have the same dtype.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable
 
 import torch
 
-from topkube.algorithms import Algorithm
+from topkube.algorithms import DENSE_WIRE, Algorithm
 from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.parameter import Parameter
 
@@ -66,13 +66,17 @@ def find_overlap_ends(parameters: Iterable[Parameter], rate: float = 0.0, crowdi
 
 
 def fill_buckets(
-    parameters: Iterable[Parameter], bucket_bytes: int = BUCKET_BYTES, ends: Container[int] = frozenset()
+    parameters: Iterable[Parameter],
+    bucket_bytes: int = BUCKET_BYTES,
+    ends: Container[int] = frozenset(),
+    mixes: bool = False,
 ) -> list[Bucket]:
     """Return buckets for `parameters`, which come in the order in which backward produces their gradients.
 
     A bucket has at most `bucket_bytes`, and ends after a parameter whose position is in `ends`. A larger parameter has
-    a separate bucket, and so has a parameter whose gradients are sparse tensors. Buckets come in the order in which
-    their last gradient is produced: the order of the exchanges, the same on every rank that passes the same parameters.
+    a separate bucket, and so has a parameter whose gradients are sparse tensors. With `mixes`, small tensors share the
+    buckets of the others. Buckets come in the order in which their last gradient is produced: the order of the
+    exchanges, the same on every rank that passes the same parameters.
     """
     open_buckets: dict[tuple[torch.dtype, bool], Bucket] = {}
     complete: list[tuple[int, Bucket]] = []
@@ -85,7 +89,7 @@ def fill_buckets(
             alone.append(parameter)
             complete.append((position, alone))
             continue
-        key = (parameter.dtype, parameter.is_always_dense)
+        key = (parameter.dtype, parameter.is_always_dense and not mixes)
         bucket = open_buckets.get(key)
         size = parameter.length * parameter.dtype.itemsize
         if bucket is not None and bucket.length * parameter.dtype.itemsize + size > bucket_bytes:
@@ -111,11 +115,17 @@ def choose_largest_size(algorithm: Algorithm, is_on_cpu: bool, ranks: int, total
     return max(BUCKET_BYTES, min(DEVICE_BUCKET_BYTES, total_bytes // DEVICE_BUCKETS))
 
 
+def can_mix(algorithm: Algorithm, dense_wire: str) -> bool:
+    """Return True if small tensors can share the buckets of others: all values are sent as they are."""
+    return not algorithm.compresses and dense_wire == DENSE_WIRE.default
+
+
 def plan_buckets(
-    parameters: list[Parameter], largest: int | None, rate: float = 0.0, crowding: float = 1.0
+    parameters: list[Parameter], largest: int | None, rate: float = 0.0, crowding: float = 1.0, mixes: bool = False
 ) -> list[Bucket]:
     """Return the buckets of `parameters`, which come in the order of their gradients. `largest` is what
-    `choose_largest_size` returned, or the job's choice; `rate` and `crowding` are as for `find_overlap_ends`."""
+    `choose_largest_size` returned, or the job's choice; `rate` and `crowding` are as for `find_overlap_ends`, and
+    `mixes` as for `fill_buckets`."""
     if largest is not None:
-        return fill_buckets(parameters, largest)
-    return fill_buckets(parameters, ends=find_overlap_ends(parameters, rate, crowding))
+        return fill_buckets(parameters, largest, mixes=mixes)
+    return fill_buckets(parameters, ends=find_overlap_ends(parameters, rate, crowding), mixes=mixes)
