@@ -80,7 +80,7 @@ Row = dict[str, Any]
 
 def choose_world(contender: str) -> str:
     """Return the name of the world that runs the contender."""
-    return "mpich" if contender in OURS else "gloo"
+    return "gloo" if contender in (PLAIN, *PEERS) else "mpich"
 
 
 class Turns:
