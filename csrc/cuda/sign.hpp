@@ -27,7 +27,7 @@ TOPKUBE_DEVICE void pack_pair(float* values, u64 length, std::uint8_t* scales, s
     if (row == column) own = signs >> (16 * half) & 0xffffu;
   }
   for (u32 mask = 8; mask; mask /= 2) sum = gpu::plus(sum, gpu::shuffle_xor(sum, mask));
-  if (block >= blocks) return;  // no operation of the warp comes after this
+  if (block >= blocks) return;  // no operation of the warp about this pair comes after this
   const u64 in_block = length - block * sign_block < sign_block ? length - block * sign_block : sign_block;
   const float mean = gpu::divide(sum, static_cast<float>(in_block));
   const u32 scale = mean == mean ? to_bf16(mean) : 0x7fc0u;

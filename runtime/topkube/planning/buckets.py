@@ -26,6 +26,8 @@ class BucketLength:
     is_always_dense: bool
     last: int
     pieces: int
+    tensors: tuple[int, ...]
+    """The elements of each of its tensors."""
 
 
 def plan_bucket_lengths(
@@ -92,7 +94,13 @@ def _plan_buckets(
         pieces = _count_pieces(bucket.length * bucket.dtype.itemsize) if len(planned) <= _MANY_BUCKETS else 1
         lengths.append(
             BucketLength(
-                f"bucket {number}", bucket.length, bucket.dtype.itemsize, bucket.is_always_dense, last_position, pieces
+                f"bucket {number}",
+                bucket.length,
+                bucket.dtype.itemsize,
+                bucket.is_always_dense,
+                last_position,
+                pieces,
+                tuple(member.length for member in members),
             )
         )
     return tuple(lengths)

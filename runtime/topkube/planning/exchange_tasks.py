@@ -14,6 +14,9 @@ from topkube.planning.profile import HostCost, StepProfile
 from topkube.planning.simulation import COMMUNICATION, DELIVERY, LATENCY, LINK, Task
 from topkube.planning.situation import Situation
 
+MOST_PIECES = 64
+"""More pieces of weights change the predicted time by less than 2% of the link's."""
+
 
 class TaskList(list[Task]):
     """The tasks of a dependency graph, in the order in which each lane runs them."""
@@ -104,6 +107,20 @@ def count_window(profile: StepProfile, algorithm: Algorithm, nodes: int) -> int:
     return UNDER_WAY if algorithm.overlaps_buckets(nodes) else 0
 
 
+def count_weights_window(
+    profile: StepProfile, algorithm: Algorithm, nodes: int, exchanges: Sequence[ExchangeParts]
+) -> int:
+    """Return how many further pieces of weights the runtime starts before it finishes one: those of two chunks, or as
+    many chunks as a device exchanges at a time. With two stages on CPUs, a chunk is finished first."""
+    if not profile.on_cpu:
+        from topkube.training.node_weights.device_chunk import DEVICE_LANES
+
+        return DEVICE_LANES - 1
+    if algorithm.has_two_stages(nodes):
+        return 0
+    return 2 * max((exchange.pieces for exchange in exchanges), default=0)
+
+
 def estimate_exchange(
     bucket: BucketLength, profile: StepProfile, situation: Situation, algorithm: Algorithm
 ) -> ExchangeParts:
@@ -121,19 +138,25 @@ def estimate_exchange(
     if host := profile.host.get(used_algorithm.name):
         inside = _correct_measurement(host, used_algorithm, situation, bucket.elements, exchange.inside)
         share = host.before
-    pieces = 1
-    if profile.on_cpu and machines.nodes > 1:
-        pieces = _count_pieces(bucket, used_algorithm, machines.nodes, machines.slots)
+    pieces = _count_pieces(bucket, used_algorithm, machines.nodes, machines.slots) if profile.on_cpu else 1
     return ExchangeParts(bucket.name, inside * share, link, latency, inside * (1 - share), pieces)
 
 
 def _count_pieces(bucket: BucketLength, algorithm: Algorithm, nodes: int, slots: int) -> int:
-    """Return in how many pieces the runtime sends a rank's shard of a bucket, or of as many weights."""
+    """Return in how many pieces the runtime sends a bucket, or a rank's shard of weights, between nodes. A piece
+    of weights ends with the tensor in which it becomes large enough."""
+    if not algorithm.in_weights:
+        return bucket.pieces if algorithm.overlaps else 1
+    if nodes == 1 or algorithm.has_two_stages(nodes):
+        return 1
     from topkube.collectives.one_stage import PART_ELEMENTS
 
-    if algorithm.in_weights and not algorithm.has_two_stages(nodes):
-        return max(1, round(bucket.elements / slots / PART_ELEMENTS))
-    return bucket.pieces if algorithm.overlaps else 1
+    pieces, elements = 0, 0
+    for tensor in bucket.tensors:
+        elements += tensor
+        if elements >= PART_ELEMENTS * slots:
+            pieces, elements = pieces + 1, 0
+    return min(pieces + (elements > 0), MOST_PIECES)
 
 
 def estimate_weight_exchange(

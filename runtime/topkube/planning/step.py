@@ -26,6 +26,7 @@ from topkube.planning.exchange_tasks import (
     add_agreement,
     add_exchanges,
     add_gather,
+    count_weights_window,
     count_window,
     estimate_exchange,
     estimate_weight_exchange,
@@ -115,8 +116,9 @@ def _list_tasks(profile: StepProfile, situation: Situation, algorithm: Algorithm
         exchanges = [exchange.merge_pieces() for exchange in exchanges]
     if algorithm.in_weights:  # nodes exchange their weights in the optimizer's step
         update = tasks.add("update", COMPUTE, profile.update)
-        most = max((exchange.pieces for exchange in exchanges), default=0)
-        window = 2 * most if situation.overlap else 0  # two chunks are under way
+        window = (
+            count_weights_window(profile, algorithm, situation.machines.nodes, exchanges) if situation.overlap else 0
+        )
         finished = add_exchanges(tasks, exchanges, [update] * len(exchanges), window, False) or [update]
     else:
         window = count_window(profile, algorithm, situation.machines.nodes) if situation.overlap else 0

@@ -62,12 +62,35 @@ def case_gradients_stay_where_autograd_computed_them(world: World) -> None:
     with exchange_through_torch():
         model, computed = build_network(), dict[int, int]()
         optimizer = build_optimizer(model, aggregation="dense")
-        for index, parameter in enumerate(model.parameters()):
-            parameter.register_hook(lambda gradient, index=index: computed.update({index: gradient.data_ptr()}))
+        nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in model.parameters()]
+        for index, node in enumerate(nodes):
+            node.register_prehook(lambda gradients, index=index: computed.update({index: gradients[0].data_ptr()}))
         for step in range(3):
             x, y = draw_samples(8 * world.size, step)
             compute_loss(model, take_own_part(x), take_own_part(y)).backward()
             assert [p.grad.data_ptr() for p in model.parameters()] == [computed[i] for i in range(len(computed))], step
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.unwrap()
+
+
+def case_gradients_that_a_hook_keeps_stay_as_they_are(world: World) -> None:
+    """The means do not arrive in memory to which a script still refers."""
+    with exchange_through_torch():
+        model, kept = build_network(), dict[int, tuple[torch.Tensor, torch.Tensor]]()
+        optimizer = build_optimizer(model, aggregation="dense")
+
+        def keep(index: int, gradient: torch.Tensor | None) -> None:
+            assert gradient is not None
+            kept[index] = gradient, gradient.clone()
+
+        nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in model.parameters()]
+        for index, node in enumerate(nodes):
+            node.register_hook(lambda _, gradients, index=index: keep(index, gradients[0]))
+        for step in range(3):
+            x, y = draw_samples(8 * world.size, step)
+            compute_loss(model, take_own_part(x), take_own_part(y)).backward()
+            assert all(torch.equal(gradient, copy) for gradient, copy in kept.values()), step
             optimizer.step()
             optimizer.zero_grad()
         optimizer.unwrap()

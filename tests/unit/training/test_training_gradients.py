@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -105,6 +107,20 @@ def test_a_gradient_is_shared_while_something_else_still_needs_its_memory(keeps:
     total = Keep.apply(early) if keeps else late + early
     shared = find_shared(model, (total * torch.arange(20.0)).sum())
     assert shared["early"]
+
+
+def test_memory_is_shared_while_a_script_keeps_its_storage() -> None:
+    tensor = torch.ones(4)
+    assert not is_shared(tensor)
+    storage = tensor.untyped_storage()
+    assert is_shared(tensor)
+    del storage
+    assert not is_shared(tensor)
+
+
+def test_training_is_first_imported_in_inference_mode() -> None:
+    program = "import torch\nwith torch.inference_mode():\n    import topkube.training.distributed"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_gradients_stay_in_the_memory_that_a_script_chose() -> None:

@@ -36,9 +36,11 @@ def test_buckets_hold_every_parameter_once_and_are_closed_in_order(
     placed = [p.index for bucket in buckets for p in bucket.parameters]
     assert sorted(placed) == [p.index for p in parameters if p.tensor.numel()]
     for bucket in buckets:
-        assert {(p.tensor.dtype, p.is_always_dense and not mixes) for p in bucket.parameters} == {
-            (bucket.dtype, bucket.is_always_dense)
-        }
+        assert {p.tensor.dtype for p in bucket.parameters} == {bucket.dtype}
+        small = {p.is_always_dense for p in bucket.parameters}
+        assert bucket.is_always_dense == all(small)
+        assert bucket.holds_small == any(small)
+        assert mixes or len(small) == 1
         assert bucket.length == sum(p.tensor.numel() for p in bucket.parameters)
         assert len(bucket.parameters) == 1 or bucket.length * bucket.dtype.itemsize <= size
         assert [p.index for p in bucket.parameters] == sorted(p.index for p in bucket.parameters)

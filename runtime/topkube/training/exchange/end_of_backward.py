@@ -41,6 +41,8 @@ class EndOfBackward:
         self.density_used = 1.0
         self._parameters, self._agreement, self._plan, self._exchange = parameters, agreement, plan, exchange
         self._in_force, self._queue, self._gradients, self._weights = in_force, queue, gradients, weights
+        self._must_plan_again = False
+        """True if the choice has changed and the buckets are those of the last one, because residuals were in use."""
 
     def run(self, seen: list[int], late: LateUpdates | None, are_hooks_deferred: bool) -> None:
         """Exchange the remaining buckets, and agree on the step. All ranks call this together.
@@ -142,12 +144,14 @@ class EndOfBackward:
         if is_decoupled:
             tuning.settle()  # the times of two halves do not show if the prediction was right
         measured = tuning.note_step(time.perf_counter())
+        used_residuals = self._exchange.algorithms.uses_residuals
         if measured is not None and tuning.decide(self._agreement.maximum(measured).tolist(), self._plan.list_sizes()):
-            used_residuals = self._exchange.algorithms.uses_residuals
             self._exchange.algorithms.adopt(tuning.choice)
-            if not used_residuals:  # residuals are stored by bucket
-                self._exchange.residuals.leave_buckets()
-                self._plan.plan_again()
+            self._must_plan_again = True
+        if self._must_plan_again and not used_residuals:  # residuals are stored by bucket
+            self._must_plan_again = False
+            self._exchange.residuals.leave_buckets()
+            self._plan.plan_again()
 
 
 def _read(flag: bool | DeviceFlag) -> bool:

@@ -109,6 +109,7 @@ def case_auto_measures_and_all_ranks_choose_alike(world: World) -> None:
         model, reference = build_network(), build_network()
         optimizer = build_optimizer(model, aggregation=name, bucket_bytes=None)
         plain = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+        tried_integers = False  # on a busy machine, the link may seem slow for some steps
         for step in range(2 * STEPS + 2):
             x, y = draw_samples(8 * topkube.size(), step)
             compute_loss(model, take_own_part(x), take_own_part(y)).backward()
@@ -118,7 +119,8 @@ def case_auto_measures_and_all_ranks_choose_alike(world: World) -> None:
             optimizer.zero_grad()
             plain.zero_grad()
             assert have_same_choice(world, optimizer)
-        assert_close(model, reference)
+            tried_integers = tried_integers or read_algorithm(optimizer).startswith("int")
+        assert_close(model, reference, tolerance=0.06 if tried_integers else 2e-5)
         assert are_equal_on_all_ranks(copy_weights(model))
         if world.nodes == 1:
             assert (optimizer.tuning.choice, optimizer.tuning.summary) == (None, "")
@@ -222,6 +224,30 @@ def case_small_tensors_share_buckets_only_if_values_are_sent_as_they_are(world: 
         optimizer.unwrap()
 
 
+def case_small_tensors_stay_exact_if_auto_changes_before_the_first_step(world: World) -> None:
+    """A script adds up many backwards before its first step. Buckets cannot be planned again then, and small tensors
+    share them: they are sent as they are."""
+    if world.nodes == 1:
+        return
+    with simulate_slow_links(world, 0.5, 0.6):
+        model = build_network()
+        optimizer = build_optimizer(model, aggregation="auto", bucket_bytes=None)
+        for step in range(STEPS + 1):
+            compute_loss(model, *(take_own_part(part) for part in draw_samples(8 * world.size, step))).backward()
+        assert read_algorithm(optimizer) == "int4"
+        assert mixes_small_tensors(optimizer)
+        algorithms = optimizer._backward.exchange.algorithms
+        for bucket in optimizer._backward.plan.buckets:
+            is_compressed = algorithms.choose(bucket, 1.0, False).algorithm.compresses
+            assert is_compressed is not any(parameter.is_always_dense for parameter in bucket.parameters)
+        optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, STEPS + 1, 3 * STEPS)
+        assert read_algorithm(optimizer) == "hierarchical"  # steps were not faster
+        assert are_equal_on_all_ranks(copy_weights(model))
+        optimizer.unwrap()
+
+
 def case_what_int4_owes_is_sent_when_auto_returns_to_dense(world: World) -> None:
     """The steps with int4 are not faster. The first dense step after them has a NaN: it is skipped, and the next step
     sends what was owed."""
@@ -250,6 +276,7 @@ def case_what_int4_owes_is_sent_when_auto_returns_to_dense(world: World) -> None
             elif step > 2 * STEPS:
                 assert missing < largest_owed / 10, (step, missing, largest_owed)
         assert names == ["hierarchical"] * (STEPS - 1) + ["int4"] * STEPS + ["hierarchical"] * 5, names
+        assert mixes_small_tensors(optimizer)  # buckets were planned again when nothing was owed any more
         assert (optimizer.steps, optimizer.skipped_steps) == (2 * STEPS + 3, 1)
         owed = optimizer.state_dict()["topkube"]["residuals"]["pieces"]
         assert not any(values.any() for entries in owed.values() for _, values in entries)

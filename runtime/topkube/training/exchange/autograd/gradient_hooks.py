@@ -28,7 +28,8 @@ class GradientReceiver(Protocol):
         """Prepare the accumulation of a gradient. Return its replacement, or None to accumulate the gradient itself."""
 
     def take_gradient(self, parameter: Parameter, arrived: torch.Tensor | None) -> None:
-        """Note that the gradient `arrived` was accumulated: autograd holds it until this call returns."""
+        """Note that a gradient was accumulated. `arrived` is the tensor that autograd holds until this call returns;
+        None if hooks of the script may have kept it."""
 
 
 class GradientHooks:
@@ -89,14 +90,17 @@ class GradientHooks:
         def after_accumulation(_: Any, gradients: tuple[torch.Tensor | None, ...]) -> None:
             owner = exchange()
             if owner is not None:
-                owner.take_gradient(parameter, gradients[0])
+                is_seen = tensor._backward_hooks or len(node_hooks() or ()) > 1  # a hook of the script may keep it
+                owner.take_gradient(parameter, None if is_seen else gradients[0])
 
         frozen = not tensor.requires_grad
         tensor.requires_grad_(True)  # a frozen parameter has no node; it may be unfrozen later
         node: Any = get_gradient_edge(tensor).node
         tensor.requires_grad_(not frozen)
         self._nodes.append(node)
-        self._handles += [node.register_prehook(before_accumulation), node.register_hook(after_accumulation)]
+        after = node.register_hook(after_accumulation)
+        node_hooks = after.hooks_dict_ref
+        self._handles += [node.register_prehook(before_accumulation), after]
 
     def _defer(self, parameter: Parameter) -> None:
         hooks: Any = parameter.tensor._post_accumulate_grad_hooks

@@ -46,6 +46,11 @@ class Bucket:
         """The number of elements."""
         return self.starts[-1]
 
+    @property
+    def holds_small(self) -> bool:
+        """True if a parameter is always exchanged dense: the bucket is then never compressed or rounded."""
+        return self.is_always_dense or any(parameter.is_always_dense for parameter in self.parameters)
+
     def append(self, parameter: Parameter) -> None:
         self.parameters.append(parameter)
         self.starts.append(self.starts[-1] + parameter.length)

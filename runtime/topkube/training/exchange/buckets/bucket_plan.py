@@ -12,7 +12,7 @@ from topkube.algorithms import BucketSize
 from topkube.errors import TrainingError
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.buckets.bucket import Bucket
-from topkube.training.exchange.buckets.fusion import can_mix, choose_largest_size, plan_buckets
+from topkube.training.exchange.buckets.fusion import BUCKET_BYTES, can_mix, choose_largest_size, plan_buckets
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.exchange.buckets.rank_comparison import RankComparison
 from topkube.training.exchange.tuning.tuning import Tuning, find_initial_dense_wire
@@ -134,7 +134,7 @@ class BucketPlan:
         return {
             "order": self.order,
             "buckets": names,
-            "bucket_sizes": self._choose_largest_size(),
+            "bucket_sizes": self._planned[0],
             "mixes_small": self._planned[1],
             "choice": self.tuning.save(),
         }
@@ -153,11 +153,21 @@ class BucketPlan:
         is_complete = {p.name for bucket in buckets for p in bucket.parameters} == {
             n for n in order if by_name[n].length
         }
-        has_same_sizes = state.get("bucket_sizes") == self._choose_largest_size()
-        if is_complete and has_same_sizes and (self._can_mix() or not state.get("mixes_small", False)):
+        planned = state.get("bucket_sizes"), bool(state.get("mixes_small", False))
+        if is_complete and self._may_keep(*planned):
             self._adopt(buckets, [by_name[name] for name in order])
+            self._planned = planned
         else:
             self._restore_buckets(self.order)
+
+    def _may_keep(self, largest: int | None, mixes: bool) -> bool:
+        """Return True if buckets of a saved state suit the settings in force. A state of a device may be older than
+        DEVICE_BUCKET_BYTES, or of another algorithm in the same run."""
+        if mixes and not self._can_mix():
+            return False
+        chosen = self._choose_largest_size()
+        is_default = self._aggregation.bucket_bytes is None and chosen is not None and largest is not None
+        return largest == chosen or (is_default and largest == BUCKET_BYTES)
 
     def _restore_buckets(self, order: list[str]) -> None:
         self.buckets, self._bucket_of = [], {}

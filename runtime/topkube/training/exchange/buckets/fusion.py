@@ -102,7 +102,10 @@ def fill_buckets(
         if position in ends:
             complete.append((position, open_buckets.pop(key)))
     complete += [(last[id(bucket)], bucket) for bucket in open_buckets.values()]
-    return [bucket for _, bucket in sorted(complete, key=lambda entry: entry[0])]
+    buckets = [bucket for _, bucket in sorted(complete, key=lambda entry: entry[0])]
+    for bucket in buckets:
+        bucket.is_always_dense = bucket.has_rows or all(parameter.is_always_dense for parameter in bucket.parameters)
+    return buckets
 
 
 def choose_largest_size(algorithm: Algorithm, is_on_cpu: bool, ranks: int, total_bytes: int) -> int | None:

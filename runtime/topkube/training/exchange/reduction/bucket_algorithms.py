@@ -78,11 +78,16 @@ class BucketAlgorithms:
     def choose(self, bucket: Bucket, density: float, is_warming_up: bool) -> AllReduce:
         """Return the all-reduce that exchanges the bucket at this density, during or after the warm-up."""
         sends_whole = is_warming_up and density == 1 and not self.aggregation.momentum_correction
-        return self._dense if bucket.is_always_dense or sends_whole else self._load_algorithm(bucket.length)
+        return self._dense if sends_whole or self._is_exact(bucket) else self._load_algorithm(bucket.length)
 
     def choose_after_warmup(self, bucket: Bucket) -> AllReduce:
         """Return the all-reduce that exchanges the bucket after the warm-up."""
-        return self._dense if bucket.is_always_dense else self._load_algorithm(bucket.length)
+        return self._dense if self._is_exact(bucket) else self._load_algorithm(bucket.length)
+
+    def _is_exact(self, bucket: Bucket) -> bool:
+        """Return True if the bucket must be sent as it is. Small tensors share the buckets of others until the buckets
+        are planned for an algorithm that compresses."""
+        return bucket.is_always_dense or (self.large.compresses and bucket.holds_small)
 
     def drains(self, bucket: Bucket) -> bool:
         """Return True if the exchange also sends the bucket's residual, because the algorithm in force does not keep
@@ -95,7 +100,7 @@ class BucketAlgorithms:
     def is_sparse(self, bucket: Bucket) -> bool:
         """Return True if the bucket's exchange reads or leaves a residual, once the warm-up has begun to lower the
         density."""
-        keeps = not bucket.is_always_dense and self._load_algorithm(bucket.length).algorithm.residual is not None
+        keeps = not self._is_exact(bucket) and self._load_algorithm(bucket.length).algorithm.residual is not None
         return keeps or self.drains(bucket)
 
     def may_overlap(self, bucket: Bucket) -> bool:

@@ -161,7 +161,7 @@ class BucketReduction:
             aggregation.wire if algorithm.compresses else "fp32",
             aggregation.selection,
             self._residuals.prepare(bucket, task.loss_scale) if algorithm.residual is not None else None,
-            "fp32" if bucket.is_always_dense else self._algorithms.dense_wire,
+            "fp32" if bucket.holds_small else self._algorithms.dense_wire,
             aggregation.matrix_rank,
             bucket.matrices if MATRIX_RANK in algorithm.parameters else (),
         )
