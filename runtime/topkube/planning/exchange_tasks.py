@@ -111,14 +111,25 @@ def count_weights_window(
     profile: StepProfile, algorithm: Algorithm, nodes: int, exchanges: Sequence[ExchangeParts]
 ) -> int:
     """Return how many further pieces of weights the runtime starts before it finishes one: those of two chunks, or as
-    many chunks as a device exchanges at a time. With two stages on CPUs, a chunk is finished first."""
-    if not profile.on_cpu:
+    many chunks as a device exchanges at a time. With two stages in host memory, a chunk is finished first."""
+    if not profile.on_cpu and _packs_on_device(algorithm):
         from topkube.training.node_weights.device_chunk import DEVICE_LANES
 
         return DEVICE_LANES - 1
     if algorithm.has_two_stages(nodes):
         return 0
     return 2 * max((exchange.pieces for exchange in exchanges), default=0)
+
+
+def _packs_on_device(algorithm: Algorithm) -> bool:
+    """Return True if weights on a device are packed there, and not in host memory (node_weights/exchange.py)."""
+    from topkube.collectives.all_reduce import load
+    from topkube.collectives.codec_all_reduce import CodecAllReduce
+
+    implementation = load(algorithm)
+    if algorithm.has_outer_step or not isinstance(implementation, CodecAllReduce):
+        return False
+    return implementation.codec([], 0, "fp32").works_on_device
 
 
 def estimate_exchange(
