@@ -326,7 +326,7 @@ def test_a_trace_of_onebit_measures_the_exchange_of_weights() -> None:
         for delay in (0, 1)
     }
     agreement = 2 * 50e-6
-    assert step[0] == pytest.approx(0.050 + 50e-6 + 0.003 + agreement)
+    assert step[0] == pytest.approx(0.050 + 0.003 + agreement)  # a part travels while the others are packed and added
     assert step[1] == pytest.approx(0.050 + 0.0015 + agreement)  # what is added to the weights is not hidden
 
 
