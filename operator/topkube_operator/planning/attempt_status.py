@@ -52,7 +52,7 @@ def describe_attempt(
     elif draft.holds("Created") and all(pod.node for pod in pods):
         draft.set_condition("Scheduled", True, "PodsScheduled", "all pods have a node")
     is_running = report is not None and report.state in ("Running", "Succeeded")
-    if is_running or (report is None and draft.phase == "Running"):
+    if is_running or draft.phase == "Running":  # ranks that have ended do not start again in this attempt
         start_seconds = _mark_running(draft, attempt, slots_per_worker)
     elif blocked:
         mark_pending(draft, "Pending", *blocked, "Warning")

@@ -51,6 +51,19 @@ def test_no_phase_is_skipped_if_ranks_run_before_the_first_reconcile() -> None:
     assert list(dict.fromkeys(phases)) == ["Pending", "Starting", "Running"]
 
 
+@pytest.mark.parametrize("state", ["Failed", "Starting"])
+def test_a_job_whose_ranks_have_ended_does_not_seem_to_start_again(state: str) -> None:
+    """The launcher may report the end of the ranks before the kubelet reports that of the pod."""
+    world = start_running_job()
+    world.report_state(state)
+    world.reconcile()
+    assert world.status["phase"] == "Running"
+    world.end("train-worker-1-1-uid-1", 137)
+    world.end_launcher(1)
+    world.reconcile()
+    assert (world.status["phase"], world.status["attempt"]) == ("Restarting", 2)
+
+
 def test_the_attempt_is_in_the_status_before_anything_is_made() -> None:
     world = SimulatedCluster(build_job())
     plan = world.plan()
