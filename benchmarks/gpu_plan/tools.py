@@ -36,6 +36,11 @@ for bits, message in messages.items():
 top_signs = torch.zeros(k.top_sign_bytes(unaligned.numel(), 30_000), dtype=torch.uint8).cuda()
 k.top_sign_pack_(unaligned, 30_000, top_signs)
 k.top_sign_unpack_add_(unaligned, 30_000, top_signs, 0.5)
+places = [slice(1, 1000), slice(1024, 200_000), slice(200_001, 299_000)]
+for layout in (k.SignLayout(places), *(k.IntegerLayout(places, bits) for bits in k.QUANTISED_BITS)):
+    row = torch.zeros(layout.message_bytes, dtype=torch.uint8).cuda()
+    k.pack_parts_(x, row, layout)
+    k.unpack_add_parts_(x, [row] * 2, [0.5, 0.5], layout)
 torch.cuda.synchronize()
 """
 """A program that launches every kernel."""

@@ -186,7 +186,7 @@ def test_the_planner_reads_the_trace_and_plans_the_same_buckets(traced_run: tupl
     assert min(profile.forward, profile.backward, profile.update) > 0
     assert profile.serial <= 2 * max(processor)
     chosen = resolve(algorithm, 2, profile.elements, 0.01)
-    planned = [bucket.elements for bucket in plan_bucket_lengths(profile, chosen, RANKS)]
+    planned = [bucket.elements for bucket in plan_bucket_lengths(profile, chosen, 2, RANKS)]
     for events in steps:
         buckets = [e["args"] for e in events if e["cat"] == trace.BUCKET and e["ph"] == "X"]
         assert planned == [args["elements"] for args in sorted(buckets, key=lambda args: args["bucket"])]

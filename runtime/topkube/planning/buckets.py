@@ -33,6 +33,7 @@ class BucketLength:
 def plan_bucket_lengths(
     profile: StepProfile,
     algorithm: Algorithm,
+    nodes: int,
     ranks: int,
     rate: float = 0.0,
     crowding: float = 1.0,
@@ -41,13 +42,13 @@ def plan_bucket_lengths(
     """Return the buckets that the runtime plans for the gradients of `profile`, in the order of their exchanges. `rate`
     is the bytes of gradients that pass the link per second (0: unknown), `crowding` the ranks per processor, and
     `dense_wire` the format of dense values between nodes."""
-    largest = _find_largest_bucket(profile, algorithm, ranks)
+    largest = _find_largest_bucket(profile, algorithm, nodes, ranks)
     if largest is not None:
         rate, crowding = 0.0, 1.0  # they change nothing
     return _plan_buckets(profile.gradients, largest, rate, crowding, _can_mix(algorithm, dense_wire))
 
 
-def _find_largest_bucket(profile: StepProfile, algorithm: Algorithm, ranks: int) -> int | None:
+def _find_largest_bucket(profile: StepProfile, algorithm: Algorithm, nodes: int, ranks: int) -> int | None:
     try:
         from topkube.training.exchange.buckets.fusion import choose_largest_size
     except ImportError as error:
@@ -57,7 +58,7 @@ def _find_largest_bucket(profile: StepProfile, algorithm: Algorithm, ranks: int)
             next_step=build_install_command("train"),
         ) from error
     total_bytes = sum(gradient.elements * gradient.itemsize for gradient in profile.gradients)
-    return profile.bucket_bytes or choose_largest_size(algorithm, profile.on_cpu, ranks, total_bytes)
+    return profile.bucket_bytes or choose_largest_size(algorithm, profile.on_cpu, nodes, ranks, total_bytes)
 
 
 def _can_mix(algorithm: Algorithm, dense_wire: str) -> bool:

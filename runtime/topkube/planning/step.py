@@ -138,11 +138,13 @@ def _plan_buckets(profile: StepProfile, situation: Situation, algorithm: Algorit
         return ()
     machines = situation.machines
     if machines.nodes == 1:
-        return plan_bucket_lengths(profile, algorithm, situation.ranks, dense_wire=situation.dense_wire)
+        return plan_bucket_lengths(profile, algorithm, 1, situation.ranks, dense_wire=situation.dense_wire)
     times = count_times_fewer_bytes(algorithm, machines.nodes, machines.slots, situation.dense_wire)
     crowding = machines.slots / situation.cores
     rate = machines.link * times
-    return plan_bucket_lengths(profile, algorithm, situation.ranks, rate, crowding, situation.dense_wire)
+    return plan_bucket_lengths(
+        profile, algorithm, machines.nodes, situation.ranks, rate, crowding, situation.dense_wire
+    )
 
 
 def _add_backward(

@@ -318,7 +318,7 @@ def test_the_slowest_of_more_ranks_is_slower() -> None:
 def test_training_without_selection_on_a_processor_has_more_buckets() -> None:
     profile = dataclasses.replace(build_uniform_profile(25_000_000, 0.1), on_cpu=True)
     names = ("hierarchical", "hitopk", "int8")
-    dense, sparse, quantised = (plan_bucket_lengths(profile, find_algorithm(name), 4) for name in names)
+    dense, sparse, quantised = (plan_bucket_lengths(profile, find_algorithm(name), 4, 4) for name in names)
     assert quantised == dense  # the rate of the link is unknown
     assert len(dense) > len(sparse) > 1
     assert sum(bucket.elements for bucket in dense) == sum(bucket.elements for bucket in sparse) == 25_000_000
@@ -333,7 +333,7 @@ def test_buckets_that_send_fewer_bytes_are_larger() -> None:
     times = count_times_fewer_bytes(find_algorithm("int8"), 2, 2)
     assert 3.9 < times < 4
     profile = dataclasses.replace(build_uniform_profile(25_000_000, 0.1), on_cpu=True)
-    dense, fewer = (plan_bucket_lengths(profile, find_algorithm("int8"), 4, factor * rate) for factor in (1, times))
+    dense, fewer = (plan_bucket_lengths(profile, find_algorithm("int8"), 4, 4, factor * rate) for factor in (1, times))
     assert len(fewer) < len(dense)
 
 

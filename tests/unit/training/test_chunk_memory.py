@@ -18,7 +18,7 @@ def test_weights_are_read_where_they_are_after_a_script_replaced_them() -> None:
     tensors = [torch.nn.Parameter(torch.randn(4, 4)), torch.nn.Parameter(torch.randn(3))]
     parameters = [Parameter(i, str(i), tensor) for i, tensor in enumerate(tensors)]
     pieces = [ShardPiece(parameter, 0, parameter.length, 256 * i) for i, parameter in enumerate(parameters)]
-    chunk = Chunk(0, False, parameters=parameters, pieces=pieces)
+    chunk = Chunk(0, False, parameters, starts=[0, 256], length=512, first=0, last=512, pieces=pieces)
     world: Any = SimpleNamespace(local_size=1)
     memory = ChunkMemory(world, WeightsDevice(None))
 

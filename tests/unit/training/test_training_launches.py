@@ -54,12 +54,22 @@ def test_buckets_on_a_device_are_large() -> None:
     """Each bucket costs launches. On CPUs, the link decides how large buckets of dense exchanges are."""
     dense, sparse, integers = (find_algorithm(name) for name in ("hierarchical", "hitopk", "int4"))
     for algorithm in (dense, integers):
-        assert choose_largest_size(algorithm, is_on_cpu=True, ranks=8, total_bytes=2**30) is None
-    assert choose_largest_size(sparse, is_on_cpu=True, ranks=8, total_bytes=2**30) == BUCKET_BYTES
-    assert choose_largest_size(dense, is_on_cpu=False, ranks=8, total_bytes=2**30) == BUCKET_BYTES
+        assert choose_largest_size(algorithm, is_on_cpu=True, nodes=4, ranks=8, total_bytes=2**30) is None
+    assert choose_largest_size(sparse, is_on_cpu=True, nodes=4, ranks=8, total_bytes=2**30) == BUCKET_BYTES
+    assert choose_largest_size(dense, is_on_cpu=False, nodes=4, ranks=8, total_bytes=2**30) == BUCKET_BYTES
     for algorithm in (sparse, integers):
-        assert choose_largest_size(algorithm, is_on_cpu=False, ranks=8, total_bytes=2**30) == DEVICE_BUCKET_BYTES
-        assert choose_largest_size(algorithm, is_on_cpu=False, ranks=8, total_bytes=4 * BUCKET_BYTES) == BUCKET_BYTES
+        assert (
+            choose_largest_size(algorithm, is_on_cpu=False, nodes=4, ranks=8, total_bytes=2**30) == DEVICE_BUCKET_BYTES
+        )
+        assert (
+            choose_largest_size(algorithm, is_on_cpu=False, nodes=4, ranks=8, total_bytes=4 * BUCKET_BYTES)
+            == BUCKET_BYTES
+        )
+    # With many nodes, the rows of all of them would take too much memory; those of two stages are one row together.
+    assert choose_largest_size(sparse, is_on_cpu=False, nodes=128, ranks=128, total_bytes=2**30) == BUCKET_BYTES
+    assert (
+        choose_largest_size(integers, is_on_cpu=False, nodes=128, ranks=128, total_bytes=2**30) == DEVICE_BUCKET_BYTES
+    )
 
 
 def test_the_launches_of_a_bucket_do_not_grow_with_its_parameters() -> None:

@@ -10,6 +10,7 @@ import torch
 from topkube.arrays import Array
 from topkube.collectives.call import Call, reserve_workspace
 from topkube.training.node_weights.layout import Chunk
+from topkube.training.node_weights.parameter_views import ParameterViews
 from topkube.training.node_weights.weights_device import WeightsDevice
 from topkube.world import World
 
@@ -19,9 +20,10 @@ class ChunkMemory:
 
     def __init__(self, world: World, device: WeightsDevice) -> None:
         self._world, self.device = world, device
-        self._addresses: dict[int, list[int]] = {}
-        """The addresses of the parameters of a chunk, by its number, when `_views` was last written."""
-        self._views: dict[int, list[Array]] = {}
+        self._views: dict[int, ParameterViews] = {}
+        """The parameters of each chunk, by its number."""
+        self._in_place: dict[int, tuple[list[torch.Tensor], list[Array]]] = {}
+        """The pieces of each chunk in host memory, as tensors and as arrays."""
 
     def take_staging(self, chunk: Chunk, world: World | None = None) -> tuple[Array, Array]:
         """Return a work buffer for the chunk, and this rank's shard of it. The next chunk has another buffer. A later
@@ -36,25 +38,28 @@ class ChunkMemory:
         this rank cannot write all weights of its node there."""
         if self._world.local_size > 1 or self.device.device is not None:
             return None
-        tensors = [parameter.tensor for parameter in chunk.parameters]
-        if not all([tensor.is_contiguous() for tensor in tensors]):
+        pieces = self._find_views(chunk).pieces_in_place
+        if pieces is None:
             return None
-        # Views keep their memory, so while parameters have these addresses, they are views of the parameters.
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        if addresses != self._addresses.get(chunk.number):
-            if any(address % tensor.element_size() for address, tensor in zip(addresses, tensors, strict=True)):
+        known, arrays = self._in_place.get(chunk.number, (None, []))
+        if pieces is not known:
+            if any(piece.data_ptr() % piece.element_size() for piece in pieces):
                 return None
-            self._addresses[chunk.number], self._views[chunk.number] = addresses, self._read(chunk)
-        return self._views[chunk.number]
+            arrays = self.device.read(pieces)
+            self._in_place[chunk.number] = pieces, arrays
+        return arrays
 
     def read(self, chunk: Chunk) -> list[Array]:
         """Return the weights of this rank's shard, one array for each piece: copies, or views if the parameters are in
         host memory and contiguous."""
         in_place = self.find_in_place(chunk)
-        return in_place if in_place is not None else self._read(chunk)
+        return in_place if in_place is not None else self.device.read(self._find_views(chunk).pieces)
 
-    def _read(self, chunk: Chunk) -> list[Array]:
-        return self.device.read([piece.view(piece.parameter.tensor) for piece in chunk.pieces])
+    def _find_views(self, chunk: Chunk) -> ParameterViews:
+        views = self._views.get(chunk.number)
+        if views is None:
+            views = self._views[chunk.number] = ParameterViews(chunk)
+        return views
 
     def collect(self, chunk: Chunk, shard: Array, agreed: Array | None = None) -> None:
         """Copy this rank's shard of the parameters into `shard`, without `agreed`, its shard of the agreed weights. The

@@ -25,14 +25,19 @@ class ParameterViews:
     @property
     def whole(self) -> list[torch.Tensor] | None:
         """The parameters; None if the memory of one is not contiguous."""
-        return self._whole if self._look() else None
+        return self._whole if self._refresh() else None
+
+    @property
+    def pieces_in_place(self) -> list[torch.Tensor] | None:
+        """The parts of parameters in this rank's shard: the same list until a parameter has moved. None if one of the
+        parameters is not contiguous."""
+        return self._pieces if self._refresh() else None
 
     @property
     def pieces(self) -> list[torch.Tensor]:
         """The parts of parameters in this rank's shard: copies of those that are not contiguous."""
-        if self._look():
-            return self._pieces
-        return [piece.view(piece.parameter.tensor) for piece in self._chunk.pieces]
+        in_place = self.pieces_in_place
+        return in_place if in_place is not None else self._cut_parameters()
 
     def cut(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the parts of `values`, which has the length of the chunk, that belong to the parameters: views."""
@@ -42,8 +47,11 @@ class ParameterViews:
         """Return the parts of `shard`, which has the length of this rank's shard, that belong to its pieces: views."""
         return shard.split_with_sizes(self._piece_lengths)[1::2]
 
-    def _look(self) -> bool:
-        """Return True if all parameters are contiguous, and make new views of those that have moved."""
+    def _cut_parameters(self) -> list[torch.Tensor]:
+        return [piece.view(piece.parameter.tensor) for piece in self._chunk.pieces]
+
+    def _refresh(self) -> bool:
+        """Make new views if a parameter has moved. Return False if the memory of a parameter is not contiguous."""
         tensors = [parameter.tensor for parameter in self._chunk.parameters]
         if not all([tensor.is_contiguous() for tensor in tensors]):
             return False
@@ -51,7 +59,7 @@ class ParameterViews:
         addresses = [tensor.data_ptr() for tensor in tensors]
         if addresses != self._addresses:
             self._whole = [tensor.detach().view(-1) for tensor in tensors]
-            self._pieces = [piece.view(piece.parameter.tensor) for piece in self._chunk.pieces]
+            self._pieces = self._cut_parameters()
             self._addresses = addresses
         return True
 

@@ -46,9 +46,10 @@ class Bucket:
         """The number of elements."""
         return self.starts[-1]
 
-    @property
+    @cached_property
     def holds_small(self) -> bool:
-        """True if a parameter is always exchanged dense: the bucket is then never compressed or rounded."""
+        """True if a parameter is always exchanged dense: the bucket is then never compressed or rounded. Read when the
+        bucket is complete."""
         return self.is_always_dense or any(parameter.is_always_dense for parameter in self.parameters)
 
     def append(self, parameter: Parameter) -> None:

@@ -214,7 +214,7 @@ class BucketPlan:
         if not is_on_cpu and self.tuning.choice is not None:
             algorithm = self.tuning.choice.algorithm
         total_bytes = sum(parameter.length * parameter.dtype.itemsize for parameter in self._parameters)
-        return choose_largest_size(algorithm, is_on_cpu, world.size, total_bytes)
+        return choose_largest_size(algorithm, is_on_cpu, world.nodes, world.size, total_bytes)
 
     def _can_mix(self) -> bool:
         """Return True if small tensors can share the buckets of others with the algorithm that is in force until the

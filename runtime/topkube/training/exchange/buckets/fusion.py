@@ -20,6 +20,8 @@ BUCKET_BYTES = 25 * 2**20
 DEVICE_BUCKET_BYTES = 4 * BUCKET_BYTES
 """The largest size on a device with an algorithm that compresses. The work of the host for a bucket then takes longer
 than its messages, and delays the launches of backward."""
+DEVICE_NODES = 8
+"""With more nodes that send their rows to all others, buckets are smaller: their rows are in work buffers at a time."""
 DEVICE_BUCKETS = 4
 """The buckets that a model has at least on a device, if they have BUCKET_BYTES or more."""
 LEAST_BUCKET_BYTES = 2**20
@@ -108,14 +110,17 @@ def fill_buckets(
     return buckets
 
 
-def choose_largest_size(algorithm: Algorithm, is_on_cpu: bool, ranks: int, total_bytes: int) -> int | None:
+def choose_largest_size(algorithm: Algorithm, is_on_cpu: bool, nodes: int, ranks: int, total_bytes: int) -> int | None:
     """Return the most bytes of a bucket, None if sizes are chosen so that exchanges overlap with backward. All
     gradients have `total_bytes`. A device has its own pipeline, so its buckets are large."""
     if is_on_cpu:
         return None if ranks > 1 and algorithm.has_small_buckets else BUCKET_BYTES
     if ranks == 1 or not algorithm.compresses:
         return BUCKET_BYTES
-    return max(BUCKET_BYTES, min(DEVICE_BUCKET_BYTES, total_bytes // DEVICE_BUCKETS))
+    most = DEVICE_BUCKET_BYTES
+    if nodes > DEVICE_NODES and not algorithm.has_two_stages(nodes):
+        most = most * DEVICE_NODES // nodes
+    return max(BUCKET_BYTES, min(most, total_bytes // DEVICE_BUCKETS))
 
 
 def can_mix(algorithm: Algorithm, dense_wire: str) -> bool:
