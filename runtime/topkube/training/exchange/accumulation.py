@@ -28,6 +28,17 @@ class Accumulation:
         self._undo_discarded()
         self._scale = self._batches.find_scale()
 
+    @property
+    def weighs(self) -> bool:
+        """True if gradients of this backward are scaled by the share of this rank's samples."""
+        return self._scale != 1
+
+    @staticmethod
+    def begin_anew(parameter: Parameter) -> None:
+        """Note that a parameter has no gradient, as `prepare` would for a gradient that needs no replacement."""
+        parameter.is_aggregated, parameter.stash = False, None
+        parameter.grad_was_none, parameter.is_weightless = True, False
+
     def prepare(self, parameter: Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
         """Prepare `.grad` for a gradient that torch is about to add. Return the gradient's replacement, or None to add
         the gradient itself. Raises TrainingError for a gradient of another dtype or layout than before."""

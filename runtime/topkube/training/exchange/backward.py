@@ -235,6 +235,24 @@ class Backward:
         self._untouched.clear()
         for bucket in self.plan.buckets:
             bucket.begin_backward(self.exchange.choose_intake(bucket), self.exchange.is_decoupled)
+        self._expect_gradients(has_gradients)
+
+    def _expect_gradients(self, has_gradients: bool) -> None:
+        """Tell the hooks what is known of the gradients of this backward."""
+        expected = self._hooks.expected
+        expected.task, expected.are_first = self._task, not has_gradients and not self._accumulation.weighs
+        if expected.are_first:
+            for parameter in self.parameters:
+                self._accumulation.begin_anew(parameter)
+        expected.are_only_read = (
+            expected.are_first
+            and self.synchronizes
+            and self.plan.is_agreed
+            and self.queue.step_trace is None
+            and not current_pass.has_several
+            and all(bucket.intake == "is only read" for bucket in self.plan.buckets)
+            and all(self.plan.find_bucket(p) is not None for p in self.parameters if p.tensor.requires_grad)
+        )
 
     def abandon(self) -> None:
         """Undo a backward pass that did not finish. Raises TrainingError if other ranks have already exchanged a part
@@ -247,7 +265,7 @@ class Backward:
         gradients are finite. Then run the script's hooks on the aggregated gradients."""
         if self.queue.step_trace is not None:
             self.queue.step_trace.end_gradients()
-        for parameter in self._untouched:
+        for parameter in self.parameters if self._hooks.expected.are_only_read else self._untouched:
             parameter.copy_shared_gradient()
         self._untouched.clear()
         if self.synchronizes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,19 @@ class GradientReceiver(Protocol):
         None if hooks of the script may have kept it."""
 
 
+@dataclass(slots=True)
+class ExpectedGradients:
+    """What is known when a backward begins, so that a hook has little to do: between two operations of backward, most of
+    what Python touches has left the caches."""
+
+    task: int = -1
+    """The number of the backward pass; -1 if nothing is known."""
+    are_first: bool = False
+    """True if no parameter has a gradient yet, and gradients are not weighed."""
+    are_only_read: bool = False
+    """True if nothing happens to gradients before the end of backward."""
+
+
 class GradientHooks:
     """Two hooks per parameter, before and after a gradient is accumulated. They hold a weak reference to the exchange,
     and end with it and its optimizer.
@@ -44,6 +58,7 @@ class GradientHooks:
 
     def __init__(self, exchange: GradientReceiver, parameters: list[Parameter]) -> None:
         self._exchange = weakref.ref(exchange)
+        self.expected = ExpectedGradients()
         self._handles: list[Any] = []
         self._nodes: list[Any] = []  # torch drops a node and its hooks if there is no reference to it
         self._deferred: dict[int, tuple[Parameter, dict[int, Callable[[torch.Tensor], None]]]] = {}
@@ -76,18 +91,32 @@ class GradientHooks:
             del _owners[key]
 
     def _hook(self, parameter: Parameter) -> None:
-        exchange, hooks, tensor = self._exchange, weakref.ref(self), parameter.tensor
+        exchange, hooks, tensor, expected = self._exchange, weakref.ref(self), parameter.tensor, self.expected
+        find_task, dtype = torch._C._current_graph_task_id, parameter.gradient_dtype
 
         def before_accumulation(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+            gradient = gradients[0]
+            if (
+                expected.are_first
+                and expected.task == find_task()
+                and gradient is not None
+                and gradient.dtype is dtype
+                and not (gradient.is_sparse or parameter.has_rows or gradient.is_neg() or gradient.is_conj())
+                and tensor.requires_grad
+                and not tensor._post_accumulate_grad_hooks
+            ):
+                return None
             owner = exchange()
             if owner is None:
                 return None
-            replacement = owner.prepare_gradient(parameter, gradients[0])
+            replacement = owner.prepare_gradient(parameter, gradient)
             if tensor._post_accumulate_grad_hooks and (own := hooks()) is not None:
                 own._defer(parameter)
             return None if replacement is None else (replacement,)
 
         def after_accumulation(_: Any, gradients: tuple[torch.Tensor | None, ...]) -> None:
+            if expected.are_only_read and expected.task == find_task():
+                return
             owner = exchange()
             if owner is not None:
                 is_seen = tensor._backward_hooks or len(node_hooks() or ()) > 1  # a hook of the script may keep it
