@@ -123,6 +123,33 @@ def test_the_first_import_may_be_in_inference_mode() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
+def test_a_step_after_no_sync_alone_is_noticed() -> None:
+    model = build_model()
+    optimizer = build_optimizer(model)
+    run_backward(model)  # plans the buckets
+    optimizer.step()
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        run_backward(model)
+    assert optimizer.accumulating
+    run_backward(model)
+    assert not optimizer.accumulating
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.9 and newer have grad_dtype")
+@pytest.mark.parametrize("steps", [0, 2])
+def test_gradients_of_another_dtype_are_refused(steps: int) -> None:
+    model = build_model()
+    optimizer = build_optimizer(model)
+    for _ in range(steps):
+        run_backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    model[0].weight.grad_dtype = torch.bfloat16
+    with pytest.raises(TrainingError, match=r"0\.weight has dtype torch\.bfloat16"):
+        run_backward(model)
+
+
 def test_gradients_stay_in_the_memory_that_a_script_chose() -> None:
     """Gradients are views of a flat buffer, and several backwards add to them."""
     model = build_model()

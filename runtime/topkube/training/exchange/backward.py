@@ -251,7 +251,6 @@ class Backward:
             and self.queue.step_trace is None
             and not current_pass.has_several
             and all(bucket.intake == "is only read" for bucket in self.plan.buckets)
-            and all(self.plan.find_bucket(p) is not None for p in self.parameters if p.tensor.requires_grad)
         )
 
     def abandon(self) -> None:

@@ -35,8 +35,8 @@ class GradientReceiver(Protocol):
 
 @dataclass(slots=True)
 class ExpectedGradients:
-    """What is known when a backward begins, so that a hook has little to do: between two operations of backward, most of
-    what Python touches has left the caches."""
+    """What is known when a backward begins. A hook then has little to do: between two operations of backward, most of
+    what Python touches leaves the caches."""
 
     task: int = -1
     """The number of the backward pass; -1 if nothing is known."""
