@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from topkube.collectives.overlapped import is_narrow
 from topkube.errors import ArgumentError
@@ -103,10 +104,22 @@ def test_a_fast_link_has_fewer_buckets() -> None:
     fast = plan_sizes(1e9)
     assert len(fast) <= 5
     assert max(fast) <= 1e9 * fusion.BUCKET_SECONDS
+    assert fast[0] <= 1e9 * fusion.BUCKET_SECONDS / 4
     assert fast[-1] <= fusion.LEAST_BUCKET_BYTES
-    crowded = plan_sizes(0.0, crowding=2.0)
+    assert plan_sizes(0.0, crowding=2.0) == plan_sizes(0.0)
+    crowded = plan_sizes(0.0, crowding=4.0)
     assert len(crowded) < len(plan_sizes(0.0))
     assert max(crowded) <= 2 * sum(crowded) / fusion.BUCKETS
+
+
+def test_buckets_grow_at_most_twofold() -> None:
+    """Otherwise the link waits while backward fills the second bucket."""
+    parameters = [Parameter(i, f"p{i}", nn.Parameter(torch.empty(256, 256))) for i in range(160)]
+    buckets = fill_buckets(parameters, ends=fusion.find_overlap_ends(parameters))
+    sizes = [bucket.length * 4 for bucket in buckets]
+    assert sizes[0] == fusion.LEAST_BUCKET_BYTES
+    assert max(sizes) > 4 * sizes[0]
+    assert all(after <= 2 * before for before, after in itertools.pairwise(sizes))
 
 
 def test_the_density_falls_from_1_to_its_target_exponentially() -> None:

@@ -29,8 +29,8 @@ LEAST_BUCKET_BYTES = 2**20
 more than they hide."""
 BUCKETS = 8
 """The number of buckets that a model has, if these bounds and the link allow it. While one bucket travels, the
-gradients of the next are computed; only the last bucket has nothing to hide behind. Every bucket costs the computation
-processor time: with 16, a step over 1 Gbit/s took 4% longer."""
+gradients of the next are computed; only the last bucket has nothing to hide behind. But every bucket costs processor
+time: with 16 of them, and a processor for each rank, a step over 1 Gbit/s took 4% longer."""
 BUCKET_SECONDS = 0.01
 """How long a bucket occupies the link at least: on a fast link, the work per bucket costs more than a shorter wait for
 the last bucket saves."""
@@ -38,11 +38,12 @@ the last bucket saves."""
 
 def find_overlap_ends(parameters: Iterable[Parameter], rate: float = 0.0, crowding: float = 1.0) -> set[int]:
     """Return the positions of `parameters` after which a bucket should end, so that its exchange overlaps with
-    the rest of backward. The first bucket is small, so that the exchange starts early. The last bucket is small,
+    the rest of backward. The first bucket is small, so that the exchange starts early, and each of the next is at most
+    twice as large, so that the link does not wait for it. The last bucket is small,
     because it is exchanged after backward. The others have equal sizes, which follow from the sizes of the tensors and
     from `rate`, the bytes of gradients that pass the link per second (0: unknown): more than the link's rate if values
-    are sent in fewer bytes. With `crowding` ranks per processor, buckets are larger by that factor, because the work
-    per bucket delays other ranks too."""
+    are sent in fewer bytes. With `crowding` ranks per processor, what the link carries counts that often, and the share
+    of the model half as often, because the work per bucket delays other ranks too."""
     crowding = max(1.0, crowding)
     groups: dict[torch.dtype, list[tuple[int, int]]] = {}
     for position, parameter in enumerate(parameters):
@@ -55,14 +56,14 @@ def find_overlap_ends(parameters: Iterable[Parameter], rate: float = 0.0, crowdi
         if total <= LEAST_BUCKET_BYTES:
             continue
         by_link = rate * BUCKET_SECONDS * crowding
-        usual_limit = min(BUCKET_BYTES, max(LEAST_BUCKET_BYTES, total * crowding // BUCKETS, by_link))
+        usual_limit = min(BUCKET_BYTES, max(LEAST_BUCKET_BYTES, total * max(1.0, crowding / 2) // BUCKETS, by_link))
         first = min(usual_limit, max(LEAST_BUCKET_BYTES, by_link / 4))
         filled, limit, remaining, previous_position, is_last = 0, first, total, -1, False
         for position, size in group:
             begins_last = not is_last and remaining <= LEAST_BUCKET_BYTES
             if filled and (begins_last or filled + size > limit):
                 ends.add(previous_position)
-                filled, limit = 0, usual_limit
+                filled, limit = 0, min(usual_limit, 2 * limit)
             is_last = is_last or begins_last
             filled, remaining, previous_position = filled + size, remaining - size, position
     return ends
