@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from topkube.world import World
 
-_BUFFERED_BYTES = 512 << 10
+_BUFFERED_BYTES = 256 << 10
 """What the buffers of a connection hold: the kernel enlarges them while data passes (`tcp_rmem`, `tcp_wmem`)."""
 _SHORTEST, _LONGEST = 1e-3, 8e-3
 """The bounds of a pause, in seconds, while other work of the step continues."""
