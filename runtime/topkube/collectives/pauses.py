@@ -9,8 +9,8 @@ from __future__ import annotations
 from topkube.world import World
 
 _BUFFERED_BYTES = 256 << 10
-"""What the buffers of a connection hold: the kernel enlarges them while data passes (`tcp_rmem`, `tcp_wmem`)."""
-_SHORTEST, _LONGEST = 1e-3, 8e-3
+"""What the buffers of a connection hold at least."""
+_SHORTEST, _LONGEST = 1e-3, 4e-3
 """The bounds of a pause, in seconds, while other work of the step continues."""
 _HURRY = 8
 """A wait that delays the step checks this many times more often."""

@@ -168,6 +168,37 @@ def test_gradients_stay_in_the_memory_that_a_script_chose() -> None:
     torch.testing.assert_close(flat, torch.cat([p.grad.flatten() for p in expected.parameters()]))
 
 
+@pytest.mark.parametrize("aggregation", ["dense", "hitopk"])
+def test_a_gradient_that_a_script_assigns_during_backward_stays_in_its_memory(aggregation: str) -> None:
+    model = build_model()
+    optimizer = build_optimizer(model, aggregation=aggregation)
+    first, flat = model[0].weight, torch.zeros(64 * 20)
+
+    def assign(module: nn.Module, *_: Any) -> None:
+        first.grad = flat.view(64, 20)
+
+    for step in range(3):  # the first backward plans the buckets
+        handle = model[3].register_full_backward_hook(assign)
+        run_backward(model, seed=step)
+        handle.remove()
+        assert first.grad.data_ptr() == flat.data_ptr()
+        optimizer.step()
+        optimizer.zero_grad()
+        flat.zero_()
+
+
+def test_layers_that_are_unfrozen_later_are_exchanged_in_the_order_of_backward() -> None:
+    model = build_model()
+    model[:3].requires_grad_(False)
+    optimizer = build_optimizer(model)
+    run_backward(model)
+    optimizer.zero_grad()
+    model.requires_grad_(True)
+    run_backward(model)
+    layers = [name.split(".")[0] for name in optimizer._backward.plan.order or []]
+    assert layers == ["3", "3", "2", "2", "0", "0"]
+
+
 def test_sparse_gradients_train_as_with_the_plain_optimizer() -> None:
     embedding, reference = nn.Embedding(10, 4, sparse=True), nn.Embedding(10, 4, sparse=True)
     reference.load_state_dict(embedding.state_dict())

@@ -112,7 +112,7 @@ def test_a_fast_link_has_fewer_buckets() -> None:
     assert max(crowded) <= 2 * sum(crowded) / fusion.BUCKETS
 
 
-def test_buckets_grow_at_most_twofold() -> None:
+def test_buckets_of_equal_tensors_grow_at_most_twofold() -> None:
     """Otherwise the link waits while backward fills the second bucket."""
     parameters = [Parameter(i, f"p{i}", nn.Parameter(torch.empty(256, 256))) for i in range(160)]
     buckets = fill_buckets(parameters, ends=fusion.find_overlap_ends(parameters))

@@ -35,9 +35,9 @@ class Accumulation:
 
     @staticmethod
     def begin_anew(parameter: Parameter) -> None:
-        """Note that a parameter has no gradient, as `prepare` would for a gradient that needs no replacement."""
+        """Note that a parameter has no gradient when a backward begins."""
         parameter.is_aggregated, parameter.stash = False, None
-        parameter.grad_was_none, parameter.is_weightless = True, False
+        parameter.grad_was_none = parameter.is_weightless = False
 
     def prepare(self, parameter: Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
         """Prepare `.grad` for a gradient that torch is about to add. Return the gradient's replacement, or None to add

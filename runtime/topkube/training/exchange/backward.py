@@ -240,7 +240,7 @@ class Backward:
     def _expect_gradients(self, has_gradients: bool) -> None:
         """Tell the hooks what is known of the gradients of this backward."""
         expected = self._hooks.expected
-        expected.task, expected.are_first = self._task, not has_gradients and not self._accumulation.weighs
+        expected.are_first = not has_gradients and not self._accumulation.weighs
         if expected.are_first:
             for parameter in self.parameters:
                 self._accumulation.begin_anew(parameter)
@@ -252,6 +252,7 @@ class Backward:
             and not current_pass.has_several
             and all(bucket.intake == "is only read" for bucket in self.plan.buckets)
         )
+        expected.task = self._task
 
     def abandon(self) -> None:
         """Undo a backward pass that did not finish. Raises TrainingError if other ranks have already exchanged a part

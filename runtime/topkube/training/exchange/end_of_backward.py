@@ -49,7 +49,8 @@ class EndOfBackward:
 
         `seen` holds the indices of the parameters without a bucket whose gradients this backward has produced; `late`
         is what the next forward finishes, with DeAR; `are_hooks_deferred` is True if hooks of the script still wait."""
-        seen = seen + [p.index for p in self._parameters if p.is_local and self._plan.find_bucket(p) is None]
+        unplanned = (p for p in reversed(self._parameters) if p.is_local and self._plan.find_bucket(p) is None)
+        seen = [*seen, *(parameter.index for parameter in unplanned)]
         if not self._plan.is_agreed:
             self._agree_on_plan(seen)
         self._gradients.settle()

@@ -41,7 +41,7 @@ class ExpectedGradients:
     task: int = -1
     """The number of the backward pass; -1 if nothing is known."""
     are_first: bool = False
-    """True if no parameter has a gradient yet, and gradients are not weighed."""
+    """True if no parameter had a gradient when backward began, and gradients are not weighed."""
     are_only_read: bool = False
     """True if nothing happens to gradients before the end of backward."""
 
@@ -103,8 +103,10 @@ class GradientHooks:
                 and gradient.dtype is dtype
                 and not (gradient.is_sparse or parameter.has_rows or gradient.is_neg() or gradient.is_conj())
                 and tensor.requires_grad
+                and tensor.grad is None  # otherwise the script has assigned it during this backward
                 and not tensor._post_accumulate_grad_hooks
             ):
+                parameter.grad_was_none = True
                 return None
             owner = exchange()
             if owner is None:

@@ -38,8 +38,8 @@ the last bucket saves."""
 
 def find_overlap_ends(parameters: Iterable[Parameter], rate: float = 0.0, crowding: float = 1.0) -> set[int]:
     """Return the positions of `parameters` after which a bucket should end, so that its exchange overlaps with
-    the rest of backward. The first bucket is small, so that the exchange starts early, and each of the next is at most
-    twice as large, so that the link does not wait for it. The last bucket is small,
+    the rest of backward. The first bucket is small, so that the exchange starts early, and the limit of each is twice
+    that of the one before, so that the link does not wait for it. The last bucket is small,
     because it is exchanged after backward. The others have equal sizes, which follow from the sizes of the tensors and
     from `rate`, the bytes of gradients that pass the link per second (0: unknown): more than the link's rate if values
     are sent in fewer bytes. With `crowding` ranks per processor, what the link carries counts that often, and the share
