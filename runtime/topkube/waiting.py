@@ -47,14 +47,12 @@ def advance_messages(advance: Callable[[], bool]) -> bool:
     call has moved data, but its processor time shows it. Its duration does not: after the call, the thread waits for
     the interpreter, which another thread may hold.
     """
-    before = time.thread_time()
     for _ in range(_MOST_CALLS):
+        start = time.thread_time()
         if advance():
             return True
-        after = time.thread_time()
-        if after - before < _IDLE_SECONDS:
+        if time.thread_time() - start < _IDLE_SECONDS:
             break
-        before = after
     return False
 
 

@@ -104,9 +104,11 @@ class Exchanges:
 
 def _are_complete(awaited: list[Any]) -> bool:
     """Return True if MPI requests are complete, or if a device has passed marks. Does not wait."""
-    if awaited and not hasattr(awaited[0], "Testall"):
+    from mpi4py.MPI import Request
+
+    if awaited and not isinstance(awaited[0], Request):
         return all(mark.query() for mark in awaited)
-    return not awaited or bool(awaited[0].Testall(awaited))
+    return bool(Request.Testall(awaited))
 
 
 def pairwise_all_reduce(

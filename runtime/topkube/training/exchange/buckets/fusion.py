@@ -30,7 +30,7 @@ more than they hide."""
 BUCKETS = 8
 """The number of buckets that a model has, if these bounds and the link allow it. While one bucket travels, the
 gradients of the next are computed; only the last bucket has nothing to hide behind. But every bucket costs processor
-time: with 16 of them, and a processor for each rank, a step over 1 Gbit/s took 4% longer."""
+time: with 16 of them, and a processor for each rank, a step over 1 Gbit/s took 6% longer."""
 BUCKET_SECONDS = 0.01
 """How long a bucket occupies the link at least: on a fast link, the work per bucket costs more than a shorter wait for
 the last bucket saves."""
@@ -38,9 +38,9 @@ the last bucket saves."""
 
 def find_overlap_ends(parameters: Iterable[Parameter], rate: float = 0.0, crowding: float = 1.0) -> set[int]:
     """Return the positions of `parameters` after which a bucket should end, so that its exchange overlaps with
-    the rest of backward. The first bucket is small, so that the exchange starts early, and the limit of each is twice
-    that of the one before, so that the link does not wait for it. The last bucket is small,
-    because it is exchanged after backward. The others have equal sizes, which follow from the sizes of the tensors and
+    the rest of backward. The first bucket is small, so that the exchange starts early. The last bucket is small,
+    because it is exchanged after backward. The limits of the others double from bucket to bucket, so that the link does
+    not wait for a large one, up to a size that follows from the sizes of the tensors and
     from `rate`, the bytes of gradients that pass the link per second (0: unknown): more than the link's rate if values
     are sent in fewer bytes. With `crowding` ranks per processor, what the link carries counts that often, and the share
     of the model half as often, because the work per bucket delays other ranks too."""
