@@ -136,6 +136,8 @@ class TopKubeTrainer:
                 options["period"] = int(variant.removeprefix("period"))
             elif variant == "own":
                 options["node_weights"] = "own"
+            elif variant == "dear":
+                options["overlap"] = "dear"
             else:
                 options["dense_wire"] = variant
         if algorithm == "dear":

@@ -77,7 +77,7 @@ class Settings:
     overlap: str = _setting(
         "TOPKUBE_OVERLAP",
         "backward",
-        "what dense exchanges between nodes overlap with: backward, or dear: also with the next forward",
+        "what exchanges of gradients between nodes overlap with: backward, or dear: also with the next forward",
         ("backward", "dear"),
     )
     node_weights: str = _setting(

@@ -186,15 +186,21 @@ def explain_dense_wire(name: str) -> str:
     )
 
 
-def explain_overlap(names: Sequence[str]) -> str:
+def explain_overlap(names: Sequence[str], momentum_correction: bool) -> str:
     """Return why the overlap `dear` (DeAR) does not work with the algorithms called `names`, and what to do; "" if it
-    works."""
+    works. `momentum_correction` is the job's setting."""
     for name in names:
         algorithm = None if name in CHOICES else _load_if_known(name)
         if algorithm is not None and OVERLAP not in algorithm.parameters:
+            divisible = [one.name for one in OWN if OVERLAP in one.parameters]
             return (
-                f"{name} has no reduce-scatter between nodes that could be separate from its all-gather; choose the"
-                f" algorithm {DENSE} or {AUTO}, or leave overlap at {OVERLAP.default}"
+                f"{name} cannot divide its exchange between nodes into two halves; choose {', '.join(CHOICES)} or one"
+                f" of {', '.join(divisible)}, or leave overlap at {OVERLAP.default}"
+            )
+        if algorithm is not None and algorithm.compresses and momentum_correction:
+            return (
+                f"with {name}, momentum correction changes the gradients of all parameters in the optimizer's step;"
+                f" turn off momentum correction, or leave overlap at {OVERLAP.default}"
             )
     return ""
 
@@ -221,7 +227,7 @@ def explain_node_weights(name: str, overlap: str, momentum_correction: bool, has
     blocking = [text for text, is_set in (settings | {"a schedule": has_schedule}).items() if is_set]
     if not blocking:
         return ""
-    return f"{AUTO} does not compress with {' and '.join(blocking)}; leave that out, {advice}"
+    return f"{AUTO} keeps the weights of all nodes equal with {' and '.join(blocking)}; leave that out, {advice}"
 
 
 def _load_if_known(name: str) -> Algorithm | None:

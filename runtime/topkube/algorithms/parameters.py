@@ -118,8 +118,8 @@ MATRIX_RANK = AlgorithmParameter(
 
 OVERLAP = AlgorithmParameter(
     "overlap",
-    "what the exchange of dense gradients between nodes overlaps with: backward, or dear: the reduce-scatter with"
-    " backward, and the all-gather and the update of the weights with the next forward",
+    "what the exchange of gradients between nodes overlaps with: backward, or dear: its first half with backward, and"
+    " its second half and the update of the weights with the next forward",
     "backward",
     choices=("backward", "dear"),
 )

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from topkube import kernels
-from topkube.arrays import BFLOAT16
+from topkube.arrays import BFLOAT16, Array
 from topkube.collectives.all_reduce import ShardAllReduce
-from topkube.collectives.call import Call
+from topkube.collectives.call import Call, find_own_shard
 from topkube.collectives.codecs import (
     Codec,
     Integers,
@@ -25,6 +25,7 @@ from topkube.collectives.codecs import (
     Signs,
 )
 from topkube.collectives.exchange import Exchange, Place
+from topkube.collectives.halves import HalvableAllReduce, Halves
 from topkube.collectives.request import Request
 from topkube.collectives.shard import Shard
 from topkube.collectives.top_levels import TopLevels
@@ -139,14 +140,51 @@ class SparseLoCo(CodecAllReduce):
         return Rounded(length, "bf16") if is_always_dense else TopLevels(places)
 
 
-class QuantisedAllReduce(CodecAllReduce):
+class QuantisedAllReduce(CodecAllReduce, HalvableAllReduce):
     """Every node sends all its values as integers of `bits` bits, in two stages: to the owners of segments, which send
-    the sums in the same format (Tang et al., "DoubleSqueeze", 2019). The rest of both stages stays in residuals."""
+    the sums in the same format (Tang et al., "DoubleSqueeze", 2019). The rest of both stages stays in residuals. With
+    DeAR, each stage is a half."""
 
     bits: ClassVar[int]
 
     def codec(self, places: Sequence[slice], length: int, wire: str, is_always_dense: bool = False) -> Codec:
         return Integers(places, self.bits)
+
+    def begin_in_halves(self, world: World, request: Request, place: Place, kept: str) -> Halves:
+        call, shard = self.reduce_inside(world, request)
+        if world.cross_comm is None:
+            return Halves(call, None, 0, lambda comm: iter(()), (0, 0), shard.finite)
+        stage, change = self.build_stage(shard), shard.accumulate()
+        sent_first, sent_second = stage.sent_bytes_of_stages
+        first_element, _ = find_own_shard(world, request.length)
+        own, means = stage.segment, list[Array]()
+
+        def travel_to_owners() -> Exchange:
+            pack = partial(stage.pack, change)
+            means.extend((yield from stage.travel_to_owners(call, pack, change[own], place, kept)))
+            shard.finite.append(stage.is_finite)
+            self._write_segments(call, shard, stage, means, [world.node])
+
+        def travel_from_owners(comm: Any) -> Exchange:
+            phases.current.sent(inter=sent_second)
+            yield from stage.travel_from_owners(comm, means, place.tag)
+            others = [node for node in range(world.nodes) if node != world.node]
+            self._write_segments(call, shard, stage, means, others)
+
+        result = first_element + own.start, first_element + own.stop
+        return Halves(call, travel_to_owners(), sent_first, travel_from_owners, result, shard.finite)
+
+    def _write_segments(
+        self, call: Call, shard: Shard, stage: TwoStage, means: Sequence[Array], owners: Sequence[int]
+    ) -> None:
+        """Put what these owners sent into their segments of the shard."""
+        with phases.current.timed("select", bucket=call.traced_bucket):
+            total = self._find_float32_values(shard)
+            for owner in owners:
+                stage.write_segment(total, means, owner)
+                if total is not shard.values:
+                    segment = slice(*stage.bounds[owner : owner + 2])
+                    kernels.cast_(shard.values[segment], total[segment])
 
 
 class Int8(QuantisedAllReduce):

@@ -1,11 +1,14 @@
-"""Dense all-reduce in two halves, for DeAR (Zhang et al., "DeAR: Accelerating Distributed Deep Learning with
-Fine-Grained All-Reduce Pipelining", 2023): a reduce-scatter now, and the all-gather later, while other work continues.
+"""All-reduces in two halves, for DeAR (Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained
+All-Reduce Pipelining", 2023): a reduce-scatter now, and the all-gather later, while other work continues.
 
 The first half is that of `OverlappedAllReduce`, piece by piece: the ranks of a node reduce a piece, then each shard is
 reduced among equal local ranks, so that every rank holds the sum of its own segment. The second half consists of
 messages only, between nodes and inside the node. Ranks need not be at the same point of the program for it: a rank can
 wait for an array while another rank computes. The second half has communicators of its own: other collectives may
 run before it ends.
+
+A compressed array is one piece, and its algorithm divides the exchange between nodes (halves.py): `int8` and `int4`
+after the stage that sends to the owners of segments, `hitopk` before its only stage.
 
 First halves alone would leave the link idle while the next array is computed, and the second halves could then take
 longer than the work that hides them. So when no first half is under way, a rank gathers the piece that was reduced last
@@ -20,7 +23,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,6 +40,7 @@ from topkube.collectives.exchange import (
     ring_all_gather,
     ring_reduce_scatter,
 )
+from topkube.collectives.halves import HalvableAllReduce
 from topkube.collectives.overlapped import (
     TAGS,
     UNDER_WAY,
@@ -45,6 +49,7 @@ from topkube.collectives.overlapped import (
     split,
 )
 from topkube.collectives.pauses import choose_pause
+from topkube.collectives.request import Request
 from topkube.telemetry import phases
 from topkube.waiting import advance_in_waits
 from topkube.world import World
@@ -55,21 +60,23 @@ _COMMUNICATORS = "communicators of gathers"
 
 
 class HalvedPiece(NamedTuple):
-    """A piece of an array, by its number. `narrow` is this rank's shard in 16 bits if the shard is sent in 16 bits."""
+    """A piece of an array, by its number. `narrow` is this rank's shard in 16 bits if the shard is sent in 16 bits. The
+    second half of a compressed piece is `compressed`, a function of the communicator between nodes."""
 
     number: int
     values: Array
     narrow: Array | None
+    compressed: Callable[[Any], Exchange] | None = None
 
 
 @dataclass(eq=False)
 class HalvedArray:
     """An array whose reduce-scatter has begun. `ranges` holds the elements [start, stop) that this rank reduces, a
-    range for each piece: all ranks together have every element once. `ungathered` is the number of pieces that are not
-    gathered."""
+    range for each piece: all ranks together have every element once. It is None if no rank has results before the
+    second half. `ungathered` is the number of pieces that are not gathered."""
 
     call: Call
-    ranges: list[tuple[int, int]] = field(default_factory=list)
+    ranges: list[tuple[int, int]] | None = field(default_factory=list)
     pieces: list[HalvedPiece] = field(default_factory=list)
     begun: set[int] = field(default_factory=set)
     """The numbers of the pieces whose gather has begun or has its place in the order."""
@@ -82,10 +89,10 @@ class HalvedArray:
 
 
 class DecoupledAllReduce(OverlappedAllReduce):
-    """Dense all-reduces in two halves over several nodes, one thread of one rank. `halve` begins the first half of an
-    array; `finish` waits for the first half of all arrays. `gather` begins the second half of the pieces that were not
-    gathered early, `finish_gather` waits for it. After the first half, this rank's segments (`HalvedArray.ranges`) hold
-    their results. All ranks create it together."""
+    """All-reduces in two halves over several nodes, one thread of one rank. `halve` and `halve_compressed` begin the
+    first half of an array; `finish` waits for the first half of all arrays. `gather` begins the second half of the
+    pieces that were not gathered early, `finish_gather` waits for it. After the first half, this rank's segments
+    (`HalvedArray.ranges`) hold their results. All ranks create it together."""
 
     rounds = 1
 
@@ -93,8 +100,8 @@ class DecoupledAllReduce(OverlappedAllReduce):
         super().__init__(world)
         self._cross, self._node = _find_communicators(world)
         self._narrow: dict[int, Array] = {}
-        self._narrow_buffers: dict[int, int] = {}
-        """The number of the buffer that holds the 16-bit values of a piece, by the number of the piece."""
+        self._kept_buffers: dict[int, int] = {}
+        """The number of the buffer that holds what the second half of a piece sends, by the number of the piece."""
         self._gathers = Exchanges()
         self._waiting: deque[tuple[HalvedArray, HalvedPiece]] = deque()
         self._gathering: dict[int, HalvedArray] = {}
@@ -108,21 +115,45 @@ class DecoupledAllReduce(OverlappedAllReduce):
 
     def halve(self, call: Call, array: Array, factor: float, wire: str = "fp32") -> HalvedArray:
         """Begin to reduce `array`, in place, to the sum times `factor`: the arguments of `begin`."""
-        halved = HalvedArray(call)
+        halved, ranges = HalvedArray(call), list[tuple[int, int]]()
         number, position, nodes = self._number, 0, self.world.nodes
         self.begin(call, array, factor, wire=wire)
         for values in split(array):
             first, last = find_own_shard(self.world, values.size)
             if self._cross is not None:
                 start, stop = find_own_segment(self._cross, last - first, nodes > PAIRWISE_LIMIT)
-                halved.ranges.append((position + first + start, position + first + stop))
+                ranges.append((position + first + start, position + first + stop))
             piece = HalvedPiece(number, values, self._narrow.pop(number, None))
             self._halved_pieces[number] = halved, piece
             halved.pieces.append(piece)
             number, position = number + 1, position + values.size
-        halved.ungathered = len(halved.pieces)
+        halved.ranges, halved.ungathered = ranges, len(halved.pieces)
         self._is_halving = True
         return halved
+
+    def halve_compressed(
+        self, all_reduce: HalvableAllReduce, request: Request, reduced: Callable[[], None]
+    ) -> HalvedArray:
+        """Begin to reduce the array of `request`, in place, as `all_reduce` would run it. `reduced` is called in this
+        thread when the first half has ended, at the latest in `finish`: the residual is final then."""
+        number = self._number
+        kept = self._kept_buffers[number] = self._find_free_buffer()
+        halves = all_reduce.begin_in_halves(self.world, request, self.place, f" halved {kept}")
+
+        def end() -> None:
+            self.note_finite(all(map(bool, halves.finite)))
+            reduced()
+
+        piece = HalvedPiece(number, request.array, None, halves.second)
+        ranges = None if halves.own is None else [halves.own]
+        halved = HalvedArray(halves.call, ranges, [piece], ungathered=1)
+        self._halved_pieces[number] = halved, piece
+        self.begin_exchange(halves.call, halves.first, halves.sent, request.array, end)
+        self._is_halving = True
+        return halved
+
+    def _find_free_buffer(self) -> int:
+        return next(number for number in itertools.count() if number not in self._kept_buffers.values())
 
     def finish(self) -> None:
         """Return when all first halves have ended. Raises CollectiveTimeout after the world's deadline."""
@@ -170,7 +201,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
         self._gathers.advance()
         for number in [number for number in self._gathering if not self._gathers.is_running(number)]:
             self._gathering.pop(number).ungathered -= 1
-            self._narrow_buffers.pop(number, None)
+            self._kept_buffers.pop(number, None)
             self._early.discard(number)
         while self._waiting and len(self._gathering) - len(self._early) < UNDER_WAY:
             self._start_gather(*self._waiting.popleft())
@@ -184,19 +215,20 @@ class DecoupledAllReduce(OverlappedAllReduce):
             self._gathering_since = time.perf_counter()
             advance_in_waits(self._advance_gathers)
         self._gathering[piece.number] = halved
-        self._gathers.start(piece.number, self._gather(piece.number, piece.values, piece.narrow))
+        self._gathers.start(piece.number, self._gather(piece))
 
     def _end_piece(self, piece: Piece) -> None:
         self._reduced.append(piece.number)  # the second half follows later
+        if piece.finished is not None:
+            piece.finished()
 
     def _exchange(self, comm: Any, shard: Array, buffer: Array, scale: float) -> Exchange:
         tag = self._number % TAGS
         if buffer.dtype == shard.dtype:
             reduce = ring_reduce_scatter if self.world.nodes > PAIRWISE_LIMIT else pairwise_reduce_scatter
             return reduce(comm, shard, buffer, tag, self.note_finite, scale)
-        free = next(number for number in itertools.count() if number not in self._narrow_buffers.values())
-        narrow = reserve_workspace(self.world, f"halved shard {free}", shard.size, buffer.dtype)
-        self._narrow_buffers[self._number] = free
+        kept = self._kept_buffers[self._number] = self._find_free_buffer()
+        narrow = reserve_workspace(self.world, f"narrow shard halved {kept}", shard.size, buffer.dtype)
         self._narrow[self._number] = narrow
         return self._reduce_narrow(comm, shard, narrow, buffer, tag, scale)
 
@@ -207,12 +239,14 @@ class DecoupledAllReduce(OverlappedAllReduce):
         first, last = find_own_segment(comm, shard.size, False)
         kernels.cast_(shard[first:last], narrow[first:last])
 
-    def _gather(self, number: int, piece: Array, narrow: Array | None) -> Exchange:
+    def _gather(self, piece: HalvedPiece) -> Exchange:
         """Gather a piece: each shard between nodes, then all shards inside the node."""
-        world, tag = self.world, number % TAGS
-        first, last = find_own_shard(world, piece.size)
-        shard = piece[first:last]
-        if self._cross is not None:
+        world, tag = self.world, piece.number % TAGS
+        first, last = find_own_shard(world, piece.values.size)
+        shard, narrow = piece.values[first:last], piece.narrow
+        if self._cross is not None and piece.compressed is not None:
+            yield from piece.compressed(self._cross)
+        elif self._cross is not None:
             sent = shard if narrow is None else narrow
             phases.current.sent(inter=(world.nodes - 1) * sent.nbytes // world.nodes)
             gather = ring_all_gather if world.nodes > PAIRWISE_LIMIT else pairwise_all_gather
@@ -220,7 +254,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
             if narrow is not None:
                 kernels.cast_(shard, narrow)
         if world.local_size > 1:
-            yield self._send_inside(piece, shard, tag)
+            yield self._send_inside(piece.values, shard, tag)
 
     def _send_inside(self, piece: Array, shard: Array, tag: int) -> list[Any]:
         """Send this rank's shard to all ranks of the node, and receive theirs. Return the requests."""

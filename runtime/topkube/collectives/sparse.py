@@ -14,7 +14,8 @@ from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import DTYPE_CODES, Array, as_bytes, is_tensor
 from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, count_dense, reduce_into_residual
 from topkube.collectives.call import Call, compute_shard_bounds, find_own_shard, reserve_workspace
-from topkube.collectives.exchange import Exchanges, gather_rows
+from topkube.collectives.exchange import Exchange, Exchanges, Place, gather_rows
+from topkube.collectives.halves import HalvableAllReduce, Halves
 from topkube.collectives.request import Request
 from topkube.collectives.shard import Shard
 from topkube.telemetry import phases
@@ -29,10 +30,11 @@ def count_selected(length: int, density: float, shards: int = 1) -> int:
     return max(1, math.ceil(round(density * length / shards, 6)))  # 0.07 * 100 is 7.000000000000001
 
 
-class HiTopK(ShardAllReduce):
+class HiTopK(ShardAllReduce, HalvableAllReduce):
     """HiTopKComm (Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters",
     2021, section 3.2): reduce-scatter inside the node, top-k of each shard, all-gather of the entries among equal
-    local ranks, all-gather inside the node. The mean is taken before selection; the residual belongs to the shard."""
+    local ranks, all-gather inside the node. The mean is taken before selection; the residual belongs to the shard. With
+    DeAR, the second half begins with the all-gather between nodes."""
 
     is_repeatable = True
 
@@ -40,22 +42,10 @@ class HiTopK(ShardAllReduce):
         call, x = Call(world, self.algorithm.name, request), request.array
         count_dense(world, request.nbytes)
         first, last = find_own_shard(world, x.size)
-        residual = request.residual
-        if residual is not None:
-            shard = residual.pending
-            finite = reduce_into_residual(call, request, residual)
-        elif x.dtype == np.float32:
-            shard = x[first:last]
-            finite = call.reduce_scatter(x, request.scale(world.size))
-        else:
-            shard = reserve_workspace(world, "shard", last - first, np.float32)
-            finite = call.reduce_scatter(x, request.scale(world.size), shard)
-
-        bounds = compute_shard_bounds(x.size, world.shards)
-        k = count_selected(x.size, request.density, world.shards)
-        sizes = [_count_row_bytes(stop - start, k, request.wire) for start, stop in itertools.pairwise(bounds)]
-        rows = reserve_workspace(world, "rows", world.shards * world.nodes * max(sizes), np.uint8)
-        rows = rows.reshape(world.shards, world.nodes, max(sizes))
+        shard, finite = _reduce_inside(call, request)
+        bounds, k, row_bytes = _plan_rows(world, request)
+        rows = reserve_workspace(world, "rows", world.shards * world.nodes * row_bytes, np.uint8)
+        rows = rows.reshape(world.shards, world.nodes, row_bytes)
         if world.cross_comm is not None:
             own_row = rows[world.local_rank]
             _select(shard, min(k, shard.size), request, own_row[world.node])
@@ -63,7 +53,7 @@ class HiTopK(ShardAllReduce):
             exchanges = Exchanges()
             exchanges.start(0, gather_rows(world.cross_comm, own_row, 0))
             exchanges.finish(0, call)
-            phases.current.sent(inter=(world.nodes - 1) * max(sizes))
+            phases.current.sent(inter=(world.nodes - 1) * row_bytes)
         if rows.nbytes <= _SPARSE_INSIDE * x.nbytes:
             call.all_gather(rows.reshape(-1))
             with phases.current.timed("intra", "add entries"):
@@ -75,6 +65,33 @@ class HiTopK(ShardAllReduce):
                     finite = _sum_rows(x[first:last], rows[world.local_rank], k, request.wire) and finite
             call.all_gather(x)
         return finite
+
+    def begin_in_halves(self, world: World, request: Request, place: Place, kept: str) -> Halves:
+        call, x = Call(world, self.algorithm.name, request), request.array
+        count_dense(world, request.nbytes)
+        first, last = find_own_shard(world, x.size)
+        shard, is_finite = _reduce_inside(call, request)
+        finite = [is_finite]
+        if world.cross_comm is None:
+            return Halves(call, None, 0, lambda comm: iter(()), None, finite)
+        _, k, row_bytes = _plan_rows(world, request)
+        rows = reserve_workspace(world, f"gathered rows{kept}", world.nodes * row_bytes, np.uint8)
+        rows = rows.reshape(world.nodes, row_bytes)
+        own_row = rows[world.node]
+        _select(shard, min(k, shard.size), request, own_row)
+        finite.append(_is_finite(own_row, last - first, k, request.wire))  # the wire may have a smaller range
+
+        def greet() -> Exchange:
+            yield call.greetings
+            call.compare_greetings()
+
+        def gather(comm: Any) -> Exchange:
+            phases.current.sent(inter=(world.nodes - 1) * row_bytes)
+            yield from gather_rows(comm, rows, place.tag)
+            with phases.current.timed("intra", "add entries", call.traced_bucket):
+                _sum_rows(x[first:last], rows, k, request.wire)
+
+        return Halves(call, greet(), 0, gather, None, finite)
 
     def pack(self, shard: Shard) -> Any:
         request, residual, length = shard.request, shard.request.residual, len(shard.values)
@@ -146,6 +163,27 @@ def count_sent_bytes(world: World, row_bytes: int) -> dict[str, int]:
     return {"intra": (rows - between) * row_bytes, "inter": between * row_bytes}
 
 
+def _reduce_inside(call: Call, request: Request) -> tuple[Array, bool]:
+    """Reduce the array inside the node. Return this rank's shard, float32, to which the residual is added, and True if
+    it is finite. Without a residual, the shard may be a buffer that the next call uses again."""
+    world, x, residual = call.world, request.array, request.residual
+    first, last = find_own_shard(world, x.size)
+    if residual is not None:
+        finite = reduce_into_residual(call, request, residual)
+        return residual.pending, finite
+    if x.dtype == np.float32:
+        return x[first:last], call.reduce_scatter(x, request.scale(world.size))
+    shard = reserve_workspace(world, "shard", last - first, np.float32)
+    return shard, call.reduce_scatter(x, request.scale(world.size), shard)
+
+
+def _plan_rows(world: World, request: Request) -> tuple[list[int], int, int]:
+    """Return the bounds of all shards, how many entries of a shard are sent, and the bytes of a row."""
+    bounds = compute_shard_bounds(request.length, world.shards)
+    k = count_selected(request.length, request.density, world.shards)
+    return bounds, k, max(_count_row_bytes(stop - start, k, request.wire) for start, stop in itertools.pairwise(bounds))
+
+
 def _count_row_bytes(length: int, k: int, wire: str) -> int:
     """Return the bytes of a row of encoded entries: a multiple of 8, so that the next row is aligned."""
     return -(-kernels.encoded_size(length, min(k, length), wire) // 8) * 8
@@ -175,6 +213,14 @@ def _sum_rows(out: Array, rows: Array, k: int, wire: str) -> bool:
     parts = [kernels.decode(row[:size], length=out.size) for row in rows]
     _kernels.sum_sparse(as_bytes(out), DTYPE_CODES[out.dtype], parts)
     return all(kernels.is_finite(values) for _, values in parts)
+
+
+def _is_finite(row: Array, length: int, k: int, wire: str) -> bool:
+    """Return True if the values of a row of encoded entries of a shard are finite."""
+    if length == 0:
+        return True
+    _, values = kernels.decode(row[: kernels.encoded_size(length, min(k, length), wire)], length=length)
+    return bool(kernels.is_finite(values))
 
 
 def select_largest(

@@ -27,7 +27,7 @@ from topkube.arrays import Array, is_tensor, view_like
 from topkube.collectives.all_reduce import finish_exchange
 from topkube.collectives.call import Call, reserve_workspace
 from topkube.collectives.codecs import Codec, CodecOf, join_flags
-from topkube.collectives.exchange import Place, exchange_rows
+from topkube.collectives.exchange import Exchange, Place, exchange_rows
 from topkube.kernels import SIGN_BLOCK
 from topkube.telemetry import phases
 from topkube.world import World
@@ -133,8 +133,17 @@ class TwoStage:
     ) -> Generator[list[Any], None, list[Array]]:
         """Do what `exchange` does, and yield the messages that have to arrive before it continues; their bytes are
         `sent_bytes`. The first are the greetings of `call`, which are compared. Rows are packed before."""
+        means = yield from self.travel_to_owners(call, pack, own, place)
+        yield from self.travel_from_owners(call.world.cross_comm, means, place.tag)
+        return means
+
+    def travel_to_owners(
+        self, call: Call, pack: Callable[[Sequence[Array]], None], own: Array, place: Place, kept: str | None = None
+    ) -> Generator[list[Any], None, list[Array]]:
+        """Do the first stage of `travel`. Return the buffers of the rows that owners send of the mean, with the own row
+        filled. The name of their memory ends with `kept`, by default with the number of the place."""
         me, comm = self._node, call.world.cross_comm
-        rows, segments, means = self._reserve_rows(call.world, f" {place.buffer}")
+        rows, segments, means = self._reserve_rows(call.world, f" {place.buffer}", kept)
         with phases.current.timed("select", bucket=call.traced_bucket):
             pack(rows)
         yield call.greetings
@@ -142,24 +151,35 @@ class TwoStage:
         yield from exchange_rows(comm, rows, segments, place.tag)
         with phases.current.timed("select", bucket=call.traced_bucket):
             self.reduce(own, segments, means[me])
-        yield from exchange_rows(comm, [means[me]] * self._nodes, means, place.tag)
         return means
+
+    def travel_from_owners(self, comm: Any, means: Sequence[Array], tag: int) -> Exchange:
+        """Do the second stage of `travel` over `comm`: send the own row of `means` to all nodes, and receive those of
+        the other owners."""
+        return exchange_rows(comm, [means[self._node]] * self._nodes, means, tag)
 
     @property
     def sent_bytes(self) -> int:
         """The bytes that this node sends in both stages."""
-        row_bytes = self.codecs[self._node].row_bytes
-        return self.total_bytes - row_bytes + (self._nodes - 1) * row_bytes
+        return sum(self.sent_bytes_of_stages)
 
-    def _reserve_rows(self, world: World, name: str) -> tuple[list[Array], list[Array], list[Array]]:
+    @property
+    def sent_bytes_of_stages(self) -> tuple[int, int]:
+        """The bytes that this node sends in each of the stages."""
+        row_bytes = self.codecs[self._node].row_bytes
+        return self.total_bytes - row_bytes, (self._nodes - 1) * row_bytes
+
+    def _reserve_rows(
+        self, world: World, name: str, kept: str | None = None
+    ) -> tuple[list[Array], list[Array], list[Array]]:
         """Return buffers: the rows that this node sends to the owners, the rows of all nodes for its own segment, and
         the rows of the means. Its own rows of the first two are not used. `name` distinguishes exchanges that are under
-        way at the same time."""
+        way at the same time; `kept` is the name of the means, if they are in use for longer."""
         row_bytes = self.codecs[self._node].row_bytes
         rows = self.cut_rows(reserve_workspace(world, f"rows of owners{name}", self.total_bytes, np.uint8))
         arrived = reserve_workspace(world, f"rows of the segment{name}", self._nodes * row_bytes, np.uint8)
         segments = list(arrived.reshape(self._nodes, row_bytes))
-        means = reserve_workspace(world, f"rows of means{name}", self.total_bytes, np.uint8)
+        means = reserve_workspace(world, f"rows of means{name if kept is None else kept}", self.total_bytes, np.uint8)
         return rows, segments, self.cut_rows(means)
 
     def pack(self, change: Any, rows: Sequence[Any]) -> None:
@@ -196,8 +216,13 @@ class TwoStage:
 
     def write(self, out: Any, rows: Sequence[Any]) -> None:
         """Write what all owners sent to `out`, the whole shard."""
-        for codec, row, start, stop in zip(self.codecs, rows, self.bounds, self.bounds[1:], strict=False):
-            codec.unpack(out[start:stop], [row], [1.0])
+        for number in range(self._nodes):
+            self.write_segment(out, rows, number)
+
+    def write_segment(self, out: Any, rows: Sequence[Any], number: int) -> None:
+        """Write what owner `number` sent to its segment of `out`, the whole shard."""
+        start, stop = self.bounds[number : number + 2]
+        self.codecs[number].unpack(out[start:stop], [rows[number]], [1.0])
 
 
 def _cut(places: Sequence[slice], start: int, stop: int) -> list[slice]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from topkube import algorithms
-from topkube.algorithms import DENSE, Algorithm, all_gather_memory, reduce_scatter_memory
+from topkube.algorithms import DENSE, Algorithm, Route, all_gather_memory, reduce_scatter_memory
 from topkube.planning.buckets import BucketLength
 from topkube.planning.profile import HostCost, StepProfile
 from topkube.planning.simulation import COMMUNICATION, DELIVERY, LATENCY, LINK, Task
@@ -43,10 +43,15 @@ class ExchangeParts:
         """Return the exchange in a single piece."""
         return dataclasses.replace(self, pieces=1)
 
-    def halve(self) -> ExchangeParts:
-        """Return the seconds of one half of the exchange. DeAR divides an exchange into two equal halves."""
+    def halve(self, route: Route) -> tuple[ExchangeParts, ExchangeParts]:
+        """Return the halves of the exchange with DeAR. They are equal, except if nodes gather what each of them sends:
+        then the first half has no messages."""
+        if route is Route.ALL_GATHER:
+            first = dataclasses.replace(self, link=0.0, latency=0.0, after=0.0)
+            return first, dataclasses.replace(self, before=0.0)
         parts = {part: getattr(self, part) / 2 for part in ("before", "link", "latency", "after")}
-        return dataclasses.replace(self, **parts)
+        half = dataclasses.replace(self, **parts)
+        return half, half
 
 
 def add_exchanges(
@@ -137,7 +142,7 @@ def estimate_exchange(
 ) -> ExchangeParts:
     """Return the parts of a bucket's exchange, from the declared costs, or from those that a trace has measured."""
     machines = situation.machines
-    used_algorithm = _choose_algorithm(bucket, algorithm, machines.nodes, situation.density)
+    used_algorithm = choose_algorithm(bucket, algorithm, machines.nodes, situation.density)
     is_exact = bucket.is_always_dense or bucket.itemsize != 4
     exchange = situation.estimate_cost(used_algorithm, bucket.elements, is_exact)
     scale = bucket.itemsize / 4  # the catalogue counts float32
@@ -187,7 +192,8 @@ def estimate_weight_exchange(
     return gradient_seconds, ExchangeParts(mean.name, half, link, latency, half, 1)
 
 
-def _choose_algorithm(bucket: BucketLength, algorithm: Algorithm, nodes: int, density: float) -> Algorithm:
+def choose_algorithm(bucket: BucketLength, algorithm: Algorithm, nodes: int, density: float) -> Algorithm:
+    """Return the algorithm that exchanges the bucket if large buckets are exchanged by `algorithm`."""
     if bucket.is_always_dense and algorithm.compresses:
         return algorithms.resolve(DENSE, nodes, bucket.elements, density)
     return algorithm

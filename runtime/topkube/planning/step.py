@@ -5,9 +5,9 @@ exchange has four parts: the work of the communication thread before its message
 link, the latency of messages that wait for each other, and the work after them (add, gather inside the node). The
 catalogue of algorithms declares bytes and messages. A trace replaces its estimate of the thread's work by measurements.
 
-With DeAR (training/exchange/late/), an exchange has two halves, each with half of its work, bytes and
-latency. The reduce-scatters overlap with backward. Gathers run while the link would idle in backward, and overlap with
-the next forward. Forward waits at the first use of a bucket's parameters, and updates them.
+With DeAR (training/exchange/late/), an exchange has two halves (`ExchangeParts.halve`). The reduce-scatters overlap
+with backward. Gathers run while the link would idle in backward, and overlap with the next forward. Forward waits at
+the first use of a bucket's parameters, and updates them.
 
 With a delay (training/node_weights/), nodes exchange the weights that a step has left while the next step computes its
 gradients. That step adds the result before its update.
@@ -26,6 +26,7 @@ from topkube.planning.exchange_tasks import (
     add_agreement,
     add_exchanges,
     add_gather,
+    choose_algorithm,
     count_weights_window,
     count_window,
     estimate_exchange,
@@ -202,20 +203,25 @@ def _list_decoupled_tasks(
     """Return the tasks of a step that begins with backward and ends with the next forward. Gathers fill gaps, and the
     piece that was reduced last is gathered first. All gathers end before forward does, so all steps have the same
     tasks."""
+    from topkube.collectives.overlapped import UNDER_WAY
+
     buckets = _plan_buckets(profile, situation, algorithm)
     exchanges = [estimate_exchange(bucket, profile, situation, algorithm) for bucket in buckets]
     is_halved = [bucket.itemsize < 8 for bucket in buckets]  # float64 is exchanged as a whole, in backward
-    halves = [exchange.halve() if half else exchange for exchange, half in zip(exchanges, is_halved, strict=True)]
+    nodes = situation.machines.nodes
+    used = [choose_algorithm(bucket, algorithm, nodes, situation.density) for bucket in buckets]
+    halves = [exchange.halve(each.route) for exchange, each in zip(exchanges, used, strict=True)]
+    firsts = [
+        first if half else exchange for exchange, (first, _), half in zip(exchanges, halves, is_halved, strict=True)
+    ]
     tasks = TaskList()
     ready, end = _add_backward(tasks, profile, buckets, slowdown)
-    reduced = add_exchanges(
-        tasks, halves, ready, count_window(profile, algorithm, situation.machines.nodes), is_prompt=True
-    )
-    owners = [number for number, half in enumerate(halves) for _ in range(half.pieces)]
+    reduced = add_exchanges(tasks, firsts, ready, UNDER_WAY, is_prompt=True)
+    owners = [number for number, first in enumerate(firsts) for _ in range(first.pieces)]
     gathers: dict[int, list[Task]] = {number: [] for number, half in enumerate(is_halved) if half}
     for number, piece in zip(owners, reduced, strict=True):
         if number in gathers:
-            gathers[number].append(add_gather(tasks, halves[number], piece))
+            gathers[number].append(add_gather(tasks, halves[number][1], piece))
     agreement = add_agreement(tasks, situation, *reduced[-1:], end)
     data = tasks.add("data", INPUT, profile.data, *(() if situation.is_input_pipelined else (agreement,)))
     tasks.add("other", COMPUTE, profile.other, agreement, *(() if situation.is_input_pipelined else (data,)))

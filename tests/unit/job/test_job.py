@@ -271,10 +271,14 @@ def test_caches_in_memory_count_against_the_workers_limit() -> None:
                 aggregation={
                     "algorithm": "dense",
                     "overlap": "dear",
-                    "schedule": [{"fromStep": 9, "algorithm": "hitopk"}],
+                    "schedule": [{"fromStep": 9, "algorithm": "oktopk"}],
                 }
             ),
-            ["spec.aggregation.overlap: 'dear' does not work: hitopk has no reduce-scatter"],
+            ["spec.aggregation.overlap: 'dear' does not work: oktopk cannot divide its exchange"],
+        ),
+        (
+            build_job(aggregation={"algorithm": "hitopk", "overlap": "dear", "momentumCorrection": True}),
+            ["spec.aggregation.overlap: 'dear' does not work: with hitopk, momentum correction changes"],
         ),
         (build_job(checkpoint={"path": "../x", "claimName": "c"}), ["spec.checkpoint.path: '../x' leaves the claim"]),
         (

@@ -185,7 +185,7 @@ def test_dear_waits_for_the_buckets_of_the_first_layers_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"on_cpu": False}, {"nodes": 1}, {"overlap": False}, {"algorithm": "hitopk"}, {"algorithm": "flat"}]
+    "change", [{"on_cpu": False}, {"nodes": 1}, {"overlap": False}, {"algorithm": "oktopk"}, {"algorithm": "flat"}]
 )
 def test_dear_changes_nothing_if_the_runtime_does_not_use_it(change: dict[str, object]) -> None:
     profile = dataclasses.replace(build_layers_profile(10, 0.02, 0.02), on_cpu=bool(change.get("on_cpu", True)))
@@ -193,6 +193,21 @@ def test_dear_changes_nothing_if_the_runtime_does_not_use_it(change: dict[str, o
     overlap, algorithm = bool(change.get("overlap", True)), find_algorithm(str(change.get("algorithm", "hierarchical")))
     plain, dear = (Situation(machines, overlap=overlap, is_decoupled=dear) for dear in (False, True))
     assert predict_step(profile, dear, algorithm).step == predict_step(profile, plain, algorithm).step
+
+
+@pytest.mark.parametrize(("name", "share"), [("hitopk", 0.0), ("int4", 0.5)])
+def test_dear_hides_the_messages_of_algorithms_that_compress(name: str, share: float) -> None:
+    """Ten layers in one bucket, whose work takes no time: with hitopk, all messages come after the first half."""
+    algorithm, profile = find_algorithm(name), build_layers_profile(10, forward=1.0, backward=1.0)
+    machines = Machines(2, 1, LINK_RATE / 100, math.inf, LATENCY_SECONDS)
+    plain, dear = (
+        predict_step(profile, Situation(machines, is_decoupled=is_decoupled), algorithm)
+        for is_decoupled in (False, True)
+    )
+    first_halves = sum(task.seconds for task in dear.tasks if task.lane == LINK and "gather" not in task.name)
+    assert dear.wire == pytest.approx(plain.wire)
+    assert first_halves == pytest.approx(share * plain.wire)
+    assert dear.step < plain.step
 
 
 @settings(deadline=None)

@@ -123,8 +123,8 @@ def read_comparison(options: PlanOptions) -> Comparison:
         delay=_read_delay(options, aggregation),
     )
     forbids_compression = aggregation is not None and (aggregation.momentum_correction or bool(aggregation.schedule))
-    may_compress = machines.nodes > 1 and not (forbids_compression or situation.is_decoupled)
-    node_weights = aggregation.node_weights if aggregation else NODE_WEIGHTS.default
+    may_compress = machines.nodes > 1 and not forbids_compression
+    node_weights = aggregation.node_weights if aggregation and not situation.is_decoupled else NODE_WEIGHTS.default
     choices = list_compressed_choices(node_weights) if may_compress else ()
     if profile is not None and not profile.on_cpu:
         choices = tuple(choice for choice in choices if choice.on_device)

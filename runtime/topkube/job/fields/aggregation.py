@@ -105,7 +105,7 @@ class Aggregation(Part):
         if self.dense_wire != DENSE_WIRE.default and not any(map(reads_dense_wire, used)):
             text = f"'{self.dense_wire}' has no effect: {explain_dense_wire(self.algorithm)}"
             raise_problems([(("denseWire",), text)])
-        if self.overlap != OVERLAP.default and (reason := explain_overlap(used)):
+        if self.overlap != OVERLAP.default and (reason := explain_overlap(used, self.momentum_correction)):
             raise_problems([(("overlap",), f"'{self.overlap}' does not work: {reason}")])
         if self.delay and (reason := explain_delay(used)):
             raise_problems([(("delay",), f"{self.delay} has no effect: {reason}")])

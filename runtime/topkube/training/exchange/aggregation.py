@@ -105,7 +105,7 @@ class AggregationSettings:
                 cause=f"with {self.algorithm}, the node's optimizer applies its momentum before anything is sent",
                 next_step="turn off momentum correction",
             )
-        if self.is_decoupled and (problem := explain_overlap(self.algorithms)):
+        if self.is_decoupled and (problem := explain_overlap(self.algorithms, self.momentum_correction)):
             _refuse("overlap", self.overlap, problem)
         if self.delay and (problem := explain_delay(self.algorithms)):
             _refuse("delay", self.delay, problem)
@@ -126,7 +126,7 @@ class AggregationSettings:
     def compressed_choices(self) -> tuple[Algorithm, ...]:
         """The algorithms that compress and that `auto` may stand for; none if the job sets something that only dense
         algorithms support, or a schedule."""
-        if self.algorithm != AUTO or self.is_decoupled or self.momentum_correction or self.schedule:
+        if self.algorithm != AUTO or self.momentum_correction or self.schedule:
             return ()
         return list_compressed_choices(self.node_weights)
 

@@ -77,7 +77,7 @@ class EndOfBackward:
             else:
                 late.begin_gathers(self._exchange.reduced_parts.take())
         self._gradients.end_backward(nonfinite, has_idle)
-        self._tune(agreed.is_saved, late is not None)
+        self._tune(agreed.is_saved, late)
         if digest is not None:
             self._weights.report(digest, agreed.has_equal_weights, first=False)
 
@@ -136,14 +136,12 @@ class EndOfBackward:
             return False
         return all(part.is_in_place for part in reduced_parts.parts)
 
-    def _tune(self, is_saved: bool, is_decoupled: bool) -> None:
+    def _tune(self, is_saved: bool, late: LateUpdates | None) -> None:
         """Compare the exchanges so far with their prediction, when that is due, and change what `auto` or `dense`
         stands for. `is_saved` is True if a rank has saved its state since the last exchange."""
         tuning = self._plan.tuning
         if is_saved:
             tuning.note_saved()
-        if is_decoupled:
-            tuning.settle()  # the times of two halves do not show if the prediction was right
         measured = tuning.note_step(time.perf_counter())
         used_residuals = self._exchange.algorithms.uses_residuals
         if measured is not None and tuning.decide(self._agreement.maximum(measured).tolist(), self._plan.list_sizes()):
@@ -151,6 +149,8 @@ class EndOfBackward:
             self._must_plan_again = True
         if self._must_plan_again and not used_residuals:  # residuals are stored by bucket
             self._must_plan_again = False
+            if late is not None:
+                late.finish()  # the gathers that have begun are those of the present buckets
             self._exchange.residuals.leave_buckets()
             self._plan.plan_again()
 

@@ -284,16 +284,15 @@ def case_what_int4_owes_is_sent_when_auto_returns_to_dense(world: World) -> None
         optimizer.unwrap()
 
 
-def case_dear_and_schedules_keep_auto_dense(world: World) -> None:
+def case_a_schedule_keeps_auto_dense(world: World) -> None:
     if world.nodes == 1:
         return
-    for options in ({"overlap": "dear"}, {"schedule": (Stage(1000, "hierarchical"),)}):
-        with simulate_slow_links(world, 0.5, 0.4):
-            model = build_network()
-            optimizer = build_optimizer(model, aggregation="auto", bucket_bytes=None, **options)
-            train(model, optimizer, 0, STEPS + 2)
-            assert read_algorithm(optimizer) == "hierarchical"
-            optimizer.unwrap()
+    with simulate_slow_links(world, 0.5, 0.4):
+        model, schedule = build_network(), (Stage(1000, "hierarchical"),)
+        optimizer = build_optimizer(model, aggregation="auto", bucket_bytes=None, schedule=schedule)
+        train(model, optimizer, 0, STEPS + 2)
+        assert read_algorithm(optimizer) == "hierarchical"
+        optimizer.unwrap()
 
 
 def case_a_saved_state_ends_the_tuning_and_a_resumed_run_makes_the_same_steps(world: World) -> None:

@@ -88,6 +88,8 @@ class Bucket:
         self.waiting = sum(parameter.tensor.requires_grad for parameter in self.parameters)
         for parameter in self.parameters:
             parameter.is_deferred = False
+        if intake == "moves into the bucket":
+            self._open_memory()
         for memory in {*self._memory_of.values(), *([self.memory] if self.memory is not None else [])}:
             memory.begin_backward(moves_all)
 

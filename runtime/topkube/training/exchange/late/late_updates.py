@@ -175,17 +175,18 @@ class LateUpdates:
 
         `gradients` holds all gradients. Every rank counts its segments of pending parts; the other gradients are equal
         on all ranks, and only the rank with `counts_whole` counts them. Return None if a rank has gathered a part
-        already: nothing is scaled then. All ranks call this together."""
+        already, or if a part has no results before it is gathered: nothing is scaled then. All ranks call this
+        together."""
         pending = {id(gradient) for part in self._parts for gradient in part.gradients}
         whole = [gradient for gradient in gradients if id(gradient) not in pending]
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            counted = [
-                part.source.flat[start:stop] for part in self._parts for start, stop in part.source.halved.ranges
-            ]
+            segments = [(part.source.flat, part.source.halved.ranges) for part in self._parts]
+            counted = [flat[start:stop] for flat, ranges in segments for start, stop in ranges or ()]
             counted += whole if counts_whole else []
             squares = sum(float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2 for values in counted)
-            total, ranks_with_gathered_parts = sum_over_ranks([squares, float(len(self._parts) < self._begun_count)])
-            if ranks_with_gathered_parts:
+            must_gather = len(self._parts) < self._begun_count or any(ranges is None for _, ranges in segments)
+            total, ranks_that_must_gather = sum_over_ranks([squares, float(must_gather)])
+            if ranks_that_must_gather:
                 return None
             norm: float = total**0.5
             factor = min(1.0, max_norm / (norm + 1e-6))

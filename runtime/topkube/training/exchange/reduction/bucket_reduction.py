@@ -12,7 +12,6 @@ import torch
 from topkube.algorithms import MATRIX_RANK
 from topkube.arrays import view_flat
 from topkube.collectives import AllReduce, Request
-from topkube.collectives.codec_all_reduce import CodecAllReduce
 from topkube.collectives.dense import Hierarchical
 from topkube.collectives.device.memory import Mark
 from topkube.collectives.device.pipeline import DeviceAllReduce
@@ -22,7 +21,7 @@ from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.parameter import Parameter
 from topkube.training.exchange.reduction.bucket_algorithms import BucketAlgorithms
 from topkube.training.exchange.reduction.delivery import Delivery
-from topkube.training.exchange.reduction.overlapped_buckets import STAGING_BUFFERS, OverlappedBuckets
+from topkube.training.exchange.reduction.overlapped_buckets import OverlappedBuckets
 from topkube.training.exchange.reduction.residuals import Residuals
 from topkube.training.exchange.reduction.sparse_gradients import average_rows, is_finite
 from topkube.training.exchange.reduction.staging import Staging
@@ -43,8 +42,8 @@ class ReductionTask:
 
 class BucketReduction:
     """The reductions of one optimizer's buckets among the ranks of `world`, in the communication thread. Buckets are
-    reduced on a device if `on_device` is set. Buckets between nodes of CPUs, if they are dense or
-    compressed in two stages, go through `overlapped`, if it is set."""
+    reduced on a device if `on_device` is set. Dense buckets between nodes of CPUs, and those of algorithms that
+    `overlapped` supports, go through it, if it is set."""
 
     def __init__(
         self,
@@ -79,8 +78,10 @@ class BucketReduction:
                 values = torch.empty(bucket.length, dtype=bucket.dtype, device="meta")
                 self._overlapped.begin(bucket, all_reduce, self._build_request(values, task))
                 return True
-            if self._overlapped is not None and self._overlapped.can_compress(all_reduce):
-                self._begin_compressed(task, all_reduce, self._overlapped)
+            if self._overlapped is not None and (
+                self._overlapped.can_compress(all_reduce) or self._overlapped.can_halve(all_reduce)
+            ):
+                self._begin_compressed(task, self._overlapped)
                 return True
         self._finish_overlapped()
         if bucket.dtype == torch.float64:
@@ -123,11 +124,15 @@ class BucketReduction:
         self._delivery.deliver(bucket, flat, task.mark)
         return finite
 
-    def _begin_compressed(self, task: ReductionTask, all_reduce: CodecAllReduce, overlapped: OverlappedBuckets) -> None:
-        bucket, stack = task.bucket, ExitStack()
-        flat = self._staging.collect(bucket, STAGING_BUFFERS)
+    def _begin_compressed(self, task: ReductionTask, overlapped: OverlappedBuckets) -> None:
+        bucket, all_reduce, stack = task.bucket, task.all_reduce, ExitStack()
+        flat = overlapped.collect(bucket)
         request = self._build_request(view_flat(flat, "bucket", writable=True), task)
         stack.enter_context(self._set_frozen_aside(bucket, request.residual))
+        if overlapped.can_halve(all_reduce):
+            overlapped.begin_halves(bucket, all_reduce, flat, request, stack.close)
+            return
+        assert overlapped.can_compress(all_reduce)
 
         def deliver() -> None:
             stack.close()

@@ -1,5 +1,5 @@
-"""Buckets between nodes of CPUs, whose messages travel while the next buckets start: dense buckets, and buckets that
-are compressed in two stages (`int8`, `int4`)."""
+"""Buckets between nodes of CPUs, whose messages travel while the next buckets start: dense buckets, buckets that are
+compressed in two stages (`int8`, `int4`), and all that can be reduced in two halves, with DeAR."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeGuard
 
+import torch
+
 from topkube.arrays import view_flat
 from topkube.collectives import AllReduce, Request
 from topkube.collectives.codec_all_reduce import CodecAllReduce
 from topkube.collectives.decoupled import DecoupledAllReduce
 from topkube.collectives.dense import Hierarchical
+from topkube.collectives.halves import HalvableAllReduce
 from topkube.collectives.overlapped import UNDER_WAY, OverlappedAllReduce
 from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.reduction.delivery import Delivery
@@ -35,13 +38,17 @@ class OverlappedBuckets:
         self._all_reduce = self._decoupled or OverlappedAllReduce(world)
         self.reduced_parts = ReducedParts(self._decoupled, delivery) if self._decoupled is not None else None
 
+    def collect(self, bucket: Bucket) -> torch.Tensor:
+        """Return the bucket's local gradients in one tensor, which no later bucket uses before they are delivered."""
+        return self._staging.collect(bucket, STAGING_BUFFERS if self.reduced_parts is None else None)
+
     def begin(self, bucket: Bucket, all_reduce: Hierarchical, request: Request) -> None:
         """Begin the exchange of a bucket, as `all_reduce` would run `request`. Its gradients are delivered later, at
         the latest in `finish`, or when they are gathered."""
         call = all_reduce.enter(self._world, request, is_in_halves=self._decoupled is not None)
         factor = request.scale(self._world.size)
         for part in bucket.parts:
-            flat = self._staging.collect(part, STAGING_BUFFERS if self.reduced_parts is None else None)
+            flat = self.collect(part)
             array = view_flat(flat, "bucket", writable=True)
             if self.reduced_parts is not None and self._decoupled is not None:
                 halved = self._decoupled.halve(call, array, factor, request.dense_wire)
@@ -51,16 +58,36 @@ class OverlappedBuckets:
             self._all_reduce.begin(call, array, factor, delivered, request.dense_wire)
         communication_thread.advance_meanwhile(self._all_reduce.advance)
 
+    def can_halve(self, all_reduce: AllReduce) -> TypeGuard[HalvableAllReduce]:
+        """Return True if buckets of this all-reduce are exchanged in two halves (`begin_halves`)."""
+        return self._decoupled is not None and isinstance(all_reduce, HalvableAllReduce)
+
+    def begin_halves(
+        self,
+        bucket: Bucket,
+        all_reduce: HalvableAllReduce,
+        flat: torch.Tensor,
+        request: Request,
+        ended: Callable[[], None],
+    ) -> None:
+        """Begin the exchange of a bucket, whose gradients are in `flat`, the array of `request`. `ended` is called when
+        the first half has ended, at the latest in `finish`. The gradients are delivered when they are gathered."""
+        assert self._decoupled is not None
+        assert self.reduced_parts is not None
+        halved = self._decoupled.halve_compressed(all_reduce, request, ended)
+        self.reduced_parts.parts.append(ReducedPart(bucket, flat, halved))
+        communication_thread.advance_meanwhile(self._decoupled.advance)
+
     def can_compress(self, all_reduce: AllReduce) -> TypeGuard[CodecAllReduce]:
-        """Return True if buckets of this all-reduce can be under way beside dense buckets."""
-        if self.reduced_parts is not None or not isinstance(all_reduce, CodecAllReduce):
+        """Return True if buckets of this all-reduce can be under way beside dense buckets (`begin_compressed`)."""
+        if self._decoupled is not None or not isinstance(all_reduce, CodecAllReduce):
             return False
         algorithm = all_reduce.algorithm
         return algorithm.residual is not None and algorithm.overlaps_buckets(self._world.nodes)
 
     def begin_compressed(self, all_reduce: CodecAllReduce, request: Request, delivered: Callable[[], None]) -> None:
         """Begin the exchange of the array of `request`, whose result `delivered` delivers later, at the latest in
-        `finish`. The array is in a buffer that no later bucket uses before (STAGING_BUFFERS)."""
+        `finish`. The array is what `collect` returned."""
         call, shard, exchange, sent = all_reduce.begin(self._world, request, self._all_reduce.place)
 
         def end() -> None:

@@ -6,7 +6,8 @@ the prediction was wrong by more than 10%, they fit the model to the steps and c
 if the steps become faster by 3%. If `auto` may compress, and this is predicted to save 3% of the step, they try the
 best algorithm that compresses instead, under the same condition. On GPUs the host does not see how long a stage takes:
 there the ranks do not fit the model. They try the best dense choice of the other transport (NCCL or MPI), and then the
-best algorithm that compresses. Every decision follows from numbers that are the same on all ranks.
+best algorithm that compresses. With DeAR they only try the best algorithm that compresses. Every decision follows from
+numbers that are the same on all ranks.
 
 If the best algorithm gives nodes weights of their own (`onebit`), the parts of the optimizer are built again for it
 after the step, and again if the choice returns to a dense algorithm (training/optimizer_parts.py). The Tuning object
@@ -108,8 +109,9 @@ class Tuning:
 
     @property
     def measured_seconds(self) -> float | None:
-        """The measured seconds of one step's exchange, by the same model; None before the first comparison."""
-        if self.choice is None or self.measured is None:
+        """The measured seconds of one step's exchange, by the same model; None before the first comparison, and with
+        DeAR, which divides the exchange."""
+        if self.choice is None or self.measured is None or self._job.is_decoupled:
             return None
         parts = (self.measured.between, self.measured.inside)
         return max(parts) if self.choice.algorithm.overlaps_buckets(self._world.nodes) else sum(parts)
@@ -182,6 +184,12 @@ class Tuning:
         expected = self._rank(buckets)
         if self._is_on_device:
             return self._try_on_device(measured, self.choice, expected)
+        if self._job.is_decoupled:  # the times of two halves do not show if the prediction was right
+            if self._try_to_compress(measured, self.choice, expected):
+                return True
+            self.settle()
+            self._adopt(self.choice, "far ahead of all others", expected)
+            return False
         if not is_wrong(self.choice, measured):
             if self._try_to_compress(measured, self.choice, expected):
                 return True

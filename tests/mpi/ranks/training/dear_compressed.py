@@ -1,0 +1,221 @@
+"""DeAR with algorithms that compress: the second half of their exchange comes with the next forward. Every script gets
+the bits that it gets without DeAR, also in the residuals."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import topkube
+from ranks.training.dear import (
+    STEPS,
+    DearNetwork,
+    build_adamw,
+    check_equal,
+    is_late,
+    run_backward,
+    take_step,
+    train,
+    wait_for,
+)
+from ranks.training.scene import (
+    are_equal_on_all_ranks,
+    build_optimizer,
+    compute_loss,
+    copy_weights,
+    draw_samples,
+    take_own_part,
+)
+from topkube.collectives import call, decoupled, exchange, overlapped
+from topkube.training.exchange.tuning import step_times
+from topkube.world import World
+
+INT4, HITOPK = {"aggregation": "int4"}, {"aggregation": "hitopk", "density": 0.1}
+COMPRESSED: list[dict[str, Any]] = [
+    INT4,
+    {"aggregation": "int8"},
+    HITOPK,
+    HITOPK | {"wire": "fp16"},
+    HITOPK | {"selection": "mstopk", "wire": "bf16", "warmup_steps": 3},
+]
+
+
+@contextmanager
+def set_pairwise_limit(limit: int) -> Iterator[None]:
+    modules = (call, decoupled, exchange, overlapped)
+    limits = [module.PAIRWISE_LIMIT for module in modules]
+    try:
+        for module in modules:
+            module.PAIRWISE_LIMIT = limit
+        yield
+    finally:
+        for module, before in zip(modules, limits, strict=True):
+            module.PAIRWISE_LIMIT = before
+
+
+def case_compressed_updates_come_with_the_next_forward(world: World) -> None:
+    late: list[bool] = []
+
+    def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+        take_step(model, optimizer, step)
+        late.append(is_late(optimizer))
+
+    for bucket_bytes in (8192, None):
+        for options in COMPRESSED:
+            late.clear()
+            check_equal(script, bucket_bytes=bucket_bytes, **options)
+            is_always_late = "warmup_steps" not in options  # dense buckets of a warm-up are not in place
+            assert any(late) is (world.nodes > 1)
+            assert not is_always_late or late[1:STEPS] == [world.nodes > 1] * (STEPS - 1), (options, late)
+
+
+def case_many_nodes_gather_in_rounds(world: World) -> None:
+    with set_pairwise_limit(1):
+        for options in COMPRESSED:
+            check_equal(take_step, **options)
+
+
+def case_parameters_of_16_bits_are_exchanged_in_halves(world: World) -> None:
+    for options in (INT4, HITOPK):
+        weights = []
+        for overlap in ("dear", "backward"):
+            model = DearNetwork().bfloat16()
+            del model.unused
+            optimizer = build_optimizer(model, build_adamw, overlap=overlap, **options)
+            for step in range(STEPS):
+                x, y = draw_samples(8 * topkube.size(), step)
+                compute_loss(model, take_own_part(x).bfloat16(), take_own_part(y).bfloat16()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            weights.append(copy_weights(model))
+        assert all(torch.equal(own, expected) for own, expected in zip(*weights, strict=True))
+        assert are_equal_on_all_ranks([values.float() for values in weights[0]])
+
+
+def case_clipping_gathers_only_what_has_no_results_yet(world: World) -> None:
+    """With int4, each rank has the results of its own segments after the first half, with hitopk none."""
+    for options in (INT4, HITOPK):
+        norms: dict[str, list[float]] = {"dear": [], "backward": []}
+
+        def script(
+            model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int, norms=norms, options=options
+        ) -> None:
+            run_backward(model, step)
+            norms[optimizer.aggregation.overlap].append(optimizer.clip_grad_norm_(1e9))
+            may_be_late = options is INT4 and optimizer.aggregation.overlap == "dear" and world.nodes > 1
+            assert is_late(optimizer) is (may_be_late and step > 0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        check_equal(script, **options)
+        assert norms["dear"] == pytest.approx(norms["backward"], rel=1e-5)
+
+
+def case_residuals_are_final_after_the_first_half(world: World) -> None:
+    """Skipped steps, discarded gradients, gradients of two exchanges, and a frozen layer."""
+
+    def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+        model.middle.requires_grad_(step != 2)
+        x, y = draw_samples(8 * topkube.size(), step)
+        loss = compute_loss(model, take_own_part(x), take_own_part(y))
+        (loss * torch.nan if step == 3 and world.rank == world.size - 1 else loss).backward()
+        if step == 4:
+            optimizer.zero_grad()
+            run_backward(model, 50 + step)
+        if step == 5:
+            run_backward(model, 50 + step)  # adds to gradients that are exchanged already
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.skipped_steps == (step >= 3)
+
+    for options in COMPRESSED:
+        residuals = []
+        for overlap in ("dear", "backward"):
+            _, optimizer = train(overlap, script, 8, **options)
+            residuals.append(optimizer.state_dict()["topkube"]["residuals"]["pieces"])
+        assert residuals[0].keys() == residuals[1].keys()
+        for name, pieces in residuals[0].items():
+            for (start, values), (other_start, others) in zip(pieces, residuals[1][name], strict=True):
+                assert start == other_start
+                assert torch.equal(values, others), (options, name)
+        check_equal(script, 8, **options)
+
+
+def case_compressed_gathers_begin_in_backward(world: World) -> None:
+    """Backward waits in the first layer until a bucket of later layers is gathered."""
+    gathered: list[int] = []
+
+    def script(model: nn.Module, optimizer: topkube.DistributedOptimizer, step: int) -> None:
+        parts = optimizer._backward.exchange.reduced_parts
+        is_early = parts is not None and step > 1
+
+        def wait_for_gather(gradient: torch.Tensor) -> None:
+            if is_early:
+                wait_for(lambda: any(part.halved.is_gathered for part in parts.parts))
+                gathered.append(step)
+
+        def enter(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+            output.register_hook(wait_for_gather)
+
+        hook = model.first.register_forward_hook(enter)
+        take_step(model, optimizer, step)
+        hook.remove()
+
+    for options in (INT4, HITOPK):
+        gathered.clear()
+        check_equal(script, bucket_bytes=20_000, **options)
+        assert gathered == list(range(2, STEPS)) * (world.nodes > 1)
+
+
+def case_a_resumed_run_with_compressed_late_updates_has_the_same_bits(world: World) -> None:
+    for options in (INT4, HITOPK):
+        whole, _ = train("dear", take_step, **options)
+        model = DearNetwork()
+        del model.unused
+        optimizer = build_optimizer(model, build_adamw, overlap="dear", **options)
+        for step in range(STEPS // 2):
+            take_step(model, optimizer, step)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        optimizer.unwrap()
+        resumed = DearNetwork()
+        del resumed.unused
+        resumed_optimizer = build_optimizer(resumed, build_adamw, overlap="dear", **options)
+        resumed.load_state_dict(saved[0])
+        resumed_optimizer.load_state_dict(saved[1])
+        for step in range(STEPS // 2, STEPS):
+            take_step(resumed, resumed_optimizer, step)
+        assert all(torch.equal(a, b) for a, b in zip(copy_weights(whole), copy_weights(resumed), strict=True))
+
+
+def case_auto_compresses_with_late_updates(world: World) -> None:
+    """`auto` tries int8 or int4 if they are predicted to be faster, and sends what is left when it returns."""
+    if world.nodes == 1:
+        return
+    for is_faster in (True, False):
+        model = DearNetwork()
+        del model.unused
+        optimizer = build_optimizer(model, build_adamw, aggregation="auto", overlap="dear")
+        names, late = [], []
+        for step in range(3 * (step_times.SKIPPED_STEPS + step_times.COUNTED_STEPS)):
+            tuning = optimizer._backward.plan.tuning
+            if step == 1:
+                machines = tuning.machines
+                tuning.machines = type(machines)(machines.nodes, machines.slots, 1e5, machines.memory, 1e-6)
+            if tuning._trial is not None and tuning._times._steps:
+                seconds = tuning._trial.measured.step * (0.5 if is_faster else 2.0)
+                tuning._times._steps = [(seconds, *rest) for _, *rest in tuning._times._steps]
+            take_step(model, optimizer, step)
+            names.append(tuning.choice.algorithm.name)
+            late.append(is_late(optimizer))
+        assert "int4" in names
+        assert names[-1] == ("int4" if is_faster else names[0])
+        assert late[-1]
+        assert all(late[step] for step, name in enumerate(names) if step and name == names[step - 1] == "int4"), late
+        assert are_equal_on_all_ranks(copy_weights(model))
+        optimizer.unwrap()
