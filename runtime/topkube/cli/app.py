@@ -291,7 +291,7 @@ def plan(
         bool | None,
         typer.Option(
             "--dear/--no-dear",
-            help="With DeAR, the second half of the exchange and the update overlap with the next forward (default: the job's).",
+            help="With DeAR, half of an exchange and the update overlap with the next forward (default: the job's).",
         ),
     ] = None,
     delay: Annotated[
