@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ import numpy as np
 from topkube import kernels
 from topkube.arrays import BFLOAT16, Array
 from topkube.collectives.all_reduce import ShardAllReduce
-from topkube.collectives.call import Call, find_own_shard
+from topkube.collectives.call import Call, find_own_shard, reserve_workspace
 from topkube.collectives.codecs import (
     Codec,
     Integers,
@@ -152,6 +153,8 @@ class QuantisedAllReduce(CodecAllReduce, HalvableAllReduce):
 
     def begin_in_halves(self, world: World, request: Request, place: Place, kept: str) -> Halves:
         call, shard = self.reduce_inside(world, request)
+        # Collectives in other threads may use the scratch buffers of the world before the second half ends.
+        shard = replace(shard, scratch=partial(_find_scratch_of_halves, world))
         if world.cross_comm is None:
             return Halves(call, None, 0, lambda comm: iter(()), (0, 0), shard.finite)
         stage, change = self.build_stage(shard), shard.accumulate()
@@ -185,6 +188,10 @@ class QuantisedAllReduce(CodecAllReduce, HalvableAllReduce):
                 if total is not shard.values:
                     segment = slice(*stage.bounds[owner : owner + 2])
                     kernels.cast_(shard.values[segment], total[segment])
+
+
+def _find_scratch_of_halves(world: World, name: str, length: int, dtype: str) -> Array:
+    return reserve_workspace(world, f"scratch {name} of halves", length, dtype)
 
 
 class Int8(QuantisedAllReduce):

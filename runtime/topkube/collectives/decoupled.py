@@ -56,7 +56,9 @@ from topkube.world import World
 
 EARLY = 2
 """The most early gathers at a time. The second continues if the partner of the first is not ready for it."""
-_COMMUNICATORS = "communicators of gathers"
+_COMMUNICATORS, _USED_BUFFERS, _FIRST_NUMBER = "communicators of gathers", "buffers of gathers", "number of gathers"
+_NUMBERS = TAGS // 4
+"""The numbers of the pieces of two objects that follow each other differ by at least this much."""
 
 
 class HalvedPiece(NamedTuple):
@@ -102,6 +104,11 @@ class DecoupledAllReduce(OverlappedAllReduce):
         self._narrow: dict[int, Array] = {}
         self._kept_buffers: dict[int, int] = {}
         """The number of the buffer that holds what the second half of a piece sends, by the number of the piece."""
+        self._used_buffers: set[int] = world.cache.setdefault(_USED_BUFFERS, set())
+        """The numbers of the buffers that this or another object uses."""
+        # Messages of another object, whose optimizer is gone, may still be on their way: they have other tags.
+        self._number = world.cache.get(_FIRST_NUMBER, 0)
+        world.cache[_FIRST_NUMBER] = self._number + _NUMBERS
         self._gathers = Exchanges()
         self._waiting: deque[tuple[HalvedArray, HalvedPiece]] = deque()
         self._gathering: dict[int, HalvedArray] = {}
@@ -137,8 +144,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
         """Begin to reduce the array of `request`, in place, as `all_reduce` would run it. `reduced` is called in this
         thread when the first half has ended, at the latest in `finish`: the residual is final then."""
         number = self._number
-        kept = self._kept_buffers[number] = self._find_free_buffer()
-        halves = all_reduce.begin_in_halves(self.world, request, self.place, f" halved {kept}")
+        halves = all_reduce.begin_in_halves(self.world, request, self.place, f" halved {self._take_buffer()}")
 
         def end() -> None:
             self.note_finite(all(map(bool, halves.finite)))
@@ -152,8 +158,12 @@ class DecoupledAllReduce(OverlappedAllReduce):
         self._is_halving = True
         return halved
 
-    def _find_free_buffer(self) -> int:
-        return next(number for number in itertools.count() if number not in self._kept_buffers.values())
+    def _take_buffer(self) -> int:
+        """Return the number of a free buffer for the next piece."""
+        kept = next(number for number in itertools.count() if number not in self._used_buffers)
+        self._kept_buffers[self._number] = kept
+        self._used_buffers.add(kept)
+        return kept
 
     def finish(self) -> None:
         """Return when all first halves have ended. Raises CollectiveTimeout after the world's deadline."""
@@ -201,7 +211,8 @@ class DecoupledAllReduce(OverlappedAllReduce):
         self._gathers.advance()
         for number in [number for number in self._gathering if not self._gathers.is_running(number)]:
             self._gathering.pop(number).ungathered -= 1
-            self._kept_buffers.pop(number, None)
+            if number in self._kept_buffers:
+                self._used_buffers.discard(self._kept_buffers.pop(number))
             self._early.discard(number)
         while self._waiting and len(self._gathering) - len(self._early) < UNDER_WAY:
             self._start_gather(*self._waiting.popleft())
@@ -227,8 +238,8 @@ class DecoupledAllReduce(OverlappedAllReduce):
         if buffer.dtype == shard.dtype:
             reduce = ring_reduce_scatter if self.world.nodes > PAIRWISE_LIMIT else pairwise_reduce_scatter
             return reduce(comm, shard, buffer, tag, self.note_finite, scale)
-        kept = self._kept_buffers[self._number] = self._find_free_buffer()
-        narrow = reserve_workspace(self.world, f"narrow shard halved {kept}", shard.size, buffer.dtype)
+        name = f"narrow shard halved {self._take_buffer()}"
+        narrow = reserve_workspace(self.world, name, shard.size, buffer.dtype)
         self._narrow[self._number] = narrow
         return self._reduce_narrow(comm, shard, narrow, buffer, tag, scale)
 

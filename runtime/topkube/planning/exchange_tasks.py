@@ -44,11 +44,15 @@ class ExchangeParts:
         return dataclasses.replace(self, pieces=1)
 
     def halve(self, route: Route) -> tuple[ExchangeParts, ExchangeParts]:
-        """Return the halves of the exchange with DeAR. They are equal, except if nodes gather what each of them sends:
-        then the first half has no messages."""
+        """Return the halves of the exchange with DeAR. They are equal, with two exceptions. If nodes gather what each
+        of them sends, the first half has no messages. If they send it to owners of segments, all work before the
+        messages is in the first half."""
         if route is Route.ALL_GATHER:
             first = dataclasses.replace(self, link=0.0, latency=0.0, after=0.0)
             return first, dataclasses.replace(self, before=0.0)
+        if route is Route.SPLIT:
+            parts = {part: getattr(self, part) / 2 for part in ("link", "latency", "after")}
+            return dataclasses.replace(self, **parts), dataclasses.replace(self, **parts, before=0.0)
         parts = {part: getattr(self, part) / 2 for part in ("before", "link", "latency", "after")}
         half = dataclasses.replace(self, **parts)
         return half, half

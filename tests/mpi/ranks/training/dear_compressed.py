@@ -219,3 +219,45 @@ def case_auto_compresses_with_late_updates(world: World) -> None:
         assert all(late[step] for step, name in enumerate(names) if step and name == names[step - 1] == "int4"), late
         assert are_equal_on_all_ranks(copy_weights(model))
         optimizer.unwrap()
+
+
+def case_a_second_optimizer_does_not_disturb_pending_gathers(world: World) -> None:
+    """Messages and buffers of gathers belong to one optimizer at a time."""
+    for options in (INT4, HITOPK, {"aggregation": "dense", "dense_wire": "bf16"}):
+        weights = []
+        for overlap in ("dear", "backward"):
+            model, optimizer = train(overlap, take_step, **options)
+            second = DearNetwork()
+            del second.unused
+            second_optimizer = build_optimizer(second, build_adamw, overlap=overlap, **options)
+            assert not is_late(optimizer)
+            for step in range(STEPS):
+                take_step(second, second_optimizer, 20 + step)
+            second_optimizer.unwrap()
+            take_step(model, optimizer, STEPS)
+            weights.append(copy_weights(model) + copy_weights(second))
+            optimizer.unwrap()
+        assert all(torch.equal(own, expected) for own, expected in zip(*weights, strict=True))
+
+
+def case_other_collectives_may_run_before_gathers_end(world: World) -> None:
+    """The script compresses values of 16 bits between step and forward, as the pending gathers do."""
+    values = torch.linspace(-1, 1, 4096).bfloat16()
+    expected = topkube.allreduce_(values.clone(), algorithm="int4")
+
+    def train_16_bits(overlap: str) -> list[torch.Tensor]:
+        model = DearNetwork().bfloat16()
+        del model.unused
+        optimizer = build_optimizer(model, build_adamw, overlap=overlap, **INT4)
+        for step in range(STEPS):
+            x, y = draw_samples(8 * topkube.size(), step)
+            compute_loss(model, take_own_part(x).bfloat16(), take_own_part(y).bfloat16()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for _ in range(3):
+                assert torch.equal(topkube.allreduce_(values.clone(), algorithm="int4"), expected)
+        optimizer.unwrap()
+        return copy_weights(model)
+
+    pairs = zip(train_16_bits("dear"), train_16_bits("backward"), strict=True)
+    assert all(torch.equal(own, other) for own, other in pairs)

@@ -40,6 +40,9 @@ class Participant(Protocol):
     def abandon(self) -> None:
         """Undo a backward that did not finish."""
 
+    def finish_late(self) -> None:
+        """Finish what is left for the next forward."""
+
 
 class BackwardPass:
     """The current backward pass of this process. `has_several` is True if more than one distributed optimizer
@@ -54,8 +57,11 @@ class BackwardPass:
 
     def register(self, exchange: Participant) -> int:
         """Add an optimizer's exchange. Return its number, which is the same on every rank if all ranks create their
-        optimizers in the same order."""
+        optimizers in the same order. The other optimizers finish what they have left for the next forward: messages and
+        buffers of such work are those of one optimizer at a time."""
         self._free_cycles()
+        for other in self._list_living():
+            other.finish_late()
         self._registered = [reference for reference in self._registered if reference() is not None]
         self.has_several = bool(self._registered)
         self._registered.append(weakref.ref(exchange))
