@@ -63,12 +63,12 @@ _NUMBERS = TAGS // 4
 
 class HalvedPiece(NamedTuple):
     """A piece of an array, by its number. `narrow` is this rank's shard in 16 bits if the shard is sent in 16 bits. The
-    second half of a compressed piece is `compressed`, a function of the communicator between nodes."""
+    second half of a compressed piece is `second`, a function of the communicator between nodes (halves.py)."""
 
     number: int
     values: Array
     narrow: Array | None
-    compressed: Callable[[Any], Exchange] | None = None
+    second: Callable[[Any], Exchange] | None = None
 
 
 @dataclass(eq=False)
@@ -255,8 +255,8 @@ class DecoupledAllReduce(OverlappedAllReduce):
         world, tag = self.world, piece.number % TAGS
         first, last = find_own_shard(world, piece.values.size)
         shard, narrow = piece.values[first:last], piece.narrow
-        if self._cross is not None and piece.compressed is not None:
-            yield from piece.compressed(self._cross)
+        if self._cross is not None and piece.second is not None:
+            yield from piece.second(self._cross)
         elif self._cross is not None:
             sent = shard if narrow is None else narrow
             phases.current.sent(inter=(world.nodes - 1) * sent.nbytes // world.nodes)

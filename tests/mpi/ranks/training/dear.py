@@ -366,24 +366,23 @@ def case_a_graph_from_before_a_late_step_is_refused(world: World) -> None:
     optimizer.unwrap()
 
 
+def check_resumed(first_overlap: str, **options: object) -> None:
+    """Compare a run with DeAR, and one that resumes with DeAR from a state of `first_overlap`, bit for bit."""
+    whole, _ = train("dear", take_step, **options)
+    model, optimizer = train(first_overlap, take_step, STEPS // 2, **options)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    optimizer.unwrap()
+    resumed, resumed_optimizer = train("dear", take_step, 0, **options)
+    resumed.load_state_dict(saved[0])
+    resumed_optimizer.load_state_dict(saved[1])
+    for step in range(STEPS // 2, STEPS):
+        take_step(resumed, resumed_optimizer, step)
+    assert all(torch.equal(a, b) for a, b in zip(copy_weights(whole), copy_weights(resumed), strict=True))
+
+
 def case_a_resumed_run_with_late_updates_has_the_same_bits(world: World) -> None:
-    whole, _ = train("dear", take_step)
     for overlap in ("dear", "backward"):
-        model = DearNetwork()
-        del model.unused
-        optimizer = build_optimizer(model, build_adamw, overlap=overlap)
-        for step in range(STEPS // 2):
-            take_step(model, optimizer, step)
-        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        optimizer.unwrap()
-        resumed = DearNetwork()
-        del resumed.unused
-        resumed_optimizer = build_optimizer(resumed, build_adamw, overlap="dear")
-        resumed.load_state_dict(saved[0])
-        resumed_optimizer.load_state_dict(saved[1])
-        for step in range(STEPS // 2, STEPS):
-            take_step(resumed, resumed_optimizer, step)
-        assert all(torch.equal(a, b) for a, b in zip(copy_weights(whole), copy_weights(resumed), strict=True))
+        check_resumed(overlap)
 
 
 def case_hooks_of_the_script_run_once_per_step(world: World) -> None:

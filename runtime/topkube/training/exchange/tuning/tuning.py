@@ -54,6 +54,8 @@ _WORTH_A_TRIAL = 2.0
 """The other transport is tried if its predicted exchange takes at most this many times as long."""
 _OTHER_BUCKETS = 2.0
 """The sizes of buckets change if the rate of the link is this many times higher or lower than expected."""
+_FROM_MEASUREMENTS = "chosen from measurements"
+"""The reason for a choice that the first steps have not corrected."""
 _SETTINGS = ("algorithm", "dense_wire")
 """The settings by which a choice is made."""
 
@@ -147,7 +149,7 @@ class Tuning:
         if self._aggregation.algorithm in CHOICES:
             ranked = self._rank(buckets)
             fastest = next(choice for choice in ranked if not choice.algorithm.compresses)
-            self._adopt(fastest, "chosen from measurements", ranked)
+            self._adopt(fastest, _FROM_MEASUREMENTS, ranked)
 
     # ---- the first steps
 
@@ -184,17 +186,12 @@ class Tuning:
         expected = self._rank(buckets)
         if self._is_on_device:
             return self._try_on_device(measured, self.choice, expected)
-        if self._job.is_decoupled:  # the times of two halves do not show if the prediction was right
+        is_compared = not self._job.is_decoupled  # the times of two halves do not show if the prediction was right
+        if not is_compared or not is_wrong(self.choice, measured):
             if self._try_to_compress(measured, self.choice, expected):
                 return True
             self.settle()
-            self._adopt(self.choice, "far ahead of all others", expected)
-            return False
-        if not is_wrong(self.choice, measured):
-            if self._try_to_compress(measured, self.choice, expected):
-                return True
-            self.settle()
-            self._adopt(self.choice, "confirmed by the first steps", expected)
+            self._adopt(self.choice, "confirmed by the first steps" if is_compared else _FROM_MEASUREMENTS, expected)
             return False
         return self._fit_and_choose(measured, self.choice, self.machines, buckets)
 
