@@ -56,9 +56,7 @@ from topkube.world import World
 
 EARLY = 2
 """The most early gathers at a time. The second continues if the partner of the first is not ready for it."""
-_COMMUNICATORS, _USED_BUFFERS, _FIRST_NUMBER = "communicators of gathers", "buffers of gathers", "number of gathers"
-_NUMBERS = TAGS // 4
-"""The numbers of the pieces of two objects that follow each other differ by at least this much."""
+_COMMUNICATORS, _USED_BUFFERS, _NEXT_NUMBER = "communicators of gathers", "buffers of gathers", "number of gathers"
 
 
 class HalvedPiece(NamedTuple):
@@ -106,9 +104,6 @@ class DecoupledAllReduce(OverlappedAllReduce):
         """The number of the buffer that holds what the second half of a piece sends, by the number of the piece."""
         self._used_buffers: set[int] = world.cache.setdefault(_USED_BUFFERS, set())
         """The numbers of the buffers that this or another object uses."""
-        # Messages of another object, whose optimizer is gone, may still be on their way: they have other tags.
-        self._number = world.cache.get(_FIRST_NUMBER, 0)
-        world.cache[_FIRST_NUMBER] = self._number + _NUMBERS
         self._gathers = Exchanges()
         self._waiting: deque[tuple[HalvedArray, HalvedPiece]] = deque()
         self._gathering: dict[int, HalvedArray] = {}
@@ -123,7 +118,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
     def halve(self, call: Call, array: Array, factor: float, wire: str = "fp32") -> HalvedArray:
         """Begin to reduce `array`, in place, to the sum times `factor`: the arguments of `begin`."""
         halved, ranges = HalvedArray(call), list[tuple[int, int]]()
-        number, position, nodes = self._number, 0, self.world.nodes
+        number, position, nodes = self._take_numbers(len(split(array))), 0, self.world.nodes
         self.begin(call, array, factor, wire=wire)
         for values in split(array):
             first, last = find_own_shard(self.world, values.size)
@@ -143,7 +138,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
     ) -> HalvedArray:
         """Begin to reduce the array of `request`, in place, as `all_reduce` would run it. `reduced` is called in this
         thread when the first half has ended, at the latest in `finish`: the residual is final then."""
-        number = self._number
+        number = self._take_numbers(1)
         halves = all_reduce.begin_in_halves(self.world, request, self.place, f" halved {self._take_buffer()}")
 
         def end() -> None:
@@ -157,6 +152,13 @@ class DecoupledAllReduce(OverlappedAllReduce):
         self.begin_exchange(halves.call, halves.first, halves.sent, request.array, end)
         self._is_halving = True
         return halved
+
+    def _take_numbers(self, pieces: int) -> int:
+        """Return the number of the next piece. Messages of another object of this world may still be on their way, also
+        those of an optimizer that is gone: the pieces of all objects have different numbers, and so different tags."""
+        self._number = self.world.cache.get(_NEXT_NUMBER, 0)
+        self.world.cache[_NEXT_NUMBER] = self._number + pieces
+        return self._number
 
     def _take_buffer(self) -> int:
         """Return the number of a free buffer for the next piece."""

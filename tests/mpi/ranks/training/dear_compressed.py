@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -32,7 +33,13 @@ from ranks.training.scene import (
     draw_samples,
     take_own_part,
 )
+from topkube.algorithms import find_algorithm
 from topkube.collectives import call, decoupled, exchange, overlapped
+from topkube.collectives.all_reduce import load
+from topkube.collectives.decoupled import DecoupledAllReduce, HalvedArray
+from topkube.collectives.dense import Hierarchical
+from topkube.collectives.overlapped import TAGS
+from topkube.collectives.request import Request
 from topkube.training.exchange.tuning import step_times
 from topkube.world import World
 
@@ -227,6 +234,30 @@ def case_a_second_optimizer_does_not_disturb_pending_gathers(world: World) -> No
             weights.append(copy_weights(model) + copy_weights(second))
             optimizer.unwrap()
         assert all(torch.equal(own, expected) for own, expected in zip(*weights, strict=True))
+
+
+def case_messages_of_two_objects_have_different_tags(world: World) -> None:
+    """Gathers of one object may be on their way when another object begins its own."""
+
+    def begin(pieces: DecoupledAllReduce) -> HalvedArray:
+        request = Request(np.ones(64, np.float32))
+        hierarchical = load(find_algorithm("hierarchical"))
+        assert isinstance(hierarchical, Hierarchical)
+        halved = pieces.halve(hierarchical.enter(world, request, is_in_halves=True), request.array, 1.0)
+        pieces.finish()
+        pieces.gather([halved])
+        return halved
+
+    if world.nodes == 1:
+        return
+    first, second = DecoupledAllReduce(world), DecoupledAllReduce(world)
+    for _ in range(TAGS // 3):
+        first.finish_gather(begin(first))
+        halved = begin(first), begin(second)
+        tags = [{piece.number % TAGS for piece in own.pieces} for own in halved]
+        assert tags[0].isdisjoint(tags[1])
+        first.finish_gather(halved[0])
+        second.finish_gather(halved[1])
 
 
 def case_gathers_leave_the_buffers_of_other_collectives_alone(world: World) -> None:
