@@ -3,6 +3,7 @@ the bits that it gets without DeAR, also in the residuals."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -198,13 +199,15 @@ def case_auto_compresses_with_late_updates(world: World) -> None:
         del model.unused
         optimizer = build_optimizer(model, build_adamw, aggregation="auto", overlap="dear")
         names, late = [], []
-        for step in range(3 * (step_times.SKIPPED_STEPS + step_times.COUNTED_STEPS)):
+        for step in range(4 * (step_times.SKIPPED_STEPS + step_times.COUNTED_STEPS)):
             tuning = optimizer._backward.plan.tuning
             if step == 1:
                 machines = tuning.machines
                 tuning.machines = type(machines)(machines.nodes, machines.slots, 1e5, machines.memory, 1e-6)
-            if tuning._trial is not None and tuning._times._steps:
-                seconds = tuning._trial.measured.step * (0.5 if is_faster else 2.0)
+            if (trial := tuning._trial) is not None and tuning._times._steps:
+                trial.earlier.measured = [dataclasses.replace(m, spread=0.0) for m in trial.earlier.measured]
+                factor = 0.5 if is_faster else 2.0
+                seconds = trial.earlier.step * (factor if trial.in_force is trial.tried else 1.0)
                 tuning._times._steps = [(seconds, *rest) for _, *rest in tuning._times._steps]
             take_step(model, optimizer, step)
             names.append(tuning.choice.algorithm.name)

@@ -27,8 +27,8 @@ from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_
 from ranks.training.tuning import STEPS, have_same_choice, read_algorithm, simulate_slow_links
 from topkube.world import World
 
-KEPT, REJECTED = (0.4, 0.3), (0.4, 0.39)
-"""The seconds of a step before and during the trial of onebit."""
+KEPT, REJECTED, REPEATED = (0.4, 0.3), (0.4, 0.39, 0.4), (0.4, 0.4, 0.6)
+"""The seconds of a step before and during the trial of onebit, and if it saves nothing, after it."""
 
 
 def build_auto(model: nn.Module, make: Any = build_sgd) -> topkube.DistributedOptimizer:
@@ -65,6 +65,26 @@ def case_auto_takes_onebit_and_keeps_it_if_steps_become_faster(world: World) -> 
     assert optimizer.guard is not None
     assert are_equal_on_all_ranks(read_agreed_weights(optimizer, model))
     assert not are_equal_on_all_ranks(copy_weights(model)), "nodes train weights of their own"
+    optimizer.unwrap()
+    assert are_equal_on_all_ranks(copy_weights(model))
+
+
+def case_auto_takes_onebit_again_if_all_steps_have_become_slower(world: World) -> None:
+    if world.nodes == 1:
+        return
+    with simulate_slow_links(world, *REPEATED):
+        model = build_network()
+        optimizer = build_auto(model)
+        names, steps = [], 4 * STEPS
+        for step in range(steps):
+            train(world, model, optimizer, range(step, step + 1))
+            names.append(read_algorithm(optimizer))
+            assert names[-1] == "onebit" or are_equal_on_all_ranks(copy_weights(model))
+    dense, onebit = ["hierarchical"], ["onebit"]
+    assert names == dense * (STEPS - 1) + onebit * STEPS + dense * STEPS + onebit * (STEPS + 1), names
+    assert optimizer.tuning.is_settled
+    assert (optimizer.steps, optimizer.skipped_steps) == (steps, 0)
+    assert are_equal_on_all_ranks(read_agreed_weights(optimizer, model))
     optimizer.unwrap()
     assert are_equal_on_all_ranks(copy_weights(model))
 

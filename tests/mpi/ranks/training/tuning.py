@@ -26,6 +26,7 @@ from topkube.algorithms import Stage
 from topkube.collectives.link import MeasuredMachine
 from topkube.training.exchange.tuning import machines
 from topkube.training.exchange.tuning.step_times import COUNTED_STEPS, SKIPPED_STEPS
+from topkube.training.exchange.tuning.trial import MOST_MEASUREMENTS
 from topkube.training.exchange.tuning.tuning import Tuning
 from topkube.world import World
 
@@ -71,7 +72,7 @@ def simulate_step_times(world: World, *seconds: float) -> Iterator[None]:
 
     def note_times(self: Tuning, now: float) -> list[float] | None:
         measured = note_step(self, now)
-        return measured and [next(steps) - 0.01 * world.rank, -0.2 - world.rank, -0.01 - world.rank]
+        return measured and [next(steps) - 0.01 * world.rank, -0.2 - world.rank, -0.01 - world.rank, 0.0]
 
     Tuning.note_step = note_times  # type: ignore[method-assign]
     try:
@@ -110,7 +111,7 @@ def case_auto_measures_and_all_ranks_choose_alike(world: World) -> None:
         optimizer = build_optimizer(model, aggregation=name, bucket_bytes=None)
         plain = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
         tried_integers = False  # on a busy machine, the link may seem slow for some steps
-        for step in range(2 * STEPS + 2):
+        for step in range(MOST_MEASUREMENTS * STEPS + 2):
             x, y = draw_samples(8 * topkube.size(), step)
             compute_loss(model, take_own_part(x), take_own_part(y)).backward()
             compute_loss(reference, x, y).backward()
@@ -229,7 +230,7 @@ def case_small_tensors_stay_exact_if_auto_changes_before_the_first_step(world: W
     share them: they are sent as they are."""
     if world.nodes == 1:
         return
-    with simulate_slow_links(world, 0.5, 0.6):
+    with simulate_slow_links(world, 0.5, 0.6, 0.5):
         model = build_network()
         optimizer = build_optimizer(model, aggregation="auto", bucket_bytes=None)
         for step in range(STEPS + 1):
@@ -280,6 +281,34 @@ def case_what_int4_owes_is_sent_when_auto_returns_to_dense(world: World) -> None
         assert (optimizer.steps, optimizer.skipped_steps) == (2 * STEPS + 3, 1)
         owed = optimizer.state_dict()["topkube"]["residuals"]["pieces"]
         assert not any(values.any() for entries in owed.values() for _, values in entries)
+        assert are_equal_on_all_ranks(copy_weights(model))
+        optimizer.unwrap()
+
+
+def case_auto_tries_int4_again_if_all_steps_have_become_slower(world: World) -> None:
+    """The first trial saves nothing, but the dense steps after it are slower than those before it."""
+    if world.nodes == 1:
+        return
+    with simulate_slow_links(world, 0.5, 0.5, 0.7):
+        model = build_network()
+        optimizer = topkube.DistributedOptimizer(
+            build_plain_sgd(model.parameters()), model.named_parameters(), aggregation="auto"
+        )
+        delivered, names, missing = DeliveredGradients(world, model), [], []
+        for step in range(3 * STEPS + 2):
+            loss = 0.01 * compute_loss(model, *(take_own_part(part) for part in draw_samples(8 * world.size, step)))
+            delivered.count(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert have_same_choice(world, optimizer)
+            names.append(read_algorithm(optimizer))
+            missing.append(delivered.measure_missing())
+        dense, int4 = ["hierarchical"], ["int4"]
+        assert names == dense * (STEPS - 1) + int4 * STEPS + dense * STEPS + int4 * 3, names
+        assert optimizer.tuning.is_settled
+        assert "kept: 500 ms per step, 600 ms before" in optimizer.tuning.summary
+        assert max(missing[2 * STEPS + 1 : 3 * STEPS]) < max(missing[STEPS : 2 * STEPS]) / 10, missing
         assert are_equal_on_all_ranks(copy_weights(model))
         optimizer.unwrap()
 

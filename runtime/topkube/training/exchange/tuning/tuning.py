@@ -3,11 +3,11 @@
 At the first exchange all ranks measure their links and memory, agree on the slowest, and choose a dense algorithm by
 the cost model that the catalogue declares. After a few steps they compare its prediction with what the steps took. If
 the prediction was wrong by more than 10%, they fit the model to the steps and choose again. A new choice is kept only
-if the steps become faster by 3%. If `auto` may compress, and this is predicted to save 3% of the step, they try the
-best algorithm that compresses instead, under the same condition. On GPUs the host does not see how long a stage takes:
-there the ranks do not fit the model. They try the best dense choice of the other transport (NCCL or MPI), and then the
-best algorithm that compresses. With DeAR they only try the best algorithm that compresses. Every decision follows from
-numbers that are the same on all ranks.
+if the steps become faster by 3% (trial.py). If `auto` may compress, and this is predicted to save 3% of the step, they
+try the best algorithm that compresses instead, under the same condition. On GPUs the host does not see how long a stage
+takes: there the ranks do not fit the model. They try the best dense choice of the other transport (NCCL or MPI), and
+then the best algorithm that compresses. With DeAR they only try the best algorithm that compresses. Every decision
+follows from numbers that are the same on all ranks.
 
 If the best algorithm gives nodes weights of their own (`onebit`), the parts of the optimizer are built again for it
 after the step, and again if the choice returns to a dense algorithm (training/optimizer_parts.py). The Tuning object
@@ -25,7 +25,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from topkube.algorithms import (
@@ -47,6 +46,7 @@ from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.tuning.fitted_machines import WRONG, find_same, fit_machines, is_same, is_wrong
 from topkube.training.exchange.tuning.machines import agree_on_machines
 from topkube.training.exchange.tuning.step_times import Measurement, StepTimes
+from topkube.training.exchange.tuning.trial import Side, Trial
 from topkube.training.ranks.queued_agreement import QueuedAgreement
 from topkube.world import World
 
@@ -58,15 +58,6 @@ _FROM_MEASUREMENTS = "chosen from measurements"
 """The reason for a choice that the first steps have not corrected."""
 _SETTINGS = ("algorithm", "dense_wire")
 """The settings by which a choice is made."""
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """What was in force before a choice on trial: the choice, the machines, and what the steps took."""
-
-    choice: Choice
-    machines: Machines
-    measured: Measurement
 
 
 class Tuning:
@@ -93,7 +84,7 @@ class Tuning:
         self._job, self._aggregation = aggregation, aggregation.settings_at(0)
         self._measure_device, self.compressed_choices = measure_device, compressed_choices
         self._is_on_device = is_on_device
-        self._trial: _Trial | None = None
+        self._trial: Trial | None = None
         self._is_settled = self._must_repeat = False
         self._times = StepTimes()
 
@@ -179,10 +170,10 @@ class Tuning:
         returned. Return True if the choice or the sizes of buckets change."""
         assert self.choice is not None
         assert self.machines is not None
-        self.measured = measured = Measurement(float(agreed[0]), -float(agreed[1]), -float(agreed[2]))
+        self.measured = measured = Measurement.from_agreed(agreed)
         self._times.restart()
         if self._trial is not None:
-            return self._keep_or_revert(self._trial, measured, buckets)
+            return self._go_on(self._trial, measured, buckets)
         expected = self._rank(buckets)
         if self._is_on_device:
             return self._try_on_device(measured, self.choice, expected)
@@ -212,8 +203,8 @@ class Tuning:
         ranked = [other for other in ranked if not other.algorithm.compresses]
         is_faster = ranked[0].seconds < (1 - WRONG) * present.seconds
         if is_faster or not 1 / _OTHER_BUCKETS < self.rate / old_rate < _OTHER_BUCKETS:
-            self._trial = _Trial(choice, before, measured)
-            self._adopt(ranked[0] if is_faster else present, "fitted to the first steps, on trial", ranked)
+            tried = ranked[0] if is_faster else present
+            self._try(tried, Side(choice, before, [measured]), "fitted to the first steps, on trial", ranked)
             return True
         self.settle()
         self._adopt(present, "fitted to the first steps", ranked)
@@ -234,8 +225,7 @@ class Tuning:
         if found is None:
             return False
         best = compressed[found]
-        self._trial = _Trial(present, self.machines, measured)
-        self._adopt(best, f"on trial against {present.algorithm.name}", ranked)
+        self._try(best, Side(present, self.machines, [measured]), f"on trial against {present.algorithm.name}", ranked)
         return True
 
     def _try_on_device(self, measured: Measurement, present: Choice, ranked: Sequence[Choice]) -> bool:
@@ -247,8 +237,8 @@ class Tuning:
         others = (c for c in ranked if not c.algorithm.compresses and c.seconds <= most)
         other = next((c for c in others if c.algorithm.needs_gpu != present.algorithm.needs_gpu), None)
         if other is not None and self.machines.nccl_link is not None:
-            self._trial = _Trial(present, self.machines, measured)
-            self._adopt(other, f"the other transport, on trial against {present.algorithm.name}", ranked)
+            reason = f"the other transport, on trial against {present.algorithm.name}"
+            self._try(other, Side(present, self.machines, [measured]), reason, ranked)
             return True
         if self._try_to_compress(measured, present, ranked):
             return True
@@ -256,25 +246,35 @@ class Tuning:
         self._adopt(present, "far ahead of all others", ranked)
         return False
 
-    def _keep_or_revert(self, before: _Trial, measured: Measurement, buckets: Sequence[BucketSize]) -> bool:
-        """End the trial of a new choice: keep it if it made the steps faster. On GPUs, a trial of a choice that
-        compresses may follow. Return True if the choice changes."""
-        tried = self.choice
-        assert tried is not None
+    def _try(self, tried: Choice, earlier: Side, reason: str, ranked: Sequence[Choice]) -> None:
+        """Begin the trial of a choice, predicted from the present machines, against an earlier one."""
+        assert self.machines is not None
+        self._trial = Trial(earlier, Side(tried, self.machines))
+        self._adopt(tried, reason, ranked)
+
+    def _go_on(self, trial: Trial, measured: Measurement, buckets: Sequence[BucketSize]) -> bool:
+        """Add the measurement of the side in force to the trial. If the trial is not decided, measure the other side.
+        Otherwise keep the choice that won. On GPUs, a trial of a choice that compresses may follow. Return True if the
+        choice changes."""
+        measured_side = trial.in_force
+        measured_side.measured.append(measured)
+        is_faster = trial.judge()
+        if is_faster is None:
+            trial.change_sides()
+            self.machines = trial.in_force.machines
+            opponent = measured_side.choice.algorithm.name
+            self._adopt(trial.in_force.choice, f"measured once more on trial against {opponent}")
+            return True
         self._trial = None
-        comparison = f"{measured.step * 1e3:.3g} ms per step, {before.measured.step * 1e3:.3g} ms before"
-        is_kept = measured.step < (1 - LEAST_GAIN) * before.measured.step
-        if is_kept:
-            self._adopt(tried, f"kept: {comparison}")
-        else:
-            self.machines, self.measured = before.machines, before.measured
-            self._adopt(before.choice, f"restored after a trial: {comparison}")
-        present, known = (tried, measured) if is_kept else (before.choice, before.measured)
-        tried_transport = self._is_on_device and not tried.algorithm.compresses
-        if tried_transport and self._try_to_compress(known, present, self._rank(buckets)):
+        winner = trial.tried if is_faster else trial.earlier
+        self.machines, self.measured = winner.machines, winner.measured[-1]
+        comparison = f"{trial.tried.step * 1e3:.3g} ms per step, {trial.earlier.step * 1e3:.3g} ms before"
+        self._adopt(winner.choice, f"kept: {comparison}" if is_faster else f"restored after a trial: {comparison}")
+        tried_transport = self._is_on_device and not trial.tried.choice.algorithm.compresses
+        if tried_transport and self._try_to_compress(winner.measured[-1], winner.choice, self._rank(buckets)):
             return True
         self.settle()
-        return not is_kept
+        return winner is not measured_side
 
     def _rank(self, buckets: Sequence[BucketSize], machines: Machines | None = None) -> list[Choice]:
         """Return the possible choices, the fastest first, on `machines` or the present machines."""
