@@ -3,9 +3,10 @@
     python benchmarks/prediction.py [--part 2x1|2x2|4x1 ...] [--rate unshaped|10gbit|1gbit|200mbit|100mbit ...]
     python benchmarks/prediction.py --again        # predict again from the stored profiles; measure nothing
 
-Nodes are network namespaces, as in benchmarks/step.py; this needs root. For every layout, one trace per algorithm is
-recorded over links that are not shaped. From these traces alone, and from the bandwidth that a plain TCP stream reaches
-on each link, the steps over all links are predicted. Then the same training is measured, in turns.
+Nodes are network namespaces, as in benchmarks/step.py; this needs root. One trace per algorithm is recorded over links
+that are not shaped. From these traces alone, and from the bandwidth that a plain TCP stream reaches on a link, the
+steps over this link are predicted. Then the same training is measured over the link, in turns. Traces are recorded anew
+before the turns of each link: the speed of a machine that others share changes within minutes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import dataclasses
 import json
 import signal
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,8 +49,8 @@ Row = dict[str, Any]
 
 
 def record_trace(part: str, contender: str, directory: Path, network: Network) -> dict[str, Any]:
-    """Return the trace of some steps of `contender`, over links that are not shaped."""
-    folder = directory / f"traces-{contender}"
+    """Return the trace of some steps of `contender`. Links must not be shaped."""
+    folder = Path(tempfile.mkdtemp(prefix="trace-", dir=directory))
     trace_settings = (("TOPKUBE_TRACE_DIRECTORY", str(folder)), ("TOPKUBE_TRACE_STEPS", str(TRACED_STEPS)))
     recipe: Recipe = dataclasses.replace(
         WORLDS["mpich"], name=f"trace-{contender}", environment=WORLDS["mpich"].environment + trace_settings
@@ -97,7 +100,7 @@ def compute_error(row: Row) -> float:
 def predict_rows(stored: dict[str, Any]) -> None:
     """Replace the predictions of all rows by those of this version, from the stored profiles."""
     for row in stored["rows"]:
-        profile = load_profile(stored["profiles"][row["part"]])
+        profile = load_profile(stored["profiles"][row["part"]][row["rate"]])
         row["predicted_ms"] = round(predict_milliseconds(profile, row, stored["facts"]["processors"]), 1)
         row["error"] = round(compute_error(row), 3)
 
@@ -139,23 +142,23 @@ def load_profile(stored: dict[str, Any]) -> Any:
     return StepProfile(**values)
 
 
-def measure(part: str, rates: list[str], rounds: int, steps: int) -> tuple[dict[str, Any], list[Row]]:
-    """Return the profile of a layout, and a measured row for every link and contender."""
+def measure(part: str, rates: list[str], rounds: int, steps: int) -> Iterator[tuple[str, dict[str, Any], list[Row]]]:
+    """Yield for every link: its name, the profile of the traces, and a measured row for every contender."""
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(create_scratch())
         network = stack.enter_context(Network(len(LAYOUTS[part])))
-        profile = build_profile([record_trace(part, contender, directory, network) for contender in TRACED], part)
         bench = StepBench(part, MODELS[0], directory, network)
         stack.callback(bench.close)
-        rows = []
         for rate in rates:
+            network.shape(None)
+            traces = [record_trace(part, contender, directory, network) for contender in TRACED]
             measured = bench.measure(rate, list(CONTENDERS), rounds, steps)
             link = probe_link(network)
-            rows += [
+            rows = [
                 {**{key: row[key] for key in ("part", "rate", "contender", "ms", "ms_min", "ms_max", "steps")}, **link}
                 for row in measured
             ]
-        return dataclasses.asdict(profile), rows
+            yield rate, dataclasses.asdict(build_profile(traces, part)), rows
 
 
 def main() -> int:
@@ -175,12 +178,12 @@ def main() -> int:
             return 2
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         for part in options.part or list(LAYOUTS):
-            profile, rows = measure(part, options.rate or list(RATES), options.rounds, options.steps)
-            replaced = {(row["part"], row["rate"]) for row in rows}
-            kept = [row for row in stored["rows"] if (row["part"], row["rate"]) not in replaced]
-            stored["facts"] = {**describe_machine(), "rounds": options.rounds, "steps": options.steps}
-            stored["profiles"][part], stored["rows"] = profile, kept + rows
-            target.write_text(json.dumps(stored, indent=1) + "\n")
+            for rate, profile, rows in measure(part, options.rate or list(RATES), options.rounds, options.steps):
+                kept = [row for row in stored["rows"] if (row["part"], row["rate"]) != (part, rate)]
+                stored["facts"] = {**describe_machine(), "rounds": options.rounds, "steps": options.steps}
+                stored["profiles"].setdefault(part, {})[rate] = profile
+                stored["rows"] = kept + rows
+                target.write_text(json.dumps(stored, indent=1) + "\n")
     predict_rows(stored)
     stored["paper"] = predict_paper()
     target.write_text(json.dumps(stored, indent=1) + "\n")

@@ -8,11 +8,13 @@
 Nodes are network namespaces, as in benchmarks/allreduce; this needs root. A GPT of 4.8 million parameters trains on
 one thread per rank. With `--model resnet50`, it is ResNet-50 (25.6 million parameters) with four images of 64 x 64
 pixels per rank. With `--model timed`, the layers of a model of 6.3 million parameters sleep instead of computing,
-as if another device computed: 60 ms in forward and 120 ms in backward. Contenders alternate: each makes a few steps per
-round. A step lasts until the slowest rank has made it. Results are medians over all steps of all rounds, with an
-interval that contains the true median with a probability of 95%, if steps are independent. `auto` and `auto_own` are
+as if another device computed: 60 ms in forward and 120 ms in backward. Contenders alternate: each goes on with its
+training for a few steps per round, so that all see the same changes of the machine's speed. The first step of a turn
+does not count. A step lasts until the slowest rank has made it. Results are medians over all steps of all rounds, with
+an interval that contains the true median with a probability of 95%, if steps are independent. `auto` and `auto_own` are
 measured when their choice is final. With `auto_own`, nodes may have weights of their own (`node_weights="own"`).
-A contender that exchanges only every few steps counts with the mean of all steps of a period.
+A contender that exchanges only every few steps counts with the mean of all steps of a period. ResNet-50 has fewer
+contenders, because all trainings are in memory.
 
 Beside the time, a row holds the processor time of the computing thread and of all other threads (the cost of
 communication), how often these other threads woke up, and the bytes that the busiest node sent per step. A row that is
@@ -61,8 +63,11 @@ MINIMAL = (
     *(PLAIN, "ddp", "fp16", "powersgd1", "dense", "dear", "int8", "auto", "auto_own"),
     *("onebit", "onebit_delayed", "topk1bit"),
 )
-MINIMAL_PARTS, MINIMAL_RATES, MINIMAL_ROUNDS, MINIMAL_STEPS = ("2x1",), ("1gbit", UNSHAPED, "100mbit"), 3, 5
+MINIMAL_PARTS, MINIMAL_RATES, MINIMAL_ROUNDS = ("2x1",), ("1gbit", UNSHAPED, "100mbit"), 6
 MODELS = ("gpt", "resnet50", "timed")
+LARGE_MODEL_CONTENDERS = {"resnet50": (*MINIMAL, "int4")}
+ROUNDS, STEPS = 8, 3
+"""Turns of every contender, and measured steps per turn."""
 WORLDS = {
     "mpich": Recipe(
         "mpich",
@@ -176,7 +181,8 @@ class StepBench:
         world = self._start_world(choose_world(contender))
         before = self.network.read_traffic()
         period = PERIODS.get(contender, 1)
-        answers = world.ask(do="steps", contender=contender, model=self.model, warm=WARM_STEPS, steps=steps * period)
+        order = {"contender": contender, "model": self.model, "warm": WARM_STEPS}
+        answers = world.ask(do="steps", **order, entry=period, steps=steps * period)
         moved = [after - earlier for after, earlier in zip(self.network.read_traffic(), before, strict=True)]
         ends = [max(times) for times in zip(*(answer["times"] for answer in answers), strict=True)][::period]
         return {
@@ -255,8 +261,8 @@ def main() -> int:
         "--contender", choices=(PLAIN, *OURS, *PEERS), action="append", help="only this contender; may be repeated"
     )
     parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="what trains (%(default)s)")
-    parser.add_argument("--rounds", type=int, help="turns of every contender (5)")
-    parser.add_argument("--steps", type=int, help="measured steps per turn (6)")
+    parser.add_argument("--rounds", type=int, help=f"turns of every contender ({ROUNDS})")
+    parser.add_argument("--steps", type=int, help=f"measured steps per turn ({STEPS})")
     parser.add_argument("--minimal", action="store_true", help="the shortest run with useful results")
     parser.add_argument("--quick", action="store_true", help="one turn of two steps at 1 Gbit/s; stores nothing")
     parser.add_argument("--json", type=Path, help=f"result file (default {RESULTS})")
@@ -291,10 +297,10 @@ def main() -> int:
 
 def choose_measurements(options: argparse.Namespace) -> tuple[list[str], list[str], list[str], int, int]:
     """Return the layouts, the links, the contenders, and how many turns and steps are measured."""
-    parts, rates, contenders, rounds, steps = list(LAYOUTS), list(RATES), [PLAIN, *OURS, *PEERS], 5, 6
+    parts, rates, rounds, steps = list(LAYOUTS), list(RATES), ROUNDS, STEPS
+    contenders = list(LARGE_MODEL_CONTENDERS.get(options.model, (PLAIN, *OURS, *PEERS)))
     if options.minimal:
-        parts, rates, contenders = list(MINIMAL_PARTS), list(MINIMAL_RATES), list(MINIMAL)
-        rounds, steps = MINIMAL_ROUNDS, MINIMAL_STEPS
+        parts, rates, contenders, rounds = list(MINIMAL_PARTS), list(MINIMAL_RATES), list(MINIMAL), MINIMAL_ROUNDS
     if options.quick:
         rates, rounds, steps = ["1gbit"], 1, 2
     return (

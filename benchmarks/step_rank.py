@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,18 @@ def build_step(model: Callable[..., torch.Tensor], optimizer: Any, codes: torch.
     return step
 
 
+@dataclass
+class Training:
+    """A training that can pause: a function that makes a step, those that are called before and after the steps of a
+    turn, and one that ends it. `is_final` returns False as long as what `auto` or `dense` stands for may change."""
+
+    step: Step
+    resume: Callable[[], None] = lambda: None
+    pause: Callable[[], None] = lambda: None
+    end: Callable[[], None] = lambda: None
+    is_final: Callable[[], bool] = lambda: True
+
+
 class TopKubeTrainer:
     """Training with DistributedOptimizer."""
 
@@ -104,27 +117,16 @@ class TopKubeTrainer:
         topkube.init()
         self.topkube, self.rank = topkube, topkube.rank()
         self.barrier: Callable[[], None] = topkube.barrier
-        self._optimizer: Any = None
-        self._settled: dict[str, Any] = {}
-        """The optimizer's state of each contender whose choice is final on this link."""
 
     def enter_link(self) -> None:
         """Forget what was measured on another link."""
         self.topkube.world.current().cache.pop("measured machines", None)
-        self._settled.clear()
 
-    def settle(self, contender: str, step: Step) -> int:
-        """Make steps until what `auto` or `dense` stands for is final. Return their number."""
-        made = 0
-        while not self._optimizer.tuning.is_settled:
-            step()
-            made += 1
-        if contender not in self._settled and self._optimizer.tuning.choice is not None:
-            self._settled[contender] = self._optimizer.state_dict()
-        return made
+    def start_training(self, contender: str, name: str) -> Training:
+        """Return a training that has made no step."""
+        from topkube.training.exchange.autograd.backward_pass import current_pass
+        from topkube.training.exchange.late import watched_tensors
 
-    def start_training(self, contender: str, name: str) -> tuple[Step, Callable[[], None]]:
-        """Return a function that makes a step, and a function that ends the training."""
         model, codes, targets = build_model_and_data(self.rank, name)
         inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         algorithm, *variants = contender.split("_")
@@ -143,11 +145,20 @@ class TopKubeTrainer:
         if algorithm == "dear":
             algorithm, options["overlap"] = "dense", "dear"
         optimizer = self.topkube.DistributedOptimizer(inner, model.named_parameters(), aggregation=algorithm, **options)
-        if contender in self._settled:
-            optimizer.load_state_dict(self._settled[contender])
-            optimizer.restore_node_weights()
-        self._optimizer = optimizer
-        return build_step(model, optimizer, codes, targets), optimizer.unwrap
+
+        def resume() -> None:
+            if options.get("overlap") == "dear":
+                watched_tensors.watch()
+
+        def pause() -> None:
+            optimizer.state_dict()  # finishes what is left for the next forward
+            watched_tensors.unwatch()  # it costs time in each call of torch
+            # With several optimizers, buckets are exchanged after backward. This one counts again when it goes on.
+            current_pass.remove(optimizer._backward)
+            optimizer._backward.number = 0
+
+        step = build_step(model, optimizer, codes, targets)
+        return Training(step, resume, pause, optimizer.unwrap, lambda: bool(optimizer.tuning.is_settled))
 
     def take_phases(self) -> dict[str, float]:
         from topkube.telemetry import phases
@@ -165,23 +176,19 @@ class DdpTrainer:
         self.rank = dist.get_rank()
         self.barrier: Callable[[], None] = dist.barrier
 
-    def start_training(self, contender: str, name: str) -> tuple[Step, Callable[[], None]]:
-        """Return a function that makes a step, and a function that ends the training."""
+    def start_training(self, contender: str, name: str) -> Training:
+        """Return a training that has made no step."""
         model, codes, targets = build_model_and_data(self.rank, name)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         if contender == "plain":
-            return build_step(model, optimizer, codes, targets), lambda: None
+            return Training(build_step(model, optimizer, codes, targets))
         parallel = wrap_in_ddp(model, contender)
         if contender != "ddp":
             parallel.register_comm_hook(*build_hook(contender, POWERSGD_START))
-        return build_step(parallel, optimizer, codes, targets), lambda: None
+        return Training(build_step(parallel, optimizer, codes, targets))
 
     def enter_link(self) -> None:
         """Do nothing: no measurement is kept."""
-
-    def settle(self, contender: str, step: Step) -> int:
-        """Return 0: there is no choice to wait for."""
-        return 0
 
     def take_phases(self) -> dict[str, float]:
         return {}
@@ -203,16 +210,47 @@ def measure_other_threads() -> tuple[float, int]:
     return seconds, wakeups
 
 
-def run_order(backend: TopKubeTrainer | DdpTrainer, order: dict[str, Any]) -> dict[str, Any]:
-    """Make `order["steps"]` steps with `order["contender"]`, after `order["warm"]` steps that are not measured, and
-    after those in which a choice becomes final. The order "link" means that the speed of the links has changed."""
-    if order["do"] == "link":
-        backend.enter_link()
-        return {}
-    step, end = backend.start_training(order["contender"], order.get("model", "gpt"))
-    for _ in range(order["warm"]):
-        step()
-    settling = backend.settle(order["contender"], step)
+class Trainings:
+    """The trainings of this rank, one for each contender. They pause while another makes steps."""
+
+    def __init__(self, backend: TopKubeTrainer | DdpTrainer) -> None:
+        self._backend = backend
+        self._paused: dict[str, Training] = {}
+
+    def end_all(self) -> None:
+        """End all trainings."""
+        while self._paused:
+            self._paused.popitem()[1].end()
+        gc.collect()
+
+    def run_order(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Make `order["steps"]` steps with `order["contender"]`, after `order["entry"]` steps that are not measured. A
+        training that is new makes `order["warm"]` steps before, and those in which a choice becomes final. The order
+        "link" means that the speed of the links has changed: all trainings end."""
+        if order["do"] == "link":
+            self.end_all()
+            self._backend.enter_link()
+            return {}
+        contender = order["contender"]
+        is_new = contender not in self._paused
+        training = self._paused[contender] = self._paused.get(contender) or self._backend.start_training(
+            contender, order.get("model", "gpt")
+        )
+        training.resume()
+        made = 0
+        while is_new and (made < order["warm"] or not training.is_final()):
+            training.step()
+            made += 1
+        for _ in range(order.get("entry", 0)):
+            training.step()
+            made += 1
+        answer = measure_steps(self._backend, training.step, order["steps"])
+        training.pause()
+        return {**answer, "made": made + order["steps"]}
+
+
+def measure_steps(backend: TopKubeTrainer | DdpTrainer, step: Step, steps: int) -> dict[str, Any]:
+    """Make `steps` steps; return when each began and ended, and what a step took."""
     gc.collect()
     gc.disable()
     backend.take_phases()
@@ -220,28 +258,28 @@ def run_order(backend: TopKubeTrainer | DdpTrainer, order: dict[str, Any]) -> di
     processor, wakeups = measure_other_threads()
     own_start = time.thread_time()
     times = [time.clock_gettime(time.CLOCK_MONOTONIC)]
-    for _ in range(order["steps"]):
+    for _ in range(steps):
         step()
         times.append(time.clock_gettime(time.CLOCK_MONOTONIC))
     own_seconds = time.thread_time() - own_start
     after_processor, after_wakeups = measure_other_threads()
     gc.enable()
     backend.barrier()
-    end()
     return {
         "times": times,
-        "made": order["warm"] + settling + order["steps"],
-        "main_cpu": own_seconds / order["steps"],
-        "other_cpu": (after_processor - processor) / order["steps"],
-        "wakeups": (after_wakeups - wakeups) / order["steps"],
-        "phases": {name: seconds / order["steps"] for name, seconds in backend.take_phases().items()},
+        "main_cpu": own_seconds / steps,
+        "other_cpu": (after_processor - processor) / steps,
+        "wakeups": (after_wakeups - wakeups) / steps,
+        "phases": {name: seconds / steps for name, seconds in backend.take_phases().items()},
     }
 
 
 def main(library: str, path: str) -> None:
     torch.set_num_threads(1)
     backend = TopKubeTrainer() if library == "mpich" else DdpTrainer()
-    orders.follow(path, backend.rank, lambda order: run_order(backend, order))
+    trainings = Trainings(backend)
+    orders.follow(path, backend.rank, trainings.run_order)
+    trainings.end_all()
 
 
 if __name__ == "__main__":

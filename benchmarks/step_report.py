@@ -34,12 +34,25 @@ NAMES = {
     "powersgd4": "DDP with PowerSGD rank 4",
 }
 MODELS = {"gpt": "", "resnet50": ", ResNet-50", "timed": ", layers that sleep"}
+SPEEDS = {
+    "no exchange": ["plain"],
+    "`dense`": ["dense"],
+    "`dense`, DeAR": ["dear"],
+    "`auto`": ["auto"],
+    "`auto`, own weights": ["auto_own"],
+    "`onebit`, period 4, delay 1": ["onebit_period4_delayed"],
+    "DDP, fp16": ["fp16"],
+    "DDP, PowerSGD": ["powersgd1", "powersgd2", "powersgd4"],
+}
+"""The columns of the overview, and whose speeds they show: that of the fastest of these contenders."""
+FIXED = ("dense", "int8", "int4")
+"""What `auto` may choose if nodes have equal weights."""
 LINKS = {"unshaped": "link not shaped", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 
 
 def build_section(stored: dict[str, Any]) -> dict[str, str]:
     """Return a table for each layout and link, and the facts of the run."""
-    tables = []
+    tables, speeds = [], []
     for model, words in MODELS.items():
         own = [row for row in stored["rows"] if row.get("model", "gpt") == model]
         for part in sorted({row["part"] for row in own}):
@@ -51,7 +64,28 @@ def build_section(stored: dict[str, Any]) -> dict[str, str]:
                     if measured := sorted({f"{row['date']}, load {row['load']:g}" for row in rows if "date" in row}):
                         title += f" ({'; '.join(measured)})"
                     tables.append(f"{title}\n\n{_format_table(rows)}")
-    return {"TRAINING_STEP": "\n\n".join(tables), "TRAINING_STEP_FACTS": format_facts(stored["facts"])}
+                    speeds.append(_list_speeds(f"{nodes} × {ranks}, {link}{words}", rows))
+    return {
+        "TRAINING_STEP": "\n\n".join(tables),
+        "TRAINING_STEP_SPEEDS": format_table(
+            ["", "DDP, ms", *SPEEDS, "`auto` / fixed"], [row for row in speeds if row]
+        ),
+        "TRAINING_STEP_FACTS": format_facts(stored["facts"]),
+    }
+
+
+def _list_speeds(title: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Return the cells of the overview: how many times as fast as DDP of the same run the contenders of `SPEEDS` are,
+    and the time of `auto` divided by that of the fastest of `FIXED`. Return nothing if DDP was not measured."""
+    speeds = {row["contender"]: row["against_ddp"] for row in rows if row["against_ddp"]}
+    if "ddp" not in speeds:
+        return []
+    cells = [title, format_number(next(row["ms"] for row in rows if row["contender"] == "ddp"))]
+    for contenders in SPEEDS.values():
+        measured = [speeds[contender] for contender in contenders if contender in speeds]
+        cells.append(f"{max(measured):.2f}×" if measured else "–")
+    fixed = [speeds[contender] for contender in FIXED if contender in speeds]
+    return [*cells, f"{max(fixed) / speeds['auto']:.2f}" if fixed and "auto" in speeds else "–"]
 
 
 def format_facts(stored: dict[str, Any]) -> str:

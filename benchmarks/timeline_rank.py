@@ -77,9 +77,9 @@ class TracedTopKube(TopKubeTrainer):
 
     def record(self, contender: str, steps: int) -> dict[str, Any]:
         """Make `steps` steps, and return the chosen step."""
-        step, _ = self.start_training(contender, "gpt")
+        training = self.start_training(contender, "gpt")
         for _ in range(steps):
-            step()
+            training.step()
         return read_trace(Path(os.environ["TOPKUBE_TRACE_DIRECTORY"]) / f"rank-{self.rank}.json")
 
 

@@ -40,7 +40,8 @@ def test_every_row_gets_a_prediction_and_its_error() -> None:
         build_row("onebit", 330.0, "100mbit"),
         build_row("onebit_delayed", 310.0, "100mbit"),
     ]
-    stored = {"facts": {"processors": 2}, "profiles": {"2x1": dataclasses.asdict(PROFILE)}, "rows": rows}
+    profiles = {"2x1": dict.fromkeys(("1gbit", "100mbit"), dataclasses.asdict(PROFILE))}
+    stored = {"facts": {"processors": 2}, "profiles": profiles, "rows": rows}
     prediction.predict_rows(stored)
     assert rows[0]["predicted_ms"] > rows[1]["predicted_ms"] > 300
     assert rows[0]["predicted_ms"] > rows[3]["predicted_ms"] > 300

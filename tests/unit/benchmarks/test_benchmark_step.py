@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import step
+import step_rank
 import step_report
 
 
@@ -41,6 +43,20 @@ def test_the_page_shows_every_contender_fastest_first() -> None:
     places = [text.index(f"| {step_report.NAMES[r['contender']]} |") for r in rows]
     assert places == sorted(places)
     assert "2 nodes × 1, 1 Gbit/s" in text
+
+
+def test_the_overview_shows_speeds_relative_to_ddp() -> None:
+    times = {"ddp": 300.0, "auto": 150.0, "int4": 120.0, "dense": 200.0, "powersgd2": 100.0, "powersgd4": 110.0}
+    rows = [build_row(contender, ms) for contender, ms in times.items()]
+    step.compare(rows)
+    alone = [build_row("dense", 1.0, "100mbit")]
+    step.compare(alone)
+    text = step_report.build_section({"rows": rows + alone, "facts": {}})["TRAINING_STEP_SPEEDS"]
+    heading, _, row = text.splitlines()  # without DDP there is no row
+    cells = dict(zip(heading.split(" | "), row.split(" | "), strict=True))
+    assert (cells["`dense`"], cells["`auto`"], cells["DDP, PowerSGD"]) == ("1.50×", "2.00×", "3.00×")
+    assert cells["`auto` / fixed |"] == "1.25 |"
+    assert cells["no exchange"] == "–"
 
 
 def test_an_interrupted_run_continues_with_the_turns_that_are_missing(
@@ -82,3 +98,46 @@ def test_the_bounds_of_a_median_are_those_of_published_tables() -> None:
     """Places of the 95% interval by the binomial distribution, as in tables of the sign test."""
     for count, place in ((5, 1), (6, 1), (8, 1), (9, 2), (12, 3), (15, 4), (20, 6), (30, 10)):
         assert step.bound_median([float(value) for value in range(count, 0, -1)]) == (place, count + 1 - place)
+
+
+class Backend:
+    """Trainings that note what happens to them. A choice is final after seven steps."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def start_training(self, contender: str, model: str) -> step_rank.Training:
+        steps: list[str] = []
+
+        def make_step() -> None:
+            steps.append(contender)
+            self.events.append(f"{contender} {len(steps)}")
+
+        def note(event: str) -> Callable[[], None]:
+            return lambda: self.events.append(f"{event} {contender}")
+
+        return step_rank.Training(make_step, note("resume"), note("pause"), note("end"), lambda: len(steps) >= 7)
+
+    def barrier(self) -> None: ...
+
+    def enter_link(self) -> None:
+        self.events.append("link")
+
+    def take_phases(self) -> dict[str, float]:
+        return {}
+
+
+def test_a_training_continues_in_its_next_turn() -> None:
+    backend = Backend()
+    trainings = step_rank.Trainings(backend)  # type: ignore[arg-type]
+    order = {"do": "steps", "warm": 4, "entry": 1, "steps": 2}
+    answers = [trainings.run_order({**order, "contender": contender}) for contender in ("a", "b", "a")]
+    assert [answer["made"] for answer in answers] == [10, 10, 3]  # warm, entry, measured
+    assert all(len(answer["times"]) == 3 for answer in answers)
+    turns = ("a", range(1, 11)), ("b", range(1, 11)), ("a", range(11, 14))
+    assert backend.events == [
+        event for name, steps in turns for event in (f"resume {name}", *(f"{name} {i}" for i in steps), f"pause {name}")
+    ]
+    trainings.run_order({"do": "link"})
+    assert sorted(backend.events[-3:-1]) == ["end a", "end b"]
+    assert trainings.run_order({**order, "contender": "a"})["made"] == 10
