@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from topkube.algorithms import (
     BucketSize,
+    Choice,
     Family,
     Machines,
+    find_algorithm,
     find_least_change,
     list_compressed_choices,
     sort_choices_by_time,
@@ -22,7 +24,8 @@ from topkube.algorithms import (
 from topkube.settings import Settings
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.tuning import machines, step_times
-from topkube.training.exchange.tuning.step_times import COUNTED_STEPS, SKIPPED_STEPS
+from topkube.training.exchange.tuning.step_times import COUNTED_STEPS, SKIPPED_STEPS, Measurement
+from topkube.training.exchange.tuning.trial import MOST_MEASUREMENTS, Side, Trial
 from topkube.training.exchange.tuning.tuning import Tuning
 
 GIGABIT = 125e6
@@ -115,9 +118,9 @@ def test_a_link_that_is_slower_than_measured_changes_the_wire_and_a_faster_step_
     assert tuned.choice.dense_wire == "bf16"
     assert tuned.rate == pytest.approx(20_008_000 / 0.2, rel=0.01)  # 4 bytes for each of 5,002,000 elements
     assert not tuned.is_settled
-    assert not decide(tuned, 0.9, 0.1, inside)
+    assert not decide(tuned, 0.8, 0.1, inside)
     assert (tuned.is_settled, tuned.choice.dense_wire) == (True, "bf16")
-    assert "900 ms per step, 1e+03 ms before" in tuned.summary
+    assert "800 ms per step, 1e+03 ms before" in tuned.summary
 
 
 @pytest.mark.parametrize(
@@ -127,7 +130,7 @@ def test_a_link_that_is_slower_than_measured_changes_the_wire_and_a_faster_step_
 def test_on_gpus_the_transport_is_decided_by_the_steps(
     monkeypatch: Any, mpi: float, nccl: float, first: str, second: str
 ) -> None:
-    for seconds, kept in ((0.9, second), (0.99, first)):
+    for seconds, kept in ((0.8, second), (0.99, first)):
         tuned = measure_and_choose(monkeypatch, mpi, nccl=nccl)
         assert tuned.choice is not None
         assert tuned.choice.algorithm.name == first
@@ -233,7 +236,7 @@ def test_auto_begins_dense_and_tries_int4_if_it_saves_a_part_of_the_step(monkeyp
     assert not tuned.is_settled
 
 
-@pytest.mark.parametrize("second", [0.9, 0.99], ids=["NCCL is kept", "MPI is restored"])
+@pytest.mark.parametrize("second", [0.8, 0.99], ids=["NCCL is kept", "MPI is restored"])
 @pytest.mark.parametrize(("third", "ends_at"), [(0.5, "int4"), (1.0, "dense")])
 def test_on_gpus_compression_is_tried_after_the_other_transport(
     monkeypatch: Any, second: float, third: float, ends_at: str
@@ -297,10 +300,9 @@ def test_int4_stays_if_steps_become_faster_and_dense_returns_otherwise(monkeypat
         tuned = build_compressing(monkeypatch)
         between, inside = read_prediction(tuned)
         assert decide(tuned, 0.3, between, inside)
-        assert decide(tuned, step, 0.05, 0.01) == (name != "int4")
+        assert decide(tuned, step, 0.05, 0.01), "a gain below 10% is measured against dense once more"
+        assert decide(tuned, 0.3, between, inside) == (name == "int4")
         assert tuned.choice is not None
-        assert tuned.is_settled == (name == "int4")
-        assert tuned.is_settled or not decide(tuned, 0.3, between, inside)
         assert (tuned.choice.algorithm.name, tuned.is_settled) == (name, True)
 
 
@@ -339,39 +341,61 @@ def run_trial(monkeypatch: Any, *measured: tuple[float, float]) -> tuple[list[st
 DENSE = "hierarchical"
 
 
-def test_a_trial_that_fails_is_repeated_if_the_earlier_choice_has_become_slower_too(monkeypatch: Any) -> None:
-    """The machine becomes slower by a quarter between the first and the last measurement."""
-    names, is_settled, summary = run_trial(monkeypatch, (0.30, 0.0), (0.30, 0.0), (0.375, 0.0))
-    assert (names, is_settled) == (["int4", DENSE, "int4"], True)
-    assert "kept: 300 ms per step, 338 ms before" in summary
+def test_a_trial_is_not_decided_by_a_machine_that_becomes_slower(monkeypatch: Any) -> None:
+    """All steps become slower by a quarter after the first measurement."""
+    names, is_settled, summary = run_trial(
+        monkeypatch, *[(seconds, 0.0) for seconds in (0.30, 0.30, 0.375, 0.30, 0.375)]
+    )
+    assert (names, is_settled) == (["int4", DENSE, "int4", DENSE, "int4"], True)
+    assert "kept: 300 ms per step, 350 ms before" in summary
+
+
+@given(st.floats(-0.08, 0.08), st.sampled_from([0.0, 0.2]))
+def test_a_steady_change_of_all_steps_does_not_decide_a_trial(drift: float, gain: float) -> None:
+    choice = Choice(find_algorithm("int4"), "fp32", 1.0, 0.0, 1.0)
+    trial = Trial(Side(choice, build_machines()), Side(choice, build_machines()))
+    for number in range(MOST_MEASUREMENTS):
+        side = (trial.earlier, trial.tried)[number % 2]
+        side.measured.append(Measurement((1 + drift * number) * (1 - gain * (number % 2)), 0.1, 0.1))
+        if number and (verdict := trial.judge()) is not None:
+            break
+    assert verdict == (gain > 0)
 
 
 def test_a_trial_goes_on_as_long_as_the_noise_is_larger_than_the_difference(monkeypatch: Any) -> None:
     noisy, clear = 0.06, 0.02
-    names, is_settled, _ = run_trial(monkeypatch, (0.30, noisy), (0.27, noisy))
+    names, is_settled, _ = run_trial(monkeypatch, (0.30, noisy), (0.26, noisy))
     assert (names, is_settled) == (["int4", DENSE], False)
-    names, is_settled, _ = run_trial(monkeypatch, (0.30, clear), (0.27, clear))
+    names, is_settled, _ = run_trial(monkeypatch, (0.30, clear), (0.26, clear))
     assert (names, is_settled) == (["int4", "int4"], True)
     names, is_settled, _ = run_trial(monkeypatch, (0.30, noisy), (0.31, noisy), (0.30, noisy), (0.27, noisy))
     assert (names, is_settled) == (["int4", DENSE, "int4", DENSE], False)
 
 
-def test_a_trial_ends_after_three_measurements_of_each_side(monkeypatch: Any) -> None:
-    noise = 0.2
-    for last, name in ((0.27, "int4"), (0.33, DENSE)):
-        names, is_settled, _ = run_trial(monkeypatch, *[(0.30, noise), (0.28, noise)] * 2, (0.30, noise), (last, noise))
-        assert names == ["int4", DENSE, "int4", DENSE, "int4", name]
-        assert is_settled
+def test_a_trial_ends_after_five_measurements(monkeypatch: Any) -> None:
+    for second, name in ((0.28, "int4"), (0.33, DENSE)):
+        measured = [(seconds, 0.2) for seconds in (0.30, 0.28, 0.30, second, 0.30)]
+        names, is_settled, _ = run_trial(monkeypatch, *measured)
+        assert (names, is_settled) == (["int4", DENSE, "int4", DENSE, name], True)
 
 
 def test_a_state_that_is_saved_in_a_trial_keeps_the_choice_in_force(monkeypatch: Any) -> None:
     tuned = build_compressing(monkeypatch)
     between, inside = read_prediction(tuned)
     assert decide(tuned, 0.3, between, inside, 0.1)
-    assert decide(tuned, 0.28, between, inside, 0.1)
+    assert decide(tuned, 0.28, between / 2, inside, 0.1)
+    assert tuned.measured_seconds == pytest.approx(between), "the measurement of the choice in force"
     tuned.note_saved()
     assert tuned.choice is not None
     assert (tuned.choice.algorithm.name, tuned.is_settled, tuned.note_step(1.0)) == (DENSE, True, None)
+    assert "kept: a state was saved during a trial" in tuned.summary
+
+
+def test_steps_do_not_count_while_the_exchange_changes(monkeypatch: Any) -> None:
+    monkeypatch.setattr(step_times.phases, "current", SimpleNamespace(total=lambda _: 0.0))
+    times, changing = step_times.StepTimes(), 2 * SKIPPED_STEPS
+    measured = [times.note_step(float(step), step < changing) for step in range(changing + COUNTED_STEPS)]
+    assert [numbers is not None for numbers in measured] == [False] * (changing + COUNTED_STEPS - 1) + [True]
 
 
 def test_dense_and_runs_that_may_not_compress_never_try_int4(monkeypatch: Any) -> None:

@@ -72,6 +72,7 @@ class Backward:
         )
         if earlier is not None:
             tuning = earlier.plan.tuning
+            tuning.measure_device = self.exchange.measure_device  # the earlier exchange is not needed any more
         else:
             choices = self.exchange.algorithms.compressed_choices
             is_on_device = self.exchange.on_device is not None

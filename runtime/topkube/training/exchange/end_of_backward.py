@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from topkube.algorithms import Choice
 from topkube.collectives.device.memory import DeviceFlag
 from topkube.training.exchange.autograd.backward_pass import current_pass
 from topkube.training.exchange.bucket_queue import BucketQueue
@@ -136,14 +137,21 @@ class EndOfBackward:
             return False
         return all(part.is_in_place for part in reduced_parts.parts)
 
+    def _is_changing(self, choice: Choice | None) -> bool:
+        """Return True if the exchange of this backward was not yet that of the choice: it sent the residuals of an
+        earlier one, or used its buckets, or the next step begins or ends the exchange of weights."""
+        begins_or_ends_weights = choice is not None and choice.algorithm.in_weights != self._in_force.in_weights
+        waits_for_residuals = self._must_plan_again and self._exchange.algorithms.large.residual is None
+        return waits_for_residuals or begins_or_ends_weights
+
     def _tune(self, is_saved: bool, late: LateUpdates | None) -> None:
         """Compare the exchanges so far with their prediction, when that is due, and change what `auto` or `dense`
         stands for. `is_saved` is True if a rank has saved its state since the last exchange."""
         tuning = self._plan.tuning
         if is_saved:
             tuning.note_saved()
-        measured = tuning.note_step(time.perf_counter())
         used_residuals = self._exchange.algorithms.uses_residuals
+        measured = tuning.note_step(time.perf_counter(), self._is_changing(tuning.choice))
         if measured is not None and tuning.decide(self._agreement.maximum(measured).tolist(), self._plan.list_sizes()):
             self._exchange.algorithms.adopt(tuning.choice)
             self._must_plan_again = True

@@ -24,6 +24,11 @@ class SettingsInForce:
         self._steps = 0
 
     @property
+    def in_weights(self) -> bool:
+        """True if nodes exchange weights, not gradients."""
+        return self._aggregation.in_weights
+
+    @property
     def steps(self) -> int:
         """The number of updates. All ranks set it between the same two steps."""
         return self._steps

@@ -253,14 +253,12 @@ def case_messages_of_two_objects_have_different_tags(world: World) -> None:
 
     if world.nodes == 1:
         return
-    first, second = DecoupledAllReduce(world), DecoupledAllReduce(world)
-    for _ in range(TAGS // 3):
-        first.finish_gather(begin(first))
-        halved = begin(first), begin(second)
-        tags = [{piece.number % TAGS for piece in own.pieces} for own in halved]
-        assert tags[0].isdisjoint(tags[1])
-        first.finish_gather(halved[0])
-        second.finish_gather(halved[1])
+    objects = [DecoupledAllReduce(world) for _ in range(5)]
+    pending = [begin(pieces) for pieces in objects]
+    tags = [piece.number % TAGS for halved in pending for piece in halved.pieces]
+    assert len(set(tags)) == len(tags)
+    for pieces, halved in zip(objects, pending, strict=True):
+        pieces.finish_gather(halved)
 
 
 def case_gathers_leave_the_buffers_of_other_collectives_alone(world: World) -> None:

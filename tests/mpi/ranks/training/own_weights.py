@@ -27,8 +27,8 @@ from ranks.training.scene import are_equal_on_all_ranks, build_network, compute_
 from ranks.training.tuning import STEPS, have_same_choice, read_algorithm, simulate_slow_links
 from topkube.world import World
 
-KEPT, REJECTED, REPEATED = (0.4, 0.3), (0.4, 0.39, 0.4), (0.4, 0.4, 0.6)
-"""The seconds of a step before and during the trial of onebit, and if it saves nothing, after it."""
+KEPT, REJECTED, REPEATED = (0.4, 0.3), (0.4, 0.39, 0.4), (0.4, 0.37, 0.4)
+"""The seconds of a step before and during the trial of onebit, and if it gains little, after it."""
 
 
 def build_auto(model: nn.Module, make: Any = build_sgd) -> topkube.DistributedOptimizer:
@@ -69,7 +69,7 @@ def case_auto_takes_onebit_and_keeps_it_if_steps_become_faster(world: World) -> 
     assert are_equal_on_all_ranks(copy_weights(model))
 
 
-def case_auto_takes_onebit_again_if_all_steps_have_become_slower(world: World) -> None:
+def case_onebit_returns_after_a_second_measurement_without_it(world: World) -> None:
     if world.nodes == 1:
         return
     with simulate_slow_links(world, *REPEATED):

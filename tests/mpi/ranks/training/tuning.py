@@ -70,8 +70,8 @@ def simulate_step_times(world: World, *seconds: float) -> Iterator[None]:
     """Let steps seem to take `seconds`, one value for each comparison. The exchanges seem long, and differ by rank."""
     steps, note_step = iter(seconds), Tuning.note_step
 
-    def note_times(self: Tuning, now: float) -> list[float] | None:
-        measured = note_step(self, now)
+    def note_times(self: Tuning, now: float, is_changing: bool = False) -> list[float] | None:
+        measured = note_step(self, now, is_changing)
         return measured and [next(steps) - 0.01 * world.rank, -0.2 - world.rank, -0.01 - world.rank, 0.0]
 
     Tuning.note_step = note_times  # type: ignore[method-assign]
@@ -111,7 +111,7 @@ def case_auto_measures_and_all_ranks_choose_alike(world: World) -> None:
         optimizer = build_optimizer(model, aggregation=name, bucket_bytes=None)
         plain = torch.optim.SGD(reference.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
         tried_integers = False  # on a busy machine, the link may seem slow for some steps
-        for step in range(MOST_MEASUREMENTS * STEPS + 2):
+        for step in range(2 * STEPS):
             x, y = draw_samples(8 * topkube.size(), step)
             compute_loss(model, take_own_part(x), take_own_part(y)).backward()
             compute_loss(reference, x, y).backward()
@@ -122,13 +122,18 @@ def case_auto_measures_and_all_ranks_choose_alike(world: World) -> None:
             assert have_same_choice(world, optimizer)
             tried_integers = tried_integers or read_algorithm(optimizer).startswith("int")
         assert_close(model, reference, tolerance=0.06 if tried_integers else 2e-5)
+        last = MOST_MEASUREMENTS * STEPS + 2
+        for step in range(2 * STEPS, last):
+            if not optimizer.tuning.is_settled:  # the same on all ranks
+                train(model, optimizer, step, step + 1)
+                assert have_same_choice(world, optimizer)
         assert are_equal_on_all_ranks(copy_weights(model))
         if world.nodes == 1:
             assert (optimizer.tuning.choice, optimizer.tuning.summary) == (None, "")
         else:
             assert optimizer.tuning.choice is not None
-            assert not optimizer.tuning.choice.algorithm.compresses
             assert optimizer.tuning.is_settled
+            assert not optimizer.tuning.choice.algorithm.compresses or "kept" in optimizer.tuning.summary
             assert f"{name} is " in optimizer.tuning.summary
         optimizer.unwrap()
 
@@ -285,11 +290,11 @@ def case_what_int4_owes_is_sent_when_auto_returns_to_dense(world: World) -> None
         optimizer.unwrap()
 
 
-def case_auto_tries_int4_again_if_all_steps_have_become_slower(world: World) -> None:
-    """The first trial saves nothing, but the dense steps after it are slower than those before it."""
+def case_int4_returns_after_a_second_measurement_without_it(world: World) -> None:
+    """A gain below 10% is measured against dense steps once more."""
     if world.nodes == 1:
         return
-    with simulate_slow_links(world, 0.5, 0.5, 0.7):
+    with simulate_slow_links(world, 0.5, 0.46, 0.5):
         model = build_network()
         optimizer = topkube.DistributedOptimizer(
             build_plain_sgd(model.parameters()), model.named_parameters(), aggregation="auto"
@@ -307,7 +312,7 @@ def case_auto_tries_int4_again_if_all_steps_have_become_slower(world: World) -> 
         dense, int4 = ["hierarchical"], ["int4"]
         assert names == dense * (STEPS - 1) + int4 * STEPS + dense * STEPS + int4 * 3, names
         assert optimizer.tuning.is_settled
-        assert "kept: 500 ms per step, 600 ms before" in optimizer.tuning.summary
+        assert "kept: 460 ms per step, 500 ms before" in optimizer.tuning.summary
         assert max(missing[2 * STEPS + 1 : 3 * STEPS]) < max(missing[STEPS : 2 * STEPS]) / 10, missing
         assert are_equal_on_all_ranks(copy_weights(model))
         optimizer.unwrap()

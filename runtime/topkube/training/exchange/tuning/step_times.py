@@ -34,7 +34,8 @@ class Measurement:
     @property
     def error(self) -> float:
         """The standard error of `step` in seconds, if the steps are independent and normal: that of a median of n
-        values is 1.2533 standard deviations / sqrt(n), and an interquartile range is 1.349 standard deviations."""
+        values is 1.2533 standard deviations / sqrt(n), and an interquartile range is 1.349 standard deviations (with
+        few values, that of `statistics.quantiles` is larger, so the error is not underestimated)."""
         return 1.2533 / 1.349 * self.spread / math.sqrt(COUNTED_STEPS)
 
 
@@ -51,17 +52,18 @@ class StepTimes:
         """Begin again, for another choice."""
         self._steps, self._last, self._noted_steps = [], None, 0
 
-    def note_step(self, now: float) -> list[float] | None:
-        """Note that the exchange of a step ended at `now` (seconds). After the last counted step, return the medians
+    def note_step(self, now: float, is_changing: bool = False) -> list[float] | None:
+        """Note that the exchange of a step ended at `now` (seconds). No step counts while the exchange `is_changing` to
+        the choice, the same on all ranks. After the last counted step, return the medians
         [step, -between nodes, -inside the node] and the interquartile range of the steps, whose maxima over all ranks
         make a `Measurement`; before that, return None."""
         last, self._last = self._last, (now, phases.current.total("inter"), phases.current.total("intra"))
-        self._noted_steps += 1
+        self._noted_steps = min(self._noted_steps + 1, SKIPPED_STEPS) if is_changing else self._noted_steps + 1
         if last is None or self._noted_steps <= SKIPPED_STEPS:
             return None
         self._steps.append(tuple(b - a for a, b in zip(last, self._last, strict=True)))  # type: ignore[arg-type]
         if len(self._steps) < COUNTED_STEPS:
             return None
         steps, between, inside = zip(*self._steps, strict=True)
-        quarter, step, three_quarters = quantiles(steps, n=4, method="inclusive")
+        quarter, step, three_quarters = quantiles(steps, n=4)
         return [step, -median(between), -median(inside), three_quarters - quarter]

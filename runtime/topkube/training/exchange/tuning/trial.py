@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, stdev
 
 from topkube.algorithms import LEAST_GAIN, Choice, Machines
 from topkube.training.exchange.tuning.step_times import Measurement
 
-MOST_MEASUREMENTS = 6
-"""The measurements after which a trial ends at the latest: three of each side."""
+MOST_MEASUREMENTS = 5
+"""The measurements after which a trial ends at the latest: three of the earlier choice, two of the one on trial."""
 _CLEAR = 2.0
 """A difference is clear if it is this many times as large as its standard error."""
+_LARGE_GAIN = 0.1
+"""From this share of the step on, a clear gain needs no second measurement of the earlier choice."""
 
 
 @dataclass
@@ -30,8 +32,11 @@ class Side:
 
     @property
     def error(self) -> float:
-        """The standard error of `step` in seconds."""
-        return math.hypot(*(measurement.error for measurement in self.measured)) / len(self.measured)
+        """The standard error of `step` in seconds: from the spread of the steps in each measurement, or from that of
+        the measurements if it is larger."""
+        count = len(self.measured)
+        within = math.hypot(*(measurement.error for measurement in self.measured)) / count
+        return within if count == 1 else max(within, stdev(m.step for m in self.measured) / math.sqrt(count))
 
 
 @dataclass
@@ -49,15 +54,17 @@ class Trial:
 
     def judge(self) -> bool | None:
         """Return True if the tried choice makes steps faster by LEAST_GAIN, False if it does not, and None as long as
-        this is not clear. It was predicted to do so. So if it does not in its first steps, the steps of the earlier
-        choice are measured once more: all may have become slower."""
+        this is not clear. After an even number of measurements, those of the earlier choice are the older ones, and all
+        steps may have become slower or faster since then: then only a large gain decides."""
         limit = (1 - LEAST_GAIN) * self.earlier.step
         is_faster = self.tried.step < limit
         count = len(self.earlier.measured) + len(self.tried.measured)
         if count >= MOST_MEASUREMENTS:
             return is_faster
         is_clear = abs(self.tried.step - limit) > _CLEAR * math.hypot(self.tried.error, self.earlier.error)
-        return is_faster if is_clear and (is_faster or count > 2) else None
+        if count % 2 == 0:
+            return True if is_clear and self.tried.step < (1 - _LARGE_GAIN) * self.earlier.step else None
+        return is_faster if is_clear else None
 
     def change_sides(self) -> None:
         """Put the other side in force."""

@@ -82,7 +82,7 @@ class Tuning:
         """True if this rank saved the state since the last exchange."""
         self._world, self._agreement = world, agreement
         self._job, self._aggregation = aggregation, aggregation.settings_at(0)
-        self._measure_device, self.compressed_choices = measure_device, compressed_choices
+        self.measure_device, self.compressed_choices = measure_device, compressed_choices
         self._is_on_device = is_on_device
         self._trial: Trial | None = None
         self._is_settled = self._must_repeat = False
@@ -113,7 +113,7 @@ class Tuning:
         """Measure the machines if it was not done yet for this world. All ranks call this together."""
         if self.machines is not None or self._world.nodes == 1:
             return
-        self.machines = agree_on_machines(self._world, self._agreement, self._measure_device)
+        self.machines = agree_on_machines(self._world, self._agreement, self.measure_device)
 
     def choose(self, buckets: Sequence[BucketSize]) -> None:
         """Choose for a step that exchanges `buckets`, if there is a choice and none was made or loaded. If only a later
@@ -153,17 +153,20 @@ class Tuning:
     def settle(self) -> None:
         """Keep the choice of this stage. All ranks call this before the same step."""
         self._is_settled = True
-        self._trial = None
+        if self._trial is not None and self.choice is not None:
+            self._trial = None
+            self._adopt(self.choice, "kept: a state was saved during a trial")
 
     @property
     def is_settled(self) -> bool:
         """True if the choice stays, or if there is none."""
         return self._is_settled or self.choice is None
 
-    def note_step(self, now: float) -> list[float] | None:
-        """Note that the exchange of a step ended at `now` (seconds). After the last counted step, on all ranks the same
-        step, return what this rank measured for `decide`; before that, return None."""
-        return None if self.is_settled else self._times.note_step(now)
+    def note_step(self, now: float, is_changing: bool = False) -> list[float] | None:
+        """Note that the exchange of a step ended at `now` (seconds). `is_changing` is True, on all ranks, if it was not
+        yet that of the choice. After the last counted step, on all ranks the same step, return what this rank measured
+        for `decide`; before that, return None."""
+        return None if self.is_settled else self._times.note_step(now, is_changing)
 
     def decide(self, agreed: Sequence[float], buckets: Sequence[BucketSize]) -> bool:
         """Compare the prediction with the measurement of all ranks: the largest of each number that `note_step`
@@ -261,9 +264,8 @@ class Tuning:
         is_faster = trial.judge()
         if is_faster is None:
             trial.change_sides()
-            self.machines = trial.in_force.machines
-            opponent = measured_side.choice.algorithm.name
-            self._adopt(trial.in_force.choice, f"measured once more on trial against {opponent}")
+            self.machines, self.measured = trial.in_force.machines, trial.in_force.measured[-1]
+            self._adopt(trial.in_force.choice, "measured once more: the trial is not decided")
             return True
         self._trial = None
         winner = trial.tried if is_faster else trial.earlier
