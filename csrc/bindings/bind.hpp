@@ -34,6 +34,7 @@ inline Dtype dtype_of(int code) {
 }
 
 void bind_exit(nb::module_& module);
+void bind_links(nb::module_& module);
 void bind_records(nb::module_& module);
 void bind_paths(nb::module_& module);
 void bind_quantised(nb::module_& module);

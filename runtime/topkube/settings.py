@@ -43,6 +43,13 @@ class Settings:
         "number of ranks that were started; 0: not checked. A difference shows that two MPIs are installed",
     )
     deadline_seconds: float = _setting("TOPKUBE_DEADLINE_SECONDS", 300.0, "longest wait inside a collective, seconds")
+    links: str = _setting(
+        "TOPKUBE_LINKS",
+        "auto",
+        "messages between nodes: tcp has TCP connections of its own, which take less processor time than those of MPI;"
+        " mpi uses MPI; auto uses tcp, but mpi if there is RDMA or if nodes are on one machine",
+        ("auto", "tcp", "mpi"),
+    )
     node_exchange: str = _setting(
         "TOPKUBE_NODE_EXCHANGE",
         "auto",
@@ -400,6 +407,12 @@ def tune_messages() -> None:
     for a third of the time.
     """
     os.environ.setdefault("UCX_TCP_TX_SEG_SIZE", "64k")
+
+
+def read_network_devices(environment: Mapping[str, str] | None = None) -> list[str]:
+    """Return the devices in UCX_NET_DEVICES, to which MPICH limits its connections; none if it is not set."""
+    environment = os.environ if environment is None else environment
+    return [name for name in environment.get("UCX_NET_DEVICES", "").split(",") if name]
 
 
 def does_nccl_order_launches(environment: Mapping[str, str] | None = None) -> bool:

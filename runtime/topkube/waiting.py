@@ -10,6 +10,7 @@ from typing import Any
 
 from topkube.control import Control, name_ranks
 from topkube.errors import CollectiveTimeout
+from topkube.links import Links
 
 _YIELD_SECONDS = 100e-6
 """How long a wait for messages yields the processor and checks again before it begins to sleep."""
@@ -20,19 +21,20 @@ _IDLE_SECONDS = 8e-6
 KiB."""
 _MOST_CALLS = 64
 """The most calls of MPI in a row: other work of the thread must not wait long."""
-_CHECK_SECONDS = 0.1
+CHECK_SECONDS = 0.1
 """The time between two calls of `check`."""
 _MEETING_TAG = 32_000
 """The first tag of a roll call in `wait_for_all_ranks`, on MPI.COMM_WORLD: a script's own messages have smaller tags.
 Every MPI has tags up to 32,767."""
 
-_advances: dict[int, Callable[[], object]] = {}
+_advances: dict[int, Callable[[], Links | None]] = {}
 """What the waits of a thread call, by the thread's identity."""
 
 
-def advance_in_waits(advance: Callable[[], object] | None) -> None:
+def advance_in_waits(advance: Callable[[], Links | None] | None) -> None:
     """Call `advance`, which does not wait, again and again in all waits of this thread from now on: exchanges that
-    other ranks wait for then continue. None ends that."""
+    other ranks wait for then continue. It returns the links whose messages tell when it is to be called, or None if
+    nothing tells. None ends that."""
     if advance is None:
         _advances.pop(threading.get_ident(), None)
     else:
@@ -57,14 +59,21 @@ def advance_messages(advance: Callable[[], bool]) -> bool:
 
 
 def wait_until(
-    ready: Callable[[], bool], check: Callable[[float], None], crowding: float = 1.0, pause_seconds: float | None = None
+    ready: Callable[[], bool],
+    check: Callable[[float], None],
+    crowding: float = 1.0,
+    pause_seconds: float | None = None,
+    sleep: Callable[[float], object] | None = None,
+    links: Links | None = None,
 ) -> None:
     """Wait until `ready()` is true. `check` gets the seconds since the start about ten times a second, and may raise.
 
     The wait yields the processor at once and sleeps soon: ranks may outnumber processors, and the thread that computes
     gradients needs the processor more. With more ranks per processor (`crowding`), the wait sleeps longer. Without
     that, 128 waiting ranks would use all the time of two processors. If `pause_seconds` is given, the wait sleeps for
-    that long from the start: the caller passes the time that the link needs for the messages.
+    that long from the start: the caller passes the time that the link needs for the messages. `sleep` takes the place
+    of time.sleep, from the start: it returns sooner or later than it is asked to if messages of `links` tell when
+    `ready` may change.
     """
     start = time.monotonic()
     checked, pause, longest = start, 20e-6, _PAUSE_SECONDS * max(1.0, crowding / 2)
@@ -72,16 +81,16 @@ def wait_until(
         pause = longest = max(pause_seconds, longest if crowding > 2 else 0.0)
     advance = _advances.get(threading.get_ident())
     while not ready():
-        if advance is not None:
-            advance()
+        if advance is not None and advance() is not links:
+            sleep = None
         now = time.monotonic()
-        if now - start < _YIELD_SECONDS and pause_seconds is None:
+        if now - start < _YIELD_SECONDS and pause_seconds is None and sleep is None:
             os.sched_yield()  # time.sleep(0) would sleep for 50 us, the timers' slack
             continue
-        if now - checked > _CHECK_SECONDS:
+        if now - checked > CHECK_SECONDS:
             checked = now
             check(now - start)
-        time.sleep(pause)
+        (sleep or time.sleep)(pause)
         pause = min(pause * 1.25, longest)
 
 

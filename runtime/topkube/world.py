@@ -25,14 +25,17 @@ from topkube.errors import CollectiveError, WorldError
 from topkube.heartbeat import Heartbeat
 from topkube.installation import build_install_command
 from topkube.launch_check import check_launch
+from topkube.links import LinkChoice, Links, are_links_messages, open_links
 from topkube.mpi_exit import end_together, forget_exit, take_over_finalize
 from topkube.processors import count_own_threads, limit_to_cgroup
 from topkube.roll_call import RollCall
 from topkube.settings import Settings, read_process_launch, tune_messages
 from topkube.topology import Nodes, find_nodes_of_ranks, group_by_home, parse_declared_nodes
-from topkube.waiting import advance_messages, wait_for_all_ranks, wait_until
+from topkube.waiting import CHECK_SECONDS, advance_messages, wait_for_all_ranks, wait_until
 
 _DESCRIPTION_BYTES = 160
+_LOST_SECONDS = 3.0
+"""How long a rank waits for the error of a rank whose connection is lost, before it raises an error of its own."""
 _WINDOW_BYTES_PER_RANK = 1100 << 10
 _WINDOW_BYTES_MOST = 20 << 20
 _WINDOW_BYTES_PER_RANK_LEAST = 300 << 10
@@ -97,10 +100,19 @@ class World:
     """The number of this rank among all ranks of its machine, which may act as several nodes."""
     host_size: int = 1
     """How many ranks this machine runs."""
+    link_choice: LinkChoice = field(default_factory=lambda: LinkChoice("mpi", ()))
+    links: Links | None = None
+    """The messages of `cross_comm`'s ranks over TCP connections of our own; None if MPI carries them."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """What `shutdown` calls before it drops the world, last entry first."""
+    _broken_since: float | None = None
     cache: dict[str, Any] = field(default_factory=dict)
     """Objects that higher floors keep as long as the world lives: work buffers, the shared-memory object."""
+
+    @property
+    def cross_links(self) -> Any:
+        """What carries messages of host memory between the ranks of `cross_comm`: `links`, or `cross_comm` itself."""
+        return self.links if self.links is not None else self.cross_comm
 
     @property
     def calls(self) -> int:
@@ -149,11 +161,22 @@ class World:
         meanwhile: Callable[[], None] | None = None,
         series: WaitSeries = WaitSeries.COLLECTIVE,
     ) -> None:
-        """Wait until all MPI `requests` are complete. The wait calls `meanwhile` regularly, and `meanwhile` may raise.
+        """Wait until all `requests`, of MPI or of `links`, are complete. The wait calls `meanwhile` regularly, and
+        `meanwhile` may raise.
 
         Raises CollectiveTimeout with the ranks that did not arrive, after the deadline.
         """
         from mpi4py.MPI import Request
+
+        if self.links is not None and are_links_messages(requests):
+            links, messages = self.links, self.links.gather(requests)
+
+            def arrived() -> bool:
+                links.advance()
+                return bool(messages.are_complete)
+
+            self.wait_until(arrived, what, meanwhile, series, sleep=lambda _: links.wait(CHECK_SECONDS))
+            return
 
         def complete() -> bool:
             return advance_messages(lambda: bool(Request.Testall(requests)))
@@ -167,17 +190,36 @@ class World:
         meanwhile: Callable[[], None] | None = None,
         series: WaitSeries = WaitSeries.COLLECTIVE,
         pause_seconds: float | None = None,
+        sleep: Callable[[float], object] | None = None,
     ) -> None:
         """Wait as `wait` does, until `ready()` is true (`waiting.wait_until`)."""
 
         def check(waited: float) -> None:
             self.check_roll_call(what, series)
+            self._check_links(what)
             if meanwhile is not None:
                 meanwhile()
             if waited > self.deadline_seconds:
                 self.give_up(what, series)
 
-        wait_until(ready, check, self.crowding, pause_seconds)
+        wait_until(ready, check, self.crowding, pause_seconds, sleep, self.links)
+
+    def _check_links(self, what: str) -> None:
+        """Raise CollectiveError if messages wait for a rank whose connection has been lost for a while. If that rank
+        has failed, its error ends all ranks first."""
+        broken = self.links.list_broken() if self.links is not None else []
+        if not broken:
+            self._broken_since = None
+        elif self._broken_since is None:
+            self._broken_since = time.monotonic()
+        elif time.monotonic() - self._broken_since > _LOST_SECONDS:
+            peer, trouble = broken[0]
+            lost = self.members[self.node_ranks[peer][self.local_rank]]
+            raise CollectiveError(
+                f"{what}: rank {lost} {trouble}",
+                cause=f"rank {lost} or its machine has ended, or something on the network ended the connection",
+                next_step=f"read the log of rank {lost}; if it went on, let MPI carry messages: TOPKUBE_LINKS=mpi",
+            )
 
     def check_roll_call(self, what: str, series: WaitSeries = WaitSeries.COLLECTIVE) -> None:
         """Join a roll call if another rank has begun one. Raises CollectiveError in a thread that must leave its waits
@@ -281,6 +323,7 @@ def init(settings: Settings | None = None) -> World:
         threads=count_own_threads(affinity, affinities, processors),
         host_rank=host_rank,
         host_size=len(affinities),
+        link_choice=LinkChoice(settings.links, tuple(hosts), settings.pod_ip),
     )
     end_together(comm)
     atexit.register(shutdown)
@@ -311,6 +354,7 @@ def create_sub_world(parent: World, ranks: Sequence[int], has_window: bool = Tru
         threads=parent.threads,
         host_rank=parent.host_rank,
         host_size=parent.host_size,
+        link_choice=parent.link_choice.select(ranks),
     )
     _sub_worlds.append(world)
     return world
@@ -322,6 +366,7 @@ def _create_world(
     homes: Sequence[int],
     members: tuple[int, ...],
     crowding: float,
+    link_choice: LinkChoice,
     has_window: bool = True,
     **more: Any,
 ) -> World:
@@ -331,7 +376,10 @@ def _create_world(
     node_comm = comm.Split(node, comm.rank)
     shards = min(map(len, node_ranks))
     cross = comm.Split(node_comm.rank if node_comm.rank < shards else MPI.UNDEFINED, comm.rank)
-    return World(
+    links = None
+    if cross != MPI.COMM_NULL:
+        links = open_links(cross, [ranks[node_comm.rank] for ranks in node_ranks], link_choice)
+    world = World(
         comm=comm,
         node_comm=node_comm,
         cross_comm=None if cross == MPI.COMM_NULL else cross,
@@ -349,8 +397,13 @@ def _create_world(
         window=_share_window(MPI, node_comm) if has_window else np.zeros(0, np.uint8),
         members=members,
         crowding=crowding,
+        link_choice=link_choice,
+        links=links,
         **more,
     )
+    if links is not None:
+        world.at_end.append(links.close)
+    return world
 
 
 def shutdown() -> None:

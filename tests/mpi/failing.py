@@ -85,6 +85,15 @@ def wait_elsewhere(world: World) -> None:
         topkube.barrier()
 
 
+def lose_connections(world: World) -> None:
+    """Close the connections of rank 1 to other nodes, as a firewall or a proxy might."""
+    topkube.allreduce_(make_ones())
+    if world.rank == 1 and world.links is not None:
+        world.links.close()
+    else:
+        topkube.allreduce_(make_ones())
+
+
 def skip_all_reduce_of_a_sub_world(world: World) -> None:
     sub = topkube.new_world([3, 1, 2])
     if sub is not None and world.rank != 2:
@@ -233,6 +242,7 @@ CASES: dict[str, Callable[[World], None]] = {
     "absent-from-a-sub-world": skip_all_reduce_of_a_sub_world,
     "absent-from-the-making-of-a-sub-world": skip_creation_of_a_sub_world,
     "elsewhere": wait_elsewhere,
+    "loses-its-connections": lose_connections,
     "calls-differ": make_different_calls,
     "types-of-a-call-differ": reduce_numbers_of_different_types,
     "sub-worlds-differ": create_different_sub_worlds,

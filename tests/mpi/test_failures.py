@@ -27,8 +27,19 @@ FailingWorld = Callable[..., Reports]
 def failing_world(forks: Callable[[str], Path], tmp_path: Path) -> FailingWorld:
     """A function that runs a case of failing.py on the ranks of a layout, and returns the report of each rank."""
 
-    def run_case(mpi: str, layout: str, case: str, absent: tuple[int, ...] = (), deadline: float = DEADLINE) -> Reports:
-        settings = {"TOPKUBE_RANKS_PER_NODE": layout, "TOPKUBE_DEADLINE_SECONDS": str(deadline)}
+    def run_case(
+        mpi: str,
+        layout: str,
+        case: str,
+        absent: tuple[int, ...] = (),
+        deadline: float = DEADLINE,
+        links: str = "auto",
+    ) -> Reports:
+        settings = {
+            "TOPKUBE_RANKS_PER_NODE": layout,
+            "TOPKUBE_DEADLINE_SECONDS": str(deadline),
+            "TOPKUBE_LINKS": links,
+        }
         ranks = sum(map(int, layout.split(",")))
         ended = worlds.run(mpi, ranks, [FAILING, case, str(tmp_path)], settings, seconds=100, forks=forks(mpi))
         reports = {int(path.stem): json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
@@ -121,6 +132,49 @@ def test_a_mismatch_is_shown_to_all(
         for word in words:
             assert word in report["message"]
         assert report["seconds"] < LONG_DEADLINE
+
+
+@pytest.mark.parametrize(
+    ("mpi", "layout", "case", "absentee"),
+    [
+        ("mpich", "2,2", "absent-on-another-node", 3),
+        ("mpich", "1,1", "absent-from-a-delayed-exchange", 1),
+        ("openmpi", "1,1,1", "absent-neighbour", 1),
+    ],
+)
+def test_an_absent_rank_is_named_on_links(
+    mpi: str, layout: str, case: str, absentee: int, failing_world: FailingWorld
+) -> None:
+    for rank, report in failing_world(mpi, layout, case, links="tcp").items():
+        if rank != absentee:
+            assert report["error"] == "CollectiveTimeout", f"rank {rank}: {report}"
+            assert report["missing"] == [absentee], f"rank {rank}: {report}"
+
+
+@pytest.mark.parametrize(
+    ("layout", "case", "words"),
+    [
+        ("2,2", "lengths-differ-between-nodes", ["ranks 0, 1:", "length=1000", "ranks 2, 3:", "length=1001"]),
+        ("1,1", "sizes-differ-between-nodes", ["rank 0:", "length=1000 ", "length=3000000"]),
+        ("1,1,1", "densities-differ", ["rank 2:", "density=0.01"]),
+    ],
+)
+def test_a_mismatch_is_shown_to_all_on_links(
+    layout: str, case: str, words: list[str], failing_world: FailingWorld
+) -> None:
+    for rank, report in failing_world("mpich", layout, case, deadline=LONG_DEADLINE, links="tcp").items():
+        assert report["error"] == "MismatchError", f"rank {rank}: {report}"
+        for word in words:
+            assert word in report["message"]
+
+
+def test_a_lost_connection_is_reported_long_before_the_deadline(failing_world: FailingWorld) -> None:
+    reports = failing_world("mpich", "1,1,1", "loses-its-connections", deadline=LONG_DEADLINE, links="tcp")
+    for rank in (0, 2):
+        assert reports[rank]["error"] == "CollectiveError", reports
+        assert "rank 1 closed its connection" in reports[rank]["message"]
+        assert "TOPKUBE_LINKS=mpi" in reports[rank]["message"]
+        assert reports[rank]["seconds"] < LONG_DEADLINE
 
 
 @pytest.mark.parametrize("mpi", MPIS)

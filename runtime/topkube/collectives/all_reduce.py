@@ -118,7 +118,7 @@ class ShardAllReduce(NodeAllReduce):
             packed = self.pack(shard)
         call.check_between_nodes()
         if world.nodes > 1:
-            exchange, sent = build_exchange(self.algorithm.route, world.cross_comm, packed)
+            exchange, sent = build_exchange(self.algorithm.route, world.cross_links, packed)
             finish_exchange(call, exchange, sent)
         if len(shard.values):
             with phases.current.timed("select"):
@@ -150,7 +150,7 @@ def build_exchange(route: Route, comm: Any, payload: Any, tag: int = 0) -> tuple
 def finish_exchange(call: Call, exchange: Exchange, sent: int, pause_seconds: float | None = None) -> None:
     """Return when an exchange, in which this rank sends `sent` bytes, is complete. `pause_seconds` is that of
     `Call.wait`."""
-    exchanges = Exchanges()
+    exchanges = Exchanges(call.world)
     exchanges.start(0, exchange)
     exchanges.finish(0, call, pause_seconds)
     phases.current.sent(inter=sent)

@@ -82,7 +82,7 @@ class Call:
         # Other ranks may have entered calls with other parameters: there is room for the greetings of any call.
         self._arrived = np.empty((len(self._partners), _HASH_BYTES + count_greeted_bytes(world.nodes)), np.uint8)
         for row, partner in zip(self._arrived, self._partners, strict=True):
-            self.greetings.append(world.cross_comm.Irecv(row, partner, _TAG))
+            self.greetings.append(world.cross_links.Irecv(row, partner, _TAG))
         self.greets_with_values = greets_with_values and bool(self._partners)
         if not self.greets_with_values:
             self._send_greetings([np.empty(0, np.uint8)] * len(self._partners))
@@ -93,7 +93,7 @@ class Call:
             message[:_HASH_BYTES].view(np.uint64)[0] = self._hash
             message[_HASH_BYTES:] = part
             self._sent.append(message)
-            self.greetings.append(self.world.cross_comm.Isend(message, partner, _TAG))
+            self.greetings.append(self.world.cross_links.Isend(message, partner, _TAG))
 
     def greet(self, parts: list[Array]) -> list[Any]:
         """Send the greetings, with the values `parts[p]` for rank p of the communicator between nodes. Return the
@@ -191,10 +191,15 @@ class Call:
         with self._run_inside_node(0, "check of the call") as (signature, deadline):
             self._node.check(signature, deadline)
 
-    def wait(self, ready: Callable[[], bool], pause_seconds: float | None = None) -> None:
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        pause_seconds: float | None = None,
+        sleep: Callable[[float], object] | None = None,
+    ) -> None:
         """Return when `ready()` is true. Raises CollectiveTimeout after the deadline. If `pause_seconds` is given, the
-        wait sleeps for that long between two calls of `ready`."""
-        self.world.wait_until(ready, self.name, self._check_mismatch, pause_seconds=pause_seconds)
+        wait sleeps for that long between two calls of `ready`. `sleep` is that of `waiting.wait_until`."""
+        self.world.wait_until(ready, self.name, self._check_mismatch, pause_seconds=pause_seconds, sleep=sleep)
 
     def check_others(self) -> None:
         """Join a roll call, and check if other ranks entered another call. Long waits inside the node call this."""

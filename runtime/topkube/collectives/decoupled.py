@@ -50,6 +50,7 @@ from topkube.collectives.overlapped import (
 )
 from topkube.collectives.pauses import choose_pause
 from topkube.collectives.request import Request
+from topkube.links import Links
 from topkube.telemetry import phases
 from topkube.waiting import advance_in_waits
 from topkube.world import World
@@ -104,7 +105,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
         """The number of the buffer that holds what the second half of a piece sends, by the number of the piece."""
         self._used_buffers: set[int] = world.cache.setdefault(_USED_BUFFERS, set())
         """The numbers of the buffers that this or another object uses."""
-        self._gathers = Exchanges()
+        self._gathers = Exchanges(world)
         self._waiting: deque[tuple[HalvedArray, HalvedPiece]] = deque()
         self._gathering: dict[int, HalvedArray] = {}
         self._gathering_since = 0.0
@@ -196,7 +197,10 @@ class DecoupledAllReduce(OverlappedAllReduce):
             self._early.add(number)
             halved.begun.add(number)
             self._start_gather(halved, piece)
-        return choose_pause(self.world) if self._exchanges.are_running or self._gathering else None
+        return self._choose_pause() if self._exchanges.are_running or self._gathering else None
+
+    def _is_woken(self) -> bool:
+        return super()._is_woken() and self._gathers.are_on_links
 
     def finish_gather(self, halved: HalvedArray) -> None:
         """Return when the array is gathered. Raises CollectiveTimeout after the world's deadline."""
@@ -206,10 +210,12 @@ class DecoupledAllReduce(OverlappedAllReduce):
             return halved.is_gathered
 
         if not halved.is_gathered:
-            halved.call.wait(is_complete, choose_pause(self.world, delays_step=True))
+            pause = choose_pause(self.world, delays_step=True)
+            halved.call.wait(is_complete, pause, self._sleep if self.world.links is not None else None)
 
-    def _advance_gathers(self) -> None:
-        """Move the gathers as far as messages allow, and start those that wait."""
+    def _advance_gathers(self) -> Links | None:
+        """Move the gathers as far as messages allow, and start those that wait. Return the links whose messages tell
+        when to continue, None if others do too."""
         self._gathers.advance()
         for number in [number for number in self._gathering if not self._gathers.is_running(number)]:
             self._gathering.pop(number).ungathered -= 1
@@ -222,6 +228,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
             phases.current.add("inter", time.perf_counter() - self._gathering_since)
             self._gathering_since = 0.0
             advance_in_waits(None)
+        return self.world.links if self._gathers.are_on_links else None
 
     def _start_gather(self, halved: HalvedArray, piece: HalvedPiece) -> None:
         if not self._gathering_since:
@@ -287,8 +294,13 @@ def _find_communicators(world: World) -> tuple[Any, Any]:
     ranks create them together, on first use; the optimizers of a world share them."""
     if _COMMUNICATORS not in world.cache:
         world.enter()
-        pairs = [comm.Idup() if comm is not None else (None, None) for comm in (world.cross_comm, world.node_comm)]
-        world.wait([request for _, request in pairs if request is not None], "the communicators of gathers")
-        world.cache[_COMMUNICATORS] = tuple(comm for comm, _ in pairs)
+        cross, pairs = None, [world.node_comm.Idup()]
+        if world.links is not None:
+            cross = world.links.duplicate()
+        elif world.cross_comm is not None:
+            pairs.append(world.cross_comm.Idup())
+        world.wait([request for _, request in pairs], "the communicators of gathers")
+        node, *others = [comm for comm, _ in pairs]
+        world.cache[_COMMUNICATORS] = others[0] if others else cross, node
     communicators: tuple[Any, Any] = world.cache[_COMMUNICATORS]
     return communicators

@@ -102,7 +102,7 @@ class Torus2d(_Dense):
 
     def _run_on_nodes(self, call: Call, request: Request) -> bool:
         world, x = call.world, request.array
-        finite, exchanges = _FiniteRecord(), Exchanges()
+        finite, exchanges = _FiniteRecord(), Exchanges(world)
         finite.note(call.reduce_scatter(x, request.scale(world.size)))
         call.check_between_nodes()
         _start_shard(world, exchanges, x, finite)
@@ -122,7 +122,7 @@ class Flat(_Dense):
         if x.dtype == np.float16:  # the sum of all ranks may exceed fp16; the mean does not
             kernels.scale_(x, scale)
             scale = 1.0
-        finite, exchanges = _FiniteRecord(), Exchanges()
+        finite, exchanges = _FiniteRecord(), Exchanges(world)
         pieces = split(x)
         length = count_buffer_elements(pieces[0].size, world.size)
         buffers = reserve_workspace(world, "ring", UNDER_WAY * length, x.dtype).reshape(UNDER_WAY, length)
@@ -168,5 +168,5 @@ def _start_shard(world: World, exchanges: Exchanges, x: Array, finite: _FiniteRe
     first, last = find_own_shard(world, x.size)
     shard = x[first:last]
     buffer = reserve_workspace(world, "shard 0", count_buffer_elements(shard.size, world.nodes), x.dtype)
-    exchanges.start(0, ring_all_reduce(world.cross_comm, shard, buffer, 0, finite.note))
+    exchanges.start(0, ring_all_reduce(world.cross_links, shard, buffer, 0, finite.note))
     phases.current.sent(inter=count_ring_bytes(shard, world.nodes))

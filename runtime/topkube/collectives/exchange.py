@@ -7,23 +7,27 @@ Several pieces of an array can therefore be under way at once, driven by one thr
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from topkube import kernels
+from topkube import _kernels, kernels
 from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import Array, as_bytes
 from topkube.collectives.call import Call, compute_shard_bounds, count_greeted_bytes
+from topkube.links import are_links_messages
 from topkube.telemetry import phases, trace
-from topkube.waiting import advance_messages
+from topkube.waiting import CHECK_SECONDS, advance_messages
+from topkube.world import World
 
 MORE_BYTES = 16 << 10
 """So many bytes more may pass the link to save a round of messages: 0.13 ms at 1 Gbit/s."""
-Exchange = Iterator[list[Any]]
-"""Yields what it waits for: MPI requests, or marks in the stream of a device (collectives/device/memory.py)."""
+Exchange = Iterator[Any]
+"""Yields what it waits for: a list of MPI requests, of messages of `world.links`, or of marks in the stream of a device
+(collectives/device/memory.py); or a reduction of `world.links`."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,13 @@ class Place:
 
 
 class Exchanges:
-    """Exchanges that are under way on this rank. `advance` moves all of them as far as their messages allow."""
+    """Exchanges that are under way on this rank of `world`. `advance` moves all of them as far as their messages
+    allow."""
 
-    def __init__(self) -> None:
-        self._running: dict[int, tuple[Exchange, list[Any]]] = {}
+    def __init__(self, world: World) -> None:
+        self._running: dict[int, tuple[Exchange, Any]] = {}
         self._failure: BaseException | None = None
+        self._links = world.links
 
     def start(self, number: int, exchange: Exchange) -> None:
         """Start an exchange under a number of its own."""
@@ -53,15 +59,19 @@ class Exchanges:
         if self._failure is not None:
             raise self._failure
         while self._running:
-            # A test of one exchange moves the messages of all. Only the last of these calls moves nothing.
-            advance_messages(self._is_oldest_complete)
+            if self._links is not None:
+                self._links.advance()
+            if not self.are_on_links:
+                # A test of one exchange moves the messages of all. Only the last of these calls moves nothing.
+                advance_messages(self._is_oldest_complete)
             if not self._continue_complete():
                 return
 
     def _is_oldest_complete(self) -> bool:
-        """Return True if the messages of the exchange that started first are complete."""
-        _, requests = next(iter(self._running.values()))
-        return _are_complete(requests)
+        """Return True if the messages of the exchange that started first, of those that are not on links, are
+        complete."""
+        awaited = (awaited for _, awaited in self._running.values() if not isinstance(awaited, _kernels.TcpMessages))
+        return _are_complete(next(awaited))
 
     def _continue_complete(self) -> bool:
         """Continue each exchange whose messages are complete. Return True if there was one."""
@@ -78,8 +88,24 @@ class Exchanges:
                     del self._running[number]
                     break
                 requests = next_requests
+                if self._links is not None and are_links_messages(requests):
+                    requests = self._links.gather(requests)
                 self._running[number] = (exchange, requests)
         return has_continued
+
+    @property
+    def are_on_links(self) -> bool:
+        """True if all exchanges wait for messages of `world.links`, so that `sleep` knows when to continue."""
+        return self._links is not None and all(
+            isinstance(awaited, _kernels.TcpMessages) for _, awaited in self._running.values()
+        )
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep for `seconds`; if all exchanges wait for messages of `world.links`, until some of them are complete."""
+        if self._links is not None and self.are_on_links:
+            self._links.wait(CHECK_SECONDS)
+        else:
+            time.sleep(seconds)
 
     @property
     def are_running(self) -> bool:
@@ -99,13 +125,15 @@ class Exchanges:
             return number not in self._running
 
         with phases.current.timed("inter"):
-            call.wait(is_complete, pause_seconds)
+            call.wait(is_complete, pause_seconds, self.sleep if self._links is not None else None)
 
 
-def _are_complete(awaited: list[Any]) -> bool:
-    """Return True if MPI requests are complete, or if a device has passed marks. Does not wait."""
+def _are_complete(awaited: Any) -> bool:
+    """Return True if messages are complete, or if a device has passed marks. Does not wait."""
     from mpi4py.MPI import Request
 
+    if isinstance(awaited, _kernels.TcpMessages):
+        return awaited.are_complete
     if awaited and not isinstance(awaited[0], Request):
         return all(mark.query() for mark in awaited)
     return bool(Request.Testall(awaited))
@@ -125,8 +153,27 @@ def pairwise_all_reduce(
     `buffer` (x's type) receives (ranks - 1) segments. `report_finite` is called with True if this rank's segment is
     finite.
     """
+    if hasattr(comm, "begin_reduction"):
+        yield from _reduce_on_links(comm, x, buffer, tag, report_finite, scale, is_gathered=True)
+        return
     yield from pairwise_reduce_scatter(comm, x, buffer, tag, report_finite, scale)
     yield from pairwise_all_gather(comm, x, tag)
+
+
+def _reduce_on_links(
+    links: Any,
+    x: Array,
+    buffer: Array,
+    tag: int,
+    report_finite: Callable[[bool], None],
+    scale: float,
+    is_gathered: bool,
+) -> Exchange:
+    """Do what `pairwise_all_reduce` does, or if `is_gathered` is False `pairwise_reduce_scatter`, in compiled code: the
+    thread that waits for the messages adds them up."""
+    reduction = links.begin_reduction(x, buffer, scale, tag, is_gathered)
+    yield reduction
+    report_finite(reduction.is_finite)
 
 
 def pairwise_reduce_scatter(
@@ -138,6 +185,9 @@ def pairwise_reduce_scatter(
     scale: float = 1.0,
 ) -> Exchange:
     """Reduce this rank's segment of x (`find_own_segment`): the first half of `pairwise_all_reduce`."""
+    if hasattr(comm, "begin_reduction"):
+        yield from _reduce_on_links(comm, x, buffer, tag, report_finite, scale, is_gathered=False)
+        return
     ranks, me = comm.size, comm.rank
     bounds = compute_shard_bounds(x.size, ranks)
     segments = [x[bounds[i] : bounds[i + 1]] for i in range(ranks)]

@@ -85,14 +85,14 @@ def _measure_rate(world: World) -> float:
 def _time_rounds(world: World, size: int, rounds: int) -> float:
     """Return the fewest seconds of a round in which this rank sends `size` bytes to the next node and receives as many
     from the node before."""
-    comm = world.cross_comm
+    comm, links = world.cross_comm, world.cross_links
     data, space = np.zeros(size, np.uint8), np.empty(size, np.uint8)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     fewest = math.inf
     for _ in range(rounds):
         world.wait([comm.Ibarrier()], _WHAT)
         start = time.perf_counter()
-        world.wait([comm.Irecv(space, before), comm.Isend(data, after)], _WHAT)
+        world.wait([links.Irecv(space, before), links.Isend(data, after)], _WHAT)
         fewest = min(fewest, time.perf_counter() - start)
     return fewest
 

@@ -247,8 +247,8 @@ class _Factorization:
         call.reduce_scatter(factors, 1.0)
         start, stop = find_own_shard(world, factors.size)
         if world.cross_comm is not None and world.nodes > 1:
-            exchange, sent = build_exchange(Route.ALL_REDUCE, world.cross_comm, factors[start:stop])
-            exchanges = Exchanges()
+            exchange, sent = build_exchange(Route.ALL_REDUCE, world.cross_links, factors[start:stop])
+            exchanges = Exchanges(world)
             exchanges.start(0, exchange)
             exchanges.finish(0, call)
             phases.current.sent(inter=sent)

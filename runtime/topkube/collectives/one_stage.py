@@ -70,7 +70,7 @@ class OneStage:
                 pack(part, rows[world.node])
             if part == 0:
                 call.check_between_nodes()
-            exchange, sent = build_exchange(Route.ALL_GATHER, world.cross_comm, rows, lane * _MOST_PARTS + part)
+            exchange, sent = build_exchange(Route.ALL_GATHER, world.cross_links, rows, lane * _MOST_PARTS + part)
             exchanges.start(number * _MOST_PARTS + part, exchange)
             phases.current.sent(inter=sent)
 

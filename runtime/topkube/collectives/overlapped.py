@@ -33,6 +33,7 @@ from topkube.collectives.exchange import (
 )
 from topkube.collectives.pauses import choose_pause, note_rate
 from topkube.telemetry import phases
+from topkube.waiting import CHECK_SECONDS
 from topkube.world import World
 
 UNDER_WAY = 3
@@ -90,7 +91,7 @@ class OverlappedAllReduce:
     def __init__(self, world: World) -> None:
         self.world = world
         self._under_way: deque[Piece] = deque()
-        self._exchanges = Exchanges()
+        self._exchanges = Exchanges(world)
         self._finite = True
         self._number = 0
         self._busy_since, self._busy_bytes, self._selecting_before = 0.0, 0, 0.0
@@ -143,7 +144,24 @@ class OverlappedAllReduce:
         if self.world.local_size == 1:
             while self._under_way and not self._exchanges.is_running(self._under_way[0].number):
                 self._finish_oldest(0.0)
-        return choose_pause(self.world) if self._exchanges.are_running else None
+        return self._choose_pause() if self._exchanges.are_running else None
+
+    def _choose_pause(self) -> float:
+        """Return the seconds until the next check. If messages wake this thread, the time between checks for errors."""
+        if not self._is_woken():
+            return choose_pause(self.world)
+        self.world.control.has_seen_roll_call()  # a call of MPI, which may still have to send the end of an agreement
+        return CHECK_SECONDS
+
+    def _is_woken(self) -> bool:
+        """Return True if this thread waits for nothing but messages that wake it."""
+        return self._exchanges.are_on_links
+
+    def _sleep(self, seconds: float) -> None:
+        if self.world.links is not None and self._is_woken():
+            self.world.links.wait(CHECK_SECONDS)
+        else:
+            time.sleep(seconds)
 
     def finish(self) -> None:
         """Return when nothing is under way. Raises CollectiveTimeout after the world's deadline."""
@@ -180,10 +198,10 @@ class OverlappedAllReduce:
         # Each piece that is under way uses a buffer of its own.
         buffer = reserve_workspace(world, f"shard {self.place.buffer}", length, sent_type)
         if call.greets_with_values:
-            exchange = greeted_all_reduce(call, world.cross_comm, shard, self.place.tag, self.note_finite, scale)
+            exchange = greeted_all_reduce(call, world.cross_links, shard, self.place.tag, self.note_finite, scale)
             sent = count_bytes_with_greetings(shard, world.nodes)
         else:
-            exchange = _exchange_after_greeting(call, self._exchange(world.cross_comm, shard, buffer, scale))
+            exchange = _exchange_after_greeting(call, self._exchange(world.cross_links, shard, buffer, scale))
             element_bytes = (
                 choose_partial_sum_type(world.nodes, sent_type).itemsize + (self.rounds - 1) * sent_type.itemsize
             )
@@ -224,7 +242,7 @@ class OverlappedAllReduce:
             self._advance()
             return not self._exchanges.is_running(piece.number)
 
-        piece.call.wait(is_complete, pause)
+        piece.call.wait(is_complete, pause, self._sleep if self.world.links is not None else None)
         self._under_way.popleft()
         self._end_piece(piece)
 

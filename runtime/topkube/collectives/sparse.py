@@ -50,8 +50,8 @@ class HiTopK(ShardAllReduce, HalvableAllReduce):
             own_row = rows[world.local_rank]
             _select(shard, min(k, shard.size), request, own_row[world.node])
             call.check_between_nodes()
-            exchanges = Exchanges()
-            exchanges.start(0, gather_rows(world.cross_comm, own_row, 0))
+            exchanges = Exchanges(world)
+            exchanges.start(0, gather_rows(world.cross_links, own_row, 0))
             exchanges.finish(0, call)
             phases.current.sent(inter=(world.nodes - 1) * row_bytes)
         if rows.nbytes <= _SPARSE_INSIDE * x.nbytes:
@@ -144,7 +144,7 @@ class Naive(AllReduce):
         rows = reserve_workspace(world, "rows", world.size * size, np.uint8).reshape(world.size, size)
         _select(entries, k, request, rows[world.rank])
         call.check_everywhere()
-        exchanges = Exchanges()
+        exchanges = Exchanges(world)
         exchanges.start(0, gather_rows(world.comm, rows, 0))
         exchanges.finish(0, call)
         phases.current.sent(**count_sent_bytes(world, size))

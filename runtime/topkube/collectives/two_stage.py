@@ -115,7 +115,7 @@ class TwoStage:
         """Exchange changes among the nodes of `call` in both stages. `pack` writes what this node sends into one row
         per segment, except for its own. `own` is its change in its own segment, and becomes what `reduce` leaves.
         Return the rows that all owners sent of the mean, for `add`. `pause_seconds` is that of `Call.wait`."""
-        me, comm = self._node, call.world.cross_comm
+        me, comm = self._node, call.world.cross_links
         row_bytes = self.codecs[me].row_bytes
         rows, segments, means = self._reserve_rows(call.world, "")
         with phases.current.timed("select"):
@@ -134,7 +134,7 @@ class TwoStage:
         """Do what `exchange` does, and yield the messages that have to arrive before it continues; their bytes are
         `sent_bytes`. The first are the greetings of `call`, which are compared. Rows are packed before."""
         means = yield from self.travel_to_owners(call, pack, own, place)
-        yield from self.travel_from_owners(call.world.cross_comm, means, place.tag)
+        yield from self.travel_from_owners(call.world.cross_links, means, place.tag)
         return means
 
     def travel_to_owners(
@@ -142,7 +142,7 @@ class TwoStage:
     ) -> Generator[list[Any], None, list[Array]]:
         """Do the first stage of `travel`. Return the buffers of the rows that owners send of the mean, with the own row
         filled. The name of their memory ends with `kept`, by default with the number of the place."""
-        me, comm = self._node, call.world.cross_comm
+        me, comm = self._node, call.world.cross_links
         rows, segments, means = self._reserve_rows(call.world, f" {place.buffer}", kept)
         with phases.current.timed("select", bucket=call.traced_bucket):
             pack(rows)

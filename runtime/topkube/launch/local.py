@@ -44,6 +44,7 @@ _LOCAL_SETTINGS = (
     "cache_directory",
     "cache_memory_directory",
     "cache_free_percent",
+    "links",
     "cache_sharing",
     "trace_directory",
     "trace_steps",

@@ -33,14 +33,38 @@ class CountedMessages:
         return self._comm.Iallgather(own, *arguments)
 
 
+class _CountedLinks:
+    """The links of a world, whose messages count as those of `counted`."""
+
+    def __init__(self, links: Any, counted: CountedMessages) -> None:
+        self._links, self._counted = links, counted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._links, name)
+
+    def Isend(self, data: Any, *arguments: Any) -> Any:
+        self._counted.messages += 1
+        self._counted.sent_bytes += data.nbytes
+        return self._links.Isend(data, *arguments)
+
+    def begin_reduction(self, x: Any, buffer: Any, scale: float, tag: int, is_gathered: bool) -> Any:
+        ranks, rank = self._links.size, self._links.rank
+        own = x.size * (rank + 1) // ranks - x.size * rank // ranks
+        self._counted.messages += (ranks - 1) * (2 if is_gathered else 1)
+        self._counted.sent_bytes += x.nbytes - own * x.itemsize + is_gathered * (ranks - 1) * own * x.itemsize
+        return self._links.begin_reduction(x, buffer, scale, tag, is_gathered)
+
+
 @contextmanager
 def count_messages(world: World) -> Iterator[CountedMessages]:
     """Count what this rank sends to ranks of equal local rank on other nodes."""
-    comm = world.cross_comm
+    comm, links = world.cross_comm, world.links
     counted = CountedMessages(comm)
     if comm is not None:
         world.cross_comm = counted
+    if links is not None:
+        world.links = _CountedLinks(links, counted)
     try:
         yield counted
     finally:
-        world.cross_comm = comm
+        world.cross_comm, world.links = comm, links

@@ -19,7 +19,7 @@ class SimulatedLink:
 
     def __init__(self, nodes: int, shards: int, rate: float, latency: float) -> None:
         self.nodes, self.shards, self.rate, self.latency = nodes, shards, rate, latency
-        self.rank, self.size, self.cross_comm = 0, nodes, self
+        self.rank, self.size, self.cross_comm, self.cross_links = 0, nodes, self, self
         self.now, self.messages, self.sent_bytes, self.largest = 0.0, 0, 0, 0
 
     def enter(self) -> None:

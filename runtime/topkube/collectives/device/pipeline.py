@@ -89,7 +89,7 @@ class DeviceAllReduce:
         """The work buffers of the tensors that may be under way when another one begins, and of that one."""
         self._number = 0
         self._under_way: deque[_UnderWay] = deque()
-        self._exchanges = Exchanges()
+        self._exchanges = Exchanges(world)
         self._finite: list[Any] = []
         self._unchecked: list[Any] = []
         """The tensors of this series that `flush` checks."""
@@ -246,7 +246,8 @@ class DeviceAllReduce:
             exchange, sent = under_way.two_stages.travel(tag), under_way.two_stages.sent_bytes
         else:
             route = under_way.all_reduce.algorithm.route
-            exchange, sent = build_exchange(route, world.cross_comm, _convert_for_mpi(under_way.carried), tag)
+            comm = world.cross_comm if self._direct else world.cross_links  # only MPI takes device pointers
+            exchange, sent = build_exchange(route, comm, _convert_for_mpi(under_way.carried), tag)
         under_way.travels = True
         self._exchanges.start(under_way.number, exchange_after_device(under_way.sent, call, exchange))
         phases.current.sent(inter=sent)

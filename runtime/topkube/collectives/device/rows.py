@@ -61,7 +61,7 @@ class DeviceRows(ABC):
 
     @abstractmethod
     def travel(self, comm: Any, tag: int) -> Exchange:
-        """Exchange the rows through the MPI communicator `comm` between the nodes, once they are in the host's memory.
+        """Exchange the rows through `comm`, the links between the nodes, once they are in the host's memory.
         Yields the messages, and the marks of the device's work, that have to be complete before it continues."""
 
     @property

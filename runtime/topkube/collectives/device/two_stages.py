@@ -33,7 +33,7 @@ class DeviceTwoStages:
     def travel(self, tag: int) -> Exchange:
         """Exchange the rows, once they are in the host's memory, and write the result into the shard. Yields the
         messages, and the mark of the device's work, that have to be complete before it continues."""
-        yield from self._rows.travel(self._shard.world.cross_comm, tag)
+        yield from self._rows.travel(self._shard.world.cross_links, tag)
         with self._memory.on_stream(), phases.current.timed("select"):
             rows, weights = self._rows.mean
             write = partial(self._codec.unpack, rows=rows, weights=weights)

@@ -89,7 +89,7 @@ class DeviceChunk(ChunkExchange):
         else:
             self._device.enter_thread()
         if self._rows is not None:  # the rank has a shard
-            comm = current.call.world.cross_comm  # of delayed exchanges, if this one is delayed
+            comm = current.call.world.cross_links  # of delayed exchanges, if this one is delayed
             exchange = self._rows.travel(comm, FREE_TAGS + self.chunk.number % DEVICE_LANES)
             current.exchanges.start(self._number, exchange_after_device(self._packed, current.call, exchange))
             phases.current.sent(inter=self._rows.sent_bytes)

@@ -188,7 +188,7 @@ class WeightExchange:
         call = Call(self.world, f"{self.algorithm.name} sums", Request(shard, "sum"))
         call.check_between_nodes()
         if self.world.nodes > 1 and self.world.cross_comm is not None:
-            exchange, sent = build_exchange(Route.ALL_REDUCE, self.world.cross_comm, shard)
+            exchange, sent = build_exchange(Route.ALL_REDUCE, self.world.cross_links, shard)
             finish_exchange(call, exchange, sent)
 
     @torch.no_grad()
@@ -201,7 +201,7 @@ class WeightExchange:
         if is_delayed:
             assert self.delayed_world is not None
             world = self.delayed_world
-        exchanges = Exchanges()
+        exchanges = Exchanges(world)
 
         def enter(number: int) -> ChunkCall:
             call = self._enter_call(self.chunks[number], world)

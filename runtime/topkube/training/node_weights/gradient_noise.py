@@ -111,7 +111,7 @@ class GradientNoise:
                 self._add_rows(call, own[place], mean[place])
             else:
                 mean[place] = values[place] * np.float32(self._weights[world.node])
-                finish_exchange(call, *build_exchange(Route.ALL_REDUCE, world.cross_comm, mean[place]))
+                finish_exchange(call, *build_exchange(Route.ALL_REDUCE, world.cross_links, mean[place]))
         call.all_gather(mean)
         count = int(self._bounds[-1])
         return values[:count], mean[:count]
@@ -122,7 +122,7 @@ class GradientNoise:
         rows = reserve_workspace(world, "rows of gradient noise", world.nodes * row_bytes, np.uint8)
         rows = rows.reshape(world.nodes, row_bytes)
         rows[world.node].view(BFLOAT16)[:] = own
-        finish_exchange(call, *build_exchange(Route.ALL_GATHER, world.cross_comm, rows))
+        finish_exchange(call, *build_exchange(Route.ALL_GATHER, world.cross_links, rows))
         for row, weight in zip(rows, self._weights, strict=True):
             mean += row.view(BFLOAT16).astype(np.float32) * np.float32(weight)
 

@@ -23,6 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from topkube.errors import TopKubeError, WorldError
+from topkube.links import Links
 from topkube.mpi_exit import get_exit_status, is_rank
 from topkube.telemetry.trace import COMMUNICATION_THREAD
 from topkube.world import current, leave_waits
@@ -42,6 +43,7 @@ class CommunicationThread:
         self._queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._closing = False
         self._advance: Callable[[], float | None] | None = None
+        self._links: Links | None = None
         self._is_awaited = False
         self._failure: BaseException | None = None
         """An error of `advance` that no future holds yet."""
@@ -53,17 +55,26 @@ class CommunicationThread:
         """Add `work` to the queue. The future holds its result, or the error that it raised."""
         future: Future[T] = Future()
         self._queue.put((work, future))
+        self._wake()
         return future
 
     def run(self, work: Callable[[], T]) -> T:
         """Run `work` after all earlier work, and return its result. Raises the error that it raised."""
         return self.submit(work).result()
 
-    def advance_meanwhile(self, advance: Callable[[], float | None], is_awaited: bool = False) -> None:
+    def advance_meanwhile(
+        self, advance: Callable[[], float | None], is_awaited: bool = False, links: Links | None = None
+    ) -> None:
         """Call `advance` while the queue is empty, until it returns None. Otherwise it returns the seconds until its
         next call; new work is not delayed. If other ranks may wait for it at the end of the program (`is_awaited`),
-        the end waits too. Called in the thread itself."""
-        self._advance, self._is_awaited = advance, is_awaited
+        the end waits too. Messages of `links` that are complete call it sooner. Called in the thread itself."""
+        self._advance, self._is_awaited, self._links = advance, is_awaited, links
+
+    def _wake(self) -> None:
+        """End the wait of the thread, if it waits for messages."""
+        links = self._links
+        if links is not None:
+            links.wake()
 
     def finish(self) -> None:
         """Wait for all earlier work, unless the thread ends. Errors stay in the futures of the work."""
@@ -74,9 +85,11 @@ class CommunicationThread:
         """End the thread. It finishes the queued work first, for up to `seconds`, and then leaves its waits."""
         self._closing = True
         self._queue.put(None)
+        self._wake()
         self._thread.join(seconds)
         if self._thread.is_alive() and self._thread.ident is not None:
             self._leaves.set()
+            self._wake()
             leave_waits(self._thread.ident)
             self._thread.join(_LEAVE_SECONDS)
 
@@ -105,9 +118,15 @@ class CommunicationThread:
             if pause is None:
                 self._advance = None
             else:
-                self._leaves.wait(pause)
+                self._wait_at_end(pause)
         if self._advance is not None:  # messages are under way: their buffers must outlive the interpreter
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._advance))
+
+    def _wait_at_end(self, pause: float) -> None:
+        if self._links is not None:
+            self._links.wait(pause)
+        else:
+            self._leaves.wait(pause)
 
     def _take_next(self) -> tuple[Callable[[], Any], Future[Any]] | None:
         """Return the next entry of the queue. Advance the messages that are under way until there is an entry."""
@@ -120,9 +139,10 @@ class CommunicationThread:
                 self._advance = None
                 break
             try:
-                return self._queue.get(timeout=pause)
+                return self._queue.get_nowait() if self._links is not None else self._queue.get(timeout=pause)
             except Empty:
-                continue
+                if self._links is not None:
+                    self._links.wait(pause)
         return self._queue.get()
 
     def _raise_failure(self) -> None:
@@ -158,10 +178,12 @@ def run(work: Callable[[], T]) -> T:
     return open_thread().run(work)
 
 
-def advance_meanwhile(advance: Callable[[], float | None], is_awaited: bool = False) -> None:
+def advance_meanwhile(
+    advance: Callable[[], float | None], is_awaited: bool = False, links: Links | None = None
+) -> None:
     """Call `advance` while the queue of the process's communication thread is empty (see
     `CommunicationThread.advance_meanwhile`)."""
-    open_thread().advance_meanwhile(advance, is_awaited)
+    open_thread().advance_meanwhile(advance, is_awaited, links)
 
 
 def make_done(result: T) -> Future[T]:

@@ -56,7 +56,7 @@ class OverlappedBuckets:
                 continue
             delivered = partial(self._delivery.deliver, part, flat, None)
             self._all_reduce.begin(call, array, factor, delivered, request.dense_wire)
-        communication_thread.advance_meanwhile(self._all_reduce.advance)
+        communication_thread.advance_meanwhile(self._all_reduce.advance, links=self._world.links)
 
     def can_halve(self, all_reduce: AllReduce) -> TypeGuard[HalvableAllReduce]:
         """Return True if buckets of this all-reduce are exchanged in two halves (`begin_halves`)."""
@@ -76,7 +76,7 @@ class OverlappedBuckets:
         assert self.reduced_parts is not None
         halved = self._decoupled.halve_compressed(all_reduce, request, ended)
         self.reduced_parts.parts.append(ReducedPart(bucket, flat, halved))
-        communication_thread.advance_meanwhile(self._decoupled.advance)
+        communication_thread.advance_meanwhile(self._decoupled.advance, links=self._world.links)
 
     def can_compress(self, all_reduce: AllReduce) -> TypeGuard[CodecAllReduce]:
         """Return True if buckets of this all-reduce can be under way beside dense buckets (`begin_compressed`)."""
@@ -95,7 +95,7 @@ class OverlappedBuckets:
             delivered()
 
         self._all_reduce.begin_exchange(call, exchange, sent, request.array, end)
-        communication_thread.advance_meanwhile(self._all_reduce.advance)
+        communication_thread.advance_meanwhile(self._all_reduce.advance, links=self._world.links)
 
     def finish(self) -> None:
         """Finish the buckets that are under way."""

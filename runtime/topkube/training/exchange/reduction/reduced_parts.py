@@ -50,7 +50,8 @@ class ReducedParts:
     def gather(self, parts: Sequence[ReducedPart]) -> None:
         """Begin to gather the parts, in their order."""
         self._all_reduce.gather([part.halved for part in parts])
-        communication_thread.advance_meanwhile(self._all_reduce.advance, is_awaited=True)
+        links = self._all_reduce.world.links
+        communication_thread.advance_meanwhile(self._all_reduce.advance, is_awaited=True, links=links)
 
     def finish_gather(self, parts: Sequence[ReducedPart]) -> None:
         """Wait until the parts are gathered."""

@@ -1,0 +1,121 @@
+#include <memory>
+
+#include <nanobind/stl/shared_ptr.h>
+
+#include "bindings/bind.hpp"
+#include "cpu/links/tcp_links.hpp"
+
+namespace topkube {
+namespace {
+
+using MessagePointer = std::shared_ptr<Message>;
+using Releases = nb::call_guard<nb::gil_scoped_release>;
+
+// Keeps a Python object alive until a message is complete, which it may become in a thread without the interpreter's lock.
+std::shared_ptr<void> keep(nb::handle object) {
+  return {object.inc_ref().ptr(), [](PyObject* kept) {
+            if (!Py_IsInitialized()) return;
+            nb::gil_scoped_acquire acquire;
+            Py_DECREF(kept);
+          }};
+}
+
+MessagePointer make_message(std::uint64_t key, std::uint8_t* data, std::size_t bytes, nb::handle array) {
+  auto message = std::make_shared<Message>();
+  message->key = key;
+  message->data = data;
+  message->bytes = bytes;
+  message->keeper = keep(array);
+  return message;
+}
+
+// Calls `work` without the interpreter's lock, then drops what messages no longer need.
+template <class Work>
+void run(TcpLinks& links, Work work) {
+  std::vector<std::shared_ptr<void>> released;
+  {
+    nb::gil_scoped_release release;
+    work();
+    released = links.take_released();
+  }
+}
+
+template <class Array>
+Array view(nb::handle array) {
+  return nb::cast<Array>(array, false);  // without a copy
+}
+
+}  // namespace
+
+void bind_links(nb::module_& module) {
+  nb::class_<Message>(module, "TcpMessage");
+  nb::class_<MessageBatch>(module, "TcpMessages").def_prop_ro("are_complete", [](const MessageBatch& batch) {
+    return batch.pending.load() == 0;
+  });
+  nb::class_<Reduction, MessageBatch>(module, "TcpReduction").def_prop_ro("is_finite", [](const Reduction& reduction) {
+    return reduction.is_finite.load();
+  });
+  nb::class_<TcpLinks>(module, "TcpLinks")
+      .def(
+          "__init__",
+          [](TcpLinks* self, int rank, int ranks, int listener, nb::bytes own, nb::bytes answer) {
+            require(rank >= 0 && rank < ranks, "rank is out of range");
+            require(own.size() == TcpLinks::token_bytes && answer.size() == TcpLinks::token_bytes, "a token has 16 bytes");
+            new (self) TcpLinks(rank, ranks, listener, {own.c_str(), own.size()}, {answer.c_str(), answer.size()});
+          },
+          nb::arg("rank"), nb::arg("ranks"), nb::arg("listener"), nb::arg("own"), nb::arg("answer"))
+      .def(
+          "set_peer",
+          [](TcpLinks& self, int peer, const std::string& address, int port, nb::bytes own, nb::bytes answer) {
+            require(own.size() == TcpLinks::token_bytes && answer.size() == TcpLinks::token_bytes, "a token has 16 bytes");
+            return self.set_peer(peer, address, port, {own.c_str(), own.size()}, {answer.c_str(), answer.size()});
+          },
+          nb::arg("peer"), nb::arg("address"), nb::arg("port"), nb::arg("own"), nb::arg("answer"))
+      .def(
+          "send",
+          [](TcpLinks& self, nb::object array, int peer, std::uint64_t key) {
+            const auto bytes = view<ConstBytes>(array);
+            auto message = make_message(key, const_cast<std::uint8_t*>(bytes.data()), bytes.size(), array);
+            nb::gil_scoped_release release;
+            self.send(peer, message);
+            return message;
+          },
+          nb::arg("array"), nb::arg("peer"), nb::arg("key"))
+      .def(
+          "receive",
+          [](TcpLinks& self, nb::object array, int peer, std::uint64_t key) {
+            const auto bytes = view<Bytes>(array);
+            auto message = make_message(key, bytes.data(), bytes.size(), array);
+            run(self, [&] { self.receive(peer, message); });
+            return message;
+          },
+          nb::arg("array"), nb::arg("peer"), nb::arg("key"))
+      .def(
+          "reduce",
+          [](TcpLinks& self, nb::object x, nb::object buffer, int code, float scale, std::uint64_t key, bool is_gathered) {
+            const auto values = view<Bytes>(x), space = view<Bytes>(buffer);
+            auto reduction = std::make_shared<Reduction>();
+            reduction->dtype = dtype_of(code);
+            reduction->length = values.size() / item_size(reduction->dtype);
+            const std::size_t ranks = self.ranks(), longest = (reduction->length + ranks - 1) / ranks;
+            require(space.size() >= (ranks - 1) * longest * item_size(reduction->dtype), "the buffer is too short");
+            reduction->x = values.data();
+            reduction->buffer = space.data();
+            reduction->scale = scale;
+            reduction->key = key;
+            reduction->is_gathered = is_gathered;
+            reduction->keeper = keep(nb::make_tuple(x, buffer));
+            run(self, [&] { self.reduce(reduction); });
+            return reduction;
+          },
+          nb::arg("x"), nb::arg("buffer"), nb::arg("dtype"), nb::arg("scale"), nb::arg("key"), nb::arg("is_gathered"))
+      .def("gather", &TcpLinks::gather, nb::arg("messages"), Releases())
+      .def("advance", [](TcpLinks& self) { run(self, [&] { self.advance(); }); })
+      .def(
+          "wait", [](TcpLinks& self, double seconds) { run(self, [&] { self.wait(seconds); }); }, nb::arg("seconds"))
+      .def("wake", &TcpLinks::wake, Releases())
+      .def("list_broken", &TcpLinks::list_broken, Releases())
+      .def("close", &TcpLinks::close, Releases());
+}
+
+}  // namespace topkube

@@ -1,0 +1,282 @@
+"""Messages between nodes over TCP connections of our own (`_kernels.TcpLinks`), in place of MPI's.
+
+MPI over TCP copies every message once more on both sides, and a wait for it has to ask again and again. Here, bytes go
+from array to socket and from socket to array, and a wait sleeps in the kernel until they have arrived. Networks with
+RDMA, GPU memory, collectives of MPI and messages inside a node stay with MPI.
+
+`open_links` connects the ranks that exchange shards. It falls back to MPI, on all of them, if one cannot connect.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import resource
+import secrets
+import socket
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from topkube import _kernels
+from topkube.arrays import DTYPE_CODES, Array, as_bytes
+from topkube.settings import read_network_devices
+
+TOKEN_BYTES = 16
+MOST_TAGS = 1 << 32
+_MOST_ADDRESSES = 4
+"""The most addresses of a rank that others try."""
+_TRIAL_SECONDS = 5.0
+"""How long two ranks try to reach each other through one address."""
+_SILENT = f"no answer within {_TRIAL_SECONDS:g} s"
+_TRIED_RANKS = 16
+"""Up to this many ranks all try to reach each other; of more, neighbours. The others connect when they need it."""
+_OTHER_FILES = 1024
+"""Open files of a process beside its connections."""
+_GET_ADDRESS, _GET_FLAGS = 0x8915, 0x8913  # SIOCGIFADDR, SIOCGIFFLAGS
+_UP_AND_RUNNING = 0x1 | 0x40
+
+
+@dataclass(frozen=True)
+class LinkChoice:
+    """Which links the ranks of a world want: `links` is the setting TOPKUBE_LINKS, `hosts` the machine of each rank,
+    and `pod_ip` the address of this pod, if it is known."""
+
+    links: str
+    hosts: tuple[int, ...]
+    pod_ip: str = ""
+
+    def select(self, ranks: Sequence[int]) -> LinkChoice:
+        """Return the choice of a world of these ranks."""
+        return LinkChoice(self.links, tuple(self.hosts[rank] for rank in ranks), self.pod_ip)
+
+    def wants_tcp(self, ranks: Sequence[int]) -> bool:
+        """Return True if this rank wants connections of our own between `ranks`. On one machine, MPI has shared
+        memory; and it can use RDMA."""
+        if self.links == "auto":
+            return len({self.hosts[rank] for rank in ranks}) == len(ranks) and not has_rdma()
+        return self.links == "tcp"
+
+
+class Links:
+    """The messages between `size` ranks, of which this is `rank`. `Isend` and `Irecv` are those of an MPI communicator,
+    for contiguous 1-D arrays of uint8 in host memory. For one thread at a time, but `wake` may be called anywhere."""
+
+    def __init__(self, tcp: Any, rank: int, size: int, channel: int = 0) -> None:
+        self.rank, self.size = rank, size
+        self._tcp, self._channel, self._channels = tcp, channel, [channel]
+        self.gather, self.advance, self.wait, self.wake = tcp.gather, tcp.advance, tcp.wait, tcp.wake
+        self.list_broken, self.close, self.set_peer = tcp.list_broken, tcp.close, tcp.set_peer
+
+    def Isend(self, array: Any, dest: int, tag: int = 0) -> Any:
+        """Begin to send `array`, which must not change before the message is complete. Return the message."""
+        return self._tcp.send(array, dest, self._channel * MOST_TAGS + tag)
+
+    def Irecv(self, array: Any, source: int, tag: int = 0) -> Any:
+        """Begin to receive a message of at most `array.size` bytes into `array`. Return the message."""
+        return self._tcp.receive(array, source, self._channel * MOST_TAGS + tag)
+
+    def begin_reduction(self, x: Array, buffer: Array, scale: float, tag: int, is_gathered: bool) -> Any:
+        """Begin to replace x by its sum over all ranks times `scale`. Rank r reduces segment r; if `is_gathered` is
+        False, x holds only the result of the own segment. `buffer`, of x's type, has room for the segments of all other
+        ranks. Return the reduction, whose `is_finite` tells about the own segment when it is complete. x and `buffer`
+        must not change before. All ranks call this with the same length and type."""
+        key = self._channel * MOST_TAGS + tag
+        return self._tcp.reduce(as_bytes(x), as_bytes(buffer), DTYPE_CODES[x.dtype], scale, key, is_gathered)
+
+    def duplicate(self) -> Links:
+        """Return links over the same connections, with tags of their own. All ranks call this in the same order."""
+        self._channels[0] += 1
+        copy = Links(self._tcp, self.rank, self.size, self._channels[0])
+        copy._channels = self._channels
+        return copy
+
+
+def are_links_messages(requests: Any) -> bool:
+    """Return True if `requests` is a list of messages of `Links`."""
+    return isinstance(requests, list) and bool(requests) and isinstance(requests[0], _kernels.TcpMessage)
+
+
+def has_rdma(devices: Path = Path("/dev/infiniband")) -> bool:
+    """Return True if this process may use an RDMA device."""
+    return any(os.access(device, os.R_OK | os.W_OK) for device in devices.glob("uverbs*"))
+
+
+def list_addresses(pod_ip: str = "") -> list[str]:
+    """Return the IP addresses of this machine at which other machines may reach it, the most likely first. Those of
+    the devices in UCX_NET_DEVICES only, if it names network devices."""
+    if pod_ip:
+        return [pod_ip]
+    by_device = _read_addresses()
+    chosen = [name for name in read_network_devices() if name in by_device]
+    names = chosen or [name for name in by_device if name != "lo"] or list(by_device)
+    addresses = [address for name in names for address in by_device[name]]
+    default = _find_default_address()
+    return sorted(addresses, key=lambda address: address != default)[:_MOST_ADDRESSES]
+
+
+def _read_addresses() -> dict[str, list[str]]:
+    """Return the addresses of each network device, IPv4 before IPv6."""
+    addresses: dict[str, list[str]] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            addresses[name] = []
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                (flags,) = struct.unpack_from("H", fcntl.ioctl(probe, _GET_FLAGS, request), 16)
+                if flags & _UP_AND_RUNNING != _UP_AND_RUNNING:
+                    continue
+                answer = fcntl.ioctl(probe, _GET_ADDRESS, request)
+            except OSError:  # it has none
+                continue
+            addresses[name].append(socket.inet_ntoa(answer[20:24]))
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        lines = []
+    for number, _, _, scope, _, name in map(str.split, lines):
+        if scope == "00":  # global
+            packed = bytes.fromhex(number)
+            addresses.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, packed))
+    return {name: found for name, found in addresses.items() if found}
+
+
+def _find_default_address() -> str:
+    """Return the address from which this machine would send to the Internet; nothing is sent."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # an address that is reserved for documents
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class _Door:
+    """How other ranks reach a rank: its addresses, its port, the token that they send, and the one that it answers."""
+
+    addresses: list[str]
+    port: int
+    own: bytes
+    answer: bytes
+
+
+def open_links(comm: Any, ranks: Sequence[int], choice: LinkChoice) -> Links | None:
+    """Return the links between the ranks of `comm`, an MPI communicator, whose numbers in the world are `ranks`. None,
+    on all of them, if one of them does not want links, or if neighbours cannot reach each other. Then a warning names
+    two of those. All ranks of `comm` call this."""
+    if comm.size == 1 or not all(comm.allgather(choice.wants_tcp(ranks))):
+        return None
+    listener, door, problem = None, None, ""
+    try:
+        addresses = list_addresses(choice.pod_ip)
+        if not addresses:
+            raise OSError("this machine has no IP address")
+        listener = _listen(addresses)
+        tokens = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
+        door = _Door(addresses, listener.getsockname()[1], *tokens)
+    except OSError as error:
+        problem = f"rank {ranks[comm.rank]} cannot listen: {error}"
+    doors, problems = comm.allgather(door), list(filter(None, comm.allgather(problem)))
+    tried, failures = [0] * comm.size, 0
+    try:
+        while not problems:
+            assert listener is not None
+            links, reasons = _try_peers(comm, listener, doors, tried, failures)
+            trials = comm.allgather(reasons)
+            failed = {pair: reason for trial in trials for pair, reason in trial.items()}
+            if not failed:
+                return links
+            if links is not None:
+                links.close()
+            failures += 1
+            if failures == 1 and _SILENT in failed.values():
+                continue  # a rank was busy, perhaps
+            for target in {target for _, target in failed}:
+                tried[target] += 1
+            for (source, target), reason in failed.items():
+                if tried[target] >= len(doors[target].addresses):
+                    where = ", ".join(doors[target].addresses)
+                    problems.append(f"rank {ranks[source]} cannot reach rank {ranks[target]} at {where}: {reason}")
+    finally:
+        if listener is not None:
+            listener.close()
+    if comm.rank == 0:
+        print(
+            f"topkube: warning: messages between nodes use MPI, which takes more processor time: {problems[0]}."
+            " Likely cause: a firewall or a NetworkPolicy. Next: allow all TCP ports between the ranks, or set"
+            " TOPKUBE_LINKS=mpi",
+            file=sys.stderr,
+            flush=True,
+        )
+    return None
+
+
+Reasons = dict[tuple[int, int], str]
+"""Why ranks could not exchange a message, by (the rank that connects, the rank that listens)."""
+
+
+def _try_peers(
+    comm: Any, listener: socket.socket, doors: Sequence[_Door], tried: Sequence[int], failures: int
+) -> tuple[Links | None, Reasons]:
+    """Exchange a message with the other ranks, or if there are many, with both neighbours. `tried` has the number of
+    the address at which each rank is tried. Return the links, and what failed."""
+    import numpy as np
+
+    me, size = comm.rank, comm.size
+    # A connection of an earlier trial may still arrive: trials have different tokens.
+    tokens = [(_vary(door.own, failures), _vary(door.answer, failures)) for door in doors]
+    try:
+        _allow_files(size)
+        links = Links(_kernels.TcpLinks(me, size, os.dup(listener.fileno()), *tokens[me]), me, size)
+    except (OSError, RuntimeError) as error:
+        return None, {(me, me): str(error)}
+    for peer, door in enumerate(doors):
+        if peer != me:
+            links.set_peer(peer, door.addresses[tried[peer]], door.port, *tokens[peer])
+    peers = set(range(size)) if size <= _TRIED_RANKS else {me - 1, me + 1} & set(range(size))
+    batches = {}
+    for peer in peers - {me}:
+        messages = [links.Irecv(np.empty(1, np.uint8), peer), links.Isend(np.zeros(1, np.uint8), peer)]
+        batches[peer] = links.gather(messages)
+    deadline, waiting = time.monotonic() + _TRIAL_SECONDS, set(batches)
+    while waiting and time.monotonic() < deadline:
+        links.wait(0.05)
+        broken = dict(links.list_broken())
+        waiting = {peer for peer in waiting if not batches[peer].are_complete and peer not in broken}
+    broken = dict(links.list_broken())
+    failed = {peer: broken.get(peer, _SILENT) for peer, batch in batches.items() if not batch.are_complete}
+    return links, {(min(me, peer), max(me, peer)): reason for peer, reason in failed.items()}
+
+
+def _allow_files(ranks: int) -> None:
+    """Let this process open as many files as there may be connections."""
+    wanted = ranks + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
+def _vary(token: bytes, trial: int) -> bytes:
+    return hashlib.sha256(token + trial.to_bytes(4, "little")).digest()[:TOKEN_BYTES]
+
+
+def _listen(addresses: Sequence[str]) -> socket.socket:
+    """Return a socket that listens at a free port: at the address, or if there are several, at all."""
+    family = socket.AF_INET6 if any(":" in address for address in addresses) else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind((addresses[0] if len(addresses) == 1 else "", 0))
+        listener.listen(4096)
+    except OSError:
+        listener.close()
+        raise
+    return listener

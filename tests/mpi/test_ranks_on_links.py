@@ -1,0 +1,51 @@
+"""Messages between nodes over own TCP connections (TOPKUBE_LINKS=tcp). Nodes of one machine use MPI otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import worlds
+from worlds import list_parameters
+
+COLLECTIVES = "allreduce,allreduce_definitions,small_arrays"
+COLLECTIVE_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(1, 1), (2, 1), (2, 2, 2)], "openmpi": [(2, 2)]}
+
+
+@pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters(COLLECTIVES, COLLECTIVE_LAYOUTS))
+def test_collectives(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
+    assert not (problem := outcome(COLLECTIVES, mpi, layout, case, links="tcp")), problem
+
+
+@pytest.mark.parametrize("case", ["an_array_of_several_pieces_has_exact_sums", "same_inputs_same_bits_on_all_ranks"])
+def test_rings_of_many_nodes(case: str, forks: Callable[[str], Path], tmp_path: Path) -> None:
+    """From 17 nodes on, dense exchanges are rings, and neighbours connect before other ranks do."""
+    layout = (1,) * 18
+    outcome = worlds.run_cases(
+        "mpich",
+        layout,
+        "allreduce",
+        tmp_path,
+        f"case_{case}",
+        forks=forks("mpich"),
+        environment={"TOPKUBE_LINKS": "tcp"},
+    )
+    assert not any(outcome.values()), outcome
+
+
+TRAINING = "training.tuning,training.dear,training.dear_compressed,training.gradients"
+TRAINING_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(1, 1), (2, 2)]}
+
+
+@pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters(TRAINING, TRAINING_LAYOUTS))
+def test_training(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
+    assert not (problem := outcome(TRAINING, mpi, layout, case, links="tcp")), problem
+
+
+ONEBIT = "training.onebit,training.onebit_delay,training.own_weights"
+
+
+@pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters(ONEBIT, {"mpich": [(2, 1), (1, 1, 1)]}))
+def test_onebit(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
+    assert not (problem := outcome(ONEBIT, mpi, layout, case, links="tcp")), problem

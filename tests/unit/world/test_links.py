@@ -1,0 +1,422 @@
+"""Messages over TCP connections of our own: several ranks in one process, each with its `TcpLinks`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from topkube import _kernels, kernels, links
+from topkube.arrays import BFLOAT16
+from topkube.links import LinkChoice, Links, open_links
+
+LARGE = 32 << 20
+"""More bytes than the buffers of a connection hold."""
+
+
+def connect(ranks: int) -> list[Links]:
+    """Return the links of all ranks; their connections are made when they are needed."""
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(ranks)]
+    tokens = [(secrets.token_bytes(16), secrets.token_bytes(16)) for _ in range(ranks)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    made = []
+    for rank, listener in enumerate(listeners):
+        tcp = _kernels.TcpLinks(rank, ranks, listener.detach(), *tokens[rank])
+        for peer in range(ranks):
+            assert peer == rank or tcp.set_peer(peer, "127.0.0.1", ports[peer], *tokens[peer])
+        made.append(Links(tcp, rank, ranks))
+    return made
+
+
+def advance_until(all_links: Sequence[Links], ready: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline, [one.list_broken() for one in all_links]
+        for one in all_links:
+            one.advance()
+
+
+def fill(size: int, seed: int) -> Any:
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+SENDS = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2), st.sampled_from([0, 1, 7, 5000, 3_000_000]))
+"""Sender, receiver, tag, bytes."""
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(SENDS.filter(lambda send: send[0] != send[1]), max_size=12), st.randoms(use_true_random=False))
+def test_messages_of_a_tag_arrive_in_order_whatever_the_receivers_wait_for_first(sends: Any, random: Any) -> None:
+    """Receivers post their receives in any order of tags, before or after the messages have arrived, and with room to
+    spare."""
+    ranks = connect(3)
+    work = [("send", number, *send) for number, send in enumerate(sends)]
+    receives = [("receive", number, *send) for number, send in enumerate(sends)]
+    random.shuffle(receives)
+    seen: dict[tuple[int, int, int], list[int]] = {}
+    for number, (source, target, tag, _) in enumerate(sends):
+        seen.setdefault((source, target, tag), []).append(number)
+    messages, arrays, expected = [], {}, {}
+    steps = work + receives
+    if random.random() < 0.5:  # some receives come before sends
+        order = sorted(range(len(steps)), key=lambda i: random.random() if steps[i][0] == "receive" else i / 100)
+        steps = [steps[i] for i in order]
+    for kind, number, source, target, tag, size in steps:
+        if kind == "send":
+            messages.append((ranks[source], ranks[source].Isend(fill(size, number), target, tag)))
+        else:
+            number = seen[source, target, tag].pop(0)  # the first that this rank has not received
+            arrays[number] = np.zeros(sends[number][3] + random.choice([0, 5]), np.uint8)
+            expected[number] = fill(sends[number][3], number)
+            messages.append((ranks[target], ranks[target].Irecv(arrays[number], source, tag)))
+        if random.random() < 0.5:
+            for one in ranks:
+                one.advance()
+    batches = [one.gather([message]) for one, message in messages]
+    advance_until(ranks, lambda: all(batch.are_complete for batch in batches))
+    for number, array in arrays.items():
+        assert (array[: expected[number].size] == expected[number]).all()
+
+
+def test_bytes_that_nothing_waits_for_stay_in_the_socket() -> None:
+    """A rank that is late needs no memory for what others send it."""
+    ranks = connect(2)
+    sent = ranks[0].gather([ranks[0].Isend(fill(LARGE, 0), 1, 5)])
+    first = ranks[1].gather([ranks[1].Irecv(np.zeros(1, np.uint8), 0, 4)])
+    for _ in range(50):
+        ranks[0].advance()
+    assert not sent.are_complete
+    ranks[0].Isend(fill(1, 1), 1, 4)  # behind it, and rank 1 waits for this one: it has to read on
+    advance_until(ranks, lambda: first.are_complete)
+    assert sent.are_complete
+    array = np.zeros(LARGE, np.uint8)
+    late = ranks[1].gather([ranks[1].Irecv(array, 0, 5)])
+    assert late.are_complete
+    assert (array == fill(LARGE, 0)).all()
+
+    sent = ranks[0].gather([ranks[0].Isend(fill(LARGE, 2), 1, 5)])
+    for _ in range(50):
+        ranks[0].advance()
+        ranks[1].advance()
+    assert not sent.are_complete  # rank 1 waits for nothing
+
+
+def test_copies_of_links_have_tags_of_their_own() -> None:
+    ranks = connect(2)
+    copies = [one.duplicate() for one in ranks]
+    ranks[0].Isend(fill(3, 0), 1, 1)
+    copies[0].Isend(fill(3, 1), 1, 1)
+    arrays = [np.zeros(3, np.uint8) for _ in range(2)]
+    batch = ranks[1].gather([copies[1].Irecv(arrays[1], 0, 1), ranks[1].Irecv(arrays[0], 0, 1)])
+    advance_until(ranks, lambda: batch.are_complete)
+    assert all((array == fill(3, number)).all() for number, array in enumerate(arrays))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BFLOAT16, np.float16])
+@pytest.mark.parametrize("size", [1, 2, 5, 100_003, 2_000_001])
+@pytest.mark.parametrize("is_gathered", [True, False])
+def test_a_reduction_has_the_bits_of_a_sum_in_the_order_of_the_ranks(dtype: Any, size: int, is_gathered: bool) -> None:
+    """Also of several reductions that are under way at the same time, begun in different orders."""
+    ranks, count = connect(3), 3
+    values = [
+        [np.random.default_rng([rank, number]).standard_normal(size).astype(dtype) for rank in range(3)]
+        for number in range(count)
+    ]
+    expected = [kernels.sum_(np.empty(size, dtype), inputs, 1 / 3) for inputs in values]
+    arrays = [[array.copy() for array in inputs] for inputs in values]
+    begun = []
+    for rank, one in enumerate(ranks):
+        for number in [(rank + i) % count for i in range(count)]:
+            buffer = np.empty(2 * -(-size // 3), dtype)
+            begun.append(one.begin_reduction(arrays[number][rank], buffer, 1 / 3, number, is_gathered))
+            one.advance()
+    advance_until(ranks, lambda: all(reduction.are_complete for reduction in begun))
+    assert all(reduction.is_finite for reduction in begun)
+    for number in range(count):
+        for rank in range(3):
+            own = slice(size * rank // 3, size * (rank + 1) // 3) if not is_gathered else slice(None)
+            assert arrays[number][rank][own].tobytes() == expected[number][own].tobytes()
+
+
+def test_a_reduction_tells_the_owner_of_a_segment_that_it_is_not_finite() -> None:
+    ranks = connect(2)
+    arrays = [np.ones(8, np.float32) for _ in range(2)]
+    arrays[0][5] = np.nan
+    begun = [one.begin_reduction(arrays[one.rank], np.empty(4, np.float32), 1.0, 0, True) for one in ranks]
+    advance_until(ranks, lambda: all(reduction.are_complete for reduction in begun))
+    assert [reduction.is_finite for reduction in begun] == [True, False]
+    assert np.isnan(arrays[1][5])
+    assert np.isnan(arrays[0][5])
+
+
+@pytest.mark.parametrize(("sent", "room"), [(9, 8), (LARGE, 8)])
+def test_a_message_that_is_too_long_is_reported(sent: int, room: int) -> None:
+    ranks = connect(2)
+    array = np.zeros(room, np.uint8)
+    batch = ranks[1].gather([ranks[1].Irecv(array, 0, 1)])
+    ranks[0].Isend(fill(sent, 0), 1, 1)
+    advance_until(ranks, lambda: bool(ranks[1].list_broken()))
+    assert ranks[1].list_broken() == [(0, f"sent a message of {sent} bytes, but this rank expects {room}")]
+    assert not batch.are_complete
+    assert not array.any()
+
+
+def test_reductions_of_different_lengths_are_reported() -> None:
+    ranks = connect(2)
+    sizes = [8, 6]
+    begun = [
+        one.begin_reduction(np.ones(sizes[one.rank], np.float32), np.empty(4, np.float32), 1.0, 0, True)
+        for one in ranks
+    ]
+    advance_until(ranks, lambda: all(one.list_broken() for one in ranks))
+    assert not any(reduction.are_complete for reduction in begun)
+
+
+def test_a_rank_that_ends_is_reported_only_if_something_waits_for_it() -> None:
+    ranks = connect(2)
+    array = np.zeros(4, np.uint8)
+    batch = ranks[1].gather([ranks[1].Irecv(array, 0, 1)])
+    last = ranks[0].gather([ranks[0].Isend(fill(4, 0), 1, 1)])
+    advance_until(ranks, lambda: last.are_complete)
+    ranks[0].close()  # its last message may still be on its way
+    advance_until(ranks[1:], lambda: batch.are_complete)
+    for _ in range(20):
+        ranks[1].wait(0.001)
+    assert ranks[1].list_broken() == []
+    ranks[1].Irecv(array, 0, 1)
+    advance_until(ranks[1:], lambda: bool(ranks[1].list_broken()))
+    assert ranks[1].list_broken() == [(0, "closed its connection")]
+
+
+def test_a_wait_ends_when_messages_are_complete_and_when_another_thread_wakes_it() -> None:
+    ranks = connect(2)
+    batch = ranks[1].gather([ranks[1].Irecv(np.zeros(4, np.uint8), 0, 1)])
+
+    def send() -> None:
+        ranks[0].Isend(fill(4, 0), 1, 1)
+        advance_until(ranks[:1], lambda: batch.are_complete)
+
+    def wait() -> float:
+        start = time.monotonic()
+        ranks[1].wait(20)
+        return time.monotonic() - start
+
+    with_thread = threading.Thread(target=send)
+    with_thread.start()
+    processor = time.thread_time()
+    while not batch.are_complete:
+        assert wait() < 10
+    with_thread.join()
+    ranks[1].wait(0)
+    waker = threading.Timer(0.2, ranks[1].wake)
+    waker.start()
+    assert 0.1 < wait() < 10
+    assert time.thread_time() - processor < 0.1  # it slept
+    ranks[1].wake()  # while nothing waits: the next wait ends at once
+    assert wait() < 10
+    waker.join()
+
+
+def test_programs_that_are_no_ranks_are_refused_and_disturb_nobody() -> None:
+    """Strangers that say nothing, too little, the wrong token, or the number of another rank."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=500)
+    port, own, answer = listener.getsockname()[1], secrets.token_bytes(16), secrets.token_bytes(16)
+    target = Links(_kernels.TcpLinks(2, 3, listener.detach(), own, answer), 2, 3)
+    other = socket.create_server(("127.0.0.1", 0))
+    caller = Links(_kernels.TcpLinks(0, 3, other.detach(), secrets.token_bytes(16), secrets.token_bytes(16)), 0, 3)
+    caller.set_peer(2, "127.0.0.1", port, own, answer)
+
+    def greet(rank: int, token: bytes) -> bytes:
+        return b"TKL1" + rank.to_bytes(4, "little") + token
+
+    wrong = [
+        greet(0, secrets.token_bytes(16)),
+        greet(2, own),  # its own number
+        greet(7, own),  # no rank
+        greet(2**31, own),
+        b"GET / HTTP/1.1\r\nHost: rank\r\n\r\n",
+    ]
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
+    for stranger, said in zip(strangers, [*wrong, greet(0, own)[:-1]], strict=False):
+        stranger.sendall(said)
+    array = np.zeros(1000, np.uint8)
+    target.advance()
+    batch = target.gather([target.Irecv(array, 0, 3)])
+    caller.Isend(fill(1000, 0), 2, 3)
+    advance_until([target, caller], lambda: batch.are_complete)
+    assert (array == fill(1000, 0)).all()
+    for stranger in strangers[: len(wrong)]:
+        stranger.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(100) == b""  # closed, and not a byte of the answer
+    late = socket.create_connection(("127.0.0.1", port))
+    late.sendall(greet(0, own))  # that rank has its connection
+    late.settimeout(0.05)
+    advance_until([target], lambda: _is_closed(late))
+    for stranger in [*strangers, late]:
+        stranger.close()
+
+
+def test_a_rank_that_loses_its_place_to_strangers_connects_again() -> None:
+    """It was too busy to prove that it is a rank before others took all places."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=500)
+    port, tokens = listener.getsockname()[1], (secrets.token_bytes(16), secrets.token_bytes(16))
+    target = Links(_kernels.TcpLinks(1, 2, listener.detach(), *tokens), 1, 2)
+    caller = Links(_kernels.TcpLinks(0, 2, socket.create_server(("", 0)).detach(), bytes(16), bytes(16)), 0, 2)
+    caller.set_peer(1, "127.0.0.1", port, *tokens)
+    batch = target.gather([target.Irecv(np.zeros(4, np.uint8), 0, 3)])
+    caller.Isend(fill(4, 0), 1, 3)  # connects, and proves nothing before it advances
+    target.advance()
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+    target.advance()
+    advance_until([target, caller], lambda: batch.are_complete)
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_thread_that_never_waits_sees_the_end_of_a_long_message() -> None:
+    """`wait` has the kernel report a long message in large parts; the last part is a small one."""
+    ranks = connect(2)
+    array = np.zeros((1 << 20) + 5000, np.uint8)
+    batch = ranks[1].gather([ranks[1].Irecv(array, 0, 1)])
+    ranks[0].Isend(fill(array.size - 5000, 0), 1, 2)  # no end of the message that rank 1 waits for
+    ranks[0].advance()
+    ranks[1].wait(0.05)
+    ranks[0].Isend(fill(array.size, 1), 1, 1)
+    ranks[1].wait(0.001)
+    advance_until(ranks, lambda: batch.are_complete)
+    assert (array == fill(array.size, 1)).all()
+
+
+def test_the_end_of_a_child_process_closes_nothing() -> None:
+    ranks = connect(2)
+    array = np.zeros(4, np.uint8)
+    for number in range(2):
+        batch = ranks[1].gather([ranks[1].Irecv(array, 0, 1)])
+        ranks[0].Isend(fill(4, number), 1, 1)
+        advance_until(ranks, lambda batch=batch: batch.are_complete)
+        if number == 0:
+            child = os.fork()
+            if child == 0:
+                for one in ranks:
+                    one.close()
+                os._exit(0)
+            os.waitpid(child, 0)
+    assert (array == fill(4, 1)).all()
+
+
+def test_closed_links_refuse_to_wait() -> None:
+    ranks = connect(2)
+    ranks[1].Irecv(np.zeros(4, np.uint8), 0, 1)
+    ranks[1].close()
+    with pytest.raises(RuntimeError, match="closed"):
+        ranks[1].wait(10)
+    with pytest.raises(RuntimeError, match="closed"):
+        ranks[1].advance()
+
+
+def _is_closed(stranger: socket.socket) -> bool:
+    try:
+        return stranger.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+# ---- the choice between own connections and MPI
+
+
+class ThreadComm:
+    """The communicator of a rank that is a thread."""
+
+    def __init__(self, rank: int, size: int, shared: dict[str, Any]) -> None:
+        self.rank, self.size, self._shared = rank, size, shared
+
+    def allgather(self, value: Any) -> list[Any]:
+        self._shared["values"][self.rank] = value
+        self._shared["barrier"].wait(60)
+        values = list(self._shared["values"])
+        self._shared["barrier"].wait(60)
+        return values
+
+
+def open_on_threads(size: int, choice: Callable[[int], LinkChoice]) -> list[Links | None]:
+    shared = {"values": [None] * size, "barrier": threading.Barrier(size)}
+    opened: list[Links | None] = [None] * size
+
+    def run(rank: int) -> None:
+        opened[rank] = open_links(ThreadComm(rank, size, shared), list(range(size)), choice(rank))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return opened
+
+
+def test_ranks_of_one_machine_and_ranks_with_rdma_use_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "has_rdma", lambda: False)
+    assert open_on_threads(2, lambda rank: LinkChoice("auto", (0, 0))) == [None, None]
+    assert open_on_threads(2, lambda rank: LinkChoice("mpi", (0, 1))) == [None, None]
+    # All ranks decide alike, also if only one of them has another setting.
+    assert open_on_threads(3, lambda rank: LinkChoice("mpi" if rank == 1 else "tcp", (0, 1, 2))) == [None] * 3
+    assert None not in open_on_threads(2, lambda rank: LinkChoice("auto", (0, 1), "127.0.0.1"))
+    monkeypatch.setattr(links, "has_rdma", lambda: True)
+    assert open_on_threads(2, lambda rank: LinkChoice("auto", (0, 1), "127.0.0.1")) == [None, None]
+
+
+def test_ranks_try_other_addresses_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first address leads nowhere."""
+    monkeypatch.setattr(links, "_TRIAL_SECONDS", 1.0)
+    monkeypatch.setattr(links, "list_addresses", lambda pod_ip: ["240.0.0.1", "127.0.0.1"])
+    opened = open_on_threads(4, lambda rank: LinkChoice("tcp", (0, 1, 2, 3)))
+    assert None not in opened
+    arrays = [np.full(100, rank, np.float32) for rank in range(4)]
+    begun = [
+        one.begin_reduction(arrays[one.rank], np.empty(75, np.float32), 1.0, 0, True)
+        for one in opened
+        if one is not None
+    ]
+    advance_until([one for one in opened if one is not None], lambda: all(each.are_complete for each in begun))
+    assert all((array == 6).all() for array in arrays)
+
+
+def test_ranks_that_cannot_reach_each_other_use_mpi(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(links, "_TRIAL_SECONDS", 1.0)
+    monkeypatch.setattr(links, "list_addresses", lambda pod_ip: ["240.0.0.1", "240.0.0.2"])
+    assert open_on_threads(3, lambda rank: LinkChoice("tcp", (0, 1, 2))) == [None] * 3
+    printed = capsys.readouterr().err
+    assert "messages between nodes use MPI" in printed
+    assert "rank 0 cannot reach rank 1 at 240.0.0.1, 240.0.0.2: no answer" in printed
+    assert "TOPKUBE_LINKS=mpi" in printed
+    assert printed.count("warning") == 1
+
+
+def test_the_addresses_of_this_machine() -> None:
+    assert links.list_addresses("10.1.2.3") == ["10.1.2.3"]
+    found = links.list_addresses()
+    assert found
+    for address in found:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))  # it is one of this machine
+
+
+def test_ucx_net_devices_limits_the_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    assert links.list_addresses()[0] == "127.0.0.1"
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")  # no network device of Linux
+    assert links.list_addresses()
