@@ -46,6 +46,7 @@ from allreduce.scratch import create_scratch
 from allreduce.worlds import RankWorld, Recipe, WorldFailed
 
 RESULTS = Path(__file__).parent / "results" / "step.json"
+LINKS_RESULTS = RESULTS.with_name("step_links.json")
 SCRIPT = Path(__file__).with_name("step_rank.py")
 UNSHAPED = "unshaped"
 RATES = (UNSHAPED, "1gbit", "100mbit")
@@ -64,18 +65,16 @@ MINIMAL = (
     *("onebit", "onebit_delayed", "topk1bit"),
 )
 MINIMAL_PARTS, MINIMAL_RATES, MINIMAL_ROUNDS = ("2x1",), ("1gbit", UNSHAPED, "100mbit"), 6
+LINKS, LINKS_CONTENDERS, LINKS_RATES = "dense_mpi", (PLAIN, "ddp", "dense", "dense_mpi"), ("unshaped", "1gbit")
+"""What `--links` compares: `dense` over TCP connections of its own, and (`dense_mpi`) over those of MPI."""
 MODELS = ("gpt", "resnet50", "timed")
 LARGE_MODEL_CONTENDERS = {"resnet50": (*MINIMAL, "int4")}
 ROUNDS, STEPS = 8, 3
 """Turns of every contender, and measured steps per turn."""
+_SETTINGS = (("UCX_TLS", "tcp,sm,self"), ("UCX_NET_DEVICES", "eth0"), ("TOPKUBE_CHECK_WEIGHTS", "off"))
 WORLDS = {
-    "mpich": Recipe(
-        "mpich",
-        "mpich",
-        Path(sys.executable),
-        (("UCX_TLS", "tcp,sm,self"), ("UCX_NET_DEVICES", "eth0"), ("TOPKUBE_CHECK_WEIGHTS", "off")),
-        script=SCRIPT,
-    ),
+    "mpich": Recipe("mpich", "mpich", Path(sys.executable), _SETTINGS, script=SCRIPT),
+    LINKS: Recipe(LINKS, "mpich", Path(sys.executable), (*_SETTINGS, ("TOPKUBE_LINKS", "mpi")), script=SCRIPT),
     "gloo": Recipe("gloo", "gloo", Path(sys.executable), script=SCRIPT),
 }
 WARM_STEPS = 4
@@ -86,6 +85,8 @@ Row = dict[str, Any]
 
 def choose_world(contender: str) -> str:
     """Return the name of the world that runs the contender."""
+    if contender == LINKS:
+        return LINKS
     return "gloo" if contender in (PLAIN, *PEERS) else "mpich"
 
 
@@ -181,7 +182,7 @@ class StepBench:
         world = self._start_world(choose_world(contender))
         before = self.network.read_traffic()
         period = PERIODS.get(contender, 1)
-        order = {"contender": contender, "model": self.model, "warm": WARM_STEPS}
+        order = {"contender": contender.removesuffix("_mpi"), "model": self.model, "warm": WARM_STEPS}
         answers = world.ask(do="steps", **order, entry=period, steps=steps * period)
         moved = [after - earlier for after, earlier in zip(self.network.read_traffic(), before, strict=True)]
         ends = [max(times) for times in zip(*(answer["times"] for answer in answers), strict=True)][::period]
@@ -258,12 +259,18 @@ def main() -> int:
     parser.add_argument("--part", choices=LAYOUTS, action="append", help="only this layout; may be repeated")
     parser.add_argument("--rate", choices=RATES, action="append", help="only this link; may be repeated")
     parser.add_argument(
-        "--contender", choices=(PLAIN, *OURS, *PEERS), action="append", help="only this contender; may be repeated"
+        "--contender",
+        choices=(PLAIN, *OURS, LINKS, *PEERS),
+        action="append",
+        help="only this contender; may be repeated",
     )
     parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="what trains (%(default)s)")
     parser.add_argument("--rounds", type=int, help=f"turns of every contender ({ROUNDS})")
     parser.add_argument("--steps", type=int, help=f"measured steps per turn ({STEPS})")
     parser.add_argument("--minimal", action="store_true", help="the shortest run with useful results")
+    parser.add_argument(
+        "--links", action="store_true", help=f"dense with and without MPI's messages: {LINKS_RESULTS.name}"
+    )
     parser.add_argument("--quick", action="store_true", help="one turn of two steps at 1 Gbit/s; stores nothing")
     parser.add_argument("--json", type=Path, help=f"result file (default {RESULTS})")
     options = parser.parse_args()
@@ -271,7 +278,7 @@ def main() -> int:
         print(reason, file=sys.stderr)
         return 2
     parts, rates, contenders, rounds, steps = choose_measurements(options)
-    target: Path | None = options.json or (None if options.quick else RESULTS)
+    target: Path | None = options.json or (None if options.quick else LINKS_RESULTS if options.links else RESULTS)
     turns = Turns(None if target is None else target.with_name(f"{target.stem}.turns.json"), steps)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     for part in parts:
@@ -301,6 +308,8 @@ def choose_measurements(options: argparse.Namespace) -> tuple[list[str], list[st
     contenders = list(LARGE_MODEL_CONTENDERS.get(options.model, (PLAIN, *OURS, *PEERS)))
     if options.minimal:
         parts, rates, contenders, rounds = list(MINIMAL_PARTS), list(MINIMAL_RATES), list(MINIMAL), MINIMAL_ROUNDS
+    if options.links:
+        rates, contenders = list(LINKS_RATES), list(LINKS_CONTENDERS)
     if options.quick:
         rates, rounds, steps = ["1gbit"], 1, 2
     return (

@@ -36,6 +36,7 @@ constexpr std::size_t most_strangers = 64;  // and one for each rank
 // become longer.
 constexpr int most_attempts = 6;
 constexpr double first_pause = 0.05;
+constexpr double shared_pause = 1e-3;  // of threads that wait at the same time: one may take the events of another
 // A message is not longer than this: a longer one shows that the other rank does not speak our language.
 constexpr std::size_t most_message_bytes = std::size_t{1} << 40;
 constexpr int most_parts = 16;                                 // of one system call
@@ -609,9 +610,9 @@ void TcpLinks::handle(std::uint64_t number, std::uint32_t events) {
   if (peer.state == State::greeting && peer.readable) hear_answer(static_cast<int>(number));
 }
 
-void TcpLinks::progress(bool until_complete) {
+void TcpLinks::progress(const std::uint64_t* seen) {
   retry();
-  for (bool has_more = true; has_more && !(until_complete && completed_ != reported_);) {
+  for (bool has_more = true; has_more && !(seen != nullptr && completed_ != *seen);) {
     epoll_event events[64];
     const int count = ::epoll_wait(epoll_, events, 64, 0);
     for (int i = 0; i < count; ++i) handle(events[i].data.u64, events[i].events);
@@ -638,7 +639,9 @@ void TcpLinks::advance() {
   const std::lock_guard lock(mutex_);
   require_open();
   lift_limits();
-  progress(false);
+  const std::uint64_t before = completed_;
+  progress(nullptr);
+  if (completed_ != before && waiters_ > 0) signal();
 }
 
 void TcpLinks::require_open() const {
@@ -646,23 +649,32 @@ void TcpLinks::require_open() const {
 }
 
 void TcpLinks::wait(double seconds) {
+  struct Waiting {
+    explicit Waiting(std::atomic<int>& waiters) : waiters(waiters), others(waiters.fetch_add(1)) {}
+    ~Waiting() { --waiters; }
+    std::atomic<int>& waiters;
+    const int others;
+  } waiting(waiters_);
+  if (waiting.others > 0) signal();  // it sleeps for a short time from now on
   const double until = now() + seconds;
-  is_waiting_ = true;
   for (;;) {
     double rest = until - now();
     {
       const std::lock_guard lock(mutex_);
-      if (is_closed_) is_waiting_ = false;
       require_open();
-      progress(true);
-      if (completed_ != reported_) {
-        reported_ = completed_;
-        break;
+      std::uint64_t& reported = reported_[std::this_thread::get_id()];
+      const std::uint64_t before = completed_;
+      progress(&reported);
+      if (completed_ != before && waiters_ > 1) signal();
+      if (completed_ != reported) {
+        reported = completed_;
+        return;
       }
       if (!failed_.empty()) rest = std::min(rest, first_pause);
+      if (waiters_ > 1) rest = std::min(rest, shared_pause);
       limit_reports();
     }
-    if (woken_.exchange(false) || until <= now()) break;
+    if (woken_.exchange(false) || until <= now()) return;
     epoll_event event;
     const int count = ::epoll_wait(epoll_, &event, 1, static_cast<int>(std::ceil(std::max(rest, 0.0) * 1e3)));
     const std::lock_guard lock(mutex_);
@@ -670,7 +682,11 @@ void TcpLinks::wait(double seconds) {
     if (count == 0) lift_limits();
     if (count == 1) handle(event.data.u64, event.events);  // epoll reports each event once
   }
-  is_waiting_ = false;
+}
+
+void TcpLinks::signal() {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(wake_, &one, sizeof one);
 }
 
 // Bytes of a long message are reported 128 KiB at a time: at 1 Gbit/s, that takes a quarter less processor time.
@@ -696,9 +712,7 @@ void TcpLinks::lift_limits() {
 
 void TcpLinks::wake() {
   woken_ = true;
-  if (!is_waiting_) return;
-  const std::uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = ::write(wake_, &one, sizeof one);
+  if (waiters_ > 0) signal();
 }
 
 }  // namespace topkube

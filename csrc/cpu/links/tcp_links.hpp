@@ -22,6 +22,8 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -92,7 +94,7 @@ class TcpLinks {
   void advance();
 
   // Moves messages until a batch becomes complete, `wake` is called or `seconds` pass. A batch that became complete, or a `wake`,
-  // since the last `wait` counts too. For one thread at a time.
+  // since the last `wait` of this thread counts too. Several threads may wait, and take turns at the sockets.
   void wait(double seconds);
   void wake();
 
@@ -147,7 +149,9 @@ class TcpLinks {
     std::string said;
   };
 
-  void progress(bool until_complete);
+  // Moves messages as far as possible; if `seen` is not null, until `completed_` differs from it.
+  void progress(const std::uint64_t* seen);
+  void signal();
   void limit_reports();
   void lift_limits();
   void require_open() const;
@@ -187,8 +191,10 @@ class TcpLinks {
   Token own_, answer_;
   int listener_ = -1, process_ = -1;  // a child of this process has the same sockets
   int epoll_ = -1, wake_ = -1;
-  std::uint64_t completed_ = 0, reported_ = 0;
-  std::atomic<bool> woken_{false}, is_waiting_{false};
+  std::uint64_t completed_ = 0;                                  // batches
+  std::unordered_map<std::thread::id, std::uint64_t> reported_;  // the batches that each thread knows of
+  std::atomic<bool> woken_{false};
+  std::atomic<int> waiters_{0};
 };
 
 }  // namespace topkube

@@ -227,6 +227,40 @@ def test_a_wait_ends_when_messages_are_complete_and_when_another_thread_wakes_it
     waker.join()
 
 
+def test_two_threads_may_wait_at_the_same_time() -> None:
+    """A script may reduce its loss while the communication thread gathers. The bytes of both arrive together, and one
+    thread takes them."""
+    ranks, rounds = connect(2), 30
+    first = ranks[1].gather([ranks[1].Irecv(np.zeros(4, np.uint8), 0, 0)])
+    ranks[0].Isend(fill(4, 0), 1, 0)
+    advance_until(ranks, lambda: first.are_complete)
+    together, slowest = threading.Barrier(3), list[float]()
+
+    def receive(tag: int) -> None:
+        array = np.zeros(4, np.uint8)
+        for _ in range(rounds):
+            batch = ranks[1].gather([ranks[1].Irecv(array, 0, tag)])
+            together.wait(60)
+            start = time.monotonic()
+            while not batch.are_complete:
+                ranks[1].wait(20)
+            slowest.append(time.monotonic() - start)
+
+    threads = [threading.Thread(target=receive, args=(tag,)) for tag in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(rounds):
+        together.wait(60)
+        time.sleep(0.002)  # most of the time, both threads sleep now
+        ranks[0].Isend(fill(4, 1), 1, 1)
+        ranks[0].Isend(fill(4, 2), 1, 2)
+        ranks[0].advance()
+    for thread in threads:
+        thread.join(60)
+    assert len(slowest) == 2 * rounds
+    assert max(slowest) < 10
+
+
 def test_programs_that_are_no_ranks_are_refused_and_disturb_nobody() -> None:
     """Strangers that say nothing, too little, the wrong token, or the number of another rank."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=500)
