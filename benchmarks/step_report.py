@@ -77,24 +77,23 @@ def build_section(stored: dict[str, Any]) -> dict[str, str]:
 
 def build_links_section(stored: dict[str, Any]) -> dict[str, str]:
     """Return the table of `dense` over TCP connections of its own and over those of MPI, with DDP."""
-    cells = []
-    for part in sorted({row["part"] for row in stored["rows"]}):
-        for rate, link in LINKS.items():
-            rows = [row for row in stored["rows"] if (row["part"], row["rate"]) == (part, rate)]
-            for row in sorted(rows, key=lambda row: list(NAMES).index(row["contender"])):
-                cells.append(
-                    [
-                        f"{part.replace('x', ' × ')}, {link}",
-                        NAMES[row["contender"]],
-                        format_number(row["ms"]),
-                        f"{row['ms_low']:.0f} to {row['ms_high']:.0f}",
-                        f"{row['against_ddp']:.2f}×" if row["against_ddp"] else "–",
-                        format_number(row["main_cpu_ms"]),
-                        format_number(row["other_cpu_ms"]),
-                        format_number(row["wakeups"]),
-                        row["date"],
-                    ]
-                )
+    places = [(part, rate) for part in sorted({row["part"] for row in stored["rows"]}) for rate in LINKS]
+    cells = [
+        [
+            f"{part.replace('x', ' × ')}, {LINKS[rate]}",
+            NAMES[row["contender"]],
+            format_number(row["ms"]),
+            f"{row['ms_low']:.0f} to {row['ms_high']:.0f}",
+            f"{row['against_ddp']:.2f}×" if row["against_ddp"] else "–",
+            format_number(row["main_cpu_ms"]),
+            format_number(row["other_cpu_ms"]),
+            format_number(row["wakeups"]),
+            row["date"],
+        ]
+        for part, rate in places
+        for row in sorted(stored["rows"], key=lambda row: list(NAMES).index(row["contender"]))
+        if (row["part"], row["rate"]) == (part, rate)
+    ]
     headings = ["", "method", "ms per step", "95% interval", "× DDP", "computing thread, ms", "other threads, ms"]
     return {"TRAINING_STEP_LINKS": format_table([*headings, "wakeups", "date"], cells)}
 
