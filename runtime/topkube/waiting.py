@@ -84,7 +84,7 @@ def wait_until(
         if advance is not None and advance() is not links:
             sleep = None
         now = time.monotonic()
-        if now - start < _YIELD_SECONDS and pause_seconds is None and sleep is None:
+        if now - start < _YIELD_SECONDS and pause_seconds is None:
             os.sched_yield()  # time.sleep(0) would sleep for 50 us, the timers' slack
             continue
         if now - checked > CHECK_SECONDS:

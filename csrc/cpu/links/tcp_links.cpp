@@ -44,6 +44,8 @@ constexpr std::size_t most_turn_bytes = std::size_t{4} << 20;  // of one peer, b
 
 constexpr int reported_bytes = 128 << 10;  // see limit_reports
 
+constexpr std::size_t least_limit = 4096;  // shorter messages arrive as a whole anyhow
+
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK; }
@@ -689,14 +691,16 @@ void TcpLinks::signal() {
   [[maybe_unused]] const ssize_t written = ::write(wake_, &one, sizeof one);
 }
 
-// Bytes of a long message are reported 128 KiB at a time: at 1 Gbit/s, that takes a quarter less processor time.
+// The kernel reports a message when it is there, a long one 128 KiB at a time: at 1 Gbit/s, that saves a quarter of the processor
+// time.
 void TcpLinks::limit_reports() {
   for (const int number : active_) {
     Peer& peer = peers_[static_cast<std::size_t>(number)];
-    const bool is_long = peer.arriving && header_bytes + peer.length - peer.arrived >= 2 * reported_bytes;
-    if (peer.state != State::open || peer.has_limit == is_long) continue;
+    const std::size_t rest = peer.arriving ? header_bytes + peer.length - peer.arrived : 0;
+    const bool is_long = rest >= least_limit;
+    if (peer.state != State::open || (!is_long && !peer.has_limit)) continue;
     peer.has_limit = is_long;
-    set_option(peer.fd, SOL_SOCKET, SO_RCVLOWAT, is_long ? reported_bytes : 1);
+    set_option(peer.fd, SOL_SOCKET, SO_RCVLOWAT, is_long ? static_cast<int>(std::min<std::size_t>(rest, reported_bytes)) : 1);
   }
 }
 
