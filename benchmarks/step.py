@@ -65,7 +65,7 @@ MINIMAL = (
     *("onebit", "onebit_delayed", "topk1bit"),
 )
 MINIMAL_PARTS, MINIMAL_RATES, MINIMAL_ROUNDS = ("2x1",), ("1gbit", UNSHAPED, "100mbit"), 6
-LINKS, LINKS_CONTENDERS, LINKS_RATES = "dense_mpi", (PLAIN, "ddp", "dense", "dense_mpi"), ("unshaped", "1gbit")
+DENSE_OVER_MPI, LINKS_CONTENDERS, LINKS_RATES = "dense_mpi", (PLAIN, "ddp", "dense", "dense_mpi"), ("unshaped", "1gbit")
 """What `--links` compares: `dense` over TCP connections of its own, and (`dense_mpi`) over those of MPI."""
 MODELS = ("gpt", "resnet50", "timed")
 LARGE_MODEL_CONTENDERS = {"resnet50": (*MINIMAL, "int4")}
@@ -74,7 +74,9 @@ ROUNDS, STEPS = 8, 3
 _SETTINGS = (("UCX_TLS", "tcp,sm,self"), ("UCX_NET_DEVICES", "eth0"), ("TOPKUBE_CHECK_WEIGHTS", "off"))
 WORLDS = {
     "mpich": Recipe("mpich", "mpich", Path(sys.executable), _SETTINGS, script=SCRIPT),
-    LINKS: Recipe(LINKS, "mpich", Path(sys.executable), (*_SETTINGS, ("TOPKUBE_LINKS", "mpi")), script=SCRIPT),
+    DENSE_OVER_MPI: Recipe(
+        DENSE_OVER_MPI, "mpich", Path(sys.executable), (*_SETTINGS, ("TOPKUBE_LINKS", "mpi")), script=SCRIPT
+    ),
     "gloo": Recipe("gloo", "gloo", Path(sys.executable), script=SCRIPT),
 }
 WARM_STEPS = 4
@@ -85,8 +87,8 @@ Row = dict[str, Any]
 
 def choose_world(contender: str) -> str:
     """Return the name of the world that runs the contender."""
-    if contender == LINKS:
-        return LINKS
+    if contender == DENSE_OVER_MPI:
+        return DENSE_OVER_MPI
     return "gloo" if contender in (PLAIN, *PEERS) else "mpich"
 
 
@@ -260,7 +262,7 @@ def main() -> int:
     parser.add_argument("--rate", choices=RATES, action="append", help="only this link; may be repeated")
     parser.add_argument(
         "--contender",
-        choices=(PLAIN, *OURS, LINKS, *PEERS),
+        choices=(PLAIN, *OURS, DENSE_OVER_MPI, *PEERS),
         action="append",
         help="only this contender; may be repeated",
     )

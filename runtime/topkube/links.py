@@ -38,6 +38,8 @@ _TRIED_RANKS = 16
 """Up to this many ranks all try to reach each other; of more, neighbours. The others connect when they need it."""
 _OTHER_FILES = 1024
 """Open files of a process beside its connections."""
+_LOST_SECONDS = 3.0
+"""How long a rank waits for the error of a rank whose connection is lost, before it raises an error of its own."""
 _GET_ADDRESS, _GET_FLAGS = 0x8915, 0x8913  # SIOCGIFADDR, SIOCGIFFLAGS
 _UP_AND_RUNNING = 0x1 | 0x40
 
@@ -95,6 +97,26 @@ class Links:
         copy = Links(self._tcp, self.rank, self.size, self._channels[0])
         copy._channels = self._channels
         return copy
+
+
+class LostConnections:
+    """The connections of a rank that are lost while messages wait for them."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def find(self, links: Links) -> tuple[int, str] | None:
+        """Return a rank of `links` and what happened, if its connection has been lost for a while. If that rank has
+        failed, its error ends all ranks first."""
+        broken = links.list_broken()
+        if not broken:
+            self._since = None
+        elif self._since is None:
+            self._since = time.monotonic()
+        elif time.monotonic() - self._since > _LOST_SECONDS:
+            peer, trouble = broken[0]
+            return int(peer), str(trouble)
+        return None
 
 
 def are_links_messages(requests: Any) -> bool:
@@ -157,7 +179,7 @@ def _find_default_address() -> str:
 
 
 @dataclass(frozen=True)
-class _Door:
+class _Contact:
     """How other ranks reach a rank: its addresses, its port, the token that they send, and the one that it answers."""
 
     addresses: list[str]
@@ -172,22 +194,22 @@ def open_links(comm: Any, ranks: Sequence[int], choice: LinkChoice) -> Links | N
     two of those. All ranks of `comm` call this."""
     if comm.size == 1 or not all(comm.allgather(choice.wants_tcp(ranks))):
         return None
-    listener, door, problem = None, None, ""
+    listener, contact, problem = None, None, ""
     try:
         addresses = list_addresses(choice.pod_ip)
         if not addresses:
             raise OSError("this machine has no IP address")
         listener = _listen(addresses)
         tokens = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
-        door = _Door(addresses, listener.getsockname()[1], *tokens)
+        contact = _Contact(addresses, listener.getsockname()[1], *tokens)
     except OSError as error:
         problem = f"rank {ranks[comm.rank]} cannot listen: {error}"
-    doors, problems = comm.allgather(door), list(filter(None, comm.allgather(problem)))
+    contacts, problems = comm.allgather(contact), list(filter(None, comm.allgather(problem)))
     tried, failures = [0] * comm.size, 0
     try:
         while not problems:
             assert listener is not None
-            links, reasons = _try_peers(comm, listener, doors, tried, failures)
+            links, reasons = _try_peers(comm, listener, contacts, tried, failures)
             trials = comm.allgather(reasons)
             failed = {pair: reason for trial in trials for pair, reason in trial.items()}
             if not failed:
@@ -197,11 +219,12 @@ def open_links(comm: Any, ranks: Sequence[int], choice: LinkChoice) -> Links | N
             failures += 1
             if failures == 1 and _SILENT in failed.values():
                 continue  # a rank was busy, perhaps
+            problems += [f"rank {ranks[rank]}: {reason}" for (rank, peer), reason in failed.items() if rank == peer]
             for target in {target for _, target in failed}:
                 tried[target] += 1
             for (source, target), reason in failed.items():
-                if tried[target] >= len(doors[target].addresses):
-                    where = ", ".join(doors[target].addresses)
+                if tried[target] >= len(contacts[target].addresses):
+                    where = ", ".join(contacts[target].addresses)
                     problems.append(f"rank {ranks[source]} cannot reach rank {ranks[target]} at {where}: {reason}")
     finally:
         if listener is not None:
@@ -218,11 +241,12 @@ def open_links(comm: Any, ranks: Sequence[int], choice: LinkChoice) -> Links | N
 
 
 Reasons = dict[tuple[int, int], str]
-"""Why ranks could not exchange a message, by (the rank that connects, the rank that listens)."""
+"""Why ranks could not exchange a message, by (the rank that connects, the rank that listens). A rank that cannot even
+begin is both."""
 
 
 def _try_peers(
-    comm: Any, listener: socket.socket, doors: Sequence[_Door], tried: Sequence[int], failures: int
+    comm: Any, listener: socket.socket, contacts: Sequence[_Contact], tried: Sequence[int], failures: int
 ) -> tuple[Links | None, Reasons]:
     """Exchange a message with the other ranks, or if there are many, with both neighbours. `tried` has the number of
     the address at which each rank is tried. Return the links, and what failed."""
@@ -230,15 +254,15 @@ def _try_peers(
 
     me, size = comm.rank, comm.size
     # A connection of an earlier trial may still arrive: trials have different tokens.
-    tokens = [(_vary(door.own, failures), _vary(door.answer, failures)) for door in doors]
+    tokens = [(_vary(contact.own, failures), _vary(contact.answer, failures)) for contact in contacts]
     try:
         _allow_files(size)
         links = Links(_kernels.TcpLinks(me, size, os.dup(listener.fileno()), *tokens[me]), me, size)
     except (OSError, RuntimeError) as error:
         return None, {(me, me): str(error)}
-    for peer, door in enumerate(doors):
+    for peer, contact in enumerate(contacts):
         if peer != me:
-            links.set_peer(peer, door.addresses[tried[peer]], door.port, *tokens[peer])
+            links.set_peer(peer, contact.addresses[tried[peer]], contact.port, *tokens[peer])
     peers = set(range(size)) if size <= _TRIED_RANKS else {me - 1, me + 1} & set(range(size))
     batches = {}
     for peer in peers - {me}:

@@ -58,6 +58,15 @@ def advance_messages(advance: Callable[[], bool]) -> bool:
     return False
 
 
+def sleep_until_woken(seconds: float, links: Links | None) -> None:
+    """Sleep for `seconds`; if `links` is passed, until some of its messages are complete, or it is time to check for
+    errors."""
+    if links is not None:
+        links.wait(CHECK_SECONDS)
+    else:
+        time.sleep(seconds)
+
+
 def wait_until(
     ready: Callable[[], bool],
     check: Callable[[float], None],

@@ -23,22 +23,17 @@ import numpy.typing as npt
 from topkube.control import Control, build_timeout, name_ranks
 from topkube.errors import CollectiveError, WorldError
 from topkube.heartbeat import Heartbeat
-from topkube.installation import build_install_command
 from topkube.launch_check import check_launch
-from topkube.links import LinkChoice, Links, are_links_messages, open_links
-from topkube.mpi_exit import end_together, forget_exit, take_over_finalize
+from topkube.links import LinkChoice, Links, LostConnections, are_links_messages, open_links
+from topkube.mpi_exit import end_together, forget_exit
+from topkube.mpi_start import load_mpi, share_window
 from topkube.processors import count_own_threads, limit_to_cgroup
 from topkube.roll_call import RollCall
-from topkube.settings import Settings, read_process_launch, tune_messages
+from topkube.settings import Settings, read_process_launch
 from topkube.topology import Nodes, find_nodes_of_ranks, group_by_home, parse_declared_nodes
 from topkube.waiting import CHECK_SECONDS, advance_messages, wait_for_all_ranks, wait_until
 
 _DESCRIPTION_BYTES = 160
-_LOST_SECONDS = 3.0
-"""How long a rank waits for the error of a rank whose connection is lost, before it raises an error of its own."""
-_WINDOW_BYTES_PER_RANK = 1100 << 10
-_WINDOW_BYTES_MOST = 20 << 20
-_WINDOW_BYTES_PER_RANK_LEAST = 300 << 10
 
 
 class WaitSeries(IntEnum):
@@ -105,7 +100,7 @@ class World:
     """The messages of `cross_comm`'s ranks over TCP connections of our own; None if MPI carries them."""
     at_end: list[Callable[[], None]] = field(default_factory=list)
     """What `shutdown` calls before it drops the world, last entry first."""
-    _broken_since: float | None = None
+    _lost_connections: LostConnections = field(default_factory=LostConnections)
     cache: dict[str, Any] = field(default_factory=dict)
     """Objects that higher floors keep as long as the world lives: work buffers, the shared-memory object."""
 
@@ -205,21 +200,16 @@ class World:
         wait_until(ready, check, self.crowding, pause_seconds, sleep, self.links)
 
     def _check_links(self, what: str) -> None:
-        """Raise CollectiveError if messages wait for a rank whose connection has been lost for a while. If that rank
-        has failed, its error ends all ranks first."""
-        broken = self.links.list_broken() if self.links is not None else []
-        if not broken:
-            self._broken_since = None
-        elif self._broken_since is None:
-            self._broken_since = time.monotonic()
-        elif time.monotonic() - self._broken_since > _LOST_SECONDS:
-            peer, trouble = broken[0]
-            lost = self.members[self.node_ranks[peer][self.local_rank]]
-            raise CollectiveError(
-                f"{what}: rank {lost} {trouble}",
-                cause=f"rank {lost} or its machine has ended, or something on the network ended the connection",
-                next_step=f"read the log of rank {lost}; if it went on, let MPI carry messages: TOPKUBE_LINKS=mpi",
-            )
+        """Raise CollectiveError if messages wait for a rank whose connection is lost."""
+        if self.links is None or (lost := self._lost_connections.find(self.links)) is None:
+            return
+        peer, trouble = lost
+        rank = self.members[self.node_ranks[peer][self.local_rank]]
+        raise CollectiveError(
+            f"{what}: rank {rank} {trouble}",
+            cause=f"rank {rank} or its machine has ended, or something on the network ended the connection",
+            next_step=f"read the log of rank {rank}; if it went on, let MPI carry messages: TOPKUBE_LINKS=mpi",
+        )
 
     def check_roll_call(self, what: str, series: WaitSeries = WaitSeries.COLLECTIVE) -> None:
         """Join a roll call if another rank has begun one. Raises CollectiveError in a thread that must leave its waits
@@ -298,7 +288,7 @@ def init(settings: Settings | None = None) -> World:
     if _world is not None:
         return _world
     settings = settings or Settings.from_environment()
-    MPI = _load_mpi()
+    MPI = load_mpi()
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     wait_for_all_ranks(MPI.COMM_WORLD, settings.deadline_seconds)
@@ -394,7 +384,7 @@ def _create_world(
         control=Control(comm.Dup(), crowding),
         agreement=comm.Dup(),
         calls_comm=comm.Dup(),
-        window=_share_window(MPI, node_comm) if has_window else np.zeros(0, np.uint8),
+        window=share_window(MPI, node_comm) if has_window else np.zeros(0, np.uint8),
         members=members,
         crowding=crowding,
         link_choice=link_choice,
@@ -453,42 +443,3 @@ def node() -> int:
 def nodes() -> int:
     """Return the number of nodes."""
     return current().nodes
-
-
-def _load_mpi() -> Any:
-    try:
-        import mpi4py
-
-        mpi4py.rc.thread_level = "multiple"
-        take_over_finalize()
-        tune_messages()
-        from mpi4py import MPI
-    except (ImportError, RuntimeError, OSError) as error:
-        raise WorldError(
-            f"MPI could not be loaded: {error}",
-            cause="no MPI library is installed here",
-            next_step=f"{build_install_command('mpich')}, or install the system's MPI and try `topkube doctor`",
-        ) from error
-    if MPI.Is_initialized() and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise WorldError(
-            "MPI was started without MPI_THREAD_MULTIPLE",
-            cause="another library started MPI first, with fewer threads",
-            next_step="call topkube.init() before anything else that uses MPI",
-        )
-    return MPI
-
-
-def _share_window(MPI: Any, node_comm: Any) -> npt.NDArray[np.uint8]:
-    """Return zeroed memory that all ranks of the node map. A few megabytes, because the default /dev/shm of a pod has
-    64 MiB."""
-    ranks = node_comm.size
-    bytes_per_rank = max(_WINDOW_BYTES_PER_RANK_LEAST, min(_WINDOW_BYTES_PER_RANK, _WINDOW_BYTES_MOST // ranks))
-    total = ranks * bytes_per_rank
-    if ranks == 1:
-        return np.zeros(total, np.uint8)
-    window = MPI.Win.Allocate_shared(total if node_comm.rank == 0 else 0, 1, comm=node_comm)
-    memory = np.frombuffer(window.Shared_query(0)[0], np.uint8)
-    if node_comm.rank == 0:
-        memory[:] = 0
-    node_comm.Barrier()
-    return memory

@@ -43,6 +43,15 @@ def test_training(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None
     assert not (problem := outcome(TRAINING, mpi, layout, case, links="tcp")), problem
 
 
+DEVICES = "device,device_engine"
+
+
+@pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters(DEVICES, {"mpich": [(2, 2)]}))
+def test_devices(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
+    """What a GPU sends through host memory."""
+    assert not (problem := outcome(DEVICES, mpi, layout, case, links="tcp")), problem
+
+
 ONEBIT = "training.onebit,training.onebit_delay,training.own_weights"
 
 

@@ -110,6 +110,10 @@ class TcpLinks {
  private:
   enum class State { unconnected, connecting, greeting, open, broken };
   static constexpr std::size_t header_bytes = 16;
+  // A stranger is known to epoll by this number plus its file descriptor.
+  static constexpr std::uint64_t stranger_base = std::uint64_t{1} << 61;
+  // Before the second attempt to connect; later pauses are longer.
+  static constexpr double first_pause = 0.05;
 
   // Bytes of a message that nothing waits for yet.
   struct Aside {

@@ -7,7 +7,6 @@ Several pieces of an array can therefore be under way at once, driven by one thr
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from topkube.arrays import Array, as_bytes
 from topkube.collectives.call import Call, compute_shard_bounds, count_greeted_bytes
 from topkube.links import are_links_messages
 from topkube.telemetry import phases, trace
-from topkube.waiting import CHECK_SECONDS, advance_messages
+from topkube.waiting import advance_messages, sleep_until_woken
 from topkube.world import World
 
 MORE_BYTES = 16 << 10
@@ -102,10 +101,7 @@ class Exchanges:
 
     def sleep(self, seconds: float) -> None:
         """Sleep for `seconds`; if all exchanges wait for messages of `world.links`, until some of them are complete."""
-        if self._links is not None and self.are_on_links:
-            self._links.wait(CHECK_SECONDS)
-        else:
-            time.sleep(seconds)
+        sleep_until_woken(seconds, self._links if self.are_on_links else None)
 
     @property
     def are_running(self) -> bool:
@@ -153,7 +149,7 @@ def pairwise_all_reduce(
     `buffer` (x's type) receives (ranks - 1) segments. `report_finite` is called with True if this rank's segment is
     finite.
     """
-    if hasattr(comm, "begin_reduction"):
+    if hasattr(comm, "begin_reduction"):  # `Links`, not a communicator of MPI
         yield from _reduce_on_links(comm, x, buffer, tag, report_finite, scale, is_gathered=True)
         return
     yield from pairwise_reduce_scatter(comm, x, buffer, tag, report_finite, scale)

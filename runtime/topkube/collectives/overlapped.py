@@ -33,7 +33,7 @@ from topkube.collectives.exchange import (
 )
 from topkube.collectives.pauses import choose_pause, note_rate
 from topkube.telemetry import phases
-from topkube.waiting import CHECK_SECONDS
+from topkube.waiting import CHECK_SECONDS, sleep_until_woken
 from topkube.world import World
 
 UNDER_WAY = 3
@@ -158,10 +158,7 @@ class OverlappedAllReduce:
         return self._exchanges.are_on_links
 
     def _sleep(self, seconds: float) -> None:
-        if self.world.links is not None and self._is_woken():
-            self.world.links.wait(CHECK_SECONDS)
-        else:
-            time.sleep(seconds)
+        sleep_until_woken(seconds, self.world.links if self._is_woken() else None)
 
     def finish(self) -> None:
         """Return when nothing is under way. Raises CollectiveTimeout after the world's deadline."""

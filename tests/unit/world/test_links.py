@@ -1,54 +1,19 @@
-"""Messages over TCP connections of our own: several ranks in one process, each with its `TcpLinks`."""
+"""Messages and reductions over TCP connections of our own."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
-import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from linked_ranks import LARGE, advance_until, connect, fill
 
-from topkube import _kernels, kernels, links
+from topkube import kernels
 from topkube.arrays import BFLOAT16
-from topkube.links import LinkChoice, Links, open_links
-
-LARGE = 32 << 20
-"""More bytes than the buffers of a connection hold."""
-
-
-def connect(ranks: int) -> list[Links]:
-    """Return the links of all ranks; their connections are made when they are needed."""
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(ranks)]
-    tokens = [(secrets.token_bytes(16), secrets.token_bytes(16)) for _ in range(ranks)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    made = []
-    for rank, listener in enumerate(listeners):
-        tcp = _kernels.TcpLinks(rank, ranks, listener.detach(), *tokens[rank])
-        for peer in range(ranks):
-            assert peer == rank or tcp.set_peer(peer, "127.0.0.1", ports[peer], *tokens[peer])
-        made.append(Links(tcp, rank, ranks))
-    return made
-
-
-def advance_until(all_links: Sequence[Links], ready: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < deadline, [one.list_broken() for one in all_links]
-        for one in all_links:
-            one.advance()
-
-
-def fill(size: int, seed: int) -> Any:
-    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-
 
 SENDS = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2), st.sampled_from([0, 1, 7, 5000, 3_000_000]))
 """Sender, receiver, tag, bytes."""
@@ -182,22 +147,6 @@ def test_reductions_of_different_lengths_are_reported() -> None:
     assert not any(reduction.are_complete for reduction in begun)
 
 
-def test_a_rank_that_ends_is_reported_only_if_something_waits_for_it() -> None:
-    ranks = connect(2)
-    array = np.zeros(4, np.uint8)
-    batch = ranks[1].gather([ranks[1].Irecv(array, 0, 1)])
-    last = ranks[0].gather([ranks[0].Isend(fill(4, 0), 1, 1)])
-    advance_until(ranks, lambda: last.are_complete)
-    ranks[0].close()  # its last message may still be on its way
-    advance_until(ranks[1:], lambda: batch.are_complete)
-    for _ in range(20):
-        ranks[1].wait(0.001)
-    assert ranks[1].list_broken() == []
-    ranks[1].Irecv(array, 0, 1)
-    advance_until(ranks[1:], lambda: bool(ranks[1].list_broken()))
-    assert ranks[1].list_broken() == [(0, "closed its connection")]
-
-
 def test_a_wait_ends_when_messages_are_complete_and_when_another_thread_wakes_it() -> None:
     ranks = connect(2)
     batch = ranks[1].gather([ranks[1].Irecv(np.zeros(4, np.uint8), 0, 1)])
@@ -261,63 +210,6 @@ def test_two_threads_may_wait_at_the_same_time() -> None:
     assert max(slowest) < 10
 
 
-def test_programs_that_are_no_ranks_are_refused_and_disturb_nobody() -> None:
-    """Strangers that say nothing, too little, the wrong token, or the number of another rank."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=500)
-    port, own, answer = listener.getsockname()[1], secrets.token_bytes(16), secrets.token_bytes(16)
-    target = Links(_kernels.TcpLinks(2, 3, listener.detach(), own, answer), 2, 3)
-    other = socket.create_server(("127.0.0.1", 0))
-    caller = Links(_kernels.TcpLinks(0, 3, other.detach(), secrets.token_bytes(16), secrets.token_bytes(16)), 0, 3)
-    caller.set_peer(2, "127.0.0.1", port, own, answer)
-
-    def greet(rank: int, token: bytes) -> bytes:
-        return b"TKL1" + rank.to_bytes(4, "little") + token
-
-    wrong = [
-        greet(0, secrets.token_bytes(16)),
-        greet(2, own),  # its own number
-        greet(7, own),  # no rank
-        greet(2**31, own),
-        b"GET / HTTP/1.1\r\nHost: rank\r\n\r\n",
-    ]
-    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
-    for stranger, said in zip(strangers, [*wrong, greet(0, own)[:-1]], strict=False):
-        stranger.sendall(said)
-    array = np.zeros(1000, np.uint8)
-    target.advance()
-    batch = target.gather([target.Irecv(array, 0, 3)])
-    caller.Isend(fill(1000, 0), 2, 3)
-    advance_until([target, caller], lambda: batch.are_complete)
-    assert (array == fill(1000, 0)).all()
-    for stranger in strangers[: len(wrong)]:
-        stranger.settimeout(10)
-        with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(100) == b""  # closed, and not a byte of the answer
-    late = socket.create_connection(("127.0.0.1", port))
-    late.sendall(greet(0, own))  # that rank has its connection
-    late.settimeout(0.05)
-    advance_until([target], lambda: _is_closed(late))
-    for stranger in [*strangers, late]:
-        stranger.close()
-
-
-def test_a_rank_that_loses_its_place_to_strangers_connects_again() -> None:
-    """It was too busy to prove that it is a rank before others took all places."""
-    listener = socket.create_server(("127.0.0.1", 0), backlog=500)
-    port, tokens = listener.getsockname()[1], (secrets.token_bytes(16), secrets.token_bytes(16))
-    target = Links(_kernels.TcpLinks(1, 2, listener.detach(), *tokens), 1, 2)
-    caller = Links(_kernels.TcpLinks(0, 2, socket.create_server(("", 0)).detach(), bytes(16), bytes(16)), 0, 2)
-    caller.set_peer(1, "127.0.0.1", port, *tokens)
-    batch = target.gather([target.Irecv(np.zeros(4, np.uint8), 0, 3)])
-    caller.Isend(fill(4, 0), 1, 3)  # connects, and proves nothing before it advances
-    target.advance()
-    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
-    target.advance()
-    advance_until([target, caller], lambda: batch.are_complete)
-    for stranger in strangers:
-        stranger.close()
-
-
 def test_a_thread_that_never_waits_sees_the_end_of_a_long_message() -> None:
     """`wait` has the kernel report a long message in large parts; the last part is a small one."""
     ranks = connect(2)
@@ -330,127 +222,3 @@ def test_a_thread_that_never_waits_sees_the_end_of_a_long_message() -> None:
     ranks[1].wait(0.001)
     advance_until(ranks, lambda: batch.are_complete)
     assert (array == fill(array.size, 1)).all()
-
-
-def test_the_end_of_a_child_process_closes_nothing() -> None:
-    ranks = connect(2)
-    array = np.zeros(4, np.uint8)
-    for number in range(2):
-        batch = ranks[1].gather([ranks[1].Irecv(array, 0, 1)])
-        ranks[0].Isend(fill(4, number), 1, 1)
-        advance_until(ranks, lambda batch=batch: batch.are_complete)
-        if number == 0:
-            child = os.fork()
-            if child == 0:
-                for one in ranks:
-                    one.close()
-                os._exit(0)
-            os.waitpid(child, 0)
-    assert (array == fill(4, 1)).all()
-
-
-def test_closed_links_refuse_to_wait() -> None:
-    ranks = connect(2)
-    ranks[1].Irecv(np.zeros(4, np.uint8), 0, 1)
-    ranks[1].close()
-    with pytest.raises(RuntimeError, match="closed"):
-        ranks[1].wait(10)
-    with pytest.raises(RuntimeError, match="closed"):
-        ranks[1].advance()
-
-
-def _is_closed(stranger: socket.socket) -> bool:
-    try:
-        return stranger.recv(1) == b""
-    except TimeoutError:
-        return False
-    except ConnectionResetError:
-        return True
-
-
-# ---- the choice between own connections and MPI
-
-
-class ThreadComm:
-    """The communicator of a rank that is a thread."""
-
-    def __init__(self, rank: int, size: int, shared: dict[str, Any]) -> None:
-        self.rank, self.size, self._shared = rank, size, shared
-
-    def allgather(self, value: Any) -> list[Any]:
-        self._shared["values"][self.rank] = value
-        self._shared["barrier"].wait(60)
-        values = list(self._shared["values"])
-        self._shared["barrier"].wait(60)
-        return values
-
-
-def open_on_threads(size: int, choice: Callable[[int], LinkChoice]) -> list[Links | None]:
-    shared = {"values": [None] * size, "barrier": threading.Barrier(size)}
-    opened: list[Links | None] = [None] * size
-
-    def run(rank: int) -> None:
-        opened[rank] = open_links(ThreadComm(rank, size, shared), list(range(size)), choice(rank))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return opened
-
-
-def test_ranks_of_one_machine_and_ranks_with_rdma_use_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "has_rdma", lambda: False)
-    assert open_on_threads(2, lambda rank: LinkChoice("auto", (0, 0))) == [None, None]
-    assert open_on_threads(2, lambda rank: LinkChoice("mpi", (0, 1))) == [None, None]
-    # All ranks decide alike, also if only one of them has another setting.
-    assert open_on_threads(3, lambda rank: LinkChoice("mpi" if rank == 1 else "tcp", (0, 1, 2))) == [None] * 3
-    assert None not in open_on_threads(2, lambda rank: LinkChoice("auto", (0, 1), "127.0.0.1"))
-    monkeypatch.setattr(links, "has_rdma", lambda: True)
-    assert open_on_threads(2, lambda rank: LinkChoice("auto", (0, 1), "127.0.0.1")) == [None, None]
-
-
-def test_ranks_try_other_addresses_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first address leads nowhere."""
-    monkeypatch.setattr(links, "_TRIAL_SECONDS", 1.0)
-    monkeypatch.setattr(links, "list_addresses", lambda pod_ip: ["240.0.0.1", "127.0.0.1"])
-    opened = open_on_threads(4, lambda rank: LinkChoice("tcp", (0, 1, 2, 3)))
-    assert None not in opened
-    arrays = [np.full(100, rank, np.float32) for rank in range(4)]
-    begun = [
-        one.begin_reduction(arrays[one.rank], np.empty(75, np.float32), 1.0, 0, True)
-        for one in opened
-        if one is not None
-    ]
-    advance_until([one for one in opened if one is not None], lambda: all(each.are_complete for each in begun))
-    assert all((array == 6).all() for array in arrays)
-
-
-def test_ranks_that_cannot_reach_each_other_use_mpi(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(links, "_TRIAL_SECONDS", 1.0)
-    monkeypatch.setattr(links, "list_addresses", lambda pod_ip: ["240.0.0.1", "240.0.0.2"])
-    assert open_on_threads(3, lambda rank: LinkChoice("tcp", (0, 1, 2))) == [None] * 3
-    printed = capsys.readouterr().err
-    assert "messages between nodes use MPI" in printed
-    assert "rank 0 cannot reach rank 1 at 240.0.0.1, 240.0.0.2: no answer" in printed
-    assert "TOPKUBE_LINKS=mpi" in printed
-    assert printed.count("warning") == 1
-
-
-def test_the_addresses_of_this_machine() -> None:
-    assert links.list_addresses("10.1.2.3") == ["10.1.2.3"]
-    found = links.list_addresses()
-    assert found
-    for address in found:
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-            probe.bind((address, 0))  # it is one of this machine
-
-
-def test_ucx_net_devices_limits_the_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    assert links.list_addresses()[0] == "127.0.0.1"
-    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")  # no network device of Linux
-    assert links.list_addresses()

@@ -1,0 +1,100 @@
+"""The choice between TCP connections of our own and MPI."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from linked_ranks import advance_until
+
+from topkube import links
+from topkube.links import LinkChoice, Links, open_links
+
+
+class ThreadComm:
+    """The communicator of a rank that is a thread."""
+
+    def __init__(self, rank: int, size: int, shared: dict[str, Any]) -> None:
+        self.rank, self.size, self._shared = rank, size, shared
+
+    def allgather(self, value: Any) -> list[Any]:
+        self._shared["values"][self.rank] = value
+        self._shared["barrier"].wait(60)
+        values = list(self._shared["values"])
+        self._shared["barrier"].wait(60)
+        return values
+
+
+def open_on_threads(size: int, choice: Callable[[int], LinkChoice]) -> list[Links | None]:
+    shared = {"values": [None] * size, "barrier": threading.Barrier(size)}
+    opened: list[Links | None] = [None] * size
+
+    def run(rank: int) -> None:
+        opened[rank] = open_links(ThreadComm(rank, size, shared), list(range(size)), choice(rank))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return opened
+
+
+def test_ranks_of_one_machine_and_ranks_with_rdma_use_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "has_rdma", lambda: False)
+    assert open_on_threads(2, lambda rank: LinkChoice("auto", (0, 0))) == [None, None]
+    assert open_on_threads(2, lambda rank: LinkChoice("mpi", (0, 1))) == [None, None]
+    # All ranks decide alike, also if only one of them has another setting.
+    assert open_on_threads(3, lambda rank: LinkChoice("mpi" if rank == 1 else "tcp", (0, 1, 2))) == [None] * 3
+    assert None not in open_on_threads(2, lambda rank: LinkChoice("auto", (0, 1), "127.0.0.1"))
+    monkeypatch.setattr(links, "has_rdma", lambda: True)
+    assert open_on_threads(2, lambda rank: LinkChoice("auto", (0, 1), "127.0.0.1")) == [None, None]
+
+
+def test_ranks_try_other_addresses_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first address leads nowhere."""
+    monkeypatch.setattr(links, "_TRIAL_SECONDS", 1.0)
+    monkeypatch.setattr(links, "list_addresses", lambda pod_ip: ["240.0.0.1", "127.0.0.1"])
+    opened = open_on_threads(4, lambda rank: LinkChoice("tcp", (0, 1, 2, 3)))
+    assert None not in opened
+    arrays = [np.full(100, rank, np.float32) for rank in range(4)]
+    begun = [
+        one.begin_reduction(arrays[one.rank], np.empty(75, np.float32), 1.0, 0, True)
+        for one in opened
+        if one is not None
+    ]
+    advance_until([one for one in opened if one is not None], lambda: all(each.are_complete for each in begun))
+    assert all((array == 6).all() for array in arrays)
+
+
+def test_ranks_that_cannot_reach_each_other_use_mpi(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(links, "_TRIAL_SECONDS", 1.0)
+    monkeypatch.setattr(links, "list_addresses", lambda pod_ip: ["240.0.0.1", "240.0.0.2"])
+    assert open_on_threads(3, lambda rank: LinkChoice("tcp", (0, 1, 2))) == [None] * 3
+    printed = capsys.readouterr().err
+    assert "messages between nodes use MPI" in printed
+    assert "rank 0 cannot reach rank 1 at 240.0.0.1, 240.0.0.2: no answer" in printed
+    assert "TOPKUBE_LINKS=mpi" in printed
+    assert printed.count("warning") == 1
+
+
+def test_the_addresses_of_this_machine() -> None:
+    assert links.list_addresses("10.1.2.3") == ["10.1.2.3"]
+    found = links.list_addresses()
+    assert found
+    for address in found:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))  # it is one of this machine
+
+
+def test_ucx_net_devices_limits_the_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    assert links.list_addresses()[0] == "127.0.0.1"
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")  # no network device of Linux
+    assert links.list_addresses()
