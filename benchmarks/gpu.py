@@ -238,18 +238,20 @@ def finish(args: argparse.Namespace, failed: list[str]) -> int:
     ]
     for line in wrong:
         print(f"WRONG {line}", flush=True)
-    timed = [row for key, row in rows.items() if key.startswith("time ") and "error" not in row]
     facts = rows.get("facts", {})
+    earlier = keep_earlier_rows(args.out.with_suffix(".json"), rows, facts.get("device"))
+    everything = {row["key"]: row for row in earlier} | rows
+    timed = [row for key, row in everything.items() if key.startswith("time ") and "error" not in row]
     if timed and not args.dry and "error" not in facts:
         names = ("device", "multiprocessors", "driver", "torch", "date")
-        step = rows.get("training step", {})
+        step = everything.get("training step", {})
         document = {
             **{name: facts.get(name) for name in names},
             "command": f"python benchmarks/gpu.py{' --quick' if args.quick else ''}",
             "rows": [row for row in timed if row["dtype"] == "fp32"],
             "all rows": list(rows.values()),
             "step": step if "dense ms" in step else None,
-            "earlier rows": keep_earlier_rows(args.out.with_suffix(".json"), rows),
+            "earlier rows": earlier,
         }
         args.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
         print("then: python benchmarks/report.py", flush=True)
@@ -259,14 +261,17 @@ def finish(args: argparse.Namespace, failed: list[str]) -> int:
     return 1 if wrong or failed else 0
 
 
-def keep_earlier_rows(path: Path, rows: Mapping[str, Row]) -> list[Row]:
-    """Return the results in the file of an earlier run that `rows` do not replace, because this run had other stages.
-    Each names the sources of its run."""
+def keep_earlier_rows(path: Path, rows: Mapping[str, Row], device: str | None) -> list[Row]:
+    """Return the results in the file of an earlier run on the same kind of device that `rows` do not replace, because
+    this run had other stages. Each names the sources and the date of its run."""
     if not path.exists():
         return []
     stored = json.loads(path.read_text())
+    if stored["device"] != device:
+        return []
     sources = next((row["sources"] for row in stored["all rows"] if row["key"] == "run"), "unknown")
-    earlier = [{"sources": sources, **row} for row in stored["all rows"]] + stored.get("earlier rows", [])
+    last = [{"sources": sources, "date": stored["date"], **row} for row in stored["all rows"]]
+    earlier = last + stored.get("earlier rows", [])
     return list({row["key"]: row for row in reversed(earlier) if row["key"] not in rows}.values())
 
 

@@ -9,6 +9,7 @@ from tables import format_number, format_table
 _PLAIN = "plain"
 _AUTO_OWN = "auto with own weights"
 _PEERS = {"ddp": "DDP over gloo", "fp16": "DDP, fp16 hook", "powersgd1": "DDP, PowerSGD rank 1"}
+_CONNECTED = ("plain", "ddp", "hierarchical", "int4")
 _PACKING = (
     ("sign_pack_", "signs, pack"),
     ("sign_unpack_add_ 2 nodes", "add 2 nodes"),
@@ -24,19 +25,25 @@ _PACKING = (
 
 def build_section(stored: dict[str, Any]) -> dict[str, str]:
     """Return the texts of the section by the names that report.template.md has."""
-    rows = {row["key"]: row for row in stored["all rows"]}
+    rows = {row["key"]: row for row in (*stored["earlier rows"], *stored["all rows"])}
     return {
-        "GPU": _describe_machine(stored),
+        "GPU": _describe_machine(stored, rows),
         "GPU_SELECTION": _build_selection_table(rows),
         "GPU_PACKING": _build_packing_table(rows),
-        "GPU_STEP": _describe_step({row["key"]: row for row in stored["earlier rows"]} | rows),
+        "GPU_STEP": _describe_step(rows),
         "GPU_NODES": _build_nodes_table(rows),
+        "GPU_CONNECTIONS": _build_connections_table(rows),
     }
 
 
-def _describe_machine(stored: dict[str, Any]) -> str:
+def _describe_machine(stored: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
+    dates = {
+        what: {row.get("date", stored["date"]) for key, row in rows.items() if key.startswith(begin)}
+        for what, begin in (("kernels", "time "), ("steps of two nodes", "step of 2 nodes"))
+    }
+    when = ", ".join(f"{what} {' and '.join(sorted(days))}" for what, days in dates.items() if days)
     return (
-        f"{stored['device']}, driver {stored['driver'].partition(',')[0]}, torch {stored['torch']}, {stored['date']};"
+        f"{stored['device']}, driver {stored['driver'].partition(',')[0]}, torch {stored['torch']}, {when};"
         f" `{stored['command']}`. Times are medians of CUDA events; inputs rotate through more memory than the L2 cache"
         " holds."
     )
@@ -91,7 +98,7 @@ def _note_sources(row: dict[str, Any]) -> str:
 def _build_nodes_table(rows: dict[str, dict[str, Any]]) -> str:
     links = {
         key.partition(", ")[2] or "not limited": row
-        for key, row in rows.items()
+        for key, row in sorted(rows.items(), key=lambda item: item[0] == "step of 2 nodes")
         if key.startswith("step of 2 nodes") and "plain ms" in row
     }
     if not links:
@@ -105,6 +112,15 @@ def _build_nodes_table(rows: dict[str, dict[str, Any]]) -> str:
     headings = ["", *(heading for link in links for heading in (f"{link}, ms", "× DDP"))]
     about = "; ".join(f"{link}: {_describe_choices(row)}" for link, row in links.items())
     return f"{format_table(headings, cells)}\n\nWhat `auto` took, with the predicted time of the exchange: {about}."
+
+
+def _build_connections_table(rows: dict[str, dict[str, Any]]) -> str:
+    cells = []
+    for key, row in rows.items():
+        if " connections, " in key and "plain ms" in row:
+            times = (format_number(row[f"{name} ms"]) for name in _CONNECTED)
+            cells.append([key.replace("1 connections", "1 connection"), *times, _describe_time(row, "hierarchical")[1]])
+    return format_table(["", *map(_name_contender, _CONNECTED), "`hierarchical` × DDP"], cells)
 
 
 def _describe_choices(row: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """The program of each rank of gpu_plan/nodes.py.
 
 node_rank.py ANSWER compare DEVICE           weights after training on DEVICE against those after training on the CPU
-node_rank.py ANSWER time DEVICE SIZE         milliseconds of a step of a GPT, of each algorithm and of torch's DDP
+node_rank.py ANSWER time DEVICE SIZE [NAMES] milliseconds of a step of a GPT, of each algorithm and of torch's DDP
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,13 +119,13 @@ def _train(name: str, options: dict[str, Any], device: torch.device) -> list[tor
     return trained
 
 
-def measure(device: torch.device, size: str) -> dict[str, Any]:
+def measure(device: torch.device, size: str, names: Sequence[str] = ("plain", *PEERS, *TIMED)) -> dict[str, Any]:
     """Return the milliseconds of a step without an exchange (`plain`), of the peers and of each algorithm, the median
-    over the steps and the slowest rank's."""
+    over the steps and the slowest rank's. `names` has DDP."""
     shape = _LARGE if size == "large" else _SMALL
     codes = torch.randint(VOCABULARY, (16 if size == "large" else 2, shape["context"]), device=device)
     row: dict[str, Any] = {**shape, "batch": len(codes), "wrong": []}
-    for name in ("plain", *PEERS, *TIMED):
+    for name in names:
         torch.manual_seed(0)
         model: Any = GPT(shape["layers"], shape["width"], shape["heads"], shape["context"]).to(device)
         row["parameters"] = sum(p.numel() for p in model.parameters())
@@ -190,11 +191,16 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def _parse_contenders(arguments: Sequence[str]) -> tuple[Any, ...]:
+    size, *names = arguments
+    return (size, names[0].split(",")) if names else (size,)
+
+
 def main() -> None:
     answer, task, name = Path(sys.argv[1]), *sys.argv[2:4]
     device = torch.device("cuda", 0) if name == "cuda" else torch.device("cpu")
     topkube.init()
-    row = compare(device) if task == "compare" else measure(device, sys.argv[4])
+    row = compare(device) if task == "compare" else measure(device, *_parse_contenders(sys.argv[4:]))
     if topkube.rank() == 0:
         answer.write_text(json.dumps(row))
 

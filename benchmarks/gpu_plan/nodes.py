@@ -4,11 +4,14 @@ is not part of it. As root, nodes are also network namespaces that a shaped link
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from allreduce.network import Network, explain_why_unavailable
 from allreduce.worlds import write_agent
@@ -20,6 +23,9 @@ NODES = (2, 3, 8)
 """The numbers of nodes for which the weights are compared. From eight nodes on, onebit exchanges in two stages."""
 RATES = ("10gbit", "25gbit")
 """The links between two nodes for which steps are timed."""
+CONNECTIONS = (1, 4)
+"""The connections between two ranks for which dense steps are timed."""
+CONNECTED = ("plain", "ddp", "hierarchical", "int4")
 _PROGRAM = Path(__file__).with_name("node_rank.py")
 
 
@@ -35,21 +41,37 @@ def run(device: Device, rows: Rows, quick: bool, work: Path) -> None:
     for rate in RATES[:1] if quick or device.dry else RATES:
         rows.measure(f"step of 2 nodes, {rate}", lambda rate=rate: _run_on_link(work, rate, order))
     rows.measure("step of 2 nodes", lambda: _run_ranks(work, 2, 150, order))
+    for rate, connections in [] if quick or device.dry else itertools.product((RATES[-1], None), CONNECTIONS):
+        rows.measure(
+            f"{connections} connections, {rate or 'not limited'}",
+            lambda rate=rate, connections=connections: _run_on_link(
+                work, rate, [*order, ",".join(CONNECTED)], {"TOPKUBE_CONNECTIONS": str(connections)}
+            ),
+        )
     for nodes in NODES[1:]:
         compare(nodes)
 
 
-def _run_on_link(work: Path, rate: str, order: list[str]) -> Row:
+def _run_on_link(
+    work: Path, rate: str | None, order: list[str], environment: Mapping[str, str] = MappingProxyType({})
+) -> Row:
     if reason := explain_why_unavailable():
         return {"skipped": reason}
     with Network(2, rate) as network:
         before = network.read_traffic()
-        row = _run_ranks(work, 2, 200, order, network)
+        row = _run_ranks(work, 2, 200, order, network, environment)
         sent = max((after - start).sent for after, start in zip(network.read_traffic(), before, strict=True))
         return {**row, "GB through the link": sent / 1e9}
 
 
-def _run_ranks(work: Path, nodes: int, seconds: float, order: list[str], network: Network | None = None) -> Row:
+def _run_ranks(
+    work: Path,
+    nodes: int,
+    seconds: float,
+    order: list[str],
+    network: Network | None = None,
+    settings: Mapping[str, str] = MappingProxyType({}),
+) -> Row:
     """Run node_rank.py on `nodes` ranks, in the namespaces of `network` if it is passed. Return what rank 0 wrote."""
     launcher = find_mpiexec(work)
     if launcher is None:
@@ -57,7 +79,7 @@ def _run_ranks(work: Path, nodes: int, seconds: float, order: list[str], network
     answer = work / "nodes.json"
     answer.unlink(missing_ok=True)
     Path(f"{answer}.store").unlink(missing_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "4"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "4", **settings}
     command = [launcher, "-n", str(nodes)]
     if network is None:
         environment["TOPKUBE_RANKS_PER_NODE"] = ",".join(["1"] * nodes)

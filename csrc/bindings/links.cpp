@@ -40,6 +40,10 @@ void run(TcpLinks& links, Work work) {
   }
 }
 
+void require_lane(const TcpLinks& links, int lane) {
+  require(lane == TcpLinks::all_lanes || (lane >= 0 && lane < static_cast<int>(links.lanes())), "there is no such lane");
+}
+
 template <class Array>
 Array view(nb::handle array) {
   return nb::cast<Array>(array, false);  // without a copy
@@ -58,38 +62,43 @@ void bind_links(nb::module_& module) {
   nb::class_<TcpLinks>(module, "TcpLinks")
       .def(
           "__init__",
-          [](TcpLinks* self, int rank, int ranks, int listener, nb::bytes own, nb::bytes answer) {
+          [](TcpLinks* self, int rank, int ranks, const std::vector<int>& listeners, nb::bytes own, nb::bytes answer) {
             require(rank >= 0 && rank < ranks, "rank is out of range");
+            require(!listeners.empty(), "there is no listening socket");
             require(own.size() == TcpLinks::token_bytes && answer.size() == TcpLinks::token_bytes, "a token has 16 bytes");
-            new (self) TcpLinks(rank, ranks, listener, {own.c_str(), own.size()}, {answer.c_str(), answer.size()});
+            new (self) TcpLinks(rank, ranks, listeners, {own.c_str(), own.size()}, {answer.c_str(), answer.size()});
           },
-          nb::arg("rank"), nb::arg("ranks"), nb::arg("listener"), nb::arg("own"), nb::arg("answer"))
+          nb::arg("rank"), nb::arg("ranks"), nb::arg("listeners"), nb::arg("own"), nb::arg("answer"))
+      .def_prop_ro("lanes", &TcpLinks::lanes)
       .def(
           "set_peer",
-          [](TcpLinks& self, int peer, const std::string& address, int port, nb::bytes own, nb::bytes answer) {
+          [](TcpLinks& self, int peer, const std::string& address, const std::vector<int>& ports, nb::bytes own, nb::bytes answer) {
+            require(ports.size() == self.lanes(), "a peer has one port for each lane");
             require(own.size() == TcpLinks::token_bytes && answer.size() == TcpLinks::token_bytes, "a token has 16 bytes");
-            return self.set_peer(peer, address, port, {own.c_str(), own.size()}, {answer.c_str(), answer.size()});
+            return self.set_peer(peer, address, ports, {own.c_str(), own.size()}, {answer.c_str(), answer.size()});
           },
-          nb::arg("peer"), nb::arg("address"), nb::arg("port"), nb::arg("own"), nb::arg("answer"))
+          nb::arg("peer"), nb::arg("address"), nb::arg("ports"), nb::arg("own"), nb::arg("answer"))
       .def(
           "send",
-          [](TcpLinks& self, nb::object array, int peer, std::uint64_t key) {
+          [](TcpLinks& self, nb::object array, int peer, std::uint64_t key, int lane) {
             const auto bytes = view<ConstBytes>(array);
+            require_lane(self, lane);
             auto message = make_message(key, const_cast<std::uint8_t*>(bytes.data()), bytes.size(), array);
             nb::gil_scoped_release release;
-            self.send(peer, message);
+            self.send(peer, message, lane);
             return message;
           },
-          nb::arg("array"), nb::arg("peer"), nb::arg("key"))
+          nb::arg("array"), nb::arg("peer"), nb::arg("key"), nb::arg("lane") = TcpLinks::all_lanes)
       .def(
           "receive",
-          [](TcpLinks& self, nb::object array, int peer, std::uint64_t key) {
+          [](TcpLinks& self, nb::object array, int peer, std::uint64_t key, int lane) {
             const auto bytes = view<Bytes>(array);
+            require_lane(self, lane);
             auto message = make_message(key, bytes.data(), bytes.size(), array);
-            run(self, [&] { self.receive(peer, message); });
+            run(self, [&] { self.receive(peer, message, lane); });
             return message;
           },
-          nb::arg("array"), nb::arg("peer"), nb::arg("key"))
+          nb::arg("array"), nb::arg("peer"), nb::arg("key"), nb::arg("lane") = TcpLinks::all_lanes)
       .def(
           "reduce",
           [](TcpLinks& self, nb::object x, nb::object buffer, int code, float scale, std::uint64_t key, bool is_gathered) {

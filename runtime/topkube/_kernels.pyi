@@ -80,7 +80,7 @@ class Node:
     ) -> None: ...
 
 class TcpMessage:
-    """A message that is on its way; see csrc/cpu/links/tcp_links.hpp."""
+    """A message that is on its way; see csrc/cpu/links/message.hpp."""
 
 class TcpMessages:
     """Messages that somebody waits for together."""
@@ -95,15 +95,19 @@ class TcpReduction(TcpMessages):
     def is_finite(self) -> bool: ...
 
 class TcpLinks:
-    """TCP connections between ranks; see csrc/cpu/links/tcp_links.hpp. `listener` is the file descriptor of a socket
-    that listens; the object owns it."""
+    """TCP connections between ranks; see csrc/cpu/links/tcp_links.hpp. `listeners` are the file descriptors of sockets
+    that listen, one for each lane; the object owns them."""
 
-    def __init__(self, rank: int, ranks: int, listener: int, own: bytes, answer: bytes) -> None: ...
-    def set_peer(self, peer: int, address: str, port: int, own: bytes, answer: bytes) -> bool:
+    def __init__(self, rank: int, ranks: int, listeners: Sequence[int], own: bytes, answer: bytes) -> None: ...
+    @property
+    def lanes(self) -> int: ...
+    def set_peer(self, peer: int, address: str, ports: Sequence[int], own: bytes, answer: bytes) -> bool:
         """Return False if the address is not numeric."""
 
-    def send(self, array: Array, peer: int, key: int) -> TcpMessage: ...
-    def receive(self, array: Array, peer: int, key: int) -> TcpMessage: ...
+    def send(self, array: Array, peer: int, key: int, lane: int = -1) -> TcpMessage:
+        """Send through one lane, or cut the message into parts for all lanes (-1)."""
+
+    def receive(self, array: Array, peer: int, key: int, lane: int = -1) -> TcpMessage: ...
     def reduce(
         self, x: Array, buffer: Array, dtype: int, scale: float, key: int, is_gathered: bool
     ) -> TcpReduction: ...

@@ -4,11 +4,15 @@ MPI over TCP copies every message once more on both sides, and a wait for it has
 from array to socket and from socket to array, and a wait sleeps in the kernel until they have arrived. Networks with
 RDMA, GPU memory, collectives of MPI and messages inside a node stay with MPI.
 
+Two ranks have a connection in each of several lanes. Long messages are cut into parts, one for each lane: one thread
+cannot fill a link of more than about 10 Gbit/s, and some clouds limit the rate of a single connection.
+
 `open_links` connects the ranks that exchange shards. It falls back to MPI, on all of them, if one cannot connect.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import hashlib
 import os
@@ -23,12 +27,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from topkube import _kernels
 from topkube.arrays import DTYPE_CODES, Array, as_bytes
 from topkube.settings import read_network_devices
 
 TOKEN_BYTES = 16
 MOST_TAGS = 1 << 32
+ANY_LENGTH_TAG = 32767
+"""Messages of this tag may be shorter than the receiver's room. It is the largest tag of every MPI."""
+_USUAL_LANES, _THREADS_PER_LANE = 4, 4
+"""A rank has so many lanes at most, unless a setting asks for more, and one for so many threads that it may run."""
 _MOST_ADDRESSES = 4
 """The most addresses of a rank that others try."""
 _TRIAL_SECONDS = 5.0
@@ -47,15 +57,16 @@ _UP_AND_RUNNING = 0x1 | 0x40
 @dataclass(frozen=True)
 class LinkChoice:
     """Which links the ranks of a world want: `links` is the setting TOPKUBE_LINKS, `hosts` the machine of each rank,
-    and `pod_ip` the address of this pod, if it is known."""
+    `pod_ip` the address of this pod, if it is known, and `lanes` the number of connections between two ranks."""
 
     links: str
     hosts: tuple[int, ...]
     pod_ip: str = ""
+    lanes: int = 1
 
     def select(self, ranks: Sequence[int]) -> LinkChoice:
         """Return the choice of a world of these ranks."""
-        return LinkChoice(self.links, tuple(self.hosts[rank] for rank in ranks), self.pod_ip)
+        return dataclasses.replace(self, hosts=tuple(self.hosts[rank] for rank in ranks))
 
     def wants_tcp(self, ranks: Sequence[int]) -> bool:
         """Return True if this rank wants connections of our own between `ranks`. On one machine, MPI has shared
@@ -65,9 +76,16 @@ class LinkChoice:
         return self.links == "tcp"
 
 
+def count_lanes(setting: int, threads: int) -> int:
+    """Return how many lanes a rank wants that may run `threads` threads. `setting` is TOPKUBE_CONNECTIONS, 0 for a
+    choice by the threads."""
+    return setting or max(1, min(_USUAL_LANES, threads // _THREADS_PER_LANE))
+
+
 class Links:
     """The messages between `size` ranks, of which this is `rank`. `Isend` and `Irecv` are those of an MPI communicator,
-    for contiguous 1-D arrays of uint8 in host memory. For one thread at a time, but `wake` may be called anywhere."""
+    for contiguous 1-D arrays of uint8 in host memory, which have the same length on both sides unless their tag is
+    ANY_LENGTH_TAG. For one thread at a time, but `wake` may be called anywhere."""
 
     def __init__(self, tcp: Any, rank: int, size: int, channel: int = 0) -> None:
         self.rank, self.size = rank, size
@@ -77,11 +95,17 @@ class Links:
 
     def Isend(self, array: Any, dest: int, tag: int = 0) -> Any:
         """Begin to send `array`, which must not change before the message is complete. Return the message."""
-        return self._tcp.send(array, dest, self._channel * MOST_TAGS + tag)
+        return self._tcp.send(array, dest, self._channel * MOST_TAGS + tag, _choose_lane(tag))
 
     def Irecv(self, array: Any, source: int, tag: int = 0) -> Any:
-        """Begin to receive a message of at most `array.size` bytes into `array`. Return the message."""
-        return self._tcp.receive(array, source, self._channel * MOST_TAGS + tag)
+        """Begin to receive a message into `array`. Return the message."""
+        return self._tcp.receive(array, source, self._channel * MOST_TAGS + tag, _choose_lane(tag))
+
+    def try_lanes(self, peer: int) -> Any:
+        """Send a byte to rank `peer` through every lane, and receive one. Return the messages."""
+        key, lanes = self._channel * MOST_TAGS, range(self._tcp.lanes)
+        messages = [self._tcp.receive(np.empty(1, np.uint8), peer, key, lane) for lane in lanes]
+        return self.gather(messages + [self._tcp.send(np.zeros(1, np.uint8), peer, key, lane) for lane in lanes])
 
     def begin_reduction(self, x: Array, buffer: Array, scale: float, tag: int, is_gathered: bool) -> Any:
         """Begin to replace x by its sum over all ranks times `scale`. Rank r reduces segment r; if `is_gathered` is
@@ -97,6 +121,11 @@ class Links:
         copy = Links(self._tcp, self.rank, self.size, self._channels[0])
         copy._channels = self._channels
         return copy
+
+
+def _choose_lane(tag: int) -> int:
+    """Return the lane of messages of a tag; -1 for all lanes."""
+    return 0 if tag == ANY_LENGTH_TAG else -1
 
 
 class LostConnections:
@@ -180,10 +209,11 @@ def _find_default_address() -> str:
 
 @dataclass(frozen=True)
 class _Contact:
-    """How other ranks reach a rank: its addresses, its port, the token that they send, and the one that it answers."""
+    """How other ranks reach a rank: its addresses, the ports of its lanes, the token that they send, and the one that
+    it answers."""
 
     addresses: list[str]
-    port: int
+    ports: list[int]
     own: bytes
     answer: bytes
 
@@ -194,22 +224,24 @@ def open_links(comm: Any, ranks: Sequence[int], choice: LinkChoice) -> Links | N
     two of those. All ranks of `comm` call this."""
     if comm.size == 1 or not all(comm.allgather(choice.wants_tcp(ranks))):
         return None
-    listener, contact, problem = None, None, ""
+    lanes = min(comm.allgather(choice.lanes))
+    listeners: list[socket.socket] = []
+    contact, problem = None, ""
     try:
         addresses = list_addresses(choice.pod_ip)
         if not addresses:
             raise OSError("this machine has no IP address")
-        listener = _listen(addresses)
+        _allow_files(comm.size * lanes)
+        listeners.extend(_listen(addresses) for _ in range(lanes))
         tokens = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
-        contact = _Contact(addresses, listener.getsockname()[1], *tokens)
+        contact = _Contact(addresses, [listener.getsockname()[1] for listener in listeners], *tokens)
     except OSError as error:
         problem = f"rank {ranks[comm.rank]} cannot listen: {error}"
     contacts, problems = comm.allgather(contact), list(filter(None, comm.allgather(problem)))
     tried, failures = [0] * comm.size, 0
     try:
         while not problems:
-            assert listener is not None
-            links, reasons = _try_peers(comm, listener, contacts, tried, failures)
+            links, reasons = _try_peers(comm, listeners, contacts, tried, failures)
             trials = comm.allgather(reasons)
             failed = {pair: reason for trial in trials for pair, reason in trial.items()}
             if not failed:
@@ -227,7 +259,7 @@ def open_links(comm: Any, ranks: Sequence[int], choice: LinkChoice) -> Links | N
                     where = ", ".join(contacts[target].addresses)
                     problems.append(f"rank {ranks[source]} cannot reach rank {ranks[target]} at {where}: {reason}")
     finally:
-        if listener is not None:
+        for listener in listeners:
             listener.close()
     if comm.rank == 0:
         print(
@@ -246,28 +278,29 @@ begin is both."""
 
 
 def _try_peers(
-    comm: Any, listener: socket.socket, contacts: Sequence[_Contact], tried: Sequence[int], failures: int
+    comm: Any, listeners: Sequence[socket.socket], contacts: Sequence[_Contact], tried: Sequence[int], failures: int
 ) -> tuple[Links | None, Reasons]:
-    """Exchange a message with the other ranks, or if there are many, with both neighbours. `tried` has the number of
+    """Exchange messages with the other ranks, or if there are many, with both neighbours. `tried` has the number of
     the address at which each rank is tried. Return the links, and what failed."""
-    import numpy as np
-
     me, size = comm.rank, comm.size
     # A connection of an earlier trial may still arrive: trials have different tokens.
     tokens = [(_vary(contact.own, failures), _vary(contact.answer, failures)) for contact in contacts]
     try:
-        _allow_files(size)
-        links = Links(_kernels.TcpLinks(me, size, os.dup(listener.fileno()), *tokens[me]), me, size)
+        owned: list[int] = []
+        try:
+            owned.extend(os.dup(listener.fileno()) for listener in listeners)
+        except OSError:
+            for number in owned:
+                os.close(number)
+            raise
+        links = Links(_kernels.TcpLinks(me, size, owned, *tokens[me]), me, size)
     except (OSError, RuntimeError) as error:
         return None, {(me, me): str(error)}
     for peer, contact in enumerate(contacts):
         if peer != me:
-            links.set_peer(peer, contact.addresses[tried[peer]], contact.port, *tokens[peer])
+            links.set_peer(peer, contact.addresses[tried[peer]], contact.ports, *tokens[peer])
     peers = set(range(size)) if size <= _TRIED_RANKS else {me - 1, me + 1} & set(range(size))
-    batches = {}
-    for peer in peers - {me}:
-        messages = [links.Irecv(np.empty(1, np.uint8), peer), links.Isend(np.zeros(1, np.uint8), peer)]
-        batches[peer] = links.gather(messages)
+    batches = {peer: links.try_lanes(peer) for peer in peers - {me}}
     deadline, waiting = time.monotonic() + _TRIAL_SECONDS, set(batches)
     while waiting and time.monotonic() < deadline:
         links.wait(0.05)
@@ -278,9 +311,9 @@ def _try_peers(
     return links, {(min(me, peer), max(me, peer)): reason for peer, reason in failed.items()}
 
 
-def _allow_files(ranks: int) -> None:
+def _allow_files(connections: int) -> None:
     """Let this process open as many files as there may be connections."""
-    wanted = ranks + _OTHER_FILES
+    wanted = connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -16,6 +16,9 @@ from typing import Any
 
 from topkube.errors import SettingsError
 
+MOST_CONNECTIONS = 16
+"""The most connections between two ranks."""
+
 
 def _setting(variable: str, default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"variable": variable, "help": help, "choices": choices})
@@ -49,6 +52,12 @@ class Settings:
         "messages between nodes: tcp has TCP connections of its own, which take less processor time than those of MPI;"
         " mpi uses MPI; auto uses tcp, but mpi if there is RDMA or if nodes are on one machine",
         ("auto", "tcp", "mpi"),
+    )
+    connections: int = _setting(
+        "TOPKUBE_CONNECTIONS",
+        0,
+        "TCP connections of its own between two ranks of different nodes, up to 16; each beyond the first takes a"
+        " thread. 0: one for every four threads that a rank may run, up to 4",
     )
     node_exchange: str = _setting(
         "TOPKUBE_NODE_EXCHANGE",
@@ -260,6 +269,7 @@ class Settings:
         for name, least in [
             ("threads", 1),
             ("expected_ranks", 0),
+            ("connections", 0),
             ("warmup_steps", 0),
             ("period", 1),
             ("matrix_rank", 1),
@@ -274,6 +284,11 @@ class Settings:
             ("trace_steps", 1),
         ]:
             check_least(name, least)
+        if self.connections > MOST_CONNECTIONS:
+            raise SettingsError(
+                f"TOPKUBE_CONNECTIONS={self.connections} is above {MOST_CONNECTIONS}",
+                next_step="unset it: a few connections fill a link",
+            )
         if not self.deadline_seconds > 0:
             raise SettingsError(
                 f"TOPKUBE_DEADLINE_SECONDS={self.deadline_seconds} is not above 0",

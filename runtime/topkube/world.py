@@ -24,7 +24,7 @@ from topkube.control import Control, build_timeout, name_ranks
 from topkube.errors import CollectiveError, WorldError
 from topkube.heartbeat import Heartbeat
 from topkube.launch_check import check_launch
-from topkube.links import LinkChoice, Links, LostConnections, are_links_messages, open_links
+from topkube.links import LinkChoice, Links, LostConnections, are_links_messages, count_lanes, open_links
 from topkube.mpi_exit import end_together, forget_exit
 from topkube.mpi_start import load_mpi, share_window
 from topkube.processors import count_own_threads, limit_to_cgroup
@@ -299,6 +299,7 @@ def init(settings: Settings | None = None) -> World:
     host, affinity = machine.bcast(comm.rank), frozenset(os.sched_getaffinity(0))
     hosts, affinities = comm.allgather(host), machine.allgather(affinity)
     processors = limit_to_cgroup(len(frozenset().union(*affinities)))
+    threads = count_own_threads(affinity, affinities, processors)
     host_rank = machine.rank
     machine.Free()
     _world = _create_world(
@@ -310,10 +311,12 @@ def init(settings: Settings | None = None) -> World:
         run_directory=settings.run_path,
         heartbeat=Heartbeat(settings.run_path, comm.rank) if settings.run_path is not None else None,
         crowding=len(affinities) / processors,
-        threads=count_own_threads(affinity, affinities, processors),
+        threads=threads,
         host_rank=host_rank,
         host_size=len(affinities),
-        link_choice=LinkChoice(settings.links, tuple(hosts), settings.pod_ip),
+        link_choice=LinkChoice(
+            settings.links, tuple(hosts), settings.pod_ip, count_lanes(settings.connections, threads)
+        ),
     )
     end_together(comm)
     atexit.register(shutdown)

@@ -31,12 +31,19 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
 def outcome(tmp_path_factory: pytest.TempPathFactory, forks: Callable[[str], Path]):
     """A function that returns the error of a case, "" if the case passed. A world runs when its first case is read."""
 
-    def read_outcome(modules: str, mpi: str, layout: tuple[int, ...], case: str, links: str = "auto") -> str:
-        key = (mpi, layout, modules, links)
+    def read_outcome(
+        modules: str, mpi: str, layout: tuple[int, ...], case: str, links: str = "auto", connections: int = 0
+    ) -> str:
+        key = (mpi, layout, modules, links, connections)
         if key not in _outcomes:
             directory = tmp_path_factory.mktemp("world")
             _outcomes[key] = worlds.run_cases(
-                mpi, layout, modules, directory, forks=forks(mpi), environment={"TOPKUBE_LINKS": links}
+                mpi,
+                layout,
+                modules,
+                directory,
+                forks=forks(mpi),
+                environment={"TOPKUBE_LINKS": links, "TOPKUBE_CONNECTIONS": str(connections)},
             )
         outcomes = _outcomes[key]
         return outcomes.get(case, outcomes.get("the world ends well", "the case did not run"))

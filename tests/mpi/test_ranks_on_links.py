@@ -10,17 +10,21 @@ import worlds
 from worlds import list_parameters
 
 COLLECTIVES = "allreduce,allreduce_definitions,small_arrays"
+CONNECTIONS = {(2, 2): 3, (1, 1): 2}
+"""The connections between two ranks, of layouts that have several."""
 COLLECTIVE_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(1, 1), (2, 1), (2, 2, 2)], "openmpi": [(2, 2)]}
 
 
 @pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters(COLLECTIVES, COLLECTIVE_LAYOUTS))
 def test_collectives(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
-    assert not (problem := outcome(COLLECTIVES, mpi, layout, case, links="tcp")), problem
+    connections = CONNECTIONS.get(layout, 1)
+    assert not (problem := outcome(COLLECTIVES, mpi, layout, case, links="tcp", connections=connections)), problem
 
 
 @pytest.mark.parametrize("case", ["an_array_of_several_pieces_has_exact_sums", "same_inputs_same_bits_on_all_ranks"])
 def test_rings_of_many_nodes(case: str, forks: Callable[[str], Path], tmp_path: Path) -> None:
-    """From 17 nodes on, dense exchanges are rings, and neighbours connect before other ranks do."""
+    """From 17 nodes on, dense exchanges are rings, and neighbours connect before other ranks do. Each has two
+    connections to another."""
     layout = (1,) * 18
     outcome = worlds.run_cases(
         "mpich",
@@ -29,7 +33,7 @@ def test_rings_of_many_nodes(case: str, forks: Callable[[str], Path], tmp_path: 
         tmp_path,
         f"case_{case}",
         forks=forks("mpich"),
-        environment={"TOPKUBE_LINKS": "tcp"},
+        environment={"TOPKUBE_LINKS": "tcp", "TOPKUBE_CONNECTIONS": "2"},
     )
     assert not any(outcome.values()), outcome
 
@@ -40,7 +44,8 @@ TRAINING_LAYOUTS: dict[str, list[tuple[int, ...]]] = {"mpich": [(1, 1), (2, 2)]}
 
 @pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters(TRAINING, TRAINING_LAYOUTS))
 def test_training(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
-    assert not (problem := outcome(TRAINING, mpi, layout, case, links="tcp")), problem
+    connections = 3 if layout == (2, 2) else 1
+    assert not (problem := outcome(TRAINING, mpi, layout, case, links="tcp", connections=connections)), problem
 
 
 DEVICES = "device,device_engine"
@@ -49,7 +54,7 @@ DEVICES = "device,device_engine"
 @pytest.mark.parametrize(("mpi", "layout", "case"), list_parameters(DEVICES, {"mpich": [(2, 2)]}))
 def test_devices(outcome, mpi: str, layout: tuple[int, ...], case: str) -> None:
     """What a GPU sends through host memory."""
-    assert not (problem := outcome(DEVICES, mpi, layout, case, links="tcp")), problem
+    assert not (problem := outcome(DEVICES, mpi, layout, case, links="tcp", connections=3)), problem
 
 
 ONEBIT = "training.onebit,training.onebit_delay,training.own_weights"

@@ -17,14 +17,14 @@ LARGE = 32 << 20
 """More bytes than the buffers of a connection hold."""
 
 
-def connect(ranks: int) -> list[Links]:
+def connect(ranks: int, lanes: int = 1) -> list[Links]:
     """Return the links of all ranks; their connections are made when they are needed."""
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(ranks)]
+    listeners = [[socket.create_server(("127.0.0.1", 0)) for _ in range(lanes)] for _ in range(ranks)]
     tokens = [(secrets.token_bytes(16), secrets.token_bytes(16)) for _ in range(ranks)]
-    ports = [listener.getsockname()[1] for listener in listeners]
+    ports = [[listener.getsockname()[1] for listener in own] for own in listeners]
     made = []
-    for rank, listener in enumerate(listeners):
-        tcp = _kernels.TcpLinks(rank, ranks, listener.detach(), *tokens[rank])
+    for rank, own in enumerate(listeners):
+        tcp = _kernels.TcpLinks(rank, ranks, [listener.detach() for listener in own], *tokens[rank])
         for peer in range(ranks):
             assert peer == rank or tcp.set_peer(peer, "127.0.0.1", ports[peer], *tokens[peer])
         made.append(Links(tcp, rank, ranks))

@@ -1,4 +1,4 @@
-// The part of TcpLinks that makes connections: the rank with the lower number connects, and both prove that they are ranks.
+// The part of Lane that makes connections: the rank with the lower number connects, and both prove that they are ranks.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -7,14 +7,14 @@
 
 #include <algorithm>
 
+#include "cpu/links/lane.hpp"
 #include "cpu/links/socket_calls.hpp"
-#include "cpu/links/tcp_links.hpp"
 
 namespace topkube {
 namespace {
 
 constexpr char greeting[4] = {'T', 'K', 'L', '1'};
-constexpr std::size_t greeting_bytes = sizeof greeting + sizeof(std::uint32_t) + TcpLinks::token_bytes;
+constexpr std::size_t greeting_bytes = sizeof greeting + sizeof(std::uint32_t) + Lane::token_bytes;
 // Other programs may connect too. There are so many places for those that have not proved that they are ranks: beyond, the one
 // that has been silent for longest has to go.
 constexpr std::size_t most_strangers = 64;  // and one for each rank
@@ -31,7 +31,7 @@ bool are_equal(const char* token, const std::string& expected) {
 
 }  // namespace
 
-bool TcpLinks::set_peer(int number, const std::string& address, int port, Token own, Token answer) {
+bool Lane::set_peer(int number, const std::string& address, int port, Token own, Token answer) {
   const std::lock_guard lock(mutex_);
   Peer& peer = peers_.at(static_cast<std::size_t>(number));
   sockaddr_in four{};
@@ -55,7 +55,7 @@ bool TcpLinks::set_peer(int number, const std::string& address, int port, Token 
   return true;
 }
 
-void TcpLinks::begin_connection(int number) {
+void Lane::begin_connection(int number) {
   Peer& peer = peers_[static_cast<std::size_t>(number)];
   if (peer.state != State::unconnected || number <= rank_) return;  // the rank with the lower number connects
   const auto* address = reinterpret_cast<const sockaddr*>(peer.address.data());
@@ -76,7 +76,7 @@ void TcpLinks::begin_connection(int number) {
   watch(peer.fd, static_cast<std::uint64_t>(number));
 }
 
-void TcpLinks::finish_connecting(int number) {
+void Lane::finish_connecting(int number) {
   Peer& peer = peers_[static_cast<std::size_t>(number)];
   int error = 0;
   socklen_t size = sizeof error;
@@ -96,7 +96,7 @@ void TcpLinks::finish_connecting(int number) {
   peer.state = State::greeting;
 }
 
-void TcpLinks::hear_answer(int number) {
+void Lane::hear_answer(int number) {
   Peer& peer = peers_[static_cast<std::size_t>(number)];
   char bytes[token_bytes];
   const ssize_t got = ::recv(peer.fd, bytes, token_bytes - peer.answered.size(), 0);
@@ -112,7 +112,7 @@ void TcpLinks::hear_answer(int number) {
   if (peer.answered.size() == token_bytes) peer.state = State::open, peer.readable = peer.writable = true;
 }
 
-void TcpLinks::end_attempt(int number, const std::string& trouble) {
+void Lane::end_attempt(int number, const std::string& trouble) {
   Peer& peer = peers_[static_cast<std::size_t>(number)];
   if (peer.fd >= 0) ::close(peer.fd);
   peer.fd = -1;
@@ -128,7 +128,7 @@ void TcpLinks::end_attempt(int number, const std::string& trouble) {
 }
 
 // Begins again what has failed for a reason that may have passed.
-void TcpLinks::retry() {
+void Lane::retry() {
   if (accepts_again_) accept_strangers();
   if (failed_.empty()) return;
   const double time = now();
@@ -141,7 +141,7 @@ void TcpLinks::retry() {
   for (const int number : due) begin_connection(number);
 }
 
-void TcpLinks::accept_strangers() {
+void Lane::accept_strangers() {
   for (;;) {
     const int fd = ::accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0 && (errno == ECONNABORTED || errno == EINTR || errno == EPROTO)) continue;
@@ -158,7 +158,7 @@ void TcpLinks::accept_strangers() {
   }
 }
 
-bool TcpLinks::hear_stranger(Stranger& stranger) {
+bool Lane::hear_stranger(Stranger& stranger) {
   char bytes[greeting_bytes];
   const ssize_t got = ::recv(stranger.fd, bytes, greeting_bytes - stranger.said.size(), 0);
   if (got < 0 && would_block()) return false;
@@ -179,7 +179,7 @@ bool TcpLinks::hear_stranger(Stranger& stranger) {
   return true;
 }
 
-void TcpLinks::adopt(int number, int fd) {
+void Lane::adopt(int number, int fd) {
   Peer& peer = peers_[static_cast<std::size_t>(number)];
   peer.fd = fd;
   peer.state = State::open;

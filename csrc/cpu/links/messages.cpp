@@ -1,29 +1,32 @@
-// The part of TcpLinks that matches messages with those who wait for them, and adds up segments.
+// The part of Lane that matches messages with those who wait for them, and adds up segments.
 #include <algorithm>
 #include <cstring>
 
-#include "cpu/links/tcp_links.hpp"
+#include "cpu/links/lane.hpp"
 #include "cpu/reduction/reduce.hpp"
 
 namespace topkube {
 
-void TcpLinks::send(int number, std::shared_ptr<Message> message) {
+void Lane::send(int number, std::shared_ptr<Message> message) {
   const std::lock_guard lock(mutex_);
-  Peer& peer = peers_.at(static_cast<std::size_t>(number));
-  peer.sending.push_back(std::move(message));
+  begin_sending(number, std::move(message));
+}
+
+void Lane::begin_sending(int number, std::shared_ptr<Message> message) {
+  peers_.at(static_cast<std::size_t>(number)).sending.push_back(std::move(message));
   begin_connection(number);
 }
 
-void TcpLinks::receive(int number, std::shared_ptr<Message> message) {
+void Lane::receive(int number, std::shared_ptr<Message> message) {
   const std::lock_guard lock(mutex_);
   expect(number, std::move(message));
 }
 
-bool TcpLinks::fits(const Message& message, std::size_t bytes) {
+bool Lane::fits(const Message& message, std::size_t bytes) {
   return message.is_exact ? bytes == message.bytes : bytes <= message.bytes;
 }
 
-void TcpLinks::expect(int number, std::shared_ptr<Message> message) {
+void Lane::expect(int number, std::shared_ptr<Message> message) {
   Peer& peer = peers_.at(static_cast<std::size_t>(number));
   if (match_aside(peer, *message)) return;
   peer.awaited.push_back(std::move(message));
@@ -41,7 +44,7 @@ void TcpLinks::expect(int number, std::shared_ptr<Message> message) {
   begin_connection(number);
 }
 
-bool TcpLinks::match_aside(Peer& peer, Message& message) {
+bool Lane::match_aside(Peer& peer, Message& message) {
   const auto found =
       std::find_if(peer.asides.begin(), peer.asides.end(), [&](const Aside& aside) { return aside.key == message.key; });
   if (found == peer.asides.end()) return false;
@@ -55,30 +58,10 @@ bool TcpLinks::match_aside(Peer& peer, Message& message) {
   return true;
 }
 
-std::shared_ptr<MessageBatch> TcpLinks::gather(const std::vector<std::shared_ptr<Message>>& messages) {
-  const std::lock_guard lock(mutex_);
-  auto batch = std::make_shared<MessageBatch>();
-  int pending = 0;
-  for (const auto& message : messages) {
-    if (message->is_complete) continue;
-    message->batches.push_back(batch);
-    ++pending;
-  }
-  batch->pending = pending;
-  return batch;
-}
-
-void TcpLinks::complete(Message& message) {
-  message.is_complete = true;
-  released_.push_back(std::move(message.keeper));
-  for (const auto& batch : message.batches) count_down(*batch);
-  message.batches.clear();
+void Lane::complete(Message& message) {
+  ledger_.complete(message);
   if (message.reduction && --message.reduction->awaited == 0) ready_.push_back(message.reduction);
   message.reduction.reset();
-}
-
-void TcpLinks::count_down(MessageBatch& batch) {
-  if (batch.pending.fetch_sub(1) == 1) ++completed_;
 }
 
 namespace {
@@ -94,59 +77,79 @@ std::shared_ptr<Message> make_part(const std::shared_ptr<Reduction>& reduction, 
   return message;
 }
 
+// The elements [start, stop) of x: this lane's part of segment p.
+struct Part {
+  Part(const Reduction& reduction, std::size_t p, std::size_t ranks) {
+    const std::size_t first = reduction.length * p / ranks, length = reduction.length * (p + 1) / ranks - first;
+    start = first + length * reduction.part / reduction.parts;
+    stop = first + length * (reduction.part + 1) / reduction.parts;
+    offset = start - first;
+  }
+  std::size_t length() const { return stop - start; }
+  std::size_t start, stop;
+  std::size_t offset;  // in the segment
+};
+
+// Where the segment of rank p arrives, of which `part` is a part.
+std::uint8_t* find_place(const Reduction& reduction, std::size_t p, std::size_t me, std::size_t ranks, const Part& part) {
+  const std::size_t longest = reduction.length * (me + 1) / ranks - reduction.length * me / ranks;
+  return reduction.buffer + ((p - (p > me)) * longest + part.offset) * item_size(reduction.dtype);
+}
+
 }  // namespace
 
-void TcpLinks::reduce(std::shared_ptr<Reduction> reduction) {
+void Lane::reduce(std::shared_ptr<Reduction> reduction) {
   const std::lock_guard lock(mutex_);
-  const std::size_t ranks = peers_.size(), item = item_size(reduction->dtype);
-  const auto bound = [&](std::size_t i) { return reduction->length * i / ranks; };
-  const auto me = static_cast<std::size_t>(rank_);
-  const std::size_t own_bytes = (bound(me + 1) - bound(me)) * item;
+  begin(reduction);
+}
+
+void Lane::begin(const std::shared_ptr<Reduction>& reduction) {
+  const std::size_t ranks = peers_.size(), item = item_size(reduction->dtype), me = static_cast<std::size_t>(rank_);
+  const Part own(*reduction, me, ranks);
   const int others = static_cast<int>(ranks) - 1;
   reduction->awaited = others;
   reduction->pending = (reduction->is_gathered ? 4 : 2) * others + 1;
-  const auto make = [&](std::uint8_t* data, std::size_t bytes) { return make_part(reduction, data, bytes); };
+  const auto make = [&](std::uint8_t* data, std::size_t length) { return make_part(reduction, data, length * item); };
   for (std::size_t i = 1; i < ranks; ++i) {
     const std::size_t p = (me + i) % ranks;  // every rank begins with another one
-    auto segment = make(reduction->buffer + (p - (p > me)) * own_bytes, own_bytes);
+    auto segment = make(find_place(*reduction, p, me, ranks, own), own.length());
     segment->reduction = reduction;
     expect(static_cast<int>(p), std::move(segment));
-    std::uint8_t* theirs = reduction->x + bound(p) * item;
-    const std::size_t bytes = (bound(p + 1) - bound(p)) * item;
-    peers_[p].sending.push_back(make(theirs, bytes));
-    begin_connection(static_cast<int>(p));
+    const Part theirs(*reduction, p, ranks);
+    std::uint8_t* data = reduction->x + theirs.start * item;
+    begin_sending(static_cast<int>(p), make(data, theirs.length()));
     // The sum of that segment arrives only after that rank has received ours.
-    if (reduction->is_gathered) expect(static_cast<int>(p), make(theirs, bytes));
+    if (reduction->is_gathered) expect(static_cast<int>(p), make(data, theirs.length()));
   }
   if (others == 0) ready_.push_back(reduction);
 }
 
-void TcpLinks::add_up(Reduction& reduction) {
-  const std::size_t ranks = peers_.size(), item = item_size(reduction.dtype), me = static_cast<std::size_t>(rank_);
-  const std::size_t start = reduction.length * me / ranks, stop = reduction.length * (me + 1) / ranks, length = stop - start;
-  std::uint8_t* own = reduction.x + start * item;
+void Lane::add_up(Reduction& reduction) {
+  const std::size_t ranks = peers_.size(), me = static_cast<std::size_t>(rank_);
+  const Part part(reduction, me, ranks);
+  std::uint8_t* own = reduction.x + part.start * item_size(reduction.dtype);
   std::vector<const void*> inputs(ranks);
-  for (std::size_t p = 0; p < ranks; ++p) inputs[p] = p == me ? own : reduction.buffer + (p - (p > me)) * length * item;
-  sum(own, reduction.dtype, inputs.data(), ranks, reduction.dtype, length, reduction.scale);
-  reduction.is_finite = is_finite(own, reduction.dtype, length);
+  for (std::size_t p = 0; p < ranks; ++p) inputs[p] = p == me ? own : find_place(reduction, p, me, ranks, part);
+  sum(own, reduction.dtype, inputs.data(), ranks, reduction.dtype, part.length(), reduction.scale);
+  if (!is_finite(own, reduction.dtype, part.length())) *reduction.is_whole_finite = false;
 }
 
-void TcpLinks::send_sums(const std::shared_ptr<Reduction>& reduction) {
+void Lane::send_sums(const std::shared_ptr<Reduction>& reduction) {
   const std::size_t ranks = peers_.size(), item = item_size(reduction->dtype), me = static_cast<std::size_t>(rank_);
-  const std::size_t start = reduction->length * me / ranks, stop = reduction->length * (me + 1) / ranks;
+  const Part own(*reduction, me, ranks);
   for (std::size_t i = 1; i < ranks; ++i)
-    peers_[(me + i) % ranks].sending.push_back(make_part(reduction, reduction->x + start * item, (stop - start) * item));
+    peers_[(me + i) % ranks].sending.push_back(make_part(reduction, reduction->x + own.start * item, own.length() * item));
 }
 
-void TcpLinks::fail_by_length(Peer& peer, std::size_t sent, std::size_t expected) {
+void Lane::fail_by_length(Peer& peer, std::size_t sent, std::size_t expected) {
   fail(peer, "sent a message of " + std::to_string(sent) + " bytes, but this rank expects " + std::to_string(expected));
 }
 
-void TcpLinks::fail(Peer& peer, const std::string& trouble) {
+void Lane::fail(Peer& peer, const std::string& trouble) {
   if (peer.trouble.empty()) peer.trouble = trouble;
 }
 
-std::vector<std::pair<int, std::string>> TcpLinks::list_broken() {
+std::vector<std::pair<int, std::string>> Lane::list_broken() {
   const std::lock_guard lock(mutex_);
   std::vector<std::pair<int, std::string>> broken;
   for (std::size_t i = 0; i < peers_.size(); ++i) {

@@ -1,200 +1,156 @@
 #include "cpu/links/tcp_links.hpp"
 
-#include <fcntl.h>
-#include <sys/epoll.h>
-#include <sys/eventfd.h>
+#include <pthread.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cmath>
 #include <stdexcept>
-
-#include "cpu/links/socket_calls.hpp"
 
 namespace topkube {
 namespace {
 
-// What epoll reports: the number of a peer, or one of these, or `stranger_base` and the file descriptor of a stranger.
-constexpr std::uint64_t listener_number = std::uint64_t{1} << 62;
-constexpr std::uint64_t wake_number = listener_number + 1;
-constexpr double shared_pause = 1e-3;  // of threads that wait at the same time: one may take the events of another
+// Shorter parts cost more than the other lanes save.
+constexpr std::size_t least_part_bytes = 256 << 10;
 
 }  // namespace
 
-TcpLinks::TcpLinks(int rank, int ranks, int listener, Token own, Token answer)
-    : rank_(rank),
-      peers_(static_cast<std::size_t>(ranks)),
-      own_(std::move(own)),
-      answer_(std::move(answer)),
-      listener_(listener),
-      process_(::getpid()) {
-  epoll_ = ::epoll_create1(EPOLL_CLOEXEC);
-  wake_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (epoll_ < 0 || wake_ < 0) {
-    const std::string reason = describe_errno();
-    for (const int fd : {listener_, epoll_, wake_})
-      if (fd >= 0) ::close(fd);
-    throw std::runtime_error("no more files can be opened: " + reason);
+TcpLinks::TcpLinks(int rank, int ranks, const std::vector<int>& listeners, const Token& own, const Token& answer)
+    : ranks_(static_cast<std::size_t>(ranks)), process_(::getpid()) {
+  std::size_t made = 0;
+  try {
+    for (const int listener : listeners) {
+      ++made;  // a lane closes its listener, also if it cannot be made
+      lanes_.push_back(std::make_unique<Lane>(rank, ranks, listener, own, answer, ledger_));
+    }
+    // Signals are for the threads of Python.
+    sigset_t all, before;
+    ::sigfillset(&all);
+    ::pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+      for (std::size_t i = 1; i < lanes_.size(); ++i) {
+        Lane &lane = *lanes_[i], &first = *lanes_.front();
+        threads_.emplace_back([&lane, &first] { lane.serve([&first] { first.notify(); }); });
+        ::pthread_setname_np(threads_.back().native_handle(), "topkube-link");
+      }
+    } catch (...) {
+      ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+      throw;
+    }
+    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  } catch (...) {
+    for (; made < listeners.size(); ++made) ::close(listeners[made]);
+    close();
+    throw;
   }
-  ::fcntl(listener_, F_SETFL, ::fcntl(listener_, F_GETFL) | O_NONBLOCK);
-  watch(listener_, listener_number);
-  watch(wake_, wake_number);
 }
 
 TcpLinks::~TcpLinks() {
   close();
-  ::close(epoll_);
-  ::close(wake_);
+  // A thread may have been at work in a lane when this child was forked.
+  if (::getpid() != process_ && lanes_.size() > 1)
+    for (auto& lane : lanes_) static_cast<void>(lane.release());
 }
 
 void TcpLinks::close() {
-  {
-    const std::lock_guard lock(mutex_);
-    if (is_closed_) return;
-    is_closed_ = true;
-    for (Peer& peer : peers_) {
-      if (peer.fd >= 0) {
-        if (::getpid() == process_) {
-          // If bytes are left in the socket, the other rank loses what it has not read.
-          ::shutdown(peer.fd, SHUT_WR);
-          char bytes[4096];
-          while (::recv(peer.fd, bytes, sizeof bytes, MSG_DONTWAIT) > 0) {
-          }
-        }
-        ::close(peer.fd);
-      }
-      peer.fd = -1;
-      peer.state = State::broken;
-      fail(peer, "is no longer connected: the links are closed");
-    }
-    active_.clear();
-    for (const Stranger& stranger : strangers_) ::close(stranger.fd);
-    strangers_.clear();
-    ::close(listener_);
-    listener_ = -1;
+  const bool is_child = ::getpid() != process_;
+  for (std::size_t i = 0; i < lanes_.size(); ++i) {
+    if (is_child && i > 0)
+      lanes_[i]->close_in_child();
+    else
+      lanes_[i]->close();
   }
-  wake();
+  for (std::thread& thread : threads_) {
+    if (is_child)
+      thread.detach();
+    else
+      thread.join();
+  }
+  threads_.clear();
 }
 
-std::vector<std::shared_ptr<void>> TcpLinks::take_released() {
-  const std::lock_guard lock(mutex_);
-  return std::move(released_);
+bool TcpLinks::set_peer(int peer, const std::string& address, const std::vector<int>& ports, const Token& own,
+                        const Token& answer) {
+  for (std::size_t i = 0; i < lanes_.size(); ++i)
+    if (!lanes_[i]->set_peer(peer, address, ports.at(i), own, answer)) return false;
+  return true;
 }
 
-void TcpLinks::watch(int fd, std::uint64_t number) {
-  epoll_event event{};
-  event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
-  if (number == wake_number) event.events = EPOLLIN;
-  event.data.u64 = number;
-  ::epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
+std::size_t TcpLinks::count_parts(std::size_t bytes) const { return std::clamp(bytes / least_part_bytes, std::size_t{1}, lanes()); }
+
+void TcpLinks::give(std::size_t lane, Order order) {
+  if (lane > 0) {
+    lanes_[lane]->post(std::move(order));
+  } else if (order.reduction) {
+    lanes_[0]->reduce(std::move(order.reduction));
+  } else if (order.sends) {
+    lanes_[0]->send(order.peer, std::move(order.message));
+  } else {
+    lanes_[0]->receive(order.peer, std::move(order.message));
+  }
 }
 
-void TcpLinks::handle(std::uint64_t number, std::uint32_t events) {
-  if (number == wake_number) {
-    std::uint64_t count;
-    [[maybe_unused]] const ssize_t got = ::read(wake_, &count, sizeof count);
+void TcpLinks::begin(int peer, const std::shared_ptr<Message>& message, bool sends, int lane) {
+  if (peer < 0 || static_cast<std::size_t>(peer) >= ranks_) throw std::out_of_range("there is no such rank");
+  const std::size_t parts = lane == all_lanes ? count_parts(message->bytes) : 1;
+  if (parts == 1) {
+    give(lane == all_lanes ? 0 : static_cast<std::size_t>(lane), {peer, sends, message, nullptr});
     return;
   }
-  if (number == listener_number) {
-    accept_strangers();
+  auto batch = std::make_shared<MessageBatch>();
+  batch->pending = static_cast<int>(parts);
+  batch->whole_message = message;
+  for (std::size_t i = parts; i-- > 0;) {  // the first lane last: the others begin meanwhile
+    const std::size_t start = message->bytes * i / parts, stop = message->bytes * (i + 1) / parts;
+    auto part = std::make_shared<Message>();
+    part->key = message->key;
+    part->data = message->data + start;
+    part->bytes = stop - start;
+    part->is_exact = true;
+    part->batches.push_back(batch);
+    give(i, {peer, sends, std::move(part), nullptr});
+  }
+}
+
+void TcpLinks::send(int peer, const std::shared_ptr<Message>& message, int lane) { begin(peer, message, true, lane); }
+
+void TcpLinks::receive(int peer, const std::shared_ptr<Message>& message, int lane) { begin(peer, message, false, lane); }
+
+void TcpLinks::reduce(const std::shared_ptr<Reduction>& reduction) {
+  const std::size_t parts = count_parts(reduction->length / ranks_ * item_size(reduction->dtype));
+  if (parts == 1) {
+    give(0, {-1, false, nullptr, reduction});
     return;
   }
-  if (number >= stranger_base) {
-    const int fd = static_cast<int>(number - stranger_base);
-    const auto found = std::find_if(strangers_.begin(), strangers_.end(), [&](const Stranger& other) { return other.fd == fd; });
-    if (found != strangers_.end() && hear_stranger(*found)) strangers_.erase(found);
-    return;
-  }
-  Peer& peer = peers_[number];
-  if (peer.state == State::connecting && (events & (EPOLLOUT | EPOLLERR | EPOLLHUP))) finish_connecting(static_cast<int>(number));
-  if (events & (EPOLLERR | EPOLLHUP | EPOLLRDHUP)) peer.has_hung_up = true;
-  if (events & (EPOLLIN | EPOLLERR | EPOLLHUP | EPOLLRDHUP)) peer.readable = true;
-  if (events & (EPOLLOUT | EPOLLERR | EPOLLHUP)) peer.writable = true;
-  if (peer.state == State::greeting && peer.readable) hear_answer(static_cast<int>(number));
-}
-
-void TcpLinks::progress(const std::uint64_t* seen) {
-  retry();
-  for (bool has_more = true; has_more && !(seen != nullptr && completed_ != *seen);) {
-    epoll_event events[64];
-    const int count = ::epoll_wait(epoll_, events, 64, 0);
-    for (int i = 0; i < count; ++i) handle(events[i].data.u64, events[i].events);
-    has_more = count == 64;
-    for (const int number : active_) {
-      Peer& peer = peers_[static_cast<std::size_t>(number)];
-      if (peer.state != State::open) continue;
-      has_more = write_some(peer) || has_more;
-      if (peer.state == State::open) has_more = read_some(peer) || has_more;
-    }
-    while (!ready_.empty()) {
-      const std::shared_ptr<Reduction> reduction = std::move(ready_.front());
-      ready_.pop_front();
-      add_up(*reduction);
-      if (reduction->is_gathered) send_sums(reduction);
-      released_.push_back(std::move(reduction->keeper));
-      count_down(*reduction);
-      has_more = true;
-    }
+  reduction->pending = static_cast<int>(parts);
+  const std::shared_ptr<void> keeper = std::move(reduction->keeper);  // the parts keep it, and hand it to the ledger
+  for (std::size_t i = parts; i-- > 0;) {
+    auto part = std::make_shared<Reduction>();
+    part->x = reduction->x;
+    part->buffer = reduction->buffer;
+    part->length = reduction->length;
+    part->dtype = reduction->dtype;
+    part->scale = reduction->scale;
+    part->key = reduction->key;
+    part->is_gathered = reduction->is_gathered;
+    part->part = i;
+    part->parts = parts;
+    part->keeper = keeper;
+    part->whole = reduction;
+    part->is_whole_finite = &reduction->is_finite;
+    give(i, {-1, false, nullptr, std::move(part)});
   }
 }
 
-void TcpLinks::advance() {
-  const std::lock_guard lock(mutex_);
-  require_open();
-  lift_limits();
-  const std::uint64_t before = completed_;
-  progress(nullptr);
-  if (completed_ != before && waiters_ > 0) signal();
-}
-
-void TcpLinks::require_open() const {
-  if (is_closed_) throw std::runtime_error("the links between nodes are closed");
-}
-
-void TcpLinks::wait(double seconds) {
-  struct Waiting {
-    explicit Waiting(std::atomic<int>& waiters) : waiters(waiters), others(waiters.fetch_add(1)) {}
-    ~Waiting() { --waiters; }
-    std::atomic<int>& waiters;
-    const int others;
-  } waiting(waiters_);
-  if (waiting.others > 0) signal();  // it sleeps for a short time from now on
-  const double until = now() + seconds;
-  for (;;) {
-    double rest = until - now();
-    {
-      const std::lock_guard lock(mutex_);
-      require_open();
-      std::uint64_t& reported = reported_[std::this_thread::get_id()];
-      const std::uint64_t before = completed_;
-      progress(&reported);
-      if (completed_ != before && waiters_ > 1) signal();
-      if (completed_ != reported) {
-        reported = completed_;
-        return;
-      }
-      if (!failed_.empty()) rest = std::min(rest, first_pause);
-      if (waiters_ > 1) rest = std::min(rest, shared_pause);
-      limit_reports();
+std::vector<std::pair<int, std::string>> TcpLinks::list_broken() {
+  std::vector<std::pair<int, std::string>> all;
+  for (const auto& lane : lanes_) {
+    for (auto& broken : lane->list_broken()) {
+      const bool is_new = std::none_of(all.begin(), all.end(), [&](const auto& other) { return other.first == broken.first; });
+      if (is_new) all.push_back(std::move(broken));
     }
-    if (woken_.exchange(false) || until <= now()) return;
-    epoll_event event;
-    const int count = ::epoll_wait(epoll_, &event, 1, static_cast<int>(std::ceil(std::max(rest, 0.0) * 1e3)));
-    const std::lock_guard lock(mutex_);
-    if (is_closed_) continue;
-    if (count == 0) lift_limits();
-    if (count == 1) handle(event.data.u64, event.events);  // epoll reports each event once
   }
-}
-
-void TcpLinks::signal() {
-  const std::uint64_t one = 1;
-  [[maybe_unused]] const ssize_t written = ::write(wake_, &one, sizeof one);
-}
-
-void TcpLinks::wake() {
-  woken_ = true;
-  if (waiters_ > 0) signal();
+  return all;
 }
 
 }  // namespace topkube

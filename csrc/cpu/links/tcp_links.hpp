@@ -1,204 +1,77 @@
-// Messages between ranks of different nodes, over TCP connections of our own.
+// Messages between ranks of different nodes, over several TCP connections between two ranks.
 //
-// A rank has at most one connection to each other rank. The rank with the lower number connects, when one of its messages first
-// needs the connection; the other rank listens. Both prove that they are ranks of the same world: the first bytes on a connection
-// are a token that MPI brought to the other rank, and the answer is another token.
+// Each lane (lane.hpp) has its own connections. The first lane is moved by the threads that wait; every other lane has a thread of
+// its own. A long message is cut into parts, one for each lane, and so is a reduction, whose parts are added up by all threads. One
+// thread cannot fill a link of more than about 10 Gbit/s, and some clouds limit the rate of a single connection.
 //
-// A message is a header (key, length) and its bytes. Messages of equal key between two ranks arrive in the order in which they
-// were sent. Bytes go from the sender's array to the socket and from the socket to the receiver's array, without a copy between.
-// If a message arrives that nothing waits for yet, its bytes stay in the socket. Only if this rank waits for a later message of
-// the same rank, they are put aside: the ranks may then wait for messages in different orders.
-//
-// An all-reduce can run here as a whole (`reduce`): the thread that waits also adds up what has arrived and sends the sums. Python,
-// with its lock, is not needed between the first message and the last.
-//
-// `wait` sleeps in the kernel, without a pause of fixed length: the thread uses no processor time until bytes arrive.
+// Messages of equal key between two ranks arrive in the order in which they were sent.
 #pragma once
 
-#include <atomic>
-#include <cstddef>
-#include <cstdint>
-#include <deque>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
-#include "cpu/dtype.hpp"
+#include "cpu/links/lane.hpp"
 
 namespace topkube {
 
-// A few messages that somebody waits for. `pending` counts those that are not complete.
-struct MessageBatch {
-  std::atomic<int> pending{0};
-};
-
-// The sum over all ranks of an array x, which is cut into one segment per rank. Every rank receives its own segment from all
-// others, and adds them up in the order of the ranks. If `is_gathered`, it then sends the sum to all of them.
-struct Reduction : MessageBatch {
-  std::uint8_t* x = nullptr;
-  std::uint8_t* buffer = nullptr;  // for the segments of the other ranks, in the order of the ranks
-  std::size_t length = 0;          // elements of x
-  Dtype dtype = Dtype::f32;
-  float scale = 1;  // a factor on the sum
-  std::uint64_t key = 0;
-  bool is_gathered = true;
-  std::shared_ptr<void> keeper;
-  std::atomic<bool> is_finite{true};  // of the own segment, when it is complete
-  int awaited = 0;                    // segments that have not arrived
-};
-
-// A message that this rank sends or receives. The keeper keeps the memory at `data` alive.
-struct Message {
-  std::uint64_t key = 0;
-  std::uint8_t* data = nullptr;
-  std::size_t bytes = 0;
-  std::shared_ptr<void> keeper;
-  std::vector<std::shared_ptr<MessageBatch>> batches;  // the greetings of a call are awaited by all its pieces
-  std::shared_ptr<Reduction> reduction;                // that needs this message
-  bool is_exact = false;                               // a shorter message is an error
-  bool is_complete = false;
-};
-
 class TcpLinks {
  public:
-  static constexpr std::size_t token_bytes = 16;
-  using Token = std::string;  // token_bytes bytes
+  static constexpr std::size_t token_bytes = Lane::token_bytes;
+  using Token = Lane::Token;
 
-  // `rank` of `ranks`. Connections arrive at `listener`, a listening socket, which this object owns from now on. `own` and `answer`
-  // are the tokens that other ranks send to this rank and expect from it.
-  TcpLinks(int rank, int ranks, int listener, Token own, Token answer);
+  // `rank` of `ranks`, with a lane for each of `listeners`: listening sockets, which this object owns from now on. All ranks have
+  // as many lanes. `own` and `answer` are the tokens that other ranks send to this rank and expect from it.
+  TcpLinks(int rank, int ranks, const std::vector<int>& listeners, const Token& own, const Token& answer);
   ~TcpLinks();
   TcpLinks(const TcpLinks&) = delete;
   TcpLinks& operator=(const TcpLinks&) = delete;
 
-  // Names the address (numeric, IPv4 or IPv6), port and tokens of another rank. Returns false if the address is not numeric.
-  bool set_peer(int peer, const std::string& address, int port, Token own, Token answer);
+  // Names the address (numeric, IPv4 or IPv6), the ports of all lanes and the tokens of another rank. Returns false if the address
+  // is not numeric.
+  bool set_peer(int peer, const std::string& address, const std::vector<int>& ports, const Token& own, const Token& answer);
 
-  std::size_t ranks() const { return peers_.size(); }
+  std::size_t ranks() const { return ranks_; }
+  std::size_t lanes() const { return lanes_.size(); }
 
-  // Begins to send or to receive a message. `receive` accepts a message of at most `message->bytes`.
-  void send(int peer, std::shared_ptr<Message> message);
-  void receive(int peer, std::shared_ptr<Message> message);
+  // Begin to send or to receive a message. In all lanes, it has the same length on both sides. In one lane, by its number, it may
+  // be shorter than the receiver's `message->bytes`.
+  static constexpr int all_lanes = -1;
+  void send(int peer, const std::shared_ptr<Message>& message, int lane);
+  void receive(int peer, const std::shared_ptr<Message>& message, int lane);
 
   // Begins a reduction, whose buffer holds (ranks - 1) times the longest segment. All ranks begin it with the same parameters.
-  void reduce(std::shared_ptr<Reduction> reduction);
+  void reduce(const std::shared_ptr<Reduction>& reduction);
 
   // Returns the batch of these messages. `wait` returns when a batch is complete.
-  std::shared_ptr<MessageBatch> gather(const std::vector<std::shared_ptr<Message>>& messages);
+  std::shared_ptr<MessageBatch> gather(const std::vector<std::shared_ptr<Message>>& messages) { return ledger_.gather(messages); }
 
-  // Moves all messages as far as the sockets allow, without waiting.
-  void advance();
-
-  // Moves messages until a batch becomes complete, `wake` is called or `seconds` pass. A batch that became complete, or a `wake`,
-  // since the last `wait` of this thread counts too. Several threads may wait, and take turns at the sockets.
-  void wait(double seconds);
-  void wake();
+  // What the first lane does: see lane.hpp.
+  void advance() { lanes_.front()->advance(); }
+  void wait(double seconds) { lanes_.front()->wait(seconds); }
+  void wake() { lanes_.front()->wake(); }
 
   // Returns what went wrong: the rank at the other end, and a description. Messages that wait for such a rank never end.
   std::vector<std::pair<int, std::string>> list_broken();
 
-  // Closes all connections. Messages that are not complete stay incomplete, and `advance` and `wait` throw.
+  // Closes all connections, and ends the threads. Messages that are not complete stay incomplete, and `advance` and `wait` throw.
   void close();
 
   // Returns the keepers of messages that are complete. The caller drops them.
-  std::vector<std::shared_ptr<void>> take_released();
+  std::vector<std::shared_ptr<void>> take_released() { return ledger_.take_released(); }
 
  private:
-  enum class State { unconnected, connecting, greeting, open, broken };
-  static constexpr std::size_t header_bytes = 16;
-  // A stranger is known to epoll by this number plus its file descriptor.
-  static constexpr std::uint64_t stranger_base = std::uint64_t{1} << 61;
-  // Before the second attempt to connect; later pauses are longer.
-  static constexpr double first_pause = 0.05;
+  std::size_t count_parts(std::size_t bytes) const;
+  void begin(int peer, const std::shared_ptr<Message>& message, bool sends, int lane);
+  void give(std::size_t lane, Order order);
 
-  // Bytes of a message that nothing waits for yet.
-  struct Aside {
-    std::uint64_t key = 0;
-    std::size_t bytes = 0;
-    std::unique_ptr<std::uint8_t[]> data;
-  };
-
-  struct Peer {
-    int fd = -1;
-    State state = State::unconnected;
-    bool readable = false, writable = false;  // as far as this rank knows: epoll reports changes only
-    bool has_hung_up = false, has_limit = false;
-    std::vector<std::uint8_t> address;  // a sockaddr
-    Token own, answer;                  // what the peer expects, and what it answers
-    std::string trouble;
-    int attempts = 0;  // to connect
-    double next_attempt = 0;
-
-    std::deque<std::shared_ptr<Message>> sending;
-    std::size_t sent = 0;  // of the first message, with its header
-
-    std::deque<std::shared_ptr<Message>> awaited;
-    std::deque<Aside> asides;
-    std::uint8_t header[header_bytes];
-    std::size_t arrived = 0;                // bytes of the message that arrives now, with its header
-    std::size_t length = 0;                 // of that message, once its header has arrived
-    std::uint64_t key = 0;                  // of that message
-    std::shared_ptr<Message> arriving;      // where its bytes go
-    std::unique_ptr<Aside> arriving_aside;  // or here
-    std::string answered;                   // bytes of the answer so far
-  };
-
-  // A connection whose first bytes have not all arrived.
-  struct Stranger {
-    int fd = -1;
-    std::string said;
-  };
-
-  // Moves messages as far as possible; if `seen` is not null, until `completed_` differs from it.
-  void progress(const std::uint64_t* seen);
-  void signal();
-  void limit_reports();
-  void lift_limits();
-  void require_open() const;
-  void begin_connection(int peer);
-  void end_attempt(int peer, const std::string& trouble);
-  void retry();
-  void watch(int fd, std::uint64_t number);
-  void accept_strangers();
-  bool hear_stranger(Stranger& stranger);  // returns true if the stranger has left, or is a peer now
-  void adopt(int peer, int fd);
-  void handle(std::uint64_t number, std::uint32_t events);
-  void finish_connecting(int peer);
-  void hear_answer(int peer);
-  bool write_some(Peer& peer);
-  bool read_some(Peer& peer);
-  void begin_arrival(Peer& peer);
-  void end_arrival(Peer& peer);
-  void complete(Message& message);
-  void add_up(Reduction& reduction);
-  void send_sums(const std::shared_ptr<Reduction>& reduction);
-  void count_down(MessageBatch& batch);
-  void expect(int peer, std::shared_ptr<Message> message);
-  void fail(Peer& peer, const std::string& trouble);
-  void fail_by_length(Peer& peer, std::size_t sent, std::size_t expected);
-  static bool fits(const Message& message, std::size_t bytes);
-  bool match_aside(Peer& peer, Message& message);
-
-  std::mutex mutex_;
-  const int rank_;
-  std::vector<Peer> peers_;
-  std::vector<int> active_;  // the peers with a connection
-  std::deque<Stranger> strangers_;
-  std::deque<std::shared_ptr<Reduction>> ready_;  // all segments have arrived
-  std::vector<std::shared_ptr<void>> released_;
-  std::vector<int> failed_;  // ranks to which this rank connects again
-  bool accepts_again_ = false, is_closed_ = false;
-  Token own_, answer_;
-  int listener_ = -1, process_ = -1;  // a child of this process has the same sockets
-  int epoll_ = -1, wake_ = -1;
-  std::uint64_t completed_ = 0;                                  // batches
-  std::unordered_map<std::thread::id, std::uint64_t> reported_;  // the batches that each thread knows of
-  std::atomic<bool> woken_{false};
-  std::atomic<int> waiters_{0};
+  const std::size_t ranks_;
+  const int process_;  // a child of this process has the same sockets, but no threads
+  Ledger ledger_;
+  std::vector<std::unique_ptr<Lane>> lanes_;
+  std::vector<std::thread> threads_;  // of all lanes but the first
 };
 
 }  // namespace topkube

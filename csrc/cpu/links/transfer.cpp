@@ -1,10 +1,10 @@
-// The part of TcpLinks that moves the bytes of messages between arrays and sockets.
+// The part of Lane that moves the bytes of messages between arrays and sockets.
 #include <sys/uio.h>
 
 #include <algorithm>
 
+#include "cpu/links/lane.hpp"
 #include "cpu/links/socket_calls.hpp"
-#include "cpu/links/tcp_links.hpp"
 
 namespace topkube {
 namespace {
@@ -18,7 +18,7 @@ constexpr std::size_t least_limited_bytes = 4096;              // shorter messag
 
 }  // namespace
 
-bool TcpLinks::write_some(Peer& peer) {
+bool Lane::write_some(Peer& peer) {
   std::size_t written = 0;
   while (peer.writable && !peer.sending.empty() && written < most_turn_bytes) {
     std::uint8_t headers[most_parts][header_bytes];
@@ -62,7 +62,7 @@ bool TcpLinks::write_some(Peer& peer) {
   return peer.writable && !peer.sending.empty();
 }
 
-bool TcpLinks::read_some(Peer& peer) {
+bool Lane::read_some(Peer& peer) {
   std::size_t read = 0;
   while (peer.readable) {
     if (read >= most_turn_bytes) return true;
@@ -120,7 +120,7 @@ bool TcpLinks::read_some(Peer& peer) {
   return false;
 }
 
-void TcpLinks::begin_arrival(Peer& peer) {
+void Lane::begin_arrival(Peer& peer) {
   std::uint64_t length;
   std::memcpy(&peer.key, peer.header, 8);
   std::memcpy(&length, peer.header + 8, 8);
@@ -145,7 +145,7 @@ void TcpLinks::begin_arrival(Peer& peer) {
   }
 }
 
-void TcpLinks::end_arrival(Peer& peer) {
+void Lane::end_arrival(Peer& peer) {
   if (peer.arriving)
     complete(*peer.arriving);
   else
@@ -157,7 +157,7 @@ void TcpLinks::end_arrival(Peer& peer) {
 
 // The kernel reports a message when it is there, a long one 128 KiB at a time: at 1 Gbit/s, that saves a quarter of the processor
 // time.
-void TcpLinks::limit_reports() {
+void Lane::limit_reports() {
   for (const int number : active_) {
     Peer& peer = peers_[static_cast<std::size_t>(number)];
     const std::size_t rest = peer.arriving ? header_bytes + peer.length - peer.arrived : 0;
@@ -168,7 +168,7 @@ void TcpLinks::limit_reports() {
   }
 }
 
-void TcpLinks::lift_limits() {
+void Lane::lift_limits() {
   for (const int number : active_) {
     Peer& peer = peers_[static_cast<std::size_t>(number)];
     if (!peer.has_limit) continue;

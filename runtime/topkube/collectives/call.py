@@ -23,12 +23,12 @@ from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import DTYPE_CODES, Array, as_bytes
 from topkube.collectives.request import Request
 from topkube.errors import MismatchError
+from topkube.links import ANY_LENGTH_TAG
 from topkube.telemetry import phases, trace
 from topkube.world import World
 
-_TAG = 32767
-"""The tag of the greetings on the communicator between nodes: the largest tag of every MPI. Tags of pieces count from
-0."""
+_TAG = ANY_LENGTH_TAG
+"""The tag of the greetings on the communicator between nodes. Tags of pieces count from 0."""
 _MOST_GREETED_BYTES, _ROOM_BYTES = 512 << 10, 1 << 20
 """The most bytes of values in a greeting, and in all greetings that a rank receives."""
 _HASH_BYTES = 8

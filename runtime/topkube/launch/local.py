@@ -36,6 +36,7 @@ _LOCAL_SETTINGS = (
     "simd",
     "threads",
     "deadline_seconds",
+    "connections",
     "node_exchange",
     "finite_check",
     "device_graphs",

@@ -53,15 +53,17 @@ def test_rows_are_written_at_once_and_measured_once(tmp_path: Path) -> None:
 
 def test_results_of_an_earlier_run_are_kept_with_its_sources(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
-    assert gpu.keep_earlier_rows(path, {}) == []
+    assert gpu.keep_earlier_rows(path, {}, "GPU") == []
     oldest = {"key": "suite", "ms": 1.0, "sources": "first"}
     rows = [{"key": "run", "sources": "second"}, {"key": "training step", "ms": 2.0}, {"key": "time", "ms": 3.0}]
-    path.write_text(json.dumps({"all rows": rows, "earlier rows": [oldest, {**rows[2], "sources": "first"}]}))
-    kept = gpu.keep_earlier_rows(path, {"run": {}, "facts": {}})
+    stored = {"device": "GPU", "date": "2026-11-01", "all rows": rows}
+    path.write_text(json.dumps({**stored, "earlier rows": [oldest, {**rows[2], "sources": "first"}]}))
+    assert gpu.keep_earlier_rows(path, {}, "another GPU") == []
+    kept = gpu.keep_earlier_rows(path, {"run": {}, "facts": {}}, "GPU")
     assert sorted(kept, key=lambda row: row["key"]) == [
         oldest,
-        {"key": "time", "ms": 3.0, "sources": "second"},
-        {"key": "training step", "ms": 2.0, "sources": "second"},
+        {"key": "time", "ms": 3.0, "sources": "second", "date": "2026-11-01"},
+        {"key": "training step", "ms": 2.0, "sources": "second", "date": "2026-11-01"},
     ]
 
 

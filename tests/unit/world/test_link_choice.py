@@ -71,6 +71,19 @@ def test_ranks_try_other_addresses_of_a_machine(monkeypatch: pytest.MonkeyPatch)
     assert all((array == 6).all() for array in arrays)
 
 
+def test_ranks_agree_on_the_number_of_connections() -> None:
+    """Ranks on smaller machines want fewer."""
+    opened = open_on_threads(3, lambda rank: LinkChoice("tcp", (0, 1, 2), "127.0.0.1", lanes=4 - rank))
+    assert [one._tcp.lanes for one in opened if one is not None] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("setting", "threads", "lanes"), [(0, 1, 1), (0, 7, 1), (0, 8, 2), (0, 96, 4), (1, 96, 1), (9, 1, 9)]
+)
+def test_the_number_of_connections_follows_from_the_processors(setting: int, threads: int, lanes: int) -> None:
+    assert links.count_lanes(setting, threads) == lanes
+
+
 def test_ranks_that_cannot_reach_each_other_use_mpi(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

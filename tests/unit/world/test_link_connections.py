@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import secrets
 import socket
 
 import numpy as np
 import pytest
-from linked_ranks import advance_until, connect, fill
+from linked_ranks import LARGE, advance_until, connect, fill
 
 from topkube import _kernels
 from topkube.links import Links
@@ -31,14 +32,29 @@ def test_a_rank_that_ends_is_reported_only_if_something_waits_for_it() -> None:
     assert ranks[1].list_broken() == [(0, "closed its connection")]
 
 
+def test_a_lost_connection_of_any_lane_is_reported() -> None:
+    """The other rank ends while a long message is on its way in three lanes."""
+    ranks = connect(2, lanes=3)
+    array = np.zeros(LARGE, np.uint8)
+    batch = ranks[1].gather([ranks[1].Irecv(array, 0, 1)])
+    first = ranks[1].gather([ranks[1].Irecv(array[:4].copy(), 0, 2)])
+    ranks[0].Isend(fill(4, 0), 1, 2)
+    ranks[0].Isend(fill(LARGE, 0), 1, 1)
+    advance_until(ranks, lambda: first.are_complete)
+    ranks[0].close()
+    advance_until(ranks[1:], lambda: bool(ranks[1].list_broken()))
+    assert ranks[1].list_broken()[0][0] == 0
+    assert not batch.are_complete
+
+
 def test_programs_that_are_no_ranks_are_refused_and_disturb_nobody() -> None:
     """Strangers that say nothing, too little, the wrong token, or the number of another rank."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=500)
     port, own, answer = listener.getsockname()[1], secrets.token_bytes(16), secrets.token_bytes(16)
-    target = Links(_kernels.TcpLinks(2, 3, listener.detach(), own, answer), 2, 3)
+    target = Links(_kernels.TcpLinks(2, 3, [listener.detach()], own, answer), 2, 3)
     other = socket.create_server(("127.0.0.1", 0))
-    caller = Links(_kernels.TcpLinks(0, 3, other.detach(), secrets.token_bytes(16), secrets.token_bytes(16)), 0, 3)
-    caller.set_peer(2, "127.0.0.1", port, own, answer)
+    caller = Links(_kernels.TcpLinks(0, 3, [other.detach()], secrets.token_bytes(16), secrets.token_bytes(16)), 0, 3)
+    caller.set_peer(2, "127.0.0.1", [port], own, answer)
 
     def greet(rank: int, token: bytes) -> bytes:
         return b"TKL1" + rank.to_bytes(4, "little") + token
@@ -75,9 +91,9 @@ def test_a_rank_that_loses_its_place_to_strangers_connects_again() -> None:
     """It was too busy to prove that it is a rank before others took all places."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=500)
     port, tokens = listener.getsockname()[1], (secrets.token_bytes(16), secrets.token_bytes(16))
-    target = Links(_kernels.TcpLinks(1, 2, listener.detach(), *tokens), 1, 2)
-    caller = Links(_kernels.TcpLinks(0, 2, socket.create_server(("", 0)).detach(), bytes(16), bytes(16)), 0, 2)
-    caller.set_peer(1, "127.0.0.1", port, *tokens)
+    target = Links(_kernels.TcpLinks(1, 2, [listener.detach()], *tokens), 1, 2)
+    caller = Links(_kernels.TcpLinks(0, 2, [socket.create_server(("", 0)).detach()], bytes(16), bytes(16)), 0, 2)
+    caller.set_peer(1, "127.0.0.1", [port], *tokens)
     batch = target.gather([target.Irecv(np.zeros(4, np.uint8), 0, 3)])
     caller.Isend(fill(4, 0), 1, 3)  # connects, and proves nothing before it advances
     target.advance()
@@ -88,25 +104,29 @@ def test_a_rank_that_loses_its_place_to_strangers_connects_again() -> None:
         stranger.close()
 
 
-def test_the_end_of_a_child_process_closes_nothing() -> None:
-    ranks = connect(2)
-    array = np.zeros(4, np.uint8)
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_the_end_of_a_child_process_closes_nothing(lanes: int) -> None:
+    ranks = connect(2, lanes)
+    array = np.zeros(1 << 20, np.uint8)
     for number in range(2):
         batch = ranks[1].gather([ranks[1].Irecv(array, 0, 1)])
-        ranks[0].Isend(fill(4, number), 1, 1)
+        ranks[0].Isend(fill(array.size, number), 1, 1)
         advance_until(ranks, lambda batch=batch: batch.are_complete)
         if number == 0:
             child = os.fork()
             if child == 0:
                 for one in ranks:
                     one.close()
+                del ranks, one
+                gc.collect()
                 os._exit(0)
-            os.waitpid(child, 0)
-    assert (array == fill(4, 1)).all()
+            assert os.waitpid(child, 0)[1] == 0
+    assert (array == fill(array.size, 1)).all()
 
 
-def test_closed_links_refuse_to_wait() -> None:
-    ranks = connect(2)
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_closed_links_refuse_to_wait(lanes: int) -> None:
+    ranks = connect(2, lanes)
     ranks[1].Irecv(np.zeros(4, np.uint8), 0, 1)
     ranks[1].close()
     with pytest.raises(RuntimeError, match="closed"):

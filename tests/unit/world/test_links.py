@@ -14,17 +14,24 @@ from linked_ranks import LARGE, advance_until, connect, fill
 
 from topkube import kernels
 from topkube.arrays import BFLOAT16
+from topkube.links import ANY_LENGTH_TAG
 
 SENDS = st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2), st.sampled_from([0, 1, 7, 5000, 3_000_000]))
 """Sender, receiver, tag, bytes."""
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(SENDS.filter(lambda send: send[0] != send[1]), max_size=12), st.randoms(use_true_random=False))
-def test_messages_of_a_tag_arrive_in_order_whatever_the_receivers_wait_for_first(sends: Any, random: Any) -> None:
+@given(
+    st.lists(SENDS.filter(lambda send: send[0] != send[1]), max_size=12),
+    st.sampled_from([1, 1, 3]),
+    st.randoms(use_true_random=False),
+)
+def test_messages_of_a_tag_arrive_in_order_whatever_the_receivers_wait_for_first(
+    sends: Any, lanes: int, random: Any
+) -> None:
     """Receivers post their receives in any order of tags, before or after the messages have arrived, and with room to
-    spare."""
-    ranks = connect(3)
+    spare where messages are not cut."""
+    ranks = connect(3, lanes)
     work = [("send", number, *send) for number, send in enumerate(sends)]
     receives = [("receive", number, *send) for number, send in enumerate(sends)]
     random.shuffle(receives)
@@ -41,7 +48,7 @@ def test_messages_of_a_tag_arrive_in_order_whatever_the_receivers_wait_for_first
             messages.append((ranks[source], ranks[source].Isend(fill(size, number), target, tag)))
         else:
             number = seen[source, target, tag].pop(0)  # the first that this rank has not received
-            arrays[number] = np.zeros(sends[number][3] + random.choice([0, 5]), np.uint8)
+            arrays[number] = np.zeros(sends[number][3] + (random.choice([0, 5]) if lanes == 1 else 0), np.uint8)
             expected[number] = fill(sends[number][3], number)
             messages.append((ranks[target], ranks[target].Irecv(arrays[number], source, tag)))
         if random.random() < 0.5:
@@ -90,9 +97,12 @@ def test_copies_of_links_have_tags_of_their_own() -> None:
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16, np.float16])
 @pytest.mark.parametrize("size", [1, 2, 5, 100_003, 2_000_001])
 @pytest.mark.parametrize("is_gathered", [True, False])
-def test_a_reduction_has_the_bits_of_a_sum_in_the_order_of_the_ranks(dtype: Any, size: int, is_gathered: bool) -> None:
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_a_reduction_has_the_bits_of_a_sum_in_the_order_of_the_ranks(
+    dtype: Any, size: int, is_gathered: bool, lanes: int
+) -> None:
     """Also of several reductions that are under way at the same time, begun in different orders."""
-    ranks, count = connect(3), 3
+    ranks, count = connect(3, lanes), 3
     values = [
         [np.random.default_rng([rank, number]).standard_normal(size).astype(dtype) for rank in range(3)]
         for number in range(count)
@@ -113,15 +123,66 @@ def test_a_reduction_has_the_bits_of_a_sum_in_the_order_of_the_ranks(dtype: Any,
             assert arrays[number][rank][own].tobytes() == expected[number][own].tobytes()
 
 
-def test_a_reduction_tells_the_owner_of_a_segment_that_it_is_not_finite() -> None:
-    ranks = connect(2)
-    arrays = [np.ones(8, np.float32) for _ in range(2)]
-    arrays[0][5] = np.nan
-    begun = [one.begin_reduction(arrays[one.rank], np.empty(4, np.float32), 1.0, 0, True) for one in ranks]
-    advance_until(ranks, lambda: all(reduction.are_complete for reduction in begun))
-    assert [reduction.is_finite for reduction in begun] == [True, False]
-    assert np.isnan(arrays[1][5])
-    assert np.isnan(arrays[0][5])
+@pytest.mark.parametrize(("size", "lanes"), [(8, 1), (8, 3), (1 << 20, 3)])
+def test_a_reduction_tells_the_owner_of_a_segment_that_it_is_not_finite(size: int, lanes: int) -> None:
+    ranks = connect(2, lanes)
+    for place in (size // 2, size - 1):  # in the first and in the last part of the second segment
+        arrays = [np.ones(size, np.float32) for _ in range(2)]
+        arrays[0][place] = np.nan
+        begun = [one.begin_reduction(arrays[one.rank], np.empty(size // 2, np.float32), 1.0, 0, True) for one in ranks]
+        advance_until(ranks, lambda begun=begun: all(reduction.are_complete for reduction in begun))
+        assert [reduction.is_finite for reduction in begun] == [True, False]
+        assert all(np.isnan(array[place]) for array in arrays)
+
+
+def test_a_thread_that_waits_wakes_up_when_other_lanes_complete_a_message() -> None:
+    ranks = connect(2, lanes=4)
+    for number in range(20):
+        array = np.zeros(3 << 20, np.uint8)
+        batch = ranks[1].gather([ranks[1].Irecv(array, 0, 1)])
+        sent = ranks[0].gather([ranks[0].Isend(fill(array.size, number), 1, 1)])
+        sender = threading.Thread(target=advance_until, args=(ranks[:1], lambda sent=sent: sent.are_complete))
+        sender.start()
+        start = time.monotonic()
+        while not batch.are_complete:
+            ranks[1].wait(20)
+        assert time.monotonic() - start < 10
+        sender.join()
+        assert (array == fill(array.size, number)).all()
+
+
+def test_lanes_miss_no_order() -> None:
+    """Orders come while the threads of the lanes wake up, work and go to sleep."""
+    ranks = connect(2, lanes=3)
+    arrays = [np.zeros(768 << 10, np.uint8) for _ in range(2)]
+    start, slowest = time.monotonic(), 0.0
+    while (begun := time.monotonic()) < start + 2:
+        batches = []
+        for tag in range(4):
+            for one in ranks:
+                batches.append(one.gather([one.Irecv(arrays[one.rank], 1 - one.rank, tag)]))
+                batches.append(one.gather([one.Isend(arrays[one.rank], 1 - one.rank, tag)]))
+                one.advance()
+        advance_until(ranks, lambda batches=batches: all(batch.are_complete for batch in batches))
+        slowest = max(slowest, time.monotonic() - begun)
+    assert slowest < 5  # the threads sleep for 10 s if nothing wakes them
+
+
+def test_messages_of_any_length_are_not_cut() -> None:
+    ranks = connect(2, lanes=4)
+    array = np.zeros(LARGE, np.uint8)
+    batch = ranks[1].gather([ranks[1].Irecv(array, 0, ANY_LENGTH_TAG)])
+    ranks[0].Isend(fill(8, 0), 1, ANY_LENGTH_TAG)
+    advance_until(ranks, lambda: batch.are_complete)
+    assert (array[:8] == fill(8, 0)).all()
+
+
+def test_a_cut_message_of_another_length_is_reported() -> None:
+    ranks = connect(2, lanes=2)
+    batch = ranks[1].gather([ranks[1].Irecv(np.zeros(1 << 20, np.uint8), 0, 1)])
+    ranks[0].Isend(fill((1 << 20) - 8, 0), 1, 1)
+    advance_until(ranks, lambda: bool(ranks[1].list_broken()))
+    assert not batch.are_complete
 
 
 @pytest.mark.parametrize(("sent", "room"), [(9, 8), (LARGE, 8)])
@@ -176,10 +237,11 @@ def test_a_wait_ends_when_messages_are_complete_and_when_another_thread_wakes_it
     waker.join()
 
 
-def test_two_threads_may_wait_at_the_same_time() -> None:
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_two_threads_may_wait_at_the_same_time(lanes: int) -> None:
     """A script may reduce its loss while the communication thread gathers. The bytes of both arrive together, and one
     thread takes them."""
-    ranks, rounds = connect(2), 30
+    ranks, rounds = connect(2, lanes), 30
     first = ranks[1].gather([ranks[1].Irecv(np.zeros(4, np.uint8), 0, 0)])
     ranks[0].Isend(fill(4, 0), 1, 0)
     advance_until(ranks, lambda: first.are_complete)
