@@ -48,6 +48,8 @@ _TRIED_RANKS = 16
 """Up to this many ranks all try to reach each other; of more, neighbours. The others connect when they need it."""
 _OTHER_FILES = 1024
 """Open files of a process beside its connections."""
+_connections = 0
+"""The most connections that all links of this process may have."""
 _LOST_SECONDS = 3.0
 """How long a rank waits for the error of a rank whose connection is lost, before it raises an error of its own."""
 _GET_ADDRESS, _GET_FLAGS = 0x8915, 0x8913  # SIOCGIFADDR, SIOCGIFFLAGS
@@ -91,7 +93,9 @@ class Links:
         self.rank, self.size = rank, size
         self._tcp, self._channel, self._channels = tcp, channel, [channel]
         self.gather, self.advance, self.wait, self.wake = tcp.gather, tcp.advance, tcp.wait, tcp.wake
-        self.list_broken, self.close, self.set_peer = tcp.list_broken, tcp.close, tcp.set_peer
+        self.list_broken, self.set_peer, self.lanes = tcp.list_broken, tcp.set_peer, tcp.lanes
+        self.reserved = 0
+        """The files that were reserved for the connections."""
 
     def Isend(self, array: Any, dest: int, tag: int = 0) -> Any:
         """Begin to send `array`, which must not change before the message is complete. Return the message."""
@@ -101,9 +105,15 @@ class Links:
         """Begin to receive a message into `array`. Return the message."""
         return self._tcp.receive(array, source, self._channel * MOST_TAGS + tag, _choose_lane(tag))
 
+    def close(self) -> None:
+        """Close all connections. Messages that are not complete stay incomplete."""
+        self._tcp.close()
+        _return_files(self.reserved)
+        self.reserved = 0
+
     def try_lanes(self, peer: int) -> Any:
         """Send a byte to rank `peer` through every lane, and receive one. Return the messages."""
-        key, lanes = self._channel * MOST_TAGS, range(self._tcp.lanes)
+        key, lanes = self._channel * MOST_TAGS, range(self.lanes)
         messages = [self._tcp.receive(np.empty(1, np.uint8), peer, key, lane) for lane in lanes]
         return self.gather(messages + [self._tcp.send(np.zeros(1, np.uint8), peer, key, lane) for lane in lanes])
 
@@ -224,14 +234,14 @@ def open_links(comm: Any, ranks: Sequence[int], choice: LinkChoice) -> Links | N
     two of those. All ranks of `comm` call this."""
     if comm.size == 1 or not all(comm.allgather(choice.wants_tcp(ranks))):
         return None
-    lanes = min(comm.allgather(choice.lanes))
+    lanes = min(comm.allgather(_limit_lanes(choice.lanes, comm.size)))
+    _reserve_files(comm.size * lanes)
     listeners: list[socket.socket] = []
     contact, problem = None, ""
     try:
         addresses = list_addresses(choice.pod_ip)
         if not addresses:
             raise OSError("this machine has no IP address")
-        _allow_files(comm.size * lanes)
         listeners.extend(_listen(addresses) for _ in range(lanes))
         tokens = secrets.token_bytes(TOKEN_BYTES), secrets.token_bytes(TOKEN_BYTES)
         contact = _Contact(addresses, [listener.getsockname()[1] for listener in listeners], *tokens)
@@ -244,7 +254,8 @@ def open_links(comm: Any, ranks: Sequence[int], choice: LinkChoice) -> Links | N
             links, reasons = _try_peers(comm, listeners, contacts, tried, failures)
             trials = comm.allgather(reasons)
             failed = {pair: reason for trial in trials for pair, reason in trial.items()}
-            if not failed:
+            if links is not None and not failed:
+                links.reserved = comm.size * lanes
                 return links
             if links is not None:
                 links.close()
@@ -261,6 +272,7 @@ def open_links(comm: Any, ranks: Sequence[int], choice: LinkChoice) -> Links | N
     finally:
         for listener in listeners:
             listener.close()
+    _return_files(comm.size * lanes)
     if comm.rank == 0:
         print(
             f"topkube: warning: messages between nodes use MPI, which takes more processor time: {problems[0]}."
@@ -311,13 +323,29 @@ def _try_peers(
     return links, {(min(me, peer), max(me, peer)): reason for peer, reason in failed.items()}
 
 
-def _allow_files(connections: int) -> None:
-    """Let this process open as many files as there may be connections."""
-    wanted = connections + _OTHER_FILES
+def _limit_lanes(lanes: int, ranks: int) -> int:
+    """Return how many of `lanes` lanes to `ranks` ranks the limit of open files allows, at least 1."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        return lanes
+    return max(1, min(lanes, (hard - _OTHER_FILES - _connections) // ranks))
+
+
+def _reserve_files(connections: int) -> None:
+    """Let this process open as many files as there may be connections, with these."""
+    global _connections
+    _connections += connections
+    wanted = _connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
+
+
+def _return_files(connections: int) -> None:
+    """Note that these connections are closed."""
+    global _connections
+    _connections -= connections
 
 
 def _vary(token: bytes, trial: int) -> bytes:

@@ -99,6 +99,7 @@ void Lane::handle(std::uint64_t number, std::uint32_t events) {
   if (number == wake_number) {
     std::uint64_t count;
     [[maybe_unused]] const ssize_t got = ::read(wake_, &count, sizeof count);
+    took_signal_ = true;
     return;
   }
   if (number == listener_number) {
@@ -150,8 +151,9 @@ void Lane::advance() {
   require_open();
   lift_limits();
   const std::uint64_t before = ledger_.completed();
+  took_signal_ = false;
   progress(nullptr);
-  if (ledger_.completed() != before) notify();
+  if (ledger_.completed() != before || took_signal_) notify();
 }
 
 void Lane::require_open() const {
@@ -173,15 +175,14 @@ void Lane::wait(double seconds) {
       const std::lock_guard lock(mutex_);
       require_open();
       std::uint64_t& reported = reported_[std::this_thread::get_id()];
-      const std::uint64_t before = ledger_.completed();
       progress(&reported);
       const std::uint64_t completed = ledger_.completed();
-      if (completed != before && waiters_ > 1) signal();
       if (completed != reported) {
+        if (waiters_ > 1) signal();  // the others do not know yet, and this thread may have taken their signal
         reported = completed;
         return;
       }
-      if (!failed_.empty()) rest = std::min(rest, first_pause);
+      if (!failed_.empty() || accepts_again_) rest = std::min(rest, first_pause);
       if (waiters_ > 1) rest = std::min(rest, shared_pause);
       limit_reports();
     }
@@ -205,7 +206,9 @@ void Lane::serve(const std::function<void()>& notify) {
     serve_until_closed(notify);
   } catch (const std::exception& error) {  // no memory
     const std::lock_guard lock(mutex_);
+    has_died_ = true;
     for (Peer& peer : peers_) {
+      if (peer.fd >= 0) ::shutdown(peer.fd, SHUT_RDWR);
       peer.state = State::broken;
       fail(peer, std::string("cannot be reached any more: ") + error.what());
     }
@@ -224,7 +227,7 @@ void Lane::serve_until_closed(const std::function<void()>& notify) {
         notify();
         continue;
       }
-      if (!failed_.empty()) rest = first_pause;
+      if (!failed_.empty() || accepts_again_) rest = first_pause;
       limit_reports();
     }
     sleep(rest);
@@ -240,12 +243,11 @@ void Lane::post(Order order) {
 }
 
 void Lane::take_orders() {
-  std::vector<Order> orders;
   {
     const std::lock_guard lock(orders_mutex_);
-    orders.swap(orders_);
+    taken_.swap(orders_);
   }
-  for (Order& order : orders) {
+  for (Order& order : taken_) {
     if (order.reduction)
       begin(order.reduction);
     else if (order.sends)
@@ -253,6 +255,7 @@ void Lane::take_orders() {
     else
       expect(order.peer, std::move(order.message));
   }
+  taken_.clear();
 }
 
 void Lane::signal() {

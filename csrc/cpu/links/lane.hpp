@@ -7,7 +7,7 @@
 // A message is a header (key, length) and its bytes. Messages of equal key between two ranks arrive in the order in which they
 // were sent. Bytes go from the sender's array to the socket and from the socket to the receiver's array, without a copy between.
 // If a message arrives that nothing waits for yet, its bytes stay in the socket. Only if this rank waits for a later message of
-// the same rank, they are put aside: the ranks may then wait for messages in different orders.
+// the same rank in this lane, they are put aside: the ranks may then wait for messages in different orders.
 //
 // An all-reduce can run here as a whole (`reduce`): the thread that waits also adds up what has arrived and sends the sums. Python,
 // with its lock, is not needed between the first message and the last.
@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -115,11 +116,12 @@ class Lane {
     int attempts = 0;  // to connect
     double next_attempt = 0;
 
-    std::deque<std::shared_ptr<Message>> sending;
+    // Lists, because a deque takes 600 bytes when it is empty, and a world may have thousands of peers.
+    std::list<std::shared_ptr<Message>> sending;
     std::size_t sent = 0;  // of the first message, with its header
 
-    std::deque<std::shared_ptr<Message>> awaited;
-    std::deque<Aside> asides;
+    std::list<std::shared_ptr<Message>> awaited;
+    std::list<Aside> asides;
     std::uint8_t header[header_bytes];
     std::size_t arrived = 0;                // bytes of the message that arrives now, with its header
     std::size_t length = 0;                 // of that message, once its header has arrived
@@ -176,13 +178,15 @@ class Lane {
   std::deque<Stranger> strangers_;
   std::deque<std::shared_ptr<Reduction>> ready_;  // all segments have arrived
   std::vector<int> failed_;                       // ranks to which this rank connects again
-  bool accepts_again_ = false, is_closed_ = false;
+  bool accepts_again_ = false, is_closed_ = false, took_signal_ = false;
   Token own_, answer_;
   int listener_ = -1, process_ = -1;  // a child of this process has the same sockets
   int epoll_ = -1, wake_ = -1;
   Ledger& ledger_;
   std::mutex orders_mutex_;
   std::vector<Order> orders_;
+  std::vector<Order> taken_;  // a member: if its use fails, nothing of it is destroyed in the thread that serves the lane
+  std::atomic<bool> has_trouble_{false}, has_died_{false};
   std::unordered_map<std::thread::id, std::uint64_t> reported_;  // the batches that each thread knows of
   std::atomic<bool> woken_{false};
   std::atomic<int> waiters_{0};

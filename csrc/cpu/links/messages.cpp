@@ -147,15 +147,17 @@ void Lane::fail_by_length(Peer& peer, std::size_t sent, std::size_t expected) {
 
 void Lane::fail(Peer& peer, const std::string& trouble) {
   if (peer.trouble.empty()) peer.trouble = trouble;
+  has_trouble_ = true;
 }
 
 std::vector<std::pair<int, std::string>> Lane::list_broken() {
+  if (!has_trouble_) return {};  // without the mutex, which the thread that serves the lane may hold for long
   const std::lock_guard lock(mutex_);
   std::vector<std::pair<int, std::string>> broken;
   for (std::size_t i = 0; i < peers_.size(); ++i) {
     const Peer& peer = peers_[i];
     // A rank that has ended is no problem for ranks that wait for nothing of it.
-    if (!peer.trouble.empty() && !(peer.sending.empty() && peer.awaited.empty() && !peer.arriving))
+    if (!peer.trouble.empty() && (has_died_ || !peer.sending.empty() || !peer.awaited.empty() || peer.arriving))
       broken.emplace_back(static_cast<int>(i), peer.trouble);
   }
   return broken;

@@ -60,12 +60,9 @@ void TcpLinks::close() {
     else
       lanes_[i]->close();
   }
-  for (std::thread& thread : threads_) {
-    if (is_child)
-      thread.detach();
-    else
-      thread.join();
-  }
+  // In a child, other threads may have the memory of these by now, so nothing may touch them.
+  if (is_child) static_cast<void>(new std::vector<std::thread>(std::move(threads_)));
+  for (std::thread& thread : threads_) thread.join();
   threads_.clear();
 }
 
@@ -92,6 +89,7 @@ void TcpLinks::give(std::size_t lane, Order order) {
 
 void TcpLinks::begin(int peer, const std::shared_ptr<Message>& message, bool sends, int lane) {
   if (peer < 0 || static_cast<std::size_t>(peer) >= ranks_) throw std::out_of_range("there is no such rank");
+  if (lane == all_lanes && lanes() > 1) message->is_exact = true;  // both sides have to cut it alike
   const std::size_t parts = lane == all_lanes ? count_parts(message->bytes) : 1;
   if (parts == 1) {
     give(lane == all_lanes ? 0 : static_cast<std::size_t>(lane), {peer, sends, message, nullptr});

@@ -4,7 +4,8 @@
 // its own. A long message is cut into parts, one for each lane, and so is a reduction, whose parts are added up by all threads. One
 // thread cannot fill a link of more than about 10 Gbit/s, and some clouds limit the rate of a single connection.
 //
-// Messages of equal key between two ranks arrive in the order in which they were sent.
+// Messages of equal key between two ranks arrive in the order in which they were sent. A sender should not wait for the end of a
+// message before it sends what the receiver waits for first: the parts of a long message may stay in the sockets of their lanes.
 #pragma once
 
 #include <memory>

@@ -25,8 +25,9 @@ bool Lane::write_some(Peer& peer) {
     iovec parts[2 * most_parts];
     int count = 0;
     std::size_t skip = peer.sent, total = 0;
-    for (std::size_t i = 0; i < peer.sending.size() && i < most_parts; ++i) {
-      const Message& message = *peer.sending[i];
+    std::size_t i = 0;
+    for (auto next = peer.sending.begin(); next != peer.sending.end() && i < most_parts; ++next, ++i) {
+      const Message& message = **next;
       std::memcpy(headers[i], &message.key, 8);
       const std::uint64_t length = message.bytes;
       std::memcpy(headers[i] + 8, &length, 8);

@@ -65,6 +65,8 @@ class Exchanges:
                 advance_messages(self._is_oldest_complete)
             if not self._continue_complete():
                 return
+        if self._links is not None and self._links.lanes > 1:
+            self._links.advance()  # drops the arrays of messages that threads of the links have completed meanwhile
 
     def _is_oldest_complete(self) -> bool:
         """Return True if the messages of the exchange that started first, of those that are not on links, are

@@ -74,7 +74,7 @@ def test_ranks_try_other_addresses_of_a_machine(monkeypatch: pytest.MonkeyPatch)
 def test_ranks_agree_on_the_number_of_connections() -> None:
     """Ranks on smaller machines want fewer."""
     opened = open_on_threads(3, lambda rank: LinkChoice("tcp", (0, 1, 2), "127.0.0.1", lanes=4 - rank))
-    assert [one._tcp.lanes for one in opened if one is not None] == [2, 2, 2]
+    assert [one.lanes for one in opened if one is not None] == [2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,29 @@ def test_ranks_agree_on_the_number_of_connections() -> None:
 )
 def test_the_number_of_connections_follows_from_the_processors(setting: int, threads: int, lanes: int) -> None:
     assert links.count_lanes(setting, threads) == lanes
+
+
+def test_the_limit_of_open_files_limits_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all worlds count. Links that are closed give theirs back."""
+    before = links._connections
+    (one, other) = (each for each in open_on_threads(2, lambda rank: LinkChoice("tcp", (0, 1), "127.0.0.1", 2)))
+    assert one is not None
+    assert other is not None
+    assert links._connections == before + 8
+    for each in (one, one, other):
+        each.close()
+    assert links._connections == before
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(links, "_connections", 0)
+    monkeypatch.setattr(links.resource, "getrlimit", lambda kind: (1024, 4096))
+    monkeypatch.setattr(links.resource, "setrlimit", lambda kind, limit: limits.append(limit))
+    assert links._limit_lanes(4, 500) == 4
+    links._reserve_files(2000)
+    assert limits == [(3024, 4096)]
+    assert links._limit_lanes(4, 500) == 2
+    links._reserve_files(1000)
+    assert links._limit_lanes(4, 500) == 1  # MPI takes over if even these cannot be opened
+    assert limits == [(3024, 4096), (4024, 4096)]
 
 
 def test_ranks_that_cannot_reach_each_other_use_mpi(

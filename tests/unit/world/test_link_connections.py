@@ -7,6 +7,7 @@ import gc
 import os
 import secrets
 import socket
+import threading
 
 import numpy as np
 import pytest
@@ -115,8 +116,13 @@ def test_the_end_of_a_child_process_closes_nothing(lanes: int) -> None:
         if number == 0:
             child = os.fork()
             if child == 0:
+                threads = [threading.Thread(target=sum, args=(range(1000),)) for _ in range(8)]
+                for thread in threads:  # which may get the memory of the parent's threads
+                    thread.start()
                 for one in ranks:
                     one.close()
+                for thread in threads:
+                    thread.join()
                 del ranks, one
                 gc.collect()
                 os._exit(0)
