@@ -56,7 +56,7 @@ class Settings:
     connections: int = _setting(
         "TOPKUBE_CONNECTIONS",
         0,
-        "TCP connections of its own between two ranks of different nodes, up to 16; each beyond the first takes a"
+        "TCP connections of TopKube between two ranks of different nodes, up to 16; each beyond the first has a"
         " thread. 0: one for every four threads that a rank may run, up to 4",
     )
     node_exchange: str = _setting(

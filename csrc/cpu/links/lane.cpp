@@ -234,6 +234,11 @@ void Lane::serve_until_closed(const std::function<void()>& notify) {
   }
 }
 
+void Lane::begin(Order order) {
+  const std::lock_guard lock(mutex_);
+  carry_out(order);
+}
+
 void Lane::post(Order order) {
   {
     const std::lock_guard lock(orders_mutex_);
@@ -247,15 +252,17 @@ void Lane::take_orders() {
     const std::lock_guard lock(orders_mutex_);
     taken_.swap(orders_);
   }
-  for (Order& order : taken_) {
-    if (order.reduction)
-      begin(order.reduction);
-    else if (order.sends)
-      begin_sending(order.peer, std::move(order.message));
-    else
-      expect(order.peer, std::move(order.message));
-  }
+  for (Order& order : taken_) carry_out(order);
   taken_.clear();
+}
+
+void Lane::carry_out(Order& order) {
+  if (order.reduction)
+    begin_reduction(order.reduction);
+  else if (order.sends)
+    begin_sending(order.peer, std::move(order.message));
+  else
+    expect(order.peer, std::move(order.message));
 }
 
 void Lane::signal() {

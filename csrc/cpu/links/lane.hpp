@@ -33,7 +33,8 @@
 
 namespace topkube {
 
-// What a thread asks of a lane that another thread serves: to send or receive a message, or a reduction.
+// What a lane is asked to do: to send a message to a rank or to receive one, which has at most `message->bytes`; or a reduction,
+// whose buffer holds (ranks - 1) times the longest segment. All ranks begin a reduction with the same parameters.
 struct Order {
   int peer = -1;
   bool sends = false;
@@ -56,14 +57,8 @@ class Lane {
   // Names the address (numeric, IPv4 or IPv6), port and tokens of another rank. Returns false if the address is not numeric.
   bool set_peer(int peer, const std::string& address, int port, Token own, Token answer);
 
-  // Begins to send or to receive a message. `receive` accepts a message of at most `message->bytes`.
-  void send(int peer, std::shared_ptr<Message> message);
-  void receive(int peer, std::shared_ptr<Message> message);
-
-  // Begins a reduction, whose buffer holds (ranks - 1) times the longest segment. All ranks begin it with the same parameters.
-  void reduce(std::shared_ptr<Reduction> reduction);
-
-  // Hands an order to the thread that serves this lane, without waiting for it.
+  // Begins what the order asks for: at once, or (`post`) in the thread that serves this lane, without waiting for it.
+  void begin(Order order);
   void post(Order order);
 
   // Moves messages until the lane is closed. Calls `notify` when a batch has become complete.
@@ -142,11 +137,12 @@ class Lane {
   void serve_until_closed(const std::function<void()>& notify);
   void sleep(double seconds);
   void take_orders();
+  void carry_out(Order& order);
   void signal();
   void limit_reports();
   void lift_limits();
   void require_open() const;
-  void begin(const std::shared_ptr<Reduction>& reduction);
+  void begin_reduction(const std::shared_ptr<Reduction>& reduction);
   void begin_sending(int peer, std::shared_ptr<Message> message);
   void begin_connection(int peer);
   void end_attempt(int peer, const std::string& trouble);

@@ -7,19 +7,9 @@
 
 namespace topkube {
 
-void Lane::send(int number, std::shared_ptr<Message> message) {
-  const std::lock_guard lock(mutex_);
-  begin_sending(number, std::move(message));
-}
-
 void Lane::begin_sending(int number, std::shared_ptr<Message> message) {
   peers_.at(static_cast<std::size_t>(number)).sending.push_back(std::move(message));
   begin_connection(number);
-}
-
-void Lane::receive(int number, std::shared_ptr<Message> message) {
-  const std::lock_guard lock(mutex_);
-  expect(number, std::move(message));
 }
 
 bool Lane::fits(const Message& message, std::size_t bytes) {
@@ -98,12 +88,7 @@ std::uint8_t* find_place(const Reduction& reduction, std::size_t p, std::size_t 
 
 }  // namespace
 
-void Lane::reduce(std::shared_ptr<Reduction> reduction) {
-  const std::lock_guard lock(mutex_);
-  begin(reduction);
-}
-
-void Lane::begin(const std::shared_ptr<Reduction>& reduction) {
+void Lane::begin_reduction(const std::shared_ptr<Reduction>& reduction) {
   const std::size_t ranks = peers_.size(), item = item_size(reduction->dtype), me = static_cast<std::size_t>(rank_);
   const Part own(*reduction, me, ranks);
   const int others = static_cast<int>(ranks) - 1;

@@ -13,6 +13,22 @@ namespace {
 // Shorter parts cost more than the other lanes save.
 constexpr std::size_t least_part_bytes = 256 << 10;
 
+// Blocks all signals in this thread, and in the threads that it starts, until its end.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    ::sigfillset(&all);
+    ::pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  SignalsBlocked(const SignalsBlocked&) = delete;
+  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
 }  // namespace
 
 TcpLinks::TcpLinks(int rank, int ranks, const std::vector<int>& listeners, const Token& own, const Token& answer)
@@ -23,21 +39,12 @@ TcpLinks::TcpLinks(int rank, int ranks, const std::vector<int>& listeners, const
       ++made;  // a lane closes its listener, also if it cannot be made
       lanes_.push_back(std::make_unique<Lane>(rank, ranks, listener, own, answer, ledger_));
     }
-    // Signals are for the threads of Python.
-    sigset_t all, before;
-    ::sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, &before);
-    try {
-      for (std::size_t i = 1; i < lanes_.size(); ++i) {
-        Lane &lane = *lanes_[i], &first = *lanes_.front();
-        threads_.emplace_back([&lane, &first] { lane.serve([&first] { first.notify(); }); });
-        ::pthread_setname_np(threads_.back().native_handle(), "topkube-link");
-      }
-    } catch (...) {
-      ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
-      throw;
+    const SignalsBlocked blocked;  // in the new threads: signals are for those of Python
+    for (std::size_t i = 1; i < lanes_.size(); ++i) {
+      Lane &lane = *lanes_[i], &first = *lanes_.front();
+      threads_.emplace_back([&lane, &first] { lane.serve([&first] { first.notify(); }); });
+      ::pthread_setname_np(threads_.back().native_handle(), "topkube-link");
     }
-    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   } catch (...) {
     for (; made < listeners.size(); ++made) ::close(listeners[made]);
     close();
@@ -76,15 +83,10 @@ bool TcpLinks::set_peer(int peer, const std::string& address, const std::vector<
 std::size_t TcpLinks::count_parts(std::size_t bytes) const { return std::clamp(bytes / least_part_bytes, std::size_t{1}, lanes()); }
 
 void TcpLinks::give(std::size_t lane, Order order) {
-  if (lane > 0) {
+  if (lane == 0)
+    lanes_[0]->begin(std::move(order));
+  else
     lanes_[lane]->post(std::move(order));
-  } else if (order.reduction) {
-    lanes_[0]->reduce(std::move(order.reduction));
-  } else if (order.sends) {
-    lanes_[0]->send(order.peer, std::move(order.message));
-  } else {
-    lanes_[0]->receive(order.peer, std::move(order.message));
-  }
 }
 
 void TcpLinks::begin(int peer, const std::shared_ptr<Message>& message, bool sends, int lane) {
