@@ -373,10 +373,10 @@ def test_a_trial_goes_on_as_long_as_the_noise_is_larger_than_the_difference(monk
 
 
 def test_a_trial_ends_after_five_measurements(monkeypatch: Any) -> None:
-    for second, name in ((0.28, "int4"), (0.33, DENSE)):
-        measured = [(seconds, 0.2) for seconds in (0.30, 0.28, 0.30, second, 0.30)]
+    for spread, second, name in ((0.05, 0.27, "int4"), (0.05, 0.33, DENSE), (0.2, 0.27, DENSE)):
+        measured = [(seconds, spread) for seconds in (0.30, 0.27, 0.30, second, 0.30)]
         names, is_settled, _ = run_trial(monkeypatch, *measured)
-        assert (names, is_settled) == (["int4", DENSE, "int4", DENSE, name], True)
+        assert (names, is_settled) == (["int4", DENSE, "int4", DENSE, name], True), "a gain has to exceed the noise"
 
 
 def test_a_state_that_is_saved_in_a_trial_keeps_the_choice_in_force(monkeypatch: Any) -> None:

@@ -11,8 +11,9 @@ from topkube.training.exchange.tuning.step_times import Measurement
 
 MOST_MEASUREMENTS = 5
 """The measurements after which a trial ends at the latest: three of the earlier choice, two of the one on trial."""
-_CLEAR = 2.0
-"""A difference is clear if it is this many times as large as its standard error."""
+_CLEAR, _CLEAR_AT_THE_END = 2.0, 1.0
+"""A difference is clear if it is this many times as large as its standard error. After the last measurement, only a
+gain has to be clear. Otherwise the earlier choice stays: it compresses less, or the cost model ranks it first."""
 _LARGE_GAIN = 0.1
 """From this share of the step on, a clear gain needs no second measurement of the earlier choice."""
 
@@ -58,10 +59,12 @@ class Trial:
         steps may have become slower or faster since then: then only a large gain decides."""
         limit = (1 - LEAST_GAIN) * self.earlier.step
         is_faster = self.tried.step < limit
+        difference = abs(self.tried.step - limit)
+        error = math.hypot(self.tried.error, self.earlier.error)
         count = len(self.earlier.measured) + len(self.tried.measured)
         if count >= MOST_MEASUREMENTS:
-            return is_faster
-        is_clear = abs(self.tried.step - limit) > _CLEAR * math.hypot(self.tried.error, self.earlier.error)
+            return is_faster and difference > _CLEAR_AT_THE_END * error
+        is_clear = difference > _CLEAR * error
         if count % 2 == 0:
             return True if is_clear and self.tried.step < (1 - _LARGE_GAIN) * self.earlier.step else None
         return is_faster if is_clear else None
