@@ -1,4 +1,5 @@
 #include <memory>
+#include <set>
 
 #include <nanobind/stl/shared_ptr.h>
 
@@ -27,6 +28,19 @@ MessagePointer make_message(std::uint64_t key, std::uint8_t* data, std::size_t b
   message->bytes = bytes;
   message->keeper = keep(array);
   return message;
+}
+
+std::shared_ptr<Greeting> make_greeting(const TcpLinks& links, const std::vector<int>& partners, std::uint64_t signature,
+                                        std::uint64_t key, std::size_t room) {
+  auto greeting = std::make_shared<Greeting>();
+  for (const int partner : partners) {
+    require(partner >= 0 && static_cast<std::size_t>(partner) < links.ranks() && partner != links.rank(), "there is no such rank");
+    greeting->arrivals.push_back({partner, 0, nullptr});
+  }
+  greeting->signature = signature;
+  greeting->greeting_key = key;
+  greeting->room = room;
+  return greeting;
 }
 
 // Calls `work` without the interpreter's lock, then drops what messages no longer need.
@@ -59,6 +73,9 @@ void bind_links(nb::module_& module) {
   nb::class_<Reduction, MessageBatch>(module, "TcpReduction").def_prop_ro("is_finite", [](const Reduction& reduction) {
     return reduction.is_finite.load();
   });
+  nb::class_<Greeting, Reduction>(module, "TcpGreeting")
+      .def_prop_ro("differs", [](const Greeting& greeting) { return greeting.differs.load(); })
+      .def_prop_ro("all_greeted", [](const Greeting& greeting) { return greeting.all_greeted; });
   nb::class_<TcpLinks>(module, "TcpLinks")
       .def(
           "__init__",
@@ -118,10 +135,42 @@ void bind_links(nb::module_& module) {
             return reduction;
           },
           nb::arg("x"), nb::arg("buffer"), nb::arg("dtype"), nb::arg("scale"), nb::arg("key"), nb::arg("is_gathered"))
+      .def(
+          "greet",
+          [](TcpLinks& self, const std::vector<int>& partners, std::uint64_t signature, std::uint64_t key, std::size_t room) {
+            auto greeting = make_greeting(self, partners, signature, key, room);
+            run(self, [&] { self.greet(greeting); });
+            return greeting;
+          },
+          nb::arg("partners"), nb::arg("signature"), nb::arg("key"), nb::arg("room"))
+      .def(
+          "greet_and_reduce",
+          [](TcpLinks& self, const std::vector<int>& partners, std::uint64_t signature, std::uint64_t key, std::size_t room,
+             nb::object x, int code, float scale, std::uint64_t sums_key, bool is_in_one_round) {
+            const auto values = view<Bytes>(x);
+            auto greeting = make_greeting(self, partners, signature, key, room);
+            require(std::set(partners.begin(), partners.end()).size() == partners.size() && partners.size() + 1 == self.ranks(),
+                    "a sum needs the values of all ranks");
+            greeting->has_values = true;
+            greeting->dtype = dtype_of(code);
+            greeting->length = values.size() / item_size(greeting->dtype);
+            greeting->x = values.data();
+            greeting->scale = scale;
+            greeting->key = sums_key;
+            greeting->is_in_one_round = is_in_one_round;
+            greeting->keeper = keep(x);
+            run(self, [&] { self.greet(greeting); });
+            return greeting;
+          },
+          nb::arg("partners"), nb::arg("signature"), nb::arg("key"), nb::arg("room"), nb::arg("x"), nb::arg("dtype"),
+          nb::arg("scale"), nb::arg("sums_key"), nb::arg("is_in_one_round"))
+      .def(
+          "abandon", [](TcpLinks& self, Greeting& greeting) { self.abandon(greeting); }, nb::arg("greeting"), Releases())
       .def("gather", &TcpLinks::gather, nb::arg("messages"), Releases())
       .def("advance", [](TcpLinks& self) { run(self, [&] { self.advance(); }); })
       .def(
-          "wait", [](TcpLinks& self, double seconds) { run(self, [&] { self.wait(seconds); }); }, nb::arg("seconds"))
+          "wait", [](TcpLinks& self, double seconds, double spinning) { run(self, [&] { self.wait(seconds, spinning); }); },
+          nb::arg("seconds"), nb::arg("spinning") = 0)
       .def("wake", &TcpLinks::wake, Releases())
       .def("list_broken", &TcpLinks::list_broken, Releases())
       .def("close", &TcpLinks::close, Releases());

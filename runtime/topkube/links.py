@@ -94,6 +94,7 @@ class Links:
         self._tcp, self._channel, self._channels = tcp, channel, [channel]
         self.gather, self.advance, self.wait, self.wake = tcp.gather, tcp.advance, tcp.wait, tcp.wake
         self.list_broken, self.set_peer, self.lanes = tcp.list_broken, tcp.set_peer, tcp.lanes
+        self.abandon = tcp.abandon
         self.reserved = 0
         """The files that were reserved for the connections."""
 
@@ -124,6 +125,31 @@ class Links:
         must not change before. All ranks call this with the same length and type."""
         key = self._channel * MOST_TAGS + tag
         return self._tcp.reduce(as_bytes(x), as_bytes(buffer), DTYPE_CODES[x.dtype], scale, key, is_gathered)
+
+    def greet(self, partners: Sequence[int], signature: int, room: int) -> Any:
+        """Begin to send a signature of 8 bytes to `partners`, and to receive theirs, which `room` bytes of values may
+        follow. Return the greetings: when they are complete, `differs` is True if other signatures or values have
+        arrived, which is known when `all_greeted` is complete."""
+        return self._tcp.greet(partners, signature, self._channel * MOST_TAGS + ANY_LENGTH_TAG, room)
+
+    def greet_and_reduce(
+        self,
+        partners: Sequence[int],
+        signature: int,
+        room: int,
+        x: Array,
+        tag: int,
+        scale: float,
+        is_in_one_round: bool,
+    ) -> Any:
+        """Begin to greet all other ranks with values of x, and to replace x by its sum over all ranks times `scale`.
+        Return the greetings. x, and `is_finite` of the own part, count only if they do not differ. After `abandon`,
+        they do not touch x."""
+        first = self._channel * MOST_TAGS
+        values, dtype = as_bytes(x), DTYPE_CODES[x.dtype]
+        return self._tcp.greet_and_reduce(
+            partners, signature, first + ANY_LENGTH_TAG, room, values, dtype, scale, first + tag, is_in_one_round
+        )
 
     def duplicate(self) -> Links:
         """Return links over the same connections, with tags of their own. All ranks call this in the same order."""

@@ -14,6 +14,9 @@ from topkube.links import Links
 
 _YIELD_SECONDS = 100e-6
 """How long a wait for messages yields the processor and checks again before it begins to sleep."""
+_SHORT_WAIT_SECONDS = 2e-3
+"""How long a wait for a few messages that travel at once yields, with a processor for each rank. If one rank sleeps, it
+wakes up late, and then the others sleep too: calls in a row would take three times as long."""
 _PAUSE_SECONDS = 200e-6
 """The longest sleep between two checks if the machine has a processor for every other rank."""
 _IDLE_SECONDS = 8e-6
@@ -58,13 +61,31 @@ def advance_messages(advance: Callable[[], bool]) -> bool:
     return False
 
 
-def sleep_until_woken(seconds: float, links: Links | None) -> None:
+def sleep_until_woken(seconds: float, links: Links | None, yielding: float = _YIELD_SECONDS) -> None:
     """Sleep for `seconds`; if `links` is passed, until some of its messages are complete, or it is time to check for
-    errors."""
+    errors. With 0 seconds, messages of `links` are about to arrive, so the thread yields the processor for `yielding`
+    seconds before it sleeps."""
     if links is not None:
-        links.wait(CHECK_SECONDS)
-    else:
+        links.wait(CHECK_SECONDS, 0.0 if seconds else yielding)
+    elif seconds:
         time.sleep(seconds)
+    else:
+        os.sched_yield()  # time.sleep(0) would sleep for 50 us, the timers' slack
+
+
+def wait_for_links(
+    links: Links, messages: Any, check: Callable[[float], None], crowding: float, is_short: bool
+) -> None:
+    """Wait until `messages`, which `links` has gathered, are complete, as `wait_until` does. `is_short` tells that they
+    need no time but that of the link, and that the thread has nothing to compete with."""
+    yielding = _SHORT_WAIT_SECONDS / max(1.0, crowding) if is_short else _YIELD_SECONDS
+
+    def have_arrived() -> bool:
+        if not messages.are_complete:
+            links.advance()
+        return bool(messages.are_complete)
+
+    wait_until(have_arrived, check, crowding, None, lambda seconds: sleep_until_woken(seconds, links, yielding), links)
 
 
 def wait_until(
@@ -82,7 +103,7 @@ def wait_until(
     that, 128 waiting ranks would use all the time of two processors. If `pause_seconds` is given, the wait sleeps for
     that long from the start: the caller passes the time that the link needs for the messages. `sleep` takes the place
     of time.sleep, from the start: it returns sooner or later than it is asked to if messages of `links` tell when
-    `ready` may change.
+    `ready` may change. Without `pause_seconds`, it is asked to sleep for 0 seconds until the yielding is over.
     """
     start = time.monotonic()
     checked, pause, longest = start, 20e-6, _PAUSE_SECONDS * max(1.0, crowding / 2)
@@ -94,7 +115,10 @@ def wait_until(
             sleep = None
         now = time.monotonic()
         if now - start < _YIELD_SECONDS and pause_seconds is None:
-            os.sched_yield()  # time.sleep(0) would sleep for 50 us, the timers' slack
+            if sleep is not None:
+                sleep(0.0)
+            else:
+                sleep_until_woken(0.0, None)
             continue
         if now - checked > CHECK_SECONDS:
             checked = now

@@ -8,6 +8,7 @@ act as several nodes.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import threading
 import time
@@ -31,7 +32,7 @@ from topkube.processors import count_own_threads, limit_to_cgroup
 from topkube.roll_call import RollCall
 from topkube.settings import Settings, read_process_launch
 from topkube.topology import Nodes, find_nodes_of_ranks, group_by_home, parse_declared_nodes
-from topkube.waiting import CHECK_SECONDS, advance_messages, wait_for_all_ranks, wait_until
+from topkube.waiting import advance_messages, wait_for_all_ranks, wait_for_links, wait_until
 
 _DESCRIPTION_BYTES = 160
 
@@ -109,6 +110,11 @@ class World:
         """What carries messages of host memory between the ranks of `cross_comm`: `links`, or `cross_comm` itself."""
         return self.links if self.links is not None else self.cross_comm
 
+    @functools.cached_property
+    def largest_node(self) -> int:
+        """The ranks of the node that has the most."""
+        return max(map(len, self.node_ranks))
+
     @property
     def calls(self) -> int:
         """The number of collectives that this rank has entered."""
@@ -151,26 +157,24 @@ class World:
 
     def wait(
         self,
-        requests: list[Any],
+        requests: Any,
         what: str,
         meanwhile: Callable[[], None] | None = None,
         series: WaitSeries = WaitSeries.COLLECTIVE,
+        is_short: bool = False,
     ) -> None:
-        """Wait until all `requests`, of MPI or of `links`, are complete. The wait calls `meanwhile` regularly, and
-        `meanwhile` may raise.
+        """Wait until all `requests`, a list of MPI's or of messages of `links`, or what `links` has gathered, are
+        complete. The wait calls `meanwhile` regularly, and `meanwhile` may raise. `is_short` is that of
+        `wait_for_links`.
 
         Raises CollectiveTimeout with the ranks that did not arrive, after the deadline.
         """
         from mpi4py.MPI import Request
 
-        if self.links is not None and are_links_messages(requests):
-            links, messages = self.links, self.links.gather(requests)
-
-            def arrived() -> bool:
-                links.advance()
-                return bool(messages.are_complete)
-
-            self.wait_until(arrived, what, meanwhile, series, sleep=lambda _: links.wait(CHECK_SECONDS))
+        if self.links is not None and (not isinstance(requests, list) or are_links_messages(requests)):
+            messages = self.links.gather(requests) if isinstance(requests, list) else requests
+            check = self._build_check(what, meanwhile, series)
+            wait_for_links(self.links, messages, check, self.crowding, is_short)
             return
 
         def complete() -> bool:
@@ -188,6 +192,13 @@ class World:
         sleep: Callable[[float], object] | None = None,
     ) -> None:
         """Wait as `wait` does, until `ready()` is true (`waiting.wait_until`)."""
+        check = self._build_check(what, meanwhile, series)
+        wait_until(ready, check, self.crowding, pause_seconds, sleep, self.links)
+
+    def _build_check(
+        self, what: str, meanwhile: Callable[[], None] | None, series: WaitSeries
+    ) -> Callable[[float], None]:
+        """Return what a wait calls from time to time with the seconds that it has waited."""
 
         def check(waited: float) -> None:
             self.check_roll_call(what, series)
@@ -197,7 +208,7 @@ class World:
             if waited > self.deadline_seconds:
                 self.give_up(what, series)
 
-        wait_until(ready, check, self.crowding, pause_seconds, sleep, self.links)
+        return check
 
     def _check_links(self, what: str) -> None:
         """Raise CollectiveError if messages wait for a rank whose connection is lost."""

@@ -1,6 +1,7 @@
 #include "cpu/links/lane.hpp"
 
 #include <fcntl.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -75,7 +76,7 @@ void Lane::close() {
     ::close(listener_);
     listener_ = -1;
   }
-  woken_ = true;
+  ++wakes_;
   signal();
 }
 
@@ -96,12 +97,7 @@ void Lane::watch(int fd, std::uint64_t number) {
 }
 
 void Lane::handle(std::uint64_t number, std::uint32_t events) {
-  if (number == wake_number) {
-    std::uint64_t count;
-    [[maybe_unused]] const ssize_t got = ::read(wake_, &count, sizeof count);
-    took_signal_ = true;
-    return;
-  }
+  if (number == wake_number) return;  // for a thread that sleeps: see `sleep`
   if (number == listener_number) {
     accept_strangers();
     return;
@@ -127,7 +123,7 @@ void Lane::progress(const std::uint64_t* seen) {
     const int count = ::epoll_wait(epoll_, events, 64, 0);
     for (int i = 0; i < count; ++i) handle(events[i].data.u64, events[i].events);
     has_more = count == 64;
-    take_orders();  // after `handle` has cleared the signal: the signal of a later order is still there when this thread sleeps
+    take_orders();  // the signal of a later order is still there when this thread sleeps
     for (const int number : active_) {
       Peer& peer = peers_[static_cast<std::size_t>(number)];
       if (peer.state != State::open) continue;
@@ -137,8 +133,12 @@ void Lane::progress(const std::uint64_t* seen) {
     while (!ready_.empty()) {
       const std::shared_ptr<Reduction> reduction = std::move(ready_.front());
       ready_.pop_front();
-      add_up(*reduction);
-      if (reduction->is_gathered) send_sums(reduction);
+      if (reduction->is_greeting) {
+        end_greeting(std::static_pointer_cast<Greeting>(reduction));
+      } else {
+        add_up(*reduction);
+        if (reduction->is_gathered) send_sums(reduction);
+      }
       ledger_.release(std::move(reduction->keeper));
       ledger_.count_down(*reduction);
       has_more = true;
@@ -151,16 +151,15 @@ void Lane::advance() {
   require_open();
   lift_limits();
   const std::uint64_t before = ledger_.completed();
-  took_signal_ = false;
   progress(nullptr);
-  if (ledger_.completed() != before || took_signal_) notify();
+  if (ledger_.completed() != before) notify();
 }
 
 void Lane::require_open() const {
   if (is_closed_) throw std::runtime_error("the links between nodes are closed");
 }
 
-void Lane::wait(double seconds) {
+void Lane::wait(double seconds, double spinning) {
   struct Waiting {
     explicit Waiting(std::atomic<int>& waiters) : waiters(waiters), others(waiters.fetch_add(1)) {}
     ~Waiting() { --waiters; }
@@ -168,36 +167,51 @@ void Lane::wait(double seconds) {
     const int others;
   } waiting(waiters_);
   if (waiting.others > 0) signal();  // it sleeps for a short time from now on
-  const double until = now() + seconds;
+  const double until = now() + seconds, spins_until = std::min(now() + spinning, until);
   for (;;) {
-    double rest = until - now();
+    bool spins = false, is_long = false;
+    double rest = 0;
     {
       const std::lock_guard lock(mutex_);
       require_open();
-      std::uint64_t& reported = reported_[std::this_thread::get_id()];
-      progress(&reported);
-      const std::uint64_t completed = ledger_.completed();
-      if (completed != reported) {
-        if (waiters_ > 1) signal();  // the others do not know yet, and this thread may have taken their signal
-        reported = completed;
+      Known& known = known_[std::this_thread::get_id()];
+      progress(&known.completed);
+      const std::uint64_t completed = ledger_.completed(), wakes = wakes_;
+      const double time = now();
+      if (completed != known.completed || wakes != known.wakes || time >= until) {
+        if (completed != known.completed && waiters_ > 1) signal();  // the others do not know yet
+        known = {completed, wakes};
         return;
       }
-      if (!failed_.empty() || accepts_again_) rest = std::min(rest, first_pause);
-      if (waiters_ > 1) rest = std::min(rest, shared_pause);
-      limit_reports();
+      spins = time < spins_until;
+      if (!spins) {
+        rest = until - time;
+        if (!failed_.empty() || accepts_again_) rest = std::min(rest, first_pause);
+        is_long = waiters_ == 1;
+        if (!is_long) rest = std::min(rest, shared_pause);
+        if (is_long) ++long_sleepers_;
+        limit_reports();
+      }
     }
-    if (woken_.exchange(false) || until <= now()) return;
-    sleep(rest);
+    if (spins)
+      ::sched_yield();
+    else
+      sleep(rest, is_long);
   }
 }
 
-// Waits for something to happen at a socket, at most for `seconds`.
-void Lane::sleep(double seconds) {
+// Waits for something to happen at a socket, at most for `seconds`. `is_long` if this thread counts as one of `long_sleepers_`.
+void Lane::sleep(double seconds, bool is_long) {
   epoll_event event;
   const int count = ::epoll_wait(epoll_, &event, 1, static_cast<int>(std::ceil(std::max(seconds, 0.0) * 1e3)));
   const std::lock_guard lock(mutex_);
+  if (is_long) --long_sleepers_;
   if (is_closed_) return;
   if (count == 0) lift_limits();
+  if (count == 1 && event.data.u64 == wake_number && long_sleepers_ == 0) {  // otherwise it is for the thread that sleeps for long
+    std::uint64_t signals;
+    [[maybe_unused]] const ssize_t got = ::read(wake_, &signals, sizeof signals);
+  }
   if (count == 1) handle(event.data.u64, event.events);  // epoll reports each event once
 }
 
@@ -230,7 +244,7 @@ void Lane::serve_until_closed(const std::function<void()>& notify) {
       if (!failed_.empty() || accepts_again_) rest = first_pause;
       limit_reports();
     }
-    sleep(rest);
+    sleep(rest, false);
   }
 }
 
@@ -257,7 +271,9 @@ void Lane::take_orders() {
 }
 
 void Lane::carry_out(Order& order) {
-  if (order.reduction)
+  if (order.reduction && order.reduction->is_greeting)
+    begin_greeting(std::static_pointer_cast<Greeting>(order.reduction));
+  else if (order.reduction)
     begin_reduction(order.reduction);
   else if (order.sends)
     begin_sending(order.peer, std::move(order.message));
@@ -271,7 +287,7 @@ void Lane::signal() {
 }
 
 void Lane::wake() {
-  woken_ = true;
+  ++wakes_;
   notify();
 }
 

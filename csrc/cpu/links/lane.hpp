@@ -61,6 +61,9 @@ class Lane {
   void begin(Order order);
   void post(Order order);
 
+  // Lets a greeting that nobody waits for any more end without touching its array.
+  void abandon(Greeting& greeting);
+
   // Moves messages until the lane is closed. Calls `notify` when a batch has become complete.
   void serve(const std::function<void()>& notify);
 
@@ -68,8 +71,9 @@ class Lane {
   void advance();
 
   // Moves messages until a batch becomes complete, `wake` is called or `seconds` pass. A batch that became complete, or a `wake`,
-  // since the last `wait` of this thread counts too. Several threads may wait, and take turns at the sockets.
-  void wait(double seconds);
+  // since the last `wait` of this thread counts too. Several threads may wait, and take turns at the sockets. For the first
+  // `spinning` seconds, the thread does not sleep, but yields the processor and looks again: a sleep costs several microseconds.
+  void wait(double seconds, double spinning);
   void wake();
 
   // Ends the sleep of threads that wait, if there are any, so that they see which batches are complete.
@@ -135,7 +139,7 @@ class Lane {
   // Moves messages as far as possible; if `seen` is not null, until another number of batches is complete.
   void progress(const std::uint64_t* seen);
   void serve_until_closed(const std::function<void()>& notify);
-  void sleep(double seconds);
+  void sleep(double seconds, bool is_long);
   void take_orders();
   void carry_out(Order& order);
   void signal();
@@ -143,6 +147,7 @@ class Lane {
   void lift_limits();
   void require_open() const;
   void begin_reduction(const std::shared_ptr<Reduction>& reduction);
+  void begin_greeting(const std::shared_ptr<Greeting>& greeting);
   void begin_sending(int peer, std::shared_ptr<Message> message);
   void begin_connection(int peer);
   void end_attempt(int peer, const std::string& trouble);
@@ -158,7 +163,9 @@ class Lane {
   bool read_some(Peer& peer);
   void begin_arrival(Peer& peer);
   void end_arrival(Peer& peer);
+  static void give_memory(Message& message, std::unique_ptr<std::uint8_t[]> memory, std::size_t bytes);
   void complete(Message& message);
+  void end_greeting(const std::shared_ptr<Greeting>& greeting);
   void add_up(Reduction& reduction);
   void send_sums(const std::shared_ptr<Reduction>& reduction);
   void expect(int peer, std::shared_ptr<Message> message);
@@ -174,7 +181,7 @@ class Lane {
   std::deque<Stranger> strangers_;
   std::deque<std::shared_ptr<Reduction>> ready_;  // all segments have arrived
   std::vector<int> failed_;                       // ranks to which this rank connects again
-  bool accepts_again_ = false, is_closed_ = false, took_signal_ = false;
+  bool accepts_again_ = false, is_closed_ = false;
   Token own_, answer_;
   int listener_ = -1, process_ = -1;  // a child of this process has the same sockets
   int epoll_ = -1, wake_ = -1;
@@ -183,9 +190,13 @@ class Lane {
   std::vector<Order> orders_;
   std::vector<Order> taken_;  // a member: if its use fails, nothing of it is destroyed in the thread that serves the lane
   std::atomic<bool> has_trouble_{false}, has_died_{false};
-  std::unordered_map<std::thread::id, std::uint64_t> reported_;  // the batches that each thread knows of
-  std::atomic<bool> woken_{false};
+  struct Known {
+    std::uint64_t completed = 0, wakes = 0;
+  };
+  std::unordered_map<std::thread::id, Known> known_;  // the batches and the wakes that each thread knows of
+  std::atomic<std::uint64_t> wakes_{0};
   std::atomic<int> waiters_{0};
+  int long_sleepers_ = 0;  // threads that sleep for longer than `shared_pause`: only a signal tells them that they are not alone
 };
 
 }  // namespace topkube

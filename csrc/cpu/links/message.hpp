@@ -24,6 +24,8 @@ struct MessageBatch {
 // others, and adds them up in the order of the ranks. If `is_gathered`, it then sends the sum to all of them. A part of a reduction
 // does so with part `part` of `parts` of every segment.
 struct Reduction : MessageBatch {
+  explicit Reduction(bool is_greeting = false) : is_greeting(is_greeting) {}
+  const bool is_greeting;  // a Greeting
   std::uint8_t* x = nullptr;
   std::uint8_t* buffer = nullptr;  // for the segments of the other ranks, in the order of the ranks
   std::size_t length = 0;          // elements of x
@@ -35,14 +37,37 @@ struct Reduction : MessageBatch {
   std::shared_ptr<void> keeper;
   std::atomic<bool> is_finite{true};                // the own segment, when it is complete
   std::atomic<bool>* is_whole_finite = &is_finite;  // of the reduction of which this is a part
-  int awaited = 0;                                  // segments that have not arrived
+  int awaited = 0;                                  // segments, or greetings, that have not arrived
 };
 
-// A message that this rank sends or receives. The keeper keeps the memory at `data` alive.
+// What the ranks that enter a call tell each other: a signature of the call, 8 bytes, which is the same on all of them if they entered
+// the same call. If `has_values`, the signature is followed by the values of a segment of x, or of all of it if `is_in_one_round`.
+// They are added up only if all signatures are the same; if `is_in_one_round` is false, the sums follow.
+struct Greeting : Reduction {
+  Greeting() : Reduction(true) {}
+  std::uint64_t signature = 0, greeting_key = 0;
+  std::size_t room = 0;  // the most bytes of values of another rank
+  bool has_values = false, is_in_one_round = false;
+  bool is_abandoned = false;                                                     // nobody waits for the sum, and x may be gone
+  std::shared_ptr<MessageBatch> all_greeted = std::make_shared<MessageBatch>();  // complete when `differs` is known
+  struct Arrival {
+    int rank = 0;
+    std::size_t bytes = 0;
+    std::unique_ptr<std::uint8_t[]> data;
+  };
+  std::vector<Arrival> arrivals;     // of the ranks that this rank exchanges greetings with
+  std::vector<std::uint8_t> sent;    // all greetings of this rank, side by side
+  std::atomic<bool> differs{false};  // a signature does
+};
+
+// A message that this rank sends or receives. The keeper keeps the memory at `data` alive. A message that is received without such
+// memory gets some when its length is known.
 struct Message {
   std::uint64_t key = 0;
   std::uint8_t* data = nullptr;
   std::size_t bytes = 0;
+  std::unique_ptr<std::uint8_t[]> own;  // memory of this message
+  std::size_t place = 0;                // of a greeting among the arrivals
   std::shared_ptr<void> keeper;
   std::vector<std::shared_ptr<MessageBatch>> batches;  // the greetings of a call are awaited by all its pieces
   std::shared_ptr<Reduction> reduction;                // that needs this message

@@ -28,7 +28,10 @@ void Lane::expect(int number, std::shared_ptr<Message> message) {
     }
     peer.arriving = std::move(peer.awaited.back());
     peer.awaited.pop_back();
-    std::memcpy(peer.arriving->data, peer.arriving_aside->data.get(), peer.arrived - header_bytes);
+    if (peer.arriving->data == nullptr)
+      give_memory(*peer.arriving, std::move(peer.arriving_aside->data), peer.length);
+    else
+      std::memcpy(peer.arriving->data, peer.arriving_aside->data.get(), peer.arrived - header_bytes);
     peer.arriving_aside.reset();
   }
   begin_connection(number);
@@ -42,13 +45,27 @@ bool Lane::match_aside(Peer& peer, Message& message) {
     fail_by_length(peer, found->bytes, message.bytes);
     return false;
   }
-  std::memcpy(message.data, found->data.get(), found->bytes);
+  if (message.data == nullptr)
+    give_memory(message, std::move(found->data), found->bytes);
+  else
+    std::memcpy(message.data, found->data.get(), found->bytes);
   peer.asides.erase(found);
   complete(message);
   return true;
 }
 
+void Lane::give_memory(Message& message, std::unique_ptr<std::uint8_t[]> memory, std::size_t bytes) {
+  message.own = std::move(memory);
+  message.data = message.own.get();
+  message.bytes = bytes;
+}
+
 void Lane::complete(Message& message) {
+  if (message.reduction && message.reduction->is_greeting) {
+    Greeting::Arrival& arrival = static_cast<Greeting&>(*message.reduction).arrivals[message.place];
+    arrival.data = std::move(message.own);
+    arrival.bytes = message.bytes;
+  }
   ledger_.complete(message);
   if (message.reduction && --message.reduction->awaited == 0) ready_.push_back(message.reduction);
   message.reduction.reset();
@@ -75,9 +92,10 @@ struct Part {
     stop = first + length * (reduction.part + 1) / reduction.parts;
     offset = start - first;
   }
+  Part(std::size_t start, std::size_t stop) : start(start), stop(stop) {}
   std::size_t length() const { return stop - start; }
   std::size_t start, stop;
-  std::size_t offset;  // in the segment
+  std::size_t offset = 0;  // in the segment
 };
 
 // Where the segment of rank p arrives, of which `part` is a part.
@@ -124,6 +142,96 @@ void Lane::send_sums(const std::shared_ptr<Reduction>& reduction) {
   const Part own(*reduction, me, ranks);
   for (std::size_t i = 1; i < ranks; ++i)
     peers_[(me + i) % ranks].sending.push_back(make_part(reduction, reduction->x + own.start * item, own.length() * item));
+}
+
+namespace {
+
+constexpr std::size_t signature_bytes = sizeof Greeting::signature;
+
+// The bytes of the values that rank p gets with a greeting.
+std::size_t count_greeted_bytes(const Greeting& greeting, std::size_t p, std::size_t ranks) {
+  if (!greeting.has_values) return 0;
+  return (greeting.is_in_one_round ? greeting.length : Part(greeting, p, ranks).length()) * item_size(greeting.dtype);
+}
+
+}  // namespace
+
+void Lane::begin_greeting(const std::shared_ptr<Greeting>& greeting) {
+  const std::size_t ranks = peers_.size(), item = item_size(greeting->dtype);
+  const int others = static_cast<int>(greeting->arrivals.size());
+  greeting->is_gathered = greeting->has_values && !greeting->is_in_one_round;
+  greeting->awaited = others;
+  greeting->pending = (greeting->is_gathered ? 4 : 2) * others + 1;
+  greeting->all_greeted->pending = 1;
+  const auto make = [&](std::uint8_t* data, std::size_t bytes) {
+    auto message = std::make_shared<Message>();
+    message->key = greeting->greeting_key;
+    message->data = data;
+    message->bytes = bytes;
+    message->batches.push_back(greeting);
+    return message;
+  };
+  std::size_t total = 0;
+  for (const auto& arrival : greeting->arrivals)
+    total += signature_bytes + count_greeted_bytes(*greeting, static_cast<std::size_t>(arrival.rank), ranks);
+  greeting->sent.resize(total);
+  std::vector<std::shared_ptr<Message>> received, sent;
+  std::uint8_t* at = greeting->sent.data();
+  for (std::size_t i = 0; i < greeting->arrivals.size(); ++i) {
+    const auto p = static_cast<std::size_t>(greeting->arrivals[i].rank);
+    const std::size_t bytes = count_greeted_bytes(*greeting, p, ranks);
+    received.push_back(make(nullptr, signature_bytes + greeting->room));
+    received.back()->reduction = greeting;
+    received.back()->place = i;
+    std::memcpy(at, &greeting->signature, signature_bytes);
+    if (bytes > 0) {
+      const std::size_t start = greeting->is_in_one_round ? 0 : Part(*greeting, p, ranks).start;
+      std::memcpy(at + signature_bytes, greeting->x + start * item, bytes);
+    }
+    sent.push_back(make(at, signature_bytes + bytes));
+    at += signature_bytes + bytes;
+  }
+  for (std::size_t i = 0; i < sent.size(); ++i) {
+    const int rank = static_cast<int>(greeting->arrivals[i].rank);
+    expect(rank, std::move(received[i]));
+    begin_sending(rank, std::move(sent[i]));
+  }
+  if (others == 0) ready_.push_back(greeting);
+}
+
+void Lane::end_greeting(const std::shared_ptr<Greeting>& greeting) {
+  const std::size_t ranks = peers_.size(), item = item_size(greeting->dtype), me = static_cast<std::size_t>(rank_);
+  const std::size_t own_bytes = count_greeted_bytes(*greeting, me, ranks);
+  bool differs = false;
+  for (const auto& arrival : greeting->arrivals)
+    differs = differs || arrival.bytes != signature_bytes + own_bytes ||
+              std::memcmp(arrival.data.get(), &greeting->signature, signature_bytes) != 0;
+  greeting->differs = differs;
+  if (greeting->has_values && !differs && !greeting->is_abandoned) {
+    const Part part = greeting->is_in_one_round ? Part(0, greeting->length) : Part(*greeting, me, ranks);
+    std::uint8_t* own = greeting->x + part.start * item;
+    std::vector<const void*> inputs(ranks, own);
+    for (const auto& arrival : greeting->arrivals)
+      inputs[static_cast<std::size_t>(arrival.rank)] = arrival.data.get() + signature_bytes;
+    sum(own, greeting->dtype, inputs.data(), ranks, greeting->dtype, part.length(), greeting->scale);
+    greeting->is_finite = is_finite(own, greeting->dtype, part.length());
+    if (greeting->is_gathered) {
+      for (const auto& arrival : greeting->arrivals) {
+        const Part theirs(*greeting, static_cast<std::size_t>(arrival.rank), ranks);
+        expect(arrival.rank, make_part(greeting, greeting->x + theirs.start * item, theirs.length() * item));
+      }
+      for (const auto& arrival : greeting->arrivals) begin_sending(arrival.rank, make_part(greeting, own, own_bytes));
+    }
+  } else if (greeting->is_gathered) {
+    for (std::size_t i = 0; i < 2 * greeting->arrivals.size(); ++i) ledger_.count_down(*greeting);  // there are no sums
+  }
+  greeting->arrivals.clear();
+  ledger_.count_down(*greeting->all_greeted);
+}
+
+void Lane::abandon(Greeting& greeting) {
+  const std::lock_guard lock(mutex_);
+  greeting.is_abandoned = true;
 }
 
 void Lane::fail_by_length(Peer& peer, std::size_t sent, std::size_t expected) {

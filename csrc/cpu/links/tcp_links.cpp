@@ -32,7 +32,7 @@ class SignalsBlocked {
 }  // namespace
 
 TcpLinks::TcpLinks(int rank, int ranks, const std::vector<int>& listeners, const Token& own, const Token& answer)
-    : ranks_(static_cast<std::size_t>(ranks)), process_(::getpid()) {
+    : rank_(rank), ranks_(static_cast<std::size_t>(ranks)), process_(::getpid()) {
   std::size_t made = 0;
   try {
     for (const int listener : listeners) {

@@ -34,6 +34,7 @@ class TcpLinks {
   // is not numeric.
   bool set_peer(int peer, const std::string& address, const std::vector<int>& ports, const Token& own, const Token& answer);
 
+  int rank() const { return rank_; }
   std::size_t ranks() const { return ranks_; }
   std::size_t lanes() const { return lanes_.size(); }
 
@@ -46,12 +47,20 @@ class TcpLinks {
   // Begins a reduction, whose buffer holds (ranks - 1) times the longest segment. All ranks begin it with the same parameters.
   void reduce(const std::shared_ptr<Reduction>& reduction);
 
+  // Begins to exchange greetings with the ranks of `greeting->arrivals`, in the first lane. All ranks begin them in the same order, and
+  // with an array, all ranks greet all others.
+  void greet(const std::shared_ptr<Greeting>& greeting) {
+    lanes_.front()->begin({-1, false, nullptr, greeting});
+    advance();
+  }
+  void abandon(Greeting& greeting) { lanes_.front()->abandon(greeting); }
+
   // Returns the batch of these messages. `wait` returns when a batch is complete.
   std::shared_ptr<MessageBatch> gather(const std::vector<std::shared_ptr<Message>>& messages) { return ledger_.gather(messages); }
 
   // What the first lane does: see lane.hpp.
   void advance() { lanes_.front()->advance(); }
-  void wait(double seconds) { lanes_.front()->wait(seconds); }
+  void wait(double seconds, double spinning) { lanes_.front()->wait(seconds, spinning); }
   void wake() { lanes_.front()->wake(); }
 
   // Returns what went wrong: the rank at the other end, and a description. Messages that wait for such a rank never end.
@@ -68,6 +77,7 @@ class TcpLinks {
   void begin(int peer, const std::shared_ptr<Message>& message, bool sends, int lane);
   void give(std::size_t lane, Order order);
 
+  const int rank_;
   const std::size_t ranks_;
   const int process_;  // a child of this process has the same sockets, but no threads
   Ledger ledger_;

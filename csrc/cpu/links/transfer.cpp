@@ -135,6 +135,7 @@ void Lane::begin_arrival(Peer& peer) {
   const auto found =
       std::find_if(peer.awaited.begin(), peer.awaited.end(), [&](const auto& message) { return message->key == peer.key; });
   if (found != peer.awaited.end() && fits(**found, length)) {
+    if ((*found)->data == nullptr) give_memory(**found, std::make_unique_for_overwrite<std::uint8_t[]>(length), length);
     peer.arriving = std::move(*found);
     peer.awaited.erase(found);
   } else if (!peer.awaited.empty()) {

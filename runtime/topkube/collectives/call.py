@@ -2,36 +2,28 @@
 waits.
 
 Every rank hashes the parameters of its call. Inside the node the hash is part of every stage; between nodes the ranks
-of equal local rank send it to each other at the start (the greeting), and compare the hashes before they use anything
+of equal local rank send it to each other at the start (greetings.py), and compare the hashes before they use anything
 else. A rank that continues therefore has the same hash as its whole node and as all ranks that it exchanges with. A
-rank that receives another hash informs all ranks, also those that wait.
-
-The greeting of a small array also carries the array's values, so that they need no messages of their own."""
+rank that receives another hash informs all ranks, also those that wait."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import xxhash
 
 from topkube import _kernels
 from topkube.algorithms import MATRIX_RANK
-from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import DTYPE_CODES, Array, as_bytes
+from topkube.collectives.greetings import LinkGreetings, MpiGreetings, list_partners
 from topkube.collectives.request import Request
 from topkube.errors import MismatchError
-from topkube.links import ANY_LENGTH_TAG
 from topkube.telemetry import phases, trace
 from topkube.world import World
 
-_TAG = ANY_LENGTH_TAG
-"""The tag of the greetings on the communicator between nodes. Tags of pieces count from 0."""
-_MOST_GREETED_BYTES, _ROOM_BYTES = 512 << 10, 1 << 20
-"""The most bytes of values in a greeting, and in all greetings that a rank receives."""
-_HASH_BYTES = 8
+_Result = TypeVar("_Result")
 
 
 def compute_shard_bounds(length: int, shards: int) -> list[int]:
@@ -60,8 +52,8 @@ class Call:
     """An all-reduce in progress on this rank."""
 
     def __init__(self, world: World, algorithm: str, request: Request, greets_with_values: bool = False) -> None:
-        """Enter the call. With `greets_with_values`, `greet` sends the greeting later; otherwise it is on its way
-        now."""
+        """Enter the call. With `greets_with_values`, the greetings are sent later, with values
+        (`exchange.greeted_all_reduce`); otherwise they are on their way now."""
         world.enter()
         self.world = world
         self.name = f"all-reduce {algorithm!r}"
@@ -75,38 +67,15 @@ class Call:
         self._stage = 0
         self.traced_bucket = trace.active.bucket if trace.active is not None else None
         """The number of the bucket in a trace."""
-        self.greetings: list[Any] = []
-        """The requests of the greetings between nodes."""
-        self._sent: list[Array] = []
-        self._partners = _list_partners(world)
-        # Other ranks may have entered calls with other parameters: there is room for the greetings of any call.
-        self._arrived = np.empty((len(self._partners), _HASH_BYTES + count_greeted_bytes(world.nodes)), np.uint8)
-        for row, partner in zip(self._arrived, self._partners, strict=True):
-            self.greetings.append(world.cross_links.Irecv(row, partner, _TAG))
-        self.greets_with_values = greets_with_values and bool(self._partners)
-        if not self.greets_with_values:
-            self._send_greetings([np.empty(0, np.uint8)] * len(self._partners))
-
-    def _send_greetings(self, values: list[Array]) -> None:
-        for partner, part in zip(self._partners, values, strict=True):
-            message = np.empty(_HASH_BYTES + part.size, np.uint8)
-            message[:_HASH_BYTES].view(np.uint64)[0] = self._hash
-            message[_HASH_BYTES:] = part
-            self._sent.append(message)
-            self.greetings.append(self.world.cross_links.Isend(message, partner, _TAG))
-
-    def greet(self, parts: list[Array]) -> list[Any]:
-        """Send the greetings, with the values `parts[p]` for rank p of the communicator between nodes. Return the
-        requests of all greetings. Called once, if `greets_with_values` is True."""
+        self.greetings: LinkGreetings | MpiGreetings | None = None
+        """The greetings between nodes, if this rank exchanges any."""
         self.greets_with_values = False
-        self._send_greetings([as_bytes(parts[partner]) for partner in self._partners])
-        return self.greetings
-
-    def read_greeted(self, nbytes: int) -> dict[int, Array]:
-        """Return the first `nbytes` of the values that each partner sent with its greeting, uint8. Called after
-        `compare_greetings`."""
-        ends = _HASH_BYTES + nbytes
-        return {p: row[_HASH_BYTES:ends] for p, row in zip(self._partners, self._arrived, strict=True)}
+        """True if the greetings wait for values to carry."""
+        if partners := list_partners(world):
+            self.greetings = (MpiGreetings if world.links is None else LinkGreetings)(world, partners, self._hash)
+            self.greets_with_values = greets_with_values
+            if not greets_with_values:
+                self.greetings.send()
 
     @property
     def _node(self) -> Any:
@@ -129,55 +98,65 @@ class Call:
             world.cache["node"] = node
         return node
 
-    @contextmanager
-    def _run_inside_node(self, sent: int, stage: str) -> Iterator[tuple[int, float]]:
-        """Yield the signature and the deadline of one stage, and convert its failures to typed errors. `stage` is its
-        name in a trace."""
+    def _run_inside_node(self, sent: int, stage: str, work: Callable[[int, float], _Result]) -> _Result:
+        """Return what `work` returns, a stage inside the node, given its signature and the deadline. Convert its
+        failures to typed errors. `stage` is its name in a trace."""
         self._stage += 1
         world = self.world
         world.cache["call"] = self
         try:
             with phases.current.timed("intra", stage, self.traced_bucket):
-                yield (self._hash + self._stage) % 2**64, world.deadline_seconds
+                result = work((self._hash + self._stage) % 2**64, world.deadline_seconds)
         except _kernels.NodeTimeout:
             world.give_up(self.name)
         except _kernels.NodeMismatch:
             self._raise_mismatch()
         if world.local_size > 1:
             phases.current.sent(intra=sent)
+        return result
 
     def all_reduce_inside(self, x: Array, scale: float) -> bool:
         """Replace x by the node's sum times `scale`. Return True if the sum is finite."""
-        with self._run_inside_node(x.nbytes, "all-reduce inside node") as (signature, deadline):
-            return bool(self._node.all_reduce(as_bytes(x), DTYPE_CODES[x.dtype], scale, signature, deadline))
+        node, values, code = self._node, as_bytes(x), DTYPE_CODES[x.dtype]
+        stage = "all-reduce inside node"
+        return self._run_inside_node(
+            x.nbytes, stage, lambda *common: bool(node.all_reduce(values, code, scale, *common))
+        )
 
     def reduce_scatter(self, x: Array, scale: float, out: Array | None = None, add: Array | None = None) -> bool:
         """Write the node's sum times `scale` (plus `add`) into this rank's shard of x, or into `out` (fp32). Return
         True if it is finite."""
         first, last = find_own_shard(self.world, x.size)
-        with self._run_inside_node(x.nbytes - (last - first) * x.itemsize, trace.REDUCE) as (signature, deadline):
-            return bool(
-                self._node.reduce_scatter(as_bytes(x), DTYPE_CODES[x.dtype], scale, out, add, signature, deadline)
-            )
+        sent, node, values, code = x.nbytes - (last - first) * x.itemsize, self._node, as_bytes(x), DTYPE_CODES[x.dtype]
+        return self._run_inside_node(
+            sent, trace.REDUCE, lambda *common: bool(node.reduce_scatter(values, code, scale, out, add, *common))
+        )
 
     def all_gather(self, x: Array) -> None:
         """Gather all shards of x on every rank of the node."""
         first, last = find_own_shard(self.world, x.size)
-        with self._run_inside_node((last - first) * x.itemsize, trace.GATHER) as (signature, deadline):
-            self._node.all_gather(as_bytes(x), x.itemsize, None, signature, deadline)
+        sent, node, values = (last - first) * x.itemsize, self._node, as_bytes(x)
+        self._run_inside_node(sent, trace.GATHER, lambda *common: node.all_gather(values, x.itemsize, None, *common))
 
     def check_between_nodes(self) -> None:
         """Raise MismatchError unless the ranks that this rank exchanges with entered the same call. Called once, after
         the first stage inside the node and before the first message."""
-        if self.greetings:
-            self.world.wait(self.greetings, self.name, self._check_mismatch)
+        assert not self.greets_with_values
+        if self.greetings is not None:
+            self.wait_for(self.greetings.awaited)
             self.compare_greetings()
 
     def compare_greetings(self) -> None:
-        """Raise MismatchError if a hash that has arrived differs. Called when `greetings` are complete."""
-        hashes = self._arrived[:, :_HASH_BYTES].view(np.uint64).reshape(-1).tolist()
-        if any(arrived != self._hash for arrived in hashes):
+        """Raise MismatchError if a hash that has arrived differs. Called when the greetings are complete."""
+        if self.greetings is not None and self.greetings.differ:
             self._raise_mismatch()
+
+    def await_greetings(self) -> Iterator[Any]:
+        """Yield the messages of the greetings, and compare the hashes when they are complete: the first part of an
+        exchange (exchange.py)."""
+        assert not self.greets_with_values
+        yield self.greetings.awaited if self.greetings is not None else []
+        self.compare_greetings()
 
     def check_everywhere(self) -> None:
         """Raise MismatchError unless all ranks entered the same call. For a call whose messages go to any rank."""
@@ -188,8 +167,12 @@ class Call:
     def check_inside(self) -> None:
         """Raise MismatchError unless all ranks of this node entered the same call. For a call without a stage inside
         the node that compares hashes."""
-        with self._run_inside_node(0, "check of the call") as (signature, deadline):
-            self._node.check(signature, deadline)
+        self._run_inside_node(0, "check of the call", self._node.check)
+
+    def wait_for(self, awaited: Any, is_short: bool = False) -> None:
+        """Return when what an exchange awaits is complete: messages of MPI or of links. Raises CollectiveTimeout after
+        the deadline. `is_short` is that of `World.wait`."""
+        self.world.wait(awaited, self.name, self._check_mismatch, is_short=is_short)
 
     def wait(
         self,
@@ -220,23 +203,6 @@ class Call:
             cause="ranks passed arrays of different lengths or types, or took different branches",
             next_step="make every rank enter the same collectives in the same order, with equal parameters",
         )
-
-
-def count_greeted_bytes(nodes: int) -> int:
-    """Return the most bytes of values in a greeting between `nodes` nodes: a multiple of 8, so that values are aligned;
-    0 for rings and one node."""
-    if not 1 < nodes <= PAIRWISE_LIMIT:
-        return 0
-    return min(_MOST_GREETED_BYTES, _ROOM_BYTES // (nodes - 1)) // _HASH_BYTES * _HASH_BYTES
-
-
-def _list_partners(world: World) -> list[int]:
-    """Return the ranks of the communicator between nodes that this rank exchanges greetings with."""
-    if world.cross_comm is None or world.nodes == 1:
-        return []
-    nodes, me = world.cross_comm.size, world.cross_comm.rank
-    # With more nodes, exchanges are rings, and hashes go to both neighbours only.
-    return [(me + distance) % nodes for distance in (range(1, nodes) if nodes <= PAIRWISE_LIMIT else (1, nodes - 1))]
 
 
 def _check_current_call(world: World) -> None:

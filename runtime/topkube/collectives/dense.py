@@ -12,8 +12,22 @@ from topkube import kernels
 from topkube.arrays import Array
 from topkube.collectives.all_reduce import ShardAllReduce, count_dense
 from topkube.collectives.call import Call, find_own_shard, reserve_workspace
-from topkube.collectives.exchange import Exchanges, count_buffer_elements, count_ring_bytes, ring_all_reduce
-from topkube.collectives.overlapped import UNDER_WAY, OverlappedAllReduce, fits_in_greeting, is_narrow, split
+from topkube.collectives.exchange import (
+    Exchanges,
+    count_buffer_elements,
+    count_bytes_with_greetings,
+    count_ring_bytes,
+    finish_greeted,
+    ring_all_reduce,
+)
+from topkube.collectives.overlapped import (
+    UNDER_WAY,
+    OverlappedAllReduce,
+    fits_in_greeting,
+    has_stages_inside,
+    is_narrow,
+    split,
+)
 from topkube.collectives.request import Request
 from topkube.collectives.shard import Shard
 from topkube.errors import ArgumentError
@@ -66,6 +80,8 @@ class Hierarchical(_Dense):
         )
 
     def _run_on_nodes(self, call: Call, request: Request) -> bool:
+        if call.greets_with_values:
+            return _reduce_small(call, request)
         pieces = OverlappedAllReduce(call.world)
         pieces.begin(call, request.array, request.scale(call.world.size), wire=request.dense_wire)
         pieces.finish()
@@ -93,6 +109,22 @@ class Hierarchical(_Dense):
         count_dense(world, request.nbytes)
         greets = not is_in_halves and self.greets_with_values(world, request)
         return Call(world, self.algorithm.name, request, greets)
+
+
+def _reduce_small(call: Call, request: Request) -> bool:
+    """Reduce an array whose values the greetings of the call carry. Return True if what this rank saw was finite."""
+    world, x, scale = call.world, request.array, request.scale(call.world.size)
+    finite = True
+    if has_stages_inside(world):
+        finite, scale = call.reduce_scatter(x, scale), 1.0
+    first, last = find_own_shard(world, x.size)
+    shard = x[first:last]
+    phases.current.sent(inter=count_bytes_with_greetings(shard, world.nodes))
+    with phases.current.timed("inter"):
+        finite = finish_greeted(call, shard, scale) and finite
+    if world.local_size > 1:
+        call.all_gather(x)
+    return finite
 
 
 class Torus2d(_Dense):

@@ -7,7 +7,9 @@ Several pieces of an array can therefore be under way at once, driven by one thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,8 @@ import numpy as np
 from topkube import _kernels, kernels
 from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import Array, as_bytes
-from topkube.collectives.call import Call, compute_shard_bounds, count_greeted_bytes
+from topkube.collectives.call import Call, compute_shard_bounds
+from topkube.collectives.greetings import LinkGreetings, count_greeted_bytes
 from topkube.links import are_links_messages
 from topkube.telemetry import phases, trace
 from topkube.waiting import advance_messages, sleep_until_woken
@@ -49,7 +52,9 @@ class Exchanges:
 
     def start(self, number: int, exchange: Exchange) -> None:
         """Start an exchange under a number of its own."""
-        self._running[number] = (exchange if trace.active is None else trace.active.record_exchange(exchange), [])
+        if self._failure is not None:
+            raise self._failure
+        self._continue(number, exchange if trace.active is None else trace.active.record_exchange(exchange))
         self.advance()
 
     def advance(self) -> None:
@@ -77,22 +82,28 @@ class Exchanges:
     def _continue_complete(self) -> bool:
         """Continue each exchange whose messages are complete. Return True if there was one."""
         has_continued = False
-        for number, (exchange, requests) in list(self._running.items()):
-            while _are_complete(requests):
+        for number, (exchange, awaited) in list(self._running.items()):
+            if _are_complete(awaited):
                 has_continued = True
-                try:
-                    next_requests = next(exchange, None)
-                except BaseException as error:
-                    self._failure = error
-                    raise
-                if next_requests is None:
-                    del self._running[number]
-                    break
-                requests = next_requests
-                if self._links is not None and are_links_messages(requests):
-                    requests = self._links.gather(requests)
-                self._running[number] = (exchange, requests)
+                self._continue(number, exchange)
         return has_continued
+
+    def _continue(self, number: int, exchange: Exchange) -> None:
+        """Continue an exchange until it awaits something that is not complete, or ends."""
+        while True:
+            try:
+                awaited = next(exchange, None)
+            except BaseException as error:
+                self._failure = error
+                raise
+            if awaited is None:
+                self._running.pop(number, None)
+                return
+            if self._links is not None and are_links_messages(awaited):
+                awaited = self._links.gather(awaited)
+            self._running[number] = (exchange, awaited)
+            if not _are_complete(awaited):
+                return
 
     @property
     def are_on_links(self) -> bool:
@@ -211,24 +222,47 @@ def pairwise_all_gather(comm: Any, x: Array, tag: int) -> Exchange:
 
 
 def greeted_all_reduce(
-    call: Call, comm: Any, x: Array, tag: int, report_finite: Callable[[bool], None], scale: float = 1.0
-) -> Exchange:
-    """Replace x by the sum over `comm` times `scale`, as `pairwise_all_reduce` does, with the same bits. The greetings
-    of `call` carry the values: segments, or all of x if that is hardly more, because the sums then need no messages."""
-    ranks, me = comm.size, comm.rank
-    bounds = compute_shard_bounds(x.size, ranks)
-    if _takes_one_round(x.nbytes, ranks):
+    call: Call, x: Array, tag: int, report_finite: Callable[[bool], None], scale: float = 1.0
+) -> Generator[Any, None, None]:
+    """Replace x by its sum over the ranks of `cross_comm` times `scale`, as `pairwise_all_reduce` does, with the same
+    bits. The greetings of `call` carry the values: segments, or all of x if that is hardly more, because the sums then
+    need no messages."""
+    greetings, call.greets_with_values = call.greetings, False
+    assert greetings is not None
+    ranks, me = call.world.cross_comm.size, call.world.cross_comm.rank
+    is_in_one_round = _takes_one_round(x.nbytes, ranks)
+    if isinstance(greetings, LinkGreetings):
+        reduction = greetings.reduce(x, tag, scale, is_in_one_round)
+        try:
+            yield reduction
+        finally:
+            if not reduction.are_complete:  # an error ended the wait
+                greetings.abandon()
+        call.compare_greetings()
+        report_finite(reduction.is_finite)
+        return
+    if is_in_one_round:
         parts = [x] * ranks
     else:
+        bounds = compute_shard_bounds(x.size, ranks)
         parts = [x[bounds[i] : bounds[i + 1]] for i in range(ranks)]
-    own = parts[me]
-    yield call.greet(parts)
-    call.compare_greetings()
-    arrived = call.read_greeted(own.nbytes)
-    kernels.sum_(own, [own if p == me else arrived[p].view(x.dtype) for p in range(ranks)], scale)
-    report_finite(kernels.is_finite(own))
-    if own is not x:
-        yield from pairwise_all_gather(comm, x, tag)
+    greetings.send_values(parts)
+    yield from call.await_greetings()
+    report_finite(greetings.add_up(parts[me], scale))
+    if not is_in_one_round:
+        yield from pairwise_all_gather(call.world.cross_comm, x, tag)
+
+
+def finish_greeted(call: Call, x: Array, scale: float) -> bool:
+    """Do what `greeted_all_reduce` does, and return when it is done: True if this rank's part is finite. No other
+    exchange may be under way."""
+    finite: list[bool] = []
+    exchange = greeted_all_reduce(call, x, 0, finite.append, scale)
+    is_short = threading.current_thread() is threading.main_thread()  # other threads have something to compete with
+    with contextlib.closing(exchange):
+        for awaited in exchange if trace.active is None else trace.active.record_exchange(exchange):
+            call.wait_for(awaited, is_short)
+    return finite[0]
 
 
 def count_bytes_with_greetings(x: Array, ranks: int) -> int:
@@ -240,7 +274,7 @@ def count_bytes_with_greetings(x: Array, ranks: int) -> int:
 def _takes_one_round(nbytes: int, ranks: int) -> bool:
     """Return True if the ranks send all of an array of `nbytes` to each other, and not segments and then sums."""
     more_bytes = (ranks - 1) * nbytes * (ranks - 2) // ranks
-    return nbytes <= count_greeted_bytes(ranks) and more_bytes <= MORE_BYTES
+    return more_bytes <= MORE_BYTES and nbytes <= count_greeted_bytes(ranks)
 
 
 def narrow_all_reduce(

@@ -100,7 +100,7 @@ def _time_rounds(world: World, size: int, rounds: int) -> float:
 def _measure_memory(world: World) -> float:
     """Return the rate of a reduction inside the node, in the bytes that the cost model counts."""
     ranks = world.local_size
-    values = np.zeros(_MEMORY_ELEMENTS // max(map(len, world.node_ranks)), np.float32)  # of equal length on all nodes
+    values = np.zeros(_MEMORY_ELEMENTS // world.largest_node, np.float32)  # of equal length on all nodes
     request, seconds = Request(values, "sum"), math.inf
     for _ in range(_ROUNDS):
         call = Call(world, "the measurement of memory", request)

@@ -18,7 +18,7 @@ import numpy as np
 
 from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import BFLOAT16, Array
-from topkube.collectives.call import Call, count_greeted_bytes, find_own_shard, reserve_workspace
+from topkube.collectives.call import Call, find_own_shard, reserve_workspace
 from topkube.collectives.exchange import (
     Exchange,
     Exchanges,
@@ -31,6 +31,7 @@ from topkube.collectives.exchange import (
     pairwise_all_reduce,
     ring_all_reduce,
 )
+from topkube.collectives.greetings import count_greeted_bytes
 from topkube.collectives.pauses import choose_pause, note_rate
 from topkube.telemetry import phases
 from topkube.waiting import CHECK_SECONDS, sleep_until_woken
@@ -60,6 +61,11 @@ def is_narrow(world: World, wire: str) -> bool:
     """Return True if float32 values travel between nodes in the 16-bit type `wire`. Nothing travels on a single node.
     Rings, with more than PAIRWISE_LIMIT nodes, always send float32: they would round the partial sum at every node."""
     return wire in _NARROW and 1 < world.nodes <= PAIRWISE_LIMIT
+
+
+def has_stages_inside(world: World) -> bool:
+    """Return True if a node has several ranks, which reduce inside the node first."""
+    return world.largest_node > 1
 
 
 def fits_in_greeting(world: World, nbytes: int) -> bool:
@@ -178,8 +184,7 @@ class OverlappedAllReduce:
     def _reduce_inside(self, call: Call, piece: Array, scale: float) -> float:
         """Reduce the piece inside the node. Return the factor that is left for the exchange between nodes: a rank alone
         on its node saves a pass over the piece."""
-        world = self.world
-        if world.shards == max(map(len, world.node_ranks)) == 1:
+        if not has_stages_inside(self.world):
             return scale
         self.note_finite(call.reduce_scatter(piece, scale))
         return 1.0
@@ -195,7 +200,7 @@ class OverlappedAllReduce:
         # Each piece that is under way uses a buffer of its own.
         buffer = reserve_workspace(world, f"shard {self.place.buffer}", length, sent_type)
         if call.greets_with_values:
-            exchange = greeted_all_reduce(call, world.cross_links, shard, self.place.tag, self.note_finite, scale)
+            exchange: Exchange = greeted_all_reduce(call, shard, self.place.tag, self.note_finite, scale)
             sent = count_bytes_with_greetings(shard, world.nodes)
         else:
             exchange = _exchange_after_greeting(call, self._exchange(world.cross_links, shard, buffer, scale))
@@ -253,6 +258,5 @@ class OverlappedAllReduce:
 
 def _exchange_after_greeting(call: Call, exchange: Exchange) -> Exchange:
     """Yield the messages of `exchange` after other nodes have shown that they entered the same call."""
-    yield call.greetings
-    call.compare_greetings()
+    yield from call.await_greetings()
     yield from exchange

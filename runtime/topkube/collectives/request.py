@@ -50,10 +50,11 @@ class Request:
     matrices: tuple[Matrix, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.op not in OPS:
-            raise ArgumentError(f"op is {self.op!r}", next_step=f"choose one of {', '.join(OPS)}")
-        for parameter in (DENSITY, WIRE, DENSE_WIRE, SELECTION, MATRIX_RANK):
-            parameter.check(getattr(self, parameter.name))
+        values = (self.op, self.density, self.wire, self.dense_wire, self.selection, self.matrix_rank)
+        try:
+            _check_values(*values)
+        except TypeError:  # a value that cannot be in a cache, which may still be allowed
+            _check_values.__wrapped__(*values)
 
     @property
     def length(self) -> int:
@@ -73,6 +74,15 @@ class Request:
     def scale(self, ranks: int) -> float:
         """Return the factor for the sum over `ranks`."""
         return 1.0 / ranks if self.op == "mean" else 1.0
+
+
+@functools.lru_cache(maxsize=64)
+def _check_values(op: str, *values: Any) -> None:
+    """Raise ArgumentError if a parameter of a request is not allowed. A value that passed is not checked again."""
+    if op not in OPS:
+        raise ArgumentError(f"op is {op!r}", next_step=f"choose one of {', '.join(OPS)}")
+    for parameter, value in zip((DENSITY, WIRE, DENSE_WIRE, SELECTION, MATRIX_RANK), values, strict=True):
+        parameter.check(value)
 
 
 @functools.cache

@@ -82,8 +82,7 @@ class HiTopK(ShardAllReduce, HalvableAllReduce):
         finite.append(_is_finite(own_row, last - first, k, request.wire))  # the wire may have a smaller range
 
         def greet() -> Exchange:
-            yield call.greetings
-            call.compare_greetings()
+            yield from call.await_greetings()
 
         def gather(comm: Any) -> Exchange:
             phases.current.sent(inter=(world.nodes - 1) * row_bytes)

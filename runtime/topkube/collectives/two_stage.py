@@ -146,8 +146,7 @@ class TwoStage:
         rows, segments, means = self._reserve_rows(call.world, f" {place.buffer}", kept)
         with phases.current.timed("select", bucket=call.traced_bucket):
             pack(rows)
-        yield call.greetings
-        call.compare_greetings()
+        yield from call.await_greetings()
         yield from exchange_rows(comm, rows, segments, place.tag)
         with phases.current.timed("select", bucket=call.traced_bucket):
             self.reduce(own, segments, means[me])

@@ -54,6 +54,24 @@ class _CountedLinks:
         self._counted.sent_bytes += x.nbytes - own * x.itemsize + is_gathered * (ranks - 1) * own * x.itemsize
         return self._links.begin_reduction(x, buffer, scale, tag, is_gathered)
 
+    def greet(self, partners: Any, *arguments: Any) -> Any:
+        self._count_greetings(partners)
+        return self._links.greet(partners, *arguments)
+
+    def greet_and_reduce(
+        self, partners: Any, signature: int, room: int, x: Any, tag: int, scale: float, is_in_one_round: bool
+    ) -> Any:
+        self._count_greetings(partners)
+        ranks, rank = self._links.size, self._links.rank
+        own = (x.size * (rank + 1) // ranks - x.size * rank // ranks) * x.itemsize
+        self._counted.sent_bytes += (ranks - 1) * x.nbytes if is_in_one_round else x.nbytes - own + (ranks - 1) * own
+        self._counted.messages += 0 if is_in_one_round else ranks - 1
+        return self._links.greet_and_reduce(partners, signature, room, x, tag, scale, is_in_one_round)
+
+    def _count_greetings(self, partners: Any) -> None:
+        self._counted.messages += len(partners)
+        self._counted.sent_bytes += 8 * len(partners)
+
 
 @contextmanager
 def count_messages(world: World) -> Iterator[CountedMessages]:

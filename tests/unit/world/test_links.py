@@ -267,6 +267,66 @@ def test_two_threads_may_wait_at_the_same_time(lanes: int) -> None:
     assert max(slowest) < 10
 
 
+@pytest.mark.parametrize("spinning", [0.0, 0.01])
+def test_a_thread_that_sleeps_learns_that_another_begins_to_wait(spinning: float) -> None:
+    """The other thread may take the message of the one that sleeps, which has to notice it: not after the 20 s that it
+    sleeps when it is alone."""
+    ranks, rounds = connect(2), 40
+    arrays = [np.zeros(4, np.uint8) for _ in range(2)]
+    connected = ranks[1].gather([ranks[1].Irecv(arrays[0], 0, 2)])
+    ranks[0].Isend(fill(4, 2), 1, 2)
+    advance_until(ranks, lambda: connected.are_complete)
+    together, has_first, slowest = threading.Barrier(3), threading.Semaphore(0), list[float]()
+
+    def receive(number: int) -> None:
+        for _ in range(rounds):
+            batch = ranks[1].gather([ranks[1].Irecv(arrays[number], 0, number)])
+            together.wait(60)
+            time.sleep(0.003 * number)  # the first thread sleeps by now, in most rounds
+            start = time.monotonic()
+            while not batch.are_complete:
+                ranks[1].wait(20, spinning * number)
+            slowest.append(time.monotonic() - start)
+            if number == 0:
+                has_first.release()
+
+    threads = [threading.Thread(target=receive, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(rounds):
+        together.wait(60)
+        time.sleep(0.004)
+        ranks[0].Isend(fill(4, 0), 1, 0)
+        ranks[0].advance()
+        assert has_first.acquire(timeout=60)
+        ranks[0].Isend(fill(4, 1), 1, 1)
+        ranks[0].advance()
+    for thread in threads:
+        thread.join(60)
+    assert len(slowest) == 2 * rounds
+    assert max(slowest) < 5
+
+
+def test_a_wake_reaches_every_thread_that_waits() -> None:
+    ranks, ended = connect(2), list[float]()
+    ranks[1].gather([ranks[1].Irecv(np.zeros(4, np.uint8), 0, 0)])
+
+    def wait() -> None:
+        ranks[1].wait(0)
+        start = time.monotonic()
+        ranks[1].wait(20)
+        ended.append(time.monotonic() - start)
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    ranks[1].wake()
+    for thread in threads:
+        thread.join(60)
+    assert max(ended) < 10
+
+
 def test_a_thread_that_never_waits_sees_the_end_of_a_long_message() -> None:
     """`wait` has the kernel report a long message in large parts; the last part is a small one."""
     ranks = connect(2)

@@ -80,7 +80,7 @@ def measure_link(engine: DeviceAllReduce, algorithm: Algorithm) -> float:
     with engine.on_stream():
         x = torch.zeros(_ELEMENTS, dtype=torch.float32, device=engine.device)
     best = 0.0
-    sent = algorithm.traffic(Workload(world.nodes, max(map(len, world.node_ranks)), _ELEMENTS)).sent
+    sent = algorithm.traffic(Workload(world.nodes, world.largest_node, _ELEMENTS)).sent
     for is_first in (True, *(False for _ in range(_ROUNDS))):
         start = time.perf_counter()
         engine.begin(load(algorithm), Request(x))

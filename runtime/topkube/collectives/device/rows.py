@@ -187,8 +187,7 @@ def exchange_after_device(sent: Any, call: Call, exchange: Exchange) -> Exchange
     they entered the same call."""
     if sent is not None:
         yield [sent]
-    yield call.greetings
-    call.compare_greetings()
+    yield from call.await_greetings()
     yield from exchange
 
 

@@ -21,7 +21,7 @@ from ranks.training.scene import (
     draw_samples,
     take_own_part,
 )
-from topkube.collectives import call, decoupled, overlapped
+from topkube.collectives import decoupled, greetings, overlapped
 from topkube.errors import ArgumentError
 from topkube.training.optimizers.lamb import LAMB
 from topkube.world import World
@@ -112,7 +112,7 @@ def case_updates_come_with_the_next_forward(world: World) -> None:
 
 def case_clipping_and_late_updates_work_on_rings(world: World) -> None:
     """With more nodes, segments travel around a ring, and each rank owns another segment than with pairs."""
-    modules = (decoupled, overlapped, call)
+    modules = (decoupled, overlapped, greetings)
     limits = [module.PAIRWISE_LIMIT for module in modules]
     try:
         for module in modules:

@@ -35,7 +35,7 @@ from ranks.training.scene import (
     take_own_part,
 )
 from topkube.algorithms import find_algorithm
-from topkube.collectives import call, decoupled, exchange, overlapped
+from topkube.collectives import call, decoupled, exchange, greetings, overlapped
 from topkube.collectives.all_reduce import load
 from topkube.collectives.decoupled import DecoupledAllReduce, HalvedArray
 from topkube.collectives.dense import Hierarchical
@@ -56,7 +56,7 @@ COMPRESSED: list[dict[str, Any]] = [
 
 @contextmanager
 def set_pairwise_limit(limit: int) -> Iterator[None]:
-    modules = (call, decoupled, exchange, overlapped)
+    modules = (greetings, decoupled, exchange, overlapped)
     limits = [module.PAIRWISE_LIMIT for module in modules]
     try:
         for module in modules:

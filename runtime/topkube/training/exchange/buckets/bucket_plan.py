@@ -201,7 +201,7 @@ class BucketPlan:
         else:
             algorithm = algorithms.resolve(aggregation.algorithm, world.nodes, sys.maxsize, aggregation.density)
             dense_wire = find_initial_dense_wire(aggregation)
-        slots = max(map(len, world.node_ranks))
+        slots = world.largest_node
         return self.tuning.rate * algorithms.count_times_fewer_bytes(algorithm, world.nodes, slots, dense_wire)
 
     def _choose_largest_size(self) -> int | None:

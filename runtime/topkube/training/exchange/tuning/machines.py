@@ -35,7 +35,7 @@ def _measure(world: World, agreement: QueuedAgreement, measure_device: Callable[
     # Rates are negative: their maximum over the ranks is the lowest rate.
     worst = [-own.rate if own.rate else -math.inf, own.latency or 0.0, -own_memory, -(nccl or 0.0), world.crowding]
     rate, latency, memory, nccl, crowding = agreement.maximum(worst)
-    slots = max(map(len, world.node_ranks))
+    slots = world.largest_node
     link = -float(rate) * world.shards
     nccl_link = -float(nccl) or None
     return Machines(world.nodes, slots, link, -float(memory), float(latency), nccl_link, float(crowding))
