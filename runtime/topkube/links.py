@@ -95,6 +95,8 @@ class Links:
         self.gather, self.advance, self.wait, self.wake = tcp.gather, tcp.advance, tcp.wait, tcp.wake
         self.list_broken, self.set_peer, self.lanes = tcp.list_broken, tcp.set_peer, tcp.lanes
         self.abandon = tcp.abandon
+        self.patience = 0.0
+        """The seconds for which the script's thread yields before it sleeps in a wait."""
         self.reserved = 0
         """The files that were reserved for the connections."""
 
@@ -155,7 +157,7 @@ class Links:
         """Return links over the same connections, with tags of their own. All ranks call this in the same order."""
         self._channels[0] += 1
         copy = Links(self._tcp, self.rank, self.size, self._channels[0])
-        copy._channels = self._channels
+        copy._channels, copy.patience = self._channels, self.patience
         return copy
 
 

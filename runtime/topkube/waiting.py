@@ -14,9 +14,9 @@ from topkube.links import Links
 
 _YIELD_SECONDS = 100e-6
 """How long a wait for messages yields the processor and checks again before it begins to sleep."""
-_SHORT_WAIT_SECONDS = 2e-3
-"""How long a wait for a few messages that travel at once yields, with a processor for each rank. If one rank sleeps, it
-wakes up late, and then the others sleep too: calls in a row would take three times as long."""
+_PATIENCE_SECONDS = 2e-3
+"""How long the script's thread yields before it sleeps, with a processor for each rank. If one rank sleeps, it wakes up
+late, and then the others sleep too: calls in a row would take three times as long."""
 _PAUSE_SECONDS = 200e-6
 """The longest sleep between two checks if the machine has a processor for every other rank."""
 _IDLE_SECONDS = 8e-6
@@ -61,31 +61,34 @@ def advance_messages(advance: Callable[[], bool]) -> bool:
     return False
 
 
-def sleep_until_woken(seconds: float, links: Links | None, yielding: float = _YIELD_SECONDS) -> None:
+def choose_patience(crowding: float) -> float:
+    """Return how long the script's thread yields while it waits for messages of links, with this many ranks per
+    processor."""
+    return _PATIENCE_SECONDS / max(1.0, crowding)
+
+
+def sleep_until_woken(seconds: float, links: Links | None) -> None:
     """Sleep for `seconds`; if `links` is passed, until some of its messages are complete, or it is time to check for
-    errors. With 0 seconds, messages of `links` are about to arrive, so the thread yields the processor for `yielding`
-    seconds before it sleeps."""
+    errors. With 0 seconds, messages are about to arrive, so the thread yields the processor before it sleeps: the
+    script's thread for longer than others, which compete with what the script computes."""
     if links is not None:
-        links.wait(CHECK_SECONDS, 0.0 if seconds else yielding)
+        is_of_script = threading.current_thread() is threading.main_thread()
+        links.wait(CHECK_SECONDS, 0.0 if seconds else links.patience if is_of_script else _YIELD_SECONDS)
     elif seconds:
         time.sleep(seconds)
     else:
         os.sched_yield()  # time.sleep(0) would sleep for 50 us, the timers' slack
 
 
-def wait_for_links(
-    links: Links, messages: Any, check: Callable[[float], None], crowding: float, is_short: bool
-) -> None:
-    """Wait until `messages`, which `links` has gathered, are complete, as `wait_until` does. `is_short` tells that they
-    need no time but that of the link, and that the thread has nothing to compete with."""
-    yielding = _SHORT_WAIT_SECONDS / max(1.0, crowding) if is_short else _YIELD_SECONDS
+def wait_for_links(links: Links, messages: Any, check: Callable[[float], None], crowding: float) -> None:
+    """Wait until `messages`, which `links` has gathered, are complete, as `wait_until` does."""
 
     def have_arrived() -> bool:
         if not messages.are_complete:
             links.advance()
         return bool(messages.are_complete)
 
-    wait_until(have_arrived, check, crowding, None, lambda seconds: sleep_until_woken(seconds, links, yielding), links)
+    wait_until(have_arrived, check, crowding, None, lambda seconds: sleep_until_woken(seconds, links), links)
 
 
 def wait_until(

@@ -32,7 +32,7 @@ from topkube.processors import count_own_threads, limit_to_cgroup
 from topkube.roll_call import RollCall
 from topkube.settings import Settings, read_process_launch
 from topkube.topology import Nodes, find_nodes_of_ranks, group_by_home, parse_declared_nodes
-from topkube.waiting import advance_messages, wait_for_all_ranks, wait_for_links, wait_until
+from topkube.waiting import advance_messages, choose_patience, wait_for_all_ranks, wait_for_links, wait_until
 
 _DESCRIPTION_BYTES = 160
 
@@ -105,6 +105,10 @@ class World:
     cache: dict[str, Any] = field(default_factory=dict)
     """Objects that higher floors keep as long as the world lives: work buffers, the shared-memory object."""
 
+    def __post_init__(self) -> None:
+        if self.links is not None:
+            self.links.patience = choose_patience(self.crowding)
+
     @property
     def cross_links(self) -> Any:
         """What carries messages of host memory between the ranks of `cross_comm`: `links`, or `cross_comm` itself."""
@@ -161,11 +165,9 @@ class World:
         what: str,
         meanwhile: Callable[[], None] | None = None,
         series: WaitSeries = WaitSeries.COLLECTIVE,
-        is_short: bool = False,
     ) -> None:
         """Wait until all `requests`, a list of MPI's or of messages of `links`, or what `links` has gathered, are
-        complete. The wait calls `meanwhile` regularly, and `meanwhile` may raise. `is_short` is that of
-        `wait_for_links`.
+        complete. The wait calls `meanwhile` regularly, and `meanwhile` may raise.
 
         Raises CollectiveTimeout with the ranks that did not arrive, after the deadline.
         """
@@ -174,7 +176,7 @@ class World:
         if self.links is not None and (not isinstance(requests, list) or are_links_messages(requests)):
             messages = self.links.gather(requests) if isinstance(requests, list) else requests
             check = self._build_check(what, meanwhile, series)
-            wait_for_links(self.links, messages, check, self.crowding, is_short)
+            wait_for_links(self.links, messages, check, self.crowding)
             return
 
         def complete() -> bool:

@@ -169,10 +169,10 @@ class Call:
         the node that compares hashes."""
         self._run_inside_node(0, "check of the call", self._node.check)
 
-    def wait_for(self, awaited: Any, is_short: bool = False) -> None:
+    def wait_for(self, awaited: Any) -> None:
         """Return when what an exchange awaits is complete: messages of MPI or of links. Raises CollectiveTimeout after
-        the deadline. `is_short` is that of `World.wait`."""
-        self.world.wait(awaited, self.name, self._check_mismatch, is_short=is_short)
+        the deadline."""
+        self.world.wait(awaited, self.name, self._check_mismatch)
 
     def wait(
         self,

@@ -8,7 +8,6 @@ Several pieces of an array can therefore be under way at once, driven by one thr
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -258,10 +257,9 @@ def finish_greeted(call: Call, x: Array, scale: float) -> bool:
     exchange may be under way."""
     finite: list[bool] = []
     exchange = greeted_all_reduce(call, x, 0, finite.append, scale)
-    is_short = threading.current_thread() is threading.main_thread()  # other threads have something to compete with
     with contextlib.closing(exchange):
         for awaited in exchange if trace.active is None else trace.active.record_exchange(exchange):
-            call.wait_for(awaited, is_short)
+            call.wait_for(awaited)
     return finite[0]
 
 
