@@ -77,7 +77,12 @@ def sleep_until_woken(seconds: float, links: Links | None) -> None:
     elif seconds:
         time.sleep(seconds)
     else:
-        os.sched_yield()  # time.sleep(0) would sleep for 50 us, the timers' slack
+        _yield_processor(0.0)
+
+
+def _yield_processor(_: float) -> None:
+    """Yield the processor, in place of a sleep of 0 seconds, which would last for 50 us, the timers' slack."""
+    os.sched_yield()
 
 
 def wait_for_links(links: Links, messages: Any, check: Callable[[float], None], crowding: float) -> None:
@@ -118,10 +123,7 @@ def wait_until(
             sleep = None
         now = time.monotonic()
         if now - start < _YIELD_SECONDS and pause_seconds is None:
-            if sleep is not None:
-                sleep(0.0)
-            else:
-                sleep_until_woken(0.0, None)
+            (sleep or _yield_processor)(0.0)
             continue
         if now - checked > CHECK_SECONDS:
             checked = now

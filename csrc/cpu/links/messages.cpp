@@ -149,7 +149,7 @@ namespace {
 constexpr std::size_t signature_bytes = sizeof Greeting::signature;
 
 // The bytes of the values that rank p gets with a greeting.
-std::size_t count_greeted_bytes(const Greeting& greeting, std::size_t p, std::size_t ranks) {
+std::size_t count_value_bytes(const Greeting& greeting, std::size_t p, std::size_t ranks) {
   if (!greeting.has_values) return 0;
   return (greeting.is_in_one_round ? greeting.length : Part(greeting, p, ranks).length()) * item_size(greeting.dtype);
 }
@@ -173,13 +173,13 @@ void Lane::begin_greeting(const std::shared_ptr<Greeting>& greeting) {
   };
   std::size_t total = 0;
   for (const auto& arrival : greeting->arrivals)
-    total += signature_bytes + count_greeted_bytes(*greeting, static_cast<std::size_t>(arrival.rank), ranks);
+    total += signature_bytes + count_value_bytes(*greeting, static_cast<std::size_t>(arrival.rank), ranks);
   greeting->sent.resize(total);
   std::vector<std::shared_ptr<Message>> received, sent;
   std::uint8_t* at = greeting->sent.data();
   for (std::size_t i = 0; i < greeting->arrivals.size(); ++i) {
     const auto p = static_cast<std::size_t>(greeting->arrivals[i].rank);
-    const std::size_t bytes = count_greeted_bytes(*greeting, p, ranks);
+    const std::size_t bytes = count_value_bytes(*greeting, p, ranks);
     received.push_back(make(nullptr, signature_bytes + greeting->room));
     received.back()->reduction = greeting;
     received.back()->place = i;
@@ -192,7 +192,7 @@ void Lane::begin_greeting(const std::shared_ptr<Greeting>& greeting) {
     at += signature_bytes + bytes;
   }
   for (std::size_t i = 0; i < sent.size(); ++i) {
-    const int rank = static_cast<int>(greeting->arrivals[i].rank);
+    const int rank = greeting->arrivals[i].rank;
     expect(rank, std::move(received[i]));
     begin_sending(rank, std::move(sent[i]));
   }
@@ -201,7 +201,7 @@ void Lane::begin_greeting(const std::shared_ptr<Greeting>& greeting) {
 
 void Lane::end_greeting(const std::shared_ptr<Greeting>& greeting) {
   const std::size_t ranks = peers_.size(), item = item_size(greeting->dtype), me = static_cast<std::size_t>(rank_);
-  const std::size_t own_bytes = count_greeted_bytes(*greeting, me, ranks);
+  const std::size_t own_bytes = count_value_bytes(*greeting, me, ranks);
   bool differs = false;
   for (const auto& arrival : greeting->arrivals)
     differs = differs || arrival.bytes != signature_bytes + own_bytes ||
