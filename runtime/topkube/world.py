@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from topkube.control import Control, build_timeout, name_ranks
+from topkube.control import Control, build_timeout
 from topkube.errors import CollectiveError, WorldError
 from topkube.heartbeat import Heartbeat
 from topkube.launch_check import check_launch
@@ -33,8 +33,6 @@ from topkube.roll_call import RollCall
 from topkube.settings import Settings, read_process_launch
 from topkube.topology import Nodes, find_nodes_of_ranks, group_by_home, parse_declared_nodes
 from topkube.waiting import advance_messages, choose_patience, wait_for_all_ranks, wait_for_links, wait_until
-
-_DESCRIPTION_BYTES = 160
 
 
 class WaitSeries(IntEnum):
@@ -257,25 +255,7 @@ class World:
         """Return the numbers that `ranks` of this world have in the world of all ranks."""
         return tuple(self.members[rank] for rank in ranks)
 
-    def describe_ranks(
-        self, comm: Any, description: str, series: WaitSeries = WaitSeries.COLLECTIVE
-    ) -> tuple[int, str]:
-        """Return the number of different descriptions, and which ranks have each: "ranks 0, 1: …; rank 2: …". All ranks
-        call this after they learn that their calls differ."""
-        own = np.zeros(_DESCRIPTION_BYTES, np.uint8)
-        text = description.encode()[:_DESCRIPTION_BYTES]
-        own[: len(text)] = np.frombuffer(text, np.uint8)
-        everyone = np.empty((self.size, _DESCRIPTION_BYTES), np.uint8)
-        self.wait([comm.Iallgather(own, everyone)], "the comparison of mismatched collectives", series=series)
-        groups: dict[str, list[int]] = {}
-        for rank, row in enumerate(everyone):
-            groups.setdefault(row.tobytes().rstrip(b"\0").decode(errors="replace"), []).append(self.members[rank])
-        listed = "; ".join(f"{name_ranks(ranks)}: {what}" for what, ranks in list(groups.items())[:_LISTED])
-        return len(groups), listed + (f"; and {len(groups) - _LISTED} more" if len(groups) > _LISTED else "")
 
-
-_LISTED = 8
-"""Most descriptions that a message lists."""
 _leaving: set[int] = set()
 """The identities of the threads that must leave their waits."""
 

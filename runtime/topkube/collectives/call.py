@@ -18,6 +18,7 @@ from topkube import _kernels
 from topkube.algorithms import MATRIX_RANK
 from topkube.arrays import DTYPE_CODES, Array, as_bytes
 from topkube.collectives.greetings import LinkGreetings, MpiGreetings, list_partners
+from topkube.collectives.mismatch import describe_ranks
 from topkube.collectives.request import Request
 from topkube.errors import MismatchError
 from topkube.telemetry import phases, trace
@@ -195,7 +196,7 @@ class Call:
 
     def _raise_mismatch(self) -> NoReturn:
         self.world.control.report_mismatch()
-        groups, listed = self.world.describe_ranks(self.world.agreement, self._description)
+        groups, listed = describe_ranks(self.world, self.world.agreement, self._description)
         raise MismatchError(
             f"ranks entered collective {self.world.calls} with different parameters. {listed}"
             if groups > 1

@@ -22,6 +22,7 @@ import xxhash
 from topkube.arrays import is_tensor
 from topkube.collectives.coordination.numbers import Reducible
 from topkube.collectives.coordination.ordered import fold
+from topkube.collectives.mismatch import describe_ranks
 from topkube.control import name_ranks
 from topkube.errors import ArgumentError, CollectiveError, MismatchError
 from topkube.world import WaitSeries, World, create_sub_world, current
@@ -177,7 +178,7 @@ def _check_same_call(world: World, name: str, description: str) -> None:
     world.wait([world.calls_comm.Iallreduce(own, largest, MPI.MAX)], name, series=WaitSeries.CALL)
     if largest[0] == ~largest[1]:  # the largest hash is also the smallest, because ~ turns the order round
         return
-    groups, listed = world.describe_ranks(world.calls_comm, description, WaitSeries.CALL)
+    groups, listed = describe_ranks(world, world.calls_comm, description, WaitSeries.CALL)
     raise MismatchError(
         f"ranks made different calls. {listed}"
         if groups > 1
