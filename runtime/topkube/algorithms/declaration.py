@@ -140,6 +140,9 @@ class Algorithm:
                     "algorithm for each value",
                 )
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # implementations are looked up in every exchange
+
     def check_period(self, period: int) -> None:
         """Raise ArgumentError if nodes must exchange less often than every `period` steps."""
         if period < self.least_period:

@@ -203,7 +203,13 @@ class Integers(PartsCodec):
         kernels.quantised_unpack_add_(out, self._bits, list(rows), weights)
 
     def unpack(self, out: Any, rows: Sequence[Any], weights: Sequence[float]) -> None:
-        kernels.unpack_add_parts_(out, rows, weights, self.layout, replaces=True)
+        if _is_on_gpu(out):
+            kernels.unpack_add_parts_(out, rows, weights, self.layout, replaces=True)
+            return
+        for place, part in zip(self._places, self._row_places, strict=True):
+            if place.stop > place.start:
+                parts = [row[part] for row in rows]
+                kernels.quantised_unpack_add_(out[place], self._bits, parts, weights, replaces=True)
 
 
 class Rounded(Codec):

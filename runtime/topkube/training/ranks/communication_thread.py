@@ -22,6 +22,8 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+import torch
+
 from topkube.errors import TopKubeError, WorldError
 from topkube.links import Links
 from topkube.mpi_exit import get_exit_status, is_rank
@@ -94,6 +96,10 @@ class CommunicationThread:
             self._thread.join(_LEAVE_SECONDS)
 
     def _run(self) -> None:
+        with torch.no_grad():
+            self._work()
+
+    def _work(self) -> None:
         while (entry := self._take_next()) is not None:
             work, future = entry
             del entry

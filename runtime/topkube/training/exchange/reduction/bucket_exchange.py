@@ -17,6 +17,7 @@ from topkube.training.exchange.buckets.parameter import view_real
 from topkube.training.exchange.reduction.bucket_algorithms import BucketAlgorithms, refuse_gpu_algorithms
 from topkube.training.exchange.reduction.bucket_reduction import BucketReduction, ReductionTask
 from topkube.training.exchange.reduction.delivery import Delivery
+from topkube.training.exchange.reduction.grad_mode import without_grad
 from topkube.training.exchange.reduction.overlapped_buckets import OverlappedBuckets
 from topkube.training.exchange.reduction.residuals import Momentum, Residuals
 from topkube.training.exchange.reduction.staging import Staging
@@ -97,7 +98,7 @@ class BucketExchange:
 
     # ---- one bucket
 
-    @torch.no_grad()
+    @without_grad
     def run(
         self,
         bucket: Bucket,
@@ -140,7 +141,7 @@ class BucketExchange:
 
     # ---- the end of a backward
 
-    @torch.no_grad()
+    @without_grad
     def flush(self) -> bool:
         """Finish the reductions that `run` has started. Return True if all values were finite."""
         if self.on_device is not None:
@@ -159,7 +160,7 @@ class BucketExchange:
             return False
         return all(self.algorithms.stays_on_device(bucket) for bucket in buckets)
 
-    @torch.no_grad()
+    @without_grad
     def flush_undecided(self) -> DeviceFlag:
         """Finish the reductions that `run` has started. Return a flag that is 1 on all ranks if a value was not finite.
         The host does not wait for the device. Call this only if `can_check_finite_on_device` returned True."""

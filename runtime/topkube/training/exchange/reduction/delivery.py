@@ -11,6 +11,7 @@ from topkube.collectives.device.memory import Mark
 from topkube.collectives.device.pipeline import DeviceAllReduce
 from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.parameter import KERNEL_TYPES, Parameter, view_real
+from topkube.training.exchange.reduction.grad_mode import without_grad
 from topkube.training.exchange.reduction.staging import copy_each
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -24,7 +25,7 @@ class Delivery:
     def __init__(self, on_device: DeviceAllReduce | None) -> None:
         self._on_device = on_device
 
-    @torch.no_grad()
+    @without_grad
     def deliver(self, bucket: Bucket, flat: torch.Tensor, mark: Mark | None) -> None:
         """Write the means in `flat`, shape (length,), into `.grad`, or add them to it, with a few launches for all
         parameters."""

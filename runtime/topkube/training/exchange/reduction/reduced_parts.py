@@ -11,6 +11,7 @@ from topkube.collectives.decoupled import DecoupledAllReduce, HalvedArray
 from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.parameter import view_real
 from topkube.training.exchange.reduction.delivery import Delivery
+from topkube.training.exchange.reduction.grad_mode import without_grad
 from topkube.training.ranks import communication_thread
 
 
@@ -58,7 +59,7 @@ class ReducedParts:
         for part in parts:
             self._all_reduce.finish_gather(part.halved)
 
-    @torch.no_grad()
+    @without_grad
     def gather_now(self) -> None:
         """Gather and deliver all that this backward has reduced."""
         parts = self.take()
