@@ -2,10 +2,11 @@
 
     python benchmarks/overhead.py
 
-Time: four loops over the same data with the same model run in one process. They alternate every few steps, so that
-other work of the machine affects all of them: plain torch; torch's DistributedDataParallel over gloo;
-DistributedOptimizer and run.progress with dense aggregation (nothing is sent on one rank); and with compression forced
-on (hitopk, density 0.01). There is one torch thread. Results are medians over steps.
+Time: loops over the same data with the same model, each in a process of its own. They alternate every few steps, so
+that other work of the machine affects all of them: plain torch, as it is and with a heap that keeps what a step frees
+(topkube/heap.py); torch's DistributedDataParallel over gloo; DistributedOptimizer and run.progress with dense
+aggregation (nothing is sent on one rank); and with compression forced on (hitopk, density 0.01). There is one torch
+thread. Results are medians over steps.
 
 Memory: peak resident size of a process per variant, on a large model. The claim is two float32 shards (the residual
 and its copy; on one rank a shard is the whole model) and two buckets above plain torch.
@@ -30,13 +31,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import topkube
+from topkube import heap
 from topkube.examples.char_gpt import GPT, CharacterWindows
 from topkube.settings import Settings
 from topkube.training.exchange.buckets.fusion import BUCKET_BYTES
 from topkube.training.exchange.buckets.parameter import SMALL_ELEMENTS
 
 VARIANTS = ("plain", "ddp", "dense", "hitopk")
-LIMIT_PERCENT = {"dense": 3.0, "hitopk": 10.0}
+PLAIN_WITH_HEAP = "plain, heap of TopKube"
+TIMED = (*VARIANTS, PLAIN_WITH_HEAP)
+LIMIT_PERCENT = {"dense": 1.0, "hitopk": 10.0}
+WARM_STEPS = 3
 BATCH, CONTEXT = 8, 128
 
 
@@ -44,7 +49,7 @@ def run_steps(variant: str, model: GPT, context: int) -> Iterator[None]:
     """Run the training loop of the example; yield after every step."""
     dataset = CharacterWindows(context)
     plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    if variant in ("plain", "ddp"):
+    if variant in ("plain", "ddp", PLAIN_WITH_HEAP):
         if variant == "ddp" and not distributed.is_initialized():
             distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
         called = DistributedDataParallel(model) if variant == "ddp" else model
@@ -72,36 +77,68 @@ def run_steps(variant: str, model: GPT, context: int) -> Iterator[None]:
             yield
 
 
-def measure_time(count: int, turn: int) -> dict[str, object]:
-    """Return the seconds of every step. The variants alternate every `turn` steps."""
-    loops, seconds = {}, {variant: [] for variant in VARIANTS}
-    for variant in VARIANTS:
-        torch.manual_seed(0)
-        model = GPT()
-        loops[variant] = run_steps(variant, model, CONTEXT)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    for loop in loops.values():
-        for _ in range(3):
+def open_variant(variant: str) -> None:
+    """Prepare this process for a variant. Only TopKube's begin with `topkube.init`."""
+    torch.set_num_threads(1)
+    if variant == PLAIN_WITH_HEAP:
+        heap.keep_freed_memory(heap.count_kept_bytes(1))
+    elif variant not in ("plain", "ddp"):
+        topkube.init()
+
+
+def follow_orders(variant: str) -> None:
+    """Make as many steps as each line of stdin says, and print their seconds as a line of JSON."""
+    open_variant(variant)
+    torch.manual_seed(0)
+    loop = run_steps(variant, GPT(), CONTEXT)
+    for line in sys.stdin:
+        seconds = []
+        gc.collect()
+        gc.disable()
+        for _ in range(int(line)):
+            start = time.perf_counter()
             next(loop)
-    gc.disable()
-    for round_number in range(count // turn):
-        first = round_number % len(VARIANTS)
-        order = VARIANTS[first:] + VARIANTS[:first]
-        for variant in order:
-            for _ in range(turn):
-                start = time.perf_counter()
-                next(loops[variant])
-                seconds[variant].append(time.perf_counter() - start)
-    gc.enable()
+            seconds.append(time.perf_counter() - start)
+        gc.enable()
+        print(json.dumps(seconds), flush=True)
+
+
+def measure_time(count: int, turn: int) -> dict[str, object]:
+    """Return the seconds of a step of every variant, each in a process of its own. They alternate every `turn` steps;
+    the first step of a turn does not count."""
+    command = [sys.executable, __file__, "--loop-of"]
+    pipe = subprocess.PIPE
+    loops = {v: subprocess.Popen([*command, v], stdin=pipe, stdout=pipe, text=True) for v in TIMED}
+
+    def make_steps(variant: str, steps: int) -> list[float]:
+        process = loops[variant]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(steps, file=process.stdin, flush=True)
+        return list(json.loads(process.stdout.readline()))
+
+    try:
+        seconds: dict[str, list[float]] = {variant: [] for variant in TIMED}
+        for variant in TIMED:
+            make_steps(variant, WARM_STEPS)
+        for round_number in range(count // turn):
+            first = round_number % len(TIMED)
+            for variant in TIMED[first:] + TIMED[:first]:
+                seconds[variant] += make_steps(variant, 1 + turn)[1:]
+    finally:
+        for process in loops.values():
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait()
     medians = {variant: statistics.median(values) for variant, values in seconds.items()}
     return {
-        "parameters": parameters,
+        "parameters": sum(parameter.numel() for parameter in GPT().parameters()),
         "batch": BATCH,
         "context": CONTEXT,
-        "torch_threads": torch.get_num_threads(),
+        "torch_threads": 1,
         "steps": count,
         "median_seconds": medians,
-        "overhead_percent": {v: 100 * (medians[v] / medians["plain"] - 1) for v in VARIANTS[1:]},
+        "overhead_percent": {v: 100 * (medians[v] / medians["plain"] - 1) for v in TIMED[1:]},
         "limit_percent": LIMIT_PERCENT,
         "date": time.strftime("%Y-%m-%d"),
     }
@@ -109,8 +146,7 @@ def measure_time(count: int, turn: int) -> dict[str, object]:
 
 def measure_peak_bytes(variant: str) -> dict[str, int]:
     """Train a larger model for a few steps, and return the peak resident size. Run in a separate process."""
-    topkube.init()
-    torch.set_num_threads(1)
+    open_variant(variant)
     model = GPT(layers=8, width=512, heads=8, context=32)
     loop = run_steps(variant, model, 32)
     for _ in range(4):
@@ -146,13 +182,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="processes per variant for memory (%(default)s)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "overhead.json")
     parser.add_argument("--peak-of", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--loop-of", choices=TIMED, help=argparse.SUPPRESS)
     parser.add_argument("--only", choices=("time", "memory"), help="measure only this, and keep the other result")
     args = parser.parse_args()
     if args.peak_of:
         print(json.dumps(measure_peak_bytes(args.peak_of)))
         return
-    topkube.init()
-    torch.set_num_threads(1)
+    if args.loop_of:
+        follow_orders(args.loop_of)
+        return
     result = json.loads(args.output.read_text()) if args.output.exists() else {}
     if args.only != "memory":
         result["time"] = measure_time(args.steps, args.turn)

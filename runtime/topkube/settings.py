@@ -413,6 +413,14 @@ def is_thread_count_set(environment: Mapping[str, str] | None = None) -> bool:
     return any(environment.get(variable) for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
 
 
+def chooses_malloc(environment: Mapping[str, str] | None = None) -> bool:
+    """Return True if the environment decides how much free memory the heap keeps (MALLOC_TRIM_THRESHOLD_, or the
+    tunables of glibc)."""
+    environment = os.environ if environment is None else environment
+    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+    return any(environment.get(name) for name in names) or "glibc.malloc" in environment.get("GLIBC_TUNABLES", "")
+
+
 def tune_messages() -> None:
     """Have MPICH's transport UCX copy 64 KiB instead of 8 KiB at a time to a TCP connection, unless the environment
     chooses another size. Has no effect after MPI has started, and none on other MPIs.

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from topkube.control import Control, build_timeout
 from topkube.errors import CollectiveError, WorldError
+from topkube.heap import count_kept_bytes, keep_freed_memory
 from topkube.heartbeat import Heartbeat
 from topkube.launch_check import check_launch
 from topkube.links import LinkChoice, Links, LostConnections, are_links_messages, count_lanes, open_links
@@ -30,7 +31,7 @@ from topkube.mpi_exit import end_together, forget_exit
 from topkube.mpi_start import load_mpi, share_window
 from topkube.processors import count_own_threads, limit_to_cgroup
 from topkube.roll_call import RollCall
-from topkube.settings import Settings, read_process_launch
+from topkube.settings import Settings, chooses_malloc, read_process_launch
 from topkube.topology import Nodes, find_nodes_of_ranks, group_by_home, parse_declared_nodes
 from topkube.waiting import advance_messages, choose_patience, wait_for_all_ranks, wait_for_links, wait_until
 
@@ -311,6 +312,8 @@ def init(settings: Settings | None = None) -> World:
             settings.links, tuple(hosts), settings.pod_ip, count_lanes(settings.connections, threads)
         ),
     )
+    if not chooses_malloc():
+        keep_freed_memory(count_kept_bytes(len(affinities)))
     end_together(comm)
     atexit.register(shutdown)
     return _world
