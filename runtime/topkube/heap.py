@@ -16,19 +16,22 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST_HEAP_BLOCK = 32 << 20
 """Blocks of this size and more have pages of their own, which are always returned: glibc allows no larger limit. It
 raises the limit up to there by itself, but no longer after M_TRIM_THRESHOLD was set."""
-_MOST_KEPT_BYTES, _KEPT_SHARE = 1 << 30, 16
+_LEAST_KEPT_BYTES, _MOST_KEPT_BYTES = 2 * _LARGEST_HEAP_BLOCK, 1 << 30
+"""glibc may keep the smaller of these by itself, once a large block was freed."""
+_KEPT_SHARE = 16
 
 
 def count_kept_bytes(ranks: int, cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how many free bytes the heap of each of `ranks` ranks on this machine may keep: together at most a
-    sixteenth of the memory of the machine, or of what the cgroup (version 2 or 1) grants, and each at most 1 GiB."""
+    """Return how many free bytes the heap of each of `ranks` ranks on this machine may keep: together a sixteenth of
+    the memory of the machine, or of what the cgroup (version 2 or 1) grants, but each at least 64 MiB and at most
+    1 GiB."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
             memory = min(memory, int((cgroups / name).read_text()))
         except (OSError, ValueError):  # there is no such cgroup, or no limit ("max")
             continue
-    return min(memory // (_KEPT_SHARE * ranks), _MOST_KEPT_BYTES)
+    return min(max(memory // (_KEPT_SHARE * ranks), _LEAST_KEPT_BYTES), _MOST_KEPT_BYTES)
 
 
 def keep_freed_memory(kept_bytes: int) -> bool:
