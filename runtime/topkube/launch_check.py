@@ -6,8 +6,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from topkube.environment import ProcessLaunch
 from topkube.errors import WorldError
-from topkube.settings import ProcessLaunch
 
 
 def check_launch(size: int, library: str, launched: ProcessLaunch, expected_ranks: int = 0) -> None:

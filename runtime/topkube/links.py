@@ -31,7 +31,7 @@ import numpy as np
 
 from topkube import _kernels
 from topkube.arrays import DTYPE_CODES, Array, as_bytes
-from topkube.settings import read_network_devices
+from topkube.environment import read_network_devices
 
 TOKEN_BYTES = 16
 MOST_TAGS = 1 << 32

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from topkube.environment import tune_messages
 from topkube.errors import WorldError
 from topkube.installation import build_install_command
 from topkube.mpi_exit import take_over_finalize
-from topkube.settings import tune_messages
 
 _WINDOW_BYTES_PER_RANK = 1100 << 10
 _WINDOW_BYTES_MOST = 20 << 20

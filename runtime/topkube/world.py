@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from topkube.control import Control, build_timeout
+from topkube.environment import chooses_malloc, read_process_launch
 from topkube.errors import CollectiveError, WorldError
 from topkube.heap import count_kept_bytes, keep_freed_memory
 from topkube.heartbeat import Heartbeat
@@ -31,7 +32,7 @@ from topkube.mpi_exit import end_together, forget_exit
 from topkube.mpi_start import load_mpi, share_window
 from topkube.processors import count_own_threads, limit_to_cgroup
 from topkube.roll_call import RollCall
-from topkube.settings import Settings, chooses_malloc, read_process_launch
+from topkube.settings import Settings
 from topkube.topology import Nodes, find_nodes_of_ranks, group_by_home, parse_declared_nodes
 from topkube.waiting import advance_messages, choose_patience, wait_for_all_ranks, wait_for_links, wait_until
 

@@ -9,7 +9,7 @@ import torch
 
 import topkube
 from topkube import algorithms
-from topkube.settings import is_thread_count_set
+from topkube.environment import is_thread_count_set
 
 
 def parse_positive(text: str) -> int:

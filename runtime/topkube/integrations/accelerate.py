@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from accelerate.utils.dataclasses import DDPCommunicationHookType
 
+from topkube.environment import read_process_launch
 from topkube.errors import ArgumentError, TrainingError
 from topkube.integrations.ddp import Hook, check_device, ddp_hook
-from topkube.settings import read_process_launch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from topkube import kernels
 from topkube.algorithms import CHOICES
+from topkube.environment import read_torch_local_size
 from topkube.errors import ArgumentError, TrainingError
 from topkube.kernels.selection import entries_kept
-from topkube.settings import Settings, read_torch_local_size
+from topkube.settings import Settings
 from topkube.telemetry import phases
 from topkube.training.exchange.aggregation import AggregationSettings
 from topkube.training.exchange.autograd.loss_scale import find_loss_scale, watch_scalers

@@ -11,10 +11,11 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from topkube.environment import read_torch_place
 from topkube.errors import ArgumentError, TrainingError
 from topkube.integrations.ddp import check_device, ddp_hook
 from topkube.integrations.step_reports import StepReports
-from topkube.settings import Settings, read_torch_place
+from topkube.settings import Settings
 
 NAME = "topkube"
 """The name of the strategy for `Trainer(strategy=...)`. It is known after an import of this module."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
+from topkube.environment import copy_environment, read_launched_rank
 from topkube.errors import LaunchError, SettingsError
 from topkube.launch.host.arguments import check_arguments, shorten_command
 from topkube.launch.host.environment import list_source_variables
@@ -41,7 +42,7 @@ from topkube.launch.output.rank_report import (
     was_killed_for_memory,
 )
 from topkube.roll_call import RollCall
-from topkube.settings import Settings, copy_environment, read_launched_rank
+from topkube.settings import Settings
 
 COMMAND_FILE = "command.json"
 """The file in the run's directory with the command of the ranks and its working directory."""

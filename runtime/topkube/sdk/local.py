@@ -22,11 +22,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from topkube.environment import copy_environment
 from topkube.errors import ClusterError
 from topkube.job import FirstFailure, Progress, Status, TrainingJob
 from topkube.launch.output.rank_report import find_log_path
 from topkube.sdk.backend import ENDED, read_phase
-from topkube.settings import copy_environment
 from topkube.source.archive import unpack_archive
 from topkube.source.packing import ARCHIVE_KEY, PackedSource
 from topkube.telemetry.history import History, LogFollower, ProgressReader

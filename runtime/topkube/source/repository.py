@@ -9,10 +9,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from topkube.environment import copy_environment
 from topkube.errors import SourceError
 from topkube.job import GitSource
 from topkube.job.fields.failure_policy import SOURCE_UNAVAILABLE
-from topkube.settings import copy_environment
 from topkube.source.archive import MOST_BYTES, MOST_FILES
 
 FETCH_SECONDS = 1800.0

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from topkube.environment import choose_wandb_mode
 from topkube.errors import SettingsError
 from topkube.installation import build_install_command
-from topkube.settings import Settings, choose_wandb_mode
+from topkube.settings import Settings
 from topkube.telemetry.progress import ProgressWriter, StepRecord
 
 _FOLDER = "logs"

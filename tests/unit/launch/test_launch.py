@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from topkube.environment import read_launched_rank
 from topkube.errors import LaunchError
 from topkube.job import TrainingJob
 from topkube.launch.local import build_rank_environment, expand_variables
@@ -26,7 +27,6 @@ from topkube.launch.output.rank_report import (
     read_tail,
     select_first_failure,
 )
-from topkube.settings import read_launched_rank
 
 SHIM = [sys.executable, "-m", "topkube.launch.rank"]
 MPICH = mpi_library.Mpi("MPICH", "5.0.2", Path("/x/mpiexec"))

@@ -12,10 +12,11 @@ import torch
 import worlds
 from local_runs import run_job, write_job
 
+from topkube.environment import read_process_launch
 from topkube.errors import WorldError
 from topkube.launch.host.torch_environment import build_rank_variables, list_accelerate_variables
 from topkube.launch_check import check_launch
-from topkube.settings import Settings, read_process_launch
+from topkube.settings import Settings
 
 SCRIPT = Path(__file__).parents[1] / "ddp_script.py"
 CASES = [

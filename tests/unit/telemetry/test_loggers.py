@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from topkube.cli.script_job import Target, load_job
+from topkube.environment import choose_wandb_mode
 from topkube.errors import SettingsError
 from topkube.launch.local import build_rank_environment
 from topkube.launch.mpi import mpi_library
-from topkube.settings import Settings, choose_wandb_mode
+from topkube.settings import Settings
 from topkube.telemetry import loggers
 from topkube.telemetry.loggers import StepWriter, check_loggers, find_log_folder
 from topkube.telemetry.progress import StepRecord

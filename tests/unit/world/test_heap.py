@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from topkube.environment import copy_environment
 from topkube.heap import count_kept_bytes
-from topkube.settings import copy_environment
 
 MEBIBYTE, GIBIBYTE = 1 << 20, 1 << 30
 STEP = """

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from topkube import waiting
-from topkube.settings import tune_messages
+from topkube.environment import tune_messages
 
 
 def test_messages_advance_until_a_call_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

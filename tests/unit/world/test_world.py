@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from topkube.environment import ProcessLaunch, read_process_launch
 from topkube.errors import WorldError
 from topkube.launch_check import check_launch
-from topkube.settings import ProcessLaunch, read_process_launch
 from topkube.topology import find_nodes_of_ranks, group_by_home, parse_declared_nodes
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from topkube.cli.doctor.check import Check, report_ok
-from topkube.settings import list_kubeconfig_paths
+from topkube.environment import list_kubeconfig_paths
 
 
 def check_cluster() -> Iterator[Check]:

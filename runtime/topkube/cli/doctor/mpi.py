@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator
 
 from topkube.cli.doctor.check import Check, report_ok
+from topkube.environment import copy_environment
 from topkube.errors import TopKubeError
 from topkube.launch.mpi import mpi_library
-from topkube.settings import copy_environment
 
 HELLO_SECONDS = 60
 _END_SECONDS = 10

@@ -16,6 +16,7 @@ from topkube.cli.run.options import RunOptions
 from topkube.cli.run.report import TRACES, describe_aggregation, report_run, say
 from topkube.cli.run.watch import RunWatch, Signals
 from topkube.cli.script_job import Target, load_job
+from topkube.environment import copy_environment
 from topkube.job import TrainingJob
 from topkube.job.algorithm_name import is_foreign
 from topkube.launch.local import (
@@ -27,7 +28,7 @@ from topkube.launch.local import (
 )
 from topkube.launch.mpi import mpi_library
 from topkube.processors import count_cores
-from topkube.settings import Settings, copy_environment
+from topkube.settings import Settings
 from topkube.telemetry.history import History
 from topkube.telemetry.loggers import check_loggers, find_log_folder
 

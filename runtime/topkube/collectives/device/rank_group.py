@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from topkube.environment import does_nccl_order_launches
 from topkube.errors import ArgumentError, DeviceError
 from topkube.mpi_exit import get_exit_status
-from topkube.settings import does_nccl_order_launches
 from topkube.world import World
 
 _NAME_BYTES = 256

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from topkube.environment import read_process_launch
 from topkube.errors import WorldError
-from topkube.settings import read_process_launch
 from topkube.world import current
 
 

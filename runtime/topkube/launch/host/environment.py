@@ -7,8 +7,9 @@ import pwd
 from collections.abc import Mapping
 from pathlib import Path
 
+from topkube.environment import copy_environment
 from topkube.processors import count_cores, count_threads_per_rank
-from topkube.settings import Settings, copy_environment
+from topkube.settings import Settings
 
 
 def set_defaults(environment: dict[str, str], ranks: int) -> None:

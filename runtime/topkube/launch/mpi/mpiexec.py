@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+from topkube.environment import copy_environment
 from topkube.errors import LaunchError
 from topkube.launch.connection.messages import ProxyParameters
 from topkube.launch.host.arguments import check_arguments
@@ -25,7 +26,6 @@ from topkube.launch.mpi.proxies import (
     parse_agent_parameters,
     parse_hydra_parameters,
 )
-from topkube.settings import copy_environment
 
 _START_SECONDS, _PROXY_SECONDS = 60.0, 0.05
 """The time in which mpiexec must print the parameters of its proxies: at least, and for each proxy."""
