@@ -3,6 +3,7 @@
 from simulated_rules.gradients import (
     AcpSGD,
     Dense,
+    Int3,
     Int4,
     Int8,
     PowerSGD,
@@ -34,6 +35,7 @@ RULES: dict[str, type[Rule]] = {
     "oktopk": SimulatedOkTopK,
     "int8": Int8,
     "int4": Int4,
+    "int3": Int3,
     "powersgd": PowerSGD,
     "powersgd-rank2": PowerSGDRank2,
     "powersgd-rank1": PowerSGDRank1,

@@ -147,6 +147,12 @@ class Int8(Int4):
     BITS = 8
 
 
+class Int3(Int4):
+    """Seven levels, 3 bits, with a unit for each 32 elements, in two stages, a residual beside the gradient (int3)."""
+
+    BITS = 3
+
+
 class SignResidual(AllEntries):
     """One bit per element with the residual beside the gradient: the control of sign-weights."""
 

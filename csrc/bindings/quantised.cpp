@@ -6,7 +6,7 @@ namespace topkube {
 namespace {
 
 QuantisedLayout make_checked_layout(std::size_t length, int bits) {
-  require(bits == 4 || bits == 8, "bits must be 4 or 8");
+  require(bits == 3 || bits == 4 || bits == 8, "bits must be 3, 4 or 8");
   return QuantisedLayout(length, bits);
 }
 

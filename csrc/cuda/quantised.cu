@@ -1,4 +1,4 @@
-// The C functions of integers with 4 or 8 bits.
+// The C functions of integers with 3, 4 or 8 bits.
 #include "launch_parts.hpp"
 #include "quantised.hpp"
 
@@ -8,6 +8,7 @@ namespace {
 template <class Do>
 int with_bits(int bits, const Do& act) {
   switch (bits) {
+    case 3: return act(std::integral_constant<int, 3>{});
     case 4: return act(std::integral_constant<int, 4>{});
     case 8: return act(std::integral_constant<int, 8>{});
     default: return wrong_argument;

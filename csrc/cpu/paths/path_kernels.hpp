@@ -64,7 +64,7 @@ struct PathKernels {
   std::size_t (*write_unary)(const std::uint32_t* indices, std::size_t count, unsigned low, std::size_t offset, std::uint64_t* word,
                              std::uint8_t* out);
 
-  // One block of cpu/quantised/quantised.hpp, of at most 256 elements, with integers of 4 or 8 bits. `quantised_scale` returns its
+  // One block of cpu/quantised/quantised.hpp, of at most 256 elements, with integers of 3, 4 or 8 bits. `quantised_scale` returns its
   // scale, which `quantised_pack` takes. `quantised_unpack_add` adds the integers times scales[m] over the messages, in their order,
   // and then adds that sum.
   QuantisedScale (*quantised_scale)(const float* values, std::size_t length, int bits);

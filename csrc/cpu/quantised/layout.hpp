@@ -10,9 +10,10 @@ namespace topkube {
 
 static constexpr std::size_t quantised_block = 256;
 
-// Returns the bytes of the integers of `length` elements.
+// Returns the bytes of the integers of `length` elements. With 3 bits, this includes half a byte for every 32.
 static constexpr std::size_t quantised_code_bytes(std::size_t length, int bits) {
-  return bits == 8 ? length : (length + 31) / 32 * 16;
+  const std::size_t groups = (length + 31) / 32;
+  return bits == 8 ? length : bits == 4 ? groups * 16 : groups * 12 + (groups + 1) / 2;
 }
 
 // The places of the parts of a message about `length` elements with `bits` bits each. The integers begin at a multiple of 8 bytes,

@@ -189,6 +189,19 @@ INT4 = Algorithm(
     two_stage_from=2,
     implementation="topkube.collectives.codec_all_reduce:Int4",
 )
+INT3 = Algorithm(
+    name="int3",
+    summary="reduces inside each node, then each shard between nodes, with 3 bits per value",
+    family=Family.QUANTISED,
+    sends="3 bits per element (one of seven levels), 4 bits for each 32, and a scale for each block of 256",
+    route=Route.SPLIT,
+    traffic=own_traffic.count_int3_traffic,
+    state=(SHARD_RESIDUAL,),
+    parameters=(parameters.OVERLAP,),
+    on_device=True,
+    two_stage_from=2,
+    implementation="topkube.collectives.codec_all_reduce:Int3",
+)
 POWERSGD = Algorithm(
     name="powersgd",
     summary="reduces inside each node, then sends two thin factors of each matrix, of rank `matrixRank`",
@@ -273,6 +286,7 @@ OWN = (
     NAIVE,
     INT8,
     INT4,
+    INT3,
     ONEBIT,
     TOPK1BIT,
     SIGNSGD,

@@ -167,7 +167,12 @@ def count_int4_traffic(workload: Workload) -> Traffic:
     return _count_quantised_traffic(workload, 4)
 
 
-def _count_quantised_traffic(workload: Workload, bits: int) -> Traffic:
+def count_int3_traffic(workload: Workload) -> Traffic:
+    """Return the traffic of two stages with 3 bits per element, and 4 bits for each 32."""
+    return _count_quantised_traffic(workload, 3 + 4 / 32)
+
+
+def _count_quantised_traffic(workload: Workload, bits: float) -> Traffic:
     message_bytes = bits / 8 * workload.elements + 2 * -(-workload.elements // _QUANTISED_BLOCK)
     # The sum with the residual, both packings, the result.
     read_and_write_shards = 7 * workload.array_bytes

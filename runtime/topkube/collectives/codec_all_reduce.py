@@ -202,6 +202,10 @@ class Int4(QuantisedAllReduce):
     bits = 4
 
 
+class Int3(QuantisedAllReduce):
+    bits = 3
+
+
 class LocalSgd(CodecAllReduce):
     """Every node sends all its values, rounded to `wire`."""
 

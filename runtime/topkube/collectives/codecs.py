@@ -1,9 +1,9 @@
 """Codecs: they write float32 values as rows of bytes for other nodes, and leave in place the part of the values that
 the bytes do not contain.
 
-`Signs` keeps one bit per element with a scale per block, `Integers` four or eight bits, `Rounded` rounds every value;
-top_signs.py and top_levels.py have codecs that send the largest elements only. The algorithms in codec_all_reduce.py
-send such rows.
+`Signs` keeps one bit per element with a scale per block, `Integers` three, four or eight bits, `Rounded` rounds every
+value; top_signs.py and top_levels.py have codecs that send the largest elements only. The algorithms in
+codec_all_reduce.py send such rows.
 """
 
 from __future__ import annotations
@@ -182,9 +182,9 @@ class Signs(PartsCodec):
 
 
 class Integers(PartsCodec):
-    """A codec with an integer of `bits` bits (4 or 8) per element, and a scale for each block of 256 elements. With 8
-    bits, an integer stands for itself times the scale; with 4 bits, its square does (`kernels.quantised_pack_`). Blocks
-    start again in each tensor."""
+    """A codec with an integer of `bits` bits (3, 4 or 8) per element, and a scale for each block of 256 elements. With
+    8 bits, an integer stands for itself times the scale; with 4 bits, its square does; with 3 bits, it is the number of
+    a level (`kernels.quantised_pack_`). Blocks start again in each tensor."""
 
     def __init__(self, places: Sequence[slice], bits: int) -> None:
         self._bits = bits

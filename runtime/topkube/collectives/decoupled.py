@@ -7,8 +7,8 @@ messages only, between nodes and inside the node. Ranks need not be at the same 
 wait for an array while another rank computes. The second half has communicators of its own: other collectives may
 run before it ends.
 
-A compressed array is one piece, and its algorithm divides the exchange between nodes (halves.py): `int8` and `int4`
-after the stage that sends to the owners of segments, `hitopk` before its only stage.
+A compressed array is one piece, and its algorithm divides the exchange between nodes (halves.py): `int8`, `int4`
+and `int3` after the stage that sends to the owners of segments, `hitopk` before its only stage.
 
 First halves alone would leave the link idle while the next array is computed, and the second halves could then take
 longer than the work that hides them. So when no first half is under way, a rank gathers the piece that was reduced last

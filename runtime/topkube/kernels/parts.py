@@ -111,7 +111,7 @@ class SignLayout(PartLayout):
 
 
 class IntegerLayout(PartLayout):
-    """The layout of parts that a message sends as integers of `bits` bits (4 or 8): for each part in turn, what
+    """The layout of parts that a message sends as integers of `bits` bits (3, 4 or 8): for each part in turn, what
     `quantised_pack_` writes. `places` are the slices of the array that belong to one part each."""
 
     kernel = "quantised"

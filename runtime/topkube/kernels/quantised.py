@@ -1,4 +1,4 @@
-"""The kernels of 4 or 8 bits per element and one scale per block of 256 elements."""
+"""The kernels of 3, 4 or 8 bits per element and one scale per block of 256 elements."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from topkube.errors import ArgumentError
 from topkube.kernels.arguments import FLOAT32, check_apart, check_message_size, check_same_length
 from topkube.kernels.device import find_device_kernels
 
-QUANTISED_BITS = (4, 8)
+QUANTISED_BITS = (3, 4, 8)
 QUANTISED_BLOCK = 256
 _UINT8 = np.dtype(np.uint8)
 
 
 def quantised_bytes(length: int, bits: int) -> int:
-    """Return the bytes of a message about `length` elements, a multiple of 8. Raises ArgumentError if `bits` is neither
-    4 nor 8, or if `length` is negative."""
+    """Return the bytes of a message about `length` elements, a multiple of 8. Raises ArgumentError if `bits` is not
+    3, 4 or 8, or if `length` is negative."""
     if bits not in QUANTISED_BITS:
-        raise ArgumentError(f"bits is {bits!r}", next_step="pass 4 or 8")
+        raise ArgumentError(f"bits is {bits!r}", next_step="pass 3, 4 or 8")
     if length < 0:
         raise ArgumentError(f"length is {length}", next_step="pass the number of elements")
     return int(_kernels.quantised_bytes(length, bits))
@@ -35,9 +35,12 @@ def quantised_pack_(values: Any, bits: int, message: Any, *, wait: bool = True) 
     With 8 bits, an element is sent as the nearest multiple of its block's scale. With 4 bits, it is sent as the nearest
     of 0, 1, 4, 9, 16, 25, 36 and 49 times the scale, with the sign of the element. The scale of a block of 256 elements
     is its largest |x| divided by 127 (8 bits) or 49 (4 bits), rounded up to a bfloat16 number. A block whose scale
-    would be below 2^-126 is not sent. message: (quantised_bytes(n, bits),) uint8, in the format of
-    csrc/cpu/quantised/quantised.hpp. On a GPU the call waits for its result; with wait=False it does not wait, and
-    returns a bool tensor on the device. Raises ArgumentError before anything is written.
+    would be below 2^-126 is not sent. With 3 bits, an element is sent as the nearest of 0, 3, 8 and 14
+    units, with its sign; every 32 elements have a unit of their own.
+
+    message: (quantised_bytes(n, bits),) uint8, in the format of csrc/cpu/quantised/quantised.hpp. On a GPU the call
+    waits for its result; with wait=False it does not wait, and returns a bool tensor on the device.
+    Raises ArgumentError before anything is written.
     """
     if gpu := find_device_kernels(values=values, message=message):
         flag = gpu.quantised_pack_(values, bits, message, quantised_bytes(values.numel(), bits))

@@ -134,7 +134,7 @@ def case_training_takes_the_same_steps_as_through_shared_memory(world: World) ->
 
 def case_training_with_integers_follows_dense_training(world: World) -> None:
     trained = {}
-    for name in ("dense", "int8", "int4"):
+    for name in ("dense", "int8", "int4", "int3"):
         model = build_network()
         with exchange_through_torch():
             optimizer = build_optimizer(model, build_sgd, aggregation=name, bucket_bytes=4096)
@@ -142,7 +142,7 @@ def case_training_with_integers_follows_dense_training(world: World) -> None:
         weights = train(model, optimizer, 6)
         trained[name] = torch.cat([weight.reshape(-1) for weight in weights])
     moved = (trained["dense"] - torch.cat([w.reshape(-1) for w in copy_weights(build_network())])).norm()
-    for name, share in (("int8", 0.02), ("int4", 0.2)):
+    for name, share in (("int8", 0.02), ("int4", 0.2), ("int3", 0.3)):
         difference = (trained[name] - trained["dense"]).norm()
         assert difference < share * moved, (name, difference / moved)
 

@@ -77,7 +77,7 @@ def case_a_sparse_sum_has_the_bits_of_the_path_for_host_memory(world: World) -> 
 def case_integers_have_the_bits_of_the_path_for_host_memory(world: World) -> None:
     """With residuals, over several exchanges, also where some nodes own no block. Two tensors are under way at a
     time."""
-    for name, sizes in (("int8", (5000, 70_003)), ("int4", (70_003, 130))):
+    for name, sizes in (("int8", (5000, 70_003)), ("int4", (70_003, 130)), ("int3", (70_003, 515))):
         all_reduce, engine = load(find_algorithm(name)), DeviceAllReduce(world, CPU)
         rng = np.random.default_rng(world.rank)
         host_arrays = [rng.standard_normal(size).astype(np.float32) for size in sizes]
@@ -167,7 +167,7 @@ def case_the_benchmark_compares_with_the_peer_of_the_device(world: World) -> Non
 
 def case_values_that_are_not_finite_are_reported(world: World) -> None:
     engine = DeviceAllReduce(world, CPU)
-    for name in ("hierarchical", "hitopk", "int8", "int4", "nccl", "hierarchical-nccl"):
+    for name in ("hierarchical", "hitopk", "int8", "int4", "int3", "nccl", "hierarchical-nccl"):
         for poison in (torch.nan, torch.inf):
             x = torch.ones(3000)
             if world.rank == 0:
@@ -181,5 +181,5 @@ def case_values_that_are_not_finite_are_reported(world: World) -> None:
 
 
 def case_algorithms_of_host_memory_are_refused(world: World) -> None:
-    with pytest.raises(ArgumentError, match=r"naive works on CPU tensors.*hitopk, int8, int4 on a GPU"):
+    with pytest.raises(ArgumentError, match=r"naive works on CPU tensors.*hitopk, int8, int4, int3 on a GPU"):
         DeviceAllReduce(world, CPU).begin(load(find_algorithm("naive")), Request(torch.ones(3)))

@@ -96,6 +96,7 @@ def test_the_state_of_a_rank_follows_from_its_scope() -> None:
         "naive": 4_000_000,
         "int8": 1_000_000,
         "int4": 1_000_000,
+        "int3": 1_000_000,
         "onebit": 1_000_000,
         "topk1bit": 1_000_000,
         "powersgd": 1_000_000,

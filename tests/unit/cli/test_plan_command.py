@@ -214,7 +214,7 @@ def test_dear_is_predicted_and_compared_with_the_step_without_it(tmp_path: Path,
     steps = [{row["algorithm"]: row["stepSeconds"] for row in plan["algorithms"]} for plan in (plain, dear)]
     assert steps[1]["hierarchical"] < 0.95 * steps[0]["hierarchical"]
     assert steps[1]["int8"] < steps[0]["int8"]
-    in_halves = ("hierarchical", "hitopk", "int8", "int4")
+    in_halves = ("hierarchical", "hitopk", "int8", "int4", "int3")
     assert all(steps[1][name] == seconds for name, seconds in steps[0].items() if name not in in_halves)
     compared = {"backward": steps[0]["hierarchical"], "dear": steps[1]["hierarchical"]}
     assert plain["advice"]["overlap"] == dear["advice"]["overlap"] == compared

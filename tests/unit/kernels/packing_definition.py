@@ -46,6 +46,8 @@ def unpack_signs_by_definition(scales: Any, bits: Any, length: int, weight: floa
 
 def pack_integers_by_definition(x: Any, bits: int) -> tuple[Any, Any]:
     """Return (message, the values that the message holds)."""
+    if bits == 3:
+        return pack_levels_by_definition(x)
     scales, codes, sent = [], [], np.zeros_like(x)
     for start in range(0, len(x), BLOCK):
         block = x[start : start + BLOCK]
@@ -68,6 +70,57 @@ def pack_integers_by_definition(x: Any, bits: int) -> tuple[Any, Any]:
     return np.pad(message, (0, -len(message) % 8)), sent
 
 
+GROUP = 32
+"""Elements that share a unit with 3 bits."""
+FRACTIONS = np.array(
+    [np.float32(2.0 ** -(e // 2)) * np.float32(0.70710677 if e % 2 else 1) for e in range(16)], np.float32
+)
+"""The units of a group, as fractions of the scale of its block."""
+
+
+def pack_levels_by_definition(x: Any) -> tuple[Any, Any]:
+    """Return (message, the values that the message holds) with 3 bits: seven levels."""
+    scales, codes, sent = [], [], np.zeros_like(x)
+    for start in range(0, len(x), BLOCK):
+        block = x[start : start + BLOCK]
+        step = np.abs(block).max() / np.float32(16)
+        rounded_up = (step.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
+        if rounded_up < np.float32(2.0**-118).view(np.uint32):
+            rounded_up = np.uint32(0)
+        scales.append(int(rounded_up) >> 16)
+        scale = rounded_up.view(np.float32)
+        exponents, planes = [], []
+        for first in range(0, len(block), GROUP):
+            group = block[first : first + GROUP]
+            units = scale * FRACTIONS
+            enough = np.abs(group).max() <= units * np.float32(16)
+            exponent = int(np.flatnonzero(enough).max()) if scale else 0
+            exponents.append(exponent)
+            level_codes = np.zeros(GROUP, np.uint8)
+            if scale:
+                level_codes[: len(group)] = choose_levels(group, units[exponent])
+            sent[start + first : start + first + len(group)] = LEVEL_VALUES[level_codes[: len(group)]] * units[exponent]
+            planes.append(
+                np.packbits((level_codes[None] >> np.arange(3, dtype=np.uint8)[:, None]) & 1, bitorder="little")
+            )
+        halves = np.pad(np.array(exponents, np.uint8), (0, len(exponents) % 2)).reshape(-1, 2)
+        codes += [halves[:, 0] | halves[:, 1] << 4, *planes]
+    scale_bytes = np.array(scales, np.uint16).view(np.uint8)
+    message = np.concatenate([np.pad(scale_bytes, (0, -len(scale_bytes) % 8)), *codes])
+    return np.pad(message, (0, -len(message) % 8)).astype(np.uint8), sent
+
+
+LEVEL_VALUES = np.array([0, 3, 8, 14, 0, -3, -8, -14], np.float32)
+"""What the codes of 3 bits stand for, in units of their group."""
+
+
+def choose_levels(group: Any, unit: Any) -> Any:
+    """Return the codes of the levels nearest to the elements of a group; of two, that nearer to zero."""
+    limits = np.array([1.5, 5.5, 11], np.float32) * unit
+    above = (np.abs(group)[:, None] > limits).sum(axis=1)
+    return np.where(above, above + 4 * np.signbit(group), 0).astype(np.uint8)
+
+
 def find_nearest_roots(magnitudes: Any) -> Any:
     """Return the integers from 0 to 7 whose squares are nearest to `magnitudes`, the smaller one if two are."""
     return np.abs(magnitudes[:, None] - SQUARES).argmin(axis=1).astype(np.float32)
@@ -83,6 +136,28 @@ def read_integer_scales(message: Any, length: int) -> Any:
     blocks = -(-length // BLOCK)
     block_scales = message[: 2 * blocks].view(ml_dtypes.bfloat16).astype(np.float32)
     return np.repeat(block_scales, BLOCK)[:length]
+
+
+def weigh_integers(message: Any, sent: Any, bits: int, weight: float) -> Any:
+    """Return what a message of the values `sent` adds with a weight: a scale is multiplied by the weight first."""
+    scales = read_integer_scales(message, len(sent))
+    weighted_scales, scales = scales * np.float32(weight), scales.copy()
+    if bits == 3:
+        fractions = read_level_fractions(message, len(sent))
+        weighted_scales, scales = weighted_scales * fractions, scales * fractions
+    return np.rint(sent / scales) * weighted_scales
+
+
+def read_level_fractions(message: Any, length: int) -> Any:
+    """Return the unit of every element as a fraction of the scale of its block, from a message with 3 bits."""
+    fractions, place = [], -(-(-(-length // BLOCK) * 2) // 8) * 8
+    for start in range(0, length, BLOCK):
+        groups = -(-min(BLOCK, length - start) // GROUP)
+        halves = message[place : place + (groups + 1) // 2]
+        exponents = np.stack([halves & 15, halves >> 4], axis=1).ravel()[:groups]
+        fractions.append(np.repeat(FRACTIONS[exponents], GROUP))
+        place += (groups + 1) // 2 + 12 * groups
+    return np.concatenate(fractions)[:length] if fractions else np.zeros(0, np.float32)
 
 
 def build_ties(blocks: int) -> Any:

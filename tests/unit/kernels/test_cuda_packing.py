@@ -94,6 +94,7 @@ def test_packed_signs_are_those_of_the_cpu(device: Device, x: Any, offset: int, 
 
 LAYOUTS: dict[str, Callable[[list[slice]], PartLayout]] = {
     "signs": kernels.SignLayout,
+    "3 bits": lambda places: kernels.IntegerLayout(places, 3),
     "4 bits": lambda places: kernels.IntegerLayout(places, 4),
     "8 bits": lambda places: kernels.IntegerLayout(places, 8),
 }
@@ -164,7 +165,7 @@ def test_parts_that_do_not_fit_are_refused(device: Device, build_layout: Any) ->
 
 
 @EXAMPLES
-@given(draw_any_bits(), st.sampled_from([4, 8]), st.integers(0, 3), st.integers(0, 3))
+@given(draw_any_bits(), st.sampled_from(kernels.QUANTISED_BITS), st.integers(0, 3), st.integers(0, 3))
 def test_packed_integers_are_those_of_the_cpu(device: Device, x: Any, bits: int, offset: int, byte_offset: int) -> None:
     pack_integers(device, torch.from_numpy(x), bits, offset, byte_offset)
 
@@ -219,7 +220,7 @@ def test_unpacking_adds_all_nodes_in_their_order(device: Device, length: int, no
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("nodes", [0, 1, 2, 5])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", kernels.QUANTISED_BITS)
 def test_unpacking_adds_the_integers_of_all_nodes(device: Device, length: int, nodes: int, bits: int) -> None:
     messages, weights = draw_messages(length, nodes, bits)
     out, offset = draw_normal(length, 99), (length + nodes) % 4

@@ -48,6 +48,7 @@ INT4, HITOPK = {"aggregation": "int4"}, {"aggregation": "hitopk", "density": 0.1
 COMPRESSED: list[dict[str, Any]] = [
     INT4,
     {"aggregation": "int8"},
+    {"aggregation": "int3"},
     HITOPK,
     HITOPK | {"wire": "fp16"},
     HITOPK | {"selection": "mstopk", "wire": "bf16", "warmup_steps": 3},

@@ -141,7 +141,7 @@ def case_compressed_buckets_that_travel_together_have_the_same_bits(world: World
         under_way.append(len(all_reduce._under_way))
         begin(all_reduce, *args)
 
-    for algorithm in ("int8", "int4"):
+    for algorithm in ("int8", "int4", "int3"):
         under_way.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(OverlappedAllReduce, "begin_exchange", count)
@@ -171,7 +171,7 @@ def build_scheduled(
 
 def case_a_dense_stage_sends_all_that_was_owed(world: World) -> None:
     """The first dense step has a NaN. It is skipped, and the next step sends what was owed."""
-    for algorithm in ("hitopk", "powersgd", "int4"):
+    for algorithm in ("hitopk", "powersgd", "int4", "int3"):
         model = build_network()
         optimizer = build_scheduled(model, algorithm, Stage(3, "dense"))
         delivered = DeliveredGradients(world, model)

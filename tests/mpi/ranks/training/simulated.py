@@ -107,6 +107,10 @@ def case_int4_is_simulated(world: World) -> None:
     compare_with_simulation(world, "int4", 20)
 
 
+def case_int3_is_simulated(world: World) -> None:
+    compare_with_simulation(world, "int3", 20)
+
+
 def case_the_warm_up_is_simulated(world: World) -> None:
     compare_with_simulation(world, "hitopk", 6)
 

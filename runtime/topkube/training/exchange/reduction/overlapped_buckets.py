@@ -1,5 +1,5 @@
 """Buckets between nodes of CPUs, whose messages travel while the next buckets start: dense buckets, buckets that are
-compressed in two stages (`int8`, `int4`), and all that can be reduced in two halves, with DeAR."""
+compressed in two stages (`int8`, `int4`, `int3`), and all that can be reduced in two halves, with DeAR."""
 
 from __future__ import annotations
 
