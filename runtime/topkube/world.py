@@ -365,7 +365,8 @@ def _create_world(
     node = find_nodes_of_ranks(node_ranks)[comm.rank]
     node_comm = comm.Split(node, comm.rank)
     shards = min(map(len, node_ranks))
-    cross = comm.Split(node_comm.rank if node_comm.rank < shards else MPI.UNDEFINED, comm.rank)
+    # By node: the rank of a node among the others is its number for all local ranks, in whatever order ranks come.
+    cross = comm.Split(node_comm.rank if node_comm.rank < shards else MPI.UNDEFINED, node)
     links = None
     if cross != MPI.COMM_NULL:
         links = open_links(cross, [ranks[node_comm.rank] for ranks in node_ranks], link_choice)

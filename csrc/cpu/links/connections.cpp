@@ -91,8 +91,7 @@ void Lane::finish_connecting(int number) {
     end_attempt(number, "cannot be reached: " + describe_errno());
     return;
   }
-  set_option(peer.fd, IPPROTO_TCP, TCP_NODELAY, 1);
-  set_option(peer.fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+  set_connection_options(peer.fd);
   peer.state = State::greeting;
 }
 
@@ -184,8 +183,7 @@ void Lane::adopt(int number, int fd) {
   peer.fd = fd;
   peer.state = State::open;
   peer.readable = peer.writable = true;
-  set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-  set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+  set_connection_options(fd);
   active_.push_back(number);
   epoll_event event{};
   event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;

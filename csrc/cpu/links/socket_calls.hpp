@@ -1,6 +1,8 @@
 // Small helpers around the system calls of sockets.
 #pragma once
 
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/socket.h>
 
 #include <cerrno>
@@ -19,5 +21,15 @@ inline bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK; }
 inline std::string describe_errno() { return std::strerror(errno); }
 
 inline void set_option(int fd, int level, int option, int value) { ::setsockopt(fd, level, option, &value, sizeof value); }
+
+// Sets the options of a connection between ranks. A rank may be silent for minutes. The system then asks once a minute whether the
+// other side is there: firewalls forget connections that are silent for longer, and a machine that has lost power says nothing.
+inline void set_connection_options(int fd) {
+  set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+  set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+  set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 60);   // seconds
+  set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 15);  // seconds
+  set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 4);
+}
 
 }  // namespace topkube

@@ -55,14 +55,14 @@ TcpLinks::TcpLinks(int rank, int ranks, const std::vector<int>& listeners, const
 TcpLinks::~TcpLinks() {
   close();
   // A thread may have been at work in a lane when this child was forked.
-  if (::getpid() != process_ && lanes_.size() > 1)
+  if (::getpid() != process_)
     for (auto& lane : lanes_) static_cast<void>(lane.release());
 }
 
 void TcpLinks::close() {
   const bool is_child = ::getpid() != process_;
   for (std::size_t i = 0; i < lanes_.size(); ++i) {
-    if (is_child && i > 0)
+    if (is_child)
       lanes_[i]->close_in_child();
     else
       lanes_[i]->close();
@@ -91,7 +91,7 @@ void TcpLinks::give(std::size_t lane, Order order) {
 
 void TcpLinks::begin(int peer, const std::shared_ptr<Message>& message, bool sends, int lane) {
   if (peer < 0 || static_cast<std::size_t>(peer) >= ranks_) throw std::out_of_range("there is no such rank");
-  if (lane == all_lanes && lanes() > 1) message->is_exact = true;  // both sides have to cut it alike
+  if (lane == all_lanes) message->is_exact = true;  // several lanes have to cut it alike on both sides
   const std::size_t parts = lane == all_lanes ? count_parts(message->bytes) : 1;
   if (parts == 1) {
     give(lane == all_lanes ? 0 : static_cast<std::size_t>(lane), {peer, sends, message, nullptr});

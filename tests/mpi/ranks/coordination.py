@@ -3,6 +3,7 @@ compute the arguments of all ranks, and compares results with those of one proce
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import numpy as np
@@ -166,6 +167,10 @@ def check_all_calls(world: World | None) -> None:
             assert_near(x, np.mean(arrays, axis=0, dtype=np.float64), x.dtype, world.size, f"{name} {length}")
     residual = collectives.new_residual("hitopk", 1000, world=world)
     topkube.allreduce_(draw_input(0, 1000).copy(), residual=residual, density=0.1, world=world)
+    for name in ("int8", "onebit"):
+        x = draw_input(0, 65537)
+        topkube.allreduce_(x, algorithm=name, residual=collectives.new_residual(name, len(x), world=world), world=world)
+        assert (np.abs(x - draw_input(0, len(x))) < (0.1 if name == "int8" else 5)).all(), name
     assert topkube.reduce(world.members[world.rank], world=world) == sum(world.members)
     assert topkube.allgather(world.rank, world=world).tolist() == list(range(world.size))
     assert topkube.broadcast_object(world.members[world.rank], world=world) == world.members[0]
@@ -207,6 +212,12 @@ def case_sub_worlds_work_like_worlds(world: World) -> None:
     assert backwards is not None
     assert (backwards.rank, backwards.members[0]) == (world.size - 1 - world.rank, world.size - 1)
     check_all_calls(backwards)
+    # The first rank of node 0 is before those of node 1, and its other ranks are after them.
+    first, rest = world.node_ranks[0][:1], world.node_ranks[0][1:]
+    around = topkube.new_world([*first, *itertools.chain(*world.node_ranks[1:]), *rest])
+    assert around is not None
+    assert around.cross_comm is None or around.cross_comm.rank == around.node
+    check_all_calls(around)
     check_all_calls(topkube.new_world([0]))
     check_all_calls(topkube.new_world(range(max(1, world.size - 1))))  # uneven, if the nodes of the world are even
     check_all_calls(world)

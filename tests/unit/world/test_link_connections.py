@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import secrets
 import socket
 import threading
@@ -128,6 +129,34 @@ def test_the_end_of_a_child_process_closes_nothing(lanes: int) -> None:
                 os._exit(0)
             assert os.waitpid(child, 0)[1] == 0
     assert (array == fill(array.size, 1)).all()
+
+
+def test_a_child_ends_although_a_thread_of_its_parent_moves_data() -> None:
+    """The child has a copy of the lane's lock, which the thread may hold at that moment."""
+    ranks, goes_on = connect(2, 1), True
+
+    def move() -> None:
+        sent, received = np.zeros(1 << 23, np.uint8), np.zeros(1 << 23, np.uint8)
+        while goes_on:
+            batch = ranks[1].gather([ranks[1].Irecv(received, 0, 1)])
+            ranks[0].Isend(sent, 1, 1)
+            advance_until(ranks, lambda: batch.are_complete)
+
+    thread = threading.Thread(target=move)
+    thread.start()
+    try:
+        children = []
+        for _ in range(20):
+            if (child := os.fork()) == 0:
+                signal.alarm(20)  # ends the child if it hangs
+                for one in ranks:
+                    one.close()
+                os._exit(0)
+            children.append(os.waitpid(child, 0)[1])
+    finally:
+        goes_on = False
+        thread.join()
+    assert children == [0] * 20
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
