@@ -191,6 +191,8 @@ class Backward:
 
     def take_gradient(self, parameter: Parameter, arrived: torch.Tensor | None) -> None:
         """Note that the gradient `arrived` was accumulated, and hand over its bucket if it is full."""
+        if not parameter.tensor.requires_grad:  # frozen after forward: nothing was accumulated, and no bucket waits
+            return
         if parameter.tensor.is_cuda:
             self._streams.add(torch.cuda.current_stream(parameter.tensor.device).cuda_stream)
         if self.queue.step_trace is not None:

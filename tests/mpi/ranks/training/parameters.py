@@ -99,6 +99,34 @@ def case_frozen_parameters_stay_and_thaw(world: World) -> None:
     assert_close(model, reference)
 
 
+def case_a_layer_may_be_frozen_between_forward_and_backward(world: World) -> None:
+    """Its bucket then waits for one gradient less, although autograd still calls the layer's hooks."""
+    for options in (
+        {},
+        {"aggregation": "dense"},
+        {"aggregation": "dense", "overlap": "dear"},
+        {"aggregation": "hitopk"},
+    ):
+        more: dict[str, object] = options | ({"density": 1.0, "wire": "fp32"} if "hitopk" in options.values() else {})
+        model, reference = build_network(), build_network()
+        optimizer, plain = build_optimizer(model, **more), build_sgd(reference.parameters())
+        for step in range(5):
+            x, y = draw_samples(4 * topkube.size(), step)
+            loss = compute_loss(model, take_own_part(x), take_own_part(y))
+            whole = compute_loss(reference, x, y)
+            for network in (model, reference):
+                network[3].requires_grad_(step < 2)
+            loss.backward()
+            whole.backward()
+            for each_optimizer in (optimizer, plain):
+                each_optimizer.step()
+                each_optimizer.zero_grad()
+            for network in (model, reference):
+                network[3].requires_grad_(True)
+        assert_close(model, reference)
+        optimizer.unwrap()
+
+
 def case_a_run_from_a_saved_state_has_the_same_bits(world: World) -> None:
     for correction in (False, True):
         resume_in_the_middle({"momentum_correction": correction})

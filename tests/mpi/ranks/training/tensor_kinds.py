@@ -87,6 +87,8 @@ def case_sparse_embeddings_train(world: World) -> None:
                 reference(words[rank :: topkube.size()], rare and rank == 0).mean() for rank in range(topkube.size())
             ]
             shrink(sum(losses) / len(losses)).backward()  # type: ignore[arg-type]
+        for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert (own.grad is None) == (expected.grad is None), "an optimizer would decay the momentum of its weights"
         for each_optimizer in (optimizer, plain):
             each_optimizer.step()
             each_optimizer.zero_grad()

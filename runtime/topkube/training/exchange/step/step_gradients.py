@@ -112,8 +112,7 @@ class StepGradients:
         idle = [parameter.is_weightless or parameter.is_created for parameter in parameters]
         used = self._agreement.maximum([not value for value in idle])
         for parameter, is_used, is_idle in zip(parameters, used, idle, strict=True):
-            gradient = parameter.tensor.grad
-            if is_idle and not is_used and gradient is not None and not (gradient.is_sparse or gradient.any()):
+            if is_idle and not is_used and parameter.tensor.grad is not None and parameter.is_zero:
                 parameter.tensor.grad = None
                 parameter.forget()
 
