@@ -86,6 +86,13 @@ class Run:
         self._generators: dict[str, Any] | None = None
         self._passes_asked = 0
         """The number of passes over the data that the calls of `progress` have asked for so far."""
+        self._resumed_position = 0
+        """The samples of the current epoch that the checkpoint covers. A script's own `sampler.set_epoch`, of epochs
+        that are finished, loses the sampler's position."""
+        self._is_counted = True
+        """False while the script works with a batch that does not count as finished yet."""
+        self._asked_too_little = False
+        """True if a run has resumed, and the script has not asked for so many passes that one was left."""
         self._total: int | None = None
         self._loss = BatchLoss(model)
         self._announced: Future[Sums] | None = None
@@ -100,6 +107,7 @@ class Run:
             if self._checkpoints is not None:
                 if (resumed := self._checkpoints.resume()) is not None:
                     (self.step, self.epoch), self._generators = resumed
+                    self._resumed_position = self._sampler.position if self._sampler is not None else 0
                 self._stop_signal.watch()
             self._reports.open()
         except BaseException:
@@ -111,12 +119,22 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
+            if kind is None:
+                self._finish_batch()
             if self._checkpoints is not None and kind is not None:
                 self._checkpoints.abandon()
             elif self._checkpoints is not None:
                 self._checkpoints.finish()
                 if self._checkpoints.saved != (self.step, self.epoch) and not self._optimizer.accumulating:
                     self.save()
+            if kind is None and self._asked_too_little:
+                raise TrainingError(
+                    f"the run resumed in epoch {self.epoch}, but the script asked for {self._passes_asked} passes over"
+                    " the data, so it has trained nothing",
+                    cause="`run.progress` counts passes from the start of the run, not from the checkpoint",
+                    next_step="let the loop over epochs begin with 0, as in a run that does not resume, or use"
+                    " run.progress(loader, epochs=...): batches that the checkpoint covers are skipped",
+                )
         finally:
             self._detach()
 
@@ -140,18 +158,25 @@ class Run:
         need.
 
         All ranks end together. Uneven batches count by their samples (see `DistributedOptimizer.join`). Batches that a
-        checkpoint already covers are skipped, also if a script calls this once per epoch. `samples`, a number or a
-        function of the batch, is the number of samples in a batch. With `device` (`topkube.device()`), the tensors of
-        the next batch are copied to that GPU while it computes the current step. Raises TrainingError if the number of
-        samples is needed and not certain.
+        checkpoint already covers are skipped, also if a script calls this once per epoch: its loop over epochs begins
+        with 0 after a resume too. A batch counts as finished when the next one is drawn, or after a step of the
+        optimizer if the script leaves the loop or saves. `samples`, a number or a function of the batch, is the number
+        of samples in a batch. With `device` (`topkube.device()`), the tensors of the next batch are copied to that GPU
+        while it computes the current step. Raises TrainingError if the number of samples is needed and not certain.
         """
+        self._finish_batch()
         passes = epochs if epochs is not None else 1 if total is None else sys.maxsize
         self._passes_asked = min(self._passes_asked + passes, sys.maxsize)
+        self._asked_too_little = total is None and (
+            self._passes_asked < self.epoch or (self._passes_asked == self.epoch and self._resumed_position > 0)
+        )
         self._reports.begin_loop()
         try:
             while self.epoch < self._passes_asked and (total is None or self.step < total):
                 if self._sampler is not None:
                     self._sampler.set_epoch(self.epoch)
+                    if self._resumed_position:
+                        self._sampler.position, self._resumed_position = self._resumed_position, 0
                 self._total = total if total is not None else self._count_expected_steps(loader)
                 before, resumed = self.step, self._sampler is not None and self._sampler.position > 0
                 yield from self._iterate_pass(loader, total, samples, device)
@@ -173,8 +198,10 @@ class Run:
         batches = self._optimizer.turns
         restore = self._restore_generators
         for batch in batches.iterate(loader, self._list_announced, self._note_announced, restore, samples, device):
+            self._is_counted = False
             yield batch
-            self._end_step()
+            if not self._is_counted:
+                self._end_step()
             if total is not None and self.step >= total:
                 self._note_announced(batches.announce(0, *self._list_announced()))
                 batches.end()
@@ -193,8 +220,15 @@ class Run:
         self._announced = sums
         self._reports.write_after(sums)
 
+    def _finish_batch(self) -> None:
+        """Count the batch that the script left, or with which it still works, if the optimizer has made or skipped a
+        step with it. Otherwise its update would be in the weights, and the batch be trained again after a resume."""
+        if not self._is_counted and self._optimizer.turns.was_stepped:
+            self._end_step()
+
     def _end_step(self) -> None:
         assert self._announced is not None
+        self._is_counted = True
         self._optimizer.turns.forget_replay()
         sums = self._announced.result()  # the samples, then the numbers of `_list_announced`
         samples, stop, stage_done = int(sums[0]), bool(sums[1]), sums[2] == self._world.size
@@ -251,6 +285,7 @@ class Run:
         """Save a checkpoint of the last step and wait until it is published. All ranks call this together. Raises
         StorageError if the storage fails; the previous checkpoint still exists then."""
         assert self._checkpoints is not None
+        self._finish_batch()
         self._checkpoints.save((self.step, self.epoch))
         self._note_checkpoints()
 

@@ -13,7 +13,7 @@ from checkpointed_runs import build_training, claim_store, save_value, train
 from torch import nn
 
 import topkube
-from topkube.errors import CheckpointError
+from topkube.errors import CheckpointError, TrainingError
 from topkube.training.batches import generators as generators_module
 from topkube.training.batches.generators import check_generators, read_generators, set_generators
 
@@ -243,3 +243,100 @@ def test_a_later_checkpoint_of_another_script_is_named_before_anything_is_loaded
     save_value(claim, 3)
     with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints .* can be read"):
         train(tmp_path, 2)
+
+
+class EpochRun:
+    """Runs of four epochs of eight batches with one sample each, in one directory. `seen` has the samples of every
+    update of all runs, and `run` is the last one. Every run begins with new objects."""
+
+    def __init__(self, directory: Path, every: int = 3) -> None:
+        self.settings = topkube.settings.Settings(checkpoint_directory=str(directory), checkpoint_every=every)
+        self.seen: list[float] = []
+        self.run: Any = None
+
+    def train(
+        self, epochs: Any = range(4), updates: int = 1000, sets_epoch: bool = False, leave: Any = None, each: Any = None
+    ) -> None:
+        """Train over `epochs`. After `updates` updates in all runs, raise KeyboardInterrupt, or leave the loop if
+        `leave` is "break". `each` is called with the run after each update."""
+        model, optimizer = build_training()
+        data = torch.utils.data.TensorDataset(torch.arange(8.0)[:, None].expand(8, 20))
+        sampler = topkube.data.DistributedSampler(data)
+        loader = torch.utils.data.DataLoader(data, batch_size=1, sampler=sampler)
+        with topkube.checkpointing(model, optimizer, sampler, settings=self.settings) as self.run:
+            for epoch in epochs(self.run) if callable(epochs) else epochs:
+                if sets_epoch:
+                    sampler.set_epoch(epoch)
+                for (x,) in self.run.progress(loader):
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    self.seen.append(x[0, 0].item())
+                    if each is not None:
+                        each(self.run)
+                    if len(self.seen) >= updates:
+                        if leave == "break":
+                            return
+                        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("sets_epoch", [False, True])
+def test_a_script_that_sets_the_epoch_resumes_within_it(sets_epoch: bool, tmp_path: Path) -> None:
+    runs = EpochRun(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        runs.train(updates=22, sets_epoch=sets_epoch)
+    del runs.seen[18:]  # the newest checkpoint is of step 18: two batches of the third epoch
+    runs.train(sets_epoch=sets_epoch)
+    assert runs.run.step == 32
+    for epoch in range(4):
+        assert sorted(runs.seen[8 * epoch : 8 * epoch + 8]) == list(range(8)), "every sample once per epoch"
+
+
+def test_a_loop_that_begins_with_the_epoch_of_the_run_is_refused(tmp_path: Path) -> None:
+    runs = EpochRun(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        runs.train(updates=22)
+    with pytest.raises(TrainingError, match="resumed in epoch 2, but the script asked for 2 passes.*begin with 0"):
+        runs.train(epochs=lambda run: range(run.epoch, 4))
+    runs.train()
+    assert runs.run.step == 32
+    runs.train()  # nothing is left to do
+
+
+@pytest.mark.parametrize("every", [3, 4, 100])
+def test_an_update_before_a_break_counts(every: int, tmp_path: Path) -> None:
+    runs = EpochRun(tmp_path, every)
+    runs.train(updates=4, leave="break")
+    assert runs.run.step == 4
+    runs.train(epochs=range(1))
+    assert (runs.run.step, sorted(runs.seen)) == (8, list(range(8)))
+
+
+@pytest.mark.parametrize("every", [3, 4, 100])
+def test_a_save_after_an_update_contains_it(every: int, tmp_path: Path) -> None:
+    runs, steps = EpochRun(tmp_path, every), list[int]()
+
+    def save(run: Any) -> None:
+        if len(runs.seen) in (4, 5):
+            run.save()
+            steps.append(run.step)
+
+    with pytest.raises(KeyboardInterrupt):
+        runs.train(updates=5, each=save)
+    assert steps == [4, 5]
+    runs.train(epochs=range(1))
+    assert (runs.run.step, sorted(runs.seen)) == (8, list(range(8)))
+
+
+def test_a_validation_inside_an_epoch_leaves_the_batch_as_it_was(tmp_path: Path) -> None:
+    runs = EpochRun(tmp_path)
+    positions = []
+
+    def validate(run: Any) -> None:
+        for _ in run._optimizer.join([torch.ones(3, 20)] * 2):
+            pass
+        positions.append(run._sampler.position)
+        assert run._optimizer.turns.samples == 1
+
+    runs.train(epochs=range(1), each=validate)
+    assert positions == list(range(8)), "each batch has one sample"

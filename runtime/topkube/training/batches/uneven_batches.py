@@ -35,15 +35,18 @@ class UnevenBatches:
     """The batches of all ranks of `world`, which have unequal numbers of samples, and of which some ranks have more
     than others. All ranks announce each batch; their agreement on it runs at the same time as forward.
 
-    `samples` is the number of samples of this rank's announced batch. `agreement` is for other numbers on which the
-    ranks agree in order with their batches."""
+    `samples` is the number of samples of this rank's announced batch, and `was_stepped` is True if the optimizer has
+    made or skipped a step since it was announced. `agreement` is for other numbers on which the ranks agree in order
+    with their batches."""
 
     def __init__(self, world: World) -> None:
         self.world, self.agreement = world, QueuedAgreement(world)
         self._size = world.size
-        self.samples = 0
+        self.samples, self.was_stepped = 0, False
         self._sums: Future[Sums] | None = None
-        self._drawn = self._ranks_with_batch = 0
+        self._last: Future[Sums] | None = None
+        """The agreement on the batch that was announced last, also after the end of its pass."""
+        self._drawn = self._ranks_with_batch = self._passes = 0
         self._handed_out: float | None = None
         """The time at which `iterate` yielded a batch whose forward has not ended."""
         self._before_replay: dict[str, Any] | None = None
@@ -64,11 +67,11 @@ class UnevenBatches:
             self._drawn, self._ranks_with_batch = int(sums[1]), int(sums[2])
             return np.delete(sums, (1, 2))
 
-        self.samples, _announced = samples, weakref.ref(self)
+        self.samples, self.was_stepped, _announced = samples, False, weakref.ref(self)
         self._statistics.release()
         if has_batch:
             self._statistics.forget_models()
-        self._sums = self.agreement.submit(add_up)
+        self._sums = self._last = self.agreement.submit(add_up)
         return self._sums
 
     def batch(self, samples: int) -> int:
@@ -80,10 +83,10 @@ class UnevenBatches:
 
     @property
     def drawn(self) -> int:
-        """The samples that the loaders of all ranks drew for the announced batch."""
-        if self._sums is None:
+        """The samples that the loaders of all ranks drew for the batch that was announced last."""
+        if self._last is None:
             return 0
-        self._sums.result()
+        self._last.result()
         return self._drawn
 
     @property
@@ -135,10 +138,13 @@ class UnevenBatches:
         """Yield the batches of `loader`, on `device` if it is a GPU (`device_batches.py`). Each is announced with the
         numbers of `list_numbers()`, and `on_announced` is called with every agreement; `on_opened` is called when the
         loader's iterator exists. A rank that has no more batches gets its last batch again, with weight zero, until all
-        ranks have finished. `samples` is the number of samples in a batch (`samples.py`)."""
+        ranks have finished. `samples` is the number of samples in a batch (`samples.py`). Inside another such loop, as
+        for a validation, the batch of the outer loop is the announced one again at the end."""
+        restore_outer = self._keep_outer_batch()
         iterator: Iterator[Any] = begin_batches(loader, SampleCounter(loader, samples), device)
         last: Any = _END
         on_opened()
+        self._passes += 1
         try:
             while True:
                 with phases.current.timed("data"):
@@ -162,7 +168,26 @@ class UnevenBatches:
                 yield last
                 self.forget_replay()
         finally:
+            self._passes -= 1
             self.end()
+            restore_outer()
+
+    def _keep_outer_batch(self) -> Callable[[], None]:
+        """Return a function that announces the batch of the loop around this one again, if there is such a loop."""
+        if not self._passes or self._sums is None:
+            return lambda: None
+        self._sums.result()  # the numbers below are those of this batch then
+        names = ("_sums", "_last", "samples", "was_stepped", "_drawn", "_ranks_with_batch", "_before_replay")
+        kept = {name: getattr(self, name) for name in names}
+        self._before_replay = None
+
+        def restore() -> None:
+            global _announced
+            was_stepped = self.was_stepped or kept["was_stepped"]
+            vars(self).update(kept, was_stepped=was_stepped)
+            _announced = weakref.ref(self)
+
+        return restore
 
 
 _announced: weakref.ref[UnevenBatches] | None = None
