@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from linked_ranks import connect
 
 from topkube.training.ranks.communication_thread import CommunicationThread
 
@@ -31,6 +32,33 @@ def test_an_error_while_messages_travel_is_raised_by_the_next_work() -> None:
 
     thread.submit(lambda: thread.advance_meanwhile(advance)).result()
     with pytest.raises(RuntimeError, match="another rank"):
+        thread.submit(lambda: 1).result(60)
+    assert thread.submit(lambda: 2).result(60) == 2
+    thread.close(60)
+
+
+def test_messages_end_before_a_shutdown_closes_the_links() -> None:
+    thread, pauses = CommunicationThread(), [60.0, 0.0, None]
+    calls = 0
+
+    def advance() -> float | None:
+        nonlocal calls
+        calls += 1
+        return pauses[calls - 1]
+
+    thread.submit(lambda: thread.advance_meanwhile(advance, is_awaited=True)).result()
+    thread.finish_messages()
+    assert calls == 3
+    thread.close(60)
+
+
+def test_a_wait_for_messages_over_closed_links_is_raised_by_the_next_work() -> None:
+    """The thread goes on, as after an error of the messages themselves."""
+    links = connect(2, 1)
+    thread = CommunicationThread()
+    thread.submit(lambda: thread.advance_meanwhile(lambda: 60.0, links=links[0])).result()
+    links[0].close()
+    with pytest.raises(RuntimeError, match="closed"):
         thread.submit(lambda: 1).result(60)
     assert thread.submit(lambda: 2).result(60) == 2
     thread.close(60)

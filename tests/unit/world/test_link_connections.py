@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import signal
 import secrets
+import signal
 import socket
 import threading
 
@@ -140,7 +140,7 @@ def test_a_child_ends_although_a_thread_of_its_parent_moves_data() -> None:
         while goes_on:
             batch = ranks[1].gather([ranks[1].Irecv(received, 0, 1)])
             ranks[0].Isend(sent, 1, 1)
-            advance_until(ranks, lambda: batch.are_complete)
+            advance_until(ranks, lambda batch=batch: batch.are_complete)
 
     thread = threading.Thread(target=move)
     thread.start()

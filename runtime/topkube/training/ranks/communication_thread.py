@@ -83,6 +83,12 @@ class CommunicationThread:
         if self._thread.is_alive() and not self._closing:
             self.run(lambda: None)
 
+    def finish_messages(self) -> None:
+        """Wait for all earlier work, and until no message is under way for which other ranks may wait. Raises the error
+        of such a message."""
+        if self._thread.is_alive() and not self._closing:
+            self.run(self._advance_to_end)
+
     def close(self, seconds: float) -> None:
         """End the thread. It finishes the queued work first, for up to `seconds`, and then leaves its waits."""
         self._closing = True
@@ -119,36 +125,36 @@ class CommunicationThread:
                 future.set_result(result)
                 del result
             del future
+        self._advance_to_end()
+        if self._advance is not None:  # messages are under way: their buffers must outlive the interpreter
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._advance))
+
+    def _advance_to_end(self) -> None:
+        """Advance the messages for which other ranks may wait, until none is under way or the thread must leave."""
         while self._advance is not None and self._is_awaited and not self._leaves.is_set():
             pause = self._advance()
             if pause is None:
                 self._advance = None
+            elif self._links is not None:
+                self._links.wait(pause)
             else:
-                self._wait_at_end(pause)
-        if self._advance is not None:  # messages are under way: their buffers must outlive the interpreter
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._advance))
-
-    def _wait_at_end(self, pause: float) -> None:
-        if self._links is not None:
-            self._links.wait(pause)
-        else:
-            self._leaves.wait(pause)
+                self._leaves.wait(pause)
 
     def _take_next(self) -> tuple[Callable[[], Any], Future[Any]] | None:
         """Return the next entry of the queue. Advance the messages that are under way until there is an entry."""
         while self._advance is not None:
             try:
                 pause = self._advance()
+                if pause is None:
+                    self._advance = None
+                    break
+                try:
+                    return self._queue.get_nowait() if self._links is not None else self._queue.get(timeout=pause)
+                except Empty:
+                    if self._links is not None:
+                        self._links.wait(pause)
             except BaseException as error:  # the next work raises it: a thread that ends would leave all futures open
-                self._failure, pause = error, None
-            if pause is None:
-                self._advance = None
-                break
-            try:
-                return self._queue.get_nowait() if self._links is not None else self._queue.get(timeout=pause)
-            except Empty:
-                if self._links is not None:
-                    self._links.wait(pause)
+                self._failure, self._advance = error, None
         return self._queue.get()
 
     def _raise_failure(self) -> None:
@@ -219,6 +225,13 @@ def finish(name: str) -> None:
     """Wait for the work of the process's thread called `name`, if it has started."""
     if name in _threads:
         _threads[name].finish()
+
+
+def finish_messages() -> None:
+    """Wait until the communication thread, if it has started, has no message under way for which other ranks may
+    wait."""
+    if COMMUNICATION_THREAD in _threads:
+        _threads[COMMUNICATION_THREAD].finish_messages()
 
 
 def _close() -> None:

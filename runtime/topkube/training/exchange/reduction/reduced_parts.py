@@ -42,6 +42,10 @@ class ReducedParts:
     def __init__(self, all_reduce: DecoupledAllReduce, delivery: Delivery) -> None:
         self._all_reduce, self._delivery = all_reduce, delivery
         self.parts: list[ReducedPart] = []
+        world = all_reduce.world
+        if "gathers end before the links" not in world.cache:  # `shutdown` may come right after the last step
+            world.cache["gathers end before the links"] = True
+            world.at_end.append(communication_thread.finish_messages)
 
     def take(self) -> list[ReducedPart]:
         """Return the parts, and forget them. The last part comes first, because the next forward needs it first."""
