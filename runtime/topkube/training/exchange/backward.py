@@ -104,6 +104,8 @@ class Backward:
         self._task = -1
         """The number of the backward pass that reached this optimizer last."""
         self.late: LateUpdates | None = None
+        self._hidden: list[torch.Tensor] = []
+        """Parameters that this backward found without their late update: no use of them was noticed in forward."""
         """What the next forward finishes, with DeAR."""
         self._hooks = GradientHooks(self, parameters)
         self.number = 0 if is_copy else current_pass.register(self)
@@ -187,6 +189,13 @@ class Backward:
             current_pass.reach(self)
         if gradient is None or not parameter.tensor.requires_grad:  # nothing is accumulated
             return None
+        if self._hidden and any(parameter.tensor is hidden for hidden in self._hidden):
+            raise TrainingError(
+                f"forward used {parameter.name} before its late update, when its values were NaN",
+                cause='with overlap="dear", uses in torch.func and torch.vmap, in TorchScript, in other threads and'
+                " through pointers are not noticed; or this graph is older than the last step",
+                next_step="call optimizer.finish_step() after optimizer.step(), or train without dear",
+            )
         return self._accumulation.prepare(parameter, gradient)
 
     def take_gradient(self, parameter: Parameter, arrived: torch.Tensor | None) -> None:
@@ -227,6 +236,7 @@ class Backward:
         self.batches.note_forward_end(self._first_gradient)
         if self.queue.step_trace is not None:
             self.queue.step_trace.begin_backward()
+        self._hidden = self.late.list_hidden() if self.late is not None else []
         self.finish_late()  # parameters that forward did not use
         self.queue.loss_scale = current_pass.loss_scale
         self._accumulation.begin_backward()

@@ -15,6 +15,7 @@ from torch import nn
 import topkube
 from ranks.training.scene import (
     are_equal_on_all_ranks,
+    build_network,
     build_optimizer,
     compute_loss,
     copy_weights,
@@ -22,7 +23,7 @@ from ranks.training.scene import (
     take_own_part,
 )
 from topkube.collectives import decoupled, greetings, overlapped
-from topkube.errors import ArgumentError
+from topkube.errors import ArgumentError, TrainingError
 from topkube.training.optimizers.lamb import LAMB
 from topkube.world import World
 
@@ -350,6 +351,33 @@ def case_a_use_that_is_not_noticed_sees_nan(world: World) -> None:
     optimizer.finish_step()
     with torch._C.DisableTorchFunction():
         assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def case_a_gradient_of_a_use_that_is_not_noticed_is_an_error(world: World) -> None:
+    """`torch.vmap` takes parameters in compiled code. Otherwise the step would be skipped, and every second one after
+    it."""
+    if world.nodes == 1:
+        return
+    model = build_network()
+    optimizer = build_optimizer(model, overlap="dear", bucket_bytes=1)
+    x, _ = draw_samples(8, 1)
+
+    def compute(weight: torch.Tensor) -> torch.Tensor:
+        return (x @ torch.vmap(torch.tanh)(weight).T).square().mean()
+
+    compute(model[0].weight).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(TrainingError, match=r"forward used 0\.weight before its late update.*finish_step"):
+        compute(model[0].weight).backward()
+    optimizer.zero_grad()
+    for _ in range(2):
+        compute(model[0].weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.finish_step()
+    assert optimizer.skipped_steps == 0
+    optimizer.unwrap()
 
 
 def case_a_graph_from_before_a_late_step_is_refused(world: World) -> None:

@@ -120,6 +120,10 @@ class LateUpdates:
         """True if a gather or an update is not finished."""
         return bool(self._parts)
 
+    def list_hidden(self) -> list[torch.Tensor]:
+        """Return the parameters whose values read as NaN, because their update is not finished."""
+        return [parameter for part in self._parts if part.weights is not None for parameter in part.parameters]
+
     def begin_gathers(self, parts: Sequence[ReducedPart]) -> None:
         """Begin to gather `parts`. All ranks call this at the end of the same backward. `is_in_place` is
         True for every part."""
