@@ -52,7 +52,7 @@ UNSHAPED = "unshaped"
 RATES = (UNSHAPED, "1gbit", "100mbit")
 LAYOUTS = {"2x1": (1, 1), "2x2": (2, 2), "4x1": (1, 1, 1, 1)}
 OURS = (
-    *("dense", "dense_bf16", "dear", "dear_bf16", "int8", "int4", "int4_dear", "hitopk", "hitopk_dear"),
+    *("dense", "dense_bf16", "dear", "dear_bf16", "int8", "int4", "int4_dear", "int3", "hitopk", "hitopk_dear"),
     *("onebit", "onebit_delayed", "topk1bit", "topk1bit_delayed"),
     *("onebit_period2", "onebit_period4", "onebit_period4_delayed", "auto", "auto_dear", "auto_own"),
 )

@@ -16,6 +16,7 @@ NAMES = {
     "int8": "**TopKube int8**",
     "int4": "**TopKube int4**",
     "int4_dear": "**TopKube int4, DeAR**",
+    "int3": "**TopKube int3**",
     "hitopk": "**TopKube hitopk, 1%, bf16**",
     "hitopk_dear": "**TopKube hitopk, 1%, bf16, DeAR**",
     "onebit": "**TopKube onebit**",
@@ -46,7 +47,7 @@ SPEEDS = {
     "DDP, PowerSGD": ["powersgd1", "powersgd2", "powersgd4"],
 }
 """The columns of the overview, and whose speeds they show: that of the fastest of these contenders."""
-FIXED = ("dense", "int8", "int4")
+FIXED = ("dense", "int8", "int4", "int3")
 """What `auto` may choose if nodes have equal weights."""
 LINKS = {"unshaped": "link not shaped", "1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 

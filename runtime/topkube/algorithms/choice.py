@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from topkube.algorithms.catalogue import find_algorithm, is_known
 from topkube.algorithms.cost import Machines, Workload, estimate_cost
 from topkube.algorithms.declaration import Algorithm, Family
-from topkube.algorithms.own import HIERARCHICAL, INT4, INT8, ONEBIT, OWN
+from topkube.algorithms.own import HIERARCHICAL, INT3, INT4, INT8, ONEBIT, OWN
 from topkube.algorithms.parameters import DELAY, DENSE_WIRE, DENSITY, NODE_WEIGHTS, OVERLAP
 from topkube.errors import AlgorithmError
 
@@ -17,18 +17,20 @@ AUTO, DENSE = "auto", "dense"
 CHOICES = {
     AUTO: "takes the fastest algorithm that keeps the loss, by measurements at the start and in the first steps. It "
     "takes a dense algorithm, with 16 bits between nodes if `denseWire` allows them and they are faster. It takes "
-    "`int8` or `int4` instead if that makes steps at least 3% faster, or `onebit` with `nodeWeights: own`",
+    "`int8`, `int4` or `int3` instead if that makes steps at least 3% faster, or `onebit` with `nodeWeights: own`",
     DENSE: "takes the fastest dense algorithm, by the same measurements",
 }
 """Names that stand for an algorithm, with a description for people, without a full stop."""
 CHOICE_PARAMETERS = {AUTO: (DENSE_WIRE, OVERLAP, NODE_WEIGHTS), DENSE: (DENSE_WIRE, OVERLAP)}
 """The parameters that `auto` and `dense` read."""
-EQUAL_COMPRESSED_CHOICES = (INT8, INT4)
+EQUAL_COMPRESSED_CHOICES = (INT8, INT4, INT3)
 """The algorithms that compress and that `auto` may take in every job, those first that change values least.
 docs/accuracy.md shows that their loss is within 1% of dense training. All ranks and nodes have the same gradients and
 weights with them, so a script need not know which algorithm is in force."""
 _OWN_WEIGHTS_CHOICES = (ONEBIT,)
 """The algorithms that `auto` may take if the job lets nodes have weights of their own (NODE_WEIGHTS)."""
+_UNPROVEN_ON_DEVICES = (INT3,)
+"""Choices that `auto` does not take on GPUs: their kernels have run in an emulation only."""
 LEAST_GAIN = 0.03
 """A choice that is tried stays if it makes the steps faster by this share. A smaller gain could be chance."""
 _DENSE_OWN = tuple(algorithm for algorithm in OWN if algorithm.family is Family.DENSE)
@@ -96,16 +98,26 @@ def list_compressed_choices(node_weights: str) -> tuple[Algorithm, ...]:
     return EQUAL_COMPRESSED_CHOICES + (() if node_weights == NODE_WEIGHTS.default else _OWN_WEIGHTS_CHOICES)
 
 
+def keep_device_choices(choices: Sequence[Algorithm]) -> tuple[Algorithm, ...]:
+    """Return those of `choices` that `auto` may take on GPUs."""
+    return tuple(c for c in choices if (c.on_device or c.in_weights) and c not in _UNPROVEN_ON_DEVICES)
+
+
 def find_least_change(
-    algorithms: Sequence[Algorithm], seconds: Sequence[float], dense_seconds: float, least_gain: float
+    algorithms: Sequence[Algorithm], seconds: Sequence[float], dense_seconds: float, step_seconds: float
 ) -> Algorithm | None:
-    """Return the algorithm to use in place of a dense one that takes `dense_seconds`; None if no algorithm saves at
-    least `least_gain`, in seconds. Among those that do, the fastest wins by at least `least_gain` against any before
-    it: `algorithms` begin with those that change values least. `seconds` has the time of each."""
+    """Return the algorithm to use in place of a dense one; None if no algorithm saves at least LEAST_GAIN of a step.
+
+    `algorithms` begin with those that change values least. `seconds` has the time of the exchange or of the step with
+    each, `dense_seconds` that with the dense one, and `step_seconds` that of a step with the dense one. Among the
+    algorithms that save enough, the first wins whose step is less than LEAST_GAIN longer than the shortest: a slow
+    link makes dense steps so long that the difference of two algorithms is a small share of them."""
     pairs = zip(algorithms, seconds, strict=True)
+    least_gain = LEAST_GAIN * step_seconds
     worthwhile = [(algorithm, time) for algorithm, time in pairs if dense_seconds - time >= least_gain]
     fastest = min((time for _, time in worthwhile), default=0.0)
-    near = (algorithm for algorithm, time in worthwhile if time - fastest < least_gain or time == fastest)
+    least_difference = LEAST_GAIN * max(step_seconds - dense_seconds + fastest, fastest)
+    near = (algorithm for algorithm, time in worthwhile if time - fastest < least_difference or time == fastest)
     return next(near, None)
 
 

@@ -232,10 +232,10 @@ def test_dear_is_predicted_and_compared_with_the_step_without_it(tmp_path: Path,
 def test_auto_takes_the_bits_that_make_the_step_shorter(tmp_path: Path, capsys: Any) -> None:
     options = ["--model", "resnet50", "--compute", "0.3", "--device", "cpu", "--workers", "4", "--link"]
     for link, other_options, chosen in (
-        ("100Mbit/s", (), "int4"),
+        ("100Mbit/s", (), "int3"),
         ("2Gbit/s", (), "int8"),
         ("100Gbit/s", (), "hierarchical"),
-        ("100Mbit/s", ("--dear",), "int4"),
+        ("100Mbit/s", ("--dear",), "int3"),
     ):
         plan = read_plan(*options, link, *other_options, capsys=capsys)
         assert (plan["wanted"], plan["chosen"]) == ("auto", chosen), (link, other_options)

@@ -13,7 +13,6 @@ from topkube.algorithms import (
     DELAY,
     DENSE_WIRE,
     DENSITY,
-    LEAST_GAIN,
     MATRIX_RANK,
     NODE_WEIGHTS,
     PERIOD,
@@ -23,6 +22,7 @@ from topkube.algorithms import (
     Choice,
     Machines,
     find_least_change,
+    keep_device_choices,
     keeps_loss,
     list_compressed_choices,
     sort_choices_by_time,
@@ -70,7 +70,7 @@ class Comparison:
             return dense
         allowed = [choice for choice in self.compressed_choices if keeps_loss(choice, self.machines.nodes)]
         dense_seconds, seconds = self._predict_step(dense), [self._predict_step(choice) for choice in allowed]
-        return find_least_change(allowed, seconds, dense_seconds, LEAST_GAIN * dense_seconds) or dense
+        return find_least_change(allowed, seconds, dense_seconds, dense_seconds) or dense
 
     def _predict_step(self, algorithm: Algorithm) -> float:
         assert self.profile is not None
@@ -127,7 +127,7 @@ def read_comparison(options: PlanOptions) -> Comparison:
     node_weights = aggregation.node_weights if aggregation and not situation.is_decoupled else NODE_WEIGHTS.default
     choices = list_compressed_choices(node_weights) if may_compress else ()
     if profile is not None and not profile.on_cpu:
-        choices = tuple(choice for choice in choices if choice.on_device)
+        choices = tuple(choice for choice in keep_device_choices(choices) if choice.on_device)
     return Comparison(situation, elements, wanted, listed, profile, model, choices)
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from topkube.algorithms import keep_device_choices
 from topkube.collectives.device.memory import DeviceFlag, Mark
 from topkube.collectives.device.pipeline import DeviceAllReduce
 from topkube.collectives.device.rates import DeviceRates, measure_device
@@ -53,7 +54,7 @@ class BucketExchange:
         compressed_choices = aggregation.compressed_choices if world.nodes > 1 else ()
         if device is not None:
             # With weights of their own, nodes exchange no gradients.
-            compressed_choices = tuple(choice for choice in compressed_choices if choice.on_device or choice.in_weights)
+            compressed_choices = keep_device_choices(compressed_choices)
         self.algorithms = BucketAlgorithms(world, aggregation, compressed_choices)
         self.residuals = Residuals(world, self.algorithms.keeper, momentum, device)
         self.on_device = DeviceAllReduce(world, device, settings.device_graphs) if device is not None else None

@@ -30,7 +30,6 @@ from typing import Any
 from topkube.algorithms import (
     CHOICES,
     DENSE_WIRE,
-    LEAST_GAIN,
     NODE_WEIGHTS,
     Algorithm,
     BucketSize,
@@ -221,10 +220,9 @@ class Tuning:
         compressed = {choice.algorithm: choice for choice in ranked if choice.algorithm.compresses}
         if present.algorithm.compresses:
             return False
-        least_gain = LEAST_GAIN * measured.step
         algorithms = [algorithm for algorithm in self.compressed_choices if algorithm in compressed]
         times = [compressed[algorithm].seconds for algorithm in algorithms]
-        found = find_least_change(algorithms, times, find_same(ranked, present).seconds, least_gain)
+        found = find_least_change(algorithms, times, find_same(ranked, present).seconds, measured.step)
         if found is None:
             return False
         best = compressed[found]
