@@ -18,8 +18,8 @@ This page lists the names for `spec.aggregation.algorithm` of a [TrainingJob](tr
 a new algorithm.
 This page is generated from the declarations: `python -m topkube.algorithms.reference > docs/algorithms.md`.
 
-`auto` is the default of a TrainingJob. It sends the whole gradient, or uses `int8`, `int4` or `int3` if that makes the steps
-of training at least 3% faster; with `nodeWeights: own`, it may also use `onebit`. `dense` always sends the whole
+`auto` is the default of a TrainingJob. It sends the whole gradient, or uses `int8`, `int4` or `int3` if that makes the
+steps of training at least 3% faster; with `nodeWeights: own`, it may also use `onebit`. `dense` always sends the whole
 gradient. To send fewer bytes, name an algorithm, such as `hitopk` or `onebit`. [Accuracy](accuracy.md) shows which
 algorithm fits each link and model, and the loss of each algorithm.
 
