@@ -146,7 +146,7 @@ class Links:
     ) -> Any:
         """Begin to greet all other ranks with values of x, and to replace x by its sum over all ranks times `scale`.
         Return the greetings. x, and `is_finite` of the own part, count only if they do not differ. After `abandon`,
-        they do not touch x."""
+        values that arrive with greetings do not touch x; sums that travel already may still arrive in it."""
         first = self._channel * MOST_TAGS
         values, dtype = as_bytes(x), DTYPE_CODES[x.dtype]
         return self._tcp.greet_and_reduce(
