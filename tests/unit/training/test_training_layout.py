@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -50,6 +50,9 @@ def test_buckets_hold_every_parameter_once_and_are_closed_in_order(
 
 
 @given(SHAPES, st.lists(DTYPES, min_size=12, max_size=12), st.integers(1, 2000))
+@example(
+    [(40, 50), *[(64, 64)] * 2, *[(200, 30)] * 3, *[(40, 50)] * 2], [torch.float32] * 12, 250
+)  # the last tensor is larger than the bound
 def test_buckets_that_overlap_begin_small_and_end_small(
     shapes: list[tuple[int, ...]], dtypes: list[torch.dtype], bound: int
 ) -> None:

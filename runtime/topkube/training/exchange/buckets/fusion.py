@@ -60,7 +60,7 @@ def find_overlap_ends(parameters: Iterable[Parameter], rate: float = 0.0, crowdi
         first = min(usual_limit, max(LEAST_BUCKET_BYTES, by_link / 4))
         filled, limit, remaining, previous_position, is_last = 0, first, total, -1, False
         for position, size in group:
-            begins_last = not is_last and remaining <= LEAST_BUCKET_BYTES
+            begins_last = not is_last and remaining <= max(LEAST_BUCKET_BYTES, size)  # a large last tensor is alone
             if filled and (begins_last or filled + size > limit):
                 ends.add(previous_position)
                 filled, limit = 0, min(usual_limit, 2 * limit)
