@@ -8,6 +8,7 @@ act as several nodes.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import threading
@@ -400,11 +401,17 @@ def _create_world(
 def shutdown() -> None:
     """Drop the world; the next `init` creates a new world. MPI itself ends with the process. If a script calls this
     function, all ranks must call it."""
+    with contextlib.ExitStack() as stack:  # calls the last entry first, and all of them also if one raises an error
+        stack.callback(_forget_worlds)
+        for world in [*([_world] if _world is not None else []), *reversed(_sub_worlds)]:
+            stack.callback(world.cache.clear)
+            for end in world.at_end:
+                stack.callback(end)
+            world.at_end.clear()
+
+
+def _forget_worlds() -> None:
     global _world
-    for world in [*_sub_worlds, *([_world] if _world is not None else [])]:
-        while world.at_end:
-            world.at_end.pop()()
-        world.cache.clear()
     _sub_worlds.clear()
     _world = None
 

@@ -232,7 +232,28 @@ def exit_during_an_all_reduce(world: World) -> None:
     _end_during_an_all_reduce(world, joins=False, status=9)
 
 
+def shut_down_during_a_late_gather(world: World) -> None:
+    """With DeAR, rank 0 begins its gathers a second late. Rank 1 shuts down in the meantime: its weights are not used
+    any more."""
+    from topkube.training.exchange.reduction.reduced_parts import ReducedParts  # other cases do without
+
+    model = torch.nn.Sequential(*[torch.nn.Linear(3072, 3072) for _ in range(4)])  # more than the system's buffers hold
+    topkube.broadcast_parameters(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = topkube.DistributedOptimizer(sgd, model.named_parameters(), aggregation="dense", overlap="dear")
+    gather = ReducedParts.gather
+
+    if world.rank == 0:
+        ReducedParts.gather = lambda *arguments: (time.sleep(1), gather(*arguments))  # type: ignore[method-assign]
+    model(torch.ones(4, 3072)).square().mean().backward()
+    optimizer.step()
+    if world.rank == 0:
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+    topkube.shutdown()
+
+
 CASES: dict[str, Callable[[World], None]] = {
+    "ends-with-a-shutdown-during-a-late-gather": shut_down_during_a_late_gather,
     "absent-neighbour": build_absence(lambda world: 1, "hierarchical"),
     "absent-on-another-node": build_absence(lambda world: world.size - 1, "hitopk"),
     "absent-from-a-ring": build_absence(lambda world: 2, "flat"),

@@ -221,6 +221,13 @@ def test_a_program_may_end_during_a_collective_of_its_communication_thread(
     assert "SIGABRT" not in ended.output
 
 
+def test_a_rank_that_shuts_down_serves_the_late_gathers_of_others(forks: Callable[[str], Path], tmp_path: Path) -> None:
+    settings = {"TOPKUBE_RANKS_PER_NODE": "1,1", "TOPKUBE_LINKS": "tcp", "TOPKUBE_DEADLINE_SECONDS": "30", **WHOLE_END}
+    command = [FAILING, "ends-with-a-shutdown-during-a-late-gather", str(tmp_path)]
+    ended = worlds.run("mpich", 2, command, settings, forks=forks("mpich"))
+    assert ended.code == 0, ended.output
+
+
 def test_a_program_that_ends_during_a_collective_that_others_skip_reports_it(
     forks: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -22,14 +22,15 @@ inline std::string describe_errno() { return std::strerror(errno); }
 
 inline void set_option(int fd, int level, int option, int value) { ::setsockopt(fd, level, option, &value, sizeof value); }
 
-// Sets the options of a connection between ranks. A rank may be silent for minutes. The system then asks once a minute whether the
-// other side is there: firewalls forget connections that are silent for longer, and a machine that has lost power says nothing.
+// Sets the options of a connection between ranks. A rank may be silent for minutes, and firewalls forget connections that are silent
+// for longer. So the system asks after a minute whether the other side is there. A machine that has not answered for five minutes
+// more, as after a loss of power, is gone: an outage of the network that is shorter ends no run.
 inline void set_connection_options(int fd) {
   set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
   set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
   set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 60);   // seconds
   set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 15);  // seconds
-  set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 4);
+  set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 20);
 }
 
 }  // namespace topkube

@@ -213,6 +213,11 @@ class DecoupledAllReduce(OverlappedAllReduce):
             pause = choose_pause(self.world, delays_step=True)
             halved.call.wait(is_complete, pause, self._sleep if self.world.links is not None else None)
 
+    def finish_gathers(self) -> None:
+        """Return when no gather is under way. Raises CollectiveTimeout after the world's deadline."""
+        while self._gathering or self._waiting:
+            self.finish_gather(next(iter(self._gathering.values())) if self._gathering else self._waiting[0][0])
+
     def _advance_gathers(self) -> Links | None:
         """Move the gathers as far as messages allow, and start those that wait. Return the links whose messages tell
         when to continue, None if others do too."""

@@ -23,6 +23,15 @@ def test_the_end_waits_for_messages_that_other_ranks_wait_for(is_awaited: bool, 
     assert calls == calls_at_the_end
 
 
+def test_a_thread_that_has_ended_refuses_no_last_work() -> None:
+    """`shutdown` runs again at the end of the program, after the threads."""
+    thread, done = CommunicationThread(), []
+    thread.finish(lambda: done.append("before"))
+    thread.close(60)
+    thread.finish(lambda: done.append("after"))
+    assert done == ["before"]
+
+
 def test_an_error_while_messages_travel_is_raised_by_the_next_work() -> None:
     """The thread goes on: if it ended, the next future would never be done."""
     thread = CommunicationThread()
@@ -34,21 +43,6 @@ def test_an_error_while_messages_travel_is_raised_by_the_next_work() -> None:
     with pytest.raises(RuntimeError, match="another rank"):
         thread.submit(lambda: 1).result(60)
     assert thread.submit(lambda: 2).result(60) == 2
-    thread.close(60)
-
-
-def test_messages_end_before_a_shutdown_closes_the_links() -> None:
-    thread, pauses = CommunicationThread(), [60.0, 0.0, None]
-    calls = 0
-
-    def advance() -> float | None:
-        nonlocal calls
-        calls += 1
-        return pauses[calls - 1]
-
-    thread.submit(lambda: thread.advance_meanwhile(advance, is_awaited=True)).result()
-    thread.finish_messages()
-    assert calls == 3
     thread.close(60)
 
 

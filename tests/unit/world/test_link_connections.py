@@ -131,6 +131,19 @@ def test_the_end_of_a_child_process_closes_nothing(lanes: int) -> None:
     assert (array == fill(array.size, 1)).all()
 
 
+def test_idle_connections_are_kept_alive() -> None:
+    ranks = connect(2, 1)
+    batch = ranks[1].gather([ranks[1].Irecv(np.zeros(4, np.uint8), 0, 1)])
+    ranks[0].Isend(fill(4, 0), 1, 1)
+    advance_until(ranks, lambda: batch.are_complete)
+    idle = []
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+            if one.type == socket.SOCK_STREAM and one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+                idle.append(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE))
+    assert idle == [60, 60], "both ends, after a minute: firewalls may forget a silent connection soon after"
+
+
 def test_a_child_ends_although_a_thread_of_its_parent_moves_data() -> None:
     """The child has a copy of the lane's lock, which the thread may hold at that moment."""
     ranks, goes_on = connect(2, 1), True

@@ -104,9 +104,10 @@ class Backward:
         self._task = -1
         """The number of the backward pass that reached this optimizer last."""
         self.late: LateUpdates | None = None
-        self._hidden: list[torch.Tensor] = []
-        """Parameters that this backward found without their late update: no use of them was noticed in forward."""
         """What the next forward finishes, with DeAR."""
+        self._unnoticed: set[int] = set()
+        """The ids of the parameters that this backward found without their late update: no use of them was noticed in
+        forward."""
         self._hooks = GradientHooks(self, parameters)
         self.number = 0 if is_copy else current_pass.register(self)
         if earlier is not None:
@@ -189,7 +190,7 @@ class Backward:
             current_pass.reach(self)
         if gradient is None or not parameter.tensor.requires_grad:  # nothing is accumulated
             return None
-        if self._hidden and any(parameter.tensor is hidden for hidden in self._hidden):
+        if id(parameter.tensor) in self._unnoticed:
             raise TrainingError(
                 f"forward used {parameter.name} before its late update, when its values were NaN",
                 cause='with overlap="dear", uses in torch.func and torch.vmap, in TorchScript, in other threads and'
@@ -236,7 +237,7 @@ class Backward:
         self.batches.note_forward_end(self._first_gradient)
         if self.queue.step_trace is not None:
             self.queue.step_trace.begin_backward()
-        self._hidden = self.late.list_hidden() if self.late is not None else []
+        self._unnoticed = set(map(id, self.late.list_hidden())) if self.late is not None else set()
         self.finish_late()  # parameters that forward did not use
         self.queue.loss_scale = current_pass.loss_scale
         self._accumulation.begin_backward()

@@ -78,16 +78,11 @@ class CommunicationThread:
         if links is not None:
             links.wake()
 
-    def finish(self) -> None:
-        """Wait for all earlier work, unless the thread ends. Errors stay in the futures of the work."""
+    def finish(self, last: Callable[[], None] = lambda: None) -> None:
+        """Run `last` after all earlier work, and wait for it, unless the thread ends. Errors of the earlier work stay
+        in its futures; those of `last` are raised."""
         if self._thread.is_alive() and not self._closing:
-            self.run(lambda: None)
-
-    def finish_messages(self) -> None:
-        """Wait for all earlier work, and until no message is under way for which other ranks may wait. Raises the error
-        of such a message."""
-        if self._thread.is_alive() and not self._closing:
-            self.run(self._advance_to_end)
+            self.run(last)
 
     def close(self, seconds: float) -> None:
         """End the thread. It finishes the queued work first, for up to `seconds`, and then leaves its waits."""
@@ -125,20 +120,20 @@ class CommunicationThread:
                 future.set_result(result)
                 del result
             del future
-        self._advance_to_end()
-        if self._advance is not None:  # messages are under way: their buffers must outlive the interpreter
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._advance))
-
-    def _advance_to_end(self) -> None:
-        """Advance the messages for which other ranks may wait, until none is under way or the thread must leave."""
         while self._advance is not None and self._is_awaited and not self._leaves.is_set():
             pause = self._advance()
             if pause is None:
                 self._advance = None
-            elif self._links is not None:
-                self._links.wait(pause)
             else:
-                self._leaves.wait(pause)
+                self._wait_at_end(pause)
+        if self._advance is not None:  # messages are under way: their buffers must outlive the interpreter
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._advance))
+
+    def _wait_at_end(self, pause: float) -> None:
+        if self._links is not None:
+            self._links.wait(pause)
+        else:
+            self._leaves.wait(pause)
 
     def _take_next(self) -> tuple[Callable[[], Any], Future[Any]] | None:
         """Return the next entry of the queue. Advance the messages that are under way until there is an entry."""
@@ -221,17 +216,10 @@ def open_thread(name: str = COMMUNICATION_THREAD) -> CommunicationThread:
     return _threads[name]
 
 
-def finish(name: str) -> None:
-    """Wait for the work of the process's thread called `name`, if it has started."""
+def finish(name: str, last: Callable[[], None] = lambda: None) -> None:
+    """Wait for the work of the process's thread called `name`, and for `last` after it, if the thread has started."""
     if name in _threads:
-        _threads[name].finish()
-
-
-def finish_messages() -> None:
-    """Wait until the communication thread, if it has started, has no message under way for which other ranks may
-    wait."""
-    if COMMUNICATION_THREAD in _threads:
-        _threads[COMMUNICATION_THREAD].finish_messages()
+        _threads[name].finish(last)
 
 
 def _close() -> None:

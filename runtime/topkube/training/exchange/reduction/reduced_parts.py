@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from weakref import WeakSet
 
 import torch
 
 from topkube.collectives.decoupled import DecoupledAllReduce, HalvedArray
+from topkube.telemetry.trace import COMMUNICATION_THREAD
 from topkube.training.exchange.buckets.bucket import Bucket
 from topkube.training.exchange.buckets.parameter import view_real
 from topkube.training.exchange.reduction.delivery import Delivery
 from topkube.training.exchange.reduction.grad_mode import without_grad
 from topkube.training.ranks import communication_thread
+
+_FINISHED_AT_END = "gathers that end before the links"
 
 
 @dataclass(eq=False)
@@ -42,10 +47,7 @@ class ReducedParts:
     def __init__(self, all_reduce: DecoupledAllReduce, delivery: Delivery) -> None:
         self._all_reduce, self._delivery = all_reduce, delivery
         self.parts: list[ReducedPart] = []
-        world = all_reduce.world
-        if "gathers end before the links" not in world.cache:  # `shutdown` may come right after the last step
-            world.cache["gathers end before the links"] = True
-            world.at_end.append(communication_thread.finish_messages)
+        _finish_at_end(all_reduce)
 
     def take(self) -> list[ReducedPart]:
         """Return the parts, and forget them. The last part comes first, because the next forward needs it first."""
@@ -72,3 +74,19 @@ class ReducedParts:
             self.finish_gather(parts)
         for part in parts:
             self._delivery.deliver(part.part, part.flat, None)
+
+
+def _finish_at_end(all_reduce: DecoupledAllReduce) -> None:
+    """Let `shutdown` finish the gathers of `all_reduce` before it closes the links of the world: other ranks may wait
+    for them."""
+    world = all_reduce.world
+    existing: WeakSet[DecoupledAllReduce] | None = world.cache.get(_FINISHED_AT_END)
+    if existing is None:
+        existing = world.cache[_FINISHED_AT_END] = WeakSet()
+        world.at_end.append(partial(_finish_gathers, existing))
+    existing.add(all_reduce)
+
+
+def _finish_gathers(all_reduces: WeakSet[DecoupledAllReduce]) -> None:
+    for all_reduce in list(all_reduces):
+        communication_thread.finish(COMMUNICATION_THREAD, all_reduce.finish_gathers)
