@@ -296,7 +296,7 @@ class DistributedOptimizer(OptimizerWrapper):
             with torch.enable_grad():
                 loss = closure()
         self._step.make()
-        self.turns.was_stepped = True
+        self.turns.note_step()
         if (parts := follow_choice(self._parts, self._settings)) is not self._parts:
             self._use(parts)
         return loss

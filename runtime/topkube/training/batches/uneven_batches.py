@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,25 +32,36 @@ Sums = npt.NDArray[np.float64]
 _END = object()
 
 
+@dataclass(eq=False)
+class _Announced:
+    """A batch that the ranks have announced: this rank's samples, and the agreement of all ranks, whose result sets the
+    samples that all loaders drew and the number of ranks that have a batch. `before_replay` has the states of the
+    random generators if this rank has no more batches and uses its last one again."""
+
+    samples: int = 0
+    sums: Future[Sums] | None = None
+    drawn: int = 0
+    ranks_with_batch: int = 0
+    was_stepped: bool = False
+    before_replay: dict[str, Any] | None = None
+
+
 class UnevenBatches:
     """The batches of all ranks of `world`, which have unequal numbers of samples, and of which some ranks have more
-    than others. All ranks announce each batch; their agreement on it runs at the same time as forward.
-
-    `samples` is the number of samples of this rank's announced batch, and `was_stepped` is True if the optimizer has
-    made or skipped a step since it was announced. `agreement` is for other numbers on which the ranks agree in order
-    with their batches."""
+    than others. All ranks announce each batch; their agreement on it runs at the same time as forward. `agreement` is
+    for other numbers on which the ranks agree in order with their batches."""
 
     def __init__(self, world: World) -> None:
         self.world, self.agreement = world, QueuedAgreement(world)
         self._size = world.size
-        self.samples, self.was_stepped = 0, False
-        self._sums: Future[Sums] | None = None
-        self._last: Future[Sums] | None = None
-        """The agreement on the batch that was announced last, also after the end of its pass."""
-        self._drawn = self._ranks_with_batch = self._passes = 0
+        self._last = _Announced()
+        """The batch that was announced last, also after the end of its pass."""
+        self._in_force: _Announced | None = None
+        """The announced batch by which gradients count; None before and after a pass."""
+        self._passes = 0
+        """The number of passes that `iterate` has begun and not ended: one inside another."""
         self._handed_out: float | None = None
         """The time at which `iterate` yielded a batch whose forward has not ended."""
-        self._before_replay: dict[str, Any] | None = None
         self._statistics = KeptStatistics()
 
     def announce(
@@ -62,17 +74,19 @@ class UnevenBatches:
         has_batch = samples > 0 if has_batch is None else has_batch
         numbers = (float(samples), float(samples if drawn is None else drawn), float(has_batch), *more)
 
+        announced = self._last = self._in_force = _Announced(samples)
+
         def add_up(agreement: Agreement) -> Sums:
             sums = agreement.sum(numbers)
-            self._drawn, self._ranks_with_batch = int(sums[1]), int(sums[2])
+            announced.drawn, announced.ranks_with_batch = int(sums[1]), int(sums[2])
             return np.delete(sums, (1, 2))
 
-        self.samples, self.was_stepped, _announced = samples, False, weakref.ref(self)
+        _announced = weakref.ref(self)
         self._statistics.release()
         if has_batch:
             self._statistics.forget_models()
-        self._sums = self._last = self.agreement.submit(add_up)
-        return self._sums
+        announced.sums = self.agreement.submit(add_up)
+        return announced.sums
 
     def batch(self, samples: int) -> int:
         """Announce this rank's batch, with 0 samples if it has no more batches. Return the samples of all ranks."""
@@ -82,12 +96,29 @@ class UnevenBatches:
         return total
 
     @property
+    def samples(self) -> int:
+        """The samples of this rank's batch that was announced last."""
+        return self._last.samples
+
+    @property
     def drawn(self) -> int:
         """The samples that the loaders of all ranks drew for the batch that was announced last."""
-        if self._last is None:
-            return 0
-        self._last.result()
-        return self._drawn
+        if self._last.sums is not None:
+            self._last.sums.result()
+        return self._last.drawn
+
+    @property
+    def was_stepped(self) -> bool:
+        """True if the optimizer has made or skipped a step with the batch that was announced last."""
+        return self._last.was_stepped
+
+    def note_step(self) -> None:
+        """Note that the optimizer has made or skipped a step."""
+        self._last.was_stepped = True
+
+    @property
+    def _sums(self) -> Future[Sums] | None:
+        return self._in_force.sums if self._in_force is not None else None
 
     @property
     def is_replay(self) -> bool:
@@ -107,7 +138,7 @@ class UnevenBatches:
 
     def end(self) -> None:
         """Forget the announced batch: gradients of all ranks count equally again."""
-        self._sums = None
+        self._in_force = None
         self._statistics.release()
         self._statistics.forget_models()
 
@@ -122,9 +153,9 @@ class UnevenBatches:
         """Undo the effects of a batch of weight zero on random generators and running statistics. A run that resumes
         from a checkpoint may replay another batch, and must stay the same bit for bit."""
         self._statistics.restore()
-        if self._before_replay is not None:
-            set_generators(self._before_replay)
-            self._before_replay = None
+        if self._last.before_replay is not None:
+            set_generators(self._last.before_replay)
+            self._last.before_replay = None
 
     def iterate(
         self,
@@ -138,9 +169,9 @@ class UnevenBatches:
         """Yield the batches of `loader`, on `device` if it is a GPU (`device_batches.py`). Each is announced with the
         numbers of `list_numbers()`, and `on_announced` is called with every agreement; `on_opened` is called when the
         loader's iterator exists. A rank that has no more batches gets its last batch again, with weight zero, until all
-        ranks have finished. `samples` is the number of samples in a batch (`samples.py`). Inside another such loop, as
-        for a validation, the batch of the outer loop is the announced one again at the end."""
-        restore_outer = self._keep_outer_batch()
+        ranks have finished. `samples` is the number of samples in a batch (`samples.py`). After a loop inside another
+        one, such as a validation, the batch of the outer loop is in force again."""
+        outer = self._in_force if self._passes else None
         iterator: Iterator[Any] = begin_batches(loader, SampleCounter(loader, samples), device)
         last: Any = _END
         on_opened()
@@ -155,12 +186,12 @@ class UnevenBatches:
                     on_announced(sums)
                     if batch is _END:
                         sums.result()
-                        if not self._ranks_with_batch:
+                        if not self._last.ranks_with_batch:
                             return
                 if batch is _END and last is _END:
                     last = move_to_device(_make_any_batch(loader), device)
                 if batch is _END:
-                    self._before_replay = read_generators()
+                    self._last.before_replay = read_generators()
                     self._statistics.keep()
                 else:
                     last = batch
@@ -170,24 +201,8 @@ class UnevenBatches:
         finally:
             self._passes -= 1
             self.end()
-            restore_outer()
-
-    def _keep_outer_batch(self) -> Callable[[], None]:
-        """Return a function that announces the batch of the loop around this one again, if there is such a loop."""
-        if not self._passes or self._sums is None:
-            return lambda: None
-        self._sums.result()  # the numbers below are those of this batch then
-        names = ("_sums", "_last", "samples", "was_stepped", "_drawn", "_ranks_with_batch", "_before_replay")
-        kept = {name: getattr(self, name) for name in names}
-        self._before_replay = None
-
-        def restore() -> None:
-            global _announced
-            was_stepped = self.was_stepped or kept["was_stepped"]
-            vars(self).update(kept, was_stepped=was_stepped)
-            _announced = weakref.ref(self)
-
-        return restore
+            if outer is not None:
+                self._last = self._in_force = outer
 
 
 _announced: weakref.ref[UnevenBatches] | None = None
