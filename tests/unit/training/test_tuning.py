@@ -12,16 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topkube.algorithms import (
-    LEAST_GAIN,
     BucketSize,
     Choice,
-    Family,
     Machines,
     find_algorithm,
-    find_least_change,
-    keep_device_choices,
     list_compressed_choices,
-    sort_choices_by_time,
 )
 from topkube.settings import Settings
 from topkube.training.exchange.aggregation import AggregationSettings
@@ -59,18 +54,6 @@ def read_prediction(tuned: Tuning) -> tuple[float, float]:
 
 def decide(tuned: Tuning, step: float, between: float, inside: float, spread: float = 0.0) -> bool:
     return tuned.decide([step, -between, -inside, spread], BUCKETS)
-
-
-@given(st.floats(1e5, 1e11), st.floats(1e8, 1e12), st.floats(1e-7, 1e-1), st.integers(2, 4096), st.integers(1, 16))
-def test_only_dense_algorithms_are_chosen_and_no_other_is_faster(
-    link: float, memory: float, latency: float, nodes: int, slots: int
-) -> None:
-    cluster = Machines(nodes, slots, link, memory, latency)
-    for name in ("auto", "dense"):
-        ranked = sort_choices_by_time(name, cluster, BUCKETS, "fp32")
-        assert {choice.algorithm.family for choice in ranked} == {Family.DENSE}
-        assert ranked[0].seconds == min(choice.seconds for choice in ranked)
-        assert {choice.dense_wire for choice in ranked} == {"fp32"}
 
 
 def test_16_bits_need_permission_and_a_slow_link(monkeypatch: Any) -> None:
@@ -147,11 +130,6 @@ def test_a_transport_that_is_far_slower_is_not_tried(monkeypatch: Any) -> None:
     tuned = measure_and_choose(monkeypatch, GIGABIT, nccl=100 * GIGABIT)
     assert not decide(tuned, 1.0, 0.0, 0.0)
     assert tuned.is_settled
-
-
-def test_without_gpus_nccl_is_no_choice() -> None:
-    names = {choice.algorithm.name for choice in sort_choices_by_time("auto", build_machines(), BUCKETS, "fp32")}
-    assert not any("nccl" in name for name in names)
 
 
 def test_a_choice_that_does_not_make_steps_faster_is_taken_back(monkeypatch: Any) -> None:
@@ -277,44 +255,6 @@ def test_auto_tries_int8_if_int4_would_gain_little_more(monkeypatch: Any) -> Non
         assert decide(tuned, step, *read_prediction(tuned))
         assert tuned.choice is not None
         assert tuned.choice.algorithm.name == name, step
-
-
-@given(st.floats(0.1, 1), st.floats(0.1, 1), st.floats(0.1, 1), st.floats(0.1, 1), st.floats(0, 1))
-def test_the_least_change_that_is_worth_it_is_taken(
-    dense: float, eight_bits: float, four_bits: float, three_bits: float, rest: float
-) -> None:
-    """`rest` is the part of the step that is not the exchange."""
-    algorithms, step = list_compressed_choices("equal"), dense + rest
-    times = dict(zip(("int8", "int4", "int3"), (eight_bits, four_bits, three_bits), strict=True))
-    found = find_least_change(algorithms, list(times.values()), dense, step)
-    worth = {name for name, time in times.items() if dense - time >= LEAST_GAIN * step}
-    assert (found is None) == (not worth), "an algorithm is found if one saves enough"
-    if found is not None:
-        assert found.name in worth
-        shortest = rest + min(times[name] for name in worth)
-        assert rest + times[found.name] <= shortest * (1 + 1.01 * LEAST_GAIN), "its step is nearly the shortest"
-
-
-def test_int4_is_tried_if_int8_alone_would_not_save_enough() -> None:
-    """int8 saves 2% and int4 4.9%: they differ by less than 3%, but only int4 is worth a trial."""
-    found = find_least_change(list_compressed_choices("equal"), [0.98, 0.951, 0.93], 1.0, 1.0)
-    assert found is not None
-    assert found.name == "int4"
-
-
-def test_int3_is_tried_on_a_slow_link_although_dense_steps_are_far_longer() -> None:
-    """The steps of int3 are 12% shorter than those of int4: 2% of a dense step. On a faster link, it would be 1%."""
-    algorithms = list_compressed_choices("equal")
-    for times, dense, step, name in (([0.6, 0.31, 0.25], 2.4, 2.6, "int3"), ([0.06, 0.031, 0.025], 0.24, 0.6, "int4")):
-        found = find_least_change(algorithms, times, dense, step)
-        assert found is not None
-        assert found.name == name
-
-
-def test_auto_does_not_take_int3_on_gpus() -> None:
-    choices = list_compressed_choices("own")
-    assert [choice.name for choice in choices] == ["int8", "int4", "int3", "onebit"]
-    assert [choice.name for choice in keep_device_choices(choices)] == ["int8", "int4", "onebit"]
 
 
 def test_int4_stays_if_steps_become_faster_and_dense_returns_otherwise(monkeypatch: Any) -> None:
