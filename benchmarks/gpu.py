@@ -271,8 +271,11 @@ def keep_earlier_rows(path: Path, rows: Mapping[str, Row], device: str | None) -
         return []
     sources = next((row["sources"] for row in stored["all rows"] if row["key"] == "run"), "unknown")
     last = [{"sources": sources, "date": stored["date"], **row} for row in stored["all rows"]]
-    earlier = last + stored.get("earlier rows", [])
-    return list({row["key"]: row for row in reversed(earlier) if row["key"] not in rows}.values())
+    kept: dict[str, Row] = {}
+    for row in last + stored.get("earlier rows", []):
+        if row["key"] not in rows:
+            kept.setdefault(row["key"], row)
+    return list(kept.values())
 
 
 def parse_stages(text: str) -> tuple[str, ...]:

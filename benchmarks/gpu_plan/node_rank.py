@@ -39,6 +39,7 @@ TIMED: dict[str, dict[str, Any]] = {
     **{name: ALGORITHMS[name] for name in ("hierarchical", "hitopk", "onebit", "onebit delayed")},
     "int8": {},
     "int4": {},
+    "int3": {},
     "auto": {},
     "auto with own weights": {"node_weights": "own"},
 }
@@ -61,7 +62,7 @@ _SMALL = {"layers": 2, "width": 64, "heads": 4, "context": 32}
 def compare(device: torch.device) -> dict[str, Any]:
     """Train the same matrices on `device` and on the CPU with each algorithm, from the same gradients."""
     row: dict[str, Any] = {"wrong": []}
-    for name in ("int8", "int4"):  # buckets on a GPU are larger, and with them other elements share a scale
+    for name in ("int8", "int4", "int3"):  # buckets on a GPU are larger, and with them other elements share a scale
         row[f"all-reduce {name}"] = is_right = _compare_all_reduce(name, device)
         if not all(topkube.world.current().comm.allgather(is_right)):
             row["wrong"].append(name)

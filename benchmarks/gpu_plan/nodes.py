@@ -37,7 +37,8 @@ def run(device: Device, rows: Rows, quick: bool, work: Path) -> None:
     def compare(nodes: int) -> None:
         rows.measure(f"training on {nodes} nodes", lambda: _run_ranks(work, nodes, 90, ["compare", place]))
 
-    compare(NODES[0])
+    for nodes in NODES:
+        compare(nodes)
     for rate in RATES[:1] if quick or device.dry else RATES:
         rows.measure(f"step of 2 nodes, {rate}", lambda rate=rate: _run_on_link(work, rate, order))
     rows.measure("step of 2 nodes", lambda: _run_ranks(work, 2, 150, order))
@@ -48,8 +49,6 @@ def run(device: Device, rows: Rows, quick: bool, work: Path) -> None:
                 work, rate, [*order, ",".join(CONNECTED)], {"TOPKUBE_CONNECTIONS": str(connections)}
             ),
         )
-    for nodes in NODES[1:]:
-        compare(nodes)
 
 
 def _run_on_link(

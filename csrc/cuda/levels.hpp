@@ -15,7 +15,7 @@ TOPKUBE_DEVICE u32 quantise_to_level(float& item, float unit, bool is_sent) {
   const float magnitude = float_of(from & magnitude_bits);
   u32 code = 0;
 #pragma unroll
-  for (int i = 0; i < 3; ++i) code += is_sent && magnitude > gpu::times(limit_above_level(i), unit) ? 1u : 0u;
+  for (u32 i = 0; i < 3; ++i) code += is_sent && magnitude > gpu::times(limit_above_level(i), unit) ? 1u : 0u;
   const u32 sign = is_sent ? from & ~magnitude_bits : 0u;
   item = canonical(gpu::minus(item, gpu::times(float_of(bits_of(level_of(code)) | sign), unit)));
   return code ? code | sign >> 29 : 0u;

@@ -213,7 +213,7 @@ struct IntegerMessages : IntegerReader<bits> {
 template <int bits>
 struct IntegerRows : IntegerReader<bits> {
   using Reader = IntegerReader<bits>;
-  static constexpr u32 blocks = 3;
+  static constexpr u32 blocks = bits == 3 ? 2 : 3;
   const std::uint8_t* rows[most_parts];
   float weights[most_parts];
   u32 count;

@@ -46,7 +46,10 @@ void quantise_group_to_levels(float* values, std::size_t length, float unit, std
   for (std::size_t i = 0; i < length; ++i) {
     const float x = values[i], magnitude = float_of(bits_of(x) & magnitude_bits);
     const std::uint32_t sign = bits_of(x) & ~magnitude_bits;
-    const float level = magnitude > third ? levels[3] : magnitude > second ? levels[2] : magnitude > first ? levels[1] : levels[0];
+    const float level = magnitude > third    ? level_of_magnitude(3)
+                        : magnitude > second ? level_of_magnitude(2)
+                        : magnitude > first  ? level_of_magnitude(1)
+                                             : level_of_magnitude(0);
     const std::uint32_t above = (magnitude > first ? 1u : 0u) + (magnitude > second ? 1u : 0u) + (magnitude > third ? 1u : 0u);
     codes[i] = above | (above ? sign >> 29 : 0u);
     values[i] = x - float_of(bits_of(level) | sign) * unit;
@@ -71,9 +74,9 @@ HalfPlanes take_levels(float* values, __m512 x, __m512 magnitude, float unit) {
   const __mmask16 third = _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(limit_above_level(2) * unit), _CMP_GT_OQ);
   const __m512i sign_bit = _mm512_set1_epi32(static_cast<std::int32_t>(~magnitude_bits));
   const __mmask16 sign = _mm512_test_epi32_mask(bits_of_vector(x), sign_bit);
-  __m512 level = _mm512_maskz_mov_ps(first, _mm512_set1_ps(levels[1]));
-  level = _mm512_mask_mov_ps(level, second, _mm512_set1_ps(levels[2]));
-  level = _mm512_mask_mov_ps(level, third, _mm512_set1_ps(levels[3]));
+  __m512 level = _mm512_maskz_mov_ps(first, _mm512_set1_ps(level_of_magnitude(1)));
+  level = _mm512_mask_mov_ps(level, second, _mm512_set1_ps(level_of_magnitude(2)));
+  level = _mm512_mask_mov_ps(level, third, _mm512_set1_ps(level_of_magnitude(3)));
   level = floats_of_vector(_mm512_or_si512(bits_of_vector(level), _mm512_and_si512(bits_of_vector(x), sign_bit)));
   _mm512_storeu_ps(values, _mm512_sub_ps(x, _mm512_mul_ps(level, units)));
   return {(first & ~std::uint32_t{second}) | third, second, std::uint32_t{sign} & first};
@@ -109,9 +112,9 @@ unsigned take_group(float* values, float scale, std::uint32_t* planes) {
     const __m256 first = _mm256_cmp_ps(magnitude, _mm256_set1_ps(limit_above_level(0) * unit), _CMP_GT_OQ);
     const __m256 second = _mm256_cmp_ps(magnitude, _mm256_set1_ps(limit_above_level(1) * unit), _CMP_GT_OQ);
     const __m256 third = _mm256_cmp_ps(magnitude, _mm256_set1_ps(limit_above_level(2) * unit), _CMP_GT_OQ);
-    __m256 level = _mm256_and_ps(first, _mm256_set1_ps(levels[1]));
-    level = _mm256_blendv_ps(level, _mm256_set1_ps(levels[2]), second);
-    level = _mm256_blendv_ps(level, _mm256_set1_ps(levels[3]), third);
+    __m256 level = _mm256_and_ps(first, _mm256_set1_ps(level_of_magnitude(1)));
+    level = _mm256_blendv_ps(level, _mm256_set1_ps(level_of_magnitude(2)), second);
+    level = _mm256_blendv_ps(level, _mm256_set1_ps(level_of_magnitude(3)), third);
     level = _mm256_or_ps(level, _mm256_and_ps(x, minus_zero));
     _mm256_storeu_ps(values + i, _mm256_sub_ps(x, _mm256_mul_ps(level, units)));
     const auto bits_of_mask = [](__m256 mask) { return static_cast<std::uint32_t>(_mm256_movemask_ps(mask)); };

@@ -12,9 +12,14 @@
 namespace topkube {
 
 static constexpr std::size_t level_group = 32, level_planes = 3, level_group_bytes = 4 * level_planes;
-// The level of each magnitude from 0 to 3, the largest |x| of a group, and the limit above each level but the last: all in units.
-static constexpr float levels[] = {0.0f, 3.0f, 8.0f, 14.0f}, level_bound = 16.0f;
-static constexpr float limit_above_level(int i) { return 0.5f * (levels[i] + levels[i + 1]); }
+// The largest |x| of a group, in units.
+static constexpr float level_bound = 16.0f;
+
+// Returns the level of a magnitude from 0 to 3, in units. It is not a table: nvcc replaces code that reads an array of the host by a
+// trap, without a warning.
+static constexpr float level_of_magnitude(std::uint32_t i) { return i == 0 ? 0.0f : i == 1 ? 3.0f : i == 2 ? 8.0f : 14.0f; }
+// Returns the limit above each level but the last, in units.
+static constexpr float limit_above_level(std::uint32_t i) { return 0.5f * (level_of_magnitude(i) + level_of_magnitude(i + 1)); }
 static constexpr float smallest_level_scale = 0x1p-118f;  // so that the unit of every group is a normal number
 static constexpr std::uint32_t last_exponent = 15;
 
@@ -25,7 +30,7 @@ static constexpr float level_fraction(std::uint32_t exponent) {
 
 // Returns the value of a code in units: two bits of magnitude, and the sign above them.
 static constexpr float level_of(std::uint32_t code) {
-  const float level = code % 4 == 0 ? levels[0] : code % 4 == 1 ? levels[1] : code % 4 == 2 ? levels[2] : levels[3];
+  const float level = level_of_magnitude(code % 4);
   return code & 4u ? -level : level;
 }
 

@@ -29,8 +29,6 @@ docs/accuracy.md shows that their loss is within 1% of dense training. All ranks
 weights with them, so a script need not know which algorithm is in force."""
 _OWN_WEIGHTS_CHOICES = (ONEBIT,)
 """The algorithms that `auto` may take if the job lets nodes have weights of their own (NODE_WEIGHTS)."""
-_UNPROVEN_ON_DEVICES = (INT3,)
-"""Choices that `auto` does not take on GPUs: their kernels have run in an emulation only."""
 LEAST_GAIN = 0.03
 """A choice that is tried stays if it makes the steps faster by this share. A smaller gain could be chance."""
 _DENSE_OWN = tuple(algorithm for algorithm in OWN if algorithm.family is Family.DENSE)
@@ -100,7 +98,7 @@ def list_compressed_choices(node_weights: str) -> tuple[Algorithm, ...]:
 
 def keep_device_choices(choices: Sequence[Algorithm]) -> tuple[Algorithm, ...]:
     """Return those of `choices` that `auto` may take on GPUs."""
-    return tuple(c for c in choices if (c.on_device or c.in_weights) and c not in _UNPROVEN_ON_DEVICES)
+    return tuple(c for c in choices if c.on_device or c.in_weights)
 
 
 def find_least_change(
