@@ -15,6 +15,7 @@ from topkube.bench import allreduce as bench
 from topkube.bench.bench_arrays import DeviceArrays
 from topkube.collectives import Request, load
 from topkube.collectives.device import rates
+from topkube.collectives.device.node_group import NodeGroup
 from topkube.collectives.device.pipeline import MOST_TRAVELLING, DeviceAllReduce
 from topkube.collectives.error_feedback import Residual
 from topkube.errors import ArgumentError
@@ -50,6 +51,16 @@ def case_tensors_under_way_keep_apart(world: World) -> None:
     assert done == list(range(len(tensors)))
     for tensor, expected in zip(tensors, expected_sums, strict=True):
         assert torch.equal(tensor.float(), expected), tensor
+
+
+def case_the_ranks_of_a_node_leave_no_file_behind(world: World) -> None:
+    group = NodeGroup(world, CPU)
+    topkube.barrier()
+    assert group.size == 1 or not group.meeting_file.parent.exists()
+    tensor = torch.ones(3)
+    group.all_reduce(tensor)
+    group.close()
+    assert tensor.tolist() == [world.local_size] * 3
 
 
 def case_a_sparse_sum_has_the_bits_of_the_path_for_host_memory(world: World) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -40,8 +42,18 @@ class NodeGroup(RankGroup):
             properties = torch.cuda.get_device_properties(device)
             refuse_mig(properties.name)
             _check_own_gpu(world, properties)
-        path = _choose_meeting_file(world)
-        self._join(lambda: self._distributed.FileStore(path, self.size), world.local_rank)
+        self.meeting_file = Path(_choose_meeting_file(world))
+        self._join(lambda: self._distributed.FileStore(str(self.meeting_file), self.size), world.local_rank)
+        if not self._is_nccl:  # gloo has made its connections; NCCL makes them in the first exchange
+            world.wait([world.node_comm.Ibarrier()], "the meeting of the node's ranks")
+            if world.local_rank == 0:
+                shutil.rmtree(self.meeting_file.parent, ignore_errors=True)
+
+    def close(self) -> None:
+        super().close()
+        with contextlib.suppress(OSError):  # the last rank of the node that closes its store removes the file
+            if self.size > 1:
+                self.meeting_file.parent.rmdir()
 
 
 def _check_own_gpu(world: World, properties: Any) -> None:
