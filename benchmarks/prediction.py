@@ -33,7 +33,7 @@ from step import LAYOUTS, MODELS, UNSHAPED, WARM_STEPS, WORLDS, StepBench, descr
 
 RESULTS = Path(__file__).parent / "results" / "prediction.json"
 RATES = (UNSHAPED, "10gbit", "1gbit", "200mbit", "100mbit")
-TRACED = ("dense", "hitopk", "onebit", "int4", "acpsgd")
+TRACED = ("dense", "hitopk", "onebit", "int4", "int3", "acpsgd")
 VARIANTS = {"dear": "dense", "onebit_delayed": "onebit"}
 """Contenders that are predicted from the trace of another contender."""
 CONTENDERS = (*TRACED, *VARIANTS)

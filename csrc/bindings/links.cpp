@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <memory>
 #include <set>
 
@@ -73,6 +74,9 @@ void bind_links(nb::module_& module) {
   nb::class_<Reduction, MessageBatch>(module, "TcpReduction").def_prop_ro("is_finite", [](const Reduction& reduction) {
     return reduction.is_finite.load();
   });
+  nb::class_<IntegerSum, Reduction>(module, "TcpIntegerSum")
+      .def_prop_ro("nanoseconds", [](const IntegerSum& sum) { return sum.nanoseconds.load(); })
+      .def_prop_ro("sent_bytes", [](const IntegerSum& sum) { return sum.sent_bytes; });
   nb::class_<Greeting, Reduction>(module, "TcpGreeting")
       .def_prop_ro("differs", [](const Greeting& greeting) { return greeting.differs.load(); })
       .def_prop_ro("all_greeted", [](const Greeting& greeting) { return greeting.all_greeted; });
@@ -135,6 +139,25 @@ void bind_links(nb::module_& module) {
             return reduction;
           },
           nb::arg("x"), nb::arg("buffer"), nb::arg("dtype"), nb::arg("scale"), nb::arg("key"), nb::arg("is_gathered"))
+      .def(
+          "prepare_integers",
+          [](TcpLinks& self, nb::object change, nb::object total, const std::vector<std::size_t>& bounds, int bits,
+             std::uint64_t key) {
+            const auto from = view<Bytes>(change), to = view<Bytes>(total);
+            require(bits == 3 || bits == 4 || bits == 8, "bits must be 3, 4 or 8");
+            require(bounds.size() == self.ranks() + 1 && bounds.front() == 0 && std::is_sorted(bounds.begin(), bounds.end()),
+                    "there is one segment for each rank");
+            require(from.size() == bounds.back() * sizeof(float) && to.size() == from.size(), "the arrays have the wrong length");
+            auto keeper = keep(nb::make_tuple(change, total));
+            auto *values = reinterpret_cast<float*>(from.data()), *sums = reinterpret_cast<float*>(to.data());
+            nb::gil_scoped_release release;
+            return self.prepare_integers(values, sums, bounds, bits, key, std::move(keeper));
+          },
+          nb::arg("change"), nb::arg("total"), nb::arg("bounds"), nb::arg("bits"), nb::arg("key"))
+      .def(
+          "begin_integers",
+          [](TcpLinks& self, const std::shared_ptr<IntegerSum>& sum) { run(self, [&] { self.begin_integers(sum); }); },
+          nb::arg("sum"))
       .def(
           "greet",
           [](TcpLinks& self, const std::vector<int>& partners, std::uint64_t signature, std::uint64_t key, std::size_t room) {

@@ -103,6 +103,15 @@ class TcpGreeting(TcpReduction):
     def all_greeted(self) -> TcpMessages:
         """Complete when `differs` is known; sums may still follow."""
 
+class TcpIntegerSum(TcpReduction):
+    """A sum of values of which the ranks send integers. `nanoseconds` is the time of its computations so far, and
+    `sent_bytes` what this rank sends in both stages."""
+
+    @property
+    def nanoseconds(self) -> int: ...
+    @property
+    def sent_bytes(self) -> int: ...
+
 class TcpLinks:
     """TCP connections between ranks; see csrc/cpu/links/tcp_links.hpp. `listeners` are the file descriptors of sockets
     that listen, one for each lane; the object owns them."""
@@ -120,6 +129,10 @@ class TcpLinks:
     def reduce(
         self, x: Array, buffer: Array, dtype: int, scale: float, key: int, is_gathered: bool
     ) -> TcpReduction: ...
+    def prepare_integers(
+        self, change: Array, total: Array, bounds: Sequence[int], bits: int, key: int
+    ) -> TcpIntegerSum: ...
+    def begin_integers(self, sum: TcpIntegerSum) -> None: ...
     def greet(self, partners: Sequence[int], signature: int, key: int, room: int) -> TcpGreeting: ...
     def greet_and_reduce(
         self,

@@ -128,6 +128,22 @@ class Links:
         key = self._channel * MOST_TAGS + tag
         return self._tcp.reduce(as_bytes(x), as_bytes(buffer), DTYPE_CODES[x.dtype], scale, key, is_gathered)
 
+    def prepare_integers(self, change: Array, total: Array, bounds: Sequence[int], bits: int, tag: int) -> Any:
+        """Prepare the sum of `change` over all ranks, of which each sends integers of `bits` bits: pack what the owners
+        of the segments get, and subtract it from `change`. Both arrays are float32. Segment r, of rank r, is
+        [bounds[r], bounds[r + 1]); the bounds are multiples of the block of the integers, but for the last. Return the
+        sum, which `begin_integers` exchanges: when it is complete, `total` has what all owners send of the sum, and the
+        own segment of `change` what this rank does not send of it. `is_finite` tells if all that this rank sent was
+        finite. The arrays must not change before. All ranks call this with the same bounds and bits."""
+        return self._tcp.prepare_integers(
+            as_bytes(change), as_bytes(total), bounds, bits, self._channel * MOST_TAGS + tag
+        )
+
+    def begin_integers(self, integers: Any) -> Any:
+        """Begin the messages of a sum that `prepare_integers` returned. Return the sum."""
+        self._tcp.begin_integers(integers)
+        return integers
+
     def greet(self, partners: Sequence[int], signature: int, room: int) -> Any:
         """Begin to send a signature of 8 bytes to `partners`, and to receive theirs, which `room` bytes of values may
         follow. Return the greetings: when they are complete, `differs` is True if other signatures or values have

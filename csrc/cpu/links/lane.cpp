@@ -131,17 +131,18 @@ void Lane::progress(const std::uint64_t* seen) {
       if (peer.state == State::open) has_more = read_some(peer) || has_more;
     }
     while (!ready_.empty()) {
-      const std::shared_ptr<Reduction> reduction = std::move(ready_.front());
+      const auto [reduction, place] = std::move(ready_.front());
       ready_.pop_front();
-      if (reduction->is_greeting) {
-        end_greeting(std::static_pointer_cast<Greeting>(reduction));
-      } else {
-        add_up(*reduction);
-        if (reduction->is_gathered) send_sums(reduction);
+      has_more = true;
+      switch (reduction->kind) {
+        case Reduction::Kind::integers: continue_integers(std::static_pointer_cast<IntegerSum>(reduction), place); continue;
+        case Reduction::Kind::greeting: end_greeting(std::static_pointer_cast<Greeting>(reduction)); break;
+        case Reduction::Kind::sum:
+          add_up(*reduction);
+          if (reduction->is_gathered) send_sums(reduction);
       }
       ledger_.release(std::move(reduction->keeper));
       ledger_.count_down(*reduction);
-      has_more = true;
     }
   }
 }
@@ -271,14 +272,17 @@ void Lane::take_orders() {
 }
 
 void Lane::carry_out(Order& order) {
-  if (order.reduction && order.reduction->is_greeting)
-    begin_greeting(std::static_pointer_cast<Greeting>(order.reduction));
-  else if (order.reduction)
-    begin_reduction(order.reduction);
-  else if (order.sends)
+  if (order.reduction) {
+    switch (order.reduction->kind) {
+      case Reduction::Kind::sum: begin_reduction(order.reduction); break;
+      case Reduction::Kind::greeting: begin_greeting(std::static_pointer_cast<Greeting>(order.reduction)); break;
+      case Reduction::Kind::integers: begin_integers(std::static_pointer_cast<IntegerSum>(order.reduction));
+    }
+  } else if (order.sends) {
     begin_sending(order.peer, std::move(order.message));
-  else
+  } else {
     expect(order.peer, std::move(order.message));
+  }
 }
 
 void Lane::signal() {

@@ -148,6 +148,8 @@ class Lane {
   void require_open() const;
   void begin_reduction(const std::shared_ptr<Reduction>& reduction);
   void begin_greeting(const std::shared_ptr<Greeting>& greeting);
+  void begin_integers(const std::shared_ptr<IntegerSum>& sum);
+  void continue_integers(const std::shared_ptr<IntegerSum>& sum, std::size_t place);
   void begin_sending(int peer, std::shared_ptr<Message> message);
   void begin_connection(int peer);
   void end_attempt(int peer, const std::string& trouble);
@@ -179,8 +181,13 @@ class Lane {
   std::vector<Peer> peers_;
   std::vector<int> active_;  // the peers with a connection
   std::deque<Stranger> strangers_;
-  std::deque<std::shared_ptr<Reduction>> ready_;  // all segments have arrived
-  std::vector<int> failed_;                       // ranks to which this rank connects again
+  // A reduction of which all segments have arrived; or the integers of a sum from the owner of segment `place` - 1.
+  struct Ready {
+    std::shared_ptr<Reduction> reduction;
+    std::size_t place = 0;
+  };
+  std::deque<Ready> ready_;
+  std::vector<int> failed_;  // ranks to which this rank connects again
   bool accepts_again_ = false, is_closed_ = false;
   Token own_, answer_;
   int listener_ = -1, process_ = -1;  // a child of this process has the same sockets

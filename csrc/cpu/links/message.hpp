@@ -24,8 +24,9 @@ struct MessageBatch {
 // others, and adds them up in the order of the ranks. If `is_gathered`, it then sends the sum to all of them. A part of a reduction
 // does so with part `part` of `parts` of every segment.
 struct Reduction : MessageBatch {
-  explicit Reduction(bool is_greeting = false) : is_greeting(is_greeting) {}
-  const bool is_greeting;  // a Greeting
+  enum class Kind { sum, greeting, integers };
+  explicit Reduction(Kind kind = Kind::sum) : kind(kind) {}
+  const Kind kind;  // integers: an IntegerSum; greeting: a Greeting
   std::uint8_t* x = nullptr;
   std::uint8_t* buffer = nullptr;  // for the segments of the other ranks, in the order of the ranks
   std::size_t length = 0;          // elements of x
@@ -40,11 +41,35 @@ struct Reduction : MessageBatch {
   int awaited = 0;                                  // segments, or greetings, that have not arrived
 };
 
+// The sum over all ranks of float32 values, of which every rank sends integers (cpu/quantised). It is cut into one segment per rank,
+// its owner. The owner adds what the others send of its segment to its own values, and sends them integers of the sum. A part of
+// such a sum does so with a part of every segment.
+struct IntegerSum : Reduction {
+  IntegerSum() : Reduction(Kind::integers) {}
+  float* change = nullptr;  // the values of this rank, from which what it sends is subtracted
+  float* total = nullptr;   // the sum of what the owners send
+  int bits = 8;
+  // Of the part of the segment of each rank: its elements, what this rank sends to its owner, what arrives from that rank for the
+  // own segment, and what its owner sends of the sum.
+  struct Piece {
+    std::size_t start = 0, stop = 0;
+    std::uint8_t *row = nullptr, *arrived = nullptr, *mean = nullptr;
+  };
+  std::vector<Piece> pieces;
+  int computations = 0;                       // that are not done yet: one for every rank
+  std::atomic<std::uint64_t> nanoseconds{0};  // of the computations
+  std::atomic<std::uint64_t>* whole_nanoseconds = &nanoseconds;
+  std::unique_ptr<std::uint8_t[]> memory;          // of all rows
+  std::size_t sent_bytes = 0;                      // in both stages
+  std::vector<std::shared_ptr<IntegerSum>> split;  // a part for each lane; empty if the first lane has all
+  bool has_begun = false;
+};
+
 // What the ranks that enter a call tell each other: a signature of the call, 8 bytes, which is the same on all of them if they entered
 // the same call. If `has_values`, the signature is followed by the values of a segment of x, or of all of it if `is_in_one_round`.
 // They are added up only if all signatures are the same; if `is_in_one_round` is false, the sums follow.
 struct Greeting : Reduction {
-  Greeting() : Reduction(true) {}
+  Greeting() : Reduction(Kind::greeting) {}
   std::uint64_t signature = 0, greeting_key = 0;
   std::size_t room = 0;  // the most bytes of values of another rank
   bool has_values = false, is_in_one_round = false;
@@ -67,7 +92,7 @@ struct Message {
   std::uint8_t* data = nullptr;
   std::size_t bytes = 0;
   std::unique_ptr<std::uint8_t[]> own;  // memory of this message
-  std::size_t place = 0;                // of a greeting among the arrivals
+  std::size_t place = 0;                // of a greeting among the arrivals, or 1 + the rank whose integers of a sum these are
   std::shared_ptr<void> keeper;
   std::vector<std::shared_ptr<MessageBatch>> batches;  // the greetings of a call are awaited by all its pieces
   std::shared_ptr<Reduction> reduction;                // that needs this message

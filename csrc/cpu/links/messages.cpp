@@ -61,13 +61,17 @@ void Lane::give_memory(Message& message, std::unique_ptr<std::uint8_t[]> memory,
 }
 
 void Lane::complete(Message& message) {
-  if (message.reduction && message.reduction->is_greeting) {
+  const auto has_kind = [&](Reduction::Kind kind) { return message.reduction && message.reduction->kind == kind; };
+  if (has_kind(Reduction::Kind::greeting)) {
     Greeting::Arrival& arrival = static_cast<Greeting&>(*message.reduction).arrivals[message.place];
     arrival.data = std::move(message.own);
     arrival.bytes = message.bytes;
   }
   ledger_.complete(message);
-  if (message.reduction && --message.reduction->awaited == 0) ready_.push_back(message.reduction);
+  if (has_kind(Reduction::Kind::integers) && message.place > 0)
+    ready_.push_back({message.reduction, message.place});
+  else if (message.reduction && --message.reduction->awaited == 0)
+    ready_.push_back({message.reduction, 0});
   message.reduction.reset();
 }
 
@@ -124,7 +128,7 @@ void Lane::begin_reduction(const std::shared_ptr<Reduction>& reduction) {
     // The sum of that segment arrives only after that rank has received ours.
     if (reduction->is_gathered) expect(static_cast<int>(p), make(data, theirs.length()));
   }
-  if (others == 0) ready_.push_back(reduction);
+  if (others == 0) ready_.push_back({reduction, 0});
 }
 
 void Lane::add_up(Reduction& reduction) {
@@ -196,7 +200,7 @@ void Lane::begin_greeting(const std::shared_ptr<Greeting>& greeting) {
     expect(rank, std::move(received[i]));
     begin_sending(rank, std::move(sent[i]));
   }
-  if (others == 0) ready_.push_back(greeting);
+  if (others == 0) ready_.push_back({greeting, 0});
 }
 
 void Lane::end_greeting(const std::shared_ptr<Greeting>& greeting) {

@@ -47,6 +47,12 @@ class TcpLinks {
   // Begins a reduction, whose buffer holds (ranks - 1) times the longest segment. All ranks begin it with the same parameters.
   void reduce(const std::shared_ptr<Reduction>& reduction);
 
+  // Packs `change` for the owners of the segments, which have the `bounds`, and returns the sum, which puts its result into `total`.
+  // `begin_integers` then exchanges it. All ranks call both with the same bounds, which are multiples of 256 but for the last.
+  std::shared_ptr<IntegerSum> prepare_integers(float* change, float* total, const std::vector<std::size_t>& bounds, int bits,
+                                               std::uint64_t key, std::shared_ptr<void> keeper) const;
+  void begin_integers(const std::shared_ptr<IntegerSum>& sum);
+
   // Begins to exchange greetings with the ranks of `greeting->arrivals`, in the first lane. All ranks begin them in the same order, and
   // with an array, all ranks greet all others.
   void greet(const std::shared_ptr<Greeting>& greeting) {

@@ -17,6 +17,7 @@ any compression. But with many nodes, the owner's weights would be far from thos
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -57,8 +58,7 @@ class TwoStage:
         allocate_zeros: Callable[[int], Any] | None = None,
     ) -> None:
         nodes = len(weights)
-        blocks = -(-length // SIGN_BLOCK)
-        self.bounds = [min(SIGN_BLOCK * (blocks * i // nodes), length) for i in range(nodes + 1)]
+        self.bounds = cut_into_segments(length, nodes)
         self.places: list[slice] = []
         """The slices of the shard that belong to one tensor and one segment each."""
         self.codecs: list[Codec] = []
@@ -222,6 +222,14 @@ class TwoStage:
         """Write what owner `number` sent to its segment of `out`, the whole shard."""
         start, stop = self.bounds[number : number + 2]
         self.codecs[number].unpack(out[start:stop], [rows[number]], [1.0])
+
+
+@functools.lru_cache(maxsize=256)
+def cut_into_segments(length: int, nodes: int) -> tuple[int, ...]:
+    """Return the bounds of the owners' segments of a shard: segment i is [bounds[i], bounds[i + 1]). Blocks that share
+    a scale are not cut."""
+    blocks = -(-length // SIGN_BLOCK)
+    return tuple(min(SIGN_BLOCK * (blocks * i // nodes), length) for i in range(nodes + 1))
 
 
 def _cut(places: Sequence[slice], start: int, stop: int) -> list[slice]:

@@ -47,6 +47,13 @@ class Phases:
             self._seconds[phase] += seconds
             self._totals[phase] += seconds
 
+    def add_work(self, phase: str, nanoseconds: int, bucket: int | None = None) -> None:
+        """Count work that has just ended, on a processor. A trace shows it as that of `bucket`."""
+        self.add(phase, nanoseconds / 1e9)
+        if trace.active is not None:
+            now = time.perf_counter_ns()
+            trace.active.record_phase(phase, None, bucket, now - nanoseconds, now, nanoseconds)
+
     def total(self, phase: str) -> float:
         """Return the seconds of a phase since the start of the process. `take` does not reset them."""
         return self._totals[phase]
