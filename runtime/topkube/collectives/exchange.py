@@ -138,10 +138,10 @@ class Exchanges:
 
 def _are_complete(awaited: Any) -> bool:
     """Return True if messages are complete, or if a device has passed marks. Does not wait."""
-    from mpi4py.MPI import Request
-
     if isinstance(awaited, _kernels.TcpMessages):
         return awaited.are_complete
+    from mpi4py.MPI import Request
+
     if awaited and not isinstance(awaited[0], Request):
         return all(mark.query() for mark in awaited)
     return bool(Request.Testall(awaited))
