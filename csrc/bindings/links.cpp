@@ -6,6 +6,7 @@
 
 #include "bindings/bind.hpp"
 #include "cpu/links/tcp_links.hpp"
+#include "cpu/quantised/layout.hpp"
 
 namespace topkube {
 namespace {
@@ -75,9 +76,21 @@ void bind_links(nb::module_& module) {
     return reduction.is_finite.load();
   });
   nb::class_<IntegerSum, Reduction>(module, "TcpIntegerSum")
-      .def_prop_ro("nanoseconds", [](const IntegerSum& sum) { return sum.nanoseconds.load(); })
+      .def("take_computations",
+           [](IntegerSum& sum) {
+             std::vector<IntegerSum::Computation> done;
+             {
+               const std::lock_guard lock(sum.mutex);
+               done = sum.done;
+               sum.done.clear();  // it keeps its memory
+             }
+             nb::list taken;
+             for (const auto& one : done) taken.append(nb::make_tuple(one.start, one.duration, one.processor));
+             return taken;
+           })
       .def_prop_ro("sent_bytes", [](const IntegerSum& sum) { return sum.sent_bytes; });
-  nb::class_<Greeting, Reduction>(module, "TcpGreeting")
+  nb::class_<DenseSum, Reduction>(module, "TcpDenseSum");
+  nb::class_<Greeting, DenseSum>(module, "TcpGreeting")
       .def_prop_ro("differs", [](const Greeting& greeting) { return greeting.differs.load(); })
       .def_prop_ro("all_greeted", [](const Greeting& greeting) { return greeting.all_greeted; });
   nb::class_<TcpLinks>(module, "TcpLinks")
@@ -124,7 +137,7 @@ void bind_links(nb::module_& module) {
           "reduce",
           [](TcpLinks& self, nb::object x, nb::object buffer, int code, float scale, std::uint64_t key, bool is_gathered) {
             const auto values = view<Bytes>(x), space = view<Bytes>(buffer);
-            auto reduction = std::make_shared<Reduction>();
+            auto reduction = std::make_shared<DenseSum>();
             reduction->dtype = dtype_of(code);
             reduction->length = values.size() / item_size(reduction->dtype);
             const std::size_t ranks = self.ranks(), longest = (reduction->length + ranks - 1) / ranks;
@@ -147,6 +160,8 @@ void bind_links(nb::module_& module) {
             require(bits == 3 || bits == 4 || bits == 8, "bits must be 3, 4 or 8");
             require(bounds.size() == self.ranks() + 1 && bounds.front() == 0 && std::is_sorted(bounds.begin(), bounds.end()),
                     "there is one segment for each rank");
+            for (const std::size_t bound : bounds)
+              require(bound % quantised_block == 0 || bound == bounds.back(), "a block of integers cannot be cut");
             require(from.size() == bounds.back() * sizeof(float) && to.size() == from.size(), "the arrays have the wrong length");
             auto keeper = keep(nb::make_tuple(change, total));
             auto *values = reinterpret_cast<float*>(from.data()), *sums = reinterpret_cast<float*>(to.data());

@@ -89,12 +89,15 @@ class TcpMessages:
     def are_complete(self) -> bool: ...
 
 class TcpReduction(TcpMessages):
-    """An all-reduce or a reduce-scatter."""
+    """An exchange with all ranks that compiled code carries out as a whole."""
 
     @property
     def is_finite(self) -> bool: ...
 
-class TcpGreeting(TcpReduction):
+class TcpDenseSum(TcpReduction):
+    """An all-reduce or a reduce-scatter."""
+
+class TcpGreeting(TcpDenseSum):
     """The greetings of a call, with the sum of the values that they carry."""
 
     @property
@@ -104,11 +107,12 @@ class TcpGreeting(TcpReduction):
         """Complete when `differs` is known; sums may still follow."""
 
 class TcpIntegerSum(TcpReduction):
-    """A sum of values of which the ranks send integers. `nanoseconds` is the time of its computations so far, and
-    `sent_bytes` what this rank sends in both stages."""
+    """A sum of values of which the ranks send integers. `sent_bytes` is what this rank sends in both stages."""
 
-    @property
-    def nanoseconds(self) -> int: ...
+    def take_computations(self) -> list[tuple[int, int, int]]:
+        """Return the computations that have ended since the last call, without those in the threads of lanes: start,
+        duration and processor time, in nanoseconds."""
+
     @property
     def sent_bytes(self) -> int: ...
 
@@ -126,9 +130,7 @@ class TcpLinks:
         """Send through one lane, or cut the message into parts for all lanes (-1)."""
 
     def receive(self, array: Array, peer: int, key: int, lane: int = -1) -> TcpMessage: ...
-    def reduce(
-        self, x: Array, buffer: Array, dtype: int, scale: float, key: int, is_gathered: bool
-    ) -> TcpReduction: ...
+    def reduce(self, x: Array, buffer: Array, dtype: int, scale: float, key: int, is_gathered: bool) -> TcpDenseSum: ...
     def prepare_integers(
         self, change: Array, total: Array, bounds: Sequence[int], bits: int, key: int
     ) -> TcpIntegerSum: ...

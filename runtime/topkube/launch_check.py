@@ -1,11 +1,13 @@
-"""A comparison of the ranks that were started with the ranks that MPI sees. Ranks that each train alone look
-healthy."""
+"""What all ranks compare at the start: the ranks that were started with the ranks that MPI sees, because ranks that
+each train alone look healthy; and their versions of TopKube."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from topkube.control import name_ranks
 from topkube.environment import ProcessLaunch
 from topkube.errors import WorldError
 
@@ -34,4 +36,19 @@ def check_launch(size: int, library: str, launched: ProcessLaunch, expected_rank
             cause="torchrun, or another launcher for torch.distributed, started the script; TopKube needs MPI",
             next_step=f"start it with `mpiexec -n {launched.processes} python {script}`, or `topkube run job.yaml`; to"
             " train alone on purpose, unset WORLD_SIZE and RANK",
+        )
+
+
+def check_versions(versions: Sequence[str]) -> None:
+    """Raise WorldError if ranks have different versions of TopKube: their messages may differ. `versions` has that of
+    each rank."""
+    groups: dict[str, list[int]] = {}
+    for rank, version in enumerate(versions):
+        groups.setdefault(version, []).append(rank)
+    if len(groups) > 1:
+        listed = ", ".join(f"{version} ({name_ranks(ranks)})" for version, ranks in groups.items())
+        raise WorldError(
+            f"ranks run different versions of TopKube: {listed}",
+            cause="nodes have different images or environments, or an upgrade replaced only some of them",
+            next_step="use one image for all workers, or install one version on all machines",
         )

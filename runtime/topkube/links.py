@@ -13,6 +13,7 @@ cannot fill a link of more than about 10 Gbit/s, and some clouds limit the rate 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import os
@@ -200,6 +201,20 @@ class LostConnections:
             peer, trouble = broken[0]
             return int(peer), str(trouble)
         return None
+
+
+def explain_trouble(rank: int, trouble: str) -> tuple[str, str]:
+    """Return the likely cause of `trouble` with the connection to `rank`, and the next step."""
+    if os.strerror(errno.EMFILE) in trouble:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return (
+            f"this process has {limit} files and connections open, which is its limit",
+            "raise the limit (ulimit -n), close files in the script, or use fewer connections: TOPKUBE_CONNECTIONS=1",
+        )
+    return (
+        f"rank {rank} or its machine has ended, or something on the network ended the connection",
+        f"read the log of rank {rank}; if it went on, let MPI carry messages: TOPKUBE_LINKS=mpi",
+    )
 
 
 def are_links_messages(requests: Any) -> bool:

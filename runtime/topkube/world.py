@@ -22,13 +22,22 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from topkube import __version__
 from topkube.control import Control, build_timeout
 from topkube.environment import chooses_malloc, read_process_launch
 from topkube.errors import CollectiveError, WorldError
 from topkube.heap import count_kept_bytes, keep_freed_memory
 from topkube.heartbeat import Heartbeat
-from topkube.launch_check import check_launch
-from topkube.links import LinkChoice, Links, LostConnections, are_links_messages, count_lanes, open_links
+from topkube.launch_check import check_launch, check_versions
+from topkube.links import (
+    LinkChoice,
+    Links,
+    LostConnections,
+    are_links_messages,
+    count_lanes,
+    explain_trouble,
+    open_links,
+)
 from topkube.mpi_exit import end_together, forget_exit
 from topkube.mpi_start import load_mpi, share_window
 from topkube.processors import count_own_threads, limit_to_cgroup
@@ -219,11 +228,8 @@ class World:
             return
         peer, trouble = lost
         rank = self.members[self.node_ranks[peer][self.local_rank]]
-        raise CollectiveError(
-            f"{what}: rank {rank} {trouble}",
-            cause=f"rank {rank} or its machine has ended, or something on the network ended the connection",
-            next_step=f"read the log of rank {rank}; if it went on, let MPI carry messages: TOPKUBE_LINKS=mpi",
-        )
+        cause, next_step = explain_trouble(rank, trouble)
+        raise CollectiveError(f"{what}: rank {rank} {trouble}", cause=cause, next_step=next_step)
 
     def check_roll_call(self, what: str, series: WaitSeries = WaitSeries.COLLECTIVE) -> None:
         """Join a roll call if another rank has begun one. Raises CollectiveError in a thread that must leave its waits
@@ -293,7 +299,9 @@ def init(settings: Settings | None = None) -> World:
     check_launch(comm.size, library, read_process_launch(), settings.expected_ranks)
     machine = comm.Split_type(MPI.COMM_TYPE_SHARED)
     host, affinity = machine.bcast(comm.rank), frozenset(os.sched_getaffinity(0))
-    hosts, affinities = comm.allgather(host), machine.allgather(affinity)
+    hosts, versions = zip(*comm.allgather((host, __version__)), strict=True)
+    check_versions(versions)
+    affinities = machine.allgather(affinity)
     processors = limit_to_cgroup(len(frozenset().union(*affinities)))
     threads = count_own_threads(affinity, affinities, processors)
     host_rank = machine.rank

@@ -21,19 +21,31 @@ def test_collectives(outcome, mpi: str, layout: tuple[int, ...], case: str) -> N
     assert not (problem := outcome(COLLECTIVES, mpi, layout, case, links="tcp", connections=connections)), problem
 
 
-@pytest.mark.parametrize("case", ["an_array_of_several_pieces_has_exact_sums", "same_inputs_same_bits_on_all_ranks"])
-def test_rings_of_many_nodes(case: str, forks: Callable[[str], Path], tmp_path: Path) -> None:
-    """From 17 nodes on, dense exchanges are rings, and neighbours connect before other ranks do. Each has two
+MANY_NODES = [
+    ("allreduce", "every_algorithm_matches_float64", "mpi"),
+    ("allreduce", "an_array_of_several_pieces_has_exact_sums", "tcp"),
+    ("allreduce", "same_inputs_same_bits_on_all_ranks", "tcp"),
+    ("allreduce", "every_algorithm_matches_float64", "tcp"),
+    ("allreduce", "dense_values_of_16_bits_are_sums_in_float32", "tcp"),
+    ("allreduce", "the_declared_bytes_are_those_of_the_messages", "tcp"),
+    ("allreduce", "every_algorithm_reports_values_that_are_not_finite", "tcp"),
+    ("allreduce_definitions", "hitopk_is_hitopkcomm", "tcp"),
+    ("training.dear", "updates_come_with_the_next_forward", "tcp"),
+]
+
+
+@pytest.mark.parametrize(("module", "case", "links"), MANY_NODES)
+def test_many_nodes(module: str, case: str, links: str, forks: Callable[[str], Path], tmp_path: Path) -> None:
+    """From 17 nodes on, exchanges have several rounds, and only neighbours connect at the start. Each has two
     connections to another."""
-    layout = (1,) * 18
     outcome = worlds.run_cases(
         "mpich",
-        layout,
-        "allreduce",
+        (1,) * 18,
+        module,
         tmp_path,
         f"case_{case}",
         forks=forks("mpich"),
-        environment={"TOPKUBE_LINKS": "tcp", "TOPKUBE_CONNECTIONS": "2"},
+        environment={"TOPKUBE_LINKS": links, "TOPKUBE_CONNECTIONS": "2"},
     )
     assert not any(outcome.values()), outcome
 

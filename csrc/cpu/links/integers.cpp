@@ -1,6 +1,7 @@
 // Sums of integers (IntegerSum): what is packed before the first message, and the two stages in a lane.
+#include <time.h>
+
 #include <algorithm>
-#include <chrono>
 #include <stdexcept>
 #include <utility>
 
@@ -16,20 +17,29 @@ std::size_t length_of(const Piece& piece) { return piece.stop - piece.start; }
 
 QuantisedLayout layout_of(const IntegerSum& sum, const Piece& piece) { return {length_of(piece), sum.bits}; }
 
-// Adds the time of its life to the computations of a sum.
-class Computation {
+std::int64_t read_clock(clockid_t clock) {
+  timespec time{};
+  ::clock_gettime(clock, &time);
+  return std::int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
+}
+
+// Records its life as a computation of a sum.
+class Recorded {
  public:
-  explicit Computation(IntegerSum& sum) : sum_(sum), start_(std::chrono::steady_clock::now()) {}
-  ~Computation() {
-    const auto taken = std::chrono::steady_clock::now() - start_;
-    *sum_.whole_nanoseconds += static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(taken).count());
+  explicit Recorded(IntegerSum& sum)
+      : sum_(sum), start_(read_clock(CLOCK_MONOTONIC)), processor_(read_clock(CLOCK_THREAD_CPUTIME_ID)) {}
+  ~Recorded() {
+    if (sum_.record == nullptr) return;
+    const std::int64_t processor = read_clock(CLOCK_THREAD_CPUTIME_ID) - processor_;
+    const std::lock_guard lock(sum_.record->mutex);
+    sum_.record->done.push_back({start_, read_clock(CLOCK_MONOTONIC) - start_, processor});
   }
-  Computation(const Computation&) = delete;
-  Computation& operator=(const Computation&) = delete;
+  Recorded(const Recorded&) = delete;
+  Recorded& operator=(const Recorded&) = delete;
 
  private:
   IntegerSum& sum_;
-  const std::chrono::steady_clock::time_point start_;
+  const std::int64_t start_, processor_;
 };
 
 // Writes integers of this rank's values into `row`, and leaves the rest of the values.
@@ -88,7 +98,7 @@ std::shared_ptr<IntegerSum> TcpLinks::prepare_integers(float* change, float* tot
     sum.key = key;
     sum.keeper = keeper;
     sum.is_whole_finite = &whole->is_finite;
-    sum.whole_nanoseconds = &whole->nanoseconds;
+    sum.record = i == 0 ? whole.get() : nullptr;  // other lanes compute at the same time, in threads of their own
     for (std::size_t p = 0; p < ranks_; ++p) {
       // Blocks of integers have a scale each, so they are not cut.
       const std::size_t length = bounds[p + 1] - bounds[p], blocks = (length + quantised_block - 1) / quantised_block;
@@ -107,7 +117,9 @@ std::shared_ptr<IntegerSum> TcpLinks::prepare_integers(float* change, float* tot
   whole->memory = std::make_unique_for_overwrite<std::uint8_t[]>(bytes);
   std::uint8_t* next = whole->memory.get();
   const auto take = [&](std::size_t count) { return std::exchange(next, next + count); };
-  const Computation computation(*whole);
+  whole->record = whole.get();
+  whole->done.reserve(ranks_ + 2);  // no allocation may fail when a computation ends
+  const Recorded recorded(*whole);
   for (const auto& sum : sums) {
     const std::size_t own_bytes = layout_of(*sum, sum->pieces[me]).bytes;
     for (std::size_t p = 0; p < ranks_; ++p) {
@@ -143,7 +155,7 @@ void Lane::begin_integers(const std::shared_ptr<IntegerSum>& sum) {
   const int others = static_cast<int>(ranks) - 1;
   const std::size_t own_bytes = layout_of(*sum, sum->pieces[me]).bytes;
   sum->awaited = others;
-  sum->computations = others + 1;
+  sum->computations = others + 2;  // the sum, and what each rank sends of it
   sum->pending = 4 * others + sum->computations;
   for (std::size_t i = 1; i < ranks; ++i) {
     const std::size_t p = (me + i) % ranks;  // every rank begins with another one
@@ -166,16 +178,17 @@ void Lane::begin_integers(const std::shared_ptr<IntegerSum>& sum) {
 void Lane::continue_integers(const std::shared_ptr<IntegerSum>& sum, std::size_t place) {
   const std::size_t ranks = peers_.size(), me = static_cast<std::size_t>(rank_);
   {
-    const Computation computation(*sum);
-    if (place == 0) {
+    const Recorded recorded(*sum);
+    if (place == 0)
       reduce(*sum, me);
-      const Piece& own = sum->pieces[me];
-      for (std::size_t i = 1; i < ranks; ++i)
-        peers_[(me + i) % ranks].sending.push_back(make_message(sum, own.mean, layout_of(*sum, own).bytes));
-      unpack(*sum, own);
-    } else {
+    else
       unpack(*sum, sum->pieces[place - 1]);
-    }
+  }
+  if (place == 0) {
+    const Piece& own = sum->pieces[me];
+    for (std::size_t i = 1; i < ranks; ++i)
+      peers_[(me + i) % ranks].sending.push_back(make_message(sum, own.mean, layout_of(*sum, own).bytes));
+    ready_.push_back({sum, me + 1});
   }
   if (--sum->computations == 0) ledger_.release(std::move(sum->keeper));
   ledger_.count_down(*sum);

@@ -134,12 +134,17 @@ void Lane::progress(const std::uint64_t* seen) {
       const auto [reduction, place] = std::move(ready_.front());
       ready_.pop_front();
       has_more = true;
-      switch (reduction->kind) {
-        case Reduction::Kind::integers: continue_integers(std::static_pointer_cast<IntegerSum>(reduction), place); continue;
-        case Reduction::Kind::greeting: end_greeting(std::static_pointer_cast<Greeting>(reduction)); break;
-        case Reduction::Kind::sum:
-          add_up(*reduction);
-          if (reduction->is_gathered) send_sums(reduction);
+      if (reduction->kind == Reduction::Kind::integers) {
+        continue_integers(std::static_pointer_cast<IntegerSum>(reduction), place);
+        if (place == 0) break;  // other ranks wait for what this rank sends now
+        continue;
+      }
+      if (reduction->kind == Reduction::Kind::greeting) {
+        end_greeting(std::static_pointer_cast<Greeting>(reduction));
+      } else {
+        const auto sum = std::static_pointer_cast<DenseSum>(reduction);
+        add_up(*sum);
+        if (sum->is_gathered) send_sums(sum);
       }
       ledger_.release(std::move(reduction->keeper));
       ledger_.count_down(*reduction);
@@ -274,7 +279,7 @@ void Lane::take_orders() {
 void Lane::carry_out(Order& order) {
   if (order.reduction) {
     switch (order.reduction->kind) {
-      case Reduction::Kind::sum: begin_reduction(order.reduction); break;
+      case Reduction::Kind::dense: begin_sum(std::static_pointer_cast<DenseSum>(order.reduction)); break;
       case Reduction::Kind::greeting: begin_greeting(std::static_pointer_cast<Greeting>(order.reduction)); break;
       case Reduction::Kind::integers: begin_integers(std::static_pointer_cast<IntegerSum>(order.reduction));
     }

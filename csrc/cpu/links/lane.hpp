@@ -33,8 +33,8 @@
 
 namespace topkube {
 
-// What a lane is asked to do: to send a message to a rank or to receive one, which has at most `message->bytes`; or a reduction,
-// whose buffer holds (ranks - 1) times the longest segment. All ranks begin a reduction with the same parameters.
+// What a lane is asked to do: to send a message to a rank or to receive one, which has at most `message->bytes`; or a reduction. All
+// ranks begin a reduction with the same parameters.
 struct Order {
   int peer = -1;
   bool sends = false;
@@ -146,7 +146,7 @@ class Lane {
   void limit_reports();
   void lift_limits();
   void require_open() const;
-  void begin_reduction(const std::shared_ptr<Reduction>& reduction);
+  void begin_sum(const std::shared_ptr<DenseSum>& sum);
   void begin_greeting(const std::shared_ptr<Greeting>& greeting);
   void begin_integers(const std::shared_ptr<IntegerSum>& sum);
   void continue_integers(const std::shared_ptr<IntegerSum>& sum, std::size_t place);
@@ -168,8 +168,8 @@ class Lane {
   static void give_memory(Message& message, std::unique_ptr<std::uint8_t[]> memory, std::size_t bytes);
   void complete(Message& message);
   void end_greeting(const std::shared_ptr<Greeting>& greeting);
-  void add_up(Reduction& reduction);
-  void send_sums(const std::shared_ptr<Reduction>& reduction);
+  void add_up(DenseSum& sum);
+  void send_sums(const std::shared_ptr<DenseSum>& sum);
   void expect(int peer, std::shared_ptr<Message> message);
   void fail(Peer& peer, const std::string& trouble);
   void fail_by_length(Peer& peer, std::size_t sent, std::size_t expected);
@@ -181,7 +181,7 @@ class Lane {
   std::vector<Peer> peers_;
   std::vector<int> active_;  // the peers with a connection
   std::deque<Stranger> strangers_;
-  // A reduction of which all segments have arrived; or the integers of a sum from the owner of segment `place` - 1.
+  // A reduction of which all segments have arrived; or what the owner of segment `place` - 1 sends of a sum of integers.
   struct Ready {
     std::shared_ptr<Reduction> reduction;
     std::size_t place = 0;
@@ -196,7 +196,8 @@ class Lane {
   std::mutex orders_mutex_;
   std::vector<Order> orders_;
   std::vector<Order> taken_;  // a member: if its use fails, nothing of it is destroyed in the thread that serves the lane
-  std::atomic<bool> has_trouble_{false}, has_died_{false};
+  std::atomic<bool> has_trouble_{false}, has_died_{false}, cannot_accept_{false};
+  std::string accept_trouble_;
   struct Known {
     std::uint64_t completed = 0, wakes = 0;
   };

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "cpu/dtype.hpp"
@@ -20,25 +21,30 @@ struct MessageBatch {
   std::shared_ptr<Message> whole_message;  // or a message of which these messages are the parts
 };
 
-// The sum over all ranks of an array x, which is cut into one segment per rank. Every rank receives its own segment from all
-// others, and adds them up in the order of the ranks. If `is_gathered`, it then sends the sum to all of them. A part of a reduction
-// does so with part `part` of `parts` of every segment.
+// An exchange with all ranks that the lanes carry out as a whole.
 struct Reduction : MessageBatch {
-  enum class Kind { sum, greeting, integers };
-  explicit Reduction(Kind kind = Kind::sum) : kind(kind) {}
-  const Kind kind;  // integers: an IntegerSum; greeting: a Greeting
+  enum class Kind { dense, greeting, integers };
+  explicit Reduction(Kind kind) : kind(kind) {}
+  const Kind kind;  // a DenseSum, a Greeting or an IntegerSum
+  std::uint64_t key = 0;
+  std::shared_ptr<void> keeper;
+  std::atomic<bool> is_finite{true};                // what this rank has computed, when it is complete
+  std::atomic<bool>* is_whole_finite = &is_finite;  // of the reduction of which this is a part
+  int awaited = 0;                                  // segments, or greetings, that have not arrived
+};
+
+// The sum over all ranks of an array x, which is cut into one segment per rank. Every rank receives its own segment from all
+// others, and adds them up in the order of the ranks. If `is_gathered`, it then sends the sum to all of them. A part of a sum does so
+// with part `part` of `parts` of every segment.
+struct DenseSum : Reduction {
+  explicit DenseSum(Kind kind = Kind::dense) : Reduction(kind) {}
   std::uint8_t* x = nullptr;
-  std::uint8_t* buffer = nullptr;  // for the segments of the other ranks, in the order of the ranks
+  std::uint8_t* buffer = nullptr;  // (ranks - 1) times the longest segment: those of the other ranks, in the order of the ranks
   std::size_t length = 0;          // elements of x
   Dtype dtype = Dtype::f32;
   float scale = 1;  // a factor on the sum
-  std::uint64_t key = 0;
   bool is_gathered = true;
   std::size_t part = 0, parts = 1;
-  std::shared_ptr<void> keeper;
-  std::atomic<bool> is_finite{true};                // the own segment, when it is complete
-  std::atomic<bool>* is_whole_finite = &is_finite;  // of the reduction of which this is a part
-  int awaited = 0;                                  // segments, or greetings, that have not arrived
 };
 
 // The sum over all ranks of float32 values, of which every rank sends integers (cpu/quantised). It is cut into one segment per rank,
@@ -56,20 +62,25 @@ struct IntegerSum : Reduction {
     std::uint8_t *row = nullptr, *arrived = nullptr, *mean = nullptr;
   };
   std::vector<Piece> pieces;
-  int computations = 0;                       // that are not done yet: one for every rank
-  std::atomic<std::uint64_t> nanoseconds{0};  // of the computations
-  std::atomic<std::uint64_t>* whole_nanoseconds = &nanoseconds;
+  int computations = 0;                            // that are not done yet
   std::unique_ptr<std::uint8_t[]> memory;          // of all rows
   std::size_t sent_bytes = 0;                      // in both stages
   std::vector<std::shared_ptr<IntegerSum>> split;  // a part for each lane; empty if the first lane has all
   bool has_begun = false;
+  // A computation in the first lane, or before it: when it began, its duration, and the processor time of its thread. Nanoseconds.
+  struct Computation {
+    std::int64_t start, duration, processor;
+  };
+  std::mutex mutex;
+  std::vector<Computation> done;
+  IntegerSum* record = nullptr;  // whose `done` shows the computations of this part: the whole, or nothing
 };
 
 // What the ranks that enter a call tell each other: a signature of the call, 8 bytes, which is the same on all of them if they entered
 // the same call. If `has_values`, the signature is followed by the values of a segment of x, or of all of it if `is_in_one_round`.
 // They are added up only if all signatures are the same; if `is_in_one_round` is false, the sums follow.
-struct Greeting : Reduction {
-  Greeting() : Reduction(Kind::greeting) {}
+struct Greeting : DenseSum {
+  Greeting() : DenseSum(Kind::greeting) {}
   std::uint64_t signature = 0, greeting_key = 0;
   std::size_t room = 0;  // the most bytes of values of another rank
   bool has_values = false, is_in_one_round = false;

@@ -71,13 +71,13 @@ void Lane::complete(Message& message) {
   if (has_kind(Reduction::Kind::integers) && message.place > 0)
     ready_.push_back({message.reduction, message.place});
   else if (message.reduction && --message.reduction->awaited == 0)
-    ready_.push_back({message.reduction, 0});
+    ready_.push_front({message.reduction, 0});  // other ranks wait for its sum
   message.reduction.reset();
 }
 
 namespace {
 
-std::shared_ptr<Message> make_part(const std::shared_ptr<Reduction>& reduction, std::uint8_t* data, std::size_t bytes) {
+std::shared_ptr<Message> make_part(const std::shared_ptr<DenseSum>& reduction, std::uint8_t* data, std::size_t bytes) {
   auto message = std::make_shared<Message>();
   message->key = reduction->key;
   message->data = data;
@@ -90,7 +90,7 @@ std::shared_ptr<Message> make_part(const std::shared_ptr<Reduction>& reduction, 
 
 // The elements [start, stop) of x: this lane's part of segment p.
 struct Part {
-  Part(const Reduction& reduction, std::size_t p, std::size_t ranks) {
+  Part(const DenseSum& reduction, std::size_t p, std::size_t ranks) {
     const std::size_t first = reduction.length * p / ranks, length = reduction.length * (p + 1) / ranks - first;
     start = first + length * reduction.part / reduction.parts;
     stop = first + length * (reduction.part + 1) / reduction.parts;
@@ -103,14 +103,14 @@ struct Part {
 };
 
 // Where the segment of rank p arrives, of which `part` is a part.
-std::uint8_t* find_place(const Reduction& reduction, std::size_t p, std::size_t me, std::size_t ranks, const Part& part) {
+std::uint8_t* find_place(const DenseSum& reduction, std::size_t p, std::size_t me, std::size_t ranks, const Part& part) {
   const std::size_t longest = reduction.length * (me + 1) / ranks - reduction.length * me / ranks;
   return reduction.buffer + ((p - (p > me)) * longest + part.offset) * item_size(reduction.dtype);
 }
 
 }  // namespace
 
-void Lane::begin_reduction(const std::shared_ptr<Reduction>& reduction) {
+void Lane::begin_sum(const std::shared_ptr<DenseSum>& reduction) {
   const std::size_t ranks = peers_.size(), item = item_size(reduction->dtype), me = static_cast<std::size_t>(rank_);
   const Part own(*reduction, me, ranks);
   const int others = static_cast<int>(ranks) - 1;
@@ -131,7 +131,7 @@ void Lane::begin_reduction(const std::shared_ptr<Reduction>& reduction) {
   if (others == 0) ready_.push_back({reduction, 0});
 }
 
-void Lane::add_up(Reduction& reduction) {
+void Lane::add_up(DenseSum& reduction) {
   const std::size_t ranks = peers_.size(), me = static_cast<std::size_t>(rank_);
   const Part part(reduction, me, ranks);
   std::uint8_t* own = reduction.x + part.start * item_size(reduction.dtype);
@@ -141,7 +141,7 @@ void Lane::add_up(Reduction& reduction) {
   if (!is_finite(own, reduction.dtype, part.length())) *reduction.is_whole_finite = false;
 }
 
-void Lane::send_sums(const std::shared_ptr<Reduction>& reduction) {
+void Lane::send_sums(const std::shared_ptr<DenseSum>& reduction) {
   const std::size_t ranks = peers_.size(), item = item_size(reduction->dtype), me = static_cast<std::size_t>(rank_);
   const Part own(*reduction, me, ranks);
   for (std::size_t i = 1; i < ranks; ++i)
@@ -248,14 +248,17 @@ void Lane::fail(Peer& peer, const std::string& trouble) {
 }
 
 std::vector<std::pair<int, std::string>> Lane::list_broken() {
-  if (!has_trouble_) return {};  // without the mutex, which the thread that serves the lane may hold for long
+  if (!has_trouble_ && !cannot_accept_) return {};  // without the mutex, which the thread that serves the lane may hold for long
   const std::lock_guard lock(mutex_);
   std::vector<std::pair<int, std::string>> broken;
   for (std::size_t i = 0; i < peers_.size(); ++i) {
     const Peer& peer = peers_[i];
     // A rank that has ended is no problem for ranks that wait for nothing of it.
-    if (!peer.trouble.empty() && (has_died_ || !peer.sending.empty() || !peer.awaited.empty() || peer.arriving))
+    const bool is_awaited = !peer.sending.empty() || !peer.awaited.empty() || peer.arriving;
+    if (!peer.trouble.empty() && (has_died_ || is_awaited))
       broken.emplace_back(static_cast<int>(i), peer.trouble);
+    else if (cannot_accept_ && is_awaited && peer.state == State::unconnected && static_cast<int>(i) < rank_)
+      broken.emplace_back(static_cast<int>(i), accept_trouble_);  // until a file is free
   }
   return broken;
 }

@@ -116,7 +116,7 @@ void TcpLinks::send(int peer, const std::shared_ptr<Message>& message, int lane)
 
 void TcpLinks::receive(int peer, const std::shared_ptr<Message>& message, int lane) { begin(peer, message, false, lane); }
 
-void TcpLinks::reduce(const std::shared_ptr<Reduction>& reduction) {
+void TcpLinks::reduce(const std::shared_ptr<DenseSum>& reduction) {
   const std::size_t parts = count_parts(reduction->length / ranks_ * item_size(reduction->dtype));
   if (parts == 1) {
     give(0, {-1, false, nullptr, reduction});
@@ -125,7 +125,7 @@ void TcpLinks::reduce(const std::shared_ptr<Reduction>& reduction) {
   reduction->pending = static_cast<int>(parts);
   const std::shared_ptr<void> keeper = std::move(reduction->keeper);  // the parts keep it, and hand it to the ledger
   for (std::size_t i = parts; i-- > 0;) {
-    auto part = std::make_shared<Reduction>();
+    auto part = std::make_shared<DenseSum>();
     part->x = reduction->x;
     part->buffer = reduction->buffer;
     part->length = reduction->length;

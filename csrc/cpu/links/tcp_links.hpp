@@ -44,8 +44,8 @@ class TcpLinks {
   void send(int peer, const std::shared_ptr<Message>& message, int lane);
   void receive(int peer, const std::shared_ptr<Message>& message, int lane);
 
-  // Begins a reduction, whose buffer holds (ranks - 1) times the longest segment. All ranks begin it with the same parameters.
-  void reduce(const std::shared_ptr<Reduction>& reduction);
+  // Begins a sum. All ranks begin it with the same parameters.
+  void reduce(const std::shared_ptr<DenseSum>& reduction);
 
   // Packs `change` for the owners of the segments, which have the `bounds`, and returns the sum, which puts its result into `total`.
   // `begin_integers` then exchanges it. All ranks call both with the same bounds, which are multiples of 256 but for the last.

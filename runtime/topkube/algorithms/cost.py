@@ -6,6 +6,7 @@ costs its latency only if it waits for another message.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     from topkube.algorithms.declaration import Algorithm
 
 PAIRWISE_LIMIT = 16
-"""Up to this many partners, every partner sends to all others at the same time. With more partners, messages go around
-a ring, because so many messages at once would overload the link of a receiver."""
+"""Up to this many partners, every partner sends to all others at the same time. With more partners, an exchange has
+several rounds (`list_rounds`), because so many messages at once would overload the link of a receiver."""
 INDEX_BYTES = 2
 """An index is an offset within a block of 65,536 elements."""
 VALUE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -48,8 +49,8 @@ class Workload:
 
     @property
     def dense_value_bytes(self) -> int:
-        """Bytes of one dense value between nodes. Rings, with more than PAIRWISE_LIMIT nodes, send float32."""
-        return VALUE_BYTES[self.dense_wire] if self.nodes <= PAIRWISE_LIMIT else _ELEMENT_BYTES
+        """Bytes of one dense value between nodes."""
+        return VALUE_BYTES[self.dense_wire]
 
     def kept(self, shards: int = 1) -> int:
         """Return how many entries are sent of each of `shards` equal parts of the gradient."""
@@ -155,14 +156,53 @@ def all_gather_memory(workload: Workload) -> float:
     return 2 * _ELEMENT_BYTES * (workload.slots - 1) * workload.elements
 
 
+Rounds = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+
+
+def list_rounds(partners: int) -> Rounds:
+    """Return the rounds of an all-gather among `partners`, one up to PAIRWISE_LIMIT of them, in the order in which it
+    makes them (Bruck et al., 1997). Before a round, a partner holds `reach` segments: its own and those that follow.
+    It receives `count` more from the partner that is `distance` further on, and sends its first `count` to the partner
+    that is as far behind it. A round is (reach, ((distance, count), ...)). A reduce-scatter makes them backwards."""
+    return _list_rounds(partners, max(2, PAIRWISE_LIMIT))
+
+
+@functools.lru_cache(maxsize=64)
+def _list_rounds(partners: int, limit: int) -> Rounds:
+    number, radix = 0, 2
+    while limit**number < partners:
+        number += 1
+    while radix**number < partners:  # rounds of about the same size have the fewest partners
+        radix += 1
+    rounds, reach = list[tuple[int, tuple[tuple[int, int], ...]]](), 1
+    while reach < partners:
+        distances = range(reach, min(reach * radix, partners), reach)
+        rounds.append((reach, tuple((distance, min(reach, partners - distance)) for distance in distances)))
+        reach *= radix
+    return tuple(rounds)
+
+
+def sends_directly(partners: int) -> bool:
+    """Return True if exchanges among `partners` have one round, in which all send to all."""
+    return partners <= PAIRWISE_LIMIT
+
+
+def count_wider_bytes(value_bytes: float, elements: float, partners: int) -> float:
+    """Return how many bytes more each of `partners` sends in a reduce-scatter of `elements` values of `value_bytes`
+    than (p-1)/p of them: partial sums, in all rounds but the first, are float32."""
+    rounds = list_rounds(partners)
+    partial_sums = (rounds[-1][0] - 1) * elements / partners if rounds else 0.0
+    return max(0.0, _ELEMENT_BYTES - value_bytes) * partial_sums
+
+
 def all_reduce_sent(array_bytes: float, partners: int) -> float:
     """Return the bytes that each of `partners` sends in an all-reduce of `array_bytes`: 2(p-1)/p of them."""
     return 2 * (partners - 1) / partners * array_bytes
 
 
 def all_reduce_messages(partners: int) -> int:
-    """Return how many messages of an all-reduce wait for one another: pairwise up to PAIRWISE_LIMIT, then a ring."""
-    return 2 if partners <= PAIRWISE_LIMIT else 2 * (partners - 1)
+    """Return how many messages of an all-reduce wait for one another: two for each round."""
+    return 2 * max(1, len(list_rounds(partners)))
 
 
 def two_stage_sent(message_bytes: float, nodes: int) -> float:
@@ -178,5 +218,5 @@ def two_stage_messages(partners: int) -> int:
 
 
 def all_gather_messages(partners: int) -> int:
-    """Return how many messages of an all-gather wait for one another: pairwise up to PAIRWISE_LIMIT, then a ring."""
-    return 1 if partners <= PAIRWISE_LIMIT else partners - 1
+    """Return how many messages of an all-gather wait for one another: one for each round."""
+    return max(1, len(list_rounds(partners)))

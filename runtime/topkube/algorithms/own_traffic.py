@@ -17,6 +17,7 @@ from topkube.algorithms.cost import (
     all_gather_messages,
     all_reduce_messages,
     all_reduce_sent,
+    count_wider_bytes,
     reduce_scatter_memory,
     two_stage_messages,
     two_stage_sent,
@@ -48,6 +49,7 @@ def count_hierarchical_traffic(workload: Workload) -> Traffic:
     """Return the traffic of an all-reduce of each shard between nodes, in the format `dense_wire`."""
     memory = reduce_scatter_memory(workload) + all_gather_memory(workload)
     sent = all_reduce_sent(workload.dense_value_bytes * workload.elements, workload.nodes)
+    sent += count_wider_bytes(workload.dense_value_bytes, workload.elements, workload.nodes)
     if workload.dense_value_bytes < _ELEMENT_BYTES and workload.nodes > 1:
         # Shards are rounded before the exchange, and widened after it.
         memory += 2 * (_ELEMENT_BYTES + workload.dense_value_bytes) * workload.elements
@@ -100,7 +102,8 @@ def count_naive_traffic(workload: Workload) -> Traffic:
     rows = workload.slots * (ranks - workload.slots) if ranks <= PAIRWISE_LIMIT else ranks - 1
     sent = rows * workload.kept() * workload.entry_bytes if workload.nodes > 1 else 0
     read_arrays = write_arrays = workload.slots * workload.array_bytes
-    return Traffic(sent, read_arrays + write_arrays, all_gather_messages(ranks))
+    messages = 1 if ranks <= PAIRWISE_LIMIT else ranks - 1
+    return Traffic(sent, read_arrays + write_arrays, messages)
 
 
 def count_gtopk_traffic(workload: Workload) -> Traffic:

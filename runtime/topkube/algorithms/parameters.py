@@ -70,7 +70,7 @@ WARMUP_STEPS = AlgorithmParameter(
 WIRE = AlgorithmParameter("wire", "format of the values sent between nodes", "bf16", choices=("fp32", "bf16", "fp16"))
 DENSE_WIRE = AlgorithmParameter(
     "dense_wire",
-    "format of dense gradients between up to 16 nodes: 16 bits halve the bytes; each node's mean and the result are"
+    "format of dense gradients between nodes: 16 bits halve the bytes; each node's mean and the result are"
     " rounded, sums are float32",
     "fp32",
     choices=("fp32", "bf16", "fp16"),

@@ -11,17 +11,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from topkube.algorithms import Algorithm, Route, find_algorithm, find_package
-from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import Array
 from topkube.collectives.call import Call, find_own_shard, reserve_workspace
 from topkube.collectives.error_feedback import Residual
 from topkube.collectives.exchange import (
     Exchange,
     Exchanges,
+    all_reduce,
     count_buffer_elements,
     gather_rows,
-    pairwise_all_reduce,
-    ring_all_reduce,
 )
 from topkube.collectives.request import Request
 from topkube.collectives.shard import Shard
@@ -143,8 +141,7 @@ def build_exchange(route: Route, comm: Any, payload: Any, tag: int = 0) -> tuple
     if route is Route.ALL_GATHER:
         return gather_rows(comm, payload, tag), (comm.size - 1) * payload.shape[1]
     buffer = np.empty(count_buffer_elements(payload.size, comm.size), payload.dtype)
-    reduce = ring_all_reduce if comm.size > PAIRWISE_LIMIT else pairwise_all_reduce
-    return reduce(comm, payload, buffer, tag, _ignore), 2 * (comm.size - 1) * payload.nbytes // comm.size
+    return all_reduce(comm, payload, buffer, tag, _ignore), 2 * (comm.size - 1) * payload.nbytes // comm.size
 
 
 def finish_exchange(call: Call, exchange: Exchange, sent: int, pause_seconds: float | None = None) -> None:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from topkube import kernels
-from topkube.algorithms.cost import PAIRWISE_LIMIT
+from topkube.algorithms.cost import sends_directly
 from topkube.arrays import BFLOAT16, Array
 from topkube.collectives.all_reduce import ShardAllReduce
 from topkube.collectives.call import Call, find_own_shard, reserve_workspace
@@ -26,7 +26,7 @@ from topkube.collectives.codecs import (
     Rounded,
     Signs,
 )
-from topkube.collectives.exchange import Exchange, Place
+from topkube.collectives.exchange import Exchange, Place, has_reductions
 from topkube.collectives.halves import HalvableAllReduce, Halves
 from topkube.collectives.request import Request
 from topkube.collectives.shard import Shard
@@ -34,7 +34,6 @@ from topkube.collectives.top_levels import TopLevels
 from topkube.collectives.top_signs import TopSigns
 from topkube.collectives.two_stage import TwoStage, cut_into_segments
 from topkube.kernels.parts import count_sign_blocks, count_sign_bytes, view_signs
-from topkube.links import Links
 from topkube.telemetry import phases
 from topkube.world import World
 
@@ -159,23 +158,22 @@ class QuantisedAllReduce(CodecAllReduce, HalvableAllReduce):
 
     def begin_between(self, call: Call, shard: Shard, place: Place) -> tuple[Exchange, int]:
         links = shard.world.cross_links
-        if not isinstance(links, Links) or links.size > PAIRWISE_LIMIT or shard.request.dtype != "float32":
+        if not sends_directly(links.size) or shard.request.dtype != "float32" or not has_reductions(links):
             return super().begin_between(call, shard, place)
         return self._begin_on_links(call, shard, links, place)
 
-    def _begin_on_links(self, call: Call, shard: Shard, links: Links, place: Place) -> tuple[Exchange, int]:
+    def _begin_on_links(self, call: Call, shard: Shard, links: Any, place: Place) -> tuple[Exchange, int]:
         """Do what `begin_between` does, with the same bits, in compiled code: the thread that waits for the messages
         adds up and packs."""
         bounds = cut_into_segments(len(shard.values), links.size)
         integers = links.prepare_integers(shard.accumulate(), shard.values, bounds, self.bits, place.tag)
-        packing = integers.nanoseconds
-        phases.current.add_work("select", packing, call.traced_bucket)
+        phases.current.add_computations("select", integers.take_computations(), call.traced_bucket)
 
         def travel() -> Exchange:
             yield from call.await_greetings()
             yield links.begin_integers(integers)
             shard.finite.append(integers.is_finite)
-            phases.current.add_work("select", integers.nanoseconds - packing, call.traced_bucket)
+            phases.current.add_computations("select", integers.take_computations(), call.traced_bucket)
 
         return travel(), integers.sent_bytes
 

@@ -28,17 +28,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from topkube import kernels
-from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import Array, as_bytes
 from topkube.collectives.call import Call, compute_shard_bounds, find_own_shard, reserve_workspace
 from topkube.collectives.exchange import (
     Exchange,
     Exchanges,
+    all_gather,
     find_own_segment,
-    pairwise_all_gather,
-    pairwise_reduce_scatter,
-    ring_all_gather,
-    ring_reduce_scatter,
+    reduce_scatter,
 )
 from topkube.collectives.halves import HalvableAllReduce
 from topkube.collectives.overlapped import (
@@ -119,12 +116,12 @@ class DecoupledAllReduce(OverlappedAllReduce):
     def halve(self, call: Call, array: Array, factor: float, wire: str = "fp32") -> HalvedArray:
         """Begin to reduce `array`, in place, to the sum times `factor`: the arguments of `begin`."""
         halved, ranges = HalvedArray(call), list[tuple[int, int]]()
-        number, position, nodes = self._take_numbers(len(split(array))), 0, self.world.nodes
+        number, position = self._take_numbers(len(split(array))), 0
         self.begin(call, array, factor, wire=wire)
         for values in split(array):
             first, last = find_own_shard(self.world, values.size)
             if self._cross is not None:
-                start, stop = find_own_segment(self._cross, last - first, nodes > PAIRWISE_LIMIT)
+                start, stop = find_own_segment(self._cross, last - first)
                 ranges.append((position + first + start, position + first + stop))
             piece = HalvedPiece(number, values, self._narrow.pop(number, None))
             self._halved_pieces[number] = halved, piece
@@ -250,8 +247,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
     def _exchange(self, comm: Any, shard: Array, buffer: Array, scale: float) -> Exchange:
         tag = self._number % TAGS
         if buffer.dtype == shard.dtype:
-            reduce = ring_reduce_scatter if self.world.nodes > PAIRWISE_LIMIT else pairwise_reduce_scatter
-            return reduce(comm, shard, buffer, tag, self.note_finite, scale)
+            return reduce_scatter(comm, shard, buffer, tag, self.note_finite, scale)
         name = f"narrow shard halved {self._take_buffer()}"
         narrow = reserve_workspace(self.world, name, shard.size, buffer.dtype)
         self._narrow[self._number] = narrow
@@ -260,8 +256,8 @@ class DecoupledAllReduce(OverlappedAllReduce):
     def _reduce_narrow(self, comm: Any, shard: Array, narrow: Array, buffer: Array, tag: int, scale: float) -> Exchange:
         """The first half of `narrow_all_reduce`. This rank's segment of the shard also holds its result."""
         kernels.sum_(narrow, [shard], scale)
-        yield from pairwise_reduce_scatter(comm, narrow, buffer, tag, self.note_finite)
-        first, last = find_own_segment(comm, shard.size, False)
+        yield from reduce_scatter(comm, narrow, buffer, tag, self.note_finite)
+        first, last = find_own_segment(comm, shard.size)
         kernels.cast_(shard[first:last], narrow[first:last])
 
     def _gather(self, piece: HalvedPiece) -> Exchange:
@@ -274,8 +270,7 @@ class DecoupledAllReduce(OverlappedAllReduce):
         elif self._cross is not None:
             sent = shard if narrow is None else narrow
             phases.current.sent(inter=(world.nodes - 1) * sent.nbytes // world.nodes)
-            gather = ring_all_gather if world.nodes > PAIRWISE_LIMIT else pairwise_all_gather
-            yield from gather(self._cross, sent, tag)
+            yield from all_gather(self._cross, sent, tag)
             if narrow is not None:
                 kernels.cast_(shard, narrow)
         if world.local_size > 1:

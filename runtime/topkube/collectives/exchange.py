@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from topkube import _kernels, kernels
-from topkube.algorithms.cost import PAIRWISE_LIMIT
+from topkube.algorithms.cost import PAIRWISE_LIMIT, sends_directly
 from topkube.arrays import Array, as_bytes
 from topkube.collectives.call import Call, compute_shard_bounds
 from topkube.collectives.greetings import LinkGreetings, count_greeted_bytes
+from topkube.collectives.rounds import all_gather_in_rounds, reduce_scatter_in_rounds
 from topkube.links import are_links_messages
 from topkube.telemetry import phases, trace
 from topkube.waiting import advance_messages, sleep_until_woken
@@ -147,6 +148,12 @@ def _are_complete(awaited: Any) -> bool:
     return bool(Request.Testall(awaited))
 
 
+def has_reductions(comm: Any) -> bool:
+    """Return True if compiled code carries out all-reduces over `comm` as a whole: over `Links`, not over a
+    communicator of MPI."""
+    return hasattr(comm, "begin_reduction")
+
+
 def pairwise_all_reduce(
     comm: Any,
     x: Array,
@@ -161,7 +168,7 @@ def pairwise_all_reduce(
     `buffer` (x's type) receives (ranks - 1) segments. `report_finite` is called with True if this rank's segment is
     finite.
     """
-    if hasattr(comm, "begin_reduction"):  # `Links`, not a communicator of MPI
+    if has_reductions(comm):
         yield from _reduce_on_links(comm, x, buffer, tag, report_finite, scale, is_gathered=True)
         return
     yield from pairwise_reduce_scatter(comm, x, buffer, tag, report_finite, scale)
@@ -193,7 +200,7 @@ def pairwise_reduce_scatter(
     scale: float = 1.0,
 ) -> Exchange:
     """Reduce this rank's segment of x (`find_own_segment`): the first half of `pairwise_all_reduce`."""
-    if hasattr(comm, "begin_reduction"):
+    if has_reductions(comm):
         yield from _reduce_on_links(comm, x, buffer, tag, report_finite, scale, is_gathered=False)
         return
     ranks, me = comm.size, comm.rank
@@ -218,6 +225,41 @@ def pairwise_all_gather(comm: Any, x: Array, tag: int) -> Exchange:
     requests = [comm.Irecv(as_bytes(segments[p]), p, tag) for p in others]
     requests += [comm.Isend(as_bytes(segments[me]), p, tag) for p in others]
     yield requests
+
+
+def all_reduce(
+    comm: Any,
+    x: Array,
+    buffer: Array,
+    tag: int,
+    report_finite: Callable[[bool], None],
+    scale: float = 1.0,
+) -> Exchange:
+    """Replace x by the sum over `comm` times `scale`, as `pairwise_all_reduce` describes; among many ranks in several
+    rounds (rounds.py), whose sums have another order. All ranks receive the same bits."""
+    if sends_directly(comm.size):
+        yield from pairwise_all_reduce(comm, x, buffer, tag, report_finite, scale)
+        return
+    yield from reduce_scatter_in_rounds(comm, x, buffer, tag, report_finite, scale)
+    yield from all_gather_in_rounds(comm, x, tag)
+
+
+def reduce_scatter(
+    comm: Any,
+    x: Array,
+    buffer: Array,
+    tag: int,
+    report_finite: Callable[[bool], None],
+    scale: float = 1.0,
+) -> Exchange:
+    """Reduce this rank's segment of x (`find_own_segment`): the first half of `all_reduce`."""
+    reduce = pairwise_reduce_scatter if sends_directly(comm.size) else reduce_scatter_in_rounds
+    return reduce(comm, x, buffer, tag, report_finite, scale)
+
+
+def all_gather(comm: Any, x: Array, tag: int) -> Exchange:
+    """Send this rank's segment of x to all: the second half of `all_reduce`."""
+    return (pairwise_all_gather if sends_directly(comm.size) else all_gather_in_rounds)(comm, x, tag)
 
 
 def greeted_all_reduce(
@@ -290,7 +332,7 @@ def narrow_all_reduce(
     sum of the rounded values is computed in float32 and rounded once: all ranks receive the same bits.
     """
     kernels.sum_(narrow, [x], scale)
-    yield from pairwise_all_reduce(comm, narrow, buffer, tag, report_finite)
+    yield from all_reduce(comm, narrow, buffer, tag, report_finite)
     kernels.cast_(x, narrow)
 
 
@@ -378,11 +420,9 @@ def _list_ring_segments(x: Array, ranks: int) -> list[Array]:
     return [x[bounds[i % ranks] : bounds[i % ranks + 1]] for i in range(2 * ranks)]
 
 
-def find_own_segment(comm: Any, length: int, is_ring: bool) -> tuple[int, int]:
-    """Return the bounds of the segment that this rank has reduced after a reduce-scatter of `length` elements."""
-    number = (comm.rank + is_ring) % comm.size
-    bounds = compute_shard_bounds(length, comm.size)
-    return bounds[number], bounds[number + 1]
+def find_own_segment(comm: Any, length: int) -> tuple[int, int]:
+    """Return the bounds of the segment that this rank has reduced after a `reduce_scatter` of `length` elements."""
+    return length * comm.rank // comm.size, length * (comm.rank + 1) // comm.size
 
 
 def count_buffer_elements(length: int, ranks: int) -> int:
@@ -402,11 +442,16 @@ def exchange_rows(comm: Any, sent: Sequence[Array], received: Sequence[Array], t
 
 def gather_rows(comm: Any, rows: Array, tag: int) -> Exchange:
     """Gather `rows`, (ranks, bytes): rank r fills row r, every rank gets all rows."""
-    ranks, me = comm.size, comm.rank
-    if ranks <= PAIRWISE_LIMIT:
-        others = [(me + i) % ranks for i in range(1, ranks)]
-        yield [comm.Irecv(rows[p], p, tag) for p in others] + [comm.Isend(rows[me], p, tag) for p in others]
+    return all_gather(comm, rows.reshape(-1), tag)
+
+
+def gather_rows_around(comm: Any, rows: Array, tag: int) -> Exchange:
+    """Do what `gather_rows` does. With many ranks, each sends to the next one only: if a node has several ranks that
+    follow each other, each row enters the node once."""
+    if sends_directly(comm.size):
+        yield from gather_rows(comm, rows, tag)
         return
+    ranks, me = comm.size, comm.rank
     right, left = (me + 1) % ranks, (me - 1) % ranks
     for step in range(ranks - 1):
         sent, received = rows[(me - step) % ranks], rows[(me - step - 1) % ranks]

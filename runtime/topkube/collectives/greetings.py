@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from topkube import kernels
-from topkube.algorithms.cost import PAIRWISE_LIMIT
+from topkube.algorithms.cost import list_rounds, sends_directly
 from topkube.arrays import Array, as_bytes
 from topkube.links import ANY_LENGTH_TAG
 from topkube.world import World
@@ -25,8 +25,8 @@ _HASH_BYTES = 8
 
 def count_greeted_bytes(nodes: int) -> int:
     """Return the most bytes of values in a greeting between `nodes` nodes: a multiple of 8, so that values are aligned;
-    0 for rings and one node."""
-    if not 1 < nodes <= PAIRWISE_LIMIT:
+    0 for one node, and for many nodes, whose exchanges have several rounds."""
+    if nodes == 1 or not sends_directly(nodes):
         return 0
     return min(_MOST_GREETED_BYTES, _ROOM_BYTES // (nodes - 1)) // _HASH_BYTES * _HASH_BYTES
 
@@ -36,8 +36,10 @@ def list_partners(world: World) -> list[int]:
     if world.cross_comm is None or world.nodes == 1:
         return []
     nodes, me = world.cross_comm.size, world.cross_comm.rank
-    # With more nodes, exchanges are rings, and hashes go to both neighbours only.
-    return [(me + distance) % nodes for distance in (range(1, nodes) if nodes <= PAIRWISE_LIMIT else (1, nodes - 1))]
+    # Hashes go where values go: to the partners of all rounds, and to both neighbours, which are among them, for rings.
+    distances = {distance for _, partners in list_rounds(nodes) for distance, _ in partners}
+    partners = {(me + sign * distance) % nodes for distance in distances for sign in (1, -1)}
+    return sorted(partners, key=lambda partner: (partner - me) % nodes)
 
 
 class MpiGreetings:

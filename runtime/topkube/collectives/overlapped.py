@@ -16,20 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from topkube.algorithms.cost import PAIRWISE_LIMIT
+from topkube.algorithms.cost import count_wider_bytes
 from topkube.arrays import BFLOAT16, Array
 from topkube.collectives.call import Call, find_own_shard, reserve_workspace
 from topkube.collectives.exchange import (
     Exchange,
     Exchanges,
     Place,
-    choose_partial_sum_type,
+    all_reduce,
     count_buffer_elements,
     count_bytes_with_greetings,
     greeted_all_reduce,
     narrow_all_reduce,
-    pairwise_all_reduce,
-    ring_all_reduce,
 )
 from topkube.collectives.greetings import count_greeted_bytes
 from topkube.collectives.pauses import choose_pause, note_rate
@@ -58,9 +56,9 @@ def split(x: Array) -> list[Array]:
 
 
 def is_narrow(world: World, wire: str) -> bool:
-    """Return True if float32 values travel between nodes in the 16-bit type `wire`. Nothing travels on a single node.
-    Rings, with more than PAIRWISE_LIMIT nodes, always send float32: they would round the partial sum at every node."""
-    return wire in _NARROW and 1 < world.nodes <= PAIRWISE_LIMIT
+    """Return True if float32 values travel between nodes in the 16-bit type `wire`. Nothing travels on a single
+    node."""
+    return wire in _NARROW and world.nodes > 1
 
 
 def has_stages_inside(world: World) -> bool:
@@ -204,10 +202,8 @@ class OverlappedAllReduce:
             sent = count_bytes_with_greetings(shard, world.nodes)
         else:
             exchange = _exchange_after_greeting(call, self._exchange(world.cross_links, shard, buffer, scale))
-            element_bytes = (
-                choose_partial_sum_type(world.nodes, sent_type).itemsize + (self.rounds - 1) * sent_type.itemsize
-            )
-            sent = element_bytes * (world.nodes - 1) * shard.size // world.nodes
+            sent = self.rounds * sent_type.itemsize * (world.nodes - 1) * shard.size // world.nodes
+            sent += int(count_wider_bytes(sent_type.itemsize, shard.size, world.nodes))
         self._run(exchange, sent)
 
     def _run(self, exchange: Exchange, sent: int) -> None:
@@ -225,8 +221,7 @@ class OverlappedAllReduce:
         if buffer.dtype != shard.dtype:
             narrow = reserve_workspace(self.world, f"narrow shard {self.place.buffer}", shard.size, buffer.dtype)
             return narrow_all_reduce(comm, shard, narrow, buffer, tag, self.note_finite, scale)
-        reduce = ring_all_reduce if self.world.nodes > PAIRWISE_LIMIT else pairwise_all_reduce
-        return reduce(comm, shard, buffer, tag, self.note_finite, scale)
+        return all_reduce(comm, shard, buffer, tag, self.note_finite, scale)
 
     def _advance(self) -> None:
         was_running = self._exchanges.are_running

@@ -14,7 +14,7 @@ from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import DTYPE_CODES, Array, as_bytes, is_tensor
 from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, count_dense, reduce_into_residual
 from topkube.collectives.call import Call, compute_shard_bounds, find_own_shard, reserve_workspace
-from topkube.collectives.exchange import Exchange, Exchanges, Place, gather_rows
+from topkube.collectives.exchange import Exchange, Exchanges, Place, gather_rows, gather_rows_around
 from topkube.collectives.halves import HalvableAllReduce, Halves
 from topkube.collectives.request import Request
 from topkube.collectives.shard import Shard
@@ -144,7 +144,7 @@ class Naive(AllReduce):
         _select(entries, k, request, rows[world.rank])
         call.check_everywhere()
         exchanges = Exchanges(world)
-        exchanges.start(0, gather_rows(world.comm, rows, 0))
+        exchanges.start(0, gather_rows_around(world.comm, rows, 0))
         exchanges.finish(0, call)
         phases.current.sent(**count_sent_bytes(world, size))
         with phases.current.timed("intra", "add entries"):
@@ -153,7 +153,7 @@ class Naive(AllReduce):
 
 def count_sent_bytes(world: World, row_bytes: int) -> dict[str, int]:
     """Return the bytes that this rank sends inside its node and between nodes if all ranks gather rows
-    (`gather_rows`)."""
+    (`gather_rows_around`)."""
     local_ranks, rows = world.node_ranks[world.node], world.size - 1
     if world.size <= PAIRWISE_LIMIT:
         between = world.size - len(local_ranks)

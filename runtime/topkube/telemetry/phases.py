@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -47,12 +48,15 @@ class Phases:
             self._seconds[phase] += seconds
             self._totals[phase] += seconds
 
-    def add_work(self, phase: str, nanoseconds: int, bucket: int | None = None) -> None:
-        """Count work that has just ended, on a processor. A trace shows it as that of `bucket`."""
-        self.add(phase, nanoseconds / 1e9)
-        if trace.active is not None:
-            now = time.perf_counter_ns()
-            trace.active.record_phase(phase, None, bucket, now - nanoseconds, now, nanoseconds)
+    def add_computations(
+        self, phase: str, computations: Iterable[tuple[int, int, int]], bucket: int | None = None
+    ) -> None:
+        """Count work of compiled code for `phase`: when each part of it began (`time.perf_counter_ns`), its duration,
+        and the processor time of its thread, in nanoseconds. A trace shows it as that of `bucket`."""
+        for start, duration, processor in computations:
+            self.add(phase, duration / 1e9)
+            if trace.active is not None:
+                trace.active.record_phase(phase, None, bucket, start, start + duration, processor)
 
     def total(self, phase: str) -> float:
         """Return the seconds of a phase since the start of the process. `take` does not reset them."""

@@ -54,6 +54,11 @@ class _CountedLinks:
         self._counted.sent_bytes += x.nbytes - own * x.itemsize + is_gathered * (ranks - 1) * own * x.itemsize
         return self._links.begin_reduction(x, buffer, scale, tag, is_gathered)
 
+    def begin_integers(self, integers: Any) -> Any:
+        self._counted.messages += 2 * (self._links.size - 1)
+        self._counted.sent_bytes += integers.sent_bytes
+        return self._links.begin_integers(integers)
+
     def greet(self, partners: Any, *arguments: Any) -> Any:
         self._count_greetings(partners)
         return self._links.greet(partners, *arguments)

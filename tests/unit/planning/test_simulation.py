@@ -394,16 +394,23 @@ def test_beyond_the_break_even_link_the_gain_is_too_small() -> None:
 
 
 def test_the_recommended_batch_and_workers_are_the_first_that_suffice() -> None:
-    profile, sparse = find_model("resnet50").build_profile(0.02), find_algorithm("hierarchical")
+    profile, ring = find_model("resnet50").build_profile(0.02), find_algorithm("torus2d")
     situation = Situation(Machines(16, 8, 3e9, 3e11))
-    factor = guidelines.find_batch_factor(profile, situation, sparse, 0.8)
+    factor = guidelines.find_batch_factor(profile, situation, ring, 0.8)
     assert factor is not None
-    assert predict_step(profile.scale_batch(factor), situation, sparse).efficiency >= 0.8
-    assert predict_step(profile.scale_batch(factor * 0.97), situation, sparse).efficiency < 0.8
+    assert predict_step(profile.scale_batch(factor), situation, ring).efficiency >= 0.8
+    assert predict_step(profile.scale_batch(factor * 0.97), situation, ring).efficiency < 0.8
     larger = profile.scale_batch(2 * factor)
-    nodes = guidelines.find_most_nodes(larger, situation, sparse, 0.8)
-    assert predict_step(larger, guidelines.change_nodes(situation, nodes), sparse).efficiency >= 0.8
-    assert predict_step(larger, guidelines.change_nodes(situation, 2 * nodes), sparse).efficiency < 0.8
+    nodes = guidelines.find_most_nodes(larger, situation, ring, 0.8)
+    assert predict_step(larger, guidelines.change_nodes(situation, nodes), ring).efficiency >= 0.8
+    assert predict_step(larger, guidelines.change_nodes(situation, 2 * nodes), ring).efficiency < 0.8
+
+
+def test_a_dense_exchange_does_not_take_longer_with_thousands_of_nodes() -> None:
+    """Rounds grow with the logarithm of the nodes, and bytes not at all."""
+    profile, dense = find_model("resnet50").build_profile(0.2), find_algorithm("hierarchical")
+    times = [predict_step(profile, Situation(Machines(nodes, 8, 3e9, 3e11)), dense).step for nodes in (16, 4096)]
+    assert times[1] < 1.1 * times[0]
 
 
 def test_ranks_of_a_fixed_batch_follow_lemma_1_of_the_guidelines() -> None:

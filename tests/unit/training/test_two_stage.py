@@ -149,7 +149,7 @@ def test_segments_cover_the_shard_in_whole_blocks(nodes: int) -> None:
     length = 20 * BLOCK
     weights = [1 / nodes] * nodes
     stages = [TwoStage(lambda p, n: Signs(p), [slice(0, length - 3)], length, node, weights) for node in range(nodes)]
-    assert [stage.segment.start for stage in stages] == stages[0].bounds[:-1]
+    assert tuple(stage.segment.start for stage in stages) == stages[0].bounds[:-1]
     assert stages[0].bounds[0] == 0
     assert stages[0].bounds[-1] == length
     assert all(bound % BLOCK == 0 for bound in stages[0].bounds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -13,24 +14,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from linked_ranks import advance_until, connect
 
+from topkube import kernels
 from topkube.arrays import Array
 from topkube.collectives.codecs import Integers
 from topkube.collectives.two_stage import TwoStage, cut_into_segments
 from topkube.kernels import QUANTISED_BITS
+
+LEAST_PART_BYTES = 256 << 10
+"""Shorter parts of a message are not cut (csrc/cpu/links/tcp_links.cpp)."""
 
 
 def make_changes(ranks: int, length: int, seed: int) -> list[Array]:
     return [np.random.default_rng([seed, rank]).standard_normal(length).astype(np.float32) for rank in range(ranks)]
 
 
+def build_stage(ranks: int, length: int, rank: int, bits: int) -> TwoStage:
+    return TwoStage(lambda places, _: Integers(places, bits), [slice(0, length)], length, rank, [1.0] * ranks)
+
+
 def sum_by_definition(changes: list[Array], bits: int) -> tuple[list[Array], list[Array], list[bool]]:
     """Return what is left of each rank's change, the sums, and if all that each rank sent was finite."""
     ranks, length = len(changes), changes[0].size
     left = [change.copy() for change in changes]
-    stages = [
-        TwoStage(lambda places, _: Integers(places, bits), [slice(0, length)], length, rank, [1.0] * ranks)
-        for rank in range(ranks)
-    ]
+    stages = [build_stage(ranks, length, rank, bits) for rank in range(ranks)]
     rows = [stage.cut_rows(np.zeros(stage.total_bytes, np.uint8)) for stage in stages]
     for stage, change, own_rows in zip(stages, left, rows, strict=True):
         stage.pack(change, own_rows)
@@ -57,9 +63,16 @@ def test_sums_of_integers_have_the_bits_of_their_definition(ranks: int, length: 
 
 
 @pytest.mark.parametrize("bits", QUANTISED_BITS)
-@pytest.mark.parametrize("length", [70_003, 3_000_001])
-def test_lanes_share_a_sum(bits: int, length: int) -> None:
+def test_lanes_share_a_sum(bits: int) -> None:
+    """A lane takes 256 KiB at least: a segment has three parts."""
+    length = 3 * count_elements(LEAST_PART_BYTES * 3 + 5000, bits) + 1
+    assert 3 <= kernels.quantised_bytes(length // 3, bits) // LEAST_PART_BYTES < 4
     check_sums(3, length, bits, 4, None)
+
+
+def count_elements(nbytes: int, bits: int) -> int:
+    """Return about how many elements have a message of `nbytes`."""
+    return 256_000 * nbytes // kernels.quantised_bytes(256_000, bits)
 
 
 def check_sums(ranks: int, length: int, bits: int, lanes: int, random: Any) -> None:
@@ -67,6 +80,7 @@ def check_sums(ranks: int, length: int, bits: int, lanes: int, random: Any) -> N
     numbers = range(2)
     changes = [make_changes(ranks, length, seed) for seed in numbers]
     left, totals, _ = zip(*(sum_by_definition(change, bits) for change in changes), strict=True)
+    sent = [build_stage(ranks, length, rank, bits).sent_bytes for rank in range(ranks)]
     results = [[np.full(length, np.nan, np.float32) for _ in range(ranks)] for _ in numbers]
     work = list(itertools.product(links, numbers))
     if random is not None:
@@ -76,12 +90,19 @@ def check_sums(ranks: int, length: int, bits: int, lanes: int, random: Any) -> N
         result = results[number][one.rank]
         prepared = one.prepare_integers(changes[number][one.rank], result, bounds, bits, number)
         assert not prepared.are_complete
+        if lanes == 1:  # several parts have paddings of their own
+            assert prepared.sent_bytes == sent[one.rank]
+        ((begun, duration, processor),) = prepared.take_computations()  # of the packing
+        assert begun + duration <= time.perf_counter_ns() < begun + 60e9
+        assert 0 <= processor < 60e9
         sums.append(one.begin_integers(prepared))
         if random is not None and random.random() < 0.5:
             for other in links:
                 other.advance()
     advance_until(links, lambda: all(one.are_complete for one in sums))
     assert all(one.is_finite for one in sums)
+    # The sum, and what each rank sends of it; lanes beyond the first have threads of their own.
+    assert [len(one.take_computations()) for one in sums] == [ranks + 1] * len(sums)
     for number, rank in itertools.product(numbers, range(ranks)):
         assert results[number][rank].tobytes() == totals[number][rank].tobytes()
         assert changes[number][rank].tobytes() == left[number][rank].tobytes()
@@ -90,9 +111,9 @@ def check_sums(ranks: int, length: int, bits: int, lanes: int, random: Any) -> N
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_send_a_nan_know_it(lanes: int, rank: int) -> None:
-    length = 2_000_000
+    length = 2 * count_elements(LEAST_PART_BYTES * 3 + 5000, 4)
     changes = make_changes(2, length, 0)
-    changes[rank][-1] = np.nan  # in the last part of the segment of rank 1
+    changes[rank][-1] = np.nan  # in the last of three parts of the segment of rank 1
     _, totals, finite = sum_by_definition(changes, 4)
     assert finite == [rank == 1, False]
     links, bounds = connect(2, lanes), cut_into_segments(length, 2)
@@ -147,7 +168,8 @@ def test_wrong_arguments_are_refused() -> None:
         (values, (0, 1000), 8),
         (values, (0, 1000, 512), 8),
         (values, (0, 512, 1001), 8),
+        (values, (0, 500, 1000), 8),
         (values[1:], (0, 512, 1000), 8),
     ):
-        with pytest.raises(ValueError, match=r"bits must be|one segment for each rank|wrong length"):
+        with pytest.raises(ValueError, match=r"bits must be|one segment for each rank|wrong length|cannot be cut"):
             one.prepare_integers(change, np.zeros(1000, np.float32), bounds, bits, 0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -15,7 +17,7 @@ import pytest
 from linked_ranks import LARGE, advance_until, connect, fill
 
 from topkube import _kernels
-from topkube.links import Links
+from topkube.links import Links, explain_trouble
 
 
 def test_a_rank_that_ends_is_reported_only_if_something_waits_for_it() -> None:
@@ -104,6 +106,29 @@ def test_a_rank_that_loses_its_place_to_strangers_connects_again() -> None:
     advance_until([target, caller], lambda: batch.are_complete)
     for stranger in strangers:
         stranger.close()
+
+
+def test_a_rank_that_can_open_no_more_files_says_so_until_it_can() -> None:
+    """Otherwise, both ranks would wait for each other until the deadline."""
+    ranks = connect(2)
+    batch = ranks[1].gather([ranks[1].Irecv(np.zeros(4, np.uint8), 0, 3)])
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open("/dev/null", os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, before[1]))  # one more file: the socket of rank 0
+    try:
+        ranks[0].Isend(fill(4, 0), 1, 3)
+        advance_until(ranks, lambda: bool(ranks[1].list_broken()))
+        ((peer, trouble),) = ranks[1].list_broken()
+        assert (peer, ranks[0].list_broken()) == (0, [])
+        assert trouble == f"cannot connect to this rank: {os.strerror(errno.EMFILE)}"
+        cause, next_step = explain_trouble(peer, trouble)
+        assert f"{free + 1} files" in cause
+        assert "TOPKUBE_CONNECTIONS=1" in next_step
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    advance_until(ranks, lambda: batch.are_complete)
+    assert ranks[1].list_broken() == []
 
 
 @pytest.mark.parametrize("lanes", [1, 3])

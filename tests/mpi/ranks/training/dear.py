@@ -22,7 +22,8 @@ from ranks.training.scene import (
     draw_samples,
     take_own_part,
 )
-from topkube.collectives import decoupled, greetings, overlapped
+from topkube.algorithms import cost
+from topkube.collectives import decoupled
 from topkube.errors import ArgumentError, TrainingError
 from topkube.training.optimizers.lamb import LAMB
 from topkube.world import World
@@ -111,19 +112,16 @@ def case_updates_come_with_the_next_forward(world: World) -> None:
         assert late == [False, *[world.nodes > 1] * (STEPS - 1), *[False] * STEPS], (options, late)  # the first plans
 
 
-def case_clipping_and_late_updates_work_on_rings(world: World) -> None:
-    """With more nodes, segments travel around a ring, and each rank owns another segment than with pairs."""
-    modules = (decoupled, overlapped, greetings)
-    limits = [module.PAIRWISE_LIMIT for module in modules]
+def case_clipping_and_late_updates_work_in_rounds(world: World) -> None:
+    """As with many nodes."""
+    limit = cost.PAIRWISE_LIMIT
     try:
-        for module in modules:
-            module.PAIRWISE_LIMIT = 1
+        cost.PAIRWISE_LIMIT = 1
         check_equal(take_step)
         case_clipping_by_the_optimizer_needs_no_gather(world)
         case_gathers_begin_in_backward_while_the_link_is_idle(world)
     finally:
-        for module, limit in zip(modules, limits, strict=True):
-            module.PAIRWISE_LIMIT = limit
+        cost.PAIRWISE_LIMIT = limit
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -34,8 +34,8 @@ from ranks.training.scene import (
     draw_samples,
     take_own_part,
 )
-from topkube.algorithms import find_algorithm
-from topkube.collectives import call, decoupled, exchange, greetings, overlapped
+from topkube.algorithms import cost, find_algorithm
+from topkube.collectives import call, exchange
 from topkube.collectives.all_reduce import load
 from topkube.collectives.decoupled import DecoupledAllReduce, HalvedArray
 from topkube.collectives.dense import Hierarchical
@@ -57,7 +57,7 @@ COMPRESSED: list[dict[str, Any]] = [
 
 @contextmanager
 def set_pairwise_limit(limit: int) -> Iterator[None]:
-    modules = (greetings, decoupled, exchange, overlapped)
+    modules = (cost, exchange)
     limits = [module.PAIRWISE_LIMIT for module in modules]
     try:
         for module in modules:
