@@ -16,9 +16,10 @@ Kind = TypeVar("Kind", bound=GlobalTop)
 
 class SimulatedNetwork:
     """The messages between simulated nodes. `sent_bytes` counts the bytes of each node's `Isend`
-    calls, not those of collectives."""
+    calls, not those of collectives. If it `is_exact`, a message that is shorter than the room for it is an error."""
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, is_exact: bool = False) -> None:
+        self.is_exact = is_exact
         self.comms = [SimulatedComm(self, node, nodes) for node in range(nodes)]
         self.messages: dict[tuple[int, int, int], deque[Any]] = defaultdict(deque)
         self.collected: dict[int, dict[int, Any]] = defaultdict(dict)
@@ -72,18 +73,22 @@ class SimulatedComm:
         self.rank, self.size, self._network, self._collectives = rank, size, network, 0
 
     def Isend(self, data: Any, to: int, tag: int = 0) -> SimulatedRequest:
-        raw = as_bytes(data).copy()
+        """Begin a message, which reads `data` when it is received, as MPI may: it must not change before the end."""
+        raw = as_bytes(np.asarray(data))
         assert to != self.rank
         self._network.sent_bytes[self.rank] += raw.size
-        self._network.messages[self.rank, to, tag].append(raw)
-        return SimulatedRequest(lambda: True)
+        message = [raw]
+        self._network.messages[self.rank, to, tag].append(message)
+        return SimulatedRequest(lambda: not message)
 
     def Irecv(self, buffer: Any, source: int, tag: int = 0) -> SimulatedRequest:
         def receive() -> bool:
             if not (queue := self._network.messages[source, self.rank, tag]):
                 return False
-            raw = queue.popleft()
-            as_bytes(buffer)[: raw.size] = raw
+            raw = queue.popleft().pop()
+            room = as_bytes(np.asarray(buffer))
+            assert raw.size == room.size if self._network.is_exact else raw.size <= room.size
+            room[: raw.size] = raw
             return True
 
         return SimulatedRequest(receive)

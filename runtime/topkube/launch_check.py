@@ -6,10 +6,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from topkube import __version__
 from topkube.control import name_ranks
 from topkube.environment import ProcessLaunch
 from topkube.errors import WorldError
+
+_MESSAGES = 2
+"""The version of what ranks send each other. It grows with every change of messages, or of their order."""
+VERSION = f"{__version__}, messages {_MESSAGES}"
 
 
 def check_launch(size: int, library: str, launched: ProcessLaunch, expected_ranks: int = 0) -> None:
@@ -39,12 +45,12 @@ def check_launch(size: int, library: str, launched: ProcessLaunch, expected_rank
         )
 
 
-def check_versions(versions: Sequence[str]) -> None:
-    """Raise WorldError if ranks have different versions of TopKube: their messages may differ. `versions` has that of
-    each rank."""
+def check_versions(gathered: Sequence[Any]) -> list[int]:
+    """Return the host of each rank. Raise WorldError if ranks have different versions of TopKube: their messages may
+    differ. `gathered` has (host, VERSION) of each rank; the first versions sent their host only."""
     groups: dict[str, list[int]] = {}
-    for rank, version in enumerate(versions):
-        groups.setdefault(version, []).append(rank)
+    for rank, entry in enumerate(gathered):
+        groups.setdefault(entry[1] if isinstance(entry, tuple) else "an older one", []).append(rank)
     if len(groups) > 1:
         listed = ", ".join(f"{version} ({name_ranks(ranks)})" for version, ranks in groups.items())
         raise WorldError(
@@ -52,3 +58,4 @@ def check_versions(versions: Sequence[str]) -> None:
             cause="nodes have different images or environments, or an upgrade replaced only some of them",
             next_step="use one image for all workers, or install one version on all machines",
         )
+    return [host for host, _ in gathered]

@@ -45,8 +45,6 @@ _MOST_ADDRESSES = 4
 _TRIAL_SECONDS = 5.0
 """How long two ranks try to reach each other through one address."""
 _SILENT = f"no answer within {_TRIAL_SECONDS:g} s"
-_TRIED_RANKS = 16
-"""Up to this many ranks all try to reach each other; of more, neighbours. The others connect when they need it."""
 _OTHER_FILES = 1024
 """Open files of a process beside its connections."""
 _connections = 0
@@ -205,7 +203,7 @@ class LostConnections:
 
 def explain_trouble(rank: int, trouble: str) -> tuple[str, str]:
     """Return the likely cause of `trouble` with the connection to `rank`, and the next step."""
-    if os.strerror(errno.EMFILE) in trouble:
+    if trouble.endswith(os.strerror(errno.EMFILE)):
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return (
             f"this process has {limit} files and connections open, which is its limit",
@@ -287,10 +285,11 @@ class _Contact:
     answer: bytes
 
 
-def open_links(comm: Any, ranks: Sequence[int], choice: LinkChoice) -> Links | None:
+def open_links(comm: Any, ranks: Sequence[int], choice: LinkChoice, partners: Sequence[int]) -> Links | None:
     """Return the links between the ranks of `comm`, an MPI communicator, whose numbers in the world are `ranks`. None,
-    on all of them, if one of them does not want links, or if neighbours cannot reach each other. Then a warning names
-    two of those. All ranks of `comm` call this."""
+    on all of them, if one of them does not want links, or if a rank cannot reach its `partners`, ranks of `comm` of
+    which it is a partner too. Then a warning names two of those. Other ranks connect when they need it. All ranks of
+    `comm` call this."""
     if comm.size == 1 or not all(comm.allgather(choice.wants_tcp(ranks))):
         return None
     lanes = min(comm.allgather(_limit_lanes(choice.lanes, comm.size)))
@@ -310,7 +309,7 @@ def open_links(comm: Any, ranks: Sequence[int], choice: LinkChoice) -> Links | N
     tried, failures = [0] * comm.size, 0
     try:
         while not problems:
-            links, reasons = _try_peers(comm, listeners, contacts, tried, failures)
+            links, reasons = _try_peers(comm, partners, listeners, contacts, tried, failures)
             trials = comm.allgather(reasons)
             failed = {pair: reason for trial in trials for pair, reason in trial.items()}
             if links is not None and not failed:
@@ -349,10 +348,15 @@ begin is both."""
 
 
 def _try_peers(
-    comm: Any, listeners: Sequence[socket.socket], contacts: Sequence[_Contact], tried: Sequence[int], failures: int
+    comm: Any,
+    partners: Sequence[int],
+    listeners: Sequence[socket.socket],
+    contacts: Sequence[_Contact],
+    tried: Sequence[int],
+    failures: int,
 ) -> tuple[Links | None, Reasons]:
-    """Exchange messages with the other ranks, or if there are many, with both neighbours. `tried` has the number of
-    the address at which each rank is tried. Return the links, and what failed."""
+    """Exchange messages with the partners. `tried` has the number of the address at which each rank is tried. Return
+    the links, and what failed."""
     me, size = comm.rank, comm.size
     # A connection of an earlier trial may still arrive: trials have different tokens.
     tokens = [(_vary(contact.own, failures), _vary(contact.answer, failures)) for contact in contacts]
@@ -370,8 +374,7 @@ def _try_peers(
     for peer, contact in enumerate(contacts):
         if peer != me:
             links.set_peer(peer, contact.addresses[tried[peer]], contact.ports, *tokens[peer])
-    peers = set(range(size)) if size <= _TRIED_RANKS else {me - 1, me + 1} & set(range(size))
-    batches = {peer: links.try_lanes(peer) for peer in peers - {me}}
+    batches = {peer: links.try_lanes(peer) for peer in partners}
     deadline, waiting = time.monotonic() + _TRIAL_SECONDS, set(batches)
     while waiting and time.monotonic() < deadline:
         links.wait(0.05)

@@ -22,13 +22,13 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from topkube import __version__
+from topkube.algorithms.cost import list_partners
 from topkube.control import Control, build_timeout
 from topkube.environment import chooses_malloc, read_process_launch
 from topkube.errors import CollectiveError, WorldError
 from topkube.heap import count_kept_bytes, keep_freed_memory
 from topkube.heartbeat import Heartbeat
-from topkube.launch_check import check_launch, check_versions
+from topkube.launch_check import VERSION, check_launch, check_versions
 from topkube.links import (
     LinkChoice,
     Links,
@@ -299,8 +299,7 @@ def init(settings: Settings | None = None) -> World:
     check_launch(comm.size, library, read_process_launch(), settings.expected_ranks)
     machine = comm.Split_type(MPI.COMM_TYPE_SHARED)
     host, affinity = machine.bcast(comm.rank), frozenset(os.sched_getaffinity(0))
-    hosts, versions = zip(*comm.allgather((host, __version__)), strict=True)
-    check_versions(versions)
+    hosts = check_versions(comm.allgather((host, VERSION)))
     affinities = machine.allgather(affinity)
     processors = limit_to_cgroup(len(frozenset().union(*affinities)))
     threads = count_own_threads(affinity, affinities, processors)
@@ -378,7 +377,8 @@ def _create_world(
     cross = comm.Split(node_comm.rank if node_comm.rank < shards else MPI.UNDEFINED, node)
     links = None
     if cross != MPI.COMM_NULL:
-        links = open_links(cross, [ranks[node_comm.rank] for ranks in node_ranks], link_choice)
+        equals = [ranks[node_comm.rank] for ranks in node_ranks]
+        links = open_links(cross, equals, link_choice, list_partners(cross.rank, cross.size))
     world = World(
         comm=comm,
         node_comm=node_comm,

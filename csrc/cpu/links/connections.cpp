@@ -2,6 +2,7 @@
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <sys/epoll.h>
 #include <unistd.h>
 
@@ -144,9 +145,10 @@ void Lane::accept_strangers() {
   for (;;) {
     const int fd = ::accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0 && (errno == ECONNABORTED || errno == EINTR || errno == EPROTO)) continue;
-    accepts_again_ = fd < 0 && !would_block();
-    if (accepts_again_) accept_trouble_ = "cannot connect to this rank: " + describe_errno();  // no more files can be opened
-    cannot_accept_ = accepts_again_;
+    accepts_again_ = fd < 0 && !would_block();  // no more files can be opened
+    if (accepts_again_) accept_trouble_ = "cannot connect to this rank: " + describe_errno();
+    pollfd waiting{listener_, POLLIN, 0};
+    cannot_accept_ = accepts_again_ && ::poll(&waiting, 1, 0) == 1;  // somebody is there
     if (fd < 0) return;
     Stranger stranger{fd, {}};
     watch(fd, stranger_base + static_cast<std::uint64_t>(fd));

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from topkube.algorithms.catalogue import find_algorithm, is_known
-from topkube.algorithms.cost import Machines, Workload, estimate_cost
+from topkube.algorithms.cost import Machines, Workload, count_wider_bytes, estimate_cost
 from topkube.algorithms.declaration import Algorithm, Family
 from topkube.algorithms.own import HIERARCHICAL, INT3, INT4, INT8, ONEBIT, OWN
 from topkube.algorithms.parameters import DELAY, DENSE_WIRE, DENSITY, NODE_WEIGHTS, OVERLAP
@@ -137,6 +137,9 @@ def _predict(algorithm: Algorithm, dense_wire: str, machines: Machines, buckets:
         on_link = exchange.sent / machines.link_of(used_algorithm)
         # Latencies do not depend on the size of a value, and compressed values have the same size for every dtype.
         link = exchange.between - on_link + on_link * (1.0 if used_algorithm.compresses else scale)
+        if not used_algorithm.compresses:
+            wider = count_wider_bytes(bucket.itemsize, bucket.elements, machines.nodes) if scale < 1 else 0.0
+            link += wider / machines.link_of(used_algorithm)
         memory = exchange.inside * scale
         between, inside = between + link, inside + memory
         seconds += max(link, memory) if used_algorithm.overlaps else link + memory

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from topkube.algorithms import Algorithm, Route, find_algorithm, find_package
+from topkube.algorithms.cost import count_wider_bytes
 from topkube.arrays import Array
 from topkube.collectives.call import Call, find_own_shard, reserve_workspace
 from topkube.collectives.error_feedback import Residual
@@ -141,7 +142,9 @@ def build_exchange(route: Route, comm: Any, payload: Any, tag: int = 0) -> tuple
     if route is Route.ALL_GATHER:
         return gather_rows(comm, payload, tag), (comm.size - 1) * payload.shape[1]
     buffer = np.empty(count_buffer_elements(payload.size, comm.size), payload.dtype)
-    return all_reduce(comm, payload, buffer, tag, _ignore), 2 * (comm.size - 1) * payload.nbytes // comm.size
+    sent = 2 * (comm.size - 1) * payload.nbytes // comm.size
+    sent += int(count_wider_bytes(payload.dtype.itemsize, payload.size, comm.size))
+    return all_reduce(comm, payload, buffer, tag, _ignore), sent
 
 
 def finish_exchange(call: Call, exchange: Exchange, sent: int, pause_seconds: float | None = None) -> None:

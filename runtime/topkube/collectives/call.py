@@ -3,8 +3,8 @@ waits.
 
 Every rank hashes the parameters of its call. Inside the node the hash is part of every stage; between nodes the ranks
 of equal local rank send it to each other at the start (greetings.py), and compare the hashes before they use anything
-else. A rank that continues therefore has the same hash as its whole node and as all ranks that it exchanges with. A
-rank that receives another hash informs all ranks, also those that wait."""
+else. A rank that continues therefore has the same hash as its whole node and as all ranks that it greeted
+(`greetings.list_greeted`). A rank that receives another hash informs all ranks, also those that wait."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import xxhash
 from topkube import _kernels
 from topkube.algorithms import MATRIX_RANK
 from topkube.arrays import DTYPE_CODES, Array, as_bytes
-from topkube.collectives.greetings import LinkGreetings, MpiGreetings, list_partners
+from topkube.collectives.greetings import LinkGreetings, MpiGreetings, list_greeted
 from topkube.collectives.mismatch import describe_ranks
 from topkube.collectives.request import Request
 from topkube.errors import MismatchError
@@ -72,7 +72,7 @@ class Call:
         """The greetings between nodes, if this rank exchanges any."""
         self.greets_with_values = False
         """True if the greetings wait for values to carry."""
-        if partners := list_partners(world):
+        if partners := list_greeted(world):
             self.greetings = (MpiGreetings if world.links is None else LinkGreetings)(world, partners, self._hash)
             self.greets_with_values = greets_with_values
             if not greets_with_values:

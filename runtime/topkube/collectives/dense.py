@@ -130,7 +130,7 @@ def _reduce_small(call: Call, request: Request) -> bool:
 class Torus2d(_Dense):
     """The 2D-torus all-reduce (Mikami et al., "Massively distributed SGD", 2018): reduce-scatter along the node, a
     ring all-reduce of each shard across nodes, all-gather along the node; each phase over the whole bucket. Each rank
-    exchanges messages with two neighbours only."""
+    exchanges values with two neighbours only."""
 
     def _run_on_nodes(self, call: Call, request: Request) -> bool:
         world, x = call.world, request.array

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from topkube import _kernels, kernels
-from topkube.algorithms.cost import PAIRWISE_LIMIT, sends_directly
+from topkube.algorithms.cost import PAIRWISE_LIMIT, list_rounds, sends_directly
 from topkube.arrays import Array, as_bytes
 from topkube.collectives.call import Call, compute_shard_bounds
 from topkube.collectives.greetings import LinkGreetings, count_greeted_bytes
@@ -441,8 +441,29 @@ def exchange_rows(comm: Any, sent: Sequence[Array], received: Sequence[Array], t
 
 
 def gather_rows(comm: Any, rows: Array, tag: int) -> Exchange:
-    """Gather `rows`, (ranks, bytes): rank r fills row r, every rank gets all rows."""
-    return all_gather(comm, rows.reshape(-1), tag)
+    """Gather `rows`, (ranks, bytes) of uint8, which may be a tensor on a GPU if MPI takes it: rank r fills row r, every
+    rank gets all rows."""
+    me = comm.rank
+    for _, partners in list_rounds(comm.size):
+        requests = [
+            comm.Irecv(part, (me + distance) % comm.size, tag)
+            for distance, count in partners
+            for part in _cut_rows(rows, me + distance, count)
+        ]
+        requests += [
+            comm.Isend(part, (me - distance) % comm.size, tag)
+            for distance, count in partners
+            for part in _cut_rows(rows, me, count)
+        ]
+        yield requests
+
+
+def _cut_rows(rows: Any, first: int, count: int) -> Iterator[Any]:
+    """Yield `count` rows from number `first` on, around the circle of ranks, in one part or two."""
+    first %= len(rows)
+    for start, stop in ((first, min(first + count, len(rows))), (0, first + count - len(rows))):
+        if start < stop:
+            yield rows[start:stop].reshape(-1)
 
 
 def gather_rows_around(comm: Any, rows: Array, tag: int) -> Exchange:

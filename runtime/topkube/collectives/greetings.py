@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from topkube import kernels
-from topkube.algorithms.cost import list_rounds, sends_directly
+from topkube.algorithms.cost import list_partners, sends_directly
 from topkube.arrays import Array, as_bytes
 from topkube.links import ANY_LENGTH_TAG
 from topkube.world import World
@@ -31,15 +31,14 @@ def count_greeted_bytes(nodes: int) -> int:
     return min(_MOST_GREETED_BYTES, _ROOM_BYTES // (nodes - 1)) // _HASH_BYTES * _HASH_BYTES
 
 
-def list_partners(world: World) -> list[int]:
-    """Return the ranks of the communicator between nodes that this rank exchanges greetings with."""
+def list_greeted(world: World) -> list[int]:
+    """Return the ranks of the communicator between nodes that this rank exchanges greetings with: all others, or among
+    many nodes those that it exchanges values with in rounds and in rings. Algorithms that send to all nodes
+    (`exchange.exchange_rows`) or to pairs of them (`gtopk`) also send to ranks that greet others only; a rank whose
+    call differs is seen by those."""
     if world.cross_comm is None or world.nodes == 1:
         return []
-    nodes, me = world.cross_comm.size, world.cross_comm.rank
-    # Hashes go where values go: to the partners of all rounds, and to both neighbours, which are among them, for rings.
-    distances = {distance for _, partners in list_rounds(nodes) for distance, _ in partners}
-    partners = {(me + sign * distance) % nodes for distance in distances for sign in (1, -1)}
-    return sorted(partners, key=lambda partner: (partner - me) % nodes)
+    return list(list_partners(world.cross_comm.rank, world.cross_comm.size))
 
 
 class MpiGreetings:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from topkube import algorithms
 from topkube.algorithms import DENSE, Algorithm, Route, all_gather_memory, reduce_scatter_memory
+from topkube.algorithms.cost import count_wider_bytes
 from topkube.planning.buckets import BucketLength
 from topkube.planning.profile import HostCost, StepProfile
 from topkube.planning.simulation import COMMUNICATION, DELIVERY, LATENCY, LINK, Task
@@ -153,7 +154,10 @@ def estimate_exchange(
     traffic = used_algorithm.traffic(situation.build_workload(used_algorithm, bucket.elements, is_exact))
     messages = traffic.messages if machines.nodes > 1 else 0
     latency = messages * machines.latency
-    link = (exchange.between - latency) * (1.0 if used_algorithm.compresses else scale)
+    link = exchange.between - latency
+    if scale < 1 and not used_algorithm.compresses:
+        wider = count_wider_bytes(bucket.itemsize, bucket.elements, machines.nodes)
+        link = link * scale + wider / machines.link_of(used_algorithm)
     inside, share = exchange.inside * scale, _estimate_share_before(used_algorithm, situation, bucket.elements)
     if host := profile.host.get(used_algorithm.name):
         inside = _correct_measurement(host, used_algorithm, situation, bucket.elements, exchange.inside)

@@ -9,6 +9,7 @@ from statistics import fmean, median, pstdev
 from typing import Any, NamedTuple
 
 from topkube.algorithms import OWN
+from topkube.algorithms.cost import all_reduce_messages
 from topkube.planning.profile import Gradient, HostCost, StepProfile
 from topkube.telemetry import trace
 from topkube.telemetry.trace_files import TraceError
@@ -65,7 +66,7 @@ def _read_events(content: Mapping[str, Any], name: str) -> StepProfile:
         if len(compute_ms_of_ranks) > 1 and clock == "tdur"
         else 0.0,
         host=_measure_host_costs(steps, nodes, slots, _find_weight_exchange(facts, nodes), gradients),
-        latency=_measure_latency(steps, 1 if facts.get("overlap") == "dear" else 2),
+        latency=_measure_latency(steps, all_reduce_messages(nodes) // (2 if facts.get("overlap") == "dear" else 1)),
         on_cpu=facts.get("device", "cpu") == "cpu",
         cores=facts.get("cores") if clock == "tdur" else None,
         bucket_bytes=facts.get("bucketBytes"),

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from message_network import SimulatedNetwork
-from topkube.algorithms.cost import PAIRWISE_LIMIT, all_reduce_messages, count_wider_bytes, list_rounds
+from topkube.algorithms.cost import PAIRWISE_LIMIT, all_reduce_messages, count_wider_bytes, list_partners, list_rounds
 from topkube.arrays import BFLOAT16, Array
 from topkube.collectives.exchange import (
     all_gather,
@@ -27,7 +28,7 @@ RANKS = st.one_of(st.integers(17, 40), st.sampled_from([64, 97, 128, 256, 257]))
 
 def reduce(exchange: Any, arrays: list[Array], scale: float) -> tuple[list[Array], SimulatedNetwork, list[bool]]:
     """Return the result of each rank, the network, and what each rank reported."""
-    network, results = SimulatedNetwork(len(arrays)), [array.copy() for array in arrays]
+    network, results = SimulatedNetwork(len(arrays), is_exact=True), [array.copy() for array in arrays]
     room, finite = count_buffer_elements(len(arrays[0]), len(arrays)), list[bool]()
     network.run(
         [
@@ -75,11 +76,34 @@ def test_halves_are_the_whole(ranks: int, length: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 16, 17, 20, 130])
 def test_rows_of_all_ranks_are_gathered(ranks: int) -> None:
-    network = SimulatedNetwork(ranks)
+    network = SimulatedNetwork(ranks, is_exact=True)
     everyone = np.random.default_rng(0).integers(0, 256, (ranks, 24), np.uint8)
     own = [np.where(np.arange(ranks)[:, None] == rank, everyone, 0).astype(np.uint8) for rank in range(ranks)]
     network.run([gather_rows(comm, rows, 0) for comm, rows in zip(network.comms, own, strict=True)])
     assert all((rows == everyone).all() for rows in own)
+
+
+def test_rows_may_be_a_tensor() -> None:
+    """As on a GPU, if MPI takes its memory."""
+    for ranks in (3, 20):
+        network = SimulatedNetwork(ranks, is_exact=True)
+        everyone = [torch.zeros(ranks, 8, dtype=torch.uint8) for _ in range(ranks)]
+        for rank, rows in enumerate(everyone):
+            rows[rank] = rank + 1
+        network.run([gather_rows(comm, rows, 0) for comm, rows in zip(network.comms, everyone, strict=True)])
+        assert all((rows == torch.arange(1, ranks + 1)[:, None]).all() for rows in everyone)
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 17, 20, 40, 257])
+def test_ranks_greet_all_ranks_that_they_exchange_values_with(ranks: int) -> None:
+    """Among few ranks, these are all others. Neighbours, for rings, are always among them."""
+    _, network, _ = reduce(all_reduce, [np.ones(ranks, np.float32)] * ranks, 1.0)
+    pairs = {(source, target) for source, target, _ in network.messages}
+    partners = {(rank, partner) for rank in range(ranks) for partner in list_partners(rank, ranks)}
+    assert pairs <= partners == {(b, a) for a, b in partners}
+    assert all((rank, (rank + 1) % ranks) in partners for rank in range(ranks))
+    assert ranks > 16 or len(partners) == ranks * (ranks - 1)
+    assert len(partners) / ranks <= 75
 
 
 @pytest.mark.parametrize("place", [0, 3, 399])
@@ -87,7 +111,7 @@ def test_the_owner_of_a_segment_knows_that_it_is_not_finite(place: int) -> None:
     arrays = [np.ones(400, np.float32) for _ in range(20)]
     arrays[7][place] = np.nan
     finite: dict[int, bool] = {}
-    network = SimulatedNetwork(20)
+    network = SimulatedNetwork(20, is_exact=True)
     network.run(
         [
             all_reduce(comm, x, np.empty(400, np.float32), 0, lambda flag, rank=comm.rank: finite.update({rank: flag}))

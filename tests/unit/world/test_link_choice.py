@@ -12,6 +12,7 @@ import pytest
 from linked_ranks import advance_until
 
 from topkube import links
+from topkube.algorithms.cost import list_partners
 from topkube.links import LinkChoice, Links, open_links
 
 
@@ -34,7 +35,9 @@ def open_on_threads(size: int, choice: Callable[[int], LinkChoice]) -> list[Link
     opened: list[Links | None] = [None] * size
 
     def run(rank: int) -> None:
-        opened[rank] = open_links(ThreadComm(rank, size, shared), list(range(size)), choice(rank))
+        opened[rank] = open_links(
+            ThreadComm(rank, size, shared), list(range(size)), choice(rank), list_partners(rank, size)
+        )
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from topkube.environment import ProcessLaunch, read_process_launch
 from topkube.errors import WorldError
-from topkube.launch_check import check_launch, check_versions
+from topkube.launch_check import VERSION, check_launch, check_versions
 from topkube.topology import find_nodes_of_ranks, group_by_home, parse_declared_nodes
 
 
@@ -113,7 +113,9 @@ def test_a_declared_node_must_share_memory() -> None:
 
 
 def test_different_versions_of_topkube_are_refused_and_named() -> None:
-    check_versions(["0.2.0"] * 3)
-    expected = r"different versions of TopKube: 0\.2\.0 \(ranks 0, 2\), 0\.1\.0 \(rank 1\).*one image"
-    with pytest.raises(WorldError, match=expected):
-        check_versions(["0.2.0", "0.1.0", "0.2.0"])
+    assert check_versions([(0, VERSION), (0, VERSION), (2, VERSION)]) == [0, 0, 2]
+    older = r"different versions of TopKube: 0\.2\.0 \(ranks 0, 2\), an older one \(rank 1\).*one image"
+    with pytest.raises(WorldError, match=older):
+        check_versions([(0, "0.2.0"), 0, (2, "0.2.0")])
+    with pytest.raises(WorldError, match=r"0\.2\.0, messages 2 \(rank 0\), 0\.2\.0, messages 3 \(rank 1\)"):
+        check_versions([(0, "0.2.0, messages 2"), (0, "0.2.0, messages 3")])
