@@ -171,8 +171,9 @@ void bind_links(nb::module_& module) {
           nb::arg("change"), nb::arg("total"), nb::arg("bounds"), nb::arg("bits"), nb::arg("key"))
       .def(
           "begin_integers",
-          [](TcpLinks& self, const std::shared_ptr<IntegerSum>& sum) { run(self, [&] { self.begin_integers(sum); }); },
-          nb::arg("sum"))
+          // Not a shared_ptr that nanobind makes: its last owner, which may be the thread of a lane, would need the
+          // interpreter's lock.
+          [](TcpLinks& self, IntegerSum& sum) { run(self, [&] { self.begin_integers(sum.shared_from_this()); }); }, nb::arg("sum"))
       .def(
           "greet",
           [](TcpLinks& self, const std::vector<int>& partners, std::uint64_t signature, std::uint64_t key, std::size_t room) {

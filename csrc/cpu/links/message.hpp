@@ -50,7 +50,7 @@ struct DenseSum : Reduction {
 // The sum over all ranks of float32 values, of which every rank sends integers (cpu/quantised). It is cut into one segment per rank,
 // its owner. The owner adds what the others send of its segment to its own values, and sends them integers of the sum. A part of
 // such a sum does so with a part of every segment.
-struct IntegerSum : Reduction {
+struct IntegerSum : Reduction, std::enable_shared_from_this<IntegerSum> {
   IntegerSum() : Reduction(Kind::integers) {}
   float* change = nullptr;  // the values of this rank, from which what it sends is subtracted
   float* total = nullptr;   // the sum of what the owners send

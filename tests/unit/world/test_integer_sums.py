@@ -161,6 +161,20 @@ def test_arrays_are_free_when_a_sum_is_complete_or_dropped(lanes: int, begins: b
     assert [sys.getrefcount(array) for array in (*changes, *results)] == counts
 
 
+def test_the_end_of_links_does_not_wait_for_a_thread_that_needs_the_interpreter() -> None:
+    """The threads of lanes drop what a sum needs at the moment at which the links go away."""
+    length, bounds = 2_100_000, cut_into_segments(2_100_000, 2)
+    for _ in range(40):
+        links, arrays = connect(2, 3), [np.zeros(length, np.float32) for _ in range(4)]
+        sums = [
+            one.begin_integers(one.prepare_integers(arrays[one.rank], arrays[2 + one.rank], bounds, 8, 0))
+            for one in links
+        ]
+        advance_until(links, lambda sums=sums: all(one.are_complete for one in sums))
+        sums.clear()
+        del links, arrays
+
+
 def test_wrong_arguments_are_refused() -> None:
     (one, _), values = connect(2), np.zeros(1000, np.float32)
     for change, bounds, bits in (
