@@ -185,7 +185,7 @@ def test_a_dense_wire_needs_a_dense_algorithm() -> None:
             AggregationSettings.from_settings(Settings(), algorithm=algorithm, dense_wire="bf16")
 
 
-@pytest.mark.parametrize(("nodes", "is_rounded"), [(2, True), (16, True), (17, False), (4096, False)])
-def test_rings_do_not_round_partial_sums(nodes: int, is_rounded: bool) -> None:
+@pytest.mark.parametrize(("nodes", "is_rounded"), [(1, False), (2, True), (16, True), (17, True), (4096, True)])
+def test_16_bits_travel_between_any_number_of_nodes(nodes: int, is_rounded: bool) -> None:
     assert is_narrow(SimpleNamespace(nodes=nodes), "bf16") is is_rounded
     assert not is_narrow(SimpleNamespace(nodes=nodes), "fp32")
