@@ -63,17 +63,6 @@ void reduce(IntegerSum& sum, std::size_t me) {
   pack(sum, own, own.mean);
 }
 
-std::shared_ptr<Message> make_message(const std::shared_ptr<IntegerSum>& sum, std::uint8_t* data, std::size_t bytes) {
-  auto message = std::make_shared<Message>();
-  message->key = sum->key;
-  message->data = data;
-  message->bytes = bytes;
-  message->is_exact = true;
-  message->keeper = sum;
-  message->batches.push_back(sum);
-  return message;
-}
-
 }  // namespace
 
 std::shared_ptr<IntegerSum> TcpLinks::prepare_integers(float* change, float* total, const std::vector<std::size_t>& bounds,
@@ -162,12 +151,12 @@ void Lane::begin_integers(const std::shared_ptr<IntegerSum>& sum) {
     const int peer = static_cast<int>(p);
     const Piece& piece = sum->pieces[p];
     const std::size_t bytes = layout_of(*sum, piece).bytes;
-    auto arriving = make_message(sum, piece.arrived, own_bytes);
+    auto arriving = make_message(sum, sum, piece.arrived, own_bytes);
     arriving->reduction = sum;
     expect(peer, std::move(arriving));
-    begin_sending(peer, make_message(sum, piece.row, bytes));
+    begin_sending(peer, make_message(sum, sum, piece.row, bytes));
     // The sum of that segment arrives only after that rank has received ours.
-    auto mean = make_message(sum, piece.mean, bytes);
+    auto mean = make_message(sum, sum, piece.mean, bytes);
     mean->reduction = sum;
     mean->place = p + 1;
     expect(peer, std::move(mean));
@@ -187,7 +176,7 @@ void Lane::continue_integers(const std::shared_ptr<IntegerSum>& sum, std::size_t
   if (place == 0) {
     const Piece& own = sum->pieces[me];
     for (std::size_t i = 1; i < ranks; ++i)
-      peers_[(me + i) % ranks].sending.push_back(make_message(sum, own.mean, layout_of(*sum, own).bytes));
+      peers_[(me + i) % ranks].sending.push_back(make_message(sum, sum, own.mean, layout_of(*sum, own).bytes));
     ready_.push_back({sum, me + 1});
   }
   if (--sum->computations == 0) ledger_.release(std::move(sum->keeper));

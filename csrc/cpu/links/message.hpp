@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "cpu/dtype.hpp"
@@ -110,5 +111,18 @@ struct Message {
   bool is_exact = false;                               // a shorter message is an error
   bool is_complete = false;
 };
+
+// Returns a message of a reduction. `keeper` keeps the memory at `data` alive.
+inline std::shared_ptr<Message> make_message(const std::shared_ptr<Reduction>& reduction, std::shared_ptr<void> keeper,
+                                             std::uint8_t* data, std::size_t bytes) {
+  auto message = std::make_shared<Message>();
+  message->key = reduction->key;
+  message->data = data;
+  message->bytes = bytes;
+  message->is_exact = true;
+  message->keeper = std::move(keeper);
+  message->batches.push_back(reduction);
+  return message;
+}
 
 }  // namespace topkube

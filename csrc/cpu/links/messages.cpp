@@ -77,17 +77,6 @@ void Lane::complete(Message& message) {
 
 namespace {
 
-std::shared_ptr<Message> make_part(const std::shared_ptr<DenseSum>& reduction, std::uint8_t* data, std::size_t bytes) {
-  auto message = std::make_shared<Message>();
-  message->key = reduction->key;
-  message->data = data;
-  message->bytes = bytes;
-  message->is_exact = true;
-  message->keeper = reduction->keeper;
-  message->batches.push_back(reduction);
-  return message;
-}
-
 // The elements [start, stop) of x: this lane's part of segment p.
 struct Part {
   Part(const DenseSum& reduction, std::size_t p, std::size_t ranks) {
@@ -116,7 +105,9 @@ void Lane::begin_sum(const std::shared_ptr<DenseSum>& reduction) {
   const int others = static_cast<int>(ranks) - 1;
   reduction->awaited = others;
   reduction->pending = (reduction->is_gathered ? 4 : 2) * others + 1;
-  const auto make = [&](std::uint8_t* data, std::size_t length) { return make_part(reduction, data, length * item); };
+  const auto make = [&](std::uint8_t* data, std::size_t length) {
+    return make_message(reduction, reduction->keeper, data, length * item);
+  };
   for (std::size_t i = 1; i < ranks; ++i) {
     const std::size_t p = (me + i) % ranks;  // every rank begins with another one
     auto segment = make(find_place(*reduction, p, me, ranks, own), own.length());
@@ -145,7 +136,8 @@ void Lane::send_sums(const std::shared_ptr<DenseSum>& reduction) {
   const std::size_t ranks = peers_.size(), item = item_size(reduction->dtype), me = static_cast<std::size_t>(rank_);
   const Part own(*reduction, me, ranks);
   for (std::size_t i = 1; i < ranks; ++i)
-    peers_[(me + i) % ranks].sending.push_back(make_part(reduction, reduction->x + own.start * item, own.length() * item));
+    peers_[(me + i) % ranks].sending.push_back(
+        make_message(reduction, reduction->keeper, reduction->x + own.start * item, own.length() * item));
 }
 
 namespace {
@@ -222,9 +214,10 @@ void Lane::end_greeting(const std::shared_ptr<Greeting>& greeting) {
     if (greeting->is_gathered) {
       for (const auto& arrival : greeting->arrivals) {
         const Part theirs(*greeting, static_cast<std::size_t>(arrival.rank), ranks);
-        expect(arrival.rank, make_part(greeting, greeting->x + theirs.start * item, theirs.length() * item));
+        expect(arrival.rank, make_message(greeting, greeting->keeper, greeting->x + theirs.start * item, theirs.length() * item));
       }
-      for (const auto& arrival : greeting->arrivals) begin_sending(arrival.rank, make_part(greeting, own, own_bytes));
+      for (const auto& arrival : greeting->arrivals)
+        begin_sending(arrival.rank, make_message(greeting, greeting->keeper, own, own_bytes));
     }
   } else if (greeting->is_gathered) {
     for (std::size_t i = 0; i < 2 * greeting->arrivals.size(); ++i) ledger_.count_down(*greeting);  // there are no sums
