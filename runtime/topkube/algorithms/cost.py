@@ -182,11 +182,15 @@ def _list_rounds(partners: int, limit: int) -> Rounds:
     return tuple(rounds)
 
 
-@functools.lru_cache(maxsize=64)
 def list_partners(rank: int, ranks: int) -> tuple[int, ...]:
     """Return the ranks that `rank` exchanges values with in the rounds of an all-reduce among `ranks`: among few, all
     others. The next and the last rank are always among them."""
-    distances = {distance for _, partners in list_rounds(ranks) for distance, _ in partners}
+    return _list_partners(rank, ranks, list_rounds(ranks))
+
+
+@functools.lru_cache(maxsize=64)
+def _list_partners(rank: int, ranks: int, rounds: Rounds) -> tuple[int, ...]:
+    distances = {distance for _, partners in rounds for distance, _ in partners}
     found = {(rank + sign * distance) % ranks for distance in distances for sign in (1, -1)}
     return tuple(sorted(found, key=lambda partner: (partner - rank) % ranks))
 

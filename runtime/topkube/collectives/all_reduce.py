@@ -15,14 +15,9 @@ from topkube.algorithms.cost import count_wider_bytes
 from topkube.arrays import Array
 from topkube.collectives.call import Call, find_own_shard, reserve_workspace
 from topkube.collectives.error_feedback import Residual
-from topkube.collectives.exchange import (
-    Exchange,
-    Exchanges,
-    all_reduce,
-    count_buffer_elements,
-    gather_rows,
-)
+from topkube.collectives.exchange import Exchanges
 from topkube.collectives.request import Request
+from topkube.collectives.rounds import Exchange, all_reduce, count_buffer_elements, gather_rows
 from topkube.collectives.shard import Shard
 from topkube.errors import AlgorithmError
 from topkube.telemetry import phases

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from topkube import kernels
-from topkube.algorithms.cost import sends_directly
 from topkube.arrays import BFLOAT16, Array
 from topkube.collectives.all_reduce import ShardAllReduce
 from topkube.collectives.call import Call, find_own_shard, reserve_workspace
@@ -26,9 +25,10 @@ from topkube.collectives.codecs import (
     Rounded,
     Signs,
 )
-from topkube.collectives.exchange import Exchange, Place, has_reductions
+from topkube.collectives.exchange import Place
 from topkube.collectives.halves import HalvableAllReduce, Halves
 from topkube.collectives.request import Request
+from topkube.collectives.rounds import Exchange, runs_compiled
 from topkube.collectives.shard import Shard
 from topkube.collectives.top_levels import TopLevels
 from topkube.collectives.top_signs import TopSigns
@@ -158,7 +158,7 @@ class QuantisedAllReduce(CodecAllReduce, HalvableAllReduce):
 
     def begin_between(self, call: Call, shard: Shard, place: Place) -> tuple[Exchange, int]:
         links = shard.world.cross_links
-        if not sends_directly(links.size) or shard.request.dtype != "float32" or not has_reductions(links):
+        if shard.request.dtype != "float32" or not runs_compiled(links):
             return super().begin_between(call, shard, place)
         return self._begin_on_links(call, shard, links, place)
 

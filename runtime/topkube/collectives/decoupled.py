@@ -30,13 +30,7 @@ from typing import Any, NamedTuple
 from topkube import kernels
 from topkube.arrays import Array, as_bytes
 from topkube.collectives.call import Call, compute_shard_bounds, find_own_shard, reserve_workspace
-from topkube.collectives.exchange import (
-    Exchange,
-    Exchanges,
-    all_gather,
-    find_own_segment,
-    reduce_scatter,
-)
+from topkube.collectives.exchange import Exchanges
 from topkube.collectives.halves import HalvableAllReduce
 from topkube.collectives.overlapped import (
     TAGS,
@@ -47,6 +41,7 @@ from topkube.collectives.overlapped import (
 )
 from topkube.collectives.pauses import choose_pause
 from topkube.collectives.request import Request
+from topkube.collectives.rounds import Exchange, all_gather, find_own_segment, reduce_scatter
 from topkube.links import Links
 from topkube.telemetry import phases
 from topkube.waiting import advance_in_waits

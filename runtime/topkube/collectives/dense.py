@@ -12,14 +12,7 @@ from topkube import kernels
 from topkube.arrays import Array
 from topkube.collectives.all_reduce import ShardAllReduce, count_dense
 from topkube.collectives.call import Call, find_own_shard, reserve_workspace
-from topkube.collectives.exchange import (
-    Exchanges,
-    count_buffer_elements,
-    count_bytes_with_greetings,
-    count_ring_bytes,
-    finish_greeted,
-    ring_all_reduce,
-)
+from topkube.collectives.exchange import Exchanges, count_bytes_with_greetings, finish_greeted
 from topkube.collectives.overlapped import (
     UNDER_WAY,
     OverlappedAllReduce,
@@ -29,6 +22,8 @@ from topkube.collectives.overlapped import (
     split,
 )
 from topkube.collectives.request import Request
+from topkube.collectives.rings import count_ring_bytes, ring_all_reduce
+from topkube.collectives.rounds import count_buffer_elements
 from topkube.collectives.shard import Shard
 from topkube.errors import ArgumentError
 from topkube.telemetry import phases

@@ -1,25 +1,23 @@
 """Exchanges between nodes: each is a generator that posts messages, yields while they travel and continues when they
-are complete.
+are complete. rounds.py and rings.py have those of sums and gathers.
 
 Several pieces of an array can therefore be under way at once, driven by one thread that also works inside the node
-(`Exchanges`). Sums have a fixed order: by rank in `pairwise`, along the ring in `ring`.
+(`Exchanges`). Sums have a fixed order: by rank among few ranks, otherwise along the rounds or the ring.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from topkube import _kernels, kernels
-from topkube.algorithms.cost import PAIRWISE_LIMIT, list_rounds, sends_directly
-from topkube.arrays import Array, as_bytes
+from topkube.algorithms.cost import PAIRWISE_LIMIT
+from topkube.arrays import Array
 from topkube.collectives.call import Call, compute_shard_bounds
 from topkube.collectives.greetings import LinkGreetings, count_greeted_bytes
-from topkube.collectives.rounds import all_gather_in_rounds, reduce_scatter_in_rounds
+from topkube.collectives.rounds import Exchange, all_gather, all_reduce
 from topkube.links import are_links_messages
 from topkube.telemetry import phases, trace
 from topkube.waiting import advance_messages, sleep_until_woken
@@ -27,9 +25,6 @@ from topkube.world import World
 
 MORE_BYTES = 16 << 10
 """So many bytes more may pass the link to save a round of messages: 0.13 ms at 1 Gbit/s."""
-Exchange = Iterator[Any]
-"""Yields what it waits for: a list of MPI requests, of messages of `world.links`, or of marks in the stream of a device
-(collectives/device/memory.py); or a reduction of `world.links`."""
 
 
 @dataclass(frozen=True)
@@ -148,124 +143,10 @@ def _are_complete(awaited: Any) -> bool:
     return bool(Request.Testall(awaited))
 
 
-def has_reductions(comm: Any) -> bool:
-    """Return True if compiled code carries out all-reduces over `comm` as a whole: over `Links`, not over a
-    communicator of MPI."""
-    return hasattr(comm, "begin_reduction")
-
-
-def pairwise_all_reduce(
-    comm: Any,
-    x: Array,
-    buffer: Array,
-    tag: int,
-    report_finite: Callable[[bool], None],
-    scale: float = 1.0,
-) -> Exchange:
-    """Replace x by the sum over `comm` times `scale`: each rank reduces one segment, in rank order and float32, and
-    sends it to all.
-
-    `buffer` (x's type) receives (ranks - 1) segments. `report_finite` is called with True if this rank's segment is
-    finite.
-    """
-    if has_reductions(comm):
-        yield from _reduce_on_links(comm, x, buffer, tag, report_finite, scale, is_gathered=True)
-        return
-    yield from pairwise_reduce_scatter(comm, x, buffer, tag, report_finite, scale)
-    yield from pairwise_all_gather(comm, x, tag)
-
-
-def _reduce_on_links(
-    links: Any,
-    x: Array,
-    buffer: Array,
-    tag: int,
-    report_finite: Callable[[bool], None],
-    scale: float,
-    is_gathered: bool,
-) -> Exchange:
-    """Do what `pairwise_all_reduce` does, or if `is_gathered` is False `pairwise_reduce_scatter`, in compiled code: the
-    thread that waits for the messages adds them up."""
-    reduction = links.begin_reduction(x, buffer, scale, tag, is_gathered)
-    yield reduction
-    report_finite(reduction.is_finite)
-
-
-def pairwise_reduce_scatter(
-    comm: Any,
-    x: Array,
-    buffer: Array,
-    tag: int,
-    report_finite: Callable[[bool], None],
-    scale: float = 1.0,
-) -> Exchange:
-    """Reduce this rank's segment of x (`find_own_segment`): the first half of `pairwise_all_reduce`."""
-    if has_reductions(comm):
-        yield from _reduce_on_links(comm, x, buffer, tag, report_finite, scale, is_gathered=False)
-        return
-    ranks, me = comm.size, comm.rank
-    bounds = compute_shard_bounds(x.size, ranks)
-    segments = [x[bounds[i] : bounds[i + 1]] for i in range(ranks)]
-    own = segments[me]
-    others = [(me + i) % ranks for i in range(1, ranks)]
-    arriving = {p: buffer[i * own.size : (i + 1) * own.size] for i, p in enumerate(others)}
-    requests = [comm.Irecv(as_bytes(arriving[p]), p, tag) for p in others]
-    requests += [comm.Isend(as_bytes(segments[p]), p, tag) for p in others]
-    yield requests
-    kernels.sum_(own, [own if p == me else arriving[p] for p in range(ranks)], scale)
-    report_finite(kernels.is_finite(own))
-
-
-def pairwise_all_gather(comm: Any, x: Array, tag: int) -> Exchange:
-    """Send this rank's segment of x to all: the second half of `pairwise_all_reduce`."""
-    ranks, me = comm.size, comm.rank
-    bounds = compute_shard_bounds(x.size, ranks)
-    segments = [x[bounds[i] : bounds[i + 1]] for i in range(ranks)]
-    others = [(me + i) % ranks for i in range(1, ranks)]
-    requests = [comm.Irecv(as_bytes(segments[p]), p, tag) for p in others]
-    requests += [comm.Isend(as_bytes(segments[me]), p, tag) for p in others]
-    yield requests
-
-
-def all_reduce(
-    comm: Any,
-    x: Array,
-    buffer: Array,
-    tag: int,
-    report_finite: Callable[[bool], None],
-    scale: float = 1.0,
-) -> Exchange:
-    """Replace x by the sum over `comm` times `scale`, as `pairwise_all_reduce` describes; among many ranks in several
-    rounds (rounds.py), whose sums have another order. All ranks receive the same bits."""
-    if sends_directly(comm.size):
-        yield from pairwise_all_reduce(comm, x, buffer, tag, report_finite, scale)
-        return
-    yield from reduce_scatter_in_rounds(comm, x, buffer, tag, report_finite, scale)
-    yield from all_gather_in_rounds(comm, x, tag)
-
-
-def reduce_scatter(
-    comm: Any,
-    x: Array,
-    buffer: Array,
-    tag: int,
-    report_finite: Callable[[bool], None],
-    scale: float = 1.0,
-) -> Exchange:
-    """Reduce this rank's segment of x (`find_own_segment`): the first half of `all_reduce`."""
-    reduce = pairwise_reduce_scatter if sends_directly(comm.size) else reduce_scatter_in_rounds
-    return reduce(comm, x, buffer, tag, report_finite, scale)
-
-
-def all_gather(comm: Any, x: Array, tag: int) -> Exchange:
-    """Send this rank's segment of x to all: the second half of `all_reduce`."""
-    return (pairwise_all_gather if sends_directly(comm.size) else all_gather_in_rounds)(comm, x, tag)
-
-
 def greeted_all_reduce(
     call: Call, x: Array, tag: int, report_finite: Callable[[bool], None], scale: float = 1.0
 ) -> Generator[Any, None, None]:
-    """Replace x by its sum over the ranks of `cross_comm` times `scale`, as `pairwise_all_reduce` does, with the same
+    """Replace x by its sum over the ranks of `cross_comm` times `scale`, as `rounds.all_reduce` does, with the same
     bits. The greetings of `call` carry the values: segments, or all of x if that is hardly more, because the sums then
     need no messages."""
     greetings, call.greets_with_values = call.greetings, False
@@ -291,7 +172,7 @@ def greeted_all_reduce(
     yield from call.await_greetings()
     report_finite(greetings.add_up(parts[me], scale))
     if not is_in_one_round:
-        yield from pairwise_all_gather(call.world.cross_comm, x, tag)
+        yield from all_gather(call.world.cross_comm, x, tag)
 
 
 def finish_greeted(call: Call, x: Array, scale: float) -> bool:
@@ -328,106 +209,12 @@ def narrow_all_reduce(
 ) -> Exchange:
     """Replace x (float32) by the sum over `comm` times `scale`, sent in the 16-bit type of `narrow` and `buffer`.
 
-    `narrow` has x's length, `buffer` is as in `pairwise_all_reduce`. Each rank's x times `scale` is rounded once, the
+    `narrow` has x's length, `buffer` is as in `rounds.all_reduce`. Each rank's x times `scale` is rounded once, the
     sum of the rounded values is computed in float32 and rounded once: all ranks receive the same bits.
     """
     kernels.sum_(narrow, [x], scale)
     yield from all_reduce(comm, narrow, buffer, tag, report_finite)
     kernels.cast_(x, narrow)
-
-
-def ring_all_reduce(
-    comm: Any,
-    x: Array,
-    buffer: Array,
-    tag: int,
-    report_finite: Callable[[bool], None],
-    scale: float = 1.0,
-) -> Exchange:
-    """Replace x by the sum over `comm` times `scale`, in two rounds of a ring (Patarasuk & Yuan, "Bandwidth optimal
-    all-reduce algorithms for clusters of workstations", 2009). `buffer` holds one segment. Partial sums travel in the
-    type that `choose_partial_sum_type` returns."""
-    yield from ring_reduce_scatter(comm, x, buffer, tag, report_finite, scale)
-    yield from ring_all_gather(comm, x, tag)
-
-
-def ring_reduce_scatter(
-    comm: Any,
-    x: Array,
-    buffer: Array,
-    tag: int,
-    report_finite: Callable[[bool], None],
-    scale: float = 1.0,
-) -> Exchange:
-    """Reduce this rank's segment of x (`find_own_segment`): the first round of `ring_all_reduce`."""
-    ranks, me = comm.size, comm.rank
-    segments = _list_ring_segments(x, ranks)
-    right, left = (me + 1) % ranks, (me - 1) % ranks
-    if choose_partial_sum_type(ranks, x.dtype) != x.dtype:
-        yield from _wide_ring_reduce_scatter(comm, segments, tag, scale)
-        report_finite(kernels.is_finite(segments[me + 1]))
-        return
-    for step in range(ranks - 1):
-        outgoing, own = segments[me - step], segments[me - step - 1]
-        arriving = buffer[: own.size]
-        yield [comm.Irecv(as_bytes(arriving), left, tag), comm.Isend(as_bytes(outgoing), right, tag)]
-        kernels.sum_(own, [arriving, own], scale if step == ranks - 2 else 1.0)
-    report_finite(kernels.is_finite(segments[me + 1]))
-
-
-def _wide_ring_reduce_scatter(comm: Any, segments: Sequence[Array], tag: int, scale: float) -> Exchange:
-    """The first round of a ring for 16-bit segments, with partial sums of float32. The result is rounded once."""
-    ranks, me = comm.size, comm.rank
-    right, left = (me + 1) % ranks, (me - 1) % ranks
-    longest = max(segment.size for segment in segments)
-    outgoing, arriving, own = (np.empty(longest, np.float32) for _ in range(3))
-    kernels.cast_(outgoing[: segments[me].size], segments[me])
-    for step in range(ranks - 1):
-        sent, segment = segments[me - step].size, segments[me - step - 1]
-        arrived, values = arriving[: segment.size], own[: segment.size]
-        yield [comm.Irecv(as_bytes(arrived), left, tag), comm.Isend(as_bytes(outgoing[:sent]), right, tag)]
-        kernels.cast_(values, segment)
-        if step == ranks - 2:
-            kernels.sum_(segment, [arrived, values], scale)
-        else:
-            kernels.sum_(outgoing[: segment.size], [arrived, values])
-
-
-def choose_partial_sum_type(ranks: int, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the type in which partial sums travel around a ring. Every rank rounds them once. With many ranks, a
-    partial sum of 16 bits would stop growing: a bfloat16 above 256 stays the same if 1 is added to it."""
-    return np.dtype(np.float32) if ranks > PAIRWISE_LIMIT and dtype.itemsize == 2 else dtype
-
-
-def count_ring_bytes(x: Array, ranks: int) -> int:
-    """Return how many bytes a rank sends in `ring_all_reduce`."""
-    return (ranks - 1) * x.size * (choose_partial_sum_type(ranks, x.dtype).itemsize + x.itemsize) // ranks
-
-
-def ring_all_gather(comm: Any, x: Array, tag: int) -> Exchange:
-    """Send this rank's segment of x around the ring: the second round of `ring_all_reduce`."""
-    ranks, me = comm.size, comm.rank
-    segments = _list_ring_segments(x, ranks)
-    right, left = (me + 1) % ranks, (me - 1) % ranks
-    for step in range(ranks - 1):
-        outgoing, incoming = segments[me + 1 - step], segments[me - step]
-        yield [comm.Irecv(as_bytes(incoming), left, tag), comm.Isend(as_bytes(outgoing), right, tag)]
-
-
-def _list_ring_segments(x: Array, ranks: int) -> list[Array]:
-    """Return the segments of x, twice in a row: numbers from -2 * ranks to 2 * ranks - 1 name a segment."""
-    bounds = compute_shard_bounds(x.size, ranks)
-    return [x[bounds[i % ranks] : bounds[i % ranks + 1]] for i in range(2 * ranks)]
-
-
-def find_own_segment(comm: Any, length: int) -> tuple[int, int]:
-    """Return the bounds of the segment that this rank has reduced after a `reduce_scatter` of `length` elements."""
-    return length * comm.rank // comm.size, length * (comm.rank + 1) // comm.size
-
-
-def count_buffer_elements(length: int, ranks: int) -> int:
-    """Return how many elements are enough for the buffer of a pairwise or ring all-reduce of `length` elements."""
-    return -(-length // ranks) * max(ranks - 1, 1)
 
 
 def exchange_rows(comm: Any, sent: Sequence[Array], received: Sequence[Array], tag: int) -> Exchange:
@@ -438,42 +225,3 @@ def exchange_rows(comm: Any, sent: Sequence[Array], received: Sequence[Array], t
         distances = range(first, min(first + PAIRWISE_LIMIT, ranks))
         requests = [comm.Irecv(received[(me - d) % ranks], (me - d) % ranks, tag) for d in distances]
         yield requests + [comm.Isend(sent[(me + d) % ranks], (me + d) % ranks, tag) for d in distances]
-
-
-def gather_rows(comm: Any, rows: Array, tag: int) -> Exchange:
-    """Gather `rows`, (ranks, bytes) of uint8, which may be a tensor on a GPU if MPI takes it: rank r fills row r, every
-    rank gets all rows."""
-    me = comm.rank
-    for _, partners in list_rounds(comm.size):
-        requests = [
-            comm.Irecv(part, (me + distance) % comm.size, tag)
-            for distance, count in partners
-            for part in _cut_rows(rows, me + distance, count)
-        ]
-        requests += [
-            comm.Isend(part, (me - distance) % comm.size, tag)
-            for distance, count in partners
-            for part in _cut_rows(rows, me, count)
-        ]
-        yield requests
-
-
-def _cut_rows(rows: Any, first: int, count: int) -> Iterator[Any]:
-    """Yield `count` rows from number `first` on, around the circle of ranks, in one part or two."""
-    first %= len(rows)
-    for start, stop in ((first, min(first + count, len(rows))), (0, first + count - len(rows))):
-        if start < stop:
-            yield rows[start:stop].reshape(-1)
-
-
-def gather_rows_around(comm: Any, rows: Array, tag: int) -> Exchange:
-    """Do what `gather_rows` does. With many ranks, each sends to the next one only: if a node has several ranks that
-    follow each other, each row enters the node once."""
-    if sends_directly(comm.size):
-        yield from gather_rows(comm, rows, tag)
-        return
-    ranks, me = comm.size, comm.rank
-    right, left = (me + 1) % ranks, (me - 1) % ranks
-    for step in range(ranks - 1):
-        sent, received = rows[(me - step) % ranks], rows[(me - step - 1) % ranks]
-        yield [comm.Irecv(received, left, tag), comm.Isend(sent, right, tag)]

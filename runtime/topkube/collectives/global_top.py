@@ -25,7 +25,7 @@ from topkube import kernels
 from topkube.arrays import Array
 from topkube.collectives.all_reduce import NodeAllReduce, finish_exchange
 from topkube.collectives.call import Call
-from topkube.collectives.exchange import Exchange
+from topkube.collectives.rounds import Exchange
 from topkube.collectives.shard import Shard
 from topkube.collectives.sparse import count_selected, select_largest
 from topkube.telemetry import phases

@@ -33,9 +33,9 @@ def count_greeted_bytes(nodes: int) -> int:
 
 def list_greeted(world: World) -> list[int]:
     """Return the ranks of the communicator between nodes that this rank exchanges greetings with: all others, or among
-    many nodes those that it exchanges values with in rounds and in rings. Algorithms that send to all nodes
-    (`exchange.exchange_rows`) or to pairs of them (`gtopk`) also send to ranks that greet others only; a rank whose
-    call differs is seen by those."""
+    many nodes those that it exchanges values with in rounds and in rings. There, algorithms that send to all nodes
+    (`exchange.exchange_rows`) or to pairs of them (`gtopk`) also send to ranks that they have not greeted. If the call
+    of such a rank differs, the ranks that it greets find out, and inform all."""
     if world.cross_comm is None or world.nodes == 1:
         return []
     return list(list_partners(world.cross_comm.rank, world.cross_comm.size))

@@ -14,8 +14,9 @@ from typing import Any
 
 from topkube.collectives.all_reduce import AllReduce
 from topkube.collectives.call import Call
-from topkube.collectives.exchange import Exchange, Place
+from topkube.collectives.exchange import Place
 from topkube.collectives.request import Request
+from topkube.collectives.rounds import Exchange
 from topkube.world import World
 
 

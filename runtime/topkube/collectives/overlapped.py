@@ -20,17 +20,15 @@ from topkube.algorithms.cost import count_wider_bytes
 from topkube.arrays import BFLOAT16, Array
 from topkube.collectives.call import Call, find_own_shard, reserve_workspace
 from topkube.collectives.exchange import (
-    Exchange,
     Exchanges,
     Place,
-    all_reduce,
-    count_buffer_elements,
     count_bytes_with_greetings,
     greeted_all_reduce,
     narrow_all_reduce,
 )
 from topkube.collectives.greetings import count_greeted_bytes
 from topkube.collectives.pauses import choose_pause, note_rate
+from topkube.collectives.rounds import Exchange, all_reduce, count_buffer_elements
 from topkube.telemetry import phases
 from topkube.waiting import CHECK_SECONDS, sleep_until_woken
 from topkube.world import World

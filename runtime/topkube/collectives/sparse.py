@@ -14,9 +14,11 @@ from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import DTYPE_CODES, Array, as_bytes, is_tensor
 from topkube.collectives.all_reduce import AllReduce, ShardAllReduce, count_dense, reduce_into_residual
 from topkube.collectives.call import Call, compute_shard_bounds, find_own_shard, reserve_workspace
-from topkube.collectives.exchange import Exchange, Exchanges, Place, gather_rows, gather_rows_around
+from topkube.collectives.exchange import Exchanges, Place
 from topkube.collectives.halves import HalvableAllReduce, Halves
 from topkube.collectives.request import Request
+from topkube.collectives.rings import gather_rows_around
+from topkube.collectives.rounds import Exchange, gather_rows
 from topkube.collectives.shard import Shard
 from topkube.telemetry import phases
 from topkube.world import World

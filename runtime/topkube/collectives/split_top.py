@@ -30,8 +30,9 @@ import numpy as np
 from topkube import kernels
 from topkube.algorithms.cost import PAIRWISE_LIMIT
 from topkube.arrays import Array
-from topkube.collectives.exchange import Exchange, exchange_rows
+from topkube.collectives.exchange import exchange_rows
 from topkube.collectives.global_top import GlobalTop, GlobalTopAllReduce
+from topkube.collectives.rounds import Exchange
 from topkube.errors import WireError
 
 _QUANTILES = 64

@@ -28,7 +28,8 @@ from topkube.arrays import Array, is_tensor, view_like
 from topkube.collectives.all_reduce import finish_exchange
 from topkube.collectives.call import Call, reserve_workspace
 from topkube.collectives.codecs import Codec, CodecOf, join_flags
-from topkube.collectives.exchange import Exchange, Place, exchange_rows
+from topkube.collectives.exchange import Place, exchange_rows
+from topkube.collectives.rounds import Exchange
 from topkube.kernels import SIGN_BLOCK
 from topkube.telemetry import phases
 from topkube.world import World

@@ -16,7 +16,8 @@ from topkube.arrays import Array
 from topkube.collectives.call import Call
 from topkube.collectives.codecs import Codec
 from topkube.collectives.device.memory import DeviceMemory, Slot
-from topkube.collectives.exchange import Exchange, exchange_rows
+from topkube.collectives.exchange import exchange_rows
+from topkube.collectives.rounds import Exchange
 from topkube.collectives.two_stage import TwoStage
 from topkube.telemetry import phases
 from topkube.world import World

@@ -7,7 +7,7 @@ from functools import partial
 from topkube.collectives.codec_all_reduce import CodecAllReduce
 from topkube.collectives.device.memory import DeviceMemory, Slot
 from topkube.collectives.device.rows import RowsInTwoStages
-from topkube.collectives.exchange import Exchange
+from topkube.collectives.rounds import Exchange
 from topkube.collectives.shard import Shard
 from topkube.telemetry import phases
 
