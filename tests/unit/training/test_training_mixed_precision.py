@@ -214,6 +214,85 @@ def test_weights_that_the_script_writes_reach_the_masters() -> None:
     assert torch.equal(optimizer.master_parameters()[0][small], precise[small])
 
 
+WRITERS: dict[str, Callable[[torch.Tensor], object]] = {
+    "clamp_": lambda weight: weight.data.clamp_(-0.5, 0.5),
+    "a new tensor": lambda weight: setattr(weight, "data", weight.data.clamp(-0.5, 0.5)),
+    "copy_": lambda weight: weight.data.copy_(weight.data.clamp(-0.5, 0.5)),
+    "vector_to_parameters": lambda weight: torch.nn.utils.vector_to_parameters(
+        weight.detach().clamp(-0.5, 0.5).flatten(), [weight]
+    ),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_weights_that_are_written_through_data_reach_the_masters(
+    write: Callable[[torch.Tensor], object], device: str
+) -> None:
+    """torch does not raise the version of such a tensor."""
+    model = Mixed().to(device)
+    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=1e-6))
+    for _ in range(3):  # weights are clipped in every step, as for WGAN
+        precise = optimizer.master_parameters()[0].detach().clone()
+        inside = model.first.abs() < 0.5
+        write(model.first)
+        model.first.grad = torch.ones_like(model.first)
+        optimizer.step()
+        master = optimizer.master_parameters()[0]
+        assert model.first.abs().max() <= 0.5
+        torch.testing.assert_close(master[inside], precise[inside] - 1e-6, rtol=0, atol=0)
+
+
+def test_masters_that_are_written_through_data_keep_what_was_written() -> None:
+    """Weight decay by hand: each change is smaller than the precision of the 16-bit weights."""
+    model = Mixed()
+    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.0))
+    master, before = optimizer.master_parameters()[0], model.first.detach().float()
+    for _ in range(20):
+        master.data.mul_(1 - 1e-4)
+        model.first.grad = torch.ones_like(model.first)
+        optimizer.step()
+    torch.testing.assert_close(master.detach(), before * (1 - 1e-4) ** 20)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reads", [False, True])
+def test_16_bit_gradients_that_are_written_through_data_take_effect(reads: bool, device: str) -> None:
+    model = Mixed().to(device)
+    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=1.0))
+    for step in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        before = optimizer.master_parameters()[0].detach().clone()
+        model.first.grad = torch.full_like(model.first, 1.0 + step)
+        if reads:
+            assert optimizer.param_groups[0]["lr"] == 1.0
+        model.first.grad.data.neg_()  # the norm stays
+        if reads:
+            assert (optimizer.master_parameters()[0].grad == -1 - step).all()
+        optimizer.step()
+        assert torch.equal(optimizer.master_parameters()[0], before + 1 + step)
+    model.first.grad.data.mul_(3)  # after a step has used it
+    optimizer.step()
+    assert torch.equal(optimizer.master_parameters()[0], before + 2 + 6)
+
+
+def test_writing_16_bit_gradients_through_data_after_unscaling_is_refused() -> None:
+    model = Mixed()
+    optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    scaler.scale(model(0)).backward()
+    scaler.unscale_(optimizer)
+    model.second.grad = None  # not used in this step: allowed
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    scaler.scale(model(1)).backward()
+    scaler.unscale_(optimizer)
+    model.first.grad.data.clamp_(-1.0, 1.0)
+    with pytest.raises(TrainingError, match=r"clip the masters"):
+        scaler.step(optimizer)
+
+
 def test_a_copy_of_an_optimizer_belongs_to_the_copied_model() -> None:
     model = Mixed()
     optimizer = MasterWeights(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))

@@ -92,8 +92,8 @@ class NodeWeights:
                 " optimizer.restore_node_weights() on every rank, before the next forward",
             )
         self._warn_of_changes()
-        self.trained.take_changes()
         if not self.exchange.has_agreed and self.world.nodes > 1:
+            self.trained.take_changes()  # later the masters take them in their step
             self.exchange.capture()
             self.trained.note_versions()
         self.trained.list_gradients()  # the estimate and the correction read those of the masters
@@ -206,7 +206,7 @@ class NodeWeights:
             finally:
                 self._in_consensus = was_in_consensus
             return
-        self.trained.take_changes(also_unnoticed=True)
+        self.trained.take_changes()
         own = {parameter.name: parameter.tensor.detach().clone() for parameter in self.trained.parameters}
         self._run(lambda: self.exchange.place(self.exchange.agreed))
         self.trained.write()

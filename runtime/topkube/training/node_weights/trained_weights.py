@@ -25,12 +25,8 @@ class Masters(Protocol):
         """Copy new gradients of the model to the masters."""
         ...
 
-    def take_changes(self) -> None:
-        """Copy weights that something other than the optimizer wrote into the model to the masters."""
-        ...
-
     def take_weights(self) -> None:
-        """Do the same as `take_changes`, also for changes that torch does not notice."""
+        """Copy weights that something other than the optimizer wrote into the model to the masters."""
         ...
 
     def write_weights(self) -> None:
@@ -65,13 +61,10 @@ class TrainedWeights:
             self._masters.take_gradients()
         return [p.tensor.grad for p in self.parameters if p.tensor.grad is not None]
 
-    def take_changes(self, *, also_unnoticed: bool = False) -> None:
-        """Copy weights that a script wrote into the 16-bit parameters to their masters; with `also_unnoticed`, also
-        changes that torch does not notice, which reads all weights."""
-        if self._masters is not None and also_unnoticed:
+    def take_changes(self) -> None:
+        """Copy weights that a script wrote into the 16-bit parameters to their masters. Reads all 16-bit parameters."""
+        if self._masters is not None:
             self._masters.take_weights()
-        elif self._masters is not None:
-            self._masters.take_changes()
 
     def write(self) -> None:
         """Write the rounded masters into the model, after something wrote the masters, and note the versions."""

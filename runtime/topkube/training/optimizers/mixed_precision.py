@@ -20,26 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from topkube.errors import ArgumentError, TrainingError
 from topkube.training.optimizers.layerwise import evaluate_closure
+from topkube.training.optimizers.tensor_changes import Checksum, Snapshot, compute_checksum, find_changed
 from topkube.training.optimizers.wrapper import OptimizerWrapper
 
 _NARROW = (torch.bfloat16, torch.float16)
-
-
-class _Snapshot:
-    """The identity and version of a tensor, to detect that the tensor was replaced or written."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._version = TensorWeakRef(tensor), tensor._version
-
-    def is_same_tensor(self, tensor: torch.Tensor | None) -> bool:
-        return tensor is not None and self._tensor() is tensor
-
-    def is_unchanged(self, tensor: torch.Tensor | None) -> bool:
-        return tensor is not None and self._tensor() is tensor and self._version == tensor._version
 
 
 @dataclass(eq=False)
@@ -48,13 +35,14 @@ class _Pair:
 
     parameter: torch.Tensor
     master: torch.Tensor
-    taken: _Snapshot | None = None
+    taken: Snapshot | None = None
     """The 16-bit gradient that was copied last."""
     norm: torch.Tensor | None = None
     """The norm of the master's gradient right after that copy; None after a step, which consumes the gradient. It shows
     whether GradScaler has divided the gradient, an operation that does not raise the tensor's version."""
-    rounded: int = 0
-    """The version of `parameter` when it was last computed from the master, or the master from it."""
+    written: Checksum | None = None
+    """The checksum of `parameter` when it was last computed from the master, or the master from it; None if it is not
+    known."""
 
     def has_changed_master(self) -> bool:
         """Return True if the master's gradient was written, or removed, between the last copy and the next step."""
@@ -64,12 +52,15 @@ class _Pair:
             return True
         return not torch.allclose(self.master.grad.norm(), self.norm, rtol=1e-5, atol=0, equal_nan=True)
 
+    def forget_gradient(self) -> None:
+        """Note that the gradient of the master is not that of the parameter any more, or was zeroed."""
+        self.taken = self.norm = None
+
     def __getstate__(self) -> dict[str, Any]:
         return {"parameter": self.parameter, "master": self.master}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
-        self.rounded = self.parameter._version
 
 
 class MasterWeights(OptimizerWrapper):
@@ -78,7 +69,8 @@ class MasterWeights(OptimizerWrapper):
     tensors.
 
     `param_groups` holds the masters, so schedulers, GradScaler and clipping work on float32. Reading `param_groups`,
-    and `step()`, first copy the 16-bit gradients that changed since the last copy into the masters' gradients.
+    and `step()`, first copy the 16-bit gradients that changed since the last copy into the masters' gradients. A step
+    also takes weights that the script wrote into the model. Checksums show writes through `.data` too.
 
     Use it inside DistributedOptimizer: `DistributedOptimizer(MasterWeights(LARS(model.parameters(), ...)), ...)`.
     Wrap before the first step. The state dict holds the masters.
@@ -99,7 +91,7 @@ class MasterWeights(OptimizerWrapper):
         if parameter.dtype not in _NARROW:
             return parameter
         master = parameter.detach().float().requires_grad_()
-        self._pairs.append(_Pair(parameter, master, rounded=parameter._version))
+        self._pairs.append(_Pair(parameter, master))
         return master
 
     # ---- what schedulers, scalers and clipping read
@@ -136,8 +128,8 @@ class MasterWeights(OptimizerWrapper):
         """Make a step. Raises TrainingError if gradients of the 16-bit parameters were changed after GradScaler had
         unscaled those of the masters."""
         loss = evaluate_closure(closure)
-        self.take_gradients()
-        self.take_changes()
+        self._copy_gradients(self._find_written(also_used=True))
+        self.take_weights()
         self.inner.step()
         self.write_weights()
         for pair in self._pairs:
@@ -147,13 +139,23 @@ class MasterWeights(OptimizerWrapper):
     @torch.no_grad()
     def take_gradients(self) -> None:
         """Copy the 16-bit gradients that are new or were written since the last copy."""
-        changed: list[_Pair] = []
-        for pair in self._pairs:
+        copied = self._copy_gradients(self._find_written())
+        gradients = [pair.master.grad for pair in copied if pair.master.grad is not None]
+        norms = torch._foreach_norm(gradients) if gradients else ()
+        for pair, norm in zip(copied, norms, strict=True):
+            pair.norm = norm
+
+    def _copy_gradients(self, written: list[bool]) -> list[_Pair]:
+        """Copy the 16-bit gradients that are new, and those of the pairs for which `written` is True. Return the pairs
+        whose gradients were copied."""
+        copied: list[_Pair] = []
+        for pair, was_written in zip(self._pairs, written, strict=True):
             gradient, taken = pair.parameter.grad, pair.taken
             if gradient is None:
                 if taken is not None:
-                    pair.master.grad = pair.taken = pair.norm = None
-            elif taken is None or not taken.is_unchanged(gradient):
+                    pair.forget_gradient()
+                    pair.master.grad = None
+            elif taken is None or was_written:
                 # A new gradient tensor is a new backward. The same tensor, written again, was clipped.
                 clipped = taken is not None and taken.is_same_tensor(gradient)
                 if clipped and pair.has_changed_master():
@@ -163,20 +165,36 @@ class MasterWeights(OptimizerWrapper):
                         " backward() after it, or model.zero_grad() in place of optimizer.zero_grad()",
                         next_step="clip the masters: clip_grad_norm_(optimizer.master_parameters(), max_norm)",
                     )
-                changed.append(pair)
-        if not changed:
-            return
+                copied.append(pair)
+        if not copied:
+            return []
         gradients, copies = [], []
-        for pair in changed:
+        for pair in copied:
             assert pair.parameter.grad is not None
             if pair.master.grad is None:
                 pair.master.grad = torch.empty_like(pair.master)
-            pair.taken = _Snapshot(pair.parameter.grad)
+            pair.taken = Snapshot(pair.parameter.grad)
             gradients.append(pair.parameter.grad)
             copies.append(pair.master.grad)
         torch._foreach_copy_(copies, gradients)
-        for pair, norm in zip(changed, torch._foreach_norm(copies), strict=True):
-            pair.norm = norm
+        return copied
+
+    def _find_written(self, *, also_used: bool = False) -> list[bool]:
+        """Return True for each pair whose 16-bit gradient was written or replaced since it was copied. Without
+        `also_used`, gradients that a step has used are compared by their versions only, which reads nothing."""
+        written = [pair.taken is not None and not pair.taken.is_unchanged(pair.parameter.grad) for pair in self._pairs]
+        compared = [
+            (number, pair.parameter.grad, pair.taken.checksum)
+            for number, pair in enumerate(self._pairs)
+            if pair.taken is not None
+            and pair.parameter.grad is not None
+            and not written[number]
+            and (also_used or pair.norm is not None)
+        ]
+        changed = find_changed((gradient, checksum) for _, gradient, checksum in compared)
+        for (number, _, _), is_changed in zip(compared, changed, strict=True):
+            written[number] = is_changed
+        return written
 
     @torch.no_grad()
     def write_weights(self) -> None:
@@ -184,28 +202,25 @@ class MasterWeights(OptimizerWrapper):
         if self._pairs:
             torch._foreach_copy_([pair.parameter for pair in self._pairs], [pair.master for pair in self._pairs])
         for pair in self._pairs:
-            pair.rounded = pair.parameter._version
-
-    def take_changes(self) -> None:
-        """Take the weights of the model (`take_weights`) if torch has noticed that something wrote them."""
-        if any(pair.parameter._version != pair.rounded for pair in self._pairs):
-            self.take_weights()
+            pair.written = compute_checksum(pair.parameter)
 
     @torch.no_grad()
     def take_weights(self) -> None:
         """Copy weights that something other than `step()` wrote into the model, such as a broadcast, a loaded state
         dict or a clamp, to the masters. Elements that still equal the rounded master keep the precision of the
         master."""
-        for pair in self._pairs:
-            rounded = pair.master.to(pair.parameter.dtype)
-            pair.master.copy_(torch.where(pair.parameter == rounded, pair.master, pair.parameter.float()))
-            pair.rounded = pair.parameter._version
+        changed = find_changed((pair.parameter, pair.written) for pair in self._pairs)
+        for pair, is_changed in zip(self._pairs, changed, strict=True):
+            if is_changed:
+                rounded = pair.master.to(pair.parameter.dtype)
+                pair.master.copy_(torch.where(pair.parameter == rounded, pair.master, pair.parameter.float()))
+                pair.written = compute_checksum(pair.parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients of the model and of the masters."""
         self.inner.zero_grad(set_to_none)
         for pair in self._pairs:
-            pair.taken = pair.norm = None
+            pair.forget_gradient()
             if pair.parameter.grad is None:
                 continue
             if set_to_none:

@@ -84,7 +84,7 @@ def _compute_checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     if any(tensor.device.type != "cpu" for tensor in tensors):
         sums = [_sum_bits(tensor) for tensor in tensors]
         return [int(checksum) % 2**64 for checksum in torch.stack(sums).tolist()]
-    return [xxhash.xxh3_64_intdigest(_view_bytes(tensor)) for tensor in tensors]
+    return [xxhash.xxh3_64_intdigest(view_bytes(tensor)) for tensor in tensors]
 
 
 def _hash(data: bytes) -> float:
@@ -92,7 +92,8 @@ def _hash(data: bytes) -> float:
     return float(xxhash.xxh3_64_intdigest(data) >> 11)
 
 
-def _view_bytes(tensor: torch.Tensor) -> Any:
+def view_bytes(tensor: torch.Tensor) -> Any:
+    """Return the bytes of a tensor in host memory as an array."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
