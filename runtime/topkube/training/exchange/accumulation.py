@@ -14,7 +14,7 @@ from topkube.training.exchange.reduction.residuals import Residuals
 class Accumulation:
     """The accumulation of the gradients of `parameters`. A gradient that was exchanged before is set aside, so that the
     next exchange sends only what this rank has added since. Gradients count by the samples of their batch, which
-    `batches` holds."""
+    `batches` holds. Those that the script assigned count by the samples of the batch that was announced last."""
 
     def __init__(
         self, parameters: list[Parameter], batches: UnevenBatches, plan: BucketPlan, residuals: Residuals
@@ -27,6 +27,7 @@ class Accumulation:
         """Undo the exchanges of gradients that the script has discarded, and read the factor of the announced batch."""
         self._undo_discarded()
         self._scale = self._batches.find_scale()
+        self._weigh_assigned()
 
     @property
     def weighs(self) -> bool:
@@ -94,7 +95,9 @@ class Accumulation:
             )
 
     def adopt_assigned(self) -> None:
-        """Take the gradients that the script assigned as this rank's own, for an exchange without a backward."""
+        """Take the gradients that the script assigned as this rank's own, for an exchange without a backward, and scale
+        them by the share of this rank's samples."""
+        self._scale = self._batches.find_scale()
         if self._residuals.are_tentative:
             self._residuals.discard_parameters(lambda parameter: not parameter.holds_delivered)
         for parameter in self._parameters:
@@ -103,6 +106,19 @@ class Accumulation:
             elif not parameter.holds_delivered:
                 parameter.is_aggregated = False
                 parameter.has_rows = parameter.has_rows or parameter.tensor.grad.is_sparse
+        self._weigh_assigned()
+
+    def _weigh_assigned(self) -> None:
+        """Scale the gradients that the script assigned and that no backward has scaled since the last exchange."""
+        if not self.weighs:
+            return
+        for parameter in self._parameters:
+            gradient = parameter.tensor.grad
+            if gradient is not None and not parameter.is_weighed and not parameter.holds_delivered:
+                parameter.is_weightless = self._scale == 0
+                weighed = torch.zeros_like(gradient) if self._scale == 0 else gradient.detach() * self._scale
+                parameter.replace_gradient(weighed)  # the script may have assigned one tensor to several parameters
+                parameter.is_weighed = True
 
     def _undo_discarded(self) -> None:
         """Undo the exchanges of gradients that the script has discarded since: it has set some of them to None, or all

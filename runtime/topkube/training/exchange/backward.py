@@ -210,7 +210,7 @@ class Backward:
             self.queue.step_trace.note_gradient(parameter.name, parameter.length, itemsize, parameter.is_always_dense)
         if not self.synchronizes:
             self._untouched.append(parameter)
-            self.has_unsynchronized = True
+            self.has_unsynchronized = parameter.is_weighed = True
             return
         bucket = self.plan.find_bucket(parameter)
         if bucket is None or not self.plan.is_agreed:

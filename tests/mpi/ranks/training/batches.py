@@ -34,6 +34,82 @@ def case_uneven_batches_count_by_their_samples(world: World) -> None:
         assert_close(model, reference)
 
 
+def _assign(model: torch.nn.Module, loss: torch.Tensor) -> None:
+    """Compute gradients without hooks, as FSDP2 does, and assign them."""
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+
+
+def _accumulate(optimizer: topkube.DistributedOptimizer, loss: torch.Tensor) -> None:
+    with optimizer.no_sync():
+        loss.backward()
+
+
+def case_assigned_gradients_count_by_their_samples(world: World) -> None:
+    """A gradient is weighed once, whether a backward under no_sync() or the script has produced it."""
+    rank, size = topkube.rank(), topkube.size()
+    ways = (
+        "assigned",
+        "accumulated",
+        "accumulated and replaced",
+        "assigned and accumulated",
+        "assigned, then backward",
+    )
+    for way, name in itertools.product(ways, ("dense", "hitopk")):
+        model, reference = build_network(), build_network()
+        optimizer, plain = build_optimizer(model, aggregation=name, density=1.0), build_sgd(reference.parameters())
+        everyone = [[draw_samples(3 + 2 * r, 10 * r + i) for i in range(2 + (r == 0))] for r in range(size)]
+        for number, (x, y) in enumerate(optimizer.join(everyone[rank])):
+            loss = compute_loss(model, x, y)
+            loss = loss * torch.nan if number == 2 and rank else loss  # of a batch with weight zero
+            if way.startswith("assigned"):
+                _assign(model, loss)
+            if way.startswith("accumulated"):
+                _accumulate(optimizer, loss)
+            if way.endswith("replaced"):
+                for parameter in model.parameters():
+                    parameter.grad = 2 * parameter.grad / 2
+            if way.endswith("and accumulated"):
+                _accumulate(optimizer, compute_loss(model, x, y))
+            if way.endswith("then backward"):
+                compute_loss(model, x, y).backward()
+            else:
+                optimizer.synchronize()
+            optimizer.step()
+            optimizer.zero_grad()
+        for step in range(3):
+            parts = [row[step] for row in everyone if step < len(row)]
+            loss = compute_loss(reference, *(torch.cat(part) for part in zip(*parts, strict=True)))
+            (loss * (2 if way.startswith("assigned") and way != "assigned" else 1)).backward()
+            plain.step()
+            plain.zero_grad()
+        assert optimizer.steps == 3, way
+        assert_close(model, reference)
+        optimizer.unwrap()
+
+
+def case_gradients_that_are_combined_under_no_sync_are_weighed_once(world: World) -> None:
+    """As with PCGrad: a backward for each task, and the script assigns the sum of the gradients."""
+    rank, size = topkube.rank(), topkube.size()
+    model, reference = build_network(), build_network()
+    optimizer, plain = build_optimizer(model), build_sgd(reference.parameters())
+    everyone = [draw_samples(3 + 2 * r, r) for r in range(size)]
+    for x, y in optimizer.join([everyone[rank]]):
+        totals = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for task in range(2):
+            optimizer.zero_grad()
+            _accumulate(optimizer, compute_loss(model, x, y) * (1 + task))
+            torch._foreach_add_(totals, [parameter.grad for parameter in model.parameters()])
+        for parameter, total in zip(model.parameters(), totals, strict=True):
+            parameter.grad = total
+        optimizer.synchronize()
+        optimizer.step()
+    (compute_loss(reference, *(torch.cat(part) for part in zip(*everyone, strict=True))) * 3).backward()
+    plain.step()
+    assert_close(model, reference)
+
+
 def case_a_script_can_announce_its_batches_itself(world: World) -> None:
     rank, size = topkube.rank(), topkube.size()
     model, reference = build_network(), build_network()

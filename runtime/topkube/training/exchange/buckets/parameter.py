@@ -57,6 +57,9 @@ class Parameter:
     stash: torch.Tensor | None = None
     is_weightless: bool = False
     """True if `.grad` contains only a batch of weight zero: this rank did not use the parameter."""
+    is_weighed: bool = False
+    """True if `.grad` was scaled by the share of this rank's samples, and not exchanged since: by a backward under
+    `no_sync()`, or because the script assigned it."""
     is_created: bool = False
     """True if `.grad` was None before this exchange. It becomes None again if no rank used the parameter."""
     is_exchanged: bool = False

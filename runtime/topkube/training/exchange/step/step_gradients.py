@@ -101,7 +101,7 @@ class StepGradients:
                 gradients = [p.tensor.grad for p in trainable if p.tensor.grad is not None and not p.has_rows]
                 self.norms.measure(gradients, self._exchange.residuals.list_arrays())
         for parameter in trainable:
-            parameter.is_weightless = parameter.is_created = False
+            parameter.is_weightless = parameter.is_weighed = parameter.is_created = False
         count = self._skipped_in_a_row
         if self._are_nonfinite and not were_nonfinite and count >= _MANY_SKIPPED and count & (count - 1) == 0:
             self._report_skipped_steps()
