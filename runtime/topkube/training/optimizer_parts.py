@@ -137,6 +137,7 @@ def _build_parts(
 ) -> OptimizerParts:
     """Return the parts for the settings in force, `aggregation`. `job` holds the settings of the job. The counters of
     the exchange `earlier` continue, if it is passed."""
+    guard = StepGuard(optimizer)
     correction = MomentumCorrection(optimizer) if aggregation.momentum_correction else None
     momentum = correction.read_momentum if correction else lambda: (0.0, 1.0)
     parameters = name_parameters(optimizer, names, sharded=True)
@@ -154,7 +155,6 @@ def _build_parts(
         backward.queue.step_trace = start_trace(world, tensors, aggregation, settings)
     if node_weights is None and correction is None and not aggregation.schedule:
         backward.gradients.decisions.watch(optimizer)
-    guard = StepGuard(optimizer)
     backward.late = _build_late_updates(optimizer, aggregation, backward, guard, parameters)
     watch_scalers()
     return OptimizerParts(optimizer, job, aggregation, backward, guard, node_weights, correction, backward.late)

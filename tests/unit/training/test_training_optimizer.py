@@ -18,7 +18,7 @@ import topkube
 from topkube.errors import ArgumentError, TrainingError, WorldError
 from topkube.settings import Settings
 from topkube.telemetry.progress import read_records
-from unit.training.one_rank import build_model, build_optimizer, run_backward
+from unit.training.one_rank import SAM, Lookahead, build_model, build_optimizer, run_backward
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +132,70 @@ def test_compression_on_one_rank_selects_and_keeps_the_rest() -> None:
     assert start == 0
     assert torch.equal(sent.flatten() + kept, whole.flatten())
     assert torch.equal(model[0].bias.grad, reference[0].bias.grad), "small tensors go dense"
+
+
+def test_a_step_of_an_optimizer_inside_the_wrapped_one_is_refused() -> None:
+    model = build_model()
+    wrapped = SAM(model.parameters(), torch.optim.SGD, lr=0.1)
+    optimizer = topkube.DistributedOptimizer(wrapped, model.named_parameters(), aggregation="dense")
+    run_backward(model)
+    optimizer.first_step()
+    run_backward(model)
+    with pytest.raises(TrainingError, match=r"SGD, which is inside SAM.*make the DistributedOptimizer the optimizer"):
+        optimizer.second_step()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.unwrap().second_step()
+    combined = SAM(model.parameters(), lambda *_, **__: inner)
+    combined.others = [other, combined]
+    optimizer = topkube.DistributedOptimizer(combined, model.named_parameters(), aggregation="dense")
+    other.step()  # it has other parameters
+    with pytest.raises(TrainingError, match="is inside SAM"):
+        inner.step()
+
+
+def test_sam_around_a_distributed_optimizer_trains_as_sam_does() -> None:
+    model, reference = build_model(), build_model()
+    made = []
+
+    def wrap(groups: list[dict], **options: float) -> topkube.DistributedOptimizer:
+        plain = torch.optim.SGD(groups, **options)
+        made.append(topkube.DistributedOptimizer(plain, model.named_parameters(), aggregation="dense"))
+        return made[-1]
+
+    optimizer = SAM(model.parameters(), wrap, lr=0.1, momentum=0.9)
+    for network, sam in (
+        (model, optimizer),
+        (reference, SAM(reference.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)),
+    ):
+        for step in range(3):
+            run_backward(network, step)
+            sam.first_step()
+            run_backward(network, step)
+            sam.second_step()
+    assert made[0].steps == 3
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+def test_an_optimizer_without_the_constructor_of_torch_is_guarded_by_the_one_inside_it() -> None:
+    model = build_model()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = topkube.DistributedOptimizer(Lookahead(plain), model.named_parameters(), aggregation="dense")
+    run_backward(model)
+    with pytest.raises(TrainingError, match="DistributedOptimizer"):
+        plain.step()
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    assert optimizer.steps == 1
+    assert not torch.equal(before, model[0].weight)
+
+    class Bare(torch.optim.Optimizer):
+        def __init__(self, parameters: list[nn.Parameter]) -> None:
+            self.param_groups, self.state, self.defaults = [{"params": parameters}], {}, {}
+
+    other = build_model()
+    with pytest.raises(ArgumentError, match=r"Bare does not call.*super\(\).__init__"):
+        topkube.DistributedOptimizer(Bare(list(other.parameters())), other.named_parameters(), aggregation="dense")
 
 
 def test_schedulers_and_parameter_groups_work_on_a_distributed_optimizer() -> None:
