@@ -108,6 +108,26 @@ def test_steps_follow_the_papers(device: str, name: str) -> None:
         assert not torch.equal(start, a)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_state_that_is_loaded_continues_bit_for_bit(name: str, dtype: torch.dtype, device: str) -> None:
+    """Moments are float32, also those of 16-bit parameters."""
+    model = build_network().to(device, dtype)
+    optimizer = PAIRS[name][0](model)
+    train(model, optimizer, dtype=dtype)
+    resumed_model = copy.deepcopy(model)
+    resumed = PAIRS[name][0](resumed_model)
+    resumed.load_state_dict(optimizer.state_dict())  # copies it: both go on
+    for each_model, each_optimizer in ((model, optimizer), (resumed_model, resumed)):
+        train(each_model, each_optimizer, dtype=dtype)
+    for a, b in zip(model.parameters(), resumed_model.parameters(), strict=True):
+        assert torch.equal(a, b)
+        moments = optimizer.state[a], resumed.state[b]
+        assert all(torch.equal(moments[0][key], moments[1][key]) for key in moments[0])
+        assert {moment.dtype for moment in moments[1].values()} == {torch.float32}
+
+
 @pytest.mark.parametrize("name", [*PAIRS, "masters"])
 def test_a_closure_is_evaluated_with_gradients_before_the_step(name: str) -> None:
     model, reference = build_network(), build_network()

@@ -3,6 +3,7 @@ correction of norms for the noise of a node's gradient."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +46,16 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self._update(group)
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that `state_dict` returned. Its float32 moments stay as they are: torch would cast them to the
+        dtype of their parameters, which may have 16 bits."""
+        super().load_state_dict(state_dict)
+        saved_ids = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
+        for saved_id, parameter in zip(saved_ids, parameters, strict=True):
+            for name, value in state_dict["state"].get(saved_id, {}).items():
+                self.state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)
 
     @abstractmethod
     def _update(self, group: dict[str, Any]) -> None: ...
